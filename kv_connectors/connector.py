@@ -1,0 +1,125 @@
+"""The class that vLLM loads.  Each hook is a line or two; what happens is in `scheduler` and `worker`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+
+from vllm_disagg import config, keys
+from vllm_disagg.errors import ConfigError
+
+from . import compat, facts
+from .scheduler import SchedulerSide
+from .stats import PromMetrics, Stats
+from .worker import WorkerSide
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from .messages import Handshake, StepMetadata
+
+if problem := compat.check(vllm.__version__):
+    raise ConfigError(problem)
+
+ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+
+
+class DisaggConnector(KVConnectorBase_V1):
+    supports_sleep_mode = False  # the drivers hold addresses of the KV cache
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = config.parse(self._kv_transfer_config.kv_connector_extra_config)
+        key = keys.load(settings.key_file)
+        facts.refuse_unsupported(vllm_config, kv_cache_config)
+        block_size = vllm_config.cache_config.block_size
+        self._scheduler: SchedulerSide
+        self._worker: WorkerSide
+        if role is KVConnectorRole.SCHEDULER:
+            kind = ROLES[str(self._kv_transfer_config.kv_role)]
+            self._scheduler = SchedulerSide(key, kind, facts.layout(vllm_config), block_size)
+        else:
+            rank = vllm_config.parallel_config.rank
+            self._worker = WorkerSide(settings, key, rank, kv_cache_config.num_blocks, block_size)
+
+    # Workers -------------------------------------------------------------------------------------------------
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> Handshake | None:
+        return self._worker.handshake
+
+    def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:  # type: ignore[override]
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.begin(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Loads began with the step's metadata."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """A request runs only when its KV is here."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        self._worker.layer_computed(layer_name)
+
+    def wait_for_save(self) -> None:
+        self._worker.end()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        sent, received, failed = self._worker.results()
+        self._worker.take_failed_blocks()  # said by request
+        return compat.Results(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        sent, received, _ = self._worker.results()
+        return sent or None, received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_failed_blocks()
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        return self._worker.stats.take() if self._role is KVConnectorRole.WORKER else None
+
+    def shutdown(self) -> None:
+        if self._role is KVConnectorRole.WORKER:
+            self._worker.close()
+
+    # Scheduler -----------------------------------------------------------------------------------------------
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Handshake]) -> None:  # type: ignore[override]
+        self._scheduler.set_workers([metadata[rank] for rank in sorted(metadata)])
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        count = self._scheduler.tokens_to_load(request, num_computed_tokens)
+        return count, count > 0
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        return self._scheduler.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        for request_id in connector_output.finished_recving or ():
+            self._scheduler.loaded(request_id)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.finished(request)
+
+    # Statistics ----------------------------------------------------------------------------------------------
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        return Stats(data=data) if data is not None else Stats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> PromMetrics:
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

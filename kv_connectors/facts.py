@@ -1,0 +1,78 @@
+"""What two engines must have in common to exchange KV, read from vLLM's configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_disagg.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+SAMPLE = 1 << 16  # bytes read at the start and at the end of each weights file
+NOT_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
+
+
+def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raise ConfigError, in words, for what would not be exact."""
+    parallel = vllm_config.parallel_config
+    for what, size in (
+        ("pipeline", parallel.pipeline_parallel_size),
+        ("data", parallel.data_parallel_size),
+        ("decode context", getattr(parallel, "decode_context_parallel_size", 1)),
+        ("prefill context", getattr(parallel, "prefill_context_parallel_size", 1)),
+    ):
+        if size > 1:
+            raise ConfigError(f"DisaggConnector does not support {what} parallelism yet (size {size}); use 1")
+    groups = len(kv_cache_config.kv_cache_groups)
+    if groups > 1:
+        raise ConfigError(f"DisaggConnector does not support models with several kinds of KV cache yet (this has {groups})")
+    if vllm_config.speculative_config is not None:
+        raise ConfigError("DisaggConnector does not support speculative decoding yet; start without it")
+
+
+def layout(vllm_config: VllmConfig) -> dict[str, str]:
+    """Facts by name; `grants.difference` says in words which one differs.
+
+    The tensors' own shape is added by the workers.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    lora: Any = vllm_config.lora_config
+    return {
+        "architecture": ",".join(model.hf_config.architectures or ["unknown"]),
+        "model config": _digest(_model_config(model.hf_config)),
+        "weights": _weights(model.model, model.revision, model.hf_config),
+        "dtype": str(model.dtype),
+        "KV cache dtype": str(cache.cache_dtype),
+        "quantization": str(model.quantization),
+        "load format": str(vllm_config.load_config.load_format),
+        "block size": str(cache.block_size),
+        "tensor parallel size": str(vllm_config.parallel_config.tensor_parallel_size),
+        "LoRA": f"rank {lora.max_lora_rank}" if lora else "off",
+    }
+
+
+def _model_config(hf_config: Any) -> dict[str, Any]:
+    return {name: value for name, value in hf_config.to_dict().items() if name not in NOT_MODEL}
+
+
+def _weights(model: str, revision: str | None, hf_config: Any) -> str:
+    """A fingerprint of the weights: of the files where they are here, else of the name and revision on the hub."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return f"{model}@{getattr(hf_config, '_commit_hash', None) or revision or 'main'}"
+    seen = []
+    for file in sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin")):
+        with file.open("rb") as opened:
+            start = opened.read(SAMPLE)
+            opened.seek(max(0, file.stat().st_size - SAMPLE))
+            seen.append((file.name, file.stat().st_size, hashlib.sha256(start + opened.read()).hexdigest()))
+    return _digest(seen)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

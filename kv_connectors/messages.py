@@ -1,0 +1,30 @@
+"""What the scheduler's connector and the workers' connectors tell each other through vLLM.
+
+vLLM carries these itself, within one engine.  They hold machine events as they are: there is no translation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+
+from vllm_disagg import events
+from vllm_disagg.grants import Worker
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """Scheduler to workers, with each step."""
+
+    prefill: list[events.ForPrefill] = field(default_factory=list)
+    decode: list[events.ForDecode] = field(default_factory=list)
+    requests: dict[str, str] = field(default_factory=dict)  # transfer -> vLLM's id, for those that are new
+
+
+@dataclass
+class Handshake(KVConnectorHandshakeMetadata):
+    """Worker to scheduler, once at start."""
+
+    worker: Worker
+    layout: dict[str, str]

@@ -1,0 +1,206 @@
+"""The scheduler's half of the connector: from vLLM's requests to events for the workers.
+
+It opens no sockets and waits for nothing.  Only a verified grant makes a request more than an ordinary local one;
+whatever else stands in `kv_transfer_params` is ignored.  Each request with a grant is one record, in one state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm_disagg import events
+from vllm_disagg.errors import BadGrant
+from vllm_disagg.grants import ANSWER_KEY, REQUEST_KEY, Engine, Grant, verify
+from vllm_disagg.keys import FleetKey
+
+from .messages import Handshake, StepMetadata
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger("vllm_disagg.scheduler")
+
+USED = 65536  # transfer ids remembered, so that a grant works once
+NORMAL_ENDS = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
+
+
+class State(Enum):
+    NEW = auto()
+    COMPUTING = auto()  # prefill leg: the workers know its blocks
+    LOADING = auto()  # decode leg: the workers fetch
+    LOCAL = auto()  # whatever it was, it is an ordinary request now
+
+
+@dataclass
+class Leg:
+    grant: Grant
+    length: int  # tokens of the prompt
+    state: State = State.NEW
+    computed: int = 0  # tokens announced to the workers
+
+
+class SchedulerSide:
+    def __init__(self, key: FleetKey, role: str, layout: dict[str, str], block_size: int) -> None:
+        self._key = key
+        self._role = role
+        self._layout = layout
+        self._block_size = block_size
+        self._legs: dict[str, Leg] = {}  # by vLLM's request id
+        self._used: dict[tuple[str, str], None] = {}
+        self._next = StepMetadata()
+        self.engine: Engine | None = None
+
+    def set_workers(self, handshakes: Sequence[Handshake]) -> None:
+        """All ranks in order.  What they say of their tensors becomes part of what a peer must match."""
+        names = "".join(handshake.worker.name for handshake in handshakes)
+        shapes = " ".join(sorted({h.layout["KV tensors"] for h in handshakes}))
+        self.engine = Engine(
+            incarnation=hashlib.sha256(names.encode()).hexdigest()[:16],
+            role=self._role,  # type: ignore[arg-type]
+            workers=[handshake.worker for handshake in handshakes],
+            layout={**self._layout, "KV tensors": shapes},
+        )
+        log.info("engine %s (%s) is ready for KV transfers", self.engine.incarnation, self._role)
+
+    # A request comes -----------------------------------------------------------------------------------------
+    def add(self, request: Request) -> Leg | None:
+        """The record of a request with a grant that holds; None for every other request."""
+        leg = self._legs.get(request.request_id)
+        if leg is not None:
+            return leg
+        params = request.kv_transfer_params
+        if not isinstance(params, dict) or REQUEST_KEY not in params:
+            return None
+        try:
+            grant = self._accept(verify(self._key, params[REQUEST_KEY]), request)
+        except BadGrant as error:
+            log.warning("request %s: grant refused (%s); it is served here alone", request.request_id, error)
+            request.kv_transfer_params = None  # asked once, said once
+            return None
+        leg = self._legs[request.request_id] = Leg(grant, request.num_prompt_tokens)
+        if grant.leg != "probe":
+            self._next.requests[grant.transfer] = request.request_id
+        return leg
+
+    def _accept(self, grant: Grant, request: Request) -> Grant:
+        if grant.leg == "probe":
+            return grant
+        if self.engine is None or grant.engine != self.engine.incarnation:
+            raise BadGrant("for another engine, or for this one before its restart")
+        if self._role not in (grant.leg, "both"):
+            raise BadGrant(f"a {grant.leg} leg, but this engine's role is {self._role}")
+        if request.prompt_token_ids is None:
+            raise BadGrant("the prompt is not made of tokens")
+        if grant.leg == "decode" and len(grant.sources) != len(self.engine.workers):
+            raise BadGrant(f"names {len(grant.sources)} workers, this engine has {len(self.engine.workers)}")
+        use = (grant.leg, grant.transfer)
+        if use in self._used:
+            raise BadGrant("used before")
+        self._used[use] = None
+        if len(self._used) > USED:
+            del self._used[next(iter(self._used))]
+        return grant
+
+    # The decode leg ------------------------------------------------------------------------------------------
+    def tokens_to_load(self, request: Request, local: int) -> int:
+        """How many tokens of the prompt, after `local` ones from our prefix cache, come from P."""
+        leg = self.add(request)
+        if leg is None or leg.grant.leg != "decode" or leg.state is not State.NEW:
+            return 0
+        missing = leg.length - local
+        # With all whole blocks here, the rest is computed faster than it is fetched, and computed it must be partly.
+        return 0 if local and missing <= self._block_size else missing
+
+    def allocated(self, request: Request, blocks: list[int], external: int) -> None:
+        leg = self._legs.get(request.request_id)
+        if leg is None or leg.grant.leg != "decode" or leg.state is not State.NEW:
+            return
+        if external == 0:
+            self._make_local(leg)
+            return
+        leg.state = State.LOADING
+        token = leg.length - external
+        stop = -(-leg.length // self._block_size)
+        self._next.decode.append(
+            events.Wanted(
+                transfer=leg.grant.transfer,
+                sources=leg.grant.sources,
+                blocks=blocks[token // self._block_size : stop],
+                token=token,
+                token_end=leg.length,
+                patience=leg.grant.patience,
+            )
+        )
+
+    def loaded(self, request_id: str) -> None:
+        leg = self._legs.get(request_id)
+        if leg is not None and leg.state is State.LOADING:
+            leg.state = State.LOCAL
+
+    def _make_local(self, leg: Leg) -> None:
+        leg.state = State.LOCAL
+        self._next.decode.append(events.Unneeded(leg.grant.transfer, leg.grant.sources))
+
+    # The prefill leg -----------------------------------------------------------------------------------------
+    def step(self, output: SchedulerOutput) -> StepMetadata:
+        """What the workers have to know with this step."""
+        for request_id in output.preempted_req_ids or ():
+            self._withdraw(self._legs.get(request_id))
+        if self._legs:
+            for new in output.scheduled_new_reqs:
+                self._scheduled(output, new.req_id, new.num_computed_tokens, new.block_ids)
+            cached = output.scheduled_cached_reqs
+            for request_id, computed, blocks in zip(
+                cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+            ):
+                self._scheduled(output, request_id, computed, blocks)
+        metadata, self._next = self._next, StepMetadata()
+        return metadata
+
+    def _scheduled(
+        self, output: SchedulerOutput, request_id: str, computed: int, blocks: tuple[list[int], ...] | None
+    ) -> None:
+        leg = self._legs.get(request_id)
+        if leg is None or leg.grant.leg != "prefill" or leg.state is State.LOCAL or leg.computed >= leg.length:
+            return
+        leg.state = State.COMPUTING
+        leg.computed = min(leg.length, computed + output.num_scheduled_tokens[request_id])
+        self._next.prefill.append(
+            events.Scheduled(leg.grant.transfer, leg.computed, list(blocks[0]) if blocks is not None else [])
+        )
+
+    def _withdraw(self, leg: Leg | None) -> None:
+        """The blocks of a prefill leg have been given up before D had them."""
+        if leg is not None and leg.grant.leg == "prefill" and leg.state is not State.LOCAL:
+            leg.state = State.LOCAL
+            self._next.prefill.append(events.Withdrawn(leg.grant.transfer))
+
+    # A request goes ------------------------------------------------------------------------------------------
+    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """(whether its blocks stay ours until the workers release them, what its answer says of this engine)."""
+        self.add(request)  # a request that ends before it was scheduled
+        leg = self._legs.pop(request.request_id, None)
+        if leg is None:
+            return False, None
+        if leg.grant.leg == "decode":
+            if leg.state is State.LOADING:
+                self._next.decode.append(events.Cancelled(leg.grant.transfer))
+            elif leg.state is State.NEW:
+                self._make_local(leg)
+            return False, None
+        answer = {ANSWER_KEY: msgspec.to_builtins(self.engine)}
+        if leg.grant.leg == "probe":
+            return False, answer
+        if leg.state is not State.COMPUTING or leg.computed < leg.length or request.status.name not in NORMAL_ENDS:
+            self._withdraw(leg)
+            return False, answer
+        self._next.prefill.append(events.Pinned(leg.grant.transfer))
+        return True, answer

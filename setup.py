@@ -1,0 +1,31 @@
+"""Packaging.  vLLM itself is the user's own install: which build fits the machine is not ours to choose."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="vllm-disagg",
+    version="0.1.0",
+    description="Prefill/decode disaggregation for stock vLLM: a KV connector, a proxy, and one command to start",
+    long_description=open("README.md").read() if __import__("os").path.exists("README.md") else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["vllm_disagg*", "kv_connectors*"]),
+    install_requires=[
+        "httptools>=0.6",
+        "msgspec>=0.19",
+        "numpy>=1.26",
+        "packaging>=23",
+        "prometheus-client>=0.20",
+        "pyzmq>=26",
+        "uvloop>=0.20",
+        "xxhash>=3.4",
+    ],
+    extras_require={
+        "dev": ["hypothesis>=6.100", "import-linter>=2.0", "mypy>=1.15", "pytest>=8", "ruff>=0.9"],
+    },
+    entry_points={
+        "vllm.general_plugins": ["vllm_disagg = kv_connectors:register"],
+        "console_scripts": ["vllm-disagg = vllm_disagg.cli:main"],
+    },
+)

@@ -1,0 +1,165 @@
+"""What goes into the protocol machines and what comes out, besides wire messages.
+
+An event is a fact the machine could not know by itself; an action is a thing it may not do by itself.  All are
+plain values, so a run can be recorded, read by a person and replayed.  What a scheduler tells its workers in
+vLLM's step metadata *is* a list of these events.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+from . import wire
+from .grants import Worker
+
+
+class Reason(str, Enum):
+    """Why a transfer did not deliver; a closed set, because it labels metrics."""
+
+    CANCELLED = "cancelled"  # vLLM no longer wants it
+    WITHDRAWN = "withdrawn"  # P's request was aborted or preempted
+    REFUSED = "refused"  # P knows nothing (any more) of this transfer, or has no room for it
+    SILENT = "silent"  # P does not answer
+    LATE = "late"  # P answers, but nothing moves
+    CORRUPT = "corrupt"  # bytes did not match their checksum or size, again and again
+    BROKEN = "broken"  # our own driver failed
+    LOST = "lost"  # P let go of the blocks before we were done
+
+
+# Events, prefill side ----------------------------------------------------------------------------------------
+class Scheduled(msgspec.Struct, frozen=True, tag=True):
+    """This step computes the prompt up to `tokens`; `blocks` are the block ids added since the last such event."""
+
+    transfer: str
+    tokens: int
+    blocks: list[int]
+
+
+class Computed(msgspec.Struct, frozen=True, tag=True):
+    """The first `layers` layers of what the last Scheduled announced are in memory."""
+
+    transfer: str
+    layers: int
+
+
+class Pinned(msgspec.Struct, frozen=True, tag=True):
+    """The request has finished; its blocks stay until we Release them."""
+
+    transfer: str
+
+
+class Withdrawn(msgspec.Struct, frozen=True, tag=True):
+    """The blocks are vLLM's again (abort, preemption), whatever we were doing with them."""
+
+    transfer: str
+
+
+class Sent(msgspec.Struct, frozen=True, tag=True):
+    """A SendPiece has ended: the transport no longer reads our blocks for it."""
+
+    transfer: str
+    reader: str
+
+
+# Events, decode side -----------------------------------------------------------------------------------------
+class Wanted(msgspec.Struct, frozen=True, tag=True):
+    """vLLM has parked a request and allocated `blocks` for its tokens [token, token_end)."""
+
+    transfer: str
+    sources: list[Worker]  # P's workers by rank; each of our ranks reads from the one of its own rank
+    blocks: list[int]
+    token: int  # a multiple of the block size
+    token_end: int
+    patience: float
+
+
+class Unneeded(msgspec.Struct, frozen=True, tag=True):
+    """We shall read nothing of this transfer (a full prefix hit, an abort in the queue): P may let go."""
+
+    transfer: str
+    sources: list[Worker]
+
+
+class Cancelled(msgspec.Struct, frozen=True, tag=True):
+    """vLLM no longer wants a transfer that it wanted."""
+
+    transfer: str
+
+
+class Arrived(msgspec.Struct, frozen=True, tag=True):
+    """The bytes of a piece are here, in the transport's own memory."""
+
+    transfer: str
+    number: int
+
+
+class Landed(msgspec.Struct, frozen=True, tag=True):
+    """A Land has ended; `ok` says whether size and checksum were right."""
+
+    transfer: str
+    number: int
+    ok: bool
+
+
+# Events, both sides ------------------------------------------------------------------------------------------
+class Tick(msgspec.Struct, frozen=True, tag=True):
+    """Time has passed."""
+
+
+# Actions -----------------------------------------------------------------------------------------------------
+class Send(msgspec.Struct, frozen=True, tag=True):
+    to: str
+    message: wire.ToPrefill | wire.ToDecode
+
+
+class SendPiece(msgspec.Struct, frozen=True, tag=True):
+    """Send the bytes of a piece; `blocks` hold the extent's tokens in order.  Ends in Sent."""
+
+    transfer: str
+    reader: str
+    address: str
+    number: int
+    extent: wire.Extent
+    blocks: list[int]
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """Give the blocks back to vLLM."""
+
+    transfer: str
+    delivered: bool
+
+
+class Connect(msgspec.Struct, frozen=True, tag=True):
+    """Be ready to exchange messages with this worker."""
+
+    worker: Worker
+
+
+class Land(msgspec.Struct, frozen=True, tag=True):
+    """Check the piece that has just arrived and copy it into `blocks`.  Ends in Landed."""
+
+    transfer: str
+    number: int
+    extent: wire.Extent
+    blocks: list[int]
+
+
+class Report(msgspec.Struct, frozen=True, tag=True):
+    """Tell vLLM.  With a reason the load failed, and all of it is to be recomputed."""
+
+    transfer: str
+    reason: Reason | None
+    landed: int = 0  # bytes
+    early: int = 0  # bytes of these that landed while P still computed
+    seconds: float = 0.0  # since Wanted
+
+
+PrefillEvent = Scheduled | Computed | Pinned | Withdrawn | Sent | Tick | wire.ToPrefill
+PrefillAction = Send | SendPiece | Release
+DecodeEvent = Wanted | Unneeded | Cancelled | Arrived | Landed | Tick | wire.ToDecode
+DecodeAction = Connect | Send | Land | Report
+ForPrefill = Scheduled | Pinned | Withdrawn
+ForDecode = Wanted | Unneeded | Cancelled

@@ -1,0 +1,114 @@
+"""Grants: the only thing in a request that an engine acts on, and what an engine tells about itself.
+
+A client may write anything into `kv_transfer_params`; an engine believes none of it but a *grant*, a token that
+whoever has the fleet key minted for one leg of one request:
+
+    kv_transfer_params = {"disagg_grant": "<payload>.<mac>"}            in a request, from the proxy
+    kv_transfer_params = {"disagg_engine": {...}}                       in the answer of a prefill or probe leg
+
+A grant names the incarnation of the engine it is for, so it dies with that process; its transfer id works once;
+how long it is good for is a duration that starts when the engine sees it, because clocks differ.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import secrets
+from typing import Annotated, Literal
+
+import msgspec
+
+from .errors import BadGrant
+from .keys import FleetKey
+
+REQUEST_KEY = "disagg_grant"
+ANSWER_KEY = "disagg_engine"
+MAC_SIZE = 16
+MAX_TOKEN = 64 * 1024  # characters; 64 ranks need about 16 KiB
+
+Text = Annotated[str, msgspec.Meta(max_length=256)]
+TransferId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """Where one rank of an engine listens.  `name` is unique to the process: a restarted worker has another."""
+
+    name: Text
+    control: Text  # tcp://HOST:PORT, authenticated
+    data: Text  # tcp://HOST:PORT
+    local: Text = ""  # ipc://PATH, the same data for readers on `host`
+    host: Text = ""  # boot id of the machine
+
+
+class Engine(msgspec.Struct, frozen=True):
+    """What an engine says of itself in the answer to a probe."""
+
+    incarnation: Text
+    role: Literal["prefill", "decode", "both"]
+    workers: list[Worker]  # by rank
+    layout: dict[str, str]  # facts that two engines must share to exchange KV
+
+
+class Grant(msgspec.Struct, frozen=True, array_like=True):
+    """What one leg of one request may do."""
+
+    version: Literal[1]
+    leg: Literal["probe", "prefill", "decode"]
+    transfer: TransferId
+    engine: Text  # incarnation of the engine that may use it; probes name none
+    sources: Annotated[list[Worker], msgspec.Meta(max_length=1024)] = []  # decode: P's workers, by rank
+    patience: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 60.0  # seconds without progress
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Grant).decode
+
+
+def new_transfer() -> str:
+    """A fresh transfer id: 128 random bits."""
+    return secrets.token_hex(16)
+
+
+def mint(key: FleetKey, grant: Grant) -> str:
+    payload = _encode(grant)
+    return f"{_b64(payload)}.{_b64(_mac(key, payload))}"
+
+
+def verify(key: FleetKey, token: object) -> Grant:
+    """The grant in a token, or BadGrant.  Takes anything: what comes from a request has no type yet."""
+    if not isinstance(token, str) or len(token) > MAX_TOKEN:
+        raise BadGrant("not a token")
+    body, _, mac = token.partition(".")
+    try:
+        payload, given = _unb64(body), _unb64(mac)
+    except (binascii.Error, UnicodeEncodeError, ValueError):
+        raise BadGrant("not base64") from None
+    if not hmac.compare_digest(_mac(key, payload), given):
+        raise BadGrant("minted with another key")
+    try:
+        return _decode(payload)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadGrant(f"not of this version: {error}") from None
+
+
+def difference(ours: dict[str, str], theirs: dict[str, str]) -> str:
+    """What keeps two layouts from exchanging KV, in words; empty when nothing does."""
+    for fact in sorted(ours.keys() | theirs.keys()):
+        if ours.get(fact) != theirs.get(fact):
+            return f"{fact} is {ours.get(fact, 'unknown')} on one side and {theirs.get(fact, 'unknown')} on the other"
+    return ""
+
+
+def _mac(key: FleetKey, payload: bytes) -> bytes:
+    return hashlib.blake2b(payload, key=key.derive("grant"), digest_size=MAC_SIZE).digest()
+
+
+def _b64(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def _unb64(text: str) -> bytes:
+    return base64.b64decode(text.encode("ascii") + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)

@@ -1,0 +1,64 @@
+"""The fleet key, and the keys derived from it.
+
+One secret of 32 bytes makes a fleet: who has it may mint grants and open control connections.  Each use has its
+own derived key (BLAKE2b with the use as personalisation), so that none gives away another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from pathlib import Path
+
+from .errors import ConfigError
+
+SIZE = 32
+
+
+class FleetKey:
+    """A fleet's secret.  `FleetKey(None)` is the key of a fleet without one: it authenticates nobody."""
+
+    def __init__(self, secret: bytes | None) -> None:
+        if secret is not None and len(secret) != SIZE:
+            raise ConfigError(f"a fleet key has {SIZE} bytes, this one {len(secret)}")
+        self._secret = secret
+
+    @property
+    def is_set(self) -> bool:
+        return self._secret is not None
+
+    def derive(self, use: str) -> bytes:
+        """32 bytes for `use` (at most 16 ASCII characters)."""
+        return hashlib.blake2b(key=self._secret or b"", person=use.encode(), digest_size=SIZE).digest()
+
+    def __repr__(self) -> str:
+        return f"FleetKey({'set' if self.is_set else None})"
+
+
+def load(path: str) -> FleetKey:
+    """The key in a file as `create` writes it; an empty path is a fleet without a key."""
+    if not path:
+        return FleetKey(None)
+    try:
+        text = Path(path).read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"key file {path}: {error.strerror}; make one with: vllm-disagg key {path}") from None
+    except UnicodeDecodeError:
+        text = ""
+    try:
+        return FleetKey(bytes.fromhex(text))
+    except (ValueError, ConfigError):
+        raise ConfigError(f"key file {path}: not {2 * SIZE} hexadecimal digits; make one with: vllm-disagg key {path}") from None
+
+
+def create(path: str) -> None:
+    """Write a new key to `path`, readable by its owner alone.  Never overwrites."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise ConfigError(f"key file {path} exists already; it is left as it is") from None
+    except OSError as error:
+        raise ConfigError(f"key file {path}: {error.strerror}") from None
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(SIZE) + "\n")

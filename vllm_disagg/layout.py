@@ -1,0 +1,51 @@
+"""Pure arithmetic: which pieces a transfer is made of, and which blocks hold an extent's tokens."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .wire import Extent
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """What one rank's KV cache looks like to the protocol."""
+
+    layers: int
+    block_size: int  # tokens
+    block_bytes: int  # of one block in one layer
+
+
+def whole_blocks(tokens: int, end: int, block_size: int) -> int:
+    """How many tokens of a prompt of `end` tokens may be sent when `tokens` are final: whole blocks, then the tail."""
+    return end if tokens >= end else tokens - tokens % block_size
+
+
+def blocks_of(extent: Extent, blocks: list[int], first: int, block_size: int) -> list[int]:
+    """The ids of the blocks that hold the extent's tokens; `blocks[0]` holds the token `first`."""
+    start = (extent.token - first) // block_size
+    stop = -(-(extent.token_end - first) // block_size)
+    return blocks[start:stop]
+
+
+def split(extent: Extent, shape: Shape, limit: int) -> list[Extent]:
+    """Cut an extent into pieces of at most `limit` bytes, or one block of one layer where that is more.
+
+    Few layers with many blocks before many layers with few: blocks with neighbouring ids are one run in memory.
+    """
+    count = -(-(extent.token_end - extent.token) // shape.block_size)
+    per_piece = max(1, limit // shape.block_bytes)  # blocks x layers
+    if per_piece < count:
+        layers, step = 1, per_piece * shape.block_size
+    else:
+        layers, step = max(1, per_piece // max(count, 1)), extent.token_end - extent.token
+    return [
+        Extent(layer, min(layer + layers, extent.layer_end), token, min(token + step, extent.token_end))
+        for layer in range(extent.layer, extent.layer_end, layers)
+        for token in range(extent.token, extent.token_end, max(step, 1))
+    ]
+
+
+def size(extent: Extent, shape: Shape) -> int:
+    """Bytes of an extent on the wire: whole blocks, always."""
+    count = -(-(extent.token_end - extent.token) // shape.block_size)
+    return (extent.layer_end - extent.layer) * count * shape.block_bytes

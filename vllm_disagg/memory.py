@@ -1,0 +1,104 @@
+"""The KV cache of one rank as bytes in host memory: reading an extent's blocks out, writing them in.
+
+A layer is one plane or two (keys and values apart); a plane is rows of equal size, one a block, at a fixed stride.
+Bytes of an extent on the wire: layer by layer, plane by plane, block by block, however they are framed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from .layout import Shape
+from .wire import Extent
+
+FRAME = 512 << 10  # bytes; larger frames fall out of the cache on their way, smaller ones cost a system call each
+SMALL = 64 << 10  # runs shorter than this are gathered into frames instead of being sent where they lie
+
+Row = npt.NDArray[np.uint8]
+
+
+class Memory(Protocol):
+    """What a driver needs of a KV cache.  `read` may return views: they are true only as long as the blocks are ours."""
+
+    shape: Shape
+
+    def read(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]: ...
+    def write(self, extent: Extent, blocks: Sequence[int], frames: Sequence[memoryview]) -> bool: ...
+
+
+class HostMemory:
+    """`planes`: by layer, arrays of shape (blocks, bytes of a block), rows contiguous."""
+
+    def __init__(self, planes: Sequence[Sequence[Row]], block_size: int) -> None:
+        self.planes = planes
+        block_bytes = sum(plane.shape[1] for plane in planes[0])
+        self.shape = Shape(len(planes), block_size, block_bytes)
+
+    def read(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]:
+        runs = list(self._runs(extent, blocks))
+        if sum(run.nbytes for run in runs) < SMALL * len(runs):
+            runs = [np.concatenate(runs)]
+        return [memoryview(run[at : at + FRAME]) for run in runs for at in range(0, run.nbytes, FRAME)]  # type: ignore[arg-type]
+
+    def write(self, extent: Extent, blocks: Sequence[int], frames: Sequence[memoryview]) -> bool:
+        """False, and nothing is written, unless the frames have exactly the extent's bytes."""
+        runs = list(self._runs(extent, blocks))
+        if sum(len(frame) for frame in frames) != sum(run.nbytes for run in runs):
+            return False
+        at, target = 0, iter(runs)
+        run = next(target)
+        for frame in frames:
+            source = np.frombuffer(frame, np.uint8)
+            while source.size:
+                if at == run.size:
+                    at, run = 0, next(target)
+                count = min(source.size, run.size - at)
+                run[at : at + count] = source[:count]
+                at, source = at + count, source[count:]
+        return True
+
+    def _runs(self, extent: Extent, blocks: Sequence[int]) -> Iterator[Row]:
+        """The longest stretches of memory that hold the extent, in wire order."""
+        spans = list(_spans(blocks))
+        for layer in range(extent.layer, extent.layer_end):
+            for plane in self.planes[layer]:
+                dense = plane.strides[0] == plane.shape[1]
+                for first, count in spans:
+                    if dense:
+                        yield plane[first : first + count].reshape(-1)
+                    else:
+                        yield from (plane[block] for block in range(first, first + count))
+
+
+def checksum(transfer: str, frames: Sequence[memoryview]) -> int:
+    """xxh3_64 of the bytes.  Seeded with the transfer, so another transfer's bytes do not pass; no secret, no MAC."""
+    state = xxhash.xxh3_64(seed=int(transfer[:16], 16))
+    for frame in frames:
+        state.update(frame)
+    return state.intdigest()
+
+
+def plane_at(address: int, rows: int, row_bytes: int, stride: int) -> Row:
+    """`rows` rows of `row_bytes` at an address of this process, `stride` bytes apart.  The caller keeps it alive."""
+    buffer = (ctypes.c_uint8 * ((rows - 1) * stride + row_bytes)).from_address(address)
+    return np.ndarray((rows, row_bytes), np.uint8, buffer=memoryview(buffer), strides=(stride, 1))
+
+
+def _spans(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first, count) of neighbouring ids."""
+    first, count = -1, 0
+    for block in blocks:
+        if block == first + count and count:
+            count += 1
+            continue
+        if count:
+            yield first, count
+        first, count = block, 1
+    if count:
+        yield first, count

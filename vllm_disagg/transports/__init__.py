@@ -1,0 +1,1 @@
+"""Ways to carry messages and KV bytes between workers."""

@@ -33,8 +33,6 @@ ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 
 
 class DisaggConnector(KVConnectorBase_V1):
-    supports_sleep_mode = False  # the drivers hold addresses of the KV cache
-
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = config.parse(self._kv_transfer_config.kv_connector_extra_config)
@@ -112,6 +110,11 @@ class DisaggConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """The drivers hold addresses of the KV cache, which sleeping unmaps."""
+        return False
 
     # Statistics ----------------------------------------------------------------------------------------------
     @classmethod

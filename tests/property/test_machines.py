@@ -1,0 +1,125 @@
+"""Hypothesis chooses what happens next, one rule at a time, and shrinks what breaks to the few steps that matter."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from vllm_disagg import events, wire
+from world import Decode, Prefill, World
+
+EXAMPLES = int(os.environ.get("EXAMPLES", "300"))
+LABELS = st.sampled_from(["p", "d0", "d1"])
+
+
+class Transfers(RuleBasedStateMachine):
+    """A calm world, in which only the rules below do harm.  World and machines check themselves at every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(0, chaos=frozenset())
+
+    @property
+    def p(self) -> Prefill:
+        side = self.world.sides["p"]
+        assert isinstance(side, Prefill)
+        return side
+
+    @rule()
+    def dispatch(self) -> None:
+        self.world.dispatch()
+
+    @rule(midway=st.booleans())
+    def compute(self, midway: bool) -> None:
+        self.p.midway = midway
+        if not self.p.frozen:
+            self.p.compute()
+
+    @rule()
+    def finish(self) -> None:
+        if not self.p.frozen:
+            self.p.finish()
+
+    @rule(again=st.booleans())
+    def withdraw(self, again: bool) -> None:
+        if not self.p.frozen:
+            self.p.withdraw(again)
+
+    @rule()
+    def transmit(self) -> None:
+        if not self.p.frozen:
+            self.p.transmit()
+
+    @rule(label=st.sampled_from(["d0", "d1"]))
+    def land(self, label: str) -> None:
+        side = self.world.sides[label]
+        if isinstance(side, Decode) and not side.frozen:
+            side.land()
+
+    @precondition(lambda self: self.world.network)
+    @rule(data=st.data(), fate=st.sampled_from(["deliver", "deliver", "deliver", "repeat", "drop"]))
+    def network(self, data: st.DataObject, fate: str) -> None:
+        index = data.draw(st.integers(0, len(self.world.network) - 1))
+        if fate == "drop":
+            self.world.network.pop(index)
+            return
+        if fate == "repeat":
+            self.world.network.append(self.world.network[index])
+        self.world.network.insert(0, self.world.network.pop(index))
+        self.world.deliver()
+
+    @rule(seconds=st.sampled_from([0.01, 0.6, 3.0, 11.0]))
+    def time(self, seconds: float) -> None:
+        self.world.pass_time(seconds)
+
+    @precondition(lambda self: self.world.wanted)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        name, transfer = data.draw(st.sampled_from(sorted(self.world.wanted)))
+        side = self.world.side_named(name)
+        if side is not None:
+            side.inbox.append(events.Cancelled(transfer))
+
+    @rule(label=LABELS)
+    def die(self, label: str) -> None:
+        self.world.die(label)
+
+    @rule(label=LABELS)
+    def freeze_or_thaw(self, label: str) -> None:
+        self.world.sides[label].frozen ^= True
+
+    @rule(
+        transfer=st.sampled_from(["t0", "t1", "stranger"]),
+        reader=st.sampled_from(["d0.0", "d1.0", "stranger"]),
+        numbers=st.lists(st.integers(0, 40), min_size=4, max_size=4),
+        kind=st.sampled_from(["pull", "fetch"]),
+    )
+    def a_reader_that_lies(self, transfer: str, reader: str, numbers: list[int], kind: str) -> None:
+        """Whatever a member of the fleet asks, only its own transfer may suffer; and no exception comes of it."""
+        if self.p.frozen:
+            return
+        if kind == "pull":
+            message: wire.ToPrefill = wire.Pull("stranger", self.p.name, reader, "nowhere.0", numbers[0])
+        else:
+            message = wire.Fetch(transfer, self.p.name, "stranger", numbers[0], wire.Extent(*numbers))
+        self.p.receive(message)
+        self.world.network = [(to, what) for to, what in self.world.network if to in self.names()]
+        self.p.outgoing = [(a, c) for a, c in self.p.outgoing if a.address in self.names()]
+
+    def names(self) -> set[str]:
+        return {f"{label}.{life}" for label, side in self.world.sides.items() for life in range(side.life + 1)}
+
+    def teardown(self) -> None:
+        self.world.settle()
+
+
+TestTransfers = Transfers.TestCase
+TestTransfers.settings = settings(
+    max_examples=EXAMPLES,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)

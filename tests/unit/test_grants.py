@@ -1,0 +1,104 @@
+"""Grants, keys and settings: what is believed and what is not."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_disagg import config, grants, keys
+from vllm_disagg.errors import BadGrant, ConfigError
+
+KEY = keys.FleetKey(b"k" * keys.SIZE)
+GRANT = grants.Grant(
+    1, "decode", "ab" * 16, "engine", [grants.Worker("n", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "", "h")], 5.0
+)
+
+
+def test_what_was_minted_verifies() -> None:
+    assert grants.verify(KEY, grants.mint(KEY, GRANT)) == GRANT
+
+
+@pytest.mark.parametrize("other", [keys.FleetKey(b"x" * keys.SIZE), keys.FleetKey(None)])
+def test_another_key_mints_nothing_we_believe(other: keys.FleetKey) -> None:
+    with pytest.raises(BadGrant, match="another key"):
+        grants.verify(KEY, grants.mint(other, GRANT))
+
+
+@given(st.one_of(st.none(), st.integers(), st.text(), st.dictionaries(st.text(), st.text()), st.lists(st.text())))
+def test_anything_else_is_a_bad_grant(token: object) -> None:
+    with pytest.raises(BadGrant):
+        grants.verify(KEY, token)
+
+
+def test_every_flipped_bit_of_the_token_is_noticed() -> None:
+    token = grants.mint(KEY, GRANT)
+    body = token.partition(".")[0]
+    for at in range(len(body)):
+        for replacement in "AQ":
+            if token[at] != replacement:
+                with pytest.raises(BadGrant):
+                    grants.verify(KEY, token[:at] + replacement + token[at + 1 :])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"version": 2}, {"leg": "both"}, {"transfer": "not hex"}, {"patience": -1.0}, {"patience": float("nan")}],
+)
+def test_a_grant_of_another_shape_is_refused_even_with_the_right_key(change: dict[str, object]) -> None:
+    values = {name: getattr(GRANT, name) for name in GRANT.__struct_fields__} | change
+    with pytest.raises(BadGrant):
+        grants.verify(KEY, grants.mint(KEY, grants.Grant(**values)))  # type: ignore[arg-type]
+
+
+def test_difference_names_the_fact() -> None:
+    assert grants.difference({"dtype": "a", "x": "1"}, {"dtype": "a", "x": "1"}) == ""
+    assert "dtype is a on one side and b" in grants.difference({"dtype": "a"}, {"dtype": "b"})
+    assert "unknown" in grants.difference({"dtype": "a"}, {})
+
+
+def test_uses_have_keys_of_their_own() -> None:
+    assert len({KEY.derive("grant"), KEY.derive("curve-server"), KEY.derive("curve-client"), b"k" * keys.SIZE}) == 4
+    assert "kkk" not in repr(KEY)
+
+
+def test_key_files(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    keys.create(str(path))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert keys.load(str(path)).derive("grant") == keys.load(str(path)).derive("grant") != KEY.derive("grant")
+    with pytest.raises(ConfigError, match="exists"):
+        keys.create(str(path))
+    for text in (b"", b"abc", b"\xff\xfe", b"00" * 31):
+        path.write_bytes(text)
+        with pytest.raises(ConfigError, match="vllm-disagg key"):
+            keys.load(str(path))
+    with pytest.raises(ConfigError, match="No such file"):
+        keys.load(str(tmp_path / "none"))
+    assert not keys.load("").is_set
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"hots": "127.0.0.1"}, "hots"),
+        ({"lease": "long"}, "lease"),
+        ({"lease": -1}, "lease"),
+        ({"silence": 1.0, "retry": 0.5}, "silence"),
+        ({"host": "0.0.0.0"}, "wildcard"),
+        ({"host": "::"}, "wildcard"),
+        ({"host": "example.org"}, "IP address"),
+        ({"host": "10.0.0.1"}, "key_file"),
+    ],
+)
+def test_bad_settings_are_named(extra: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config.parse(extra)
+
+
+def test_good_settings() -> None:
+    assert config.parse({}) == config.Config()
+    assert config.parse({"host": "10.0.0.1", "key_file": "k"}).host == "10.0.0.1"

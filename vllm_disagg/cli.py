@@ -1,0 +1,63 @@
+"""The command `vllm-disagg`.  A subcommand's module is imported only when it is the one asked for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Protocol, cast
+
+from . import __version__
+from .errors import DisaggError
+
+COMMANDS = {  # name: (module with add_arguments and run, one line of help)
+    "up": ("launcher.main", "start prefill and decode instances and the proxy on this machine"),
+    "proxy": ("proxy.main", "serve one OpenAI-compatible address in front of a fleet"),
+    "key": ("key_command", "write a new fleet key to a file"),
+}
+
+
+class Command(Protocol):
+    """What a subcommand's module has."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+    def run(self, args: argparse.Namespace) -> int: ...
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    words, extra = words[:end], words[end + 1 :]
+    command = words[0] if words and words[0] in COMMANDS else ""
+    parser = _parser(command)
+    args = parser.parse_args(words, argparse.Namespace(extra=extra))
+    if extra and args.command != "up":
+        parser.error(f"nothing follows -- in {args.command}")
+    try:
+        return _module(command).run(args)
+    except DisaggError as error:
+        print(f"vllm-disagg {command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="vllm-disagg", description="Prefill/decode disaggregation for stock vLLM.")
+    parser.add_argument("--version", action="version", version=f"vllm-disagg {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (_, summary) in COMMANDS.items():
+        added = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        if name == command:
+            _module(name).add_arguments(added)
+    return parser
+
+
+def _module(name: str) -> Command:
+    return cast(Command, import_module(f"vllm_disagg.{COMMANDS[name][0]}"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,364 @@
+"""Scripted stand-ins for engines, a client that sees every byte, and a proxy between them, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import httptools
+import msgspec
+
+from vllm_disagg.grants import Engine, Grant, Worker, verify
+from vllm_disagg.keys import FleetKey
+from vllm_disagg.proxy.main import serve
+from vllm_disagg.proxy.settings import Settings
+
+KEY = FleetKey(b"k" * 32)
+LAYOUT = {"model": "m", "dtype": "bf16"}
+
+
+class Call:
+    """One request as an engine got it, and the way to answer it."""
+
+    def __init__(self, engine: ScriptedEngine, method: str, path: str, headers: dict[str, str], raw: bytes) -> None:
+        self.engine, self.method, self.path, self.headers, self.raw = engine, method, path, headers, raw
+        self.body: dict[str, Any] = json.loads(raw) if raw[:1] == b"{" else {}
+        token = (self.body.get("kv_transfer_params") or {}).get("disagg_grant")
+        self.grant: Grant | None = verify(KEY, token) if token else None
+        self.gone = asyncio.Event()  # the proxy closed the connection
+        self.writer: asyncio.StreamWriter
+
+    @property
+    def leg(self) -> str:
+        return self.grant.leg if self.grant else "whole"
+
+    async def json(self, obj: object, status: int = 200, headers: str = "") -> None:
+        data = json.dumps(obj).encode()
+        self.raw_write(
+            f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\n{headers}content-length: {len(data)}\r\n\r\n"
+        )
+        self.writer.write(data)
+        await self.writer.drain()
+
+    def raw_write(self, text: str) -> None:
+        self.writer.write(text.encode())
+
+    async def stream(self) -> None:
+        self.raw_write(
+            "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
+        await self.writer.drain()
+
+    async def chunk(self, data: bytes) -> None:
+        self.writer.write(b"%x\r\n%b\r\n" % (len(data), data))
+        await self.writer.drain()
+
+    async def event(self, obj: object) -> None:
+        await self.chunk(b"data: " + (obj.encode() if isinstance(obj, str) else json.dumps(obj).encode()) + b"\n\n")
+
+    async def end(self) -> None:
+        self.raw_write("0\r\n\r\n")
+        await self.writer.drain()
+
+    def reset(self) -> None:
+        self.writer.transport.abort()
+
+    async def forever(self) -> None:
+        await self.gone.wait()
+
+
+Script = Callable[[Call], Awaitable[None]]
+
+
+_prefilled: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)  # by transfer
+
+
+async def answer(call: Call) -> None:
+    """What healthy engines do: decode answers after prefill.  The text tells which leg and engine made it."""
+    if call.leg == "decode" and call.grant:
+        await _prefilled[call.grant.transfer].wait()
+        await asyncio.sleep(0.002)
+    await answer_at_once(call)
+
+
+async def answer_at_once(call: Call) -> None:
+    """As an engine whose prefix cache has all of the prompt."""
+    if call.leg == "prefill" and call.grant:
+        await call.json({"choices": [{"text": "x"}], "kv_transfer_params": {"disagg_engine": call.engine.facts()}})
+        _prefilled[call.grant.transfer].set()
+    elif call.body.get("stream"):
+        await call.stream()
+        for word in ("a", "b", call.engine.name):
+            await call.event({"text": word})
+        await call.event("[DONE]")
+        await call.end()
+    else:
+        await call.json({"text": call.engine.name, "leg": call.leg})
+
+
+class ScriptedEngine:
+    """An HTTP server that answers probes as an engine would and everything else as `script` says."""
+
+    def __init__(self, name: str, role: str, script: Script = answer) -> None:
+        self.name, self.role, self.script = name, role, script
+        self.incarnation = f"{name}-1"
+        self.layout = dict(LAYOUT)
+        self.workers = 1
+        self.plain = False
+        self.health = 200
+        self.calls: list[Call] = []  # without probes
+        self.connections = 0
+        self.close_after = False  # close each connection after its answer, like a server whose patience is over
+        self.probes = 0
+        self.port = 0
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def facts(self) -> dict[str, Any]:
+        workers = [Worker(f"w{i}", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2") for i in range(self.workers)]
+        engine = Engine(self.incarnation, self.role, workers, self.layout)  # type: ignore[arg-type]
+        return msgspec.to_builtins(engine)
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Die as a killed process does."""
+        if self._server:
+            self._server.close()
+        for writer in list(self._writers):
+            writer.transport.abort()
+        await asyncio.sleep(0)
+
+    def legs(self, leg: str) -> list[Call]:
+        return [call for call in self.calls if call.leg == leg]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self._writers.add(writer)
+        try:
+            while True:
+                call = await self._read(reader)
+                call.writer = writer
+                working = asyncio.create_task(self._route(call))
+                watching = asyncio.create_task(reader._wait_for_data("watch")) if not reader._buffer else None
+                try:
+                    if watching:
+                        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+                        if not working.done() and (reader.at_eof() or reader.exception()):
+                            call.gone.set()
+                    await working
+                finally:
+                    if watching:
+                        watching.cancel()
+                        await asyncio.gather(watching, return_exceptions=True)
+                if self.close_after:
+                    return
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            for call in self.calls:
+                if call.writer is writer:
+                    call.gone.set()
+            self._writers.discard(writer)
+            writer.transport.abort()
+
+    async def _read(self, reader: asyncio.StreamReader) -> Call:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        method, path, _ = head[0].split(" ")
+        headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        return Call(self, method, path, headers, body)
+
+    async def _route(self, call: Call) -> None:
+        if call.path == "/health":
+            await call.json({}, self.health)
+        elif call.path == "/v1/models":
+            await call.json({"data": [{"id": "m"}]})
+        elif call.leg == "probe":
+            self.probes += 1
+            params = None if self.plain else {"disagg_engine": self.facts()}
+            await call.json({"choices": [], "kv_transfer_params": params})
+        elif call.path.endswith("tokenize"):
+            await call.json({"tokens": [1]})
+        else:
+            self.calls.append(call)
+            await self.script(call)
+
+
+class Reply:
+    """What a client saw."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.parts: list[bytes] = []
+        self.complete = False
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.parts)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers[name.decode().lower()] = value.decode()
+
+    def on_body(self, body: bytes) -> None:
+        self.parts.append(body)
+
+    def on_message_complete(self) -> None:
+        self.complete = True
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    def events(self) -> list[Any]:
+        texts = [part.removeprefix(b"data: ") for part in self.body.split(b"\n\n") if part]
+        return [text.decode() if text == b"[DONE]" else json.loads(text) for text in texts]
+
+
+class Client:
+    """One connection to the proxy."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    def send(self, method: str, path: str, body: bytes = b"", **headers: str) -> None:
+        lines = [f"{method} {path} HTTP/1.1", "host: x", f"content-length: {len(body)}"]
+        lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+        self.writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+
+    async def receive(self) -> Reply:
+        """One answer; `complete` is False when the connection ended before it did."""
+        reply = Reply()
+        parser = httptools.HttpResponseParser(reply)
+        while not reply.complete:
+            data = await self.reader.read(65536)
+            if not data:
+                break
+            parser.feed_data(data)
+            reply.status = parser.get_status_code()
+        return reply
+
+    def close(self) -> None:
+        self.writer.transport.abort()
+
+
+class World:
+    """A proxy with its engines."""
+
+    def __init__(self, prefills: list[ScriptedEngine], decodes: list[ScriptedEngine]) -> None:
+        self.prefills, self.decodes = prefills, decodes
+        self.clients: list[Client] = []
+        self.port = 0
+
+    @property
+    def p(self) -> ScriptedEngine:
+        return self.prefills[0]
+
+    @property
+    def d(self) -> ScriptedEngine:
+        return self.decodes[0]
+
+    async def connect(self) -> Client:
+        client = Client(*await asyncio.open_connection("127.0.0.1", self.port))
+        self.clients.append(client)
+        return client
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+
+    async def raw(self, data: bytes) -> Reply:
+        client = await self.connect()
+        try:
+            client.writer.write(data)
+            return await client.receive()
+        finally:
+            client.close()
+
+    async def get(self, path: str, **headers: str) -> Reply:
+        return await self.ask("GET", path, b"", **headers)
+
+    async def post(self, path: str = "/v1/completions", _body: object = None, **fields: Any) -> Reply:
+        body = _body if isinstance(_body, bytes) else json.dumps({"model": "m", "prompt": "hi", **fields}).encode()
+        return await self.ask("POST", path, body)
+
+    async def ask(self, method: str, path: str, body: bytes, **headers: str) -> Reply:
+        client = await self.connect()
+        try:
+            client.send(method, path, body, **headers)
+            return await client.receive()
+        finally:
+            client.close()
+
+    async def start(self, **fields: Any) -> Client:
+        """Send a completion and do not wait for its answer."""
+        client = await self.connect()
+        client.send("POST", "/v1/completions", json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
+        return client
+
+    async def metric(self, name: str, *labels: str) -> float:
+        text = (await self.get("/metrics")).body.decode()
+        lines = [line for line in text.splitlines() if line.startswith(name) and all(label in line for label in labels)]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    async def until_ready(self) -> None:
+        await until(self._ready)
+
+    async def _ready(self) -> bool:
+        instances = (await self.get("/disagg/instances")).json()
+        return all(i["usable"] for i in instances)
+
+
+async def until(condition: Callable[[], Any], limit: float = 5.0) -> None:
+    """Wait for a condition, plain or a coroutine."""
+    async with asyncio.timeout(limit):
+        while True:
+            value = condition()
+            if await value if asyncio.iscoroutine(value) else value:
+                return
+            await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def world(
+    prefill: int = 1,
+    decode: int = 1,
+    ready: bool = True,
+    prepare: Callable[[World], None] | None = None,
+    **settings: Any,
+) -> AsyncIterator[World]:
+    """A running proxy with that many engines."""
+    it = World(
+        [ScriptedEngine(f"p{i}", "prefill") for i in range(prefill)],
+        [ScriptedEngine(f"d{i}", "decode") for i in range(decode)],
+    )
+    if prepare:
+        prepare(it)
+    engines = it.prefills + it.decodes
+    for engine in engines:
+        await engine.start()
+    settings = {"probe_interval": 0.02, "grace": 2.0, "port": 0, "key": KEY, **settings}
+    stop, listening = asyncio.Event(), asyncio.get_running_loop().create_future()
+    made = Settings(prefill=[e.url for e in it.prefills], decode=[e.url for e in it.decodes], **settings)
+    proxy = asyncio.create_task(serve(made, listening.set_result, stop))
+    try:
+        it.port = await listening
+        if ready:
+            await it.until_ready()
+        yield it
+    finally:
+        it.close()
+        stop.set()
+        await proxy
+        for engine in engines:
+            await engine.stop()

@@ -1,0 +1,76 @@
+"""The queue by itself."""
+
+import asyncio
+
+import pytest
+
+from vllm_disagg.grants import Engine, Worker
+from vllm_disagg.proxy.admission import Admission, QueueFull, QueueTimeout
+from vllm_disagg.proxy.fleet import Fleet, Instance
+from vllm_disagg.proxy.pairing import Pair
+
+
+def queue(concurrency: int = 1, size: int = 9, patience: float = 9.0) -> tuple[Admission, Instance, Instance]:
+    p, d = Instance("p", "prefill"), Instance("d", "decode")
+    for instance in (p, d):
+        instance.probed("m", Engine("i", "both", [Worker("w", "a", "b")], {}))
+    return Admission(Fleet([p, d]), concurrency, size, patience), p, d
+
+
+async def taken(admission: Admission) -> Pair:
+    pair = await admission.acquire(1)
+    assert pair
+    return pair
+
+
+async def waiter(admission: Admission) -> asyncio.Task[Pair | None]:
+    task = asyncio.create_task(admission.acquire(1))
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_nobody_overtakes() -> None:
+    admission, p, _ = queue()
+    await taken(admission)
+    first = await waiter(admission)
+    p.legs = 0  # free, but nobody was told
+    second = await waiter(admission)
+    assert not first.done() and not second.done() and len(admission) == 2
+    admission.wake()
+    await asyncio.sleep(0)
+    assert first.done() and not second.done()
+    second.cancel()
+
+
+async def test_who_leaves_makes_room() -> None:
+    admission, p, d = queue(size=1)
+    held = await taken(admission)
+    first = await waiter(admission)
+    with pytest.raises(QueueFull):
+        await admission.acquire(1)
+    first.cancel()
+    await asyncio.sleep(0)
+    assert len(admission) == 0
+    second = await waiter(admission)
+    admission.release(held)
+    second.cancel()  # in the very moment that its turn came
+    await asyncio.wait([second])
+    assert (p.legs, p.prompt_bytes, d.in_flight) == (0, 0, 1), "only the first is left, and it is decoding"
+
+
+async def test_nobody_waits_for_ever() -> None:
+    admission, p, _ = queue(patience=0.02)
+    await taken(admission)
+    with pytest.raises(QueueTimeout):
+        await admission.acquire(1)
+    assert len(admission) == 0 and p.legs == 1
+
+
+async def test_nobody_waits_for_what_cannot_come() -> None:
+    admission, p, _ = queue()
+    await taken(admission)
+    waiting = await waiter(admission)
+    p.down("gone")
+    admission.wake()
+    assert await waiting is None
+    assert await admission.acquire(1) is None

@@ -1,0 +1,137 @@
+"""What the proxy learns about instances, and when."""
+
+import asyncio
+
+import pytest
+
+from proxy_world import KEY, Call, World, answer, until, world
+from vllm_disagg.keys import FleetKey
+from vllm_disagg.proxy.discovery import engine_in
+
+
+async def instance(w: World, url: str) -> dict[str, object]:
+    rows = (await w.get("/disagg/instances")).json()
+    return next(row for row in rows if row["url"] == url)
+
+
+async def test_instances_may_start_later() -> None:
+    async with world(ready=False, prepare=lambda w: setattr(w.p, "health", 503)) as w:
+        await until(lambda: w.d.probes)
+        assert not (await instance(w, w.p.url))["usable"]
+        assert (await w.post()).json()["leg"] == "whole"
+        w.p.health = 200
+        await w.until_ready()
+        assert (await w.post()).json()["leg"] == "decode"
+
+
+async def test_who_waits_goes_to_a_prefill_instance_that_comes_up() -> None:
+    async with world(prefill=2, prefill_concurrency=1, ready=False, prepare=lambda w: setattr(w.p, "health", 503)) as w:
+        await until(lambda: w.prefills[1].probes and w.d.probes)
+        w.prefills[1].script = w.d.script = Call.forever
+        first = await w.start()
+        await until(lambda: w.prefills[1].calls)
+        second = await w.start()
+        await asyncio.sleep(0.05)
+        assert not w.p.calls
+        w.d.script = answer
+        w.p.health = 200
+        assert (await second.receive()).json()["leg"] == "decode" and len(w.p.calls) == 1
+        first.close()
+
+
+async def test_restart_is_noticed() -> None:
+    async with world() as w:
+        await w.d.stop()
+        w.d.incarnation = "d0-2"
+        await asyncio.sleep(0.1)
+        await w.d.start()
+
+        async def back() -> bool:
+            row = await instance(w, w.d.url)
+            return row["incarnation"] == "d0-2" and bool(row["usable"])
+
+        await until(back)
+        assert (await w.post()).json()["leg"] == "decode"
+        grant = w.d.calls[-1].grant
+        assert grant and grant.engine == "d0-2"
+
+
+async def test_two_missed_health_checks(caplog: pytest.LogCaptureFixture) -> None:
+    async with world(decode=2) as w:
+        w.d.health = 500
+
+        async def out() -> bool:
+            return not (await instance(w, w.d.url))["usable"]
+
+        await until(out)
+        for _ in range(4):
+            assert (await w.post()).json()["text"] == "d1"
+        assert f"{w.d.url} (decode) is not used" in caplog.text
+        probes = w.d.probes
+        w.d.health = 200
+        await w.until_ready()
+        assert w.d.probes == probes + 1
+
+
+async def test_plain_vllm_serves_whole_requests(caplog: pytest.LogCaptureFixture) -> None:
+    async with world(prepare=lambda w: setattr(w.d, "plain", True)) as w:
+        assert (await w.post()).json()["leg"] == "whole"
+        assert not w.p.calls
+        row = await instance(w, w.d.url)
+        assert row["usable"] and "connector" in str(row["why_not"]) and "key" in str(row["why_not"])
+        assert caplog.text.count(f"{w.d.url} (decode) serves whole requests only") == 1
+        assert (await w.get("/readiness")).status == 503
+
+
+async def test_plain_prefill_is_not_used() -> None:
+    async with world(ready=False, prepare=lambda w: setattr(w.p, "plain", True)) as w:
+        await until(lambda: w.p.probes and w.d.probes)
+        assert not (await instance(w, w.p.url))["usable"]
+        assert (await w.post()).json()["leg"] == "whole"
+
+
+async def test_wrong_role(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with world(ready=False, prepare=lambda w: setattr(w.p, "role", "decode")) as w:
+        await until(lambda: w.p.probes and w.d.probes)
+        assert (await w.post()).json()["leg"] == "whole"
+        row = await instance(w, w.p.url)
+        assert not row["usable"] and row["why_not"] == "is given as --prefill, but its connector's role is decode"
+        assert caplog.text.count("its connector's role is decode") == 1
+
+
+async def test_incompatible_layouts_are_never_paired(caplog: pytest.LogCaptureFixture) -> None:
+    async with world(prefill=2, prepare=lambda w: w.p.layout.update(dtype="fp8")) as w:
+        for _ in range(6):
+            assert (await w.post()).json()["leg"] == "decode"
+        assert not w.p.calls and len(w.prefills[1].calls) == 6
+        words = f"{w.p.url} and {w.d.url} are never paired: dtype is fp8 on one side and bf16 on the other"
+        assert words in caplog.text
+
+
+async def test_worker_counts_must_agree() -> None:
+    async with world(prepare=lambda w: setattr(w.p, "workers", 2)) as w:
+        assert (await w.post()).json()["leg"] == "whole"
+        assert not w.p.calls
+
+
+async def test_odd_probe_answers_are_survived() -> None:
+    async def odd(call: Call) -> None:
+        await answer(call)
+
+    async with world(ready=False, prepare=lambda w: setattr(w.d, "layout", {"model": 7})) as w:
+        w.d.script = odd
+        await until(lambda: w.p.probes and w.d.probes)
+        assert (await w.post()).json()["leg"] == "whole"
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"[]", b"{}", b'{"kv_transfer_params":null}', b'{"kv_transfer_params":{"disagg_engine":7}}',
+            b'{"kv_transfer_params":{"disagg_engine":{"role":"x"}}}', b'\xff', b'{"kv_transfer_params":' + b"[" * 99999]
+)  # fmt: skip
+def test_answers_without_an_engine(raw: bytes) -> None:
+    assert engine_in(raw) is None
+
+
+def test_keys_differ() -> None:
+    assert KEY.derive("grant") != FleetKey(None).derive("grant")

@@ -1,0 +1,111 @@
+"""The command: its flags, its words, its signals."""
+
+import argparse
+import asyncio
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from proxy_world import Call, ScriptedEngine, World
+from vllm_disagg import keys
+from vllm_disagg.proxy.main import add_arguments, run
+from vllm_disagg.proxy.settings import from_arguments
+
+D = ["--decode", "http://127.0.0.1:1"]
+
+
+def parsed(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ([], "--decode"),
+        (["--decode", "ftp://x"], "--decode"),
+        ([*D, "--prefill", "x:80"], "--prefill"),
+        ([*D, "--prefill", "http://127.0.0.1:1/"], "twice"),
+        ([*D, "--host", "0.0.0.0"], "--api-key"),
+        ([*D, "--host", "example.org"], "--api-key"),
+        ([*D, "--api-key", ""], "--api-key"),
+        ([*D, "--port", "70000"], "--port"),
+        ([*D, "--queue-timeout", "0"], "--queue-timeout"),
+        ([*D, "--request-timeout", "nan"], "--request-timeout"),
+        ([*D, "--prefill-concurrency", "-1"], "--prefill-concurrency"),
+        ([*D, "--key-file", "/nonexistent"], "/nonexistent"),
+    ],
+)
+def test_bad_settings_are_one_line(flags: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(parsed(*flags)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("vllm-disagg proxy: ") and error.count("\n") == 1 and word in error
+
+
+def test_good_settings(tmp_path: Path) -> None:
+    keys.create(str(tmp_path / "key"))
+    settings = from_arguments(parsed(*D, "--key-file", str(tmp_path / "key"), "--host", "::", "--no-api-key"))
+    assert settings.key.is_set and settings.decode == D[1:] and settings.host == "::"
+    assert from_arguments(parsed(*D, "--host", "localhost")).api_keys == []
+
+
+async def start(*flags: str) -> asyncio.subprocess.Process:
+    code = (
+        "import argparse, sys; from vllm_disagg.proxy.main import add_arguments, run;"
+        "p = argparse.ArgumentParser(); add_arguments(p); sys.exit(run(p.parse_args()))"
+    )
+    root = str(Path(__file__).parents[2])
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, *flags, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=root
+    )
+
+
+async def test_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        process = await start(*D, "--port", str(taken.getsockname()[1]))
+        _, error = await process.communicate()
+        assert process.returncode == 1 and b"cannot listen on" in error and error.count(b"\n") == 1
+
+
+async def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
+    go = asyncio.Event()
+
+    async def stream(call: Call) -> None:
+        await call.stream()
+        await call.event("a")
+        await go.wait()
+        await call.event("[DONE]")
+        await call.end()
+
+    d = ScriptedEngine("d", "decode", stream)
+    await d.start()
+    key = tmp_path / "key"
+    key.write_text((b"k" * 32).hex())
+    process = await start("--decode", d.url, "--port", "0", "--key-file", str(key))
+    w = World([], [d])
+    try:
+        assert process.stdout and process.stderr
+        line = (await process.stdout.readline()).decode()
+        assert line.startswith("listening on http://127.0.0.1:")
+        w.port = int(line.rsplit(":", 1)[1])
+        assert b"is ready" in await process.stderr.readline()
+        idle = await w.connect()
+        client = await w.start(stream=True)
+        await client.reader.readuntil(b"data: a\n\n")
+        process.send_signal(signal.SIGTERM)
+        assert await idle.reader.read() == b"", "idle connections end at once"
+        with pytest.raises(ConnectionRefusedError):
+            await w.connect()
+        await asyncio.sleep(0.1)
+        go.set()
+        assert await client.reader.read() == b"\r\ne\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+        assert await asyncio.wait_for(process.wait(), 5) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+        w.close()
+        await d.stop()

@@ -1,0 +1,161 @@
+"""Connections to engines: reuse, and what their ends mean."""
+
+import asyncio
+
+import pytest
+
+from proxy_world import Call, ScriptedEngine, answer
+from vllm_disagg.errors import ConfigError
+from vllm_disagg.proxy import upstream
+from vllm_disagg.proxy.upstream import Pool, Unreachable
+
+
+async def engine(script: object = answer) -> tuple[ScriptedEngine, Pool]:
+    made = ScriptedEngine("e", "decode", script)  # type: ignore[arg-type]
+    await made.start()
+    return made, Pool(made.url)
+
+
+async def ask(pool: Pool) -> bytes:
+    reply = await pool.send("POST", "/x", [], b'{"a":1}')
+    try:
+        return await reply.read()
+    finally:
+        reply.close()
+
+
+async def test_connections_are_reused() -> None:
+    e, pool = await engine()
+    for _ in range(5):
+        await ask(pool)
+    assert (e.connections, len(e.calls)) == (1, 5)
+    await e.stop()
+
+
+async def test_old_connections_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    e, pool = await engine()
+    monkeypatch.setattr(upstream, "IDLE", 0.05)
+    await ask(pool)
+    await asyncio.sleep(0.1)
+    await ask(pool)
+    assert e.connections == 2
+    await e.stop()
+
+
+async def test_a_reused_connection_that_is_reset_is_tried_once_more() -> None:
+    async def close_second(call: Call) -> None:
+        if len(call.engine.calls) == 2:
+            call.reset()
+        else:
+            await answer(call)
+
+    e, pool = await engine(close_second)
+    await ask(pool)
+    assert b"whole" in await ask(pool)
+    assert (e.connections, len(e.calls)) == (2, 3)
+    await e.stop()
+
+
+async def test_a_fresh_connection_that_is_reset_is_not_tried_again() -> None:
+    async def reset(call: Call) -> None:
+        call.reset()
+
+    e, pool = await engine(reset)
+    with pytest.raises(Unreachable, match="reset"):
+        await ask(pool)
+    assert len(e.calls) == 1
+    await e.stop()
+
+
+async def test_a_reset_after_the_first_byte_is_not_tried_again() -> None:
+    async def part(call: Call) -> None:
+        if len(call.engine.calls) == 1:
+            return await answer(call)
+        call.raw_write("HTTP/1.1 2")
+        await call.writer.drain()
+        await asyncio.sleep(0.02)
+        call.reset()
+
+    e, pool = await engine(part)
+    await ask(pool)
+    with pytest.raises(Unreachable, match="reset"):
+        await ask(pool)
+    assert len(e.calls) == 2
+    await e.stop()
+
+
+@pytest.mark.parametrize("reply", ["NONSENSE\r\n\r\n", "HTTP/1.1 101 X\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n"])
+async def test_garbled(reply: str) -> None:
+    async def garble(call: Call) -> None:
+        call.raw_write(reply)
+        await call.forever()
+
+    e, pool = await engine(garble)
+    with pytest.raises(Unreachable, match="garbled"):
+        await ask(pool)
+    await e.stop()
+
+
+async def test_interim_answers_are_skipped() -> None:
+    async def interim(call: Call) -> None:
+        call.raw_write("HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n")
+        await answer(call)
+
+    e, pool = await engine(interim)
+    assert b"whole" in await ask(pool)
+    assert b"whole" in await ask(pool) and e.connections == 1
+    await e.stop()
+
+
+@pytest.mark.parametrize(("length", "complete"), [("", True), ("content-length: 99\r\n", False)])
+async def test_the_end_of_the_connection(length: str, complete: bool) -> None:
+    async def close(call: Call) -> None:
+        call.raw_write(f"HTTP/1.1 200 OK\r\n{length}\r\nabc")
+        await call.writer.drain()
+        call.writer.close()
+
+    e, pool = await engine(close)
+    if complete:
+        assert await ask(pool) == b"abc"
+    else:
+        with pytest.raises(Unreachable):
+            await ask(pool)
+    await e.stop()
+
+
+async def test_an_answer_that_nobody_asked_for_ends_the_connection() -> None:
+    async def twice(call: Call) -> None:
+        await answer(call)
+        await answer(call)
+
+    e, pool = await engine(twice)
+    await ask(pool)
+    await asyncio.sleep(0.05)
+    await ask(pool)
+    assert e.connections == 2
+    await e.stop()
+
+
+async def test_refused() -> None:
+    e, pool = await engine()
+    await e.stop()
+    with pytest.raises(Unreachable, match="refused"):
+        await ask(pool)
+
+
+async def test_giving_up_closes_the_connection() -> None:
+    e, pool = await engine(Call.forever)
+    asking = asyncio.create_task(ask(pool))
+    while not e.calls:
+        await asyncio.sleep(0.01)
+    asking.cancel()
+    async with asyncio.timeout(1):
+        await e.calls[0].gone.wait()
+    assert not pool.wires
+    await e.stop()
+
+
+@pytest.mark.parametrize("url", ["", "host:80", "https://h", "http://", "http://h/path", "http://h:x", "http://u:p@h"])
+def test_bad_urls(url: str) -> None:
+    with pytest.raises(ConfigError):
+        Pool(url)

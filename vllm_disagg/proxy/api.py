@@ -1,0 +1,141 @@
+"""The paths that the proxy serves, and nothing else: unknown paths never reach an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from . import bodies
+from .fleet import Instance
+from .headers import find
+from .pairing import choose_decode
+from .relay import Failed, Relay, Trip, answer_error
+from .server import JSON, Connection, Request
+
+log = logging.getLogger(__name__)
+
+TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
+GUARDED = ("/v1/", "/disagg/")  # as vLLM guards /v1
+
+Route = Callable[[Request, Connection], Awaitable[int]]  # the answer's status
+
+
+class Api:
+    """Routes requests, guards them, bounds their time, and counts how they end."""
+
+    def __init__(self, relay: Relay, api_keys: list[str], timeout: float) -> None:
+        self._relay = relay
+        self._keys = [key.encode() for key in api_keys]
+        self._timeout = timeout
+        self._routes: dict[str, tuple[str, Route]] = {
+            "/v1/completions": ("POST", self._generate),
+            "/v1/chat/completions": ("POST", self._generate),
+            "/v1/models": ("GET", self._forward),
+            "/version": ("GET", self._forward),
+            "/tokenize": ("POST", self._forward),
+            "/detokenize": ("POST", self._forward),
+            "/health": ("GET", self._health),
+            "/readiness": ("GET", self._readiness),
+            "/metrics": ("GET", self._metrics),
+            "/disagg/instances": ("GET", self._instances),
+        }
+
+    async def handle(self, request: Request, client: Connection) -> None:
+        """Answer one request, whatever happens."""
+        if not self._allowed(request):
+            client.answer(401, [JSON], b'{"error":"Unauthorized"}')
+            return
+        method, route = self._routes.get(request.path, ("", None))
+        if not route:
+            client.answer(404, [JSON], b'{"detail":"Not Found"}')
+        elif method != request.method:
+            client.answer(405, [JSON, (b"allow", method.encode())], b'{"detail":"Method Not Allowed"}')
+        elif route in (self._generate, self._forward):
+            outcome = await self._run(route, request, client)
+            log.debug("%s %s: %s", request.method, request.path, outcome)
+        else:
+            await route(request, client)
+
+    def _allowed(self, request: Request) -> bool:
+        if not self._keys or not request.path.startswith(GUARDED):
+            return True
+        scheme, _, given = find(request.headers, b"authorization").partition(b" ")
+        return scheme.lower() == b"bearer" and any(hmac.compare_digest(given, key) for key in self._keys)
+
+    async def _run(self, route: Route, request: Request, client: Connection) -> str:
+        """Run a route that needs an engine, within the time limit; how it ended."""
+        outcome = "cancelled"
+        try:
+            async with asyncio.timeout(self._timeout):
+                status = await route(request, client)
+            outcome = _outcome(status)
+        except bodies.BadBody as error:
+            outcome = "client_error"
+            answer_error(client, 400, str(error), error.param)
+        except Failed as error:
+            outcome = _outcome(error.status)
+            answer_error(client, error.status, str(error), retry_after=error.retry_after)
+        except TimeoutError:
+            outcome = "timeout"
+            answer_error(client, 504, f"the request was not finished within {self._timeout:g} s")
+        except Exception:
+            outcome = "upstream_error"
+            log.exception("%s %s failed inside the proxy", request.method, request.path)
+            answer_error(client, 500, "the proxy failed; its log says why")
+        finally:
+            self._relay.metrics.ended(request.path, request.mode, outcome)
+        return outcome
+
+    async def _generate(self, request: Request, client: Connection) -> int:
+        request.mode = "whole"
+        body = bodies.parse(request.body)
+        return await self._relay.generate(Trip(request, client, body, asyncio.get_running_loop().time()))
+
+    async def _forward(self, request: Request, client: Connection) -> int:
+        request.mode = "passthrough"
+        instance = self._any_instance()
+        if not instance:
+            raise Failed(503, "no instance can be used at the moment", retry_after=5)
+        return await self._relay.forward(request, client, instance)
+
+    def _any_instance(self) -> Instance | None:
+        fleet, now = self._relay.fleet, asyncio.get_running_loop().time()
+        return choose_decode(fleet, now) or next((p for p in fleet.of("prefill") if p.up), None)
+
+    async def _health(self, request: Request, client: Connection) -> int:
+        client.answer(200, [], b"")
+        return 200
+
+    async def _readiness(self, request: Request, client: Connection) -> int:
+        ready, facts = self._relay.fleet.readiness(asyncio.get_running_loop().time())
+        status = 200 if ready else 503
+        client.answer(status, [JSON], msgspec.json.encode(facts))
+        return status
+
+    async def _metrics(self, request: Request, client: Connection) -> int:
+        client.answer(200, [TEXT], self._relay.metrics.render())
+        return 200
+
+    async def _instances(self, request: Request, client: Connection) -> int:
+        now = asyncio.get_running_loop().time()
+        rows = [
+            {
+                "url": i.url,
+                "role": i.role,
+                "usable": i.usable(now) and (i.role == "decode" or i.transfers),
+                "why_not": i.why_not or ("rests after failures" if i.up and not i.usable(now) else ""),
+                "incarnation": i.engine.incarnation if i.engine else "",
+                "in_flight": i.in_flight + i.legs,
+            }
+            for i in self._relay.fleet.instances
+        ]
+        client.answer(200, [JSON], msgspec.json.encode(rows))
+        return 200
+
+
+def _outcome(status: int) -> str:
+    return "ok" if status < 400 else "client_error" if status < 500 else "upstream_error"

@@ -1,0 +1,145 @@
+"""Finding out what runs at each URL, and noticing when that changes.
+
+One task per instance: it probes until the instance answers, then asks /health every second.  After two misses the
+instance is not used until a new probe succeeds, since whoever comes back may be another process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from ..grants import ANSWER_KEY, REQUEST_KEY, Engine, Grant, mint, new_transfer
+from ..keys import FleetKey
+from .fleet import Fleet, Instance, mismatch
+from .headers import Headers
+from .upstream import Pool, Unreachable
+
+log = logging.getLogger(__name__)
+
+HEALTH_TIMEOUT = 1.0  # seconds
+PROBE_TIMEOUT = 30.0  # a probe waits behind the engine's other work
+LOST = 30  # misses after which answers that are still owed are given up
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Completion(msgspec.Struct):
+    kv_transfer_params: dict[str, msgspec.Raw] | None = None
+
+
+_models = msgspec.json.Decoder(_Models).decode
+_completion = msgspec.json.Decoder(_Completion).decode
+_engine = msgspec.json.Decoder(Engine).decode
+
+
+def engine_in(answer: bytes) -> Engine | None:
+    """What an engine says of itself in a completion's answer; None when it says nothing that we understand."""
+    try:
+        return _engine((_completion(answer).kv_transfer_params or {})[ANSWER_KEY])
+    except (KeyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+class _Odd(Exception):
+    """An instance answered, but not as vLLM does."""
+
+
+class Discovery:
+    """Keeps the fleet's state true."""
+
+    def __init__(
+        self, fleet: Fleet, pools: dict[str, Pool], key: FleetKey, on_change: Callable[[], None], api_key: str
+    ) -> None:
+        self._fleet = fleet
+        self._pools = pools
+        self._key = key
+        self._headers: Headers = [(b"content-type", b"application/json")]
+        if api_key:
+            self._headers.append((b"authorization", b"Bearer " + api_key.encode()))
+        self._on_change = on_change
+
+    async def watch(self, instance: Instance, interval: float) -> None:
+        """Follow one instance for ever."""
+        while True:
+            was = (instance.up, instance.why_not, instance.engine)
+            if instance.needs_probe:
+                await self._probe(instance)
+            else:
+                await self._check(instance)
+            if (instance.up, instance.why_not, instance.engine) != was:
+                self._report(instance)
+                self._on_change()
+            await asyncio.sleep(interval)
+
+    async def _check(self, instance: Instance) -> None:
+        try:
+            await self._ask(instance, "GET", "/health", timeout=HEALTH_TIMEOUT)
+        except (Unreachable, TimeoutError, _Odd) as error:
+            instance.missed(f"does not answer /health: {error or 'timeout'}")
+            return
+        instance.misses = 0
+
+    async def _probe(self, instance: Instance) -> None:
+        try:
+            await self._ask(instance, "GET", "/health", timeout=HEALTH_TIMEOUT)
+            models = _models(await self._ask(instance, "GET", "/v1/models", timeout=PROBE_TIMEOUT))
+            if not models.data:
+                raise _Odd("it serves no model")
+            model = models.data[0].id
+            grant = mint(self._key, Grant(1, "probe", new_transfer(), ""))
+            body = {
+                "model": model,
+                "prompt": "probe",
+                "max_tokens": 1,
+                "temperature": 0,
+                "kv_transfer_params": {REQUEST_KEY: grant},
+            }
+            answer = await self._ask(
+                instance, "POST", "/v1/completions", body=msgspec.json.encode(body), timeout=PROBE_TIMEOUT
+            )
+        except (Unreachable, TimeoutError, _Odd, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            instance.misses += 1
+            instance.down(f"does not answer a probe: {error or 'timeout'}")
+            if instance.misses == LOST:
+                self._pools[instance.url].abort()
+            return
+        instance.probed(model, engine_in(answer))
+
+    async def _ask(self, instance: Instance, method: str, path: str, *, body: bytes = b"", timeout: float) -> bytes:
+        async with asyncio.timeout(timeout):
+            answer = await self._pools[instance.url].send(method, path, self._headers, body)
+            try:
+                content = await answer.read()
+            finally:
+                answer.close()
+        if answer.status != 200:
+            raise _Odd(f"{method} {path} answered {answer.status}")
+        return content
+
+    def _report(self, instance: Instance) -> None:
+        """One line on what changed, and one for each partner that does not fit."""
+        if not instance.up:
+            log.warning("%s (%s) is not used: %s", instance.url, instance.role, instance.why_not)
+            return
+        if instance.why_not:
+            use = "serves whole requests only" if instance.role == "decode" else "is not used"
+            log.warning("%s (%s) %s: it %s", instance.url, instance.role, use, instance.why_not)
+            return
+        engine = instance.engine
+        workers = len(engine.workers) if engine else 0
+        log.info("%s (%s) is ready: %s, %d workers", instance.url, instance.role, instance.model, workers)
+        for other in self._fleet.instances:
+            if other.role != instance.role and other.up and other.transfers:
+                prefill, decode = (instance, other) if instance.role == "prefill" else (other, instance)
+                if words := mismatch(prefill, decode):
+                    log.warning("%s and %s are never paired: %s", prefill.url, decode.url, words)

@@ -1,0 +1,42 @@
+"""What the two sides of HTTP share: header lists, hop-by-hop rules and how a message head is written."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+Headers = list[tuple[bytes, bytes]]  # names in lower case
+
+REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
+
+# Fields that concern one connection only (RFC 9110, 7.6.1), and those that we state ourselves.
+_HOP = frozenset(
+    b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization "
+    b"te trailer transfer-encoding upgrade content-length".split()
+)
+_REQUEST_ONLY = frozenset((b"host", b"expect", b"accept-encoding"))  # coded answers could not be cut at events
+
+
+def end_to_end(headers: Headers, request: bool = False) -> Headers:
+    """The headers that a proxy passes on."""
+    drop = _HOP | _REQUEST_ONLY if request else _HOP
+    for name, value in headers:
+        if name == b"connection":
+            drop = drop | {option.strip().lower() for option in value.split(b",")}
+    return [header for header in headers if header[0] not in drop]
+
+
+def head(start: bytes, headers: Headers) -> bytes:
+    """The bytes of a message head."""
+    lines = [start]
+    for name, value in headers:
+        lines.append(name + b": " + value)
+    lines.append(b"\r\n")
+    return b"\r\n".join(lines)
+
+
+def find(headers: Headers, name: bytes) -> bytes:
+    """The first value of a header, empty when there is none."""
+    for key, value in headers:
+        if key == name:
+            return value
+    return b""

@@ -1,0 +1,345 @@
+"""An HTTP/1.1 server: it reads whole requests, one at a time per connection, and gives each to one handler.
+
+  idle -> head -> body -> idle ...        anything wrong: refused -> (answered) linger -> closed
+
+Each state has a deadline that bytes do not extend; it rests while a handler runs.  Meanwhile the connection is
+still read, so that a client that goes away is noticed at once, which cancels the handler; bytes of pipelined
+requests wait unparsed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+import httptools
+import msgspec
+
+from .headers import REASONS, Headers, find, head
+
+log = logging.getLogger(__name__)
+
+JSON = (b"content-type", b"application/json")
+TOO_LONG = "the request's headers are too large"
+LINGER = 2.0  # seconds in which a refused client may read why
+MAX_EARLY = 64 * 1024  # bytes of later requests that we hold before we stop reading
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What one client may cost us before its request is complete."""
+
+    header_bytes: int = 64 * 1024
+    header_seconds: float = 10.0
+    body_bytes: int = 32 * 1024 * 1024  # vLLM's own
+    body_seconds: float = 120.0
+    idle_seconds: float = 75.0
+
+
+@dataclass(slots=True)
+class Request:
+    method: str = ""
+    path: str = ""  # without the query
+    headers: Headers = field(default_factory=list)
+    body: bytes = b""
+    keep_alive: bool = True
+    chunked_ok: bool = True  # the client speaks HTTP/1.1
+    refusal: tuple[int, str] | None = None  # not a request that we serve, and why
+    mode: str = ""  # how the handler served it, for its own books
+
+
+Handler = Callable[[Request, "Connection"], Awaitable[None]]
+
+
+def error_body(status: int, message: str, param: str | None = None) -> bytes:
+    """An error as vLLM words it."""
+    kind = "BadRequestError" if status == 400 else "InternalServerError" if status == 500 else "ProxyError"
+    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}}).encode()
+
+
+class Connection(asyncio.Protocol):
+    """One client.  For httptools it is the parser's callbacks, for the handler the way to answer."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._limits = server.limits
+        self._transport: asyncio.Transport
+        self._parser = httptools.HttpRequestParser(self)
+        self._incoming = Request()
+        self._url = b""
+        self._chunks: list[bytes] = []
+        self._size = 0  # of the head, then of the body
+        self._state = "idle"
+        self._timer: asyncio.TimerHandle | None = None
+        self._ready: deque[Request] = deque()
+        self._early = bytearray()
+        self._task: asyncio.Task[None] | None = None
+        self._request = Request()  # the one being answered
+        self._chunked = False
+        self._drained: asyncio.Future[None] | None = None
+        self.paused = False  # the client reads slower than we write
+        self.on_pause: Callable[[bool], None] | None = None
+        self.started = False  # a status line was sent
+        self.ended = False
+
+    # -- transport ----------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._server.connections.add(self)
+        self._deadline()
+        if self._server.stopping:  # accepted just before the listener closed
+            self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._server.forget(self)
+        self._ready.clear()
+        self.on_pause = None
+        if self._timer:
+            self._timer.cancel()
+        if self._task:
+            self._task.cancel()
+        self._flow(paused=False)
+
+    def data_received(self, data: bytes) -> None:
+        if self._state in ("refused", "linger"):
+            return
+        if self._task:
+            self._early += data
+            if len(self._early) > MAX_EARLY:
+                self._transport.pause_reading()
+            return
+        self._feed(data)
+
+    def pause_writing(self) -> None:
+        self._flow(paused=True)
+
+    def resume_writing(self) -> None:
+        self._flow(paused=False)
+
+    def _flow(self, paused: bool) -> None:
+        self.paused = paused
+        if self.on_pause:
+            self.on_pause(paused)
+        if not paused and self._drained and not self._drained.done():
+            self._drained.set_result(None)
+
+    # -- reading requests ---------------------------------------------------------------------------------------
+
+    def _feed(self, data: bytes) -> None:
+        before = self._state
+        if before == "idle":
+            self._state = "head"
+        if self._state == "head":
+            self._size += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:  # we stay with this protocol, but what follows may be of the other
+            self._ready[-1].keep_alive = False
+            self._state = "refused"
+        except httptools.HttpParserError as error:
+            self._refuse(400, f"not a valid HTTP request: {error}")
+        if self._state == "head" and self._size > self._limits.header_bytes:
+            self._refuse(431, TOO_LONG)
+        if self._ready:
+            self._next()
+        elif self._state != before:
+            self._deadline()
+
+    def on_message_begin(self) -> None:
+        if self._state != "refused":
+            self._incoming, self._url, self._state = Request(), b"", "head"
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._incoming.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        if self._state == "refused":
+            return
+        request = self._incoming
+        request.method = self._parser.get_method().decode()
+        request.path = self._url.partition(b"?")[0].decode("latin-1")
+        request.chunked_ok = self._parser.get_http_version() == "1.1"
+        request.keep_alive = self._parser.should_keep_alive() and request.chunked_ok
+        large = self._size > self._limits.header_bytes  # counting some of the body too
+        self._state, self._size, self._chunks = "body", 0, []
+        codings = [value.lower() for name, value in request.headers if name == b"transfer-encoding"]
+        length = find(request.headers, b"content-length")
+        if codings not in ([], [b"chunked"]) or (codings and not request.chunked_ok):
+            self._refuse(400, "transfer-encoding must be chunked")
+        elif large and sum(len(name) + len(value) for name, value in request.headers) > self._limits.header_bytes:
+            self._refuse(431, TOO_LONG)
+        elif length and int(length) > self._limits.body_bytes:
+            self._refuse(413, f"the request's body is larger than {self._limits.body_bytes} bytes")
+        elif find(request.headers, b"expect").lower() == b"100-continue" and not self._ready:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, body: bytes) -> None:
+        self._size += len(body)
+        if self._state == "refused":
+            return
+        if self._size > self._limits.body_bytes:
+            self._refuse(413, f"the request's body is larger than {self._limits.body_bytes} bytes")
+        else:
+            self._chunks.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._state != "refused":
+            self._incoming.body = b"".join(self._chunks)
+            self._ready.append(self._incoming)
+            self._state, self._size, self._chunks = "idle", 0, []
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer an error after what is before it, then close: what follows cannot be told apart."""
+        if self._state != "refused":
+            self._state, self._chunks = "refused", []
+            self._ready.append(Request(self._incoming.method, keep_alive=False, refusal=(status, message)))
+
+    def _deadline(self) -> None:
+        """Start the time that the present state may last."""
+        if self._timer:
+            self._timer.cancel()
+        limits = self._limits
+        seconds = {"idle": limits.idle_seconds, "head": limits.header_seconds, "body": limits.body_seconds}
+        self._timer = asyncio.get_running_loop().call_later(seconds.get(self._state, LINGER), self._late)
+
+    def _late(self) -> None:
+        if self._state in ("head", "body"):
+            self._refuse(408, "the request did not arrive in time")
+            self._next()
+        else:
+            self._transport.abort()
+
+    # -- answering ----------------------------------------------------------------------------------------------
+
+    def _next(self) -> None:
+        """Start the oldest complete request."""
+        if self._timer:
+            self._timer.cancel()
+        self._request = self._ready.popleft()
+        self.started = self.ended = False
+        if self._request.refusal:
+            status, message = self._request.refusal
+            self.answer(status, [JSON], error_body(status, message))
+            if not self._transport.is_closing():
+                self._transport.write_eof()
+            self._state = "linger"
+            self._deadline()
+            return
+        self._task = asyncio.get_running_loop().create_task(self._handle(self._request))
+        self._task.add_done_callback(self._finished)
+
+    async def _handle(self, request: Request) -> None:
+        await self._server.handler(request, self)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._task = self.on_pause = None
+        if not task.cancelled() and (error := task.exception()):
+            log.error("a request's handler failed", exc_info=error)
+        if self._transport.is_closing():
+            return
+        if not self.ended:
+            self._transport.abort()
+        elif not self._keep_alive():
+            self._transport.close()
+        elif self._ready:
+            self._next()
+        else:
+            self._deadline()
+            early, self._early = bytes(self._early), bytearray()
+            if len(early) > MAX_EARLY:
+                self._transport.resume_reading()
+            if early:
+                self._feed(early)
+
+    def _keep_alive(self) -> bool:
+        return self._request.keep_alive and not self._server.stopping
+
+    def close_if_idle(self) -> None:
+        if not self._task:
+            self._transport.close()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        """Send a whole answer."""
+        self.started = self.ended = True
+        headers = [*headers, (b"content-length", b"%d" % len(body))]
+        self._head(status, headers, body if self._request.method != "HEAD" else b"")
+
+    def start(self, status: int, headers: Headers) -> None:
+        """Begin an answer of unknown length; `write` and `end` follow."""
+        self.started = True
+        self._chunked = self._request.chunked_ok
+        if self._chunked:
+            headers = [*headers, (b"transfer-encoding", b"chunked")]
+        self._head(status, headers, b"")
+
+    def _head(self, status: int, headers: Headers, body: bytes) -> None:
+        if not self._keep_alive():
+            headers = [*headers, (b"connection", b"close")]
+        data = head(b"HTTP/1.1 %d %b" % (status, REASONS.get(status, b"Unknown")), headers)
+        if not self._transport.is_closing():
+            self._transport.write(data + body)
+
+    def write(self, data: bytes) -> None:
+        if data and not self._transport.is_closing():
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+
+    def end(self) -> None:
+        self.ended = True
+        if self._chunked and not self._transport.is_closing():
+            self._transport.write(b"0\r\n\r\n")
+
+    async def drained(self) -> None:
+        """Return when the client has taken nearly all that was written."""
+        if self.paused:
+            self._drained = asyncio.get_running_loop().create_future()
+            await self._drained
+
+
+class Server:
+    """A listener and its connections."""
+
+    def __init__(self, handler: Handler, limits: Limits) -> None:
+        self.handler = handler
+        self.limits = limits
+        self.connections: set[Connection] = set()
+        self.stopping = False
+        self._listener: asyncio.Server
+        self._empty = asyncio.Event()
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; the port that was bound."""
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(lambda: Connection(self), host, port, backlog=2048)
+        return int(self._listener.sockets[0].getsockname()[1])
+
+    async def stop(self, grace: float) -> None:
+        """Take no more requests, let the running ones end for `grace` seconds, then cut them."""
+        self.stopping = True
+        self._listener.close()
+        for connection in list(self.connections):
+            connection.close_if_idle()
+        if self.connections:
+            self._empty.clear()
+            try:
+                async with asyncio.timeout(grace):
+                    await self._empty.wait()
+            except TimeoutError:
+                for connection in list(self.connections):
+                    connection.abort()
+                await asyncio.sleep(0)
+
+    def forget(self, connection: Connection) -> None:
+        self.connections.discard(connection)
+        if not self.connections:
+            self._empty.set()

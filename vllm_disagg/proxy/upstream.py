@@ -1,0 +1,300 @@
+"""An HTTP/1.1 client for one instance, with a pool of kept-alive connections.
+
+An answer's body is either collected (`first`, `read`) or handed on as it comes (`pipe`): then a chunk costs one
+call and no task wakes.  vLLM closes idle connections after 5 s, so we stop using them before; a kept connection
+that dies before its first answering byte is no news about the engine, and the request goes out once more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from ..errors import ConfigError, DisaggError
+from .headers import Headers, end_to_end, find, head
+
+IDLE = 4.0  # seconds; below vLLM's VLLM_HTTP_TIMEOUT_KEEP_ALIVE
+CONNECT = 2.0  # seconds
+HOLD = 256 * 1024  # bytes of an answer held for someone who has not asked for its body yet
+
+
+class Unreachable(DisaggError):
+    """No complete answer came.  `reason` is one of: refused, reset, garbled."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+
+
+class Answer:
+    """One answer, from its head to its last byte."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self.status = 0  # until the head is here
+        self.headers: Headers = []
+        self._held: list[bytes] = []
+        self._size = 0
+        self._sink: Callable[[bytes], None] | None = None
+        self._collect = False
+        self._complete = False
+        self._error: Unreachable | None = None
+        self._news: asyncio.Future[None] | None = None
+
+    @property
+    def is_stream(self) -> bool:
+        return find(self.headers, b"content-type").startswith(b"text/event-stream")
+
+    async def head(self) -> None:
+        """Return when status and headers are here."""
+        while not self.status:
+            await self._next()
+
+    async def first(self) -> None:
+        """Return when the body's first byte is here, or its end."""
+        while not self._held and not self._complete:
+            await self._next()
+
+    async def read(self) -> bytes:
+        """The whole body."""
+        self._collect = True
+        self.flow(paused=False)
+        while not self._complete:
+            await self._next()
+        if len(self._held) > 1:
+            self._held = [b"".join(self._held)]
+        return self._held[0] if self._held else b""
+
+    async def pipe(self, sink: Callable[[bytes], None], paused: bool = False) -> None:
+        """Give the body to `sink` as it arrives; return at its end."""
+        self.flow(paused)
+        held, self._held, self._sink = self._held, [], sink
+        for chunk in held:
+            sink(chunk)
+        while not self._complete:
+            await self._next()
+
+    def flow(self, paused: bool) -> None:
+        """Stop or resume reading from the instance."""
+        if not self._complete:
+            self._wire.flow(paused)
+
+    def close(self) -> None:
+        """Give up what has not come: the engine sees its client go and aborts."""
+        if not self._complete and not self._error:
+            self._error = Unreachable("reset", "given up")
+            self._wire.close()
+
+    async def _next(self) -> None:
+        if self._error:
+            raise self._error
+        self._news = asyncio.get_running_loop().create_future()
+        await self._news
+
+    def _tell(self) -> None:
+        if self._news and not self._news.done():
+            self._news.set_result(None)
+
+    # -- from the wire ------------------------------------------------------------------------------------------
+
+    def headed(self, status: int) -> None:
+        self.status = status
+        self._tell()
+
+    def chunk(self, data: bytes) -> None:
+        if self._sink:
+            self._sink(data)
+            return
+        self._held.append(data)
+        self._size += len(data)
+        if self._size > HOLD and not self._collect:
+            self._wire.flow(paused=True)
+        self._tell()
+
+    def completed(self) -> None:
+        self._complete = True
+        self._tell()
+
+    def failed(self, error: Unreachable) -> None:
+        if not self._complete and not self._error:
+            self._error = error
+            self._tell()
+
+
+class Wire(asyncio.Protocol):
+    """One connection to an instance.  It carries one exchange at a time."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._transport: asyncio.Transport
+        self._parser: httptools.HttpResponseParser
+        self._answer: Answer | None = None
+        self._done = True
+        self._keep_alive = False
+        self._paused = False
+        self._status = 0
+        self._headers: Headers = []
+        self.spoke = False  # a byte of the present answer came
+        self.used = 0  # exchanges so far
+        self.idle_since = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._pool.wires.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        return not self._transport.is_closing()
+
+    def ask(self, data: bytes, body: bytes) -> Answer:
+        """Send a request."""
+        self._answer = answer = Answer(self)
+        self._parser = httptools.HttpResponseParser(self)
+        self._done = self.spoke = False
+        self._status, self._headers = 0, []
+        self.used += 1
+        self._transport.write(data)
+        if body:
+            self._transport.write(body)
+        return answer
+
+    def flow(self, paused: bool) -> None:
+        if paused != self._paused and self.is_open:
+            self._paused = paused
+            if paused:
+                self._transport.pause_reading()
+            else:
+                self._transport.resume_reading()
+
+    def close(self) -> None:
+        self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self.spoke = True
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail("garbled", str(error))
+            return
+        if self._done and self._answer:
+            self._answer = None
+            self.flow(paused=False)
+            if self._keep_alive:
+                self._pool.release(self)
+            else:
+                self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._pool.wires.discard(self)
+        answer = self._answer
+        if answer and not exc and self._until_close():
+            self.on_message_complete()
+        self._fail("reset", str(exc or "the connection was closed"))
+
+    def _until_close(self) -> bool:
+        """Whether the end of the connection is the end of the present answer."""
+        framed = find(self._headers, b"content-length") or find(self._headers, b"transfer-encoding")
+        return self._status >= 200 and not framed
+
+    def _fail(self, reason: str, detail: str) -> None:
+        answer, self._answer, self._done = self._answer, None, True
+        if answer:
+            answer.failed(Unreachable(reason, detail))
+        self.close()
+
+    def on_message_begin(self) -> None:
+        if self._done:
+            self._transport.abort()  # an answer that nobody asked for
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:
+            self._headers = []
+        elif self._answer and not self._done:
+            self._status = status
+            self._answer.headers = self._headers
+            self._answer.headed(status)
+
+    def on_body(self, body: bytes) -> None:
+        if self._answer and not self._done:
+            self._answer.chunk(body)
+
+    def on_message_complete(self) -> None:
+        if self._status and self._answer and not self._done:
+            self._done = True
+            self._keep_alive = self._parser.should_keep_alive()
+            self._answer.completed()
+
+
+class Pool:
+    """The connections to one instance."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query or parts.username:
+            raise ConfigError(f"{url!r} is not an instance's URL; it looks like http://HOST:PORT")
+        try:
+            self._address = (parts.hostname, parts.port or 80)
+        except ValueError:
+            raise ConfigError(f"{url!r} has no valid port") from None
+        self._host = parts.netloc.encode()
+        self.wires: set[Wire] = set()
+        self._idle: deque[Wire] = deque()
+
+    async def send(self, method: str, path: str, headers: Headers, body: bytes = b"") -> Answer:
+        """Send a request; return when the answer's head is here.  The caller closes the answer."""
+        fields = [(b"host", self._host), *end_to_end(headers, request=True), (b"content-length", b"%d" % len(body))]
+        data = head(f"{method} {path} HTTP/1.1".encode(), fields)
+        wire = self._kept() or await self._connect()
+        while True:
+            answer = wire.ask(data, body)
+            try:
+                await answer.head()
+                return answer
+            except Unreachable:
+                if wire.used == 1 or wire.spoke:
+                    raise
+            finally:
+                if not answer.status:
+                    answer.close()
+            wire = await self._connect()
+
+    def abort(self) -> None:
+        """Drop every connection; who waits on one gets Unreachable."""
+        for wire in list(self.wires):
+            wire.close()
+
+    def release(self, wire: Wire) -> None:
+        now = asyncio.get_running_loop().time()
+        wire.idle_since = now
+        self._idle.append(wire)
+        while now - self._idle[0].idle_since > IDLE:
+            self._idle.popleft().close()
+
+    def _kept(self) -> Wire | None:
+        """The connection used last, if vLLM has surely not tired of it."""
+        now = asyncio.get_running_loop().time()
+        while self._idle:
+            wire = self._idle.pop()
+            if wire.is_open and now - wire.idle_since <= IDLE:
+                return wire
+            wire.close()
+        return None
+
+    async def _connect(self) -> Wire:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT):
+                return (await loop.create_connection(lambda: Wire(self), *self._address))[1]
+        except TimeoutError:
+            raise Unreachable("refused", f"no connection within {CONNECT:.0f} s") from None
+        except OSError as error:
+            raise Unreachable("refused", error.strerror or str(error)) from None

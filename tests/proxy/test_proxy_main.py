@@ -109,3 +109,29 @@ async def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
             process.kill()
         w.close()
         await d.stop()
+
+
+@pytest.mark.parametrize("slip", ["model", "key", "role"])
+async def test_a_fleet_that_cannot_work_together_is_refused_at_start(slip: str, tmp_path: Path) -> None:
+    p, d = ScriptedEngine("p", "prefill"), ScriptedEngine("d", "decode")
+    if slip == "model":
+        p.layout["weights"] = "others"
+    elif slip == "role":
+        p.role = "decode"
+    else:
+        p.plain = True  # an engine with another key ignores the probe's grant
+    await p.start()
+    await d.start()
+    key = tmp_path / "key"
+    key.write_text((b"k" * 32).hex())
+    process = await start("--prefill", p.url, "--decode", d.url, "--port", "0", "--key-file", str(key))
+    try:
+        _, error = await asyncio.wait_for(process.communicate(), 10)
+        last = error.decode().splitlines()[-1]
+        assert process.returncode == 1 and last.startswith("vllm-disagg proxy: "), last
+        assert {"model": "weights is", "key": "another fleet key", "role": "role is decode"}[slip] in last
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await p.stop()
+        await d.stop()

@@ -105,6 +105,18 @@ class Fleet:
     def of(self, role: Role) -> list[Instance]:
         return [instance for instance in self.instances if instance.role == role]
 
+    def misfit(self) -> str:
+        """Why no two instances can ever work together, once all of them answer; empty while that may still change."""
+        prefills, decodes = self.of("prefill"), self.of("decode")
+        if not prefills or not all(i.up for i in self.instances):
+            return ""
+        if any(p.transfers and d.transfers and not mismatch(p, d) for p in prefills for d in decodes):
+            return ""
+        for instance in self.instances:
+            if not instance.transfers:
+                return f"{instance.url} {instance.why_not}"
+        return f"{prefills[0].url} and {decodes[0].url} do not fit: {mismatch(prefills[0], decodes[0])}"
+
     def readiness(self, now: float) -> tuple[bool, dict[str, object]]:
         """Whether requests are served as configured, with counts and, if not, the reason."""
         decodes = [d for d in self.of("decode") if d.up]

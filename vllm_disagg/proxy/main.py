@@ -27,9 +27,15 @@ __all__ = ["add_arguments", "run", "serve"]
 
 
 async def serve(
-    settings: Settings, ready: Callable[[int], None] | None = None, stop: asyncio.Event | None = None
+    settings: Settings,
+    ready: Callable[[int], None] | None = None,
+    stop: asyncio.Event | None = None,
+    must_fit: bool = False,
 ) -> None:
-    """Run a proxy until `stop` is set; `ready` is told the port once it listens."""
+    """Run a proxy until `stop` is set; `ready` is told the port once it listens.
+
+    `must_fit`: ConfigError if, the first time that all instances answer, no two of them can work together.
+    """
     roles: list[tuple[Role, list[str]]] = [("prefill", settings.prefill), ("decode", settings.decode)]
     fleet = Fleet([Instance(url, role) for role, urls in roles for url in urls])
     pools = {instance.url: Pool(instance.url) for instance in fleet.instances}
@@ -41,6 +47,8 @@ async def serve(
     try:
         async with asyncio.TaskGroup() as tasks:
             watches = [tasks.create_task(discovery.watch(i, settings.probe_interval)) for i in fleet.instances]
+            if must_fit:
+                watches.append(tasks.create_task(_refuse_misfit(fleet, settings.probe_interval)))
             if ready:
                 ready(port)
             await (stop or asyncio.Event()).wait()
@@ -50,6 +58,14 @@ async def serve(
     finally:
         for pool in pools.values():
             pool.abort()
+
+
+async def _refuse_misfit(fleet: Fleet, interval: float) -> None:
+    """A wrong key or a wrong model is the operator's slip: say so at start, instead of serving without transfers."""
+    while not all(instance.up for instance in fleet.instances):
+        await asyncio.sleep(interval)
+    if words := fleet.misfit():
+        raise ConfigError(words)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,6 +83,12 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         print(f"vllm-disagg proxy: cannot listen on {settings.host}:{settings.port}: {error.strerror}", file=sys.stderr)
         return 1
+    except ExceptionGroup as errors:
+        misfits, others = errors.split(ConfigError)
+        if others or not misfits:
+            raise
+        print(f"vllm-disagg proxy: {misfits.exceptions[0]}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -75,4 +97,4 @@ async def _until_signal(settings: Settings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    await serve(settings, lambda port: print(f"listening on http://{host}:{port}", flush=True), stop)
+    await serve(settings, lambda port: print(f"listening on http://{host}:{port}", flush=True), stop, must_fit=True)

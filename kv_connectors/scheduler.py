@@ -163,6 +163,7 @@ class SchedulerSide:
             ):
                 self._scheduled(output, request_id, computed, blocks)
         metadata, self._next = self._next, StepMetadata()
+        metadata.is_idle = not output.num_scheduled_tokens
         return metadata
 
     def _scheduled(

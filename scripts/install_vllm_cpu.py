@@ -10,11 +10,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata as metadata
 import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib import metadata
 from pathlib import Path
 
 from pip._vendor.packaging.requirements import Requirement

@@ -27,7 +27,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     queue_timeout: float = 60.0
     queue_size: int = 1024
     request_timeout: float = 1800.0
-    patience: float = 60.0  # seconds without progress until a decode instance computes the prompt itself
+    patience: float = 300.0  # seconds without progress, of a P that answers, until D computes the prompt itself
     probe_interval: float = 1.0
     grace: float = 30.0
     limits: Limits = Limits()

@@ -11,6 +11,7 @@ socket.  Every socket has bounded messages, heartbeats, a handshake limit and no
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -28,6 +29,8 @@ from ..errors import ConfigError
 from ..grants import Worker
 from ..keys import FleetKey
 from ..memory import FRAME
+
+log = logging.getLogger("vllm_disagg.zmq")
 
 DOMAIN = b"vllm-disagg"
 LINKS = 1024  # workers we read from; the one unused for longest makes room
@@ -86,8 +89,14 @@ class Sockets:
             data = self._socket(zmq.DEALER, 2 * FRAME, server=False, encrypt=self._config.encrypt_data)
             data.routing_id = self.address.encode()
             here = worker.host == machine() and os.path.exists(worker.local.removeprefix("ipc://"))
-            control.connect(worker.control)
-            data.connect(worker.local if here else worker.data)
+            try:
+                control.connect(worker.control)
+                data.connect(worker.local if here else worker.data)
+            except zmq.ZMQError as error:  # no address: this worker is silent, as one that is not there
+                log.warning("worker %s cannot be reached: %s", worker.name, error)
+                control.close()
+                data.close()
+                return
             link = Link(control, data)
             for receiver in (control, data):
                 self.poller.register(receiver, zmq.POLLIN)

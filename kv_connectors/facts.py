@@ -19,6 +19,9 @@ NOT_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise ConfigError, in words, for what would not be exact."""
+    device = vllm_config.device_config.device_type
+    if device != "cpu":
+        raise ConfigError(f"DisaggConnector moves KV in host memory only, so far; this engine's is on {device}")
     parallel = vllm_config.parallel_config
     for what, size in (
         ("pipeline", parallel.pipeline_parallel_size),

@@ -89,7 +89,7 @@ class Prefill(Side):
         super().__init__(world, label, life)
         self.machine = PrefillSide(self.name, SHAPE, lease=LEASE)
         self.prompts: dict[str, Prompt] = {}
-        self.outgoing: list[tuple[events.SendPiece, list[str]]] = []
+        self.outgoing: list[tuple[events.SendPiece, list[str], Prompt | None]] = []
         self.midway = False
 
     def contents(self, extent: wire.Extent, blocks: list[int]) -> list[str]:
@@ -102,11 +102,12 @@ class Prefill(Side):
             case events.SendPiece():
                 if self.midway:  # vLLM's thread does not wait for the driver's
                     self.compute()
-                self.outgoing.append((action, self.contents(action.extent, action.blocks)))
+                checksum = self.contents(action.extent, action.blocks)
+                self.outgoing.append((action, checksum, self.prompts.get(action.transfer)))
             case events.Release():
                 prompt = self.prompts.pop(action.transfer)
                 assert prompt.pinned, "released what was not pinned, or twice"
-                assert all(a.transfer != action.transfer for a, _ in self.outgoing), "released while sending"
+                assert all(sent is not prompt for _, _, sent in self.outgoing), "released while sending"
                 self.dirty += prompt.blocks
 
     def submit(self, transfer: str) -> None:
@@ -160,7 +161,7 @@ class Prefill(Side):
     def transmit(self) -> None:
         if not self.outgoing:
             return
-        action, checksum = self.outgoing.pop(0)
+        action, checksum, _ = self.outgoing.pop(0)
         bytes_now = self.contents(action.extent, action.blocks)
         if self.world.roll("damage"):
             bytes_now = [*bytes_now[:-1], "damaged"]

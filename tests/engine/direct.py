@@ -1,0 +1,64 @@
+"""Both legs of a request sent straight to the engines, with grants made here: what only a proxy does otherwise."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import msgspec
+from asking import TIMEOUT, Body, Record, ask
+from engines import Engine
+
+from vllm_disagg import grants, keys
+
+
+class Legs:
+    """A prefill engine, a decode engine, and the fleet's key."""
+
+    def __init__(self, key_file: str, prefill: Engine, decode: Engine) -> None:
+        self.key = keys.load(key_file)
+        self.prefill, self.decode = prefill, decode
+        self.p, self.d = self.probe(prefill), self.probe(decode)
+        assert not grants.difference(self.p.layout, self.d.layout)
+        self._pool = ThreadPoolExecutor(64)
+
+    def probe(self, engine: Engine) -> grants.Engine:
+        """What an engine says of itself."""
+        grant = grants.mint(self.key, grants.Grant(1, "probe", grants.new_transfer(), ""))
+        connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=TIMEOUT)
+        asked = {"model": "tiny", "prompt": "x", "max_tokens": 1, **with_grant(grant)}
+        connection.request("POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"})
+        answer = json.loads(connection.getresponse().read())
+        connection.close()
+        return msgspec.convert(answer["kv_transfer_params"][grants.ANSWER_KEY], grants.Engine)
+
+    def mint(self, leg: str, transfer: str, **more: object) -> str:
+        """A grant for one of our two engines."""
+        fields: dict[str, object] = {"engine": self.p.incarnation if leg == "prefill" else self.d.incarnation}
+        if leg == "decode":
+            fields["sources"] = self.p.workers
+        return grants.mint(self.key, grants.Grant(1, leg, transfer, **{**fields, **more}))  # type: ignore[arg-type]
+
+    def send_prefill(self, body: Body, transfer: str) -> Future[Record]:
+        one = {**body, "max_tokens": 1, **with_grant(self.mint("prefill", transfer))}
+        return self._pool.submit(ask, self.prefill.url, one)
+
+    def send_decode(self, body: Body, transfer: str, **more: object) -> Future[Record]:
+        return self._pool.submit(ask, self.decode.url, {**body, **with_grant(self.mint("decode", transfer, **more))})
+
+    def ask(self, body: Body) -> Record:
+        """A request as the proxy runs it."""
+        transfer = grants.new_transfer()
+        prefill, decode = self.send_prefill(body, transfer), self.send_decode(body, transfer)
+        assert prefill.result().status == 200
+        return decode.result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def with_grant(grant: object) -> Body:
+    return {"kv_transfer_params": {grants.REQUEST_KEY: grant}}
+
+

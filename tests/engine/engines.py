@@ -1,0 +1,185 @@
+"""Real vLLM engines and a real proxy as processes: start, wait, look at, freeze, kill."""
+
+from __future__ import annotations
+
+import ctypes
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+FLAGS = ["--enforce-eager", "--max-model-len", "2048", "--max-num-batched-tokens", "256", "--served-model-name", "tiny"]
+CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+BLOCK, CHUNK, LIMIT = 128, 256, 2048  # tokens: of a KV block on CPU, of a step, of a request
+START = 180.0  # seconds
+_PDEATHSIG = 1
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait(what: str, done: Callable[[], bool], seconds: float, every: float = 0.1) -> None:
+    """Return as soon as `done` says so; fail when it does not in time."""
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, f"not within {seconds:g} s: {what}"
+        time.sleep(every)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGTERM)
+
+
+class Process:
+    """A server in a process group of its own.  Start it from the main thread: it dies with the thread that did."""
+
+    def __init__(self, name: str, command: list[str], folder: Path, port: int, env: dict[str, str]) -> None:
+        self.name, self.command, self.env = name, command, env
+        self.port = port
+        self.log = folder / f"{name}.log"
+        self.began = 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self.began = time.monotonic()
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(  # noqa: S603
+                self.command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **self.env},
+                cwd=self.log.parent,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509 - no threads run yet that could hold a lock
+            )
+
+    def wait_ready(self) -> float:
+        """Seconds it took to be ready."""
+        while not self.is_ready():
+            died = self._process is None or self._process.poll() is not None
+            if died or time.monotonic() - self.began > START:
+                raise RuntimeError(f"{self.name} {'ended' if died else 'is not ready'}; the end of its log:\n{self.tail()}")
+            time.sleep(0.2)
+        return time.monotonic() - self.began
+
+    def is_ready(self) -> bool:
+        try:
+            return get(self.url, "/health", 2.0)[0] == 200
+        except (OSError, http.client.HTTPException):
+            return False
+
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None and self.is_ready()
+
+    def signal(self, number: int) -> None:
+        if self._process is not None:
+            try:
+                os.killpg(self._process.pid, number)
+            except ProcessLookupError:
+                pass
+
+    def stop(self, gently: float = 8.0) -> None:
+        """End it and all its children."""
+        if self._process is None:
+            return
+        self.signal(signal.SIGCONT)
+        if gently:
+            self._process.terminate()
+            try:
+                self._process.wait(gently)
+            except subprocess.TimeoutExpired:
+                pass
+        self.signal(signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+
+    def tail(self, lines: int = 40) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+class Engine(Process):
+    """`vllm serve`, plain when `role` is empty, with our connector else."""
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        *flags: str,
+        role: str = "",
+        cpu: str = "0",
+        env: dict[str, str] | None = None,
+        settings: dict[str, object] | None = None,
+    ) -> None:
+        port = free_port()
+        command = [str(BIN / "vllm"), "serve", str(ROOT / ".cache/models/dense"), "--host", "127.0.0.1"]
+        command += ["--port", str(port), *FLAGS, "--chat-template", CHAT, *flags]
+        if role:
+            transfer = {
+                "kv_connector": "DisaggConnector",
+                "kv_role": role,
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"key_file": str(folder / "key"), **(settings or {})},
+            }
+            command += ["--kv-transfer-config", json.dumps(transfer)]
+        fixed = {
+            "VLLM_CPU_OMP_THREADS_BIND": cpu,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_CI_ENV": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        super().__init__(name, command, folder, port, {**fixed, **(env or {})})
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels; 0 while it has none."""
+        text = get(self.url, "/metrics", 10.0)[1]
+        return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE))
+
+    @property
+    def usage(self) -> float:
+        return self.metric("vllm:kv_cache_usage_perc")
+
+    @property
+    def received(self) -> int:
+        """Bytes of KV that arrived by transfers."""
+        return int(self.metric("vllm:disagg_received_bytes_total"))
+
+
+class Proxy(Process):
+    def __init__(self, folder: Path, prefill: Engine, decode: Engine, name: str = "proxy") -> None:
+        port = free_port()
+        command = [sys.executable, "-m", "vllm_disagg.cli", "proxy", "--port", str(port), "--key-file", str(folder / "key")]
+        super().__init__(name, [*command, "--prefill", prefill.url, "--decode", decode.url], folder, port, {})
+
+    def is_ready(self) -> bool:
+        try:
+            return get(self.url, "/readiness", 2.0)[0] == 200
+        except (OSError, http.client.HTTPException):
+            return False
+
+
+def get(url: str, path: str, timeout: float) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=timeout)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()

@@ -1,0 +1,63 @@
+"""Clients that leave at every stage: nothing stays behind, and nobody else notices."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from asking import Body, ask_and_leave, at_once, body, tally, tokens
+from conftest import Main
+from direct import with_grant
+
+from vllm_disagg import grants
+
+DELAYS = [0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64]
+
+
+def leave(url: str, asked: Body, seconds: float) -> None:
+    ask_and_leave(url, asked, seconds)
+    tally["left"] += 1
+
+
+@pytest.mark.parametrize("length", [100, 1000, 1900])
+def test_through_the_proxy(main: Main, length: int) -> None:
+    for delay in DELAYS:
+        leave(main.proxy.url, body(tokens(length, f"leave {length} {delay}"), 100, ignore_eos=True), delay)
+    main.expect_well()
+
+
+@pytest.mark.parametrize("who", ["P", "D", "both"])
+def test_legs(main: Main, who: str) -> None:
+    """The proxy leaves one leg, or both; the other goes on by itself."""
+    for delay in DELAYS:
+        transfer = grants.new_transfer()
+        asked = body(tokens(1800, f"legs {who} {delay}"), 60, ignore_eos=True)
+        legs = [
+            (main.prefill.url, {**asked, "max_tokens": 1, **with_grant(main.legs.mint("prefill", transfer))}, who != "D"),
+            (main.decode.url, {**asked, **with_grant(main.legs.mint("decode", transfer, patience=4.0))}, who != "P"),
+        ]
+        threads = [
+            threading.Thread(target=leave, args=(url, leg, delay if leaves else 1.5)) for url, leg, leaves in legs
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    main.expect_well()
+
+
+def test_many_at_once(main: Main) -> None:
+    """24 at the same time, a third of which stay."""
+    began = time.monotonic()
+    asked = [body(tokens(600 + 40 * at, f"crowd {at}"), 24) for at in range(24)]
+
+    def one(at: int) -> None:
+        if at % 3:
+            leave(main.proxy.url, asked[at], 0.03 * at)
+        else:
+            main.check(asked[at])
+
+    at_once(one, range(24))
+    assert time.monotonic() - began < 60
+    main.expect_well()

@@ -1,0 +1,80 @@
+"""A prefill engine that freezes, dies and comes back: no answer is lost and none is wrong.  Last, since P dies."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+from asking import Record, ask, at_once, body, expect_same, tokens
+from conftest import Main
+from engines import wait
+
+
+def while_running(main: Main, count: int, length: int, do: object, after: float = 0.05) -> list[float]:
+    """Run requests, `do` something to an engine meanwhile, and find all answers right; how long each took."""
+    asked = [body(tokens(length + at, time.monotonic()), 24) for at in range(count)]
+    plain = at_once(lambda one: ask(main.plain.url, one), asked)
+    timer = threading.Timer(after, do)  # type: ignore[arg-type]
+    timer.start()
+
+    def timed(one: dict[str, object]) -> tuple[Record, float]:
+        began = time.monotonic()
+        return ask(main.proxy.url, one), time.monotonic() - began
+
+    ours = at_once(timed, asked)
+    timer.join()
+    for (one, _), expected in zip(ours, plain, strict=True):
+        expect_same(one, expected)
+    return [seconds for _, seconds in ours]
+
+
+def test_a_prefill_engine_that_freezes(main: Main) -> None:
+    def freeze() -> None:
+        main.prefill.signal(signal.SIGSTOP)
+        time.sleep(4)
+        main.prefill.signal(signal.SIGCONT)
+
+    took = while_running(main, 8, 1800, freeze)
+    assert max(took) < 20, took
+    main.expect_well()
+
+
+def test_a_decode_engine_that_freezes(main: Main) -> None:
+    def freeze() -> None:
+        main.decode.signal(signal.SIGSTOP)
+        time.sleep(4)
+        main.decode.signal(signal.SIGCONT)
+
+    while_running(main, 8, 1800, freeze)
+    main.expect_well()
+
+
+def test_a_prefill_engine_that_dies_and_comes_back(main: Main) -> None:
+    took = while_running(main, 8, 1800, lambda: main.prefill.stop(gently=0))
+    assert max(took) < 20, took
+    for at in range(5):  # the decode engine alone
+        main.check(body(tokens(300 + at, f"alone {at}")))
+    main.machine.start_again(main.prefill)
+    wait("the proxy has noticed", main.ready, 15)
+    main.legs.close()
+    main.legs = main.new_legs()
+    main.expect_well()
+
+
+def test_a_decode_engine_that_dies(main: Main) -> None:
+    """There is no other one: every request ends with an explicit error, soon, and P gives its blocks back."""
+    asked = [body(tokens(1500 + at, f"no decode engine {at}"), 24) for at in range(6)]
+    timer = threading.Timer(0.1, lambda: main.decode.stop(gently=0))
+    timer.start()
+    began = time.monotonic()
+    answers = at_once(lambda one: ask(main.proxy.url, one), asked)
+    timer.join()
+    assert time.monotonic() - began < 20
+    for answer in answers:
+        assert answer.status == 200 or (answer.status in (502, 503) and "error" in answer.error), answer
+    assert any(answer.status != 200 for answer in answers)
+    wait("P gives its blocks back", lambda: main.prefill.usage == 0, 20)
+    main.machine.start_again(main.decode)
+    wait("the proxy has noticed", main.ready, 15)
+    main.expect_well()

@@ -1,0 +1,174 @@
+"""Straight to the engines: grants that do not hold, and legs whose other leg never comes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from asking import Record, ask, at_once, body, expect_exact_or_clean, expect_same, tokens
+from conftest import Main
+from direct import with_grant
+from engines import wait
+from test_exact import BLOCK_BYTES
+
+from vllm_disagg import grants, keys
+
+GARBAGE: list[Any] = [
+    {},
+    {"disagg_grant": None},
+    {"disagg_grant": ""},
+    {"disagg_grant": "."},
+    {"disagg_grant": "x" * 100_000},
+    {"disagg_grant": "\u00e9\u0000.\ud83d\ude00"},
+    {"disagg_grant": 7},
+    {"disagg_grant": ["a", "b"]},
+    {"disagg_grant": {"disagg_grant": "a.b"}},
+    {"disagg_engine": {"incarnation": "x"}},
+    {"do_remote_prefill": True, "remote_block_ids": [1, 2], "remote_host": "10.0.0.1", "remote_port": 1},
+    {"do_remote_decode": True, "remote_engine_id": "x"},
+    {"\ud800": 1},
+    {"a": 10**400},
+    {"disagg_grant": "x", **{str(n): [[]] for n in range(1000)}},
+    [],
+    "text",
+    7,
+]
+
+
+def engines(main: Main) -> list[tuple[str, str]]:
+    return [("P", main.prefill.url), ("D", main.decode.url)]
+
+
+@pytest.mark.parametrize("params", GARBAGE, ids=lambda params: f"{params!r:.40}")
+def test_garbage(main: Main, params: object) -> None:
+    asked = body(tokens(300, f"garbage {params!r:.40}"))
+    plain = ask(main.plain.url, asked)
+    for name, url in engines(main):
+        expect_exact_or_clean(ask(url, {**asked, "kv_transfer_params": params}), plain, (name, params))
+
+
+def refused(main: Main) -> dict[str, tuple[str, str]]:
+    """(role, grant) of grants that must count for nothing."""
+    legs, stranger = main.legs, keys.FleetKey(b"s" * keys.SIZE)
+    new = grants.new_transfer
+    good = legs.mint("decode", new())
+    payload, mac = good.split(".")
+    dead = grants.Worker("dead/0", "tcp://127.0.0.1:9", "tcp://127.0.0.1:9")
+    return {
+        "another key": ("D", grants.mint(stranger, grants.Grant(1, "decode", new(), legs.d.incarnation, legs.p.workers))),
+        "another key on P": ("P", grants.mint(stranger, grants.Grant(1, "prefill", new(), legs.p.incarnation))),
+        "without a key": ("D", grants.mint(keys.FleetKey(None), grants.Grant(1, "decode", new(), legs.d.incarnation))),
+        "changed payload": ("D", f"AAAA{payload[4:]}.{mac}"),
+        "changed mac": ("D", f"{payload}.{mac[:-3]}AAA"),
+        "before a restart": ("D", legs.mint("decode", new(), engine="0123456789abcdef")),
+        "before a restart of P": ("P", legs.mint("prefill", new(), engine="0123456789abcdef")),
+        "for the other engine": ("D", legs.mint("decode", new(), engine=legs.p.incarnation)),
+        "a prefill leg on D": ("D", legs.mint("prefill", new(), engine=legs.d.incarnation)),
+        "a decode leg on P": ("P", legs.mint("decode", new(), engine=legs.p.incarnation)),
+        "no sources": ("D", legs.mint("decode", new(), sources=[])),
+        "too many sources": ("D", legs.mint("decode", new(), sources=legs.p.workers * 2)),
+        "a source that is not there": ("D", legs.mint("decode", new(), sources=[dead])),
+        "a source that is no address": ("D", legs.mint("decode", new(), sources=[grants.Worker("x", "x", "x")])),
+        "a source that is no port": (
+            "D",
+            legs.mint("decode", new(), sources=[grants.Worker("y", "tcp://127.0.0.1:999999", "ipc://")]),
+        ),
+        "P's address before its restart": (
+            "D",
+            legs.mint("decode", new(), sources=[grants.Worker("gone/0", legs.p.workers[0].control, legs.p.workers[0].data)]),
+        ),
+        "itself as source": ("D", legs.mint("decode", new(), sources=legs.d.workers, patience=3.0)),
+    }
+
+
+def test_grants_that_do_not_hold(main: Main) -> None:
+    """Each costs its own request a prefill here, at most after the time in which P counts as silent."""
+    cases = refused(main)
+    urls = dict(engines(main))
+    asked = {name: body(tokens(400, f"refused {name}")) for name in cases}
+
+    def send(name: str) -> Record:
+        role, grant = cases[name]
+        return ask(urls[role], {**asked[name], **with_grant(grant)}, timeout=20)
+
+    answers = dict(zip(cases, at_once(send, cases), strict=True))
+    for name, answer in answers.items():
+        expect_same(answer, ask(main.plain.url, asked[name]), name)
+    main.expect_well(3)
+
+
+def test_a_grant_works_once(main: Main) -> None:
+    transfer = grants.new_transfer()
+    asked, other = body(tokens(400, "once")), body(tokens(500, "twice"))
+    plain = ask(main.plain.url, asked), ask(main.plain.url, other)
+    decode = {**with_grant(main.legs.mint("decode", transfer))}
+    prefill = main.legs.send_prefill(asked, transfer)
+    expect_same(ask(main.decode.url, {**asked, **decode}), plain[0])
+    assert prefill.result().status == 200
+    before = main.decode.received
+    expect_same(ask(main.decode.url, {**other, **decode}), plain[1], "the same grant for another prompt")
+    expect_same(main.legs.send_prefill(other, transfer).result(), ask(main.plain.url, {**other, "max_tokens": 1}))
+    expect_same(main.legs.send_decode(other, transfer).result(), plain[1])
+    assert main.decode.received == before
+    main.expect_well(1)
+
+
+def test_two_prompts_and_one_grant(main: Main) -> None:
+    """vLLM makes several requests of one body: at most one of them may use the grant."""
+    prompts = [tokens(300, "first"), tokens(300, "second")]
+    asked = body(prompts)
+    plain = ask(main.plain.url, asked)
+    transfer = grants.new_transfer()
+    prefill = main.legs.send_prefill(body(prompts[0]), transfer)
+    expect_exact_or_clean(main.legs.send_decode(asked, transfer).result(), plain)
+    assert prefill.result().status == 200
+    several = {**body(prompts[1], n=2), **with_grant(main.legs.mint("decode", grants.new_transfer(), patience=1.0))}
+    expect_exact_or_clean(ask(main.decode.url, several), ask(main.plain.url, body(prompts[1], n=2)))
+    main.expect_well(1)
+
+
+def test_legs_that_are_not_of_one_prompt(main: Main) -> None:
+    """Only the proxy could do this; lengths that differ must not hang or kill anything."""
+    long, short = body(tokens(600, "long leg")), body(tokens(100, "short leg"))
+    for p, d in ((short, long), (long, short)):
+        transfer = grants.new_transfer()
+        prefill = main.legs.send_prefill(p, transfer)
+        decode = main.legs.send_decode(d, transfer, patience=2.0).result()
+        assert prefill.result().status == 200
+        assert decode.status == 200
+    main.expect_well(1)
+
+
+@pytest.mark.parametrize("ahead", [0.0, 0.02, 0.3, 2.0])
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_one_leg_long_before_the_other(main: Main, first: str, ahead: float) -> None:
+    transfer, asked = grants.new_transfer(), body(tokens(700, f"ahead {first} {ahead}"))
+    plain, before = ask(main.plain.url, asked), main.decode.received
+    send = {"prefill": main.legs.send_prefill, "decode": main.legs.send_decode}
+    one = send.pop(first)(asked, transfer)
+    time.sleep(ahead)
+    (other,) = send.values()
+    two = other(asked, transfer)
+    expect_same(one.result() if first == "decode" else two.result(), plain)
+    wait("all KV arrives", lambda: main.decode.received == before + 6 * BLOCK_BYTES, 5)
+
+
+def test_a_decode_leg_without_a_prefill_leg(main: Main) -> None:
+    asked = body(tokens(500, "nobody prefills"))
+    began = time.monotonic()
+    answer = main.legs.send_decode(asked, grants.new_transfer(), patience=2.0).result()
+    assert 1.5 < time.monotonic() - began < 10
+    expect_same(answer, ask(main.plain.url, asked))
+    main.expect_well(1)
+
+
+def test_a_prefill_leg_without_a_decode_leg(main: Main) -> None:
+    """P keeps the blocks for the lease, and not longer."""
+    asked = body(tokens(700, "nobody decodes"))
+    unclaimed = main.prefill.metric("vllm:disagg_unclaimed_total")
+    assert main.legs.send_prefill(asked, grants.new_transfer()).result().status == 200
+    assert main.prefill.usage > 0
+    wait("P gives the blocks back", lambda: main.prefill.usage == 0, 20)
+    wait("P counts it", lambda: main.prefill.metric("vllm:disagg_unclaimed_total") == unclaimed + 1, 5)
+    main.expect_well(1)

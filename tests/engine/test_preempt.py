@@ -1,0 +1,75 @@
+"""Engines with hardly any room: requests are preempted on both sides, and every answer is right all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from asking import ask, at_once, body, expect_same, tokens
+from conftest import Machine, Main
+from engines import Engine, Proxy, wait
+
+POOL = {"P": 24, "D": 40}  # blocks; a request may need 16
+FLAGS = ["--no-scheduler-reserve-full-isl", "--num-gpu-blocks-override"]  # starts requests that will not fit
+
+
+class Small:
+    def __init__(self, machine: Machine) -> None:
+        engines = {
+            name: Engine(f"small-{name}", machine.folder, *FLAGS, str(blocks), role=role, cpu=cpu)
+            for (name, blocks), role, cpu in zip(POOL.items(), ("kv_producer", "kv_consumer"), "01", strict=True)
+        }
+        self.prefill, self.decode = engines["P"], engines["D"]
+        self.proxy = Proxy(machine.folder, self.prefill, self.decode, "small-proxy")
+        machine.start(self.prefill, self.decode)
+        machine.start(self.proxy)
+
+    def preemptions(self) -> tuple[float, float]:
+        return self.prefill.metric("vllm:num_preemptions_total"), self.decode.metric("vllm:num_preemptions_total")
+
+    def expect_idle(self) -> None:
+        for engine in (self.prefill, self.decode):
+            wait(f"{engine.name} gives all its blocks back", lambda e=engine: e.usage == 0, 15)
+            assert engine.is_alive(), engine.tail()
+
+
+@pytest.fixture(scope="module")
+def small(machine: Machine) -> Iterator[Small]:
+    made = Small(machine)
+    yield made
+    machine.stop(made.proxy, made.decode, made.prefill)
+
+
+def crowd(main: Main, small: Small, lengths: list[int], max_tokens: int, what: str, idle: bool = True) -> None:
+    asked = [body(tokens(length, f"{what} {at}"), max_tokens, ignore_eos=True) for at, length in enumerate(lengths)]
+    plain = at_once(lambda one: ask(main.plain.url, one), asked)
+    ours = at_once(lambda one: ask(small.proxy.url, one), asked)
+    for one, expected, length in zip(ours, plain, lengths, strict=True):
+        expect_same(one, expected, f"{what}, {length} tokens:")
+    if idle:
+        small.expect_idle()
+
+
+def test_long_answers_preempt_on_the_decode_side(main: Main, small: Small) -> None:
+    _, before = small.preemptions()
+    crowd(main, small, [120 + 11 * at for at in range(16)], 300, "long answers")
+    assert small.preemptions()[1] > before
+
+
+def test_the_prefill_side_preempts(main: Main, small: Small) -> None:
+    """Requests of its own, which grow, take P's blocks away from the prefill legs, which are younger."""
+    before, _ = small.preemptions()
+    own = [body(tokens(100 + at, f"own {at}"), 600, ignore_eos=True) for at in range(6)]
+    plain = at_once(lambda one: ask(main.plain.url, one), own)
+    with ThreadPoolExecutor(len(own)) as pool:
+        growing = [pool.submit(ask, small.prefill.url, one) for one in own]
+        crowd(main, small, [1000 + 37 * at for at in range(16)], 24, "long prompts", idle=False)
+        for one, expected in zip(growing, plain, strict=True):
+            expect_same(one.result(), expected)
+    small.expect_idle()
+    assert small.preemptions()[0] > before
+
+
+def test_everything_at_once(main: Main, small: Small) -> None:
+    crowd(main, small, [1 + 90 * at for at in range(20)], 150, "mixed")

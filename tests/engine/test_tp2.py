@@ -1,0 +1,54 @@
+"""Two workers a side.  What is right is what the prefill engine itself says: it computes everything, and loads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from asking import ask, at_once, body, english, expect_same, tokens
+from conftest import Machine, Main
+from direct import Legs
+from engines import BLOCK, Engine, Proxy, wait
+from test_exact import needed
+
+
+class Tp2:
+    def __init__(self, machine: Machine) -> None:
+        both = ["--tensor-parallel-size", "2"]
+        self.prefill = Engine("tp2-P", machine.folder, *both, role="kv_producer", cpu="0|1")
+        self.decode = Engine("tp2-D", machine.folder, *both, role="kv_consumer", cpu="0|1")
+        self.proxy = Proxy(machine.folder, self.prefill, self.decode, "tp2-proxy")
+        machine.start(self.prefill, self.decode)
+        machine.start(self.proxy)
+        self.legs = Legs(machine.key, self.prefill, self.decode)
+
+
+@pytest.fixture(scope="module")
+def tp2(machine: Machine, main: Main) -> Iterator[Tp2]:
+    main.stop()  # for the memory's sake
+    made = Tp2(machine)
+    yield made
+    made.legs.close()
+    machine.stop(made.proxy, made.decode, made.prefill)
+
+
+def test_two_workers_a_side(tp2: Tp2) -> None:
+    assert len(tp2.legs.p.workers) == len(tp2.legs.d.workers) == 2
+    lengths = [1, 100, BLOCK, BLOCK + 1, 256, 257, 512, 700, 1000, 1500, 2000]
+    before = tp2.decode.received
+    for length in lengths:
+        asked = body(tokens(length, f"tp2 {length}"), 24)
+        ours = ask(tp2.proxy.url, asked)
+        expect_same(ours, ask(tp2.prefill.url, asked), f"{length} tokens:")
+    wait("all KV arrives", lambda: tp2.decode.received >= before + needed(lengths), 5)
+    assert tp2.decode.received == before + needed(lengths)
+
+
+def test_many_at_once(tp2: Tp2) -> None:
+    asked = [body(english(200 + 150 * at, f"tp2 {at}"), 24) for at in range(16)]
+    ours = at_once(lambda one: ask(tp2.proxy.url, one), asked)
+    for one, what in zip(ours, asked, strict=True):
+        expect_same(one, ask(tp2.prefill.url, what))
+    for engine in (tp2.prefill, tp2.decode):
+        wait(f"{engine.name} gives all its blocks back", lambda e=engine: e.usage == 0, 15)
+        assert engine.is_alive()

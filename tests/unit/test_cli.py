@@ -1,0 +1,65 @@
+"""The command line: what it answers to good and bad words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vllm_disagg
+from vllm_disagg import cli, keys
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"vllm-disagg {vllm_disagg.__version__}\n"
+
+
+@pytest.mark.parametrize("words", [[], ["nothing"], ["key"], ["key", "x", "--", "y"], ["proxy", "--", "--decode"]])
+def test_words_that_make_no_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2
+    assert "vllm-disagg" in capsys.readouterr().err
+
+
+def test_a_key_is_written_once_and_only_for_its_owner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "fleet.key"
+    assert cli.main(["key", str(path)]) == 0
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert keys.load(str(path)).is_set
+    capsys.readouterr()
+    assert cli.main(["key", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("vllm-disagg key: ") and error.count("\n") == 1
+
+
+def test_ctrl_c_is_not_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(keys, "create", interrupted)
+    assert cli.main(["key", "anything"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_each_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: vllm-disagg {name}" in capsys.readouterr().out
+
+
+def test_only_the_command_that_runs_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys; from vllm_disagg import cli; cli.main(['key', sys.argv[1]]); "
+        "sys.exit(any(name.startswith(('vllm_disagg.proxy', 'vllm_disagg.launcher', 'uvloop')) for name in sys.modules))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "key")]
+    assert subprocess.run(command, env=os.environ, capture_output=True, check=False).returncode == 0

@@ -1,0 +1,64 @@
+"""Ends process sessions, and does so too when the launcher was killed with kill -9.
+
+Each child of the launcher leads a session of its own, which its descendants (VLLM::EngineCore, VLLM::Worker) stay
+in.  `python -m vllm_disagg.launcher.guard RUN_DIR` reads the leaders' pids from its standard input; end of input
+means that the launcher is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+
+GRACE = 10.0  # seconds between SIGTERM and SIGKILL
+KILL_WAIT = 5.0  # seconds that the kernel may take to end what SIGKILL hit
+POLL = 0.05
+
+
+def members(leaders: Collection[int]) -> list[int]:
+    """The living processes of these leaders' sessions.  Zombies do not count: nobody may be there to reap them."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, session = (process / "stat").read_bytes().rpartition(b")")[2].split()[:4]
+        except (OSError, ValueError):  # it has ended meanwhile
+            continue
+        if int(session) in leaders and state not in (b"Z", b"X"):
+            found.append(int(process.name))
+    return found
+
+
+def end(leaders: Collection[int], hurry: Callable[[], bool] = lambda: False) -> None:
+    """SIGTERM to the sessions, and SIGKILL to what is left after the grace, or as soon as `hurry` says so."""
+    _signal(members(leaders), signal.SIGTERM)
+    deadline = time.monotonic() + GRACE
+    while (left := members(leaders)) and time.monotonic() < deadline and not hurry():
+        time.sleep(POLL)
+    deadline = time.monotonic() + KILL_WAIT
+    while left and time.monotonic() < deadline:
+        _signal(left, signal.SIGKILL)
+        time.sleep(POLL)
+        left = members(leaders)
+
+
+def _signal(processes: Collection[int], number: signal.Signals) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # what ends the launcher must not end its guard
+    end({int(line) for line in sys.stdin})
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

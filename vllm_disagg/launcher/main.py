@@ -1,0 +1,180 @@
+"""`vllm-disagg up`: check, plan, start, wait, watch, tear down."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+from .. import keys
+from ..errors import DisaggError
+from ..proxy import settings as proxy_settings
+from . import machine, plan
+from .plan import Command, Options, Plan
+from .processes import Console, Died, Family
+
+POLL = 0.2
+TELL = 5.0  # seconds between two lines of progress
+READY_LIMIT = 60.0  # seconds that the proxy may take to pair instances that are already up
+KEY_FILE = "fleet.key"  # in commands to type
+EPILOG = "Arguments after -- go to each vllm serve as they are."
+
+
+class Stopped(Exception):
+    """Somebody has asked us to stop."""
+
+
+class Signals:
+    """SIGINT, SIGTERM and SIGHUP, counted: the first one stops, a second one while stopping hurries."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._arrived)
+
+    def _arrived(self, *_: object) -> None:
+        self.count += 1
+
+    def check(self) -> None:
+        if self.count:
+            raise Stopped
+
+    def hurry(self) -> bool:
+        return self.count > 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    parser.epilog = EPILOG
+    add("--model", required=True, help="a folder, or a name on the Hugging Face hub")
+    add("--prefill", metavar="N", type=_count, default=1, help="prefill instances (default: %(default)s)")
+    add("--decode", metavar="N", type=_count, default=1, help="decode instances (default: %(default)s)")
+    add("--tensor-parallel-size", metavar="N", type=_count, default=1, help="of each instance (default: %(default)s)")
+    add("--host", default="127.0.0.1", help="address the proxy listens on (default: %(default)s)")
+    add("--port", type=int, default=8000, help="port the proxy listens on; 0: any free one (default: %(default)s)")
+    add("--api-key", metavar="KEY", action="append", default=[], help="clients must send this key; repeatable")
+    add("--no-api-key", action="store_true", help="serve anybody, even on an address that others can reach")
+    add("--dry-run", action="store_true", help="check everything and print the commands, start nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    console = Console(sys.stderr)
+    options = _options(args)
+    machine.check_model(options.model)
+    facts = machine.examine()
+    engine_ports = machine.free_ports(options.prefill + options.decode)
+    todo = plan.make(options, facts, engine_ports, KEY_FILE)
+    _check_proxy(todo.proxy)
+    machine.check_port(options.host, options.port)
+    for line in todo.warnings:
+        console.say(f"vllm-disagg up: warning: {line}")
+    for line in todo.notes:
+        console.say(f"vllm-disagg up: {line}")
+    commands = plan.by_hand(todo, facts, KEY_FILE)
+    if args.dry_run:
+        print(commands)
+        return 0
+    signals = Signals()
+    try:
+        with Family(console, signals.hurry) as family:
+            key_file = os.path.join(family.directory, KEY_FILE)
+            keys.create(key_file)
+            todo = plan.make(options, facts, engine_ports, key_file)
+            _start(todo, family, signals, console)
+            _announce(todo, plan.example(options, todo), commands)
+            while True:
+                _pause(family, signals)
+    except Stopped:
+        console.say("vllm-disagg up: stopped")
+        return 0
+    except (Died, TimeoutError) as error:
+        console.say(f"vllm-disagg up: {error}; everything is stopped")
+        return 1
+
+
+def _options(args: argparse.Namespace) -> Options:
+    return Options(
+        model=args.model,
+        prefill=args.prefill,
+        decode=args.decode,
+        host=args.host,
+        port=args.port or machine.free_ports(1)[0],
+        tensor_parallel=args.tensor_parallel_size,
+        api_keys=args.api_key,
+        no_api_key=args.no_api_key,
+        extra=args.extra,
+    )
+
+
+def _check_proxy(proxy: Command) -> None:
+    """Let the proxy itself say now what it would refuse later; its key file does not exist yet."""
+    parser = argparse.ArgumentParser()
+    proxy_settings.add_arguments(parser)
+    proxy_settings.from_arguments(parser.parse_args([*proxy.argv[2:], "--key-file", ""]))
+
+
+def _start(todo: Plan, family: Family, signals: Signals, console: Console) -> None:
+    for engine in todo.engines:
+        family.start(engine, engine.argv)
+    _wait(todo.engines, family, signals, console)
+    family.start(todo.proxy, [sys.executable, "-m", "vllm_disagg.cli", *todo.proxy.argv[1:]])
+    _wait([todo.proxy], family, signals, console, READY_LIMIT)
+
+
+def _wait(
+    commands: Sequence[Command], family: Family, signals: Signals, console: Console, limit: float = float("inf")
+) -> None:
+    """Return once all are ready; tell on each change, and every few seconds, so that nobody thinks we hang."""
+    began = told = time.monotonic()
+    answers, ready = dict.fromkeys((c.name for c in commands), "starting"), set[str]()
+    while len(ready) < len(commands):
+        _pause(family, signals)
+        before, now = len(ready), time.monotonic()
+        for command in commands:
+            if command.name not in ready:
+                is_ready, answers[command.name] = _ask(command)
+                ready |= {command.name} if is_ready else set()
+        if len(ready) > before or now - told >= TELL:
+            told = now
+            states = (f"{c.name} {'ready' if c.name in ready else 'starting'}" for c in commands)
+            console.say(f"vllm-disagg up: {now - began:.0f} s: {', '.join(states)}")
+        if now - began > limit and len(ready) < len(commands):
+            late = next(c.name for c in commands if c.name not in ready)
+            raise TimeoutError(f"{late} is not ready after {limit:.0f} s: {answers[late]}")
+
+
+def _pause(family: Family, signals: Signals) -> None:
+    signals.check()
+    family.check()
+    time.sleep(POLL)
+
+
+def _ask(command: Command) -> tuple[bool, str]:
+    """Whether a child is ready, and what it answered."""
+    connection = http.client.HTTPConnection(command.host, command.port, timeout=2)
+    try:
+        connection.request("GET", command.ready)
+        answer = connection.getresponse()
+        return answer.status == 200, answer.read(1000).decode(errors="replace")
+    except (OSError, http.client.HTTPException) as error:
+        return False, str(error)
+    finally:
+        connection.close()
+
+
+def _announce(todo: Plan, example: str, commands: str) -> None:
+    """To standard output, in one piece, for people and for scripts."""
+    try:
+        print(f"\nready: {todo.proxy.url}\n\nTry it:\n{example}\n\nThe same by hand:\n{commands}\n", flush=True)
+    except OSError as error:
+        raise DisaggError(f"cannot write to standard output: {error.strerror}") from None
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
+    return int(text)

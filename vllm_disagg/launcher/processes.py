@@ -1,0 +1,133 @@
+"""The launcher's children: started, watched, their logs passed on, and ended together."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import IO
+
+from ..errors import ConfigError
+from . import guard
+from .plan import Command
+
+COLOURS = (36, 33, 35, 32, 34)  # of prefixes, on a terminal
+# A cause; vLLM's last errors only point back at it.
+CAUSE = re.compile(r"died unexpectedly|\b\w*(Error|Exception): (?!cancelled$|.*root cause)")
+TROUBLE = re.compile(r"error|killed", re.IGNORECASE)
+
+
+class Died(Exception):
+    """A child has ended that should not have."""
+
+
+class Console:
+    """Lines from several threads, each whole.  A reader who is gone does not stop the children."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream, self._lock = stream, threading.Lock()
+        self.is_terminal = stream.isatty()
+
+    def say(self, line: str) -> None:
+        with self._lock, suppress(OSError, ValueError):
+            self._stream.write(line + "\n")
+            self._stream.flush()
+
+
+class Child:
+    """One process, leader of its own session, and the thread that reads what it says."""
+
+    def __init__(self, command: Command, argv: list[str], console: Console, prefix: str) -> None:
+        self.name, self.cause = command.name, ""
+        self._weight = 0
+        self.process = subprocess.Popen(
+            argv,
+            env={**os.environ, **command.env, "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, args=(console, prefix), daemon=True)
+        self._reader.start()
+
+    def ending(self) -> str:
+        """How it ended and why, in one line; after `join`."""
+        code = self.process.returncode
+        if code >= 0:
+            how = f"ended with exit code {code}"
+        else:
+            hint = ", perhaps for want of memory" if code == -signal.SIGKILL else ""
+            how = f"was ended by {signal.Signals(-code).name}{hint}"
+        return f"{self.name} {how}: {self.cause or 'it said nothing'}"
+
+    def join(self) -> None:
+        """Read its last words; a descendant that outlives it may hold the pipe, so not for ever."""
+        self._reader.join(2)
+
+    def _read(self, console: Console, prefix: str) -> None:
+        assert self.process.stdout
+        for raw in self.process.stdout:
+            line = raw.decode(errors="replace").rstrip().rpartition("\r")[2]
+            console.say(prefix + line)
+            weight = 3 if CAUSE.search(line) else 2 if TROUBLE.search(line) else 1
+            if line.strip() and weight >= self._weight:
+                self._weight, self.cause = weight, line.strip()
+
+
+class Family:
+    """All children; leaving it ends them.  Its run directory holds the fleet key and goes with it."""
+
+    def __init__(self, console: Console, hurry: Callable[[], bool]) -> None:
+        self._console, self._hurry = console, hurry
+        self._children: list[Child] = []
+
+    def __enter__(self) -> Family:
+        self.directory = tempfile.mkdtemp(prefix="vllm-disagg-up-")
+        self._guard = subprocess.Popen(
+            [sys.executable, "-m", "vllm_disagg.launcher.guard", self.directory],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return self
+
+    def start(self, command: Command, argv: list[str]) -> None:
+        colour = COLOURS[len(self._children) % len(COLOURS)]
+        prefix = f"\033[{colour}m[{command.name}]\033[0m " if self._console.is_terminal else f"[{command.name}] "
+        try:
+            child = Child(command, argv, self._console, prefix)
+        except OSError as error:
+            raise ConfigError(f"cannot start {argv[0]}: {error.strerror}") from None
+        self._children.append(child)
+        assert self._guard.stdin
+        with suppress(BrokenPipeError):
+            self._guard.stdin.write(f"{child.process.pid}\n".encode())
+            self._guard.stdin.flush()
+
+    def check(self) -> None:
+        """Raise Died for the first child that has ended."""
+        for child in self._children:
+            if child.process.poll() is not None:
+                child.join()
+                raise Died(child.ending())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        guard.end({child.process.pid for child in self._children}, self._hurry)
+        for child in self._children:
+            child.process.poll()
+            child.join()
+        self._guard.kill()
+        self._guard.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)

@@ -65,8 +65,18 @@ versions:
 mutants: setup
 	$(BIN)/python tests/mutants.py
 
-bench: setup
-	$(BIN)/python benchmarks/handoff.py
+bench: setup $(VENV)/.peers
+	@$(BIN)/python scripts/tiny_model.py heavy $(MODEL)
+	$(BIN)/python benchmarks/handoff.py $(MODEL) --router .venv-router/bin/vllm-router --save docs/handoff
+
+# Beside whom `bench` measures: vLLM's in-tree NixlConnector (nixl without its CUDA needs) and the Rust router.
+$(VENV)/.peers:
+	@echo "bench: the peers, nixl and vllm-router"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check matplotlib
+	@$(PYTHON) -m venv .venv-router
+	@.venv-router/bin/python -m pip install --quiet --disable-pip-version-check vllm-router==0.1.17
+	@touch $@
 
 clean:
 	rm -rf .venv .venv-* .cache build *.egg-info .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,6 +1,6 @@
 """What handing a request from a prefill to a decode engine costs: ours beside NixlConnector + vllm-router.
 
-    python benchmarks/handoff.py MODEL [--router PATH] [--rounds N] [--json FILE]
+    python benchmarks/handoff.py MODEL [--router PATH] [--rounds N] [--save NAME]
 
 Each round starts one stack after the other: a prefill engine on core 0, a decode engine on core 1, and the stack's
 own proxy.  For each prompt length it asks, in turn, the prefill engine alone and the whole stack the same prompt;
@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -49,6 +50,7 @@ class Stack:
     """A running stack; `prefill` is the engine asked alone."""
 
     name: str
+    dtype: str
     prefill: str = ""
     front: str = ""
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -63,7 +65,7 @@ class Stack:
 
     def engine(self, model: str, log: Path, core: int, config: dict[str, object], **env: str) -> str:
         port = free_port()
-        flags = ["--max-model-len", "4096", "--enforce-eager", "--no-enable-prefix-caching"]
+        flags = ["--max-model-len", "4096", "--enforce-eager", "--no-enable-prefix-caching", "--dtype", self.dtype]
         command = [VLLM, "serve", model, "--served-model-name", "tiny", "--port", str(port), *flags]
         config = {**config, "kv_load_failure_policy": "recompute"}
         pinned = {"VLLM_CPU_OMP_THREADS_BIND": str(core), "VLLM_CPU_KVCACHE_SPACE": "2", **env}
@@ -135,8 +137,8 @@ def start_peer(stack: Stack, model: str, logs: Path, router: str) -> None:
 
 
 @contextmanager
-def running(name: str, model: str, logs: Path, router: str) -> Iterator[Stack]:
-    stack = Stack(name)
+def running(name: str, model: str, logs: Path, router: str, dtype: str) -> Iterator[Stack]:
+    stack = Stack(name, dtype)
     try:
         {"ours": start_ours, "peer": start_peer}[name](stack, model, logs, router)
         yield stack
@@ -227,14 +229,32 @@ def report(results: dict[str, dict[tuple[int, int], Cell]]) -> dict[str, object]
     return {"added_ttft_ms": summary, "ratio": round(ours_ms / peer_ms, 3), "exact": exact, "cells": table}
 
 
+def plot(cells: list[dict[str, Any]], path: str) -> None:
+    import matplotlib.pyplot as plt  # noqa: PLC0415 - only who plots needs it
+
+    figure, axes = plt.subplots(figsize=(8, 3.5), layout="constrained")
+    labels = [f"{cell['tokens']} tokens\n" + ("one at a time" if cell["at_once"] == 1 else "8 at once") for cell in cells]
+    for shift, (name, words, colour) in enumerate(
+        [("ours", "vllm-disagg", "tab:blue"), ("peer", "NixlConnector + vllm-router", "tab:gray")]
+    ):
+        places = [index + (shift - 0.5) * 0.38 for index in range(len(cells))]
+        bars = axes.bar(places, [cell[name]["added_ttft_ms"] for cell in cells], 0.36, label=words, color=colour)
+        axes.bar_label(bars, fmt="%.0f", fontsize=8)
+    axes.set_xticks(range(len(cells)), labels, fontsize=8)
+    axes.set_ylabel("added TTFT, ms (median)")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--router", default="vllm-router", help="the vllm-router program")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=8, help="requests per length and round")
+    parser.add_argument("--repeats", type=int, default=4, help="requests per length and round")
     parser.add_argument("--only", choices=("ours", "peer"), help="one stack, for profiling")
-    parser.add_argument("--json", type=Path, help="write the result here too")
+    parser.add_argument("--dtype", default="auto", help="of both stacks' engines")
+    parser.add_argument("--save", metavar="NAME", help="write NAME.json and NAME.png")
     args = parser.parse_args()
     random.seed(0)
     results: dict[str, dict[tuple[int, int], Cell]] = {"ours": {}, "peer": {}}
@@ -242,13 +262,14 @@ def main() -> None:
         for name in [args.only] if args.only else ["ours", "peer"]:
             logs = Path(tempfile.mkdtemp(prefix=f"handoff-{name}-"))
             print(f"round {turn + 1} of {args.rounds}: {name} (logs in {logs})", flush=True)
-            with running(name, args.model, logs, args.router) as stack:
+            with running(name, args.model, logs, args.router, args.dtype) as stack:
                 asyncio.run(measure(stack, results[name], args.repeats))
     if args.only:
         return
     result = report(results)
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    if args.save:
+        Path(args.save + ".json").write_text(json.dumps(result, indent=1) + "\n")
+        plot(result["cells"], args.save + ".png")  # type: ignore[arg-type]
     print(json.dumps(result))
 
 

@@ -18,7 +18,7 @@ from .stats import Stats
 
 log = logging.getLogger("vllm_disagg.worker")
 
-OFFERS = 6  # per step at the most: layers are offered in groups, so that messages stay few
+OFFER = 2 << 20  # bytes: layers are offered in groups that hold so much, so that messages stay few
 # With nothing to compute but a transfer under way, vLLM's engine steps every millisecond to look whether it has ended.
 # Waiting here, and being woken by its end, costs less CPU and notices sooner; a new request waits so long at the most.
 IDLE_WAIT = 0.005
@@ -30,7 +30,8 @@ class WorkerSide:
         self._num_blocks, self._block_size = num_blocks, block_size
         self._driver: Driver | None = None
         self._layers: dict[str, int] = {}
-        self._group = 1
+        self._block_bytes = 0
+        self._group = 1  # layers per offer, in this step
         self._requests: dict[str, str] = {}  # transfer -> vLLM's id
         self._computing: list[str] = []  # transfers of which this step computes a part
         self._is_idle = False
@@ -43,7 +44,7 @@ class WorkerSide:
         self._caches = caches  # the driver holds addresses only
         memory = kvcache.host_memory(caches, self._num_blocks, self._block_size)
         self._layers = {name: index for index, name in enumerate(caches, 1)}
-        self._group = -(-len(caches) // OFFERS)
+        self._block_bytes = memory.shape.block_bytes
         self._driver = Driver(self._config, self._key, memory, self._rank, AFFINITY)
         self.handshake = Handshake(self._driver.worker, {"KV tensors": kvcache.describe(caches, self._num_blocks)})
         log.info("KV transfers at %s", self._driver.worker.control)
@@ -66,7 +67,10 @@ class WorkerSide:
             if isinstance(withdrawn, events.Withdrawn):
                 self._requests.pop(withdrawn.transfer, None)
         self._is_idle = metadata.is_idle
-        self._computing = [e.transfer for e in metadata.prefill if isinstance(e, events.Scheduled)]
+        scheduled = [e for e in metadata.prefill if isinstance(e, events.Scheduled)]
+        self._computing = [e.transfer for e in scheduled]
+        per_layer = self._block_bytes * sum(len(e.blocks) for e in scheduled)
+        self._group = -(-OFFER // per_layer) if per_layer else len(self._layers) + 1
         if metadata.prefill or metadata.decode:
             self.driver.submit([*metadata.prefill, *metadata.decode])
 

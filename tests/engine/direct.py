@@ -60,5 +60,3 @@ class Legs:
 
 def with_grant(grant: object) -> Body:
     return {"kv_transfer_params": {grants.REQUEST_KEY: grant}}
-
-

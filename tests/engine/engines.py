@@ -59,7 +59,7 @@ class Process:
     def start(self) -> None:
         self.began = time.monotonic()
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(  # noqa: S603
+            self._process = subprocess.Popen(
                 self.command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -75,7 +75,9 @@ class Process:
         while not self.is_ready():
             died = self._process is None or self._process.poll() is not None
             if died or time.monotonic() - self.began > START:
-                raise RuntimeError(f"{self.name} {'ended' if died else 'is not ready'}; the end of its log:\n{self.tail()}")
+                raise RuntimeError(
+                    f"{self.name} {'ended' if died else 'is not ready'}; the end of its log:\n{self.tail()}"
+                )
             time.sleep(0.2)
         return time.monotonic() - self.began
 
@@ -165,7 +167,16 @@ class Engine(Process):
 class Proxy(Process):
     def __init__(self, folder: Path, prefill: Engine, decode: Engine, name: str = "proxy") -> None:
         port = free_port()
-        command = [sys.executable, "-m", "vllm_disagg.cli", "proxy", "--port", str(port), "--key-file", str(folder / "key")]
+        command = [
+            sys.executable,
+            "-m",
+            "vllm_disagg.cli",
+            "proxy",
+            "--port",
+            str(port),
+            "--key-file",
+            str(folder / "key"),
+        ]
         super().__init__(name, [*command, "--prefill", prefill.url, "--decode", decode.url], folder, port, {})
 
     def is_ready(self) -> bool:

@@ -34,7 +34,11 @@ def test_legs(main: Main, who: str) -> None:
         transfer = grants.new_transfer()
         asked = body(tokens(1800, f"legs {who} {delay}"), 60, ignore_eos=True)
         legs = [
-            (main.prefill.url, {**asked, "max_tokens": 1, **with_grant(main.legs.mint("prefill", transfer))}, who != "D"),
+            (
+                main.prefill.url,
+                {**asked, "max_tokens": 1, **with_grant(main.legs.mint("prefill", transfer))},
+                who != "D",
+            ),
             (main.decode.url, {**asked, **with_grant(main.legs.mint("decode", transfer, patience=4.0))}, who != "P"),
         ]
         threads = [

@@ -76,7 +76,9 @@ def test_a_request_without_max_tokens_ends_where_plain_vllm_ends(main: Main) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("prompt", "max_tokens"), [(LIMIT, 1), (LIMIT + 1, 1), (3 * LIMIT, 16), (LIMIT - 10, 5 * LIMIT)])
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens"), [(LIMIT, 1), (LIMIT + 1, 1), (3 * LIMIT, 16), (LIMIT - 10, 5 * LIMIT)]
+)
 def test_too_long_is_refused_as_by_plain_vllm(main: Main, prompt: int, max_tokens: int, stream: bool) -> None:
     assert main.check(body(tokens(prompt, "too long"), max_tokens, stream=stream)).status == 400
 
@@ -114,7 +116,12 @@ def test_seeds(main: Main, length: int) -> None:
 
 def test_penalties_and_biases(main: Main) -> None:
     prompt = tokens(300, "penalties")
-    for more in ({"presence_penalty": 1.5}, {"frequency_penalty": 1.0}, {"repetition_penalty": 1.3}, {"logit_bias": {"7": 40}}):
+    for more in (
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": 1.0},
+        {"repetition_penalty": 1.3},
+        {"logit_bias": {"7": 40}},
+    ):
         main.check(body(prompt, 24, **more))
 
 

@@ -56,7 +56,10 @@ def refused(main: Main) -> dict[str, tuple[str, str]]:
     payload, mac = good.split(".")
     dead = grants.Worker("dead/0", "tcp://127.0.0.1:9", "tcp://127.0.0.1:9")
     return {
-        "another key": ("D", grants.mint(stranger, grants.Grant(1, "decode", new(), legs.d.incarnation, legs.p.workers))),
+        "another key": (
+            "D",
+            grants.mint(stranger, grants.Grant(1, "decode", new(), legs.d.incarnation, legs.p.workers)),
+        ),
         "another key on P": ("P", grants.mint(stranger, grants.Grant(1, "prefill", new(), legs.p.incarnation))),
         "without a key": ("D", grants.mint(keys.FleetKey(None), grants.Grant(1, "decode", new(), legs.d.incarnation))),
         "changed payload": ("D", f"AAAA{payload[4:]}.{mac}"),
@@ -76,7 +79,9 @@ def refused(main: Main) -> dict[str, tuple[str, str]]:
         ),
         "P's address before its restart": (
             "D",
-            legs.mint("decode", new(), sources=[grants.Worker("gone/0", legs.p.workers[0].control, legs.p.workers[0].data)]),
+            legs.mint(
+                "decode", new(), sources=[grants.Worker("gone/0", legs.p.workers[0].control, legs.p.workers[0].data)]
+            ),
         ),
         "itself as source": ("D", legs.mint("decode", new(), sources=legs.d.workers, patience=3.0)),
     }

@@ -13,10 +13,12 @@ from test_exact import needed
 
 
 class Tp2:
+    """Each engine has a core of its own: vLLM's workers spin while they wait, and starve another engine's there."""
+
     def __init__(self, machine: Machine) -> None:
         both = ["--tensor-parallel-size", "2"]
-        self.prefill = Engine("tp2-P", machine.folder, *both, role="kv_producer", cpu="0|1")
-        self.decode = Engine("tp2-D", machine.folder, *both, role="kv_consumer", cpu="0|1")
+        self.prefill = Engine("tp2-P", machine.folder, *both, role="kv_producer", cpu="0|0")
+        self.decode = Engine("tp2-D", machine.folder, *both, role="kv_consumer", cpu="1|1")
         self.proxy = Proxy(machine.folder, self.prefill, self.decode, "tp2-proxy")
         machine.start(self.prefill, self.decode)
         machine.start(self.proxy)

@@ -257,6 +257,7 @@ def main() -> None:
     parser.add_argument("--save", metavar="NAME", help="write NAME.json and NAME.png")
     args = parser.parse_args()
     random.seed(0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("handoff: stopped"))  # so that no engine stays behind
     results: dict[str, dict[tuple[int, int], Cell]] = {"ours": {}, "peer": {}}
     for turn in range(args.rounds):
         for name in [args.only] if args.only else ["ours", "peer"]:

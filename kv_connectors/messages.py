@@ -20,7 +20,6 @@ class StepMetadata(KVConnectorMetadata):
     prefill: list[events.ForPrefill] = field(default_factory=list)
     decode: list[events.ForDecode] = field(default_factory=list)
     requests: dict[str, str] = field(default_factory=dict)  # transfer -> vLLM's id, for those that are new
-    is_idle: bool = False  # this step computes nothing
 
 
 @dataclass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm_disagg.scheduler")
 
+# With nothing to do but to wait for KV, vLLM's engine looks for it in steps of about a millisecond, spinning in between
+# on whatever core is free, perhaps the one that computes this very prefill.  A pause costs a load so much at the most.
+PAUSE = 0.002  # seconds
 USED = 65536  # transfer ids remembered, so that a grant works once
 NORMAL_ENDS = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
 
@@ -163,7 +167,8 @@ class SchedulerSide:
             ):
                 self._scheduled(output, request_id, computed, blocks)
         metadata, self._next = self._next, StepMetadata()
-        metadata.is_idle = not output.num_scheduled_tokens
+        if not output.num_scheduled_tokens and any(leg.state is State.LOADING for leg in self._legs.values()):
+            time.sleep(PAUSE)
         return metadata
 
     def _scheduled(

@@ -19,9 +19,6 @@ from .stats import Stats
 log = logging.getLogger("vllm_disagg.worker")
 
 OFFER = 2 << 20  # bytes: layers are offered in groups that hold so much, so that messages stay few
-# With nothing to compute but a transfer under way, vLLM's engine steps every millisecond to look whether it has ended.
-# Waiting here, and being woken by its end, costs less CPU and notices sooner; a new request waits so long at the most.
-IDLE_WAIT = 0.005
 
 
 class WorkerSide:
@@ -34,7 +31,6 @@ class WorkerSide:
         self._group = 1  # layers per offer, in this step
         self._requests: dict[str, str] = {}  # transfer -> vLLM's id
         self._computing: list[str] = []  # transfers of which this step computes a part
-        self._is_idle = False
         self._failed_blocks: set[int] = set()
         self._blocks: dict[str, list[int]] = {}  # of loads under way
         self.stats = Stats()
@@ -66,7 +62,6 @@ class WorkerSide:
         for withdrawn in metadata.prefill:
             if isinstance(withdrawn, events.Withdrawn):
                 self._requests.pop(withdrawn.transfer, None)
-        self._is_idle = metadata.is_idle
         scheduled = [e for e in metadata.prefill if isinstance(e, events.Scheduled)]
         self._computing = [e.transfer for e in scheduled]
         per_layer = self._block_bytes * sum(len(e.blocks) for e in scheduled)
@@ -89,8 +84,6 @@ class WorkerSide:
     # What has ended ------------------------------------------------------------------------------------------
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Request ids: (sent, received, of these failed).  Each id once, and only ids that the scheduler awaits."""
-        if self._is_idle:
-            self.driver.wait(IDLE_WAIT)
         sent, received, failed = set(), set(), set()
         for outcome in self.driver.take():
             request = self._requests.pop(outcome.transfer, None)

@@ -76,7 +76,6 @@ class Driver:
         self._unsent: list[tuple[events.SendPiece, float]] = []
         self._sending: list[tuple[events.SendPiece, zmq.MessageTracker]] = []
         self._closing = False
-        self._ended = threading.Event()
         self._is_broken = False
         self._owed: set[tuple[type[Outcome], str]] = set()  # outcomes vLLM waits for
         self._prefill = PrefillSide(self.name, memory.shape, lease=config.lease)
@@ -118,13 +117,6 @@ class Driver:
         while self._outbox:
             taken.append(self._outbox.popleft())
         return taken
-
-    def wait(self, seconds: float) -> None:
-        """Sleep until something has ended, if anything is expected to; `seconds` at the most."""
-        if self._owed and not self._outbox:
-            self._ended.clear()
-            if not self._outbox:  # nothing has ended in between
-                self._ended.wait(seconds)
 
     def close(self) -> None:
         self._closing = True
@@ -286,7 +278,6 @@ class Driver:
     def _settle(self, outcome: Outcome) -> None:
         self._owed.discard((type(outcome), outcome.transfer))
         self._outbox.append(outcome)
-        self._ended.set()
 
     def _land(self, action: events.Land) -> bool:
         ok = checksum(action.transfer, self._frames) == self._checksum

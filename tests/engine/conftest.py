@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if tally:
         counts = ", ".join(f"{tally[how]} {how}" for how in ("exact", "clean", "wrong"))
-        terminalreporter.write_line(f"engines answered {tally.total()} compared requests: {counts}")
+        terminalreporter.write_line(f"answers compared: {counts}; clients that left: {tally['left']}")
 
 
 class Machine:

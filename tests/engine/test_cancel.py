@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import pytest
@@ -30,24 +29,18 @@ def test_through_the_proxy(main: Main, length: int) -> None:
 @pytest.mark.parametrize("who", ["P", "D", "both"])
 def test_legs(main: Main, who: str) -> None:
     """The proxy leaves one leg, or both; the other goes on by itself."""
-    for delay in DELAYS:
+
+    def one(delay: float) -> None:
         transfer = grants.new_transfer()
         asked = body(tokens(1800, f"legs {who} {delay}"), 60, ignore_eos=True)
-        legs = [
-            (
-                main.prefill.url,
-                {**asked, "max_tokens": 1, **with_grant(main.legs.mint("prefill", transfer))},
-                who != "D",
-            ),
-            (main.decode.url, {**asked, **with_grant(main.legs.mint("decode", transfer, patience=4.0))}, who != "P"),
-        ]
-        threads = [
-            threading.Thread(target=leave, args=(url, leg, delay if leaves else 1.5)) for url, leg, leaves in legs
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        prefill = {**asked, "max_tokens": 1, **with_grant(main.legs.mint("prefill", transfer))}
+        decode = {**asked, **with_grant(main.legs.mint("decode", transfer, patience=4.0))}
+        legs = [(main.prefill.url, prefill, who != "D"), (main.decode.url, decode, who != "P")]
+        at_once(lambda leg: leave(leg[0], leg[1], delay if leg[2] else 1.5), legs)
+
+    for delay in DELAYS[::2]:
+        one(delay)
+    at_once(one, DELAYS)
     main.expect_well()
 
 

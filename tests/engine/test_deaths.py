@@ -32,10 +32,10 @@ def while_running(main: Main, count: int, length: int, do: object, after: float 
 def test_a_prefill_engine_that_freezes(main: Main) -> None:
     def freeze() -> None:
         main.prefill.signal(signal.SIGSTOP)
-        time.sleep(4)
+        time.sleep(6)  # connections break meanwhile, on one side
         main.prefill.signal(signal.SIGCONT)
 
-    took = while_running(main, 8, 1800, freeze)
+    took = while_running(main, 16, 1800, freeze)
     assert max(took) < 20, took
     main.expect_well()
 
@@ -75,6 +75,3 @@ def test_a_decode_engine_that_dies(main: Main) -> None:
         assert answer.status == 200 or (answer.status in (502, 503) and "error" in answer.error), answer
     assert any(answer.status != 200 for answer in answers)
     wait("P gives its blocks back", lambda: main.prefill.usage == 0, 20)
-    main.machine.start_again(main.decode)
-    wait("the proxy has noticed", main.ready, 15)
-    main.expect_well()

@@ -55,7 +55,7 @@ class Sockets:
         self.data = self._socket(zmq.ROUTER, 1024, server=True, encrypt=config.encrypt_data)
         for router in (self.control, self.data):
             router.router_mandatory = True
-        self.data.router_handover = True
+            router.router_handover = True  # a reader that lost its connection comes back under its name
         self.data.sndhwm = 0  # bounded by the readers' credits
         self._folder = tempfile.mkdtemp(prefix="vllm-disagg-")  # readable by this user alone
         local = f"ipc://{self._folder}/data"

@@ -35,6 +35,7 @@ import aiohttp
 
 LENGTHS = (500, 1000, 2000, 3900)
 TOKENS = 8  # of each answer
+REST = 1.5  # seconds before each measurement: vLLM's processes spin for one after their last work
 VLLM = str(Path(sys.executable).with_name("vllm"))
 CLOCK = os.sysconf("SC_CLK_TCK")
 
@@ -179,21 +180,22 @@ async def measure(stack: Stack, cells: dict[tuple[int, int], Cell], repeats: int
         for url in (stack.prefill, stack.front, stack.front):
             await ask(session, url, list(range(10, 400)))  # connections, handshakes, first allocations
         for length in LENGTHS:
-            for together in (1, 8) if length <= 2000 else (1,):
+            for together in (1, 8) if length <= 1000 else (1,):
                 cell = cells.setdefault((length, together), Cell())
                 for _ in range(repeats if together == 1 else max(1, repeats // 4)):
                     prompts = [[random.randrange(10, 900) for _ in range(length)] for _ in range(together)]
-                    spent = [stack.cpu_seconds()]
-                    answers = []
+                    spent, answers = [], []
                     for url in (stack.prefill, stack.front):
+                        await asyncio.sleep(REST)
+                        before = stack.cpu_seconds()
                         answers.append(await asyncio.gather(*(ask(session, url, prompt) for prompt in prompts)))
-                        spent.append(stack.cpu_seconds())
+                        spent.append(stack.cpu_seconds() - before)
                     alone, through = answers
                     cell.alone += [seconds for seconds, _ in alone]
                     cell.stack += [seconds for seconds, _ in through]
                     cell.exact += sum(a[1] == b[1] for a, b in zip(alone, through, strict=True))
-                    cell.cpu_alone += spent[1] - spent[0]
-                    cell.cpu_stack += spent[2] - spent[1]
+                    cell.cpu_alone += spent[0]
+                    cell.cpu_stack += spent[1]
                 added = cell.added()
                 print(f"  {stack.name:5} {length:5} tokens x{together}: {statistics.median(added):7.1f} ms added", flush=True)
 

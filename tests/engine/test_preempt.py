@@ -10,7 +10,7 @@ from asking import ask, at_once, body, expect_same, tokens
 from conftest import Machine, Main
 from engines import Engine, Proxy, wait
 
-POOL = {"P": 24, "D": 40}  # blocks; a request may need 16
+POOL = {"P": 24, "D": 28}  # blocks; a request may need 16
 FLAGS = ["--no-scheduler-reserve-full-isl", "--num-gpu-blocks-override"]  # starts requests that will not fit
 
 
@@ -53,7 +53,7 @@ def crowd(main: Main, small: Small, lengths: list[int], max_tokens: int, what: s
 
 def test_long_answers_preempt_on_the_decode_side(main: Main, small: Small) -> None:
     _, before = small.preemptions()
-    crowd(main, small, [120 + 11 * at for at in range(16)], 300, "long answers")
+    crowd(main, small, [120 + 11 * at for at in range(16)], 500, "long answers")
     assert small.preemptions()[1] > before
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/handoff.py MODEL [--router PATH] [--rounds N] [--save NAME]
 
-Each round starts one stack after the other: a prefill engine on core 0, a decode engine on core 1, and the stack's
-own proxy.  For each prompt length it asks, in turn, the prefill engine alone and the whole stack the same prompt;
+Each round starts one stack after the other: a prefill engine with all its processes on core 0, a decode engine on
+core 1, and the stack's own proxy.  For each prompt length it asks, in turn, the prefill engine alone and the whole stack the same prompt;
 *added TTFT* is the stack's time to the first token minus the median of the engine alone, in the same minute on the
 same core.  *CPU outside the model* is what all processes of the stack used for a request, minus what the engine
 alone used for it.  Prefix caching is off.  The last line is one JSON object.
@@ -67,7 +67,7 @@ class Stack:
     def engine(self, model: str, log: Path, core: int, config: dict[str, object], **env: str) -> str:
         port = free_port()
         flags = ["--max-model-len", "4096", "--enforce-eager", "--no-enable-prefix-caching", "--dtype", self.dtype]
-        command = [VLLM, "serve", model, "--served-model-name", "tiny", "--port", str(port), *flags]
+        command = ["taskset", "-c", str(core), VLLM, "serve", model, "--served-model-name", "tiny", "--port", str(port), *flags]
         config = {**config, "kv_load_failure_policy": "recompute"}
         pinned = {"VLLM_CPU_OMP_THREADS_BIND": str(core), "VLLM_CPU_KVCACHE_SPACE": "2", **env}
         self.start(log, [*command, "--kv-transfer-config", json.dumps(config)], **pinned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from .messages import Handshake, StepMetadata
+
+# In vLLM's processes our log lines go where vLLM's go.
+logging.getLogger("vllm_disagg").handlers = logging.getLogger("vllm").handlers
+logging.getLogger("vllm_disagg").setLevel(logging.getLogger("vllm").level)
 
 if problem := compat.check(vllm.__version__):
     raise ConfigError(problem)

@@ -232,6 +232,8 @@ class DecodeSide:
         t = self.transfers[name]
         if t.state is State.DRAINING:
             return []
+        if now >= t.retry + self.retry:
+            t.heard = max(t.heard, now - self.retry)  # it was us who slept: ask once more before we blame P
         if now >= t.heard + self.silence:
             return self._fail(name, Reason.SILENT, now, tell=True)
         if now >= t.moved + t.patience:

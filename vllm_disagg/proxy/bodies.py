@@ -28,6 +28,7 @@ _encode = msgspec.json.Encoder().encode
 _NOT_FOR_PREFILL = {
     "stream", "stream_options", "stream_interval", "min_tokens", "n", "best_of", "logprobs", "top_logprobs",
     "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids",
+    "seed",  # and vLLM 0.32 on CPUs dies of a seeded prompt that it computes in chunks
 }  # fmt: skip
 # Each of these, when set, asks for more than one sequence or for more of the prompt than its KV.
 _WHOLE = ("use_beam_search", "echo", "prompt_logprobs", "prompt_embeds")

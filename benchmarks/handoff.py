@@ -3,10 +3,12 @@
     python benchmarks/handoff.py MODEL [--router PATH] [--rounds N] [--save NAME]
 
 Each round starts one stack after the other: a prefill engine with all its processes on core 0, a decode engine on
-core 1, and the stack's own proxy.  For each prompt length it asks, in turn, the prefill engine alone and the whole stack the same prompt;
-*added TTFT* is the stack's time to the first token minus the median of the engine alone, in the same minute on the
-same core.  *CPU outside the model* is what all processes of the stack used for a request, minus what the engine
-alone used for it.  Prefix caching is off.  The last line is one JSON object.
+core 1, and the stack's own proxy.  For each prompt length it asks, in turn, the prefill engine alone and the whole
+stack the same prompt.  *Added TTFT* is the stack's time to the first token minus the median of that stack's own
+prefill engine alone, in the same minute on the same core.  A connector that slows its engine down even when nothing
+is transferred hides that in this difference, so both times stand in the result as well (`alone_ttft_ms`,
+`stack_ttft_ms`).  *CPU outside the model* is what all processes of the stack used for a request, minus what it used
+for the engine alone.  Prefix caching is off.  The last line is one JSON object.
 
 Peers: nixl and nixl-cu12 (pip install --no-deps) in this environment, and the vllm-router program.
 """
@@ -213,6 +215,7 @@ def report(results: dict[str, dict[tuple[int, int], Cell]]) -> dict[str, object]
                 "added_ttft_ms": round(statistics.median(added), 1),
                 "p90": round(statistics.quantiles(added, n=10)[-1], 1),
                 "alone_ttft_ms": round(statistics.median(cell.alone) * 1000, 1),
+                "stack_ttft_ms": round(statistics.median(cell.stack) * 1000, 1),
                 "cpu_s": round((cell.cpu_stack - cell.cpu_alone) / count, 3),
                 "requests": count,
                 "exact": cell.exact,

@@ -22,7 +22,10 @@ from vllm_disagg.prefill import PrefillSide
 
 SHAPE = Shape(layers=3, block_size=4, block_bytes=10)
 LEASE, RETRY, SILENCE, PATIENCE = 10.0, 0.5, 2.0, 30.0
-CHAOS = {"drop": 6, "repeat": 4, "reorder": 10, "abort": 2, "preempt": 2, "cancel": 2, "die": 1, "freeze": 1, "damage": 2}
+CHAOS = {  # percent, each time it may happen; a leap is a long time in which nothing else does
+    **{"drop": 6, "repeat": 4, "reorder": 10, "damage": 2},
+    **{"abort": 2, "preempt": 2, "cancel": 2, "die": 1, "freeze": 1, "leap": 5},
+}
 
 
 @dataclass
@@ -290,7 +293,7 @@ class World:
                 if not side.frozen:
                     side.transmit() if isinstance(side, Prefill) else side.land()
         elif kind == 9:
-            self.pass_time(self.random.choice([0.01, 0.1, 0.6]) * self.pace)
+            self.pass_time(11.0 if self.roll("leap") else self.random.choice([0.01, 0.1, 0.6]) * self.pace)
         elif kind == 10:
             side = self.random.choice(list(self.sides.values()))
             if not side.frozen:

@@ -59,7 +59,7 @@ def is_caught(file: str, old: str, new: str) -> bool:
             sys.exit(f"mutants: {file} holds {text.count(old)} times: {old!r}")
         path.write_text(text.replace(old, new))
         command = [sys.executable, "-m", "pytest", "-x", "tests/property/test_world.py"]
-        env = {**os.environ, "SEEDS": os.environ.get("SEEDS", "4000"), "PYTHONPATH": f"{folder}:{folder}/tests"}
+        env = {**os.environ, "SEEDS": os.environ.get("SEEDS", "10000"), "PYTHONPATH": f"{folder}:{folder}/tests"}
         return subprocess.run(command, cwd=folder, env=env, capture_output=True, timeout=600).returncode == 1
 
 

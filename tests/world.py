@@ -24,7 +24,7 @@ SHAPE = Shape(layers=3, block_size=4, block_bytes=10)
 LEASE, RETRY, SILENCE, PATIENCE = 10.0, 0.5, 2.0, 30.0
 CHAOS = {  # percent, each time it may happen; a leap is a long time in which nothing else does
     **{"drop": 6, "repeat": 4, "reorder": 10, "damage": 2},
-    **{"abort": 2, "preempt": 2, "cancel": 2, "die": 1, "freeze": 1, "leap": 5},
+    **{"abort": 2, "preempt": 2, "cancel": 2, "die": 1, "freeze": 1, "leap": 1},
 }
 
 

@@ -94,6 +94,7 @@ class Prefill(Side):
         self.prompts: dict[str, Prompt] = {}
         self.outgoing: list[tuple[events.SendPiece, list[str], Prompt | None]] = []
         self.midway = False
+        self.computing = False  # the engine runs one step at a time
 
     def contents(self, extent: wire.Extent, blocks: list[int]) -> list[str]:
         return [self.memory[layer, b] for layer in range(extent.layer, extent.layer_end) for b in blocks]
@@ -103,10 +104,13 @@ class Prefill(Side):
             case events.Send():
                 self.world.post(action.to, wire.encode(action.message))
             case events.SendPiece():
-                if self.midway:  # vLLM's thread does not wait for the driver's
+                sent = self.prompts.get(action.transfer)
+                if self.midway and not self.computing:  # vLLM's thread does not wait for the driver's
+                    if "preempt" in self.world.chaos and self.world.random.random() < 0.1:
+                        self.withdraw(again=True)
                     self.compute()
                 checksum = self.contents(action.extent, action.blocks)
-                self.outgoing.append((action, checksum, self.prompts.get(action.transfer)))
+                self.outgoing.append((action, checksum, sent))
             case events.Release():
                 prompt = self.prompts.pop(action.transfer)
                 assert prompt.pinned, "released what was not pinned, or twice"
@@ -130,6 +134,7 @@ class Prefill(Side):
         new = [self.free.pop(self.world.random.randrange(len(self.free))) for _ in range(missing)]
         prompt.blocks += new
         self.inbox.append(events.Scheduled(prompt.transfer, upto, new))
+        self.computing = True
         layers = list(range(SHAPE.layers))
         for layer in layers:
             for index, block in enumerate(prompt.blocks):
@@ -138,7 +143,16 @@ class Prefill(Side):
                     self.memory[layer, block] = f"{prompt.transfer}:{layer}:{index}:{final}"
             if self.world.random.random() < 0.5 or layer == layers[-1]:
                 self.inbox.append(events.Computed(prompt.transfer, layer + 1))
+                self.meanwhile()
         prompt.computed = upto
+        self.computing = False
+
+    def meanwhile(self) -> None:
+        """The driver's thread and the network do not wait for the forward pass."""
+        for _ in range(self.world.random.choice([0, 0, 4])):
+            self.drain()
+            self.world.deliver()
+            self.transmit()
 
     def finish(self) -> None:
         """The scheduler hears of the last chunk and keeps the blocks for us."""

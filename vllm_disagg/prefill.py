@@ -168,9 +168,10 @@ class PrefillSide:
 
     def _sent(self, event: Sent) -> list[PrefillAction]:
         t = self.transfers.get(event.transfer)
-        if t is None:
-            return []  # withdrawn meanwhile
-        t.readers[event.reader].sending -= 1
+        reader = t.readers.get(event.reader) if t else None
+        if t is None or reader is None or not reader.sending:
+            return []  # of a transfer that was withdrawn meanwhile
+        reader.sending -= 1
         return self._release_if_over(event.transfer, t)
 
     # What readers say ----------------------------------------------------------------------------------------

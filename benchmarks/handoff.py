@@ -1,14 +1,14 @@
 """What handing a request from a prefill to a decode engine costs: ours beside NixlConnector + vllm-router.
 
-    python benchmarks/handoff.py MODEL [--router PATH] [--rounds N] [--save NAME]
+    python benchmarks/handoff.py MODEL [--router PATH] [--rounds N] [--repeats N] [--save NAME]
 
-Each round starts one stack after the other: a prefill engine with all its processes on core 0, a decode engine on
-core 1, and the stack's own proxy.  For each prompt length it asks, in turn, the prefill engine alone and the whole
-stack the same prompt.  *Added TTFT* is the stack's time to the first token minus the median of that stack's own
-prefill engine alone, in the same minute on the same core.  A connector that slows its engine down even when nothing
-is transferred hides that in this difference, so both times stand in the result as well (`alone_ttft_ms`,
-`stack_ttft_ms`).  *CPU outside the model* is what all processes of the stack used for a request, minus what it used
-for the engine alone.  Prefix caching is off.  The last line is one JSON object.
+Each round starts three things one after the other and asks each the same kind of prompts: one plain vLLM engine, our
+stack, and the peer's.  The OpenMP threads of the plain and of both prefill engines are pinned to core 0, those of both
+decode engines to core 1 (VLLM_CPU_OMP_THREADS_BIND); everything else floats, as it does for who follows either
+project's guide.  *Added TTFT* is a stack's time to the first token minus the plain engine's median for that length and
+concurrency: a plain engine's prefill is what a request would cost with no hand-off at all.  *CPU outside the model* is
+what all processes of a stack used for a request minus what the plain engine's used.  Prefix caching is off.  The
+answers to one fixed prompt of each length are compared with the plain engine's.  The last line is one JSON object.
 
 Peers: nixl and nixl-cu12 (pip install --no-deps) in this environment, and the vllm-router program.
 """
@@ -35,7 +35,6 @@ from typing import Any
 
 import aiohttp
 
-LENGTHS = (500, 1000, 2000, 3900)
 TOKENS = 8  # of each answer
 REST = 1.5  # seconds before each measurement: vLLM's processes spin for one after their last work
 VLLM = str(Path(sys.executable).with_name("vllm"))
@@ -50,11 +49,10 @@ def free_port() -> int:
 
 @dataclass
 class Stack:
-    """A running stack; `prefill` is the engine asked alone."""
+    """Running processes; `front` is what clients ask."""
 
     name: str
     dtype: str
-    prefill: str = ""
     front: str = ""
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
@@ -66,13 +64,13 @@ class Stack:
                 )
             )
 
-    def engine(self, model: str, log: Path, core: int, config: dict[str, object], **env: str) -> str:
+    def engine(self, model: str, log: Path, core: int, config: dict[str, object] | None = None, **env: str) -> str:
         port = free_port()
-        flags = ["--max-model-len", "4096", "--enforce-eager", "--no-enable-prefix-caching", "--dtype", self.dtype]
-        command = ["taskset", "-c", str(core), VLLM, "serve", model, "--served-model-name", "tiny", "--port", str(port), *flags]
-        config = {**config, "kv_load_failure_policy": "recompute"}
-        pinned = {"VLLM_CPU_OMP_THREADS_BIND": str(core), "VLLM_CPU_KVCACHE_SPACE": "2", **env}
-        self.start(log, [*command, "--kv-transfer-config", json.dumps(config)], **pinned)
+        command = [VLLM, "serve", model, "--served-model-name", "tiny", "--port", str(port), "--dtype", self.dtype]
+        command += ["--max-model-len", "4096", "--enforce-eager", "--no-enable-prefix-caching"]
+        if config:
+            command += ["--kv-transfer-config", json.dumps({**config, "kv_load_failure_policy": "recompute"})]
+        self.start(log, command, VLLM_CPU_OMP_THREADS_BIND=str(core), VLLM_CPU_KVCACHE_SPACE="4", **env)
         return f"http://127.0.0.1:{port}"
 
     def wait(self, url: str, path: str, seconds: float = 180) -> None:
@@ -108,17 +106,22 @@ class Stack:
             time.sleep(3)
 
 
+def start_plain(stack: Stack, model: str, logs: Path, _: str) -> None:
+    stack.front = stack.engine(model, logs / "engine.log", 0)
+    stack.wait(stack.front, "/health")
+
+
 def start_ours(stack: Stack, model: str, logs: Path, _: str) -> None:
     key = logs / "key"
     subprocess.run([sys.executable, "-m", "vllm_disagg.cli", "key", str(key)], check=True)
     config = {"kv_connector": "DisaggConnector", "kv_connector_extra_config": {"key_file": str(key)}}
-    stack.prefill = stack.engine(model, logs / "prefill.log", 0, {**config, "kv_role": "kv_producer"})
+    prefill = stack.engine(model, logs / "prefill.log", 0, {**config, "kv_role": "kv_producer"})
     decode = stack.engine(model, logs / "decode.log", 1, {**config, "kv_role": "kv_consumer"})
-    for url in (stack.prefill, decode):
+    for url in (prefill, decode):
         stack.wait(url, "/health")
     port = str(free_port())
     proxy = [sys.executable, "-m", "vllm_disagg.cli", "proxy", "--port", port, "--key-file", str(key)]
-    stack.start(logs / "proxy.log", [*proxy, "--prefill", stack.prefill, "--decode", decode])
+    stack.start(logs / "proxy.log", [*proxy, "--prefill", prefill, "--decode", decode])
     stack.front = f"http://127.0.0.1:{port}"
     stack.wait(stack.front, "/readiness")
 
@@ -135,15 +138,18 @@ def start_peer(stack: Stack, model: str, logs: Path, router: str) -> None:
     flags = ["--policy", "round_robin", "--kv-connector", "nixl", "--host", "127.0.0.1", "--port", port]
     legs = ["--vllm-pd-disaggregation", "--prefill", urls[0], "--decode", urls[1], "--prometheus-port", metrics]
     stack.start(logs / "router.log", [router, *legs, *flags])
-    stack.prefill, stack.front = urls[0], f"http://127.0.0.1:{port}"
+    stack.front = f"http://127.0.0.1:{port}"
     stack.wait(stack.front, "/v1/models")
+
+
+STARTS = {"plain": start_plain, "ours": start_ours, "peer": start_peer}
 
 
 @contextmanager
 def running(name: str, model: str, logs: Path, router: str, dtype: str) -> Iterator[Stack]:
     stack = Stack(name, dtype)
     try:
-        {"ours": start_ours, "peer": start_peer}[name](stack, model, logs, router)
+        STARTS[name](stack, model, logs, router)
         yield stack
     finally:
         stack.stop()
@@ -166,70 +172,67 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> tu
 class Cell:
     """All samples of one stack, length and concurrency."""
 
-    alone: list[float] = field(default_factory=list)
-    stack: list[float] = field(default_factory=list)
-    cpu_alone: float = 0.0
-    cpu_stack: float = 0.0
-    exact: int = 0
-
-    def added(self) -> list[float]:
-        base = statistics.median(self.alone)
-        return [(seconds - base) * 1000 for seconds in self.stack]
+    ttft: list[float] = field(default_factory=list)  # seconds
+    texts: list[str] = field(default_factory=list)
+    cpu: float = 0.0  # seconds
 
 
-async def measure(stack: Stack, cells: dict[tuple[int, int], Cell], repeats: int) -> None:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(300)) as session:
-        for url in (stack.prefill, stack.front, stack.front):
-            await ask(session, url, list(range(10, 400)))  # connections, handshakes, first allocations
-        for length in LENGTHS:
-            for together in (1, 8) if length <= 1000 else (1,):
+Cells = dict[tuple[int, int], Cell]  # by prompt tokens and how many at once
+
+
+async def measure(stack: Stack, cells: Cells, args: argparse.Namespace, turn: int) -> None:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(600)) as session:
+        for _ in range(3):
+            await ask(session, stack.front, list(range(10, 400)))  # connections, handshakes, first allocations
+        for length in args.lengths:
+            for together in args.at_once:
                 cell = cells.setdefault((length, together), Cell())
-                for _ in range(repeats if together == 1 else max(1, repeats // 4)):
-                    prompts = [[random.randrange(10, 900) for _ in range(length)] for _ in range(together)]
-                    spent, answers = [], []
-                    for url in (stack.prefill, stack.front):
-                        await asyncio.sleep(REST)
-                        before = stack.cpu_seconds()
-                        answers.append(await asyncio.gather(*(ask(session, url, prompt) for prompt in prompts)))
-                        spent.append(stack.cpu_seconds() - before)
-                    alone, through = answers
-                    cell.alone += [seconds for seconds, _ in alone]
-                    cell.stack += [seconds for seconds, _ in through]
-                    cell.exact += sum(a[1] == b[1] for a, b in zip(alone, through, strict=True))
-                    cell.cpu_alone += spent[0]
-                    cell.cpu_stack += spent[1]
-                added = cell.added()
-                print(f"  {stack.name:5} {length:5} tokens x{together}: {statistics.median(added):7.1f} ms added", flush=True)
+                source = random.Random(f"{turn} {length} {together}")  # the same prompts for every stack
+                for _ in range(max(1, args.repeats // together)):
+                    prompts = [[source.randrange(10, 900) for _ in range(length)] for _ in range(together)]
+                    await asyncio.sleep(REST)
+                    before = stack.cpu_seconds()
+                    answers = await asyncio.gather(*(ask(session, stack.front, prompt) for prompt in prompts))
+                    cell.cpu += stack.cpu_seconds() - before
+                    cell.ttft += [seconds for seconds, _ in answers]
+                    cell.texts += [text for _, text in answers]
+                ttft = statistics.median(cell.ttft) * 1000
+                print(f"  {stack.name:5} {length:5} tokens x{together}: {ttft:7.1f} ms to the first token", flush=True)
 
 
-def report(results: dict[str, dict[tuple[int, int], Cell]]) -> dict[str, object]:
-    print(f"\n{'tokens':>6} {'at once':>7} | {'added TTFT ms, median (p90)':^41} | {'CPU s outside the model':^23} | exact")
-    print(f"{'':>6} {'':>7} | {'ours':>13} {'peer':>15} {'ratio':>10}  | {'ours':>11} {'peer':>11} | ours  peer")
+def compare(results: dict[str, Cells]) -> dict[str, object]:
+    """All cells beside the plain engine's, as a table and as the result."""
+    print(
+        f"\n{'tokens':>6} {'at once':>7} | {'plain':>8} | {'added TTFT ms, median (p90)':^41} | {'CPU s outside the model':^23} | exact"
+    )
+    print(
+        f"{'':>6} {'':>7} | {'TTFT ms':>8} | {'ours':>13} {'peer':>15} {'ratio':>10}  | {'ours':>11} {'peer':>11} | ours  peer"
+    )
     table, medians = [], {"ours": [], "peer": []}  # type: ignore[var-annotated]
-    for (length, together), cell in results["ours"].items():
-        row: dict[str, object] = {"tokens": length, "at_once": together}
+    for (length, together), plain in results["plain"].items():
+        base, count = statistics.median(plain.ttft), len(plain.ttft)
+        row: dict[str, Any] = {"tokens": length, "at_once": together, "requests": count}
+        row["plain"] = {"ttft_ms": round(base * 1000, 1), "cpu_s": round(plain.cpu / count, 3)}
         for name in ("ours", "peer"):
             cell = results[name][length, together]
-            added, count = cell.added(), len(cell.stack)
+            added = [(seconds - base) * 1000 for seconds in cell.ttft]
             row[name] = {
+                "ttft_ms": round(statistics.median(cell.ttft) * 1000, 1),
                 "added_ttft_ms": round(statistics.median(added), 1),
                 "p90": round(statistics.quantiles(added, n=10)[-1], 1),
-                "alone_ttft_ms": round(statistics.median(cell.alone) * 1000, 1),
-                "stack_ttft_ms": round(statistics.median(cell.stack) * 1000, 1),
-                "cpu_s": round((cell.cpu_stack - cell.cpu_alone) / count, 3),
-                "requests": count,
-                "exact": cell.exact,
+                "cpu_s": round((cell.cpu - plain.cpu) / count, 3),
+                "exact": sum(a == b for a, b in zip(cell.texts, plain.texts, strict=True)),
             }
             medians[name].append(statistics.median(added))
         table.append(row)
         ours, peer = row["ours"], row["peer"]
         print(
-            f"{length:6} {together:7} | {ours['added_ttft_ms']:6} ({ours['p90']:6}) {peer['added_ttft_ms']:6} ({peer['p90']:6})"  # type: ignore[index]
-            f" {ours['added_ttft_ms'] / peer['added_ttft_ms']:8.2f}  | {ours['cpu_s']:11} {peer['cpu_s']:11}"  # type: ignore[index]
-            f" | {ours['exact']}/{ours['requests']} {peer['exact']}/{peer['requests']}"  # type: ignore[index]
+            f"{length:6} {together:7} | {base * 1000:8.1f} | {ours['added_ttft_ms']:6} ({ours['p90']:6})"
+            f" {peer['added_ttft_ms']:6} ({peer['p90']:6}) {ours['added_ttft_ms'] / peer['added_ttft_ms']:8.2f}  |"
+            f" {ours['cpu_s']:11} {peer['cpu_s']:11} | {ours['exact']}/{count} {peer['exact']}/{count}"
         )
     ours_ms, peer_ms = (round(statistics.mean(medians[name]), 1) for name in ("ours", "peer"))
-    exact = all(cell.exact == len(cell.stack) for cell in results["ours"].values())
+    exact = all(row["ours"]["exact"] == row["requests"] for row in table)
     summary = {"ours": ours_ms, "peer": peer_ms}
     return {"added_ttft_ms": summary, "ratio": round(ours_ms / peer_ms, 3), "exact": exact, "cells": table}
 
@@ -238,15 +241,17 @@ def plot(cells: list[dict[str, Any]], path: str) -> None:
     import matplotlib.pyplot as plt  # noqa: PLC0415 - only who plots needs it
 
     figure, axes = plt.subplots(figsize=(8, 3.5), layout="constrained")
-    labels = [f"{cell['tokens']} tokens\n" + ("one at a time" if cell["at_once"] == 1 else "8 at once") for cell in cells]
+    labels = [
+        f"{cell['tokens']} tokens\n" + ("one at a time" if cell["at_once"] == 1 else "8 at once") for cell in cells
+    ]
     for shift, (name, words, colour) in enumerate(
         [("ours", "vllm-disagg", "tab:blue"), ("peer", "NixlConnector + vllm-router", "tab:gray")]
     ):
         places = [index + (shift - 0.5) * 0.38 for index in range(len(cells))]
-        bars = axes.bar(places, [cell[name]["stack_ttft_ms"] for cell in cells], 0.36, label=words, color=colour)
+        bars = axes.bar(places, [cell[name]["added_ttft_ms"] for cell in cells], 0.36, label=words, color=colour)
         axes.bar_label(bars, fmt="%.0f", fontsize=8)
     axes.set_xticks(range(len(cells)), labels, fontsize=8)
-    axes.set_ylabel("TTFT through the stack, ms (median)")
+    axes.set_ylabel("TTFT added to a plain engine's, ms (median)")
     axes.legend()
     figure.savefig(path, dpi=120)
 
@@ -256,23 +261,24 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--router", default="vllm-router", help="the vllm-router program")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=4, help="requests per length and round")
-    parser.add_argument("--only", choices=("ours", "peer"), help="one stack, for profiling")
-    parser.add_argument("--dtype", default="auto", help="of both stacks' engines")
+    parser.add_argument("--repeats", type=int, default=12, help="requests of each kind and round")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[500, 1000, 2000, 3900], help="of prompts, in tokens")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--stacks", nargs="+", choices=STARTS, default=list(STARTS), help="fewer, for profiling")
+    parser.add_argument("--dtype", default="auto", help="of all engines")
     parser.add_argument("--save", metavar="NAME", help="write NAME.json and NAME.png")
     args = parser.parse_args()
-    random.seed(0)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("handoff: stopped"))  # so that no engine stays behind
-    results: dict[str, dict[tuple[int, int], Cell]] = {"ours": {}, "peer": {}}
+    results: dict[str, Cells] = {name: {} for name in args.stacks}
     for turn in range(args.rounds):
-        for name in [args.only] if args.only else ["ours", "peer"]:
+        for name in args.stacks:
             logs = Path(tempfile.mkdtemp(prefix=f"handoff-{name}-"))
             print(f"round {turn + 1} of {args.rounds}: {name} (logs in {logs})", flush=True)
             with running(name, args.model, logs, args.router, args.dtype) as stack:
-                asyncio.run(measure(stack, results[name], args.repeats))
-    if args.only:
+                asyncio.run(measure(stack, results[name], args, turn))
+    if len(results) < len(STARTS):
         return
-    result = report(results)
+    result = compare(results)
     if args.save:
         Path(args.save + ".json").write_text(json.dumps(result, indent=1) + "\n")
         plot(result["cells"], args.save + ".png")  # type: ignore[arg-type]

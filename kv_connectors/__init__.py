@@ -6,17 +6,10 @@ this connector is used; so it does almost nothing.
 
 from __future__ import annotations
 
-import os
-
-AFFINITY: set[int] | None = None  # the CPUs of this process before vLLM pins its threads to some of them
-
 
 def register() -> None:
     """Make `--kv-transfer-config '{"kv_connector": "DisaggConnector", ...}'` known to vLLM."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    global AFFINITY  # noqa: PLW0603 - a fact about the process, learnt once
-    if AFFINITY is None:
-        AFFINITY = set(os.sched_getaffinity(0))
     if "DisaggConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector("DisaggConnector", "kv_connectors.connector", "DisaggConnector")

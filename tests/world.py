@@ -24,8 +24,10 @@ SHAPE = Shape(layers=3, block_size=4, block_bytes=10)
 LEASE, RETRY, SILENCE, PATIENCE = 10.0, 0.5, 2.0, 30.0
 CHAOS = {  # percent, each time it may happen; a leap is a long time in which nothing else does
     **{"drop": 6, "repeat": 4, "reorder": 10, "damage": 2},
-    **{"abort": 2, "preempt": 2, "cancel": 2, "die": 1, "freeze": 1, "leap": 1},
+    **{"abort": 2, "preempt": 2, "cancel": 2, "die": 1, "freeze": 1, "leap": 1, "lie": 2},
 }
+LIAR = "p.99"
+MOODS = (0, 1, 1, 5)  # a world has much of some mischief and none of other: rare faults meet only so (swarm testing)
 
 
 @dataclass
@@ -74,9 +76,13 @@ class Side:
         while self.inbox:
             self.handle(self.inbox.popleft())
 
-    def receive(self, message: object) -> None:
+    def receive(self, message: wire.ToPrefill | wire.ToDecode) -> None:
         self.drain()  # rule 3 of the prefill side: what vLLM has said comes first
+        before = repr(self.machine.transfers)
         self.handle(message)
+        assert self.concerns(message) or before == repr(self.machine.transfers), (
+            "a message for another life had an effect"
+        )
 
     def tick(self) -> None:
         self.drain()
@@ -96,6 +102,9 @@ class Prefill(Side):
         self.midway = False
         self.computing = False  # the engine runs one step at a time
 
+    def concerns(self, message: wire.ToPrefill) -> bool:
+        return message.source == self.name
+
     def contents(self, extent: wire.Extent, blocks: list[int]) -> list[str]:
         return [self.memory[layer, b] for layer in range(extent.layer, extent.layer_end) for b in blocks]
 
@@ -105,9 +114,10 @@ class Prefill(Side):
                 self.world.post(action.to, wire.encode(action.message))
             case events.SendPiece():
                 sent = self.prompts.get(action.transfer)
+                self.check_final(action, sent)
                 if self.midway and not self.computing:  # vLLM's thread does not wait for the driver's
-                    if "preempt" in self.world.chaos and self.world.random.random() < 0.1:
-                        self.withdraw(again=True)
+                    if sent and not sent.pinned and self.world.chaos.get("preempt") and self.world.random.random() < 0.3:
+                        self.withdraw(sent, again=True)
                     self.compute()
                 checksum = self.contents(action.extent, action.blocks)
                 self.outgoing.append((action, checksum, sent))
@@ -116,6 +126,20 @@ class Prefill(Side):
                 assert prompt.pinned, "released what was not pinned, or twice"
                 assert all(sent is not prompt for _, _, sent in self.outgoing), "released while sending"
                 self.dirty += prompt.blocks
+
+    def check_final(self, action: events.SendPiece, prompt: Prompt | None) -> None:
+        """Unless vLLM has taken the blocks away meanwhile, what is about to be sent has been computed."""
+        extent, ends = action.extent, range(action.extent.token, action.extent.token_end, SHAPE.block_size)
+        if prompt is None or action.transfer in self.world.disturbed:
+            return
+        contents = iter(
+            self.memory.get((y, b), "::-1:0") for y in range(extent.layer, extent.layer_end) for b in action.blocks
+        )
+        for layer in range(extent.layer, extent.layer_end):
+            for token in ends:
+                least = min(extent.token_end, token + SHAPE.block_size)
+                name, at, _, final = next(contents).split(":")
+                assert (name, int(at)) == (action.transfer, layer) and int(final) >= least, (action, least, final)
 
     def submit(self, transfer: str) -> None:
         self.prompts[transfer] = Prompt(transfer, self.world.lengths[transfer])
@@ -161,12 +185,12 @@ class Prefill(Side):
                 prompt.pinned = True
                 self.inbox.append(events.Pinned(prompt.transfer))
 
-    def withdraw(self, again: bool) -> None:
+    def withdraw_one(self, again: bool) -> None:
+        if running := [p for p in self.prompts.values() if not p.pinned and p.blocks]:
+            self.withdraw(self.world.random.choice(running), again)
+
+    def withdraw(self, prompt: Prompt, again: bool) -> None:
         """Abort, or preempt and compute `again`: the blocks are free at once, the worker hears before they are reused."""
-        running = [p for p in self.prompts.values() if not p.pinned and p.blocks]
-        if not running:
-            return
-        prompt = self.world.random.choice(running)
         self.inbox.append(events.Withdrawn(prompt.transfer))
         self.dirty += prompt.blocks
         self.world.disturbed.add(prompt.transfer)
@@ -209,6 +233,9 @@ class Decode(Side):
             case events.Report():
                 self.report(action)
 
+    def concerns(self, message: wire.ToDecode) -> bool:
+        return message.reader == self.name and not message.source.endswith(LIAR)
+
     def want(self, transfer: str, source: str) -> None:
         length = self.world.lengths[transfer]
         token = self.world.random.randrange(0, length, SHAPE.block_size)  # a local prefix hit
@@ -224,7 +251,8 @@ class Decode(Side):
 
     def arrive(self, data: tuple[str, int, list[str], list[str]]) -> None:
         transfer, number, *self.frames = data
-        self.receive(events.Arrived(transfer, number))
+        self.drain()
+        self.handle(events.Arrived(transfer, number))
 
     def land(self) -> None:
         """A copy into the blocks ends."""
@@ -260,7 +288,9 @@ class World:
 
     def __init__(self, seed: int, chaos: frozenset[str] = frozenset(CHAOS), transfers: int = 4) -> None:
         self.random = random.Random(seed)
-        self.chaos = chaos
+        self.chaos = {
+            what: CHAOS[what] * (self.random.choice(MOODS) if "die" in chaos else 1) for what in sorted(chaos)
+        }
         self.now = 0.0
         self.log: list[str] = []
         self.network: list[tuple[str, object]] = []  # (to, encoded message or piece)
@@ -275,13 +305,13 @@ class World:
         self.to_prefill = list(self.lengths)
         self.to_decode = [(t, self.random.choice(["d0", "d1"]), "p.0") for t in self.lengths]
         # A gentle network loses less than it takes to seem dead, and is quick beside the retries.
-        self.drops_left, self.pace = (12, 1.0) if "die" in chaos else (2, 0.1)
+        self.drops_left, self.pace = (1000, 1.0) if "die" in chaos else (2, 0.1)
 
     def note(self, who: str, what: object) -> None:
         self.log.append(f"{self.now:7.2f} {who}: {what}")
 
     def roll(self, what: str) -> bool:
-        return what in self.chaos and self.random.randrange(100) < CHAOS[what]
+        return self.random.randrange(100) < self.chaos.get(what, 0)
 
     def post(self, to: str, raw: bytes) -> None:
         self.network.append((to, raw))
@@ -296,7 +326,7 @@ class World:
         if kind <= 4:
             self.deliver()
         elif kind == 5 and not p.frozen:
-            p.midway = self.random.random() < 0.3
+            p.midway = self.random.random() < 0.5
             p.compute()
         elif kind == 6 and not p.frozen:
             p.finish()
@@ -356,10 +386,12 @@ class World:
 
     def mischief(self) -> None:
         p = self.sides["p"]
+        if self.roll("lie"):
+            self.lie()
         if self.roll("abort"):
-            p.withdraw(again=False)
+            p.withdraw_one(again=False)
         if self.roll("preempt"):
-            p.withdraw(again=True)
+            p.withdraw_one(again=True)
         if self.wanted and self.roll("cancel"):
             name, transfer = self.random.choice(sorted(self.wanted))
             if (side := self.side_named(name)) is not None:
@@ -370,6 +402,16 @@ class World:
         if self.roll("freeze"):
             side = self.random.choice(list(self.sides.values()))
             side.frozen = not side.frozen
+
+    def lie(self) -> None:
+        """A reader asks for what it was never offered; a life of P that never was answers."""
+        transfer, reader = self.random.choice(sorted(self.lengths)), self.sides[self.random.choice(["d0", "d1"])].name
+        self.post(reader, wire.encode(wire.Settled(transfer, LIAR, reader, intact=True)))
+        self.post(reader, wire.encode(wire.Offer(transfer, LIAR, reader, self.lengths[transfer], 0, 0)))
+        layer, block = self.random.randrange(SHAPE.layers), self.random.randrange(4)
+        extent = wire.Extent(layer, layer + 1, block * SHAPE.block_size, self.lengths[transfer])
+        source = self.sides["p"].name
+        self.post(source, wire.encode(wire.Fetch(transfer, source, reader, 10**6, extent)))
 
     def die(self, label: str) -> None:
         """The process is gone with its memory and its state; another takes its place under a new name."""
@@ -389,7 +431,7 @@ class World:
 
     def settle(self) -> None:
         """From now on nothing goes wrong; then everything must come to its end."""
-        self.chaos = frozenset()
+        self.chaos = {}
         for side in self.sides.values():
             side.frozen = False
         for _ in range(400):

@@ -57,7 +57,7 @@ class Counters(msgspec.Struct):
 
 
 class Driver:
-    """`affinity`: the CPUs its threads may use, where vLLM has pinned the calling thread to its own."""
+    """`affinity`: the CPUs its threads may use; None: those of the calling thread."""
 
     def __init__(
         self, config: Config, key: FleetKey, memory: Memory, rank: int, affinity: Iterable[int] | None = None

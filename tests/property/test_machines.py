@@ -46,7 +46,7 @@ class Transfers(RuleBasedStateMachine):
     @rule(again=st.booleans())
     def withdraw(self, again: bool) -> None:
         if not self.p.frozen:
-            self.p.withdraw(again)
+            self.p.withdraw_one(again)
 
     @rule()
     def transmit(self) -> None:

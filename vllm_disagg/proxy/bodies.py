@@ -66,6 +66,17 @@ class Body:
             return "" if bytes(fields.get("messages", b"")).startswith(b"[") else "messages"
         return "" if _is_one_prompt(bytes(fields.get("prompt", b""))) else "prompt"
 
+    @property
+    def reproducible(self) -> bool:
+        """Whether the same request gets the same answer.  Without a temperature the model's own default holds, which
+        is not known here."""
+        if bytes(self._fields.get("seed", b"null")) != b"null":
+            return True
+        try:
+            return float(bytes(self._fields.get("temperature", b"1"))) == 0
+        except ValueError:
+            return False
+
     def plain(self) -> bytes:
         """For an engine that serves this alone."""
         return _encode(self._fields)

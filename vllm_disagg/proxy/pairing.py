@@ -34,12 +34,13 @@ class Pair:
 Choice = Pair | Literal["busy", "none"]
 
 
-def choose(fleet: Fleet, limit: int, size: int, now: float) -> Choice:
+def choose(fleet: Fleet, limit: int, size: int, now: float, avoid: Collection[Instance] = ()) -> Choice:
     """A pair for a prompt of `size` bytes; "busy" when every fitting prefill instance has `limit` legs at work,
     "none" when no two instances fit."""
-    decodes = [d for d in fleet.of("decode") if d.transfers and d.up]
+    decodes = [d for d in fleet.of("decode") if d.transfers and d.up and d not in avoid]
     decodes = [d for d in decodes if d.usable(now)] or decodes
-    fits = {p: [d for d in decodes if not mismatch(p, d)] for p in fleet.of("prefill") if p.can_prefill(now)}
+    prefills = [p for p in fleet.of("prefill") if p.can_prefill(now) and p not in avoid]
+    fits = {p: [d for d in decodes if not mismatch(p, d)] for p in prefills}
     fits = {p: ds for p, ds in fits.items() if ds}
     if not fits:
         return "none"

@@ -35,7 +35,7 @@ def test_least_prompt_bytes_then_turns() -> None:
     chosen = []
     for _ in range(4):
         choice = pair(choose(world, 9, 0, 0.0))
-        choice.take()
+        choice.take(0.0)
         chosen.append(choice.prefill)
     assert chosen == [p[1], p[2], p[1], p[2]]
 
@@ -45,7 +45,7 @@ def test_fewest_running_decode() -> None:
     d[0].in_flight = 1
     world = fleet(instance("prefill"), *d)
     first = pair(choose(world, 9, 5, 0.0))
-    first.take()
+    first.take(0.0)
     assert first.decode is d[1] and d[1].in_flight == 1 and first.prefill.prompt_bytes == 5
     second = pair(choose(world, 9, 5, 0.0))
     assert second.decode is d[0], "equals take turns"
@@ -56,7 +56,7 @@ def test_fewest_running_decode() -> None:
 def test_busy_and_none() -> None:
     p, d = instance("prefill"), instance("decode")
     world = fleet(p, d)
-    pair(choose(world, 1, 1, 0.0)).take()
+    pair(choose(world, 1, 1, 0.0)).take(0.0)
     assert choose(world, 1, 1, 0.0) == "busy"
     d.down("gone")
     assert choose(world, 1, 1, 0.0) == "none"
@@ -68,7 +68,7 @@ def test_only_fitting_pairs() -> None:
     world = fleet(a, b, d)
     for _ in range(3):
         choice = pair(choose(world, 9, 1, 0.0))
-        choice.take()
+        choice.take(0.0)
         assert choice.prefill is b
     assert mismatch(a, d) == "dtype is a on one side and b on the other"
 
@@ -120,6 +120,19 @@ def test_failing_instances_rest_longer_each_time() -> None:
     p.leg_succeeded()
     p.leg_failed("5xx", 40.0)
     assert p.can_prefill(40.0)
+
+
+def test_one_request_at_a_time_tries_an_instance_that_rested() -> None:
+    p = instance("prefill")
+    world = fleet(p, instance("decode"))
+    for _ in range(3):
+        p.leg_failed("5xx", 0.0)
+    assert choose(world, 9, 1, 1.9) == "none"
+    pair(choose(world, 9, 1, 2.0)).take(2.0)
+    assert choose(world, 9, 1, 2.0) == "none", "the others wait for how that one ends"
+    assert isinstance(choose(world, 9, 1, 4.0), Pair), "and not for ever"
+    p.leg_succeeded()
+    assert isinstance(choose(world, 9, 1, 2.1), Pair)
 
 
 def test_resting_decodes_are_better_than_none() -> None:

@@ -42,7 +42,7 @@ class Admission:
             if choice == "none":
                 return None
             if choice != "busy":
-                choice.take()
+                choice.take(loop.time())
                 return choice
         if len(self._waiting) >= self._max_waiting:
             raise QueueFull(f"{len(self._waiting)} requests wait already")
@@ -80,5 +80,5 @@ class Admission:
             if choice == "none":
                 turn.set_result(None)
             else:
-                choice.take()
+                choice.take(now)
                 turn.set_result(choice)

@@ -1,7 +1,8 @@
 """The instances as the proxy knows them.  Pure state: no clock, no sockets.
 
 An instance is `up` when it answers; `engine` says what its connector told a probe, None for a vLLM without one.
-What fails now and then (answers 500, cuts connections) while up is left alone for a while that doubles.
+What fails twice in a row while up is left alone for a while.  Then one request may try it; success ends its penance,
+failure doubles it.  Who has only such instances uses them all the same: a rest is a preference, not a lock.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from ..grants import Engine, difference
 
 Role = Literal["prefill", "decode"]
 
-MISSES = 2  # failed health checks until an instance counts as down
+MISSES = 2  # health checks answered badly until an instance counts as down
+UNKNOWN = "not probed yet"
 MAX_PENANCE = 30.0  # seconds
 
 
@@ -26,7 +28,7 @@ class Instance:
     model: str = ""
     engine: Engine | None = None
     up: bool = False
-    why_not: str = "not probed yet"  # for people: what keeps it from being used, or from being used in full
+    why_not: str = UNKNOWN  # for people: what keeps it from being used, or from being used in full
     needs_probe: bool = True
     misses: int = 0
     failures: int = 0  # of legs, in a row
@@ -56,7 +58,7 @@ class Instance:
     def missed(self, why: str) -> None:
         """A health check failed."""
         self.misses += 1
-        if self.misses >= MISSES:
+        if self.up and self.misses >= MISSES:
             self.down(why)
 
     def leg_failed(self, reason: str, now: float) -> None:
@@ -66,11 +68,20 @@ class Instance:
             self.down("refuses connections")
         elif reason == "reset":
             self.needs_probe = True  # perhaps it was restarted
-        if self.failures > 1:
-            self.resting_until = now + min(2.0 ** (self.failures - 2), MAX_PENANCE)
+        self._rest(now)
 
     def leg_succeeded(self) -> None:
         self.failures = 0
+        self.resting_until = 0.0
+
+    def chosen(self, now: float) -> None:
+        """It gets a request.  If it comes from a rest, then only this one: the next rest begins."""
+        if now >= self.resting_until:
+            self._rest(now)
+
+    def _rest(self, now: float) -> None:
+        if self.failures > 1:
+            self.resting_until = now + min(2.0 ** (self.failures - 2), MAX_PENANCE)
 
     @property
     def transfers(self) -> bool:

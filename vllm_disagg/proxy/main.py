@@ -42,7 +42,7 @@ async def serve(
     admission = Admission(fleet, settings.prefill_concurrency, settings.queue_size, settings.queue_timeout)
     relay = Relay(fleet, pools, admission, Metrics(fleet), settings)
     server = Server(Api(relay, settings.api_keys, settings.request_timeout).handle, settings.limits)
-    discovery = Discovery(fleet, pools, settings.key, admission.wake, next(iter(settings.api_keys), ""))
+    discovery = Discovery(fleet, pools, settings.key, admission.wake, next(iter(settings.api_keys), ""), settings.silence)
     port = await server.start(settings.host, settings.port)
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -20,7 +20,9 @@ class Pair:
     decode: Instance
     size: int
 
-    def take(self) -> None:
+    def take(self, now: float) -> None:
+        for instance in (self.prefill, self.decode):
+            instance.chosen(now)
         _turn(self.prefill, self.decode)
         self.prefill.legs += 1
         self.prefill.prompt_bytes += self.size
@@ -58,6 +60,7 @@ def choose_decode(fleet: Fleet, now: float, tried: Collection[Instance] = ()) ->
     if not usable:
         return None
     chosen = _least_busy(usable)
+    chosen.chosen(now)
     _turn(chosen)
     return chosen
 

@@ -115,7 +115,7 @@ class Relay:
                 self._leave(trip)
                 plan = chosen
                 if isinstance(plan, Pair):
-                    plan.take()
+                    plan.take(_now())
                     trip.place, trip.decode = plan, plan.decode
         finally:
             self._leave(trip)

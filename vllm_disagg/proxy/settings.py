@@ -28,7 +28,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     queue_size: int = 1024
     request_timeout: float = 1800.0
     patience: float = 300.0  # seconds without progress, of a P that answers, until D computes the prompt itself
-    probe_interval: float = 1.0
+    probe_interval: float = 0.25
+    silence: float = 1.25  # seconds without a byte of an instance that owes one, until it counts as down
     grace: float = 30.0
     limits: Limits = Limits()
 

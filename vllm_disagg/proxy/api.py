@@ -10,10 +10,12 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from . import bodies
+from .dialects import DIALECTS
 from .fleet import Instance
 from .headers import find
-from .pairing import choose_decode
-from .relay import Failed, Relay, Trip, answer_error
+from .pairing import choose_decode, chosen
+from .policies import Ask
+from .relay import Failed, Relay, answer_error
 from .server import JSON, Connection, Request
 
 log = logging.getLogger(__name__)
@@ -92,8 +94,8 @@ class Api:
 
     async def _generate(self, request: Request, client: Connection) -> int:
         request.mode = "whole"
-        body = bodies.parse(request.body)
-        return await self._relay.generate(Trip(request, client, body, asyncio.get_running_loop().time()))
+        body = bodies.parse(request.body, DIALECTS[request.path])
+        return await self._relay.generate(request, client, body)
 
     async def _forward(self, request: Request, client: Connection) -> int:
         request.mode = "passthrough"
@@ -104,7 +106,10 @@ class Api:
 
     def _any_instance(self) -> Instance | None:
         fleet, now = self._relay.fleet, asyncio.get_running_loop().time()
-        return choose_decode(fleet, now) or next((p for p in fleet.of("prefill") if p.up), None)
+        instance = choose_decode(fleet, now) or next((p for p in fleet.of("prefill") if p.up), None)
+        if instance:
+            chosen(fleet, Ask(0), now, instance)
+        return instance
 
     async def _health(self, request: Request, client: Connection) -> int:
         client.answer(200, [], b"")

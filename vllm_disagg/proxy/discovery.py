@@ -39,6 +39,17 @@ class _Completion(msgspec.Struct):
     kv_transfer_params: dict[str, msgspec.Raw] | None = None
 
 
+# What NixlConnector wants to be asked for a prompt's KV, and how its answer is known.
+NIXL_PREFILL: dict[str, object] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+_NIXL_KEY = "remote_engine_id"
+
 _models = msgspec.json.Decoder(_Models).decode
 _completion = msgspec.json.Decoder(_Completion).decode
 _engine = msgspec.json.Decoder(Engine).decode
@@ -50,6 +61,15 @@ def engine_in(answer: bytes) -> Engine | None:
         return _engine((_completion(answer).kv_transfer_params or {})[ANSWER_KEY])
     except (KeyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def params_in(answer: bytes) -> dict[str, msgspec.Raw] | None:
+    """What NixlConnector answered for the decode leg; None when it has nothing to fetch."""
+    try:
+        params = _completion(answer).kv_transfer_params
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return params if params and bytes(params.get(_NIXL_KEY, b"null")) != b"null" else None
 
 
 class _Odd(Exception):
@@ -139,7 +159,7 @@ class Discovery:
                 "prompt": "probe",
                 "max_tokens": 1,
                 "temperature": 0,
-                "kv_transfer_params": {REQUEST_KEY: grant},
+                "kv_transfer_params": {**NIXL_PREFILL, REQUEST_KEY: grant},
             }
             answer = await self._ask(
                 instance, "POST", "/v1/completions", body=msgspec.json.encode(body), timeout=PROBE_TIMEOUT
@@ -147,7 +167,8 @@ class Discovery:
         except (Unreachable, TimeoutError, _Odd, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             instance.down(f"does not answer a probe: {error or 'timeout'}")
         else:
-            instance.probed(model, engine_in(answer))
+            names = [m.id for m in models.data]
+            instance.probed(model, engine_in(answer), names, nixl=params_in(answer) is not None)
         self._note(instance)
 
     async def _ask(self, instance: Instance, method: str, path: str, *, body: bytes = b"", timeout: float) -> bytes:
@@ -172,7 +193,8 @@ class Discovery:
             return
         engine = instance.engine
         workers = len(engine.workers) if engine else 0
-        log.info("%s (%s) is ready: %s, %d workers", instance.url, instance.role, instance.model, workers)
+        what = f"{workers} workers" if engine else "NixlConnector"
+        log.info("%s (%s) is ready: %s, %s", instance.url, instance.role, instance.model, what)
         for other in self._fleet.instances:
             if other.role != instance.role and other.up and other.transfers:
                 prefill, decode = (instance, other) if instance.role == "prefill" else (other, instance)

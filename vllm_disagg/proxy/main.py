@@ -18,6 +18,7 @@ from .api import Api
 from .discovery import Discovery
 from .fleet import Fleet, Instance, Role
 from .metrics import Metrics
+from .policies import Policy
 from .relay import Relay
 from .server import Server
 from .settings import Settings, add_arguments, from_arguments
@@ -37,7 +38,7 @@ async def serve(
     `must_fit`: ConfigError if, the first time that all instances answer, no two of them can work together.
     """
     roles: list[tuple[Role, list[str]]] = [("prefill", settings.prefill), ("decode", settings.decode)]
-    fleet = Fleet([Instance(url, role) for role, urls in roles for url in urls])
+    fleet = Fleet([Instance(url, role) for role, urls in roles for url in urls], Policy(settings.policy))
     pools = {instance.url: Pool(instance.url) for instance in fleet.instances}
     admission = Admission(fleet, settings.prefill_concurrency, settings.queue_size, settings.queue_timeout)
     relay = Relay(fleet, pools, admission, Metrics(fleet), settings)

@@ -19,21 +19,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..grants import Grant, mint, new_transfer
+from ..grants import REQUEST_KEY, Grant, mint, new_transfer
 from .admission import Admission, QueueFull, QueueTimeout
 from .bodies import Body
-from .discovery import engine_in
+from .discovery import NIXL_PREFILL, engine_in, params_in
 from .failover import CHARGED, Budget, Left, Past, Reason, Step, step
 from .fleet import Fleet, Instance
 from .headers import end_to_end, find
 from .metrics import Metrics
-from .pairing import Choice, Pair, choose, choose_decode
+from .pairing import Choice, Pair, better_whole, choose, choose_decode, chosen, spill
+from .policies import Ask
 from .server import JSON, Connection, Request, error_body
 from .settings import Settings
 from .streams import DONE, Tape, engine_failed
 from .upstream import Answer, Pool, Unreachable
 
 log = logging.getLogger(__name__)
+
+SESSION = b"x-session-id"
+RANK = b"x-data-parallel-rank"  # one rank of one instance is meant, which two legs cannot both honour
 
 
 class Failed(Exception):
@@ -65,6 +69,7 @@ class Trip:
     request: Request
     client: Connection
     body: Body
+    ask: Ask
     began: float
     place: Pair | None = None  # at a prefill instance, not yet handed to a prefill leg
     prefill: asyncio.Task[Answer | Failure] | None = None
@@ -74,10 +79,6 @@ class Trip:
     suspects: list[Instance] = field(default_factory=list)  # answered 5xx: guilty if another does better
     answers: list[Answer] = field(default_factory=list)
     tape: Tape | None = None
-
-    @property
-    def chat(self) -> bool:
-        return self.request.path.endswith("/chat/completions")
 
 
 class Relay:
@@ -93,36 +94,48 @@ class Relay:
         self._key = settings.key
         self._patience = settings.patience
         self._concurrency = settings.prefill_concurrency
+        self._threshold = settings.min_prompt_bytes
+        self._spill = settings.spill
         self._budget = Budget()
 
-    async def generate(self, trip: Trip) -> int:
+    async def generate(self, request: Request, client: Connection, body: Body) -> int:
         """The whole journey; the status it ended with.  Afterwards nothing of the request is left anywhere."""
+        ask = body.ask(find(request.headers, SESSION), self.fleet.policy.name == "prefix_aware")
+        trip = Trip(request, client, body, ask, _now())
         self._budget.earn()
         try:
-            pair = None if trip.body.whole(trip.chat) else await self._queue(trip)
-            plan: Plan = pair or self._other(trip)
+            plan = await self._first(trip)
             while True:
                 outcome = await self._attempt(trip, plan)
                 if isinstance(outcome, Answer):
-                    at = plan.decode if isinstance(plan, Pair) else plan
-                    result = await self._deliver(trip, at, outcome)
+                    result = await self._deliver(trip, _server(trip, plan), outcome)
                     if isinstance(result, int):
                         return result
                     outcome = result
-                chosen = self._next(trip, plan, outcome)
-                if chosen is None:
+                following = self._next(trip, plan, outcome)
+                if following is None:
                     return await self._give_up(trip, outcome)
                 self._leave(trip)
-                plan = chosen
+                plan = following
                 if isinstance(plan, Pair):
-                    plan.take(_now())
+                    plan.take(self.fleet, _now())
                     trip.place, trip.decode = plan, plan.decode
         finally:
             self._leave(trip)
 
+    async def _first(self, trip: Trip) -> Plan:
+        """How a request is to be served if nothing goes wrong."""
+        if trip.body.whole or find(trip.request.headers, RANK) or better_whole(self.fleet, trip.ask, self._threshold):
+            return self._other(trip)
+        full = self._spill and choose(self.fleet, self._concurrency, trip.ask, _now()) == "busy"
+        if full and (idle := spill(self.fleet, _now(), trip.ask)):
+            self.metrics.fell_back("prefill_full")
+            return idle
+        return await self._queue(trip) or self._other(trip)
+
     async def _queue(self, trip: Trip) -> Pair | None:
         try:
-            trip.place = pair = await self._admission.acquire(trip.body.size)
+            trip.place = pair = await self._admission.acquire(trip.ask)
         except QueueFull as error:
             raise Failed(429, str(error), retry_after=1) from None
         except QueueTimeout as error:
@@ -140,15 +153,19 @@ class Relay:
         if trip.prefill:
             trip.prefill.cancel()
             trip.prefill = None
-        place, trip.place = trip.place, None
-        if place:
-            self._admission.release(place)
+        self._release(trip)
         decode, trip.decode = trip.decode, None
         if decode:
-            decode.in_flight -= 1
+            decode.leave(trip.ask.size)
         for answer in trip.answers:
             answer.close()
         trip.answers.clear()
+
+    def _release(self, trip: Trip) -> None:
+        """Give back the place at the prefill instance."""
+        place, trip.place = trip.place, None
+        if place:
+            self._admission.release(place)
 
     # -- one attempt --------------------------------------------------------------------------------------------
 
@@ -156,24 +173,50 @@ class Relay:
         """An answer to deliver, begun, or what went wrong."""
         trip.past.attempts += 1
         if isinstance(plan, Instance):
-            if trip.decode is None:
-                plan.in_flight += 1
-                trip.decode = plan
-            return await self._ask(trip, "decode", plan, trip.body.plain())
+            return await self._alone(trip, plan)
         trip.past.pairs += 1
+        trip.request.mode = "disaggregated"
+        if trip.body.one_token:
+            return await self._at_prefill(trip, plan)
+        if plan.prefill.kind == "nixl":
+            return await self._in_turn(trip, plan)
         return await self._both(trip, plan)
+
+    async def _alone(self, trip: Trip, instance: Instance) -> Answer | Failure:
+        """A decode instance serves all of it."""
+        if trip.decode is None:
+            chosen(self.fleet, trip.ask, _now(), instance)
+            instance.enter(trip.ask.size)
+            trip.decode = instance
+        instance.whole += 1
+        try:
+            return await self._ask(trip, "decode", instance, trip.body.plain())
+        finally:
+            instance.whole -= 1
+
+    async def _at_prefill(self, trip: Trip, pair: Pair) -> Answer | Failure:
+        """One token is wanted: the prefill instance has it when it has the prompt, and no KV needs to move."""
+        return await self._leg(trip, pair, trip.body.plain())
+
+    async def _in_turn(self, trip: Trip, pair: Pair) -> Answer | Failure:
+        """NixlConnector's two legs: what P answers is what D is asked with."""
+        answer = await self._leg(trip, pair, trip.body.prefill(NIXL_PREFILL))
+        if isinstance(answer, Failure) or answer.status != 200:
+            return answer
+        self._release(trip)
+        params = params_in(await answer.read())
+        return await self._ask(trip, "decode", pair.decode, trip.body.decode(params) if params else trip.body.plain())
 
     async def _both(self, trip: Trip, pair: Pair) -> Answer | Failure:
         """Both legs at once."""
         prefill_engine, decode_engine = pair.prefill.engine, pair.decode.engine
         if not prefill_engine or not decode_engine:  # no pair is made of such
             raise TypeError("a pair without engines")
-        trip.request.mode = "disaggregated"
         transfer = new_transfer()
         for_p = Grant(1, "prefill", transfer, prefill_engine.incarnation, [], self._patience)
         for_d = Grant(1, "decode", transfer, decode_engine.incarnation, prefill_engine.workers, self._patience)
-        prefill_body = trip.body.prefill(trip.chat, mint(self._key, for_p))
-        decode_body = trip.body.decode(mint(self._key, for_d))
+        prefill_body = trip.body.prefill({REQUEST_KEY: mint(self._key, for_p)})
+        decode_body = trip.body.decode({REQUEST_KEY: mint(self._key, for_d)})
         trip.prefill = prefill = asyncio.create_task(self._prefill(trip, pair, prefill_body))
         trip.place = None
         prefill.add_done_callback(lambda _: self._admission.release(pair))
@@ -188,22 +231,30 @@ class Relay:
         finally:
             decode.cancel()
 
-    async def _prefill(self, trip: Trip, pair: Pair, body: bytes) -> Answer | Failure:
-        """The prefill leg.  A success is an answer of the very process that the decode leg was told to read from."""
+    async def _leg(self, trip: Trip, pair: Pair, body: bytes) -> Answer | Failure:
+        """A prefill leg."""
         began = _now()
-        instance = pair.prefill
         try:
             async with asyncio.timeout(self._patience):
-                answer = await self._ask(trip, "prefill", instance, body)
+                answer = await self._ask(trip, "prefill", pair.prefill, body)
         except TimeoutError:
-            return self._failure(trip, "prefill", instance, "timeout", f"no answer within {self._patience:g} s")
+            words = f"no answer within {self._patience:g} s"
+            return self._failure(trip, "prefill", pair.prefill, "timeout", words)
         if isinstance(answer, Answer) and answer.status == 200:
             self.metrics.prefill_leg.observe(_now() - began)
+        return answer
+
+    async def _prefill(self, trip: Trip, pair: Pair, body: bytes) -> Answer | Failure:
+        """The prefill leg.  A success is an answer of the very process that the decode leg was told to read from."""
+        instance = pair.prefill
+        answer = await self._leg(trip, pair, body)
+        if isinstance(answer, Answer) and answer.status == 200:
             engine = engine_in(await answer.read())
             if engine is None or not instance.engine or engine.incarnation != instance.engine.incarnation:
                 instance.needs_probe = True
                 if engine:
-                    instance.engine = engine
+                    instance.probed(instance.model, engine, instance.models)
+                    instance.needs_probe = True
                 return Failure("prefill", "stale", "the prefill instance was restarted")
         return answer
 
@@ -270,16 +321,16 @@ class Relay:
         decode = plan.decode if isinstance(plan, Pair) else plan
         pair: Choice = "none"
         if isinstance(plan, Pair):
-            pair = choose(self.fleet, self._concurrency, trip.body.size, now, trip.failed)
-        other = choose_decode(self.fleet, now, trip.failed)
-        chosen = step(failure.leg, failure.reason, past, Left(isinstance(pair, Pair), decode.up, other is not None))
-        if chosen is Step.GIVE_UP or (failure.reason in CHARGED and not self._budget.spend(now)):
+            pair = choose(self.fleet, self._concurrency, trip.ask, now, trip.failed)
+        other = choose_decode(self.fleet, now, trip.failed, trip.ask)
+        todo = step(failure.leg, failure.reason, past, Left(isinstance(pair, Pair), decode.up, other is not None))
+        if todo is Step.GIVE_UP or (failure.reason in CHARGED and not self._budget.spend(now)):
             return None
         why = f"prefill_{failure.reason}" if at_p else "decode_in_stream" if past.begun else "decode_failed"
         self.metrics.fell_back(why)
-        if chosen is Step.PAIR and isinstance(pair, Pair):
+        if todo is Step.PAIR and isinstance(pair, Pair):
             return pair
-        return decode if chosen is Step.SAME else other
+        return decode if todo is Step.SAME else other
 
     async def _give_up(self, trip: Trip, failure: Failure) -> int:
         """Tell the client that it failed: in the instance's words if it said something."""
@@ -294,7 +345,7 @@ class Relay:
         raise Failed(502, f"the {failure.leg} instance failed: {failure.detail}")
 
     def _other(self, trip: Trip) -> Instance:
-        decode = choose_decode(self.fleet, _now(), trip.failed)
+        decode = choose_decode(self.fleet, _now(), trip.failed, trip.ask)
         if not decode:
             raise Failed(503, "no decode instance can be used at the moment", retry_after=5)
         return decode
@@ -373,6 +424,13 @@ def answer_error(client: Connection, status: int, message: str, param: str | Non
     if retry_after:
         headers.append((b"retry-after", b"%d" % retry_after))
     client.answer(status, headers, error_body(status, message, param))
+
+
+def _server(trip: Trip, plan: Plan) -> Instance:
+    """Whose answer the client gets."""
+    if isinstance(plan, Instance):
+        return plan
+    return plan.prefill if trip.body.one_token else plan.decode
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 One task per instance asks /health four times a second.  An instance is down when it refuses connections, twice answers
 anything but 200, or is *silent* for `Settings.silence` seconds: a busy API server may be late with /health, but an
 instance of which any stream still gets bytes lives.  With the defaults a frozen instance is down 1.25 to 1.75 s after
-its last byte.  All its requests then fail over at once, and it is not used until a probe succeeds, since whoever comes
-back may be another process.
+its last byte.  Its requests then fail over at once, if there is somebody to go to; else they wait for it, for `LOST`
+seconds at most.  It is not used until a probe succeeds, since whoever comes back may be another process.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .upstream import Pool, Unreachable
 log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT = 30.0  # seconds; a probe waits behind the engine's other work
+LOST = 30.0  # seconds of silence after which answers that are still owed are given up
 MUTE = 30.0  # seconds that /health may take while streams show that the instance lives
 
 
@@ -95,18 +96,21 @@ class Discovery:
 
     async def watch(self, instance: Instance, interval: float) -> None:
         """Follow one instance for ever."""
+        loop = asyncio.get_running_loop()
         probing: asyncio.Task[None] | None = None
+        lived = loop.time()
         try:
             while True:
                 trouble = await self._listen(instance, interval)
                 if trouble:
                     instance.missed(trouble)
                 else:
-                    instance.misses = 0
+                    instance.misses, lived = 0, loop.time()
                 if not instance.up and trouble:
                     if probing:
                         probing.cancel()
-                    self._pools[instance.url].abort()
+                    if self._replaceable(instance) or loop.time() - lived > LOST:
+                        self._pools[instance.url].abort()
                 elif instance.needs_probe and (not probing or probing.done()):
                     probing = asyncio.create_task(self._probe(instance))
                 self._note(instance)
@@ -114,6 +118,10 @@ class Discovery:
         finally:
             if probing:
                 probing.cancel()
+
+    def _replaceable(self, instance: Instance) -> bool:
+        """Whether its requests have somewhere to go."""
+        return any(other.up and other is not instance for other in self._fleet.of("decode"))
 
     async def _listen(self, instance: Instance, interval: float) -> str:
         """What is wrong with it; empty when it lives."""
@@ -132,6 +140,7 @@ class Discovery:
         except Unreachable as error:
             if error.reason == "refused":
                 instance.down("refuses connections")
+                pool.abort()
             return f"does not answer /health: {error}"
         except (TimeoutError, _Odd) as error:
             return f"does not answer /health: {error or 'timeout'}"

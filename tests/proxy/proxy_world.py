@@ -25,7 +25,8 @@ class Call:
     """One request as an engine got it, and the way to answer it."""
 
     def __init__(self, engine: ScriptedEngine, method: str, path: str, headers: dict[str, str], raw: bytes) -> None:
-        self.engine, self.method, self.path, self.headers, self.raw = engine, method, path, headers, raw
+        self.engine, self.method, self.target, self.headers, self.raw = engine, method, path, headers, raw
+        self.path = path.partition("?")[0]
         self.body: dict[str, Any] = json.loads(raw) if raw[:1] == b"{" else {}
         token = (self.body.get("kv_transfer_params") or {}).get("disagg_grant")
         self.grant: Grant | None = verify(KEY, token) if token else None

@@ -55,6 +55,11 @@ class Body:
         return self._dialect.why_whole(self._fields, self._sampling)
 
     @property
+    def refers(self) -> bool:
+        """Whether it goes on from something that one instance remembers."""
+        return bytes(self._fields.get("previous_response_id", b"null")) != b"null"
+
+    @property
     def one_token(self) -> bool:
         """Whether the answer is over when the prompt is computed."""
         for name in reversed(self._dialect.caps):  # the last one that is set counts
@@ -128,6 +133,11 @@ def parse(raw: bytes, dialect: Dialect = COMPLETIONS) -> Body:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadBody(f"the request's body is not valid JSON: {error}") from None
     return Body(fields, len(raw), dialect)
+
+
+def check(raw: bytes) -> str:
+    """Refuse what only the proxy may send, in a body that is passed on as it is; the model it is for, if it says so."""
+    return parse(raw).model if raw else ""
 
 
 def _check(pairs: list[tuple[str, object]]) -> None:

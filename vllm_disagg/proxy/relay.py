@@ -25,7 +25,7 @@ from .bodies import Body
 from .discovery import NIXL_PREFILL, engine_in, params_in
 from .failover import CHARGED, Budget, Left, Past, Reason, Step, step
 from .fleet import Fleet, Instance
-from .headers import end_to_end, find
+from .headers import Headers, end_to_end, find
 from .metrics import Metrics
 from .pairing import Choice, Pair, better_whole, choose, choose_decode, chosen, spill
 from .policies import Ask
@@ -36,6 +36,7 @@ from .upstream import Answer, Pool, Unreachable
 
 log = logging.getLogger(__name__)
 
+RETRIES = 2  # of what one instance answers
 SESSION = b"x-session-id"
 RANK = b"x-data-parallel-rank"  # one rank of one instance is meant, which two legs cannot both honour
 
@@ -69,8 +70,8 @@ class Trip:
     request: Request
     client: Connection
     body: Body
-    ask: Ask
     began: float
+    ask: Ask = field(default_factory=lambda: Ask(0))
     place: Pair | None = None  # at a prefill instance, not yet handed to a prefill leg
     prefill: asyncio.Task[Answer | Failure] | None = None
     decode: Instance | None = None  # counts it as in flight
@@ -98,10 +99,9 @@ class Relay:
         self._spill = settings.spill
         self._budget = Budget()
 
-    async def generate(self, request: Request, client: Connection, body: Body) -> int:
+    async def generate(self, trip: Trip) -> int:
         """The whole journey; the status it ended with.  Afterwards nothing of the request is left anywhere."""
-        ask = body.ask(find(request.headers, SESSION), self.fleet.policy.name == "prefix_aware")
-        trip = Trip(request, client, body, ask, _now())
+        trip.ask = trip.body.ask(find(trip.request.headers, SESSION), self.fleet.policy.name == "prefix_aware")
         self._budget.earn()
         try:
             plan = await self._first(trip)
@@ -265,7 +265,7 @@ class Relay:
         answer: Answer | None = None
         good = False
         try:
-            answer = await self._pools[instance.url].send("POST", trip.request.path, trip.request.headers, body)
+            answer = await self._pools[instance.url].send("POST", trip.request.target, trip.request.headers, body)
             if answer.status == 200 and answer.is_stream:
                 await answer.first()
             else:
@@ -387,24 +387,79 @@ class Relay:
         await client.drained()
         return answer.status
 
-    async def forward(self, request: Request, client: Connection, instance: Instance) -> int:
-        """Pass a small request to one instance; the status it answered."""
-        with _counted(instance):
-            answer: Answer | None = None
-            try:
-                answer = await self._pools[instance.url].send(
-                    request.method, request.path, request.headers, request.body
-                )
-                content = await answer.read()
-            except Unreachable as error:
-                instance.leg_failed(error.reason, _now())
-                raise Failed(502, f"{instance.url} failed: {error}") from None
-            finally:
-                if answer:
-                    answer.close()
-            client.answer(answer.status, end_to_end(answer.headers), content)
-            await client.drained()
-            return answer.status
+    # -- what one instance answers ------------------------------------------------------------------------------
+
+    async def forward(self, request: Request, client: Connection, candidates: list[Instance], seek: bool = False) -> int:
+        """Pass a request to the first of some instances that answers; its status.  `seek`: to the first that does not
+        say 404."""
+        error: Unreachable | None = None
+        for at, instance in enumerate(candidates):
+            chosen(self.fleet, Ask(0), _now(), instance)
+            with _counted(instance):
+                answer: Answer | None = None
+                try:
+                    answer = await self._pools[instance.url].send(
+                        request.method, request.target, request.headers, request.body
+                    )
+                    if seek and answer.status == 404 and at + 1 < len(candidates):
+                        continue
+                    if answer.status == 200 and answer.is_stream:
+                        return await self._forward_stream(client, answer)
+                    content = await answer.read()
+                except Unreachable as failure:
+                    log.warning("%s failed %s %s: %s", instance.url, request.method, request.path, failure)
+                    instance.leg_failed(failure.reason, _now())
+                    error = failure
+                    if client.started or at >= RETRIES:
+                        break
+                    continue
+                finally:
+                    if answer:
+                        answer.close()
+                client.answer(answer.status, end_to_end(answer.headers), content)
+                await client.drained()
+                return answer.status
+        if not error:
+            raise Failed(503, "no instance can be used at the moment", retry_after=5)
+        raise Failed(502, f"the instance failed: {error}")
+
+    async def _forward_stream(self, client: Connection, answer: Answer) -> int:
+        await answer.first()
+        client.start(answer.status, end_to_end(answer.headers))
+        tape = Tape(client.write, keep=False)
+        client.on_pause = answer.flow
+        await answer.pipe(tape.source(answer.reject), paused=client.paused)
+        tape.flush()
+        client.end()
+        await client.drained()
+        return answer.status
+
+    async def everywhere(self, request: Request, client: Connection) -> int:
+        """Pass a request to all instances; the worst answer is the answer."""
+        instances = self.fleet.instances
+        if not instances or not all(instance.up for instance in instances):
+            raise Failed(503, "not every instance can be reached at the moment, and all must do this", retry_after=5)
+        answers = await asyncio.gather(*(self._told(request, instance) for instance in instances))
+        for instance in instances:
+            instance.needs_probe = True  # it may serve other names now
+        status, headers, content = max(answers, key=lambda answer: answer[0])
+        client.answer(status, headers, content)
+        await client.drained()
+        return status
+
+    async def _told(self, request: Request, instance: Instance) -> tuple[int, Headers, bytes]:
+        answer: Answer | None = None
+        try:
+            answer = await self._pools[instance.url].send(
+                request.method, request.target, request.headers, request.body
+            )
+            return answer.status, end_to_end(answer.headers), await answer.read()
+        except Unreachable as error:
+            instance.leg_failed(error.reason, _now())
+            return 502, [JSON], error_body(502, "an instance failed, others may have done it")
+        finally:
+            if answer:
+                answer.close()
 
 
 def end_stream(client: Connection, status: int, message: str) -> None:

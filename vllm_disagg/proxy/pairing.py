@@ -62,7 +62,7 @@ def choose(fleet: Fleet, limit: int, ask: Ask, now: float, avoid: Collection[Ins
             found.append((p_cost + d_cost, p, d))
     if not found:
         return "busy"
-    _, prefill, decode = min(found, key=lambda f: f[0])
+    _, prefill, decode = min(found, key=lambda f: (f[0], f[1].turn))
     return Pair(prefill, decode, ask)
 
 

@@ -2,6 +2,7 @@
 # make demo      a prefill and a decode instance and the proxy; exact answers, KV moved while the prefill computes
 # make check     lint, types, import rules, all tests that need no engine
 # make test      check, and the tests with real engines
+# make chaos     2 prefill and 2 decode instances under load, each killed and frozen in turn (5 minutes)
 # make versions  exactness on the oldest and the newest vLLM supported
 # make mutants   plant faults in the protocol; the tests must notice
 # make bench     the hand-off, measured
@@ -17,7 +18,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 BIN    := $(VENV)/bin
 MODEL  := .cache/models/heavy
 
-.PHONY: setup demo check test versions mutants bench clean
+.PHONY: setup demo check test chaos versions mutants bench clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -53,7 +54,10 @@ check: setup
 	$(BIN)/python -m pytest tests/unit tests/property tests/proxy
 
 test: check
-	$(BIN)/python -m pytest tests/engine
+	$(BIN)/python -m pytest tests/engine -m "not chaos"
+
+chaos: setup
+	$(BIN)/python -m pytest tests/engine/test_failover.py -s
 
 versions:
 	@for version in $(OLDEST) $(NEWEST); do \

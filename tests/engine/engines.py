@@ -165,7 +165,9 @@ class Engine(Process):
 
 
 class Proxy(Process):
-    def __init__(self, folder: Path, prefill: Engine, decode: Engine, name: str = "proxy") -> None:
+    def __init__(
+        self, folder: Path, prefill: Engine | list[Engine], decode: Engine | list[Engine], name: str = "proxy"
+    ) -> None:
         port = free_port()
         command = [
             sys.executable,
@@ -177,7 +179,10 @@ class Proxy(Process):
             "--key-file",
             str(folder / "key"),
         ]
-        super().__init__(name, [*command, "--prefill", prefill.url, "--decode", decode.url], folder, port, {})
+        for flag, engines in (("--prefill", prefill), ("--decode", decode)):
+            for engine in engines if isinstance(engines, list) else [engines]:
+                command += [flag, engine.url]
+        super().__init__(name, command, folder, port, {})
 
     def is_ready(self) -> bool:
         try:

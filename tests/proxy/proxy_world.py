@@ -25,7 +25,8 @@ class Call:
     """One request as an engine got it, and the way to answer it."""
 
     def __init__(self, engine: ScriptedEngine, method: str, path: str, headers: dict[str, str], raw: bytes) -> None:
-        self.engine, self.method, self.path, self.headers, self.raw = engine, method, path, headers, raw
+        self.engine, self.method, self.target, self.headers, self.raw = engine, method, path, headers, raw
+        self.path = path.partition("?")[0]
         self.body: dict[str, Any] = json.loads(raw) if raw[:1] == b"{" else {}
         token = (self.body.get("kv_transfer_params") or {}).get("disagg_grant")
         self.grant: Grant | None = verify(KEY, token) if token else None
@@ -112,6 +113,9 @@ class ScriptedEngine:
         self.health = 200
         self.calls: list[Call] = []  # without probes
         self.connections = 0
+        self.frozen = False  # holds its connections and says nothing, as after SIGSTOP
+        self.probe_hangs = False
+        self.nixl = False
         self.close_after = False  # close each connection after its answer, like a server whose patience is over
         self.probes = 0
         self.port = 0
@@ -180,14 +184,22 @@ class ScriptedEngine:
         return Call(self, method, path, headers, body)
 
     async def _route(self, call: Call) -> None:
-        if call.path == "/health":
+        if self.frozen:
+            await call.forever()
+        elif call.path == "/health":
             await call.json({}, self.health)
         elif call.path == "/v1/models":
             await call.json({"data": [{"id": "m"}]})
         elif call.leg == "probe":
             self.probes += 1
+            if self.probe_hangs:
+                await call.forever()
             params = None if self.plain else {"disagg_engine": self.facts()}
+            if self.nixl:
+                params = {"remote_engine_id": self.incarnation, "remote_block_ids": [[1]], "do_remote_prefill": True}
             await call.json({"choices": [], "kv_transfer_params": params})
+        elif call.path == "/metrics":
+            await call.json({})
         elif call.path.endswith("tokenize"):
             await call.json({"tokens": [1]})
         else:

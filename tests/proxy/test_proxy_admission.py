@@ -8,6 +8,7 @@ from vllm_disagg.grants import Engine, Worker
 from vllm_disagg.proxy.admission import Admission, QueueFull, QueueTimeout
 from vllm_disagg.proxy.fleet import Fleet, Instance
 from vllm_disagg.proxy.pairing import Pair
+from vllm_disagg.proxy.policies import Ask
 
 
 def queue(concurrency: int = 1, size: int = 9, patience: float = 9.0) -> tuple[Admission, Instance, Instance]:
@@ -18,13 +19,13 @@ def queue(concurrency: int = 1, size: int = 9, patience: float = 9.0) -> tuple[A
 
 
 async def taken(admission: Admission) -> Pair:
-    pair = await admission.acquire(1)
+    pair = await admission.acquire(Ask(1))
     assert pair
     return pair
 
 
 async def waiter(admission: Admission) -> asyncio.Task[Pair | None]:
-    task = asyncio.create_task(admission.acquire(1))
+    task = asyncio.create_task(admission.acquire(Ask(1)))
     await asyncio.sleep(0)
     return task
 
@@ -47,7 +48,7 @@ async def test_who_leaves_makes_room() -> None:
     held = await taken(admission)
     first = await waiter(admission)
     with pytest.raises(QueueFull):
-        await admission.acquire(1)
+        await admission.acquire(Ask(1))
     first.cancel()
     await asyncio.sleep(0)
     assert len(admission) == 0
@@ -62,7 +63,7 @@ async def test_nobody_waits_for_ever() -> None:
     admission, p, _ = queue(patience=0.02)
     await taken(admission)
     with pytest.raises(QueueTimeout):
-        await admission.acquire(1)
+        await admission.acquire(Ask(1))
     assert len(admission) == 0 and p.legs == 1
 
 
@@ -73,4 +74,4 @@ async def test_nobody_waits_for_what_cannot_come() -> None:
     p.down("gone")
     admission.wake()
     assert await waiting is None
-    assert await admission.acquire(1) is None
+    assert await admission.acquire(Ask(1)) is None

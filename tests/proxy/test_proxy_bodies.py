@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_disagg.proxy.bodies import _NOT_FOR_PREFILL, FORBIDDEN, BadBody, parse
+from vllm_disagg.proxy.bodies import FORBIDDEN, BadBody, parse
+from vllm_disagg.proxy.dialects import _NOT_FOR_PREFILL, CHAT, COMPLETIONS, DIALECTS
 
 COMPLETION = {"model": "m", "prompt": "hi"}
 
 
 def whole(chat: bool = False, **fields: object) -> str:
-    return parse(json.dumps({**COMPLETION, **fields}).encode()).whole(chat)
+    return parse(json.dumps({**COMPLETION, **fields}).encode(), CHAT if chat else COMPLETIONS).whole
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_what_is_not_an_object_in_json_is_refused(raw: bytes) -> None:
 
 def test_numbers_and_strings_stay_as_written() -> None:
     raw = b'{"prompt":"\\u00e9\\/","temperature":0.10,"seed":123456789012345678901234567890,"top_p":1e-7,"x":-0.0}'
-    sent = parse(raw).decode("g")
+    sent = parse(raw).decode({"disagg_grant": "g"})
     for part in (b'"\\u00e9\\/"', b":0.10,", b":123456789012345678901234567890,", b":1e-7,", b":-0.0,"):
         assert part in sent
 
@@ -87,7 +88,7 @@ def test_chat_needs_messages() -> None:
 def test_prefill_leg_of_a_completion() -> None:
     raw = {**COMPLETION, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 50, "min_tokens": 9,
            "n": 1, "logprobs": 2, "temperature": 0.5, "add_special_tokens": False, "cache_salt": "s"}  # fmt: skip
-    leg = json.loads(parse(json.dumps(raw).encode()).prefill(False, "G"))
+    leg = json.loads(parse(json.dumps(raw).encode()).prefill({"disagg_grant": "G"}))
     assert leg == {**COMPLETION, "max_tokens": 1, "stream": False, "temperature": 0.5, "add_special_tokens": False,
                    "cache_salt": "s", "kv_transfer_params": {"disagg_grant": "G"}}  # fmt: skip
 
@@ -96,7 +97,7 @@ def test_prefill_leg_of_a_chat() -> None:
     raw = {"messages": [{"role": "user"}], "tools": [1], "tool_choice": "required", "max_completion_tokens": 50,
            "logprobs": True, "top_logprobs": 3, "response_format": {"type": "text"},
            "reasoning_effort": "low"}  # fmt: skip
-    leg = json.loads(parse(json.dumps(raw).encode()).prefill(True, "G"))
+    leg = json.loads(parse(json.dumps(raw).encode(), CHAT).prefill({"disagg_grant": "G"}))
     assert leg == {"messages": [{"role": "user"}], "tools": [1], "tool_choice": "required", "max_completion_tokens": 1,
                    "response_format": {"type": "text"}, "reasoning_effort": "low", "max_tokens": 1, "stream": False,
                    "kv_transfer_params": {"disagg_grant": "G"}}  # fmt: skip
@@ -117,11 +118,100 @@ def test_editing_preserves_all_other_fields(fields: dict[str, object], ascii_onl
     fields = json.loads(json.dumps(fields, ensure_ascii=ascii_only).encode("utf-8", "replace"))
     exact = repr  # tells 1 from 1.0 and True
     assert exact(json.loads(body.plain())) == exact(fields)
-    assert exact(json.loads(body.decode("G"))) == exact({**fields, **grant})
-    leg = json.loads(body.prefill(False, "G"))
+    assert exact(json.loads(body.decode({"disagg_grant": "G"}))) == exact({**fields, **grant})
+    leg = json.loads(body.prefill({"disagg_grant": "G"}))
     edited = {"max_tokens", "kv_transfer_params"} | _NOT_FOR_PREFILL
     assert exact({k: v for k, v in leg.items() if k not in edited}) == exact(
         {k: v for k, v in fields.items() if k not in edited}
     )
     # the order is the client's
-    assert [k for k in json.loads(body.decode("G")) if k != "kv_transfer_params"] == list(fields)
+    assert [k for k in json.loads(body.decode({"disagg_grant": "G"})) if k != "kv_transfer_params"] == list(fields)
+
+
+def leg(path: str, **fields: object) -> dict[str, object]:
+    body = parse(json.dumps({"model": "m", **fields}).encode(), DIALECTS[path])
+    assert body.whole == ""
+    made: dict[str, object] = json.loads(body.prefill({"disagg_grant": "G"}))
+    assert made.pop("stream") is False and made.pop("model") == "m"
+    return made
+
+
+def test_prefill_leg_of_responses() -> None:
+    tools = [{"type": "function", "name": "f"}]
+    made = leg("/v1/responses", input="hi", instructions="be short", tools=tools, stream=True, top_logprobs=2,
+               include=["message.output_text.logprobs"], max_output_tokens=50)  # fmt: skip
+    assert made == {"input": "hi", "instructions": "be short", "tools": tools, "max_output_tokens": 1, "store": False,
+                    "kv_transfer_params": {"disagg_grant": "G"}}  # fmt: skip
+
+
+def test_prefill_leg_of_messages_may_think() -> None:
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    made = leg("/v1/messages", messages=[], system="s", max_tokens=2000, thinking=thinking)
+    assert made == {"messages": [], "system": "s", "max_tokens": 1, "thinking": thinking,
+                    "kv_transfer_params": {"do_remote_decode": True, "disagg_grant": "G"}}  # fmt: skip
+
+
+def test_prefill_leg_of_generate() -> None:
+    sampling = {"max_tokens": 9, "n": 1, "logprobs": 3, "seed": 4, "min_tokens": 2, "temperature": 0.5}
+    made = leg("/inference/v1/generate", token_ids=[1, 2], sampling_params=sampling)
+    assert made == {"token_ids": [1, 2], "sampling_params": {"temperature": 0.5, "max_tokens": 1},
+                    "kv_transfer_params": {"disagg_grant": "G"}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "reason"),
+    [
+        ("/v1/responses", {"input": "x", "previous_response_id": "r"}, "previous_response_id"),
+        ("/v1/responses", {"input": "x", "background": True}, "background"),
+        ("/v1/responses", {"input": "x", "truncation": "auto"}, "truncation"),
+        ("/v1/responses", {"input": "x", "tools": [{"type": "code_interpreter"}]}, "tools"),
+        ("/v1/responses", {"input": {}}, "input"),
+        ("/v1/messages", {"messages": "x"}, "messages"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"n": 2}}, "n"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"prompt_logprobs": 1}}, "prompt_logprobs"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_tokens": 0}}, "max_tokens"),
+        ("/inference/v1/generate", {"token_ids": [1], "features": {"a": 1}}, "features"),
+        ("/inference/v1/generate", {"token_ids": "x", "sampling_params": 7}, "token_ids"),
+    ],
+)
+def test_served_whole_at_other_endpoints(path: str, fields: dict[str, object], reason: str) -> None:
+    assert parse(json.dumps(fields).encode(), DIALECTS[path]).whole == reason
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "one"),
+    [
+        ("/v1/completions", {"max_tokens": 1}, True),
+        ("/v1/completions", {"max_tokens": 10}, False),
+        ("/v1/completions", {}, False),
+        ("/v1/chat/completions", {"max_tokens": 1}, True),
+        ("/v1/chat/completions", {"max_tokens": 1, "max_completion_tokens": 5}, False),
+        ("/v1/chat/completions", {"max_tokens": 5, "max_completion_tokens": 1}, True),
+        ("/v1/chat/completions", {"max_tokens": 1, "max_completion_tokens": None}, True),
+        ("/v1/responses", {"max_output_tokens": 1}, True),
+        ("/inference/v1/generate", {"max_tokens": 1, "sampling_params": {}}, False),
+        ("/inference/v1/generate", {"sampling_params": {"max_tokens": 1}}, True),
+    ],
+)
+def test_one_token(path: str, fields: dict[str, object], one: bool) -> None:
+    assert parse(json.dumps(fields).encode(), DIALECTS[path]).one_token is one
+
+
+@pytest.mark.parametrize(
+    ("fields", "same"),
+    [({"temperature": 0}, True), ({"temperature": 0.0}, True), ({"temperature": 0e0}, True), ({"seed": 1}, True),
+     ({"seed": 0, "temperature": 2}, True), ({}, False), ({"seed": None}, False), ({"temperature": None}, False),
+     ({"temperature": 0.1}, False), ({"temperature": "0"}, False)],
+)  # fmt: skip
+def test_reproducible(fields: dict[str, object], same: bool) -> None:
+    assert parse(json.dumps({**COMPLETION, **fields}).encode()).reproducible is same
+
+
+def test_a_chat_s_next_turn_begins_with_its_last_one() -> None:
+    turns = [{"role": "user", "content": "a" * 3000}]
+    first = parse(json.dumps({"messages": turns}).encode(), CHAT).ask(b"", True)
+    turns += [{"role": "assistant", "content": "b"}, {"role": "user", "content": "c" * 3000}]
+    second = parse(json.dumps({"messages": turns}).encode(), CHAT).ask(b"", True)
+    salted = parse(json.dumps({"messages": turns, "cache_salt": "s"}).encode(), CHAT).ask(b"", True)
+    assert first.prefix.marks and second.prefix.marks[: len(first.prefix.marks)] == first.prefix.marks
+    assert not {m for _, m in second.prefix.marks} & {m for _, m in salted.prefix.marks}

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from proxy_world import KEY, Call, World, answer, until, world
+from proxy_world import KEY, Call, World, answer, answer_at_once, until, world
 from vllm_disagg.keys import FleetKey
 from vllm_disagg.proxy.discovery import engine_in
 
@@ -135,3 +135,105 @@ def test_answers_without_an_engine(raw: bytes) -> None:
 
 def test_keys_differ() -> None:
     assert KEY.derive("grant") != FleetKey(None).derive("grant")
+
+
+QUICK = {"silence": 0.15, "probe_interval": 0.03}
+
+
+async def usable(w: World, url: str) -> bool:
+    return bool((await instance(w, url))["usable"])
+
+
+async def test_a_frozen_instance_is_down_and_its_requests_go_on() -> None:
+    async with world(prefill=2, decode=2, **QUICK) as w:
+        for d in w.decodes:
+            d.script = answer_at_once
+        for p in w.prefills:
+            p.script = Call.forever
+        w.prefills[0].frozen = True
+        w.decodes[0].frozen = True
+        asks = [asyncio.create_task(w.post()) for _ in range(8)]
+        await until(lambda: sum(r.done() for r in asks) >= 2)
+        for p in w.prefills:
+            p.script = answer
+        for reply in await asyncio.gather(*asks):
+            assert reply.status == 200 and reply.json()["text"] == "d1"
+        assert not await usable(w, w.d.url) and not await usable(w, w.p.url)
+        assert (await instance(w, w.d.url))["why_not"] == "is silent"
+        w.p.frozen = w.d.frozen = False
+        await w.until_ready()
+
+
+async def test_streams_show_that_an_instance_lives() -> None:
+    """Its API server has no time for /health, but streams."""
+    async with world(decode=2, **QUICK) as w:
+
+        async def slow_stream(call: Call) -> None:
+            await call.stream()
+            for i in range(25):
+                await call.event({"text": str(i)})
+                await asyncio.sleep(0.03)
+            await call.event("[DONE]")
+            await call.end()
+
+        w.p.script = answer_at_once
+        for d in w.decodes:
+            d.script = slow_stream
+        stream = await w.start(stream=True)
+        await until(lambda: w.d.calls or w.decodes[1].calls)
+        busy = w.d if w.d.calls else w.decodes[1]
+        busy.frozen = True  # for all new requests
+        reply = await stream.receive()
+        assert reply.complete and reply.events()[-1] == "[DONE]" and len(reply.events()) == 26
+        stream.close()
+
+        async def down() -> bool:
+            return not await usable(w, busy.url)
+
+        await until(down)
+
+
+async def test_who_has_nowhere_to_go_waits_for_a_frozen_instance() -> None:
+    async with world(**QUICK) as w:
+        go = asyncio.Event()
+
+        async def wait(call: Call) -> None:
+            await go.wait()
+            await answer_at_once(call)
+
+        w.p.script, w.d.script = answer_at_once, wait
+        client = await w.start()
+        await until(lambda: w.d.calls)
+        w.d.frozen = True
+
+        async def down() -> bool:
+            return not await usable(w, w.d.url)
+
+        await until(down)
+        assert (await w.post()).status == 503, "new ones are told to come back"
+        await asyncio.sleep(0.1)
+        go.set()
+        assert (await client.receive()).status == 200
+        client.close()
+
+
+async def test_a_probe_that_hangs_does_not_blind_the_watch() -> None:
+    async with world(decode=2, **QUICK) as w:
+        w.d.probe_hangs = True
+        w.d.script = Call.forever
+        w.p.script = answer_at_once
+
+        async def reset(call: Call) -> None:
+            call.reset()
+
+        w.d.script = reset
+        while not w.d.calls:
+            assert (await w.post()).status == 200  # a reset makes the proxy probe it
+        await asyncio.sleep(0.1)
+        assert await usable(w, w.d.url)
+        w.d.frozen = True
+
+        async def down() -> bool:
+            return not await usable(w, w.d.url)
+
+        await until(down)

@@ -7,6 +7,7 @@ import pytest
 from vllm_disagg.grants import Engine, Worker
 from vllm_disagg.proxy.fleet import Fleet, Instance, mismatch
 from vllm_disagg.proxy.pairing import Pair, choose, choose_decode
+from vllm_disagg.proxy.policies import Ask
 
 
 def engine(role: str = "both", workers: int = 1, **layout: str) -> Engine:
@@ -34,8 +35,8 @@ def test_least_prompt_bytes_then_turns() -> None:
     p[0].prompt_bytes = 10
     chosen = []
     for _ in range(4):
-        choice = pair(choose(world, 9, 0, 0.0))
-        choice.take()
+        choice = pair(choose(world, 9, Ask(0), 0.0))
+        choice.take(world, 0.0)
         chosen.append(choice.prefill)
     assert chosen == [p[1], p[2], p[1], p[2]]
 
@@ -44,10 +45,10 @@ def test_fewest_running_decode() -> None:
     d = [instance("decode", str(i)) for i in range(2)]
     d[0].in_flight = 1
     world = fleet(instance("prefill"), *d)
-    first = pair(choose(world, 9, 5, 0.0))
-    first.take()
+    first = pair(choose(world, 9, Ask(5), 0.0))
+    first.take(world, 0.0)
     assert first.decode is d[1] and d[1].in_flight == 1 and first.prefill.prompt_bytes == 5
-    second = pair(choose(world, 9, 5, 0.0))
+    second = pair(choose(world, 9, Ask(5), 0.0))
     assert second.decode is d[0], "equals take turns"
     first.release_prefill()
     assert (first.prefill.legs, first.prefill.prompt_bytes) == (0, 0)
@@ -56,10 +57,10 @@ def test_fewest_running_decode() -> None:
 def test_busy_and_none() -> None:
     p, d = instance("prefill"), instance("decode")
     world = fleet(p, d)
-    pair(choose(world, 1, 1, 0.0)).take()
-    assert choose(world, 1, 1, 0.0) == "busy"
+    pair(choose(world, 1, Ask(1), 0.0)).take(world, 0.0)
+    assert choose(world, 1, Ask(1), 0.0) == "busy"
     d.down("gone")
-    assert choose(world, 1, 1, 0.0) == "none"
+    assert choose(world, 1, Ask(1), 0.0) == "none"
 
 
 def test_only_fitting_pairs() -> None:
@@ -67,15 +68,15 @@ def test_only_fitting_pairs() -> None:
     d = instance("decode", of=engine(dtype="b"))
     world = fleet(a, b, d)
     for _ in range(3):
-        choice = pair(choose(world, 9, 1, 0.0))
-        choice.take()
+        choice = pair(choose(world, 9, Ask(1), 0.0))
+        choice.take(world, 0.0)
         assert choice.prefill is b
     assert mismatch(a, d) == "dtype is a on one side and b on the other"
 
 
 def test_as_many_workers() -> None:
     p, d = instance("prefill", of=engine(workers=2)), instance("decode")
-    assert choose(fleet(p, d), 9, 1, 0.0) == "none"
+    assert choose(fleet(p, d), 9, Ask(1), 0.0) == "none"
     assert mismatch(p, d) == "one side has 2 workers and the other 1"
 
 
@@ -84,7 +85,7 @@ def test_as_many_workers() -> None:
 def test_roles(role: str, told: str, fits: bool) -> None:
     odd = instance(role, of=engine(told))
     other = instance("decode" if role == "prefill" else "prefill")
-    assert isinstance(choose(fleet(odd, other), 9, 1, 0.0), Pair) is fits
+    assert isinstance(choose(fleet(odd, other), 9, Ask(1), 0.0), Pair) is fits
     assert bool(odd.why_not) is not fits
     assert (choose_decode(fleet(odd), 0.0) is odd) is (role == "decode"), "any decode instance serves whole requests"
 
@@ -93,7 +94,7 @@ def test_plain_decode_serves_whole_only() -> None:
     d = Instance("u", "decode")
     d.probed("m", None)
     world = fleet(instance("prefill"), d)
-    assert choose(world, 9, 1, 0.0) == "none" and choose_decode(world, 0.0) is d
+    assert choose(world, 9, Ask(1), 0.0) == "none" and choose_decode(world, 0.0) is d
     assert "connector" in d.why_not and "key" in d.why_not
 
 
@@ -122,6 +123,19 @@ def test_failing_instances_rest_longer_each_time() -> None:
     assert p.can_prefill(40.0)
 
 
+def test_one_request_at_a_time_tries_an_instance_that_rested() -> None:
+    p = instance("prefill")
+    world = fleet(p, instance("decode"))
+    for _ in range(3):
+        p.leg_failed("5xx", 0.0)
+    assert choose(world, 9, Ask(1), 1.9) == "none"
+    pair(choose(world, 9, Ask(1), 2.0)).take(world, 2.0)
+    assert choose(world, 9, Ask(1), 2.0) == "none", "the others wait for how that one ends"
+    assert isinstance(choose(world, 9, Ask(1), 4.0), Pair), "and not for ever"
+    p.leg_succeeded()
+    assert isinstance(choose(world, 9, Ask(1), 2.1), Pair)
+
+
 def test_resting_decodes_are_better_than_none() -> None:
     a, b = instance("decode", "a"), instance("decode", "b")
     a.resting_until = 10.0
@@ -131,7 +145,7 @@ def test_resting_decodes_are_better_than_none() -> None:
     assert choose_decode(world, 0.0, [b]) is a
     assert choose_decode(world, 0.0, [a, b]) is None
     world = fleet(instance("prefill"), a)
-    assert pair(choose(world, 9, 1, 0.0)).decode is a
+    assert pair(choose(world, 9, Ask(1), 0.0)).decode is a
 
 
 def test_refused_is_down_and_reset_is_doubt() -> None:
@@ -153,4 +167,4 @@ def test_readiness_says_why() -> None:
 def test_never_empty_handed_errors() -> None:
     for prefills, decodes in itertools.product(range(2), range(2)):
         world = fleet(*[instance("prefill") for _ in range(prefills)], *[instance("decode") for _ in range(decodes)])
-        assert isinstance(choose(world, 1, 1, 0.0), Pair) is bool(prefills and decodes)
+        assert isinstance(choose(world, 1, Ask(1), 0.0), Pair) is bool(prefills and decodes)

@@ -190,21 +190,19 @@ async def test_prefill_hangs_while_decode_answers() -> None:
 async def test_prefill_of_another_process_is_not_waited_for() -> None:
     async with world(probe_interval=60.0) as w:
 
-        async def only_whole(call: Call) -> None:
-            await (answer(call) if call.leg == "whole" else call.forever())
+        async def of_another(call: Call) -> None:
+            await (answer(call) if call.grant and len(w.p.calls) == 2 else call.forever())
 
-        w.d.script = only_whole
+        w.d.script = of_another
         w.p.incarnation = "p0-2"
-        assert (await w.post()).json()["leg"] == "whole"
-        assert await w.metric("vllm_disagg_fallbacks_total", 'reason="prefill_stale"') == 1
-        w.d.script = answer
         assert (await w.post()).json()["leg"] == "decode"
-        grant = w.p.calls[-1].grant
-        assert grant and grant.engine == "p0-2"
+        assert await w.metric("vllm_disagg_fallbacks_total", 'reason="prefill_stale"') == 1
+        assert [c.grant.engine for c in w.p.calls if c.grant] == ["p0-1", "p0-2"]
+        assert w.d.calls[0].gone.is_set()
 
 
 @pytest.mark.parametrize("script", [fail, reset])
-async def test_decode_fails_and_another_does_it_all(script: Script) -> None:
+async def test_decode_fails_and_another_pair_serves(script: Script) -> None:
     async with world(decode=2) as w:
         failing: list[ScriptedEngine] = []
 
@@ -213,11 +211,11 @@ async def test_decode_fails_and_another_does_it_all(script: Script) -> None:
             await (script(call) if call.engine is failing[0] else answer(call))
 
         w.decodes[0].script = w.decodes[1].script = first_fails
-        w.p.script = hang
         reply = await w.post()
-        assert reply.status == 200 and reply.json()["leg"] == "whole"
+        assert reply.status == 200 and reply.json()["leg"] == "decode"
         assert reply.json()["text"] != failing[0].name
-        await asyncio.wait_for(w.p.calls[0].gone.wait(), 1)
+        transfers = [c.grant.transfer for c in w.p.calls if c.grant]
+        assert len(set(transfers)) == 2, "each pair has its own transfer"
         assert await w.metric("vllm_disagg_fallbacks_total", 'reason="decode_failed"') == 1
 
 

@@ -11,6 +11,7 @@ import asyncio
 from ..errors import DisaggError
 from .fleet import Fleet
 from .pairing import Pair, choose
+from .policies import Ask
 
 
 class QueueFull(DisaggError):
@@ -29,25 +30,25 @@ class Admission:
         self._concurrency = concurrency
         self._max_waiting = max_waiting
         self._patience = patience
-        self._waiting: dict[asyncio.Future[Pair | None], int] = {}  # oldest first, with the prompt's size
+        self._waiting: dict[asyncio.Future[Pair | None], Ask] = {}  # oldest first
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    async def acquire(self, size: int) -> Pair | None:
+    async def acquire(self, ask: Ask) -> Pair | None:
         """A pair whose places are taken, or None when no two instances fit."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
-            choice = choose(self._fleet, self._concurrency, size, loop.time())
+            choice = choose(self._fleet, self._concurrency, ask, loop.time())
             if choice == "none":
                 return None
             if choice != "busy":
-                choice.take()
+                choice.take(self._fleet, loop.time())
                 return choice
         if len(self._waiting) >= self._max_waiting:
             raise QueueFull(f"{len(self._waiting)} requests wait already")
         turn: asyncio.Future[Pair | None] = loop.create_future()
-        self._waiting[turn] = size
+        self._waiting[turn] = ask
         pair = None
         try:
             async with asyncio.timeout(self._patience):
@@ -58,7 +59,7 @@ class Admission:
         finally:
             self._waiting.pop(turn, None)
             if pair is None and turn.done() and not turn.cancelled() and (unused := turn.result()):
-                unused.decode.in_flight -= 1  # the request ended in the very moment that its turn came
+                unused.release_decode()  # the request ended in the very moment that its turn came
                 self.release(unused)
 
     def release(self, pair: Pair) -> None:
@@ -70,8 +71,8 @@ class Admission:
         """Something changed: let in who can go."""
         now = asyncio.get_running_loop().time()
         while self._waiting:
-            turn, size = next(iter(self._waiting.items()))
-            choice = choose(self._fleet, self._concurrency, size, now)
+            turn, ask = next(iter(self._waiting.items()))
+            choice = choose(self._fleet, self._concurrency, ask, now)
             if choice == "busy":
                 return
             del self._waiting[turn]
@@ -80,5 +81,5 @@ class Admission:
             if choice == "none":
                 turn.set_result(None)
             else:
-                choice.take()
+                choice.take(self._fleet, now)
                 turn.set_result(choice)

@@ -9,17 +9,19 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from . import bodies
+from . import bodies, routes
+from .dialects import DIALECTS
 from .fleet import Instance
 from .headers import find
 from .pairing import choose_decode
-from .relay import Failed, Relay, Trip, answer_error
+from .policies import Ask
+from .relay import RETRIES, Failed, Relay, Trip, answer_error
+from .routes import How
 from .server import JSON, Connection, Request
 
 log = logging.getLogger(__name__)
 
 TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
-GUARDED = ("/v1/", "/disagg/")  # as vLLM guards /v1
 
 Route = Callable[[Request, Connection], Awaitable[int]]  # the answer's status
 
@@ -31,17 +33,18 @@ class Api:
         self._relay = relay
         self._keys = [key.encode() for key in api_keys]
         self._timeout = timeout
-        self._routes: dict[str, tuple[str, Route]] = {
-            "/v1/completions": ("POST", self._generate),
-            "/v1/chat/completions": ("POST", self._generate),
-            "/v1/models": ("GET", self._forward),
-            "/version": ("GET", self._forward),
-            "/tokenize": ("POST", self._forward),
-            "/detokenize": ("POST", self._forward),
-            "/health": ("GET", self._health),
-            "/readiness": ("GET", self._readiness),
-            "/metrics": ("GET", self._metrics),
-            "/disagg/instances": ("GET", self._instances),
+        self._own: dict[str, Route] = {
+            "/health": self._health,
+            "/ping": self._health,
+            "/readiness": self._readiness,
+            "/metrics": self._metrics,
+            "/disagg/instances": self._instances,
+        }
+        self._served: dict[How, Route] = {
+            "generate": self._generate,
+            "forward": self._forward,
+            "look up": self._look_up,
+            "all": self._everywhere,
         }
 
     async def handle(self, request: Request, client: Connection) -> None:
@@ -49,19 +52,19 @@ class Api:
         if not self._allowed(request):
             client.answer(401, [JSON], b'{"error":"Unauthorized"}')
             return
-        method, route = self._routes.get(request.path, ("", None))
-        if not route:
+        methods, how = routes.find(request.path) or ((), "own")
+        if not methods:
             client.answer(404, [JSON], b'{"detail":"Not Found"}')
-        elif method != request.method:
-            client.answer(405, [JSON, (b"allow", method.encode())], b'{"detail":"Method Not Allowed"}')
-        elif route in (self._generate, self._forward):
-            outcome = await self._run(route, request, client)
-            log.debug("%s %s: %s", request.method, request.path, outcome)
+        elif request.method not in methods:
+            client.answer(405, [JSON, (b"allow", ", ".join(methods).encode())], b'{"detail":"Method Not Allowed"}')
+        elif how == "own":
+            await self._own[request.path](request, client)
         else:
-            await route(request, client)
+            outcome = await self._run(self._served[how], request, client)
+            log.debug("%s %s: %s", request.method, request.path, outcome)
 
     def _allowed(self, request: Request) -> bool:
-        if not self._keys or not request.path.startswith(GUARDED):
+        if not self._keys or not routes.guarded(request.path):
             return True
         scheme, _, given = find(request.headers, b"authorization").partition(b" ")
         return scheme.lower() == b"bearer" and any(hmac.compare_digest(given, key) for key in self._keys)
@@ -92,19 +95,35 @@ class Api:
 
     async def _generate(self, request: Request, client: Connection) -> int:
         request.mode = "whole"
-        body = bodies.parse(request.body)
+        body = bodies.parse(request.body, DIALECTS[request.path])
+        if body.refers:
+            return await self._look_up(request, client)
         return await self._relay.generate(Trip(request, client, body, asyncio.get_running_loop().time()))
 
     async def _forward(self, request: Request, client: Connection) -> int:
         request.mode = "passthrough"
-        instance = self._any_instance()
-        if not instance:
-            raise Failed(503, "no instance can be used at the moment", retry_after=5)
-        return await self._relay.forward(request, client, instance)
+        model = "" if routes.is_form(request.path) else bodies.check(request.body)
+        return await self._relay.forward(request, client, self._candidates(Ask(0, model=model)))
 
-    def _any_instance(self) -> Instance | None:
+    async def _look_up(self, request: Request, client: Connection) -> int:
+        """What one decode instance alone remembers."""
+        request.mode = "passthrough"
+        bodies.check(request.body)
+        decodes = [d for d in self._relay.fleet.of("decode") if d.up]
+        return await self._relay.forward(request, client, decodes, seek=True)
+
+    async def _everywhere(self, request: Request, client: Connection) -> int:
+        request.mode = "passthrough"
+        bodies.check(request.body)
+        return await self._relay.everywhere(request, client)
+
+    def _candidates(self, ask: Ask) -> list[Instance]:
+        """Who can answer, best first; prefill instances only when no decode instance is up."""
         fleet, now = self._relay.fleet, asyncio.get_running_loop().time()
-        return choose_decode(fleet, now) or next((p for p in fleet.of("prefill") if p.up), None)
+        found: list[Instance] = []
+        while len(found) <= RETRIES and (decode := choose_decode(fleet, now, found, ask)):
+            found.append(decode)
+        return found or [p for p in fleet.of("prefill") if p.up]
 
     async def _health(self, request: Request, client: Connection) -> int:
         client.answer(200, [], b"")

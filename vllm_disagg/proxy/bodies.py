@@ -16,23 +16,16 @@ from collections.abc import Mapping
 import msgspec
 
 from ..errors import DisaggError
-from ..grants import REQUEST_KEY
+from .dialects import COMPLETIONS, Dialect
+from .policies import Ask
+from .prefixes import Prefix
 
-FORBIDDEN = ("kv_transfer_params", "ec_transfer_params")
+PARAMS = "kv_transfer_params"
+FORBIDDEN = (PARAMS, "ec_transfer_params")
 # A key can hide only behind \u escapes of ASCII letters or the underscore: all begin with \u005, 6 or 7.
 _ESCAPE = re.compile(rb"\\u00[567]")
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
-
-# Only a prompt's KV is wanted of the prefill leg: neither more tokens, nor anything about them.
-_NOT_FOR_PREFILL = {
-    "stream", "stream_options", "stream_interval", "min_tokens", "n", "best_of", "logprobs", "top_logprobs",
-    "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids",
-    "seed",  # and vLLM 0.32 on CPUs dies of a seeded prompt that it computes in chunks
-}  # fmt: skip
-# Each of these, when set, asks for more than one sequence or for more of the prompt than its KV.
-_WHOLE = ("use_beam_search", "echo", "prompt_logprobs", "prompt_embeds")
-
 
 class BadBody(DisaggError):
     """A body that no engine may see; a 400."""
@@ -43,48 +36,90 @@ class BadBody(DisaggError):
 
 
 class Body:
-    """A parsed request body."""
+    """A parsed request body of an endpoint."""
 
-    def __init__(self, fields: dict[str, msgspec.Raw], size: int) -> None:
+    def __init__(self, fields: dict[str, msgspec.Raw], size: int, dialect: Dialect) -> None:
         self._fields = fields
+        self._dialect = dialect
+        self._sampling = fields
         self.size = size
+        if dialect.nested:
+            try:
+                self._sampling = _decode(fields.get(dialect.nested, b"{}"))
+            except msgspec.DecodeError:
+                self._sampling = {}
 
-    def whole(self, chat: bool) -> str:
+    @property
+    def whole(self) -> str:
         """Why one decode instance must serve this alone; empty when the work can be split."""
-        fields = self._fields
-        for name in _WHOLE:
-            if name in fields and bytes(fields[name]) not in (b"null", b"false"):
-                return name
-        for name in ("n", "best_of"):
-            if name in fields and bytes(fields[name]) not in (b"null", b"1"):
-                return name
-        if bytes(fields.get("max_tokens", b"")) == b"0":
-            return "max_tokens"
-        if bytes(fields.get("truncate_prompt_tokens", b"")).startswith(b"-"):
-            return "truncate_prompt_tokens"  # some versions of vLLM make it depend on max_tokens
-        if chat:
-            return "" if bytes(fields.get("messages", b"")).startswith(b"[") else "messages"
-        return "" if _is_one_prompt(bytes(fields.get("prompt", b""))) else "prompt"
+        return self._dialect.why_whole(self._fields, self._sampling)
+
+    @property
+    def refers(self) -> bool:
+        """Whether it goes on from something that one instance remembers."""
+        return bytes(self._fields.get("previous_response_id", b"null")) != b"null"
+
+    @property
+    def one_token(self) -> bool:
+        """Whether the answer is over when the prompt is computed."""
+        for name in reversed(self._dialect.caps):  # the last one that is set counts
+            if (cap := bytes(self._sampling.get(name, b"null"))) != b"null":
+                return cap == b"1"
+        return False
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether the same request gets the same answer.  Without a temperature the model's own default holds, which
+        is not known here."""
+        if bytes(self._sampling.get("seed", b"null")) != b"null":
+            return True
+        try:
+            return float(bytes(self._sampling.get("temperature", b"1"))) == 0
+        except ValueError:
+            return False
+
+    @property
+    def model(self) -> str:
+        try:
+            return msgspec.json.decode(self._fields.get("model", b'""'), type=str)
+        except msgspec.DecodeError:
+            return ""
+
+    def ask(self, session: bytes, with_prefix: bool) -> Ask:
+        """What a choice of instances needs to know of this request."""
+        prompt = bytes(self._fields.get(self._dialect.prompt, b""))
+        ask = Ask(len(prompt), session=session, model=self.model)
+        if with_prefix:
+            salt = b"\0".join(bytes(self._fields.get(name, b"")) for name in self._dialect.before)
+            ask.prefix = Prefix(prompt, salt)
+        return ask
 
     def plain(self) -> bytes:
         """For an engine that serves this alone."""
         return _encode(self._fields)
 
-    def prefill(self, chat: bool, grant: str) -> bytes:
+    def prefill(self, params: Mapping[str, object]) -> bytes:
         """For the prefill leg: the same prompt, one token, no stream."""
-        fields: dict[str, object] = {k: v for k, v in self._fields.items() if k not in _NOT_FOR_PREFILL}
-        fields["max_tokens"] = 1
-        if chat and "max_completion_tokens" in fields:
-            fields["max_completion_tokens"] = 1
+        dialect = self._dialect
+        fields: dict[str, object] = {k: v for k, v in self._fields.items() if k not in dialect.drop}
+        sampling = fields
+        if dialect.nested:
+            sampling = {k: v for k, v in self._sampling.items() if k not in dialect.drop}
+            fields[dialect.nested] = sampling
+        for at, name in enumerate(dialect.caps):
+            if at == 0 or name in sampling:
+                sampling[name] = 1
         fields["stream"] = False
-        return _with_grant(fields, grant)
+        if dialect.stores:
+            fields["store"] = False
+        return _encode({**fields, PARAMS: {**dict.fromkeys(dialect.extra, True), **params}})
 
-    def decode(self, grant: str) -> bytes:
+    def decode(self, params: object) -> bytes:
         """For the decode leg: everything as the client asked."""
-        return _with_grant(self._fields, grant)
+        return _encode({**self._fields, PARAMS: params})
 
 
-def parse(raw: bytes) -> Body:
+def parse(raw: bytes, dialect: Dialect = COMPLETIONS) -> Body:
     """A body from its bytes, or BadBody."""
     try:
         fields = _decode(raw)
@@ -97,19 +132,15 @@ def parse(raw: bytes) -> Body:
         raise BadBody("the request's body must be a JSON object") from None
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadBody(f"the request's body is not valid JSON: {error}") from None
-    return Body(fields, len(raw))
+    return Body(fields, len(raw), dialect)
+
+
+def check(raw: bytes) -> str:
+    """Refuse what only the proxy may send, in a body that is passed on as it is; the model it is for, if it says so."""
+    return parse(raw).model if raw else ""
 
 
 def _check(pairs: list[tuple[str, object]]) -> None:
     for name, _ in pairs:
         if name in FORBIDDEN:
             raise BadBody(f"`{name}` is set by the proxy; a client must not send it", name)
-
-
-def _with_grant(fields: Mapping[str, object], grant: str) -> bytes:
-    return _encode({**fields, "kv_transfer_params": {REQUEST_KEY: grant}})
-
-
-def _is_one_prompt(prompt: bytes) -> bool:
-    """A text, or a flat list of token ids."""
-    return prompt.startswith(b'"') or (prompt.startswith(b"[") and prompt[1:].lstrip()[:1].isdigit())

@@ -1,7 +1,10 @@
-"""Finding out what runs at each URL, and noticing when that changes.
+"""Finding out what runs at each URL, and noticing within two seconds when that changes.
 
-One task per instance: it probes until the instance answers, then asks /health every second.  After two misses the
-instance is not used until a new probe succeeds, since whoever comes back may be another process.
+One task per instance asks /health four times a second.  An instance is down when it refuses connections, twice answers
+anything but 200, or is *silent* for `Settings.silence` seconds: a busy API server may be late with /health, but an
+instance of which any stream still gets bytes lives.  With the defaults a frozen instance is down 1.25 to 1.75 s after
+its last byte.  Its requests then fail over at once, if there is somebody to go to; else they wait for it, for `LOST`
+seconds at most.  It is not used until a probe succeeds, since whoever comes back may be another process.
 """
 
 from __future__ import annotations
@@ -14,15 +17,15 @@ import msgspec
 
 from ..grants import ANSWER_KEY, REQUEST_KEY, Engine, Grant, mint, new_transfer
 from ..keys import FleetKey
-from .fleet import Fleet, Instance, mismatch
+from .fleet import UNKNOWN, Fleet, Instance, mismatch
 from .headers import Headers
 from .upstream import Pool, Unreachable
 
 log = logging.getLogger(__name__)
 
-HEALTH_TIMEOUT = 1.0  # seconds
-PROBE_TIMEOUT = 30.0  # a probe waits behind the engine's other work
-LOST = 30  # misses after which answers that are still owed are given up
+PROBE_TIMEOUT = 30.0  # seconds; a probe waits behind the engine's other work
+LOST = 30.0  # seconds of silence after which answers that are still owed are given up
+MUTE = 30.0  # seconds that /health may take while streams show that the instance lives
 
 
 class _Model(msgspec.Struct):
@@ -37,6 +40,17 @@ class _Completion(msgspec.Struct):
     kv_transfer_params: dict[str, msgspec.Raw] | None = None
 
 
+# What NixlConnector wants to be asked for a prompt's KV, and how its answer is known.
+NIXL_PREFILL: dict[str, object] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+_NIXL_KEY = "remote_engine_id"
+
 _models = msgspec.json.Decoder(_Models).decode
 _completion = msgspec.json.Decoder(_Completion).decode
 _engine = msgspec.json.Decoder(Engine).decode
@@ -50,6 +64,15 @@ def engine_in(answer: bytes) -> Engine | None:
         return None
 
 
+def params_in(answer: bytes) -> dict[str, msgspec.Raw] | None:
+    """What NixlConnector answered for the decode leg; None when it has nothing to fetch."""
+    try:
+        params = _completion(answer).kv_transfer_params
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return params if params and bytes(params.get(_NIXL_KEY, b"null")) != b"null" else None
+
+
 class _Odd(Exception):
     """An instance answered, but not as vLLM does."""
 
@@ -58,8 +81,9 @@ class Discovery:
     """Keeps the fleet's state true."""
 
     def __init__(
-        self, fleet: Fleet, pools: dict[str, Pool], key: FleetKey, on_change: Callable[[], None], api_key: str
-    ) -> None:
+        self, fleet: Fleet, pools: dict[str, Pool], key: FleetKey, on_change: Callable[[], None], api_key: str,
+        silence: float,
+    ) -> None:  # fmt: skip
         self._fleet = fleet
         self._pools = pools
         self._key = key
@@ -67,31 +91,73 @@ class Discovery:
         if api_key:
             self._headers.append((b"authorization", b"Bearer " + api_key.encode()))
         self._on_change = on_change
+        self._silence = silence
+        self._known: dict[str, object] = {}  # what was reported last, by URL
 
     async def watch(self, instance: Instance, interval: float) -> None:
         """Follow one instance for ever."""
-        while True:
-            was = (instance.up, instance.why_not, instance.engine)
-            if instance.needs_probe:
-                await self._probe(instance)
-            else:
-                await self._check(instance)
-            if (instance.up, instance.why_not, instance.engine) != was:
-                self._report(instance)
-                self._on_change()
-            await asyncio.sleep(interval)
-
-    async def _check(self, instance: Instance) -> None:
+        loop = asyncio.get_running_loop()
+        probing: asyncio.Task[None] | None = None
+        lived = loop.time()
         try:
-            await self._ask(instance, "GET", "/health", timeout=HEALTH_TIMEOUT)
-        except (Unreachable, TimeoutError, _Odd) as error:
-            instance.missed(f"does not answer /health: {error or 'timeout'}")
-            return
-        instance.misses = 0
+            while True:
+                trouble = await self._listen(instance, interval)
+                if trouble:
+                    instance.missed(trouble)
+                else:
+                    instance.misses, lived = 0, loop.time()
+                if not instance.up and trouble:
+                    if probing:
+                        probing.cancel()
+                    if self._replaceable(instance) or loop.time() - lived > LOST:
+                        self._pools[instance.url].abort()
+                elif instance.needs_probe and (not probing or probing.done()):
+                    probing = asyncio.create_task(self._probe(instance))
+                self._note(instance)
+                await asyncio.sleep(interval)
+        finally:
+            if probing:
+                probing.cancel()
+
+    def _replaceable(self, instance: Instance) -> bool:
+        """Whether its requests have somewhere to go."""
+        return any(other.up and other is not instance for other in self._fleet.of("decode"))
+
+    async def _listen(self, instance: Instance, interval: float) -> str:
+        """What is wrong with it; empty when it lives."""
+        loop, pool = asyncio.get_running_loop(), self._pools[instance.url]
+        life, heard = loop.time(), pool.heard
+        asking = asyncio.create_task(self._ask(instance, "GET", "/health", timeout=MUTE))
+        try:
+            while not asking.done():
+                await asyncio.wait({asking}, timeout=interval)
+                if pool.heard != heard:
+                    life, heard = loop.time(), pool.heard
+                elif loop.time() - life > self._silence:
+                    instance.down("is silent")
+                    return "is silent"
+            asking.result()
+        except Unreachable as error:
+            if error.reason == "refused":
+                instance.down("refuses connections")
+                pool.abort()
+            return f"does not answer /health: {error}"
+        except (TimeoutError, _Odd) as error:
+            return f"does not answer /health: {error or 'timeout'}"
+        finally:
+            asking.cancel()
+        return ""
+
+    def _note(self, instance: Instance) -> None:
+        """Tell of changes, once each."""
+        now = (instance.up, instance.why_not, instance.engine)
+        if self._known.get(instance.url, (False, UNKNOWN, None)) != now:
+            self._known[instance.url] = now
+            self._report(instance)
+            self._on_change()
 
     async def _probe(self, instance: Instance) -> None:
         try:
-            await self._ask(instance, "GET", "/health", timeout=HEALTH_TIMEOUT)
             models = _models(await self._ask(instance, "GET", "/v1/models", timeout=PROBE_TIMEOUT))
             if not models.data:
                 raise _Odd("it serves no model")
@@ -102,18 +168,17 @@ class Discovery:
                 "prompt": "probe",
                 "max_tokens": 1,
                 "temperature": 0,
-                "kv_transfer_params": {REQUEST_KEY: grant},
+                "kv_transfer_params": {**NIXL_PREFILL, REQUEST_KEY: grant},
             }
             answer = await self._ask(
                 instance, "POST", "/v1/completions", body=msgspec.json.encode(body), timeout=PROBE_TIMEOUT
             )
         except (Unreachable, TimeoutError, _Odd, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            instance.misses += 1
             instance.down(f"does not answer a probe: {error or 'timeout'}")
-            if instance.misses == LOST:
-                self._pools[instance.url].abort()
-            return
-        instance.probed(model, engine_in(answer))
+        else:
+            names = [m.id for m in models.data]
+            instance.probed(model, engine_in(answer), names, nixl=params_in(answer) is not None)
+        self._note(instance)
 
     async def _ask(self, instance: Instance, method: str, path: str, *, body: bytes = b"", timeout: float) -> bytes:
         async with asyncio.timeout(timeout):
@@ -137,7 +202,8 @@ class Discovery:
             return
         engine = instance.engine
         workers = len(engine.workers) if engine else 0
-        log.info("%s (%s) is ready: %s, %d workers", instance.url, instance.role, instance.model, workers)
+        what = f"{workers} workers" if engine else "NixlConnector"
+        log.info("%s (%s) is ready: %s, %s", instance.url, instance.role, instance.model, what)
         for other in self._fleet.instances:
             if other.role != instance.role and other.up and other.transfers:
                 prefill, decode = (instance, other) if instance.role == "prefill" else (other, instance)

@@ -1,19 +1,24 @@
 """The instances as the proxy knows them.  Pure state: no clock, no sockets.
 
 An instance is `up` when it answers; `engine` says what its connector told a probe, None for a vLLM without one.
-What fails now and then (answers 500, cuts connections) while up is left alone for a while that doubles.
+What fails twice in a row while up is left alone for a while.  Then one request may try it; success ends its penance,
+failure doubles it.  Who has only such instances uses them all the same: a rest is a preference, not a lock.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ..grants import Engine, difference
+from .policies import Policy
 
 Role = Literal["prefill", "decode"]
+Kind = Literal["disagg", "nixl", "plain"]  # its connector: ours, NixlConnector, none that we know
 
-MISSES = 2  # failed health checks until an instance counts as down
+MISSES = 2  # health checks answered badly until an instance counts as down
+UNKNOWN = "not probed yet"
 MAX_PENANCE = 30.0  # seconds
 
 
@@ -26,7 +31,7 @@ class Instance:
     model: str = ""
     engine: Engine | None = None
     up: bool = False
-    why_not: str = "not probed yet"  # for people: what keeps it from being used, or from being used in full
+    why_not: str = UNKNOWN  # for people: what keeps it from being used, or from being used in full
     needs_probe: bool = True
     misses: int = 0
     failures: int = 0  # of legs, in a row
@@ -35,16 +40,32 @@ class Instance:
     legs: int = 0  # prefill legs at work
     prompt_bytes: int = 0  # in those legs
     turn: int = 0  # when it was chosen last
+    context: int = 0  # bytes of the prompts of requests in flight
+    whole: int = 0  # requests of which it computes the whole prompt
+    kv_use: float = 0.0  # of its KV cache, as it said last
+    models: frozenset[str] = frozenset()  # all names that it serves
+    kind: Kind = "plain"
+    kin: tuple[object, ...] = ()  # who of the other role has the same can be paired with it
+    cache: object = field(default_factory=object)  # stands for what is in its prefix cache; another one after a restart
 
-    def probed(self, model: str, engine: Engine | None) -> None:
+    def probed(self, model: str, engine: Engine | None, models: Iterable[str] = (), nixl: bool = False) -> None:
         """It answered a probe."""
+        if not self.up or not self.engine or not engine or self.engine.incarnation != engine.incarnation:
+            self.cache = object()
         self.up, self.needs_probe, self.why_not = True, False, ""
         self.misses = self.failures = 0
         self.resting_until = 0.0
-        self.model, self.engine = model, engine
+        self.model, self.engine, self.models = model, engine, frozenset((model, *models))
+        self.kind, self.kin = "plain", ()
+        if engine:
+            self.kind = "disagg"
+            self.kin = ("disagg", len(engine.workers), *sorted(engine.layout.items()))
+        elif nixl:  # its engines compare themselves when they first meet
+            self.kind, self.kin = "nixl", ("nixl", model)
+            return
         if engine is None:
             self.why_not = (
-                "serves no KV transfers: either it runs without this connector, "
+                "serves no KV transfers: either it runs without a connector, "
                 "or with another fleet key than this proxy"
             )
         elif engine.role not in (self.role, "both"):
@@ -56,7 +77,7 @@ class Instance:
     def missed(self, why: str) -> None:
         """A health check failed."""
         self.misses += 1
-        if self.misses >= MISSES:
+        if self.up and self.misses >= MISSES:
             self.down(why)
 
     def leg_failed(self, reason: str, now: float) -> None:
@@ -66,16 +87,34 @@ class Instance:
             self.down("refuses connections")
         elif reason == "reset":
             self.needs_probe = True  # perhaps it was restarted
-        if self.failures > 1:
-            self.resting_until = now + min(2.0 ** (self.failures - 2), MAX_PENANCE)
+        self._rest(now)
 
     def leg_succeeded(self) -> None:
         self.failures = 0
+        self.resting_until = 0.0
+
+    def chosen(self, now: float) -> None:
+        """It gets a request.  If it comes from a rest, then only this one: the next rest begins."""
+        if now >= self.resting_until:
+            self._rest(now)
+
+    def _rest(self, now: float) -> None:
+        if self.failures > 1:
+            self.resting_until = now + min(2.0 ** (self.failures - 2), MAX_PENANCE)
 
     @property
     def transfers(self) -> bool:
         """Whether it can take part in disaggregation in its role, once up."""
-        return self.engine is not None and self.engine.role in (self.role, "both")
+        return self.kind == "nixl" or (self.engine is not None and self.engine.role in (self.role, "both"))
+
+    def enter(self, size: int) -> None:
+        """A request of so many bytes comes to a decode instance."""
+        self.in_flight += 1
+        self.context += size
+
+    def leave(self, size: int) -> None:
+        self.in_flight -= 1
+        self.context -= size
 
     def usable(self, now: float) -> bool:
         return self.up and now >= self.resting_until
@@ -86,13 +125,17 @@ class Instance:
 
 def mismatch(prefill: Instance, decode: Instance) -> str:
     """What keeps these two from working as a pair, in words; empty when nothing does."""
+    if prefill.kin and prefill.kin == decode.kin:
+        return ""
+    if prefill.kind != decode.kind and "plain" not in (prefill.kind, decode.kind):
+        return "they have different connectors"
+    if prefill.kind == "nixl":
+        return f"one serves {prefill.model} and the other {decode.model}"
     if not prefill.engine or not decode.engine:
         return "one of them serves no KV transfers"
     ours, theirs = len(prefill.engine.workers), len(decode.engine.workers)
     if ours != theirs:
         return f"one side has {ours} workers and the other {theirs}"
-    if prefill.engine.layout == decode.engine.layout:  # asked for every pair and request
-        return ""
     return difference(prefill.engine.layout, decode.engine.layout)
 
 
@@ -101,6 +144,7 @@ class Fleet:
     """All instances."""
 
     instances: list[Instance] = field(default_factory=list)
+    policy: Policy = field(default_factory=Policy)
 
     def of(self, role: Role) -> list[Instance]:
         return [instance for instance in self.instances if instance.role == role]

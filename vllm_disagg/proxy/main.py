@@ -18,6 +18,7 @@ from .api import Api
 from .discovery import Discovery
 from .fleet import Fleet, Instance, Role
 from .metrics import Metrics
+from .policies import Policy
 from .relay import Relay
 from .server import Server
 from .settings import Settings, add_arguments, from_arguments
@@ -37,12 +38,12 @@ async def serve(
     `must_fit`: ConfigError if, the first time that all instances answer, no two of them can work together.
     """
     roles: list[tuple[Role, list[str]]] = [("prefill", settings.prefill), ("decode", settings.decode)]
-    fleet = Fleet([Instance(url, role) for role, urls in roles for url in urls])
+    fleet = Fleet([Instance(url, role) for role, urls in roles for url in urls], Policy(settings.policy))
     pools = {instance.url: Pool(instance.url) for instance in fleet.instances}
     admission = Admission(fleet, settings.prefill_concurrency, settings.queue_size, settings.queue_timeout)
     relay = Relay(fleet, pools, admission, Metrics(fleet), settings)
     server = Server(Api(relay, settings.api_keys, settings.request_timeout).handle, settings.limits)
-    discovery = Discovery(fleet, pools, settings.key, admission.wake, next(iter(settings.api_keys), ""))
+    discovery = Discovery(fleet, pools, settings.key, admission.wake, next(iter(settings.api_keys), ""), settings.silence)
     port = await server.start(settings.host, settings.port)
     try:
         async with asyncio.TaskGroup() as tasks:

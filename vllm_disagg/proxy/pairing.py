@@ -1,15 +1,21 @@
 """Who serves a request: prefill and decode instance are chosen as one decision, because not every two fit.
 
-Pure: the fleet and the time are passed in.
+Instances fit when they are of one *kin* (`Instance.kin`: the same connector, layout and number of workers).  Per kin
+the policy names its best P and its best D with their costs; the pair of the least sum is taken.  So all pairs are
+considered, in the time of looking at every instance once.
+
+Pure: the fleet, the time and the policy's chance are passed in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from .fleet import Fleet, Instance, mismatch
+from .fleet import Fleet, Instance
+from .policies import Ask
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -18,59 +24,86 @@ class Pair:
 
     prefill: Instance
     decode: Instance
-    size: int
+    ask: Ask
 
-    def take(self) -> None:
-        _turn(self.prefill, self.decode)
+    def take(self, fleet: Fleet, now: float) -> None:
+        chosen(fleet, self.ask, now, self.prefill, self.decode)
         self.prefill.legs += 1
-        self.prefill.prompt_bytes += self.size
-        self.decode.in_flight += 1
+        self.prefill.prompt_bytes += self.ask.size
+        self.decode.enter(self.ask.size)
 
     def release_prefill(self) -> None:
         self.prefill.legs -= 1
-        self.prefill.prompt_bytes -= self.size
+        self.prefill.prompt_bytes -= self.ask.size
+
+    def release_decode(self) -> None:
+        self.decode.leave(self.ask.size)
 
 
 Choice = Pair | Literal["busy", "none"]
 
 
-def choose(fleet: Fleet, limit: int, size: int, now: float) -> Choice:
-    """A pair for a prompt of `size` bytes; "busy" when every fitting prefill instance has `limit` legs at work,
-    "none" when no two instances fit."""
-    decodes = [d for d in fleet.of("decode") if d.transfers and d.up]
-    decodes = [d for d in decodes if d.usable(now)] or decodes
-    fits = {p: [d for d in decodes if not mismatch(p, d)] for p in fleet.of("prefill") if p.can_prefill(now)}
-    fits = {p: ds for p, ds in fits.items() if ds}
-    if not fits:
+def choose(fleet: Fleet, limit: int, ask: Ask, now: float, avoid: Collection[Instance] = ()) -> Choice:
+    """A pair for a prompt; "busy" when every fitting prefill instance has `limit` legs at work, "none" when no two
+    instances fit."""
+    prefills, decodes = defaultdict(list), defaultdict(list)
+    for d in _of_model([d for d in fleet.of("decode") if d.up and d.transfers and d not in avoid], ask):
+        decodes[d.kin].append(d)
+    for p in _of_model([p for p in fleet.of("prefill") if p.can_prefill(now) and p not in avoid], ask):
+        if p.kin in decodes:
+            prefills[p.kin].append(p)
+    if not prefills:
         return "none"
-    free = [p for p in fits if p.legs < limit]
-    if not free:
+    found: list[tuple[float, Instance, Instance]] = []
+    for kin, members in prefills.items():
+        if free := [p for p in members if p.legs < limit]:
+            p_cost, p = fleet.policy.best(free, ask)
+            d_cost, d = fleet.policy.best([d for d in decodes[kin] if d.usable(now)] or decodes[kin], ask)
+            found.append((p_cost + d_cost, p, d))
+    if not found:
         return "busy"
-    prefill = min(free, key=lambda p: (p.prompt_bytes, p.turn))
-    return Pair(prefill, _least_busy(fits[prefill]), size)
+    _, prefill, decode = min(found, key=lambda f: (f[0], f[1].turn))
+    return Pair(prefill, decode, ask)
 
 
-def choose_decode(fleet: Fleet, now: float, tried: Collection[Instance] = ()) -> Instance | None:
+def choose_decode(
+    fleet: Fleet, now: float, avoid: Collection[Instance] = (), ask: Ask | None = None
+) -> Instance | None:
     """A decode instance that serves a request alone; one that rests only when there is no other."""
-    up = [d for d in fleet.of("decode") if d.up and d not in tried]
-    usable = [d for d in up if d.usable(now)] or up
-    if not usable:
+    ask = ask or Ask(0)
+    up = _of_model([d for d in fleet.of("decode") if d.up and d not in avoid], ask)
+    if not up:
         return None
-    chosen = _least_busy(usable)
-    _turn(chosen)
-    return chosen
+    return fleet.policy.best([d for d in up if d.usable(now)] or up, ask)[1]
 
 
-def _least_busy(instances: Iterable[Instance]) -> Instance:
-    return min(instances, key=lambda d: (d.in_flight, d.turn))
+def better_whole(fleet: Fleet, ask: Ask, threshold: int) -> bool:
+    """Whether so little of a prompt is unknown to some decode instance that a transfer is not worth its while."""
+    if not threshold or ask.size < threshold:
+        return threshold > 0
+    decodes = [d for d in fleet.of("decode") if d.up]
+    return ask.size - max(fleet.policy.seen(decodes, ask).values(), default=0) < threshold
+
+
+def spill(fleet: Fleet, now: float, ask: Ask) -> Instance | None:
+    """Where a prompt goes that finds every prefill instance full: to a D that computes no other whole prompt."""
+    idle = _of_model([d for d in fleet.of("decode") if d.usable(now) and not d.whole], ask)
+    return fleet.policy.best(idle, ask)[1] if idle else None
+
+
+def _of_model(instances: list[Instance], ask: Ask) -> list[Instance]:
+    """Those that serve the model; if none says so, all: an engine has the right words for a wrong name."""
+    return [i for i in instances if ask.model in i.models] or instances
 
 
 _turns = 0
 
 
-def _turn(*instances: Instance) -> None:
-    """Note who was chosen, so that equals take turns."""
+def chosen(fleet: Fleet, ask: Ask, now: float, *instances: Instance) -> None:
+    """Note who was chosen, so that equals take turns and prefixes find their way back."""
     global _turns  # noqa: PLW0603
     _turns += 1
     for instance in instances:
         instance.turn = _turns
+        instance.chosen(now)
+    fleet.policy.chose(ask, *instances)

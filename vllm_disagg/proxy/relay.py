@@ -1,10 +1,10 @@
 """One request's journey, told in one place.
 
   queue -> both legs at once -> the decode leg's answer, as it comes, to the client
-  prefill leg: refused (4xx)  -> that answer goes to the client, the decode leg is cancelled
-               failed         -> the decode instance serves the whole request alone
-  decode leg:  failed, nothing sent yet -> another decode instance serves the whole request alone
-               failed in a stream       -> an error event and [DONE]
+  either leg refuses (4xx) -> that answer goes to the client, the other leg is cancelled
+  either leg fails         -> the next step of the ladder in `failover.py`: other instances, the same request
+  ... in a stream          -> the same, and what the client has already is not sent again (`continuation.py`)
+  nothing is left          -> the last failure as an answer, or as an event in the stream and [DONE]
   client left, or out of time: both legs are cancelled
 
 A decode answer counts as begun when its body's first byte is here: vLLM sends a stream's head long before.
@@ -14,25 +14,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
-from ..grants import Grant, mint, new_transfer
+from ..grants import REQUEST_KEY, Grant, mint, new_transfer
 from .admission import Admission, QueueFull, QueueTimeout
 from .bodies import Body
-from .discovery import engine_in
+from .discovery import NIXL_PREFILL, engine_in, params_in
+from .failover import CHARGED, Budget, Left, Past, Reason, Step, step
 from .fleet import Fleet, Instance
 from .headers import Headers, end_to_end, find
 from .metrics import Metrics
-from .pairing import Pair, choose_decode
+from .pairing import Choice, Pair, better_whole, choose, choose_decode, chosen, spill
+from .policies import Ask
 from .server import JSON, Connection, Request, error_body
 from .settings import Settings
+from .streams import DONE, Tape, engine_failed
 from .upstream import Answer, Pool, Unreachable
 
 log = logging.getLogger(__name__)
 
-DONE = b"data: [DONE]\n\n"
+RETRIES = 2  # of what one instance answers
+SESSION = b"x-session-id"
+RANK = b"x-data-parallel-rank"  # one rank of one instance is meant, which two legs cannot both honour
 
 
 class Failed(Exception):
@@ -44,6 +50,19 @@ class Failed(Exception):
         self.retry_after = retry_after
 
 
+@dataclass(slots=True, frozen=True)
+class Failure:
+    """A leg failed in a way that another instance might not."""
+
+    leg: Literal["prefill", "decode"]
+    reason: Reason
+    detail: str
+    answer: Answer | None = None  # what it answered instead
+
+
+Plan = Pair | Instance  # both legs, or a decode instance alone
+
+
 @dataclass(slots=True)
 class Trip:
     """A request on its way."""
@@ -52,15 +71,15 @@ class Trip:
     client: Connection
     body: Body
     began: float
-    place: Pair | None = None  # at a prefill instance, until that leg is over
-    prefill: asyncio.Task[Answer | Unreachable] | None = None
-    held: list[Instance] = field(default_factory=list)  # decode instances that count it as in flight
-    tried: list[Instance] = field(default_factory=list)
+    ask: Ask = field(default_factory=lambda: Ask(0))
+    place: Pair | None = None  # at a prefill instance, not yet handed to a prefill leg
+    prefill: asyncio.Task[Answer | Failure] | None = None
+    decode: Instance | None = None  # counts it as in flight
+    past: Past = field(default_factory=Past)
+    failed: list[Instance] = field(default_factory=list)  # not asked again
+    suspects: list[Instance] = field(default_factory=list)  # answered 5xx: guilty if another does better
     answers: list[Answer] = field(default_factory=list)
-
-    @property
-    def chat(self) -> bool:
-        return self.request.path.endswith("/chat/completions")
+    tape: Tape | None = None
 
 
 class Relay:
@@ -75,33 +94,48 @@ class Relay:
         self._admission = admission
         self._key = settings.key
         self._patience = settings.patience
+        self._concurrency = settings.prefill_concurrency
+        self._threshold = settings.min_prompt_bytes
+        self._spill = settings.spill
+        self._budget = Budget()
 
     async def generate(self, trip: Trip) -> int:
         """The whole journey; the status it ended with.  Afterwards nothing of the request is left anywhere."""
+        trip.ask = trip.body.ask(find(trip.request.headers, SESSION), self.fleet.policy.name == "prefix_aware")
+        self._budget.earn()
         try:
-            pair = None if trip.body.whole(trip.chat) else await self._queue(trip)
-            if pair:
-                answer = await self._both(trip, pair)
-            else:
-                answer = await self._alone(trip, self._other(trip))
-            if _is_failure(answer) and trip.prefill:
-                trip.prefill.cancel()
-            if _is_failure(answer) and (other := choose_decode(self.fleet, _now(), trip.tried)):
-                self.metrics.fell_back("decode_failed")
-                answer = await self._alone(trip, other)
-            return await self._deliver(trip, answer)
+            plan = await self._first(trip)
+            while True:
+                outcome = await self._attempt(trip, plan)
+                if isinstance(outcome, Answer):
+                    result = await self._deliver(trip, _server(trip, plan), outcome)
+                    if isinstance(result, int):
+                        return result
+                    outcome = result
+                following = self._next(trip, plan, outcome)
+                if following is None:
+                    return await self._give_up(trip, outcome)
+                self._leave(trip)
+                plan = following
+                if isinstance(plan, Pair):
+                    plan.take(self.fleet, _now())
+                    trip.place, trip.decode = plan, plan.decode
         finally:
-            if trip.prefill:
-                trip.prefill.cancel()
-            self._release(trip)
-            for begun in trip.answers:
-                begun.close()
-            for instance in trip.held:
-                instance.in_flight -= 1
+            self._leave(trip)
+
+    async def _first(self, trip: Trip) -> Plan:
+        """How a request is to be served if nothing goes wrong."""
+        if trip.body.whole or find(trip.request.headers, RANK) or better_whole(self.fleet, trip.ask, self._threshold):
+            return self._other(trip)
+        full = self._spill and choose(self.fleet, self._concurrency, trip.ask, _now()) == "busy"
+        if full and (idle := spill(self.fleet, _now(), trip.ask)):
+            self.metrics.fell_back("prefill_full")
+            return idle
+        return await self._queue(trip) or self._other(trip)
 
     async def _queue(self, trip: Trip) -> Pair | None:
         try:
-            pair = await self._admission.acquire(trip.body.size)
+            trip.place = pair = await self._admission.acquire(trip.ask)
         except QueueFull as error:
             raise Failed(429, str(error), retry_after=1) from None
         except QueueTimeout as error:
@@ -109,175 +143,323 @@ class Relay:
         finally:
             self.metrics.queue.observe(_now() - trip.began)
         if pair:
-            trip.place = pair
-            trip.held.append(pair.decode)
+            trip.decode = pair.decode
         elif self.fleet.of("prefill"):
             self.metrics.fell_back("no_pair")
         return pair
 
+    def _leave(self, trip: Trip) -> None:
+        """End whatever runs for the request, and give back its places."""
+        if trip.prefill:
+            trip.prefill.cancel()
+            trip.prefill = None
+        self._release(trip)
+        decode, trip.decode = trip.decode, None
+        if decode:
+            decode.leave(trip.ask.size)
+        for answer in trip.answers:
+            answer.close()
+        trip.answers.clear()
+
     def _release(self, trip: Trip) -> None:
+        """Give back the place at the prefill instance."""
         place, trip.place = trip.place, None
         if place:
             self._admission.release(place)
 
-    async def _both(self, trip: Trip, pair: Pair) -> Answer | Unreachable:
-        """Both legs at once; the answer to deliver, begun."""
+    # -- one attempt --------------------------------------------------------------------------------------------
+
+    async def _attempt(self, trip: Trip, plan: Plan) -> Answer | Failure:
+        """An answer to deliver, begun, or what went wrong."""
+        trip.past.attempts += 1
+        if isinstance(plan, Instance):
+            return await self._alone(trip, plan)
+        trip.past.pairs += 1
+        trip.request.mode = "disaggregated"
+        if trip.body.one_token:
+            return await self._at_prefill(trip, plan)
+        if plan.prefill.kind == "nixl":
+            return await self._in_turn(trip, plan)
+        return await self._both(trip, plan)
+
+    async def _alone(self, trip: Trip, instance: Instance) -> Answer | Failure:
+        """A decode instance serves all of it."""
+        if trip.decode is None:
+            chosen(self.fleet, trip.ask, _now(), instance)
+            instance.enter(trip.ask.size)
+            trip.decode = instance
+        instance.whole += 1
+        try:
+            return await self._ask(trip, "decode", instance, trip.body.plain())
+        finally:
+            instance.whole -= 1
+
+    async def _at_prefill(self, trip: Trip, pair: Pair) -> Answer | Failure:
+        """One token is wanted: the prefill instance has it when it has the prompt, and no KV needs to move."""
+        return await self._leg(trip, pair, trip.body.plain())
+
+    async def _in_turn(self, trip: Trip, pair: Pair) -> Answer | Failure:
+        """NixlConnector's two legs: what P answers is what D is asked with."""
+        answer = await self._leg(trip, pair, trip.body.prefill(NIXL_PREFILL))
+        if isinstance(answer, Failure) or answer.status != 200:
+            return answer
+        self._release(trip)
+        params = params_in(await answer.read())
+        return await self._ask(trip, "decode", pair.decode, trip.body.decode(params) if params else trip.body.plain())
+
+    async def _both(self, trip: Trip, pair: Pair) -> Answer | Failure:
+        """Both legs at once."""
         prefill_engine, decode_engine = pair.prefill.engine, pair.decode.engine
         if not prefill_engine or not decode_engine:  # no pair is made of such
             raise TypeError("a pair without engines")
-        trip.request.mode = "disaggregated"
         transfer = new_transfer()
         for_p = Grant(1, "prefill", transfer, prefill_engine.incarnation, [], self._patience)
         for_d = Grant(1, "decode", transfer, decode_engine.incarnation, prefill_engine.workers, self._patience)
-        prefill_body = trip.body.prefill(trip.chat, mint(self._key, for_p))
+        prefill_body = trip.body.prefill({REQUEST_KEY: mint(self._key, for_p)})
+        decode_body = trip.body.decode({REQUEST_KEY: mint(self._key, for_d)})
         trip.prefill = prefill = asyncio.create_task(self._prefill(trip, pair, prefill_body))
-        prefill.add_done_callback(lambda _: self._release(trip))
-        decode = asyncio.create_task(self._ask(trip, pair.decode, trip.body.decode(mint(self._key, for_d))))
+        trip.place = None
+        prefill.add_done_callback(lambda _: self._admission.release(pair))
+        decode = asyncio.create_task(self._ask(trip, "decode", pair.decode, decode_body))
         try:
             await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
             if not decode.done():
                 outcome = prefill.result()
-                if isinstance(outcome, Answer) and 400 <= outcome.status < 500:
+                if isinstance(outcome, Failure) or outcome.status != 200:
                     return outcome
-                if _is_failure(outcome):
-                    self.metrics.fell_back(f"prefill_{_reason(outcome)}")
-                    decode.cancel()
-                    return await self._alone(trip, pair.decode)
             return await decode
         finally:
             decode.cancel()
 
-    async def _prefill(self, trip: Trip, pair: Pair, body: bytes) -> Answer | Unreachable:
-        """The prefill leg.  A success is an answer of the very process that the decode leg was told to read from."""
+    async def _leg(self, trip: Trip, pair: Pair, body: bytes) -> Answer | Failure:
+        """A prefill leg."""
         began = _now()
-        instance = pair.prefill
-        answer = await self._ask(trip, instance, body)
-        if _is_failure(answer):
-            return answer
+        try:
+            async with asyncio.timeout(self._patience):
+                answer = await self._ask(trip, "prefill", pair.prefill, body)
+        except TimeoutError:
+            words = f"no answer within {self._patience:g} s"
+            return self._failure(trip, "prefill", pair.prefill, "timeout", words)
         if isinstance(answer, Answer) and answer.status == 200:
             self.metrics.prefill_leg.observe(_now() - began)
+        return answer
+
+    async def _prefill(self, trip: Trip, pair: Pair, body: bytes) -> Answer | Failure:
+        """The prefill leg.  A success is an answer of the very process that the decode leg was told to read from."""
+        instance = pair.prefill
+        answer = await self._leg(trip, pair, body)
+        if isinstance(answer, Answer) and answer.status == 200:
             engine = engine_in(await answer.read())
             if engine is None or not instance.engine or engine.incarnation != instance.engine.incarnation:
                 instance.needs_probe = True
                 if engine:
-                    instance.engine = engine
-                return Unreachable("stale", "the prefill instance was restarted")
+                    instance.probed(instance.model, engine, instance.models)
+                    instance.needs_probe = True
+                return Failure("prefill", "stale", "the prefill instance was restarted")
         return answer
 
-    def _other(self, trip: Trip) -> Instance:
-        decode = choose_decode(self.fleet, _now(), trip.tried)
-        if not decode:
-            raise Failed(503, "no decode instance can be used at the moment", retry_after=5)
-        return decode
-
-    async def _alone(self, trip: Trip, instance: Instance) -> Answer | Unreachable:
-        """One instance serves all of it."""
-        if instance not in trip.held:
-            instance.in_flight += 1
-            trip.held.append(instance)
-        return await self._ask(trip, instance, trip.body.plain())
-
-    async def _ask(self, trip: Trip, instance: Instance, body: bytes) -> Answer | Unreachable:
+    async def _ask(
+        self, trip: Trip, leg: Literal["prefill", "decode"], instance: Instance, body: bytes
+    ) -> Answer | Failure:
         """Send a leg; return when its answer's body begins (a stream) or is complete (all else)."""
-        if instance.role == "decode" and instance not in trip.tried:
-            trip.tried.append(instance)
         answer: Answer | None = None
         good = False
         try:
-            answer = await self._pools[instance.url].send("POST", trip.request.path, trip.request.headers, body)
+            answer = await self._pools[instance.url].send("POST", trip.request.target, trip.request.headers, body)
             if answer.status == 200 and answer.is_stream:
                 await answer.first()
             else:
                 await answer.read()
             good = True
         except Unreachable as error:
-            log.warning("%s failed a %s request: %s", instance.url, trip.request.mode, error)
-            instance.leg_failed(error.reason, _now())
-            return error
+            return self._failure(trip, leg, instance, error.reason, str(error))
         finally:
             if answer and not good:
                 answer.close()
         trip.answers.append(answer)
-        if answer.status >= 500:
-            log.warning("%s failed a %s request: it answered %d", instance.url, trip.request.mode, answer.status)
-            instance.leg_failed("5xx", _now())
-        else:
-            instance.leg_succeeded()
+        if answer.status >= 500 or engine_failed(answer.peek()):
+            return self._failure(trip, leg, instance, "5xx", f"it answered {answer.status}", answer)
+        if not 200 <= answer.status < 500:
+            return self._failure(trip, leg, instance, "garbled", f"it answered {answer.status}", answer)
+        instance.leg_succeeded()
+        if answer.status == 200:
+            self._convict(trip)
         return answer
 
-    async def _deliver(self, trip: Trip, answer: Answer | Unreachable) -> int:
-        """Give an answer to the client; its status."""
-        if isinstance(answer, Unreachable):
-            raise Failed(502, f"the decode instance failed: {answer}")
-        self.metrics.ttft.observe(_now() - trip.began)
-        headers = end_to_end(answer.headers)
+    def _failure(
+        self,
+        trip: Trip,
+        leg: Literal["prefill", "decode"],
+        instance: Instance,
+        reason: Reason,
+        detail: str,
+        answer: Answer | None = None,
+    ) -> Failure:
+        log.warning("%s failed a %s leg: %s", instance.url, leg, detail)
+        trip.failed.append(instance)
+        if reason == "5xx":  # perhaps this request gets a 500 from everybody
+            trip.suspects.append(instance)
+        elif reason != "diverged":
+            instance.leg_failed(reason, _now())
+        return Failure(leg, reason, detail, answer)
+
+    def _convict(self, trip: Trip) -> None:
+        """The request is fine, so it was those instances that failed."""
+        for instance in trip.suspects:
+            instance.leg_failed("5xx", _now())
+        trip.suspects.clear()
+
+    # -- after a failure ----------------------------------------------------------------------------------------
+
+    def _next(self, trip: Trip, plan: Plan, failure: Failure) -> Plan | None:
+        """The next attempt; None when there is none."""
+        now, past = _now(), trip.past
+        past.deaths += failure.reason == "reset"
+        past.begun = trip.client.started
+        past.resumable = bool(trip.tape and trip.tape.resumable)
+        at_p = failure.leg == "prefill"
+        decode = plan.decode if isinstance(plan, Pair) else plan
+        pair: Choice = "none"
+        if isinstance(plan, Pair):
+            pair = choose(self.fleet, self._concurrency, trip.ask, now, trip.failed)
+        other = choose_decode(self.fleet, now, trip.failed, trip.ask)
+        todo = step(failure.leg, failure.reason, past, Left(isinstance(pair, Pair), decode.up, other is not None))
+        if todo is Step.GIVE_UP or (failure.reason in CHARGED and not self._budget.spend(now)):
+            return None
+        why = f"prefill_{failure.reason}" if at_p else "decode_in_stream" if past.begun else "decode_failed"
+        self.metrics.fell_back(why)
+        if todo is Step.PAIR and isinstance(pair, Pair):
+            return pair
+        return decode if todo is Step.SAME else other
+
+    async def _give_up(self, trip: Trip, failure: Failure) -> int:
+        """Tell the client that it failed: in the instance's words if it said something."""
+        if trip.client.started:
+            if trip.tape and trip.tape.error:
+                trip.client.write(trip.tape.error + b"\n\n" + DONE)
+                trip.client.end()
+                return 500
+            raise Failed(502, f"the {failure.leg} instance failed: {failure.detail}")
+        if failure.answer:
+            return await self._pass_on(trip, failure.answer)
+        raise Failed(502, f"the {failure.leg} instance failed: {failure.detail}")
+
+    def _other(self, trip: Trip) -> Instance:
+        decode = choose_decode(self.fleet, _now(), trip.failed, trip.ask)
+        if not decode:
+            raise Failed(503, "no decode instance can be used at the moment", retry_after=5)
+        return decode
+
+    # -- delivery -----------------------------------------------------------------------------------------------
+
+    async def _deliver(self, trip: Trip, at: Instance, answer: Answer) -> int | Failure:
+        """Give an answer to the client; its status, or how it broke off."""
         if answer.status == 200 and answer.is_stream:
-            await self._stream(trip.client, headers, answer)
-        else:
-            trip.client.answer(answer.status, headers, await answer.read())
+            return await self._stream(trip, at, answer)
+        if trip.client.started:  # with a stream; now a refusal came, or an answer of another kind
+            return Failure("decode", "diverged", f"another instance answered {answer.status}")
+        return await self._pass_on(trip, answer)
+
+    async def _pass_on(self, trip: Trip, answer: Answer) -> int:
+        self.metrics.ttft.observe(_now() - trip.began)
+        trip.client.answer(answer.status, end_to_end(answer.headers), await answer.read())
         await trip.client.drained()
         return answer.status
 
-    async def _stream(self, client: Connection, headers: Headers, answer: Answer) -> None:
-        client.start(answer.status, headers)
-        events = Events(client.write)
+    async def _stream(self, trip: Trip, at: Instance, answer: Answer) -> int | Failure:
+        client, tape = trip.client, trip.tape
+        raw = bool(find(answer.headers, b"content-encoding"))  # its events cannot be seen
+        if not tape:
+            self.metrics.ttft.observe(_now() - trip.began)
+            client.start(answer.status, end_to_end(answer.headers))
+            keep = trip.body.reproducible and not raw and len(self.fleet.of("decode")) > 1
+            trip.tape = tape = Tape(client.write, keep)
         client.on_pause = answer.flow
-        raw = bool(find(headers, b"content-encoding"))
         try:
-            await answer.pipe(client.write if raw else events.feed, paused=client.paused)
+            await answer.pipe(client.write if raw else tape.source(answer.reject), paused=client.paused)
         except Unreachable as error:
-            if not events.done:
-                end_stream(client, 502, f"the decode instance failed: {error}")
-                raise Failed(502, str(error)) from None
+            if not tape.done:
+                return self._failure(trip, "decode", at, error.reason, str(error))
         else:
-            events.flush()
+            if not tape.flush():
+                return Failure("decode", "diverged", "the answer made again is shorter")
         client.end()
+        await client.drained()
+        return answer.status
 
-    async def forward(self, request: Request, client: Connection, instance: Instance) -> int:
-        """Pass a small request to one instance; the status it answered."""
-        with _counted(instance):
-            answer: Answer | None = None
-            try:
-                answer = await self._pools[instance.url].send(
-                    request.method, request.path, request.headers, request.body
-                )
-                content = await answer.read()
-            except Unreachable as error:
-                instance.leg_failed(error.reason, _now())
-                raise Failed(502, f"{instance.url} failed: {error}") from None
-            finally:
-                if answer:
-                    answer.close()
-            client.answer(answer.status, end_to_end(answer.headers), content)
-            await client.drained()
-            return answer.status
+    # -- what one instance answers ------------------------------------------------------------------------------
 
+    async def forward(self, request: Request, client: Connection, candidates: list[Instance], seek: bool = False) -> int:
+        """Pass a request to the first of some instances that answers; its status.  `seek`: to the first that does not
+        say 404."""
+        error: Unreachable | None = None
+        for at, instance in enumerate(candidates):
+            chosen(self.fleet, Ask(0), _now(), instance)
+            with _counted(instance):
+                answer: Answer | None = None
+                try:
+                    answer = await self._pools[instance.url].send(
+                        request.method, request.target, request.headers, request.body
+                    )
+                    if seek and answer.status == 404 and at + 1 < len(candidates):
+                        continue
+                    if answer.status == 200 and answer.is_stream:
+                        return await self._forward_stream(client, answer)
+                    content = await answer.read()
+                except Unreachable as failure:
+                    log.warning("%s failed %s %s: %s", instance.url, request.method, request.path, failure)
+                    instance.leg_failed(failure.reason, _now())
+                    error = failure
+                    if client.started or at >= RETRIES:
+                        break
+                    continue
+                finally:
+                    if answer:
+                        answer.close()
+                client.answer(answer.status, end_to_end(answer.headers), content)
+                await client.drained()
+                return answer.status
+        if not error:
+            raise Failed(503, "no instance can be used at the moment", retry_after=5)
+        raise Failed(502, f"the instance failed: {error}")
 
-class Events:
-    """Passes on whole SSE events only, so that a stream that breaks can still end in an error event."""
+    async def _forward_stream(self, client: Connection, answer: Answer) -> int:
+        await answer.first()
+        client.start(answer.status, end_to_end(answer.headers))
+        tape = Tape(client.write, keep=False)
+        client.on_pause = answer.flow
+        await answer.pipe(tape.source(answer.reject), paused=client.paused)
+        tape.flush()
+        client.end()
+        await client.drained()
+        return answer.status
 
-    def __init__(self, write: Callable[[bytes], None]) -> None:
-        self._write = write
-        self._part = b""  # of an event that is not complete yet
-        self.done = False  # the last event said [DONE]
+    async def everywhere(self, request: Request, client: Connection) -> int:
+        """Pass a request to all instances; the worst answer is the answer."""
+        instances = self.fleet.instances
+        if not instances or not all(instance.up for instance in instances):
+            raise Failed(503, "not every instance can be reached at the moment, and all must do this", retry_after=5)
+        answers = await asyncio.gather(*(self._told(request, instance) for instance in instances))
+        for instance in instances:
+            instance.needs_probe = True  # it may serve other names now
+        status, headers, content = max(answers, key=lambda answer: answer[0])
+        client.answer(status, headers, content)
+        await client.drained()
+        return status
 
-    def feed(self, data: bytes) -> None:
-        if self._part:
-            data = self._part + data
-            self._part = b""
-        if not data.endswith(b"\n\n"):
-            end = data.rfind(b"\n\n") + 2
-            if end == 1:  # not found
-                end = 0
-            data, self._part = data[:end], data[end:]
-        if data:
-            self.done = data.endswith(DONE)
-            self._write(data)
-
-    def flush(self) -> None:
-        """The stream ended as it should: what is left belongs to it."""
-        if self._part:
-            self._write(self._part)
+    async def _told(self, request: Request, instance: Instance) -> tuple[int, Headers, bytes]:
+        answer: Answer | None = None
+        try:
+            answer = await self._pools[instance.url].send(
+                request.method, request.target, request.headers, request.body
+            )
+            return answer.status, end_to_end(answer.headers), await answer.read()
+        except Unreachable as error:
+            instance.leg_failed(error.reason, _now())
+            return 502, [JSON], error_body(502, "an instance failed, others may have done it")
+        finally:
+            if answer:
+                answer.close()
 
 
 def end_stream(client: Connection, status: int, message: str) -> None:
@@ -299,12 +481,11 @@ def answer_error(client: Connection, status: int, message: str, param: str | Non
     client.answer(status, headers, error_body(status, message, param))
 
 
-def _is_failure(outcome: Answer | Unreachable) -> bool:
-    return isinstance(outcome, Unreachable) or not (outcome.status == 200 or 400 <= outcome.status < 500)
-
-
-def _reason(outcome: Answer | Unreachable) -> str:
-    return outcome.reason if isinstance(outcome, Unreachable) else "5xx"
+def _server(trip: Trip, plan: Plan) -> Instance:
+    """Whose answer the client gets."""
+    if isinstance(plan, Instance):
+        return plan
+    return plan.prefill if trip.body.one_token else plan.decode
 
 
 @contextmanager

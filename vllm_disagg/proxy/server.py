@@ -44,12 +44,18 @@ class Limits(msgspec.Struct, frozen=True):
 class Request:
     method: str = ""
     path: str = ""  # without the query
+    query: str = ""
     headers: Headers = field(default_factory=list)
     body: bytes = b""
     keep_alive: bool = True
     chunked_ok: bool = True  # the client speaks HTTP/1.1
     refusal: tuple[int, str] | None = None  # not a request that we serve, and why
     mode: str = ""  # how the handler served it, for its own books
+
+    @property
+    def target(self) -> str:
+        """What an instance is asked for."""
+        return f"{self.path}?{self.query}" if self.query else self.path
 
 
 Handler = Callable[[Request, "Connection"], Awaitable[None]]
@@ -165,7 +171,7 @@ class Connection(asyncio.Protocol):
             return
         request = self._incoming
         request.method = self._parser.get_method().decode()
-        request.path = self._url.partition(b"?")[0].decode("latin-1")
+        request.path, _, request.query = self._url.decode("latin-1").partition("?")
         request.chunked_ok = self._parser.get_http_version() == "1.1"
         request.keep_alive = self._parser.should_keep_alive() and request.chunked_ok
         large = self._size > self._limits.header_bytes  # counting some of the body too

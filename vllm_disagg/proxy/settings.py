@@ -10,6 +10,7 @@ import msgspec
 from .. import keys
 from ..errors import ConfigError
 from ..keys import FleetKey
+from .policies import NAMES, Name
 from .server import Limits
 from .upstream import Pool
 
@@ -28,7 +29,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     queue_size: int = 1024
     request_timeout: float = 1800.0
     patience: float = 300.0  # seconds without progress, of a P that answers, until D computes the prompt itself
-    probe_interval: float = 1.0
+    probe_interval: float = 0.25
+    policy: Name = "prefix_aware"
+    min_prompt_bytes: int = 0  # prompts of which a D misses less go to it whole
+    spill: bool = False
+    silence: float = 1.25  # seconds without a byte of an instance that owes one, until it counts as down
     grace: float = 30.0
     limits: Limits = Limits()
 
@@ -44,10 +49,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-api-key", action="store_true", help="serve anybody, even on an address that others can reach")
     add("--prefill-concurrency", metavar="N", type=int, default=8,
         help="requests that one prefill instance works on at once (default: %(default)s)")  # fmt: skip
+    add("--policy", choices=NAMES, default="prefix_aware", help="how instances are chosen (default: %(default)s)")
+    add("--min-prompt-bytes", metavar="N", type=_natural, default=0,
+        help="a prompt is served whole by a decode instance that misses less than this of it (default: %(default)s)")  # fmt: skip
+    add("--spill", action="store_true",
+        help="when all prefill instances are full, a decode instance may serve a prompt whole, one at a time")  # fmt: skip
     add("--queue-timeout", metavar="SECONDS", type=float, default=60.0,
         help="longest wait for a prefill instance (default: %(default)s)")  # fmt: skip
     add("--request-timeout", metavar="SECONDS", type=float, default=1800.0,
         help="longest time for a request (default: %(default)s)")  # fmt: skip
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    return int(text)
 
 
 def from_arguments(args: argparse.Namespace) -> Settings:
@@ -85,6 +101,9 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         api_keys=args.api_key,
         prefill_concurrency=args.prefill_concurrency,
         queue_timeout=args.queue_timeout,
+        policy=args.policy,
+        min_prompt_bytes=args.min_prompt_bytes,
+        spill=args.spill,
         request_timeout=args.request_timeout,
     )
 

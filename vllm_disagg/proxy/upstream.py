@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from ..errors import ConfigError, DisaggError
+from .failover import Reason
 from .headers import Headers, end_to_end, find, head
 
 IDLE = 4.0  # seconds; below vLLM's VLLM_HTTP_TIMEOUT_KEEP_ALIVE
@@ -24,11 +25,15 @@ HOLD = 256 * 1024  # bytes of an answer held for someone who has not asked for i
 
 
 class Unreachable(DisaggError):
-    """No complete answer came.  `reason` is one of: refused, reset, garbled."""
+    """No complete answer came.  `reason` is one of those of `failover.Reason`."""
 
-    def __init__(self, reason: str, detail: str) -> None:
+    def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
+
+
+def _drop(_: bytes) -> None:
+    """A sink for what nobody wants any more."""
 
 
 class Answer:
@@ -60,6 +65,10 @@ class Answer:
         while not self._held and not self._complete:
             await self._next()
 
+    def peek(self) -> bytes:
+        """What of the body is here and was not asked for yet."""
+        return self._held[0] if self._held else b""
+
     async def read(self) -> bytes:
         """The whole body."""
         self._collect = True
@@ -90,6 +99,12 @@ class Answer:
             self._error = Unreachable("reset", "given up")
             self._wire.close()
 
+    def reject(self, reason: Reason, detail: str) -> None:
+        """Give it up as a failure: whoever waits for its body gets Unreachable."""
+        self._sink = _drop
+        self.failed(Unreachable(reason, detail))
+        self._wire.close()
+
     async def _next(self) -> None:
         if self._error:
             raise self._error
@@ -117,8 +132,9 @@ class Answer:
         self._tell()
 
     def completed(self) -> None:
-        self._complete = True
-        self._tell()
+        if not self._error:
+            self._complete = True
+            self._tell()
 
     def failed(self, error: Unreachable) -> None:
         if not self._complete and not self._error:
@@ -176,6 +192,7 @@ class Wire(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.spoke = True
+        self._pool.heard += 1
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -201,7 +218,7 @@ class Wire(asyncio.Protocol):
         framed = find(self._headers, b"content-length") or find(self._headers, b"transfer-encoding")
         return self._status >= 200 and not framed
 
-    def _fail(self, reason: str, detail: str) -> None:
+    def _fail(self, reason: Reason, detail: str) -> None:
         answer, self._answer, self._done = self._answer, None, True
         if answer:
             answer.failed(Unreachable(reason, detail))
@@ -247,6 +264,7 @@ class Pool:
             raise ConfigError(f"{url!r} has no valid port") from None
         self._host = parts.netloc.encode()
         self.wires: set[Wire] = set()
+        self.heard = 0  # pieces of data, which are signs of life
         self._idle: deque[Wire] = deque()
 
     async def send(self, method: str, path: str, headers: Headers, body: bytes = b"") -> Answer:

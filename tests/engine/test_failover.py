@@ -1,0 +1,209 @@
+"""Two prefill and two decode instances under steady load; each is killed, started again, frozen and thawed in turn.
+
+Every answer must be EXACT (text, usage and finish reason of an undisturbed run) or CLEAN (an explicit error in time),
+and 99.9 % EXACT.  `make chaos` runs it: it takes about five minutes, and prints what each fault cost.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from asking import english, tally, tokens
+from conftest import Machine
+from engines import Engine, Proxy, get, wait
+
+pytestmark = pytest.mark.chaos
+
+CLIENTS = 6
+TIMEOUT = 30.0  # seconds; longer is a hang
+FROZEN = 4.0
+QUIET = 3.0  # of load after each fault
+
+
+@dataclass(frozen=True)
+class Job:
+    path: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a client got of an answer."""
+
+    text: str = ""
+    finish: str = ""
+    usage: tuple[int, int] = (0, 0)
+    identities: int = 1  # different ids that one answer had
+    error: str = ""  # how it ended, if not as it should: an explicit error, or what must not be
+
+
+CLEAN = "clean: "
+
+
+@dataclass
+class Phase:
+    """What happened from one fault to the next."""
+
+    name: str
+    counts: Counter[str] = field(default_factory=Counter)
+    slowest: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+
+def jobs() -> list[Job]:
+    """Prompts of many lengths, answers of many lengths, streams and not."""
+    made = []
+    for at, length in enumerate((20, 130, 300, 520, 900, 1400)):
+        more = {"model": "tiny", "temperature": 0, "max_tokens": 20 + 25 * at, "ignore_eos": True}
+        for stream in (True, True, False):
+            kind = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+            made.append(Job("/v1/completions", {"prompt": tokens(length, len(made)), **more, **kind}))
+        messages = [{"role": "user", "content": english(3 * length, at)}]
+        made.append(Job("/v1/chat/completions", {"messages": messages, **more, **kind, "stream": True,
+                                                 "stream_options": {"include_usage": True}}))  # fmt: skip
+    return made
+
+
+def ask(url: str, job: Job) -> Result:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=TIMEOUT)
+    try:
+        connection.request("POST", job.path, json.dumps(job.body), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        raw = answer.read()
+        if answer.status != 200:
+            return Result(error=CLEAN + raw.decode() if b'"error"' in raw else f"{answer.status} without words")
+        return in_stream(raw) if job.body.get("stream") else in_json(json.loads(raw))
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        return Result(error=f"{type(error).__name__}: {error}")
+    finally:
+        connection.close()
+
+
+def in_json(answer: dict[str, Any]) -> Result:
+    choice, usage = answer["choices"][0], answer["usage"]
+    text = choice["text"] if "text" in choice else choice["message"]["content"]
+    return Result(text, choice["finish_reason"], (usage["prompt_tokens"], usage["completion_tokens"]))
+
+
+def in_stream(raw: bytes) -> Result:
+    text, finish, usage, ids = "", "", (0, 0), set()
+    events = raw.decode().split("\n\n")
+    if events[-2:] != ["data: [DONE]", ""]:
+        return Result(error=f"cut off after {raw[-100:]!r}")
+    for event in events[:-2]:
+        if event.startswith(":"):
+            continue
+        said = json.loads(event.removeprefix("data: "))
+        if "error" in said:
+            return Result(error=CLEAN + json.dumps(said))
+        ids.add((said["id"], said["created"]))
+        if said.get("usage"):
+            usage = (said["usage"]["prompt_tokens"], said["usage"]["completion_tokens"])
+        for choice in said["choices"]:
+            text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+            finish = choice["finish_reason"] or finish
+    return Result(text, finish, usage, len(ids))
+
+
+class Load:
+    """Clients that ask without a pause, and compare."""
+
+    def __init__(self, url: str, right: list[tuple[Job, Result]]) -> None:
+        self._url, self._right = url, right
+        self._stop = threading.Event()
+        self.phases = [Phase("undisturbed")]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        threads = [threading.Thread(target=self._client, args=(at,)) for at in range(CLIENTS)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            for thread in threads:
+                thread.join()
+
+    def _client(self, at: int) -> None:
+        while not self._stop.is_set():
+            at += 1
+            job, expected = self._right[at * 7 % len(self._right)]
+            phase, began = self.phases[-1], time.monotonic()
+            got = ask(self._url, job)
+            how = "exact" if got == expected else "clean" if got.error.startswith(CLEAN) else "wrong"
+            phase.counts[how] += 1
+            phase.slowest = max(phase.slowest, time.monotonic() - began)
+            tally[how] += 1
+            if how != "exact":
+                phase.wrong.append(got.error or f"{got!r:.300} instead of {expected!r:.300}")
+
+
+def usable(proxy: Proxy, engine: Engine) -> bool:
+    rows = json.loads(get(proxy.url, "/disagg/instances", 5.0)[1])
+    return any(row["url"] == engine.url and row["usable"] for row in rows)
+
+
+def test_every_instance_dies_and_freezes(machine: Machine) -> None:
+    prefills = [Engine(f"P{i}", machine.folder, role="kv_producer", cpu="0") for i in range(2)]
+    decodes = [Engine(f"D{i}", machine.folder, role="kv_consumer", cpu="1") for i in range(2)]
+    proxy = Proxy(machine.folder, prefills, decodes, name="proxy4")
+    machine.start(*prefills, *decodes)
+    machine.start(proxy)
+    try:
+        # an engine that is asked itself, without a grant, serves as any vLLM does
+        right = [(job, ask(decodes[0].url, job)) for job in jobs()]
+        assert not any(result.error for _, result in right)
+        load = Load(proxy.url, right)
+        with load.running():
+            time.sleep(QUIET)
+            for engine in (decodes[0], prefills[0], decodes[1], prefills[1]):
+                disturb(machine, proxy, load, engine)
+        show(load, proxy)
+        counts = sum((phase.counts for phase in load.phases), Counter[str]())
+        assert not counts["wrong"], [words for phase in load.phases for words in phase.wrong]
+        assert counts["exact"] >= 0.999 * counts.total(), [words for phase in load.phases for words in phase.wrong]
+        assert all(phase.counts["exact"] for phase in load.phases)
+    finally:
+        machine.stop(proxy, *decodes, *prefills)
+
+
+def disturb(machine: Machine, proxy: Proxy, load: Load, engine: Engine) -> None:
+    load.phases.append(Phase(f"{engine.name} killed"))
+    engine.stop(gently=0.0)
+    time.sleep(QUIET)
+    load.phases.append(Phase(f"{engine.name} starts again"))
+    machine.start_again(engine)
+    wait(f"the proxy uses {engine.name}", lambda: usable(proxy, engine), 30)
+    load.phases.append(Phase(f"{engine.name} frozen"))
+    engine.signal(signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        wait(f"the proxy knows that {engine.name} is frozen", lambda: not usable(proxy, engine), 2.5, every=0.02)
+        print(f"{engine.name}: known to be frozen after {time.monotonic() - began:.2f} s")
+        time.sleep(FROZEN - (time.monotonic() - began))
+    finally:
+        engine.signal(signal.SIGCONT)
+    load.phases.append(Phase(f"{engine.name} thawed"))
+    wait(f"the proxy uses {engine.name}", lambda: usable(proxy, engine), 30)
+    time.sleep(QUIET)
+
+
+def show(load: Load, proxy: Proxy) -> None:
+    print(f"\n{'':22}{'exact':>7}{'clean':>7}{'wrong':>7}{'slowest':>9}")
+    for phase in load.phases:
+        exact, clean, wrong = (phase.counts[how] for how in ("exact", "clean", "wrong"))
+        print(f"{phase.name:22}{exact:7}{clean:7}{wrong:7}{phase.slowest:8.1f}s")
+    for line in get(proxy.url, "/metrics", 5.0)[1].splitlines():
+        if line.startswith("vllm_disagg_fallbacks_total"):
+            print(line)

@@ -1,0 +1,166 @@
+"""A stream on its way to the client: whole events only, and a memory of what was said.
+
+The usual way of a chunk is short: it is found to end with a whole event, it is written, and a reference to it is kept.
+Kept bytes are folded into a `Told` when there are many; only that, and what follows a failure, looks into JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from .continuation import Diverged, NotTold, Replay, Told, identity
+from .failover import Reason
+
+DONE = b"data: [DONE]\n\n"
+ERROR = b'data: {"error"'  # cannot stand within a JSON text, where quotes are escaped
+FOLD = 16 * 1024  # bytes kept as they came
+
+Stop = Callable[[Reason, str], None]
+
+
+class _Error(msgspec.Struct):
+    code: int = 500
+
+
+class _ErrorEvent(msgspec.Struct):
+    error: _Error
+
+
+_error = msgspec.json.Decoder(_ErrorEvent).decode
+
+
+def engine_failed(event: bytes) -> bool:
+    """Whether bytes begin with an event in which an engine says that it failed, and not that the request is wrong."""
+    if not event.startswith(ERROR):
+        return False
+    try:
+        return _error(event.partition(b"\n")[0].removeprefix(b"data: ")).error.code >= 500
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return True
+
+
+class Tape:
+    """Everything that one client gets of one stream, be it from one instance or from several after each other."""
+
+    def __init__(self, write: Callable[[bytes], None], keep: bool) -> None:
+        self._write = write
+        self._keep = keep
+        self._stop: Stop
+        self._part = b""  # of an event that is not complete yet
+        self._kept: list[bytes] = []
+        self._size = 0
+        self._told = Told()
+        self._identity = b""  # how the client's events begin
+        self._rename: tuple[bytes, bytes] | None = None  # how the present instance's begin, and the client's
+        self._replay: Replay | None = None
+        self.done = False  # the last event said [DONE]
+        self.error = b""  # the event in which the instance said that it failed
+
+    def source(self, stop: Stop) -> Callable[[bytes], None]:
+        """A new instance's answer begins: where its bytes go.  `stop` is called when they are of no use."""
+        self._stop = stop
+        self._part, self.error = b"", b""
+        if not (self._kept or self._identity):
+            return self.feed
+        self._fold()
+        self._rename, self._replay = None, Replay(self._told)
+        return self._feed_again
+
+    @property
+    def resumable(self) -> bool:
+        """Whether another answer could take over here."""
+        if self._keep:
+            self._fold()
+        return self._keep
+
+    def feed(self, data: bytes) -> None:
+        """Bytes of a stream that goes on where the client is."""
+        if self._part:
+            data = self._part + data
+            self._part = b""
+        if not data.endswith(b"\n\n"):
+            end = data.rfind(b"\n\n") + 2
+            if end == 1:  # not found
+                end = 0
+            data, self._part = data[:end], data[end:]
+        if data:
+            if ERROR in data and not (data := self._before_error(data)):
+                return
+            self.done = data.endswith(DONE)
+            if self._rename:
+                data = data.replace(*self._rename)
+            self._write(data)
+            if self._keep:
+                self._kept.append(data)
+                self._size += len(data)
+                if self._size > FOLD:
+                    self._fold()
+
+    def _before_error(self, data: bytes) -> bytes:
+        """Data up to an event in which the instance says that it failed."""
+        at = data.find(ERROR)
+        if engine_failed(data[at:]):
+            self.error = data[at:].partition(b"\n\n")[0]
+            self._stop("5xx", "it said so in its stream")
+            return data[:at]
+        return data
+
+    def _feed_again(self, data: bytes) -> None:
+        """Bytes of an answer made again, until it has caught up with what the client has."""
+        if not self._replay:
+            self.feed(data)
+            return
+        if self.error:
+            return
+        *events, self._part = (self._part + data).split(b"\n\n")
+        for at, event in enumerate(events):
+            if event.startswith(ERROR):
+                self.error = event
+                self._stop("5xx", "it said so in its stream")
+                return
+            if not self._rename and (now := identity(event)):
+                self._rename = (now, self._identity)
+            try:
+                news = self._replay.event(event)
+            except (Diverged, NotTold) as error:
+                self._stop("diverged", str(error))
+                return
+            if news:
+                self.feed_event(news)
+            if self._replay.caught_up:
+                self._replay = None
+                self._rest(events[at + 1 :])
+                return
+
+    def feed_event(self, event: bytes) -> None:
+        part, self._part = self._part, b""
+        self.feed(event + b"\n\n")
+        self._part = part
+
+    def _rest(self, events: list[bytes]) -> None:
+        part, self._part = self._part, b""
+        self.feed(b"".join(event + b"\n\n" for event in events) + part)
+
+    def flush(self) -> bool:
+        """The stream ended as it should, and what is left belongs to it; False when it ended too early."""
+        if self._replay:
+            return False
+        if self._part:
+            self._write(self._part)
+        return True
+
+    def _fold(self) -> None:
+        """Forget bytes and keep what they said."""
+        events = b"".join(self._kept).split(b"\n\n")
+        self._kept, self._size = [], 0
+        try:
+            self._told.add(events)
+            if not self._identity:
+                first = next((event for event in events if event.startswith(b"data: {")), b"")
+                self._identity = identity(first)
+                if first and not self._identity:
+                    raise NotTold("events of another kind")
+        except NotTold:
+            self._keep = False

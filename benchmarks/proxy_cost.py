@@ -280,7 +280,7 @@ def compare(rounds: int, router: str, save: str) -> None:
 
 def crowd(streams: int) -> None:
     """Many streams through one process of ours."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     room = (hard - 200) // 2  # a stream is two connections of the proxy
     if streams > room:

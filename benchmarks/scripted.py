@@ -82,10 +82,10 @@ class Engines:
             self._waiting[transfer] = do
 
     def stream(self, transport: asyncio.Transport, tokens: int, step: int) -> None:
-        transport.write(STREAM_HEAD)
+        transport.write(STREAM_HEAD + CHUNK)
         if not self._streams[step]:
             asyncio.get_running_loop().call_later(step / 1000, self._step, step)
-        self._streams[step].add(Stream(transport, tokens))
+        self._streams[step].add(Stream(transport, tokens - 1))
 
     def _step(self, step: int) -> None:
         streams = self._streams[step]
@@ -142,7 +142,7 @@ class Instance(asyncio.Protocol):
             self._reply(request)
 
     def _reply(self, request: bytes) -> None:
-        head, _, body = request.partition(b"\r\n\r\n")
+        body = request[request.find(b"\r\n\r\n") :]
         if b'"stream":true' in body.replace(b" ", b""):
             tokens, step = TOKENS.search(body), STEP.search(body)
             self._engines.stream(self._transport, int(tokens[1]) if tokens else 16, int(step[1]) if step else 10)

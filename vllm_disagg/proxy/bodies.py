@@ -21,7 +21,7 @@ from ..grants import REQUEST_KEY
 FORBIDDEN = ("kv_transfer_params", "ec_transfer_params")
 # A key can hide only behind \u escapes of ASCII letters or the underscore: all begin with \u005, 6 or 7.
 _ESCAPE = re.compile(rb"\\u00[567]")
-SMALL = 4096  # bytes that are searched as they are
+SMALL = 8192  # bytes that are searched as they are
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
 
@@ -66,6 +66,14 @@ class Body:
         if chat:
             return "" if bytes(fields.get("messages", b"")).startswith(b"[") else "messages"
         return "" if _is_one_prompt(bytes(fields.get("prompt", b""))) else "prompt"
+
+    @property
+    def priority(self) -> int:
+        """As the client wrote it; what is not a number is for the engine to refuse."""
+        try:
+            return int(bytes(self._fields.get("priority", b"0")))
+        except ValueError:
+            return 0
 
     def plain(self) -> bytes:
         """For an engine that serves this alone."""

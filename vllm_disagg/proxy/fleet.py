@@ -73,6 +73,11 @@ class Instance:
         self.failures = 0
 
     @property
+    def busy(self) -> int:
+        """Requests and legs at work."""
+        return self.in_flight + self.legs
+
+    @property
     def transfers(self) -> bool:
         """Whether it can take part in disaggregation in its role, once up."""
         return self.engine is not None and self.engine.role in (self.role, "both")
@@ -101,6 +106,7 @@ class Fleet:
     """All instances."""
 
     instances: list[Instance] = field(default_factory=list)
+    leaving: list[Instance] = field(default_factory=list)  # chosen no more, until their requests have ended
 
     def of(self, role: Role) -> list[Instance]:
         return [instance for instance in self.instances if instance.role == role]

@@ -28,6 +28,7 @@ from .metrics import Metrics
 from .pairing import Pair, choose_decode
 from .server import JSON, Connection, Request, error_body
 from .settings import Settings
+from .tracing import Tracing
 from .upstream import Answer, Pool, Unreachable
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class Relay:
     ) -> None:
         self.fleet = fleet
         self.metrics = metrics
+        self.tracing = Tracing(settings.traces_endpoint)
         self._pools = pools
         self._admission = admission
         self._key = settings.key
@@ -101,13 +103,15 @@ class Relay:
 
     async def _queue(self, trip: Trip) -> Pair | None:
         try:
-            pair = await self._admission.acquire(trip.body.size)
+            pair = await self._admission.acquire(trip.body.size, trip.request.priority)
         except QueueFull as error:
             raise Failed(429, str(error), retry_after=1) from None
         except QueueTimeout as error:
             raise Failed(503, str(error), retry_after=5) from None
         finally:
-            self.metrics.queue.observe(_now() - trip.began)
+            self.metrics.queue.observe(waited := _now() - trip.began)
+            if trip.client.meter:
+                trip.client.meter.queue_seconds = waited
         if pair:
             trip.place = pair
             trip.held.append(pair.decode)
@@ -126,6 +130,8 @@ class Relay:
         if not prefill_engine or not decode_engine:  # no pair is made of such
             raise TypeError("a pair without engines")
         trip.request.mode = "disaggregated"
+        if trip.client.meter:
+            trip.client.meter.paired(pair.prefill.url, pair.decode.url)
         transfer = new_transfer()
         for_p = Grant(1, "prefill", transfer, prefill_engine.incarnation, [], self._patience)
         for_d = Grant(1, "decode", transfer, decode_engine.incarnation, prefill_engine.workers, self._patience)
@@ -155,7 +161,10 @@ class Relay:
         if _is_failure(answer):
             return answer
         if isinstance(answer, Answer) and answer.status == 200:
-            self.metrics.prefill_leg.observe(_now() - began)
+            self.metrics.prefill_leg.observe(seconds := _now() - began)
+            self.tracing.prefilled(trip.request)
+            if trip.client.meter:
+                trip.client.meter.prefill_done(seconds)
             engine = engine_in(await answer.read())
             if engine is None or not instance.engine or engine.incarnation != instance.engine.incarnation:
                 instance.needs_probe = True
@@ -184,7 +193,8 @@ class Relay:
         answer: Answer | None = None
         good = False
         try:
-            answer = await self._pools[instance.url].send("POST", trip.request.path, trip.request.headers, body)
+            headers = self.tracing.leg(trip.request, instance.role, instance.url)
+            answer = await self._pools[instance.url].send("POST", trip.request.path, headers, body)
             if answer.status == 200 and answer.is_stream:
                 await answer.first()
             else:
@@ -209,7 +219,6 @@ class Relay:
         """Give an answer to the client; its status."""
         if isinstance(answer, Unreachable):
             raise Failed(502, f"the decode instance failed: {answer}")
-        self.metrics.ttft.observe(_now() - trip.began)
         headers = end_to_end(answer.headers)
         if answer.status == 200 and answer.is_stream:
             await self._stream(trip.client, headers, answer)

@@ -12,15 +12,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import httptools
 import msgspec
 
 from .headers import REASONS, Headers, find, head
+from .meter import Meter
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,8 @@ class Limits(msgspec.Struct, frozen=True):
     body_bytes: int = 32 * 1024 * 1024  # vLLM's own
     body_seconds: float = 120.0
     idle_seconds: float = 75.0
+    stall_seconds: float = 60.0  # in which a client that has more to read must read some
+    connections: int = 0  # 0: any number
 
 
 @dataclass(slots=True)
@@ -50,6 +54,8 @@ class Request:
     chunked_ok: bool = True  # the client speaks HTTP/1.1
     refusal: tuple[int, str] | None = None  # not a request that we serve, and why
     mode: str = ""  # how the handler served it, for its own books
+    priority: int = 0  # as in vLLM: smaller is earlier
+    spans: list[Any] = field(default_factory=list)  # of a tracer
 
 
 Handler = Callable[[Request, "Connection"], Awaitable[None]]
@@ -81,8 +87,11 @@ class Connection(asyncio.Protocol):
         self._request = Request()  # the one being answered
         self._chunked = False
         self._drained: asyncio.Future[None] | None = None
+        self._stall: asyncio.TimerHandle | None = None
         self.paused = False  # the client reads slower than we write
         self.on_pause: Callable[[bool], None] | None = None
+        self.extra: Headers = []  # of whatever is answered to the present request
+        self.meter: Meter | None = None  # told what is written
         self.started = False  # a status line was sent
         self.ended = False
 
@@ -92,8 +101,13 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._server.connections.add(self)
         self._deadline()
+        most = self._limits.connections
         if self._server.stopping:  # accepted just before the listener closed
             self._transport.close()
+        elif most and len(self._server.connections) > most:
+            self._incoming.keep_alive = False
+            self._refuse(503, "too many connections")
+            self._next()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.forget(self)
@@ -122,11 +136,29 @@ class Connection(asyncio.Protocol):
         self._flow(paused=False)
 
     def _flow(self, paused: bool) -> None:
+        if paused and not self._stall:
+            self._watch_reader(self._transport.get_write_buffer_size())
+        elif not paused and self._stall:
+            self._stall.cancel()
+            self._stall = None
         self.paused = paused
         if self.on_pause:
             self.on_pause(paused)
         if not paused and self._drained and not self._drained.done():
             self._drained.set_result(None)
+
+    def _watch_reader(self, unread: int) -> None:
+        seconds = self._limits.stall_seconds
+        self._stall = asyncio.get_running_loop().call_later(seconds, self._look_at_reader, unread)
+
+    def _look_at_reader(self, before: int) -> None:
+        """Cut a client that reads nothing; its handler, and so both legs, end with it."""
+        unread = self._transport.get_write_buffer_size()
+        if unread < before:  # and nobody writes more while it is paused
+            self._watch_reader(unread)
+        else:
+            log.warning("a client at %s has read nothing for %g s", self.peer, self._limits.stall_seconds)
+            self._transport.abort()
 
     # -- reading requests ---------------------------------------------------------------------------------------
 
@@ -225,10 +257,11 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
         self._request = self._ready.popleft()
         self.started = self.ended = False
+        self.extra, self.meter = [], None
         if self._request.refusal:
             status, message = self._request.refusal
             self.answer(status, [JSON], error_body(status, message))
-            if not self._transport.is_closing():
+            if self._transport.can_write_eof() and not self._transport.is_closing():
                 self._transport.write_eof()
             self._state = "linger"
             self._deadline()
@@ -273,6 +306,8 @@ class Connection(asyncio.Protocol):
         """Send a whole answer."""
         self.started = self.ended = True
         headers = [*headers, (b"content-length", b"%d" % len(body))]
+        if self.meter:
+            self.meter.answered(body)
         self._head(status, headers, body if self._request.method != "HEAD" else b"")
 
     def start(self, status: int, headers: Headers) -> None:
@@ -284,6 +319,7 @@ class Connection(asyncio.Protocol):
         self._head(status, headers, b"")
 
     def _head(self, status: int, headers: Headers, body: bytes) -> None:
+        headers = headers + self.extra
         if not self._keep_alive():
             headers = [*headers, (b"connection", b"close")]
         data = head(b"HTTP/1.1 %d %b" % (status, REASONS.get(status, b"Unknown")), headers)
@@ -292,12 +328,20 @@ class Connection(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         if data and not self._transport.is_closing():
+            if self.meter:
+                self.meter.wrote(data)
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     def end(self) -> None:
         self.ended = True
         if self._chunked and not self._transport.is_closing():
             self._transport.write(b"0\r\n\r\n")
+
+    @property
+    def peer(self) -> str:
+        """The client's address, empty if it has none."""
+        name = self._transport.get_extra_info("peername")
+        return str(name[0]) if isinstance(name, tuple) else ""
 
     async def drained(self) -> None:
         """Return when the client has taken nearly all that was written."""
@@ -317,10 +361,13 @@ class Server:
         self._listener: asyncio.Server
         self._empty = asyncio.Event()
 
-    async def start(self, host: str, port: int) -> int:
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
         """Listen; the port that was bound."""
         loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(lambda: Connection(self), host, port, backlog=2048)
+        patience = self.limits.header_seconds if tls else None
+        self._listener = await loop.create_server(
+            lambda: Connection(self), host, port, backlog=2048, ssl=tls, ssl_handshake_timeout=patience
+        )
         return int(self._listener.sockets[0].getsockname()[1])
 
     async def stop(self, grace: float) -> None:

@@ -169,7 +169,7 @@ async def test_too_many_connections() -> None:
     async with world(prefill=0, limits=Limits(connections=2)) as w:
         first, _ = await w.connect(), await w.connect()
         reply = await w.get("/health")
-        assert reply.status == 503 and reply.json()["error"]["code"] == 503
+        assert reply.status == 503 and reply.json()["error"]["code"] == 503 and reply.headers["retry-after"]
         first.close()
         await until(lambda: _healthy(w))
 

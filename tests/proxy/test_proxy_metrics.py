@@ -88,6 +88,12 @@ def test_usage(tail: bytes, usage: dict[str, int]) -> None:
     assert meter.usage() == usage
 
 
+def test_comments_are_no_tokens() -> None:
+    meter = Meter(Buckets((1.0,)))
+    meter.wrote(b": keep-alive\n\n")
+    assert meter.ttft is None and meter.events == 0 and meter.sent == 14
+
+
 def test_buckets() -> None:
     buckets = Buckets((1.0, 2.0))
     for value, times in ((0.5, 1), (1.0, 2), (1.5, 1), (9.0, 1)):

@@ -24,9 +24,9 @@ import msgspec
 
 from ..errors import BadGrant, ConfigError
 from ..registration import PATH as REGISTER
+from .crew import Crew
 from .headers import find
-from .members import Members
-from .membership import Member
+from .members import Change, Members
 from .registry import Registry
 from .server import JSON, Connection, Request, error_body
 from .upstream import check_url
@@ -55,9 +55,12 @@ class _Remove(msgspec.Struct, forbid_unknown_fields=True):
 class Admin:
     """Answers what changes the fleet."""
 
-    def __init__(self, members: Members, registry: Registry | None, admin_key: str, api_keys: list[str]) -> None:
+    def __init__(
+        self, members: Members, registry: Registry | None, crew: Crew | None, admin_key: str, api_keys: list[str]
+    ) -> None:
         self._members = members
         self._registry = registry
+        self._crew = crew
         self._keys = [key.encode() for key in ([admin_key] if admin_key else api_keys)]
         self._local_only = not admin_key
 
@@ -105,29 +108,24 @@ class Admin:
             client.answer(200, [JSON], json.dumps(facts).encode())
 
     def _add(self, body: _Add) -> str:
-        member = Member(check_url(body.url, "url"), body.role)
-        if (role := self._members.role(member.url)) not in (None, member.role):
-            raise _Conflict(f"{member.url} is a {role} instance")
-        log.info("admin: add %s (%s)", member.url, member.role)
-        self._members.set("admin", self._members.wanted("admin") | {member})
-        self._members.drain(member.url, drained=False)
-        return member.url
+        url = check_url(body.url, "url")
+        if (role := self._members.role(url)) not in (None, body.role):
+            raise _Conflict(f"{url} is a {role} instance")
+        return self._apply(Change("add", url, body.role))
 
     def _drain(self, body: _Drain) -> str:
-        url = self._known(body.url)
-        log.info("admin: drain %s", url)
-        self._members.drain(url)
-        return url
+        return self._apply(Change("drain", self._known(body.url)))
 
     def _remove(self, body: _Remove) -> str:
-        url = self._known(body.url)
-        log.info("admin: remove %s%s", url, ", now" if body.now else "")
-        self._members.set("admin", {m for m in self._members.wanted("admin") if m.url != url})
-        if self._members.sources(url):  # others name it still
-            self._members.drain(url)
-        if body.now:
-            self._members.cut(url)
-        return url
+        url = self._apply(Change("remove", self._known(body.url)))
+        return self._apply(Change("cut", url)) if body.now else url
+
+    def _apply(self, change: Change) -> str:
+        log.info("admin: %s %s", change.kind, change.url)
+        self._members.apply(change)
+        if self._crew:
+            self._crew.changed(change)
+        return change.url
 
     def _known(self, url: str) -> str:
         url = url.rstrip("/")
@@ -147,6 +145,8 @@ class Admin:
             client.answer(409, [JSON], json.dumps({"challenge": registry.challenge}).encode())
             return
         self._members.set("registration", registry.members(now))
+        if self._crew:
+            self._crew.noted(request.body)
         client.answer(200, [JSON], b"{}")
 
 

@@ -111,6 +111,8 @@ class Api:
         request.priority = priority(request.headers, body.priority)
         try:
             async with self._gate.place(request.priority):
+                if client.meter:
+                    client.meter.queue_seconds = asyncio.get_running_loop().time() - began
                 return await self._relay.generate(Trip(request, client, body, began))
         except QueueFull as error:
             raise Failed(429, str(error), retry_after=1) from None
@@ -139,7 +141,7 @@ class Api:
         return status
 
     async def _metrics(self, request: Request, client: Connection) -> int:
-        client.answer(200, [TEXT], self._relay.metrics.render())
+        client.answer(200, [TEXT], await self._relay.metrics.everything())
         return 200
 
     async def _instances(self, request: Request, client: Connection) -> int:

@@ -16,12 +16,13 @@ from functools import partial
 import uvloop
 
 from ..errors import ConfigError
-from . import kubernetes
+from . import kubernetes, supervisor
 from .access_log import AccessLog
 from .admin import Admin
 from .admission import Admission
 from .api import Api
 from .books import Books
+from .crew import Crew
 from .discovery import Discovery
 from .fleet import Fleet, Role
 from .gate import Gate
@@ -56,23 +57,29 @@ async def serve(
         fleet, pools, lambda url: Pool(url, tls), lambda instance: discovery.watch(instance, settings.probe_interval)
     )
     metrics = Metrics(fleet, settings.objectives)
+    place = settings.place
+    registry = Registry(settings.key, place.challenge if place else "") if settings.registration else None
+    crew = Crew(place, fleet, metrics.render, admission.wake) if place else None
+    metrics.crew = crew.texts if crew else None
+    admin = Admin(members, registry, crew, settings.admin_key, settings.api_keys)
     relay = Relay(fleet, pools, admission, metrics, settings)
-    registry = Registry(settings.key) if settings.registration else None
-    admin = Admin(members, registry, settings.admin_key, settings.api_keys)
     gate = Gate(settings.max_requests, settings.queue_size, settings.queue_timeout)
     metrics.waiting = {"work": lambda: len(gate), "prefill": lambda: len(admission)}
     books = Books(metrics, relay.tracing, AccessLog(settings.access_log))
     server = Server(Api(relay, admin, gate, books, settings).handle, settings.limits)
-    port = await server.start(settings.host, settings.port, _listener_tls(settings))
+    port = await server.start(settings.host, settings.port, _listener_tls(settings), shared=place is not None)
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(source) for source in _sources(settings, members, registry)]
             running.append(members.start(tasks))
+            stop = stop or asyncio.Event()
+            if crew:
+                running += [tasks.create_task(crew.sync()), tasks.create_task(crew.listen(members, registry, stop.set))]
             if must_fit and settings.prefill and settings.decode:
                 running.append(tasks.create_task(_refuse_misfit(fleet, settings.probe_interval)))
             if ready:
                 ready(port)
-            await (stop or asyncio.Event()).wait()
+            await stop.wait()
             await server.stop(settings.grace)
             for task in running:
                 task.cancel()
@@ -135,22 +142,25 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"vllm-disagg proxy: {error}", file=sys.stderr)
         return 2
+    refused = supervisor.REFUSED if settings.place else 1
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a stream is two connections
     gc.set_threshold(50_000, 20, 100)  # a request makes few cycles; the default threshold looks for them all the time
     try:
+        if settings.workers > 1 and not settings.place:
+            return supervisor.run(sys.argv[1:], settings.workers, settings.host, settings.port, partial(_listening, settings))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_until_signal(settings))
     except OSError as error:
         print(f"vllm-disagg proxy: cannot listen on {settings.host}:{settings.port}: {error.strerror}", file=sys.stderr)
-        return 1
+        return refused
     except ExceptionGroup as errors:
         misfits, others = errors.split(ConfigError)
         if others or not misfits:
             raise
         print(f"vllm-disagg proxy: {misfits.exceptions[0]}", file=sys.stderr)
-        return 1
+        return refused
     return 0
 
 
@@ -158,6 +168,11 @@ async def _until_signal(settings: Settings) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    ready = None if settings.place else partial(_listening, settings)
+    await serve(settings, ready, stop, must_fit=True)
+
+
+def _listening(settings: Settings, port: int) -> None:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    scheme = "https" if settings.certfile else "http"
-    await serve(settings, lambda port: print(f"listening on {scheme}://{host}:{port}", flush=True), stop, must_fit=True)
+    print(f"listening on {'https' if settings.certfile else 'http'}://{host}:{port}", flush=True)
+

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable
+from typing import Literal
+
+import msgspec
 
 from .fleet import Fleet, Instance, Role
 from .membership import Member, reconcile
@@ -14,6 +17,14 @@ log = logging.getLogger(__name__)
 
 SWEEP = 0.2  # seconds between looks at instances that leave
 ORDER = ("flags", "admin", "file", "registration", "dns", "kubernetes")  # who is believed when sources disagree
+
+
+class Change(msgspec.Struct, frozen=True):
+    """What somebody wants changed by hand."""
+
+    kind: Literal["add", "remove", "drain", "cut"]  # add: and end a drain; remove: drain where others name it still
+    url: str
+    role: Role = "decode"  # of what is added
 
 
 class Members:
@@ -49,9 +60,6 @@ class Members:
             self._wanted[source] = members
             self._settle()
 
-    def wanted(self, source: str) -> frozenset[Member]:
-        return self._wanted[source]
-
     def sources(self, url: str) -> list[str]:
         """Who names this URL."""
         return [name for name, members in self._wanted.items() if any(m.url == url for m in members)]
@@ -60,22 +68,26 @@ class Members:
         """The role that this URL has in the fleet now, even while it leaves."""
         return next((i.role for i in (*self._fleet.instances, *self._fleet.leaving) if i.url == url), None)
 
-    def drain(self, url: str, drained: bool = True) -> None:
-        """Keep an instance out, whoever names it; or no longer."""
-        if drained:
-            self._drained.add(url)
-        else:
-            self._drained.discard(url)
+    def apply(self, change: Change) -> None:
+        """Change the fleet by hand."""
+        admin = {member for member in self._wanted["admin"] if member.url != change.url}
+        match change.kind:
+            case "add":
+                self._drained.discard(change.url)
+                self._wanted["admin"] = frozenset({*admin, Member(change.url, change.role)})
+            case "remove":
+                self._wanted["admin"] = frozenset(admin)
+                if self.sources(change.url):
+                    self._drained.add(change.url)
+            case "drain":
+                self._drained.add(change.url)
+            case "cut":
+                for instance in [i for i in self._fleet.leaving if i.url == change.url]:
+                    self._remove(instance)
         self._settle()
 
     def is_drained(self, url: str) -> bool:
         return url in self._drained
-
-    def cut(self, url: str) -> None:
-        """Drop an instance that leaves without waiting for its requests."""
-        for instance in list(self._fleet.leaving):
-            if instance.url == url:
-                self._remove(instance)
 
     async def _sweep(self) -> None:
         """Forget instances that have left, for ever."""

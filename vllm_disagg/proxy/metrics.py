@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from .fleet import Fleet
@@ -53,6 +54,7 @@ class Metrics:
         self.histograms = {name: Buckets(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self.queue = self.histograms["queue"]
         self.prefill_leg = self.histograms["prefill_leg"]
+        self.crew: Callable[[], Awaitable[list[str]]] | None = None  # asks all workers for theirs
         self.waiting: dict[str, Callable[[], int]] = {}  # by where: who can say how many
         self._amounts: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._pairs: dict[tuple[str, str], dict[str, float]] = {}
@@ -84,6 +86,10 @@ class Metrics:
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
+
+    async def everything(self) -> bytes:
+        """Of all workers together."""
+        return merge(await self.crew()) if self.crew else self.render()
 
     def _observe(self, meter: Meter, ok: bool, usage: dict[str, int]) -> None:
         ttft, tpot = meter.ttft, meter.tpot(usage)
@@ -168,6 +174,27 @@ class Metrics:
             for phase in ("prefill", "handoff", "ttft"):
                 spent.add_metric([*pair, phase], sums[phase])
         yield from (requests, spent)
+
+
+def merge(texts: list[str]) -> bytes:
+    """Metrics of several workers as those of one: what is counted is added, what each sees of the same thing is not."""
+    families: dict[str, Metric] = {}
+    values: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = {}
+    for text in texts:
+        for family in text_string_to_metric_families(text):
+            families.setdefault(family.name, family)
+            added = family.type != "gauge" or family.name == "vllm_disagg_waiting"
+            for sample in family.samples:
+                key = (family.name, sample.name, tuple(sorted(sample.labels.items())))
+                before = values.get(key, 0.0)
+                values[key] = before + sample.value if added else max(before, sample.value)
+    for family in families.values():
+        family.samples = []
+    for (family_name, name, labels), value in values.items():
+        families[family_name].add_sample(name, dict(labels), value)
+    registry = CollectorRegistry()
+    registry.register(_Views([families.values]))
+    return generate_latest(registry)
 
 
 class _Views(Collector):

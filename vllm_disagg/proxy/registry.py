@@ -18,9 +18,9 @@ MAX_LIVES = 4096  # incarnations whose numbers are remembered
 class Registry:
     """Who is there by their own word."""
 
-    def __init__(self, key: FleetKey) -> None:
+    def __init__(self, key: FleetKey, challenge: str = "") -> None:
         self._key = key
-        self.challenge = secrets.token_hex(16)
+        self.challenge = challenge or secrets.token_hex(16)
         self._numbers: dict[str, int] = {}  # the last one of each incarnation
         self._heard: dict[Member, tuple[float, str]] = {}  # when, and from which incarnation
 

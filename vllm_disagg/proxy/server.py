@@ -260,7 +260,7 @@ class Connection(asyncio.Protocol):
         self.extra, self.meter = [], None
         if self._request.refusal:
             status, message = self._request.refusal
-            self.answer(status, [JSON], error_body(status, message))
+            self.answer(status, [JSON, (b"retry-after", b"1")] if status == 503 else [JSON], error_body(status, message))
             if self._transport.can_write_eof() and not self._transport.is_closing():
                 self._transport.write_eof()
             self._state = "linger"
@@ -361,13 +361,14 @@ class Server:
         self._listener: asyncio.Server
         self._empty = asyncio.Event()
 
-    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
-        """Listen; the port that was bound."""
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None, shared: bool = False) -> int:
+        """Listen, on a `shared` port beside other processes; the port that was bound."""
         loop = asyncio.get_running_loop()
         patience = self.limits.header_seconds if tls else None
         self._listener = await loop.create_server(
-            lambda: Connection(self), host, port, backlog=2048, ssl=tls, ssl_handshake_timeout=patience
-        )
+            lambda: Connection(self), host, port, backlog=2048, ssl=tls, ssl_handshake_timeout=patience,
+            reuse_port=shared or None,
+        )  # fmt: skip
         return int(self._listener.sockets[0].getsockname()[1])
 
     async def stop(self, grace: float) -> None:

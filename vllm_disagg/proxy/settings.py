@@ -14,6 +14,7 @@ import msgspec
 from .. import keys
 from ..errors import ConfigError
 from ..keys import FleetKey
+from .crew import Place, parse_place
 from .fleet import Role
 from .metrics import Objectives
 from .server import Limits
@@ -54,6 +55,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     objectives: Objectives = Objectives()
     access_log: str = ""
     traces_endpoint: str = ""
+    workers: int = 1
+    place: Place | None = None  # among several workers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,6 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--objective-tpot", metavar="SECONDS", type=float, default=0.0, help="the same for the time per output token")
     add("--access-log", metavar="PATH", default="", help="a JSON line for each request; - is standard output")
     add("--otlp-traces-endpoint", metavar="URL", default="", help="where OpenTelemetry spans go (OTLP over HTTP)")
+    add("--workers", metavar="N", type=int, default=1, help="processes that serve the port together (default: %(default)s)")
+    add("--worker", metavar="PLACE", default="", help=argparse.SUPPRESS)
     add("--prefill-concurrency", metavar="N", type=int, default=8,
         help="requests that one prefill instance works on at once (default: %(default)s)")  # fmt: skip
     add("--queue-timeout", metavar="SECONDS", type=float, default=60.0,
@@ -133,6 +138,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     if not all(api_keys):
         raise ConfigError("--api-key must not be empty")
     _check_tls(args)
+    place = parse_place(args.worker) if args.worker else None
     key = keys.load(args.key_file)
     if args.allow_registration and not key.is_set:
         raise ConfigError("--allow-registration needs --key-file: the fleet key is what tells members from others")
@@ -141,12 +147,12 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         decode=decode,
         key=key,
         host=args.host,
-        port=args.port,
+        port=place.port if place else args.port,
         api_keys=api_keys,
         prefill_concurrency=args.prefill_concurrency,
         queue_timeout=args.queue_timeout,
         queue_size=args.queue_size,
-        max_requests=args.max_concurrent_requests,
+        max_requests=-(-args.max_concurrent_requests // args.workers),
         request_timeout=args.request_timeout,
         limits=Limits(
             header_bytes=args.max_header_bytes,
@@ -165,12 +171,14 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         objectives=Objectives(args.objective_ttft, args.objective_tpot),
         access_log=args.access_log,
         traces_endpoint=args.otlp_traces_endpoint,
+        workers=args.workers,
+        place=place,
         **lookups,
     )
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    positive = ("prefill_concurrency", "queue_timeout", "request_timeout", "max_header_bytes", "max_body_bytes",
+    positive = ("workers", "prefill_concurrency", "queue_timeout", "request_timeout", "max_header_bytes", "max_body_bytes",
                 "header_timeout", "body_timeout", "stall_timeout")  # fmt: skip
     for name in (*positive, "queue_size", "max_concurrent_requests", "max_connections", "objective_ttft", "objective_tpot"):
         value, flag = getattr(args, name), f"--{name.replace('_', '-')}"

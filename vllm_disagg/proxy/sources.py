@@ -83,7 +83,8 @@ def parse_name(text: str, flag: str) -> tuple[str, int]:
 
 async def follow_names(names: list[tuple[Role, str, int]], interval: float, tell: Tell) -> None:
     """Tell all addresses of all names, again and again.  A name that does not resolve keeps its last addresses."""
-    last: dict[tuple[Role, str, int], set[Member]] = {}
+    last: dict[tuple[Role, str, int], set[Member]] = {name: set() for name in names}
+    failing: set[tuple[Role, str, int]] = set()
     loop = asyncio.get_running_loop()
     while True:
         for name in names:
@@ -91,10 +92,11 @@ async def follow_names(names: list[tuple[Role, str, int]], interval: float, tell
             try:
                 found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             except OSError as error:
-                if last.get(name) or name not in last:
+                if name not in failing:
                     log.warning("%s does not resolve (%s); its instances stay as they are", host, error)
-                last.setdefault(name, set())
+                failing.add(name)
                 continue
+            failing.discard(name)
             addresses = {cast(str, address[0]) for *_, address in found}
             last[name] = {Member(f"http://{f'[{a}]' if ':' in a else a}:{port}", role) for a in addresses}
         tell(set().union(*last.values()))

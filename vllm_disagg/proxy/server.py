@@ -86,6 +86,7 @@ class Connection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._request = Request()  # the one being answered
         self._chunked = False
+        self._begun = b""  # the head of an answer of which nothing was written yet
         self._drained: asyncio.Future[None] | None = None
         self._stall: asyncio.TimerHandle | None = None
         self.paused = False  # the client reads slower than we write
@@ -257,7 +258,7 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
         self._request = self._ready.popleft()
         self.started = self.ended = False
-        self.extra, self.meter = [], None
+        self.extra, self.meter, self._begun = [], None, b""
         if self._request.refusal:
             status, message = self._request.refusal
             self.answer(status, [JSON, (b"retry-after", b"1")] if status == 503 else [JSON], error_body(status, message))
@@ -308,34 +309,39 @@ class Connection(asyncio.Protocol):
         headers = [*headers, (b"content-length", b"%d" % len(body))]
         if self.meter:
             self.meter.answered(body)
-        self._head(status, headers, body if self._request.method != "HEAD" else b"")
+        data = self._head(status, headers)
+        if not self._transport.is_closing():
+            self._transport.write(data + body if self._request.method != "HEAD" else data)
 
     def start(self, status: int, headers: Headers) -> None:
-        """Begin an answer of unknown length; `write` and `end` follow."""
+        """Begin an answer of unknown length; `write` and `end` follow.  The head goes with what is written first."""
         self.started = True
         self._chunked = self._request.chunked_ok
         if self._chunked:
             headers = [*headers, (b"transfer-encoding", b"chunked")]
-        self._head(status, headers, b"")
+        self._begun = self._head(status, headers)
 
-    def _head(self, status: int, headers: Headers, body: bytes) -> None:
+    def _head(self, status: int, headers: Headers) -> bytes:
         headers = headers + self.extra
         if not self._keep_alive():
             headers = [*headers, (b"connection", b"close")]
-        data = head(b"HTTP/1.1 %d %b" % (status, REASONS.get(status, b"Unknown")), headers)
-        if not self._transport.is_closing():
-            self._transport.write(data + body)
+        return head(b"HTTP/1.1 %d %b" % (status, REASONS.get(status, b"Unknown")), headers)
 
     def write(self, data: bytes) -> None:
         if data and not self._transport.is_closing():
             if self.meter:
                 self.meter.wrote(data)
-            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+            if self._chunked:
+                data = b"%x\r\n%b\r\n" % (len(data), data)
+            if self._begun:
+                data, self._begun = self._begun + data, b""
+            self._transport.write(data)
 
     def end(self) -> None:
         self.ended = True
-        if self._chunked and not self._transport.is_closing():
-            self._transport.write(b"0\r\n\r\n")
+        last, self._begun = self._begun + (b"0\r\n\r\n" if self._chunked else b""), b""
+        if last and not self._transport.is_closing():
+            self._transport.write(last)
 
     @property
     def peer(self) -> str:

@@ -159,9 +159,7 @@ class Wire(asyncio.Protocol):
         self._done = self.spoke = False
         self._status, self._headers = 0, []
         self.used += 1
-        self._transport.write(data)
-        if body:
-            self._transport.write(body)
+        self._transport.writelines((data, body) if body else (data,))  # one system call
         return answer
 
     def flow(self, paused: bool) -> None:

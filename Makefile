@@ -6,6 +6,7 @@
 # make versions  exactness on the oldest and the newest vLLM supported
 # make mutants   plant faults in the protocol; the tests must notice
 # make bench     the hand-off, measured
+# make bench-proxy  what the proxy costs, beside vllm-router
 # make clean     everything that make has made
 
 VLLM   ?= 0.32.0
@@ -18,7 +19,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 BIN    := $(VENV)/bin
 MODEL  := .cache/models/heavy
 
-.PHONY: setup demo check test chaos versions mutants bench clean
+.PHONY: setup demo check test chaos versions mutants bench bench-proxy clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -72,6 +73,9 @@ mutants: setup
 bench: setup $(VENV)/.peers
 	@$(BIN)/python scripts/tiny_model.py heavy $(MODEL)
 	$(BIN)/python benchmarks/handoff.py $(MODEL) --router .venv-router/bin/vllm-router --save docs/handoff
+
+bench-proxy: setup $(VENV)/.peers
+	$(BIN)/python benchmarks/proxy_cost.py --router .venv-router/bin/vllm-router --save docs/proxy_cost
 
 # Beside whom `bench` measures: vLLM's in-tree NixlConnector (nixl without its CUDA needs) and the Rust router.
 $(VENV)/.peers:

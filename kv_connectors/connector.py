@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from vllm_disagg import config, keys
 from vllm_disagg.errors import ConfigError
+from vllm_disagg.registration import Registration, register_all
 
 from . import compat, facts
 from .scheduler import SchedulerSide
@@ -46,9 +47,11 @@ class DisaggConnector(KVConnectorBase_V1):
         block_size = vllm_config.cache_config.block_size
         self._scheduler: SchedulerSide
         self._worker: WorkerSide
+        self._registrations: list[Registration] = []
         if role is KVConnectorRole.SCHEDULER:
             kind = ROLES[str(self._kv_transfer_config.kv_role)]
             self._scheduler = SchedulerSide(key, kind, facts.layout(vllm_config), block_size)
+            self._register = lambda incarnation: register_all(settings, key, incarnation, kind)
         else:
             rank = vllm_config.parallel_config.rank
             self._worker = WorkerSide(settings, key, rank, kv_cache_config.num_blocks, block_size)
@@ -94,10 +97,14 @@ class DisaggConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._role is KVConnectorRole.WORKER:
             self._worker.close()
+        for registration in self._registrations:
+            registration.close()
 
     # Scheduler -----------------------------------------------------------------------------------------------
     def set_xfer_handshake_metadata(self, metadata: dict[int, Handshake]) -> None:  # type: ignore[override]
         self._scheduler.set_workers([metadata[rank] for rank in sorted(metadata)])
+        if self._scheduler.engine:
+            self._registrations = self._register(self._scheduler.engine.incarnation)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         count = self._scheduler.tokens_to_load(request, num_computed_tokens)
@@ -128,6 +135,10 @@ class DisaggConnector(KVConnectorBase_V1):
 
     @classmethod
     def build_prom_metrics(
-        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
     ) -> PromMetrics:
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -18,6 +18,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     host: str = "127.0.0.1"  # address that other engines reach this one under; never a wildcard
     key_file: str = ""  # the fleet's key; without one only loopback is served
+    register: str = ""  # http://HOST:PORT of a proxy (several: with commas) to which this engine makes itself known
+    advertise: str = ""  # with `register`: http://HOST:PORT under which that proxy reaches this engine's API server
     encrypt_data: bool = False  # CURVE on KV bytes too: private on any network, about a fifth of the speed
     lease: Seconds = 10.0  # P keeps blocks so long for a reader that gives no sign of life
     retry: Seconds = 0.5  # between D's signs of life; more often costs messages
@@ -25,19 +27,35 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     piece: Bytes = 4 << 20  # bytes moved per request to P; larger ones cost less CPU and overlap less
     window: Bytes = 32 << 20  # bytes on their way to D at a time; bounds memory on both sides
 
+    @property
+    def proxies(self) -> list[str]:
+        """Where to register."""
+        return [url.strip() for url in self.register.split(",") if url.strip()]
+
     def validate(self) -> None:
         if self.silence < 3 * self.retry:
             raise ConfigError(f"silence ({self.silence} s) must be at least three times retry ({self.retry} s)")
         if self.lease < 3 * self.retry:
             raise ConfigError(f"lease ({self.lease} s) must be at least three times retry ({self.retry} s)")
+        if bool(self.register) != bool(self.advertise):
+            raise ConfigError("register (a proxy's URL) and advertise (this engine's own URL) need each other")
+        if self.register and not self.key_file:
+            raise ConfigError("register needs key_file: the fleet key is what tells members from others")
+        for url in (*self.proxies, *filter(None, [self.advertise])):
+            if not url.startswith(("http://", "https://")):
+                raise ConfigError(f"register and advertise: {url!r} is not a URL; it looks like http://HOST:PORT")
         try:
             address = ipaddress.ip_address(self.host)
         except ValueError:
-            raise ConfigError(f"host {self.host!r} is not an IP address; name the one other engines connect to") from None
+            raise ConfigError(
+                f"host {self.host!r} is not an IP address; name the one other engines connect to"
+            ) from None
         if address.is_unspecified:
             raise ConfigError(f"host {self.host} is a wildcard; name the one address other engines connect to")
         if not address.is_loopback and not self.key_file:
-            raise ConfigError(f"host {self.host} is not loopback, so key_file must be set; make one with: vllm-disagg key")
+            raise ConfigError(
+                f"host {self.host} is not loopback, so key_file must be set; make one with: vllm-disagg key"
+            )
 
 
 def parse(extra: dict[str, Any]) -> Config:

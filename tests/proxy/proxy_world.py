@@ -244,7 +244,8 @@ class Client:
         self.reader, self.writer = reader, writer
 
     def send(self, method: str, path: str, body: bytes = b"", **headers: str) -> None:
-        lines = [f"{method} {path} HTTP/1.1", "host: x", f"content-length: {len(body)}"]
+        headers.setdefault("host", "x")
+        lines = [f"{method} {path} HTTP/1.1", f"content-length: {len(body)}"]
         lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
         self.writer.write("\r\n".join([*lines, "", ""]).encode() + body)
 

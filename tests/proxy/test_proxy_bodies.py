@@ -31,15 +31,20 @@ def whole(chat: bool = False, **fields: object) -> str:
         b'{"ec_transfer_params":{}}',
     ],
 )
-def test_kv_fields_are_refused_however_they_are_written(raw: bytes) -> None:
+@pytest.mark.parametrize("size", [0, 10_000])
+def test_kv_fields_are_refused_however_they_are_written(raw: bytes, size: int) -> None:
+    raw = raw[:-1] + b',"pad":"' + b"x" * size + b'"}'
     with pytest.raises(BadBody) as caught:
-        parse(raw)
+        body = parse(raw)
+        if b"_transfer_params" not in body.plain():  # of a field given twice, an engine gets only the last
+            raise BadBody("kv_transfer_params is gone", "kv_transfer_params")
     assert caught.value.param in ("kv_transfer_params", "ec_transfer_params")
     assert caught.value.param in str(caught.value)
 
 
-def test_kv_fields_as_text_are_only_text() -> None:
-    body = parse(b'{"prompt":"set \\"kv_transfer_params\\": {} \\u006b"}')
+@pytest.mark.parametrize("size", [0, 10_000])
+def test_kv_fields_as_text_are_only_text(size: int) -> None:
+    body = parse(b'{"prompt":"set \\"kv_transfer_params\\": {} \\u006b","pad":"' + b"x" * size + b'"}')
     assert json.loads(body.plain())["prompt"] == 'set "kv_transfer_params": {} k'
 
 

@@ -1,4 +1,4 @@
-"""The queue: requests wait here, oldest first, until a prefill instance can start them.
+"""The queue: requests wait here, in the order of `waiting`, until a prefill instance can start them.
 
 Engines hold blocks only for work that runs.  A request leaves with a pair, with None (no two instances fit: serve it
 whole), with an error, or because its client left.
@@ -7,11 +7,13 @@ whole), with an error, or because its client left.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from ..errors import DisaggError
 from .fleet import Fleet
 from .pairing import Pair, choose
 from .policies import Ask
+from .waiting import Waiting
 
 
 class QueueFull(DisaggError):
@@ -22,6 +24,12 @@ class QueueTimeout(DisaggError):
     """No prefill instance was free in time; a 503."""
 
 
+@dataclass(slots=True, eq=False)
+class _Turn:
+    ask: Ask
+    pair: asyncio.Future[Pair | None]
+
+
 class Admission:
     """Gives out places at prefill instances."""
 
@@ -30,12 +38,12 @@ class Admission:
         self._concurrency = concurrency
         self._max_waiting = max_waiting
         self._patience = patience
-        self._waiting: dict[asyncio.Future[Pair | None], Ask] = {}  # oldest first
+        self._waiting: Waiting[_Turn] = Waiting()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    async def acquire(self, ask: Ask) -> Pair | None:
+    async def acquire(self, ask: Ask, priority: int = 0) -> Pair | None:
         """A pair whose places are taken, or None when no two instances fit."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
@@ -47,18 +55,19 @@ class Admission:
                 return choice
         if len(self._waiting) >= self._max_waiting:
             raise QueueFull(f"{len(self._waiting)} requests wait already")
-        turn: asyncio.Future[Pair | None] = loop.create_future()
-        self._waiting[turn] = ask
+        turn = _Turn(ask, loop.create_future())
+        self._waiting.add(turn, priority, loop.time())
         pair = None
         try:
             async with asyncio.timeout(self._patience):
-                pair = await turn
+                pair = await turn.pair
                 return pair
         except TimeoutError:
             raise QueueTimeout(f"no prefill instance was free within {self._patience:g} s") from None
         finally:
-            self._waiting.pop(turn, None)
-            if pair is None and turn.done() and not turn.cancelled() and (unused := turn.result()):
+            self._waiting.remove(turn)
+            done = turn.pair
+            if pair is None and done.done() and not done.cancelled() and (unused := done.result()):
                 unused.release_decode()  # the request ended in the very moment that its turn came
                 self.release(unused)
 
@@ -70,16 +79,15 @@ class Admission:
     def wake(self) -> None:
         """Something changed: let in who can go."""
         now = asyncio.get_running_loop().time()
-        while self._waiting:
-            turn, ask = next(iter(self._waiting.items()))
-            choice = choose(self._fleet, self._concurrency, ask, now)
+        while turn := self._waiting.next():
+            choice = choose(self._fleet, self._concurrency, turn.ask, now)
             if choice == "busy":
                 return
-            del self._waiting[turn]
-            if turn.done():
+            self._waiting.remove(turn)
+            if turn.pair.done():
                 continue
             if choice == "none":
-                turn.set_result(None)
+                turn.pair.set_result(None)
             else:
                 choice.take(self._fleet, now)
-                turn.set_result(choice)
+                turn.pair.set_result(choice)

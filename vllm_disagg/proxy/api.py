@@ -10,14 +10,20 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from . import bodies, routes
+from .admin import Admin
+from .admission import QueueFull, QueueTimeout
+from .books import Books
+from .cors import Cors
 from .dialects import DIALECTS
 from .fleet import Instance
+from .gate import Gate, priority
 from .headers import find
 from .pairing import choose_decode
 from .policies import Ask
 from .relay import RETRIES, Failed, Relay, Trip, answer_error
 from .routes import How
 from .server import JSON, Connection, Request
+from .settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +35,14 @@ Route = Callable[[Request, Connection], Awaitable[int]]  # the answer's status
 class Api:
     """Routes requests, guards them, bounds their time, and counts how they end."""
 
-    def __init__(self, relay: Relay, api_keys: list[str], timeout: float) -> None:
+    def __init__(self, relay: Relay, admin: Admin, gate: Gate, books: Books, settings: Settings) -> None:
         self._relay = relay
-        self._keys = [key.encode() for key in api_keys]
-        self._timeout = timeout
+        self._admin = admin
+        self._gate = gate
+        self._books = books
+        self._cors = Cors(settings.origins) if settings.origins else None
+        self._keys = [key.encode() for key in settings.api_keys]
+        self._timeout = settings.request_timeout
         self._own: dict[str, Route] = {
             "/health": self._health,
             "/ping": self._health,
@@ -49,6 +59,8 @@ class Api:
 
     async def handle(self, request: Request, client: Connection) -> None:
         """Answer one request, whatever happens."""
+        if (self._cors and self._cors.handle(request, client)) or self._admin.handle(request, client):
+            return
         if not self._allowed(request):
             client.answer(401, [JSON], b'{"error":"Unauthorized"}')
             return
@@ -71,34 +83,46 @@ class Api:
 
     async def _run(self, route: Route, request: Request, client: Connection) -> str:
         """Run a route that needs an engine, within the time limit; how it ended."""
-        outcome = "cancelled"
+        outcome, status = "cancelled", 499
+        client.meter = meter = self._relay.metrics.meter()
+        self._relay.tracing.begin(request)
         try:
             async with asyncio.timeout(self._timeout):
                 status = await route(request, client)
             outcome = _outcome(status)
         except bodies.BadBody as error:
-            outcome = "client_error"
+            outcome, status = "client_error", 400
             answer_error(client, 400, str(error), error.param)
         except Failed as error:
-            outcome = _outcome(error.status)
+            outcome, status = _outcome(error.status), error.status
             answer_error(client, error.status, str(error), retry_after=error.retry_after)
         except TimeoutError:
-            outcome = "timeout"
+            outcome, status = "timeout", 504
             answer_error(client, 504, f"the request was not finished within {self._timeout:g} s")
         except Exception:
-            outcome = "upstream_error"
+            outcome, status = "upstream_error", 500
             log.exception("%s %s failed inside the proxy", request.method, request.path)
             answer_error(client, 500, "the proxy failed; its log says why")
         finally:
-            self._relay.metrics.ended(request.path, request.mode, outcome)
+            self._books.close(request, client, meter, outcome, status)
         return outcome
 
     async def _generate(self, request: Request, client: Connection) -> int:
         request.mode = "whole"
+        began = asyncio.get_running_loop().time()
         body = bodies.parse(request.body, DIALECTS[request.path])
         if body.refers:
             return await self._look_up(request, client)
-        return await self._relay.generate(Trip(request, client, body, asyncio.get_running_loop().time()))
+        request.priority = priority(request.headers, body.priority)
+        try:
+            async with self._gate.place(request.priority):
+                if client.meter:
+                    client.meter.queue_seconds = asyncio.get_running_loop().time() - began
+                return await self._relay.generate(Trip(request, client, body, began))
+        except QueueFull as error:
+            raise Failed(429, str(error), retry_after=1) from None
+        except QueueTimeout as error:
+            raise Failed(503, str(error), retry_after=5) from None
 
     async def _forward(self, request: Request, client: Connection) -> int:
         request.mode = "passthrough"
@@ -136,11 +160,11 @@ class Api:
         return status
 
     async def _metrics(self, request: Request, client: Connection) -> int:
-        client.answer(200, [TEXT], self._relay.metrics.render())
+        client.answer(200, [TEXT], await self._relay.metrics.everything())
         return 200
 
     async def _instances(self, request: Request, client: Connection) -> int:
-        now = asyncio.get_running_loop().time()
+        fleet, now = self._relay.fleet, asyncio.get_running_loop().time()
         rows = [
             {
                 "url": i.url,
@@ -148,9 +172,10 @@ class Api:
                 "usable": i.usable(now) and (i.role == "decode" or i.transfers),
                 "why_not": i.why_not or ("rests after failures" if i.up and not i.usable(now) else ""),
                 "incarnation": i.engine.incarnation if i.engine else "",
-                "in_flight": i.in_flight + i.legs,
+                "in_flight": i.busy,
+                "leaving": i in fleet.leaving,
             }
-            for i in self._relay.fleet.instances
+            for i in (*fleet.instances, *fleet.leaving)
         ]
         client.answer(200, [JSON], msgspec.json.encode(rows))
         return 200

@@ -24,8 +24,10 @@ PARAMS = "kv_transfer_params"
 FORBIDDEN = (PARAMS, "ec_transfer_params")
 # A key can hide only behind \u escapes of ASCII letters or the underscore: all begin with \u005, 6 or 7.
 _ESCAPE = re.compile(rb"\\u00[567]")
+SMALL = 8192  # bytes that are searched as they are
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
+
 
 class BadBody(DisaggError):
     """A body that no engine may see; a 400."""
@@ -94,6 +96,14 @@ class Body:
             ask.prefix = Prefix(prompt, salt)
         return ask
 
+    @property
+    def priority(self) -> int:
+        """As the client wrote it; what is not a number is for the engine to refuse."""
+        try:
+            return int(bytes(self._fields.get("priority", b"0")))
+        except ValueError:
+            return 0
+
     def plain(self) -> bytes:
         """For an engine that serves this alone."""
         return _encode(self._fields)
@@ -123,8 +133,7 @@ def parse(raw: bytes, dialect: Dialect = COMPLETIONS) -> Body:
     """A body from its bytes, or BadBody."""
     try:
         fields = _decode(raw)
-        # one byte is found much faster than two, and most bodies have no escapes
-        if b"_transfer_params" in raw or (b"\\" in raw and b"\\u00" in raw and _ESCAPE.search(raw)):
+        if _may_hide(raw) if len(raw) < SMALL else _large_may_hide(fields):
             json.loads(raw, object_pairs_hook=_check)
     except BadBody:
         raise
@@ -138,6 +147,18 @@ def parse(raw: bytes, dialect: Dialect = COMPLETIONS) -> Body:
 def check(raw: bytes) -> str:
     """Refuse what only the proxy may send, in a body that is passed on as it is; the model it is for, if it says so."""
     return parse(raw).model if raw else ""
+
+
+def _may_hide(text: bytes) -> bool:
+    """Whether a forbidden key may be in here.  One byte is found much faster than two, and most bodies have no escapes."""
+    return b"_transfer_params" in text or (b"\\" in text and b"\\u00" in text and bool(_ESCAPE.search(text)))
+
+
+def _large_may_hide(fields: Mapping[str, msgspec.Raw]) -> bool:
+    """The same, for what the parser has made of a body: no key is within a string, and the long things are strings."""
+    if not fields.keys().isdisjoint(FORBIDDEN):
+        return True
+    return any(_may_hide(bytes(value)) for value in fields.values() if memoryview(value)[0] in b"{[")
 
 
 def _check(pairs: list[tuple[str, object]]) -> None:

@@ -37,7 +37,9 @@ class Dialect:
     caps: tuple[str, ...]  # fields that limit the answer's tokens; the first always counts, the others if they are set
     drop: frozenset[str] = _NOT_FOR_PREFILL
     before: tuple[str, ...] = ()  # fields whose content comes before the prompt's in what the model reads
-    whole: tuple[str, ...] = ()  # fields that, when set, ask for more than one sequence or for more of the prompt than KV
+    whole: tuple[
+        str, ...
+    ] = ()  # fields that, when set, ask for more than one sequence or for more of the prompt than KV
     nested: str = ""  # the field that the sampling parameters are in, if they are not at the top
     list_of_texts: bool = False  # several prompts in one request are possible
     extra: tuple[str, ...] = ()  # `kv_transfer_params` of the prefill leg that vLLM's own validation looks for

@@ -65,8 +65,7 @@ class Instance:
             return
         if engine is None:
             self.why_not = (
-                "serves no KV transfers: either it runs without a connector, "
-                "or with another fleet key than this proxy"
+                "serves no KV transfers: either it runs without a connector, or with another fleet key than this proxy"
             )
         elif engine.role not in (self.role, "both"):
             self.why_not = f"is given as --{self.role}, but its connector's role is {engine.role}"
@@ -101,6 +100,11 @@ class Instance:
     def _rest(self, now: float) -> None:
         if self.failures > 1:
             self.resting_until = now + min(2.0 ** (self.failures - 2), MAX_PENANCE)
+
+    @property
+    def busy(self) -> int:
+        """Requests and legs at work."""
+        return self.in_flight + self.legs
 
     @property
     def transfers(self) -> bool:
@@ -145,6 +149,7 @@ class Fleet:
 
     instances: list[Instance] = field(default_factory=list)
     policy: Policy = field(default_factory=Policy)
+    leaving: list[Instance] = field(default_factory=list)  # chosen no more, until their requests have ended
 
     def of(self, role: Role) -> list[Instance]:
         return [instance for instance in self.instances if instance.role == role]

@@ -6,22 +6,35 @@ import argparse
 import asyncio
 import gc
 import logging
+import resource
 import signal
+import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 
 import uvloop
 
 from ..errors import ConfigError
+from . import kubernetes, supervisor
+from .access_log import AccessLog
+from .admin import Admin
 from .admission import Admission
 from .api import Api
+from .books import Books
+from .crew import Crew
 from .discovery import Discovery
-from .fleet import Fleet, Instance, Role
+from .fleet import Fleet, Role
+from .gate import Gate
+from .members import Members
+from .membership import Member
 from .metrics import Metrics
 from .policies import Policy
+from .registry import Registry
 from .relay import Relay
 from .server import Server
 from .settings import Settings, add_arguments, from_arguments
+from .sources import follow_file, follow_names
 from .upstream import Pool
 
 __all__ = ["add_arguments", "run", "serve"]
@@ -37,28 +50,82 @@ async def serve(
 
     `must_fit`: ConfigError if, the first time that all instances answer, no two of them can work together.
     """
-    roles: list[tuple[Role, list[str]]] = [("prefill", settings.prefill), ("decode", settings.decode)]
-    fleet = Fleet([Instance(url, role) for role, urls in roles for url in urls], Policy(settings.policy))
-    pools = {instance.url: Pool(instance.url) for instance in fleet.instances}
+    fleet, pools = Fleet(policy=Policy(settings.policy)), dict[str, Pool]()
+    tls = ssl.create_default_context(cafile=settings.upstream_ca) if settings.upstream_ca else None
     admission = Admission(fleet, settings.prefill_concurrency, settings.queue_size, settings.queue_timeout)
-    relay = Relay(fleet, pools, admission, Metrics(fleet), settings)
-    server = Server(Api(relay, settings.api_keys, settings.request_timeout).handle, settings.limits)
-    discovery = Discovery(fleet, pools, settings.key, admission.wake, next(iter(settings.api_keys), ""), settings.silence)
-    port = await server.start(settings.host, settings.port)
+    discovery = Discovery(
+        fleet, pools, settings.key, admission.wake, next(iter(settings.api_keys), ""), settings.silence
+    )
+    members = Members(
+        fleet, pools, lambda url: Pool(url, tls), lambda instance: discovery.watch(instance, settings.probe_interval)
+    )
+    metrics = Metrics(fleet, settings.objectives)
+    place = settings.place
+    registry = Registry(settings.key, place.challenge if place else "") if settings.registration else None
+    crew = Crew(place, fleet, metrics.render, admission.wake) if place else None
+    metrics.crew = crew.texts if crew else None
+    admin = Admin(members, registry, crew, settings.admin_key, settings.api_keys)
+    relay = Relay(fleet, pools, admission, metrics, settings)
+    gate = Gate(settings.max_requests, settings.queue_size, settings.queue_timeout)
+    metrics.waiting = {"work": lambda: len(gate), "prefill": lambda: len(admission)}
+    books = Books(metrics, relay.tracing, AccessLog(settings.access_log))
+    server = Server(Api(relay, admin, gate, books, settings).handle, settings.limits)
+    port = await server.start(settings.host, settings.port, _listener_tls(settings), shared=place is not None)
     try:
         async with asyncio.TaskGroup() as tasks:
-            watches = [tasks.create_task(discovery.watch(i, settings.probe_interval)) for i in fleet.instances]
-            if must_fit:
-                watches.append(tasks.create_task(_refuse_misfit(fleet, settings.probe_interval)))
+            running = [tasks.create_task(source) for source in _sources(settings, members, registry)]
+            running.append(members.start(tasks))
+            stop = stop or asyncio.Event()
+            if crew:
+                running += [tasks.create_task(crew.sync()), tasks.create_task(crew.listen(members, registry, stop.set))]
+            if must_fit and settings.prefill and settings.decode:
+                running.append(tasks.create_task(_refuse_misfit(fleet, settings.probe_interval)))
             if ready:
                 ready(port)
-            await (stop or asyncio.Event()).wait()
+            await stop.wait()
             await server.stop(settings.grace)
-            for watch in watches:
-                watch.cancel()
+            for task in running:
+                task.cancel()
+            members.close()
     finally:
-        for pool in pools.values():
-            pool.abort()
+        members.close()
+        await asyncio.to_thread(books.shut)  # may wait for a collector of spans
+
+
+def _listener_tls(settings: Settings) -> ssl.SSLContext | None:
+    if not settings.certfile:
+        return None
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(settings.certfile, settings.keyfile or None)
+    return tls
+
+
+def _sources(settings: Settings, members: Members, registry: Registry | None) -> Iterator[Coroutine[None, None, None]]:
+    """What says which instances there are; the flags say it here and now."""
+    given: list[tuple[Role, list[str]]] = [("prefill", settings.prefill), ("decode", settings.decode)]
+    members.set("flags", {Member(url, role) for role, urls in given for url in urls})
+    if settings.fleet_file:
+        yield follow_file(settings.fleet_file, 1.0, partial(members.set, "file"))
+    if settings.names:
+        yield follow_names(settings.names, settings.lookup_interval, partial(members.set, "dns"))
+    if settings.selectors:
+        yield kubernetes.follow_pods(
+            kubernetes.connect(),
+            settings.namespace,
+            settings.selectors,
+            settings.pod_port,
+            settings.lookup_interval,
+            partial(members.set, "kubernetes"),
+        )
+    if registry:
+        yield _expire(registry, members)
+
+
+async def _expire(registry: Registry, members: Members) -> None:
+    """Engines that have fallen silent are wanted no more."""
+    while True:
+        await asyncio.sleep(1.0)
+        members.set("registration", registry.members(asyncio.get_running_loop().time()))
 
 
 async def _refuse_misfit(fleet: Fleet, interval: float) -> None:
@@ -76,20 +143,27 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"vllm-disagg proxy: {error}", file=sys.stderr)
         return 2
+    refused = supervisor.REFUSED if settings.place else 1
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a stream is two connections
     gc.set_threshold(50_000, 20, 100)  # a request makes few cycles; the default threshold looks for them all the time
     try:
+        if settings.workers > 1 and not settings.place:
+            return supervisor.run(
+                sys.argv[1:], settings.workers, settings.host, settings.port, partial(_listening, settings)
+            )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_until_signal(settings))
     except OSError as error:
         print(f"vllm-disagg proxy: cannot listen on {settings.host}:{settings.port}: {error.strerror}", file=sys.stderr)
-        return 1
+        return refused
     except ExceptionGroup as errors:
         misfits, others = errors.split(ConfigError)
         if others or not misfits:
             raise
         print(f"vllm-disagg proxy: {misfits.exceptions[0]}", file=sys.stderr)
-        return 1
+        return refused
     return 0
 
 
@@ -97,5 +171,10 @@ async def _until_signal(settings: Settings) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    ready = None if settings.place else partial(_listening, settings)
+    await serve(settings, ready, stop, must_fit=True)
+
+
+def _listening(settings: Settings, port: int) -> None:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    await serve(settings, lambda port: print(f"listening on http://{host}:{port}", flush=True), stop, must_fit=True)
+    print(f"listening on {'https' if settings.certfile else 'http'}://{host}:{port}", flush=True)

@@ -32,6 +32,7 @@ from .policies import Ask
 from .server import JSON, Connection, Request, error_body
 from .settings import Settings
 from .streams import DONE, Tape, engine_failed
+from .tracing import Tracing
 from .upstream import Answer, Pool, Unreachable
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class Relay:
     ) -> None:
         self.fleet = fleet
         self.metrics = metrics
+        self.tracing = Tracing(settings.traces_endpoint)
         self._pools = pools
         self._admission = admission
         self._key = settings.key
@@ -135,13 +137,15 @@ class Relay:
 
     async def _queue(self, trip: Trip) -> Pair | None:
         try:
-            trip.place = pair = await self._admission.acquire(trip.ask)
+            trip.place = pair = await self._admission.acquire(trip.ask, trip.request.priority)
         except QueueFull as error:
             raise Failed(429, str(error), retry_after=1) from None
         except QueueTimeout as error:
             raise Failed(503, str(error), retry_after=5) from None
         finally:
-            self.metrics.queue.observe(_now() - trip.began)
+            self.metrics.queue.observe(waited := _now() - trip.began)
+            if trip.client.meter:
+                trip.client.meter.queue_seconds = waited
         if pair:
             trip.decode = pair.decode
         elif self.fleet.of("prefill"):
@@ -176,6 +180,8 @@ class Relay:
             return await self._alone(trip, plan)
         trip.past.pairs += 1
         trip.request.mode = "disaggregated"
+        if trip.client.meter:
+            trip.client.meter.paired(plan.prefill.url, plan.decode.url)
         if trip.body.one_token:
             return await self._at_prefill(trip, plan)
         if plan.prefill.kind == "nixl":
@@ -241,7 +247,10 @@ class Relay:
             words = f"no answer within {self._patience:g} s"
             return self._failure(trip, "prefill", pair.prefill, "timeout", words)
         if isinstance(answer, Answer) and answer.status == 200:
-            self.metrics.prefill_leg.observe(_now() - began)
+            self.metrics.prefill_leg.observe(seconds := _now() - began)
+            self.tracing.prefilled(trip.request)
+            if trip.client.meter:
+                trip.client.meter.prefill_done(seconds)
         return answer
 
     async def _prefill(self, trip: Trip, pair: Pair, body: bytes) -> Answer | Failure:
@@ -265,7 +274,8 @@ class Relay:
         answer: Answer | None = None
         good = False
         try:
-            answer = await self._pools[instance.url].send("POST", trip.request.target, trip.request.headers, body)
+            headers = self.tracing.leg(trip.request, instance.role, instance.url)
+            answer = await self._pools[instance.url].send("POST", trip.request.target, headers, body)
             if answer.status == 200 and answer.is_stream:
                 await answer.first()
             else:
@@ -361,7 +371,6 @@ class Relay:
         return await self._pass_on(trip, answer)
 
     async def _pass_on(self, trip: Trip, answer: Answer) -> int:
-        self.metrics.ttft.observe(_now() - trip.began)
         trip.client.answer(answer.status, end_to_end(answer.headers), await answer.read())
         await trip.client.drained()
         return answer.status
@@ -370,7 +379,6 @@ class Relay:
         client, tape = trip.client, trip.tape
         raw = bool(find(answer.headers, b"content-encoding"))  # its events cannot be seen
         if not tape:
-            self.metrics.ttft.observe(_now() - trip.began)
             client.start(answer.status, end_to_end(answer.headers))
             keep = trip.body.reproducible and not raw and len(self.fleet.of("decode")) > 1
             trip.tape = tape = Tape(client.write, keep)
@@ -389,7 +397,9 @@ class Relay:
 
     # -- what one instance answers ------------------------------------------------------------------------------
 
-    async def forward(self, request: Request, client: Connection, candidates: list[Instance], seek: bool = False) -> int:
+    async def forward(
+        self, request: Request, client: Connection, candidates: list[Instance], seek: bool = False
+    ) -> int:
         """Pass a request to the first of some instances that answers; its status.  `seek`: to the first that does not
         say 404."""
         error: Unreachable | None = None
@@ -450,9 +460,7 @@ class Relay:
     async def _told(self, request: Request, instance: Instance) -> tuple[int, Headers, bytes]:
         answer: Answer | None = None
         try:
-            answer = await self._pools[instance.url].send(
-                request.method, request.target, request.headers, request.body
-            )
+            answer = await self._pools[instance.url].send(request.method, request.target, request.headers, request.body)
             return answer.status, end_to_end(answer.headers), await answer.read()
         except Unreachable as error:
             instance.leg_failed(error.reason, _now())

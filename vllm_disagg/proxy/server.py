@@ -12,15 +12,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import httptools
 import msgspec
 
 from .headers import REASONS, Headers, find, head
+from .meter import Meter
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,8 @@ class Limits(msgspec.Struct, frozen=True):
     body_bytes: int = 32 * 1024 * 1024  # vLLM's own
     body_seconds: float = 120.0
     idle_seconds: float = 75.0
+    stall_seconds: float = 60.0  # in which a client that has more to read must read some
+    connections: int = 0  # 0: any number
 
 
 @dataclass(slots=True)
@@ -51,6 +55,8 @@ class Request:
     chunked_ok: bool = True  # the client speaks HTTP/1.1
     refusal: tuple[int, str] | None = None  # not a request that we serve, and why
     mode: str = ""  # how the handler served it, for its own books
+    priority: int = 0  # as in vLLM: smaller is earlier
+    spans: list[Any] = field(default_factory=list)  # of a tracer
 
     @property
     def target(self) -> str:
@@ -86,9 +92,13 @@ class Connection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._request = Request()  # the one being answered
         self._chunked = False
+        self._begun = b""  # the head of an answer of which nothing was written yet
         self._drained: asyncio.Future[None] | None = None
+        self._stall: asyncio.TimerHandle | None = None
         self.paused = False  # the client reads slower than we write
         self.on_pause: Callable[[bool], None] | None = None
+        self.extra: Headers = []  # of whatever is answered to the present request
+        self.meter: Meter | None = None  # told what is written
         self.started = False  # a status line was sent
         self.ended = False
 
@@ -98,8 +108,13 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._server.connections.add(self)
         self._deadline()
+        most = self._limits.connections
         if self._server.stopping:  # accepted just before the listener closed
             self._transport.close()
+        elif most and len(self._server.connections) > most:
+            self._incoming.keep_alive = False
+            self._refuse(503, "too many connections")
+            self._next()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.forget(self)
@@ -128,11 +143,29 @@ class Connection(asyncio.Protocol):
         self._flow(paused=False)
 
     def _flow(self, paused: bool) -> None:
+        if paused and not self._stall:
+            self._watch_reader(self._transport.get_write_buffer_size())
+        elif not paused and self._stall:
+            self._stall.cancel()
+            self._stall = None
         self.paused = paused
         if self.on_pause:
             self.on_pause(paused)
         if not paused and self._drained and not self._drained.done():
             self._drained.set_result(None)
+
+    def _watch_reader(self, unread: int) -> None:
+        seconds = self._limits.stall_seconds
+        self._stall = asyncio.get_running_loop().call_later(seconds, self._look_at_reader, unread)
+
+    def _look_at_reader(self, before: int) -> None:
+        """Cut a client that reads nothing; its handler, and so both legs, end with it."""
+        unread = self._transport.get_write_buffer_size()
+        if unread < before:  # and nobody writes more while it is paused
+            self._watch_reader(unread)
+        else:
+            log.warning("a client at %s has read nothing for %g s", self.peer, self._limits.stall_seconds)
+            self._transport.abort()
 
     # -- reading requests ---------------------------------------------------------------------------------------
 
@@ -231,10 +264,13 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
         self._request = self._ready.popleft()
         self.started = self.ended = False
+        self.extra, self.meter, self._begun = [], None, b""
         if self._request.refusal:
             status, message = self._request.refusal
-            self.answer(status, [JSON], error_body(status, message))
-            if not self._transport.is_closing():
+            self.answer(
+                status, [JSON, (b"retry-after", b"1")] if status == 503 else [JSON], error_body(status, message)
+            )
+            if self._transport.can_write_eof() and not self._transport.is_closing():
                 self._transport.write_eof()
             self._state = "linger"
             self._deadline()
@@ -279,31 +315,47 @@ class Connection(asyncio.Protocol):
         """Send a whole answer."""
         self.started = self.ended = True
         headers = [*headers, (b"content-length", b"%d" % len(body))]
-        self._head(status, headers, body if self._request.method != "HEAD" else b"")
+        if self.meter:
+            self.meter.answered(body)
+        data = self._head(status, headers)
+        if not self._transport.is_closing():
+            self._transport.write(data + body if self._request.method != "HEAD" else data)
 
     def start(self, status: int, headers: Headers) -> None:
-        """Begin an answer of unknown length; `write` and `end` follow."""
+        """Begin an answer of unknown length; `write` and `end` follow.  The head goes with what is written first."""
         self.started = True
         self._chunked = self._request.chunked_ok
         if self._chunked:
             headers = [*headers, (b"transfer-encoding", b"chunked")]
-        self._head(status, headers, b"")
+        self._begun = self._head(status, headers)
 
-    def _head(self, status: int, headers: Headers, body: bytes) -> None:
+    def _head(self, status: int, headers: Headers) -> bytes:
+        headers = headers + self.extra
         if not self._keep_alive():
             headers = [*headers, (b"connection", b"close")]
-        data = head(b"HTTP/1.1 %d %b" % (status, REASONS.get(status, b"Unknown")), headers)
-        if not self._transport.is_closing():
-            self._transport.write(data + body)
+        return head(b"HTTP/1.1 %d %b" % (status, REASONS.get(status, b"Unknown")), headers)
 
     def write(self, data: bytes) -> None:
         if data and not self._transport.is_closing():
-            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+            if self.meter:
+                self.meter.wrote(data)
+            if self._chunked:
+                data = b"%x\r\n%b\r\n" % (len(data), data)
+            if self._begun:
+                data, self._begun = self._begun + data, b""
+            self._transport.write(data)
 
     def end(self) -> None:
         self.ended = True
-        if self._chunked and not self._transport.is_closing():
-            self._transport.write(b"0\r\n\r\n")
+        last, self._begun = self._begun + (b"0\r\n\r\n" if self._chunked else b""), b""
+        if last and not self._transport.is_closing():
+            self._transport.write(last)
+
+    @property
+    def peer(self) -> str:
+        """The client's address, empty if it has none."""
+        name = self._transport.get_extra_info("peername")
+        return str(name[0]) if isinstance(name, tuple) else ""
 
     async def drained(self) -> None:
         """Return when the client has taken nearly all that was written."""
@@ -323,10 +375,14 @@ class Server:
         self._listener: asyncio.Server
         self._empty = asyncio.Event()
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; the port that was bound."""
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None, shared: bool = False) -> int:
+        """Listen, on a `shared` port beside other processes; the port that was bound."""
         loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(lambda: Connection(self), host, port, backlog=2048)
+        patience = self.limits.header_seconds if tls else None
+        self._listener = await loop.create_server(
+            lambda: Connection(self), host, port, backlog=2048, ssl=tls, ssl_handshake_timeout=patience,
+            reuse_port=shared or None,
+        )  # fmt: skip
         return int(self._listener.sockets[0].getsockname()[1])
 
     async def stop(self, grace: float) -> None:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import os
+import resource
+import ssl
+from typing import Any
 
 import msgspec
 
 from .. import keys
 from ..errors import ConfigError
 from ..keys import FleetKey
+from .crew import Place, parse_place
+from .fleet import Role
+from .metrics import Objectives
 from .policies import NAMES, Name
 from .server import Limits
-from .upstream import Pool
+from .sources import parse_name, read_fleet
+from .upstream import check_url
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +35,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     prefill_concurrency: int = 8  # more overlaps tokenisation and queueing, fewer keep P's blocks for running work
     queue_timeout: float = 60.0
     queue_size: int = 1024
+    max_requests: int = 0  # at work at a time; 0: no limit
     request_timeout: float = 1800.0
     patience: float = 300.0  # seconds without progress, of a P that answers, until D computes the prompt itself
     probe_interval: float = 0.25
@@ -36,17 +45,87 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     silence: float = 1.25  # seconds without a byte of an instance that owes one, until it counts as down
     grace: float = 30.0
     limits: Limits = Limits()
+    registration: bool = False
+    admin_key: str = ""
+    fleet_file: str = ""
+    names: list[tuple[Role, str, int]] = []  # DNS: role, host, port
+    selectors: dict[Role, str] = {}  # Kubernetes
+    namespace: str = "default"
+    pod_port: int = 8000
+    lookup_interval: float = 5.0  # of DNS and Kubernetes; the file is looked at every second
+    upstream_ca: str = ""
+    certfile: str = ""
+    keyfile: str = ""
+    origins: list[str] = []
+    objectives: Objectives = Objectives()
+    access_log: str = ""
+    traces_endpoint: str = ""
+    workers: int = 1
+    place: Place | None = None  # among several workers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    _add_fleet(parser.add_argument_group("the fleet"))
+    _add_service(parser.add_argument_group("the service"))
+    _add_choices(parser.add_argument_group("who serves a request"))
+    _add_limits(parser.add_argument_group("limits"))
+
+
+def _add_fleet(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add("--prefill", metavar="URL", action="append", default=[], help="a prefill instance; repeatable")
     add("--decode", metavar="URL", action="append", default=[], help="a decode instance; repeatable, at least one")
+    add("--fleet-file", metavar="PATH", default="", help="a YAML file with lists `prefill` and `decode`, watched")
+    add("--prefill-dns", metavar="HOST:PORT", action="append", default=[],
+        help="a name whose every address is a prefill instance, looked up again and again; repeatable")  # fmt: skip
+    add("--decode-dns", metavar="HOST:PORT", action="append", default=[], help="the same for decode; repeatable")
+    add("--service-discovery", action="store_true", help="find instances among the pods of a Kubernetes cluster")
+    add(
+        "--service-discovery-namespace",
+        metavar="NAME",
+        default="default",
+        help="their namespace (default: %(default)s)",
+    )
+    add("--service-discovery-port", metavar="PORT", type=int, default=8000, help="their port (default: %(default)s)")
+    add("--prefill-selector", metavar="LABEL=VALUE", nargs="+", default=[], help="labels of prefill pods")
+    add("--decode-selector", metavar="LABEL=VALUE", nargs="+", default=[], help="labels of decode pods")
+    add("--allow-registration", action="store_true",
+        help="take in engines that register themselves; needs --key-file")  # fmt: skip
+    add("--admin-key", metavar="KEY", default="",
+        help="who sends this may change the fleet; without it only this machine may")  # fmt: skip
+    add("--upstream-ca", metavar="PATH", default="",
+        help="certificates to trust of https instances (default: what this system trusts)")  # fmt: skip
+
+
+def _add_service(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
     add("--key-file", metavar="PATH", default="", help="the fleet key, the same that the instances have")
-    add("--api-key", metavar="KEY", action="append", default=[], help="clients must send this key; repeatable")
+    add("--api-key", metavar="KEY", action="append", default=[],
+        help="clients must send this key; repeatable (default: the environment's VLLM_API_KEY)")  # fmt: skip
     add("--no-api-key", action="store_true", help="serve anybody, even on an address that others can reach")
+    add("--ssl-certfile", metavar="PATH", default="", help="serve https with this certificate (chain)")
+    add("--ssl-keyfile", metavar="PATH", default="", help="the certificate's key, if it is in a file of its own")
+    add("--allowed-origins", metavar="JSON", default="[]",
+        help="origins whose pages browsers may let ask us, as a JSON list (default: %(default)s)")  # fmt: skip
+    add("--objective-ttft", metavar="SECONDS", type=float, default=0.0,
+        help="streams whose first token comes later do not count as goodput (default: no objective)")  # fmt: skip
+    add("--objective-tpot", metavar="SECONDS", type=float, default=0.0, help="the same for the time per output token")
+    add("--access-log", metavar="PATH", default="", help="a JSON line for each request; - is standard output")
+    add("--otlp-traces-endpoint", metavar="URL", default="", help="where OpenTelemetry spans go (OTLP over HTTP)")
+    add(
+        "--workers",
+        metavar="N",
+        type=int,
+        default=1,
+        help="processes that serve the port together (default: %(default)s)",
+    )
+    add("--worker", metavar="PLACE", default="", help=argparse.SUPPRESS)
+
+
+def _add_choices(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add("--prefill-concurrency", metavar="N", type=int, default=8,
         help="requests that one prefill instance works on at once (default: %(default)s)")  # fmt: skip
     add("--policy", choices=NAMES, default="prefix_aware", help="how instances are chosen (default: %(default)s)")
@@ -54,8 +133,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a prompt is served whole by a decode instance that misses less than this of it (default: %(default)s)")  # fmt: skip
     add("--spill", action="store_true",
         help="when all prefill instances are full, a decode instance may serve a prompt whole, one at a time")  # fmt: skip
+
+
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add("--queue-timeout", metavar="SECONDS", type=float, default=60.0,
         help="longest wait for a prefill instance (default: %(default)s)")  # fmt: skip
+    add("--queue-size", metavar="N", type=int, default=1024,
+        help="requests that may wait; more are told to come back with 429 (default: %(default)s)")  # fmt: skip
+    add("--max-concurrent-requests", metavar="N", type=int, default=0,
+        help="requests at work at a time, the rest waits; 0: no limit (default: %(default)s)")  # fmt: skip
+    limits = Limits()
+    add("--max-connections", metavar="N", type=int, default=0,
+        help="client connections at a time (default: as many as the open files allow)")  # fmt: skip
+    add("--max-header-bytes", metavar="N", type=int, default=limits.header_bytes, help="(default: %(default)s)")
+    add("--max-body-bytes", metavar="N", type=int, default=limits.body_bytes, help="(default: %(default)s)")
+    add("--header-timeout", metavar="SECONDS", type=float, default=limits.header_seconds,
+        help="in which a request's head must be here (default: %(default)s)")  # fmt: skip
+    add("--body-timeout", metavar="SECONDS", type=float, default=limits.body_seconds,
+        help="in which a request's body must be here (default: %(default)s)")  # fmt: skip
+    add("--stall-timeout", metavar="SECONDS", type=float, default=limits.stall_seconds,
+        help="a client that reads nothing for so long while there is more is cut (default: %(default)s)")  # fmt: skip
     add("--request-timeout", metavar="SECONDS", type=float, default=1800.0,
         help="longest time for a request (default: %(default)s)")  # fmt: skip
 
@@ -68,44 +166,138 @@ def _natural(text: str) -> int:
 
 def from_arguments(args: argparse.Namespace) -> Settings:
     """Settings, or ConfigError with one line that names the flag."""
-    prefill, decode = [url.rstrip("/") for url in args.prefill], [url.rstrip("/") for url in args.decode]
-    if not decode:
-        raise ConfigError("at least one --decode URL is needed")
+    prefill = [check_url(url, "--prefill") for url in args.prefill]
+    decode = [check_url(url, "--decode") for url in args.decode]
     for flag, urls in (("--prefill", prefill), ("--decode", decode)):
         for url in urls:
-            try:
-                Pool(url)
-            except ConfigError as error:
-                raise ConfigError(f"{flag}: {error}") from None
             if (prefill + decode).count(url) > 1:
                 raise ConfigError(f"{flag}: {url} is given twice")
-    for flag, value in (
-        ("--prefill-concurrency", args.prefill_concurrency),
-        ("--queue-timeout", args.queue_timeout),
-        ("--request-timeout", args.request_timeout),
-    ):
-        if not 0 < value < float("inf"):
-            raise ConfigError(f"{flag} must be more than 0")
+    lookups = _lookups(args)
+    if not (decode or lookups or args.allow_registration or args.admin_key):
+        raise ConfigError("at least one --decode URL is needed, or another way to find instances")
+    _check_numbers(args)
     if not 0 <= args.port < 65536:
         raise ConfigError(f"--port: {args.port} is not a port")
-    if not (args.api_key or args.no_api_key or _is_loopback(args.host)):
+    api_keys = args.api_key or [key for key in [os.environ.get("VLLM_API_KEY", "")] if key]
+    if not (api_keys or args.no_api_key or _is_loopback(args.host)):
         raise ConfigError(f"--host {args.host} lets others in: give --api-key, or --no-api-key if that is meant")
-    if not all(args.api_key):
+    if not all(api_keys):
         raise ConfigError("--api-key must not be empty")
+    _check_tls(args)
+    place = parse_place(args.worker) if args.worker else None
+    key = keys.load(args.key_file)
+    if args.allow_registration and not key.is_set:
+        raise ConfigError("--allow-registration needs --key-file: the fleet key is what tells members from others")
     return Settings(
         prefill=prefill,
         decode=decode,
-        key=keys.load(args.key_file),
+        key=key,
         host=args.host,
-        port=args.port,
-        api_keys=args.api_key,
+        port=place.port if place else args.port,
+        api_keys=api_keys,
         prefill_concurrency=args.prefill_concurrency,
         queue_timeout=args.queue_timeout,
         policy=args.policy,
         min_prompt_bytes=args.min_prompt_bytes,
         spill=args.spill,
+        queue_size=args.queue_size,
+        max_requests=-(-args.max_concurrent_requests // args.workers),
         request_timeout=args.request_timeout,
+        limits=Limits(
+            header_bytes=args.max_header_bytes,
+            header_seconds=args.header_timeout,
+            body_bytes=args.max_body_bytes,
+            body_seconds=args.body_timeout,
+            stall_seconds=args.stall_timeout,
+            connections=args.max_connections or _room(),
+        ),
+        registration=args.allow_registration,
+        admin_key=args.admin_key,
+        upstream_ca=args.upstream_ca,
+        certfile=args.ssl_certfile,
+        keyfile=args.ssl_keyfile,
+        origins=_origins(args.allowed_origins),
+        objectives=Objectives(args.objective_ttft, args.objective_tpot),
+        access_log=args.access_log,
+        traces_endpoint=args.otlp_traces_endpoint,
+        workers=args.workers,
+        place=place,
+        **lookups,
     )
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    positive = ("workers", "prefill_concurrency", "queue_timeout", "request_timeout", "max_header_bytes", "max_body_bytes",
+                "header_timeout", "body_timeout", "stall_timeout")  # fmt: skip
+    for name in (
+        *positive,
+        "queue_size",
+        "max_concurrent_requests",
+        "max_connections",
+        "objective_ttft",
+        "objective_tpot",
+    ):
+        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        if name in positive and not 0 < value < float("inf"):
+            raise ConfigError(f"{flag} must be more than 0")
+        if not 0 <= value < float("inf"):
+            raise ConfigError(f"{flag} must not be less than 0")
+
+
+def _room() -> int:
+    """How many clients fit, each with its connection to an instance, into the files that this process may open."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(16, (hard - 100) // 2) if hard != resource.RLIM_INFINITY else 0
+
+
+def _check_tls(args: argparse.Namespace) -> None:
+    """Whether the files hold what they should."""
+    if args.ssl_keyfile and not args.ssl_certfile:
+        raise ConfigError("--ssl-keyfile needs --ssl-certfile")
+    try:
+        if args.upstream_ca:
+            ssl.create_default_context(cafile=args.upstream_ca)
+    except OSError as error:  # SSLError is one
+        raise ConfigError(f"--upstream-ca {args.upstream_ca}: {_words(error, 'holds no certificates')}") from None
+    try:
+        if args.ssl_certfile:
+            ssl.create_default_context().load_cert_chain(args.ssl_certfile, args.ssl_keyfile or None)
+    except OSError as error:
+        words = _words(error, "no certificate and key that fit")
+        raise ConfigError(f"--ssl-certfile {args.ssl_certfile}: {words}") from None
+
+
+def _words(error: OSError, usual: str) -> str:
+    return usual if isinstance(error, ssl.SSLError) else error.strerror or str(error)
+
+
+def _origins(text: str) -> list[str]:
+    try:
+        return msgspec.json.decode(text, type=list[str])
+    except msgspec.DecodeError:
+        raise ConfigError(f'--allowed-origins {text!r} must be a JSON list, as ["https://example.org"]') from None
+
+
+def _lookups(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of the ways to find instances; none if none is asked for."""
+    found: dict[str, Any] = {}
+    if args.fleet_file:
+        read_fleet(args.fleet_file)  # a mistake is better found now
+        found["fleet_file"] = args.fleet_file
+    dns: list[tuple[str, Role, list[str]]] = [
+        ("--prefill-dns", "prefill", args.prefill_dns),
+        ("--decode-dns", "decode", args.decode_dns),
+    ]
+    if names := [(role, *parse_name(name, flag)) for flag, role, given in dns for name in given]:
+        found["names"] = names
+    selectors = {"prefill": ",".join(args.prefill_selector), "decode": ",".join(args.decode_selector)}
+    if any(selectors.values()) != args.service_discovery:
+        raise ConfigError("--service-discovery and --prefill-selector or --decode-selector need each other")
+    if args.service_discovery:
+        found["selectors"] = {role: selector for role, selector in selectors.items() if selector}
+        found["namespace"] = args.service_discovery_namespace
+        found["pod_port"] = args.service_discovery_port
+    return found
 
 
 def _is_loopback(host: str) -> bool:

@@ -8,6 +8,7 @@ that dies before its first answering byte is no news about the engine, and the r
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections import deque
 from collections.abc import Callable
 from typing import cast
@@ -174,9 +175,7 @@ class Wire(asyncio.Protocol):
         self._done = self.spoke = False
         self._status, self._headers = 0, []
         self.used += 1
-        self._transport.write(data)
-        if body:
-            self._transport.write(body)
+        self._transport.writelines((data, body) if body else (data,))  # one system call
         return answer
 
     def flow(self, paused: bool) -> None:
@@ -251,17 +250,29 @@ class Wire(asyncio.Protocol):
             self._answer.completed()
 
 
+def check_url(url: str, where: str) -> str:
+    """An instance's URL without its last slash, or ConfigError, which says `where` it stood."""
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        raise ConfigError(f"{where}: {url!r} has no valid port") from None
+    if not good or parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
+        raise ConfigError(f"{where}: {url!r} is not an instance's URL; it looks like http://HOST:PORT")
+    if not url.isascii() or not url.isprintable() or " " in url:
+        raise ConfigError(f"{where}: {url!r} has characters that no URL has")
+    return url.rstrip("/")
+
+
 class Pool:
     """The connections to one instance."""
 
-    def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query or parts.username:
-            raise ConfigError(f"{url!r} is not an instance's URL; it looks like http://HOST:PORT")
-        try:
-            self._address = (parts.hostname, parts.port or 80)
-        except ValueError:
-            raise ConfigError(f"{url!r} has no valid port") from None
+    def __init__(self, url: str, tls: ssl.SSLContext | None = None) -> None:
+        """`tls`: whom to trust when the URL is https; by default whom this system trusts."""
+        parts = urlsplit(check_url(url, "URL"))
+        secure = parts.scheme == "https"
+        self._address = (str(parts.hostname), parts.port or (443 if secure else 80))
+        self._tls = (tls or ssl.create_default_context()) if secure else None
         self._host = parts.netloc.encode()
         self.wires: set[Wire] = set()
         self.heard = 0  # pieces of data, which are signs of life
@@ -311,8 +322,10 @@ class Pool:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT):
-                return (await loop.create_connection(lambda: Wire(self), *self._address))[1]
+                return (await loop.create_connection(lambda: Wire(self), *self._address, ssl=self._tls))[1]
         except TimeoutError:
             raise Unreachable("refused", f"no connection within {CONNECT:.0f} s") from None
+        except ssl.SSLError as error:
+            raise Unreachable("refused", f"TLS: {getattr(error, 'verify_message', '') or error.reason}") from None
         except OSError as error:
             raise Unreachable("refused", error.strerror or str(error)) from None

@@ -1,0 +1,330 @@
+"""What a proxy costs: ours beside vllm-router in front of the same scripted instances (`scripted.py`), in one run.
+
+    python benchmarks/proxy_cost.py --router PATH [--rounds N] [--save NAME]
+    python benchmarks/proxy_cost.py --streams 10000
+
+Each round measures, one proxy after the other: CPU of a P/D request with a body of 200 B, 16 KB and 400 KB (8 clients,
+each with one request at a time); CPU of a streamed token (64 streams of 300 tokens in steps of 10 ms, the requests'
+own cost included); the latency that the proxy adds to a request of 200 B (one at a time, minus the median of the two
+legs asked directly, together for ours and one after the other for the router, as each of them does).  A proxy has the
+last core to itself, all else shares the others.  CPU is user and system time of all threads, from /proc/PID/stat.
+Before the rounds: memory at rest, with 1 and with 1,000 open streams.
+Figures are medians of the rounds; the last line is one JSON object with the ratios ours/router.
+
+`--streams N`: N streams at once through one process of ours; each must be whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvloop
+from scripted import Client, body, request
+
+CLOCK = os.sysconf("SC_CLK_TCK")
+CORES = sorted(os.sched_getaffinity(0))
+SIZES = {"200b": (200, 3000), "16k": (16_384, 2000), "400k": (409_600, 320)}  # bytes, requests
+CLIENTS = 8
+STREAMS, TOKENS, STEP = 64, 300, 10
+LATENCIES = 300
+
+
+@dataclass
+class Proxy:
+    """A running proxy and what was measured of it, by name, one value a round."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    port: int
+    figures: dict[str, list[float]] = field(default_factory=dict)
+    latencies: list[float] = field(default_factory=list)  # seconds added, all rounds
+
+    def add(self, name: str, value: float) -> None:
+        self.figures.setdefault(name, []).append(value)
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.figures[name])
+
+    def cpu(self) -> float:
+        """Seconds of user and system time of all threads of all its processes, so far."""
+        ticks = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == self.process.pid:  # its session
+                ticks += int(fields[11]) + int(fields[12])
+        return ticks / CLOCK
+
+    def rss(self) -> float:
+        """Bytes of memory."""
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(text.partition("VmRSS:")[2].split()[0]) * 1024
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@contextmanager
+def proxies(names: list[str], router: str) -> Iterator[tuple[dict[str, str], list[Proxy]]]:
+    """The scripted instances' URLs and the named proxies in front of them, running."""
+    running: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        key = f"{folder}/key"
+        subprocess.run([sys.executable, "-m", "vllm_disagg.cli", "key", key], check=True, stdout=subprocess.DEVNULL)
+        try:
+            script = str(Path(__file__).with_name("scripted.py"))
+            upstream = subprocess.Popen([sys.executable, script, key], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            running.append(upstream)
+            if not upstream.stdout:
+                raise SystemExit("no pipe")
+            urls = json.loads(upstream.stdout.readline())
+            made = []
+            for name in names:
+                port = free_port()
+                where = ["--prefill", urls["prefill"], "--decode", urls["decode"], "--host", "127.0.0.1"]
+                ours = [sys.executable, "-m", "vllm_disagg.cli", "proxy", "--key-file", key]
+                theirs = [router, "--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"]
+                theirs += ["--prometheus-port", str(free_port()), "--log-level", "error"]
+                command = [*(ours if name == "ours" else theirs), *where, "--port", str(port)]
+                with open(f"{folder}/{name}.log", "wb") as log:
+                    process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+                os.sched_setaffinity(process.pid, CORES[-1:])
+                running.append(process)
+                made.append(Proxy(name, process, port))
+                _wait(made[-1], Path(f"{folder}/{name}.log"))
+            yield urls, made
+        finally:
+            for process in reversed(running):
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+
+
+def _wait(proxy: Proxy, log: Path) -> None:
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        if uvloop.run(_works(proxy.port)):
+            return
+        if proxy.process.poll() is not None:
+            break
+        time.sleep(0.3)
+    raise SystemExit(f"{proxy.name} does not serve:\n{log.read_text()[-2000:]}")
+
+
+async def _works(port: int) -> bool:
+    try:
+        client = await Client.connect("127.0.0.1", port)
+        async with asyncio.timeout(2):
+            return await client.ask(request(body(200)))
+    except (OSError, TimeoutError):
+        return False
+
+
+async def requests(port: int, data: bytes, count: int) -> None:
+    """`count` requests from a few clients, each with one at a time."""
+    left = count
+
+    async def run() -> None:
+        nonlocal left
+        client = await Client.connect("127.0.0.1", port)
+        while left > 0:
+            left -= 1
+            if not await client.ask(data):
+                raise SystemExit("a request failed")
+        client.close()
+
+    await asyncio.gather(*(run() for _ in range(CLIENTS)))
+
+
+async def open_streams(
+    port: int, count: int, data: bytes, at_once: int
+) -> tuple[list[Client], list[asyncio.Future[bool]]]:
+    """`count` streams, all open and begun; and what tells their ends."""
+    clients: list[Client] = []
+    ends: list[asyncio.Future[bool]] = []
+    room = asyncio.Semaphore(at_once)
+
+    async def run() -> None:
+        async with room:
+            client = await Client.connect("127.0.0.1", port)
+            began = asyncio.get_running_loop().create_future()
+            end = client.ask(data, began)
+            await asyncio.wait((began, end), return_when=asyncio.FIRST_COMPLETED)
+            clients.append(client)
+            ends.append(end)
+
+    await asyncio.gather(*(run() for _ in range(count)))
+    return clients, ends
+
+
+async def finish(clients: list[Client], ends: list[asyncio.Future[bool]], tokens: int) -> None:
+    """Every stream must have all its tokens and its end."""
+    good = await asyncio.gather(*ends)
+    whole = sum(ok and client.events == tokens + 1 for ok, client in zip(good, clients, strict=True))
+    for client in clients:
+        client.close()
+    if whole != len(clients):
+        raise SystemExit(f"{len(clients) - whole} of {len(clients)} streams were not whole")
+
+
+async def streamed(proxy: Proxy) -> None:
+    """CPU of a token."""
+    data = request(body(200, stream=True, max_tokens=TOKENS, seed=STEP))
+    before = proxy.cpu()
+    clients, ends = await open_streams(proxy.port, STREAMS, data, STREAMS)
+    await finish(clients, ends, TOKENS)
+    proxy.add("token", (proxy.cpu() - before) / (STREAMS * TOKENS) * 1e6)
+
+
+async def direct(urls: dict[str, str], together: bool) -> list[float]:
+    """Seconds of both legs without a proxy."""
+    ports = [int(urls[role].rpartition(":")[2]) for role in ("prefill", "decode")]
+    legs = [await Client.connect("127.0.0.1", port) for port in ports]
+    data, times = request(body(200)), []
+    for _ in range(LATENCIES):
+        began = time.perf_counter()
+        if together:
+            await asyncio.gather(*(leg.ask(data) for leg in legs))
+        else:
+            for leg in legs:
+                await leg.ask(data)
+        times.append(time.perf_counter() - began)
+    for leg in legs:
+        leg.close()
+    return times
+
+
+async def latency(proxy: Proxy, urls: dict[str, str]) -> None:
+    base = statistics.median(await direct(urls, together=proxy.name == "ours"))
+    client = await Client.connect("127.0.0.1", proxy.port)
+    data = request(body(200))
+    for _ in range(LATENCIES):
+        began = time.perf_counter()
+        await client.ask(data)
+        proxy.latencies.append(time.perf_counter() - began - base)
+    client.close()
+
+
+def legs(urls: dict[str, str]) -> dict[str, int]:
+    """Completions that the scripted instances have answered so far, by role."""
+    with urllib.request.urlopen(urls["prefill"] + "/count", timeout=5) as answer:
+        counts: dict[str, int] = json.load(answer)
+    return counts
+
+
+async def one_round(proxy: Proxy, urls: dict[str, str]) -> None:
+    for name, (size, count) in SIZES.items():
+        data = request(body(size))
+        await requests(proxy.port, data, count // 10)
+        before, asked = proxy.cpu(), legs(urls)
+        await requests(proxy.port, data, count)
+        proxy.add(name, (proxy.cpu() - before) / count * 1e6)
+        if any(now - asked[role] < count for role, now in legs(urls).items()):
+            raise SystemExit(f"{proxy.name} did not send every request to both instances")
+    await streamed(proxy)
+    await latency(proxy, urls)
+
+
+async def memory(proxy: Proxy, streams: int, step: int = 1000, tokens: int = 6) -> float:
+    """Resident bytes with so many streams open; afterwards all must end whole."""
+    data = request(body(200, stream=True, max_tokens=tokens, seed=step))
+    clients, ends = await open_streams(proxy.port, streams, data, 32)
+    rss = proxy.rss()
+    await finish(clients, ends, tokens)
+    return rss
+
+
+def compare(rounds: int, router: str, save: str) -> None:
+    with proxies(["ours", "router"], router) as (urls, made):
+        for proxy in made:
+            proxy.add("rss_1", uvloop.run(memory(proxy, 1, 50)))
+            proxy.add("rss_1000", uvloop.run(memory(proxy, 1000)))
+        for number in range(rounds):
+            for proxy in made if number % 2 else reversed(made):
+                uvloop.run(one_round(proxy, urls))
+                row = "  ".join(
+                    f"{name} {values[-1]:.1f}" for name, values in proxy.figures.items() if "rss" not in name
+                )
+                print(f"round {number + 1} {proxy.name:6}  {row}", flush=True)
+    ours, theirs = made
+    result: dict[str, object] = {"rounds": rounds}
+    for proxy in made:
+        quantiles = statistics.quantiles(proxy.latencies, n=100)
+        figures = {name: round(proxy.median(name), 1) for name in (*SIZES, "token")}
+        result[proxy.name] = {
+            **{f"cpu_us_{name}": value for name, value in figures.items()},
+            "added_ms_p50": round(quantiles[49] * 1e3, 3),
+            "added_ms_p99": round(quantiles[98] * 1e3, 3),
+            **{name: round(proxy.median(name) / 2**20, 1) for name in ("rss_1", "rss_1000")},
+            "rounds": {name: [round(value, 1) for value in proxy.figures[name]] for name in (*SIZES, "token")},
+        }
+    for name in ("token", *SIZES):
+        result[f"ratio_{name}"] = round(ours.median(name) / theirs.median(name), 3)
+    if save:
+        Path(f"{save}.json").write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result))
+
+
+def crowd(streams: int) -> None:
+    """Many streams through one process of ours."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    room = (hard - 200) // 2  # a stream is two connections of the proxy
+    if streams > room:
+        print(f"one process may open {hard} files here (RLIMIT_NOFILE): {room} streams instead of {streams}")
+        streams = room
+    with proxies(["ours"], "") as (_, (ours,)):
+        one = uvloop.run(memory(ours, 1, 50))
+        began = time.monotonic()
+        cpu = ours.cpu()
+        many = uvloop.run(memory(ours, streams, 5000, 8))
+        result = {
+            "streams": streams,
+            "dropped": 0,  # `finish` has looked at each
+            "kib_per_stream": round((many - one) / streams / 1024, 1),
+            "rss_mib": round(many / 2**20, 1),
+            "seconds": round(time.monotonic() - began, 1),
+            "cpu_seconds": round(ours.cpu() - cpu, 1),
+        }
+    print(json.dumps(result))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--router", metavar="PATH", default=".venv-router/bin/vllm-router")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--save", metavar="NAME", default="", help="write NAME.json")
+    parser.add_argument("--streams", type=int, default=0, help="only: so many streams at once through ours")
+    args = parser.parse_args()
+    os.sched_setaffinity(0, CORES[:-1] or CORES)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave nothing running
+    if args.streams:
+        crowd(args.streams)
+    elif not Path(args.router).is_file():
+        sys.exit(f"proxy_cost: no vllm-router at {args.router}; `make bench` installs one")
+    else:
+        compare(args.rounds, args.router, args.save)
+
+
+if __name__ == "__main__":
+    main()

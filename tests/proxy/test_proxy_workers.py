@@ -1,0 +1,156 @@
+"""Several processes that are one proxy."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy_world import ScriptedEngine, World, until
+from vllm_disagg.proxy.crew import Message
+from vllm_disagg.proxy.fleet import Instance
+from vllm_disagg.proxy.members import Change
+from vllm_disagg.proxy.metrics import merge
+from vllm_disagg.proxy.shared_load import SharedLoad, size
+from vllm_disagg.proxy.supervisor import Hub
+
+
+def test_load_is_shared() -> None:
+    fd = os.memfd_create("test")
+    os.truncate(fd, size(3))
+    tables = [SharedLoad(fd, row, 3) for row in range(3)]
+    seen = [Instance("http://d", "decode") for _ in tables]
+    seen[0].in_flight, seen[1].in_flight, seen[1].prompt_bytes = 2, 3, 100
+
+    def sync() -> list[bool]:
+        return [table.sync([instance]) for table, instance in zip(tables, seen, strict=True)]
+
+    for _ in range(3):  # whoever syncs when, nothing is counted twice
+        sync()
+    assert [i.in_flight for i in seen] == [5, 5, 5] and [i.prompt_bytes for i in seen] == [100, 100, 100]
+    seen[1].in_flight -= 3  # one's own requests end
+    assert any(sync() + sync()), "who waits is told that there is room"
+    assert [i.in_flight for i in seen] == [2, 2, 2]
+    tables[0].sync([])  # it left
+    sync_rest = [table.sync([instance]) for table, instance in zip(tables[1:], seen[1:], strict=True)]
+    assert all(sync_rest) and [i.in_flight for i in seen[1:]] == [0, 0]
+    seen[2].legs = 4
+    tables[2].sync([seen[2]])
+    SharedLoad(fd, 2, 3)  # the worker died, and another one took its place
+    tables[1].sync([seen[1]])
+    assert seen[1].legs == 0
+    os.close(fd)
+
+
+def test_metrics_of_all() -> None:
+    one = """# HELP a_total x
+# TYPE a_total counter
+a_total{k="1"} 2.0
+# TYPE vllm_disagg_waiting gauge
+vllm_disagg_waiting{place="work"} 1.0
+# TYPE vllm_disagg_in_flight gauge
+vllm_disagg_in_flight{url="u"} 5.0
+# TYPE h_seconds histogram
+h_seconds_bucket{le="1.0"} 1.0
+h_seconds_bucket{le="+Inf"} 3.0
+h_seconds_count 3.0
+h_seconds_sum 7.0
+"""
+    two = one.replace('k="1"', 'k="2"')
+    lines = merge([one, two, one]).decode().splitlines()
+    for line in (
+        'a_total{k="1"} 4.0',
+        'a_total{k="2"} 2.0',
+        'vllm_disagg_waiting{place="work"} 3.0',
+        'vllm_disagg_in_flight{url="u"} 5.0',
+        'h_seconds_bucket{le="+Inf"} 9.0',
+        "h_seconds_sum 21.0",
+    ):
+        assert line in lines, lines
+
+
+def test_a_new_worker_learns_how_things_are() -> None:
+    hub = Hub(2)
+    said: list[Message] = []
+    hub.workers[1].say = said.append  # type: ignore[method-assign]
+    add, drain = Change("add", "u", "prefill"), Change("drain", "v")
+    for change in (Change("drain", "u"), add, Change("cut", "w"), drain):
+        hub.heard(hub.workers[0], Message("change", change=change), 0.0)
+    hub.heard(hub.workers[0], Message("note", text="old"), 0.0)
+    hub.heard(hub.workers[0], Message("note", text="new"), 20.0)
+    said.clear()
+    hub.heard(hub.workers[1], Message("ready"), 21.0)
+    assert [m.change for m in said if m.change] == [Change("drain", "u"), add, drain]
+    assert [m.text for m in said if m.kind == "note"] == ["new"]
+
+
+async def start(tmp_path: Path, *flags: str) -> asyncio.subprocess.Process:
+    key = tmp_path / "key"
+    key.write_text((b"k" * 32).hex())
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-m", "vllm_disagg.cli", "proxy", "--workers", "2", "--port", "0", "--key-file", str(key)]
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(*command, *flags, stdout=pipe, stderr=pipe, cwd=root)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def test_two_workers_are_one_proxy(tmp_path: Path) -> None:
+    d, e = ScriptedEngine("d", "decode"), ScriptedEngine("e", "decode")
+    await d.start()
+    await e.start()
+    process = await start(tmp_path, "--decode", d.url)
+    w = World([], [d])
+    try:
+        assert process.stdout and process.stderr
+        line = (await process.stdout.readline()).decode()
+        assert line.startswith("listening on http://127.0.0.1:"), (await process.stderr.read()).decode()
+        w.port = int(line.rsplit(":", 1)[1])
+
+        async def everywhere(url: str, **facts: Any) -> bool:
+            """Whether every worker says so; a new connection reaches any of them."""
+            for _ in range(12):
+                rows = {row["url"]: row for row in (await w.get("/disagg/instances")).json()}
+                if url not in rows or any(rows[url][name] != value for name, value in facts.items()):
+                    return False
+            return True
+
+        await until(lambda: everywhere(d.url, usable=True), 10)
+        for _ in range(12):
+            assert (await w.post()).status == 200
+        assert await w.metric("vllm_disagg_requests_total") == 12
+        body = b'{"url": "%b", "role": "decode"}' % e.url.encode()
+        as_json = {"host": "127.0.0.1", "content_type": "application/json"}
+        assert (await w.ask("POST", "/disagg/instances", body, **as_json)).status == 200
+        await until(lambda: everywhere(e.url, usable=True))
+        victim, other = children(process.pid)
+        os.kill(victim, signal.SIGKILL)
+        await until(lambda: len(children(process.pid)) == 2 and victim not in children(process.pid), 10)
+        await until(lambda: everywhere(e.url, usable=True), 10)
+        assert other in children(process.pid)
+        workers = children(process.pid)
+        process.terminate()
+        assert await asyncio.wait_for(process.wait(), 10) == 0
+        assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        w.close()
+        await d.stop()
+        await e.stop()
+
+
+@pytest.mark.parametrize("slip", ["taken", "setting"])
+async def test_what_no_worker_can_do_ends_all(tmp_path: Path, slip: str) -> None:
+    async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as taken:
+        port = taken.sockets[0].getsockname()[1]
+        flags = ["--port", str(port)] if slip == "taken" else ["--queue-timeout", "0"]
+        process = await start(tmp_path, "--decode", "http://127.0.0.1:1", *flags)
+        _, error = await asyncio.wait_for(process.communicate(), 15)
+        assert process.returncode == (1 if slip == "taken" else 2)
+        assert error.count(b"\n") == 1 and error.startswith(b"vllm-disagg proxy: "), error

@@ -1,0 +1,42 @@
+"""An engine's side of registration: its settings, and a proxy that is not there."""
+
+import logging
+import time
+
+import pytest
+
+from vllm_disagg.config import parse
+from vllm_disagg.errors import ConfigError
+from vllm_disagg.keys import FleetKey
+from vllm_disagg.registration import register_all
+
+WHERE = {"register": "http://127.0.0.1:9, http://127.0.0.1:10", "advertise": "http://127.0.0.1:8100"}
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"register": WHERE["register"], "key_file": "k"},
+        {"advertise": WHERE["advertise"], "key_file": "k"},
+        WHERE,
+        {**WHERE, "key_file": "k", "register": "127.0.0.1:9"},
+        {**WHERE, "key_file": "k", "advertise": "127.0.0.1:8100"},
+    ],
+)
+def test_settings_that_cannot_work(extra: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="register"):
+        parse(extra)
+
+
+def test_an_engine_without_settings_registers_nowhere() -> None:
+    assert register_all(parse({}), FleetKey(None), "i", "both") == []
+
+
+def test_a_proxy_that_is_not_there_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    began = time.monotonic()
+    made = register_all(parse({**WHERE, "key_file": "k"}), FleetKey(b"k" * 32), "i", "prefill")
+    assert time.monotonic() - began < 0.5 and len(made) == 2
+    for registration in made:
+        registration.close()
+    assert time.monotonic() - began < 5 and "is not reached" in caplog.text

@@ -1,0 +1,43 @@
+"""Cross-origin requests from browsers: off, unless origins are named, as in vLLM."""
+
+from __future__ import annotations
+
+from .headers import Headers, find
+from .server import Connection, Request
+
+ALLOWED_METHODS = b"GET, POST, OPTIONS"
+MAX_AGE = b"600"  # seconds that a browser may remember a preflight's answer
+
+
+class Cors:
+    """`origins`: who may; "*" is everybody."""
+
+    def __init__(self, origins: list[str]) -> None:
+        self._origins = {origin.encode() for origin in origins}
+
+    def handle(self, request: Request, client: Connection) -> bool:
+        """Add what a browser has to know to the answer; whether that was all (a preflight)."""
+        origin = find(request.headers, b"origin")
+        client.extra = self._headers(origin)
+        asked = find(request.headers, b"access-control-request-method")
+        if not (origin and asked and request.method == "OPTIONS"):
+            return False
+        if not client.extra:
+            client.answer(403, [], b"")
+            return True
+        fields = find(request.headers, b"access-control-request-headers") or b"*"
+        client.answer(
+            204,
+            [
+                (b"access-control-allow-methods", ALLOWED_METHODS),
+                (b"access-control-allow-headers", fields),
+                (b"access-control-max-age", MAX_AGE),
+            ],
+            b"",
+        )
+        return True
+
+    def _headers(self, origin: bytes) -> Headers:
+        if origin and (b"*" in self._origins or origin in self._origins):
+            return [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
+        return []

@@ -197,8 +197,8 @@ class DecodeSide:
     def _arrived(self, event: Arrived, t: Transfer, now: float) -> list[DecodeAction]:
         t.heard = now
         piece = t.pieces.get(event.number)
-        if t.state is not State.MOVING or piece is None or piece.where is not Where.ASKED:
-            return []
+        if piece is None or piece.where is not Where.ASKED:
+            return []  # what is DRAINING keeps only pieces that land
         piece.where = Where.LANDING
         blocks = blocks_of(piece.extent, t.blocks, t.token, self.shape.block_size)
         return [Land(event.transfer, event.number, piece.extent, blocks)]

@@ -22,6 +22,7 @@ setup(
         "xxhash>=3.4",
     ],
     extras_require={
+        "plot": ["matplotlib>=3.8"],
         "dev": ["hypothesis>=6.100", "import-linter>=2.0", "mypy>=1.15", "pytest>=8", "ruff>=0.9"],
     },
     entry_points={

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -93,7 +94,7 @@ def test_poisson_arrivals_are_the_same_at_every_rate_but_for_the_scale() -> None
     assert slow[0] == 0 and slow[-1] == pytest.approx(100) and slow == sorted(slow)
     assert fast == pytest.approx([time / 4 for time in slow])
     assert slow != [r.arrival for r in asked.at_rate(1.0, seed=2).requests]
-    gaps = [b - a for a, b in zip(slow, slow[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(slow)]
     assert 0.7 < statistics.pstdev(gaps) / statistics.mean(gaps) < 1.3
 
 

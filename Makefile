@@ -5,6 +5,7 @@
 # make versions  exactness on the oldest and the newest vLLM supported
 # make mutants   plant faults in the protocol; the tests must notice
 # make bench     the hand-off, measured
+# make goodput   requests a second within their objectives: 1 prefill + 1 decode beside 2 colocated engines
 # make clean     everything that make has made
 
 VLLM   ?= 0.32.0
@@ -17,7 +18,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 BIN    := $(VENV)/bin
 MODEL  := .cache/models/heavy
 
-.PHONY: setup demo check test versions mutants bench clean
+.PHONY: setup demo check test versions mutants bench goodput clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -68,6 +69,11 @@ mutants: setup
 bench: setup $(VENV)/.peers
 	@$(BIN)/python scripts/tiny_model.py heavy $(MODEL)
 	$(BIN)/python benchmarks/handoff.py $(MODEL) --router .venv-router/bin/vllm-router --save docs/handoff
+
+goodput: setup
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[plot]'
+	@$(BIN)/python scripts/tiny_model.py heavy $(MODEL)
+	$(BIN)/python benchmarks/goodput.py $(MODEL)
 
 # Beside whom `bench` measures: vLLM's in-tree NixlConnector (nixl without its CUDA needs) and the Rust router.
 $(VENV)/.peers:

@@ -32,7 +32,7 @@ def test_bench_compares_the_pair_with_a_plain_vllm(
         assert found["goodput"] == 0 and not found["runs"]
         alone = found["alone"]
         assert (alone["sent"], alone["failed"], alone["good"]) == (SENT, 0, 0)
-        assert 0 < alone["ttft"]["median"] <= alone["ttft"]["p99"] and 0 < alone["tpot"]["median"]
+        assert 0 < alone["ttft"]["median"] <= alone["ttft"]["p99"] and alone["tpot"]["median"] > 0
         assert alone["prompt_tokens_per_s"] == pytest.approx(600 / 8 * alone["output_tokens_per_s"])
     assert main.decode.received > before
 

@@ -19,7 +19,7 @@ from .instance import Model
 from .results import Objectives, Run
 from .workload import Workload
 
-START = 120.0  # seconds that vLLM may take to start and to write its results
+START = 300.0  # seconds that vLLM may take to start and to write its results
 DRAIN = 300.0  # seconds, from the last request sent, after which a run counts as missed
 LONGEST = 120.0  # seconds that a request may take when it is alone, on average
 CAUSE = re.compile(r"^\w*(Error|Exception|Interrupt)\b|^\S+(\.\w+)*Error: |: error: ")

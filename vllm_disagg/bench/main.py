@@ -65,13 +65,15 @@ def run(args: argparse.Namespace) -> int:
     targets = _targets(args.target, args.gpus)
     asked = _fitting(asked, targets, args.requests)
     measured = [Measured(target) for target in targets]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the load generator ends with us
-    with tempfile.TemporaryDirectory(prefix="vllm-disagg-bench-") as folder:
-        generator = Generator(vllm, args.tokenizer, Path(folder))
-        bench = Bench(generator, asked, objectives, args, measured)
-        bench.alone()
-        while bench.round():
-            pass
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the load generator ends with us
+    try:
+        with tempfile.TemporaryDirectory(prefix="vllm-disagg-bench-") as folder:
+            bench = Bench(Generator(vllm, args.tokenizer, Path(folder)), asked, objectives, args, measured)
+            bench.alone()
+            while bench.round():
+                pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
     result = report.result(measured, objectives, done=True)
     if args.save:
         report.save(args.save, result)

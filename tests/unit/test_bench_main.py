@@ -161,6 +161,13 @@ def test_bad_words_are_refused_in_one_line(
     assert not scripted.exists()
 
 
+def test_arrivals_that_cannot_be_scaled(servers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens\n5,10,2\n5,10,2\n")
+    assert bench("--trace", str(trace), "--arrivals", "trace", *OBJECTIVES, target=servers[0]) == 2
+    assert "the first 2 requests of the trace arrive at once" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--ttft", "--tpot", "--attainment", "--requests", "--precision"])
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "x"])
 def test_zero_objectives_and_the_like(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:

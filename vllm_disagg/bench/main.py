@@ -64,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
         _check_save(args.save)
     targets = _targets(args.target, args.gpus)
     asked = _fitting(asked, targets, args.requests)
+    if args.arrivals == "trace" and asked.requests[0].arrival == asked.requests[-1].arrival:
+        raise ConfigError(f"--arrivals trace: the first {len(asked.requests)} requests of the trace arrive at once")
     measured = [Measured(target) for target in targets]
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the load generator ends with us
     try:
@@ -99,6 +101,7 @@ class Bench:
         few = self._asked.first(ALONE)
         for one in self._measured:
             one.alone = self._run(one, few, None)
+            self._keep()
             if one.alone.failed == one.alone.sent:
                 raise ConfigError(f"{one.target.name}: no request was answered in full: {one.alone.error}")
 
@@ -110,6 +113,7 @@ class Bench:
             if rate is not None:
                 arrivals = self._asked.at_rate(rate, self._seed if self._poisson else None)
                 one.runs.append(self._run(one, arrivals, rate))
+                self._keep()
         return any(rate is not None for _, rate in rates)
 
     def _run(self, one: Measured, asked: Workload, rate: float | None) -> Run:
@@ -123,9 +127,12 @@ class Bench:
             print(file=sys.stderr)
             raise
         print(f" {report.line(done, self._objectives)}", file=sys.stderr, flush=True)
+        return done
+
+    def _keep(self) -> None:
+        """What is known so far, for whoever stops us."""
         if self._save:
             report.save(self._save, report.result(self._measured, self._objectives, done=False))
-        return done
 
 
 def _workload(args: argparse.Namespace) -> Workload:

@@ -32,11 +32,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
+from vllm_disagg.bench import bisection
+
 STACKS = ("ours", "colocated")
 BUDGET = 512  # tokens a step
 FLAGS = {"served-model-name": "tiny", "max-model-len": "2048", "max-num-batched-tokens": str(BUDGET)}
 VLLM = ["--enforce-eager", *(f"--{flag}={value}" for flag, value in FLAGS.items())]
 PROMPT, ANSWER = (200.0, 0.6), (16.0, 0.6)  # median and sigma of lognormal lengths
+PLACEMENT = {"ours": ["--prefill", "1x1", "--decode", "1x1"], "colocated": ["--colocated", "1x1x2"]}
+ATTAINMENT = 0.9
 LONGEST = 1000  # tokens of a prompt
 OURS = [sys.executable, "-m", "vllm_disagg.cli"]
 START = 180.0  # seconds
@@ -46,7 +50,7 @@ CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLIN
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--only", choices=STACKS, help="measure one stack")
+    parser.add_argument("--only", choices=[*STACKS, "report"], help="measure one stack, or none")
     parser.add_argument("--save", metavar="NAME", default=".cache/goodput", help="(default: %(default)s)")
     parser.add_argument("--ttft", default="0.5", help="seconds (default: %(default)s)")
     parser.add_argument("--tpot", default="0.06", help="seconds (default: %(default)s)")
@@ -56,7 +60,7 @@ def main() -> int:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("goodput: stopped"))  # so that no engine stays behind
     lengths = write_lengths(args)
-    for name in [args.only] if args.only else STACKS:
+    for name in STACKS if not args.only else {args.only} - {"report"}:
         measure(name, lengths, args)
     return report(lengths, args)
 
@@ -80,7 +84,10 @@ def measure(name: str, lengths: str, args: argparse.Namespace) -> None:
             subprocess.run([*OURS, "profile", engine, *words, "--max-num-batched-tokens", str(BUDGET)], check=True)
         words = ["--target", f"{name}={front}", "--gpus", "2", "--trace", lengths, "--save", f"{args.save}.{name}"]
         words += ["--requests", str(args.requests), "--precision", args.precision]
-        subprocess.run([*OURS, "bench", *words, "--ttft", args.ttft, "--tpot", args.tpot], check=True)
+        subprocess.run(
+            [*OURS, "bench", *words, "--ttft", args.ttft, "--tpot", args.tpot, "--attainment", str(ATTAINMENT)],
+            check=True,
+        )
 
 
 @contextmanager
@@ -170,30 +177,61 @@ def report(lengths: str, args: argparse.Namespace) -> int:
     print("\nstack      goodput, req/s  by engine")
     for name, target in found.items():
         print(f"{name:10} {target['goodput']:14.3g} {target['goodput_per_gpu']:10.3g}")
-    if "ours" in found:
-        predict(found["ours"], lengths, args)
+    points = [f"{args.save}.points-{at}.json" for at in range(2)]
+    if not find_spec("vllm_disagg.planner") or not all(map(os.path.exists, points)):
+        print("\n(no prediction: it needs vllm-disagg simulate, and the points of both profiles)")
+        return 0
+    with open(f"{args.save}.predicted.json", "w") as out:
+        predicted = {
+            name: predict(name, target, Simulated(name, points, lengths, args)) for name, target in found.items()
+        }
+        json.dump(predicted, out, indent=1)
     return 0
 
 
-def predict(ours: dict[str, Any], lengths: str, args: argparse.Namespace) -> None:
+class Simulated:
+    """The planner's answers for a stack."""
+
+    def __init__(self, name: str, points: list[str], lengths: str, args: argparse.Namespace) -> None:
+        self._words = [*OURS, "simulate", "--json", "--profile", points[0], *PLACEMENT[name]]
+        self._words += ["--decode-profile", points[1]] if name == "ours" else []
+        self._words += ["--workload", lengths, "--arrivals", "poisson", "--requests", str(args.requests)]
+        self._words += ["--ttft", args.ttft, "--tpot", args.tpot]
+        self.precision = float(args.precision)
+
+    def at(self, rate: float) -> dict[str, float]:
+        run = subprocess.run([*self._words, "--rate", str(rate)], check=True, capture_output=True, text=True)
+        return dict(json.loads(run.stdout))
+
+    def goodput(self, first: float) -> float:
+        """By the bisection that found the measured one."""
+        tried: list[bisection.Tried] = []
+        while (rate := bisection.next_rate(tried, first, self.precision)) is not None:
+            tried.append(bisection.Tried(rate, self.at(rate)["attainment"] >= ATTAINMENT))
+        return bisection.bracket(tried).met or 0.0
+
+
+def predict(name: str, measured: dict[str, Any], simulated: Simulated) -> dict[str, Any]:
     """The planner's figures beside the measured ones, at every rate that was tried."""
-    points = f"{args.save}.points-0.json"
-    if not find_spec("vllm_disagg.planner") or not Path(points).exists():
-        print("\n(no prediction: it needs vllm-disagg simulate, and the points of a profile)")
-        return
-    print(f"\nours, 1P1D: {'measured':>33} {'predicted':>33}")
-    print("  rate  " + "  attained  TTFT p90  TPOT p90     " * 2)
-    placement = ["--profile", points, "--prefill", "1x1", "--decode", "1x1", "--trace", lengths, "--json"]
-    objectives = ["--ttft", args.ttft, "--tpot", args.tpot, "--requests", str(args.requests)]
-    for run in sorted(ours["runs"], key=lambda run: run["rate"]):
-        command = [*OURS, "simulate", *placement, *objectives, "--rate", str(run["rate"])]
-        said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        sides = (
-            (run["attainment"], run["ttft"]["p90"], run["tpot"]["p90"]),
-            (said["attainment"], said["ttft_p90"], said["tpot_p90"]),
-        )
-        cells = "".join(f"{share:10.0%} {ttft or 0:8.3f}s {tpot or 0:8.4f}s    " for share, ttft, tpot in sides)
-        print(f"{run['rate']:6.2f}  {cells}")
+    print(f"\n{name}: measured -> predicted (error)")
+    print(
+        "  rate          attained                 TTFT median                    TTFT p90                    TPOT median"
+    )
+    rows = []
+    for run in sorted(measured["runs"], key=lambda run: run["rate"]):
+        said = simulated.at(run["rate"])
+        pairs = [
+            (run["ttft"]["median"], said["ttft_p50"]),
+            (run["ttft"]["p90"], said["ttft_p90"]),
+            (run["tpot"]["median"], said["tpot_p50"]),
+        ]
+        cells = "  ".join(f"{m:7.4f} -> {p:7.4f} s ({p / m - 1:+5.0%})" if m and p else " " * 27 for m, p in pairs)
+        print(f"{run['rate']:6.2f}  {run['attainment']:4.0%} -> {said['attainment']:4.0%}  {cells}")
+        rows.append({"rate": run["rate"], "measured": run, "predicted": said})
+    goodput = simulated.goodput(measured["goodput"] or 1.0)
+    error = goodput / measured["goodput"] - 1 if measured["goodput"] else float("nan")
+    print(f"goodput {measured['goodput']:.3g} -> {goodput:.3g} req/s ({error:+.0%})")
+    return {"goodput": {"measured": measured["goodput"], "predicted": goodput}, "runs": rows}
 
 
 if __name__ == "__main__":

@@ -75,7 +75,10 @@ def test_two_deployments_side_by_side(
     servers: list[str], scripted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--target", f"b={servers[1]}", "--gpus", "2", "--gpus", "b=1", *LENGTHS, *OBJECTIVES, "--json"]
-    assert bench(*words, "--save", str(tmp_path / "saved"), "--requests", "400", target=servers[0]) == 0
+    assert (
+        bench(*words, "--save", str(tmp_path / "saved"), "--requests", "200", "--precision", "0.25", target=servers[0])
+        == 0
+    )
     out, err = capsys.readouterr()
     result = json.loads(out)
     assert result == json.loads((tmp_path / "saved.json").read_text()) and result["done"]
@@ -85,21 +88,21 @@ def test_two_deployments_side_by_side(
         found = result["targets"][name]
         goodputs.append(found["goodput"])
         assert 0.4 * capacity < found["goodput"] < capacity
-        assert found["goodput"] < found["missed_at"] <= 1.1 * found["goodput"] * (1 + 1e-9)
+        assert found["goodput"] < found["missed_at"] <= 1.25 * found["goodput"] * (1 + 1e-9)
         assert found["goodput_per_gpu"] == found["goodput"] / gpus
         assert found["alone"]["ttft"]["median"] == pytest.approx(1 / capacity)
         for run in found["runs"]:
-            assert run["attainment"] == run["good"] / 400
+            assert run["attainment"] == run["good"] / 200
             assert (run["attainment"] >= 0.9) == (run["rate"] <= found["goodput"])
     assert goodputs[0] > 1.5 * goodputs[1]
     asked = [json.loads(line) for line in scripted.read_text().splitlines()]
     assert [base for base, *_ in asked[:8]] == servers[:2] * 4  # in turns
     assert [a[1] for a in asked[0:8:2]] == [b[1] for b in asked[1:8:2]] and len({a[1] for a in asked[0:8:2]}) == 4
-    assert err.count("bench: a: 400 requests at ") + err.count("bench: b: 400 requests at ") == len(asked) - 2
+    assert err.count("bench: a: 200 requests at ") + err.count("bench: b: 200 requests at ") == len(asked) - 2
 
 
 def test_a_table_says_what_is_compared(servers: list[str], scripted: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--target", f"b={servers[1]}", *LENGTHS, *OBJECTIVES, "--requests", "100", "--precision", "0.5"]
+    words = ["--target", f"b={servers[1]}", *LENGTHS, *OBJECTIVES, "--requests", "60", "--precision", "1"]
     assert bench(*words, target=servers[0]) == 0
     out = capsys.readouterr().out
     assert "at least 90% of requests get the first token within 0.5 s" in out

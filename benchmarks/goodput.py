@@ -81,13 +81,21 @@ def measure(name: str, lengths: str, args: argparse.Namespace) -> None:
     with open(f"{args.save}.{name}.log", "wb") as log, running(name, args.model, log) as (front, engines):
         for at, engine in enumerate(engines):
             words = ["--output", f"{args.save}.points-{at}.json", "--seconds", args.seconds]
-            subprocess.run([*OURS, "profile", engine, *words, "--max-num-batched-tokens", str(BUDGET)], check=True)
+            ours("profile", engine, *words, "--max-num-batched-tokens", str(BUDGET))
         words = ["--target", f"{name}={front}", "--gpus", "2", "--trace", lengths, "--save", f"{args.save}.{name}"]
         words += ["--requests", str(args.requests), "--precision", args.precision]
-        subprocess.run(
-            [*OURS, "bench", *words, "--ttft", args.ttft, "--tpot", args.tpot, "--attainment", str(ATTAINMENT)],
-            check=True,
-        )
+        ours("bench", *words, "--ttft", args.ttft, "--tpot", args.tpot, "--attainment", str(ATTAINMENT))
+
+
+def ours(*words: str) -> None:
+    """Run one of our commands; it ends its own children when we have to end it."""
+    process = subprocess.Popen([*OURS, *words])
+    try:
+        if process.wait():
+            sys.exit(f"goodput: vllm-disagg {words[0]} failed")
+    finally:
+        process.terminate()
+        process.wait()
 
 
 @contextmanager

@@ -1,9 +1,11 @@
-"""`vllm-disagg bench` as a user meets it.  The load generator is a scripted stand-in (`scripted/vllm`) with a server
+"""`vllm-disagg bench` as a user meets it.  The load generator is a scripted stand-in (`scripted_vllm.py`) with a server
 of known speed; real `vllm bench serve` runs in tests/engine."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ import pytest
 from vllm_disagg import cli
 from vllm_disagg.bench import load, main
 
-VLLM = str(Path(__file__).parent / "scripted/vllm")
+SCRIPT = Path(__file__).with_name("scripted_vllm.py")
 LENGTHS = ["--input-len", "100", "--output-len", "5"]
 OBJECTIVES = ["--ttft", "0.5", "--tpot", "0.05"]
 
@@ -61,6 +63,10 @@ def servers() -> Iterator[list[str]]:
 def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, servers: list[str]) -> Path:
     """The log of what the stand-in was asked; the first target serves 10 requests a second, the second one 5."""
     log = tmp_path / "asked"
+    program = tmp_path / "vllm"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{SCRIPT}" "$@"\n')
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("SCRIPTED_LOG", str(log))
     monkeypatch.setenv("SCRIPTED_FIRST", servers[0])
     monkeypatch.setenv("SCRIPTED_SERVICE", "0.1,0.2")
@@ -68,7 +74,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, servers: list[str]
 
 
 def bench(*words: str, target: str) -> int:
-    return cli.main(["bench", "--target", f"a={target}", "--vllm", VLLM, *words])
+    return cli.main(["bench", "--target", f"a={target}", "--vllm", "vllm", *words])
 
 
 def test_two_deployments_side_by_side(
@@ -164,7 +170,9 @@ def test_bad_words_are_refused_in_one_line(
     assert not scripted.exists()
 
 
-def test_arrivals_that_cannot_be_scaled(servers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arrivals_that_cannot_be_scaled(
+    servers: list[str], scripted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("arrival_s,input_tokens,output_tokens\n5,10,2\n5,10,2\n")
     assert bench("--trace", str(trace), "--arrivals", "trace", *OBJECTIVES, target=servers[0]) == 2

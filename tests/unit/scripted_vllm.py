@@ -1,24 +1,25 @@
-#!/usr/bin/env -S python3 -I -S
-"""A stand-in for `vllm bench serve`, scripted: one server, first come first served, that takes as long for each
-request as the target's URL says (http://host:port, port = 10000 + milliseconds).  Writes what vLLM would write."""
+"""A stand-in for `vllm bench serve`, scripted: one server, first come first served, that takes SCRIPTED_SERVICE seconds
+for each request (two numbers: for the target SCRIPTED_FIRST, and for any other).  Writes what vLLM would write."""
 
 import json
 import os
 import sys
+from itertools import pairwise
+from pathlib import Path
 
 words = sys.argv[1:]
 assert words[:2] == ["bench", "serve"], words
-option = {flag: value for flag, value in zip(words, words[1:]) if flag.startswith("--")}
+option = {flag: value for flag, value in pairwise(words) if flag.startswith("--")}
 with open(os.environ["SCRIPTED_LOG"], "a") as log:
     log.write(json.dumps([option["--base-url"], os.environ["PYTHONHASHSEED"], option["--served-model-name"]]) + "\n")
 how = os.environ.get("SCRIPTED_HOW", "")
 if how == "crash":
     sys.exit("Traceback (most recent call last):\n  File x\nOSError: tiny is not a valid model identifier")
 if how == "garbage":
-    open(option["--result-filename"], "w").write("{}")
+    Path(option["--result-filename"]).write_text("{}")
     sys.exit()
 service = float(os.environ["SCRIPTED_SERVICE"].split(",")[option["--base-url"] != os.environ["SCRIPTED_FIRST"]])
-requests = [json.loads(line) for line in open(option["--dataset-path"])]
+requests = [json.loads(line) for line in Path(option["--dataset-path"]).read_text().splitlines()]
 free, ttfts = 0.0, []
 for request in requests:
     arrival = free if "--max-concurrency" in option else request["timestamp"]
@@ -33,5 +34,4 @@ result = {
     "start_times": [1 + r["timestamp"] for r in requests],
     "errors": ["Too Many Requests" if how == "refuse" else "" for r in requests],
 }
-with open(option["--result-filename"], "w") as file:
-    json.dump(result, file)
+Path(option["--result-filename"]).write_text(json.dumps(result))

@@ -1,16 +1,17 @@
 """Goodput of 1 prefill + 1 decode engine beside 2 colocated ones, measured, and the planner's prediction.
 
-    python benchmarks/goodput.py MODEL [--only ours|colocated] [--save NAME]
+    python benchmarks/goodput.py MODEL [--only ours|colocated|profile|report] [--save NAME]
 
 Real CPU engines of a tiny model, with one core each for their model's threads, every engine with the same flags:
 
   ours       `vllm-disagg up`: 1 prefill, 1 decode, the proxy
   colocated  2 plain `vllm serve` behind `vllm-disagg proxy`, which shares whole requests among them; each of them is
-             first measured by `vllm-disagg profile`
+             first measured by `vllm-disagg profile` (`--only profile`: nothing but that)
 
 The stacks run one after the other, since two engines are as much as a small machine holds.  Each is measured by
 `vllm-disagg bench` with the same requests.  What is measured is saved: NAME.ours.json, NAME.colocated.json,
-NAME.points-0.json and -1; with --only the other stack's files of an earlier run are reported beside it.  Where
+NAME.points-0.json and -1; with --only, what is not measured is
+reported from the files of an earlier run.  Where
 `vllm-disagg simulate` is there, its prediction from the points stands beside what was measured.
 """
 
@@ -50,7 +51,7 @@ CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLIN
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--only", choices=[*STACKS, "report"], help="measure one stack, or none")
+    parser.add_argument("--only", choices=[*STACKS, "profile", "report"], help="only one of the steps")
     parser.add_argument("--save", metavar="NAME", default=".cache/goodput", help="(default: %(default)s)")
     parser.add_argument("--ttft", default="0.5", help="seconds (default: %(default)s)")
     parser.add_argument("--tpot", default="0.06", help="seconds (default: %(default)s)")
@@ -60,8 +61,9 @@ def main() -> int:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("goodput: stopped"))  # so that no engine stays behind
     lengths = write_lengths(args)
-    for name in STACKS if not args.only else {args.only} - {"report"}:
-        measure(name, lengths, args)
+    if args.only != "report":
+        for name in STACKS if not args.only else [args.only]:
+            measure(name, lengths, args)
     return report(lengths, args)
 
 
@@ -79,12 +81,14 @@ def write_lengths(args: argparse.Namespace) -> str:
 def measure(name: str, lengths: str, args: argparse.Namespace) -> None:
     print(f"goodput: starting {name}", file=sys.stderr, flush=True)
     with open(f"{args.save}.{name}.log", "wb") as log, running(name, args.model, log) as (front, engines):
-        for at, engine in enumerate(engines):
-            words = ["--output", f"{args.save}.points-{at}.json", "--seconds", args.seconds]
-            ours("profile", engine, *words, "--max-num-batched-tokens", str(BUDGET))
-        words = ["--target", f"{name}={front}", "--gpus", "2", "--trace", lengths, "--save", f"{args.save}.{name}"]
-        words += ["--requests", str(args.requests), "--precision", args.precision]
-        ours("bench", *words, "--ttft", args.ttft, "--tpot", args.tpot, "--attainment", str(ATTAINMENT))
+        if args.only in (None, "profile"):
+            for at, engine in enumerate(engines):
+                words = ["--output", f"{args.save}.points-{at}.json", "--seconds", args.seconds]
+                ours("profile", engine, *words, "--max-num-batched-tokens", str(BUDGET))
+        if name in STACKS:
+            words = ["--target", f"{name}={front}", "--gpus", "2", "--trace", lengths, "--save", f"{args.save}.{name}"]
+            words += ["--requests", str(args.requests), "--precision", args.precision]
+            ours("bench", *words, "--ttft", args.ttft, "--tpot", args.tpot, "--attainment", str(ATTAINMENT))
 
 
 def ours(*words: str) -> None:
@@ -180,8 +184,8 @@ def report(lengths: str, args: argparse.Namespace) -> int:
     found: dict[str, Any] = {}
     for name in STACKS:
         path = Path(f"{args.save}.{name}.json")
-        if path.exists():
-            found[name] = json.loads(path.read_text())["targets"][name]
+        if path.exists() and (saved := json.loads(path.read_text()))["done"]:
+            found[name] = saved["targets"][name]
     print("\nstack      goodput, req/s  by engine")
     for name, target in found.items():
         print(f"{name:10} {target['goodput']:14.3g} {target['goodput_per_gpu']:10.3g}")

@@ -45,7 +45,7 @@ def test_sequences_that_hardly_met_are_no_batch() -> None:
 
 @pytest.mark.parametrize(
     ("limit", "kv_tokens", "budget"),
-    [(2048, 3968, 256), (4096, 100_000, None), (131_072, 500_000, 8192), (96, 300, 64)],
+    [(2048, 3968, 256), (4096, 100_000, None), (131_072, 500_000, 8192), (96, 330, 64)],
 )
 def test_a_plan_fits_the_instance(limit: int, kv_tokens: int, budget: int | None) -> None:
     plan = steps.plan(limit, kv_tokens, budget)

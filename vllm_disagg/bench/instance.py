@@ -64,7 +64,7 @@ def get(url: str, path: str) -> bytes:
         connection.request("GET", path, headers=headers())
         answer = connection.getresponse()
         content = answer.read()
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, http.client.HTTPException, UnicodeError) as error:  # the last: no name of a host
         raise ConfigError(f"cannot reach {url}: {reason(error)}: is it running?") from None
     finally:
         connection.close()

@@ -28,7 +28,7 @@ from .stream import complete
 
 TOKENS = range(10, 1000)  # ids that nearly every vocabulary has, and that hardly one gives a meaning of its own
 ENOUGH = 3  # measurements of a point, below which a median means little; points of each kind, below which a fit does
-TELL = 2.0  # seconds between two lines of progress
+TELL = 5.0  # seconds between two lines of progress
 
 
 class Samples:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-WINDOW = 24  # steps, at least, that sequences decode beside each other
+WINDOW = 16  # steps, at least, that sequences decode beside each other
 USUAL_BUDGET = 2048  # tokens a step, where it is not known
 LONGEST = 16_384  # tokens of a prompt that is measured
 SMALLEST_CHUNK = 256  # tokens of a prompt that a step computes at least, while others decode already
@@ -60,8 +60,8 @@ def plan(limit: int, kv_tokens: int, budget: int | None) -> list[Prefill | Decod
     ]
     decodes = [
         Decode(batch, context, answer)
-        for batch in (1, 2, 4, 8, 16, 32, 64)
-        for context in (16, 128, 512, 2048, 8192)
+        for batch in (1, 2, 4, 8, 16, 64)
+        for context in (32, 512, 4096)
         for answer in [2 * WINDOW + batch * context // SMALLEST_CHUNK]
         if context + answer <= limit and batch * (context + answer) <= 0.9 * kv_tokens
     ]

@@ -212,7 +212,9 @@ class Simulated:
         self.precision = float(args.precision)
 
     def at(self, rate: float) -> dict[str, float]:
-        run = subprocess.run([*self._words, "--rate", str(rate)], check=True, capture_output=True, text=True)
+        run = subprocess.run([*self._words, "--rate", str(rate)], check=False, stdout=subprocess.PIPE, text=True)
+        if run.returncode:
+            sys.exit("goodput: vllm-disagg simulate failed")
         return dict(json.loads(run.stdout))
 
     def goodput(self, first: float) -> float:

@@ -111,7 +111,7 @@ def test_a_table_says_what_is_compared(servers: list[str], scripted: Path, capsy
     words = ["--target", f"b={servers[1]}", *LENGTHS, *OBJECTIVES, "--requests", "60", "--precision", "1"]
     assert bench(*words, target=servers[0]) == 0
     out = capsys.readouterr().out
-    assert "at least 90% of requests get the first token within 0.5 s" in out
+    assert "at least 90 % of requests get the first token within 0.5 s" in out
     assert "a / b: " in out and "TTFT p50 / p90 / p99" in out
 
 

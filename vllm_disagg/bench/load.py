@@ -105,5 +105,5 @@ def cause(log: str) -> str:
     """The line of a log that says most."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     found = next((line for line in reversed(lines) if CAUSE.search(line)), lines[-1] if lines else "it said nothing")
-    is_tokenizer = re.search(r"tokenizer|hub|model identifier", found, re.IGNORECASE)
+    is_tokenizer = re.search(r"tokenizer|hub|huggingface|model identifier", found, re.IGNORECASE)
     return found[:300] + (": name the model's tokenizer with --tokenizer" if is_tokenizer else "")

@@ -22,8 +22,8 @@ class Objectives(msgspec.Struct, frozen=True):
 
     def words(self) -> str:
         return (
-            f"at least {self.attainment:.0%} of requests get the first token within {self.ttft:g} s and "
-            f"each further one within {self.tpot:g} s"
+            f"at least {100 * self.attainment:.4g} % of requests get the first token within {self.ttft:g} s and "
+            f"each further one within {self.tpot:g} s on average"
         )
 
 

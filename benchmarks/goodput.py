@@ -1,12 +1,12 @@
 """Goodput of 1 prefill + 1 decode engine beside 2 colocated ones, measured, and the planner's prediction.
 
-    python benchmarks/goodput.py MODEL [--only ours|colocated|profile|report] [--save NAME]
+    python benchmarks/goodput.py MODEL [--only [profile] [colocated] [ours]] [--save NAME]
 
 Real CPU engines of a tiny model, with one core each for their model's threads, every engine with the same flags:
 
   ours       `vllm-disagg up`: 1 prefill, 1 decode, the proxy
   colocated  2 plain `vllm serve` behind `vllm-disagg proxy`, which shares whole requests among them; each of them is
-             first measured by `vllm-disagg profile` (`--only profile`: nothing but that)
+             first measured by `vllm-disagg profile`
 
 The stacks run one after the other, since two engines are as much as a small machine holds.  Each is measured by
 `vllm-disagg bench` with the same requests.  What is measured is saved: NAME.ours.json, NAME.colocated.json,
@@ -36,6 +36,7 @@ from typing import IO, Any
 from vllm_disagg.bench import bisection
 
 STACKS = ("ours", "colocated")
+STEPS = ("profile", *STACKS)
 BUDGET = 512  # tokens a step
 FLAGS = {"served-model-name": "tiny", "max-model-len": "2048", "max-num-batched-tokens": str(BUDGET)}
 VLLM = ["--enforce-eager", *(f"--{flag}={value}" for flag, value in FLAGS.items())]
@@ -51,7 +52,7 @@ CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLIN
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--only", choices=[*STACKS, "profile", "report"], help="only one of the steps")
+    parser.add_argument("--only", nargs="*", choices=STEPS, default=STEPS, help="some of the steps; the report follows")
     parser.add_argument("--save", metavar="NAME", default=".cache/goodput", help="(default: %(default)s)")
     parser.add_argument("--ttft", default="0.5", help="seconds (default: %(default)s)")
     parser.add_argument("--tpot", default="0.06", help="seconds (default: %(default)s)")
@@ -61,9 +62,10 @@ def main() -> int:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("goodput: stopped"))  # so that no engine stays behind
     lengths = write_lengths(args)
-    if args.only != "report":
-        for name in STACKS if not args.only else [args.only]:
-            measure(name, lengths, args)
+    if {"profile", "colocated"}.intersection(args.only):
+        measure("colocated", lengths, args)
+    if "ours" in args.only:
+        measure("ours", lengths, args)
     return report(lengths, args)
 
 
@@ -81,11 +83,11 @@ def write_lengths(args: argparse.Namespace) -> str:
 def measure(name: str, lengths: str, args: argparse.Namespace) -> None:
     print(f"goodput: starting {name}", file=sys.stderr, flush=True)
     with open(f"{args.save}.{name}.log", "wb") as log, running(name, args.model, log) as (front, engines):
-        if args.only in (None, "profile"):
+        if "profile" in args.only:
             for at, engine in enumerate(engines):
                 words = ["--output", f"{args.save}.points-{at}.json", "--seconds", args.seconds]
                 ours("profile", engine, *words, "--max-num-batched-tokens", str(BUDGET))
-        if name in STACKS:
+        if name in args.only:
             words = ["--target", f"{name}={front}", "--gpus", "2", "--trace", lengths, "--save", f"{args.save}.{name}"]
             words += ["--requests", str(args.requests), "--precision", args.precision]
             ours("bench", *words, "--ttft", args.ttft, "--tpot", args.tpot, "--attainment", str(ATTAINMENT))

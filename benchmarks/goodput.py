@@ -9,9 +9,8 @@ Real CPU engines of a tiny model, with one core each for their model's threads, 
              first measured by `vllm-disagg profile`
 
 The stacks run one after the other, since two engines are as much as a small machine holds.  Each is measured by
-`vllm-disagg bench` with the same requests.  What is measured is saved: NAME.ours.json, NAME.colocated.json,
-NAME.points-0.json and -1; with --only, what is not measured is
-reported from the files of an earlier run.  Where
+`vllm-disagg bench` with the same requests.  What is measured is saved (NAME.ours.json, NAME.colocated.json,
+NAME.points-0.json and -1), and reported; with --only, what is not measured again is reported from those files.  Where
 `vllm-disagg simulate` is there, its prediction from the points stands beside what was measured.
 """
 

@@ -10,27 +10,26 @@ from typing import Any
 import msgspec
 
 from . import closed_forms
-from .search import Score, colocated, disaggregated, interval
+from .search import Score, colocated, disaggregated, estimate, interval
 from .setting import Choice, Placement, Setting
 from .simulator import Objective, Outcome, simulate
 from .workload import Sample
 
 WORTH = 1.10  # the ratio from which on we say "disaggregate": the models' own error is 7 to 20 %
-SWEEP = tuple(0.25 * 1.19**n for n in range(16))  # of the goodput: 0.25 to 3.4
+SWEEP = tuple(0.1 * 1.33**n for n in range(12))  # of the rate it is made for: 0.1 to 2.3
 REACH = 8.0  # flips are looked for between objective / REACH and objective * REACH
 FINE = 12  # steps for each doubling
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """A placement simulated over a range of rates, without stopping early; [seed][rate]."""
+    """A placement simulated over a range of rates with the first seed, without stopping early."""
 
     placement: Placement
     rates: list[float]  # requests/s per GPU
-    outcomes: list[list[Outcome]]
+    outcomes: list[Outcome]
 
     def attainment(self, objective: Objective) -> list[float]:
-        """For each rate, the mean over seeds."""
-        return [sum(o.attainment(objective) for o in at) / len(at) for at in zip(*self.outcomes, strict=True)]
+        return [outcome.attainment(objective) for outcome in self.outcomes]
 
     def goodput(self, objective: Objective) -> float:
         """Requests/s per GPU where attainment falls below the objective's, between two rates by line."""
@@ -85,8 +84,7 @@ def advise(setting: Setting, split: Sequence[Score], together: Sequence[Score]) 
         ratio = best.goodput / base.goodput
         pairs = [a / b for a, b in zip(best.rates, base.rates, strict=True) if b > 0]
         ratio_ci = interval(pairs) if pairs else None
-    samples = setting.samples()[:2]
-    curves = [sweep(setting, score, samples) for score in (*split[:3], *together[:3])]
+    curves = curves_of(setting, [*split, *together])
     return Advice(
         setting=setting,
         best=best,
@@ -101,15 +99,36 @@ def advise(setting: Setting, split: Sequence[Score], together: Sequence[Score]) 
     )
 
 
-def sweep(setting: Setting, score: Score, samples: Sequence[Sample]) -> Curve:
-    """Simulate around the goodput; objectives do not influence a simulation, so one sweep serves for all of them."""
-    deployment, placement = setting.deployment(score.placement), score.placement
-    rates = [score.goodput * part for part in SWEEP]
-    outcomes = [
-        [simulate(deployment, sample, rate * placement.gpus, None, seed) for rate in rates]
-        for seed, sample in enumerate(samples)
-    ]
-    return Curve(placement, rates, outcomes)
+def curves_of(setting: Setting, scores: Sequence[Score]) -> list[Curve]:
+    """The best placements and, because others lead under other objectives, for each decode shape and each schedule that is
+    not among them the one whose closed form promises most."""
+    sample = setting.samples()[0]
+    rates = {score.placement: score.goodput for score in scores}
+    seen = {_kind(placement) for placement in rates}
+    others: dict[tuple[object, ...], tuple[float, Placement]] = {}
+    for placement in (*disaggregated(setting), *colocated(setting)):
+        if _kind(placement) not in seen and _pipes(placement) == 1:
+            promise = estimate(setting, placement, sample), placement
+            others[_kind(placement)] = max(others.get(_kind(placement), promise), promise)
+    rates |= {placement: promise for promise, placement in others.values()}
+    return [_sweep(setting, placement, rate, sample) for placement, rate in rates.items()]
+
+
+def _kind(placement: Placement) -> tuple[object, ...]:
+    if placement.decode:
+        return placement.decode.tp, placement.decode.pp
+    return placement.prefill.tp, placement.prefill.pp, placement.mixed, placement.budget
+
+
+def _pipes(placement: Placement) -> int:
+    return max(placement.prefill.pp, placement.decode.pp if placement.decode else 1)
+
+
+def _sweep(setting: Setting, placement: Placement, rate: float, sample: Sample) -> Curve:
+    """Simulate around `rate`; objectives do not influence a simulation, so one sweep serves for all of them."""
+    deployment = setting.deployment(placement)
+    rates = [rate * part for part in SWEEP]
+    return Curve(placement, rates, [simulate(deployment, sample, r * placement.gpus) for r in rates])
 
 
 def ratio_at(curves: Sequence[Curve], objective: Objective) -> float | None:
@@ -275,4 +294,3 @@ def closed_form(setting: Setting, placement: Placement) -> dict[str, Any]:
         one = placement.prefill.n / prefill
         found["ttft_mean_half_load"] = closed_forms.mean_ttft(one, 0.5 / one, 1)
     return found
-

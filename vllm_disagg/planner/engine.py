@@ -44,7 +44,6 @@ class Requests:
         self.computed = [0] * count  # of `length`
         self.base = [0] * count  # context less the steps of its group
         self.joined = [0] * count  # order, for preemption
-        self.remote = [False] * count  # KV comes from a prefill instance
         self.started = [-1.0] * count  # prefill
         self.first = [-1.0] * count  # token
 
@@ -73,7 +72,7 @@ class Group:
 class Batch:
     """Work in flight."""
 
-    __slots__ = ("end", "first", "growth", "group", "prompts", "start", "steps")
+    __slots__ = ("end", "first", "group", "growth", "prompts", "start", "steps")
 
     def __init__(self, group: Group, prompts: list[int], start: float) -> None:
         self.group, self.prompts, self.start = group, prompts, start  # prompts: those whose last chunk this is
@@ -108,12 +107,14 @@ class Engine:
         self.load = 0  # requests here, for who chooses; tokens of prompts for a prefill instance
         self.legs = 0
         self.waiting: deque[int] = deque()  # without KV
+        self._expected: set[int] = set()  # those whose KV a prefill instance computes
         self.prefilling: deque[int] = deque()  # with KV, chunks left
         self.ready = Group()  # decodes that are not in flight
         self.cache = PrefixCache() if requests.prefixes else None
         self._flying: deque[Batch] = deque()
         self._free = [0.0] * latency.pp  # when each stage is
         self.preemptions = 0
+        self._woken = 0.0  # when the first stage will be free and we asked for a launch
         self._joins = 0
         self._decode_times: dict[int, tuple[float, float, float, float]] = {}
 
@@ -126,13 +127,13 @@ class Engine:
 
     def expect(self, now: float, r: int) -> None:
         """A request whose KV will come from a prefill instance: room for it is reserved as soon as there is any."""
-        self.requests.remote[r] = True
+        self._expected.add(r)
         self.waiting.append(r)
         self._reserve(now)
 
     def join(self, now: float, r: int) -> None:
         """Its KV is here."""
-        self.requests.remote[r] = False
+        self._expected.discard(r)
         self.decode(r)
         self.poke(now)
 
@@ -160,16 +161,21 @@ class Engine:
 
     def launch(self, now: float) -> None:
         """Start a batch if there is work, the first stage is free and fewer than pp are in flight."""
-        flying, pp = self._flying, self.latency.pp
-        if len(flying) >= pp or now < self._free[0]:
+        flying = self._flying
+        if len(flying) >= self.latency.pp:
+            return
+        if now < self._free[0]:
+            if self._woken < self._free[0] and (self.ready.n or self.prefilling or self.waiting):
+                self._woken = self._free[0]
+                self.owner.at(self._woken, self, None)
             return
         batch = self._compose(now)
         if not batch:
             return
         flying.append(batch)
         self.owner.at(batch.end, self, batch)
-        if pp > 1:
-            self.owner.at(self._free[0], self, None)
+        if self.latency.pp > 1:
+            self.launch(now)  # asks to be woken
 
     def over(self, now: float, batch: Batch) -> None:
         """A batch has passed the last stage."""
@@ -280,7 +286,7 @@ class Engine:
         if not self.waiting:
             return False
         requests, r = self.requests, self.waiting[0]
-        if requests.remote[r] or not self._fits(r):
+        if r in self._expected or not self._fits(r):
             return False
         self._take(r)
         requests.computed[r] = 0
@@ -291,7 +297,7 @@ class Engine:
         return True
 
     def _reserve(self, now: float) -> None:
-        while self.waiting and self.requests.remote[self.waiting[0]] and self._fits(self.waiting[0]):
+        while self.waiting and self.waiting[0] in self._expected and self._fits(self.waiting[0]):
             r = self.waiting[0]
             self._take(r)
             self.owner.reserved(self, now, r)

@@ -33,9 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--decode-profile", metavar="FILE", help="the decode instances' points (default: as --profile)")
     add("--workload", metavar="W", default="sharegpt-like",
         help=f"{', '.join(workload.KNOWN)}, IN:OUT tokens, or a trace (.jsonl, .json, .csv) (default: %(default)s)")  # fmt: skip
-    add("--arrivals", metavar="A", default="", help="poisson, gamma:CV or trace (default: a trace's own times, or poisson)")
+    add(
+        "--arrivals",
+        metavar="A",
+        default="",
+        help="poisson, gamma:CV or trace (default: a trace's own times, or poisson)",
+    )
     add("--ttft", metavar="SECONDS", type=float, default=0.5, help="objective: first token (default: %(default)s)")
-    add("--tpot", metavar="SECONDS", type=float, default=0.05, help="objective: each later token (default: %(default)s)")
+    add(
+        "--tpot", metavar="SECONDS", type=float, default=0.05, help="objective: each later token (default: %(default)s)"
+    )
     add("--attainment", metavar="SHARE", type=float, default=0.9,
         help="share of requests that must meet them (default: %(default)s)")  # fmt: skip
     add("--attainment-of", choices=("joint", "each"),

@@ -28,7 +28,8 @@ HOP = 20e-6  # seconds to the next pipeline stage without bytes
 class Latency(Protocol):
     """The times of one instance, for a pipeline stage each."""
 
-    pp: int
+    @property
+    def pp(self) -> int: ...
 
     def decode(self, n: int, first: bool) -> tuple[float, float]:
         """base and slope of a step that only decodes; each sequence attends to its own new token as well."""

@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
     document = advice.as_json(found, planned.model)
     document["seconds"] = round(time.monotonic() - began, 2)
     document["fits"] = {
-        path: {"worst_error": {phase: fit.worst(phase) for phase in ("prefill", "decode")}} for path, fit in planned.fits
+        path: {"worst_error": {phase: fit.worst(phase) for phase in ("prefill", "decode")}}
+        for path, fit in planned.fits
     }
     if args.report:
         document["report"] = report.write(args.report, found, document, planned.fits)
@@ -77,7 +78,8 @@ def _closed(args: argparse.Namespace) -> int:
         "one_to_one": one,
         "limit": closed_forms.limit(prefill, decode),
         "alternatives": [
-            {"prefill": {"n": r.prefill}, "decode": {"n": r.decode}, "goodput_per_gpu": r.rate_per_gpu} for r in ratios[:8]
+            {"prefill": {"n": r.prefill}, "decode": {"n": r.decode}, "goodput_per_gpu": r.rate_per_gpu}
+            for r in ratios[:8]
         ],
     }
     if args.json:

@@ -105,9 +105,7 @@ def _wrong(points: Points) -> str:
 def fit(points: Points) -> Fit:
     """The two fits; a prompt longer than the engine's token budget pays a step's constant for each step."""
     chunk = points.max_num_batched_tokens or 1 << 60
-    prefill_rows = [
-        [-(-sum(p.tokens) // chunk), sum(p.tokens), sum(t * t for t in p.tokens)] for p in points.prefill
-    ]
+    prefill_rows = [[-(-sum(p.tokens) // chunk), sum(p.tokens), sum(t * t for t in p.tokens)] for p in points.prefill]
     decode_rows = [[1, sum(d.contexts) + len(d.contexts), len(d.contexts)] for d in points.decode]
     prefill = non_negative(prefill_rows, [p.seconds for p in points.prefill])
     decode = non_negative(decode_rows, [d.seconds for d in points.decode])

@@ -63,12 +63,20 @@ def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, Fit]
 
 def _verdict(found: Advice) -> str:
     if found.disaggregate and found.best:
-        gain = f", {found.ratio:.2f} times the best colocated" if found.ratio else "; nothing colocated meets the objective"
+        gain = (
+            f", {found.ratio:.2f} times the best colocated"
+            if found.ratio
+            else "; nothing colocated meets the objective"
+        )
         return f"disaggregate: {found.best.placement}: {found.best.goodput:.3f} req/s per GPU{gain}"
     base = found.colocated
     if not base:
         raise AssertionError("without a colocated placement the best one is disaggregated")
-    why = f"disaggregation has {found.ratio:.2f} times that" if found.ratio else "nothing disaggregated meets the objective"
+    why = (
+        f"disaggregation has {found.ratio:.2f} times that"
+        if found.ratio
+        else "nothing disaggregated meets the objective"
+    )
     return f"colocate: {base.placement}: {base.goodput:.3f} req/s per GPU; {why}"
 
 
@@ -107,7 +115,7 @@ def _goodput(found: Advice, path: Path) -> None:
     """Requests/s that met the objective, over requests/s that came."""
     figure, axes = _axes("requests/s per GPU that came", "requests/s per GPU within both objectives")
     joint = _joint(found.setting.objective)
-    for curve in found.curves:
+    for curve in _shown(found):
         axes.plot(curve.rates, [r * a for r, a in zip(curve.rates, curve.attainment(joint), strict=True)],
                   label=str(curve.placement), linestyle=_style(curve))  # fmt: skip
     _save(figure, axes, path)
@@ -116,7 +124,7 @@ def _goodput(found: Advice, path: Path) -> None:
 def _attainment(found: Advice, path: Path) -> None:
     figure, axes = _axes("requests/s per GPU", "share of requests that meet the objective")
     objective = found.setting.objective
-    for curve in found.curves:
+    for curve in _shown(found):
         axes.plot(curve.rates, curve.attainment(objective), label=str(curve.placement), linestyle=_style(curve))
     axes.axhline(objective.attainment, color="grey", linewidth=0.8)
     _save(figure, axes, path)
@@ -141,6 +149,12 @@ def _frontier(found: Advice, path: Path) -> None:
     if found.colocated:
         axes.axhline(found.colocated.goodput, linestyle="--", label=str(found.colocated.placement))
     _save(figure, axes, path)
+
+
+def _shown(found: Advice) -> list[Curve]:
+    """The best three of each kind; the other curves are there for the flips only."""
+    split = [c for c in found.curves if c.placement.decode]
+    return split[:3] + [c for c in found.curves if not c.placement.decode][:3]
 
 
 def _joint(objective: Objective) -> Objective:

@@ -6,9 +6,10 @@ and the seed; the mean of the last rates that met the objective.
 Pruning keeps the optimum, whatever the simulated system does.  Proof: a bisection keeps an interval [lo, hi), and its
 result is the last lo, so it is below each hi it has ever had.  The mean over seeds of the present hi is therefore above
 the placement's goodput at any time.  As soon as it is not above `floor`, the goodput of a placement that was evaluated to
-its end (the `keep`-th best so far), this placement cannot be among the `keep` best; giving it up changes nothing for the
-others, because their probes do not depend on it.  Nothing is assumed of how attainment depends on the rate.  The same
-`keep` best come out for any order and any number of processes; `tests` compare with brute force.
+its end (the `keep`-th best so far, less the tolerance of a bisection), this placement cannot be among the `keep` best or
+their equals; giving it up changes nothing for the others, because their probes do not depend on it.  Nothing is assumed of
+how attainment depends on the rate.  The same `keep` best come out for any order and any number of processes; `tests`
+compare with brute force.
 """
 
 from __future__ import annotations
@@ -49,10 +50,6 @@ class Score(msgspec.Struct, frozen=True):
     @property
     def ci(self) -> tuple[float, float]:
         return interval(self.rates)
-
-    def rank(self) -> tuple[float, int, Placement]:
-        """Sort key: the best first; of equals the one with fewer GPUs."""
-        return -self.goodput, self.placement.gpus, self.placement
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -108,7 +105,8 @@ class Bisection:
             self.low = rate
         else:
             self.high = rate
-        self.over = self.high - self.low <= self.tolerance * self.high or self.high <= self.first * GIVE_UP
+        if self.high < float("inf"):
+            self.over = self.high - self.low <= self.tolerance * self.high or self.high <= self.first * GIVE_UP
 
 
 def evaluate(setting: Setting, placement: Placement, samples: Sequence[Sample], floor: float) -> Score | None:
@@ -145,27 +143,25 @@ Told = Callable[[int, int, Score | None], None]  # done, of how many, the best s
 def search(setting: Setting, placements: Iterable[Placement], keep: int, jobs: int, told: Told) -> list[Score]:
     """The `keep` best, best first; those without any goodput are left out.  `keep` 0: all, without pruning."""
     samples = setting.samples()
-    todo = sorted(placements, key=lambda p: (-estimate(setting, p, samples[0]), p))
-    best: list[Score] = []
+    todo = sorted(placements, key=lambda p: (_stages(p), -estimate(setting, p, samples[0]), p))
+    found: list[Score] = []
     total, done = len(todo), 0
 
     def take(score: Score | None) -> None:
         nonlocal done
         done += 1
         if score and score.goodput > 0:
-            best.append(score)
-            best.sort(key=Score.rank)
-            del best[keep or total :]
-        told(done, total, best[0] if best else None)
+            found.append(score)
+            found.sort(key=lambda s: (-s.goodput, s.placement))
+        told(done, total, found[0] if found else None)
 
     def floor() -> float:
-        # a little below, so that equals are evaluated and the tie goes to fewer GPUs whatever the order
-        return best[-1].goodput * (1 - 1e-9) if keep and len(best) == keep else 0.0
+        return found[keep - 1].goodput * (1 - setting.tolerance) if 0 < keep <= len(found) else 0.0
 
     if jobs <= 1 or total < 4:
         for placement in todo:
             take(evaluate(setting, placement, samples, floor()))
-        return best
+        return _ranked(setting, found, keep)
     context = get_context("spawn")  # no locks or threads of ours come along
     with ProcessPoolExecutor(jobs, context, _set_up, (setting,)) as pool:
         pending: set[Future[Score | None]] = set()
@@ -176,10 +172,26 @@ def search(setting: Setting, placements: Iterable[Placement], keep: int, jobs: i
                 if len(pending) > jobs:
                     break
             if not pending:
-                return best
+                return _ranked(setting, found, keep)
             finished, pending = wait(pending, return_when=FIRST_COMPLETED)
             for future in finished:
                 take(future.result())
+
+
+def _ranked(setting: Setting, found: Sequence[Score], keep: int) -> list[Score]:
+    """The best first; what a bisection cannot tell apart is equal, and the one with the fewest GPUs, then instances, leads."""
+    if not found:
+        return []
+    top = found[0].goodput * (1 - setting.tolerance)
+    first = min(
+        (s for s in found if s.goodput >= top), key=lambda s: (s.placement.gpus, s.placement.instances, -s.goodput)
+    )
+    return [first, *(s for s in found if s is not first)][: keep or len(found)]
+
+
+def _stages(placement: Placement) -> int:
+    """Cheap simulations first: pipelines take no leaps."""
+    return max(placement.prefill.pp, placement.decode.pp if placement.decode else 1)
 
 
 def processes(wanted: int) -> int:

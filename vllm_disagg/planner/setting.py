@@ -97,6 +97,10 @@ class Placement(msgspec.Struct, frozen=True, order=True):
     def gpus(self) -> int:
         return self.prefill.gpus + (self.decode.gpus if self.decode else 0)
 
+    @property
+    def instances(self) -> int:
+        return self.prefill.n + (self.decode.n if self.decode else 0)
+
     def __str__(self) -> str:
         if self.decode:
             return f"prefill {self.prefill}, decode {self.decode}"

@@ -41,7 +41,9 @@ def _placement(args: argparse.Namespace) -> Placement:
     if args.colocated:
         if args.prefill or args.decode:
             raise ConfigError("--colocated takes the place of --prefill and --decode")
-        return Placement(_choice("--colocated", args.colocated), None, args.max_num_batched_tokens, not args.prefill_first)
+        return Placement(
+            _choice("--colocated", args.colocated), None, args.max_num_batched_tokens, not args.prefill_first
+        )
     if not args.prefill or not args.decode:
         raise ConfigError("give --prefill and --decode, or --colocated, as TPxPP: 4x1")
     if args.prefill_first:
@@ -67,7 +69,9 @@ def _check(setting: Setting, placement: Placement) -> None:
         shapes = source.shapes(max(8, choice.gpus))
         if (choice.tp, choice.pp) not in shapes:
             known = ", ".join(f"{tp}x{pp}" for tp, pp in shapes[:12])
-            raise ConfigError(f"{flag}: {choice.tp}x{choice.pp} cannot be simulated with {source.name}: give one of {known}")
+            raise ConfigError(
+                f"{flag}: {choice.tp}x{choice.pp} cannot be simulated with {source.name}: give one of {known}"
+            )
 
 
 def _document(setting: Setting, placement: Placement, rate: float, outcomes: list[Outcome]) -> dict[str, object]:

@@ -57,7 +57,9 @@ class Deployment(msgspec.Struct, frozen=True):
     decode: Side | None = None
     handoff: Handoff = Handoff()
     policy: Policy = "least_loaded"
-    distserve: bool = False  # DistServe's clock: TTFT when the prefill ends, `output` steps after it, TPOT over `output`
+    distserve: bool = (
+        False  # DistServe's clock: TTFT when the prefill ends, `output` steps after it, TPOT over `output`
+    )
 
 
 class Objective(msgspec.Struct, frozen=True):
@@ -154,6 +156,8 @@ class _Run:
                 self._landed(now, r, engine)
             else:
                 engine.launch(now)
+        if not self._stop and any(e.waiting or e.running for e in (*self._prefills, *self._decodes)):
+            raise AssertionError("a simulation ended with requests in it")
         return self._outcome()
 
     # --- the proxy ---

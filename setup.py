@@ -22,7 +22,8 @@ setup(
         "xxhash>=3.4",
     ],
     extras_require={
-        "dev": ["hypothesis>=6.100", "import-linter>=2.0", "mypy>=1.15", "pytest>=8", "ruff>=0.9"],
+        "plan": ["matplotlib>=3.8"],
+        "dev": ["hypothesis>=6.100", "import-linter>=2.0", "matplotlib>=3.8", "mypy>=1.15", "pytest>=8", "ruff>=0.9"],
     },
     entry_points={
         "vllm.general_plugins": ["vllm_disagg = kv_connectors:register"],

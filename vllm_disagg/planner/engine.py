@@ -146,16 +146,20 @@ class Engine:
 
     def poke(self, now: float) -> None:
         """Something changed: take it up as soon as the step that runs is over."""
-        flying = self._flying
-        if flying and flying[0].steps > 1:
-            batch = flying[0]
-            steps = batch.steps_until(now - batch.start)
-            if steps < batch.steps:
-                batch.steps = steps
-                batch.end = batch.start + batch.elapsed(steps)
-                self.owner.at(batch.end, self, batch)
-            return
-        self.launch(now)
+        if not self._cut(now):
+            self.launch(now)
+
+    def _cut(self, now: float) -> bool:
+        """End a batch of many steps after the one that runs; whether there is one."""
+        batch = self._flying[0] if self._flying else None
+        if not batch or batch.steps == 1:
+            return False
+        steps = batch.steps_until(now - batch.start)
+        if steps < batch.steps:
+            batch.steps = steps
+            batch.end = batch.start + batch.elapsed(steps)
+            self.owner.at(batch.end, self, batch)
+        return True
 
     # --- batches ---
 
@@ -291,20 +295,36 @@ class Engine:
         self._take(r)
         requests.computed[r] = 0
         if self.cache and requests.prefixes:
-            self.cache.shrink((self.kv - self.used) // self.cache.block)
-            requests.computed[r] = min(self.cache.hit(requests.prefixes[r]), requests.length[r] - 1)
+            hit = self.cache.hit(requests.prefixes[r])  # these blocks are among those the request now holds
+            self.cache.shrink((self.kv - self.used) // self.cache.block + hit)
+            requests.computed[r] = min(hit * self.cache.block, requests.length[r] - 1)
         self.prefilling.append(r)
         return True
 
     def _reserve(self, now: float) -> None:
-        while self.waiting and self.waiting[0] in self._expected and self._fits(self.waiting[0]):
-            r = self.waiting[0]
+        """Reserve KV for those at the head of the queue that come from a prefill instance."""
+        if not self.waiting or self.waiting[0] not in self._expected:
+            return
+        grown, took = self._grown(now), False
+        while self.waiting and self.waiting[0] in self._expected and self._fits(self.waiting[0], grown):
+            r, took = self.waiting[0], True
             self._take(r)
             self.owner.reserved(self, now, r)
+        if took:
+            self._cut(now)  # it may have counted on that room
 
-    def _fits(self, r: int) -> bool:
+    def _grown(self, now: float) -> int:
+        """Tokens that the steps which are over of the batch in flight have added to `used`."""
+        batch = self._flying[0] if self._flying else None
+        if not batch or batch.steps == 1:
+            return 0
+        over = batch.steps_until(now - batch.start)
+        return batch.group.n * (over if batch.elapsed(over) <= now - batch.start else over - 1)
+
+    def _fits(self, r: int, grown: int = 0) -> bool:
         # one more token for each that runs, so that nobody is let in only to be preempted at once
-        return self.running < self.rules.sequences and self.used + self.requests.length[r] + self.running < self.kv
+        held = self.used + grown + self.requests.length[r] + self.running
+        return self.running < self.rules.sequences and held < self.kv
 
     def _take(self, r: int) -> None:
         self.waiting.popleft()
@@ -366,7 +386,8 @@ class Engine:
 
 
 class PrefixCache:
-    """Blocks of prompts computed here, least recently used first; what running requests hold is not shared with it."""
+    """Blocks of prompts computed here, least recently used first; what requests that run share with
+    it is counted twice, except for the one that is let in."""
 
     block = 512  # tokens
 
@@ -374,11 +395,11 @@ class PrefixCache:
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def hit(self, ids: list[int]) -> int:
-        """Tokens of the prompt that are here."""
+        """Leading blocks that are here, now used."""
         count = self.match(ids)
         for block in ids[:count]:
             self._blocks.move_to_end(block)
-        return count * self.block
+        return count
 
     def match(self, ids: list[int]) -> int:
         """Leading blocks that are here."""

@@ -24,6 +24,7 @@ from statistics import mean, stdev
 
 import msgspec
 
+from ..errors import ConfigError
 from .setting import Choice, Placement, Setting, Source
 from .simulator import simulate
 from .workload import Sample
@@ -32,6 +33,7 @@ BUDGETS = (512, 2048, 8192)  # tokens of a step that the chunked baseline is tri
 GIVE_UP = 1 / 256  # of the first probe: a placement that fails there has no goodput
 FIRST = 1.25  # of the estimated capacity: the first probe
 GROW = 1.5
+CEILING = 64.0  # times the first probe: a sample that still meets the objective never overloads the placement
 
 # Student's t for a two-sided interval of 95 %, by degrees of freedom.
 _T = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 14: 2.145, 19: 2.093}
@@ -110,7 +112,10 @@ class Bisection:
 
 
 def evaluate(setting: Setting, placement: Placement, samples: Sequence[Sample], floor: float) -> Score | None:
-    """The placement's goodput, or None as soon as it is certain not to be above `floor`."""
+    """The placement's goodput, or None as soon as it is certain not to be above `floor`.
+
+    ConfigError when the samples are too short to overload it.
+    """
     sample = samples[0]
     if all(setting.hopeless(placement, s) for s in samples):
         return Score(placement, [0.0] * len(samples)) if floor < 0 else None
@@ -124,6 +129,10 @@ def evaluate(setting: Setting, placement: Placement, samples: Sequence[Sample], 
             rate = search.probe()
             outcome = simulate(deployment, samples[seed], rate * gpus, setting.objective, seed)
             search.told(rate, not outcome.stopped)
+            if rate > CEILING * first and not outcome.stopped:
+                raise ConfigError(
+                    f"--requests: {len(sample)} are too few: even all at once they meet the objective on {placement}; give more"
+                )
             if not search.over and mean(s.low if s.over else s.high for s in searches) <= floor:
                 return None
     score = Score(placement, [s.low for s in searches])

@@ -30,6 +30,7 @@ setup(
             "hypothesis>=6.100",
             "import-linter>=2.0",
             "kubernetes>=29",
+            "matplotlib>=3.8",
             "mypy>=1.15",
             "pytest>=8",
             "ruff>=0.9",

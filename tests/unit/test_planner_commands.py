@@ -126,7 +126,7 @@ def test_a_report_without_matplotlib_is_refused_in_words(
 ) -> None:
     monkeypatch.setattr("vllm_disagg.planner.report.find_spec", lambda name: None)
     assert cli.main(["plan", *QUICK, "--report", str(tmp_path)]) == 2
-    assert "pip install 'vllm-disagg[plan]'" in capsys.readouterr().err
+    assert "pip install 'vllm-disagg[plot]'" in capsys.readouterr().err
 
 
 def test_other_commands_do_not_load_the_planner_and_the_planner_not_numpy() -> None:

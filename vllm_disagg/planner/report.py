@@ -22,7 +22,7 @@ TITLES = ("Goodput by rate", "Attainment by rate", "Goodput per GPU by numbers o
 def check(directory: str) -> None:
     """ConfigError before any work if the report cannot be written."""
     if not find_spec("matplotlib"):
-        raise ConfigError("--report draws with matplotlib, which is not installed: pip install 'vllm-disagg[plan]'")
+        raise ConfigError("--report draws with matplotlib, which is not installed: pip install 'vllm-disagg[plot]'")
     try:
         os.makedirs(directory, exist_ok=True)
     except OSError as error:

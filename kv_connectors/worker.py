@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 
 import torch
@@ -42,7 +41,7 @@ class WorkerSide:
         memory = kvcache.host_memory(caches, self._num_blocks, self._block_size)
         self._layers = {name: index for index, name in enumerate(caches, 1)}
         self._block_bytes = memory.shape.block_bytes
-        self._driver = Driver(self._config, self._key, memory, self._rank, _spare_cpus())
+        self._driver = Driver(self._config, self._key, memory, self._rank)
         self.handshake = Handshake(self._driver.worker, {"KV tensors": kvcache.describe(caches, self._num_blocks)})
         log.info("KV transfers at %s", self._driver.worker.control)
 
@@ -109,13 +108,3 @@ class WorkerSide:
     def close(self) -> None:
         if self._driver is not None:
             self._driver.close()
-
-
-def _spare_cpus() -> set[int]:
-    """The CPUs that vLLM has not pinned this worker to; all that there are, if it has pinned nothing.
-
-    vLLM on CPUs lets OpenMP pin the worker's process at its start (GOMP_CPU_AFFINITY), so what it might use otherwise is
-    seen at its parent, the engine's process.
-    """
-    every, mine = os.sched_getaffinity(os.getppid()), os.sched_getaffinity(0)
-    return every

@@ -135,10 +135,6 @@ class DisaggConnector(KVConnectorBase_V1):
 
     @classmethod
     def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
+        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
     ) -> PromMetrics:
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -292,7 +292,7 @@ def test_an_engine_that_says_that_it_failed_is_cut_off() -> None:
     for at in range(1, len(first)):
         wire = Wire()
         assert wire.play(b"".join(first[:at]) + error + DONE)
-        assert wire.stopped[0][0] == "5xx" and bytes(wire.out) == b"".join(first[:at])
+        assert wire.stopped[0][0] == "died" and bytes(wire.out) == b"".join(first[:at])
         assert wire.tape.resumable and wire.play(b"".join(Script("B").completion()[:1]) + error)
         assert wire.tape.error == error[:-2]
         assert wire.tape.resumable and not wire.play(b"".join(Script("C", 2).completion()))
@@ -458,3 +458,16 @@ async def test_many_streams_of_one_instance_go_on_at_once() -> None:
         running.set()
         for reply in await asyncio.gather(*asks):
             assert reply.complete and told(reply.body)["text"] == "".join(WORDS)
+
+
+async def test_a_request_that_kills_engines_gets_no_third() -> None:
+    async with world(decode=4) as w:
+
+        async def die(call: Call) -> None:
+            await call.json({"error": {"message": "EngineCore encountered an issue.", "code": 500}}, 500)
+
+        for d in w.decodes:
+            d.script = die
+        reply = await w.post()
+        assert reply.status == 500 and b"EngineCore" in reply.body
+        assert sum(len(d.calls) for d in w.decodes) == 2

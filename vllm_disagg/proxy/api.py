@@ -44,6 +44,7 @@ class Api:
             "generate": self._generate,
             "forward": self._forward,
             "look up": self._look_up,
+            "models": self._models,
             "all": self._everywhere,
         }
 
@@ -104,6 +105,13 @@ class Api:
         request.mode = "passthrough"
         model = "" if routes.is_form(request.path) else bodies.check(request.body)
         return await self._relay.forward(request, client, self._candidates(Ask(0, model=model)))
+
+    async def _models(self, request: Request, client: Connection) -> int:
+        request.mode = "passthrough"
+        kinds = {d.models: d for d in self._relay.fleet.of("decode") if d.up}
+        if len(kinds) > 1:
+            return await self._relay.models(request, client, list(kinds.values()))
+        return await self._relay.forward(request, client, self._candidates(Ask(0)))
 
     async def _look_up(self, request: Request, client: Connection) -> int:
         """What one decode instance alone remembers."""

@@ -85,6 +85,8 @@ class Instance:
         self.failures += 1
         if reason == "refused":
             self.down("refuses connections")
+        elif reason == "died":
+            self.down("its engine died")
         elif reason == "reset":
             self.needs_probe = True  # perhaps it was restarted
         self._rest(now)

@@ -19,11 +19,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from ..grants import REQUEST_KEY, Grant, mint, new_transfer
 from .admission import Admission, QueueFull, QueueTimeout
 from .bodies import Body
 from .discovery import NIXL_PREFILL, engine_in, params_in
-from .failover import CHARGED, Budget, Left, Past, Reason, Step, step
+from .failover import CHARGED, DEATH, Budget, Left, Past, Reason, Step, step
 from .fleet import Fleet, Instance
 from .headers import Headers, end_to_end, find
 from .metrics import Metrics
@@ -31,7 +33,7 @@ from .pairing import Choice, Pair, better_whole, choose, choose_decode, chosen, 
 from .policies import Ask
 from .server import JSON, Connection, Request, error_body
 from .settings import Settings
-from .streams import DONE, Tape, engine_failed
+from .streams import DONE, Tape, engine_failed, failure_in
 from .upstream import Answer, Pool, Unreachable
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,18 @@ log = logging.getLogger(__name__)
 RETRIES = 2  # of what one instance answers
 SESSION = b"x-session-id"
 RANK = b"x-data-parallel-rank"  # one rank of one instance is meant, which two legs cannot both honour
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[msgspec.Raw]
+
+
+_model = msgspec.json.Decoder(_Model).decode
+_models = msgspec.json.Decoder(_Models).decode
 
 
 class Failed(Exception):
@@ -184,10 +198,9 @@ class Relay:
 
     async def _alone(self, trip: Trip, instance: Instance) -> Answer | Failure:
         """A decode instance serves all of it."""
-        if trip.decode is None:
-            chosen(self.fleet, trip.ask, _now(), instance)
-            instance.enter(trip.ask.size)
-            trip.decode = instance
+        chosen(self.fleet, trip.ask, _now(), instance)
+        instance.enter(trip.ask.size)
+        trip.decode = instance
         instance.whole += 1
         try:
             return await self._ask(trip, "decode", instance, trip.body.plain())
@@ -278,7 +291,8 @@ class Relay:
                 answer.close()
         trip.answers.append(answer)
         if answer.status >= 500 or engine_failed(answer.peek()):
-            return self._failure(trip, leg, instance, "5xx", f"it answered {answer.status}", answer)
+            reason = failure_in(answer.peek())
+            return self._failure(trip, leg, instance, reason, f"it answered {answer.status}", answer)
         if not 200 <= answer.status < 500:
             return self._failure(trip, leg, instance, "garbled", f"it answered {answer.status}", answer)
         instance.leg_succeeded()
@@ -314,7 +328,7 @@ class Relay:
     def _next(self, trip: Trip, plan: Plan, failure: Failure) -> Plan | None:
         """The next attempt; None when there is none."""
         now, past = _now(), trip.past
-        past.deaths += failure.reason == "reset"
+        past.deaths += failure.reason in DEATH
         past.begun = trip.client.started
         past.resumable = bool(trip.tape and trip.tape.resumable)
         at_p = failure.leg == "prefill"
@@ -434,6 +448,19 @@ class Relay:
         await client.drained()
         return answer.status
 
+    async def models(self, request: Request, client: Connection, instances: list[Instance]) -> int:
+        """The models of instances that serve different ones, as one list."""
+        answers = await asyncio.gather(*(self._told(request, instance) for instance in instances))
+        known: dict[str, msgspec.Raw] = {}
+        for status, headers, content in answers:
+            if status != 200:
+                client.answer(status, headers, content)
+                return status
+            for model in _models(content).data:
+                known.setdefault(_model(model).id, model)
+        client.answer(200, [JSON], msgspec.json.encode({"object": "list", "data": list(known.values())}))
+        return 200
+
     async def everywhere(self, request: Request, client: Connection) -> int:
         """Pass a request to all instances; the worst answer is the answer."""
         instances = self.fleet.instances
@@ -464,7 +491,11 @@ class Relay:
 
 def end_stream(client: Connection, status: int, message: str) -> None:
     """End a stream that has begun with an error that no client can miss."""
-    client.write(b"data: " + error_body(status, message) + b"\n\n" + DONE)
+    if client.path == "/v1/messages":
+        error = {"type": "error", "error": {"type": "api_error", "message": message}}
+        client.write(b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n")
+    else:
+        client.write(b"data: " + error_body(status, message) + b"\n\n" + DONE)
     client.end()
 
 

@@ -305,6 +305,11 @@ class Connection(asyncio.Protocol):
         if self._chunked and not self._transport.is_closing():
             self._transport.write(b"0\r\n\r\n")
 
+    @property
+    def path(self) -> str:
+        """What is asked for."""
+        return self._request.path
+
     async def drained(self) -> None:
         """Return when the client has taken nearly all that was written."""
         if self.paused:

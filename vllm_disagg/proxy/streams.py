@@ -41,6 +41,11 @@ def engine_failed(event: bytes) -> bool:
         return True
 
 
+def failure_in(content: bytes) -> Reason:
+    """What an engine's words of failure mean: vLLM's API server outlives its engine a little, and says so."""
+    return "died" if b"EngineCore" in content else "5xx"
+
+
 class Tape:
     """Everything that one client gets of one stream, be it from one instance or from several after each other."""
 
@@ -103,7 +108,7 @@ class Tape:
         at = data.find(ERROR)
         if engine_failed(data[at:]):
             self.error = data[at:].partition(b"\n\n")[0]
-            self._stop("5xx", "it said so in its stream")
+            self._stop(failure_in(self.error), "it said so in its stream")
             return data[:at]
         return data
 
@@ -118,7 +123,7 @@ class Tape:
         for at, event in enumerate(events):
             if event.startswith(ERROR):
                 self.error = event
-                self._stop("5xx", "it said so in its stream")
+                self._stop(failure_in(event), "it said so in its stream")
                 return
             if not self._rename and (now := identity(event)):
                 self._rename = (now, self._identity)

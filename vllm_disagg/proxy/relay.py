@@ -14,12 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
-
-import msgspec
 
 from ..grants import REQUEST_KEY, Grant, mint, new_transfer
 from .admission import Admission, QueueFull, QueueTimeout
@@ -27,41 +23,21 @@ from .bodies import Body
 from .discovery import NIXL_PREFILL, engine_in, params_in
 from .failover import CHARGED, DEATH, Budget, Left, Past, Reason, Step, step
 from .fleet import Fleet, Instance
-from .headers import Headers, end_to_end, find
+from .headers import end_to_end, find
 from .metrics import Metrics
 from .pairing import Choice, Pair, better_whole, choose, choose_decode, chosen, spill
+from .passing import Passing
 from .policies import Ask
-from .server import JSON, Connection, Request, error_body
+from .replies import Failed
+from .server import Connection, Request
 from .settings import Settings
-from .streams import DONE, Tape, engine_failed, failure_in
+from .streams import DONE, Tape, aborted, engine_failed, failure_in
 from .upstream import Answer, Pool, Unreachable
 
 log = logging.getLogger(__name__)
 
-RETRIES = 2  # of what one instance answers
 SESSION = b"x-session-id"
 RANK = b"x-data-parallel-rank"  # one rank of one instance is meant, which two legs cannot both honour
-
-
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[msgspec.Raw]
-
-
-_model = msgspec.json.Decoder(_Model).decode
-_models = msgspec.json.Decoder(_Models).decode
-
-
-class Failed(Exception):
-    """The request ends with this error of ours."""
-
-    def __init__(self, status: int, message: str, retry_after: int = 0) -> None:
-        super().__init__(message)
-        self.status = status
-        self.retry_after = retry_after
 
 
 @dataclass(slots=True, frozen=True)
@@ -112,6 +88,7 @@ class Relay:
         self._threshold = settings.min_prompt_bytes
         self._spill = settings.spill
         self._budget = Budget()
+        self.passing = Passing(fleet, pools)
 
     async def generate(self, trip: Trip) -> int:
         """The whole journey; the status it ended with.  Afterwards nothing of the request is left anywhere."""
@@ -293,6 +270,8 @@ class Relay:
         if answer.status >= 500 or engine_failed(answer.peek()):
             reason = failure_in(answer.peek())
             return self._failure(trip, leg, instance, reason, f"it answered {answer.status}", answer)
+        if aborted(answer.peek()):
+            return self._failure(trip, leg, instance, "died", "it is being stopped")
         if not 200 <= answer.status < 500:
             return self._failure(trip, leg, instance, "garbled", f"it answered {answer.status}", answer)
         instance.leg_succeeded()
@@ -401,131 +380,12 @@ class Relay:
         await client.drained()
         return answer.status
 
-    # -- what one instance answers ------------------------------------------------------------------------------
-
-    async def forward(self, request: Request, client: Connection, candidates: list[Instance], seek: bool = False) -> int:
-        """Pass a request to the first of some instances that answers; its status.  `seek`: to the first that does not
-        say 404."""
-        error: Unreachable | None = None
-        for at, instance in enumerate(candidates):
-            chosen(self.fleet, Ask(0), _now(), instance)
-            with _counted(instance):
-                answer: Answer | None = None
-                try:
-                    answer = await self._pools[instance.url].send(
-                        request.method, request.target, request.headers, request.body
-                    )
-                    if seek and answer.status == 404 and at + 1 < len(candidates):
-                        continue
-                    if answer.status == 200 and answer.is_stream:
-                        return await self._forward_stream(client, answer)
-                    content = await answer.read()
-                except Unreachable as failure:
-                    log.warning("%s failed %s %s: %s", instance.url, request.method, request.path, failure)
-                    instance.leg_failed(failure.reason, _now())
-                    error = failure
-                    if client.started or at >= RETRIES:
-                        break
-                    continue
-                finally:
-                    if answer:
-                        answer.close()
-                client.answer(answer.status, end_to_end(answer.headers), content)
-                await client.drained()
-                return answer.status
-        if not error:
-            raise Failed(503, "no instance can be used at the moment", retry_after=5)
-        raise Failed(502, f"the instance failed: {error}")
-
-    async def _forward_stream(self, client: Connection, answer: Answer) -> int:
-        await answer.first()
-        client.start(answer.status, end_to_end(answer.headers))
-        tape = Tape(client.write, keep=False)
-        client.on_pause = answer.flow
-        await answer.pipe(tape.source(answer.reject), paused=client.paused)
-        tape.flush()
-        client.end()
-        await client.drained()
-        return answer.status
-
-    async def models(self, request: Request, client: Connection, instances: list[Instance]) -> int:
-        """The models of instances that serve different ones, as one list."""
-        answers = await asyncio.gather(*(self._told(request, instance) for instance in instances))
-        known: dict[str, msgspec.Raw] = {}
-        for status, headers, content in answers:
-            if status != 200:
-                client.answer(status, headers, content)
-                return status
-            for model in _models(content).data:
-                known.setdefault(_model(model).id, model)
-        client.answer(200, [JSON], msgspec.json.encode({"object": "list", "data": list(known.values())}))
-        return 200
-
-    async def everywhere(self, request: Request, client: Connection) -> int:
-        """Pass a request to all instances; the worst answer is the answer."""
-        instances = self.fleet.instances
-        if not instances or not all(instance.up for instance in instances):
-            raise Failed(503, "not every instance can be reached at the moment, and all must do this", retry_after=5)
-        answers = await asyncio.gather(*(self._told(request, instance) for instance in instances))
-        for instance in instances:
-            instance.needs_probe = True  # it may serve other names now
-        status, headers, content = max(answers, key=lambda answer: answer[0])
-        client.answer(status, headers, content)
-        await client.drained()
-        return status
-
-    async def _told(self, request: Request, instance: Instance) -> tuple[int, Headers, bytes]:
-        answer: Answer | None = None
-        try:
-            answer = await self._pools[instance.url].send(
-                request.method, request.target, request.headers, request.body
-            )
-            return answer.status, end_to_end(answer.headers), await answer.read()
-        except Unreachable as error:
-            instance.leg_failed(error.reason, _now())
-            return 502, [JSON], error_body(502, "an instance failed, others may have done it")
-        finally:
-            if answer:
-                answer.close()
-
-
-def end_stream(client: Connection, status: int, message: str) -> None:
-    """End a stream that has begun with an error that no client can miss."""
-    if client.path == "/v1/messages":
-        error = {"type": "error", "error": {"type": "api_error", "message": message}}
-        client.write(b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n")
-    else:
-        client.write(b"data: " + error_body(status, message) + b"\n\n" + DONE)
-    client.end()
-
-
-def answer_error(client: Connection, status: int, message: str, param: str | None = None, retry_after: int = 0) -> None:
-    """An error of ours, in the form that is still possible."""
-    if client.ended:
-        return
-    if client.started:
-        end_stream(client, status, message)
-        return
-    headers = [JSON]
-    if retry_after:
-        headers.append((b"retry-after", b"%d" % retry_after))
-    client.answer(status, headers, error_body(status, message, param))
-
 
 def _server(trip: Trip, plan: Plan) -> Instance:
     """Whose answer the client gets."""
     if isinstance(plan, Instance):
         return plan
     return plan.prefill if trip.body.one_token else plan.decode
-
-
-@contextmanager
-def _counted(instance: Instance) -> Iterator[None]:
-    instance.in_flight += 1
-    try:
-        yield
-    finally:
-        instance.in_flight -= 1
 
 
 def _now() -> float:

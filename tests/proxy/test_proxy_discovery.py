@@ -217,8 +217,9 @@ async def test_who_has_nowhere_to_go_waits_for_a_frozen_instance() -> None:
         client.close()
 
 
-async def test_a_probe_that_hangs_does_not_blind_the_watch() -> None:
+async def test_a_probe_that_hangs_does_not_blind_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(decode=2, **QUICK) as w:
+        monkeypatch.setattr("vllm_disagg.proxy.discovery.PROBE_TIMEOUT", 0.03)  # the engine has much to do
         w.d.probe_hangs = True
         w.d.script = Call.forever
         w.p.script = answer_at_once

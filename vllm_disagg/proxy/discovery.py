@@ -182,8 +182,11 @@ class Discovery:
             answer = await self._ask(
                 instance, "POST", "/v1/completions", body=msgspec.json.encode(body), timeout=PROBE_TIMEOUT
             )
-        except (Unreachable, TimeoutError, _Odd, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            instance.down(f"does not answer a probe: {error or 'timeout'}")
+        except TimeoutError:
+            if not instance.up:  # else it is healthy and has much to do; it is asked again
+                instance.down("does not answer a probe in time")
+        except (Unreachable, _Odd, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            instance.down(f"does not answer a probe: {error}")
         else:
             names = [m.id for m in models.data]
             instance.probed(model, engine_in(answer), names, nixl=params_in(answer) is not None)

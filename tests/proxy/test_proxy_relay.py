@@ -535,3 +535,21 @@ async def test_another_prefill_instance_is_tried() -> None:
         for _ in range(6):
             assert (await w.post()).json()["leg"] == "decode"
         assert len(w.prefills[2].calls) >= 6 and w.p.calls and w.prefills[1].calls
+
+
+async def test_an_endpoint_that_knows_no_grants() -> None:
+    """As a vLLM of which some endpoint ignores `kv_transfer_params`."""
+    async with world() as w:
+
+        async def ignorant(call: Call) -> None:
+            if call.path == "/v1/messages":
+                await (call.json({"type": "message"}) if call.leg != "decode" else call.forever())
+            else:
+                await answer(call)
+
+        w.p.script = w.d.script = ignorant
+        body = json.dumps({"model": "m", "messages": [], "max_tokens": 9}).encode()
+        for _ in range(3):
+            assert (await w.post("/v1/messages", body)).json() == {"type": "message"}
+        assert len(w.p.calls) == 1, "it is asked once"
+        assert (await w.post()).json()["leg"] == "decode", "and for other paths as before"

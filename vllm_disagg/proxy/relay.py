@@ -93,6 +93,7 @@ class Relay:
     async def generate(self, trip: Trip) -> int:
         """The whole journey; the status it ended with.  Afterwards nothing of the request is left anywhere."""
         trip.ask = trip.body.ask(find(trip.request.headers, SESSION), self.fleet.policy.name == "prefix_aware")
+        trip.ask.path = trip.request.path
         self._budget.earn()
         try:
             plan = await self._first(trip)
@@ -240,11 +241,13 @@ class Relay:
         answer = await self._leg(trip, pair, body)
         if isinstance(answer, Answer) and answer.status == 200:
             engine = engine_in(await answer.read())
-            if engine is None or not instance.engine or engine.incarnation != instance.engine.incarnation:
+            if not engine:  # as old versions of vLLM at new endpoints, or it was restarted without the connector
+                instance.deaf.add(trip.request.path)
                 instance.needs_probe = True
-                if engine:
-                    instance.probed(instance.model, engine, instance.models)
-                    instance.needs_probe = True
+                return Failure("prefill", "stale", "the prefill instance says nothing of KV transfers")
+            if not instance.engine or engine.incarnation != instance.engine.incarnation:
+                instance.probed(instance.model, engine, instance.models)
+                instance.needs_probe = True
                 return Failure("prefill", "stale", "the prefill instance was restarted")
         return answer
 

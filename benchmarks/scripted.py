@@ -1,8 +1,8 @@
 """Scripted instances and scripted clients, cheap enough to load a proxy.  Stand-ins: there is no model here.
 
-    python benchmarks/scripted.py KEY_FILE        prints one JSON line with the two URLs, serves until its stdin ends
+    python benchmarks/scripted.py KEY_FILE        prints one JSON line with the URLs by role, serves until its stdin ends
 
-*P* answers every request at once.  *D* answers once P has (our legs run together), and streams `max_tokens` tokens to
+Two of each.  *P* answers every request at once.  *D* answers once P has (our legs run together), and streams `max_tokens` tokens to
 all its streams in steps, as an engine does; it reads `seed` as the milliseconds of a step.  Both say of themselves
 what a probe of ours asks and what vllm-router's `nixl` mode passes on.
 """
@@ -150,10 +150,10 @@ class Instance(asyncio.Protocol):
             self._transport.write(self._answer)
 
 
-def answers(role: str) -> bytes:
+def answers(role: str, name: str) -> bytes:
     """The one JSON that this instance answers to health, models, probes and completions."""
     worker = Worker("w0", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
-    engine = Engine(f"scripted-{role}", role, [worker], {"model": "m"})  # type: ignore[arg-type]
+    engine = Engine(name, role, [worker], {"model": "m"})  # type: ignore[arg-type]
     nixl = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -181,11 +181,11 @@ def answers(role: str) -> bytes:
 async def serve(key_file: str) -> None:
     loop = asyncio.get_running_loop()
     engines = Engines(load(key_file))
-    urls = {}
-    for role in ("prefill", "decode"):
-        answer = answers(role)
+    urls: dict[str, list[str]] = {"prefill": [], "decode": []}
+    for role, number in (("prefill", 0), ("prefill", 1), ("decode", 0), ("decode", 1)):
+        answer = answers(role, f"scripted-{role}-{number}")
         server = await loop.create_server(lambda r=role, a=answer: Instance(engines, r, a), "127.0.0.1", 0, backlog=8192)
-        urls[role] = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        urls[role].append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     print(json.dumps(urls), flush=True)
     await loop.run_in_executor(None, sys.stdin.read)
 

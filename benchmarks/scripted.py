@@ -2,9 +2,9 @@
 
     python benchmarks/scripted.py KEY_FILE        prints one JSON line with the URLs by role, serves until its stdin ends
 
-Two of each.  *P* answers every request at once.  *D* answers once P has (our legs run together), and streams `max_tokens` tokens to
-all its streams in steps, as an engine does; it reads `seed` as the milliseconds of a step.  Both say of themselves
-what a probe of ours asks and what vllm-router's `nixl` mode passes on.
+Two of each.  *P* answers every request at once.  *D* answers once P has (our legs run together), and streams
+`max_tokens` tokens to all its streams in steps, as an engine does; it reads `seed` as the milliseconds of a step.  Both
+say of themselves what a probe of ours asks and what vllm-router's `nixl` mode passes on.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class DisaggConnector(KVConnectorBase_V1):
     # Scheduler -----------------------------------------------------------------------------------------------
     def set_xfer_handshake_metadata(self, metadata: dict[int, Handshake]) -> None:  # type: ignore[override]
         self._scheduler.set_workers([metadata[rank] for rank in sorted(metadata)])
-        if self._scheduler.engine:
+        if self._scheduler.engine and not self._registrations:
             self._registrations = self._register(self._scheduler.engine.incarnation)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -102,7 +102,7 @@ def ours(*commands: list[str]) -> None:
     """Run commands of ours at the same time; they end their own children when we have to end them."""
     processes = [subprocess.Popen([*OURS, *words]) for words in commands]
     try:
-        if any([process.wait() for process in processes]):
+        if any(process.wait() for process in processes):
             sys.exit(f"goodput: vllm-disagg {commands[0][0]} failed")
     finally:
         for process in processes:

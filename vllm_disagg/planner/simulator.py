@@ -28,7 +28,6 @@ Policy = Literal["least_loaded", "round_robin", "power_of_two", "prefix_aware"]
 POLICIES: tuple[Policy, ...] = ("least_loaded", "round_robin", "power_of_two", "prefix_aware")
 
 Event = tuple[float, int, int, Engine | None, Batch | None]  # time, order, request or -1, whose, of what
-PREFIX_WORTH = 4096  # tokens of load that prefix_aware accepts for each prompt already there
 
 
 class Side(msgspec.Struct, frozen=True):
@@ -175,7 +174,7 @@ class _Run:
             return
         requests.left[r] = requests.outputs[r] - (not self._deployment.distserve)
         engine = self._choose(self._prefills, r)
-        engine.load += 1
+        engine.load += requests.prompts[r]
         self._whose[r] = engine
         engine.submit(now, r)
 
@@ -262,7 +261,7 @@ class _Run:
             self._miss(r, 0)
 
     def finished(self, engine: Engine, now: float, r: int) -> None:
-        engine.load -= 1
+        engine.load -= 1 if self._decodes else self._requests.prompts[r]
         self._ended[r] = now
         if self._objective and self._tpot(r) > self._objective.tpot:
             self._miss(r, 1)

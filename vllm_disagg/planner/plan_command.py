@@ -6,12 +6,11 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
 
 from ..errors import ConfigError
 from . import advice, closed_forms, flags, live, report, search
 from .latency import unloaded_decode, unloaded_prefill
-from .setting import Placement, Setting
+from .setting import Setting
 from .simulator import quantile
 
 KEEP = 3  # placements of a kind that are evaluated to the end
@@ -107,22 +106,16 @@ def _progress(kind: str) -> search.Told:
 def _nothing(setting: Setting) -> str:
     """Which objective nothing meets, and what would be met on an idle deployment."""
     sample, objective = setting.samples()[0], setting.objective
-    split: list[Placement] = [*search.disaggregated(setting), *search.colocated(setting)]
-    prompts: list[Callable[[int], float]] = []
-    tokens: list[Callable[[int], float]] = []
-    for placement in split:
-        first = setting.deployment(placement).prefill.latency
-        decode = setting.deployment(placement).decode
-        later = decode.latency if decode else first
-        prompts.append(lambda n, latency=first: unloaded_prefill(latency, n))  # type: ignore[misc]
-        tokens.append(lambda n, latency=later: unloaded_decode(latency, n))  # type: ignore[misc]
-    ttft = min(quantile([time(p) for p in sample.prompts], objective.attainment) for time in prompts)
-    tpot = min(quantile([time(p) for p in sample.prompts], objective.attainment) for time in tokens)
-    share = f"{objective.attainment:.0%} of the requests"
+    firsts = [setting.prefill.latency(*shape) for shape in setting.prefill.shapes(setting.gpus)]
+    laters = [setting.decode.latency(*shape) for shape in setting.decode.shapes(setting.gpus)]
+    prompts, share = sample.prompts, objective.attainment
+    ttft = min(quantile([unloaded_prefill(latency, p) for p in prompts], share) for latency in firsts)
+    tpot = min(quantile([unloaded_decode(latency, p) for p in prompts], share) for latency in laters)
+    most = f"{share:.0%} of the requests"
     if ttft > objective.ttft:
-        return f"nothing meets --ttft {objective.ttft:g}: alone on the fastest instance {share} take {ttft:.3g} s; give more"
+        return f"nothing meets --ttft {objective.ttft:g}: alone on the fastest instance {most} take {ttft:.3g} s; give more"
     if tpot > objective.tpot:
-        return f"nothing meets --tpot {objective.tpot:g}: alone on the fastest instance {share} take {tpot:.3g} s; give more"
+        return f"nothing meets --tpot {objective.tpot:g}: alone on the fastest instance {most} take {tpot:.3g} s; give more"
     return (
         f"nothing meets --ttft {objective.ttft:g} and --tpot {objective.tpot:g} together on {setting.gpus} GPUs at any rate:"
         f" give more than --ttft {ttft:.3g} and --tpot {tpot:.3g}, or more GPUs"

@@ -1,4 +1,5 @@
 """What a proxy costs: ours beside vllm-router in front of the same scripted instances (`scripted.py`), in one run.
+There are two P and two D, so that ours keeps what a stream said, for the case that its D dies.
 
     python benchmarks/proxy_cost.py --router PATH [--rounds N] [--save NAME]
     python benchmarks/proxy_cost.py --streams 10000
@@ -86,7 +87,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def proxies(names: list[str], router: str) -> Iterator[tuple[dict[str, str], list[Proxy]]]:
+def proxies(names: list[str], router: str) -> Iterator[tuple[dict[str, list[str]], list[Proxy]]]:
     """The scripted instances' URLs and the named proxies in front of them, running."""
     running: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -102,7 +103,8 @@ def proxies(names: list[str], router: str) -> Iterator[tuple[dict[str, str], lis
             made = []
             for name in names:
                 port = free_port()
-                where = ["--prefill", urls["prefill"], "--decode", urls["decode"], "--host", "127.0.0.1"]
+                where = [word for role in urls for url in urls[role] for word in (f"--{role}", url)]
+                where += ["--host", "127.0.0.1"]
                 ours = [sys.executable, "-m", "vllm_disagg.cli", "proxy", "--key-file", key]
                 theirs = [router, "--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"]
                 theirs += ["--prometheus-port", str(free_port()), "--log-level", "error"]
@@ -196,9 +198,9 @@ async def streamed(proxy: Proxy) -> None:
     proxy.add("token", (proxy.cpu() - before) / (STREAMS * TOKENS) * 1e6)
 
 
-async def direct(urls: dict[str, str], together: bool) -> list[float]:
+async def direct(urls: dict[str, list[str]], together: bool) -> list[float]:
     """Seconds of both legs without a proxy."""
-    ports = [int(urls[role].rpartition(":")[2]) for role in ("prefill", "decode")]
+    ports = [int(urls[role][0].rpartition(":")[2]) for role in ("prefill", "decode")]
     legs = [await Client.connect("127.0.0.1", port) for port in ports]
     data, times = request(body(200)), []
     for _ in range(LATENCIES):
@@ -214,7 +216,7 @@ async def direct(urls: dict[str, str], together: bool) -> list[float]:
     return times
 
 
-async def latency(proxy: Proxy, urls: dict[str, str]) -> None:
+async def latency(proxy: Proxy, urls: dict[str, list[str]]) -> None:
     base = statistics.median(await direct(urls, together=proxy.name == "ours"))
     client = await Client.connect("127.0.0.1", proxy.port)
     data = request(body(200))
@@ -225,14 +227,14 @@ async def latency(proxy: Proxy, urls: dict[str, str]) -> None:
     client.close()
 
 
-def legs(urls: dict[str, str]) -> dict[str, int]:
+def legs(urls: dict[str, list[str]]) -> dict[str, int]:
     """Completions that the scripted instances have answered so far, by role."""
-    with urllib.request.urlopen(urls["prefill"] + "/count", timeout=5) as answer:
+    with urllib.request.urlopen(urls["prefill"][0] + "/count", timeout=5) as answer:
         counts: dict[str, int] = json.load(answer)
     return counts
 
 
-async def one_round(proxy: Proxy, urls: dict[str, str]) -> None:
+async def one_round(proxy: Proxy, urls: dict[str, list[str]]) -> None:
     for name, (size, count) in SIZES.items():
         data = request(body(size))
         await requests(proxy.port, data, count // 10)

@@ -1,10 +1,10 @@
 """Scripted instances and scripted clients, cheap enough to load a proxy.  Stand-ins: there is no model here.
 
-    python benchmarks/scripted.py KEY_FILE        prints one JSON line with the two URLs, serves until its stdin ends
+    python benchmarks/scripted.py KEY_FILE        prints one JSON line with the URLs by role, serves until its stdin ends
 
-*P* answers every request at once.  *D* answers once P has (our legs run together), and streams `max_tokens` tokens to
-all its streams in steps, as an engine does; it reads `seed` as the milliseconds of a step.  Both say of themselves
-what a probe of ours asks and what vllm-router's `nixl` mode passes on.
+Two of each.  *P* answers every request at once.  *D* answers once P has (our legs run together), and streams
+`max_tokens` tokens to all its streams in steps, as an engine does; it reads `seed` as the milliseconds of a step.  Both
+say of themselves what a probe of ours asks and what vllm-router's `nixl` mode passes on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ GRANT = re.compile(rb'"disagg_grant": *"([^"]+)"')
 TOKENS = re.compile(rb'"max_tokens": *(\d+)')
 STEP = re.compile(rb'"seed": *(\d+)')
 JSON_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+)
 TOKEN = (
     b'data: {"id":"cmpl-0123456789abcdef","object":"text_completion","created":1763640000,"model":"m","choices":'
     b'[{"index":0,"text":" token","logprobs":null,"finish_reason":null,"stop_reason":null}],"usage":null}\n\n'
@@ -148,10 +150,10 @@ class Instance(asyncio.Protocol):
             self._transport.write(self._answer)
 
 
-def answers(role: str) -> bytes:
+def answers(role: str, name: str) -> bytes:
     """The one JSON that this instance answers to health, models, probes and completions."""
     worker = Worker("w0", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
-    engine = Engine(f"scripted-{role}", role, [worker], {"model": "m"})  # type: ignore[arg-type]
+    engine = Engine(name, role, [worker], {"model": "m"})  # type: ignore[arg-type]
     nixl = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -179,13 +181,11 @@ def answers(role: str) -> bytes:
 async def serve(key_file: str) -> None:
     loop = asyncio.get_running_loop()
     engines = Engines(load(key_file))
-    urls = {}
-    for role in ("prefill", "decode"):
-        answer = answers(role)
-        server = await loop.create_server(
-            lambda r=role, a=answer: Instance(engines, r, a), "127.0.0.1", 0, backlog=8192
-        )
-        urls[role] = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    urls: dict[str, list[str]] = {"prefill": [], "decode": []}
+    for role, number in (("prefill", 0), ("prefill", 1), ("decode", 0), ("decode", 1)):
+        answer = answers(role, f"scripted-{role}-{number}")
+        server = await loop.create_server(lambda r=role, a=answer: Instance(engines, r, a), "127.0.0.1", 0, backlog=8192)
+        urls[role].append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     print(json.dumps(urls), flush=True)
     await loop.run_in_executor(None, sys.stdin.read)
 
@@ -256,9 +256,7 @@ class Client(asyncio.Protocol):
 
 def body(size: int, **fields: object) -> bytes:
     """A completion's body of `size` bytes: words, with an escape now and then."""
-    empty = json.dumps(
-        {"model": "m", "prompt": "", "max_tokens": 16, "temperature": 0, **fields}, separators=(",", ":")
-    )
+    empty = json.dumps({"model": "m", "prompt": "", "max_tokens": 16, "temperature": 0, **fields}, separators=(",", ":"))
     words = 'The quick brown fox jumps over the lazy dog, and says: \\"well\\".\\n'
     room = max(size - len(empty), 8)
     text = (words * (room // len(words) + 1))[:room].rstrip("\\")

@@ -23,6 +23,7 @@ class FleetKey:
         if secret is not None and len(secret) != SIZE:
             raise ConfigError(f"a fleet key has {SIZE} bytes, this one {len(secret)}")
         self._secret = secret
+        self._derived: dict[str, bytes] = {}
 
     @property
     def is_set(self) -> bool:
@@ -30,7 +31,10 @@ class FleetKey:
 
     def derive(self, use: str) -> bytes:
         """32 bytes for `use` (at most 16 ASCII characters)."""
-        return hashlib.blake2b(key=self._secret or b"", person=use.encode(), digest_size=SIZE).digest()
+        if use not in self._derived:
+            derived = hashlib.blake2b(key=self._secret or b"", person=use.encode(), digest_size=SIZE).digest()
+            self._derived[use] = derived
+        return self._derived[use]
 
     def __repr__(self) -> str:
         return f"FleetKey({'set' if self.is_set else None})"

@@ -119,6 +119,26 @@ async def test_instances_are_added_drained_and_removed() -> None:
         assert (await change(w, "DELETE", "/disagg/instances", url=d.url))[0] == 404
 
 
+async def test_who_waits_for_an_instance_that_leaves_is_told() -> None:
+    async with world(prefill_concurrency=1) as w:
+
+        async def endless(call: Call) -> None:
+            await call.forever()
+
+        w.p.script = endless
+        await w.start()
+        await until(lambda: w.p.calls)
+        waiting = asyncio.create_task(w.post())
+        await until(lambda: queued(w))
+        assert (await change(w, "POST", "/disagg/instances/drain", url=w.p.url))[0] == 200
+        reply = await waiting
+        assert (reply.status, reply.json()["leg"]) == (200, "whole")
+
+
+async def queued(w: World) -> bool:
+    return await w.metric("vllm_disagg_waiting", '"prefill"') == 1
+
+
 async def test_removing_at_once_cuts() -> None:
     async def endless(call: Call) -> None:
         await call.stream()

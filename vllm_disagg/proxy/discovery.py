@@ -97,6 +97,7 @@ class Discovery:
     async def watch(self, instance: Instance, interval: float) -> None:
         """Follow one instance for ever."""
         loop = asyncio.get_running_loop()
+        self._known.pop(instance.url, None)  # of who had this URL before
         probing: asyncio.Task[None] | None = None
         lived = loop.time()
         try:
@@ -139,7 +140,7 @@ class Discovery:
             asking.result()
         except Unreachable as error:
             if error.reason == "refused":
-                instance.down("refuses connections")
+                instance.down(f"refuses connections: {error.detail}")
                 pool.abort()
             return f"does not answer /health: {error}"
         except (TimeoutError, _Odd) as error:

@@ -57,7 +57,11 @@ async def serve(
         fleet, pools, settings.key, admission.wake, next(iter(settings.api_keys), ""), settings.silence
     )
     members = Members(
-        fleet, pools, lambda url: Pool(url, tls), lambda instance: discovery.watch(instance, settings.probe_interval)
+        fleet,
+        pools,
+        connect=lambda url: Pool(url, tls),
+        watch=lambda instance: discovery.watch(instance, settings.probe_interval),
+        on_change=admission.wake,
     )
     metrics = Metrics(fleet, settings.objectives)
     place = settings.place

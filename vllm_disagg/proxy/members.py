@@ -28,7 +28,8 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Members:
-    """The fleet's population.  `connect` makes an instance's pool, `watch` follows an instance for ever."""
+    """The fleet's population.  `connect` makes an instance's pool, `watch` follows an instance for ever, `on_change` is
+    told when somebody came or left."""
 
     def __init__(
         self,
@@ -36,11 +37,13 @@ class Members:
         pools: dict[str, Pool],
         connect: Callable[[str], Pool],
         watch: Callable[[Instance], Coroutine[None, None, None]],
+        on_change: Callable[[], None],
     ) -> None:
         self._fleet = fleet
         self._pools = pools
         self._connect = connect
         self._watch = watch
+        self._on_change = on_change
         self._tasks: asyncio.TaskGroup | None = None
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._wanted: dict[str, frozenset[Member]] = {name: frozenset() for name in ORDER}
@@ -130,6 +133,7 @@ class Members:
             self._watches[member.url] = tasks.create_task(self._watch(instance))
             if (by := self.sources(member.url)) != ["flags"]:
                 log.info("%s (%s) joins, by %s", member.url, member.role, " and ".join(by))
+        self._on_change()
 
     def _remove(self, instance: Instance) -> None:
         self._fleet.leaving.remove(instance)

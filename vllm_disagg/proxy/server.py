@@ -144,7 +144,7 @@ class Connection(asyncio.Protocol):
 
     def _flow(self, paused: bool) -> None:
         if paused and not self._stall:
-            self._watch_reader(self._transport.get_write_buffer_size())
+            self._watch_reader()
         elif not paused and self._stall:
             self._stall.cancel()
             self._stall = None
@@ -154,15 +154,17 @@ class Connection(asyncio.Protocol):
         if not paused and self._drained and not self._drained.done():
             self._drained.set_result(None)
 
-    def _watch_reader(self, unread: int) -> None:
-        seconds = self._limits.stall_seconds
-        self._stall = asyncio.get_running_loop().call_later(seconds, self._look_at_reader, unread)
+    def _watch_reader(self, unread: int | None = None, idle: int = 0) -> None:
+        """Look again in half the time that a client may read nothing.  `unread`: bytes left at the last look."""
+        later = self._limits.stall_seconds / 2
+        self._stall = asyncio.get_running_loop().call_later(later, self._look_at_reader, unread, idle)
 
-    def _look_at_reader(self, before: int) -> None:
+    def _look_at_reader(self, before: int | None, idle: int) -> None:
         """Cut a client that reads nothing; its handler, and so both legs, end with it."""
-        unread = self._transport.get_write_buffer_size()
-        if unread < before:  # and nobody writes more while it is paused
-            self._watch_reader(unread)
+        unread = self._transport.get_write_buffer_size()  # nobody writes more while it is paused
+        idle = idle + 1 if unread == before else 0
+        if idle < 2:
+            self._watch_reader(unread, idle)
         else:
             log.warning("a client at %s has read nothing for %g s", self.peer, self._limits.stall_seconds)
             self._transport.abort()

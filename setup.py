@@ -23,12 +23,14 @@ setup(
         "xxhash>=3.4",
     ],
     extras_require={
+        "plot": ["matplotlib>=3.8"],
         "kubernetes": ["kubernetes>=29"],
         "otel": ["opentelemetry-exporter-otlp-proto-http>=1.25", "opentelemetry-sdk>=1.25"],
         "dev": [
             "hypothesis>=6.100",
             "import-linter>=2.0",
             "kubernetes>=29",
+            "matplotlib>=3.8",
             "mypy>=1.15",
             "pytest>=8",
             "ruff>=0.9",

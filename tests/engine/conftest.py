@@ -19,7 +19,7 @@ from engines import ROOT, Engine, Process, Proxy, get, wait
 
 from vllm_disagg import keys
 
-ORDER = ["test_exact", "test_prefixes", "test_api", "test_grants", "test_cancel", "test_sensitive", "test_preempt"]
+ORDER = ["test_exact", "test_prefixes", "test_api", "test_grants", "test_cancel", "test_sensitive", "test_preempt", "test_bench"]
 LAST = ["test_deaths", "test_tp2"]
 
 

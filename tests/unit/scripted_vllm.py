@@ -1,0 +1,37 @@
+"""A stand-in for `vllm bench serve`, scripted: one server, first come first served, that takes SCRIPTED_SERVICE seconds
+for each request (two numbers: for the target SCRIPTED_FIRST, and for any other).  Writes what vLLM would write."""
+
+import json
+import os
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+words = sys.argv[1:]
+assert words[:2] == ["bench", "serve"], words
+option = {flag: value for flag, value in pairwise(words) if flag.startswith("--")}
+with open(os.environ["SCRIPTED_LOG"], "a") as log:
+    log.write(json.dumps([option["--base-url"], os.environ["PYTHONHASHSEED"], option["--served-model-name"]]) + "\n")
+how = os.environ.get("SCRIPTED_HOW", "")
+if how == "crash":
+    sys.exit("Traceback (most recent call last):\n  File x\nOSError: tiny is not a valid model identifier")
+if how == "garbage":
+    Path(option["--result-filename"]).write_text("{}")
+    sys.exit()
+service = float(os.environ["SCRIPTED_SERVICE"].split(",")[option["--base-url"] != os.environ["SCRIPTED_FIRST"]])
+requests = [json.loads(line) for line in Path(option["--dataset-path"]).read_text().splitlines()]
+free, ttfts = 0.0, []
+for request in requests:
+    arrival = free if "--max-concurrency" in option else request["timestamp"]
+    free = max(free, arrival) + service
+    ttfts.append(free - arrival)
+result = {
+    "duration": max(free, 1e-3),
+    "input_lens": [r["input_length"] for r in requests],
+    "output_lens": [0 if how == "refuse" else r["output_length"] for r in requests],
+    "ttfts": ttfts,
+    "itls": [[0.01] * (r["output_length"] - 1) for r in requests],
+    "start_times": [1 + r["timestamp"] for r in requests],
+    "errors": ["Too Many Requests" if how == "refuse" else "" for r in requests],
+}
+Path(option["--result-filename"]).write_text(json.dumps(result))

@@ -1,0 +1,238 @@
+"""`vllm-disagg bench` as a user meets it.  The load generator is a scripted stand-in (`scripted_vllm.py`) with a server
+of known speed; real `vllm bench serve` runs in tests/engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_disagg import cli
+from vllm_disagg.bench import load, main
+
+SCRIPT = Path(__file__).with_name("scripted_vllm.py")
+LENGTHS = ["--input-len", "100", "--output-len", "5"]
+OBJECTIVES = ["--ttft", "0.5", "--tpot", "0.05"]
+
+
+class Models(BaseHTTPRequestHandler):
+    """/v1/models and nothing else."""
+
+    models: list[dict[str, Any]]
+
+    def do_GET(self) -> None:
+        body = json.dumps({"data": self.models}).encode()
+        self.send_response(200 if self.path == "/v1/models" else 404)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def serve(models: list[dict[str, Any]]) -> ThreadingHTTPServer:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Serving", (Models,), {"models": models}))
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    return server
+
+
+def url(server: ThreadingHTTPServer) -> str:
+    return f"http://127.0.0.1:{server.server_address[1]}"
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[str]]:
+    model = {"id": "tiny", "root": "/models/tiny", "max_model_len": 2048}
+    running = [serve([model]), serve([model]), serve([])]
+    yield [url(server) for server in running]
+    for server in running:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, servers: list[str]) -> Path:
+    """The log of what the stand-in was asked; the first target serves 10 requests a second, the second one 5."""
+    log = tmp_path / "asked"
+    program = tmp_path / "vllm"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{SCRIPT}" "$@"\n')
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("SCRIPTED_LOG", str(log))
+    monkeypatch.setenv("SCRIPTED_FIRST", servers[0])
+    monkeypatch.setenv("SCRIPTED_SERVICE", "0.1,0.2")
+    return log
+
+
+def bench(*words: str, target: str) -> int:
+    return cli.main(["bench", "--target", f"a={target}", "--vllm", "vllm", *words])
+
+
+def test_two_deployments_side_by_side(
+    servers: list[str], scripted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--target", f"b={servers[1]}", "--gpus", "2", "--gpus", "b=1", *LENGTHS, *OBJECTIVES, "--json"]
+    assert (
+        bench(*words, "--save", str(tmp_path / "saved"), "--requests", "200", "--precision", "0.25", target=servers[0])
+        == 0
+    )
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert result == json.loads((tmp_path / "saved.json").read_text()) and result["done"]
+    assert (tmp_path / "saved.png").stat().st_size > 10_000
+    goodputs = []
+    for name, capacity, gpus in (("a", 10, 2), ("b", 5, 1)):
+        found = result["targets"][name]
+        goodputs.append(found["goodput"])
+        assert 0.4 * capacity < found["goodput"] < capacity
+        assert found["goodput"] < found["missed_at"] <= 1.25 * found["goodput"] * (1 + 1e-9)
+        assert found["goodput_per_gpu"] == found["goodput"] / gpus
+        assert found["alone"]["ttft"]["median"] == pytest.approx(1 / capacity)
+        for run in found["runs"]:
+            assert run["attainment"] == run["good"] / 200
+            assert (run["attainment"] >= 0.9) == (run["rate"] <= found["goodput"])
+    assert goodputs[0] > 1.5 * goodputs[1]
+    asked = [json.loads(line) for line in scripted.read_text().splitlines()]
+    assert [base for base, *_ in asked[:8]] == servers[:2] * 4  # in turns
+    assert [a[1] for a in asked[0:8:2]] == [b[1] for b in asked[1:8:2]] and len({a[1] for a in asked[0:8:2]}) == 4
+    assert err.count("bench: a: 200 requests at ") + err.count("bench: b: 200 requests at ") == len(asked) - 2
+
+
+def test_a_table_says_what_is_compared(servers: list[str], scripted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--target", f"b={servers[1]}", *LENGTHS, *OBJECTIVES, "--requests", "60", "--precision", "1"]
+    assert bench(*words, target=servers[0]) == 0
+    out = capsys.readouterr().out
+    assert "at least 90 % of requests get the first token within 0.5 s" in out
+    assert "a / b: " in out and "TTFT p50 / p90 / p99" in out
+
+
+def test_objectives_that_nothing_meets_are_a_result(
+    servers: list[str], scripted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(*LENGTHS, "--ttft", "0.05", "--tpot", "0.05", target=servers[0]) == 0
+    assert "a: goodput 0: nothing meets these objectives" in capsys.readouterr().out
+    assert len(scripted.read_text().splitlines()) == 1
+    assert bench(*LENGTHS, "--ttft", "0.05", "--tpot", "0.05", "--json", target=servers[0]) == 0
+    assert json.loads(capsys.readouterr().out)["targets"]["a"]["goodput"] == 0
+
+
+def test_requests_that_do_not_fit_are_left_out_and_counted(
+    servers: list[str], scripted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens\n" + "0,10,2\n1,2047,2\n2,10,2\n3,10,2\n")
+    assert (
+        bench("--trace", str(trace), "--arrivals", "trace", *OBJECTIVES, "--ttft", "0.15", "--json", target=servers[0])
+        == 0
+    )
+    out, err = capsys.readouterr()
+    assert "bench: 1 of 4 requests are longer than the 2048 tokens" in err and "only 3 requests" in err
+    assert json.loads(out)["targets"]["a"]["alone"]["sent"] == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "give exactly one of --trace"),
+        ([*LENGTHS, "--workload", "sharegpt-like"], "give exactly one of --trace"),
+        (["--input-len", "5"], "--input-len and --output-len go together"),
+        ([*LENGTHS, "--arrivals", "trace"], "--arrivals trace needs a --trace"),
+        (["--trace", "nowhere"], "--trace nowhere: No such file"),
+        ([*LENGTHS, "--vllm", "/nowhere/vllm"], "no program /nowhere/vllm"),
+        ([*LENGTHS, "--save", "/nowhere/x"], "/nowhere is not a folder"),
+        ([*LENGTHS, "--target", "b"], "--target b: it must be NAME=URL"),
+        ([*LENGTHS, "--target", "b=ftp://x"], "ftp://x is not a URL"),
+        ([*LENGTHS, "--target", "b=http://x:y"], "http://x:y is not a URL"),
+        ([*LENGTHS, "--target", "b=http://u@x"], "has more than a host and a port"),
+        ([*LENGTHS, "--target", "a=http://x"], "--target a is given twice"),
+        ([*LENGTHS, "--target", "b=http://127.0.0.1:9"], "cannot reach http://127.0.0.1:9: Connection refused"),
+        ([*LENGTHS, "--gpus", "0"], "--gpus 0: it must be"),
+        ([*LENGTHS, "--gpus", "c=1"], "--gpus c=1: it must be"),
+        (["--input-len", "2048", "--output-len", "1"], "only 0 of the requests fit"),
+    ],
+)
+def test_bad_words_are_refused_in_one_line(
+    servers: list[str], scripted: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+) -> None:
+    assert bench(*OBJECTIVES, *words, target=servers[0]) == 2
+    out, err = capsys.readouterr()
+    last = err.splitlines()[-1]
+    assert not out and last.startswith("vllm-disagg bench: ") and expected in last
+    assert not scripted.exists()
+
+
+def test_arrivals_that_cannot_be_scaled(
+    servers: list[str], scripted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens\n5,10,2\n5,10,2\n")
+    assert bench("--trace", str(trace), "--arrivals", "trace", *OBJECTIVES, target=servers[0]) == 2
+    assert "the first 2 requests of the trace arrive at once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--ttft", "--tpot", "--attainment", "--requests", "--precision"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "x"])
+def test_zero_objectives_and_the_like(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench(*LENGTHS, *OBJECTIVES, f"{flag}={value}", target="http://127.0.0.1:9")
+    assert ended.value.code == 2 and f"argument {flag}: {value} is not a" in capsys.readouterr().err
+
+
+def test_a_server_without_a_model(servers: list[str], scripted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(*LENGTHS, *OBJECTIVES, target=servers[2]) == 2
+    assert f"{servers[2]} serves no model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        (
+            "crash",
+            "vllm bench serve failed on a: OSError: tiny is not a valid model identifier: name the model's tokenizer",
+        ),
+        ("garbage", "what vllm bench serve wrote is not understood"),
+        ("refuse", "a: no request was answered in full: Too Many Requests"),
+    ],
+)
+def test_a_load_generator_that_fails_is_an_error(
+    servers: list[str], scripted: Path, how: str, expected: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("SCRIPTED_HOW", how)
+    assert bench(*LENGTHS, *OBJECTIVES, target=servers[0]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("vllm-disagg bench: ") and expected in last
+
+
+def test_a_plot_without_matplotlib(
+    servers: list[str], scripted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(main, "find_spec", lambda _: None)
+    assert bench(*LENGTHS, *OBJECTIVES, "--save", "x", target=servers[0]) == 2
+    assert "pip install 'vllm-disagg[plot]'" in capsys.readouterr().err
+
+
+def test_the_load_generator_never_outlives_its_run(tmp_path: Path) -> None:
+    script = ["sh", "-c", "sleep 60 & echo $! > child; wait"]
+    log, mark = tmp_path / "log", tmp_path / "child"
+    script[2] = script[2].replace("child", str(mark))
+    assert load._wait(script, {"PATH": "/usr/bin:/bin"}, log, 0.3) is None
+    state, end = Path(f"/proc/{mark.read_text().strip()}/stat"), time.monotonic() + 5
+    while state.exists() and state.read_text().split()[2] != "Z":
+        assert time.monotonic() < end, "the child still runs"
+        time.sleep(0.01)
+
+
+def test_the_line_of_a_log_that_says_most() -> None:
+    assert load.cause("INFO x\nValueError: bad\nshutting down\n") == "ValueError: bad"
+    assert load.cause("a\nvllm bench serve: error: argument --x: invalid\n\n").endswith("argument --x: invalid")
+    assert load.cause("") == "it said nothing"

@@ -1,0 +1,229 @@
+"""`vllm-disagg bench`: the goodput of running deployments, side by side.
+
+Every target is first asked one request at a time; then each round tries one more rate on every target, one target
+after the other, so that a machine that slows down does so for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..errors import ConfigError
+from . import instance, load, report, workload
+from .load import Generator, Target
+from .report import Measured
+from .results import Objectives, Run
+from .workload import Workload
+
+ALONE = 20  # requests sent one at a time, to begin with
+EPILOG = """One of --trace, --input-len with --output-len, and --workload says what is asked.  An API key is taken from
+the environment, as OPENAI_API_KEY."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    parser.epilog = EPILOG
+    add("--target", metavar="NAME=URL", action="append", required=True, help="a running deployment; repeatable")
+    add("--gpus", metavar="[NAME=]N", action="append", default=[],
+        help="GPUs of a target, or of each of them, for figures by GPU; repeatable")  # fmt: skip
+    add("--ttft", metavar="SECONDS", type=_positive, required=True, help="objective: time to the first token")
+    add("--tpot", metavar="SECONDS", type=_positive, required=True,
+        help="objective: mean time for each further token of a request")  # fmt: skip
+    add("--attainment", metavar="SHARE", type=_share, default=0.9,
+        help="share of requests that must meet both objectives (default: %(default)s)")  # fmt: skip
+    add("--trace", metavar="FILE", help=f"lengths and arrivals: {workload.FORMATS}")
+    add("--input-len", metavar="TOKENS", type=_count, help="every prompt's length")
+    add("--output-len", metavar="TOKENS", type=_count, help="every answer's length")
+    add("--workload", choices=["sharegpt-like"], help="lengths drawn like those of ShareGPT (means 755.5 and 200.3)")
+    add("--arrivals", choices=["poisson", "trace"], default="poisson",
+        help="trace: the trace's own times, scaled to each rate (default: %(default)s)")  # fmt: skip
+    add("--requests", metavar="N", type=_count, default=200, help="sent at each rate (default: %(default)s)")
+    add("--precision", metavar="SHARE", type=_share, default=0.1,
+        help="how close the bisection ends (default: %(default)s)")  # fmt: skip
+    add("--seed", type=int, default=0, help="of lengths, arrivals and prompts (default: %(default)s)")
+    add("--vllm", metavar="PATH", default="", help="the vllm program (default: the one beside this Python)")
+    add("--tokenizer", metavar="NAME", default="", help="folder or name of the tokenizer, if not the model's own")
+    add("--save", metavar="NAME", help="write NAME.json, kept up to date while measuring, and NAME.png")
+    add("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    objectives = Objectives(args.ttft, args.tpot, args.attainment)
+    asked = _workload(args)
+    vllm = load.find(args.vllm)
+    if args.save:
+        _check_save(args.save)
+    targets = _targets(args.target, args.gpus)
+    asked = _fitting(asked, targets, args.requests)
+    if args.arrivals == "trace" and asked.requests[0].arrival == asked.requests[-1].arrival:
+        raise ConfigError(f"--arrivals trace: the first {len(asked.requests)} requests of the trace arrive at once")
+    measured = [Measured(target) for target in targets]
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the load generator ends with us
+    try:
+        with tempfile.TemporaryDirectory(prefix="vllm-disagg-bench-") as folder:
+            bench = Bench(Generator(vllm, args.tokenizer, Path(folder)), asked, objectives, args, measured)
+            bench.alone()
+            while bench.round():
+                pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    result = report.result(measured, objectives, done=True)
+    if args.save:
+        report.save(args.save, result)
+        report.plot(args.save + ".png", measured, objectives)
+    print(json.dumps(result) if args.json else report.table(measured, objectives))
+    return 0
+
+
+class Bench:
+    """The runs, and what is told of them on the way."""
+
+    def __init__(
+        self, generator: Generator, asked: Workload, objectives: Objectives, args: argparse.Namespace,
+        measured: Sequence[Measured],
+    ) -> None:  # fmt: skip
+        self._generator, self._asked, self._objectives, self._measured = generator, asked, objectives, measured
+        self._seed, self._precision, self._save = args.seed, args.precision, args.save
+        self._poisson = args.arrivals == "poisson"
+        self._turn = 0  # of all targets; every run of a turn has the same prompts
+
+    def alone(self) -> None:
+        """One request at a time: whether the objectives can be met at all, and where to start."""
+        few = self._asked.first(ALONE)
+        for one in self._measured:
+            one.alone = self._run(one, few, None)
+            self._keep()
+            if one.alone.failed == one.alone.sent:
+                raise ConfigError(f"{one.target.name}: no request was answered in full: {one.alone.error}")
+
+    def round(self) -> bool:
+        """One more rate for each target that is not done; False when all are."""
+        self._turn += 1
+        rates = [(one, one.next_rate(self._objectives, self._precision)) for one in self._measured]
+        for one, rate in rates:
+            if rate is not None:
+                arrivals = self._asked.at_rate(rate, self._seed if self._poisson else None)
+                one.runs.append(self._run(one, arrivals, rate))
+                self._keep()
+        return any(rate is not None for _, rate in rates)
+
+    def _run(self, one: Measured, asked: Workload, rate: float | None) -> Run:
+        count = len(asked.requests)
+        how = f"{count} requests, one at a time" if rate is None else f"{count} requests at {rate:.3g} a second"
+        about = f" (about {count / rate:.0f} s)" if rate else ""
+        print(f"bench: {one.target.name}: {how}{about} ...", end="", file=sys.stderr, flush=True)
+        try:
+            done = self._generator.run(one.target, asked, rate, self._objectives, self._seed + 1000 * self._turn)
+        except BaseException:
+            print(file=sys.stderr)
+            raise
+        print(f" {report.line(done, self._objectives)}", file=sys.stderr, flush=True)
+        return done
+
+    def _keep(self) -> None:
+        """What is known so far, for whoever stops us."""
+        if self._save:
+            report.save(self._save, report.result(self._measured, self._objectives, done=False))
+
+
+def _workload(args: argparse.Namespace) -> Workload:
+    lengths = args.input_len is not None or args.output_len is not None
+    if [bool(args.trace), lengths, bool(args.workload)].count(True) != 1:
+        raise ConfigError("give exactly one of --trace, --input-len with --output-len, and --workload")
+    if args.arrivals == "trace" and not args.trace:
+        raise ConfigError("--arrivals trace needs a --trace")
+    if args.trace:
+        return workload.read(args.trace)
+    if args.workload:
+        return workload.sharegpt_like(args.requests, args.seed)
+    if args.input_len is None or args.output_len is None:
+        raise ConfigError("--input-len and --output-len go together")
+    return workload.fixed(args.input_len, args.output_len, args.requests)
+
+
+def _fitting(asked: Workload, targets: Sequence[Target], count: int) -> Workload:
+    """The first `count` requests that every target's model takes."""
+    limits = [target.model.max_model_len for target in targets if target.model.max_model_len]
+    limit = min(limits, default=None)
+    fitting = asked.fitting(limit)
+    if left := len(asked.requests) - len(fitting.requests):
+        print(
+            f"bench: {left} of {len(asked.requests)} requests are longer than the {limit} tokens that the model takes; "
+            "they are left out",
+            file=sys.stderr,
+        )
+    if len(fitting.requests) < 2:
+        raise ConfigError(f"only {len(fitting.requests)} of the requests fit into the model's {limit} tokens")
+    if count > len(fitting.requests):
+        print(f"bench: there are only {len(fitting.requests)} requests to send", file=sys.stderr)
+    return fitting.first(count)
+
+
+def _targets(words: Sequence[str], gpus: Sequence[str]) -> list[Target]:
+    urls: dict[str, str] = {}
+    for word in words:
+        name, _, url = word.partition("=")
+        if not name or not url or "/" in name:
+            raise ConfigError(f"--target {word}: it must be NAME=URL, such as ours=http://127.0.0.1:8000")
+        if name in urls:
+            raise ConfigError(f"--target {name} is given twice")
+        urls[name] = instance.address(f"--target {name}", url)
+    counts = _gpus(gpus, list(urls))
+    targets = [Target(name, url, counts.get(name), instance.model(url)) for name, url in urls.items()]
+    models = {target.model.root or target.model.id for target in targets}
+    if len(models) > 1:
+        print(f"bench: warning: the targets serve different models: {', '.join(sorted(models))}", file=sys.stderr)
+    return targets
+
+
+def _gpus(words: Sequence[str], names: Sequence[str]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for word in words:
+        name, _, number = word.rpartition("=")
+        if not number.isdecimal() or int(number) < 1 or (name and name not in names):
+            raise ConfigError(f"--gpus {word}: it must be N or NAME=N, with the NAME of a target and N of 1 or more")
+        counts.update(dict.fromkeys([name] if name else names, int(number)))
+    if missing := [name for name in names if counts and name not in counts]:
+        raise ConfigError(f"--gpus: how many has {missing[0]}?")
+    return counts
+
+
+def _check_save(name: str) -> None:
+    if not find_spec("matplotlib"):
+        raise ConfigError("--save draws a plot, for which matplotlib is needed: pip install 'vllm-disagg[plot]'")
+    folder = Path(name).parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"--save {name}: {folder} is not a folder that we may write into")
+
+
+def _positive(text: str) -> float:
+    return _number(text, 0.0, math.inf, "a number above 0")
+
+
+def _share(text: str) -> float:
+    return _number(text, 0.0, 1.0 + 1e-9, "a share above 0, of at most 1")
+
+
+def _number(text: str, low: float, high: float, words: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not low < number < high:
+        raise argparse.ArgumentTypeError(f"{text} is not {words}")
+    return number
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
+    return int(text)

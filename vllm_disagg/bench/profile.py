@@ -1,0 +1,210 @@
+"""`vllm-disagg profile`: how long one instance takes for prompts and for a step of decode, for `vllm-disagg plan`.
+
+Prompts are random token ids, never twice the same, so that no prefix cache knows them.  Everything is measured in
+rounds, small things first, until the time is over; the medians are written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from ..errors import ConfigError, DisaggError
+from . import instance, steps
+from .steps import Decode, Prefill, Step
+from .stream import complete
+
+TOKENS = range(10, 1000)  # ids that nearly every vocabulary has, and that hardly one gives a meaning of its own
+ENOUGH = 3  # measurements of a point, below which a median means little; points of each kind, below which a fit does
+TELL = 5.0  # seconds between two lines of progress
+
+
+class Samples:
+    """What was measured, and the points that come of it."""
+
+    def __init__(self) -> None:
+        self._alone: dict[int, list[float]] = {}  # one prompt, from its arrival on, by its length
+        self._behind: dict[tuple[int, ...], list[float]] = {}  # the step alone, of prompts that waited for it
+        self._decode: dict[Decode, list[Step]] = {}
+
+    def add(self, what: Prefill | Decode, step: Step) -> None:
+        if isinstance(what, Decode):
+            self._decode.setdefault(what, []).append(step)
+        elif what.ahead:
+            self._behind.setdefault(step.lengths, []).append(step.seconds)
+        else:
+            self._alone.setdefault(step.lengths[0], []).append(step.seconds)
+
+    def fewest(self) -> int:
+        """Measurements of the point that has the fewest."""
+        every: list[Sequence[object]] = [*self._alone.values(), *self._behind.values(), *self._decode.values()]
+        return min(map(len, every), default=0)
+
+    def prefill(self) -> list[dict[str, object]]:
+        """Batches waited for their step, so their time has no way to the engine and back: that of one prompt, which
+        is the difference between its time from arrival on and its step's, is added."""
+        alone = {length: statistics.median(times) for length, times in self._alone.items()}
+        behind = {lengths: statistics.median(times) for lengths, times in self._behind.items()}
+        ones = {lengths[0]: time for lengths, time in behind.items() if len(lengths) == 1}
+        ways = [alone[length] - time for length, time in ones.items() if length in alone]
+        way = max(0.0, statistics.median(ways)) if ways else 0.0
+        points: dict[tuple[int, ...], float] = {(length,): time for length, time in alone.items()}
+        points |= {lengths: time + way for lengths, time in behind.items() if len(lengths) > 1}
+        return [{"tokens": list(lengths), "seconds": round(time, 6)} for lengths, time in points.items()]
+
+    def decode(self) -> list[dict[str, object]]:
+        middle = [sorted(s, key=lambda step: step.seconds)[(len(s) - 1) // 2] for s in self._decode.values()]
+        return [{"contexts": list(step.lengths), "seconds": round(step.seconds, 6)} for step in middle]
+
+
+class Profile:
+    """Measures one instance."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self._url, self._model = url, model
+        self._random = random.Random()
+        self._gap = 0.0  # seconds; tokens that are less apart come from one step
+
+    def warm_up(self) -> None:
+        """Also finds out how long the shortest step is."""
+        self._gap = max(0.001, min(self._first_tokens([16])[0] for _ in range(5)) / 4)
+
+    def measure(self, what: Prefill | Decode) -> Step | None:
+        """Once; None when it was not computed together."""
+        if isinstance(what, Decode):
+            prompts = [self._prompt(what.context) for _ in range(what.batch)]
+            return steps.decode_step(what.context, complete(self._url, self._model, prompts, what.answer))
+        if not what.ahead:
+            return Step(what.prompts, self._first_tokens(what.prompts)[0])
+        lengths = (what.ahead, *what.prompts)
+        return steps.batch_step(lengths, self._first_tokens(lengths), self._gap)
+
+    def _first_tokens(self, lengths: Sequence[int]) -> list[float]:
+        prompts = [self._prompt(length) for length in lengths]
+        return [events[0].time for events in complete(self._url, self._model, prompts, 1)]
+
+    def _prompt(self, length: int) -> list[int]:
+        return self._random.choices(TOKENS, k=length)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    parser.epilog = "An API key is taken from the environment, as OPENAI_API_KEY."
+    add("url", metavar="URL", help="an instance itself, without other traffic: http://127.0.0.1:8100")
+    add("--output", metavar="FILE", required=True, help="the points file to write, for vllm-disagg plan --profile")
+    add("--seconds", metavar="N", type=float, default=120.0, help="time to measure (default: %(default)g)")
+    add("--max-num-batched-tokens", metavar="N", type=int,
+        help="the instance's token budget a step, which it does not tell")  # fmt: skip
+    add("--machine", metavar="WORDS", default="", help="what the instance runs on, in words, for the file")
+
+
+def run(args: argparse.Namespace) -> int:
+    url = instance.address("URL", args.url)
+    _check(args)
+    model, kv_tokens, version = instance.model(url), instance.kv_tokens(url), instance.version(url)
+    if not model.max_model_len:
+        raise ConfigError(f"{url}/v1/models does not say max_model_len, which every vLLM does")
+    plan = steps.plan(model.max_model_len, kv_tokens, args.max_num_batched_tokens)
+    profile = Profile(url, model.id)
+    profile.warm_up()
+    samples = _rounds(plan, profile.measure, args.seconds, time.monotonic)
+    points: dict[str, Any] = {
+        "version": 1,
+        "model": model.id,
+        "vllm": version,
+        "machine": args.machine or _machine(url),
+        "kv_tokens": kv_tokens,
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "prefill": samples.prefill(),
+        "decode": samples.decode(),
+    }
+    for kind in ("prefill", "decode"):
+        if len(points[kind]) < ENOUGH:
+            words = f"only {len(points[kind])} points of {kind} in {args.seconds:g} s"
+            raise DisaggError(f"{words}: give --seconds more, and the instance no other traffic")
+    Path(args.output).write_text(json.dumps(points, indent=1) + "\n")
+    _report(points, samples.fewest(), args.output)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    folder = Path(args.output).parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(args.output).is_dir():
+        raise ConfigError(f"--output {args.output}: it is not a file that we may write")
+    if not 0 < args.seconds < float("inf"):
+        raise ConfigError("--seconds must be more than 0")
+    if args.max_num_batched_tokens is not None and args.max_num_batched_tokens < 1:
+        raise ConfigError("--max-num-batched-tokens must be 1 or more")
+
+
+def _rounds(
+    plan: Sequence[Prefill | Decode],
+    measure: Callable[[Prefill | Decode], Step | None],
+    seconds: float,
+    clock: Callable[[], float],
+) -> Samples:
+    """Measure all of the plan again and again; from the second round on only what ends in time."""
+    samples, took = Samples(), dict[Prefill | Decode, float]()
+    began = told = clock()
+    number, skipped = 0, 0
+    while skipped < len(plan) and clock() - began < seconds:
+        number, skipped = number + 1, 0
+        for at, what in enumerate(plan):
+            start = clock()
+            if start - began + took.get(what, 0.0) >= seconds:
+                skipped += 1
+                continue
+            if step := measure(what):
+                samples.add(what, step)
+            took[what] = clock() - start
+            if clock() - told >= TELL:
+                told = clock()
+                _say(f"round {number}: {at + 1} of {len(plan)} points, {told - began:.0f} of {seconds:.0f} s")
+    if missing := len(plan) - len(took):
+        _say(f"warning: no time for {missing} of {len(plan)} points, the largest ones: give --seconds more")
+    return samples
+
+
+def _report(points: dict[str, Any], fewest: int, path: str) -> None:
+    prefill, decode = points["prefill"], points["decode"]
+    for kind, rows, name in (("prefill", prefill, "tokens"), ("decode", decode, "contexts")):
+        for row in rows:
+            lengths, milliseconds = row[name], 1000 * row["seconds"]
+            print(f"{kind:8} {len(lengths):4} x {round(statistics.mean(lengths)):6} tokens {milliseconds:10.2f} ms")
+    print(
+        f"{len(prefill)} points of prefill, {len(decode)} of decode, KV cache of {points['kv_tokens']} tokens: {path}"
+    )
+    if fewest < ENOUGH:
+        _say(f"warning: some points were measured {fewest} times only: give --seconds more")
+
+
+def _say(line: str) -> None:
+    print(f"profile: {line}", file=sys.stderr, flush=True)
+
+
+def _machine(url: str) -> str:
+    """What this machine is, if the instance runs on it."""
+    if urlsplit(url).hostname not in ("127.0.0.1", "localhost", "::1"):
+        return "another machine (--machine says which)"
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        names = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")
+        if names[0].strip():
+            return names[0].strip()
+    cpu = platform.processor() or platform.machine()
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{cpu}, {os.cpu_count()} logical CPUs"

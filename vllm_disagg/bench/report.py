@@ -1,0 +1,173 @@
+"""What was measured, as a line, a table, JSON and a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..errors import ConfigError
+from . import bisection
+from .bisection import Bracket, Tried
+from .load import Target
+from .results import Latency, Objectives, Run
+
+COLUMNS = ("", "goodput", "/GPU", "attained (95 %)", "QPS", "out tok/s", "TTFT p50 / p90 / p99", "TPOT p50 / p90 / p99")
+
+
+@dataclass
+class Measured:
+    """All runs of one target."""
+
+    target: Target
+    alone: Run | None = None
+    runs: list[Run] = field(default_factory=list)
+
+    def bracket(self, objectives: Objectives) -> Bracket:
+        return bisection.bracket(self._tried(objectives))
+
+    def next_rate(self, objectives: Objectives, precision: float) -> float | None:
+        if not self.alone or not self.alone.mean_latency or self.is_hopeless(objectives):
+            return None
+        return bisection.next_rate(self._tried(objectives), 1 / self.alone.mean_latency, precision)
+
+    def is_hopeless(self, objectives: Objectives) -> bool:
+        """Even one request at a time misses its objectives, and not by chance."""
+        return self.alone is not None and self.alone.interval[1] < objectives.attainment
+
+    def best(self, objectives: Objectives) -> Run | None:
+        """The run at the goodput; None when no rate met the objectives."""
+        rate = self.bracket(objectives).met
+        return next((run for run in self.runs if rate is not None and run.rate == rate), None)
+
+    def _tried(self, objectives: Objectives) -> list[Tried]:
+        return [Tried(run.rate, run.met(objectives)) for run in self.runs if run.rate is not None]
+
+
+def line(run: Run, objectives: Objectives) -> str:
+    """One run, for the one who waits."""
+    failed = f", {run.failed} failed ({run.error[:80]})" if run.failed else ""
+    late = f"; warning: only {run.offered:.3g} a second could be sent" if run.is_late() else ""
+    verdict = "met" if run.met(objectives) else "missed"
+    times = f"TTFT p90 {_time(run.ttft.p90)}, TPOT p90 {_time(run.tpot.p90)}"
+    return f"{run.attainment:.0%} good, {times}{failed}: {verdict}{late}"
+
+
+def result(measured: Sequence[Measured], objectives: Objectives, done: bool) -> dict[str, Any]:
+    """As written and printed; a target's `goodput` is 0 where nothing met the objectives, and null while it is sought."""
+    targets = {}
+    for one in measured:
+        met, missed = one.bracket(objectives)
+        goodput = (met or 0.0) if done else None
+        targets[one.target.name] = {
+            "url": one.target.url,
+            "model": one.target.model.root or one.target.model.id,
+            "gpus": one.target.gpus,
+            "goodput": goodput,
+            "goodput_per_gpu": goodput / one.target.gpus if goodput is not None and one.target.gpus else None,
+            "missed_at": missed,
+            "alone": msgspec.to_builtins(one.alone),
+            "runs": [msgspec.to_builtins(run) for run in one.runs],
+        }
+    return {"objectives": msgspec.to_builtins(objectives), "done": done, "targets": targets}
+
+
+def save(name: str, content: Mapping[str, Any]) -> None:
+    try:
+        Path(name + ".json").write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--save {name}: cannot write {name}.json: {error.strerror}") from None
+
+
+def table(measured: Sequence[Measured], objectives: Objectives) -> str:
+    rows, words = [COLUMNS], []
+    for one in measured:
+        best = one.best(objectives)
+        shown = best or one.alone
+        if shown is None:
+            raise ValueError("nothing was measured")
+        rate = best.rate if best and best.rate else 0.0
+        low, high = shown.interval
+        rows.append((
+            one.target.name,
+            f"{rate:.3g}",
+            f"{rate / one.target.gpus:.3g}" if one.target.gpus else "-",
+            f"{shown.attainment:.0%} ({low:.0%} to {high:.0%})",
+            f"{shown.qps:.3g}",
+            f"{shown.output_tokens_per_s:.0f}",
+            _times(shown.ttft),
+            _times(shown.tpot),
+        ))  # fmt: skip
+        words.append(_words(one, objectives))
+    widths = [max(len(row[at]) for row in rows) for at in range(len(COLUMNS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    head = f"Goodput: the highest rate, in requests a second, at which {objectives.words()}."
+    return "\n".join([head, "", *lines, "", *words, *_ratios(measured, objectives)])
+
+
+def _words(one: Measured, objectives: Objectives) -> str:
+    name, (met, missed) = one.target.name, one.bracket(objectives)
+    if met is None and one.is_hopeless(objectives):
+        return f"{name}: goodput 0: nothing meets these objectives; the row shows requests sent one at a time."
+    if met is None:
+        return f"{name}: goodput 0: no rate tried meets these objectives; the row shows requests sent one at a time."
+    if missed is None:
+        return f"{name}: met at {met:.3g} and never missed: the goodput is at least that."
+    return f"{name}: met at {met:.3g}, missed at {missed:.3g}."
+
+
+def _ratios(measured: Sequence[Measured], objectives: Objectives) -> list[str]:
+    """The first target beside each other one, by GPU where their numbers are known."""
+    first, *others = measured
+    lines = []
+    for other in others:
+        mine, theirs = ((one.bracket(objectives).met or 0.0) / (one.target.gpus or 1) for one in (first, other))
+        by = " by GPU" if first.target.gpus else ""
+        if theirs:
+            lines.append(f"{first.target.name} / {other.target.name}: {mine / theirs:.2f}{by}.")
+    return lines
+
+
+def plot(path: str, measured: Sequence[Measured], objectives: Objectives) -> None:
+    """Attainment, TTFT and TPOT by rate."""
+    import matplotlib  # noqa: PLC0415 - an optional extra, and slow
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt  # noqa: PLC0415
+
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    by_gpu = all(one.target.gpus for one in measured)
+    for one in measured:
+        runs = sorted((run for run in one.runs if run.rate), key=lambda run: run.rate or 0.0)
+        rates = [(run.rate or 0.0) / (one.target.gpus or 1 if by_gpu else 1) for run in runs]
+        (drawn,) = axes[0].plot(rates, [100 * run.attainment for run in runs], "o-", label=one.target.name)
+        axes[1].plot(rates, [run.ttft.p90 or float("nan") for run in runs], "o-", color=drawn.get_color())
+        axes[2].plot(rates, [run.tpot.p90 or float("nan") for run in runs], "o-", color=drawn.get_color())
+        if met := one.bracket(objectives).met:
+            at = met / (one.target.gpus or 1 if by_gpu else 1)
+            axes[0].axvline(at, color=drawn.get_color(), linestyle=":")
+    limits = (100 * objectives.attainment, objectives.ttft, objectives.tpot)
+    names = ("requests that meet both objectives, %", "TTFT p90, s", "TPOT p90, s")
+    for axis, limit, name in zip(axes, limits, names, strict=True):
+        axis.axhline(limit, color="gray", linestyle="--", linewidth=1)
+        axis.set_xlabel("requests a second" + (" and GPU" if by_gpu else ""))
+        axis.set_ylabel(name)
+    axes[1].set_yscale("log")
+    axes[0].set_ylim(0, 103)
+    axes[0].legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _times(latency: Latency) -> str:
+    return " / ".join(map(_time, (latency.median, latency.p90, latency.p99)))
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"

@@ -1,0 +1,126 @@
+"""From the times of tokens to the times of an engine's steps, and what to measure; pure.
+
+Nothing here believes that requests sent together are computed together: who was in a step is read from the answers.
+The first tokens of the prompts that one step computed come together; a sequence decodes beside others from the last
+one's first token to the first one's last.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+WINDOW = 16  # steps, at least, that sequences decode beside each other
+USUAL_BUDGET = 2048  # tokens a step, where it is not known
+LONGEST = 16_384  # tokens of a prompt that is measured
+SMALLEST_CHUNK = 256  # tokens of a prompt that a step computes at least, while others decode already
+
+
+class Event(NamedTuple):
+    """A piece of an answer."""
+
+    time: float  # seconds
+    tokens: int
+
+
+class Prefill(NamedTuple):
+    """Prompts sent together, in front of which one may go that keeps the engine busy until all are there."""
+
+    prompts: tuple[int, ...]  # tokens of each
+    ahead: int = 0  # tokens
+
+
+class Decode(NamedTuple):
+    batch: int
+    context: int  # tokens of each prompt
+    answer: int  # tokens of each answer
+
+
+class Step(NamedTuple):
+    """A measurement: the lengths of what a step worked on, and how long it took."""
+
+    lengths: tuple[int, ...]
+    seconds: float
+
+
+def plan(limit: int, kv_tokens: int, budget: int | None) -> list[Prefill | Decode]:
+    """What to measure on an instance, small first: `limit` is its longest request, `budget` its tokens a step."""
+    fits = min(limit, kv_tokens)
+    longest = min(fits - 1, LONGEST)
+    singles = [Prefill((length,)) for length in _doubling(16, longest)]
+    room = min(budget or USUAL_BUDGET, kv_tokens)
+    ahead = min(room // 2, longest)
+    batches = [
+        Prefill((length,) * count, ahead)
+        for length in (32, 128, 512)
+        for count in (1, 2, 4, 8, 16)
+        if length * count <= room - ahead and length < fits
+    ]
+    decodes = [
+        Decode(batch, context, answer)
+        for batch in (1, 2, 4, 8, 16, 64)
+        for context in (32, 512, 4096)
+        for answer in [2 * WINDOW + batch * context // SMALLEST_CHUNK]
+        if context + answer <= limit and batch * (context + answer) <= 0.9 * kv_tokens
+    ]
+    return sorted([*singles, *batches, *decodes], key=_size)
+
+
+def _doubling(first: int, last: int) -> list[int]:
+    """16, 32, ... and `last` itself."""
+    lengths = []
+    while first < last:
+        lengths.append(first)
+        first *= 2
+    return [*lengths, last] if last > 0 else []
+
+
+def _size(what: Prefill | Decode) -> float:
+    """About how long it takes, relative to others: a step of decode costs about as much as 64 tokens of a prompt."""
+    if isinstance(what, Prefill):
+        return sum(what.prompts) + what.ahead
+    return what.batch * what.context + 64 * what.answer
+
+
+def batch_step(prompts: Sequence[int], first: Sequence[float], gap: float) -> Step | None:
+    """The last step among those that gave the first tokens, at times `first`, of `prompts`; None when all came in one:
+    then it is not known when it began.  Tokens come in one step when they are less than `gap` seconds apart."""
+    order = sorted(range(len(first)), key=lambda at: first[at])
+    cut = next((at for at in range(len(order) - 1, 0, -1) if first[order[at]] - first[order[at - 1]] > gap), 0)
+    if not cut:
+        return None
+    end, start = (statistics.median(first[at] for at in part) for part in (order[cut:], _last(order[:cut], first, gap)))
+    return Step(tuple(prompts[at] for at in order[cut:]), end - start)
+
+
+def _last(order: Sequence[int], first: Sequence[float], gap: float) -> list[int]:
+    """The members of the last step of those in `order`."""
+    members = [order[-1]]
+    for at in reversed(order[:-1]):
+        if first[members[-1]] - first[at] > gap:
+            break
+        members.append(at)
+    return members
+
+
+def decode_step(context: int, answers: Sequence[Sequence[Event]]) -> Step | None:
+    """The median time of a step in which all sequences decode, and their contexts' lengths in the middle of that
+    time; None when they did so for too few steps."""
+    start = max(events[0].time for events in answers)
+    end = min(events[-1].time for events in answers)
+    lengths, gaps = [], []
+    for events in answers:
+        before = sum(event.tokens for event in events if event.time <= start)
+        inside = [
+            (event.time - previous.time, event.tokens)
+            for previous, event in pairwise(events)
+            if start <= previous.time and event.time <= end
+        ]
+        tokens = sum(count for _, count in inside)
+        if tokens < WINDOW // 2:
+            return None
+        lengths.append(context + before + tokens // 2)
+        gaps += [seconds / count for seconds, count in inside for _ in range(count)]
+    return Step(tuple(lengths), statistics.median(gaps))

@@ -1,0 +1,86 @@
+"""One streamed completion of several prompts, with the time of every token."""
+
+from __future__ import annotations
+
+import http.client
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from ..errors import ConfigError, DisaggError
+from .instance import connect, headers, reason
+from .steps import Event
+
+PATIENCE = 120.0  # seconds without a byte
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    token_ids: list[int] | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: msgspec.Raw | None = None
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+
+
+def complete(url: str, model: str, prompts: Sequence[Sequence[int]], answer: int) -> list[list[Event]]:
+    """For each prompt, when its tokens came: seconds since the request was sent.  ConfigError when it is refused."""
+    body = msgspec.json.encode(
+        {
+            "model": model,
+            "prompt": prompts,
+            "max_tokens": answer,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "return_token_ids": True,
+        }
+    )
+    connection = connect(url, PATIENCE)
+    try:
+        connection.connect()
+        began = time.monotonic()
+        connection.request("POST", "/v1/completions", body, headers())
+        response = connection.getresponse()
+        if response.status != 200:
+            raise ConfigError(f"{url} refused a request: {response.status}: {_message(response.read())}")
+        return _read(response, len(prompts), answer, began)
+    except (OSError, http.client.HTTPException) as error:
+        raise DisaggError(f"{url} stopped answering: {reason(error)}") from None
+    finally:
+        connection.close()
+
+
+def _read(response: http.client.HTTPResponse, count: int, answer: int, began: float) -> list[list[Event]]:
+    events: list[list[Event]] = [[] for _ in range(count)]
+    for line in response:
+        if not line.startswith(b"data: {"):
+            continue
+        now = time.monotonic() - began
+        try:
+            chunk = _decode(line[6:])
+        except msgspec.DecodeError as error:
+            raise DisaggError(f"an answer is not a completion as vLLM streams it: {error}") from None
+        if chunk.error:
+            raise DisaggError(f"a request failed: {_message(line[6:])}")
+        for choice in chunk.choices:
+            if not 0 <= choice.index < count:
+                raise DisaggError(f"an answer to prompt {choice.index} of {count} came")
+            if choice.token_ids:
+                events[choice.index].append(Event(now, len(choice.token_ids)))
+    if any(sum(event.tokens for event in answers) != answer for answers in events):
+        raise DisaggError("an answer ended early, or came without token ids (vLLM 0.28 or newer is needed)")
+    return events
+
+
+def _message(content: bytes) -> str:
+    try:
+        error = msgspec.json.decode(content)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)[:300]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return content[:300].decode(errors="replace")

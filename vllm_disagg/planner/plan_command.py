@@ -1,0 +1,129 @@
+"""`vllm-disagg plan`: how many P and D, with which parallelism, for the most goodput per GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+
+from ..errors import ConfigError
+from . import advice, closed_forms, flags, live, report, search
+from .latency import unloaded_decode, unloaded_prefill
+from .setting import Placement, Setting
+from .simulator import quantile
+
+KEEP = 3  # placements of a kind that are evaluated to the end
+TELL = 2.0  # seconds between two lines of progress
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    flags.add_arguments(parser)
+    add = parser.add_argument_group("what is searched").add_argument
+    add("--gpus", metavar="N", type=int, default=4, help="at most so many, P and D together (default: %(default)s)")
+    add("--jobs", metavar="N", type=int, default=0, help="processes (default: one for each core)")
+    add("--report", metavar="DIR", help="write report.html and plots there")
+    add = parser.add_argument_group("closed form only").add_argument
+    add("--capacity-prefill", metavar="R", type=float, help="requests/s of one GPU that only prefills")
+    add("--capacity-decode", metavar="R", type=float, help="requests/s of one GPU that only decodes")
+    live.add_arguments(parser.add_argument_group("a running deployment"))
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.capacity_prefill is not None or args.capacity_decode is not None:
+        return _closed(args)
+    if args.live:
+        return live.run(args)
+    if args.gpus < 2:
+        raise ConfigError(f"--gpus: {args.gpus} is too few: prefill and decode need 2 or more")
+    if args.jobs < 0:
+        raise ConfigError(f"--jobs: {args.jobs} is not a number of processes")
+    if args.report:
+        report.check(args.report)
+    planned = flags.read(args, args.gpus, "--gpus")
+    setting = planned.setting
+    began = time.monotonic()
+    jobs = search.processes(args.jobs)
+    split = search.search(setting, search.disaggregated(setting), KEEP, jobs, _progress("disaggregated"))
+    together = search.search(setting, search.colocated(setting), KEEP, jobs, _progress("colocated"))
+    if not split and not together:
+        raise ConfigError(_nothing(setting))
+    found = advice.advise(setting, split, together)
+    document = advice.as_json(found, planned.model)
+    document["seconds"] = round(time.monotonic() - began, 2)
+    document["fits"] = {
+        path: {"worst_error": {phase: fit.worst(phase) for phase in ("prefill", "decode")}}
+        for path, fit in planned.fits
+    }
+    if args.report:
+        document["report"] = report.write(args.report, found, document, planned.fits)
+    print(json.dumps(document) if args.json else report.text(found, document, planned.fits))
+    return 0
+
+
+def _closed(args: argparse.Namespace) -> int:
+    prefill, decode = args.capacity_prefill, args.capacity_decode
+    for flag, value in (("--capacity-prefill", prefill), ("--capacity-decode", decode)):
+        if value is None or not 0 < value < float("inf"):
+            raise ConfigError(f"{flag}: {value} is not a rate: give requests/s of one GPU, more than 0")
+    if args.gpus < 2:
+        raise ConfigError(f"--gpus: {args.gpus} is too few: prefill and decode need 2 or more")
+    ratios = sorted(closed_forms.ratios(prefill, decode, args.gpus), key=lambda r: -r.rate_per_gpu)
+    best = closed_forms.best_ratio(prefill, decode, args.gpus)
+    one = min(prefill, decode) / 2
+    document = {
+        "gpus": args.gpus,
+        "best": {"prefill": {"n": best.prefill}, "decode": {"n": best.decode}, "goodput_per_gpu": best.rate_per_gpu},
+        "one_to_one": one,
+        "limit": closed_forms.limit(prefill, decode),
+        "alternatives": [
+            {"prefill": {"n": r.prefill}, "decode": {"n": r.decode}, "goodput_per_gpu": r.rate_per_gpu}
+            for r in ratios[:8]
+        ],
+    }
+    if args.json:
+        print(json.dumps(document))
+        return 0
+    print(f"best of up to {args.gpus} GPUs: {best.prefill}P{best.decode}D, {best.rate_per_gpu:.3f} req/s per GPU")
+    print(f"1P1D: {one:.3f}; limit for any number of GPUs: {document['limit']:.3f}")
+    return 0
+
+
+def _progress(kind: str) -> search.Told:
+    last = time.monotonic()
+
+    def told(done: int, total: int, best: search.Score | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= TELL or done == total:
+            last = now
+            words = f"; best so far {best.goodput:.3f} req/s per GPU: {best.placement}" if best else ""
+            print(f"plan: {kind}: {done} of {total} placements{words}", file=sys.stderr)
+
+    return told
+
+
+def _nothing(setting: Setting) -> str:
+    """Which objective nothing meets, and what would be met on an idle deployment."""
+    sample, objective = setting.samples()[0], setting.objective
+    split: list[Placement] = [*search.disaggregated(setting), *search.colocated(setting)]
+    prompts: list[Callable[[int], float]] = []
+    tokens: list[Callable[[int], float]] = []
+    for placement in split:
+        first = setting.deployment(placement).prefill.latency
+        decode = setting.deployment(placement).decode
+        later = decode.latency if decode else first
+        prompts.append(lambda n, latency=first: unloaded_prefill(latency, n))  # type: ignore[misc]
+        tokens.append(lambda n, latency=later: unloaded_decode(latency, n))  # type: ignore[misc]
+    ttft = min(quantile([time(p) for p in sample.prompts], objective.attainment) for time in prompts)
+    tpot = min(quantile([time(p) for p in sample.prompts], objective.attainment) for time in tokens)
+    share = f"{objective.attainment:.0%} of the requests"
+    if ttft > objective.ttft:
+        return f"nothing meets --ttft {objective.ttft:g}: alone on the fastest instance {share} take {ttft:.3g} s; give more"
+    if tpot > objective.tpot:
+        return f"nothing meets --tpot {objective.tpot:g}: alone on the fastest instance {share} take {tpot:.3g} s; give more"
+    return (
+        f"nothing meets --ttft {objective.ttft:g} and --tpot {objective.tpot:g} together on {setting.gpus} GPUs at any rate:"
+        f" give more than --ttft {ttft:.3g} and --tpot {tpot:.3g}, or more GPUs"
+    )

@@ -1,0 +1,112 @@
+"""`vllm-disagg simulate`: one placement at one rate."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from statistics import mean
+
+from ..errors import ConfigError
+from . import flags
+from .advice import closed_form, describe
+from .setting import Choice, Placement, Setting, Source
+from .simulator import Outcome, quantile, simulate
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    flags.add_arguments(parser)
+    add = parser.add_argument_group("what is simulated; TPxPP, or TPxPPxN for N instances").add_argument
+    add("--prefill", metavar="TPxPP[xN]", help="the prefill instances")
+    add("--decode", metavar="TPxPP[xN]", help="the decode instances")
+    add("--colocated", metavar="TPxPP[xN]", help="instead of both: instances that do everything")
+    add("--prefill-first", action="store_true", help="colocated: whole prompts before decodes, instead of chunks")
+    add("--rate", metavar="R", type=float, required=True, help="requests/s of the whole deployment")
+
+
+def run(args: argparse.Namespace) -> int:
+    placement = _placement(args)
+    setting = flags.read(args, placement.gpus, "instances of").setting
+    _check(setting, placement)
+    if not 0 < args.rate < float("inf"):
+        raise ConfigError(f"--rate: {args.rate} is not a rate: give requests/s, more than 0")
+    deployment = setting.deployment(placement)
+    outcomes = [simulate(deployment, s, args.rate, None, seed) for seed, s in enumerate(setting.samples())]
+    document = _document(setting, placement, args.rate, outcomes)
+    print(json.dumps(document) if args.json else _text(document, placement))
+    return 0
+
+
+def _placement(args: argparse.Namespace) -> Placement:
+    if args.colocated:
+        if args.prefill or args.decode:
+            raise ConfigError("--colocated takes the place of --prefill and --decode")
+        return Placement(
+            _choice("--colocated", args.colocated), None, args.max_num_batched_tokens, not args.prefill_first
+        )
+    if not args.prefill or not args.decode:
+        raise ConfigError("give --prefill and --decode, or --colocated, as TPxPP: 4x1")
+    if args.prefill_first:
+        raise ConfigError("--prefill-first goes with --colocated")
+    return Placement(_choice("--prefill", args.prefill), _choice("--decode", args.decode))
+
+
+def _choice(flag: str, text: str) -> Choice:
+    match = re.fullmatch(r"(\d{1,4})x(\d{1,4})(?:x(\d{1,4}))?", text)
+    if not match or "0" in match.groups():
+        raise ConfigError(f"{flag}: {text} is not TPxPP or TPxPPxN with numbers of 1 or more, as 4x1 or 4x1x2")
+    tp, pp, n = match.groups()
+    return Choice(int(tp), int(pp), int(n or 1))
+
+
+def _check(setting: Setting, placement: Placement) -> None:
+    sides: list[tuple[str, Source, Choice]] = [("--prefill", setting.prefill, placement.prefill)]
+    if placement.decode:
+        sides.append(("--decode", setting.decode, placement.decode))
+    else:
+        sides = [("--colocated", setting.prefill, placement.prefill)]
+    for flag, source, choice in sides:
+        shapes = source.shapes(max(8, choice.gpus))
+        if (choice.tp, choice.pp) not in shapes:
+            known = ", ".join(f"{tp}x{pp}" for tp, pp in shapes[:12])
+            raise ConfigError(
+                f"{flag}: {choice.tp}x{choice.pp} cannot be simulated with {source.name}: give one of {known}"
+            )
+
+
+def _document(setting: Setting, placement: Placement, rate: float, outcomes: list[Outcome]) -> dict[str, object]:
+    ttft = [t for o in outcomes for t in o.ttft]
+    tpot = [t for o in outcomes for t in o.tpot]
+    served = [t for o in outcomes for t in o.latency if t >= 0]
+    transfers = [t for o in outcomes for t in o.transfer]
+    document: dict[str, object] = {
+        "rate": rate,
+        "gpus": placement.gpus,
+        "attainment": mean(o.attainment(setting.objective) for o in outcomes),
+        "attainment_ttft": mean(0 <= t <= setting.objective.ttft for t in ttft),
+        "attainment_tpot": mean(0 <= t <= setting.objective.tpot for t in tpot),
+    }
+    for name, values in (("ttft", ttft), ("tpot", tpot)):
+        came = [v for v in values if v >= 0]
+        document[f"{name}_mean"] = mean(came) if came else None
+        for share in (50, 90, 99):
+            found = quantile(values, share / 100)
+            document[f"{name}_p{share}"] = found if found < float("inf") else None
+    document |= {
+        "latency_mean": mean(served) if served else None,
+        "transfer_mean": mean(transfers),
+        "refused": sum(t < 0 for o in outcomes for t in o.latency),
+        "preemptions": sum(o.preemptions for o in outcomes),
+        "closed_form": closed_form(setting, placement),
+        "setting": describe(setting),
+    }
+    return document
+
+
+def _text(document: dict[str, object], placement: Placement) -> str:
+    lines = [f"{placement} at {document['rate']:g} req/s on {document['gpus']} GPUs"]
+    for name in ("attainment", "ttft_mean", "ttft_p90", "tpot_mean", "tpot_p90", "latency_mean", "transfer_mean"):
+        value = document[name]
+        lines.append(f"  {name:14} {value:.4f}" if isinstance(value, float) else f"  {name:14} never")
+    lines += [f"  {name:14} {document[name]}" for name in ("refused", "preemptions")]
+    return "\n".join(lines)

@@ -63,9 +63,10 @@ chaos: setup
 
 versions:
 	@for version in $(OLDEST) $(NEWEST); do \
-		$(MAKE) --no-print-directory setup VENV=.venv-$$version VLLM=$$version && \
+		venv=.venv-$$version; test $$version = $(VLLM) && venv=.venv; \
+		$(MAKE) --no-print-directory setup VENV=$$venv VLLM=$$version && \
 		echo "versions: vLLM $$version" && \
-		.venv-$$version/bin/python -m pytest tests/engine/test_exact.py || exit 1; \
+		$$venv/bin/python -m pytest tests/engine/test_exact.py || exit 1; \
 	done
 
 mutants: setup

@@ -5,8 +5,8 @@
 Real CPU engines of a tiny model, with one core each for their model's threads, every engine with the same flags:
 
   ours       `vllm-disagg up`: 1 prefill, 1 decode, the proxy
-  colocated  2 plain `vllm serve` behind `vllm-disagg proxy`, which shares whole requests among them; each of them is
-             first measured by `vllm-disagg profile`
+  colocated  2 plain `vllm serve` behind `vllm-disagg proxy`, which shares whole requests among them; first both are
+             measured by `vllm-disagg profile`, at the same time
 
 The stacks run one after the other, since two engines are as much as a small machine holds.  Each is measured by
 `vllm-disagg bench` with the same requests.  What is measured is saved (NAME.ours.json, NAME.colocated.json,
@@ -82,25 +82,32 @@ def write_lengths(args: argparse.Namespace) -> str:
 def measure(name: str, lengths: str, args: argparse.Namespace) -> None:
     print(f"goodput: starting {name}", file=sys.stderr, flush=True)
     with open(f"{args.save}.{name}.log", "wb") as log, running(name, args.model, log) as (front, engines):
-        if "profile" in args.only:
-            for at, engine in enumerate(engines):
-                words = ["--output", f"{args.save}.points-{at}.json", "--seconds", args.seconds]
-                ours("profile", engine, *words, "--max-num-batched-tokens", str(BUDGET))
+        if "profile" in args.only and engines:
+            # Both at once: each is then as disturbed by the other's processes as it will be under load.
+            words = ["--seconds", args.seconds, "--max-num-batched-tokens", str(BUDGET)]
+            ours(
+                *(
+                    ["profile", url, "--output", f"{args.save}.points-{at}.json", *words]
+                    for at, url in enumerate(engines)
+                )
+            )
         if name in args.only:
-            words = ["--target", f"{name}={front}", "--gpus", "2", "--trace", lengths, "--save", f"{args.save}.{name}"]
+            words = ["bench", "--target", f"{name}={front}", "--gpus", "2", "--trace", lengths]
+            words += ["--save", f"{args.save}.{name}", "--attainment", str(ATTAINMENT)]
             words += ["--requests", str(args.requests), "--precision", args.precision]
-            ours("bench", *words, "--ttft", args.ttft, "--tpot", args.tpot, "--attainment", str(ATTAINMENT))
+            ours([*words, "--ttft", args.ttft, "--tpot", args.tpot])
 
 
-def ours(*words: str) -> None:
-    """Run one of our commands; it ends its own children when we have to end it."""
-    process = subprocess.Popen([*OURS, *words])
+def ours(*commands: list[str]) -> None:
+    """Run commands of ours at the same time; they end their own children when we have to end them."""
+    processes = [subprocess.Popen([*OURS, *words]) for words in commands]
     try:
-        if process.wait():
-            sys.exit(f"goodput: vllm-disagg {words[0]} failed")
+        if any(process.wait() for process in processes):
+            sys.exit(f"goodput: vllm-disagg {commands[0][0]} failed")
     finally:
-        process.terminate()
-        process.wait()
+        for process in processes:
+            process.terminate()
+            process.wait()
 
 
 @contextmanager

@@ -158,9 +158,7 @@ async def requests(port: int, data: bytes, count: int) -> None:
     await asyncio.gather(*(run() for _ in range(CLIENTS)))
 
 
-async def open_streams(
-    port: int, count: int, data: bytes, at_once: int
-) -> tuple[list[Client], list[asyncio.Future[bool]]]:
+async def open_streams(port: int, count: int, data: bytes, at_once: int) -> tuple[list[Client], list[asyncio.Future[bool]]]:
     """`count` streams, all open and begun; and what tells their ends."""
     clients: list[Client] = []
     ends: list[asyncio.Future[bool]] = []
@@ -264,9 +262,7 @@ def compare(rounds: int, router: str, save: str) -> None:
         for number in range(rounds):
             for proxy in made if number % 2 else reversed(made):
                 uvloop.run(one_round(proxy, urls))
-                row = "  ".join(
-                    f"{name} {values[-1]:.1f}" for name, values in proxy.figures.items() if "rss" not in name
-                )
+                row = "  ".join(f"{name} {values[-1]:.1f}" for name, values in proxy.figures.items() if "rss" not in name)
                 print(f"round {number + 1} {proxy.name:6}  {row}", flush=True)
     ours, theirs = made
     result: dict[str, object] = {"rounds": rounds}

@@ -103,7 +103,7 @@ class DisaggConnector(KVConnectorBase_V1):
     # Scheduler -----------------------------------------------------------------------------------------------
     def set_xfer_handshake_metadata(self, metadata: dict[int, Handshake]) -> None:  # type: ignore[override]
         self._scheduler.set_workers([metadata[rank] for rank in sorted(metadata)])
-        if self._scheduler.engine:
+        if self._scheduler.engine and not self._registrations:
             self._registrations = self._register(self._scheduler.engine.incarnation)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -135,10 +135,6 @@ class DisaggConnector(KVConnectorBase_V1):
 
     @classmethod
     def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
+        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
     ) -> PromMetrics:
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -33,9 +33,7 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
             raise ConfigError(f"DisaggConnector does not support {what} parallelism yet (size {size}); use 1")
     groups = len(kv_cache_config.kv_cache_groups)
     if groups > 1:
-        raise ConfigError(
-            f"DisaggConnector does not support models with several kinds of KV cache yet (this has {groups})"
-        )
+        raise ConfigError(f"DisaggConnector does not support models with several kinds of KV cache yet (this has {groups})")
     if vllm_config.speculative_config is not None:
         raise ConfigError("DisaggConnector does not support speculative decoding yet; start without it")
 

@@ -17,14 +17,10 @@ def host_memory(caches: Mapping[str, torch.Tensor], num_blocks: int, block_size:
     A tensor is (num_blocks, ...) or, with keys and values apart, (2, num_blocks, ...); a kernel may cut each block
     into several rows.  Whatever the axes after that, the bytes of one block must lie together.
     """
-    planes = [
-        [_plane(part, num_blocks, name) for part in _parts(name, tensor, num_blocks)] for name, tensor in caches.items()
-    ]
+    planes = [[_plane(part, num_blocks, name) for part in _parts(name, tensor, num_blocks)] for name, tensor in caches.items()]
     sizes = {sum(plane.shape[1] for plane in layer) for layer in planes}
     if len(sizes) != 1:
-        raise ConfigError(
-            f"DisaggConnector needs layers of one size; this model's KV blocks have {sorted(sizes)} bytes"
-        )
+        raise ConfigError(f"DisaggConnector needs layers of one size; this model's KV blocks have {sorted(sizes)} bytes")
     return HostMemory(planes, block_size)
 
 
@@ -46,9 +42,7 @@ def _parts(name: str, tensor: torch.Tensor, num_blocks: int) -> list[torch.Tenso
         return [tensor]
     if tensor.shape[0] == 2 and tensor.shape[1] % num_blocks == 0:
         return [tensor[0], tensor[1]]
-    raise ConfigError(
-        f"DisaggConnector does not know the KV layout {tuple(tensor.shape)} of {name} ({num_blocks} blocks)"
-    )
+    raise ConfigError(f"DisaggConnector does not know the KV layout {tuple(tensor.shape)} of {name} ({num_blocks} blocks)")
 
 
 def _plane(tensor: torch.Tensor, num_blocks: int, name: str) -> Row:
@@ -58,13 +52,9 @@ def _plane(tensor: torch.Tensor, num_blocks: int, name: str) -> Row:
     dense = 1
     for axis in axes:
         if tensor.stride(axis) != dense and tensor.shape[axis] != 1:
-            raise ConfigError(
-                f"DisaggConnector needs the bytes of a KV block together; {name} has strides {tensor.stride()}"
-            )
+            raise ConfigError(f"DisaggConnector needs the bytes of a KV block together; {name} has strides {tensor.stride()}")
         dense *= tensor.shape[axis]
     per_block = rows // num_blocks
     if per_block > 1 and stride != width:
-        raise ConfigError(
-            f"DisaggConnector needs the bytes of a KV block together; {name} is cut into {per_block} parts"
-        )
+        raise ConfigError(f"DisaggConnector needs the bytes of a KV block together; {name} is cut into {per_block} parts")
     return plane_at(tensor.data_ptr(), num_blocks, width * per_block, stride * per_block)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 
 import torch
@@ -42,9 +41,7 @@ class WorkerSide:
         memory = kvcache.host_memory(caches, self._num_blocks, self._block_size)
         self._layers = {name: index for index, name in enumerate(caches, 1)}
         self._block_bytes = memory.shape.block_bytes
-        # vLLM on CPUs has OpenMP pin this process (GOMP_CPU_AFFINITY); what we may use is seen at its parent, the engine.
-        affinity = os.sched_getaffinity(os.getppid())
-        self._driver = Driver(self._config, self._key, memory, self._rank, affinity)
+        self._driver = Driver(self._config, self._key, memory, self._rank)
         self.handshake = Handshake(self._driver.worker, {"KV tensors": kvcache.describe(caches, self._num_blocks)})
         log.info("KV transfers at %s", self._driver.worker.control)
 

@@ -47,15 +47,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             address = ipaddress.ip_address(self.host)
         except ValueError:
-            raise ConfigError(
-                f"host {self.host!r} is not an IP address; name the one other engines connect to"
-            ) from None
+            raise ConfigError(f"host {self.host!r} is not an IP address; name the one other engines connect to") from None
         if address.is_unspecified:
             raise ConfigError(f"host {self.host} is a wildcard; name the one address other engines connect to")
         if not address.is_loopback and not self.key_file:
-            raise ConfigError(
-                f"host {self.host} is not loopback, so key_file must be set; make one with: vllm-disagg key"
-            )
+            raise ConfigError(f"host {self.host} is not loopback, so key_file must be set; make one with: vllm-disagg key")
 
 
 def parse(extra: dict[str, Any]) -> Config:

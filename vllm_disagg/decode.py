@@ -173,7 +173,9 @@ class DecodeSide:
         worker = event.sources[self.rank]
         return [Connect(worker), self._pull(event.transfer, worker.name, readers=0)]
 
-    def _heard(self, event: wire.Offer | wire.Settled | wire.Fail, t: Transfer, now: float) -> list[DecodeAction]:
+    def _heard(
+        self, event: wire.Offer | wire.Settled | wire.Fail, t: Transfer, now: float
+    ) -> list[DecodeAction]:
         t.heard = now
         match event:
             case wire.Offer():

@@ -53,9 +53,7 @@ def load(path: str) -> FleetKey:
     try:
         return FleetKey(bytes.fromhex(text))
     except (ValueError, ConfigError):
-        raise ConfigError(
-            f"key file {path}: not {2 * SIZE} hexadecimal digits; make one with: vllm-disagg key {path}"
-        ) from None
+        raise ConfigError(f"key file {path}: not {2 * SIZE} hexadecimal digits; make one with: vllm-disagg key {path}") from None
 
 
 def create(path: str) -> None:

@@ -92,9 +92,7 @@ def register_all(config: Config, key: FleetKey, incarnation: str, kind: str) -> 
 class Registration:
     """Tells one proxy of this engine until it is closed."""
 
-    def __init__(
-        self, proxy: str, key: FleetKey, incarnation: str, role: Literal["prefill", "decode"], url: str
-    ) -> None:
+    def __init__(self, proxy: str, key: FleetKey, incarnation: str, role: Literal["prefill", "decode"], url: str) -> None:
         self._to = proxy.rstrip("/") + PATH
         self._key = key
         self._incarnation, self._role, self._url = incarnation, role, url

@@ -115,6 +115,8 @@ class ScriptedEngine:
         self.connections = 0
         self.frozen = False  # holds its connections and says nothing, as after SIGSTOP
         self.probe_hangs = False
+        self.kv_use = 0.0
+        self.models = ["m"]
         self.nixl = False
         self.close_after = False  # close each connection after its answer, like a server whose patience is over
         self.probes = 0
@@ -189,7 +191,7 @@ class ScriptedEngine:
         elif call.path == "/health":
             await call.json({}, self.health)
         elif call.path == "/v1/models":
-            await call.json({"data": [{"id": "m"}]})
+            await call.json({"data": [{"id": model} for model in self.models]})
         elif call.leg == "probe":
             self.probes += 1
             if self.probe_hangs:
@@ -199,7 +201,8 @@ class ScriptedEngine:
                 params = {"remote_engine_id": self.incarnation, "remote_block_ids": [[1]], "do_remote_prefill": True}
             await call.json({"choices": [], "kv_transfer_params": params})
         elif call.path == "/metrics":
-            await call.json({})
+            text = f'# TYPE x\nvllm:kv_cache_usage_perc{{engine="0",model_name="m"}} {self.kv_use}\nvllm:other 7\n'
+            call.raw_write(f"HTTP/1.1 200 X\r\ncontent-type: text/plain\r\ncontent-length: {len(text)}\r\n\r\n{text}")
         elif call.path.endswith("tokenize"):
             await call.json({"tokens": [1]})
         else:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from proxy_world import Call, World, world
+from proxy_world import Call, World, answer, world
 from vllm_disagg.proxy.streams import FOLD, Tape
 
 DONE = b"data: [DONE]\n\n"
@@ -292,11 +292,43 @@ def test_an_engine_that_says_that_it_failed_is_cut_off() -> None:
     for at in range(1, len(first)):
         wire = Wire()
         assert wire.play(b"".join(first[:at]) + error + DONE)
-        assert wire.stopped[0][0] == "5xx" and bytes(wire.out) == b"".join(first[:at])
+        assert wire.stopped[0][0] == "died" and bytes(wire.out) == b"".join(first[:at])
         assert wire.tape.resumable and wire.play(b"".join(Script("B").completion()[:1]) + error)
         assert wire.tape.error == error[:-2]
         assert wire.tape.resumable and not wire.play(b"".join(Script("C", 2).completion()))
         same(bytes(wire.out), b"".join(first), "A")
+
+
+def test_an_engine_that_is_being_stopped_is_left() -> None:
+    first = Script("A").completion()
+    abort = first[-2].replace(b'"length"', b'"abort"').replace(b'"text":"."', b'"text":""')
+    assert b'"finish_reason":"abort"' in abort
+    for at in range(1, len(first) - 1):
+        for data in ([*first[:at], abort, DONE], [b"".join(first[:at]) + abort + DONE]):
+            wire = Wire()
+            sink = wire.tape.source(lambda reason, detail, w=wire: w.stopped.append((reason, detail)))
+            for chunk in data:
+                if not wire.stopped:
+                    sink(chunk)
+            assert wire.stopped[0][0] == "died" and bytes(wire.out) == b"".join(first[:at])
+            assert wire.tape.resumable and not wire.play(b"".join(Script("B", 2).completion()))
+            same(bytes(wire.out), b"".join(first), "A")
+
+
+async def test_an_answer_that_was_given_up_is_no_answer() -> None:
+    async with world(decode=2) as w:
+
+        async def stopping(call: Call) -> None:
+            if call.leg == "prefill" or sum(len(d.calls) for d in w.decodes) > 1:
+                await answer(call)
+            else:
+                data = b'{"choices":[{"text":"a","finish_reason":"abort"}]}'
+                call.raw_write(f"HTTP/1.1 200 X\r\ncontent-length: {len(data)}\r\n\r\n{data.decode()}")
+
+        for e in w.prefills + w.decodes:
+            e.script = stopping
+        assert (await w.post()).json()["leg"] == "decode"
+        assert sum(len(d.calls) for d in w.decodes) == 2
 
 
 def test_an_error_of_the_request_is_passed_on() -> None:
@@ -458,3 +490,16 @@ async def test_many_streams_of_one_instance_go_on_at_once() -> None:
         running.set()
         for reply in await asyncio.gather(*asks):
             assert reply.complete and told(reply.body)["text"] == "".join(WORDS)
+
+
+async def test_a_request_that_kills_engines_gets_no_third() -> None:
+    async with world(decode=4) as w:
+
+        async def die(call: Call) -> None:
+            await call.json({"error": {"message": "EngineCore encountered an issue.", "code": 500}}, 500)
+
+        for d in w.decodes:
+            d.script = die
+        reply = await w.post()
+        assert reply.status == 500 and b"EngineCore" in reply.body
+        assert sum(len(d.calls) for d in w.decodes) == 2

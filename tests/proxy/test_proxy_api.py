@@ -248,3 +248,14 @@ async def test_keys_guard_all_that_costs() -> None:
             reply = await w.ask(ROUTES[path][0][0], path, b"")
             assert (reply.status == 401) is not free, path
         assert (await w.ask("POST", "/v1/embeddings", b"{}", authorization="Bearer k")).status == 200
+
+
+async def test_two_models() -> None:
+    def prepare(w: Any) -> None:
+        w.decodes[1].models = ["other", "adapter"]
+
+    async with world(prefill=0, decode=3, prepare=prepare) as w:
+        reply = await w.get("/v1/models")
+        assert reply.json() == {"object": "list", "data": [{"id": "m"}, {"id": "other"}, {"id": "adapter"}]}
+        for model, names in (("m", {"d0", "d2"}), ("adapter", {"d1"}), ("nobody's", {"d0", "d1", "d2"})):
+            assert {(await w.post(model=model)).json()["text"] for _ in range(6)} == names

@@ -217,8 +217,9 @@ async def test_who_has_nowhere_to_go_waits_for_a_frozen_instance() -> None:
         client.close()
 
 
-async def test_a_probe_that_hangs_does_not_blind_the_watch() -> None:
+async def test_a_probe_that_hangs_does_not_blind_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(decode=2, **QUICK) as w:
+        monkeypatch.setattr("vllm_disagg.proxy.discovery.PROBE_TIMEOUT", 0.03)  # the engine has much to do
         w.d.probe_hangs = True
         w.d.script = Call.forever
         w.p.script = answer_at_once
@@ -237,3 +238,16 @@ async def test_a_probe_that_hangs_does_not_blind_the_watch() -> None:
             return not await usable(w, w.d.url)
 
         await until(down)
+
+
+async def test_a_full_kv_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_disagg.proxy.discovery.WEIGH", 0.03)
+    async with world(decode=2) as w:
+        w.d.kv_use = 0.95
+
+        async def elsewhere() -> bool:
+            return (await w.post()).json()["text"] == "d1"
+
+        await until(elsewhere)
+        await asyncio.sleep(0.1)
+        assert {(await w.post()).json()["text"] for _ in range(4)} == {"d1"}

@@ -474,3 +474,82 @@ async def test_an_error_inside_the_proxy_is_a_500(monkeypatch: pytest.MonkeyPatc
         for _ in range(9):  # no place is lost at the prefill instance
             assert (await w.post()).json()["leg"] == "decode"
         await until(lambda: nothing_left(w))
+
+
+async def test_an_anthropic_stream_ends_in_an_anthropic_error() -> None:
+    async with world() as w:
+
+        async def die(call: Call) -> None:
+            await call.stream()
+            await call.chunk(b'event: message_start\ndata: {"type":"message_start"}\n\n')
+            await asyncio.sleep(0.02)
+            call.reset()
+
+        w.d.script = die
+        body = {"model": "m", "messages": [], "max_tokens": 9, "stream": True, "temperature": 0}
+        reply = await w.post("/v1/messages", json.dumps(body).encode())
+        first, error, end = reply.body.split(b"\n\n")
+        assert first.startswith(b"event: message_start") and end == b"" and reply.complete
+        name, data = error.split(b"\n")
+        said = json.loads(data.removeprefix(b"data: "))
+        assert name == b"event: error" and (said["type"], said["error"]["type"]) == ("error", "api_error")
+
+
+async def test_what_fails_everywhere_is_the_request_s_fault() -> None:
+    async with world(prefill=0, decode=2) as w:
+
+        async def script(call: Call) -> None:
+            await (fail(call) if call.body.get("user") == "bad" or call.engine.name == "d0" else answer(call))
+
+        for d in w.decodes:
+            d.script = script
+        for _ in range(4):
+            assert (await w.post(user="bad")).status == 500
+        assert all(row["usable"] for row in (await w.get("/disagg/instances")).json())
+        for _ in range(4):
+            assert (await w.post()).json()["text"] == "d1"
+        rows = {row["url"]: row for row in (await w.get("/disagg/instances")).json()}
+        assert rows[w.d.url]["why_not"] == "rests after failures" and rows[w.decodes[1].url]["usable"]
+
+
+async def test_when_all_rest_they_are_used() -> None:
+    async with world(decode=2) as w:
+        failing = True
+
+        async def script(call: Call) -> None:
+            await (reset(call) if failing else answer(call))
+
+        for d in w.decodes:
+            d.script = script
+        for _ in range(6):
+            assert (await w.post()).status == 502
+        failing = False
+        replies = await asyncio.gather(*(w.post() for _ in range(10)))
+        assert [r.status for r in replies] == [200] * 10
+
+
+async def test_another_prefill_instance_is_tried() -> None:
+    async with world(prefill=3) as w:
+        for p, script in zip(w.prefills, (fail, reset, answer), strict=True):
+            p.script = script
+        for _ in range(6):
+            assert (await w.post()).json()["leg"] == "decode"
+        assert len(w.prefills[2].calls) >= 6 and w.p.calls and w.prefills[1].calls
+
+
+async def test_an_endpoint_that_knows_no_grants() -> None:
+    """As a vLLM of which some endpoint ignores `kv_transfer_params`."""
+    async with world() as w:
+
+        async def ignorant(call: Call) -> None:
+            if call.path == "/v1/messages":
+                await (call.json({"type": "message"}) if call.leg != "decode" else call.forever())
+            else:
+                await answer(call)
+
+        w.p.script = w.d.script = ignorant
+        body = json.dumps({"model": "m", "messages": [], "max_tokens": 9}).encode()
+        for _ in range(3):
+            assert (await w.post("/v1/messages", body)).json() == {"type": "message"}
+        assert len(w.p.calls) == 1, "it is asked once"
+        assert (await w.post()).json()["leg"] == "decode", "and for other paths as before"

@@ -187,7 +187,7 @@ def _report(points: dict[str, Any], fewest: int, path: str) -> None:
         f"{len(prefill)} points of prefill, {len(decode)} of decode, KV cache of {points['kv_tokens']} tokens: {path}"
     )
     if fewest < ENOUGH:
-        _say(f"warning: some points were measured {fewest} times only: give --seconds more")
+        _say(f"warning: some points were measured fewer than {ENOUGH} times: give --seconds more")
 
 
 def _say(line: str) -> None:

@@ -3,7 +3,7 @@
 A batch holds one token of every sequence that decodes and, within the token budget, chunks of prompts, oldest first.
 While nothing but decoding happens, a batch is many steps at once: a step takes base + slope * contexts and contexts
 grow by n a step, so j steps take a sum in closed form.  Whoever hands the engine work calls `poke`, which ends such a
-batch after the step that runs.  `tests/property` holds this against one step at a time.
+batch after the step that runs.  `tests/property/test_planner.py` holds this against one step at a time.
 
 Pipelining (pp > 1) is vLLM's: up to pp batches are in flight, each with sequences of its own; a stage works first come,
 first served, so a batch's end is known when it starts.
@@ -104,7 +104,7 @@ class Engine:
         self.owner, self.requests, self.latency, self.kv, self.rules = owner, requests, latency, kv, rules
         self.used = 0  # tokens of KV that running and parked requests hold
         self.running = 0  # requests that hold KV
-        self.load = 0  # requests here, for who chooses; tokens of prompts for a prefill instance
+        self.load = 0  # for who chooses: requests at a decode instance, else tokens of their prompts
         self.legs = 0
         self.waiting: deque[int] = deque()  # without KV
         self._expected: set[int] = set()  # those whose KV a prefill instance computes

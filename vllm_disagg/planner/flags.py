@@ -10,6 +10,8 @@ from . import catalogue, distserve, model, profile, workload
 from .setting import Setting, Source, check_model
 from .simulator import POLICIES, Objective
 
+WORKLOAD = "sharegpt-like"  # unless another is given
+BUDGET = 8192  # tokens of a step, unless given or in the profile
 LINK = {"coefficients": "none", "profile": "none", "roofline": "ib-400"}
 
 
@@ -31,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="MODEL", help=f"a folder with a config.json, or one of {', '.join(catalogue.MODELS)}")
     add("--decode-gpu", metavar="NAME", help="the decode instances' GPU (default: as --gpu)")
     add("--decode-profile", metavar="FILE", help="the decode instances' points (default: as --profile)")
-    add("--workload", metavar="W", default="sharegpt-like",
+    add("--workload", metavar="W", default=WORKLOAD,
         help=f"{', '.join(workload.KNOWN)}, IN:OUT tokens, or a trace (.jsonl, .json, .csv) (default: %(default)s)")  # fmt: skip
     add(
         "--arrivals",
@@ -58,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
              " (default: on; off under DistServe's rules)")  # fmt: skip
     add("--policy", choices=POLICIES, default="least_loaded", help="the proxy's choice (default: %(default)s)")
     add("--prefill-concurrency", metavar="N", type=int, default=8, help="as the proxy's flag (default: %(default)s)")
-    add("--max-num-batched-tokens", metavar="N", type=int, default=8192,
-        help="token budget of a step (default: %(default)s, or the profile's)")  # fmt: skip
+    add("--max-num-batched-tokens", metavar="N", type=int,
+        help=f"token budget of a step (default: {BUDGET}, or the profile's)")  # fmt: skip
     add("--max-num-seqs", metavar="N", type=int, default=256, help="sequences at once (default: %(default)s)")
     add("--kv-limit", metavar="TOKENS", type=int, default=0, help="KV of an instance (default: what its memory holds)")
     add("--rules", choices=("vllm", "distserve"),
@@ -91,7 +93,7 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> Planned:
         policy=args.policy,
         concurrency=args.prefill_concurrency,
         kv_limit=args.kv_limit,
-        budget=prefill.budget or args.max_num_batched_tokens,
+        budget=args.max_num_batched_tokens or prefill.budget or BUDGET,
         sequences=args.max_num_seqs,
         distserve=like_distserve,
     )
@@ -104,11 +106,11 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{flag}: {getattr(args, flag)} is not a time: give seconds, more than 0")
     if not 0 < args.attainment < 1:
         raise ConfigError(f"--attainment: {args.attainment} is not a share: give more than 0 and less than 1, as 0.9")
-    for flag, least in (
-        ("requests", 10), ("seeds", 1), ("prefill_concurrency", 1), ("max_num_batched_tokens", 16), ("max_num_seqs", 1),
-    ):  # fmt: skip
-        if getattr(args, flag) < least:
-            raise ConfigError(f"--{flag.replace('_', '-')}: {getattr(args, flag)} is too few: give {least} or more")
+    least = {"requests": 10, "seeds": 1, "prefill_concurrency": 1, "max_num_batched_tokens": 16, "max_num_seqs": 1}
+    for flag, few in least.items():
+        value = getattr(args, flag)
+        if value is not None and value < few:
+            raise ConfigError(f"--{flag.replace('_', '-')}: {value} is too few: give {few} or more")
     if args.kv_limit < 0:
         raise ConfigError(f"--kv-limit: {args.kv_limit} is not a number of tokens")
 

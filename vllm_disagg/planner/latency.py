@@ -116,3 +116,21 @@ class Roofline:
     def mixed(self, tokens: int, squares: float, n: int, contexts: int, first: bool) -> float:
         attention = self._square * squares + self._slope * (contexts + n)
         return self._linear(tokens + n, n + 1) + attention + STEP * first
+
+
+class Scaled(msgspec.Struct, frozen=True):
+    """Another model's times, all by one factor: what a refit to a running deployment changes."""
+
+    model: Latency
+    factor: float
+
+    @property
+    def pp(self) -> int:
+        return self.model.pp
+
+    def decode(self, n: int, first: bool) -> tuple[float, float]:
+        base, slope = self.model.decode(n, first)
+        return base * self.factor, slope * self.factor
+
+    def mixed(self, tokens: int, squares: float, n: int, contexts: int, first: bool) -> float:
+        return self.model.mixed(tokens, squares, n, contexts, first) * self.factor

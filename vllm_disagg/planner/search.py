@@ -15,6 +15,7 @@ compare with brute force.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from itertools import product
@@ -170,21 +171,37 @@ def search(setting: Setting, placements: Iterable[Placement], keep: int, jobs: i
     if jobs <= 1 or total < 4:
         for placement in todo:
             take(evaluate(setting, placement, samples, floor()))
-        return _ranked(setting, found, keep)
+    else:
+        _spread(setting, todo, jobs, floor, take)
+    return _ranked(setting, found, keep)
+
+
+def _spread(
+    setting: Setting,
+    todo: Iterable[Placement],
+    jobs: int,
+    floor: Callable[[], float],
+    take: Callable[[Score | None], None],
+) -> None:
+    """Evaluate in `jobs` processes, each placement with the floor of the moment."""
     context = get_context("spawn")  # no locks or threads of ours come along
+    pending: set[Future[Score | None]] = set()
+    waiting = iter(todo)
     with ProcessPoolExecutor(jobs, context, _set_up, (setting,)) as pool:
-        pending: set[Future[Score | None]] = set()
-        waiting = iter(todo)
-        while True:
-            for placement in waiting:
-                pending.add(pool.submit(_evaluate, placement, floor()))
-                if len(pending) > jobs:
-                    break
-            if not pending:
-                return _ranked(setting, found, keep)
-            finished, pending = wait(pending, return_when=FIRST_COMPLETED)
-            for future in finished:
-                take(future.result())
+        try:
+            while True:
+                for placement in waiting:
+                    pending.add(pool.submit(_evaluate, placement, floor()))
+                    if len(pending) > jobs:
+                        break
+                if not pending:
+                    return
+                finished, pending = wait(pending, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    take(future.result())
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _ranked(setting: Setting, found: Sequence[Score], keep: int) -> list[Score]:
@@ -205,13 +222,16 @@ def _stages(placement: Placement) -> int:
 
 def processes(wanted: int) -> int:
     """How many to use: as many as asked for, else one for each core this process may run on."""
-    return wanted or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else wanted or os.cpu_count() or 1
+    if wanted:
+        return wanted
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 _worker: list[tuple[Setting, list[Sample]]] = []  # of a worker process
 
 
 def _set_up(setting: Setting) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers it, and ends us
     _worker.append((setting, setting.samples()))
 
 

@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from . import distserve
 from .catalogue import GIB, LINKS, Gpu, Link
 from .engine import Rules
-from .latency import Latency, Linear, Roofline, unloaded_decode, unloaded_prefill
+from .latency import Latency, Linear, Roofline, Scaled, unloaded_decode, unloaded_prefill
 from .model import Model
 from .simulator import Deployment, Handoff, Objective, Policy, Side
 from .workload import Arrivals, Sample, Workload
@@ -29,6 +29,7 @@ class Source(msgspec.Struct, frozen=True):
     fitted: Linear | None = None
     kv_tokens: int = 0  # of the profiled instance
     budget: int = 0  # its token budget
+    scale: float = 1.0  # on all times, from a refit
 
     def shapes(self, gpus: int) -> list[tuple[int, int]]:
         """(TP, PP) of instances of up to `gpus` GPUs that hold the weights and some KV."""
@@ -42,6 +43,10 @@ class Source(msgspec.Struct, frozen=True):
         return [(tp, pp) for tp, pp in pairs if self.kv(tp, pp) >= 16]
 
     def latency(self, tp: int, pp: int) -> Latency:
+        found = self._unscaled(tp, pp)
+        return found if self.scale == 1 else Scaled(found, self.scale)
+
+    def _unscaled(self, tp: int, pp: int) -> Latency:
         if self.fitted:
             return self.fitted
         if not self.model:

@@ -7,6 +7,8 @@ import json
 import re
 from statistics import mean
 
+import msgspec
+
 from ..errors import ConfigError
 from . import flags
 from .advice import closed_form, describe
@@ -28,6 +30,8 @@ def run(args: argparse.Namespace) -> int:
     placement = _placement(args)
     setting = flags.read(args, placement.gpus, "instances of").setting
     _check(setting, placement)
+    if not placement.decode:
+        placement = msgspec.structs.replace(placement, budget=setting.budget)
     if not 0 < args.rate < float("inf"):
         raise ConfigError(f"--rate: {args.rate} is not a rate: give requests/s, more than 0")
     deployment = setting.deployment(placement)

@@ -28,7 +28,6 @@ Policy = Literal["least_loaded", "round_robin", "power_of_two", "prefix_aware"]
 POLICIES: tuple[Policy, ...] = ("least_loaded", "round_robin", "power_of_two", "prefix_aware")
 
 Event = tuple[float, int, int, Engine | None, Batch | None]  # time, order, request or -1, whose, of what
-PREFIX_WORTH = 4096  # tokens of load that prefix_aware accepts for each prompt already there
 
 
 class Side(msgspec.Struct, frozen=True):
@@ -163,9 +162,10 @@ class _Run:
     # --- the proxy ---
 
     def _arrive(self, now: float, r: int) -> None:
-        requests, room = self._requests, requests_need(self._requests, r)
-        sides = [self._deployment.prefill, *([self._deployment.decode] if self._deployment.decode else [])]
-        if any(room > side.kv for side in sides):
+        requests, deployment = self._requests, self._deployment
+        prompt, answer = requests.prompts[r], requests.outputs[r] + 1  # with a token to spare
+        last = deployment.decode or deployment.prefill
+        if prompt + 1 > deployment.prefill.kv or prompt + answer > last.kv:
             self._miss(r, 0)  # no instance can hold it, ever: vLLM refuses it
             self._miss(r, 1)
             return
@@ -175,7 +175,7 @@ class _Run:
             return
         requests.left[r] = requests.outputs[r] - (not self._deployment.distserve)
         engine = self._choose(self._prefills, r)
-        engine.load += 1
+        engine.load += requests.prompts[r]
         self._whose[r] = engine
         engine.submit(now, r)
 
@@ -227,10 +227,9 @@ class _Run:
     def prefilled(self, engine: Engine, now: float, r: int) -> None:
         requests, distserve = self._requests, self._deployment.distserve
         if not self._decodes or self._arrived[r]:  # computed where it is decoded; or preempted there, and again
-            if requests.first[r] < 0:
-                self.first_token(now, r)
-            else:
-                requests.left[r] -= 1
+            if self._arrived[r] or requests.first[r] >= 0:
+                requests.left[r] -= 1  # else it was not counted
+            self.first_token(now, r)
             if requests.left[r] > 0:
                 engine.decode(r)
                 return
@@ -262,7 +261,7 @@ class _Run:
             self._miss(r, 0)
 
     def finished(self, engine: Engine, now: float, r: int) -> None:
-        engine.load -= 1
+        engine.load -= 1 if self._decodes else self._requests.prompts[r]
         self._ended[r] = now
         if self._objective and self._tpot(r) > self._objective.tpot:
             self._miss(r, 1)
@@ -327,11 +326,6 @@ class _Run:
             sum(e.preemptions for e in (*self._prefills, *self._decodes)),
             self._stop,
         )
-
-
-def requests_need(requests: Requests, r: int) -> int:
-    """Tokens of KV at its end, and one to spare."""
-    return requests.prompts[r] + requests.outputs[r] + 1
 
 
 def _load(engine: Engine) -> int:

@@ -19,8 +19,10 @@ from .fleet import Instance
 from .gate import Gate, priority
 from .headers import find
 from .pairing import choose_decode
+from .passing import RETRIES
 from .policies import Ask
-from .relay import RETRIES, Failed, Relay, Trip, answer_error
+from .relay import Relay, Trip
+from .replies import Failed, answer_error
 from .routes import How
 from .server import JSON, Connection, Request
 from .settings import Settings
@@ -54,6 +56,7 @@ class Api:
             "generate": self._generate,
             "forward": self._forward,
             "look up": self._look_up,
+            "models": self._models,
             "all": self._everywhere,
         }
 
@@ -130,19 +133,26 @@ class Api:
     async def _forward(self, request: Request, client: Connection) -> int:
         request.mode = "passthrough"
         model = "" if routes.is_form(request.path) else bodies.check(request.body)
-        return await self._relay.forward(request, client, self._candidates(Ask(0, model=model)))
+        return await self._relay.passing.forward(request, client, self._candidates(Ask(0, model=model)))
+
+    async def _models(self, request: Request, client: Connection) -> int:
+        request.mode = "passthrough"
+        kinds = {d.models: d for d in self._relay.fleet.of("decode") if d.up}
+        if len(kinds) > 1:
+            return await self._relay.passing.models(request, client, list(kinds.values()))
+        return await self._relay.passing.forward(request, client, self._candidates(Ask(0)))
 
     async def _look_up(self, request: Request, client: Connection) -> int:
         """What one decode instance alone remembers."""
         request.mode = "passthrough"
         bodies.check(request.body)
         decodes = [d for d in self._relay.fleet.of("decode") if d.up]
-        return await self._relay.forward(request, client, decodes, seek=True)
+        return await self._relay.passing.forward(request, client, decodes, seek=True)
 
     async def _everywhere(self, request: Request, client: Connection) -> int:
         request.mode = "passthrough"
         bodies.check(request.body)
-        return await self._relay.everywhere(request, client)
+        return await self._relay.passing.everywhere(request, client)
 
     def _candidates(self, ask: Ask) -> list[Instance]:
         """Who can answer, best first; prefill instances only when no decode instance is up."""

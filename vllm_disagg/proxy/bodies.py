@@ -89,7 +89,7 @@ class Body:
 
     def ask(self, session: bytes, with_prefix: bool) -> Ask:
         """What a choice of instances needs to know of this request."""
-        prompt = bytes(self._fields.get(self._dialect.prompt, b""))
+        prompt = memoryview(self._fields.get(self._dialect.prompt, b""))
         ask = Ask(len(prompt), session=session, model=self.model)
         if with_prefix:
             salt = b"\0".join(bytes(self._fields.get(name, b"")) for name in self._dialect.before)

@@ -58,7 +58,7 @@ class Dialect:
             return self.caps[0]
         if bytes(fields.get("truncate_prompt_tokens", b"")).startswith(b"-"):
             return "truncate_prompt_tokens"  # some versions of vLLM make it depend on max_tokens
-        prompt = bytes(fields.get(self.prompt, b""))
+        prompt = bytes(memoryview(fields.get(self.prompt, b""))[:64])  # a prompt may be large, and its start tells
         if self.list_of_texts:
             return "" if _is_one_prompt(prompt) else self.prompt
         return self._unusual(fields, prompt)

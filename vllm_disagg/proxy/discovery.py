@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 
 import msgspec
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT = 30.0  # seconds; a probe waits behind the engine's other work
 LOST = 30.0  # seconds of silence after which answers that are still owed are given up
+WEIGH = 2.0  # seconds between two looks at a decode instance's KV cache
 MUTE = 30.0  # seconds that /health may take while streams show that the instance lives
 
 
@@ -50,6 +52,8 @@ NIXL_PREFILL: dict[str, object] = {
     "remote_port": None,
 }
 _NIXL_KEY = "remote_engine_id"
+
+_KV_USE = re.compile(rb"^vllm:kv_cache_usage_perc(?:\{[^\n]*\})? (\S+)$", re.MULTILINE)
 
 _models = msgspec.json.Decoder(_Models).decode
 _completion = msgspec.json.Decoder(_Completion).decode
@@ -99,7 +103,8 @@ class Discovery:
         loop = asyncio.get_running_loop()
         self._known.pop(instance.url, None)  # of who had this URL before
         probing: asyncio.Task[None] | None = None
-        lived = loop.time()
+        weighing: asyncio.Task[None] | None = None
+        lived = weighed = loop.time()
         try:
             while True:
                 trouble = await self._listen(instance, interval)
@@ -114,11 +119,15 @@ class Discovery:
                         self._pools[instance.url].abort()
                 elif instance.needs_probe and (not probing or probing.done()):
                     probing = asyncio.create_task(self._probe(instance))
+                elif instance.role == "decode" and loop.time() - weighed > WEIGH and (not weighing or weighing.done()):
+                    weighed = loop.time()
+                    weighing = asyncio.create_task(self._weigh(instance))
                 self._note(instance)
                 await asyncio.sleep(interval)
         finally:
-            if probing:
-                probing.cancel()
+            for task in (probing, weighing):
+                if task:
+                    task.cancel()
 
     def _replaceable(self, instance: Instance) -> bool:
         """Whether its requests have somewhere to go."""
@@ -174,12 +183,23 @@ class Discovery:
             answer = await self._ask(
                 instance, "POST", "/v1/completions", body=msgspec.json.encode(body), timeout=PROBE_TIMEOUT
             )
-        except (Unreachable, TimeoutError, _Odd, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            instance.down(f"does not answer a probe: {error or 'timeout'}")
+        except TimeoutError:
+            if not instance.up:  # else it is healthy and has much to do; it is asked again
+                instance.down("does not answer a probe in time")
+        except (Unreachable, _Odd, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            instance.down(f"does not answer a probe: {error}")
         else:
             names = [m.id for m in models.data]
             instance.probed(model, engine_in(answer), names, nixl=params_in(answer) is not None)
         self._note(instance)
+
+    async def _weigh(self, instance: Instance) -> None:
+        """How full its KV cache is, which other proxies' requests count for too."""
+        try:
+            text = await self._ask(instance, "GET", "/metrics", timeout=PROBE_TIMEOUT)
+            instance.kv_use = max((float(value) for value in _KV_USE.findall(text)), default=0.0)
+        except (Unreachable, TimeoutError, _Odd, ValueError):
+            instance.kv_use = 0.0  # not known; whether it lives is found out elsewhere
 
     async def _ask(self, instance: Instance, method: str, path: str, *, body: bytes = b"", timeout: float) -> bytes:
         async with asyncio.timeout(timeout):

@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal
 
-Reason = Literal["refused", "reset", "garbled", "timeout", "5xx", "stale", "diverged"]
+Reason = Literal["refused", "reset", "died", "garbled", "timeout", "5xx", "stale", "diverged"]
+
+DEATH = frozenset(("reset", "died"))  # the connection broke; the API server says that its engine did
 
 ATTEMPTS = 5
 PAIRS = 3  # attempts with two legs; what then still fails is left to a D alone

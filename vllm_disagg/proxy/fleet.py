@@ -44,6 +44,7 @@ class Instance:
     whole: int = 0  # requests of which it computes the whole prompt
     kv_use: float = 0.0  # of its KV cache, as it said last
     models: frozenset[str] = frozenset()  # all names that it serves
+    deaf: set[str] = field(default_factory=set)  # paths at which it does not know what a grant is
     kind: Kind = "plain"
     kin: str = ""  # who of the other role has the same can be paired with it
     cache: object = field(default_factory=object)  # stands for what is in its prefix cache; another one after a restart
@@ -51,7 +52,7 @@ class Instance:
     def probed(self, model: str, engine: Engine | None, models: Iterable[str] = (), nixl: bool = False) -> None:
         """It answered a probe."""
         if not self.up or not self.engine or not engine or self.engine.incarnation != engine.incarnation:
-            self.cache = object()
+            self.cache, self.deaf = object(), set()
         self.up, self.needs_probe, self.why_not = True, False, ""
         self.misses = self.failures = 0
         self.resting_until = 0.0
@@ -84,6 +85,8 @@ class Instance:
         self.failures += 1
         if reason == "refused":
             self.down("refuses connections")
+        elif reason == "died":
+            self.down("its engine died")
         elif reason == "reset":
             self.needs_probe = True  # perhaps it was restarted
         self._rest(now)

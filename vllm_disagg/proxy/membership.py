@@ -36,10 +36,7 @@ class Changes(msgspec.Struct, frozen=True):
 
 
 def reconcile(
-    here: Collection[Member],
-    leaving: Collection[Member],
-    wanted: Mapping[str, Iterable[Member]],
-    drained: Collection[str],
+    here: Collection[Member], leaving: Collection[Member], wanted: Mapping[str, Iterable[Member]], drained: Collection[str]
 ) -> Changes:
     """What to change, given who is `here`, who is `leaving`, what each source wants, in order of rank, and which URLs
     are drained by hand.
@@ -53,9 +50,7 @@ def reconcile(
         for member in sorted(members):
             first, by = chosen.setdefault(member.url, (member, source))
             if first.role != member.role:
-                conflicts.append(
-                    f"{member.url} is a {first.role} instance by {by} and a {member.role} instance by {source}"
-                )
+                conflicts.append(f"{member.url} is a {first.role} instance by {by} and a {member.role} instance by {source}")
     right = {member for member, _ in chosen.values() if member.url not in drained}
     still_leaving = {member.url for member in leaving}
     return Changes(

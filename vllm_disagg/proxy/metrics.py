@@ -64,9 +64,7 @@ class Metrics:
         """For a request that begins."""
         return Meter(self.histograms["itl"])
 
-    def ended(
-        self, path: str, mode: str, outcome: str, meter: Meter | None = None, received: int = 0
-    ) -> dict[str, int]:
+    def ended(self, path: str, mode: str, outcome: str, meter: Meter | None = None, received: int = 0) -> dict[str, int]:
         """A request is over; the token counts that its answer stated."""
         key = (path, mode, outcome)
         if key not in self._request:
@@ -126,9 +124,7 @@ class Metrics:
     def _instances(self) -> Iterator[Metric]:
         labels, at = ["url", "role"], now()
         up = GaugeMetricFamily("vllm_disagg_instance_up", "Whether an instance answers.", labels=labels)
-        rests = GaugeMetricFamily(
-            "vllm_disagg_breaker_open", "Whether an instance rests after failures.", labels=labels
-        )
+        rests = GaugeMetricFamily("vllm_disagg_breaker_open", "Whether an instance rests after failures.", labels=labels)
         leaves = GaugeMetricFamily("vllm_disagg_instance_leaving", "Whether an instance is drained.", labels=labels)
         busy = GaugeMetricFamily("vllm_disagg_in_flight", "Requests at an instance.", labels=labels)
         for instance in (*self._fleet.instances, *self._fleet.leaving):
@@ -169,12 +165,8 @@ class Metrics:
 
     def _pairings(self) -> Iterator[Metric]:
         labels = ["prefill", "decode"]
-        requests = CounterMetricFamily(
-            "vllm_disagg_pair_requests", "Requests by the pair that served them.", labels=labels
-        )
-        spent = CounterMetricFamily(
-            "vllm_disagg_pair_seconds", "Time spent, by pair and phase.", labels=[*labels, "phase"]
-        )
+        requests = CounterMetricFamily("vllm_disagg_pair_requests", "Requests by the pair that served them.", labels=labels)
+        spent = CounterMetricFamily("vllm_disagg_pair_seconds", "Time spent, by pair and phase.", labels=[*labels, "phase"])
         here = {instance.url for instance in (*self._fleet.instances, *self._fleet.leaving)}
         self._pairs = {pair: sums for pair, sums in self._pairs.items() if here.issuperset(pair)}
         for pair, sums in self._pairs.items():

@@ -50,7 +50,7 @@ def choose(fleet: Fleet, limit: int, ask: Ask, now: float, avoid: Collection[Ins
     for d in _of_model([d for d in fleet.of("decode") if d.up and d.transfers and d not in avoid], ask):
         decodes[d.kin].append(d)
     for p in _of_model([p for p in fleet.of("prefill") if p.can_prefill(now) and p not in avoid], ask):
-        if p.kin in decodes:
+        if p.kin in decodes and ask.path not in p.deaf:
             prefills[p.kin].append(p)
     if not prefills:
         return "none"

@@ -47,6 +47,7 @@ class Ask:
     prefix: Prefix = _NONE
     session: bytes = b""
     model: str = ""
+    path: str = ""
 
 
 @dataclass(slots=True)

@@ -27,13 +27,12 @@ class Prefix:
 
     __slots__ = ("marks",)
 
-    def __init__(self, prompt: bytes, salt: bytes = b"") -> None:
+    def __init__(self, prompt: bytes | memoryview, salt: bytes = b"") -> None:
         self.marks: list[tuple[int, int]] = []
         state = xxhash.xxh3_64(salt)
-        view = memoryview(prompt)
         begin, end = 0, FIRST
         while end <= len(prompt):
-            state.update(view[begin:end])
+            state.update(prompt[begin:end])
             self.marks.append((end, state.intdigest()))
             begin, end = end, end + max(FIRST, end // GROWTH)
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,32 +21,24 @@ from ..grants import REQUEST_KEY, Grant, mint, new_transfer
 from .admission import Admission, QueueFull, QueueTimeout
 from .bodies import Body
 from .discovery import NIXL_PREFILL, engine_in, params_in
-from .failover import CHARGED, Budget, Left, Past, Reason, Step, step
+from .failover import CHARGED, DEATH, Budget, Left, Past, Reason, Step, step
 from .fleet import Fleet, Instance
-from .headers import Headers, end_to_end, find
+from .headers import end_to_end, find
 from .metrics import Metrics
 from .pairing import Choice, Pair, better_whole, choose, choose_decode, chosen, spill
+from .passing import Passing
 from .policies import Ask
-from .server import JSON, Connection, Request, error_body
+from .replies import Failed
+from .server import Connection, Request
 from .settings import Settings
-from .streams import DONE, Tape, engine_failed
+from .streams import DONE, Tape, aborted, engine_failed, failure_in
 from .tracing import Tracing
 from .upstream import Answer, Pool, Unreachable
 
 log = logging.getLogger(__name__)
 
-RETRIES = 2  # of what one instance answers
 SESSION = b"x-session-id"
 RANK = b"x-data-parallel-rank"  # one rank of one instance is meant, which two legs cannot both honour
-
-
-class Failed(Exception):
-    """The request ends with this error of ours."""
-
-    def __init__(self, status: int, message: str, retry_after: int = 0) -> None:
-        super().__init__(message)
-        self.status = status
-        self.retry_after = retry_after
 
 
 @dataclass(slots=True, frozen=True)
@@ -100,10 +90,12 @@ class Relay:
         self._threshold = settings.min_prompt_bytes
         self._spill = settings.spill
         self._budget = Budget()
+        self.passing = Passing(fleet, pools)
 
     async def generate(self, trip: Trip) -> int:
         """The whole journey; the status it ended with.  Afterwards nothing of the request is left anywhere."""
         trip.ask = trip.body.ask(find(trip.request.headers, SESSION), self.fleet.policy.name == "prefix_aware")
+        trip.ask.path = trip.request.path
         self._budget.earn()
         try:
             plan = await self._first(trip)
@@ -190,10 +182,9 @@ class Relay:
 
     async def _alone(self, trip: Trip, instance: Instance) -> Answer | Failure:
         """A decode instance serves all of it."""
-        if trip.decode is None:
-            chosen(self.fleet, trip.ask, _now(), instance)
-            instance.enter(trip.ask.size)
-            trip.decode = instance
+        chosen(self.fleet, trip.ask, _now(), instance)
+        instance.enter(trip.ask.size)
+        trip.decode = instance
         instance.whole += 1
         try:
             return await self._ask(trip, "decode", instance, trip.body.plain())
@@ -259,11 +250,13 @@ class Relay:
         answer = await self._leg(trip, pair, body)
         if isinstance(answer, Answer) and answer.status == 200:
             engine = engine_in(await answer.read())
-            if engine is None or not instance.engine or engine.incarnation != instance.engine.incarnation:
+            if not engine:  # as old versions of vLLM at new endpoints, or it was restarted without the connector
+                instance.deaf.add(trip.request.path)
                 instance.needs_probe = True
-                if engine:
-                    instance.probed(instance.model, engine, instance.models)
-                    instance.needs_probe = True
+                return Failure("prefill", "stale", "the prefill instance says nothing of KV transfers")
+            if not instance.engine or engine.incarnation != instance.engine.incarnation:
+                instance.probed(instance.model, engine, instance.models)
+                instance.needs_probe = True
                 return Failure("prefill", "stale", "the prefill instance was restarted")
         return answer
 
@@ -288,7 +281,10 @@ class Relay:
                 answer.close()
         trip.answers.append(answer)
         if answer.status >= 500 or engine_failed(answer.peek()):
-            return self._failure(trip, leg, instance, "5xx", f"it answered {answer.status}", answer)
+            reason = failure_in(answer.peek())
+            return self._failure(trip, leg, instance, reason, f"it answered {answer.status}", answer)
+        if aborted(answer.peek()):
+            return self._failure(trip, leg, instance, "died", "it is being stopped")
         if not 200 <= answer.status < 500:
             return self._failure(trip, leg, instance, "garbled", f"it answered {answer.status}", answer)
         instance.leg_succeeded()
@@ -324,7 +320,7 @@ class Relay:
     def _next(self, trip: Trip, plan: Plan, failure: Failure) -> Plan | None:
         """The next attempt; None when there is none."""
         now, past = _now(), trip.past
-        past.deaths += failure.reason == "reset"
+        past.deaths += failure.reason in DEATH
         past.begun = trip.client.started
         past.resumable = bool(trip.tape and trip.tape.resumable)
         at_p = failure.leg == "prefill"
@@ -395,114 +391,12 @@ class Relay:
         await client.drained()
         return answer.status
 
-    # -- what one instance answers ------------------------------------------------------------------------------
-
-    async def forward(
-        self, request: Request, client: Connection, candidates: list[Instance], seek: bool = False
-    ) -> int:
-        """Pass a request to the first of some instances that answers; its status.  `seek`: to the first that does not
-        say 404."""
-        error: Unreachable | None = None
-        for at, instance in enumerate(candidates):
-            chosen(self.fleet, Ask(0), _now(), instance)
-            with _counted(instance):
-                answer: Answer | None = None
-                try:
-                    answer = await self._pools[instance.url].send(
-                        request.method, request.target, request.headers, request.body
-                    )
-                    if seek and answer.status == 404 and at + 1 < len(candidates):
-                        continue
-                    if answer.status == 200 and answer.is_stream:
-                        return await self._forward_stream(client, answer)
-                    content = await answer.read()
-                except Unreachable as failure:
-                    log.warning("%s failed %s %s: %s", instance.url, request.method, request.path, failure)
-                    instance.leg_failed(failure.reason, _now())
-                    error = failure
-                    if client.started or at >= RETRIES:
-                        break
-                    continue
-                finally:
-                    if answer:
-                        answer.close()
-                client.answer(answer.status, end_to_end(answer.headers), content)
-                await client.drained()
-                return answer.status
-        if not error:
-            raise Failed(503, "no instance can be used at the moment", retry_after=5)
-        raise Failed(502, f"the instance failed: {error}")
-
-    async def _forward_stream(self, client: Connection, answer: Answer) -> int:
-        await answer.first()
-        client.start(answer.status, end_to_end(answer.headers))
-        tape = Tape(client.write, keep=False)
-        client.on_pause = answer.flow
-        await answer.pipe(tape.source(answer.reject), paused=client.paused)
-        tape.flush()
-        client.end()
-        await client.drained()
-        return answer.status
-
-    async def everywhere(self, request: Request, client: Connection) -> int:
-        """Pass a request to all instances; the worst answer is the answer."""
-        instances = self.fleet.instances
-        if not instances or not all(instance.up for instance in instances):
-            raise Failed(503, "not every instance can be reached at the moment, and all must do this", retry_after=5)
-        answers = await asyncio.gather(*(self._told(request, instance) for instance in instances))
-        for instance in instances:
-            instance.needs_probe = True  # it may serve other names now
-        status, headers, content = max(answers, key=lambda answer: answer[0])
-        client.answer(status, headers, content)
-        await client.drained()
-        return status
-
-    async def _told(self, request: Request, instance: Instance) -> tuple[int, Headers, bytes]:
-        answer: Answer | None = None
-        try:
-            answer = await self._pools[instance.url].send(request.method, request.target, request.headers, request.body)
-            return answer.status, end_to_end(answer.headers), await answer.read()
-        except Unreachable as error:
-            instance.leg_failed(error.reason, _now())
-            return 502, [JSON], error_body(502, "an instance failed, others may have done it")
-        finally:
-            if answer:
-                answer.close()
-
-
-def end_stream(client: Connection, status: int, message: str) -> None:
-    """End a stream that has begun with an error that no client can miss."""
-    client.write(b"data: " + error_body(status, message) + b"\n\n" + DONE)
-    client.end()
-
-
-def answer_error(client: Connection, status: int, message: str, param: str | None = None, retry_after: int = 0) -> None:
-    """An error of ours, in the form that is still possible."""
-    if client.ended:
-        return
-    if client.started:
-        end_stream(client, status, message)
-        return
-    headers = [JSON]
-    if retry_after:
-        headers.append((b"retry-after", b"%d" % retry_after))
-    client.answer(status, headers, error_body(status, message, param))
-
 
 def _server(trip: Trip, plan: Plan) -> Instance:
     """Whose answer the client gets."""
     if isinstance(plan, Instance):
         return plan
     return plan.prefill if trip.body.one_token else plan.decode
-
-
-@contextmanager
-def _counted(instance: Instance) -> Iterator[None]:
-    instance.in_flight += 1
-    try:
-        yield
-    finally:
-        instance.in_flight -= 1
 
 
 async def _first_of(*tasks: asyncio.Task[Any]) -> None:

@@ -3,6 +3,7 @@
     generate   both legs, where the body allows it (`dialects.py`)
     forward    one instance answers, another one if it dies first; bodies are checked for what only the proxy may send
     look up    decode instances are asked in turn until one knows the id in the path or in the body
+    models     one instance answers, or one of each kind, if they serve different models
     all        every instance must do it
     own        the proxy answers
 
@@ -18,7 +19,7 @@ from typing import Literal
 
 from .dialects import DIALECTS
 
-How = Literal["generate", "forward", "look up", "all", "own"]
+How = Literal["generate", "forward", "look up", "models", "all", "own"]
 
 ROUTES: dict[str, tuple[tuple[str, ...], How]] = {
     **dict.fromkeys(DIALECTS, (("POST",), "generate")),
@@ -56,7 +57,7 @@ ROUTES: dict[str, tuple[tuple[str, ...], How]] = {
         ),
         (("POST",), "forward"),
     ),
-    "/v1/models": (("GET",), "forward"),
+    "/v1/models": (("GET",), "models"),
     "/version": (("GET",), "forward"),
     "/tokenizer_info": (("GET",), "forward"),
     "/v1/load_lora_adapter": (("POST",), "all"),

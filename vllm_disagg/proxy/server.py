@@ -359,6 +359,11 @@ class Connection(asyncio.Protocol):
         name = self._transport.get_extra_info("peername")
         return str(name[0]) if isinstance(name, tuple) else ""
 
+    @property
+    def path(self) -> str:
+        """What is asked for."""
+        return self._request.path
+
     async def drained(self) -> None:
         """Return when the client has taken nearly all that was written."""
         if self.paused:

@@ -15,6 +15,7 @@ from .failover import Reason
 
 DONE = b"data: [DONE]\n\n"
 ERROR = b'data: {"error"'  # cannot stand within a JSON text, where quotes are escaped
+ABORT = b'"finish_reason":"abort"'  # what an engine that is being stopped says to everybody
 FOLD = 16 * 1024  # bytes kept as they came
 
 Stop = Callable[[Reason, str], None]
@@ -39,6 +40,16 @@ def engine_failed(event: bytes) -> bool:
         return _error(event.partition(b"\n")[0].removeprefix(b"data: ")).error.code >= 500
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return True
+
+
+def aborted(content: bytes) -> bool:
+    """Whether an answer is one that its engine gave up: no error by its status, and not what was asked for."""
+    return ABORT in content
+
+
+def failure_in(content: bytes) -> Reason:
+    """What an engine's words of failure mean: vLLM's API server outlives its engine a little, and says so."""
+    return "died" if b"EngineCore" in content else "5xx"
 
 
 class Tape:
@@ -88,6 +99,8 @@ class Tape:
         if data:
             if ERROR in data and not (data := self._before_error(data)):
                 return
+            if ABORT in data and not (data := self._before_abort(data)):
+                return
             self.done = data.endswith(DONE)
             if self._rename:
                 data = data.replace(*self._rename)
@@ -103,9 +116,14 @@ class Tape:
         at = data.find(ERROR)
         if engine_failed(data[at:]):
             self.error = data[at:].partition(b"\n\n")[0]
-            self._stop("5xx", "it said so in its stream")
+            self._stop(failure_in(self.error), "it said so in its stream")
             return data[:at]
         return data
+
+    def _before_abort(self, data: bytes) -> bytes:
+        """Data up to the event with which the instance gives an answer up."""
+        self._stop("died", "it is being stopped")
+        return data[: data.rfind(b"\n\n", 0, data.find(ABORT)) + 2] if b"\n\n" in data[: data.find(ABORT)] else b""
 
     def _feed_again(self, data: bytes) -> None:
         """Bytes of an answer made again, until it has caught up with what the client has."""
@@ -116,9 +134,12 @@ class Tape:
             return
         *events, self._part = (self._part + data).split(b"\n\n")
         for at, event in enumerate(events):
+            if ABORT in event:
+                self._before_abort(event)
+                return
             if event.startswith(ERROR):
                 self.error = event
-                self._stop("5xx", "it said so in its stream")
+                self._stop(failure_in(event), "it said so in its stream")
                 return
             if not self._rename and (now := identity(event)):
                 self._rename = (now, self._identity)

@@ -50,9 +50,7 @@ class Tracing:
         if not request.spans:
             return request.headers
         parent = self._trace.set_span_in_context(request.spans[0])
-        span = self._tracer.start_span(
-            leg, context=parent, kind=self._trace.SpanKind.CLIENT, attributes={"server.url": url}
-        )
+        span = self._tracer.start_span(leg, context=parent, kind=self._trace.SpanKind.CLIENT, attributes={"server.url": url})
         request.spans.append(span)
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, self._trace.set_span_in_context(span))

@@ -1,0 +1,157 @@
+"""The planner: DistServe's results reproduced, formulas met, and how fast it is, on one core.
+
+    python benchmarks/planner.py [--save planner.json]
+
+Prints a table and ends with one JSON line.  Takes a minute or two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vllm_disagg.planner import closed_forms, distserve, model, search, workload
+from vllm_disagg.planner.catalogue import GIB, LINKS
+from vllm_disagg.planner.engine import Rules
+from vllm_disagg.planner.latency import Linear, unloaded_prefill
+from vllm_disagg.planner.setting import Choice, Placement, Setting, Source
+from vllm_disagg.planner.simulator import Deployment, Handoff, Objective, Side, simulate
+from vllm_disagg.planner.workload import Arrivals, Sample
+
+LARGE = 1 << 40
+FOUND: dict[str, Any] = {}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save", metavar="FILE", help="write the JSON there, too")
+    args = parser.parse_args()
+    for part in (speed, opt_13b, opt_66b, queues, capacities, links):
+        part()
+    line = json.dumps(FOUND)
+    if args.save:
+        Path(args.save).write_text(json.dumps(FOUND, indent=1) + "\n")
+    print(line)
+    return 0
+
+
+def note(name: str, value: Any, words: str) -> None:
+    FOUND[name] = value
+    print(
+        f"{name:34} {value:<12.4g} {words}" if isinstance(value, float) else f"{name:34} {value!s:12} {words}",
+        flush=True,
+    )
+
+
+def setting(name: str, ttft: float, gpus: int, requests: int, seeds: int, kv_limit: int = 0) -> Setting:
+    """DistServe's rules, coefficients and lengths."""
+    source = Source("coefficients", "distserve-a100", model.load(name))
+    return Setting(
+        prefill=source, decode=source, workload=workload.load("sharegpt-like"), arrivals=Arrivals("poisson"),
+        objective=Objective(ttft, 0.1, 0.9, joint=False), requests=requests, seeds=seeds, gpus=gpus, overlap=False,
+        distserve=True, kv_limit=kv_limit,
+    )  # fmt: skip
+
+
+def quiet(done: int, total: int, best: search.Score | None) -> None:
+    """No progress: these take seconds."""
+
+
+def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    began = time.process_time()
+    result = run()
+    return time.process_time() - began, result
+
+
+def speed() -> None:
+    thirteen = setting("opt-13b", 0.2, 4, 300, 1)
+    placement, sample = Placement(Choice(2, 1, 1), Choice(1, 1, 1)), thirteen.samples()[0]
+    deployment = thirteen.deployment(placement)
+    runs = [timed(lambda: simulate(deployment, sample, 4.68))[0] for _ in range(20)]
+    note("simulation_300_requests_s", min(runs), "OPT-13B TP2 + TP1 at 4.68 req/s; target 0.10 s (DistServe's: 0.33)")
+    for name, sought in (("opt_13b", thirteen), ("opt_66b", setting("opt-66b", 0.4, 8, 300, 1))):
+        everything = search.disaggregated(sought)
+        single = [p for p in everything if p.prefill.n == 1 and p.decode and p.decode.n == 1]
+        for what, placements in (("one_each", single), ("all", everything)):
+            seconds, _ = timed(lambda p=placements, s=sought: search.search(s, p, 3, 1, quiet))  # type: ignore[misc]
+            note(f"search_{name}_{what}_s", seconds, f"{len(placements)} placements, 300 requests, one seed, CPU time")
+    sixteen = setting("opt-66b", 0.4, 16, 300, 5)
+    placements = search.disaggregated(sixteen)
+    seconds, _ = timed(lambda: search.search(sixteen, placements, 3, 1, quiet))
+    note("search_opt_66b_16_gpus_5_seeds_s", seconds, f"{len(placements)} placements; target 120 s")
+
+
+def opt_13b() -> None:
+    for name, kv_limit in (("opt_13b", 0), ("opt_13b_kv_50000", 50_000)):
+        sought = setting("opt-13b", 0.2, 4, 1000, 5, kv_limit)
+        found = search.search(sought, search.disaggregated(sought), 3, 1, quiet)
+        note(f"{name}_best", str(found[0].placement), f"next: {found[1].placement}, {found[1].goodput:.3f}")
+        low, high = found[0].ci
+        note(
+            f"{name}_goodput_per_gpu",
+            found[0].goodput,
+            f"95 % interval {low:.3f} .. {high:.3f}; DistServe's 1.55 +-10 %",
+        )
+    sought = setting("opt-13b", 0.2, 4, 1000, 10)
+    for decode in (1, 2):
+        score = search.evaluate(sought, Placement(Choice(2, 1, 1), Choice(decode, 1, 1)), sought.samples(), -1.0)
+        if score:
+            note(f"opt_13b_tp2_tp{decode}_ten_seeds", score.goodput, "the two that are close, with ten seeds")
+
+
+def opt_66b() -> None:
+    for name, kv_limit in (("opt_66b", 0), ("opt_66b_kv_50000", 50_000)):
+        sought = setting("opt-66b", 0.4, 8, 1000, 5, kv_limit)
+        samples = sought.samples()
+        found = search.search(sought, search.disaggregated(sought), 3, 1, quiet)
+        note(f"{name}_best", str(found[0].placement), "OPT-66B at 0.4/0.1 s, up to 8 GPUs")
+        note(f"{name}_goodput_per_gpu", found[0].goodput, "")
+        two = search.evaluate(sought, Placement(Choice(4, 1, 1), Choice(2, 1, 1)), samples, -1.0)
+        note(f"{name}_decode_tp2", two.goodput if two else 0.0, "prefill TP4, decode TP2 on two GPUs")
+
+
+def queues() -> None:
+    """Mean TTFT against M/D/1; 50,000 equal prompts, one at a time."""
+    for pp in (1, 2):
+        latency = Linear(pp, (0.02, 1e-4, 1e-8), (0.01, 1e-6, 1e-4), (0.01, 1e-6, 1e-4))
+        service, worst = unloaded_prefill(latency, 512), 0.0
+        side = Side(1, latency, LARGE, Rules(budget=512, sequences=LARGE))
+        deployment = Deployment(side, side, Handoff(overlap=False, concurrency=LARGE), distserve=True)
+        for load in (0.3, 0.5, 0.7, 0.85):
+            rate = load / (service / pp)
+            sample = workload.load("512:1").sample(50_000, 1, Arrivals("poisson"))
+            found = simulate(deployment, sample, rate).ttft
+            worst = max(worst, abs(sum(found) / len(found) / closed_forms.mean_ttft(service, rate, pp) - 1))
+        note(f"m_d_1_worst_error_pp{pp}", worst, "mean TTFT, load 0.3 to 0.85, 50,000 arrivals")
+
+
+def capacities() -> None:
+    for name, tp, tokens in (
+        ("opt-13b", 1, 66_144),
+        ("opt-66b", 2, 11_600),
+        ("opt-66b", 4, 78_496),
+        ("opt-175b", 8, 59_520),
+    ):
+        found = model.load(name).kv_capacity(80 * GIB, tp, 1)
+        note(f"kv_{name}_tp{tp}", found, f"tokens; DistServe's table {tokens}: {found / tokens - 1:+.1%}")
+
+
+def links() -> None:
+    opt, sample = model.load("opt-66b"), Sample([512], [64], [0.0])
+    side = Side(1, distserve.latency("distserve-a100", "opt-66b", 4, 1), 78_496, Rules(LARGE, LARGE))
+
+    def latency(handoff: Handoff) -> float:
+        return simulate(Deployment(side, side, handoff, distserve=True), sample, 1.0).latency[0]
+
+    for name in ("eth-25", "nvlink"):
+        added = latency(Handoff(LINKS[name], opt.kv_per_token, opt.layers, False)) - latency(Handoff(overlap=False))
+        note(f"link_{name}_adds_s", added, "to a request of 512 tokens, OPT-66B, without overlap")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

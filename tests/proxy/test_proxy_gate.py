@@ -54,9 +54,10 @@ async def test_the_gate() -> None:
     leave = asyncio.Event()
 
     async def work(name: str, urgency: int) -> None:
-        async with gate.place(urgency):
-            order.append(name)
-            await leave.wait()
+        await gate.enter(urgency)
+        order.append(name)
+        await leave.wait()
+        gate.leave()
 
     tasks = []
     for name, urgency in (("first", 0), ("usual", 0), ("urgent", -1)):
@@ -71,15 +72,16 @@ async def test_the_gate() -> None:
 
 async def test_places_survive_those_who_leave() -> None:
     gate = Gate(1, 9, 0.02)
-    async with gate.place(0):
-        with pytest.raises(QueueTimeout):
-            await gate.place(0).__aenter__()
-        gone = asyncio.create_task(gate.place(0).__aenter__())
-        await asyncio.sleep(0)
-        gone.cancel()
+    await gate.enter(0)
+    with pytest.raises(QueueTimeout):
+        await gate.enter(0)
+    gone = asyncio.create_task(gate.enter(0))
+    await asyncio.sleep(0)
+    gone.cancel()
+    gate.leave()
     assert gate._running == 0
-    async with gate.place(0):
-        pass
+    await gate.enter(0)
+    gate.leave()
     assert gate._running == 0 and not len(gate)
 
 

@@ -25,7 +25,7 @@ P1_AS_D = Member("http://p1", "decode")
 @pytest.mark.parametrize(
     ("here", "leaving", "wanted", "drained", "changes"),
     [
-        ([], [], {"a": [P1], "b": [P1, D1]}, [], Changes(add=[D1, P1])),
+        ([], [], {"a": [P1], "b": [P1, D1]}, [], Changes(add=[P1, D1])),
         ([P1, D1], [], {"a": [P1], "b": [D1]}, [], Changes()),
         ([P1, D1], [], {"a": [P1], "b": []}, [], Changes(leave=[D1])),
         ([P1], [], {"a": [P1]}, ["http://p1"], Changes(leave=[P1])),

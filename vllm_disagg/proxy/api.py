@@ -118,14 +118,17 @@ class Api:
             return await self._look_up(request, client)
         request.priority = priority(request.headers, body.priority)
         try:
-            async with self._gate.place(request.priority):
-                if client.meter:
-                    client.meter.queue_seconds = asyncio.get_running_loop().time() - began
-                return await self._relay.generate(Trip(request, client, body, began))
+            await self._gate.enter(request.priority)
         except QueueFull as error:
             raise Failed(429, str(error), retry_after=1) from None
         except QueueTimeout as error:
             raise Failed(503, str(error), retry_after=5) from None
+        try:
+            if client.meter:
+                client.meter.queue_seconds = asyncio.get_running_loop().time() - began
+            return await self._relay.generate(Trip(request, client, body, began))
+        finally:
+            self._gate.leave()
 
     async def _forward(self, request: Request, client: Connection) -> int:
         request.mode = "passthrough"

@@ -79,6 +79,7 @@ class _Event(msgspec.Struct):
 
 
 _event = msgspec.json.Decoder(_Event).decode
+_events = msgspec.json.Decoder(list[_Event]).decode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 _encode = msgspec.json.Encoder().encode
 
@@ -96,6 +97,28 @@ def _parse(event: bytes) -> _Event:
         return _event(event[len(_DATA) :])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise NotTold(f"an event that this proxy cannot follow: {error}") from None
+
+
+def _parse_all(events: bytes) -> list[_Event]:
+    try:
+        return _events(events)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise NotTold(f"events that this proxy cannot follow: {error}") from None
+
+
+def _plain(event: _Event) -> tuple[int, str, str] | None:
+    """(choice, kind, piece) of an event that says one piece of text and nothing else."""
+    if len(event.choices) != 1 or event.prompt_token_ids or event.prompt_text:
+        return None
+    choice = event.choices[0]
+    if choice.finish_reason or choice.logprobs or choice.token_ids or choice.prompt_token_ids:
+        return None
+    delta = choice.delta
+    if delta is None:
+        return (choice.index, "text", choice.text) if choice.text else None
+    if choice.text or not delta.content or delta.role or delta.reasoning or delta.reasoning_content or delta.tool_calls:
+        return None
+    return choice.index, "content", delta.content
 
 
 def _is_content(event: bytes) -> bool:
@@ -170,10 +193,33 @@ class Told:
         self.usage = False  # the event without choices, which is the last one
 
     def add(self, events: Iterable[bytes]) -> None:
-        """More events, whole ones; NotTold when they are not understood."""
-        for event in events:
-            if _is_content(event):
-                self.note(_parse(event))
+        """More events, whole ones; NotTold when they are not understood.
+
+        Nearly all of them say one piece of text and nothing else: those in a row are noted together.
+        """
+        content = b",".join([event[len(_DATA) :] for event in events if _is_content(event)])
+        row: list[str] = []
+        key = (0, "text")
+        for event in _parse_all(b"[" + content + b"]"):
+            plain = _plain(event)
+            if plain is None:
+                self._add_row(key, row)
+                self.note(event)
+                continue
+            index, kind, piece = plain
+            if key != (index, kind):
+                self._add_row(key, row)
+                key = (index, kind)
+            row.append(piece)
+        self._add_row(key, row)
+
+    def _add_row(self, key: tuple[int, str], row: list[str]) -> None:
+        if row:
+            channel = self.channels.get(key)
+            if channel is None:
+                channel = self.channels[key] = _Channel()
+            channel.add(key[1], "".join(row))
+            row.clear()
 
     def note(self, event: _Event) -> None:
         for index, kind, piece in _pieces(event):

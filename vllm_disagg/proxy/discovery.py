@@ -101,6 +101,7 @@ class Discovery:
     async def watch(self, instance: Instance, interval: float) -> None:
         """Follow one instance for ever."""
         loop = asyncio.get_running_loop()
+        self._known.pop(instance.url, None)  # of who had this URL before
         probing: asyncio.Task[None] | None = None
         weighing: asyncio.Task[None] | None = None
         lived = weighed = loop.time()
@@ -148,7 +149,7 @@ class Discovery:
             asking.result()
         except Unreachable as error:
             if error.reason == "refused":
-                instance.down("refuses connections")
+                instance.down(f"refuses connections: {error.detail}")
                 pool.abort()
             return f"does not answer /health: {error}"
         except (TimeoutError, _Odd) as error:

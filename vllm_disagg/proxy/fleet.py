@@ -46,7 +46,7 @@ class Instance:
     models: frozenset[str] = frozenset()  # all names that it serves
     deaf: set[str] = field(default_factory=set)  # paths at which it does not know what a grant is
     kind: Kind = "plain"
-    kin: tuple[object, ...] = ()  # who of the other role has the same can be paired with it
+    kin: str = ""  # who of the other role has the same can be paired with it
     cache: object = field(default_factory=object)  # stands for what is in its prefix cache; another one after a restart
 
     def probed(self, model: str, engine: Engine | None, models: Iterable[str] = (), nixl: bool = False) -> None:
@@ -57,12 +57,12 @@ class Instance:
         self.misses = self.failures = 0
         self.resting_until = 0.0
         self.model, self.engine, self.models = model, engine, frozenset((model, *models))
-        self.kind, self.kin = "plain", ()
+        self.kind, self.kin = "plain", ""
         if engine:
             self.kind = "disagg"
-            self.kin = ("disagg", len(engine.workers), *sorted(engine.layout.items()))
+            self.kin = repr(("disagg", len(engine.workers), sorted(engine.layout.items())))  # a text knows its hash
         elif nixl:  # its engines compare themselves when they first meet
-            self.kind, self.kin = "nixl", ("nixl", model)
+            self.kind, self.kin = "nixl", repr(("nixl", model))
             return
         if engine is None:
             self.why_not = (

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from .admission import QueueFull, QueueTimeout
 from .headers import Headers, find
@@ -32,17 +30,12 @@ class Gate:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    @asynccontextmanager
-    async def place(self, priority: int) -> AsyncIterator[None]:
-        """A place, or QueueFull, QueueTimeout."""
+    async def enter(self, priority: int) -> None:
+        """Take a place, or QueueFull, QueueTimeout; `leave` gives it back."""
         if self._limit and (self._running >= self._limit or self._waiting):
             await self._wait(priority)
         else:
             self._running += 1
-        try:
-            yield
-        finally:
-            self._give_back()
 
     async def _wait(self, priority: int) -> None:
         if len(self._waiting) >= self._max_waiting:
@@ -60,9 +53,9 @@ class Gate:
         finally:
             self._waiting.remove(turn)
             if not took and turn.done() and not turn.cancelled():  # its turn came in the very moment that it gave up
-                self._give_back()
+                self.leave()
 
-    def _give_back(self) -> None:
+    def leave(self) -> None:
         """The place goes to who is next."""
         while turn := self._waiting.next():
             self._waiting.remove(turn)

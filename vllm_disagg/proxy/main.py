@@ -107,7 +107,7 @@ def _listener_tls(settings: Settings) -> ssl.SSLContext | None:
 def _sources(settings: Settings, members: Members, registry: Registry | None) -> Iterator[Coroutine[None, None, None]]:
     """What says which instances there are; the flags say it here and now."""
     given: list[tuple[Role, list[str]]] = [("prefill", settings.prefill), ("decode", settings.decode)]
-    members.set("flags", {Member(url, role) for role, urls in given for url in urls})
+    members.set("flags", [Member(url, role) for role, urls in given for url in urls])
     if settings.fleet_file:
         yield follow_file(settings.fleet_file, 1.0, partial(members.set, "file"))
     if settings.names:

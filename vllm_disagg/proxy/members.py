@@ -46,7 +46,7 @@ class Members:
         self._on_change = on_change
         self._tasks: asyncio.TaskGroup | None = None
         self._watches: dict[str, asyncio.Task[None]] = {}
-        self._wanted: dict[str, frozenset[Member]] = {name: frozenset() for name in ORDER}
+        self._wanted: dict[str, list[Member]] = {name: [] for name in ORDER}
         self._drained: set[str] = set()
         self._told: set[str] = set()
 
@@ -57,8 +57,8 @@ class Members:
         return tasks.create_task(self._sweep())
 
     def set(self, source: str, members: Iterable[Member]) -> None:
-        """A source's whole answer."""
-        members = frozenset(members)
+        """A source's whole answer; the order of a list is kept."""
+        members = members if isinstance(members, list) else sorted(members)
         if members != self._wanted[source]:
             self._wanted[source] = members
             self._settle()
@@ -73,13 +73,13 @@ class Members:
 
     def apply(self, change: Change) -> None:
         """Change the fleet by hand."""
-        admin = {member for member in self._wanted["admin"] if member.url != change.url}
+        admin = [member for member in self._wanted["admin"] if member.url != change.url]
         match change.kind:
             case "add":
                 self._drained.discard(change.url)
-                self._wanted["admin"] = frozenset({*admin, Member(change.url, change.role)})
+                self._wanted["admin"] = [*admin, Member(change.url, change.role)]
             case "remove":
-                self._wanted["admin"] = frozenset(admin)
+                self._wanted["admin"] = admin
                 if self.sources(change.url):
                     self._drained.add(change.url)
             case "drain":

@@ -36,7 +36,10 @@ class Changes(msgspec.Struct, frozen=True):
 
 
 def reconcile(
-    here: Collection[Member], leaving: Collection[Member], wanted: Mapping[str, Iterable[Member]], drained: Collection[str]
+    here: Collection[Member],
+    leaving: Collection[Member],
+    wanted: Mapping[str, Iterable[Member]],
+    drained: Collection[str],
 ) -> Changes:
     """What to change, given who is `here`, who is `leaving`, what each source wants, in order of rank, and which URLs
     are drained by hand.
@@ -47,16 +50,18 @@ def reconcile(
     chosen: dict[str, tuple[Member, str]] = {}
     conflicts = []
     for source, members in wanted.items():
-        for member in sorted(members):
+        for member in members:
             first, by = chosen.setdefault(member.url, (member, source))
             if first.role != member.role:
-                conflicts.append(f"{member.url} is a {first.role} instance by {by} and a {member.role} instance by {source}")
-    right = {member for member, _ in chosen.values() if member.url not in drained}
+                conflicts.append(
+                    f"{member.url} is a {first.role} instance by {by} and a {member.role} instance by {source}"
+                )
+    right = [member for member, _ in chosen.values() if member.url not in drained]
     still_leaving = {member.url for member in leaving}
     return Changes(
-        add=sorted(m for m in right if m not in here and m.url not in still_leaving and not _holds(here, m.url)),
-        resume=sorted(m for m in right if m in leaving),
-        leave=sorted(m for m in here if m not in right),
+        add=[m for m in right if m not in here and m.url not in still_leaving and not _holds(here, m.url)],
+        resume=[m for m in right if m in leaving],
+        leave=[m for m in here if m not in right],
         conflicts=conflicts,
     )
 

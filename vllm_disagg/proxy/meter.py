@@ -60,7 +60,8 @@ class Meter:
         if data.startswith(b":"):  # a comment, to keep the connection open
             return
         at = now()
-        events = data.count(b"\n\n")
+        lines = data.count(b"\n")  # one byte is found much faster than two
+        events = 1 if lines == 2 else data.count(b"\n\n")
         if not self.first:
             self.first = at
         elif events:

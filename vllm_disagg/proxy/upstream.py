@@ -31,6 +31,7 @@ class Unreachable(DisaggError):
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
+        self.detail = detail
 
 
 def _drop(_: bytes) -> None:

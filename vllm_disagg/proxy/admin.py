@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 INSTANCES = "/disagg/instances"
 DRAIN = "/disagg/instances/drain"
-FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via")
+FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via", b"origin")
 
 
 class _Add(msgspec.Struct, forbid_unknown_fields=True):
@@ -118,6 +118,8 @@ class Admin:
 
     def _remove(self, body: _Remove) -> str:
         url = self._apply(Change("remove", self._known(body.url)))
+        if self._members.is_drained(url):  # said in so many words, for a worker that starts later and hears of it first
+            self._apply(Change("drain", url))
         return self._apply(Change("cut", url)) if body.now else url
 
     def _apply(self, change: Change) -> str:

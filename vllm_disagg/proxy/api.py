@@ -132,7 +132,11 @@ class Api:
 
     async def _forward(self, request: Request, client: Connection) -> int:
         request.mode = "passthrough"
-        model = "" if routes.is_form(request.path) else bodies.check(request.body)
+        if routes.is_form(request.path):
+            bodies.check_form(find(request.headers, b"content-type"), request.body)
+            model = ""
+        else:
+            model = bodies.check(request.body)
         return await self._relay.passing.forward(request, client, self._candidates(Ask(0, model=model)))
 
     async def _models(self, request: Request, client: Connection) -> int:

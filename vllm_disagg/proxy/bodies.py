@@ -149,6 +149,12 @@ def check(raw: bytes) -> str:
     return parse(raw).model if raw else ""
 
 
+def check_form(kind: bytes, raw: bytes) -> None:
+    """The same for a form: vLLM reads `vllm_xargs` there as JSON, which may hold what FORBIDDEN names."""
+    if b"vllm_xargs" in raw or b"charset" in kind.lower():  # in another charset the name would look otherwise
+        raise BadBody("`vllm_xargs` and a charset cannot be sent with a form", "vllm_xargs")
+
+
 def _may_hide(text: bytes) -> bool:
     """Whether a forbidden key may be in here.  One byte is found much faster than two, and most bodies have no escapes."""
     return b"_transfer_params" in text or (b"\\" in text and b"\\u00" in text and bool(_ESCAPE.search(text)))

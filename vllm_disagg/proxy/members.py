@@ -82,6 +82,8 @@ class Members:
                 self._wanted["admin"] = admin
                 if self.sources(change.url):
                     self._drained.add(change.url)
+                else:
+                    self._drained.discard(change.url)
             case "drain":
                 self._drained.add(change.url)
             case "cut":
@@ -104,7 +106,7 @@ class Members:
         for task in self._watches.values():
             task.cancel()
         for pool in self._pools.values():
-            pool.abort()
+            pool.close()
 
     def _settle(self) -> None:
         fleet, tasks = self._fleet, self._tasks
@@ -138,6 +140,6 @@ class Members:
     def _remove(self, instance: Instance) -> None:
         self._fleet.leaving.remove(instance)
         self._watches.pop(instance.url).cancel()
-        self._pools.pop(instance.url).abort()
+        self._pools.pop(instance.url).close()
         log.info("%s (%s) has left", instance.url, instance.role)
         self._settle()  # it may be wanted in another role

@@ -47,9 +47,9 @@ def choose(fleet: Fleet, limit: int, ask: Ask, now: float, avoid: Collection[Ins
     """A pair for a prompt; "busy" when every fitting prefill instance has `limit` legs at work, "none" when no two
     instances fit."""
     prefills, decodes = defaultdict(list), defaultdict(list)
-    for d in _of_model([d for d in fleet.of("decode") if d.up and d.transfers and d not in avoid], ask):
+    for d in _of_model(fleet, [d for d in fleet.of("decode") if d.up and d.transfers and d not in avoid], ask):
         decodes[d.kin].append(d)
-    for p in _of_model([p for p in fleet.of("prefill") if p.can_prefill(now) and p not in avoid], ask):
+    for p in _of_model(fleet, [p for p in fleet.of("prefill") if p.can_prefill(now) and p not in avoid], ask):
         if p.kin in decodes and ask.path not in p.deaf:
             prefills[p.kin].append(p)
     if not prefills:
@@ -71,7 +71,7 @@ def choose_decode(
 ) -> Instance | None:
     """A decode instance that serves a request alone; one that rests only when there is no other."""
     ask = ask or Ask(0)
-    up = _of_model([d for d in fleet.of("decode") if d.up and d not in avoid], ask)
+    up = _of_model(fleet, [d for d in fleet.of("decode") if d.up and d not in avoid], ask)
     if not up:
         return None
     return fleet.policy.best([d for d in up if d.usable(now)] or up, ask)[1]
@@ -87,13 +87,14 @@ def better_whole(fleet: Fleet, ask: Ask, threshold: int) -> bool:
 
 def spill(fleet: Fleet, now: float, ask: Ask) -> Instance | None:
     """Where a prompt goes that finds every prefill instance full: to a D that computes no other whole prompt."""
-    idle = _of_model([d for d in fleet.of("decode") if d.usable(now) and not d.whole], ask)
+    idle = _of_model(fleet, [d for d in fleet.of("decode") if d.usable(now) and not d.whole], ask)
     return fleet.policy.best(idle, ask)[1] if idle else None
 
 
-def _of_model(instances: list[Instance], ask: Ask) -> list[Instance]:
-    """Those that serve the model; if none says so, all: an engine has the right words for a wrong name."""
-    return [i for i in instances if ask.model in i.models] or instances
+def _of_model(fleet: Fleet, instances: list[Instance], ask: Ask) -> list[Instance]:
+    """Those that serve the model; all, if none in the fleet ever did: an engine has the right words for a wrong name."""
+    known = any(ask.model in i.models for i in fleet.instances)
+    return [i for i in instances if ask.model in i.models] if known else instances
 
 
 _turns = 0

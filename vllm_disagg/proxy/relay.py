@@ -182,6 +182,10 @@ class Relay:
 
     async def _alone(self, trip: Trip, instance: Instance) -> Answer | Failure:
         """A decode instance serves all of it."""
+        if not trip.client.started:
+            trip.request.mode = "whole"
+            if trip.client.meter:
+                trip.client.meter.paired("", instance.url)
         chosen(self.fleet, trip.ask, _now(), instance)
         instance.enter(trip.ask.size)
         trip.decode = instance
@@ -283,7 +287,7 @@ class Relay:
         if answer.status >= 500 or engine_failed(answer.peek()):
             reason = failure_in(answer.peek())
             return self._failure(trip, leg, instance, reason, f"it answered {answer.status}", answer)
-        if aborted(answer.peek()):
+        if aborted(answer.peek()) or (answer.status == 200 and _is_cut(trip.request.path, answer)):
             return self._failure(trip, leg, instance, "died", "it is being stopped")
         if not 200 <= answer.status < 500:
             return self._failure(trip, leg, instance, "garbled", f"it answered {answer.status}", answer)
@@ -376,7 +380,7 @@ class Relay:
         raw = bool(find(answer.headers, b"content-encoding"))  # its events cannot be seen
         if not tape:
             client.start(answer.status, end_to_end(answer.headers))
-            keep = trip.body.reproducible and not raw and len(self.fleet.of("decode")) > 1
+            keep = trip.body.reproducible and not raw and any(d is not at for d in self.fleet.of("decode"))
             trip.tape = tape = Tape(client.write, keep)
         client.on_pause = answer.flow
         try:
@@ -390,6 +394,12 @@ class Relay:
         client.end()
         await client.drained()
         return answer.status
+
+
+def _is_cut(path: str, answer: Answer) -> bool:
+    """Whether a whole message lacks its stop reason, as from an engine that is being stopped."""
+    said = b"" if answer.is_stream or path != "/v1/messages" else answer.peek()
+    return b'"type":"message"' in said and b'"stop_reason":' not in said
 
 
 def _server(trip: Trip, plan: Plan) -> Instance:

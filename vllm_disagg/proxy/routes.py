@@ -88,7 +88,7 @@ def find(path: str) -> tuple[tuple[str, ...], How] | None:
 
 
 def is_form(path: str) -> bool:
-    """Whether its bodies are forms, not JSON; vLLM reads no parameters of transfers from those."""
+    """Whether its bodies are forms, not JSON."""
     return path.startswith("/v1/audio/")
 
 

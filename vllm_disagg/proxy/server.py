@@ -199,6 +199,8 @@ class Connection(asyncio.Protocol):
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._state == "body":  # trailers are no headers (RFC 9110, 6.5.1), and nobody bounds them
+            return
         self._incoming.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -307,7 +309,7 @@ class Connection(asyncio.Protocol):
         return self._request.keep_alive and not self._server.stopping
 
     def close_if_idle(self) -> None:
-        if not self._task:
+        if not self._task and self._state not in ("head", "body"):
             self._transport.close()
 
     def abort(self) -> None:

@@ -15,7 +15,10 @@ from .failover import Reason
 
 DONE = b"data: [DONE]\n\n"
 ERROR = b'data: {"error"'  # cannot stand within a JSON text, where quotes are escaped
-ABORT = b'"finish_reason":"abort"'  # what an engine that is being stopped says to everybody
+ABORTS = (  # what an engine that is being stopped says to everybody; for messages it gives no reason at all
+    b'"finish_reason":"abort"',
+    b'"delta":{"stop_reason":null',
+)
 FOLD = 16 * 1024  # bytes kept as they came
 
 Stop = Callable[[Reason, str], None]
@@ -44,7 +47,7 @@ def engine_failed(event: bytes) -> bool:
 
 def aborted(content: bytes) -> bool:
     """Whether an answer is one that its engine gave up: no error by its status, and not what was asked for."""
-    return ABORT in content
+    return ABORTS[0] in content or ABORTS[1] in content
 
 
 def failure_in(content: bytes) -> Reason:
@@ -99,7 +102,7 @@ class Tape:
         if data:
             if ERROR in data and not (data := self._before_error(data)):
                 return
-            if ABORT in data and not (data := self._before_abort(data)):
+            if aborted(data) and not (data := self._before_abort(data)):
                 return
             self.done = data.endswith(DONE)
             if self._rename:
@@ -123,7 +126,8 @@ class Tape:
     def _before_abort(self, data: bytes) -> bytes:
         """Data up to the event with which the instance gives an answer up."""
         self._stop("died", "it is being stopped")
-        return data[: data.rfind(b"\n\n", 0, data.find(ABORT)) + 2] if b"\n\n" in data[: data.find(ABORT)] else b""
+        at = min(found for said in ABORTS if (found := data.find(said)) >= 0)
+        return data[: data.rfind(b"\n\n", 0, at) + 2] if b"\n\n" in data[:at] else b""
 
     def _feed_again(self, data: bytes) -> None:
         """Bytes of an answer made again, until it has caught up with what the client has."""
@@ -134,7 +138,7 @@ class Tape:
             return
         *events, self._part = (self._part + data).split(b"\n\n")
         for at, event in enumerate(events):
-            if ABORT in event:
+            if aborted(event):
                 self._before_abort(event)
                 return
             if event.startswith(ERROR):

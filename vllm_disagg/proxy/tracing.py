@@ -60,7 +60,7 @@ class Tracing:
     def prefilled(self, request: Request) -> None:
         """The latest prefill leg is over."""
         for span in reversed(request.spans):
-            if span.name == "prefill":
+            if getattr(span, "name", "") == "prefill":  # one that is not sampled has none
                 span.end()
                 return
 

@@ -86,8 +86,10 @@ class Answer:
         self.flow(paused)
         held, self._held, self._sink = self._held, [], sink
         for chunk in held:
+            if self._error:  # rejected by the sink
+                break
             sink(chunk)
-        while not self._complete:
+        while self._error or not self._complete:
             await self._next()
 
     def flow(self, paused: bool) -> None:
@@ -104,8 +106,11 @@ class Answer:
     def reject(self, reason: Reason, detail: str) -> None:
         """Give it up as a failure: whoever waits for its body gets Unreachable."""
         self._sink = _drop
-        self.failed(Unreachable(reason, detail))
-        self._wire.close()
+        if not self._error:  # even of an answer that is complete
+            self._error = Unreachable(reason, detail)
+            self._tell()
+        if not self._complete:  # else the wire serves somebody else by now
+            self._wire.close()
 
     async def _next(self) -> None:
         if self._error:
@@ -278,6 +283,12 @@ class Pool:
         self.wires: set[Wire] = set()
         self.heard = 0  # pieces of data, which are signs of life
         self._idle: deque[Wire] = deque()
+        self.closed = False  # for good: no new connections
+
+    def close(self) -> None:
+        """The instance has left."""
+        self.closed = True
+        self.abort()
 
     async def send(self, method: str, path: str, headers: Headers, body: bytes = b"") -> Answer:
         """Send a request; return when the answer's head is here.  The caller closes the answer."""
@@ -289,13 +300,18 @@ class Pool:
             try:
                 await answer.head()
                 return answer
-            except Unreachable:
-                if wire.used == 1 or wire.spoke:
+            except Unreachable as error:
+                answer.close()
+                if wire.used == 1 or wire.spoke or self.closed:
                     raise
-            finally:
-                if not answer.status:
-                    answer.close()
-            wire = await self._connect()
+                lost = error
+            except BaseException:
+                answer.close()
+                raise
+            try:
+                wire = await self._connect()
+            except Unreachable:
+                raise lost from None  # it died with this request in its hands
 
     def abort(self) -> None:
         """Drop every connection; who waits on one gets Unreachable."""
@@ -321,6 +337,8 @@ class Pool:
 
     async def _connect(self) -> Wire:
         loop = asyncio.get_running_loop()
+        if self.closed:
+            raise Unreachable("refused", "it has left the fleet")
         try:
             async with asyncio.timeout(CONNECT):
                 return (await loop.create_connection(lambda: Wire(self), *self._address, ssl=self._tls))[1]

@@ -1,0 +1,109 @@
+"""Every endpoint that generates, through the clients' own libraries, beside a plain vLLM: equal except ids and times."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from asking import english
+from conftest import Main
+from engines import wait
+
+PASSING = {"id", "created", "created_at", "completed_at", "item_id", "call_id", "request_id", "_request_id"}
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Paris", "Rome"]}, "warm": {"type": "boolean"}},
+    "required": ["city", "warm"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "It tells.", "parameters": SCHEMA}}
+
+
+def lasting(answer: Any) -> Any:
+    """An answer without what differs from one request to the next."""
+    if hasattr(answer, "model_dump"):
+        answer = answer.model_dump()
+    if isinstance(answer, dict):
+        return {name: lasting(value) for name, value in answer.items() if name not in PASSING and value is not None}
+    return [lasting(item) for item in answer] if isinstance(answer, list) else answer
+
+
+def said(events: Any) -> list[Any]:
+    """All that a stream said, however it was cut into events."""
+    text: dict[str, str] = {}
+    rest: list[Any] = []
+    for event in map(lasting, events):
+        for choice in event.get("choices", []):
+            delta = choice.get("delta", {})
+            text["content"] = text.get("content", "") + delta.get("content", "")
+            for call in delta.get("tool_calls", []):
+                for name, part in call["function"].items():
+                    text[name] = text.get(name, "") + part
+            rest += [choice["finish_reason"]] if choice.get("finish_reason") else []
+        rest += [event["usage"]] if event.get("usage") else []
+        if event.get("type", "").endswith(".delta") or event.get("type") == "content_block_delta":
+            delta = event["delta"]
+            text["delta"] = text.get("delta", "") + (delta if isinstance(delta, str) else delta.get("text", ""))
+    return [text, *rest]
+
+
+def chat(url: str, **more: Any) -> Any:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+    messages: Any = [{"role": "user", "content": english(900, "weather")}]
+    return client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=40, **more)
+
+
+def responses(url: str, **more: Any) -> Any:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+    return client.responses.create(
+        model="tiny", input=english(900, "responses"), temperature=0, max_output_tokens=24, **more
+    )
+
+
+def messages(url: str, **more: Any) -> Any:
+    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60)
+    conversation: Any = [{"role": "user", "content": english(900, "messages")}]
+    return client.messages.create(model="tiny", messages=conversation, temperature=0, max_tokens=24, **more)
+
+
+def same(main: Main, ask: Callable[..., Any], **more: Any) -> Any:
+    """The answer through the proxy, which is the plain engine's, and moved KV."""
+    before = main.decode.received
+    if more.get("stream"):
+        ours, theirs = said(ask(main.proxy.url, **more)), said(ask(main.plain.url, **more))
+    else:
+        ours, theirs = lasting(ask(main.proxy.url, **more)), lasting(ask(main.plain.url, **more))
+    assert ours == theirs
+    wait("KV arrives", lambda: main.decode.received > before, 5)
+    return ours
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_json_by_schema(main: Main, stream: bool) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
+    answer = same(main, chat, response_format=wanted, stream=stream)
+    content = answer[0]["content"] if stream else answer["choices"][0]["message"]["content"]
+    assert set(json.loads(content)) == {"city", "warm"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_by_name(main: Main, stream: bool) -> None:
+    choice = {"type": "function", "function": {"name": "weather"}}
+    answer = same(main, chat, tools=[TOOL], tool_choice=choice, stream=stream)
+    if not stream:
+        (call,) = answer["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "weather" and "city" in json.loads(call["function"]["arguments"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses(main: Main, stream: bool) -> None:
+    same(main, responses, stream=stream)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropic_messages(main: Main, stream: bool) -> None:
+    same(main, messages, stream=stream)

@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 FLAGS = ["--enforce-eager", "--max-model-len", "2048", "--max-num-batched-tokens", "256", "--served-model-name", "tiny"]
+TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 BLOCK, CHUNK, LIMIT = 128, 256, 2048  # tokens: of a KV block on CPU, of a step, of a request
 START = 180.0  # seconds
@@ -131,7 +132,7 @@ class Engine(Process):
     ) -> None:
         port = free_port()
         command = [str(BIN / "vllm"), "serve", str(ROOT / ".cache/models/dense"), "--host", "127.0.0.1"]
-        command += ["--port", str(port), *FLAGS, "--chat-template", CHAT, *flags]
+        command += ["--port", str(port), *FLAGS, *TOOLS, "--chat-template", CHAT, *flags]
         if role:
             transfer = {
                 "kv_connector": "DisaggConnector",

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from asking import Record, ask, at_once, body, expect_same, tally, tokens
 from direct import Legs
-from engines import ROOT, Engine, Process, Proxy, get, wait
+from engines import ROOT, Engine, Process, Proxy, free_port, get, wait
 
 from vllm_disagg import keys
 
@@ -96,8 +96,10 @@ class Main:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.prefill = Engine("P", machine.folder, role="kv_producer", cpu="0")
-        self.decode = Engine("D", machine.folder, role="kv_consumer", cpu="1")
+        self.meeting = free_port()  # of a proxy that is not there yet, to which both make themselves known
+        register = f"http://127.0.0.1:{self.meeting}"
+        self.prefill = Engine("P", machine.folder, role="kv_producer", cpu="0", register=register)
+        self.decode = Engine("D", machine.folder, role="kv_consumer", cpu="1", register=register)
         self.plain = Engine("plain", machine.folder, cpu="1")
         self.proxy = Proxy(machine.folder, self.prefill, self.decode)
         machine.start(self.prefill, self.decode, self.plain)

@@ -129,8 +129,11 @@ class Engine(Process):
         cpu: str = "0",
         env: dict[str, str] | None = None,
         settings: dict[str, object] | None = None,
+        register: str = "",
     ) -> None:
         port = free_port()
+        if register:
+            settings = {"register": register, "advertise": f"http://127.0.0.1:{port}", **(settings or {})}
         command = [str(BIN / "vllm"), "serve", str(ROOT / ".cache/models/dense"), "--host", "127.0.0.1"]
         command += ["--port", str(port), *FLAGS, *TOOLS, "--chat-template", CHAT, *flags]
         if role:
@@ -167,9 +170,15 @@ class Engine(Process):
 
 class Proxy(Process):
     def __init__(
-        self, folder: Path, prefill: Engine | list[Engine], decode: Engine | list[Engine], name: str = "proxy"
+        self,
+        folder: Path,
+        prefill: Engine | list[Engine],
+        decode: Engine | list[Engine],
+        *flags: str,
+        name: str = "proxy",
+        port: int = 0,
     ) -> None:
-        port = free_port()
+        port = port or free_port()
         command = [
             sys.executable,
             "-m",
@@ -179,6 +188,7 @@ class Proxy(Process):
             str(port),
             "--key-file",
             str(folder / "key"),
+            *flags,
         ]
         for flag, engines in (("--prefill", prefill), ("--decode", decode)):
             for engine in engines if isinstance(engines, list) else [engines]:

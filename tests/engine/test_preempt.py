@@ -21,7 +21,7 @@ class Small:
             for (name, blocks), role, cpu in zip(POOL.items(), ("kv_producer", "kv_consumer"), "01", strict=True)
         }
         self.prefill, self.decode = engines["P"], engines["D"]
-        self.proxy = Proxy(machine.folder, self.prefill, self.decode, "small-proxy")
+        self.proxy = Proxy(machine.folder, self.prefill, self.decode, name="small-proxy")
         machine.start(self.prefill, self.decode)
         machine.start(self.proxy)
 

@@ -19,7 +19,7 @@ class Tp2:
         both = ["--tensor-parallel-size", "2"]
         self.prefill = Engine("tp2-P", machine.folder, *both, role="kv_producer", cpu="0|0")
         self.decode = Engine("tp2-D", machine.folder, *both, role="kv_consumer", cpu="1|1")
-        self.proxy = Proxy(machine.folder, self.prefill, self.decode, "tp2-proxy")
+        self.proxy = Proxy(machine.folder, self.prefill, self.decode, name="tp2-proxy")
         machine.start(self.prefill, self.decode)
         machine.start(self.proxy)
         self.legs = Legs(machine.key, self.prefill, self.decode)

@@ -1,0 +1,89 @@
+"""A fleet that changes under load: an instance is drained, comes back, and engines make themselves known."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from asking import ask, body, expect_same, tokens
+from conftest import Main
+from engines import Proxy, get, wait
+
+QUIET = 2.0  # seconds of load between changes
+
+
+def change(proxy: str, method: str, path: str, **fields: str) -> None:
+    connection = http.client.HTTPConnection(proxy.removeprefix("http://"), timeout=10)
+    connection.request(method, path, json.dumps(fields), {"content-type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.status == 200, answer.read()
+    connection.close()
+
+
+def members(url: str) -> dict[str, bool]:
+    """URL: whether it can be used."""
+    return {row["url"]: row["usable"] for row in json.loads(get(url, "/disagg/instances", 5.0)[1])}
+
+
+@contextmanager
+def load(main: Main) -> Iterator[list[object]]:
+    """One client that asks again and again; every answer must be the plain engine's."""
+    jobs = [body(tokens(20 + 90 * at, f"membership {at}"), 8) for at in range(6)]
+    right = [ask(main.plain.url, job) for job in jobs]
+    failed: list[object] = []
+    over = threading.Event()
+
+    def client() -> None:
+        at = 0
+        while not over.is_set():
+            at += 1
+            try:
+                expect_same(ask(main.proxy.url, jobs[at % len(jobs)]), right[at % len(jobs)])
+            except Exception as error:
+                failed.append(error)
+                return
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    try:
+        yield failed
+    finally:
+        over.set()
+        thread.join()
+    assert not failed, failed[0]
+
+
+def test_instances_come_and_go_under_load(main: Main) -> None:
+    url, prefill = main.proxy.url, main.prefill.url
+    with load(main):
+        time.sleep(QUIET)
+        change(url, "POST", "/disagg/instances/drain", url=prefill)
+        wait("the drained one has left", lambda: prefill not in members(url), 30)
+        time.sleep(QUIET)
+        change(url, "POST", "/disagg/instances", url=prefill, role="prefill")
+        wait("it is back", lambda: members(url).get(prefill, False), 15)
+        time.sleep(QUIET)
+        change(url, "DELETE", "/disagg/instances", url=prefill)  # a flag still names it, so this drains it
+        wait("it has left again", lambda: prefill not in members(url), 30)
+        change(url, "POST", "/disagg/instances", url=prefill, role="prefill")
+        wait("it is back again", lambda: members(url).get(prefill, False), 15)
+    main.expect_well(2)
+
+
+def test_engines_make_themselves_known(main: Main) -> None:
+    """A proxy that was told of nobody; both engines have looked for it since they started."""
+    proxy = Proxy(main.machine.folder, [], [], "--allow-registration", name="meeting", port=main.meeting)
+    main.machine.start(proxy)
+    try:
+        both = {main.prefill.url: True, main.decode.url: True}
+        wait("both are known", lambda: members(proxy.url) == both, 15)
+        before = main.decode.received
+        job = body(tokens(500, time.monotonic()))
+        expect_same(ask(proxy.url, job), ask(main.plain.url, job))
+        wait("KV is transferred", lambda: main.decode.received > before, 5)
+    finally:
+        main.machine.stop(proxy)

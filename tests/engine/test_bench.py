@@ -24,7 +24,6 @@ def test_bench_compares_the_pair_with_a_plain_vllm(
         for at in range(SENT)
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    before = main.decode.received
     targets = ["--target", f"pair={main.proxy.url}", "--target", f"plain={main.plain.url}"]
     words = ["--trace", str(trace), "--ttft", "0.0001", "--tpot", "0.0001", "--json"]
     assert cli.main(["bench", *targets, *words]) == 0
@@ -34,7 +33,6 @@ def test_bench_compares_the_pair_with_a_plain_vllm(
         assert (alone["sent"], alone["failed"], alone["good"]) == (SENT, 0, 0)
         assert 0 < alone["ttft"]["median"] <= alone["ttft"]["p99"] and alone["tpot"]["median"] > 0
         assert alone["prompt_tokens_per_s"] == pytest.approx(600 / 8 * alone["output_tokens_per_s"])
-    assert main.decode.received > before
 
 
 def test_bench_finds_a_goodput(main: Main, capsys: pytest.CaptureFixture[str]) -> None:

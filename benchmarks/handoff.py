@@ -34,11 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from processes import cpu_seconds
 
 TOKENS = 8  # of each answer
 REST = 1.5  # seconds before each measurement: vLLM's processes spin for one after their last work
 VLLM = str(Path(sys.executable).with_name("vllm"))
-CLOCK = os.sysconf("SC_CLK_TCK")
 
 
 def free_port() -> int:
@@ -84,17 +84,7 @@ class Stack:
         raise SystemExit(f"{self.name}: {url} did not come up in {seconds:.0f} s")
 
     def cpu_seconds(self) -> float:
-        """User and system time of all processes in our sessions, so far."""
-        sessions = {process.pid for process in self.processes}
-        ticks = 0
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = stat.read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[3]) in sessions:
-                ticks += int(fields[11]) + int(fields[12])
-        return ticks / CLOCK
+        return cpu_seconds({process.pid for process in self.processes})
 
     def stop(self) -> None:
         for sent in (signal.SIGTERM, signal.SIGKILL):

@@ -36,9 +36,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvloop
+from processes import cpu_seconds
 from scripted import Client, body, request
 
-CLOCK = os.sysconf("SC_CLK_TCK")
 CORES = sorted(os.sched_getaffinity(0))
 SIZES = {"200b": (200, 3000), "16k": (16_384, 2000), "400k": (409_600, 320)}  # bytes, requests
 CLIENTS = 8
@@ -63,16 +63,7 @@ class Proxy:
         return statistics.median(self.figures[name])
 
     def cpu(self) -> float:
-        """Seconds of user and system time of all threads of all its processes, so far."""
-        ticks = 0
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = stat.read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[3]) == self.process.pid:  # its session
-                ticks += int(fields[11]) + int(fields[12])
-        return ticks / CLOCK
+        return cpu_seconds({self.process.pid})
 
     def rss(self) -> float:
         """Bytes of memory."""

@@ -20,10 +20,11 @@ def test_bench_compares_the_pair_with_a_plain_vllm(
     """Objectives that nothing meets need one run of each target only."""
     trace = tmp_path / "trace.jsonl"
     lines = [
-        {"timestamp": 100 * at, "input_length": 600, "output_length": 8, "hash_ids": [0, 1 + at % 3]}
+        {"timestamp": 100 * at, "input_length": 600, "output_length": 8, "hash_ids": [2 * at, 2 * at + 1]}
         for at in range(SENT)
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    before = main.decode.received
     targets = ["--target", f"pair={main.proxy.url}", "--target", f"plain={main.plain.url}"]
     words = ["--trace", str(trace), "--ttft", "0.0001", "--tpot", "0.0001", "--json"]
     assert cli.main(["bench", *targets, *words]) == 0
@@ -33,6 +34,7 @@ def test_bench_compares_the_pair_with_a_plain_vllm(
         assert (alone["sent"], alone["failed"], alone["good"]) == (SENT, 0, 0)
         assert 0 < alone["ttft"]["median"] <= alone["ttft"]["p99"] and alone["tpot"]["median"] > 0
         assert alone["prompt_tokens_per_s"] == pytest.approx(600 / 8 * alone["output_tokens_per_s"])
+    assert main.decode.received > before  # prompts share nothing: one that D recomputes is no prefix of another
 
 
 def test_bench_finds_a_goodput(main: Main, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,14 +50,12 @@ def test_bench_finds_a_goodput(main: Main, capsys: pytest.CaptureFixture[str]) -
 def test_profile_measures_a_plain_engine_and_one_of_ours(main: Main, tmp_path: Path) -> None:
     for engine in (main.plain, main.prefill):
         path = tmp_path / f"{engine.name}.json"
-        words = ["--output", str(path), "--seconds", "15", "--max-num-batched-tokens", str(CHUNK)]
+        words = ["--output", str(path), "--seconds", "30", "--max-num-batched-tokens", str(CHUNK)]
         assert cli.main(["profile", engine.url, *words]) == 0
         points = json.loads(path.read_text())
         assert points["model"] == "tiny" and points["kv_tokens"] > 10_000
-        # how many are computed together depends on how busy this machine is; the unit tests hold a scripted engine to it
-        assert {1} <= {len(point["tokens"]) for point in points["prefill"]}
-        assert {1} <= {len(point["contexts"]) for point in points["decode"]}
-        assert all(point["seconds"] > 0 for point in points["prefill"] + points["decode"])
+        assert {len(point["tokens"]) for point in points["prefill"]} > {1}, "no prompts were computed together"
+        assert {len(point["contexts"]) for point in points["decode"]} >= {1, 2, 4}
 
 
 def test_profile_refuses_a_proxy(main: Main, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

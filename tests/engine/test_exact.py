@@ -77,8 +77,7 @@ def test_a_request_without_max_tokens_ends_where_plain_vllm_ends(main: Main) -> 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    # (where vLLM 0.28 refuses a prompt it names max_tokens, which is 1 for the leg that is refused first)
-    ("prompt", "max_tokens"), [(LIMIT, 1), (LIMIT + 1, 1), (3 * LIMIT, 1), (LIMIT - 10, 5 * LIMIT)]
+    ("prompt", "max_tokens"), [(LIMIT, 1), (LIMIT + 1, 1), (3 * LIMIT, 16), (LIMIT - 10, 5 * LIMIT)]
 )
 def test_too_long_is_refused_as_by_plain_vllm(main: Main, prompt: int, max_tokens: int, stream: bool) -> None:
     assert main.check(body(tokens(prompt, "too long"), max_tokens, stream=stream)).status == 400

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+
 import pytest
 
 from proxy_world import Call, answer, world
 from vllm_disagg.proxy import bodies
+from vllm_disagg.proxy.discovery import Discovery
+from vllm_disagg.proxy.fleet import Fleet
 from vllm_disagg.proxy.members import Change, Members
-from vllm_disagg.proxy.membership import Member
+from vllm_disagg.proxy.upstream import Pool, Unreachable, pool_of
 
 EVENT = b'data: {"id":"x","object":"c","created":1,"choices":[{"index":0,"delta":%s%s}]}\n\n'
 ROLE = EVENT % (b'{"role":"assistant","content":""}', b"")
@@ -26,9 +31,9 @@ async def test_a_failed_stream_that_came_in_one_piece_is_no_answer(ending: bytes
             if call.leg == "prefill" or sum(len(d.calls) for d in w.decodes) > 1:
                 await answer(call)
                 return
-            data = ROLE + ending + b"data: [DONE]\n\n"
-            head = f"HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\ncontent-length: {len(data)}\r\n\r\n"
-            call.raw_write(head + data.decode())
+            chunks = "".join(f"{len(piece):x}\r\n{piece.decode()}\r\n" for piece in (ROLE, ending, b"data: [DONE]\n\n"))
+            head = "HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+            call.raw_write(f"{head}{chunks}0\r\n\r\n")
 
         for e in w.prefills + w.decodes:
             e.script = stopping
@@ -48,10 +53,28 @@ def test_a_form_cannot_carry_what_json_must_not(kind: bytes) -> None:
 
 
 async def test_a_drain_ends_with_its_instance() -> None:
-    members = Members.__new__(Members)
-    members._wanted = {"admin": frozenset({Member("http://a", "decode")}), "dns": frozenset()}
-    members._drained, members._tasks = set(), None
-    members._fleet = None  # type: ignore[assignment]
+    members = Members(Fleet(), {}, Pool, Discovery.watch, lambda: None)  # type: ignore[arg-type]  # not started: it only listens
+    members.apply(Change("add", "http://a"))
     for kind in ("drain", "remove"):
         members.apply(Change(kind, "http://a"))  # type: ignore[arg-type]
     assert not members.is_drained("http://a")
+
+
+async def test_a_refusal_is_in_words_about_what_the_client_asked() -> None:
+    """P is asked for one token; D for as many as the client wants, and its refusal comes a little later."""
+    async with world() as w:
+
+        async def refuse(call: Call) -> None:
+            if call.leg != "prefill":
+                await asyncio.sleep(0.05)
+            data = json.dumps({"error": {"message": f"{call.leg} refuses", "code": 400}})
+            call.raw_write(f"HTTP/1.1 400 X\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n{data}")
+
+        w.p.script = w.d.script = refuse
+        reply = await w.post()
+        assert reply.status == 400 and reply.json()["error"]["message"] == "decode refuses"
+
+
+def test_who_was_cut_from_the_fleet_is_not_reached() -> None:
+    with pytest.raises(Unreachable):
+        pool_of({}, "http://a")

@@ -16,7 +16,7 @@ from .policies import Ask
 from .replies import Failed
 from .server import JSON, Connection, Request, error_body
 from .streams import Tape
-from .upstream import Answer, Pool, Unreachable
+from .upstream import Answer, Pool, Unreachable, pool_of
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Passing:
             with _counted(instance):
                 answer: Answer | None = None
                 try:
-                    answer = await self._pools[instance.url].send(
+                    answer = await pool_of(self._pools, instance.url).send(
                         request.method, request.target, request.headers, request.body
                     )
                     if seek and answer.status == 404 and at + 1 < len(candidates):
@@ -116,7 +116,7 @@ class Passing:
     async def _told(self, request: Request, instance: Instance) -> tuple[int, Headers, bytes]:
         answer: Answer | None = None
         try:
-            answer = await self._pools[instance.url].send(
+            answer = await pool_of(self._pools, instance.url).send(
                 request.method, request.target, request.headers, request.body
             )
             return answer.status, end_to_end(answer.headers), await answer.read()

@@ -33,10 +33,11 @@ from .server import Connection, Request
 from .settings import Settings
 from .streams import DONE, Tape, aborted, engine_failed, failure_in
 from .tracing import Tracing
-from .upstream import Answer, Pool, Unreachable
+from .upstream import Answer, Pool, Unreachable, pool_of
 
 log = logging.getLogger(__name__)
 
+SECOND_WORD = 0.2  # seconds in which D may refuse too: its words are about what the client asked, P's about its leg
 SESSION = b"x-session-id"
 RANK = b"x-data-parallel-rank"  # one rank of one instance is meant, which two legs cannot both honour
 
@@ -226,8 +227,12 @@ class Relay:
             await _first_of(prefill, decode)
             if not decode.done():
                 outcome = prefill.result()
-                if isinstance(outcome, Failure) or outcome.status != 200:
+                if isinstance(outcome, Failure):
                     return outcome
+                if outcome.status != 200:
+                    await asyncio.wait((decode,), timeout=SECOND_WORD)
+                    own = decode.result() if decode.done() else None
+                    return own if isinstance(own, Answer) and 400 <= own.status < 500 else outcome
             return await decode
         finally:
             decode.cancel()
@@ -272,7 +277,7 @@ class Relay:
         good = False
         try:
             headers = self.tracing.leg(trip.request, instance.role, instance.url)
-            answer = await self._pools[instance.url].send("POST", trip.request.target, headers, body)
+            answer = await pool_of(self._pools, instance.url).send("POST", trip.request.target, headers, body)
             if answer.status == 200 and answer.is_stream:
                 await answer.first()
             else:

@@ -348,3 +348,11 @@ class Pool:
             raise Unreachable("refused", f"TLS: {getattr(error, 'verify_message', '') or error.reason}") from None
         except OSError as error:
             raise Unreachable("refused", error.strerror or str(error)) from None
+
+
+def pool_of(pools: dict[str, Pool], url: str) -> Pool:
+    """An instance's connections; Unreachable when it was cut from the fleet after somebody had chosen it."""
+    pool = pools.get(url)
+    if pool is None:
+        raise Unreachable("refused", "it has left the fleet")
+    return pool

@@ -24,7 +24,7 @@ SHAPE = Shape(layers=3, block_size=4, block_bytes=10)
 LEASE, RETRY, SILENCE, PATIENCE = 10.0, 0.5, 2.0, 30.0
 CHAOS = {  # percent, each time it may happen; a leap is a long time in which nothing else does
     **{"drop": 6, "repeat": 4, "reorder": 10, "damage": 2},
-    **{"abort": 2, "preempt": 2, "cancel": 2, "die": 1, "freeze": 1, "leap": 1, "lie": 2},
+    **{"abort": 2, "preempt": 2, "cancel": 2, "die": 1, "freeze": 1, "leap": 1, "lie": 2, "reroute": 2},
 }
 LIAR = "p.99"
 MOODS = (0, 1, 1, 5)  # a world has much of some mischief and none of other: rare faults meet only so (swarm testing)
@@ -369,7 +369,7 @@ class World:
         if side.frozen:
             return
         self.network.pop(index)
-        if side.name != to and not isinstance(payload, bytes):
+        if side.name != to.partition("+")[0] and not isinstance(payload, bytes):
             return  # the socket died with the process
         if isinstance(side, Prefill):
             side.receive(wire.decode_at_prefill(payload))
@@ -388,6 +388,8 @@ class World:
         p = self.sides["p"]
         if self.roll("lie"):
             self.lie()
+        if self.roll("reroute"):
+            self.reroute()
         if self.roll("abort"):
             p.withdraw_one(again=False)
         if self.roll("preempt"):
@@ -412,6 +414,16 @@ class World:
         extent = wire.Extent(layer, layer + 1, block * SHAPE.block_size, self.lengths[transfer])
         source = self.sides["p"].name
         self.post(source, wire.encode(wire.Fetch(transfer, source, reader, 10**6, extent)))
+
+    def reroute(self) -> None:
+        """Another carrier takes over; the old one ends, perhaps with all that was on its way."""
+        side = self.sides[self.random.choice(["d0", "d1"])]
+        lost, address = self.random.random() < 0.5, side.name + self.random.choice(["", "+fast"])
+        if lost:
+            messages = [(to, what) for to, what in self.network if isinstance(what, bytes)]
+            pieces = [(to, what) for to, what in self.network if not isinstance(what, bytes)]
+            self.network = messages + [(to, what) for to, what in pieces if to.partition("+")[0] != side.name]
+        side.inbox.append(events.Routed(self.sides["p"].name, address, lost))
 
     def die(self, label: str) -> None:
         """The process is gone with its memory and its state; another takes its place under a new name."""

@@ -34,6 +34,7 @@ from .events import (
     Landed,
     Reason,
     Report,
+    Routed,
     Send,
     Tick,
     Unneeded,
@@ -117,6 +118,7 @@ class DecodeSide:
         self.piece = piece
         self.window = window
         self.transfers: dict[str, Transfer] = {}
+        self.routes: dict[str, str] = {}  # where pieces of a source come to, if not to our address
         self.queue: deque[tuple[str, int]] = deque()  # pieces that wait for a credit
         self.flying = 0  # bytes asked for and not landed
 
@@ -126,6 +128,8 @@ class DecodeSide:
                 return self._wanted(event, now)
             case Unneeded():
                 return self._unneeded(event)
+            case Routed():
+                return self._routed(event, now)
             case Tick():
                 return [a for name in list(self.transfers) for a in self._tick(name, now)] + self._pump(now)
         t = self.transfers.get(event.transfer)
@@ -172,6 +176,18 @@ class DecodeSide:
     def _unneeded(self, event: Unneeded) -> list[DecodeAction]:
         worker = event.sources[self.rank]
         return [Connect(worker), self._pull(event.transfer, worker.name, readers=0)]
+
+    def _routed(self, event: Routed, now: float) -> list[DecodeAction]:
+        if event.address == self.address:
+            self.routes.pop(event.source, None)
+        else:
+            self.routes[event.source] = event.address
+        actions: list[DecodeAction] = []
+        for name, t in self.transfers.items():
+            if t.source == event.source and t.state is State.MOVING:
+                asked = [n for n, p in t.pieces.items() if p.where is Where.ASKED] if event.lost else []
+                actions += [self._pull(name, t.source), *(self._fetch(name, n, now) for n in asked)]
+        return actions
 
     def _heard(
         self, event: wire.Offer | wire.Settled | wire.Fail, t: Transfer, now: float
@@ -310,7 +326,8 @@ class DecodeSide:
 
     # Messages ------------------------------------------------------------------------------------------------
     def _pull(self, name: str, source: str, readers: int = 1) -> Send:
-        pull = wire.Pull(transfer=name, source=source, reader=self.name, address=self.address, readers=readers)
+        address = self.routes.get(source, self.address)
+        pull = wire.Pull(transfer=name, source=source, reader=self.name, address=address, readers=readers)
         return Send(source, pull)
 
     def _done(self, name: str, t: Transfer) -> Send:

@@ -18,10 +18,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeVar, assert_never
 
-import msgspec
 import zmq
 
 from . import events, wire
@@ -30,9 +29,11 @@ from .decode import DecodeSide
 from .errors import BadMessage
 from .grants import Worker
 from .keys import FleetKey
-from .memory import Memory, checksum
+from .memory import Memory
 from .prefill import PrefillSide
-from .transports.zmq import Sockets
+from .transports.carrier import Carrier, Counters, Happened, Port
+from .transports.control import Control, receive
+from .transports.zmq import ZmqCarrier, machine
 
 log = logging.getLogger("vllm_disagg.driver")
 
@@ -40,19 +41,8 @@ Outcome = events.Release | events.Report
 Fact = events.ForPrefill | events.Computed | events.ForDecode
 OWED: dict[type, type[Outcome]] = {events.Wanted: events.Report, events.Pinned: events.Release}
 STORY = 4000  # events and actions remembered, for the story of a transfer that failed
-UNSENT = 0.002  # seconds between looks at sends that wait for a connection or have not ended
-
 
 T = TypeVar("T")
-
-
-class Counters(msgspec.Struct):
-    """What this worker has done since it started; only the driver's thread writes."""
-
-    bytes_sent: int = 0
-    pieces_sent: int = 0
-    bad_messages: int = 0
-    damaged_pieces: int = 0
 
 
 class Driver:
@@ -62,39 +52,57 @@ class Driver:
     slower in three of four comparisons, and never faster.
     """
 
-    def __init__(self, config: Config, key: FleetKey, memory: Memory, rank: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        key: FleetKey,
+        memory: Memory,
+        rank: int,
+        carriers: Mapping[str, Callable[[Port], Carrier]] | None = None,
+    ) -> None:
+        """`carriers`: what can carry pieces besides ZMQ, the preferred one first."""
         self.name = f"{secrets.token_hex(6)}/{rank}"
         self.counters = Counters()
-        self._memory = memory
         self._inbox: deque[Fact] = deque()
         self._outbox: deque[Outcome] = deque()
         self._story: deque[tuple[float, str, object]] = deque(maxlen=STORY)
         self._wake_up, self._woken = socket.socketpair()
         for end in (self._wake_up, self._woken):
             end.setblocking(False)
-        self._frames: list[memoryview] = []
-        self._checksum = 0
-        self._unsent: list[tuple[events.SendPiece, float]] = []
-        self._sending: list[tuple[events.SendPiece, zmq.MessageTracker]] = []
         self._closing = False
         self._is_broken = False
         self._owed: set[tuple[type[Outcome], str]] = set()  # outcomes vLLM waits for
-        self._prefill = PrefillSide(self.name, memory.shape, lease=config.lease)
         self._thread = threading.Thread(target=self._run, name="vllm-disagg", daemon=True)
-        self._sockets = Sockets(config, key, self.name)
-        self._sockets.poller.register(self._woken, zmq.POLLIN)
-        self.worker: Worker = self._sockets.worker
+        self._control = Control(config, key, self.name)
+        self._control.poller.register(self._woken, zmq.POLLIN)
+        zmq_carrier = ZmqCarrier(self._port("zmq", config, memory), self._control)
+        others = {name: make(self._port(name, config, memory)) for name, make in (carriers or {}).items()}
+        self._carriers: dict[str, Carrier] = {"zmq": zmq_carrier, **others}
+        self._arriving: Carrier = zmq_carrier  # whose Arrived is in the machine just now
+        self.worker = Worker(
+            self.name, self._control.address, zmq_carrier.endpoint, zmq_carrier.local, machine(), list(others)
+        )
+        self._prefill = PrefillSide(self.name, memory.shape, lease=config.lease)
         self._decode = DecodeSide(
             self.name,
-            self._sockets.address,
+            zmq_carrier.address,
             rank,
-            self._memory.shape,
+            memory.shape,
             retry=config.retry,
             silence=config.silence,
             piece=config.piece,
             window=config.window,
         )
         self._thread.start()
+
+    def _port(self, carrier: str, config: Config, memory: Memory) -> Port:
+        def to_reader(reader: str, data: bytes) -> None:
+            self._control.send_to_reader(reader, wire.Note(self.name, reader, carrier, data))
+
+        def to_source(source: str, data: bytes) -> None:
+            self._control.send_to_source(source, wire.Note(source, self.name, carrier, data))
+
+        return Port(self.name, config, memory, self.counters, self._control.poller, to_reader, to_source)
 
     # vLLM's thread -------------------------------------------------------------------------------------------
     def submit(self, facts: Iterable[Fact]) -> None:
@@ -130,17 +138,20 @@ class Driver:
             self._is_broken = True
             self._give_up()
         finally:
-            self._sockets.close()
+            for carrier in self._carriers.values():
+                carrier.close()
+            self._control.close()
 
     def _turn(self) -> None:
-        ready = self._sockets.poller.poll(self._timeout())
+        ready = {receiver for receiver, _ in self._control.poller.poll(self._timeout())}
         self._drain()
-        for receiver, _ in ready:
-            self._receive(receiver)
-        self._look_after_sends()
+        self._receive(ready)
+        for carrier in self._carriers.values():
+            for event in carrier.happened(ready):
+                self._take(carrier, event)
         now = time.monotonic()
-        for machine, do in ((self._prefill, self._do_prefill), (self._decode, self._do_decode)):
-            due = machine.next_deadline()
+        for side, do in ((self._prefill, self._do_prefill), (self._decode, self._do_decode)):
+            due = side.next_deadline()
             if due is not None and due <= now:
                 do(events.Tick())
 
@@ -148,9 +159,8 @@ class Driver:
         """Milliseconds until something is due; None: until something happens."""
         if self._inbox:
             return 0
-        due = [d for d in (self._prefill.next_deadline(), self._decode.next_deadline()) if d is not None]
-        if self._unsent or self._sending:
-            due.append(time.monotonic() + UNSENT)
+        looks = [carrier.next_look() for carrier in self._carriers.values()]
+        due = [at for at in (self._prefill.next_deadline(), self._decode.next_deadline(), *looks) if at is not None]
         return max(0, math.ceil((min(due) - time.monotonic()) * 1000)) if due else None
 
     def _drain(self) -> None:
@@ -164,28 +174,22 @@ class Driver:
                 case _:
                     assert_never(fact)
 
-    def _receive(self, receiver: object) -> None:
-        sockets = self._sockets
-        if receiver in (self._woken, self._woken.fileno()):
+    def _receive(self, ready: Collection[object]) -> None:
+        """Messages.  Pieces are the carriers' business."""
+        control = self._control
+        if self._woken.fileno() in ready:
             with contextlib.suppress(BlockingIOError):
                 self._woken.recv(4096)
-        elif sockets.is_zap(receiver):
-            sockets.answer_zap()
-        elif receiver is sockets.control:
-            for _, *message in sockets.receive(sockets.control):
-                self._receive_control(message, wire.decode_at_prefill, self._do_prefill)
-        else:
-            link = next((n for n in sockets.links.values() if receiver in (n.control, n.data)), None)
-            if link is None:
-                return  # closed a moment ago
-            if receiver is link.control:
-                for message in sockets.receive(link.control):
-                    self._receive_control(message, wire.decode_at_decode, self._do_decode)
-            else:
-                for message in sockets.receive(link.data):
-                    self._receive_piece(message)
+        if control.zap in ready:
+            control.answer_zap()
+        if control.router in ready:
+            for _, *message in receive(control.router):
+                self._receive_one(message, wire.decode_at_prefill, self._at_prefill)
+        for link in [link for link in control.links.values() if link in ready]:
+            for message in receive(link):
+                self._receive_one(message, wire.decode_at_decode, self._at_decode)
 
-    def _receive_control(self, message: list[zmq.Frame], decode: Callable[[bytes], T], do: Callable[[T], None]) -> None:
+    def _receive_one(self, message: list[zmq.Frame], decode: Callable[[bytes], T], do: Callable[[T], None]) -> None:
         try:
             if len(message) != 1:
                 raise BadMessage(f"{len(message)} frames")
@@ -196,16 +200,32 @@ class Driver:
         self._drain()
         do(decoded)
 
-    def _receive_piece(self, message: list[zmq.Frame]) -> None:
-        try:
-            header = wire.decode_header(message[0].bytes)
-        except BadMessage as error:
-            self._bad(error)
-            return
-        self._frames, self._checksum = [frame.buffer for frame in message[1:]], header.checksum
+    def _at_prefill(self, message: wire.AtPrefill) -> None:
+        if not isinstance(message, wire.Note):
+            self._do_prefill(message)
+        elif message.source == self.name and (carrier := self._carriers.get(message.carrier)) is not None:
+            carrier.note_at_prefill(message.reader, message.data)
+
+    def _at_decode(self, message: wire.AtDecode) -> None:
+        if not isinstance(message, wire.Note):
+            self._do_decode(message)
+        elif message.reader == self.name and (carrier := self._carriers.get(message.carrier)) is not None:
+            carrier.note_at_decode(message.source, message.data)
+
+    def _take(self, carrier: Carrier, event: Happened) -> None:
         self._drain()
-        self._do_decode(events.Arrived(header.transfer, header.number))
-        self._frames = []
+        if isinstance(event, events.Sent):
+            self._do_prefill(event)
+            return
+        self._arriving = carrier
+        if isinstance(event, events.Landed):
+            self._landed(event)
+        else:
+            self._do_decode(event)
+
+    def _landed(self, event: events.Landed) -> None:
+        self.counters.damaged_pieces += not event.ok
+        self._do_decode(event)
 
     def _bad(self, error: BadMessage) -> None:
         self.counters.bad_messages += 1
@@ -219,9 +239,9 @@ class Driver:
             self._remember(now, action)
             match action:
                 case events.Send():
-                    self._sockets.send_to_reader(action.to, action.message)  # type: ignore[arg-type]
+                    self._control.send_to_reader(action.to, action.message)  # type: ignore[arg-type]
                 case events.SendPiece():
-                    self._send_piece(action, now + 2.0)
+                    self._send_piece(action)
                 case events.Release():
                     self._settle(action)
                 case _:
@@ -234,11 +254,13 @@ class Driver:
             self._remember(now, action)
             match action:
                 case events.Send():
-                    self._sockets.send_to_source(action.to, action.message)  # type: ignore[arg-type]
+                    self._control.send_to_source(action.to, action.message)  # type: ignore[arg-type]
                 case events.Connect():
-                    self._sockets.connect(action.worker)
+                    self._connect(action.worker)
                 case events.Land():
-                    self._do_decode(events.Landed(action.transfer, action.number, self._land(action)))
+                    ok = self._arriving.land(action)
+                    if ok is not None:
+                        self._landed(events.Landed(action.transfer, action.number, ok))
                 case events.Report():
                     if action.reason not in (None, events.Reason.CANCELLED):
                         self._tell(action)
@@ -246,41 +268,28 @@ class Driver:
                 case _:
                     assert_never(action)
 
-    def _send_piece(self, action: events.SendPiece, until: float) -> None:
-        frames = self._memory.read(action.extent, action.blocks)
-        header = wire.Header(action.transfer, action.number, checksum(action.transfer, frames))
-        tracker = self._sockets.send_piece(action.address, header, frames)
-        if tracker is None:  # the reader's data connection comes up beside its control connection
-            self._unsent.append((action, until))
-            return
-        self.counters.pieces_sent += 1
-        self.counters.bytes_sent += sum(len(frame) for frame in frames)
-        self._sending.append((action, tracker))
+    def _connect(self, worker: Worker) -> None:
+        """Messages and ZMQ at once; the first carrier that both have comes up beside it, and says so with Routed."""
+        forgotten = self._control.connect(worker)
+        self._carriers["zmq"].connect(worker)
+        common = [name for name in self._carriers if name in worker.carriers and name != "zmq"]
+        if common:
+            self._carriers[common[0]].connect(worker)
+        if forgotten is not None:
+            for carrier in self._carriers.values():
+                carrier.disconnect(forgotten)
 
-    def _look_after_sends(self) -> None:
-        now = time.monotonic()
-        unsent, self._unsent = self._unsent, []
-        for action, until in unsent:
-            if now < until:
-                self._send_piece(action, until)
-            else:  # lost, as on any network: the reader asks again
-                self._do_prefill(events.Sent(action.transfer, action.reader))
-        sending, self._sending = self._sending, []
-        for action, tracker in sending:
-            if tracker.done:
-                self._do_prefill(events.Sent(action.transfer, action.reader))
-            else:
-                self._sending.append((action, tracker))
+    def _send_piece(self, action: events.SendPiece) -> None:
+        carrier = self._carriers.get(action.address.partition(":")[0])
+        if carrier is None:
+            self._bad(BadMessage(f"{action.reader} asks for pieces by {action.address!r}, which is not here"))
+            self._do_prefill(events.Sent(action.transfer, action.reader))
+        else:
+            carrier.send(action)
 
     def _settle(self, outcome: Outcome) -> None:
         self._owed.discard((type(outcome), outcome.transfer))
         self._outbox.append(outcome)
-
-    def _land(self, action: events.Land) -> bool:
-        ok = checksum(action.transfer, self._frames) == self._checksum
-        ok = ok and self._memory.write(action.extent, action.blocks, self._frames)
-        self.counters.damaged_pieces += not ok
-        return ok
 
     # When things go wrong ------------------------------------------------------------------------------------
     def _remember(self, now: float, what: object) -> None:

@@ -103,6 +103,14 @@ class Landed(msgspec.Struct, frozen=True, tag=True):
     ok: bool
 
 
+class Routed(msgspec.Struct, frozen=True, tag=True):
+    """From now on pieces from this source come to `address`.  `lost`: what was asked for before will not come."""
+
+    source: str
+    address: str
+    lost: bool = False
+
+
 # Events, both sides ------------------------------------------------------------------------------------------
 class Tick(msgspec.Struct, frozen=True, tag=True):
     """Time has passed."""
@@ -159,7 +167,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
 PrefillEvent = Scheduled | Computed | Pinned | Withdrawn | Sent | Tick | wire.ToPrefill
 PrefillAction = Send | SendPiece | Release
-DecodeEvent = Wanted | Unneeded | Cancelled | Arrived | Landed | Tick | wire.ToDecode
+DecodeEvent = Wanted | Unneeded | Cancelled | Arrived | Landed | Routed | Tick | wire.ToDecode
 DecodeAction = Connect | Send | Land | Report
 ForPrefill = Scheduled | Pinned | Withdrawn
 ForDecode = Wanted | Unneeded | Cancelled

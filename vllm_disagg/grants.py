@@ -41,6 +41,7 @@ class Worker(msgspec.Struct, frozen=True):
     data: Text  # tcp://HOST:PORT
     local: Text = ""  # ipc://PATH, the same data for readers on `host`
     host: Text = ""  # boot id of the machine
+    carriers: Annotated[list[Text], msgspec.Meta(max_length=8)] = []  # what can carry its KV besides ZMQ
 
 
 class Engine(msgspec.Struct, frozen=True):

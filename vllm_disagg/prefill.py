@@ -189,7 +189,7 @@ class PrefillSide:
             if len(t.readers) >= event.readers:
                 return [_fail(event)]
             reader = t.readers[event.reader] = Reader(event.address, now)
-        reader.heard = now
+        reader.heard, reader.address = now, event.address
         t.deadline = max(t.deadline, now + self.lease)
         if reader.is_active:
             return [self._offer(event.transfer, t, event.reader)]

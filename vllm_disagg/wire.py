@@ -11,6 +11,7 @@ has no effect.  There is one union per direction, so a message for the wrong sid
     D -> P   Done     all my bytes are in place.  Did you hold the blocks until now?
     P -> D   Settled  the answer
     both     Fail     this transfer will not happen
+    both     Note     from the one's carrier of bytes to the other's, which alone know what it says
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import msgspec
 
 from .errors import BadMessage
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME = 64 * 1024  # bytes of a control message
+MAX_NOTE = 60 * 1024  # bytes of what a carrier says in one
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
@@ -41,7 +43,7 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     transfer: Name
     source: Name
     reader: Name
-    address: Name  # under which the reader's data socket is known
+    address: Name  # <carrier>:<how the carrier knows the reader>, where the reader takes its pieces
     readers: Count = 1  # P may let go when so many are done; 0: this rank is needed by nobody
 
 
@@ -86,6 +88,15 @@ class Fail(msgspec.Struct, frozen=True, tag="fail"):
     reason: Name
 
 
+class Note(msgspec.Struct, frozen=True, tag="note"):
+    """What the carriers of two workers tell each other, by the carrier's name.  One that is lost is said again or missed."""
+
+    source: Name
+    reader: Name
+    carrier: Name
+    data: Annotated[bytes, msgspec.Meta(max_length=MAX_NOTE)]
+
+
 class Header(msgspec.Struct, frozen=True, tag="header"):
     """Precedes a piece on the data socket.  `checksum`: xxh3_64 of the bytes, seeded with the transfer."""
 
@@ -96,24 +107,26 @@ class Header(msgspec.Struct, frozen=True, tag="header"):
 
 ToPrefill = Pull | Fetch | Done | Fail
 ToDecode = Offer | Settled | Fail
+AtPrefill = ToPrefill | Note  # what a worker takes from its readers
+AtDecode = ToDecode | Note  # what it takes from its sources
 
 _encode = msgspec.msgpack.Encoder().encode
-_to_prefill: msgspec.msgpack.Decoder[ToPrefill] = msgspec.msgpack.Decoder(ToPrefill)
-_to_decode: msgspec.msgpack.Decoder[ToDecode] = msgspec.msgpack.Decoder(ToDecode)
+_to_prefill: msgspec.msgpack.Decoder[AtPrefill] = msgspec.msgpack.Decoder(AtPrefill)
+_to_decode: msgspec.msgpack.Decoder[AtDecode] = msgspec.msgpack.Decoder(AtDecode)
 _header = msgspec.msgpack.Decoder(Header)
 _PREFIX = bytes([VERSION])
 T = TypeVar("T")
 
 
-def encode(message: ToPrefill | ToDecode | Header) -> bytes:
+def encode(message: AtPrefill | AtDecode | Header) -> bytes:
     return _PREFIX + _encode(message)
 
 
-def decode_at_prefill(frame: bytes) -> ToPrefill:
+def decode_at_prefill(frame: bytes) -> AtPrefill:
     return _decode(_to_prefill, frame)
 
 
-def decode_at_decode(frame: bytes) -> ToDecode:
+def decode_at_decode(frame: bytes) -> AtDecode:
     return _decode(_to_decode, frame)
 
 

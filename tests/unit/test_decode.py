@@ -9,7 +9,7 @@ import pytest
 
 from vllm_disagg import wire
 from vllm_disagg.decode import DecodeSide
-from vllm_disagg.events import Reason, Report, Send, Tick, Wanted
+from vllm_disagg.events import Reason, Report, Routed, Send, Tick, Wanted
 from vllm_disagg.grants import Worker
 from vllm_disagg.layout import Shape
 
@@ -55,3 +55,13 @@ def test_who_slept_asks_once_more_before_blaming_p(side: DecodeSide) -> None:
     assert said(side.handle(Tick(), 60.0 - 35.0)) == ["Pull"]
     side.handle(offer(4), 25.1)
     assert "t" in side.transfers
+
+
+def test_when_a_carrier_breaks_what_it_owed_is_asked_for_along_the_new_way(side: DecodeSide) -> None:
+    side.handle(offer(8), 0.1)
+    pull, fetch = side.handle(Routed("p", "fast:1", lost=True), 0.2)
+    assert isinstance(pull, Send) and isinstance(pull.message, wire.Pull) and pull.message.address == "fast:1"
+    assert isinstance(fetch, Send) and isinstance(fetch.message, wire.Fetch) and fetch.message.number == 0
+    assert said(side.handle(Routed("p", "", lost=False), 0.3)) == ["Pull"]
+    assert not side.routes, "our own address is no route"
+    assert side.handle(Routed("q", "fast:1", lost=True), 0.4) == []

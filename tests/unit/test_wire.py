@@ -17,11 +17,13 @@ FOR_PREFILL = [
     wire.Fetch("t", "p", "d", 3, EXTENT),
     wire.Done("t", "p", "d"),
     wire.Fail("t", "p", "d", "cancelled"),
+    wire.Note("p", "d", "nixl", b"\0\xff"),
 ]
 FOR_DECODE = [
     wire.Offer("t", "p", "d", 128, 200, 1),
     wire.Settled("t", "p", "d", True),
     wire.Fail("t", "p", "d", "refused"),
+    wire.Note("p", "d", "nixl", b"x" * wire.MAX_NOTE),
 ]
 
 
@@ -44,7 +46,7 @@ def test_a_message_for_the_other_side_does_not_decode(message: wire.ToPrefill) -
 @pytest.mark.parametrize("decode", DECODERS)
 @given(data=st.binary(max_size=200))
 def test_any_bytes_are_bad_messages_and_nothing_else(decode, data: bytes) -> None:  # type: ignore[no-untyped-def]
-    for frame in (data, b"\x01" + data):
+    for frame in (data, wire._PREFIX + data):
         try:
             decode(frame)
         except BadMessage:
@@ -65,10 +67,11 @@ def test_truncated_or_flipped_messages_do_not_raise_anything_else(message: wire.
 
 
 def test_what_is_refused() -> None:
-    nested = b"\x01" + b"\x91" * 60_000
-    other_version = b"\x02" + wire.encode(FOR_PREFILL[0])[1:]
+    nested = wire._PREFIX + b"\x91" * 60_000
+    other_version = b"\x01" + wire.encode(FOR_PREFILL[0])[1:]
     huge = wire.encode(wire.Done("x" * 70_000, "p", "d"))
-    negative = b"\x01" + msgspec.msgpack.encode({"type": "fetch", "transfer": "t", "source": "p", "reader": "d", "number": -1})
+    fetch = {"type": "fetch", "transfer": "t", "source": "p", "reader": "d", "number": -1}
+    negative = wire._PREFIX + msgspec.msgpack.encode(fetch)
     for frame in (nested, other_version, huge, negative, b""):
         with pytest.raises(BadMessage):
             wire.decode_at_prefill(frame)
@@ -76,4 +79,4 @@ def test_what_is_refused() -> None:
 
 def test_unknown_fields_are_ignored_so_that_fields_may_be_added() -> None:
     later = {"type": "done", "transfer": "t", "source": "p", "reader": "d", "new": 1}
-    assert wire.decode_at_prefill(b"\x01" + msgspec.msgpack.encode(later)) == wire.Done("t", "p", "d")
+    assert wire.decode_at_prefill(wire._PREFIX + msgspec.msgpack.encode(later)) == wire.Done("t", "p", "d")

@@ -1,11 +1,8 @@
-"""Messages and KV bytes over ZMQ.  Only sockets: what they mean is the driver's business.
+"""Pieces over ZMQ, sent where they lie in the KV cache: the carrier that is always there.
 
-Each worker that prefills binds two ROUTER sockets, `control` and `data`; each worker that decodes connects a pair
-of DEALER sockets to every worker it reads from.  Control is CURVE with keys derived from the fleet key, checked by
-a ZAP handler that knows one client key: who has the fleet key is a member, nobody else gets a message through.
-Data is for the address that a reader gave over control; nothing is ever read from the data ROUTER, and the bytes
-are worth nothing without the checksum and the Settled that go over control.  On one machine data takes a UNIX
-socket.  Every socket has bounded messages, heartbeats, a handshake limit and no linger; nothing here blocks.
+Each worker binds a ROUTER; a reader connects a DEALER to every worker it reads from and is known there under a random
+address, told over control.  Nothing is ever read from the ROUTER, and the bytes are worth nothing without the
+checksum and the Settled that goes over control.  On one machine a UNIX socket takes them.
 """
 
 from __future__ import annotations
@@ -16,178 +13,130 @@ import os
 import secrets
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import zmq
-from zmq.utils import z85
 
 from .. import wire
-from ..config import Config
-from ..errors import ConfigError
+from ..errors import BadMessage
+from ..events import Arrived, Land, SendPiece, Sent
 from ..grants import Worker
-from ..keys import FleetKey
-from ..memory import FRAME
+from ..memory import FRAME, checksum
+from .carrier import Happened, Port
+from .control import Control, receive
 
 log = logging.getLogger("vllm_disagg.zmq")
 
-DOMAIN = b"vllm-disagg"
-LINKS = 1024  # workers we read from; the one unused for longest makes room
+UNSENT = 0.002  # seconds between looks at sends that wait for a connection or have not ended
+CONNECTING = 2.0  # seconds that a piece waits for a reader's connection
 
 
-@dataclass
-class Link:
-    control: zmq.Socket[bytes]
-    data: zmq.Socket[bytes]
-
-
-class Sockets:
-    """All sockets of one worker.  Made and used by one thread."""
-
-    def __init__(self, config: Config, key: FleetKey, name: str) -> None:
-        self.name = name
-        self.address = secrets.token_hex(8)  # of our data sockets, told to P over control
-        self._config, self._key = config, key
-        self._context = zmq.Context(io_threads=1)
-        self._zap = self._serve_zap()
-        self.control = self._socket(zmq.ROUTER, wire.MAX_FRAME, server=True)
-        self.data = self._socket(zmq.ROUTER, 1024, server=True, encrypt=config.encrypt_data)
-        for router in (self.control, self.data):
-            router.router_mandatory = True
-            router.router_handover = True  # a reader that lost its connection comes back under its name
-        self.data.sndhwm = 0  # bounded by the readers' credits
+class ZmqCarrier:
+    def __init__(self, port: Port, control: Control) -> None:
+        self._port, self._control = port, control
+        self.address = f"zmq:{secrets.token_hex(8)}"
+        encrypt = port.config.encrypt_data
+        self._router = control.socket(zmq.ROUTER, 1024, server=True, encrypt=encrypt)
+        self._router.router_mandatory = True
+        self._router.router_handover = True
+        self._router.sndhwm = 0  # bounded by the readers' credits
+        self.endpoint = control.bind(self._router)
         self._folder = tempfile.mkdtemp(prefix="vllm-disagg-")  # readable by this user alone
-        local = f"ipc://{self._folder}/data"
-        self.worker = Worker(name, self._bind(self.control), self._bind(self.data), local, machine())
-        self.data.bind(local)
-        self.links: dict[str, Link] = {}
-        self.poller = zmq.Poller()
-        for receiver in (self.control, self._zap):
-            self.poller.register(receiver, zmq.POLLIN)
+        self.local = f"ipc://{self._folder}/data"
+        self._router.bind(self.local)
+        self.links: dict[str, zmq.Socket[bytes]] = {}
+        self._frames: list[memoryview] = []  # of the Arrived just yielded
+        self._checksum = 0
+        self._unsent: list[tuple[SendPiece, float]] = []
+        self._sending: list[tuple[SendPiece, zmq.MessageTracker]] = []
 
-    # Serving readers -----------------------------------------------------------------------------------------
-    def send_to_reader(self, reader: str, message: wire.ToDecode) -> None:
-        self._send(self.control, [reader.encode(), wire.encode(message)])
+    # Sending -------------------------------------------------------------------------------------------------
+    def send(self, piece: SendPiece) -> None:
+        self._send(piece, time.monotonic() + CONNECTING)
 
-    def send_piece(self, address: str, header: wire.Header, frames: Sequence[memoryview]) -> zmq.MessageTracker | None:
-        """Send without copying; the tracker tells when the frames are no longer read.  None: not connected (yet)."""
-        parts: list[bytes | memoryview] = [address.encode(), wire.encode(header), *frames]
+    def _send(self, piece: SendPiece, until: float) -> None:
+        frames = self._port.memory.read(piece.extent, piece.blocks)
+        header = wire.Header(piece.transfer, piece.number, checksum(piece.transfer, frames))
+        address = piece.address.removeprefix("zmq:").encode()
         try:
-            return self.data.send_multipart(parts, zmq.NOBLOCK, copy=False, track=True)
-        except zmq.ZMQError as error:
-            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                return None
-            raise
-
-    # Reading from workers ------------------------------------------------------------------------------------
-    def connect(self, worker: Worker) -> None:
-        link = self.links.pop(worker.name, None)
-        if link is None:
-            control = self._socket(zmq.DEALER, wire.MAX_FRAME, server=False)
-            control.routing_id = self.name.encode()
-            data = self._socket(zmq.DEALER, 2 * FRAME, server=False, encrypt=self._config.encrypt_data)
-            data.routing_id = self.address.encode()
-            here = worker.host == machine() and os.path.exists(worker.local.removeprefix("ipc://"))
-            try:
-                control.connect(worker.control)
-                data.connect(worker.local if here else worker.data)
-            except zmq.ZMQError as error:  # no address: this worker is silent, as one that is not there
-                log.warning("worker %s cannot be reached: %s", worker.name, error)
-                control.close()
-                data.close()
-                return
-            link = Link(control, data)
-            for receiver in (control, data):
-                self.poller.register(receiver, zmq.POLLIN)
-        self.links[worker.name] = link  # the youngest, at the end
-        if len(self.links) > LINKS:
-            self._close_link(next(iter(self.links)))
-
-    def send_to_source(self, source: str, message: wire.ToPrefill) -> None:
-        link = self.links.get(source)
-        if link is not None:
-            self._send(link.control, [wire.encode(message)])
-
-    # Both ----------------------------------------------------------------------------------------------------
-    def receive(self, receiver: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
-        """What has arrived on a socket, whole messages; at most 64, so that no peer keeps us from the others."""
-        for _ in range(64):
-            try:
-                yield receiver.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-
-    def answer_zap(self) -> None:
-        """Let in whoever has the client key of this fleet (RFC 27, one request a connection)."""
-        for message in self.receive(self._zap):
-            frames = [frame.bytes for frame in message]
-            known = len(frames) == 7 and frames[5] == b"CURVE" and frames[6] == z85.decode(self._client()[0])
-            verdict = [b"200", b"OK", b"reader", b""] if known else [b"400", b"not of this fleet", b"", b""]
-            self._zap.send_multipart([b"1.0", frames[1] if len(frames) > 1 else b"", *verdict])
-
-    def is_zap(self, receiver: object) -> bool:
-        return receiver is self._zap
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
-        with contextlib.suppress(OSError):  # the folder may be gone already
-            Path(self._folder, "data").unlink(missing_ok=True)
-            os.rmdir(self._folder)
-
-    # Parts ---------------------------------------------------------------------------------------------------
-    def _send(self, sender: zmq.Socket[bytes], parts: list[bytes]) -> None:
-        """A message that cannot go is lost, as on any network: the protocol repeats what matters."""
-        try:
-            sender.send_multipart(parts, zmq.NOBLOCK)
+            tracker = self._router.send_multipart([address, wire.encode(header), *frames], zmq.NOBLOCK, copy=False, track=True)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
+            self._unsent.append((piece, until))  # the reader's data connection comes up beside its control connection
+            return
+        self._port.counters.pieces_sent += 1
+        self._port.counters.bytes_sent += sum(len(frame) for frame in frames)
+        assert tracker is not None  # asked for
+        self._sending.append((piece, tracker))
 
-    def _close_link(self, source: str) -> None:
-        link = self.links.pop(source)
-        for receiver in (link.control, link.data):
-            self.poller.unregister(receiver)
-            receiver.close()
+    def next_look(self) -> float | None:
+        return time.monotonic() + UNSENT if self._unsent or self._sending else None
 
-    def _socket(self, kind: int, largest: int, *, server: bool, encrypt: bool = True) -> zmq.Socket[bytes]:
-        made: zmq.Socket[bytes] = self._context.socket(kind)
-        made.maxmsgsize = largest
-        made.linger = 0
-        made.handshake_ivl = 5000
-        made.heartbeat_ivl, made.heartbeat_timeout, made.heartbeat_ttl = 1000, 3000, 3000
-        if self._key.is_set and encrypt:
-            public, secret = self._server()
-            if server:
-                made.zap_domain, made.curve_server, made.curve_secretkey = DOMAIN, True, secret
-            else:
-                made.curve_serverkey = public
-                made.curve_publickey, made.curve_secretkey = self._client()
-        return made
+    def happened(self, ready: Collection[object]) -> Iterator[Happened]:
+        for link in [link for link in self.links.values() if link in ready]:
+            for message in receive(link):
+                yield from self._received(message)
+        now = time.monotonic()
+        unsent, self._unsent = self._unsent, []
+        for piece, until in unsent:
+            if now < until:
+                self._send(piece, until)
+            else:  # lost, as on any network: the reader asks again
+                yield Sent(piece.transfer, piece.reader)
+        ended = [piece for piece, tracker in self._sending if tracker.done]
+        self._sending = [(piece, tracker) for piece, tracker in self._sending if not tracker.done]
+        for piece in ended:
+            yield Sent(piece.transfer, piece.reader)
 
-    def _bind(self, router: zmq.Socket[bytes]) -> str:
-        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
-        router.ipv6 = ":" in self._config.host
+    # Reading -------------------------------------------------------------------------------------------------
+    def connect(self, worker: Worker) -> None:
+        if worker.name in self.links:
+            return
+        link = self._control.socket(zmq.DEALER, 2 * FRAME, server=False, encrypt=self._port.config.encrypt_data)
+        link.routing_id = self.address.removeprefix("zmq:").encode()
+        here = worker.host == machine() and os.path.exists(worker.local.removeprefix("ipc://"))
         try:
-            router.bind(f"tcp://{host}:0")
+            link.connect(worker.local if here else worker.data)
         except zmq.ZMQError as error:
-            raise ConfigError(f"host {self._config.host}: cannot listen there ({error.strerror})") from None
-        endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        if not endpoint.startswith(f"tcp://{host}:"):
-            raise ConfigError(f"host {self._config.host}: listens at {endpoint} instead")
-        return endpoint
+            log.warning("worker %s cannot be reached: %s", worker.name, error)
+            link.close()
+            return
+        self._port.poller.register(link, zmq.POLLIN)
+        self.links[worker.name] = link
 
-    def _serve_zap(self) -> zmq.Socket[bytes]:
-        zap: zmq.Socket[bytes] = self._context.socket(zmq.REP)
-        zap.linger = 0
-        zap.bind("inproc://zeromq.zap.01")
-        return zap
+    def disconnect(self, source: str) -> None:
+        if (link := self.links.pop(source, None)) is not None:
+            self._control.close_socket(link)
 
-    def _server(self) -> tuple[bytes, bytes]:
-        return _pair(self._key.derive("curve-server"))
+    def _received(self, message: list[zmq.Frame]) -> Iterator[Happened]:
+        try:
+            header = wire.decode_header(message[0].bytes)
+        except BadMessage as error:
+            self._port.counters.bad_messages += 1
+            log.warning("dropped a piece: %s", error)
+            return
+        self._frames, self._checksum = [frame.buffer for frame in message[1:]], header.checksum
+        yield Arrived(header.transfer, header.number)
+        self._frames = []
 
-    def _client(self) -> tuple[bytes, bytes]:
-        return _pair(self._key.derive("curve-client"))
+    def land(self, land: Land) -> bool | None:
+        ok = checksum(land.transfer, self._frames) == self._checksum
+        return ok and self._port.memory.write(land.extent, land.blocks, self._frames)
+
+    # Both ----------------------------------------------------------------------------------------------------
+    def note_at_prefill(self, reader: str, data: bytes) -> None:
+        """ZMQ needs no notes."""
+
+    def note_at_decode(self, source: str, data: bytes) -> None:
+        """ZMQ needs no notes."""
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # the folder may be gone already
+            Path(self._folder, "data").unlink(missing_ok=True)
+            os.rmdir(self._folder)
 
 
 def machine() -> str:
@@ -196,9 +145,3 @@ def machine() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname()
-
-
-def _pair(secret: bytes) -> tuple[bytes, bytes]:
-    """(public, secret) in Z85, from 32 secret bytes."""
-    encoded = z85.encode(secret)
-    return zmq.curve_public(encoded), encoded

@@ -1,0 +1,145 @@
+"""Messages between workers over ZMQ.  Only sockets: what the messages mean is the driver's business.
+
+Each worker binds a ROUTER and connects a DEALER to every worker it reads from.  CURVE with keys derived from the
+fleet key, checked by a ZAP handler that knows one client key: who has the fleet key is a member, nobody else gets a
+message through.  Every socket has bounded messages, heartbeats, a handshake limit and no linger; nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import zmq
+from zmq.utils import z85
+
+from .. import wire
+from ..config import Config
+from ..errors import ConfigError
+from ..grants import Worker
+from ..keys import FleetKey
+
+log = logging.getLogger("vllm_disagg.control")
+
+DOMAIN = b"vllm-disagg"
+LINKS = 1024  # workers we read from; the one unused for longest makes room
+
+
+class Control:
+    """The control sockets of one worker, and how to make more of their kind.  Made and used by one thread."""
+
+    def __init__(self, config: Config, key: FleetKey, name: str) -> None:
+        self.name = name
+        self.config, self._key = config, key
+        self.context = zmq.Context(io_threads=1)
+        self.poller = zmq.Poller()
+        self.zap: zmq.Socket[bytes] = self.context.socket(zmq.REP)
+        self.zap.linger = 0
+        self.zap.bind("inproc://zeromq.zap.01")
+        self.router = self.socket(zmq.ROUTER, wire.MAX_FRAME, server=True)
+        self.router.router_mandatory = True
+        self.router.router_handover = True  # a reader that lost its connection comes back under its name
+        self.address = self.bind(self.router)
+        self.links: dict[str, zmq.Socket[bytes]] = {}
+        for receiver in (self.router, self.zap):
+            self.poller.register(receiver, zmq.POLLIN)
+
+    def send_to_reader(self, reader: str, message: wire.AtDecode) -> None:
+        _send(self.router, [reader.encode(), wire.encode(message)])
+
+    def send_to_source(self, source: str, message: wire.AtPrefill) -> None:
+        link = self.links.get(source)
+        if link is not None:
+            _send(link, [wire.encode(message)])
+
+    def connect(self, worker: Worker) -> str | None:
+        """Be ready to exchange messages with this worker; the name of the one that had to make room, if one had."""
+        link = self.links.pop(worker.name, None)
+        if link is None:
+            link = self.socket(zmq.DEALER, wire.MAX_FRAME, server=False)
+            link.routing_id = self.name.encode()
+            try:
+                link.connect(worker.control)
+            except zmq.ZMQError as error:  # no address: this worker is silent, as one that is not there
+                log.warning("worker %s cannot be reached: %s", worker.name, error)
+                link.close()
+                return None
+            self.poller.register(link, zmq.POLLIN)
+        self.links[worker.name] = link  # the youngest, at the end
+        if len(self.links) <= LINKS:
+            return None
+        oldest = next(iter(self.links))
+        self.close_socket(self.links.pop(oldest))
+        return oldest
+
+    def answer_zap(self) -> None:
+        """Let in whoever has the client key of this fleet (RFC 27, one request a connection)."""
+        for message in receive(self.zap):
+            frames = [frame.bytes for frame in message]
+            known = len(frames) == 7 and frames[5] == b"CURVE" and frames[6] == z85.decode(self._client()[0])
+            verdict = [b"200", b"OK", b"reader", b""] if known else [b"400", b"not of this fleet", b"", b""]
+            self.zap.send_multipart([b"1.0", frames[1] if len(frames) > 1 else b"", *verdict])
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+    # Sockets of this kind ------------------------------------------------------------------------------------
+    def socket(self, kind: int, largest: int, *, server: bool, encrypt: bool = True) -> zmq.Socket[bytes]:
+        """`largest`: bytes of a message."""
+        made: zmq.Socket[bytes] = self.context.socket(kind)
+        made.maxmsgsize = largest
+        made.linger = 0
+        made.handshake_ivl = 5000
+        made.heartbeat_ivl, made.heartbeat_timeout, made.heartbeat_ttl = 1000, 3000, 3000
+        if self._key.is_set and encrypt:
+            public, secret = _pair(self._key.derive("curve-server"))
+            if server:
+                made.zap_domain, made.curve_server, made.curve_secretkey = DOMAIN, True, secret
+            else:
+                made.curve_serverkey = public
+                made.curve_publickey, made.curve_secretkey = self._client()
+        return made
+
+    def bind(self, router: zmq.Socket[bytes]) -> str:
+        """Bind to a free port of the configured address; the endpoint."""
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        router.ipv6 = ":" in self.config.host
+        try:
+            router.bind(f"tcp://{host}:0")
+        except zmq.ZMQError as error:
+            raise ConfigError(f"host {self.config.host}: cannot listen there ({error.strerror})") from None
+        endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        if not endpoint.startswith(f"tcp://{host}:"):
+            raise ConfigError(f"host {self.config.host}: listens at {endpoint} instead")
+        return endpoint
+
+    def close_socket(self, made: zmq.Socket[bytes]) -> None:
+        self.poller.unregister(made)
+        made.close()
+
+    def _client(self) -> tuple[bytes, bytes]:
+        return _pair(self._key.derive("curve-client"))
+
+
+def receive(receiver: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
+    """What has arrived on a socket, whole messages; at most 64, so that no peer keeps us from the others."""
+    for _ in range(64):
+        try:
+            yield receiver.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return
+
+
+def _send(sender: zmq.Socket[bytes], parts: list[bytes]) -> None:
+    """A message that cannot go is lost, as on any network: the protocol repeats what matters."""
+    try:
+        sender.send_multipart(parts, zmq.NOBLOCK)
+    except zmq.ZMQError as error:
+        if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+            raise
+
+
+def _pair(secret: bytes) -> tuple[bytes, bytes]:
+    """(public, secret) in Z85, from 32 secret bytes."""
+    encoded = z85.encode(secret)
+    return zmq.curve_public(encoded), encoded

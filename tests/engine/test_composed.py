@@ -1,0 +1,56 @@
+"""Inside vLLM's MultiConnector, beside a connector that keeps KV on disk (vLLM's own example of one)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from asking import ask, body, english, expect_same
+from conftest import Main
+from engines import BLOCK, Engine, Proxy, wait
+
+
+def engine(main: Main, name: str, role: str, cpu: str, disk: Path) -> Engine:
+    ours = {"kv_connector": "DisaggConnector", "kv_role": role, "kv_connector_extra_config": {"key_file": main.machine.key}}
+    other = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(disk)},
+    }
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [ours, other]},
+    }
+    return Engine(name, main.machine.folder, "--kv-transfer-config", json.dumps(both), cpu=cpu)
+
+
+@pytest.fixture(scope="module")
+def pair(main: Main, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine, Proxy]]:
+    """Engines whose connectors keep KV in a folder of each one's own."""
+    machine = main.machine
+    prefill = engine(main, "multi-P", "kv_producer", "0", tmp_path_factory.mktemp("disk-P"))
+    decode = engine(main, "multi-D", "kv_consumer", "1", tmp_path_factory.mktemp("disk-D"))
+    proxy = Proxy(machine.folder, prefill, decode, name="multi-proxy")
+    machine.start(prefill, decode)
+    machine.start(proxy)
+    yield prefill, decode, proxy
+    machine.stop(proxy, decode, prefill)
+
+
+def test_both_connectors_at_once(main: Main, pair: tuple[Engine, Engine, Proxy]) -> None:
+    """Prompts of one chunk each: the other connector knows no more.  The second time its KV, or ours, is there already."""
+    _, decode, proxy = pair
+    asked = [body(english(BLOCK + 10 * at, f"composed {at}"), 12) for at in range(1, 12)]
+    before = decode.received
+    for turn in range(2):
+        for one in asked:
+            expect_same(ask(proxy.url, one), ask(main.plain.url, one), f"turn {turn}:")
+        if turn == 0:
+            wait("KV moves", lambda: decode.received > before, 5)
+    for one in pair[:2]:
+        wait(f"{one.name} gives all its blocks back", lambda e=one: e.usage == 0, 15)
+        assert one.is_alive()

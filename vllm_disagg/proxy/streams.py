@@ -56,11 +56,15 @@ def failure_in(content: bytes) -> Reason:
 
 
 class Tape:
-    """Everything that one client gets of one stream, be it from one instance or from several after each other."""
+    """Everything that one client gets of one stream, be it from one instance or from several after each other.
 
-    def __init__(self, write: Callable[[bytes], None], keep: bool) -> None:
+    `keep`: remember what was said, for another instance.  `hold`: what stands in the event from which on all is held."""
+
+    def __init__(self, write: Callable[[bytes], None], keep: bool, hold: bytes = b"") -> None:
         self._write = write
         self._keep = keep
+        self._hold = hold
+        self.held = b""
         self._stop: Stop
         self._part = b""  # of an event that is not complete yet
         self._kept: list[bytes] = []
@@ -104,6 +108,8 @@ class Tape:
                 return
             if aborted(data) and not (data := self._before_abort(data)):
                 return
+            if self._hold and (self.held or self._hold in data) and not (data := self._before_end(data)):
+                return
             self.done = data.endswith(DONE)
             if self._rename:
                 data = data.replace(*self._rename)
@@ -122,6 +128,14 @@ class Tape:
             self._stop(failure_in(self.error), "it said so in its stream")
             return data[:at]
         return data
+
+    def _before_end(self, data: bytes) -> bytes:
+        """Data up to the event with which the instance calls its answer complete."""
+        at = 0 if self.held else data.rfind(b"\n\n", 0, data.find(self._hold)) + 2
+        if at == 1:  # not found
+            at = 0
+        self.held += data[at:]
+        return data[:at]
 
     def _before_abort(self, data: bytes) -> bytes:
         """Data up to the event with which the instance gives an answer up."""
@@ -172,6 +186,8 @@ class Tape:
         """The stream ended as it should, and what is left belongs to it; False when it ended too early."""
         if self._replay:
             return False
+        if self.held:
+            self._write(self.held)
         if self._part:
             self._write(self._part)
         return True

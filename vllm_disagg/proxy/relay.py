@@ -354,7 +354,9 @@ class Relay:
         other = choose_decode(self.fleet, now, trip.failed, trip.ask)
         todo = step(failure.leg, failure.reason, past, Left(isinstance(pair, Pair), decode.up, other is not None))
         if todo is Step.GIVE_UP or (failure.reason in CHARGED and not self._budget.spend(now)):
+            self.metrics.failed_over("none")
             return None
+        self.metrics.failed_over(todo.value)
         why = f"prefill_{failure.reason}" if at_p else "decode_in_stream" if past.begun else "decode_failed"
         self.metrics.fell_back(why)
         if todo is Step.PAIR and isinstance(pair, Pair):

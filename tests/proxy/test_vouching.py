@@ -36,16 +36,17 @@ class Stopping:
         self.asked: list[Call] = []  # for one more token
         self.living = living  # of so many questions the engine gives tokens still
         for engine in w.prefills + w.decodes:
-            engine.script = self.serve
+            engine.script, engine.one_more = self.serve, self.one_more
+
+    async def one_more(self, call: Call) -> None:
+        self.asked.append(call)
+        await asyncio.sleep(0.02)
+        stopped = call.engine is self.victim and len(self.asked) > self.living
+        await as_vllm(call, {"choices": [{"finish_reason": "abort" if stopped else "length"}]})
 
     async def serve(self, call: Call) -> None:
         if call.leg == "prefill":
             await answer(call)
-        elif call.body.get("prompt") == "probe":
-            self.asked.append(call)
-            await asyncio.sleep(0.02)
-            stopped = call.engine is self.victim and len(self.asked) > self.living
-            await as_vllm(call, {"choices": [{"finish_reason": "abort" if stopped else "length"}]})
         else:
             self.victim = self.victim or call.engine
             await self.tell(call)

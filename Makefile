@@ -2,7 +2,7 @@
 # make demo      a prefill and a decode instance and the proxy; exact answers, KV moved while the prefill computes
 # make check     lint, types, import rules, all tests that need no engine
 # make test      check, and the tests with real engines
-# make chaos     2 prefill and 2 decode instances under load, each killed and frozen in turn (5 minutes)
+# make chaos     2 prefill and 2 decode instances under load, each killed, frozen, drained and replaced in turn (10 minutes)
 # make versions  exactness on the oldest and the newest vLLM supported
 # make mutants   plant faults in the protocol; the tests must notice
 # make bench     the hand-off, measured

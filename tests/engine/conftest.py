@@ -72,7 +72,8 @@ class Machine:
     def stop(self, *processes: Process) -> None:
         for process in processes or self._running[::-1]:
             process.stop()
-            self._running.remove(process)
+            if process in self._running:
+                self._running.remove(process)
 
     def _tell(self, text: str) -> None:
         self._say.write(text if text.startswith(" ") else f"\n{text}", flush=True)

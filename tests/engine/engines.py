@@ -195,6 +195,20 @@ class Proxy(Process):
                 command += [flag, engine.url]
         super().__init__(name, command, folder, port, {})
 
+    def members(self) -> dict[str, bool]:
+        """Instances by URL: whether each can be used."""
+        return {row["url"]: row["usable"] for row in json.loads(get(self.url, "/disagg/instances", 5.0)[1])}
+
+    def change(self, method: str, path: str, **fields: str) -> None:
+        """Change the fleet over the admin API."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        try:
+            connection.request(method, path, json.dumps(fields), {"content-type": "application/json"})
+            answer = connection.getresponse()
+            assert answer.status == 200, answer.read()
+        finally:
+            connection.close()
+
     def is_ready(self) -> bool:
         try:
             return get(self.url, "/readiness", 2.0)[0] == 200

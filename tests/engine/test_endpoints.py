@@ -107,3 +107,17 @@ def test_responses(main: Main, stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_anthropic_messages(main: Main, stream: bool) -> None:
     same(main, messages, stream=stream)
+
+
+def test_a_client_that_has_heard_enough(main: Main) -> None:
+    """What it heard is the same, and closing its stream frees the engines."""
+
+    def begin(url: str) -> str:
+        stream = chat(url, stream=True, extra_body={"ignore_eos": True, "max_tokens": 1500})
+        heard = [next(stream).choices[0].delta.content or "" for _ in range(6)]
+        stream.close()
+        return "".join(heard)
+
+    assert begin(main.proxy.url).startswith(begin(main.plain.url)[:8])
+    for engine in (main.prefill, main.decode, main.plain):
+        wait(f"{engine.name} stops", lambda e=engine: e.metric("vllm:num_requests_running") == 0 and e.usage == 0, 5)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -11,22 +9,9 @@ from contextlib import contextmanager
 
 from asking import ask, body, expect_same, tokens
 from conftest import Main
-from engines import Proxy, get, wait
+from engines import Proxy, wait
 
 QUIET = 2.0  # seconds of load between changes
-
-
-def change(proxy: str, method: str, path: str, **fields: str) -> None:
-    connection = http.client.HTTPConnection(proxy.removeprefix("http://"), timeout=10)
-    connection.request(method, path, json.dumps(fields), {"content-type": "application/json"})
-    answer = connection.getresponse()
-    assert answer.status == 200, answer.read()
-    connection.close()
-
-
-def members(url: str) -> dict[str, bool]:
-    """URL: whether it can be used."""
-    return {row["url"]: row["usable"] for row in json.loads(get(url, "/disagg/instances", 5.0)[1])}
 
 
 @contextmanager
@@ -58,19 +43,19 @@ def load(main: Main) -> Iterator[list[object]]:
 
 
 def test_instances_come_and_go_under_load(main: Main) -> None:
-    url, prefill = main.proxy.url, main.prefill.url
+    proxy, prefill = main.proxy, main.prefill.url
     with load(main):
         time.sleep(QUIET)
-        change(url, "POST", "/disagg/instances/drain", url=prefill)
-        wait("the drained one has left", lambda: prefill not in members(url), 30)
+        proxy.change("POST", "/disagg/instances/drain", url=prefill)
+        wait("the drained one has left", lambda: prefill not in proxy.members(), 30)
         time.sleep(QUIET)
-        change(url, "POST", "/disagg/instances", url=prefill, role="prefill")
-        wait("it is back", lambda: members(url).get(prefill, False), 15)
+        proxy.change("POST", "/disagg/instances", url=prefill, role="prefill")
+        wait("it is back", lambda: proxy.members().get(prefill, False), 15)
         time.sleep(QUIET)
-        change(url, "DELETE", "/disagg/instances", url=prefill)  # a flag still names it, so this drains it
-        wait("it has left again", lambda: prefill not in members(url), 30)
-        change(url, "POST", "/disagg/instances", url=prefill, role="prefill")
-        wait("it is back again", lambda: members(url).get(prefill, False), 15)
+        proxy.change("DELETE", "/disagg/instances", url=prefill)  # a flag still names it, so this drains it
+        wait("it has left again", lambda: prefill not in proxy.members(), 30)
+        proxy.change("POST", "/disagg/instances", url=prefill, role="prefill")
+        wait("it is back again", lambda: proxy.members().get(prefill, False), 15)
     main.expect_well(2)
 
 
@@ -80,7 +65,7 @@ def test_engines_make_themselves_known(main: Main) -> None:
     main.machine.start(proxy)
     try:
         both = {main.prefill.url: True, main.decode.url: True}
-        wait("both are known", lambda: members(proxy.url) == both, 15)
+        wait("both are known", lambda: proxy.members() == both, 15)
         before = main.decode.received
         job = body(tokens(500, time.monotonic()))
         expect_same(ask(proxy.url, job), ask(main.plain.url, job))

@@ -101,6 +101,10 @@ async def answer_at_once(call: Call) -> None:
         await call.json({"text": call.engine.name, "leg": call.leg})
 
 
+async def one_more_token(call: Call) -> None:
+    await call.json({"choices": [{"text": "x", "finish_reason": "length"}]})
+
+
 class ScriptedEngine:
     """An HTTP server that answers probes as an engine would and everything else as `script` says."""
 
@@ -112,6 +116,7 @@ class ScriptedEngine:
         self.plain = False
         self.health = 200
         self.calls: list[Call] = []  # without probes
+        self.one_more: Script = one_more_token  # asked for after an answer, to know that it was whole
         self.connections = 0
         self.frozen = False  # holds its connections and says nothing, as after SIGSTOP
         self.probe_hangs = False
@@ -200,6 +205,8 @@ class ScriptedEngine:
             if self.nixl:
                 params = {"remote_engine_id": self.incarnation, "remote_block_ids": [[1]], "do_remote_prefill": True}
             await call.json({"choices": [], "kv_transfer_params": params})
+        elif call.leg == "whole" and call.body.get("prompt") == "probe":
+            await self.one_more(call)
         elif call.path == "/metrics":
             text = f'# TYPE x\nvllm:kv_cache_usage_perc{{engine="0",model_name="m"}} {self.kv_use}\nvllm:other 7\n'
             call.raw_write(f"HTTP/1.1 200 X\r\ncontent-type: text/plain\r\ncontent-length: {len(text)}\r\n\r\n{text}")

@@ -503,3 +503,59 @@ async def test_a_request_that_kills_engines_gets_no_third() -> None:
         reply = await w.post()
         assert reply.status == 500 and b"EngineCore" in reply.body
         assert sum(len(d.calls) for d in w.decodes) == 2
+
+
+TEXTS = [" a", " quick", ' "brown"', "\n", " fóx 🦊", "\\", " back\\slash", ' {"error"', " data: [DONE]", "\u2028", " end"] * 5
+
+
+@pytest.mark.parametrize("form", ["completion", "chat"])
+def test_events_of_one_form_take_the_short_way(form: str) -> None:
+    """Each event comes by itself, as they do; wherever the stream breaks off, nothing is lost or told twice."""
+    first, again = (make(form, Script(name, width, words=TEXTS, usage=True)) for name, width in (("A", 1), ("B", 2)))
+    short = 0
+    for at in range(1, len(first)):
+        wire = Wire()
+        sink = wire.tape.source(lambda *_: None)
+        for event in first[:at]:
+            sink(event)
+        assert bytes(wire.out) == b"".join(first[:at])
+        short = max(short, len(wire.tape._pieces))
+        assert wire.tape.resumable and not wire.play(b"".join(again)), wire.stopped
+        same(bytes(wire.out), b"".join(first), "A")
+    assert short > 1
+
+
+@pytest.mark.parametrize("last", ["abort", "error", "part", "two"])
+def test_the_short_way_is_only_for_one_more_text(last: str) -> None:
+    first = Script("A", words=TEXTS).completion()
+    stopped: list[str] = []
+    wire = Wire()
+    sink = wire.tape.source(lambda reason, _: stopped.append(reason))
+    for event in first[:9]:
+        sink(event)
+    event = first[9]
+    bad = {
+        "abort": event.replace(b'"finish_reason":null', b'"finish_reason":"abort"'),
+        "error": b'data: {"error":{"message":"EngineCore died","code":500}}\n\n',
+        "part": event[:-9],
+        "two": event + first[10],
+    }[last]
+    sink(bad)
+    assert stopped == (["died"] if last in ("abort", "error") else [])
+    assert bytes(wire.out) == b"".join(first[: 11 if last == "two" else 9])
+    if last == "part":
+        sink(event[-9:] + first[10])
+        assert bytes(wire.out) == b"".join(first[:11])
+
+
+def test_memory_is_bounded_on_the_short_way_too() -> None:
+    words = [f" w{i}" for i in range(5000)]
+    events = Script("A", words=words).completion()
+    wire = Wire()
+    sink = wire.tape.source(lambda *_: None)
+    for event in events[:4000]:
+        sink(event)
+        assert wire.tape._size <= FOLD
+        assert sum(map(len, wire.tape._pieces)) + 48 * len(wire.tape._pieces) <= FOLD
+    assert wire.tape.resumable and not wire.play(b"".join(Script("B", 7, words=words).completion()))
+    same(bytes(wire.out), b"".join(events), "A")

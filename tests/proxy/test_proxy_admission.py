@@ -75,3 +75,33 @@ async def test_nobody_waits_for_what_cannot_come() -> None:
     admission.wake()
     assert await waiting is None
     assert await admission.acquire(Ask(1)) is None
+
+
+async def test_a_full_instance_holds_up_only_its_own_model() -> None:
+    worker = [Worker("w", "a", "b")]
+    fleet = Fleet([Instance("p1", "prefill"), Instance("d1", "decode"), Instance("p2", "prefill"), Instance("d2", "decode")])
+    for instance in fleet.instances:
+        model = f"m{instance.url[1]}"
+        instance.probed(model, Engine(instance.url, "both", worker, {"model": model}))
+    admission = Admission(fleet, 1, 9, 9.0)
+
+    def ask(model: str, path: str = "/v1/completions") -> asyncio.Task[Pair | None]:
+        return asyncio.create_task(admission.acquire(Ask(1, model=model, path=path)))
+
+    held = [await ask("m1"), await ask("m2")]
+    waiters = [ask("m1"), ask("m1"), ask("m2"), ask("m2", "/v1/responses"), ask("nobody's")]
+    await asyncio.sleep(0)
+    assert len(admission) == 5
+    assert held[1] and held[1].prefill.url == "p2"
+    admission.release(held[1])
+    await asyncio.sleep(0)
+    assert [task.done() for task in waiters] == [False, False, True, False, False]
+    second = waiters[2].result()
+    assert second and second.prefill.url == "p2"
+    admission.release(second)  # the one with the other path came before the one that any instance may refuse
+    await asyncio.sleep(0)
+    assert [task.done() for task in waiters] == [False, False, True, True, False]
+    for task in waiters:
+        task.cancel()
+    await asyncio.gather(*waiters, return_exceptions=True)
+    assert len(admission) == 0 and not admission._waiting

@@ -178,3 +178,29 @@ async def test_too_many_connections() -> None:
 
 async def _healthy(w: object) -> bool:
     return bool((await w.get("/health")).status == 200)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/responses", {"input": "hi", "previous_response_id": "r"}),
+        ("/v1/chat/completions/batch", {"messages": []}),
+        ("/v1/embeddings", {"input": "hi"}),
+    ],
+)
+async def test_whatever_works_an_engine_counts(path: str, fields: dict[str, object]) -> None:
+    async with world(prefill=0, max_requests=1) as w:
+        go = asyncio.Event()
+
+        async def wait(call: Call) -> None:
+            await go.wait()
+            await answer(call)
+
+        w.d.script = wait
+        first = asyncio.create_task(w.post())
+        await until(lambda: w.d.calls)
+        second = asyncio.create_task(w.ask("POST", path, json.dumps({"model": "m", **fields}).encode()))
+        await asyncio.sleep(0.05)
+        assert len(w.d.calls) == 1 and not second.done()
+        go.set()
+        assert (await first).status == (await second).status == 200

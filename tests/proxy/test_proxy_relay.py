@@ -175,6 +175,7 @@ async def test_prefill_refuses_connections() -> None:
         await w.p.stop()
         assert (await w.post()).json()["leg"] == "whole"
         assert await w.metric("vllm_disagg_fallbacks_total", 'reason="prefill_refused"') == 1
+        assert await w.metric("vllm_disagg_failovers_total", 'rung="same_decode"') == 1
         assert (await w.post()).json()["leg"] == "whole"
         assert await w.metric("vllm_disagg_fallbacks_total", 'reason="no_pair"') == 1
         assert (await w.get("/readiness")).status == 503
@@ -217,6 +218,7 @@ async def test_decode_fails_and_another_pair_serves(script: Script) -> None:
         transfers = [c.grant.transfer for c in w.p.calls if c.grant]
         assert len(set(transfers)) == 2, "each pair has its own transfer"
         assert await w.metric("vllm_disagg_fallbacks_total", 'reason="decode_failed"') == 1
+        assert await w.metric("vllm_disagg_failovers_total", 'rung="pair"') == 1
 
 
 async def test_decode_dead_and_another_does_it_all() -> None:

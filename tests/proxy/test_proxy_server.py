@@ -202,3 +202,25 @@ async def test_a_slow_reader_slows_the_engine_and_loses_nothing() -> None:
         assert reply.complete and len(parts) == total + 2
         assert all(part.endswith(b"x%d" % i) for i, part in enumerate(parts[:total]))
         client.close()
+
+
+@pytest.mark.parametrize("begin", [b"0\r\nx: ", b"1;x="])
+async def test_a_trailer_or_an_extension_without_an_end_is_refused(begin: bytes) -> None:
+    """A parser may keep what belongs to one line until the line ends."""
+    async with world(prefill=0, limits=Limits(header_bytes=8192)) as w:
+        client = await w.connect()
+        client.writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n" + begin)
+        for _ in range(20):
+            client.writer.write(b"a" * 4096)
+            await asyncio.sleep(0.001)
+        reply = await asyncio.wait_for(client.receive(), 2)
+        assert (reply.status, reply.complete) == (431, True)
+
+
+async def test_small_chunks_are_no_trailers() -> None:
+    async with world(prefill=0, limits=Limits(header_bytes=512)) as w:
+        client = await w.connect()
+        body = BODY + b" " * 3000
+        client.writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n")
+        client.writer.write(b"".join(b"1\r\n%b\r\n" % body[at : at + 1] for at in range(len(body))) + b"0\r\n\r\n")
+        assert (await asyncio.wait_for(client.receive(), 5)).status == 200

@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 
 from proxy_world import ScriptedEngine, World, until
+from vllm_disagg.errors import BadGrant
+from vllm_disagg.keys import FleetKey
 from vllm_disagg.proxy.crew import Message
 from vllm_disagg.proxy.fleet import Instance
 from vllm_disagg.proxy.members import Change
 from vllm_disagg.proxy.metrics import merge
+from vllm_disagg.proxy.registry import Registry
 from vllm_disagg.proxy.shared_load import SharedLoad, size
 from vllm_disagg.proxy.supervisor import Hub
+from vllm_disagg.registration import Note, sign
 
 
 def test_load_is_shared() -> None:
@@ -133,6 +137,7 @@ async def test_two_workers_are_one_proxy(tmp_path: Path) -> None:
         await until(lambda: len(children(process.pid)) == 2 and victim not in children(process.pid), 10)
         await until(lambda: everywhere(e.url, usable=True), 10)
         assert other in children(process.pid)
+        assert await w.metric("vllm_disagg_requests_total") == 12, "no sum falls"
         workers = children(process.pid)
         process.terminate()
         assert await asyncio.wait_for(process.wait(), 10) == 0
@@ -154,3 +159,54 @@ async def test_what_no_worker_can_do_ends_all(tmp_path: Path, slip: str) -> None
         _, error = await asyncio.wait_for(process.communicate(), 15)
         assert process.returncode == (1 if slip == "taken" else 2)
         assert error.count(b"\n") == 1 and error.startswith(b"vllm-disagg proxy: "), error
+
+
+def counted(value: int) -> str:
+    return f"# TYPE a_total counter\na_total {value}.0\n# TYPE up gauge\nup 1.0\n"
+
+
+def test_what_a_dead_worker_had_counted_stays_counted() -> None:
+    hub = Hub(2)
+    said: list[Message] = []
+    first, second = hub.workers
+    first.say = second.say = said.append  # type: ignore[method-assign]
+
+    async def scrape(*counts: int) -> list[str]:
+        said.clear()
+        hub.heard(first, Message("ask"), 0.0)
+        for worker, count in zip(hub.workers, counts, strict=True):
+            hub.heard(worker, Message("rendered", text=counted(count)), 0.0)
+        return merge(next(m.texts for m in said if m.kind == "texts")).decode().splitlines()
+
+    async def lives() -> None:
+        for worker in hub.workers:
+            worker.ready.set()
+        assert "a_total 7.0" in await scrape(3, 4)
+        for count in (5, 6):  # two lives of the second, each of which was asked before it died
+            hub.died(second)
+            lines = await scrape(3, count)
+            assert f"a_total {3 + 4 + count + (5 if count == 6 else 0)}.0" in lines and "up 1.0" in lines
+        hub.died(first)
+        hub.died(second)
+        assert "up" not in hub._past and "a_total 18.0" in hub._past
+
+    asyncio.run(lives())
+
+
+def test_a_new_worker_refuses_registrations_that_the_others_have_heard() -> None:
+    key, hub, said = FleetKey(b"k" * 32), Hub(2), list[Message]()
+    registry = Registry(key, "c")
+    old = sign(key, Note("c", "i", 1, "decode", "http://d"))
+    for number in (1, 2):
+        note = sign(key, Note("c", "i", number, "decode", "http://d"))
+        assert registry.tell(note, 0.0) == "ok"
+        hub.heard(hub.workers[0], Message("note", text=note.decode(), numbers=registry.last), 0.0)
+    hub.workers[1].say = said.append  # type: ignore[method-assign]
+    hub.heard(hub.workers[1], Message("ready"), 3600.0)
+    new = Registry(key, "c")
+    for message in said:
+        assert not message.text
+        new.knows(message.numbers)
+    with pytest.raises(BadGrant, match="heard before"):
+        new.tell(old, 3600.0)
+    assert new.tell(sign(key, Note("c", "i", 3, "decode", "http://d")), 3600.0) == "ok"

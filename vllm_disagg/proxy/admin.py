@@ -148,7 +148,7 @@ class Admin:
             return
         self._members.set("registration", registry.members(now))
         if self._crew:
-            self._crew.noted(request.body)
+            self._crew.noted(request.body, registry.last)
         client.answer(200, [JSON], b"{}")
 
 

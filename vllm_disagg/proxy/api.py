@@ -114,30 +114,42 @@ class Api:
         request.mode = "whole"
         began = asyncio.get_running_loop().time()
         body = bodies.parse(request.body, DIALECTS[request.path])
-        if body.refers:
-            return await self._look_up(request, client)
         request.priority = priority(request.headers, body.priority)
+        await self._enter(request, client, began)
+        try:
+            if body.refers:
+                return await self._look_up(request, client)
+            return await self._relay.generate(Trip(request, client, body, began))
+        finally:
+            self._gate.leave()
+
+    async def _enter(self, request: Request, client: Connection, began: float) -> None:
+        """Take one of the places for requests at work, or Failed."""
         try:
             await self._gate.enter(request.priority)
         except QueueFull as error:
             raise Failed(429, str(error), retry_after=1) from None
         except QueueTimeout as error:
             raise Failed(503, str(error), retry_after=5) from None
-        try:
-            if client.meter:
-                client.meter.queue_seconds = asyncio.get_running_loop().time() - began
-            return await self._relay.generate(Trip(request, client, body, began))
-        finally:
-            self._gate.leave()
+        if client.meter:
+            client.meter.queue_seconds = asyncio.get_running_loop().time() - began
 
     async def _forward(self, request: Request, client: Connection) -> int:
         request.mode = "passthrough"
+        if request.method != "POST":  # what an engine says of itself is no work
+            return await self._relay.passing.forward(request, client, self._candidates(Ask(0)))
+        began = asyncio.get_running_loop().time()
         if routes.is_form(request.path):
             bodies.check_form(find(request.headers, b"content-type"), request.body)
             model = ""
         else:
             model = bodies.check(request.body)
-        return await self._relay.passing.forward(request, client, self._candidates(Ask(0, model=model)))
+        request.priority = priority(request.headers, 0)
+        await self._enter(request, client, began)
+        try:
+            return await self._relay.passing.forward(request, client, self._candidates(Ask(0, model=model)))
+        finally:
+            self._gate.leave()
 
     async def _models(self, request: Request, client: Connection) -> int:
         request.mode = "passthrough"

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -80,6 +80,7 @@ class _Event(msgspec.Struct):
 
 _event = msgspec.json.Decoder(_Event).decode
 _events = msgspec.json.Decoder(list[_Event]).decode
+_strings = msgspec.json.Decoder(list[str]).decode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 _encode = msgspec.json.Encoder().encode
 
@@ -119,6 +120,30 @@ def _plain(event: _Event) -> tuple[int, str, str] | None:
     if choice.text or not delta.content or delta.role or delta.reasoning or delta.reasoning_content or delta.tool_calls:
         return None
     return choice.index, "content", delta.content
+
+
+class Form(NamedTuple):
+    """Events that say one piece of text each and are otherwise equal: what comes before and after that piece."""
+
+    before: bytes
+    after: bytes
+    choice: int
+    kind: str
+
+
+def form_of(event: bytes) -> Form | None:
+    """The form of a whole event, blank line included; None when it says anything else, or its text is escaped."""
+    try:
+        plain = _plain(_parse(event))
+    except NotTold:
+        return None
+    if not plain:
+        return None
+    index, kind, piece = plain
+    begin = event.find(b'"%b":"' % kind.encode()) + len(kind) + 4
+    form = Form(event[:begin], event[begin + len(piece.encode()) :], index, kind)
+    again = form.before + b"x" + form.after
+    return form if event[begin:].startswith(piece.encode()) and _plain(_parse(again)) == (index, kind, "x") else None
 
 
 def _is_content(event: bytes) -> bool:
@@ -220,6 +245,16 @@ class Told:
                 channel = self.channels[key] = _Channel()
             channel.add(key[1], "".join(row))
             row.clear()
+
+    def add_texts(self, form: Form, pieces: list[bytes]) -> None:
+        """The same for the texts of events of one form, as they stood in JSON."""
+        try:
+            row = _strings(b'["' + b'","'.join(pieces) + b'"]')
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise NotTold(f"texts that this proxy cannot follow: {error}") from None
+        if len(row) != len(pieces):
+            raise NotTold("texts that are no texts")
+        self._add_row((form.choice, form.kind), row)
 
     def note(self, event: _Event) -> None:
         for index, kind, piece in _pieces(event):

@@ -33,6 +33,7 @@ class Message(msgspec.Struct, omit_defaults=True):
     kind: Literal["ready", "change", "note", "ask", "render", "rendered", "texts"]
     change: Change | None = None
     text: str = ""  # a registration's, or metrics
+    numbers: dict[str, int] = {}  # of registrations, by incarnation
     texts: list[str] = []
 
 
@@ -89,7 +90,9 @@ class Crew:
             if message.change:
                 members.apply(message.change)
             elif message.kind == "note" and registry:
-                self._note(message.text, members, registry)
+                if message.text:
+                    self._note(message.text, members, registry)
+                registry.knows(message.numbers)
             elif message.kind == "render":
                 self._say(Message("rendered", text=self._render().decode()))
             elif message.kind == "texts":
@@ -103,9 +106,9 @@ class Crew:
         """Tell the others of a change made here."""
         self._say(Message("change", change=change))
 
-    def noted(self, note: bytes) -> None:
+    def noted(self, note: bytes, number: dict[str, int]) -> None:
         """Tell the others of a registration taken here."""
-        self._say(Message("note", text=note.decode()))
+        self._say(Message("note", text=note.decode(), numbers=number))
 
     async def texts(self) -> list[str]:
         """The metrics of all workers that answer in time; ours alone if the hub does not."""

@@ -18,7 +18,7 @@ multiplying:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum
 from typing import Literal
 
 Reason = Literal["refused", "reset", "died", "garbled", "timeout", "5xx", "stale", "diverged"]
@@ -34,10 +34,10 @@ CHARGED = frozenset(("garbled", "timeout", "5xx"))
 
 
 class Step(Enum):
-    PAIR = auto()  # two other legs, at least one of them new
-    SAME = auto()  # the decode instance at hand serves it alone
-    OTHER = auto()  # another decode instance serves it alone
-    GIVE_UP = auto()
+    PAIR = "pair"  # two other legs, at least one of them new
+    SAME = "same_decode"  # the decode instance at hand serves it alone
+    OTHER = "other_decode"  # another decode instance serves it alone
+    GIVE_UP = "none"
 
 
 @dataclass(slots=True)

@@ -50,6 +50,9 @@ class Metrics:
         self._fallbacks = Counter(
             "vllm_disagg_fallbacks", "Requests that did not run as first planned.", ["reason"], registry=self._registry
         )
+        self._failovers = Counter(
+            "vllm_disagg_failovers", "What was tried after a failure.", ["rung"], registry=self._registry
+        )
         self._request: dict[tuple[str, str, str], Counter] = {}
         self.histograms = {name: Buckets(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self.queue = self.histograms["queue"]
@@ -83,6 +86,9 @@ class Metrics:
 
     def fell_back(self, reason: str) -> None:
         self._fallbacks.labels(reason).inc()
+
+    def failed_over(self, rung: str) -> None:
+        self._failovers.labels(rung).inc()
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
@@ -176,12 +182,15 @@ class Metrics:
         yield from (requests, spent)
 
 
-def merge(texts: list[str]) -> bytes:
-    """Metrics of several workers as those of one: what is counted is added, what each sees of the same thing is not."""
+def merge(texts: list[str], gauges: bool = True) -> bytes:
+    """Metrics of several workers as those of one: what is counted is added, what each sees of the same thing is not.
+    Without `gauges` only what is counted."""
     families: dict[str, Metric] = {}
     values: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = {}
     for text in texts:
         for family in text_string_to_metric_families(text):
+            if family.type == "gauge" and not gauges:
+                continue
             families.setdefault(family.name, family)
             added = family.type != "gauge" or family.name == "vllm_disagg_waiting"
             for sample in family.samples:

@@ -9,7 +9,6 @@ Pure: the fleet, the time and the policy's chance are passed in.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
@@ -46,23 +45,28 @@ Choice = Pair | Literal["busy", "none"]
 def choose(fleet: Fleet, limit: int, ask: Ask, now: float, avoid: Collection[Instance] = ()) -> Choice:
     """A pair for a prompt; "busy" when every fitting prefill instance has `limit` legs at work, "none" when no two
     instances fit."""
-    prefills, decodes = defaultdict(list), defaultdict(list)
-    for d in _of_model(fleet, [d for d in fleet.of("decode") if d.up and d.transfers and d not in avoid], ask):
-        decodes[d.kin].append(d)
-    for p in _of_model(fleet, [p for p in fleet.of("prefill") if p.can_prefill(now) and p not in avoid], ask):
-        if p.kin in decodes and ask.path not in p.deaf:
-            prefills[p.kin].append(p)
-    if not prefills:
-        return "none"
+    known = _is_known(fleet, ask.model)
+    kins: dict[str, tuple[list[Instance], list[Instance]]] = {}  # prefill and decode instances that fit each other
+    for i in fleet.instances:
+        if i.up and i.transfers and (not known or ask.model in i.models) and i not in avoid:
+            if i.role == "decode":
+                kins.setdefault(i.kin, ([], []))[1].append(i)
+            elif now >= i.resting_until and ask.path not in i.deaf:
+                kins.setdefault(i.kin, ([], []))[0].append(i)
     found: list[tuple[float, Instance, Instance]] = []
-    for kin, members in prefills.items():
-        if free := [p for p in members if p.legs < limit]:
-            p_cost, p = fleet.policy.best(free, ask)
-            d_cost, d = fleet.policy.best([d for d in decodes[kin] if d.usable(now)] or decodes[kin], ask)
-            found.append((p_cost + d_cost, p, d))
+    fit = False
+    for prefills, decodes in kins.values():
+        if prefills and decodes:
+            fit = True
+            if free := [p for p in prefills if p.legs < limit]:
+                p_cost, p = fleet.policy.best(free, ask)
+                d_cost, d = fleet.policy.best([d for d in decodes if now >= d.resting_until] or decodes, ask)
+                found.append((p_cost + d_cost, p, d))
+    if not fit:
+        return "none"
     if not found:
         return "busy"
-    _, prefill, decode = min(found, key=lambda f: (f[0], f[1].turn))
+    _, prefill, decode = found[0] if len(found) == 1 else min(found, key=lambda f: (f[0], f[1].turn))
     return Pair(prefill, decode, ask)
 
 
@@ -93,8 +97,11 @@ def spill(fleet: Fleet, now: float, ask: Ask) -> Instance | None:
 
 def _of_model(fleet: Fleet, instances: list[Instance], ask: Ask) -> list[Instance]:
     """Those that serve the model; all, if none in the fleet ever did: an engine has the right words for a wrong name."""
-    known = any(ask.model in i.models for i in fleet.instances)
-    return [i for i in instances if ask.model in i.models] if known else instances
+    return [i for i in instances if ask.model in i.models] if _is_known(fleet, ask.model) else instances
+
+
+def _is_known(fleet: Fleet, model: str) -> bool:
+    return any(model in i.models for i in fleet.instances)
 
 
 _turns = 0

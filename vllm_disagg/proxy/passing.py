@@ -15,8 +15,9 @@ from .pairing import chosen
 from .policies import Ask
 from .replies import Failed
 from .server import JSON, Connection, Request, error_body
-from .streams import Tape
+from .streams import Tape, aborted
 from .upstream import Answer, Pool, Unreachable, pool_of
+from .vouching import ENDS, Vouching, doubtful
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +39,10 @@ _models = msgspec.json.Decoder(_Models).decode
 class Passing:
     """Passes requests on."""
 
-    def __init__(self, fleet: Fleet, pools: dict[str, Pool]) -> None:
+    def __init__(self, fleet: Fleet, pools: dict[str, Pool], vouching: Vouching) -> None:
         self.fleet = fleet
         self._pools = pools
+        self._vouching = vouching
 
     async def forward(self, request: Request, client: Connection, candidates: list[Instance], seek: bool = False) -> int:
         """Pass a request to the first of some instances that answers; its status.  `seek`: to the first that does not
@@ -54,11 +56,16 @@ class Passing:
                     answer = await pool_of(self._pools, instance.url).send(
                         request.method, request.target, request.headers, request.body
                     )
-                    if seek and answer.status == 404 and at + 1 < len(candidates):
-                        continue
+                    if seek and answer.status == 404 and (error or at + 1 < len(candidates)):
+                        continue  # `error`: who failed may be the one who knew
                     if answer.status == 200 and answer.is_stream:
-                        return await self._forward_stream(client, answer)
+                        return await self._forward_stream(client, instance, answer)
                     content = await answer.read()
+                    if answer.status == 200 and (
+                        aborted(content)
+                        or (doubtful(request.path, content) and not await self._vouching.works(instance))
+                    ):
+                        raise Unreachable("died", "it is being stopped")
                 except Unreachable as failure:
                     log.warning("%s failed %s %s: %s", instance.url, request.method, request.path, failure)
                     instance.leg_failed(failure.reason, _now())
@@ -76,12 +83,14 @@ class Passing:
             raise Failed(503, "no instance can be used at the moment", retry_after=5)
         raise Failed(502, f"the instance failed: {error}")
 
-    async def _forward_stream(self, client: Connection, answer: Answer) -> int:
+    async def _forward_stream(self, client: Connection, instance: Instance, answer: Answer) -> int:
         await answer.first()
         client.start(answer.status, end_to_end(answer.headers))
-        tape = Tape(client.write, keep=False)
+        tape = Tape(client.write, keep=False, hold=ENDS.get(client.path, b""))
         client.on_pause = answer.flow
         await answer.pipe(tape.source(answer.reject), paused=client.paused)
+        if tape.held and not await self._vouching.works(instance):
+            raise Unreachable("died", "it is being stopped")
         tape.flush()
         client.end()
         await client.drained()

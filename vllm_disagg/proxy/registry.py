@@ -22,6 +22,7 @@ class Registry:
         self._key = key
         self.challenge = challenge or secrets.token_hex(16)
         self._numbers: dict[str, int] = {}  # the last one of each incarnation
+        self.last: dict[str, int] = {}  # the number taken last
         self._heard: dict[Member, tuple[float, str]] = {}  # when, and from which incarnation
 
     def tell(self, data: bytes, now: float) -> Literal["ok", "again"]:
@@ -43,12 +44,18 @@ class Registry:
             self._heard[member] = (now, note.incarnation)
         return "ok"
 
+    def knows(self, numbers: dict[str, int]) -> None:
+        """What another worker of this proxy has heard is not news."""
+        for incarnation, number in numbers.items():
+            self._numbers[incarnation] = max(number, self._numbers.get(incarnation, -1))
+
     def members(self, now: float) -> frozenset[Member]:
         self._heard = {member: heard for member, heard in self._heard.items() if now - heard[0] < PATIENCE}
         return frozenset(self._heard)
 
     def _remember(self, note: Note) -> None:
         self._numbers[note.incarnation] = note.number
+        self.last = {note.incarnation: note.number}
         if len(self._numbers) > MAX_LIVES:  # what we forget must not be said again
             self._numbers.clear()
             self.challenge = secrets.token_hex(16)

@@ -34,6 +34,7 @@ from .settings import Settings
 from .streams import DONE, Tape, aborted, engine_failed, failure_in
 from .tracing import Tracing
 from .upstream import Answer, Pool, Unreachable, pool_of
+from .vouching import ENDS, Vouching, doubtful
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,8 @@ class Relay:
         self._threshold = settings.min_prompt_bytes
         self._spill = settings.spill
         self._budget = Budget()
-        self.passing = Passing(fleet, pools)
+        self._vouching = Vouching(pools, next(iter(settings.api_keys), ""))
+        self.passing = Passing(fleet, pools, self._vouching)
 
     async def generate(self, trip: Trip) -> int:
         """The whole journey; the status it ended with.  Afterwards nothing of the request is left anywhere."""
@@ -292,7 +294,7 @@ class Relay:
         if answer.status >= 500 or engine_failed(answer.peek()):
             reason = failure_in(answer.peek())
             return self._failure(trip, leg, instance, reason, f"it answered {answer.status}", answer)
-        if aborted(answer.peek()) or (answer.status == 200 and _is_cut(trip.request.path, answer)):
+        if await self._given_up(trip, leg, instance, answer):
             return self._failure(trip, leg, instance, "died", "it is being stopped")
         if not 200 <= answer.status < 500:
             return self._failure(trip, leg, instance, "garbled", f"it answered {answer.status}", answer)
@@ -300,6 +302,18 @@ class Relay:
         if answer.status == 200:
             self._convict(trip)
         return answer
+
+    async def _given_up(self, trip: Trip, leg: str, instance: Instance, answer: Answer) -> bool:
+        """Whether this is no answer, but what an engine that is being stopped leaves of one.  Of a stream: its beginning."""
+        path, said = trip.request.path, answer.peek()
+        if aborted(said):
+            return True
+        if answer.status != 200 or answer.is_stream:
+            return False
+        if path == "/v1/messages" and b'"type":"message"' in said and b'"stop_reason":' not in said:
+            return True
+        for_client = leg == "decode" or trip.body.one_token
+        return for_client and doubtful(path, said) and not await self._vouching.works(instance)
 
     def _failure(
         self,
@@ -340,7 +354,9 @@ class Relay:
         other = choose_decode(self.fleet, now, trip.failed, trip.ask)
         todo = step(failure.leg, failure.reason, past, Left(isinstance(pair, Pair), decode.up, other is not None))
         if todo is Step.GIVE_UP or (failure.reason in CHARGED and not self._budget.spend(now)):
+            self.metrics.failed_over("none")
             return None
+        self.metrics.failed_over(todo.value)
         why = f"prefill_{failure.reason}" if at_p else "decode_in_stream" if past.begun else "decode_failed"
         self.metrics.fell_back(why)
         if todo is Step.PAIR and isinstance(pair, Pair):
@@ -386,7 +402,7 @@ class Relay:
         if not tape:
             client.start(answer.status, end_to_end(answer.headers))
             keep = trip.body.reproducible and not raw and any(d is not at for d in self.fleet.of("decode"))
-            trip.tape = tape = Tape(client.write, keep)
+            trip.tape = tape = Tape(client.write, keep, ENDS.get(trip.request.path, b""))
         client.on_pause = answer.flow
         try:
             await answer.pipe(client.write if raw else tape.source(answer.reject), paused=client.paused)
@@ -394,17 +410,13 @@ class Relay:
             if not tape.done:
                 return self._failure(trip, "decode", at, error.reason, str(error))
         else:
+            if tape.held and not await self._vouching.works(at):
+                return self._failure(trip, "decode", at, "died", "it is being stopped")
             if not tape.flush():
                 return Failure("decode", "diverged", "the answer made again is shorter")
         client.end()
         await client.drained()
         return answer.status
-
-
-def _is_cut(path: str, answer: Answer) -> bool:
-    """Whether a whole message lacks its stop reason, as from an engine that is being stopped."""
-    said = b"" if answer.is_stream or path != "/v1/messages" else answer.peek()
-    return b'"type":"message"' in said and b'"stop_reason":' not in said
 
 
 def _server(trip: Trip, plan: Plan) -> Instance:

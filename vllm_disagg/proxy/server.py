@@ -85,6 +85,7 @@ class Connection(asyncio.Protocol):
         self._url = b""
         self._chunks: list[bytes] = []
         self._size = 0  # of the head, then of the body
+        self._between = 0  # bytes since the last ones of the body: framing, or trailers
         self._state = "idle"
         self._timer: asyncio.TimerHandle | None = None
         self._ready: deque[Request] = deque()
@@ -177,6 +178,7 @@ class Connection(asyncio.Protocol):
             self._state = "head"
         if self._state == "head":
             self._size += len(data)
+        self._between += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:  # we stay with this protocol, but what follows may be of the other
@@ -186,6 +188,8 @@ class Connection(asyncio.Protocol):
             self._refuse(400, f"not a valid HTTP request: {error}")
         if self._state == "head" and self._size > self._limits.header_bytes:
             self._refuse(431, TOO_LONG)
+        if self._state == "body" and self._between > self._limits.header_bytes:  # the parser keeps a trailer until it ends
+            self._refuse(431, "what stands between the parts of the request's body is too large")
         if self._ready:
             self._next()
         elif self._state != before:
@@ -212,7 +216,7 @@ class Connection(asyncio.Protocol):
         request.chunked_ok = self._parser.get_http_version() == "1.1"
         request.keep_alive = self._parser.should_keep_alive() and request.chunked_ok
         large = self._size > self._limits.header_bytes  # counting some of the body too
-        self._state, self._size, self._chunks = "body", 0, []
+        self._state, self._size, self._between, self._chunks = "body", 0, 0, []
         codings = [value.lower() for name, value in request.headers if name == b"transfer-encoding"]
         length = find(request.headers, b"content-length")
         if codings not in ([], [b"chunked"]) or (codings and not request.chunked_ok):
@@ -226,6 +230,7 @@ class Connection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         self._size += len(body)
+        self._between = 0
         if self._state == "refused":
             return
         if self._size > self._limits.body_bytes:

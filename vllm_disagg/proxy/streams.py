@@ -1,7 +1,9 @@
 """A stream on its way to the client: whole events only, and a memory of what was said.
 
-The usual way of a chunk is short: it is found to end with a whole event, it is written, and a reference to it is kept.
-Kept bytes are folded into a `Told` when there are many; only that, and what follows a failure, looks into JSON.
+The usual way of a chunk is short.  Nearly all events of a stream are equal but for one piece of text (`Form`): a chunk that
+is such an event is written, and its piece kept.  Of other chunks it is looked at whether they end with a whole event and
+say that the engine failed.  What is kept is folded into a `Told` when it is much; only that, what follows a failure, and
+finding the form look into JSON.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from .continuation import Diverged, NotTold, Replay, Told, identity
+from .continuation import Diverged, Form, NotTold, Replay, Told, form_of, identity
 from .failover import Reason
 
 DONE = b"data: [DONE]\n\n"
@@ -20,6 +22,8 @@ ABORTS = (  # what an engine that is being stopped says to everybody; for messag
     b'"delta":{"stop_reason":null',
 )
 FOLD = 16 * 1024  # bytes kept as they came
+PIECE = 48  # bytes of memory that a piece takes beside its own
+NO_FORM = Form(b"\0", b"\0", 0, "")  # fits nothing
 
 Stop = Callable[[Reason, str], None]
 
@@ -56,20 +60,27 @@ def failure_in(content: bytes) -> Reason:
 
 
 class Tape:
-    """Everything that one client gets of one stream, be it from one instance or from several after each other."""
+    """Everything that one client gets of one stream, be it from one instance or from several after each other.
 
-    def __init__(self, write: Callable[[bytes], None], keep: bool) -> None:
+    `keep`: remember what was said, for another instance.  `hold`: what stands in the event from which on all is held."""
+
+    def __init__(self, write: Callable[[bytes], None], keep: bool, hold: bytes = b"") -> None:
         self._write = write
         self._keep = keep
+        self._hold = hold
+        self.held = b""
         self._stop: Stop
         self._part = b""  # of an event that is not complete yet
+        self._form = NO_FORM
+        self._odd = 0  # chunks that were of no form that we knew
         self._kept: list[bytes] = []
+        self._pieces: list[bytes] = []  # of events of the form, after those that were kept whole
         self._size = 0
         self._told = Told()
         self._identity = b""  # how the client's events begin
         self._rename: tuple[bytes, bytes] | None = None  # how the present instance's begin, and the client's
         self._replay: Replay | None = None
-        self.done = False  # the last event said [DONE]
+        self._last = b""  # what was written last
         self.error = b""  # the event in which the instance said that it failed
 
     def source(self, stop: Stop) -> Callable[[bytes], None]:
@@ -79,8 +90,13 @@ class Tape:
         if not (self._kept or self._identity):
             return self.feed
         self._fold()
-        self._rename, self._replay = None, Replay(self._told)
+        self._rename, self._replay, self._form = None, Replay(self._told), NO_FORM
         return self._feed_again
+
+    @property
+    def done(self) -> bool:
+        """Whether the last event said [DONE]."""
+        return self._last.endswith(DONE)
 
     @property
     def resumable(self) -> bool:
@@ -91,6 +107,21 @@ class Tape:
 
     def feed(self, data: bytes) -> None:
         """Bytes of a stream that goes on where the client is."""
+        before, after, _, _ = self._form
+        if data.startswith(before) and data.endswith(after) and not self._part:
+            piece = data[len(before) : -len(after)]
+            if piece and b'"' not in piece:  # nothing but one more piece
+                self._write(data)
+                if self._keep:
+                    self._pieces.append(piece)
+                    self._size += len(piece) + PIECE
+                    if self._size > FOLD:
+                        self._fold()
+                return
+        self._feed_any(data)
+
+    def _feed_any(self, data: bytes) -> None:
+        """Bytes of any kind: parts of events, several events, an engine's last words."""
         if self._part:
             data = self._part + data
             self._part = b""
@@ -102,17 +133,28 @@ class Tape:
         if data:
             if ERROR in data and not (data := self._before_error(data)):
                 return
-            if aborted(data) and not (data := self._before_abort(data)):
+            if (ABORTS[0] in data or ABORTS[1] in data) and not (data := self._before_abort(data)):
                 return
-            self.done = data.endswith(DONE)
+            if self._hold and (self.held or self._hold in data) and not (data := self._before_end(data)):
+                return
+            self._last = data
             if self._rename:
                 data = data.replace(*self._rename)
             self._write(data)
-            if self._keep:
-                self._kept.append(data)
-                self._size += len(data)
-                if self._size > FOLD:
-                    self._fold()
+            self._remember(data)
+
+    def _remember(self, data: bytes) -> None:
+        """Keep bytes that were written; learn from them, now and then."""
+        if self._keep:
+            if self._pieces:
+                self._fold()
+            self._kept.append(data)
+            self._size += len(data)
+            if self._size > FOLD:
+                self._fold()
+        self._odd += 1
+        if self._odd & (self._odd - 1) == 0 and not (self._rename or self._hold):
+            self._form = form_of(data) or self._form
 
     def _before_error(self, data: bytes) -> bytes:
         """Data up to an event in which the instance says that it failed."""
@@ -122,6 +164,14 @@ class Tape:
             self._stop(failure_in(self.error), "it said so in its stream")
             return data[:at]
         return data
+
+    def _before_end(self, data: bytes) -> bytes:
+        """Data up to the event with which the instance calls its answer complete."""
+        at = 0 if self.held else data.rfind(b"\n\n", 0, data.find(self._hold)) + 2
+        if at == 1:  # not found
+            at = 0
+        self.held += data[at:]
+        return data[:at]
 
     def _before_abort(self, data: bytes) -> bytes:
         """Data up to the event with which the instance gives an answer up."""
@@ -172,16 +222,20 @@ class Tape:
         """The stream ended as it should, and what is left belongs to it; False when it ended too early."""
         if self._replay:
             return False
+        if self.held:
+            self._write(self.held)
         if self._part:
             self._write(self._part)
         return True
 
     def _fold(self) -> None:
         """Forget bytes and keep what they said."""
-        events = b"".join(self._kept).split(b"\n\n")
-        self._kept, self._size = [], 0
+        events, pieces = b"".join(self._kept).split(b"\n\n"), self._pieces
+        self._kept, self._pieces, self._size = [], [], 0
         try:
             self._told.add(events)
+            if pieces:
+                self._told.add_texts(self._form, pieces)
             if not self._identity:
                 first = next((event for event in events if event.startswith(b"data: {")), b"")
                 self._identity = identity(first)

@@ -22,11 +22,13 @@ import msgspec
 from . import shared_load
 from .crew import LIMIT, PATIENCE, Message, Place, decode, encode
 from .members import Change
+from .metrics import merge
 
 log = logging.getLogger(__name__)
 
 REFUSED = 3  # exit status of a worker that is not to be started again, having said why
 AGAIN = 0.5  # seconds until a dead worker is started again
+MAX_NUMBERS = 65536  # incarnations that are remembered
 NOTE_LIFE = 10.0  # seconds for which a registration is worth repeating to a new worker
 
 
@@ -51,7 +53,10 @@ class Hub:
         self.workers = [Worker(index) for index in range(count)]
         self._changes: dict[tuple[str, str], Change] = {}
         self._notes: dict[str, float] = {}
-        self._texts: list[str] = []
+        self._numbers: dict[str, int] = {}  # of registrations, by incarnation: what has been heard is not to be heard again
+        self._texts: dict[Worker, str] = {}  # metrics, as each life of a worker told them last
+        self._past = ""  # what was counted by workers that have died, as far as they told
+        self._told_now: set[Worker] = set()
         self._asking: list[Worker] = []
         self._timer: asyncio.TimerHandle | None = None
 
@@ -61,6 +66,8 @@ class Hub:
         self._notes = {text: at for text, at in self._notes.items() if now - at < NOTE_LIFE}
         for text in self._notes:
             worker.say(Message("note", text=text))
+        if self._numbers:  # after the notes, which would else be known already
+            worker.say(Message("note", numbers=self._numbers))
 
     def heard(self, worker: Worker, message: Message, now: float) -> None:
         if message.kind == "ready":
@@ -72,13 +79,24 @@ class Hub:
         elif message.kind == "note":
             self._notes = {text: at for text, at in self._notes.items() if now - at < NOTE_LIFE}
             self._notes[message.text] = now
+            for incarnation, number in message.numbers.items():
+                self._numbers.pop(incarnation, None)
+                self._numbers[incarnation] = number
+            while len(self._numbers) > MAX_NUMBERS:
+                self._numbers.pop(next(iter(self._numbers)))
             self._pass_on(worker, message)
         elif message.kind == "ask":
             self._ask(worker)
         elif message.kind == "rendered" and self._asking:
-            self._texts.append(message.text)
-            if len(self._texts) >= sum(w.ready.is_set() for w in self.workers):
+            self._texts[worker] = message.text
+            self._told_now.add(worker)
+            if len(self._told_now) >= sum(w.ready.is_set() for w in self.workers):
                 self._told()
+
+    def died(self, worker: Worker) -> None:
+        """What it had counted when it was asked last stays counted, so that no sum ever falls."""
+        if text := self._texts.pop(worker, ""):
+            self._past = merge([self._past, text], gauges=False).decode()
 
     def _remember(self, change: Change) -> None:
         """Only how it is in the end."""
@@ -95,7 +113,7 @@ class Hub:
     def _ask(self, worker: Worker) -> None:
         self._asking.append(worker)
         if len(self._asking) == 1:
-            self._texts = []
+            self._told_now = set()
             self._timer = asyncio.get_running_loop().call_later(PATIENCE, self._told)
             for other in self.workers:
                 if other.ready.is_set():
@@ -105,8 +123,9 @@ class Hub:
         if self._timer:
             self._timer.cancel()
         asking, self._asking = self._asking, []
+        texts = [self._texts[worker] for worker in self._told_now if worker in self._texts]
         for worker in asking:
-            worker.say(Message("texts", texts=self._texts))
+            worker.say(Message("texts", texts=[*texts, self._past]))
 
 
 async def supervise(command: list[str], count: int, host: str, port: int, ready: Callable[[int], None]) -> int:
@@ -163,6 +182,7 @@ async def _keep(worker: Worker, hub: Hub, command: list[str], place: Place, stop
             stop.set()
             return 1
         worker.ready.clear()
+        hub.died(worker)
         log.error("worker %d ended with status %d and is started again", worker.index, status)
         with suppress(TimeoutError):
             async with asyncio.timeout(AGAIN):

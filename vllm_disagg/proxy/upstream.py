@@ -8,6 +8,7 @@ that dies before its first answering byte is no news about the engine, and the r
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections import deque
 from collections.abc import Callable
@@ -89,6 +90,8 @@ class Answer:
             if self._error:  # rejected by the sink
                 break
             sink(chunk)
+        if not (self._error or self._complete):
+            self._wire.sink = sink
         while self._error or not self._complete:
             await self._next()
 
@@ -106,6 +109,8 @@ class Answer:
     def reject(self, reason: Reason, detail: str) -> None:
         """Give it up as a failure: whoever waits for its body gets Unreachable."""
         self._sink = _drop
+        if not self._complete:
+            self._wire.sink = _drop
         if not self._error:  # even of an answer that is complete
             self._error = Unreachable(reason, detail)
             self._tell()
@@ -157,6 +162,7 @@ class Wire(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._parser: httptools.HttpResponseParser
         self._answer: Answer | None = None
+        self.sink: Callable[[bytes], None] | None = None  # where the present answer's body goes, once somebody wants it
         self._done = True
         self._keep_alive = False
         self._paused = False
@@ -169,6 +175,9 @@ class Wire(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._pool.wires.add(self)
+        if sock := transport.get_extra_info("socket"):
+            # A stream's receiver says nothing: its kernel would acknowledge each token by itself.  Let it wait for the next.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 0)
 
     @property
     def is_open(self) -> bool:
@@ -177,7 +186,7 @@ class Wire(asyncio.Protocol):
     def ask(self, data: bytes, body: bytes) -> Answer:
         """Send a request."""
         self._answer = answer = Answer(self)
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser, self.sink = httptools.HttpResponseParser(self), None
         self._done = self.spoke = False
         self._status, self._headers = 0, []
         self.used += 1
@@ -224,7 +233,7 @@ class Wire(asyncio.Protocol):
         return self._status >= 200 and not framed
 
     def _fail(self, reason: Reason, detail: str) -> None:
-        answer, self._answer, self._done = self._answer, None, True
+        answer, self._answer, self._done, self.sink = self._answer, None, True, None
         if answer:
             answer.failed(Unreachable(reason, detail))
         self.close()
@@ -246,12 +255,14 @@ class Wire(asyncio.Protocol):
             self._answer.headed(status)
 
     def on_body(self, body: bytes) -> None:
-        if self._answer and not self._done:
+        if self.sink:
+            self.sink(body)
+        elif self._answer and not self._done:
             self._answer.chunk(body)
 
     def on_message_complete(self) -> None:
         if self._status and self._answer and not self._done:
-            self._done = True
+            self._done, self.sink = True, None
             self._keep_alive = self._parser.should_keep_alive()
             self._answer.completed()
 

@@ -13,6 +13,7 @@ patience (60 s) is longer than that.  A stricter order would let any client stop
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
@@ -53,3 +54,8 @@ class Waiting(Generic[T]):
         while self._heap and self._heap[0][2] not in self._here:
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
+
+    @property
+    def rank(self) -> float:
+        """Of who is next."""
+        return self._heap[0][0] if self.next() else math.inf

@@ -1,0 +1,110 @@
+"""Our proxy in front of engines that are not ours: vLLM's NixlConnector (one leg after the other) and plain vLLM, mixed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from asking import Record, ask, body, expect_exact_or_clean, expect_same, tokens
+from conftest import Machine
+from engines import Engine, Proxy, free_port, get, wait
+
+pytestmark = pytest.mark.skipif(
+    not importlib.util.find_spec("nixl"), reason="nixl is not installed: pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
+)
+
+LENGTHS = (20, 130, 300, 700)  # of prompts, in tokens: less than a block, and several
+
+
+class Fleet:
+    """A prefill and a decode engine with NixlConnector and one plain engine, behind our proxy."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.prefill = nixl("NP", "kv_producer", "0", machine)
+        self.decode = nixl("ND", "kv_consumer", "1", machine)
+        self.plain = Engine("whole", machine.folder, cpu="1")
+        self.proxy = Proxy(machine.folder, self.prefill, [self.decode, self.plain], name="proxy5")
+        machine.start(self.prefill, self.decode, self.plain)
+        machine.start(self.proxy)
+
+    @property
+    def moved(self) -> float:
+        """Bytes of KV that the decode engine has read."""
+        return self.decode.metric("vllm:nixl_bytes_transferred_sum")
+
+    def ask(self, job: dict[str, object]) -> Record:
+        return ask(self.proxy.url, job)
+
+
+def nixl(name: str, role: str, cpu: str, machine: Machine) -> Engine:
+    transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
+    transfer["kv_load_failure_policy"] = "recompute"  # a request whose KV is lost is computed anew
+    side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+    return Engine(name, machine.folder, "--kv-transfer-config", json.dumps(transfer), cpu=cpu, env=side)
+
+
+@pytest.fixture(scope="module")
+def fleet(machine: Machine) -> Iterator[Fleet]:
+    made = Fleet(machine)
+    yield made
+    machine.stop(made.proxy, made.plain, made.decode, made.prefill)
+
+
+def test_answers_are_exact_and_kv_moves(fleet: Fleet) -> None:
+    for at, length in enumerate(LENGTHS):
+        job, before = body(tokens(length, f"nixl {at}")), fleet.moved
+        right = ask(fleet.plain.url, job)
+        expect_same(fleet.ask(job), right, f"{length} tokens")
+        if length > 256:
+            wait(f"KV of {length} tokens is transferred", lambda b=before: fleet.moved > b, 15)
+
+
+def test_what_cannot_be_split_is_balanced(fleet: Fleet) -> None:
+    """Whole requests go to both decode instances, the one without a connector too."""
+    before = [engine.metric("vllm:request_success_total") for engine in (fleet.decode, fleet.plain)]
+    for at in range(6):
+        job = body(tokens(60, f"whole {at}"), echo=True)
+        assert fleet.ask(job).status == 200
+    for engine, count in zip((fleet.decode, fleet.plain), before, strict=True):
+        assert engine.metric("vllm:request_success_total") > count, f"{engine.name} got nothing"
+
+
+def test_a_killed_prefill_engine_is_survived(fleet: Fleet) -> None:
+    """Under load.  Who had its KV there gets an error or the right answer; afterwards all is answered without it."""
+    jobs = [body(tokens(length, f"killed {length}"), 24) for length in LENGTHS]
+    right = [ask(fleet.plain.url, job) for job in jobs]
+    over, failed, exact = threading.Event(), list[Exception](), 0
+
+    def client(at: int) -> None:
+        nonlocal exact
+        while not over.is_set():
+            at += 1
+            try:
+                got = fleet.ask(jobs[at % len(jobs)])
+                expect_exact_or_clean(got, right[at % len(jobs)])
+                exact += got.status == 200
+            except Exception as error:
+                failed.append(error)
+                return
+
+    threads = [threading.Thread(target=client, args=(at,)) for at in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        time.sleep(2)
+        fleet.prefill.stop(gently=0.0)
+        wait("the proxy knows", lambda: not fleet.proxy.members()[fleet.prefill.url], 5)
+        before = exact
+        wait("answers without it", lambda: exact > before + 4 or bool(failed), 60)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert not failed, failed[0]
+    for job, expected in zip(jobs, right, strict=True):
+        expect_same(fleet.ask(job), expected)
+    assert 'vllm_disagg_fallbacks_total{reason="no_pair"}' in get(fleet.proxy.url, "/metrics", 5.0)[1]

@@ -64,6 +64,13 @@ def test_simulate_says_all_that_is_promised(capsys: pytest.CaptureFixture[str]) 
     assert both["gpus"] == 4 and both["attainment"] > 0.9
 
 
+def test_simulate_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", *QUICK, "--prefill", "1x1", "--decode", "1x1", "--rate", "0.1"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("times: distserve-a100: fits to measurements") and " at 0.1 req/s on 2 GPUs\n" in out
+    assert "within TTFT 0.2 s and TPOT 0.1 s" in out
+
+
 def test_a_profile_is_planned_with(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "points.json"
     prefill = [{"tokens": [n] * k, "seconds": 0.01 + 1e-4 * n * k} for n in (32, 128, 512) for k in (1, 4)]
@@ -101,7 +108,8 @@ def test_a_profile_is_planned_with(capsys: pytest.CaptureFixture[str], tmp_path:
             "llama-3.1-70b fits nowhere on 2 GPUs of l4",
         ),
         (["plan", *BASE, "--tpot", "9", "--ttft", "99", "--requests", "20"], "--requests: 20 are too few"),
-        (["plan", "--capacity-prefill", "5.6"], "--capacity-decode: None is not a rate"),
+        (["plan", "--capacity-prefill", "5.6"], "go together: give --capacity-decode"),
+        (["plan", *QUICK, "--gpus", "many"], "argument --gpus: invalid int value: 'many'"),
         (["plan", "--capacity-prefill", "-1", "--capacity-decode", "1"], "--capacity-prefill: -1.0 is not a rate"),
         (["plan", "--profile", "nope.json"], "--profile: nope.json cannot be read"),
         (["simulate", *QUICK, "--prefill", "2x1", "--decode", "0x1", "--rate", "1"], "--decode: 0x1 is not TPxPP"),
@@ -114,7 +122,11 @@ def test_a_profile_is_planned_with(capsys: pytest.CaptureFixture[str], tmp_path:
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], words: list[str], expected: str) -> None:
-    assert cli.main(words) == 2
+    try:
+        status = cli.main(words)
+    except SystemExit as exit:  # argparse's
+        status = exit.code
+    assert status == 2
     out, err = capsys.readouterr()
     lines = [line for line in err.splitlines() if not line.startswith("plan: ")]
     assert out == "" and len(lines) == 1

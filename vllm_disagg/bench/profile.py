@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from .. import pages
 from ..errors import ConfigError, DisaggError
 from . import instance, steps
 from .steps import Decode, Prefill, Step
@@ -111,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    url = instance.address("URL", args.url)
+    url = pages.address("URL", args.url)
     _check(args)
     model, kv_tokens, version = instance.model(url), instance.kv_tokens(url), instance.version(url)
     if not model.max_model_len:

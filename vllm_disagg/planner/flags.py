@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from .. import lengths
 from ..errors import ConfigError
 from . import catalogue, distserve, model, profile, workload
 from .setting import Setting, Source, check_model
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--decode-gpu", metavar="NAME", help="the decode instances' GPU (default: as --gpu)")
     add("--decode-profile", metavar="FILE", help="the decode instances' points (default: as --profile)")
     add("--workload", metavar="W", default=WORKLOAD,
-        help=f"{', '.join(workload.KNOWN)}, IN:OUT tokens, or a trace (.jsonl, .json, .csv) (default: %(default)s)")  # fmt: skip
+        help=f"{', '.join(lengths.KNOWN)}, IN:OUT tokens, or a trace (.jsonl, .json, .csv) (default: %(default)s)")  # fmt: skip
     add(
         "--arrivals",
         metavar="A",

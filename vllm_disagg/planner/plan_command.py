@@ -64,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
 def _closed(args: argparse.Namespace) -> int:
     prefill, decode = args.capacity_prefill, args.capacity_decode
     for flag, value in (("--capacity-prefill", prefill), ("--capacity-decode", decode)):
-        if value is None or not 0 < value < float("inf"):
+        if value is None:
+            raise ConfigError(f"--capacity-prefill and --capacity-decode go together: give {flag}, in requests/s of one GPU")
+        if not 0 < value < float("inf"):
             raise ConfigError(f"{flag}: {value} is not a rate: give requests/s of one GPU, more than 0")
     if args.gpus < 2:
         raise ConfigError(f"--gpus: {args.gpus} is too few: prefill and decode need 2 or more")

@@ -175,6 +175,15 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             return Rules(budget if budget and mixed else UNLIMITED, UNLIMITED, mixed)
         return Rules(budget or self.budget, self.sequences, mixed)
 
+    def words(self) -> list[str]:
+        """For people: where the times come from, and what is asked."""
+        measured = self.prefill.words()
+        return [
+            f"times: {measured}" + ("" if self.decode == self.prefill else f"; decode: {self.decode.words()}"),
+            f"traffic: {self.workload.name}, {self.seeds} x {self.requests} requests, {self.arrivals.kind} arrivals;"
+            f" link {self.link.name}",
+        ]
+
     # --- closed forms ---
 
     def capacities(self, placement: Placement, sample: Sample) -> tuple[float, float]:

@@ -148,4 +148,4 @@ def _profiled(path: str, loaded: model.Model | None) -> tuple[Source, list[tuple
     points = profile.load(path)
     fit = profile.fit(points)
     budget = points.max_num_batched_tokens or 0
-    return Source("profile", path, loaded, None, fit.latency, points.kv_tokens, budget), [(path, fit)]
+    return Source("profile", path, loaded, None, fit.latency, points.kv_tokens, budget, points.beside), [(path, fit)]

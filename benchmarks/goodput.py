@@ -56,41 +56,43 @@ def main() -> int:
     parser.add_argument("--router", help="the vllm-router program, for nixl")
     parser.add_argument("--only", nargs="*", choices=STACKS, help="stacks to measure; the report follows")
     parser.add_argument("--save", metavar="NAME", default=".cache/goodput", help="(default: %(default)s)")
-    parser.add_argument("--ttft", type=float, default=0.5, help="seconds (default: %(default)s)")
-    parser.add_argument("--tpot", type=float, default=0.06, help="seconds (default: %(default)s)")
+    parser.add_argument("--ttft", type=float, default=1.0, help="seconds (default: %(default)s)")
+    parser.add_argument("--tpot", type=float, default=0.1, help="seconds (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=100, help="at each rate (default: %(default)s)")
     parser.add_argument("--precision", type=float, default=0.1, help="of the bisection (default: %(default)s)")
     parser.add_argument("--seconds", type=int, default=40, help="for each profile (default: %(default)s)")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("goodput: stopped"))  # so that no engine stays behind
-    lengths = write_lengths(args)
+    trace = write_trace(args)
     for name in STACKS if args.only is None else args.only:
         if name == "nixl" and not args.router:
             print("goodput: nixl is left out: --router names no vllm-router", file=sys.stderr)
             continue
-        measure(name, lengths, args)
-    return tell(lengths, args)
+        measure(name, trace, args)
+    return tell(trace, args)
 
 
-def write_lengths(args: argparse.Namespace) -> str:
-    """The workload as a file that the bench and the planner both read."""
-    chance, path = random.Random(0), f"{args.save}.lengths.csv"
-    rows = ["arrival_s,input_tokens,output_tokens"]
-    for at in range(args.requests):
+def write_trace(args: argparse.Namespace) -> str:
+    """What is asked, as a trace that the bench and the planner both read: the same lengths, and the same Poisson arrivals
+    scaled to each rate, so that a prediction is not wrong for having met other requests."""
+    chance, path = random.Random(0), f"{args.save}.trace.csv"
+    rows, now = ["arrival_s,input_tokens,output_tokens"], 0.0
+    for _ in range(args.requests):
         prompt, answer = (round(median * chance.lognormvariate(0, sigma)) for median, sigma in (PROMPT, ANSWER))
-        rows.append(f"{at},{min(LONGEST, max(8, prompt))},{max(2, answer)}")
+        rows.append(f"{now:.6f},{min(LONGEST, max(8, prompt))},{max(2, answer)}")
+        now += chance.expovariate(1.0)
     Path(path).write_text("\n".join(rows) + "\n")
     return path
 
 
-def measure(name: str, lengths: str, args: argparse.Namespace) -> None:
+def measure(name: str, trace: str, args: argparse.Namespace) -> None:
     print(f"goodput: starting {name}", file=sys.stderr, flush=True)
     with open(f"{args.save}.{name}.log", "wb") as log, running(name, args, log) as (front, engines):
         for at, url in enumerate(engines):
             words = ["profile", url, "--output", points(args, name)[at], "--seconds", str(args.seconds)]
             words += ["--max-num-batched-tokens", str(BUDGET)]
             ours(*words, *(word for other in engines if other != url for word in ("--beside", other)))
-        words = ["bench", "--target", f"{name}={front}", "--gpus", "2", "--trace", lengths]
+        words = ["bench", "--target", f"{name}={front}", "--gpus", "2", "--trace", trace, "--arrivals", "trace"]
         words += ["--requests", str(args.requests), "--precision", str(args.precision), "--save", f"{args.save}.{name}"]
         ours(*words, "--ttft", str(args.ttft), "--tpot", str(args.tpot), "--attainment", str(ATTAINMENT))
 
@@ -229,7 +231,7 @@ def free_ports(count: int) -> list[int]:
 # --- the report ---
 
 
-def tell(lengths: str, args: argparse.Namespace) -> int:
+def tell(trace: str, args: argparse.Namespace) -> int:
     """All that is saved: the stacks beside each other, then each one beside the planner's figures."""
     objectives = Objectives(args.ttft, args.tpot, ATTAINMENT)
     saved = [report.load(f"{args.save}.{name}.json") for name in STACKS if Path(f"{args.save}.{name}.json").exists()]
@@ -239,7 +241,7 @@ def tell(lengths: str, args: argparse.Namespace) -> int:
     report.save(args.save, report.result(measured, objectives, done=True))
     report.plot(f"{args.save}.png", measured, objectives)
     print("\n" + report.table(measured, objectives))
-    predicted = {one.target.name: predict(one, objectives, Simulated(one.target.name, lengths, args)) for one in measured}
+    predicted = {one.target.name: predict(one, objectives, Simulated(one.target.name, trace, args)) for one in measured}
     Path(f"{args.save}.predicted.json").write_text(json.dumps(predicted, indent=1) + "\n")
     return 0
 
@@ -247,10 +249,10 @@ def tell(lengths: str, args: argparse.Namespace) -> int:
 class Simulated:
     """The planner's answers for a stack."""
 
-    def __init__(self, name: str, lengths: str, args: argparse.Namespace) -> None:
+    def __init__(self, name: str, trace: str, args: argparse.Namespace) -> None:
         prefill, decode = points(args, name)
         self._words = [*OURS, "simulate", "--json", "--profile", prefill, "--decode-profile", decode, *STACKS[name]]
-        self._words += ["--workload", lengths, "--arrivals", "poisson", "--requests", str(args.requests)]
+        self._words += ["--workload", trace, "--arrivals", "trace", "--requests", str(args.requests), "--seeds", "1"]
         self._words += ["--ttft", str(args.ttft), "--tpot", str(args.tpot), "--attainment", str(ATTAINMENT)]
         self._precision = args.precision
 

@@ -32,6 +32,10 @@ def test_closed_form(capsys: pytest.CaptureFixture[str]) -> None:
     assert four["limit"] == pytest.approx(3.590, abs=1e-3)
     assert (eight["best"]["prefill"]["n"], eight["best"]["decode"]["n"]) == (5, 3)
     assert eight["best"]["goodput_per_gpu"] == pytest.approx(3.5)
+    assert four["ttft_mean"]["0.5"] == pytest.approx((1 + 0.5 / (2 * 0.5)) / 5.6)  # D + R D^2 / (2 (1 - R D)), R D = 0.5
+    assert four["bandwidth"] is None
+    words = [*words, "4", "--model", "opt-66b", "--workload", "512:64"]
+    assert _json(capsys, *words)["bandwidth"] == pytest.approx(10 * 1.208e9, rel=1e-3)  # 2P1D: 10 requests/s
 
 
 def test_plan_says_all_that_is_promised(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -48,6 +48,16 @@ def test_a_trace_keeps_its_times(tmp_path: Path) -> None:
     assert sample.gaps == pytest.approx([0, 2 / 1.5, 1 / 1.5])
 
 
+def test_a_trace_is_no_more_samples_than_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(f"{n},600,5\n" for n in range(50)))
+    load = workload.load(str(path))
+    assert workload.extent(load, Arrivals("trace"), 20, 5) == (20, 2)
+    assert workload.extent(load, Arrivals("trace"), 1000, 5) == (50, 1)
+    assert workload.extent(load, Arrivals("poisson"), 1000, 5) == (50, 5)  # the same lengths, other arrivals
+    assert workload.extent(workload.load("600:5"), Arrivals("poisson"), 1000, 5) == (1000, 5)
+
+
 def test_alibabas_blocks_have_16_tokens(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     row = '{"timestamp": %d, "input_length": 32, "output_length": 5, "hash_ids": [1, %d]}\n'

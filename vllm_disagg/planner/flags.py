@@ -80,14 +80,16 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> Planned:
     joint = (args.attainment_of or ("each" if like_distserve else "joint")) == "joint"
     for source in (prefill, decode):
         check_model(source, gpus, flag)
+    arrivals = workload.arrivals(args.arrivals, work)
+    requests, seeds = workload.extent(work, arrivals, args.requests, args.seeds)
     setting = Setting(
         prefill=prefill,
         decode=decode,
         workload=work,
-        arrivals=workload.arrivals(args.arrivals, work),
+        arrivals=arrivals,
         objective=Objective(args.ttft, args.tpot, args.attainment, joint),
-        requests=args.requests,
-        seeds=args.seeds,
+        requests=requests,
+        seeds=seeds,
         gpus=gpus,
         link=catalogue.link(args.link or LINK[kind]),
         overlap=overlap,

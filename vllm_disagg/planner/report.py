@@ -52,7 +52,7 @@ def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, Fit]
         if row and score:
             low, high = row["ci"]
             form = row["closed_form"]["rate_per_gpu"]
-            interval = f"{low:.3f} .. {high:.3f}"
+            interval = f"{low:.3f} .. {high:.3f}" if setting.seeds > 1 else "one sample"
             lines.append(f"{name:11}{row['goodput_per_gpu']:14.3f}  {interval:16}{form:12.3f}  {score.placement}")
         else:
             lines.append(f"{name:11}{'none':>14}")

@@ -124,6 +124,15 @@ def arrivals(text: str, workload: Workload) -> Arrivals:
     return Arrivals("gamma", cv)
 
 
+def extent(workload: Workload, arrivals: Arrivals, requests: int, seeds: int) -> tuple[int, int]:
+    """Requests and seeds that there are: a trace ends, and its own arrivals are a sample once only."""
+    if not workload.trace:
+        return requests, seeds
+    there = len(workload.trace.requests)
+    requests = min(requests, there)
+    return requests, min(seeds, there // requests) if arrivals.kind == "trace" else seeds
+
+
 def _gaps_of(rows: Sequence[Request]) -> list[float]:
     times = [row.arrival for row in rows]
     mean = (times[-1] - times[0]) / max(1, len(times) - 1)

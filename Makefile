@@ -7,7 +7,7 @@
 # make mutants   plant faults in the protocol; the tests must notice
 # make bench     the hand-off, measured
 # make bench-proxy  what the proxy costs, beside vllm-router
-# make goodput   requests a second within their objectives: 1 prefill + 1 decode beside 2 colocated engines
+# make goodput   requests a second within their objectives: 1 prefill + 1 decode beside 2 colocated engines and NixlConnector
 # make clean     everything that make has made
 
 VLLM   ?= 0.32.0
@@ -79,12 +79,12 @@ bench: setup $(VENV)/.peers
 bench-proxy: setup $(VENV)/.peers
 	$(BIN)/python benchmarks/proxy_cost.py --router .venv-router/bin/vllm-router --save docs/proxy_cost
 
-goodput: setup
+goodput: setup $(VENV)/.peers
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[plot]'
 	@$(BIN)/python scripts/tiny_model.py heavy $(MODEL)
-	$(BIN)/python benchmarks/goodput.py $(MODEL)
+	$(BIN)/python benchmarks/goodput.py $(MODEL) --router .venv-router/bin/vllm-router
 
-# Beside whom `bench` measures: vLLM's in-tree NixlConnector (nixl without its CUDA needs) and the Rust router.
+# Beside whom `bench` and `goodput` measure: vLLM's in-tree NixlConnector (nixl without its CUDA needs) and the Rust router.
 $(VENV)/.peers:
 	@echo "bench: the peers, nixl and vllm-router"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu12==1.5.1

@@ -1,17 +1,19 @@
-"""Goodput of 1 prefill + 1 decode engine beside 2 colocated ones, measured, and the planner's prediction.
+"""Goodput of 1 prefill + 1 decode engine beside 2 colocated ones and NixlConnector, and what the planner says of each.
 
-    python benchmarks/goodput.py MODEL [--only [profile] [colocated] [ours]] [--save NAME]
+    python benchmarks/goodput.py MODEL [--router PATH] [--only [STACK ...]] [--save NAME]
 
 Real CPU engines of a tiny model, with one core each for their model's threads, every engine with the same flags:
 
   ours       `vllm-disagg up`: 1 prefill, 1 decode, the proxy
-  colocated  2 plain `vllm serve` behind `vllm-disagg proxy`, which shares whole requests among them; first both are
-             measured by `vllm-disagg profile`, at the same time
+  colocated  2 plain `vllm serve` behind the same proxy (`vllm-disagg proxy --decode --decode`), which shares whole
+             requests among them
+  nixl       2 `vllm serve` with NixlConnector behind vllm-router; only where --router names that program
 
-The stacks run one after the other, since two engines are as much as a small machine holds.  Each is measured by
-`vllm-disagg bench` with the same requests.  What is measured is saved (NAME.ours.json, NAME.colocated.json,
-NAME.points-0.json and -1), and reported; with --only, what is not measured again is reported from those files.  Where
-`vllm-disagg simulate` is there, its prediction from the points stands beside what was measured.
+The stacks run one after the other, since two engines are as much as a small machine holds.  Of each, first the engines'
+step times are measured by `vllm-disagg profile`, each engine's while the other one works, then its goodput by
+`vllm-disagg bench` with the same requests for all.  What is measured is saved (NAME.STACK.json, NAME.STACK-0.points.json
+and -1, NAME.STACK.log).  At last all that is saved is reported: a table, NAME.json and NAME.png with all stacks, and at each
+rate the planner's prediction from those points beside what was measured.  --only with fewer stacks, or none, measures fewer.
 """
 
 from __future__ import annotations
@@ -28,22 +30,22 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from vllm_disagg.bench import bisection
+from vllm_disagg.bench import bisection, report
+from vllm_disagg.bench.results import Objectives
 
-STACKS = ("ours", "colocated")
-STEPS = ("profile", *STACKS)
 BUDGET = 512  # tokens a step
 FLAGS = {"served-model-name": "tiny", "max-model-len": "2048", "max-num-batched-tokens": str(BUDGET)}
-VLLM = ["--enforce-eager", *(f"--{flag}={value}" for flag, value in FLAGS.items())]
+ENGINE = ["--enforce-eager", *(f"--{flag}={value}" for flag, value in FLAGS.items())]
 PROMPT, ANSWER = (200.0, 0.6), (16.0, 0.6)  # median and sigma of lognormal lengths
-PLACEMENT = {"ours": ["--prefill", "1x1", "--decode", "1x1"], "colocated": ["--colocated", "1x1x2"]}
-ATTAINMENT = 0.9
 LONGEST = 1000  # tokens of a prompt
+SPLIT = ["--prefill", "1x1", "--decode", "1x1"]
+STACKS = {"ours": SPLIT, "colocated": ["--colocated", "1x1x2"], "nixl": [*SPLIT, "--no-overlap"]}  # as simulate is told
+ATTAINMENT = 0.9
 OURS = [sys.executable, "-m", "vllm_disagg.cli"]
+VLLM = str(Path(sys.executable).with_name("vllm"))
 START = 180.0  # seconds
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -51,120 +53,171 @@ CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLIN
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--only", nargs="*", choices=STEPS, default=STEPS, help="some of the steps; the report follows")
+    parser.add_argument("--router", help="the vllm-router program, for nixl")
+    parser.add_argument("--only", nargs="*", choices=STACKS, help="stacks to measure; the report follows")
     parser.add_argument("--save", metavar="NAME", default=".cache/goodput", help="(default: %(default)s)")
-    parser.add_argument("--ttft", default="0.5", help="seconds (default: %(default)s)")
-    parser.add_argument("--tpot", default="0.06", help="seconds (default: %(default)s)")
+    parser.add_argument("--ttft", type=float, default=1.0, help="seconds (default: %(default)s)")
+    parser.add_argument("--tpot", type=float, default=0.1, help="seconds (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=100, help="at each rate (default: %(default)s)")
-    parser.add_argument("--precision", default="0.1", help="of the bisection (default: %(default)s)")
-    parser.add_argument("--seconds", default="40", help="for each profile (default: %(default)s)")
+    parser.add_argument("--precision", type=float, default=0.1, help="of the bisection (default: %(default)s)")
+    parser.add_argument("--seconds", type=int, default=40, help="for each profile (default: %(default)s)")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("goodput: stopped"))  # so that no engine stays behind
-    lengths = write_lengths(args)
-    if {"profile", "colocated"}.intersection(args.only):
-        measure("colocated", lengths, args)
-    if "ours" in args.only:
-        measure("ours", lengths, args)
-    return report(lengths, args)
+    trace = write_trace(args)
+    for name in STACKS if args.only is None else args.only:
+        if name == "nixl" and not args.router:
+            print("goodput: nixl is left out: --router names no vllm-router", file=sys.stderr)
+            continue
+        measure(name, trace, args)
+    return tell(trace, args)
 
 
-def write_lengths(args: argparse.Namespace) -> str:
-    """The workload as a file that the bench and the planner both read."""
-    chance, path = random.Random(0), f"{args.save}.lengths.csv"
-    rows = ["arrival_s,input_tokens,output_tokens"]
-    for at in range(args.requests):
+def write_trace(args: argparse.Namespace) -> str:
+    """What is asked, as a trace that the bench and the planner both read: the same lengths, and the same Poisson arrivals
+    scaled to each rate, so that a prediction is not wrong for having met other requests."""
+    chance, path = random.Random(0), f"{args.save}.trace.csv"
+    rows, now = ["arrival_s,input_tokens,output_tokens"], 0.0
+    for _ in range(args.requests):
         prompt, answer = (round(median * chance.lognormvariate(0, sigma)) for median, sigma in (PROMPT, ANSWER))
-        rows.append(f"{at},{min(LONGEST, max(8, prompt))},{max(2, answer)}")
+        rows.append(f"{now:.6f},{min(LONGEST, max(8, prompt))},{max(2, answer)}")
+        now += chance.expovariate(1.0)
     Path(path).write_text("\n".join(rows) + "\n")
     return path
 
 
-def measure(name: str, lengths: str, args: argparse.Namespace) -> None:
+def measure(name: str, trace: str, args: argparse.Namespace) -> None:
     print(f"goodput: starting {name}", file=sys.stderr, flush=True)
-    with open(f"{args.save}.{name}.log", "wb") as log, running(name, args.model, log) as (front, engines):
-        if "profile" in args.only and engines:
-            # Both at once: each is then as disturbed by the other's processes as it will be under load.
-            words = ["--seconds", args.seconds, "--max-num-batched-tokens", str(BUDGET)]
-            ours(
-                *(
-                    ["profile", url, "--output", f"{args.save}.points-{at}.json", *words]
-                    for at, url in enumerate(engines)
-                )
-            )
-        if name in args.only:
-            words = ["bench", "--target", f"{name}={front}", "--gpus", "2", "--trace", lengths]
-            words += ["--save", f"{args.save}.{name}", "--attainment", str(ATTAINMENT)]
-            words += ["--requests", str(args.requests), "--precision", args.precision]
-            ours([*words, "--ttft", args.ttft, "--tpot", args.tpot])
+    with open(f"{args.save}.{name}.log", "wb") as log, running(name, args, log) as (front, engines):
+        for at, url in enumerate(engines):
+            words = ["profile", url, "--output", points(args, name)[at], "--seconds", str(args.seconds)]
+            words += ["--max-num-batched-tokens", str(BUDGET)]
+            ours(*words, *(word for other in engines if other != url for word in ("--beside", other)))
+        words = ["bench", "--target", f"{name}={front}", "--gpus", "2", "--trace", trace, "--arrivals", "trace"]
+        words += ["--requests", str(args.requests), "--precision", str(args.precision), "--save", f"{args.save}.{name}"]
+        ours(*words, "--ttft", str(args.ttft), "--tpot", str(args.tpot), "--attainment", str(ATTAINMENT))
 
 
-def ours(*commands: list[str]) -> None:
-    """Run commands of ours at the same time; they end their own children when we have to end them."""
-    processes = [subprocess.Popen([*OURS, *words]) for words in commands]
+def points(args: argparse.Namespace, name: str) -> list[str]:
+    return [f"{args.save}.{name}-{at}.points.json" for at in range(2)]
+
+
+def ours(*words: str) -> None:
+    """Run a command of ours; it ends its own children when we have to end it."""
+    process = subprocess.Popen([*OURS, *words])
     try:
-        if any(process.wait() for process in processes):
-            sys.exit(f"goodput: vllm-disagg {commands[0][0]} failed")
+        if process.wait():
+            sys.exit(f"goodput: vllm-disagg {words[0]} failed")
     finally:
-        for process in processes:
-            process.terminate()
-            process.wait()
+        process.terminate()
+        process.wait()
+
+
+class Stack:
+    """Processes that end with it."""
+
+    def __init__(self, model: str, log: IO[bytes]) -> None:
+        self._model, self._log = model, log
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, command: list[str], out: int | None = None, **env: str) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            command, env={**os.environ, **CPU, **env}, stdout=out or self._log, stderr=self._log, start_new_session=True
+        )
+        self._processes.append(process)
+        return process
+
+    def engines(self, *transfer: dict[str, object], **env: list[str]) -> list[str]:
+        """Two, one on each of the first two cores, ready; their addresses."""
+        urls = []
+        for at, core in enumerate(sorted(os.sched_getaffinity(0))[:2]):
+            (port,) = free_ports(1)
+            own = {name: values[at] for name, values in env.items()}
+            config = ["--kv-transfer-config", json.dumps(transfer[at])] if transfer else []
+            command = [VLLM, "serve", self._model, "--host", "127.0.0.1", "--port", str(port), *ENGINE, *config]
+            self.start(command, VLLM_CPU_OMP_THREADS_BIND=str(core), **own)
+            urls.append(f"http://127.0.0.1:{port}")
+        for url in urls:
+            self.wait(url, "/health")
+        return urls
+
+    def wait(self, url: str, path: str) -> None:
+        until = time.monotonic() + START
+        while time.monotonic() < until:
+            if any(process.poll() is not None for process in self._processes):
+                sys.exit("goodput: a process ended at start; the log says why")
+            try:
+                with urllib.request.urlopen(url + path, timeout=5):
+                    return
+            except OSError:
+                time.sleep(0.5)
+        sys.exit(f"goodput: {url} did not come up in {START:.0f} s")
+
+    def end(self) -> None:
+        for number, patience in ((signal.SIGINT, 15.0), (signal.SIGKILL, 15.0)):
+            for process in self._processes:
+                if process.poll() is None or number == signal.SIGKILL:
+                    try:
+                        os.killpg(process.pid, number)
+                    except ProcessLookupError:
+                        continue
+            until = time.monotonic() + patience
+            for process in self._processes:
+                try:
+                    process.wait(max(0.1, until - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    continue
 
 
 @contextmanager
-def running(name: str, model: str, log: IO[bytes]) -> Iterator[tuple[str, list[str]]]:
-    """A stack's front address, and its plain engines' to profile."""
-    processes: list[subprocess.Popen[bytes]] = []
-
-    def start(command: list[str], **env: str) -> subprocess.Popen[bytes]:
-        out = subprocess.PIPE if name == "ours" else log
-        process = subprocess.Popen(
-            command, env={**os.environ, **CPU, **env}, stdout=out, stderr=log, start_new_session=True
-        )
-        processes.append(process)
-        return process
-
+def running(name: str, args: argparse.Namespace, log: IO[bytes]) -> Iterator[tuple[str, list[str]]]:
+    """A stack's front address and its engines', the prefill engine's first."""
+    stack = Stack(args.model, log)
     try:
         if name == "ours":
-            yield address(start([*OURS, "up", "--model", model, "--port", "0", "--", *VLLM])), []
+            yield start_ours(stack, args.model)
+        elif name == "colocated":
+            yield start_colocated(stack)
         else:
-            urls = [f"http://127.0.0.1:{port}" for port in free_ports(3)]
-            for url, core in zip(urls[1:], sorted(os.sched_getaffinity(0)), strict=False):
-                port = ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
-                vllm = str(Path(sys.executable).with_name("vllm"))
-                start([vllm, "serve", model, *port, *VLLM], VLLM_CPU_OMP_THREADS_BIND=str(core))
-            for url in urls[1:]:
-                wait(url, "/health", processes)
-            decode = [word for url in urls[1:] for word in ("--decode", url)]
-            start([*OURS, "proxy", "--port", urls[0].rpartition(":")[2], *decode])
-            wait(urls[0], "/readiness", processes)
-            yield urls[0], urls[1:]
+            yield start_nixl(stack, args.router)
     finally:
-        end(processes)
+        stack.end()
 
 
-def end(processes: list[subprocess.Popen[bytes]]) -> None:
-    for number, patience in ((signal.SIGINT, 15.0), (signal.SIGKILL, 15.0)):
-        for process in processes:
-            if process.poll() is None or number == signal.SIGKILL:
-                try:
-                    os.killpg(process.pid, number)
-                except ProcessLookupError:
-                    continue
-        until = time.monotonic() + patience
-        for process in processes:
-            try:
-                process.wait(max(0.1, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                continue
+def start_ours(stack: Stack, model: str) -> tuple[str, list[str]]:
+    up = stack.start([*OURS, "up", "--model", model, "--port", "0", "--", *ENGINE], subprocess.PIPE)
+    if not up.stdout:
+        raise AssertionError("it was started with a pipe")
+    front = next((line.split()[1].decode() for line in up.stdout if line.startswith(b"ready: ")), "")
+    if not front:
+        sys.exit("goodput: the instances did not start; the log says why")
+    with urllib.request.urlopen(front + "/disagg/instances", timeout=10) as answer:
+        rows = json.load(answer)
+    return front, [row["url"] for role in ("prefill", "decode") for row in rows if row["role"] == role]
 
 
-def address(up: subprocess.Popen[bytes]) -> str:
-    """The proxy's, from what `up` prints once it is ready."""
-    assert up.stdout
-    for line in up.stdout:
-        if line.startswith(b"ready: "):
-            return line.split()[1].decode()
-    sys.exit("goodput: the instances did not start; the log says why")
+def start_colocated(stack: Stack) -> tuple[str, list[str]]:
+    engines = stack.engines()
+    (port,) = free_ports(1)
+    stack.start([*OURS, "proxy", "--port", str(port), *(word for url in engines for word in ("--decode", url))])
+    front = f"http://127.0.0.1:{port}"
+    stack.wait(front, "/readiness")
+    return front, engines
+
+
+def start_nixl(stack: Stack, router: str) -> tuple[str, list[str]]:
+    config = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", "kv_load_failure_policy": "recompute"}
+    side, (port, metrics) = [str(port) for port in free_ports(2)], free_ports(2)
+    engines = stack.engines(
+        *({**config, "kv_role": role} for role in ("kv_producer", "kv_consumer")),
+        VLLM_NIXL_SIDE_CHANNEL_HOST=["127.0.0.1"] * 2,
+        VLLM_NIXL_SIDE_CHANNEL_PORT=side,
+    )
+    words = ["--vllm-pd-disaggregation", "--prefill", engines[0], "--decode", engines[1], "--kv-connector", "nixl"]
+    words += ["--policy", "round_robin", "--prometheus-port", str(metrics)]
+    stack.start([router, *words, "--host", "127.0.0.1", "--port", str(port)])
+    front = f"http://127.0.0.1:{port}"
+    stack.wait(front, "/v1/models")
+    return front, engines
 
 
 def free_ports(count: int) -> list[int]:
@@ -175,49 +228,33 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def wait(url: str, path: str, processes: list[subprocess.Popen[bytes]]) -> None:
-    until = time.monotonic() + START
-    while time.monotonic() < until:
-        if any(process.poll() is not None for process in processes):
-            sys.exit("goodput: a process ended at start; the log says why")
-        try:
-            with urllib.request.urlopen(url + path, timeout=5):
-                return
-        except OSError:
-            time.sleep(0.5)
-    sys.exit(f"goodput: {url} did not come up in {START:.0f} s")
+# --- the report ---
 
 
-def report(lengths: str, args: argparse.Namespace) -> int:
-    found: dict[str, Any] = {}
-    for name in STACKS:
-        path = Path(f"{args.save}.{name}.json")
-        if path.exists() and (saved := json.loads(path.read_text()))["done"]:
-            found[name] = saved["targets"][name]
-    print("\nstack      goodput, req/s  by engine")
-    for name, target in found.items():
-        print(f"{name:10} {target['goodput']:14.3g} {target['goodput_per_gpu']:10.3g}")
-    points = [f"{args.save}.points-{at}.json" for at in range(2)]
-    if not find_spec("vllm_disagg.planner") or not all(map(os.path.exists, points)):
-        print("\n(no prediction: it needs vllm-disagg simulate, and the points of both profiles)")
-        return 0
-    with open(f"{args.save}.predicted.json", "w") as out:
-        predicted = {
-            name: predict(name, target, Simulated(name, points, lengths, args)) for name, target in found.items()
-        }
-        json.dump(predicted, out, indent=1)
+def tell(trace: str, args: argparse.Namespace) -> int:
+    """All that is saved: the stacks beside each other, then each one beside the planner's figures."""
+    objectives = Objectives(args.ttft, args.tpot, ATTAINMENT)
+    saved = [report.load(f"{args.save}.{name}.json") for name in STACKS if Path(f"{args.save}.{name}.json").exists()]
+    measured = [one for _, ones in saved for one in ones]
+    if any(of != objectives for of, _ in saved) or not measured:
+        sys.exit(f"goodput: {args.save}.*.json hold no measurements with these objectives")
+    report.save(args.save, report.result(measured, objectives, done=True))
+    report.plot(f"{args.save}.png", measured, objectives)
+    print("\n" + report.table(measured, objectives))
+    predicted = {one.target.name: predict(one, objectives, Simulated(one.target.name, trace, args)) for one in measured}
+    Path(f"{args.save}.predicted.json").write_text(json.dumps(predicted, indent=1) + "\n")
     return 0
 
 
 class Simulated:
     """The planner's answers for a stack."""
 
-    def __init__(self, name: str, points: list[str], lengths: str, args: argparse.Namespace) -> None:
-        self._words = [*OURS, "simulate", "--json", "--profile", points[0], *PLACEMENT[name]]
-        self._words += ["--decode-profile", points[1]] if name == "ours" else []
-        self._words += ["--workload", lengths, "--arrivals", "poisson", "--requests", str(args.requests)]
-        self._words += ["--ttft", args.ttft, "--tpot", args.tpot]
-        self.precision = float(args.precision)
+    def __init__(self, name: str, trace: str, args: argparse.Namespace) -> None:
+        prefill, decode = points(args, name)
+        self._words = [*OURS, "simulate", "--json", "--profile", prefill, "--decode-profile", decode, *STACKS[name]]
+        self._words += ["--workload", trace, "--arrivals", "trace", "--requests", str(args.requests), "--seeds", "1"]
+        self._words += ["--ttft", str(args.ttft), "--tpot", str(args.tpot), "--attainment", str(ATTAINMENT)]
+        self._precision = args.precision
 
     def at(self, rate: float) -> dict[str, float]:
         run = subprocess.run([*self._words, "--rate", str(rate)], check=False, stdout=subprocess.PIPE, text=True)
@@ -228,32 +265,28 @@ class Simulated:
     def goodput(self, first: float) -> float:
         """By the bisection that found the measured one."""
         tried: list[bisection.Tried] = []
-        while (rate := bisection.next_rate(tried, first, self.precision)) is not None:
+        while (rate := bisection.next_rate(tried, first, self._precision)) is not None:
             tried.append(bisection.Tried(rate, self.at(rate)["attainment"] >= ATTAINMENT))
         return bisection.bracket(tried).met or 0.0
 
 
-def predict(name: str, measured: dict[str, Any], simulated: Simulated) -> dict[str, Any]:
+def predict(measured: report.Measured, objectives: Objectives, simulated: Simulated) -> dict[str, Any]:
     """The planner's figures beside the measured ones, at every rate that was tried."""
-    print(f"\n{name}: measured -> predicted (error)")
-    print(
-        "  rate          attained                 TTFT median                    TTFT p90                    TPOT median"
-    )
+    print(f"\n{measured.target.name}: measured -> predicted (error)")
+    print(f"{'rate':>6}  {'attained':12}  {'TTFT median':27}  {'TTFT p90':27}  {'TPOT median':27}")
     rows = []
-    for run in sorted(measured["runs"], key=lambda run: run["rate"]):
-        said = simulated.at(run["rate"])
+    for run in sorted(measured.runs, key=lambda run: run.rate or 0.0):
+        said = simulated.at(run.rate or 0.0)
         pairs = [
-            (run["ttft"]["median"], said["ttft_p50"]),
-            (run["ttft"]["p90"], said["ttft_p90"]),
-            (run["tpot"]["median"], said["tpot_p50"]),
-        ]
+            (run.ttft.median, said["ttft_p50"]), (run.ttft.p90, said["ttft_p90"]), (run.tpot.median, said["tpot_p50"]),
+        ]  # fmt: skip
         cells = "  ".join(f"{m:7.4f} -> {p:7.4f} s ({p / m - 1:+5.0%})" if m and p else " " * 27 for m, p in pairs)
-        print(f"{run['rate']:6.2f}  {run['attainment']:4.0%} -> {said['attainment']:4.0%}  {cells}")
-        rows.append({"rate": run["rate"], "measured": run, "predicted": said})
-    goodput = simulated.goodput(measured["goodput"] or 1.0)
-    error = goodput / measured["goodput"] - 1 if measured["goodput"] else float("nan")
-    print(f"goodput {measured['goodput']:.3g} -> {goodput:.3g} req/s ({error:+.0%})")
-    return {"goodput": {"measured": measured["goodput"], "predicted": goodput}, "runs": rows}
+        print(f"{run.rate:6.2f}  {run.attainment:4.0%} -> {said['attainment']:4.0%}  {cells}")
+        rows.append({"rate": run.rate, "measured": run.attainment, "predicted": said})
+    found = measured.bracket(objectives).met or 0.0
+    goodput = simulated.goodput(found or 1.0)
+    print(f"goodput {found:.3g} -> {goodput:.3g} req/s" + (f" ({goodput / found - 1:+.0%})" if found else ""))
+    return {"goodput": {"measured": found, "predicted": goodput}, "runs": rows}
 
 
 if __name__ == "__main__":

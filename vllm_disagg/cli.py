@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Protocol, cast
+from typing import NoReturn, Protocol, cast
 
 from . import __version__
 from .errors import DisaggError
@@ -29,6 +29,13 @@ class Command(Protocol):
     def run(self, args: argparse.Namespace) -> int: ...
 
 
+class Parser(argparse.ArgumentParser):
+    """Bad input is one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} ({self.prog} --help)\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -49,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="vllm-disagg", description="Prefill/decode disaggregation for stock vLLM.")
+    parser = Parser(prog="vllm-disagg", description="Prefill/decode disaggregation for stock vLLM.")
     parser.add_argument("--version", action="version", version=f"vllm-disagg {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (_, summary) in COMMANDS.items():

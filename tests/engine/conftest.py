@@ -19,7 +19,8 @@ from engines import ROOT, Engine, Process, Proxy, free_port, get, wait
 
 from vllm_disagg import keys
 
-ORDER = ["test_exact", "test_prefixes", "test_api", "test_grants", "test_cancel", "test_sensitive", "test_preempt", "test_bench"]
+ORDER = ["test_exact", "test_prefixes", "test_api", "test_grants", "test_cancel", "test_sensitive", "test_preempt"]
+ORDER += ["test_bench", "test_live"]
 LAST = ["test_deaths", "test_tp2"]
 
 

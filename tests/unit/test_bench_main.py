@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from vllm_disagg import cli
-from vllm_disagg.bench import load, main
+from vllm_disagg.bench import load, main, report
+from vllm_disagg.errors import ConfigError
 
 SCRIPT = Path(__file__).with_name("scripted_vllm.py")
 LENGTHS = ["--input-len", "100", "--output-len", "5"]
@@ -89,6 +90,8 @@ def test_two_deployments_side_by_side(
     result = json.loads(out)
     assert result == json.loads((tmp_path / "saved.json").read_text()) and result["done"]
     assert (tmp_path / "saved.png").stat().st_size > 10_000
+    objectives, measured = report.load(str(tmp_path / "saved.json"))
+    assert report.result(measured, objectives, done=True) == result
     goodputs = []
     for name, capacity, gpus in (("a", 10, 2), ("b", 5, 1)):
         found = result["targets"][name]
@@ -113,6 +116,15 @@ def test_a_table_says_what_is_compared(servers: list[str], scripted: Path, capsy
     out = capsys.readouterr().out
     assert "at least 90 % of requests get the first token within 0.5 s" in out
     assert "a / b: " in out and "TTFT p50 / p90 / p99" in out
+
+
+def test_what_was_not_saved_by_a_bench_that_ended_is_refused(tmp_path: Path) -> None:
+    saved = tmp_path / "saved.json"
+    with pytest.raises(ConfigError, match="is not what vllm-disagg bench --save writes"):
+        report.load(str(saved))
+    saved.write_text('{"objectives": {"ttft": 1, "tpot": 1, "attainment": 0.9}, "done": false, "targets": {}}')
+    with pytest.raises(ConfigError, match="did not end"):
+        report.load(str(saved))
 
 
 def test_objectives_that_nothing_meets_are_a_result(

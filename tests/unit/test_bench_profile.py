@@ -7,13 +7,14 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from vllm_disagg import cli
-from vllm_disagg.bench import profile
+from vllm_disagg.bench import neighbours, profile
 from vllm_disagg.bench.steps import Decode, Prefill, Step
 
 INFO = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="20"} 1.0\n'
@@ -26,6 +27,7 @@ class Scripted(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     pages: dict[str, object]
     refuse: str
+    asked: list[int]  # of each request, the tokens of its first prompt
 
     def do_GET(self) -> None:
         page = self.pages.get(self.path)
@@ -33,6 +35,7 @@ class Scripted(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.asked.append(len(body["prompt"][0]))
         if self.refuse:
             self._answer(400, json.dumps({"error": {"message": self.refuse}}))
             return
@@ -68,19 +71,31 @@ class Scripted(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def engine() -> Iterator[tuple[str, type[Scripted]]]:
+@contextmanager
+def serving() -> Iterator[tuple[str, type[Scripted]]]:
     pages = {
         "/v1/models": {"data": [{"id": "tiny", "root": "/tiny", "max_model_len": 96}]},
         "/version": {"version": "0.32.0"},
         "/metrics": INFO,
     }
-    serving = type("Serving", (Scripted,), {"pages": pages, "refuse": ""})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), serving)
+    engine = type("Serving", (Scripted,), {"pages": pages, "refuse": "", "asked": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), engine)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", serving
+    yield f"http://127.0.0.1:{server.server_address[1]}", engine
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture
+def engine() -> Iterator[tuple[str, type[Scripted]]]:
+    with serving() as found:
+        yield found
+
+
+@pytest.fixture
+def neighbour() -> Iterator[tuple[str, type[Scripted]]]:
+    with serving() as found:
+        yield found
 
 
 def test_a_profile_finds_the_engines_times(
@@ -99,6 +114,29 @@ def test_a_profile_finds_the_engines_times(
     assert [16] in [point["tokens"] for point in points["prefill"]]
     assert max(len(point["contexts"]) for point in points["decode"]) == 4
     assert "points of prefill" in capsys.readouterr().out
+
+
+def test_neighbours_work_meanwhile(
+    engine: tuple[str, type[Scripted]], neighbour: tuple[str, type[Scripted]], tmp_path: Path
+) -> None:
+    path = tmp_path / "points.json"
+    words = ["--output", str(path), "--seconds", "1", "--beside", neighbour[0]]
+    assert cli.main(["profile", engine[0], *words]) == 0
+    assert json.loads(path.read_text())["beside"] == 1
+    asked = neighbour[1].asked
+    assert len(asked) >= 3 and set(asked) == {96 - neighbours.ANSWER}  # one after the other; as long as it takes them
+
+
+def test_a_neighbour_that_fails_is_said(
+    engine: tuple[str, type[Scripted]], neighbour: tuple[str, type[Scripted]], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    neighbour[1].refuse = "no"
+    words = ["--output", str(tmp_path / "x"), "--seconds", "0.2", "--beside", neighbour[0]]
+    assert cli.main(["profile", engine[0], *words]) == 2
+    assert f"a neighbour did not keep at work: {neighbour[0]} refused" in capsys.readouterr().err
+    assert cli.main(["profile", engine[0], "--output", str(tmp_path / "x"), "--beside", engine[0]]) == 2
+    assert "is the instance that is measured" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

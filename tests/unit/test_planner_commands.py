@@ -32,6 +32,10 @@ def test_closed_form(capsys: pytest.CaptureFixture[str]) -> None:
     assert four["limit"] == pytest.approx(3.590, abs=1e-3)
     assert (eight["best"]["prefill"]["n"], eight["best"]["decode"]["n"]) == (5, 3)
     assert eight["best"]["goodput_per_gpu"] == pytest.approx(3.5)
+    assert four["ttft_mean"]["0.5"] == pytest.approx((1 + 0.5 / (2 * 0.5)) / 5.6)  # D + R D^2 / (2 (1 - R D)), R D = 0.5
+    assert four["bandwidth"] is None
+    words = [*words, "4", "--model", "opt-66b", "--workload", "512:64"]
+    assert _json(capsys, *words)["bandwidth"] == pytest.approx(10 * 1.208e9, rel=1e-3)  # 2P1D: 10 requests/s
 
 
 def test_plan_says_all_that_is_promised(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -62,6 +66,13 @@ def test_simulate_says_all_that_is_promised(capsys: pytest.CaptureFixture[str]) 
     assert found["gpus"] == 3 and found["refused"] == 0
     both = _json(capsys, "simulate", *QUICK, "--colocated", "2x1x2", "--rate", "2")
     assert both["gpus"] == 4 and both["attainment"] > 0.9
+
+
+def test_simulate_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", *QUICK, "--prefill", "1x1", "--decode", "1x1", "--rate", "0.1"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("times: distserve-a100: fits to measurements") and " at 0.1 req/s on 2 GPUs\n" in out
+    assert "within TTFT 0.2 s and TPOT 0.1 s" in out
 
 
 def test_a_profile_is_planned_with(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -101,7 +112,8 @@ def test_a_profile_is_planned_with(capsys: pytest.CaptureFixture[str], tmp_path:
             "llama-3.1-70b fits nowhere on 2 GPUs of l4",
         ),
         (["plan", *BASE, "--tpot", "9", "--ttft", "99", "--requests", "20"], "--requests: 20 are too few"),
-        (["plan", "--capacity-prefill", "5.6"], "--capacity-decode: None is not a rate"),
+        (["plan", "--capacity-prefill", "5.6"], "go together: give --capacity-decode"),
+        (["plan", *QUICK, "--gpus", "many"], "argument --gpus: invalid int value: 'many'"),
         (["plan", "--capacity-prefill", "-1", "--capacity-decode", "1"], "--capacity-prefill: -1.0 is not a rate"),
         (["plan", "--profile", "nope.json"], "--profile: nope.json cannot be read"),
         (["simulate", *QUICK, "--prefill", "2x1", "--decode", "0x1", "--rate", "1"], "--decode: 0x1 is not TPxPP"),
@@ -114,7 +126,11 @@ def test_a_profile_is_planned_with(capsys: pytest.CaptureFixture[str], tmp_path:
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], words: list[str], expected: str) -> None:
-    assert cli.main(words) == 2
+    try:
+        status = cli.main(words)
+    except SystemExit as exit:  # argparse's
+        status = exit.code
+    assert status == 2
     out, err = capsys.readouterr()
     lines = [line for line in err.splitlines() if not line.startswith("plan: ")]
     assert out == "" and len(lines) == 1

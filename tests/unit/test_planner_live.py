@@ -96,6 +96,8 @@ def test_three_prefill_and_one_decode_are_wrong_for_long_answers(
         "prefill": 3, "decode": 1, "goodput": 0, "ci": 0,
     }  # fmt: skip
     assert found["best"]["goodput"] == pytest.approx(found["gain"] * found["present"]["goodput"])
+    assert found["one_more"]["decode"]["gain"] > 1.3 and found["one_more"]["prefill"]["gain"] < 1.1
+    assert (found["one_more"]["decode"]["prefill"], found["one_more"]["decode"]["decode"]) == (3, 2)
 
 
 def test_a_refit_finds_how_much_slower_the_deployment_is() -> None:
@@ -157,4 +159,4 @@ def test_a_fleet_without_a_ratio_is_said(rows: list[object], words: str) -> None
 def test_a_proxy_that_is_not_there_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*WORDS, "--live", url]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("vllm-disagg plan: --live: ") and err.count("\n") == 1
+    assert err.startswith("vllm-disagg plan: ") and url in err and err.count("\n") == 1

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from .. import lengths, pages, traces
 from ..errors import ConfigError
 from . import instance, load, report, workload
 from .load import Generator, Target
@@ -40,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="objective: mean time for each further token of a request")  # fmt: skip
     add("--attainment", metavar="SHARE", type=_share, default=0.9,
         help="share of requests that must meet both objectives (default: %(default)s)")  # fmt: skip
-    add("--trace", metavar="FILE", help=f"lengths and arrivals: {workload.FORMATS}")
+    add("--trace", metavar="FILE", help=f"lengths and arrivals: {traces.ACCEPTED}")
     add("--input-len", metavar="TOKENS", type=_count, help="every prompt's length")
     add("--output-len", metavar="TOKENS", type=_count, help="every answer's length")
-    add("--workload", choices=["sharegpt-like"], help="lengths drawn like those of ShareGPT (means 755.5 and 200.3)")
+    add("--workload", choices=lengths.KNOWN, help="lengths drawn from a distribution, as vllm-disagg plan has them")
     add("--arrivals", choices=["poisson", "trace"], default="poisson",
         help="trace: the trace's own times, scaled to each rate (default: %(default)s)")  # fmt: skip
     add("--requests", metavar="N", type=_count, default=200, help="sent at each rate (default: %(default)s)")
@@ -136,15 +137,18 @@ class Bench:
 
 
 def _workload(args: argparse.Namespace) -> Workload:
-    lengths = args.input_len is not None or args.output_len is not None
-    if [bool(args.trace), lengths, bool(args.workload)].count(True) != 1:
+    fixed = args.input_len is not None or args.output_len is not None
+    if [bool(args.trace), fixed, bool(args.workload)].count(True) != 1:
         raise ConfigError("give exactly one of --trace, --input-len with --output-len, and --workload")
     if args.arrivals == "trace" and not args.trace:
         raise ConfigError("--arrivals trace needs a --trace")
     if args.trace:
-        return workload.read(args.trace)
+        trace = traces.read(args.trace, "--trace")
+        if args.arrivals == "trace" and not trace.timed:
+            raise ConfigError(f"--arrivals trace: {args.trace} has no arrival times")
+        return workload.of(trace)
     if args.workload:
-        return workload.sharegpt_like(args.requests, args.seed)
+        return workload.drawn(lengths.KNOWN[args.workload], args.requests, args.seed)
     if args.input_len is None or args.output_len is None:
         raise ConfigError("--input-len and --output-len go together")
     return workload.fixed(args.input_len, args.output_len, args.requests)
@@ -176,7 +180,7 @@ def _targets(words: Sequence[str], gpus: Sequence[str]) -> list[Target]:
             raise ConfigError(f"--target {word}: it must be NAME=URL, such as ours=http://127.0.0.1:8000")
         if name in urls:
             raise ConfigError(f"--target {name} is given twice")
-        urls[name] = instance.address(f"--target {name}", url)
+        urls[name] = pages.address(f"--target {name}", url)
     counts = _gpus(gpus, list(urls))
     targets = [Target(name, url, counts.get(name), instance.model(url)) for name, url in urls.items()]
     models = {target.model.root or target.model.id for target in targets}

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from .. import pages
 from ..errors import ConfigError, DisaggError
-from . import instance, steps
-from .steps import Decode, Prefill, Step
+from . import instance, neighbours, steps
+from .steps import TOKENS, Decode, Prefill, Step
 from .stream import complete
 
-TOKENS = range(10, 1000)  # ids that nearly every vocabulary has, and that hardly one gives a meaning of its own
 ENOUGH = 3  # measurements of a point, below which a median means little; points of each kind, below which a fit does
 TELL = 5.0  # seconds between two lines of progress
 
@@ -107,24 +107,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seconds", metavar="N", type=float, default=120.0, help="time to measure (default: %(default)g)")
     add("--max-num-batched-tokens", metavar="N", type=int,
         help="the instance's token budget a step, which it does not tell")  # fmt: skip
+    add("--beside", metavar="URL", action="append", default=[],
+        help="another instance on the same machine, to be kept at work meanwhile, as it will be; repeatable")  # fmt: skip
     add("--machine", metavar="WORDS", default="", help="what the instance runs on, in words, for the file")
 
 
 def run(args: argparse.Namespace) -> int:
-    url = instance.address("URL", args.url)
+    url = pages.address("URL", args.url)
     _check(args)
     model, kv_tokens, version = instance.model(url), instance.kv_tokens(url), instance.version(url)
     if not model.max_model_len:
         raise ConfigError(f"{url}/v1/models does not say max_model_len, which every vLLM does")
+    others = [pages.address("--beside", other) for other in args.beside]
+    if url in others:
+        raise ConfigError(f"--beside: {url} is the instance that is measured")
+    beside = [(other, instance.model(other)) for other in others]
     plan = steps.plan(model.max_model_len, kv_tokens, args.max_num_batched_tokens)
     profile = Profile(url, model.id)
-    profile.warm_up()
-    samples = _rounds(plan, profile.measure, args.seconds, time.monotonic)
+    with neighbours.busy(beside):
+        profile.warm_up()
+        samples = _rounds(plan, profile.measure, args.seconds, time.monotonic)
     points: dict[str, Any] = {
         "version": 1,
         "model": model.id,
         "vllm": version,
         "machine": args.machine or _machine(url),
+        "beside": len(beside),
         "kv_tokens": kv_tokens,
         "max_num_batched_tokens": args.max_num_batched_tokens,
         "prefill": samples.prefill(),

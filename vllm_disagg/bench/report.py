@@ -13,6 +13,7 @@ import msgspec
 from ..errors import ConfigError
 from . import bisection
 from .bisection import Bracket, Tried
+from .instance import Model
 from .load import Target
 from .results import Latency, Objectives, Run
 
@@ -48,6 +49,20 @@ class Measured:
         return [Tried(run.rate, run.met(objectives)) for run in self.runs if run.rate is not None]
 
 
+class _SavedTarget(msgspec.Struct):
+    url: str
+    model: str
+    gpus: int | None
+    alone: Run | None
+    runs: list[Run]
+
+
+class _Saved(msgspec.Struct):
+    objectives: Objectives
+    done: bool
+    targets: dict[str, _SavedTarget]
+
+
 def line(run: Run, objectives: Objectives) -> str:
     """One run, for the one who waits."""
     failed = f", {run.failed} failed ({run.error[:80]})" if run.failed else ""
@@ -81,6 +96,21 @@ def save(name: str, content: Mapping[str, Any]) -> None:
         Path(name + ".json").write_text(json.dumps(content, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"--save {name}: cannot write {name}.json: {error.strerror}") from None
+
+
+def load(path: str) -> tuple[Objectives, list[Measured]]:
+    """What a finished `save` wrote, to be shown beside other runs; ConfigError when it is not that."""
+    try:
+        content = msgspec.json.decode(Path(path).read_bytes(), type=_Saved)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path} is not what vllm-disagg bench --save writes: {error}") from None
+    if not content.done:
+        raise ConfigError(f"{path} is of a bench that did not end")
+    measured = [
+        Measured(Target(name, one.url, one.gpus, Model(one.model)), one.alone, one.runs)
+        for name, one in content.targets.items()
+    ]
+    return content.objectives, measured
 
 
 def table(measured: Sequence[Measured], objectives: Objectives) -> str:

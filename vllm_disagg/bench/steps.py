@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+TOKENS = range(10, 1000)  # ids that nearly every vocabulary has, and that hardly one gives a meaning of its own
 WINDOW = 16  # steps, at least, that sequences decode beside each other
 USUAL_BUDGET = 2048  # tokens a step, where it is not known
 LONGEST = 16_384  # tokens of a prompt that is measured

@@ -15,6 +15,7 @@ scheduler_reserve_full_isl) or, where it comes from a prefill instance, before i
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from math import ceil, sqrt
 from typing import Protocol
@@ -22,6 +23,7 @@ from typing import Protocol
 import msgspec
 
 from .latency import Latency
+from .workload import Sample
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -36,9 +38,10 @@ class Rules(msgspec.Struct, frozen=True):
 class Requests:
     """The state of all requests, by number."""
 
-    def __init__(self, prompts: list[int], outputs: list[int], prefixes: list[list[int]] | None) -> None:
-        count = len(prompts)
-        self.prompts, self.outputs, self.prefixes = prompts, outputs, prefixes
+    def __init__(self, sample: Sample) -> None:
+        prompts, count = sample.prompts, len(sample)
+        self.prompts, self.outputs = prompts, sample.outputs
+        self.prefixes, self.block = sample.prefixes, sample.block
         self.length = prompts.copy()  # tokens to prefill: the prompt; after a preemption also what was generated
         self.left = [0] * count  # tokens to generate
         self.computed = [0] * count  # of `length`
@@ -110,7 +113,7 @@ class Engine:
         self._expected: set[int] = set()  # those whose KV a prefill instance computes
         self.prefilling: deque[int] = deque()  # with KV, chunks left
         self.ready = Group()  # decodes that are not in flight
-        self.cache = PrefixCache() if requests.prefixes else None
+        self.cache = PrefixCache(requests.block) if requests.prefixes else None
         self._flying: deque[Batch] = deque()
         self._free = [0.0] * latency.pp  # when each stage is
         self.preemptions = 0
@@ -389,19 +392,18 @@ class PrefixCache:
     """Blocks of prompts computed here, least recently used first; what requests that run share with
     it is counted twice, except for the one that is let in."""
 
-    block = 512  # tokens
-
-    def __init__(self) -> None:
+    def __init__(self, block: int) -> None:
+        self.block = block  # tokens
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
-    def hit(self, ids: list[int]) -> int:
+    def hit(self, ids: Sequence[int]) -> int:
         """Leading blocks that are here, now used."""
         count = self.match(ids)
         for block in ids[:count]:
             self._blocks.move_to_end(block)
         return count
 
-    def match(self, ids: list[int]) -> int:
+    def match(self, ids: Sequence[int]) -> int:
         """Leading blocks that are here."""
         blocks, count = self._blocks, 0
         for block in ids:
@@ -410,7 +412,7 @@ class PrefixCache:
             count += 1
         return count
 
-    def add(self, ids: list[int]) -> None:
+    def add(self, ids: Sequence[int]) -> None:
         for block in ids:
             self._blocks[block] = None
             self._blocks.move_to_end(block)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from .. import lengths
 from ..errors import ConfigError
 from . import catalogue, distserve, model, profile, workload
 from .setting import Setting, Source, check_model
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--decode-gpu", metavar="NAME", help="the decode instances' GPU (default: as --gpu)")
     add("--decode-profile", metavar="FILE", help="the decode instances' points (default: as --profile)")
     add("--workload", metavar="W", default=WORKLOAD,
-        help=f"{', '.join(workload.KNOWN)}, IN:OUT tokens, or a trace (.jsonl, .json, .csv) (default: %(default)s)")  # fmt: skip
+        help=f"{', '.join(lengths.KNOWN)}, IN:OUT tokens, or a trace (.jsonl, .json, .csv) (default: %(default)s)")  # fmt: skip
     add(
         "--arrivals",
         metavar="A",
@@ -79,14 +80,16 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> Planned:
     joint = (args.attainment_of or ("each" if like_distserve else "joint")) == "joint"
     for source in (prefill, decode):
         check_model(source, gpus, flag)
+    arrivals = workload.arrivals(args.arrivals, work)
+    requests, seeds = workload.extent(work, arrivals, args.requests, args.seeds)
     setting = Setting(
         prefill=prefill,
         decode=decode,
         workload=work,
-        arrivals=workload.arrivals(args.arrivals, work),
+        arrivals=arrivals,
         objective=Objective(args.ttft, args.tpot, args.attainment, joint),
-        requests=args.requests,
-        seeds=args.seeds,
+        requests=requests,
+        seeds=seeds,
         gpus=gpus,
         link=catalogue.link(args.link or LINK[kind]),
         overlap=overlap,
@@ -147,4 +150,4 @@ def _profiled(path: str, loaded: model.Model | None) -> tuple[Source, list[tuple
     points = profile.load(path)
     fit = profile.fit(points)
     budget = points.max_num_batched_tokens or 0
-    return Source("profile", path, loaded, None, fit.latency, points.kv_tokens, budget), [(path, fit)]
+    return Source("profile", path, loaded, None, fit.latency, points.kv_tokens, budget, points.beside), [(path, fit)]

@@ -9,17 +9,16 @@ Means say nothing of how lengths spread: they are taken as log-normal (SIGMA) un
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import math
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
+from .. import lengths, pages
 from ..errors import ConfigError
 from . import flags, search, workload
 from .advice import WORTH, describe
@@ -27,9 +26,10 @@ from .setting import Choice, Placement, Setting
 from .simulator import simulate
 
 SIGMA = 0.8  # of the lengths' logarithm; between DistServe's ShareGPT and Azure's traces
-ROUNDS = 4  # of refitting
+ROUNDS = 3  # of refitting
+REACH = 64.0  # a refit's factors are between 1 / REACH and REACH
+CLOSE = 1.01  # and as close to what is right
 LEAST = 20  # requests in a window, for means that mean something
-BIGGEST = 16 << 20  # bytes of an answer
 
 COUNTERS = {
     "requests": "vllm_disagg_requests_total",
@@ -57,7 +57,6 @@ def add_arguments(parser: Any) -> None:
     add = parser.add_argument
     add("--live", metavar="URL", help="the proxy; together with --gpu, --profile or --coefficients")
     add("--window", metavar="SECONDS", type=float, default=60.0, help="of traffic to look at (default: %(default)s)")
-    add("--api-key", metavar="KEY", default="", help="the proxy's")
     add("--instance", metavar="TPxPP", default="1x1", help="of each instance that runs (default: %(default)s)")
 
 
@@ -66,14 +65,15 @@ def run(args: argparse.Namespace, say: Callable[[str], None] | None = None) -> i
     if not 1 <= args.window <= 86_400:
         raise ConfigError(f"--window: {args.window:g} s is not between 1 s and a day")
     tp, pp = _shape(args.instance)
-    prefills, decodes = count(fetch(args.live, "/disagg/instances", args.api_key))
+    url = pages.address("--live", args.live)
+    prefills, decodes = count(_page(url, "/disagg/instances"))
     planned = flags.read(args, (prefills + decodes) * tp * pp, "more GPUs, as an --instance of")
     if (tp, pp) not in planned.setting.prefill.shapes(max(8, tp * pp)):
         raise ConfigError(f"--instance: {args.instance} cannot be simulated with {planned.setting.prefill.name}")
-    before, began = parse(fetch(args.live, "/metrics", args.api_key)), time.monotonic()
+    before, began = parse(_page(url, "/metrics")), time.monotonic()
     tell(f"plan: {prefills} prefill and {decodes} decode instances; looking at {args.window:g} s of traffic")
     time.sleep(args.window)
-    traffic = between(before, parse(fetch(args.live, "/metrics", args.api_key)), time.monotonic() - began)
+    traffic = between(before, parse(_page(url, "/metrics")), time.monotonic() - began)
     present = Placement(Choice(tp, pp, prefills), Choice(tp, pp, decodes))
     setting = refit(_under(planned.setting, traffic, args.workload), present, traffic)
     document = judge(setting, present, traffic, search.processes(args.jobs))
@@ -84,32 +84,8 @@ def run(args: argparse.Namespace, say: Callable[[str], None] | None = None) -> i
 # --- what the proxy says ---
 
 
-def fetch(url: str, path: str, key: str) -> bytes:
-    """The body of a GET, or ConfigError."""
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port
-    except ValueError:
-        host, port = "", None
-    if not host or parts.scheme not in ("http", "https"):
-        raise ConfigError(f"--live: {url} is not an address: give http://HOST:PORT")
-    secure = parts.scheme == "https"
-    connection = (http.client.HTTPSConnection if secure else http.client.HTTPConnection)(host, port, timeout=10)
-    try:
-        connection.request(
-            "GET", parts.path.rstrip("/") + path, headers={"Authorization": f"Bearer {key}"} if key else {}
-        )
-        answer = connection.getresponse()
-        body = answer.read(BIGGEST)
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise ConfigError(f"--live: {url}{path} does not answer: {error}") from None
-    finally:
-        connection.close()
-    if answer.status == 401:
-        raise ConfigError(f"--live: {url} wants a key: give --api-key")
-    if answer.status != 200:
-        raise ConfigError(f"--live: {url}{path} answers {answer.status}: is it a vllm-disagg proxy?")
-    return body
+def _page(url: str, path: str) -> bytes:
+    return pages.get(url, path, "a vllm-disagg proxy")
 
 
 def count(body: bytes) -> tuple[int, int]:
@@ -178,7 +154,7 @@ def _under(setting: Setting, traffic: Traffic, asked: str) -> Setting:
     """The setting with that traffic's lengths, unless a workload was asked for."""
     if asked != flags.WORKLOAD:
         return setting
-    spread = workload.Lengths(
+    spread = lengths.Lengths(
         (math.log(traffic.prompt) - SIGMA**2 / 2, SIGMA),
         (math.log(max(1.0, traffic.output)) - SIGMA**2 / 2, SIGMA),
         limit=1 << 40,
@@ -188,25 +164,36 @@ def _under(setting: Setting, traffic: Traffic, asked: str) -> Setting:
 
 
 def refit(setting: Setting, present: Placement, traffic: Traffic) -> Setting:
-    """Factors on prefill and decode times with which the simulation has the measured mean TTFT and TPOT."""
+    """Factors on prefill and decode times with which the simulation has the measured mean TTFT and TPOT.
+
+    Both means grow with their phase's factor, so each is found by bisection; in turns, for a first token takes a step of
+    decode, too, and decodes that last longer keep KV that prompts wait for.
+    """
     sample = setting.samples()[0]
-    for _ in range(ROUNDS):
-        outcome = simulate(setting.deployment(present), sample, traffic.rate)
-        ttft = [t for t in outcome.ttft if t >= 0]
-        tpot = [t for t in outcome.tpot if t > 0]
-        if not ttft or not tpot:
+
+    def means(tried: Setting) -> dict[str, float]:
+        outcome = simulate(tried.deployment(present), sample, traffic.rate)
+        found = {"prefill": [t for t in outcome.ttft if t >= 0], "decode": [t for t in outcome.tpot if t > 0]}
+        if not all(found.values()):
             raise ConfigError("--live: these instances cannot hold such requests, by the model given: check --instance")
-        first, later = traffic.ttft / (sum(ttft) / len(ttft)), traffic.tpot / (sum(tpot) / len(tpot))
-        p, d = (
-            msgspec.structs.replace(s, scale=s.scale * f)
-            for s, f in ((setting.prefill, first), (setting.decode, later))
-        )
-        setting = msgspec.structs.replace(setting, prefill=p, decode=d)
+        return {phase: sum(times) / len(times) for phase, times in found.items()}
+
+    for _ in range(ROUNDS):
+        for phase, seen in (("decode", traffic.tpot), ("prefill", traffic.ttft)):
+            low, high = 1 / REACH, REACH
+            while high / low > CLOSE:
+                middle = math.sqrt(low * high)
+                low, high = (low, middle) if means(_scaled(setting, phase, middle))[phase] > seen else (middle, high)
+            setting = _scaled(setting, phase, math.sqrt(low * high))
     return setting
 
 
+def _scaled(setting: Setting, phase: str, factor: float) -> Setting:
+    return msgspec.structs.replace(setting, **{phase: msgspec.structs.replace(getattr(setting, phase), scale=factor)})
+
+
 def judge(setting: Setting, present: Placement, traffic: Traffic, jobs: int) -> dict[str, Any]:
-    """The present split's goodput beside that of each other one of as many instances."""
+    """The present split's goodput beside that of each other one of as many instances, and of one instance more."""
     tp, pp, decode = present.prefill.tp, present.prefill.pp, present.decode
     total = present.prefill.n + (decode.n if decode else 0)
     splits = [Placement(Choice(tp, pp, n), Choice(tp, pp, total - n)) for n in range(1, total)]
@@ -220,17 +207,27 @@ def judge(setting: Setting, present: Placement, traffic: Traffic, jobs: int) -> 
         )
     gain = best.goodput / now.goodput if now else None
     right = gain is not None and gain <= WORTH
+    held = now.goodput * present.gpus if now else 0.0
     return {
         "right": right,
         "gain": gain,
         "present": _split(present, now),
         "best": _split(best.placement, best),
         "alternatives": [_split(score.placement, score) for score in scores],
+        "one_more": {role: _one_more(setting, present, role, held, jobs) for role in ("prefill", "decode")},
         "traffic": msgspec.to_builtins(traffic),
         "refit": {"prefill": setting.prefill.scale, "decode": setting.decode.scale},
-        "headroom": now.goodput * present.gpus / traffic.rate if now else 0.0,
+        "headroom": held / traffic.rate,
         "setting": describe(setting),
     }
+
+
+def _one_more(setting: Setting, present: Placement, role: str, held: float, jobs: int) -> dict[str, Any]:
+    choice = getattr(present, role)
+    grown = msgspec.structs.replace(present, **{role: msgspec.structs.replace(choice, n=choice.n + 1)})
+    scores = search.search(setting, [grown], 0, jobs, lambda *_: None)
+    found = _split(grown, scores[0] if scores else None)
+    return found | {"gain": found["goodput"] / held if held else None}
 
 
 def _split(placement: Placement, score: search.Score | None) -> dict[str, Any]:
@@ -250,10 +247,16 @@ def _text(document: dict[str, Any]) -> str:
     factors = f"refitted: prefill x {document['refit']['prefill']:.2f}, decode x {document['refit']['decode']:.2f}"
     now = f"now {present['prefill']}P{present['decode']}D: good for {present['goodput']:.3g} requests/s"
     if document["right"]:
-        return "\n".join([seen, factors, f"{now}, and no other split of these instances gains more than 10 %: keep it"])
-    gain = f"{document['gain']:.2f} times that" if document["gain"] else "where the present split meets them at no rate"
-    change = f"{best['prefill']}P{best['decode']}D: good for {best['goodput']:.3g} requests/s, {gain}"
-    return "\n".join([seen, factors, now, f"change to {change}"])
+        verdict = "no other split of these instances gains more than 10 %: keep it"
+    else:
+        gain = f"{document['gain']:.2f} times that" if document["gain"] else "where the present split meets them at no rate"
+        change = f"{best['prefill']}P{best['decode']}D: good for {best['goodput']:.3g} requests/s, {gain}"
+        verdict = f"change to {change}"
+    more = []
+    for role, found in document["one_more"].items():
+        gain = f", {found['gain']:.2f} times that" if found["gain"] else ""
+        more.append(f"one more {role} instance: {found['goodput']:.3g} requests/s{gain}")
+    return "\n".join([seen, factors, now, verdict, *more])
 
 
 def _shape(text: str) -> tuple[int, int]:

@@ -6,14 +6,16 @@ import argparse
 import json
 import sys
 import time
+from typing import Any
 
 from ..errors import ConfigError
-from . import advice, closed_forms, flags, live, report, search
+from . import advice, closed_forms, flags, live, model, report, search, workload
 from .latency import unloaded_decode, unloaded_prefill
 from .setting import Setting
 from .simulator import quantile
 
 KEEP = 3  # placements of a kind that are evaluated to the end
+LOADS = (0.5, 0.8)  # of a prefill GPU, for waiting times
 TELL = 2.0  # seconds between two lines of progress
 
 
@@ -64,14 +66,18 @@ def run(args: argparse.Namespace) -> int:
 def _closed(args: argparse.Namespace) -> int:
     prefill, decode = args.capacity_prefill, args.capacity_decode
     for flag, value in (("--capacity-prefill", prefill), ("--capacity-decode", decode)):
-        if value is None or not 0 < value < float("inf"):
+        if value is None:
+            raise ConfigError(f"--capacity-prefill and --capacity-decode go together: give {flag}, in requests/s of one GPU")
+        if not 0 < value < float("inf"):
             raise ConfigError(f"{flag}: {value} is not a rate: give requests/s of one GPU, more than 0")
     if args.gpus < 2:
         raise ConfigError(f"--gpus: {args.gpus} is too few: prefill and decode need 2 or more")
     ratios = sorted(closed_forms.ratios(prefill, decode, args.gpus), key=lambda r: -r.rate_per_gpu)
     best = closed_forms.best_ratio(prefill, decode, args.gpus)
     one = min(prefill, decode) / 2
-    document = {
+    rate = best.rate_per_gpu * (best.prefill + best.decode)
+    waits = {load: closed_forms.mean_ttft(1 / prefill, load * prefill) for load in LOADS}
+    document: dict[str, Any] = {
         "gpus": args.gpus,
         "best": {"prefill": {"n": best.prefill}, "decode": {"n": best.decode}, "goodput_per_gpu": best.rate_per_gpu},
         "one_to_one": one,
@@ -80,13 +86,25 @@ def _closed(args: argparse.Namespace) -> int:
             {"prefill": {"n": r.prefill}, "decode": {"n": r.decode}, "goodput_per_gpu": r.rate_per_gpu}
             for r in ratios[:8]
         ],
+        "ttft_mean": {f"{load:g}": wait for load, wait in waits.items()},  # by load of a prefill GPU
+        "bandwidth": _bandwidth(args, rate) if args.model else None,
     }
     if args.json:
         print(json.dumps(document))
         return 0
     print(f"best of up to {args.gpus} GPUs: {best.prefill}P{best.decode}D, {best.rate_per_gpu:.3f} req/s per GPU")
     print(f"1P1D: {one:.3f}; limit for any number of GPUs: {document['limit']:.3f}")
+    words = (f"{wait:.3f} s at {load:.0%}" for load, wait in waits.items())
+    print(f"mean TTFT of equal prompts, one at a time (M/D/1), by load of a prefill GPU: {', '.join(words)}")
+    if args.model:
+        print(f"between prefill and decode at {rate:.3g} req/s: {document['bandwidth'] / 1e9:.3g} GB/s ({args.workload})")
     return 0
+
+
+def _bandwidth(args: argparse.Namespace, rate: float) -> float:
+    """Bytes/s from prefill to decode, all instances together."""
+    sample = workload.load(args.workload).sample(1000, 0, workload.Arrivals("poisson"))
+    return closed_forms.bandwidth(model.load(args.model).kv_per_token, sum(sample.prompts) / len(sample), rate)
 
 
 def _progress(kind: str) -> search.Told:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -40,6 +41,7 @@ class Points(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     vllm: str = ""
     machine: str = ""
+    beside: Annotated[int, msgspec.Meta(ge=0)] = 0  # other instances of that machine that worked meanwhile
     kv_tokens: int
     max_num_batched_tokens: int | None = None
     prefill: list[PrefillPoint]

@@ -34,13 +34,12 @@ def check(directory: str) -> None:
 def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, Fit]]) -> str:
     """For a terminal."""
     setting, objective = found.setting, found.setting.objective
-    measured = setting.prefill.words()
+    times, traffic = setting.words()
     how = "in one request" if objective.joint else "each by itself"
     lines = [
-        f"times: {measured}" + ("" if setting.decode == setting.prefill else f"; decode: {setting.decode.words()}"),
+        times,
         f"objective: TTFT {objective.ttft:g} s and TPOT {objective.tpot:g} s, {objective.attainment:.0%} of requests, {how}",
-        f"traffic: {setting.workload.name}, {setting.seeds} x {setting.requests} requests, {setting.arrivals.kind} arrivals;"
-        f" link {setting.link.name}",
+        traffic,
         *_fit_lines(fits),
         "",
         _verdict(found),
@@ -53,7 +52,7 @@ def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, Fit]
         if row and score:
             low, high = row["ci"]
             form = row["closed_form"]["rate_per_gpu"]
-            interval = f"{low:.3f} .. {high:.3f}"
+            interval = f"{low:.3f} .. {high:.3f}" if setting.seeds > 1 else "one sample"
             lines.append(f"{name:11}{row['goodput_per_gpu']:14.3f}  {interval:16}{form:12.3f}  {score.placement}")
         else:
             lines.append(f"{name:11}{'none':>14}")
@@ -77,7 +76,7 @@ def _verdict(found: Advice) -> str:
         if found.ratio
         else "nothing disaggregated meets the objective"
     )
-    return f"colocate: {base.placement}: {base.goodput:.3f} req/s per GPU; {why}"
+    return f"colocate: {str(base.placement).removeprefix('colocated ')}: {base.goodput:.3f} req/s per GPU; {why}"
 
 
 def _ratio(found: Advice) -> str:

@@ -29,6 +29,7 @@ class Source(msgspec.Struct, frozen=True):
     fitted: Linear | None = None
     kv_tokens: int = 0  # of the profiled instance
     budget: int = 0  # its token budget
+    beside: int = 0  # instances that worked on its machine meanwhile
     scale: float = 1.0  # on all times, from a refit
 
     def shapes(self, gpus: int) -> list[tuple[int, int]]:
@@ -68,7 +69,8 @@ class Source(msgspec.Struct, frozen=True):
         if self.kind == "coefficients":
             return f"{self.name}: fits to measurements that DistServe published (A100-80GB)"
         if self.kind == "profile":
-            return f"fitted to the measured points of {self.name}"
+            others = f"{self.beside or 'no'} other instance{'' if self.beside == 1 else 's'} of its machine at work"
+            return f"fitted to the measured points of {self.name}, with {others}"
         gpu = self.gpu
         share = f"{gpu.prefill:.0%} of its FLOP/s and {gpu.decode:.0%} of its bandwidth" if gpu else ""
         return f"roofline of {self.name}, assuming {share}: nothing was measured, expect 20 % or more of error"
@@ -174,6 +176,15 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         if self.distserve:
             return Rules(budget if budget and mixed else UNLIMITED, UNLIMITED, mixed)
         return Rules(budget or self.budget, self.sequences, mixed)
+
+    def words(self) -> list[str]:
+        """For people: where the times come from, and what is asked."""
+        measured = self.prefill.words()
+        return [
+            f"times: {measured}" + ("" if self.decode == self.prefill else f"; decode: {self.decode.words()}"),
+            f"traffic: {self.workload.name}, {self.seeds} x {self.requests} requests, {self.arrivals.kind} arrivals;"
+            f" link {self.link.name}",
+        ]
 
     # --- closed forms ---
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from statistics import mean
+from typing import Any
 
 import msgspec
 
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     deployment = setting.deployment(placement)
     outcomes = [simulate(deployment, s, args.rate, None, seed) for seed, s in enumerate(setting.samples())]
     document = _document(setting, placement, args.rate, outcomes)
-    print(json.dumps(document) if args.json else _text(document, placement))
+    print(json.dumps(document) if args.json else _text(document, setting, placement))
     return 0
 
 
@@ -78,17 +79,17 @@ def _check(setting: Setting, placement: Placement) -> None:
             )
 
 
-def _document(setting: Setting, placement: Placement, rate: float, outcomes: list[Outcome]) -> dict[str, object]:
+def _document(setting: Setting, placement: Placement, rate: float, outcomes: list[Outcome]) -> dict[str, Any]:
     ttft = [t for o in outcomes for t in o.ttft]
     tpot = [t for o in outcomes for t in o.tpot]
     served = [t for o in outcomes for t in o.latency if t >= 0]
     transfers = [t for o in outcomes for t in o.transfer]
-    document: dict[str, object] = {
+    document: dict[str, Any] = {
         "rate": rate,
         "gpus": placement.gpus,
         "attainment": mean(o.attainment(setting.objective) for o in outcomes),
-        "attainment_ttft": mean(0 <= t <= setting.objective.ttft for t in ttft),
-        "attainment_tpot": mean(0 <= t <= setting.objective.tpot for t in tpot),
+        "attainment_ttft": mean(float(0 <= t <= setting.objective.ttft) for t in ttft),
+        "attainment_tpot": mean(float(0 <= t <= setting.objective.tpot) for t in tpot),
     }
     for name, values in (("ttft", ttft), ("tpot", tpot)):
         came = [v for v in values if v >= 0]
@@ -107,10 +108,16 @@ def _document(setting: Setting, placement: Placement, rate: float, outcomes: lis
     return document
 
 
-def _text(document: dict[str, object], placement: Placement) -> str:
-    lines = [f"{placement} at {document['rate']:g} req/s on {document['gpus']} GPUs"]
-    for name in ("attainment", "ttft_mean", "ttft_p90", "tpot_mean", "tpot_p90", "latency_mean", "transfer_mean"):
+def _text(document: dict[str, Any], setting: Setting, placement: Placement) -> str:
+    gpus = f"{placement.gpus} GPU{'s' if placement.gpus > 1 else ''}"
+    objective = setting.objective
+    lines = [
+        *setting.words(),
+        f"{placement} at {document['rate']:g} req/s on {gpus}",
+        f"  attainment     {document['attainment']:.1%} within TTFT {objective.ttft:g} s and TPOT {objective.tpot:g} s",
+    ]
+    for name in ("ttft_mean", "ttft_p90", "tpot_mean", "tpot_p90", "latency_mean", "transfer_mean"):
         value = document[name]
-        lines.append(f"  {name:14} {value:.4f}" if isinstance(value, float) else f"  {name:14} never")
+        lines.append(f"  {name:14} never" if value is None else f"  {name:14} {value:.4f} s")
     lines += [f"  {name:14} {document[name]}" for name in ("refused", "preemptions")]
     return "\n".join(lines)

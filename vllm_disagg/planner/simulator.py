@@ -116,7 +116,7 @@ class _Run:
         self._deployment, self._objective = deployment, objective
         self._count = len(sample)
         self._arrivals = sample.arrivals(rate)
-        self._requests = requests = Requests(sample.prompts, sample.outputs, sample.prefixes)
+        self._requests = requests = Requests(sample)
         self._events: list[Event] = [(time, r, r, None, None) for r, time in enumerate(self._arrivals)]
         heapify(self._events)
         self._order = self._count

@@ -1,0 +1,84 @@
+"""`vllm-disagg plan --live`: a real proxy with real engines under load, judged by what it measured itself."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from asking import body, tokens
+from conftest import Main
+from engines import CHUNK
+
+from vllm_disagg import cli
+
+PROMPT, ANSWER = 300, 12  # tokens
+WINDOW = 12  # seconds
+EACH = 0.4  # seconds between two requests of a client; two clients
+
+
+def stream(url: str, prompt: list[int]) -> tuple[float, float]:
+    """Seconds to the first token, and for each later one, as the client sees them."""
+    asked = body(prompt, ANSWER, ignore_eos=True, stream=True, stream_options={"include_usage": True})
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+    try:
+        began = time.monotonic()
+        connection.request("POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"})
+        times = [time.monotonic() - began for line in connection.getresponse() if line.startswith(b'data: {"id"')]
+        return times[0], (times[-1] - times[0]) / (ANSWER - 1)
+    finally:
+        connection.close()
+
+
+@contextmanager
+def load(url: str, seen: list[tuple[float, float]]) -> Iterator[None]:
+    """Two clients that ask again and again; what they saw."""
+    over = threading.Event()
+
+    def client(name: int) -> None:
+        at = 0
+        while not over.is_set():
+            seen.append(stream(url, tokens(PROMPT, (name, at, time.monotonic()))))
+            at += 1
+            over.wait(EACH)
+
+    clients = [threading.Thread(target=client, args=(name,)) for name in range(2)]
+    for thread in clients:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in clients:
+            thread.join()
+
+
+def test_a_pair_under_load_is_judged(main: Main, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    points = str(tmp_path / "points.json")
+    words = ["--output", points, "--seconds", "10", "--max-num-batched-tokens", str(CHUNK)]
+    assert cli.main(["profile", main.plain.url, *words]) == 0
+    capsys.readouterr()
+    seen: list[tuple[float, float]] = []
+    words = ["--profile", points, "--window", str(WINDOW), "--ttft", "5", "--tpot", "0.5", "--seeds", "2", "--jobs", "1"]
+    with load(main.proxy.url, seen):
+        while not seen:
+            time.sleep(0.1)
+        status = cli.main(["plan", "--live", main.proxy.url, *words, "--json"])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    found = json.loads(out)
+    traffic = found["traffic"]
+    assert (traffic["prompt"], traffic["output"]) == pytest.approx((PROMPT, ANSWER), rel=0.1)  # at the window's ends
+    assert traffic["requests"] == pytest.approx(len(seen), abs=6) and traffic["rate"] == pytest.approx(
+        traffic["requests"] / traffic["seconds"]
+    )
+    first, later = (sum(times) / len(seen) for times in zip(*seen, strict=True))
+    assert traffic["ttft"] == pytest.approx(first, rel=0.3) and traffic["tpot"] == pytest.approx(later, rel=0.3)
+    assert (found["present"]["prefill"], found["present"]["decode"]) == (1, 1)
+    assert found["right"] and found["headroom"] > 1  # objectives far above what two clients see; there is no other split
+    assert found["one_more"]["prefill"]["goodput"] >= 0.9 * found["present"]["goodput"]

@@ -1,0 +1,46 @@
+"""Other instances of the same machine, kept at work while one is measured.
+
+Instances share what is not their accelerator: cores, caches, memory bandwidth.  An instance alone on an idle machine is
+faster than it will be in a deployment.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from ..errors import DisaggError
+from .instance import Model
+from .steps import TOKENS
+from .stream import complete
+
+PROMPT, ANSWER = 256, 32  # tokens of what a neighbour is asked, again and again
+
+
+@contextmanager
+def busy(neighbours: Sequence[tuple[str, Model]]) -> Iterator[None]:
+    """Each has one request, and after it the next, until the end; DisaggError then, where one failed."""
+    over, failed = threading.Event(), list[DisaggError]()
+
+    def ask(url: str, model: Model) -> None:
+        chance, length = random.Random(), min(PROMPT, (model.max_model_len or PROMPT + ANSWER) - ANSWER)
+        while not over.is_set():
+            try:
+                complete(url, model.id, [chance.choices(TOKENS, k=length)], ANSWER)
+            except DisaggError as error:
+                failed.append(error)
+                return
+
+    threads = [threading.Thread(target=ask, args=pair) for pair in neighbours]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    if failed:
+        raise DisaggError(f"a neighbour did not keep at work: {failed[0]}")

@@ -1,0 +1,61 @@
+"""What a server says of itself over HTTP, for commands that ask: its address from a flag, a page from there."""
+
+from __future__ import annotations
+
+import http.client
+import os
+from urllib.parse import urlsplit
+
+from .errors import ConfigError
+
+TIMEOUT = 10.0  # seconds for a page
+BIGGEST = 16 << 20  # bytes of it
+
+
+def address(flag: str, url: str) -> str:
+    """The URL without what follows its port, or ConfigError that names the flag."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.rstrip("/") not in ("", "/v1"):
+        raise ConfigError(f"{flag}: {url} is not a URL such as http://127.0.0.1:8000")
+    if parts.username or parts.query or parts.fragment:
+        raise ConfigError(f"{flag}: {url} has more than a host and a port; an API key goes into OPENAI_API_KEY")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}" + (f":{port}" if port else "")
+
+
+def connect(url: str, timeout: float) -> http.client.HTTPConnection:
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    return kind(parts.netloc, timeout=timeout)
+
+
+def headers() -> dict[str, str]:
+    """As `vllm bench serve` sends them."""
+    key = os.environ.get("OPENAI_API_KEY")
+    return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+
+
+def get(url: str, path: str, server: str = "a vLLM, or a proxy in front of one") -> bytes:
+    """A page of what should be a `server`, or ConfigError."""
+    connection = connect(url, TIMEOUT)
+    try:
+        connection.request("GET", path, headers=headers())
+        answer = connection.getresponse()
+        content = answer.read(BIGGEST)
+    except (OSError, http.client.HTTPException, UnicodeError) as error:  # the last: no name of a host
+        raise ConfigError(f"cannot reach {url}: {reason(error)}: is it running?") from None
+    finally:
+        connection.close()
+    if answer.status == 401:
+        raise ConfigError(f"{url} wants an API key: put it into the environment as OPENAI_API_KEY")
+    if answer.status != 200:
+        raise ConfigError(f"{url}{path} answered {answer.status}: it is not {server}")
+    return content
+
+
+def reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -98,6 +98,11 @@ class Process:
             except ProcessLookupError:
                 pass
 
+    def lower(self, nice: int) -> None:
+        """Let whoever has started later go first: idle workers of vLLM spin, and an engine that starts needs the core."""
+        if self._process is not None:
+            os.setpriority(os.PRIO_PGRP, self._process.pid, nice)
+
     def stop(self, gently: float = 8.0) -> None:
         """End it and all its children."""
         if self._process is None:

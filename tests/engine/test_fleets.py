@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib.util
 import json
 import threading
@@ -9,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from asking import Record, ask, body, expect_exact_or_clean, expect_same, tokens
+from asking import Record, ask, at_once, body, english, expect_exact_or_clean, expect_same, tokens
 from conftest import Machine
 from engines import Engine, Proxy, free_port, get, wait
 
@@ -109,3 +110,34 @@ def test_a_killed_prefill_engine_is_survived(fleet: Fleet) -> None:
     for job, expected in zip(jobs, right, strict=True):
         expect_same(fleet.ask(job), expected)
     assert 'vllm_disagg_fallbacks_total{reason="no_pair"}' in get(fleet.proxy.url, "/metrics", 5.0)[1]
+
+
+def respond(url: str, job: dict[str, object]) -> object:
+    """All of a whole answer of /v1/responses that lasts; its error if that is what came."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+    try:
+        connection.request("POST", "/v1/responses", json.dumps(job), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        said = json.loads(answer.read())
+    finally:
+        connection.close()
+    if answer.status != 200:
+        return said["error"]["message"]
+    return said["status"], said["output"][0]["content"][0]["text"], said["usage"]["output_tokens"]
+
+
+def test_what_a_stopping_engine_leaves_is_no_answer(fleet: Fleet) -> None:
+    """vLLM calls a response completed that it gave up because of a SIGTERM; its client gets the other engine's."""
+    jobs = [{"model": "tiny", "input": english(300, at), "max_output_tokens": 600, "temperature": 0} for at in range(6)]
+    right = [respond(fleet.decode.url, job) for job in jobs]
+
+    def one(at: int) -> object:
+        if at < len(jobs):
+            return respond(fleet.proxy.url, jobs[at])
+        time.sleep(0.7)
+        return fleet.plain.stop(gently=20.0)
+
+    got = at_once(one, range(len(jobs) + 1))[:-1]
+    print([answer if isinstance(answer, str) else answer[0::2] for answer in got])  # type: ignore[index]
+    assert got == right
+    assert "failed a decode leg: died: it is being stopped" in fleet.proxy.log.read_text()

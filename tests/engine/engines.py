@@ -51,6 +51,7 @@ class Process:
         self.port = port
         self.log = folder / f"{name}.log"
         self.began = 0.0
+        self.patience = START
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -75,7 +76,7 @@ class Process:
         """Seconds it took to be ready."""
         while not self.is_ready():
             died = self._process is None or self._process.poll() is not None
-            if died or time.monotonic() - self.began > START:
+            if died or time.monotonic() - self.began > self.patience:
                 raise RuntimeError(
                     f"{self.name} {'ended' if died else 'is not ready'}; the end of its log:\n{self.tail()}"
                 )

@@ -52,6 +52,7 @@ class Process:
         self.port = port
         self.log = folder / f"{name}.log"
         self.began = 0.0
+        self.patience = START
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -76,7 +77,7 @@ class Process:
         """Seconds it took to be ready."""
         while not self.is_ready():
             died = self._process is None or self._process.poll() is not None
-            if died or time.monotonic() - self.began > START:
+            if died or time.monotonic() - self.began > self.patience:
                 raise RuntimeError(
                     f"{self.name} {'ended' if died else 'is not ready'}; the end of its log:\n{self.tail()}"
                 )
@@ -98,6 +99,11 @@ class Process:
                 os.killpg(self._process.pid, number)
             except ProcessLookupError:
                 pass
+
+    def lower(self, nice: int) -> None:
+        """Let whoever has started later go first: idle workers of vLLM spin, and an engine that starts needs the core."""
+        if self._process is not None:
+            os.setpriority(os.PRIO_PGRP, self._process.pid, nice)
 
     def stop(self, gently: float = 8.0) -> None:
         """End it and all its children."""

@@ -30,6 +30,8 @@ PAUSE = 0.2  # seconds between a client's requests: an engine must be able to st
 TIMEOUT = 30.0  # seconds; longer is a hang
 FROZEN = 4.0
 QUIET = 3.0  # of load after each fault
+NICE = 10  # of engines that have started
+PATIENCE = 400.0  # seconds for an engine to start beside this load on two cores
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def test_every_instance_dies_freezes_and_is_replaced(machine: Machine) -> None:
     decodes = [Engine(f"D{i}", machine.folder, role="kv_consumer", cpu="1") for i in range(2)]
     engines = [decodes[0], prefills[0], decodes[1], prefills[1]]
     proxy = Proxy(machine.folder, prefills, decodes, name="proxy4")
-    machine.start(*engines)
+    start(machine, *engines)
     machine.start(proxy)
     try:
         # an engine that is asked itself, without a grant, serves as any vLLM does
@@ -184,12 +186,21 @@ def test_every_instance_dies_freezes_and_is_replaced(machine: Machine) -> None:
         machine.stop(proxy, *engines)
 
 
+def start(machine: Machine, *engines: Engine) -> None:
+    for engine in engines:
+        engine.patience = PATIENCE
+    machine.start(*engines)
+    for engine in engines:
+        engine.lower(NICE)
+
+
 def disturb(machine: Machine, proxy: Proxy, load: Load, engine: Engine) -> None:
     load.phases.append(Phase(f"{engine.name} killed"))
     engine.stop(gently=0.0)
     time.sleep(QUIET)
     load.phases.append(Phase(f"{engine.name} starts again"))
     machine.start_again(engine)
+    engine.lower(NICE)
     wait(f"the proxy uses {engine.name}", lambda: usable(proxy, engine), 30)
     load.phases.append(Phase(f"{engine.name} frozen"))
     engine.signal(signal.SIGSTOP)
@@ -215,7 +226,7 @@ def replace(machine: Machine, proxy: Proxy, load: Load, old: Engine) -> Engine:
     machine.stop(old)
     time.sleep(QUIET)
     load.phases.append(Phase(f"{new.name} starts and joins"))
-    machine.start(new)
+    start(machine, new)
     proxy.change("POST", "/disagg/instances", url=new.url, role="prefill" if role == "kv_producer" else "decode")
     wait(f"the proxy uses {new.name}", lambda: usable(proxy, new), 30)
     time.sleep(QUIET)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib.util
 import json
 import threading
@@ -9,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from asking import Record, ask, body, expect_exact_or_clean, expect_same, tokens
+from asking import Record, ask, at_once, body, english, expect_exact_or_clean, expect_same, tokens
 from conftest import Machine
 from engines import Engine, Proxy, free_port, get, wait
 
@@ -33,7 +34,8 @@ class Fleet:
 
     @property
     def moved(self) -> float:
-        """Bytes of KV that the decode engine has read."""
+        """Bytes of KV that the decode engine has read.  Its connector's statistics come out with its next step."""
+        ask(self.decode.url, body([5], 1))
         return self.decode.metric("vllm:nixl_bytes_transferred_sum")
 
     def ask(self, job: dict[str, object]) -> Record:
@@ -60,7 +62,7 @@ def test_answers_are_exact_and_kv_moves(fleet: Fleet) -> None:
         right = ask(fleet.plain.url, job)
         expect_same(fleet.ask(job), right, f"{length} tokens")
         if length > 256:
-            wait(f"KV of {length} tokens is transferred", lambda b=before: fleet.moved > b, 15)
+            wait(f"KV of {length} tokens is transferred", lambda b=before: fleet.moved > b, 15, every=0.5)
 
 
 def test_what_cannot_be_split_is_balanced(fleet: Fleet) -> None:
@@ -108,3 +110,34 @@ def test_a_killed_prefill_engine_is_survived(fleet: Fleet) -> None:
     for job, expected in zip(jobs, right, strict=True):
         expect_same(fleet.ask(job), expected)
     assert 'vllm_disagg_fallbacks_total{reason="no_pair"}' in get(fleet.proxy.url, "/metrics", 5.0)[1]
+
+
+def respond(url: str, job: dict[str, object]) -> object:
+    """All of a whole answer of /v1/responses that lasts; its error if that is what came."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+    try:
+        connection.request("POST", "/v1/responses", json.dumps(job), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        said = json.loads(answer.read())
+    finally:
+        connection.close()
+    if answer.status != 200:
+        return said["error"]["message"]
+    return said["status"], said["output"][0]["content"][0]["text"], said["usage"]["output_tokens"]
+
+
+def test_what_a_stopping_engine_leaves_is_no_answer(fleet: Fleet) -> None:
+    """vLLM calls a response completed that it gave up because of a SIGTERM; its client gets the other engine's."""
+    jobs = [{"model": "tiny", "input": english(300, at), "max_output_tokens": 600, "temperature": 0} for at in range(6)]
+    right = [respond(fleet.decode.url, job) for job in jobs]
+
+    def one(at: int) -> object:
+        if at < len(jobs):
+            return respond(fleet.proxy.url, jobs[at])
+        time.sleep(0.7)
+        return fleet.plain.stop(gently=20.0)
+
+    got = at_once(one, range(len(jobs) + 1))[:-1]
+    print([answer if isinstance(answer, str) else answer[0::2] for answer in got])  # type: ignore[index]
+    assert got == right
+    assert "failed a decode leg: died: it is being stopped" in fleet.proxy.log.read_text()

@@ -23,6 +23,7 @@ from .headers import Headers, end_to_end, find, head
 
 IDLE = 4.0  # seconds; below vLLM's VLLM_HTTP_TIMEOUT_KEEP_ALIVE
 CONNECT = 2.0  # seconds
+QUICKACK: int = getattr(socket, "TCP_QUICKACK", 0)  # Linux has it
 HOLD = 256 * 1024  # bytes of an answer held for someone who has not asked for its body yet
 
 
@@ -175,9 +176,9 @@ class Wire(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._pool.wires.add(self)
-        if sock := transport.get_extra_info("socket"):
-            # A stream's receiver says nothing: its kernel would acknowledge each token by itself.  Let it wait for the next.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 0)
+        if QUICKACK and (sock := transport.get_extra_info("socket")):
+            # Who receives a stream says nothing, so the kernel acknowledges each token by itself.  Let it wait for the next.
+            sock.setsockopt(socket.IPPROTO_TCP, QUICKACK, 0)
 
     @property
     def is_open(self) -> bool:

@@ -4,7 +4,7 @@
 
 Real CPU engines of a tiny model, with one core each for their model's threads, every engine with the same flags:
 
-  ours       `vllm-disagg up`: 1 prefill, 1 decode, the proxy
+  ours       1 prefill and 1 decode engine with our connector, and the proxy
   colocated  2 plain `vllm serve` behind the same proxy (`vllm-disagg proxy --decode --decode`), which shares whole
              requests among them
   nixl       2 `vllm serve` with NixlConnector behind vllm-router; only where --router names that program
@@ -119,9 +119,11 @@ class Stack:
         self._model, self._log = model, log
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, command: list[str], out: int | None = None, **env: str) -> subprocess.Popen[bytes]:
+    def start(self, command: list[str], **env: str) -> subprocess.Popen[bytes]:
+        # A group, not a session: Linux's autogroups make a session one party to the sharing of a core, and a process
+        # of it that rarely runs, as an API server, then waits for up to a second while another session's worker spins.
         process = subprocess.Popen(
-            command, env={**os.environ, **CPU, **env}, stdout=out or self._log, stderr=self._log, start_new_session=True
+            command, env={**os.environ, **CPU, **env}, stdout=self._log, stderr=self._log, process_group=0
         )
         self._processes.append(process)
         return process
@@ -174,7 +176,7 @@ def running(name: str, args: argparse.Namespace, log: IO[bytes]) -> Iterator[tup
     stack = Stack(args.model, log)
     try:
         if name == "ours":
-            yield start_ours(stack, args.model)
+            yield start_ours(stack, f"{args.save}.key")
         elif name == "colocated":
             yield start_colocated(stack)
         else:
@@ -183,32 +185,34 @@ def running(name: str, args: argparse.Namespace, log: IO[bytes]) -> Iterator[tup
         stack.end()
 
 
-def start_ours(stack: Stack, model: str) -> tuple[str, list[str]]:
-    up = stack.start([*OURS, "up", "--model", model, "--port", "0", "--", *ENGINE], subprocess.PIPE)
-    if not up.stdout:
-        raise AssertionError("it was started with a pipe")
-    front = next((line.split()[1].decode() for line in up.stdout if line.startswith(b"ready: ")), "")
-    if not front:
-        sys.exit("goodput: the instances did not start; the log says why")
-    with urllib.request.urlopen(front + "/disagg/instances", timeout=10) as answer:
-        rows = json.load(answer)
-    return front, [row["url"] for role in ("prefill", "decode") for row in rows if row["role"] == role]
+def start_ours(stack: Stack, key: str) -> tuple[str, list[str]]:
+    Path(key).unlink(missing_ok=True)
+    ours("key", key)
+    config = {"kv_connector": "DisaggConnector", "kv_connector_extra_config": {"key_file": key}}
+    engines = stack.engines(*pair(config))
+    return proxy(stack, "--key-file", key, "--prefill", engines[0], "--decode", engines[1]), engines
 
 
 def start_colocated(stack: Stack) -> tuple[str, list[str]]:
     engines = stack.engines()
+    return proxy(stack, *(word for url in engines for word in ("--decode", url))), engines
+
+
+def pair(config: dict[str, object]) -> list[dict[str, object]]:
+    return [{**config, "kv_role": role, "kv_load_failure_policy": "recompute"} for role in ("kv_producer", "kv_consumer")]
+
+
+def proxy(stack: Stack, *words: str) -> str:
     (port,) = free_ports(1)
-    stack.start([*OURS, "proxy", "--port", str(port), *(word for url in engines for word in ("--decode", url))])
-    front = f"http://127.0.0.1:{port}"
-    stack.wait(front, "/readiness")
-    return front, engines
+    stack.start([*OURS, "proxy", "--port", str(port), *words])
+    stack.wait(f"http://127.0.0.1:{port}", "/readiness")
+    return f"http://127.0.0.1:{port}"
 
 
 def start_nixl(stack: Stack, router: str) -> tuple[str, list[str]]:
-    config = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", "kv_load_failure_policy": "recompute"}
     side, (port, metrics) = [str(port) for port in free_ports(2)], free_ports(2)
     engines = stack.engines(
-        *({**config, "kv_role": role} for role in ("kv_producer", "kv_consumer")),
+        *pair({"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}),
         VLLM_NIXL_SIDE_CHANNEL_HOST=["127.0.0.1"] * 2,
         VLLM_NIXL_SIDE_CHANNEL_PORT=side,
     )

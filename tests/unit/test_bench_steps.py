@@ -39,6 +39,12 @@ def test_tokens_that_come_together_count_one_by_one() -> None:
     assert step is not None and step.seconds == pytest.approx(0.1)
 
 
+def test_tokens_of_a_reader_that_had_stopped_are_no_step() -> None:
+    """Ten at their time, and thirty together after a second."""
+    times = [0.01 * at for at in range(10)] + [1.1 + 1e-5 * at for at in range(30)]
+    assert steps.decode_step(0, [[Event(time, 1) for time in times]]) is None
+
+
 def test_sequences_that_hardly_met_are_no_batch() -> None:
     assert steps.decode_step(0, answers(0.0, 3.0, every=0.1, count=35)) is None
 

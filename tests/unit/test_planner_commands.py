@@ -53,6 +53,13 @@ def test_plan_says_all_that_is_promised(capsys: pytest.CaptureFixture[str], tmp_
     assert page.count("data:image/png;base64,") == 3 and "http" not in page.replace("http://127.0.0.1", "")
 
 
+def test_a_burst_is_not_taken_for_traffic(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--gpu", "h100", "--model", "llama-3.1-8b", "--workload", "500:100", "--gpus", "2", "--seeds", "1", "--jobs", "1"]
+    (remark,) = _json(capsys, "plan", *words, "--requests", "60")["remarks"]
+    assert remark.startswith("60 requests last ") and "give --requests" in remark
+    assert not _json(capsys, "plan", *BASE, "--gpus", "2", "--jobs", "1", "--requests", "300", "--seeds", "1")["remarks"]
+
+
 def test_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *QUICK, "--gpus", "2", "--jobs", "1"]) == 0
     out, err = capsys.readouterr()

@@ -87,7 +87,7 @@ def _wait(argv: list[str], env: dict[str, str], log: Path, limit: float) -> int 
     with log.open("wb") as out:
         try:
             process = subprocess.Popen(
-                argv, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                argv, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, process_group=0
             )
         except OSError as error:
             raise ConfigError(f"cannot start {argv[0]}: {error.strerror}") from None

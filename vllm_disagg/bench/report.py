@@ -174,7 +174,11 @@ def plot(path: str, measured: Sequence[Measured], objectives: Objectives) -> Non
     for one in measured:
         runs = sorted((run for run in one.runs if run.rate), key=lambda run: run.rate or 0.0)
         rates = [(run.rate or 0.0) / (one.target.gpus or 1 if by_gpu else 1) for run in runs]
-        (drawn,) = axes[0].plot(rates, [100 * run.attainment for run in runs], "o-", label=one.target.name)
+        shares = [100 * run.attainment for run in runs]
+        ends = [(100 * low, 100 * high) for low, high in (run.interval for run in runs)]
+        reach = [[max(0.0, s - low) for s, (low, _) in zip(shares, ends, strict=True)],
+                 [max(0.0, high - s) for s, (_, high) in zip(shares, ends, strict=True)]]  # fmt: skip
+        drawn, *_ = axes[0].errorbar(rates, shares, reach, fmt="o-", capsize=3, elinewidth=0.8, label=one.target.name)
         axes[1].plot(rates, [run.ttft.p90 or float("nan") for run in runs], "o-", color=drawn.get_color())
         axes[2].plot(rates, [run.tpot.p90 or float("nan") for run in runs], "o-", color=drawn.get_color())
         if met := one.bracket(objectives).met:
@@ -186,7 +190,11 @@ def plot(path: str, measured: Sequence[Measured], objectives: Objectives) -> Non
         axis.axhline(limit, color="gray", linestyle="--", linewidth=1)
         axis.set_xlabel("requests a second" + (" and GPU" if by_gpu else ""))
         axis.set_ylabel(name)
-    axes[1].set_yscale("log")
+        axis.grid(alpha=0.3)
+    for axis in axes[1:]:
+        axis.set_yscale("log")
+        for ticks in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            ticks(lambda value, _: f"{value:.2g}")
     axes[0].set_ylim(0, 103)
     axes[0].legend()
     figure.savefig(path, dpi=120)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 TOKENS = range(10, 1000)  # ids that nearly every vocabulary has, and that hardly one gives a meaning of its own
 WINDOW = 16  # steps, at least, that sequences decode beside each other
+BURST = 0.25  # of the mean gap between tokens: a median below it
 USUAL_BUDGET = 2048  # tokens a step, where it is not known
 LONGEST = 16_384  # tokens of a prompt that is measured
 SMALLEST_CHUNK = 256  # tokens of a prompt that a step computes at least, while others decode already
@@ -108,7 +109,8 @@ def _last(order: Sequence[int], first: Sequence[float], gap: float) -> list[int]
 
 def decode_step(context: int, answers: Sequence[Sequence[Event]]) -> Step | None:
     """The median time of a step in which all sequences decode, and their contexts' lengths in the middle of that
-    time; None when they did so for too few steps."""
+    time; None when they did so for too few steps, or when most tokens came in bursts: then somebody on the way had
+    stopped, and the gaps say nothing of steps."""
     start = max(events[0].time for events in answers)
     end = min(events[-1].time for events in answers)
     lengths, gaps = [], []
@@ -124,4 +126,6 @@ def decode_step(context: int, answers: Sequence[Sequence[Event]]) -> Step | None
             return None
         lengths.append(context + before + tokens // 2)
         gaps += [seconds / count for seconds, count in inside for _ in range(count)]
+    if statistics.median(gaps) < BURST * statistics.mean(gaps):
+        return None
     return Step(tuple(lengths), statistics.median(gaps))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,7 @@ WORTH = 1.10  # the ratio from which on we say "disaggregate": the models' own e
 SWEEP = tuple(0.1 * 1.33**n for n in range(12))  # of the rate it is made for: 0.1 to 2.3
 REACH = 8.0  # flips are looked for between objective / REACH and objective * REACH
 FINE = 12  # steps for each doubling
+LASTING = 5.0  # times as long as one request takes: for less, traffic is a burst whose queue has no time to grow
 
 
 class Curve(msgspec.Struct, frozen=True):
@@ -200,6 +202,20 @@ def remarks(placement: Placement) -> list[str]:
     return []
 
 
+def short(setting: Setting, score: Score) -> list[str]:
+    """Whether the requests are too few to tell what a placement sustains."""
+    sample, rate = setting.samples()[0], score.goodput * score.placement.gpus
+    served = [t for t in simulate(setting.deployment(score.placement), sample, rate).latency if t >= 0]
+    one, lasts = sum(served) / len(served), len(sample) / rate
+    if lasts >= LASTING * one:
+        return []
+    enough = math.ceil(LASTING * one * rate)
+    return [
+        f"{len(sample)} requests last {lasts:.2g} s at this rate and one takes {one:.2g} s, so no queue has time to grow:"
+        f" these rates are too high; give --requests {enough} or more"
+    ]
+
+
 def _colocated(placement: Placement, model: str) -> list[str]:
     lines, proxy = [], ["vllm-disagg", "proxy"]
     for n in range(placement.prefill.n):
@@ -234,7 +250,7 @@ def as_json(advice: Advice, model: str) -> dict[str, Any]:
         "alternatives": [_score(setting, score) for score in advice.alternatives],
         "flips": {name: {"at": f.at, "words": f.words} for name, f in advice.flips.items()},
         "commands": commands(setting, placement, model),
-        "remarks": remarks(placement),
+        "remarks": [*remarks(placement), *short(setting, advice.chosen)],
         "considered": advice.considered,
         "setting": describe(setting),
     }

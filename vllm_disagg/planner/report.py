@@ -145,10 +145,10 @@ def _frontier(found: Advice, path: Path) -> None:
         shares = [n / 100 for n in range(1, 100)]
         rates = [min(s * per_p, (1 - s) * per_d) for s in shares]
         axes.plot(shares, rates, color="grey", label="closed form, these instances")
-    for score in (s for s in (best, *found.alternatives) if s and s.placement.decode):
+    for at, score in enumerate(s for s in (best, *found.alternatives) if s and s.placement.decode):
         low, high = score.ci
-        share = score.placement.prefill.gpus / score.placement.gpus
-        axes.errorbar([share], [score.goodput], [[score.goodput - low], [high - score.goodput]], fmt="o",
+        share = score.placement.prefill.gpus / score.placement.gpus + 0.006 * at  # beside each other where they are equal
+        axes.errorbar([share], [score.goodput], [[score.goodput - low], [high - score.goodput]], fmt="o^sDv"[at % 5],
                       capsize=3, label=str(score.placement))  # fmt: skip
     if found.colocated:
         axes.axhline(found.colocated.goodput, linestyle="--", label=str(found.colocated.placement))

@@ -56,13 +56,13 @@ class Score(msgspec.Struct, frozen=True):
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % confidence interval of the mean; of one value that value."""
+    """The 95 % confidence interval of the mean of what is not negative; of one value that value."""
     if len(values) < 2:
         return values[0], values[0]
     free = len(values) - 1
     t = _T[max((f for f in _T if f <= free), default=1)]
     half = t * stdev(values) / sqrt(len(values))
-    return mean(values) - half, mean(values) + half
+    return max(0.0, mean(values) - half), mean(values) + half
 
 
 def disaggregated(setting: Setting) -> list[Placement]:

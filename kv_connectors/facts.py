@@ -24,7 +24,6 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
         raise ConfigError(f"DisaggConnector moves KV in host memory only, so far; this engine's is on {device}")
     parallel = vllm_config.parallel_config
     for what, size in (
-        ("pipeline", parallel.pipeline_parallel_size),
         ("data", parallel.data_parallel_size),
         ("decode context", getattr(parallel, "decode_context_parallel_size", 1)),
         ("prefill context", getattr(parallel, "prefill_context_parallel_size", 1)),
@@ -41,7 +40,7 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
 def layout(vllm_config: VllmConfig) -> dict[str, str]:
     """Facts by name; `grants.difference` says in words which one differs.
 
-    The tensors' own shape is added by the workers.
+    Not what may differ: parallelism and block sizes.  What a layer's KV is made of is added by the workers.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     lora: Any = vllm_config.lora_config
@@ -53,8 +52,6 @@ def layout(vllm_config: VllmConfig) -> dict[str, str]:
         "KV cache dtype": str(cache.cache_dtype),
         "quantization": str(model.quantization),
         "load format": str(vllm_config.load_config.load_format),
-        "block size": str(cache.block_size),
-        "tensor parallel size": str(vllm_config.parallel_config.tensor_parallel_size),
         "LoRA": f"rank {lora.max_lora_rank}" if lora else "off",
     }
 

@@ -1,9 +1,10 @@
-"""A seeded world for the protocol: two machines and more, a bad network, real memory, and a model of vLLM's schedulers.
+"""A seeded world for the protocol: engines of one or two ranks, a bad network, real memory, a model of vLLM's schedulers.
 
-Memory is a dict (layer, block) -> content.  A freed block is overwritten the next time the engine runs, as vLLM
-would; a piece is read from memory *while* it is being sent and checked against the checksum taken before; a copy
+Memory is a dict (layer, head, block, slot) -> content.  A freed block is overwritten the next time the engine runs, as
+vLLM would; a piece is read from memory *while* it is being sent and checked against the checksum taken before; a copy
 into D's blocks happens when it ends.  So "exact" is checked against the truth, not against what machines believe.
 
+Each world has a topology: how the model's layers and heads are shared out on either side, and the sizes of blocks.
 Everything is drawn from one `random.Random(seed)`: a failing seed replays bit for bit, and `World.log` is its story.
 """
 
@@ -13,21 +14,41 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from vllm_disagg import events, wire
+from vllm_disagg import events, mapping, wire
 from vllm_disagg.decode import DecodeSide
 from vllm_disagg.events import Reason
 from vllm_disagg.grants import Worker
-from vllm_disagg.layout import Shape
 from vllm_disagg.prefill import PrefillSide
+from vllm_disagg.shape import Kind, Region, Shape
 
-SHAPE = Shape(layers=3, block_size=4, block_bytes=10)
+LAYERS, CELL, POOL = 3, 2, 160  # of the model; bytes of a token of a head; tokens for which an engine has blocks
+SPLITS = ("one", "tensor", "pipeline")
 LEASE, RETRY, SILENCE, PATIENCE = 10.0, 0.5, 2.0, 30.0
 CHAOS = {  # percent, each time it may happen; a leap is a long time in which nothing else does
     **{"drop": 6, "repeat": 4, "reorder": 10, "damage": 2},
     **{"abort": 2, "preempt": 2, "cancel": 2, "die": 1, "freeze": 1, "leap": 1, "lie": 2, "reroute": 2},
 }
-LIAR = "p.99"
+LIAR = "p0.99"
 MOODS = (0, 1, 1, 5)  # a world has much of some mischief and none of other: rare faults meet only so (swarm testing)
+Place = tuple[int, int, int, int]  # layer, head, block, slot
+Topology = tuple[int, tuple[str, int], tuple[str, int]]  # heads of the model; of P and of D: split, block size
+EQUAL: Topology = (2, ("one", 4), ("one", 4))
+
+
+def shapes(heads: int, split: str, block_size: int) -> list[Shape]:
+    """What the ranks of an engine hold of a model of LAYERS layers with `heads` heads; copies, if those are too few."""
+
+    def shape(layers: int, first: int, held: int, head: int) -> Shape:
+        axes = [("h", held, block_size * CELL), ("t", block_size, CELL), ("c", CELL, 1)]
+        kind = Kind("cells", block_size, [held * block_size * CELL], [[Region(0, axes)]], held, head, heads)  # type: ignore[arg-type]
+        return Shape([kind], [0] * layers, first)
+
+    if split == "tensor":
+        held = max(1, heads // 2)
+        return [shape(LAYERS, 0, held, rank * held % heads) for rank in range(2)]
+    if split == "pipeline":
+        return [shape(1, 0, heads, 0), shape(LAYERS - 1, 1, heads, 0)]
+    return [shape(LAYERS, 0, heads, 0)]
 
 
 @dataclass
@@ -39,18 +60,17 @@ class Prompt:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     pinned: bool = False
+    released: set[str] = field(default_factory=set)  # by which ranks
 
 
 class Side:
-    """A process: a machine behind an inbox that vLLM's thread fills, with a clock of its own."""
+    """A worker process: a machine behind an inbox that vLLM's thread fills, with a clock of its own."""
 
-    def __init__(self, world: World, label: str, life: int) -> None:
+    def __init__(self, world: World, label: str, life: int, rank: int, shape: Shape) -> None:
         self.world, self.label, self.name = world, label, f"{label}.{life}"
-        self.life = life
+        self.life, self.rank, self.shape = life, rank, shape
         self.inbox: deque[object] = deque()
-        self.memory: dict[tuple[int, int], str] = {}
-        self.free = list(range(40))
-        self.dirty: list[int] = []  # freed, to be overwritten when the engine runs next
+        self.memory: dict[Place, str] = {}
         self.frozen = False
         self.rate = world.random.choice([0.9, 1.0, 1.1])
 
@@ -58,12 +78,19 @@ class Side:
     def now(self) -> float:
         return self.world.now * self.rate
 
-    def scribble(self) -> None:
-        for block in self.dirty:
-            for layer in range(SHAPE.layers):
-                self.memory[layer, block] = "overwritten"
-        self.free += self.dirty
-        self.dirty = []
+    @property
+    def kind(self) -> Kind:
+        return self.shape.kinds[0]
+
+    def scribble(self, blocks: list[int]) -> None:
+        for layer in range(len(self.shape.layers)):
+            for head in range(self.kind.heads):
+                for block in blocks:
+                    for slot in range(self.kind.block_size):
+                        self.memory[layer, head, block, slot] = "overwritten"
+
+    def truth(self, transfer: str, layer: int, head: int, token: int) -> str:
+        return f"{transfer}:{self.shape.first + layer}:{self.kind.head + head}:{token}"
 
     def handle(self, event: object) -> None:
         self.world.note(self.name, event)
@@ -94,110 +121,60 @@ class Side:
 
 
 class Prefill(Side):
-    def __init__(self, world: World, label: str, life: int) -> None:
-        super().__init__(world, label, life)
-        self.machine = PrefillSide(self.name, SHAPE, lease=LEASE)
-        self.prompts: dict[str, Prompt] = {}
+    """A rank of P."""
+
+    def __init__(self, world: World, label: str, life: int, rank: int, shape: Shape) -> None:
+        super().__init__(world, label, life, rank, shape)
+        self.machine = PrefillSide(self.name, shape, lease=LEASE)
         self.outgoing: list[tuple[events.SendPiece, list[str], Prompt | None]] = []
-        self.midway = False
-        self.computing = False  # the engine runs one step at a time
+
+    @property
+    def engine(self) -> PrefillEngine:
+        return self.world.prefill
 
     def concerns(self, message: wire.ToPrefill) -> bool:
         return message.source == self.name
 
+    def places(self, extent: wire.Extent, blocks: list[int]) -> list[Place]:
+        """In the order of the wire."""
+        layers, heads = range(extent.layer, extent.layer_end), range(extent.head, extent.head_end)
+        slots = range(self.kind.block_size)
+        return [(layer, head, block, slot) for layer in layers for block in blocks for head in heads for slot in slots]
+
     def contents(self, extent: wire.Extent, blocks: list[int]) -> list[str]:
-        return [self.memory[layer, b] for layer in range(extent.layer, extent.layer_end) for b in blocks]
+        return [self.memory.get(place, "never written") for place in self.places(extent, blocks)]
 
     def carry_out(self, action: events.PrefillAction) -> None:
         match action:
             case events.Send():
                 self.world.post(action.to, wire.encode(action.message))
             case events.SendPiece():
-                sent = self.prompts.get(action.transfer)
+                engine = self.engine
+                sent = engine.prompts.get(action.transfer)
                 self.check_final(action, sent)
-                if self.midway and not self.computing:  # vLLM's thread does not wait for the driver's
+                if engine.midway and not engine.computing:  # vLLM's thread does not wait for the driver's
                     if sent and not sent.pinned and self.world.chaos.get("preempt") and self.world.random.random() < 0.3:
-                        self.withdraw(sent, again=True)
-                    self.compute()
-                checksum = self.contents(action.extent, action.blocks)
-                self.outgoing.append((action, checksum, sent))
+                        engine.withdraw(sent, again=True)
+                    engine.compute()
+                self.outgoing.append((action, self.contents(action.extent, action.blocks), sent))
             case events.Release():
-                prompt = self.prompts.pop(action.transfer)
-                assert prompt.pinned, "released what was not pinned, or twice"
+                prompt = self.engine.prompts[action.transfer]
+                assert prompt.pinned and self.name not in prompt.released, "released what was not pinned, or twice"
                 assert all(sent is not prompt for _, _, sent in self.outgoing), "released while sending"
-                self.dirty += prompt.blocks
+                prompt.released.add(self.name)
+                if len(prompt.released) == len(self.engine.ranks):
+                    self.engine.dirty += self.engine.prompts.pop(action.transfer).blocks
 
     def check_final(self, action: events.SendPiece, prompt: Prompt | None) -> None:
         """Unless vLLM has taken the blocks away meanwhile, what is about to be sent has been computed."""
-        extent, ends = action.extent, range(action.extent.token, action.extent.token_end, SHAPE.block_size)
+        extent, size = action.extent, self.kind.block_size
         if prompt is None or action.transfer in self.world.disturbed:
             return
-        contents = iter(
-            self.memory.get((y, b), "::-1:0") for y in range(extent.layer, extent.layer_end) for b in action.blocks
-        )
-        for layer in range(extent.layer, extent.layer_end):
-            for token in ends:
-                least = min(extent.token_end, token + SHAPE.block_size)
-                name, at, _, final = next(contents).split(":")
-                assert (name, int(at)) == (action.transfer, layer) and int(final) >= least, (action, least, final)
-
-    def submit(self, transfer: str) -> None:
-        self.prompts[transfer] = Prompt(transfer, self.world.lengths[transfer])
-
-    def compute(self) -> None:
-        """One engine step: a chunk of one prompt, layer by layer; blocks freed earlier are overwritten."""
-        self.scribble()
-        ready = [p for p in self.prompts.values() if not p.pinned and p.computed < p.length]
-        if not ready:
-            return
-        prompt = self.world.random.choice(ready)
-        upto = min(prompt.length, prompt.computed + self.world.random.randint(1, 9))
-        missing = -(-upto // SHAPE.block_size) - len(prompt.blocks)
-        if missing > len(self.free):
-            return
-        new = [self.free.pop(self.world.random.randrange(len(self.free))) for _ in range(missing)]
-        prompt.blocks += new
-        self.inbox.append(events.Scheduled(prompt.transfer, upto, new))
-        self.computing = True
-        layers = list(range(SHAPE.layers))
-        for layer in layers:
-            for index, block in enumerate(prompt.blocks):
-                if (index + 1) * SHAPE.block_size > prompt.computed:
-                    final = min(upto, (index + 1) * SHAPE.block_size)
-                    self.memory[layer, block] = f"{prompt.transfer}:{layer}:{index}:{final}"
-            if self.world.random.random() < 0.5 or layer == layers[-1]:
-                self.inbox.append(events.Computed(prompt.transfer, layer + 1))
-                self.meanwhile()
-        prompt.computed = upto
-        self.computing = False
-
-    def meanwhile(self) -> None:
-        """The driver's thread and the network do not wait for the forward pass."""
-        for _ in range(self.world.random.choice([0, 0, 4])):
-            self.drain()
-            self.world.deliver()
-            self.transmit()
-
-    def finish(self) -> None:
-        """The scheduler hears of the last chunk and keeps the blocks for us."""
-        for prompt in self.prompts.values():
-            if prompt.computed == prompt.length and not prompt.pinned:
-                prompt.pinned = True
-                self.inbox.append(events.Pinned(prompt.transfer))
-
-    def withdraw_one(self, again: bool) -> None:
-        if running := [p for p in self.prompts.values() if not p.pinned and p.blocks]:
-            self.withdraw(self.world.random.choice(running), again)
-
-    def withdraw(self, prompt: Prompt, again: bool) -> None:
-        """Abort, or preempt and compute `again`: the blocks are free at once, the worker hears before they are reused."""
-        self.inbox.append(events.Withdrawn(prompt.transfer))
-        self.dirty += prompt.blocks
-        self.world.disturbed.add(prompt.transfer)
-        if again:
-            self.prompts[prompt.transfer] = Prompt(prompt.transfer, prompt.length)
-        else:
-            del self.prompts[prompt.transfer]
+        for layer, head, block, slot in self.places(extent, action.blocks):
+            token = extent.token + action.blocks.index(block) * size + slot
+            if token < extent.token_end:
+                found, expected = self.memory.get((layer, head, block, slot)), self.truth(action.transfer, layer, head, token)
+                assert found == expected, (action, found, expected)
 
     def transmit(self) -> None:
         if not self.outgoing:
@@ -210,13 +187,107 @@ class Prefill(Side):
         self.handle(events.Sent(action.transfer, action.reader))
 
 
+class PrefillEngine:
+    """P: one scheduler, one pool of block ids, ranks that compute at their own pace.  It runs one step at a time."""
+
+    def __init__(self, world: World, life: int = 0) -> None:
+        self.world = world
+        self.ranks = [Prefill(world, f"p{rank}", life, rank, shape) for rank, shape in enumerate(world.prefill_shapes)]
+        world.sides |= {rank.label: rank for rank in self.ranks}
+        self.prompts: dict[str, Prompt] = {}
+        self.block_size = self.ranks[0].kind.block_size
+        self.free = list(range(POOL // self.block_size))
+        self.dirty: list[int] = []  # freed, to be overwritten when the engine runs next
+        self.midway = False
+        self.computing = False
+        self.workers = [Worker(rank.name, "", "", holds=rank.shape) for rank in self.ranks]
+
+    @property
+    def frozen(self) -> bool:
+        return any(rank.frozen for rank in self.ranks)
+
+    def tell(self, event: object) -> None:
+        for rank in self.ranks:
+            rank.inbox.append(event)
+
+    def submit(self, transfer: str) -> None:
+        self.prompts[transfer] = Prompt(transfer, self.world.lengths[transfer])
+
+    def compute(self) -> None:
+        """One engine step: a chunk of one prompt, layer by layer; blocks freed earlier are overwritten."""
+        for rank in self.ranks:
+            rank.scribble(self.dirty)
+        self.free, self.dirty = self.free + self.dirty, []
+        random = self.world.random
+        ready = [p for p in self.prompts.values() if not p.pinned and p.computed < p.length]
+        if not ready:
+            return
+        prompt = random.choice(ready)
+        upto = min(prompt.length, prompt.computed + random.randint(1, 9))
+        missing = -(-upto // self.block_size) - len(prompt.blocks)
+        if missing > len(self.free):
+            return
+        new = [self.free.pop(random.randrange(len(self.free))) for _ in range(missing)]
+        prompt.blocks += new
+        self.tell(events.Scheduled(prompt.transfer, upto, [new]))
+        self.computing = True
+        steps = [(rank, layer) for rank in self.ranks for layer in range(len(rank.shape.layers))]
+        if random.random() < 0.5:
+            steps.sort(key=lambda step: step[1])  # in step, as in tensor parallelism
+        for rank, layer in steps:
+            for token in range(prompt.computed, upto):
+                block, slot = prompt.blocks[token // self.block_size], token % self.block_size
+                for head in range(rank.kind.heads):
+                    rank.memory[layer, head, block, slot] = rank.truth(prompt.transfer, layer, head, token)
+            if random.random() < 0.5 or layer == len(rank.shape.layers) - 1:
+                rank.inbox.append(events.Computed(prompt.transfer, layer + 1))
+                self.meanwhile()
+        prompt.computed = upto
+        self.computing = False
+
+    def meanwhile(self) -> None:
+        """The drivers' threads and the network do not wait for the forward pass."""
+        for _ in range(self.world.random.choice([0, 0, 4])):
+            for rank in self.ranks:
+                if not rank.frozen:
+                    rank.drain()
+            self.world.deliver()
+            for rank in self.ranks:
+                if not rank.frozen:
+                    rank.transmit()
+
+    def finish(self) -> None:
+        """The scheduler hears of the last chunk and keeps the blocks for us."""
+        for prompt in self.prompts.values():
+            if prompt.computed == prompt.length and not prompt.pinned:
+                prompt.pinned = True
+                self.tell(events.Pinned(prompt.transfer))
+
+    def withdraw_one(self, again: bool) -> None:
+        if running := [p for p in self.prompts.values() if not p.pinned and p.blocks]:
+            self.withdraw(self.world.random.choice(running), again)
+
+    def withdraw(self, prompt: Prompt, again: bool) -> None:
+        """Abort, or preempt and compute `again`: the blocks are free at once, workers hear before they are reused."""
+        self.tell(events.Withdrawn(prompt.transfer))
+        self.dirty += prompt.blocks
+        self.world.disturbed.add(prompt.transfer)
+        if again:
+            self.prompts[prompt.transfer] = Prompt(prompt.transfer, prompt.length)
+        else:
+            del self.prompts[prompt.transfer]
+
+
 class Decode(Side):
-    def __init__(self, world: World, label: str, life: int) -> None:
-        super().__init__(world, label, life)
+    """A rank of a D."""
+
+    def __init__(self, world: World, label: str, life: int, rank: int, shape: Shape, engine: DecodeEngine) -> None:
+        super().__init__(world, label, life, rank, shape)
+        window = world.random.choice([10, 100])
         self.machine = DecodeSide(
-            self.name, self.name, 0, SHAPE, retry=RETRY, silence=SILENCE, piece=25, window=world.random.choice([10, 60])
+            self.name, self.name, rank, shape, retry=RETRY, silence=SILENCE, piece=40, window=window
         )
-        self.owner: dict[int, str] = {}  # block -> transfer
+        self.engine = engine
         self.landing: list[tuple[events.Land, bool, list[str]]] = []
         self.frames: tuple[list[str], list[str]] = ([], [])
 
@@ -228,31 +299,28 @@ class Decode(Side):
                 pass
             case events.Land():
                 checksum, content = self.frames
-                count = (action.extent.layer_end - action.extent.layer) * len(action.blocks)
-                self.landing.append((action, checksum == content and len(content) == count, content))
+                self.landing.append((action, checksum == content and len(content) == self.cells(action), content))
             case events.Report():
                 self.report(action)
 
     def concerns(self, message: wire.ToDecode) -> bool:
         return message.reader == self.name and not message.source.endswith(LIAR)
 
-    def want(self, transfer: str, source: str) -> None:
-        length = self.world.lengths[transfer]
-        token = self.world.random.randrange(0, length, SHAPE.block_size)  # a local prefix hit
-        count = -(-(length - token) // SHAPE.block_size)
-        if count > len(self.free):
-            self.inbox.append(events.Unneeded(transfer, [Worker(source, "", "")]))
-            return
-        blocks = [self.free.pop() for _ in range(count)]
-        self.owner.update(dict.fromkeys(blocks, transfer))
-        self.world.wanted[self.name, transfer] = (token, blocks)
-        worker = Worker(source, "", "")
-        self.inbox.append(events.Wanted(transfer, [worker], blocks, token, length, PATIENCE))
-
     def arrive(self, data: tuple[str, int, list[str], list[str]]) -> None:
         transfer, number, *self.frames = data
         self.drain()
         self.handle(events.Arrived(transfer, number))
+
+    def theirs(self, land: events.Land) -> events.Theirs:
+        """How a piece is made."""
+        size, heads = self.kind.block_size, land.extent.head_end - land.extent.head
+        return land.theirs or events.Theirs(self.kind.cut(heads), land.extent.token - land.extent.token % size)
+
+    def cells(self, land: events.Land) -> int:
+        """How many a piece must have."""
+        theirs, extent = self.theirs(land), land.extent
+        blocks = -(-(extent.token_end - theirs.token) // theirs.kind.block_size)
+        return (extent.layer_end - extent.layer) * blocks * theirs.kind.heads * theirs.kind.block_size
 
     def land(self) -> None:
         """A copy into the blocks ends."""
@@ -260,33 +328,84 @@ class Decode(Side):
             return
         action, ok, content = self.landing.pop(self.world.random.randrange(len(self.landing)))
         if ok:
-            places = [(y, b) for y in range(action.extent.layer, action.extent.layer_end) for b in action.blocks]
-            for place, value in zip(places, content, strict=True):
-                assert self.owner.get(place[1]) == action.transfer, "wrote into blocks of somebody else"
-                self.memory[place] = value
+            extent, theirs, size = action.extent, self.theirs(action), self.kind.block_size
+            first = extent.token - extent.token % size
+            values = iter(content)
+            for layer in range(extent.layer, extent.layer_end):
+                for begin in range(theirs.token, extent.token_end, theirs.kind.block_size):
+                    for head in range(extent.head, extent.head_end):
+                        for token in range(begin, begin + theirs.kind.block_size):
+                            value = next(values)
+                            if extent.token <= token < extent.token_end:
+                                block = action.blocks[(token - first) // size]
+                                assert self.engine.owner.get(block) == action.transfer, "wrote into blocks of somebody else"
+                                self.memory[layer, head, block, token % size] = value
         self.handle(events.Landed(action.transfer, action.number, ok))
 
     def report(self, report: events.Report) -> None:
         token, blocks = self.world.wanted.pop((self.name, report.transfer))
         assert all(a.transfer != report.transfer for a, _, _ in self.landing), "reported while a copy runs"
         if report.reason is None:
-            length, first = self.world.lengths[report.transfer], token // SHAPE.block_size
-            for layer in range(SHAPE.layers):
-                for index, block in enumerate(blocks, first):
-                    final = min(length, (index + 1) * SHAPE.block_size)
-                    expected = f"{report.transfer}:{layer}:{index}:{final}"
-                    assert self.memory.get((layer, block)) == expected, (expected, self.memory.get((layer, block)))
+            size = self.kind.block_size
+            for layer in range(len(self.shape.layers)):
+                for head in range(self.kind.heads):
+                    for at in range(token, self.world.lengths[report.transfer]):
+                        found = self.memory.get((layer, head, blocks[(at - token) // size], at % size))
+                        expected = self.truth(report.transfer, layer, head, at)
+                        assert found == expected, (self.name, expected, found)
         self.world.outcomes[self.name, report.transfer] = report.reason
+        if all(key[1] != report.transfer for key in self.world.wanted if self.engine.has(key[0])):
+            self.engine.give_back(blocks)
+
+
+class DecodeEngine:
+    """A D: one scheduler, one pool of block ids, ranks that read each for itself."""
+
+    def __init__(self, world: World, label: str, life: int = 0) -> None:
+        self.world = world
+        self.ranks = [
+            Decode(world, f"{label}{rank}", life, rank, shape, self) for rank, shape in enumerate(world.decode_shapes)
+        ]
+        world.sides |= {rank.label: rank for rank in self.ranks}
+        self.free = list(range(POOL // self.ranks[0].kind.block_size))
+        self.owner: dict[int, str] = {}  # block -> transfer
+
+    def has(self, name: str) -> bool:
+        return any(rank.name == name for rank in self.ranks)
+
+    def tell(self, event: object) -> None:
+        for rank in self.ranks:
+            rank.inbox.append(event)
+
+    def want(self, transfer: str, sources: list[Worker]) -> None:
+        length, size = self.world.lengths[transfer], self.ranks[0].kind.block_size
+        token = self.world.random.randrange(0, length, size)  # a local prefix hit
+        count = -(-(length - token) // size)
+        if count > len(self.free):
+            self.tell(events.Unneeded(transfer, sources, mapping.nothing(len(sources), len(self.ranks))))
+            return
+        blocks = [self.free.pop() for _ in range(count)]
+        self.owner.update(dict.fromkeys(blocks, transfer))
+        for rank in self.ranks:
+            self.world.wanted[rank.name, transfer] = (token, blocks)
+        plan = mapping.plan([source.holds for source in sources], [rank.shape for rank in self.ranks])
+        self.tell(events.Wanted(transfer, sources, plan, [events.Blocks(token, blocks)], length, PATIENCE))
+
+    def give_back(self, blocks: list[int]) -> None:
+        """All ranks have reported: others use the blocks."""
         for block in blocks:
             del self.owner[block]
-        self.dirty += blocks
-        self.scribble()
+        for rank in self.ranks:
+            rank.scribble(blocks)
+        self.free += blocks
 
 
 class World:
     """One run.  `chaos` names what may go wrong; without any, every transfer must arrive."""
 
-    def __init__(self, seed: int, chaos: frozenset[str] = frozenset(CHAOS), transfers: int = 4) -> None:
+    def __init__(
+        self, seed: int, chaos: frozenset[str] = frozenset(CHAOS), transfers: int = 4, topology: Topology | None = None
+    ) -> None:
         self.random = random.Random(seed)
         self.chaos = {
             what: CHAOS[what] * (self.random.choice(MOODS) if "die" in chaos else 1) for what in sorted(chaos)
@@ -295,17 +414,25 @@ class World:
         self.log: list[str] = []
         self.network: list[tuple[str, object]] = []  # (to, encoded message or piece)
         self.lengths = {f"t{i}": self.random.randint(1, 30) for i in range(transfers)}
-        self.wanted: dict[tuple[str, str], tuple[int, list[int]]] = {}
+        self.wanted: dict[tuple[str, str], tuple[int, list[int]]] = {}  # (rank, transfer) -> (token, blocks)
         self.outcomes: dict[tuple[str, str], Reason | None] = {}
         self.disturbed: set[str] = set()
-        self.sides: dict[str, Side] = {}
-        self.sides["p"] = Prefill(self, "p", 0)
-        for label in ("d0", "d1"):
-            self.sides[label] = Decode(self, label, 0)
+        self.sides: dict[str, Side] = {}  # all ranks of all engines
+        heads, of_prefill, of_decode = topology or self.topology()
+        self.prefill_shapes, self.decode_shapes = shapes(heads, *of_prefill), shapes(heads, *of_decode)
+        self.prefill = PrefillEngine(self)
+        self.decodes = {label: DecodeEngine(self, label) for label in ("d", "e")}
         self.to_prefill = list(self.lengths)
-        self.to_decode = [(t, self.random.choice(["d0", "d1"]), "p.0") for t in self.lengths]
+        self.to_decode = [(t, self.random.choice(["d", "e"]), self.prefill.workers) for t in self.lengths]
         # A gentle network loses less than it takes to seem dead, and is quick beside the retries.
         self.drops_left, self.pace = (1000, 1.0) if "die" in chaos else (2, 0.1)
+
+    def topology(self) -> Topology:
+        """Half of the worlds have equal engines."""
+        if self.random.random() < 0.5:
+            return EQUAL
+        of_prefill, of_decode = ((self.random.choice(SPLITS), self.random.choice([2, 4, 8])) for _ in "pd")
+        return self.random.choice([1, 2]), of_prefill, of_decode
 
     def note(self, who: str, what: object) -> None:
         self.log.append(f"{self.now:7.2f} {who}: {what}")
@@ -322,7 +449,7 @@ class World:
 
     # One thing happens --------------------------------------------------------------------------------------------
     def step(self) -> None:
-        p, kind = self.sides["p"], self.random.randrange(12)
+        p, kind = self.prefill, self.random.randrange(12)
         if kind <= 4:
             self.deliver()
         elif kind == 5 and not p.frozen:
@@ -346,13 +473,13 @@ class World:
             self.mischief()
 
     def dispatch(self) -> None:
-        p = self.sides["p"]
+        p = self.prefill
         if self.to_prefill and self.random.random() < 0.5 and not p.frozen:
             p.submit(self.to_prefill.pop())
         elif self.to_decode:
-            transfer, label, source = self.to_decode.pop()
-            if not self.sides[label].frozen:
-                self.sides[label].want(transfer, source)
+            transfer, label, sources = self.to_decode.pop()
+            if not any(rank.frozen for rank in self.decodes[label].ranks):
+                self.decodes[label].want(transfer, sources)
 
     def deliver(self) -> None:
         if not self.network:
@@ -385,7 +512,7 @@ class World:
                 side.tick()
 
     def mischief(self) -> None:
-        p = self.sides["p"]
+        p = self.prefill
         if self.roll("lie"):
             self.lie()
         if self.roll("reroute"):
@@ -395,43 +522,55 @@ class World:
         if self.roll("preempt"):
             p.withdraw_one(again=True)
         if self.wanted and self.roll("cancel"):
-            name, transfer = self.random.choice(sorted(self.wanted))
-            if (side := self.side_named(name)) is not None:
-                self.disturbed.add(transfer)
-                side.inbox.append(events.Cancelled(transfer))
+            self.cancel(*self.random.choice(sorted(self.wanted)))
         if self.roll("die"):
-            self.die(self.random.choice(sorted(self.sides)))
+            self.die(self.random.choice(["p", *self.decodes]))
         if self.roll("freeze"):
             side = self.random.choice(list(self.sides.values()))
             side.frozen = not side.frozen
 
+    def cancel(self, name: str, transfer: str) -> None:
+        """The client leaves: all ranks of that engine hear of it."""
+        for engine in self.decodes.values():
+            if engine.has(name):
+                self.disturbed.add(transfer)
+                engine.tell(events.Cancelled(transfer))
+
+    def readers(self) -> list[Decode]:
+        return [rank for engine in self.decodes.values() for rank in engine.ranks]
+
     def lie(self) -> None:
         """A reader asks for what it was never offered; a life of P that never was answers."""
-        transfer, reader = self.random.choice(sorted(self.lengths)), self.sides[self.random.choice(["d0", "d1"])].name
+        transfer, reader = self.random.choice(sorted(self.lengths)), self.random.choice(self.readers()).name
         self.post(reader, wire.encode(wire.Settled(transfer, LIAR, reader, intact=True)))
         self.post(reader, wire.encode(wire.Offer(transfer, LIAR, reader, self.lengths[transfer], 0, 0)))
-        layer, block = self.random.randrange(SHAPE.layers), self.random.randrange(4)
-        extent = wire.Extent(layer, layer + 1, block * SHAPE.block_size, self.lengths[transfer])
-        source = self.sides["p"].name
-        self.post(source, wire.encode(wire.Fetch(transfer, source, reader, 10**6, extent)))
+        p = self.random.choice(self.prefill.ranks)
+        layer, block = self.random.randrange(LAYERS), self.random.randrange(4)
+        extent = wire.Extent(layer, layer + 1, block * self.prefill.block_size, self.lengths[transfer])
+        self.post(p.name, wire.encode(wire.Fetch(transfer, p.name, reader, 10**6, extent)))
 
     def reroute(self) -> None:
         """Another carrier takes over; the old one ends, perhaps with all that was on its way."""
-        side = self.sides[self.random.choice(["d0", "d1"])]
+        side, source = self.random.choice(self.readers()), self.random.choice(self.prefill.ranks)
         lost, address = self.random.random() < 0.5, side.name + self.random.choice(["", "+fast"])
         if lost:
             messages = [(to, what) for to, what in self.network if isinstance(what, bytes)]
             pieces = [(to, what) for to, what in self.network if not isinstance(what, bytes)]
             self.network = messages + [(to, what) for to, what in pieces if to.partition("+")[0] != side.name]
-        side.inbox.append(events.Routed(self.sides["p"].name, address, lost))
+        side.inbox.append(events.Routed(source.name, address, lost))
 
     def die(self, label: str) -> None:
-        """The process is gone with its memory and its state; another takes its place under a new name."""
-        old = self.sides[label]
-        self.note(old.name, "dies")
-        self.sides[label] = type(old)(self, label, old.life + 1)
-        for name, transfer in [key for key in self.wanted if key[0] == old.name]:
-            del self.wanted[name, transfer]
+        """An engine is gone with its memory and its state; another takes its place under new names."""
+        old = self.prefill if label == "p" else self.decodes[label]
+        life = old.ranks[0].life + 1
+        if isinstance(old, PrefillEngine):
+            self.prefill = PrefillEngine(self, life)
+        else:
+            self.decodes[label] = DecodeEngine(self, label, life)
+            for name, transfer in [key for key in self.wanted if old.has(key[0])]:
+                del self.wanted[name, transfer]
+        for rank in old.ranks:
+            self.note(rank.name, "dies")
         self.disturbed |= set(self.lengths)
 
     # The whole run ------------------------------------------------------------------------------------------------
@@ -448,8 +587,8 @@ class World:
             side.frozen = False
         for _ in range(400):
             self.dispatch()
-            self.sides["p"].compute()
-            self.sides["p"].finish()
+            self.prefill.compute()
+            self.prefill.finish()
             for _ in range(len(self.network)):
                 self.deliver()
             for side in self.sides.values():
@@ -458,4 +597,4 @@ class World:
         assert not self.wanted, f"never reported: {self.wanted}"
         for side in self.sides.values():
             assert not side.machine.transfers, f"{side.name} still holds {side.machine.transfers}"
-        assert not self.sides["p"].prompts, f"never released: {self.sides['p'].prompts}"
+        assert not self.prefill.prompts, f"never released: {self.prefill.prompts}"

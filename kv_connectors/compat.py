@@ -49,7 +49,8 @@ def kv_order(vllm_config: Any, spec: Any) -> str:
         return "an order of its own"
     dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
     isa = choose(dtype, spec.block_size, spec.head_size, cache_dtype)
-    return _written(isa, dtype, str(cache_dtype), spec.dtype, spec.block_size, spec.head_size)
+    stored = torch.uint8 if spec.dtype.itemsize == 1 else spec.dtype  # fp8 as bytes
+    return _written(isa, dtype, str(cache_dtype), stored, spec.block_size, spec.head_size)
 
 
 @cache

@@ -265,7 +265,7 @@ class DecodeSide:
         t.early += piece.bytes if source.tokens < t.token_end else 0
         if source.left:
             return self._pump(now)
-        source.state, t.retry = State.SETTLING, now + self.retry
+        source.state = State.SETTLING
         return [self._done(event.transfer, source), *self._pump(now)]
 
     def _tick(self, name: str, now: float) -> list[DecodeAction]:

@@ -11,6 +11,7 @@ from packaging.version import Version
 from vllm import _custom_ops as ops
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 OLDEST, NEWEST = Version("0.28"), Version("0.33")  # tried; what is newer may work
 
@@ -37,6 +38,16 @@ def check(version: str) -> str:
 def is_latent(spec: Any) -> bool:
     """Whether all ranks hold the same one head (MLA)."""
     return any(kind.__name__ == "MLAAttentionSpec" for kind in type(spec).__mro__)
+
+
+def window(spec: Any) -> int:
+    """Tokens that a layer of which vLLM keeps only a window looks back; 0 for a layer of which it keeps all."""
+    return int(spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else 0
+
+
+def can_load_groups() -> bool:
+    """Whether vLLM lets a failed load be told by request, as it must be with several KV-cache groups."""
+    return Results is not None
 
 
 def kv_order(vllm_config: Any, spec: Any) -> str:

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from vllm_disagg import config, keys
 from vllm_disagg.errors import ConfigError
@@ -38,7 +38,7 @@ if problem := compat.check(vllm.__version__):
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 
 
-class DisaggConnector(KVConnectorBase_V1):
+class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = config.parse(self._kv_transfer_config.kv_connector_extra_config)
@@ -124,6 +124,11 @@ class DisaggConnector(KVConnectorBase_V1):
             self._scheduler.loaded(request_id)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.finished(request)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request)
 
     @classmethod

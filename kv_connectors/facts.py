@@ -9,10 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_disagg.errors import ConfigError
 
+from . import compat
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+# Kinds of KV cache whose tests are exact, by vLLM's name.
+KNOWN = {"FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec"}
+UNKNOWN = {
+    "MambaSpec": "its Mamba or linear layers keep a state of the whole prompt, and D needs the one before the last token",
+    "ChunkedLocalAttentionSpec": "chunked local attention was never tried",
+    "CrossAttentionSpec": "encoder-decoder models were never tried",
+}
 SAMPLE = 1 << 16  # bytes read at the start and at the end of each weights file
 NOT_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 
@@ -30,11 +39,20 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     ):
         if size > 1:
             raise ConfigError(f"DisaggConnector does not support {what} parallelism yet (size {size}); use 1")
-    groups = len(kv_cache_config.kv_cache_groups)
-    if groups > 1:
-        raise ConfigError(f"DisaggConnector does not support models with several kinds of KV cache yet (this has {groups})")
-    if vllm_config.speculative_config is not None:
-        raise ConfigError("DisaggConnector does not support speculative decoding yet; start without it")
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) > 1 and not compat.can_load_groups():
+        raise ConfigError(f"DisaggConnector needs vLLM 0.32 for models with several KV-cache groups (this has {len(groups)})")
+    for group in groups:
+        spec = group.kv_cache_spec
+        for one in getattr(spec, "kv_cache_specs", {"": spec}).values():
+            if (name := type(one).__name__) not in KNOWN:
+                raise ConfigError(f"DisaggConnector does not support this model: {UNKNOWN.get(name, name)}")
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method != "ngram":
+        raise ConfigError(
+            f"DisaggConnector supports speculative decoding with ngram only: the KV of a draft model ({speculative.method})"
+            " would not be sent"
+        )
 
 
 def layout(vllm_config: VllmConfig) -> dict[str, str]:

@@ -84,14 +84,18 @@ def _kind(parts: list[torch.Tensor], spec: Any, group: int, num_blocks: int, ran
             return Kind(form, spec.block_size, rows, regions, group=group)
         return Kind(form, spec.block_size, rows, regions, 1, rank.rank, rank.size, group)
     head, of = rank.share(spec.num_kv_heads)
+    window = compat.window(spec)
     form = f"keys and values of {spec.head_size}, {parts[0].dtype}".replace("torch.", "")
+    if window:  # P keeps only the blocks that its own windows need
+        form += f", window {window}, blocks of {spec.block_size}"
     known = [_regions(part, spec, num_blocks, len(parts), order) for part in parts]
     if all(known):
-        return Kind(form, spec.block_size, rows, known, spec.num_kv_heads, head, of, group)
+        return Kind(form, spec.block_size, rows, known, spec.num_kv_heads, head, of, group, window)
     if not all(_is_by_heads(part, spec, num_blocks) for part in parts):
         raise ConfigError(f"DisaggConnector does not know the KV layout {tuple(parts[0].shape)} {parts[0].stride()}")
-    form += f", {order}, blocks of {spec.block_size}"
-    return Kind(form, spec.block_size, rows, [hidden(row, spec.num_kv_heads) for row in rows], spec.num_kv_heads, head, of, group)
+    form += f", {order}" if window else f", {order}, blocks of {spec.block_size}"
+    regions = [hidden(row, spec.num_kv_heads) for row in rows]
+    return Kind(form, spec.block_size, rows, regions, spec.num_kv_heads, head, of, group, window)
 
 
 def _is_by_heads(part: torch.Tensor, spec: Any, num_blocks: int) -> bool:

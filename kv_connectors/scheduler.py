@@ -23,6 +23,7 @@ from vllm_disagg.grants import ANSWER_KEY, REQUEST_KEY, Engine, Grant, Worker, v
 from vllm_disagg.keys import FleetKey
 from vllm_disagg.mapping import Plan
 
+from . import compat
 from .messages import Handshake, StepMetadata
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ log = logging.getLogger("vllm_disagg.scheduler")
 # on whatever core is free, perhaps the one that computes this very prefill.  A pause costs a load so much at the most.
 PAUSE = 0.002  # seconds
 USED = 65536  # transfer ids remembered, so that a grant works once
+NULL = 0  # vLLM's block that holds nothing
 PEERS = 256  # prefill engines whose plan is remembered
 NORMAL_ENDS = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
 
@@ -56,12 +58,23 @@ class Leg:
     computed: int = 0  # tokens announced to the workers
 
 
+def _blocks(ids: Sequence[int], size: int, token: int, end: int) -> events.Blocks:
+    """Of one group: those that hold [token, end), without the ones before a window, for which vLLM puts its null block."""
+    first, stop = token // size, -(-end // size)
+    while first < stop - 1 and ids[first] == NULL:
+        first += 1
+    return events.Blocks(first * size, list(ids[first:stop]))
+
+
 class SchedulerSide:
     def __init__(self, key: FleetKey, role: str, layout: dict[str, str], groups: Sequence[KVCacheGroupSpec]) -> None:
         self._key = key
         self._role = role
         self._layout = layout
         self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
+        # With windows, what vLLM allocates for a prompt that is loaded whole lacks the oldest token that its last one, which
+        # is computed again, looks back to.  So the last one is left out of the load.
+        self._last = int(any(compat.window(group.kv_cache_spec) for group in groups))
         self._plans: dict[tuple[str, ...], Plan] = {}  # by the names of P's workers
         self._legs: dict[str, Leg] = {}  # by vLLM's request id
         self._used: dict[tuple[str, str], None] = {}
@@ -156,9 +169,9 @@ class SchedulerSide:
         leg = self.add(request)
         if leg is None or leg.grant.leg != "decode" or leg.state is not State.NEW:
             return 0
-        missing = leg.length - local
+        missing = leg.length - self._last - local
         # With all whole blocks here, the rest is computed faster than it is fetched, and computed it must be partly.
-        return 0 if local and missing <= max(self._block_sizes) else missing
+        return 0 if missing <= 0 or (local and missing <= max(self._block_sizes)) else missing
 
     def allocated(self, request: Request, blocks: Sequence[list[int]], external: int) -> None:
         """`blocks`: by group, of the whole request."""
@@ -169,14 +182,11 @@ class SchedulerSide:
             self._make_local(leg)
             return
         leg.state = State.LOADING
-        token = leg.length - external
-        wanted = [
-            events.Blocks(token - token % size, ids[token // size : -(-leg.length // size)])
-            for size, ids in zip(self._block_sizes, blocks, strict=True)
-        ]
+        end = leg.length - self._last
+        wanted = [_blocks(ids, size, end - external, end) for size, ids in zip(self._block_sizes, blocks, strict=True)]
         assert leg.plan is not None  # a decode leg
         self._next.decode.append(
-            events.Wanted(leg.grant.transfer, leg.grant.sources, leg.plan, wanted, leg.length, leg.grant.patience)
+            events.Wanted(leg.grant.transfer, leg.grant.sources, leg.plan, wanted, end, leg.grant.patience)
         )
 
     def loaded(self, request_id: str) -> None:

@@ -52,6 +52,9 @@ MUTANTS = [
     ("D lands what precedes its start", "reading.py", "token = max(extent.token, self.blocks.token)", "token = extent.token"),
     ("D asks in its own blocks", "reading.py", "start = blocks.token - blocks.token % there.block_size", "start = blocks.token"),
     ("D takes other blocks for its own", "reading.py", "None if there.lies_as(self.kind.cut(heads)) else Theirs(there, extent.token)", "None"),
+    ("P serves what its window has left", "prefill.py", "            and (not kind.window or extent.token + kind.block_size > t.ahead - kind.window)  # else it is vLLM's again\n", ""),
+    ("P takes blocks of another group", "prefill.py", "t.blocks[kind.group], 0", "t.blocks[0], 0"),
+    ("D writes into blocks of another group", "reading.py", "blocks = event.blocks[kind.group]", "blocks = event.blocks[0]"),
     ("a failure spares the other sources' pieces", "decode.py", "t.pieces = {n: p for n, p in t.pieces.items() if p.where is Where.LANDING}", "t.pieces = {n: p for n, p in t.pieces.items() if p.where is Where.LANDING and p.source == but}"),
 ]
 

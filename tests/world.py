@@ -14,6 +14,8 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from vllm_disagg import events, mapping, wire
 from vllm_disagg.decode import DecodeSide
 from vllm_disagg.events import Reason
@@ -31,17 +33,24 @@ CHAOS = {  # percent, each time it may happen; a leap is a long time in which no
 LIAR = "p0.99"
 MOODS = (0, 1, 1, 5)  # a world has much of some mischief and none of other: rare faults meet only so (swarm testing)
 Place = tuple[int, int, int, int]  # layer, head, block, slot
-Topology = tuple[int, tuple[str, int], tuple[str, int]]  # heads of the model; of P and of D: split, block size
-EQUAL: Topology = (2, ("one", 4), ("one", 4))
+Topology = tuple[int, int, tuple[str, int], tuple[str, int]]  # heads, window; of P and of D: split, block size
+EQUAL: Topology = (2, 0, ("one", 4), ("one", 4))
+NULL = 0  # the block that stands for those before a window
 
 
-def shapes(heads: int, split: str, block_size: int) -> list[Shape]:
-    """What the ranks of an engine hold of a model of LAYERS layers with `heads` heads; copies, if those are too few."""
+def shapes(heads: int, window: int, split: str, block_size: int) -> list[Shape]:
+    """What the ranks of an engine hold of a model of LAYERS layers with `heads` heads; copies, if those are too few.
+
+    With a window, the layer in the middle has one, in a KV-cache group of its own.
+    """
 
     def shape(layers: int, first: int, held: int, head: int) -> Shape:
         axes = [("h", held, block_size * CELL), ("t", block_size, CELL), ("c", CELL, 1)]
         kind = Kind("cells", block_size, [held * block_size * CELL], [[Region(0, axes)]], held, head, heads)  # type: ignore[arg-type]
-        return Shape([kind], [0] * layers, first)
+        if not window:
+            return Shape([kind], [0] * layers, first)
+        windowed = msgspec.structs.replace(kind, form=f"cells, window {window}", group=1, window=window)
+        return Shape([kind, windowed], [int(layer == 1) for layer in range(first, first + layers)], first)
 
     if split == "tensor":
         held = max(1, heads // 2)
@@ -57,7 +66,7 @@ class Prompt:
 
     transfer: str
     length: int
-    blocks: list[int] = field(default_factory=list)
+    blocks: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))  # of all layers; of those with a window
     computed: int = 0
     pinned: bool = False
     released: set[str] = field(default_factory=set)  # by which ranks
@@ -163,7 +172,7 @@ class Prefill(Side):
                 assert all(sent is not prompt for _, _, sent in self.outgoing), "released while sending"
                 prompt.released.add(self.name)
                 if len(prompt.released) == len(self.engine.ranks):
-                    self.engine.dirty += self.engine.prompts.pop(action.transfer).blocks
+                    self.engine.give_back(self.engine.prompts.pop(action.transfer))
 
     def check_final(self, action: events.SendPiece, prompt: Prompt | None) -> None:
         """Unless vLLM has taken the blocks away meanwhile, what is about to be sent has been computed."""
@@ -196,7 +205,7 @@ class PrefillEngine:
         world.sides |= {rank.label: rank for rank in self.ranks}
         self.prompts: dict[str, Prompt] = {}
         self.block_size = self.ranks[0].kind.block_size
-        self.free = list(range(POOL // self.block_size))
+        self.free = list(range(1, 2 * POOL // self.block_size))
         self.dirty: list[int] = []  # freed, to be overwritten when the engine runs next
         self.midway = False
         self.computing = False
@@ -224,19 +233,21 @@ class PrefillEngine:
             return
         prompt = random.choice(ready)
         upto = min(prompt.length, prompt.computed + random.randint(1, 9))
-        missing = -(-upto // self.block_size) - len(prompt.blocks)
-        if missing > len(self.free):
+        missing = -(-upto // self.block_size) - len(prompt.blocks[0])
+        if 2 * missing > len(self.free):
             return
-        new = [self.free.pop(random.randrange(len(self.free))) for _ in range(missing)]
-        prompt.blocks += new
-        self.tell(events.Scheduled(prompt.transfer, upto, [new]))
+        self.leave_window(prompt)
+        new = [[self.free.pop(random.randrange(len(self.free))) for _ in range(missing)] for _ in range(2)]
+        for blocks, more in zip(prompt.blocks, new, strict=True):
+            blocks += more
+        self.tell(events.Scheduled(prompt.transfer, upto, new))
         self.computing = True
         steps = [(rank, layer) for rank in self.ranks for layer in range(len(rank.shape.layers))]
         if random.random() < 0.5:
             steps.sort(key=lambda step: step[1])  # in step, as in tensor parallelism
         for rank, layer in steps:
             for token in range(prompt.computed, upto):
-                block, slot = prompt.blocks[token // self.block_size], token % self.block_size
+                block, slot = prompt.blocks[rank.shape.kind(layer).group][token // self.block_size], token % self.block_size
                 for head in range(rank.kind.heads):
                     rank.memory[layer, head, block, slot] = rank.truth(prompt.transfer, layer, head, token)
             if random.random() < 0.5 or layer == len(rank.shape.layers) - 1:
@@ -244,6 +255,18 @@ class PrefillEngine:
                 self.meanwhile()
         prompt.computed = upto
         self.computing = False
+
+    def leave_window(self, prompt: Prompt) -> None:
+        """Blocks of which the next token needs nothing go back at once, and no worker hears of it."""
+        if not self.world.window:
+            return
+        for index in range(max(0, prompt.computed - self.world.window + 1) // self.block_size):
+            if prompt.blocks[1][index] != NULL:
+                self.dirty.append(prompt.blocks[1][index])
+                prompt.blocks[1][index] = NULL
+
+    def give_back(self, prompt: Prompt) -> None:
+        self.dirty += [block for blocks in prompt.blocks for block in blocks if block != NULL]
 
     def meanwhile(self) -> None:
         """The drivers' threads and the network do not wait for the forward pass."""
@@ -264,13 +287,13 @@ class PrefillEngine:
                 self.tell(events.Pinned(prompt.transfer))
 
     def withdraw_one(self, again: bool) -> None:
-        if running := [p for p in self.prompts.values() if not p.pinned and p.blocks]:
+        if running := [p for p in self.prompts.values() if not p.pinned and p.blocks[0]]:
             self.withdraw(self.world.random.choice(running), again)
 
     def withdraw(self, prompt: Prompt, again: bool) -> None:
         """Abort, or preempt and compute `again`: the blocks are free at once, workers hear before they are reused."""
         self.tell(events.Withdrawn(prompt.transfer))
-        self.dirty += prompt.blocks
+        self.give_back(prompt)
         self.world.disturbed.add(prompt.transfer)
         if again:
             self.prompts[prompt.transfer] = Prompt(prompt.transfer, prompt.length)
@@ -343,19 +366,20 @@ class Decode(Side):
         self.handle(events.Landed(action.transfer, action.number, ok))
 
     def report(self, report: events.Report) -> None:
-        token, blocks = self.world.wanted.pop((self.name, report.transfer))
+        end, blocks = self.world.wanted.pop((self.name, report.transfer))
         assert all(a.transfer != report.transfer for a, _, _ in self.landing), "reported while a copy runs"
         if report.reason is None:
             size = self.kind.block_size
             for layer in range(len(self.shape.layers)):
+                mine = blocks[self.shape.kind(layer).group]
                 for head in range(self.kind.heads):
-                    for at in range(token, self.world.lengths[report.transfer]):
-                        found = self.memory.get((layer, head, blocks[(at - token) // size], at % size))
+                    for at in range(mine.token, end):
+                        found = self.memory.get((layer, head, mine.ids[(at - mine.token) // size], at % size))
                         expected = self.truth(report.transfer, layer, head, at)
                         assert found == expected, (self.name, expected, found)
         self.world.outcomes[self.name, report.transfer] = report.reason
         if all(key[1] != report.transfer for key in self.world.wanted if self.engine.has(key[0])):
-            self.engine.give_back(blocks)
+            self.engine.give_back([block for of_group in blocks for block in of_group.ids])
 
 
 class DecodeEngine:
@@ -367,7 +391,7 @@ class DecodeEngine:
             Decode(world, f"{label}{rank}", life, rank, shape, self) for rank, shape in enumerate(world.decode_shapes)
         ]
         world.sides |= {rank.label: rank for rank in self.ranks}
-        self.free = list(range(POOL // self.ranks[0].kind.block_size))
+        self.free = list(range(1, 2 * POOL // self.ranks[0].kind.block_size))
         self.owner: dict[int, str] = {}  # block -> transfer
 
     def has(self, name: str) -> bool:
@@ -380,16 +404,22 @@ class DecodeEngine:
     def want(self, transfer: str, sources: list[Worker]) -> None:
         length, size = self.world.lengths[transfer], self.ranks[0].kind.block_size
         token = self.world.random.randrange(0, length, size)  # a local prefix hit
-        count = -(-(length - token) // size)
-        if count > len(self.free):
+        end = length - 1 if self.world.window else length  # with windows D computes the last token itself
+        window = max(token, max(0, end - self.world.window + 1) // size * size)
+        counts = [-(-(end - token) // size), -(-(end - window) // size)]
+        if end <= token or sum(counts) > len(self.free):
             self.tell(events.Unneeded(transfer, sources, mapping.nothing(len(sources), len(self.ranks))))
             return
-        blocks = [self.free.pop() for _ in range(count)]
-        self.owner.update(dict.fromkeys(blocks, transfer))
+        blocks = [
+            events.Blocks(begin, [self.free.pop() for _ in range(count)])
+            for begin, count in zip((token, window), counts, strict=True)
+        ]
+        for of_group in blocks:
+            self.owner.update(dict.fromkeys(of_group.ids, transfer))
         for rank in self.ranks:
-            self.world.wanted[rank.name, transfer] = (token, blocks)
+            self.world.wanted[rank.name, transfer] = (end, blocks)
         plan = mapping.plan([source.holds for source in sources], [rank.shape for rank in self.ranks])
-        self.tell(events.Wanted(transfer, sources, plan, [events.Blocks(token, blocks)], length, PATIENCE))
+        self.tell(events.Wanted(transfer, sources, plan, blocks, end, PATIENCE))
 
     def give_back(self, blocks: list[int]) -> None:
         """All ranks have reported: others use the blocks."""
@@ -414,12 +444,13 @@ class World:
         self.log: list[str] = []
         self.network: list[tuple[str, object]] = []  # (to, encoded message or piece)
         self.lengths = {f"t{i}": self.random.randint(1, 30) for i in range(transfers)}
-        self.wanted: dict[tuple[str, str], tuple[int, list[int]]] = {}  # (rank, transfer) -> (token, blocks)
+        self.wanted: dict[tuple[str, str], tuple[int, list[events.Blocks]]] = {}  # (rank, transfer) -> (end, by group)
         self.outcomes: dict[tuple[str, str], Reason | None] = {}
         self.disturbed: set[str] = set()
         self.sides: dict[str, Side] = {}  # all ranks of all engines
-        heads, of_prefill, of_decode = topology or self.topology()
-        self.prefill_shapes, self.decode_shapes = shapes(heads, *of_prefill), shapes(heads, *of_decode)
+        heads, self.window, of_prefill, of_decode = topology or self.topology()
+        self.prefill_shapes = shapes(heads, self.window, *of_prefill)
+        self.decode_shapes = shapes(heads, self.window, *of_decode)
         self.prefill = PrefillEngine(self)
         self.decodes = {label: DecodeEngine(self, label) for label in ("d", "e")}
         self.to_prefill = list(self.lengths)
@@ -431,8 +462,9 @@ class World:
         """Half of the worlds have equal engines."""
         if self.random.random() < 0.5:
             return EQUAL
-        of_prefill, of_decode = ((self.random.choice(SPLITS), self.random.choice([2, 4, 8])) for _ in "pd")
-        return self.random.choice([1, 2]), of_prefill, of_decode
+        (split, size), of_decode = ((self.random.choice(SPLITS), self.random.choice([2, 4, 8])) for _ in "pd")
+        window = self.random.choice([0, 0, 3, 6])  # with one, blocks must be of one size
+        return self.random.choice([1, 2]), window, (split, of_decode[1] if window else size), of_decode
 
     def note(self, who: str, what: object) -> None:
         self.log.append(f"{self.now:7.2f} {who}: {what}")

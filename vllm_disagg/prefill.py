@@ -135,7 +135,7 @@ class PrefillSide:
             return []  # withdrawn before, or given up by everybody: nobody will be served
         t = self.transfers.setdefault(event.transfer, Transfer(State.COMPUTING, now))
         t.state = State.COMPUTING
-        t.blocks = t.blocks or [[] for _ in range(self.shape.groups)]
+        t.blocks = t.blocks or [[] for _ in event.blocks]
         for blocks, more in zip(t.blocks, event.blocks, strict=True):
             blocks += more
         t.ahead, t.layers = event.tokens, 0
@@ -261,6 +261,7 @@ class PrefillSide:
             and extent.token < extent.token_end
             and extent.token % kind.block_size == 0
             and t.is_final(extent)
+            and (not kind.window or extent.token + kind.block_size > t.ahead - kind.window)  # else it is vLLM's again
             and size(extent, kind) <= MAX_PIECE
         )
 

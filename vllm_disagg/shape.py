@@ -43,6 +43,7 @@ class Kind(msgspec.Struct, frozen=True, array_like=True):
     head: Count = 0  # the number of the first, in the model
     of: Positive = 1  # heads of the model
     group: Count = 0  # KV-cache group of the engine
+    window: Count = 0  # tokens that attention looks back, the present one included; 0: all.  Older blocks go back to vLLM
 
     @property
     def head_bytes(self) -> int:
@@ -95,10 +96,6 @@ class Shape(msgspec.Struct, frozen=True, array_like=True):
 
     def kind(self, layer: int) -> Kind:
         return self.kinds[self.layers[layer]]
-
-    @property
-    def groups(self) -> int:
-        return 1 + max(kind.group for kind in self.kinds)
 
     @property
     def end(self) -> int:

@@ -13,7 +13,12 @@ from world import EQUAL, SPLITS, PrefillEngine, Topology, World
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "300"))
 ENGINES = st.tuples(st.sampled_from(SPLITS), st.sampled_from([2, 4, 8]))
-TOPOLOGIES = st.one_of(st.just(EQUAL), st.tuples(st.sampled_from([1, 2]), ENGINES, ENGINES))
+OF_FOUR = st.tuples(st.sampled_from(SPLITS), st.just(4))
+TOPOLOGIES = st.one_of(
+    st.just(EQUAL),
+    st.tuples(st.sampled_from([1, 2]), st.just(0), ENGINES, ENGINES),
+    st.tuples(st.just(2), st.sampled_from([3, 6]), OF_FOUR, OF_FOUR),
+)
 
 
 class Transfers(RuleBasedStateMachine):

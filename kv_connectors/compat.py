@@ -11,7 +11,7 @@ from packaging.version import Version
 from vllm import _custom_ops as ops
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.attention.backends import cpu_attn
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 OLDEST, NEWEST = Version("0.28"), Version("0.33")  # tried; what is newer may work
 
@@ -35,6 +35,11 @@ def check(version: str) -> str:
     return ""
 
 
+def specs_by_layer(spec: Any) -> dict[str, Any]:
+    """Of a KV-cache group whose layers differ; empty when all are as the group's."""
+    return getattr(spec, "kv_cache_specs", {})
+
+
 def is_latent(spec: Any) -> bool:
     """Whether all ranks hold the same one head (MLA)."""
     return any(kind.__name__ == "MLAAttentionSpec" for kind in type(spec).__mro__)
@@ -43,6 +48,18 @@ def is_latent(spec: Any) -> bool:
 def window(spec: Any) -> int:
     """Tokens that a layer of which vLLM keeps only a window looks back; 0 for a layer of which it keeps all."""
     return int(spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else 0
+
+
+def is_state(spec: Any) -> bool:
+    """Whether a layer keeps a state of the prompt (Mamba, linear attention) and no KV of its tokens."""
+    return isinstance(spec, MambaSpec)
+
+
+def leave_out_last(request: Any) -> None:
+    """Make vLLM compute all tokens of a prompt but the last.  Before it is scheduled for the first time."""
+    del request.prompt_token_ids[-1:]
+    del request._all_token_ids[-1:]
+    request.num_prompt_tokens -= 1
 
 
 def can_load_groups() -> bool:

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 # Kinds of KV cache whose tests are exact, by vLLM's name.
-KNOWN = {"FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec"}
+KNOWN = {"FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "MambaSpec"}
 UNKNOWN = {
-    "MambaSpec": "its Mamba or linear layers keep a state of the whole prompt, and D needs the one before the last token",
     "ChunkedLocalAttentionSpec": "chunked local attention was never tried",
     "CrossAttentionSpec": "encoder-decoder models were never tried",
 }
@@ -44,9 +43,14 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
         raise ConfigError(f"DisaggConnector needs vLLM 0.32 for models with several KV-cache groups (this has {len(groups)})")
     for group in groups:
         spec = group.kv_cache_spec
-        for one in getattr(spec, "kv_cache_specs", {"": spec}).values():
+        for one in compat.specs_by_layer(spec).values() or [spec]:
             if (name := type(one).__name__) not in KNOWN:
                 raise ConfigError(f"DisaggConnector does not support this model: {UNKNOWN.get(name, name)}")
+            if getattr(one, "mamba_cache_mode", "none") != "none":
+                raise ConfigError(
+                    "DisaggConnector does not support prefix caching of Mamba and linear layers: start with"
+                    " --no-enable-prefix-caching"
+                )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method != "ngram":
         raise ConfigError(

@@ -12,7 +12,7 @@ import torch
 
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.memory import HostMemory, Row, plane_at
-from vllm_disagg.shape import Axis, Kind, Region, Shape, hidden
+from vllm_disagg.shape import STATE, Axis, Kind, Region, Shape, hidden
 
 from . import compat
 
@@ -51,7 +51,7 @@ def host_memory(
     into several rows.  Whatever the axes after that, the bytes of one block must lie together.
     """
     specs = {
-        name: (number, _of_layer(group.kv_cache_spec, name))
+        name: (number, compat.specs_by_layer(group.kv_cache_spec).get(name, group.kv_cache_spec))
         for number, group in enumerate(groups)
         for name in group.layer_names
     }
@@ -62,7 +62,7 @@ def host_memory(
             continue  # it uses another layer's KV
         seen.add((tensor.data_ptr(), group))
         parts = _parts(name, tensor, num_blocks)
-        kind = _kind(parts, spec, group, num_blocks, rank, compat.kv_order(vllm_config, spec))
+        kind = _kind(parts, spec, group, num_blocks, rank, vllm_config)
         if kind not in kinds:
             kinds.append(kind)
         names.append(name)
@@ -71,20 +71,16 @@ def host_memory(
     return HostMemory(planes, Shape(kinds, layers)), names
 
 
-def _of_layer(spec: Any, name: str) -> Any:
-    return getattr(spec, "kv_cache_specs", {}).get(name, spec)
-
-
-def _kind(parts: list[torch.Tensor], spec: Any, group: int, num_blocks: int, rank: Rank, order: str) -> Kind:
+def _kind(parts: list[torch.Tensor], spec: Any, group: int, num_blocks: int, rank: Rank, vllm_config: Any) -> Kind:
     rows = [_width(part) * (part.shape[0] // num_blocks) for part in parts]
-    if not (hasattr(spec, "num_kv_heads") and hasattr(spec, "head_size")) or compat.is_latent(spec):
+    if compat.is_state(spec) or compat.is_latent(spec):
         words = hashlib.sha256("; ".join(_describe(part) for part in parts).encode()).hexdigest()[:12]
         form, regions = f"{type(spec).__name__} {sum(rows)} B a block, {words}", [hidden(row) for row in rows]
         if compat.is_latent(spec):  # every rank has the same
             return Kind(form, spec.block_size, rows, regions, group=group)
-        return Kind(form, spec.block_size, rows, regions, 1, rank.rank, rank.size, group)
+        return Kind(form, STATE, rows, regions, 1, rank.rank, rank.size, group)
     head, of = rank.share(spec.num_kv_heads)
-    window = compat.window(spec)
+    window, order = compat.window(spec), compat.kv_order(vllm_config, spec)
     form = f"keys and values of {spec.head_size}, {parts[0].dtype}".replace("torch.", "")
     if window:  # P keeps only the blocks that its own windows need
         form += f", window {window}, blocks of {spec.block_size}"

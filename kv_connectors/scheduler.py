@@ -72,9 +72,11 @@ class SchedulerSide:
         self._role = role
         self._layout = layout
         self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
-        # With windows, what vLLM allocates for a prompt that is loaded whole lacks the oldest token that its last one, which
-        # is computed again, looks back to.  So the last one is left out of the load.
-        self._last = int(any(compat.window(group.kv_cache_spec) for group in groups))
+        # vLLM computes the last token of a prompt that is loaded whole again.  With windows, it has not allocated the oldest
+        # token that this one looks back to; a state is changed by it.  So the last one is left out of the load.
+        specs = [one for g in groups for one in compat.specs_by_layer(g.kv_cache_spec).values() or [g.kv_cache_spec]]
+        self._has_states = any(compat.is_state(spec) for spec in specs)
+        self._last = int(self._has_states or any(compat.window(spec) for spec in specs))
         self._plans: dict[tuple[str, ...], Plan] = {}  # by the names of P's workers
         self._legs: dict[str, Leg] = {}  # by vLLM's request id
         self._used: dict[tuple[str, str], None] = {}
@@ -125,6 +127,8 @@ class SchedulerSide:
             request.kv_transfer_params = None  # asked once, said once
             return None
         plan = self._plan(grant.sources) if grant.leg == "decode" else None
+        if grant.leg == "prefill" and self._has_states and request.num_prompt_tokens > 1:
+            compat.leave_out_last(request)
         leg = self._legs[request.request_id] = Leg(grant, request.num_prompt_tokens, plan)
         if grant.leg != "probe":
             self._next.requests[grant.transfer] = request.request_id

@@ -51,7 +51,7 @@ MUTANTS = [
     ("D lands in another layer", "reading.py", "layer = share.layer + extent.layer - share.layer_there", "layer = extent.layer"),
     ("D lands what precedes its start", "reading.py", "token = max(extent.token, self.blocks.token)", "token = extent.token"),
     ("D asks in its own blocks", "reading.py", "start = blocks.token - blocks.token % there.block_size", "start = blocks.token"),
-    ("D takes other blocks for its own", "reading.py", "None if there.lies_as(self.kind.cut(heads)) else Theirs(there, extent.token)", "None"),
+    ("D takes other blocks for its own", "reading.py", "other = None if cut.lies_as(kind.cut(heads)) else cut", "other = None"),
     ("P serves what its window has left", "prefill.py", "            and (not kind.window or extent.token + kind.block_size > t.ahead - kind.window)  # else it is vLLM's again\n", ""),
     ("P takes blocks of another group", "prefill.py", "t.blocks[kind.group], 0", "t.blocks[0], 0"),
     ("D writes into blocks of another group", "reading.py", "blocks = event.blocks[kind.group]", "blocks = event.blocks[0]"),

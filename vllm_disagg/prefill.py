@@ -38,7 +38,7 @@ from .events import (
     Withdrawn,
 )
 from .layout import blocks_of, heads_of, size
-from .shape import Shape
+from .shape import STATE, Shape
 
 MEMORY = 4096  # transfers known at a time, and endings remembered
 MAX_SENDS = 64  # pieces a reader may have outstanding
@@ -262,6 +262,7 @@ class PrefillSide:
             and extent.token % kind.block_size == 0
             and t.is_final(extent)
             and (not kind.window or extent.token + kind.block_size > t.ahead - kind.window)  # else it is vLLM's again
+            and (kind.block_size < STATE or extent.token_end == t.ahead)  # a state is one of just so many tokens
             and size(extent, kind) <= MAX_PIECE
         )
 

@@ -26,6 +26,7 @@ class Reading:
     blocks: Blocks
     asked: list[int]  # by layer of the share: up to which token pieces have been cut
     bytes: int  # of all its pieces
+    other: Kind | None  # how its bytes lie in pieces, if not as in our blocks
 
     def cut(self, tokens: int, ahead: int, layers: int, end: int, limit: int) -> Iterator[tuple[Extent, int]]:
         """(extent at the source, bytes) of what an Offer has made final since the last one, as large as it allows."""
@@ -50,9 +51,7 @@ class Reading:
         token = max(extent.token, self.blocks.token)
         ours = Extent(layer, layer + extent.layer_end - extent.layer, token, extent.token_end, share.head, share.head_end)
         blocks = blocks_of(ours, self.blocks.ids, self.blocks.token, self.kind.block_size)
-        heads = share.head_end - share.head
-        there = self.there.cut(heads)
-        return ours, blocks, None if there.lies_as(self.kind.cut(heads)) else Theirs(there, extent.token)
+        return ours, blocks, Theirs(self.other, extent.token) if self.other else None
 
     def _there(self, layer: int, layer_end: int, token: int, token_end: int) -> Extent:
         """A part of the share in the source's numbering."""
@@ -71,7 +70,10 @@ def readings(event: Wanted, rank: int, shape: Shape) -> dict[int, list[Reading]]
         there = event.sources[share.source].holds.kind(share.layer_there)
         blocks = event.blocks[kind.group]
         start = blocks.token - blocks.token % there.block_size
-        reading = Reading(share, kind, there, blocks, [start] * (share.layer_end - share.layer), 0)
+        heads = share.head_end - share.head
+        cut = there.cut(heads)
+        other = None if cut.lies_as(kind.cut(heads)) else cut
+        reading = Reading(share, kind, there, blocks, [start] * (share.layer_end - share.layer), 0, other)
         reading.bytes = size(reading._there(0, len(reading.asked), start, event.token_end), there)
         found.setdefault(share.source, []).append(reading)
     return found

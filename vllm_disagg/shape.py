@@ -16,6 +16,7 @@ import msgspec
 Text = Annotated[str, msgspec.Meta(max_length=256)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+STATE = 1 << 30  # block size of what is no KV of tokens, but one state of the whole prompt
 Axis = tuple[Literal["h", "t", "c", "x"], Positive, Positive]
 
 
@@ -84,6 +85,9 @@ class Kind(msgspec.Struct, frozen=True, array_like=True):
                     return "a region leaves its row"
                 if region.size("t") != (1 if hidden else self.block_size):
                     return f"a region does not hold {self.block_size} tokens"
+                steps = [step for name, _, step in region.axes if name == "c"]
+                if not hidden and (steps[-1:] != [1] or sum(name == "h" for name, _, _ in region.axes) > 1):
+                    return "a token's bytes do not lie together"
         return ""
 
 

@@ -136,7 +136,7 @@ class Engine(Process):
         if register:
             settings = {"register": register, "advertise": f"http://127.0.0.1:{port}", **(settings or {})}
         command = [str(BIN / "vllm"), "serve", model or str(ROOT / ".cache/models/dense"), "--host", "127.0.0.1"]
-        command += ["--port", str(port), *FLAGS, *TOOLS, "--chat-template", CHAT, *flags]
+        command += ["--port", str(port), *FLAGS, *([] if model else TOOLS), "--chat-template", CHAT, *flags]
         if role:
             transfer = {
                 "kv_connector": "DisaggConnector",

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from vllm_disagg import wire
-from world import EQUAL, SPLITS, PrefillEngine, Topology, World
+from world import EQUAL, SPLITS, Topology, World
+from world_engines import PrefillEngine
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "300"))
 ENGINES = st.tuples(st.sampled_from(SPLITS), st.sampled_from([2, 4, 8]))

@@ -198,6 +198,8 @@ GOOD = kind("heads first", 4, 2, 0, 2)
         ({"rows": [130]}, "rows of 130 bytes"),
         ({"rows": [64]}, "rows of 64 bytes do not hold 2 heads"),
         ({"regions": [[Region(2**30, GOOD.regions[0][0].axes)]]}, "a region leaves its row"),
+        ({"regions": [[Region(0, [("h", 2, 64), ("t", 4, 1), ("c", 8, 4)])]]}, "a token's bytes do not lie together"),
+        ({"regions": [[Region(0, [("h", 2, 64), ("t", 4, 1)])]]}, "a token's bytes do not lie together"),
         ({"regions": []}, "its planes are not all described"),
         ({"block_size": 3}, "a region does not hold 3 tokens"),
     ],

@@ -34,7 +34,14 @@ EXACT = {
 # In bfloat16 two tokens of such models are sometimes equally probable, and how requests are batched decides.
 FLOAT32 = ["--dtype", "float32"]
 REFUSED = {
-    "mamba": (["mamba", "--enable-prefix-caching"], "does not support prefix caching of Mamba and linear layers: start with --no-enable-prefix-caching"),
+    "mamba": (
+        ["mamba", "--enable-prefix-caching"],
+        "does not support prefix caching of Mamba and linear layers: start with --no-enable-prefix-caching",
+    ),
+    "draft model": (
+        ["dense", "--speculative-config", '{"method": "draft_model", "model": "DENSE", "num_speculative_tokens": 2}'],
+        "supports speculative decoding with ngram only: the KV of a draft model (draft_model) would not be sent",
+    ),
 }
 
 
@@ -96,7 +103,8 @@ def test_a_prefix_that_d_has(pair: Pair) -> None:
 def test_refused_in_words(machine: Machine, name: str) -> None:
     machine.stop()
     (kind, *flags), words = REFUSED[name]
-    engine = Engine(f"{name}-refused", machine.folder, *flags, role="kv_producer", cpu="0", model=model(kind))
+    flags = [flag.replace("DENSE", model("dense")) for flag in flags]
+    engine = Engine(f"{kind}-refused", machine.folder, *flags, role="kv_producer", cpu="0", model=model(kind))
     with pytest.raises(RuntimeError, match="ended"):
         machine.start(engine)
     assert words in engine.log.read_text()

@@ -10,6 +10,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+
 from kv_connectors.messages import Handshake
 from kv_connectors.scheduler import SchedulerSide
 from vllm_disagg import events, grants, keys, mapping
@@ -23,8 +26,8 @@ PLAN, NOBODY = mapping.plan([HOLDS], [HOLDS]), mapping.nothing(1, 1)
 GROUPS: Any = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))]
 
 
-def side(role: str) -> SchedulerSide:
-    made = SchedulerSide(KEY, role, {"dtype": "bf16"}, GROUPS)
+def side(role: str, groups: Any = GROUPS) -> SchedulerSide:
+    made = SchedulerSide(KEY, role, {"dtype": "bf16"}, groups)
     made.set_workers([Handshake(grants.Worker("me/0", "tcp://127.0.0.1:3", "tcp://127.0.0.1:4", holds=HOLDS), ["a", "b"])])
     return made
 
@@ -201,3 +204,44 @@ def test_a_grant_works_once() -> None:
     assert d.tokens_to_load(request("decode", d), 0) == 40
     assert d.tokens_to_load(request("decode", d, name="r2"), 0) == 0
     assert d.tokens_to_load(request("decode", d, name="r3", transfer="cd" * 16), 0) == 40
+
+
+# Several KV-cache groups -------------------------------------------------------------------------------------
+HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
+FULL = SimpleNamespace(kv_cache_spec=FullAttentionSpec(block_size=BLOCK, **HEADS))
+WINDOW = SimpleNamespace(kv_cache_spec=SlidingWindowSpec(block_size=BLOCK, sliding_window=20, **HEADS))
+STATE = SimpleNamespace(kv_cache_spec=MambaSpec(block_size=2048, shapes=((4,),), dtypes=(torch.float32,)))
+
+
+def test_with_a_window_the_last_token_and_the_blocks_before_the_window_are_left_out() -> None:
+    d = side("decode", [FULL, WINDOW])
+    asked = request("decode", d, length=70)
+    assert d.tokens_to_load(asked, 16) == 53
+    d.allocated(asked, ([4, 5, 6, 7, 8], [0, 0, 0, 9, 10]), 53)
+    (wanted,) = d.step(step()).decode
+    assert wanted.token_end == 69
+    assert wanted.blocks == [events.Blocks(16, [5, 6, 7, 8]), events.Blocks(48, [9, 10])]
+
+
+def test_of_one_token_nothing_is_left_to_load() -> None:
+    d = side("decode", [FULL, WINDOW])
+    asked = request("decode", d, length=1)
+    assert d.tokens_to_load(asked, 0) == 0
+    d.allocated(asked, ([4], [5]), 0)
+    assert isinstance(d.step(step()).decode[0], events.Unneeded)
+
+
+def test_with_a_state_p_computes_all_tokens_but_the_last() -> None:
+    p, d = side("prefill", [STATE]), side("decode", [STATE])
+    asked = request("prefill", p, length=40)
+    asked._all_token_ids = list(asked.prompt_token_ids)
+    p.tokens_to_load(asked, 0)
+    p.tokens_to_load(asked, 0)  # asked again until there is room
+    assert asked.num_prompt_tokens == len(asked.prompt_token_ids) == len(asked._all_token_ids) == 39
+    p.step(step(new={"r1": (0, 39, [7])}))
+    assert p.finished(asked)[0], "kept for D"
+    other = request("decode", d, length=40)
+    assert d.tokens_to_load(other, 0) == 39
+    d.allocated(other, ([3],), 39)
+    (wanted,) = d.step(step()).decode
+    assert (wanted.token_end, wanted.blocks) == (39, [events.Blocks(0, [3])])

@@ -25,11 +25,11 @@ EXACT = {
     "sliding": ["sliding"],  # Gemma 3: windows and full attention
     "oss": ["oss"],  # GPT-OSS: windows, full attention, sinks, experts
     "mla": ["mla"],  # DeepSeek V2: one latent head
+    "linear_moe": ["linear", "--no-enable-prefix-caching"],  # Qwen3-Next: states and full attention, experts
     "moe": ["moe"],  # Mixtral
-    "mamba": ["mamba", "--no-enable-prefix-caching"],  # Mamba 2: states
-    "linear": ["linear", "--no-enable-prefix-caching"],  # Qwen3-Next: states and full attention
     "fp8": ["dense", "--kv-cache-dtype", "fp8"],
     "ngram": ["dense", "--speculative-config", NGRAM],
+    "mamba": ["mamba", "--no-enable-prefix-caching"],  # Mamba 2: states
 }
 # In bfloat16 two tokens of such models are sometimes equally probable, and how requests are batched decides.
 FLOAT32 = ["--dtype", "float32"]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import Any
 
+import torch
 from packaging.version import Version
+from vllm import _custom_ops as ops
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 OLDEST, NEWEST = Version("0.28"), Version("0.33")  # tried; what is newer may work
 
@@ -28,3 +33,73 @@ def check(version: str) -> str:
     if release > NEWEST:
         log.warning("vLLM %s is newer than what DisaggConnector was tried with (%s to %s)", version, OLDEST, NEWEST)
     return ""
+
+
+def specs_by_layer(spec: Any) -> dict[str, Any]:
+    """Of a KV-cache group whose layers differ; empty when all are as the group's."""
+    return getattr(spec, "kv_cache_specs", {})
+
+
+def is_latent(spec: Any) -> bool:
+    """Whether all ranks hold the same one head (MLA)."""
+    return any(kind.__name__ == "MLAAttentionSpec" for kind in type(spec).__mro__)
+
+
+def window(spec: Any) -> int:
+    """Tokens that a layer of which vLLM keeps only a window looks back; 0 for a layer of which it keeps all."""
+    return int(spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else 0
+
+
+def is_state(spec: Any) -> bool:
+    """Whether a layer keeps a state of the prompt (Mamba, linear attention) and no KV of its tokens."""
+    return isinstance(spec, MambaSpec)
+
+
+def leave_out_last(request: Any) -> None:
+    """Make vLLM compute all tokens of a prompt but the last.  Before it is scheduled for the first time."""
+    del request.prompt_token_ids[-1:]
+    del request._all_token_ids[-1:]
+    request.num_prompt_tokens -= 1
+
+
+def can_load_groups() -> bool:
+    """Whether vLLM lets a failed load be told by request, as it must be with several KV-cache groups."""
+    return Results is not None
+
+
+def kv_order(vllm_config: Any, spec: Any) -> str:
+    """In which order the attention kernel writes one head's keys and values into a block.
+
+    "keys transposed" (channels before tokens), "plain", or the name of an order that we do not know.
+    """
+    choose = getattr(cpu_attn, "_get_attn_isa", None)
+    if choose is None:
+        return "an order of its own"
+    dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
+    isa = choose(dtype, spec.block_size, spec.head_size, cache_dtype)
+    stored = torch.uint8 if spec.dtype.itemsize == 1 else spec.dtype  # fp8 as bytes
+    return _written(isa, dtype, str(cache_dtype), stored, spec.block_size, spec.head_size)
+
+
+@cache
+def _written(isa: str, dtype: torch.dtype, cache_dtype: str, stored: torch.dtype, tokens: int, channels: int) -> str:
+    """Found by letting the kernel write the number of each element, bit by bit, into a block of its own."""
+    numbers = torch.arange(tokens * channels).reshape(tokens, 1, channels)
+    slots = torch.arange(tokens, 2 * tokens)  # the second block
+    read = torch.zeros(2, tokens * channels, dtype=torch.long)
+    for bit in range(int(numbers[-1, 0, -1]).bit_length()):
+        block = torch.zeros(2, 1, 2 * tokens, channels, dtype=stored)
+        keys, values = block.chunk(2, dim=2)
+        written = ((numbers >> bit) & 1).to(dtype)
+        ops.cpu_attn_reshape_and_cache(
+            written, written.clone(), keys, values, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype=cache_dtype
+        )
+        for row, part in zip(read, (keys, values), strict=True):
+            row |= (part[1].reshape(-1) != 0).long() << bit
+    plain = numbers.reshape(-1)
+    if torch.equal(read[1], plain):
+        if torch.equal(read[0], plain):
+            return "plain"
+        if torch.equal(read[0], numbers.reshape(tokens, channels).T.reshape(-1)):
+            return "keys transposed"
+    return f"the order of {isa} kernels"

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from vllm_disagg import config, keys
 from vllm_disagg.errors import ConfigError
@@ -38,23 +38,22 @@ if problem := compat.check(vllm.__version__):
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 
 
-class DisaggConnector(KVConnectorBase_V1):
+class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = config.parse(self._kv_transfer_config.kv_connector_extra_config)
         key = keys.load(settings.key_file)
         facts.refuse_unsupported(vllm_config, kv_cache_config)
-        block_size = vllm_config.cache_config.block_size
         self._scheduler: SchedulerSide
         self._worker: WorkerSide
         self._registrations: list[Registration] = []
         if role is KVConnectorRole.SCHEDULER:
             kind = ROLES[str(self._kv_transfer_config.kv_role)]
-            self._scheduler = SchedulerSide(key, kind, facts.layout(vllm_config), block_size)
+            self._scheduler = SchedulerSide(key, kind, facts.layout(vllm_config), kv_cache_config.kv_cache_groups)
             self._register = lambda incarnation: register_all(settings, key, incarnation, kind)
         else:
             rank = vllm_config.parallel_config.rank
-            self._worker = WorkerSide(settings, key, rank, kv_cache_config.num_blocks, block_size)
+            self._worker = WorkerSide(settings, key, rank, vllm_config, kv_cache_config)
 
     # Workers -------------------------------------------------------------------------------------------------
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -102,6 +101,10 @@ class DisaggConnector(KVConnectorBase_V1):
 
     # Scheduler -----------------------------------------------------------------------------------------------
     def set_xfer_handshake_metadata(self, metadata: dict[int, Handshake]) -> None:  # type: ignore[override]
+        self.set_xfer_handshake_metadata_pp_aware({(0, rank): handshake for rank, handshake in metadata.items()})
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Handshake]) -> None:  # type: ignore[override]
+        """Keys: (stage of the pipeline, tensor parallel rank); sorted, they are in the order of vLLM's global rank."""
         self._scheduler.set_workers([metadata[rank] for rank in sorted(metadata)])
         if self._scheduler.engine and not self._registrations:
             self._registrations = self._register(self._scheduler.engine.incarnation)
@@ -111,7 +114,7 @@ class DisaggConnector(KVConnectorBase_V1):
         return count, count > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         return self._scheduler.step(scheduler_output)
@@ -121,6 +124,11 @@ class DisaggConnector(KVConnectorBase_V1):
             self._scheduler.loaded(request_id)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.finished(request)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request)
 
     @classmethod

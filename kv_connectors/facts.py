@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_disagg.errors import ConfigError
 
+from . import compat
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+# Kinds of KV cache whose tests are exact, by vLLM's name.
+KNOWN = {"FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "MambaSpec"}
+UNKNOWN = {
+    "ChunkedLocalAttentionSpec": "chunked local attention was never tried",
+    "CrossAttentionSpec": "encoder-decoder models were never tried",
+}
 SAMPLE = 1 << 16  # bytes read at the start and at the end of each weights file
 NOT_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 
@@ -24,24 +32,37 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
         raise ConfigError(f"DisaggConnector moves KV in host memory only, so far; this engine's is on {device}")
     parallel = vllm_config.parallel_config
     for what, size in (
-        ("pipeline", parallel.pipeline_parallel_size),
         ("data", parallel.data_parallel_size),
         ("decode context", getattr(parallel, "decode_context_parallel_size", 1)),
         ("prefill context", getattr(parallel, "prefill_context_parallel_size", 1)),
     ):
         if size > 1:
             raise ConfigError(f"DisaggConnector does not support {what} parallelism yet (size {size}); use 1")
-    groups = len(kv_cache_config.kv_cache_groups)
-    if groups > 1:
-        raise ConfigError(f"DisaggConnector does not support models with several kinds of KV cache yet (this has {groups})")
-    if vllm_config.speculative_config is not None:
-        raise ConfigError("DisaggConnector does not support speculative decoding yet; start without it")
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) > 1 and not compat.can_load_groups():
+        raise ConfigError(f"DisaggConnector needs vLLM 0.32 for models with several KV-cache groups (this has {len(groups)})")
+    for group in groups:
+        spec = group.kv_cache_spec
+        for one in compat.specs_by_layer(spec).values() or [spec]:
+            if (name := type(one).__name__) not in KNOWN:
+                raise ConfigError(f"DisaggConnector does not support this model: {UNKNOWN.get(name, name)}")
+            if getattr(one, "mamba_cache_mode", "none") != "none":
+                raise ConfigError(
+                    "DisaggConnector does not support prefix caching of Mamba and linear layers: start with"
+                    " --no-enable-prefix-caching"
+                )
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method != "ngram":
+        raise ConfigError(
+            f"DisaggConnector supports speculative decoding with ngram only: the KV of a draft model ({speculative.method})"
+            " would not be sent"
+        )
 
 
 def layout(vllm_config: VllmConfig) -> dict[str, str]:
     """Facts by name; `grants.difference` says in words which one differs.
 
-    The tensors' own shape is added by the workers.
+    Not what may differ: parallelism and block sizes.  What a layer's KV is made of is added by the workers.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     lora: Any = vllm_config.lora_config
@@ -53,8 +74,6 @@ def layout(vllm_config: VllmConfig) -> dict[str, str]:
         "KV cache dtype": str(cache.cache_dtype),
         "quantization": str(model.quantization),
         "load format": str(vllm_config.load_config.load_format),
-        "block size": str(cache.block_size),
-        "tensor parallel size": str(vllm_config.parallel_config.tensor_parallel_size),
         "LoRA": f"rank {lora.max_lora_rank}" if lora else "off",
     }
 

@@ -1,38 +1,131 @@
-"""From vLLM's KV tensors to planes of bytes."""
+"""From vLLM's KV tensors to planes of bytes, and to words that another engine understands."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.memory import HostMemory, Row, plane_at
+from vllm_disagg.shape import STATE, Axis, Kind, Region, Shape, hidden
+
+from . import compat
 
 
-def host_memory(caches: Mapping[str, torch.Tensor], num_blocks: int, block_size: int) -> HostMemory:
-    """The KV caches of all layers, in the model's order, as memory of the protocol.
+@dataclass(frozen=True)
+class Rank:
+    """Where a worker stands among those that share out the heads of its layers."""
+
+    rank: int
+    size: int
+    heads: int  # KV heads of the model
+
+    def share(self, heads: int) -> tuple[int, int]:
+        """(the first of our `heads` in the model, heads of the model); copies, where ranks are more than heads."""
+        if heads * self.size == self.heads:
+            return self.rank * heads, self.heads
+        if heads == 1 and self.size % self.heads == 0:
+            return self.rank // (self.size // self.heads), self.heads
+        raise ConfigError(
+            f"DisaggConnector does not understand how {self.size} tensor parallel ranks share out {self.heads} KV heads:"
+            f" this one has {heads}"
+        )
+
+
+def in_computing_order(names: Sequence[str]) -> list[str]:
+    """By the number in their names; those of one number as vLLM has them."""
+    return sorted(names, key=lambda name: int(found[0]) if (found := re.findall(r"(?<=\.)\d+(?=\.)", name)) else -1)
+
+
+def host_memory(
+    caches: Mapping[str, torch.Tensor], groups: Sequence[Any], num_blocks: int, rank: Rank, vllm_config: Any
+) -> tuple[HostMemory, list[str]]:
+    """The KV caches of all layers as memory of the protocol, and the layers' names in its order.
 
     A tensor is (num_blocks, ...) or, with keys and values apart, (2, num_blocks, ...); a kernel may cut each block
     into several rows.  Whatever the axes after that, the bytes of one block must lie together.
     """
-    planes = [[_plane(part, num_blocks, name) for part in _parts(name, tensor, num_blocks)] for name, tensor in caches.items()]
-    sizes = {sum(plane.shape[1] for plane in layer) for layer in planes}
-    if len(sizes) != 1:
-        raise ConfigError(f"DisaggConnector needs layers of one size; this model's KV blocks have {sorted(sizes)} bytes")
-    return HostMemory(planes, block_size)
+    specs = {
+        name: (number, compat.specs_by_layer(group.kv_cache_spec).get(name, group.kv_cache_spec))
+        for number, group in enumerate(groups)
+        for name in group.layer_names
+    }
+    names, planes, kinds, layers, seen = [], [], [], [], set()
+    for name in in_computing_order(list(caches)):
+        tensor, (group, spec) = caches[name], specs[name]
+        if (tensor.data_ptr(), group) in seen:
+            continue  # it uses another layer's KV
+        seen.add((tensor.data_ptr(), group))
+        parts = _parts(name, tensor, num_blocks)
+        kind = _kind(parts, spec, group, num_blocks, rank, vllm_config)
+        if kind not in kinds:
+            kinds.append(kind)
+        names.append(name)
+        planes.append([_plane(part, num_blocks, name) for part in parts])
+        layers.append(kinds.index(kind))
+    return HostMemory(planes, Shape(kinds, layers)), names
 
 
-def describe(caches: Mapping[str, torch.Tensor], num_blocks: int) -> str:
-    """What of the tensors two engines must share: everything but the number of blocks."""
-    kinds: Counter[str] = Counter()
-    for name, tensor in caches.items():
-        rows = [tuple(part.shape[1:]) for part in _parts(name, tensor, num_blocks)]
-        strides = tensor.stride()
-        order = sorted(range(tensor.dim()), key=lambda axis: strides[axis], reverse=True)
-        kinds[f"{rows} {tensor.dtype} order {order}"] += 1
-    return "; ".join(f"{count} layers of {kind}" for kind, count in kinds.items())
+def _kind(parts: list[torch.Tensor], spec: Any, group: int, num_blocks: int, rank: Rank, vllm_config: Any) -> Kind:
+    rows = [_width(part) * (part.shape[0] // num_blocks) for part in parts]
+    if compat.is_state(spec) or compat.is_latent(spec):
+        words = hashlib.sha256("; ".join(_describe(part) for part in parts).encode()).hexdigest()[:12]
+        form, regions = f"{type(spec).__name__} {sum(rows)} B a block, {words}", [hidden(row) for row in rows]
+        if compat.is_latent(spec):  # every rank has the same
+            return Kind(form, spec.block_size, rows, regions, group=group)
+        return Kind(form, STATE, rows, regions, 1, rank.rank, rank.size, group)
+    head, of = rank.share(spec.num_kv_heads)
+    window, order = compat.window(spec), compat.kv_order(vllm_config, spec)
+    form = f"keys and values of {spec.head_size}, {parts[0].dtype}".replace("torch.", "")
+    if window:  # P keeps only the blocks that its own windows need
+        form += f", window {window}, blocks of {spec.block_size}"
+    known = [_regions(part, spec, num_blocks, len(parts), order) for part in parts]
+    if all(known):
+        return Kind(form, spec.block_size, rows, known, spec.num_kv_heads, head, of, group, window)
+    if not all(_is_by_heads(part, spec, num_blocks) for part in parts):
+        raise ConfigError(f"DisaggConnector does not know the KV layout {tuple(parts[0].shape)} {parts[0].stride()}")
+    form += f", {order}" if window else f", {order}, blocks of {spec.block_size}"
+    regions = [hidden(row, spec.num_kv_heads) for row in rows]
+    return Kind(form, spec.block_size, rows, regions, spec.num_kv_heads, head, of, group, window)
+
+
+def _is_by_heads(part: torch.Tensor, spec: Any, num_blocks: int) -> bool:
+    """(blocks, heads, ...), each head's bytes together."""
+    return part.shape[0] == num_blocks and part.shape[1] == spec.num_kv_heads and part.is_contiguous()
+
+
+def _regions(part: torch.Tensor, spec: Any, num_blocks: int, parts: int, order: str) -> list[Region]:
+    """Where keys and values lie in a block of (rows, heads, tokens, channels); empty when that is not known."""
+    size = part.element_size()
+    cuts = part.shape[0] // num_blocks  # rows of a block
+    both = 3 - parts  # keys and values in one tensor?
+    if part.dim() != 4 or tuple(part.shape[1:3]) != (spec.num_kv_heads, spec.block_size // cuts):
+        return []
+    if part.shape[3] != both * spec.head_size or part.stride(3) != 1:
+        return []
+    outer, heads, tokens = (part.stride(axis) * size for axis in range(3))
+    count, width = part.shape[2], spec.head_size * size
+    front: list[Axis] = [("t", cuts, outer)] if cuts > 1 else []
+    h: Axis = ("h", spec.num_kv_heads, heads)
+    if order == "plain":
+        axes: list[Axis] = [*front, h, ("t", count, tokens), ("c", width, 1)]
+        return [Region(n * width, axes) for n in range(both)]
+    if order == "keys transposed" and both == 2 and heads == count * both * width:
+        keys: list[Axis] = [*front, h, ("c", spec.head_size, count * size), ("t", count, size), ("c", size, 1)]
+        values: list[Axis] = [*front, h, ("t", count, width), ("c", width, 1)]
+        return [Region(0, keys), Region(count * width, values)]
+    return []
+
+
+def _describe(part: torch.Tensor) -> str:
+    strides = part.stride()
+    order = sorted(range(part.dim()), key=lambda axis: strides[axis], reverse=True)
+    return f"{tuple(part.shape[1:])} {part.dtype} order {order}"
 
 
 def _parts(name: str, tensor: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
@@ -45,8 +138,12 @@ def _parts(name: str, tensor: torch.Tensor, num_blocks: int) -> list[torch.Tenso
     raise ConfigError(f"DisaggConnector does not know the KV layout {tuple(tensor.shape)} of {name} ({num_blocks} blocks)")
 
 
+def _width(part: torch.Tensor) -> int:
+    return part[0].numel() * part.element_size()
+
+
 def _plane(tensor: torch.Tensor, num_blocks: int, name: str) -> Row:
-    rows, width = tensor.shape[0], tensor[0].numel() * tensor.element_size()
+    rows, width = tensor.shape[0], _width(tensor)
     stride = tensor.stride(0) * tensor.element_size()
     axes = sorted(range(1, tensor.dim()), key=lambda axis: tensor.stride(axis))
     dense = 1

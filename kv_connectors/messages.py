@@ -27,4 +27,4 @@ class Handshake(KVConnectorHandshakeMetadata):
     """Worker to scheduler, once at start."""
 
     worker: Worker
-    layout: dict[str, str]
+    layers: list[str]  # names, in the order of `worker.holds`

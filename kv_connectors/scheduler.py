@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -16,15 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_disagg import events
-from vllm_disagg.errors import BadGrant
-from vllm_disagg.grants import ANSWER_KEY, REQUEST_KEY, Engine, Grant, verify
+from vllm_disagg import events, mapping
+from vllm_disagg.errors import BadGrant, Unmappable
+from vllm_disagg.grants import ANSWER_KEY, REQUEST_KEY, Engine, Grant, Worker, verify
 from vllm_disagg.keys import FleetKey
+from vllm_disagg.mapping import Plan
 
+from . import compat
 from .messages import Handshake, StepMetadata
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
     from vllm.v1.request import Request
 
 log = logging.getLogger("vllm_disagg.scheduler")
@@ -33,6 +37,8 @@ log = logging.getLogger("vllm_disagg.scheduler")
 # on whatever core is free, perhaps the one that computes this very prefill.  A pause costs a load so much at the most.
 PAUSE = 0.002  # seconds
 USED = 65536  # transfer ids remembered, so that a grant works once
+NULL = 0  # vLLM's block that holds nothing
+PEERS = 256  # prefill engines whose plan is remembered
 NORMAL_ENDS = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
 
 
@@ -47,30 +53,61 @@ class State(Enum):
 class Leg:
     grant: Grant
     length: int  # tokens of the prompt
+    plan: Plan | None = None  # decode leg: who reads what
     state: State = State.NEW
     computed: int = 0  # tokens announced to the workers
 
 
+def _blocks(ids: Sequence[int], size: int, token: int, end: int) -> events.Blocks:
+    """Of one group: those that hold [token, end), without the ones before a window, for which vLLM puts its null block."""
+    first, stop = token // size, -(-end // size)
+    while first < stop - 1 and ids[first] == NULL:
+        first += 1
+    return events.Blocks(first * size, list(ids[first:stop]))
+
+
 class SchedulerSide:
-    def __init__(self, key: FleetKey, role: str, layout: dict[str, str], block_size: int) -> None:
+    def __init__(self, key: FleetKey, role: str, layout: dict[str, str], groups: Sequence[KVCacheGroupSpec]) -> None:
         self._key = key
         self._role = role
         self._layout = layout
-        self._block_size = block_size
+        self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
+        # vLLM computes the last token of a prompt that is loaded whole again.  With windows, it has not allocated the oldest
+        # token that this one looks back to; a state is changed by it.  So the last one is left out of the load.
+        specs = [one for g in groups for one in compat.specs_by_layer(g.kv_cache_spec).values() or [g.kv_cache_spec]]
+        self._has_states = any(compat.is_state(spec) for spec in specs)
+        self._last = int(self._has_states or any(compat.window(spec) for spec in specs))
+        self._plans: dict[tuple[str, ...], Plan] = {}  # by the names of P's workers
         self._legs: dict[str, Leg] = {}  # by vLLM's request id
         self._used: dict[tuple[str, str], None] = {}
         self._next = StepMetadata()
         self.engine: Engine | None = None
 
     def set_workers(self, handshakes: Sequence[Handshake]) -> None:
-        """All ranks in order.  What they say of their tensors becomes part of what a peer must match."""
+        """All ranks in order: stages of the pipeline, in each the tensor parallel ranks, which hold the same layers."""
         names = "".join(handshake.worker.name for handshake in handshakes)
-        shapes = " ".join(sorted({h.layout["KV tensors"] for h in handshakes}))
+        numbers: dict[str, int] = {}  # of layers in the model
+        forms: Counter[str] = Counter()
+        workers = []
+        for handshake in handshakes:
+            holds = handshake.worker.holds
+            for name, layer in zip(handshake.layers, holds.layers, strict=True):
+                if name not in numbers:
+                    kind = holds.kinds[layer]
+                    forms[f"{kind.of} heads of {kind.form}"] += 1
+                numbers.setdefault(name, len(numbers))
+            holds = msgspec.structs.replace(holds, first=numbers[handshake.layers[0]] if handshake.layers else 0)
+            workers.append(msgspec.structs.replace(handshake.worker, holds=holds))
+        digest = hashlib.sha256(" ".join(numbers).encode()).hexdigest()[:12]
         self.engine = Engine(
             incarnation=hashlib.sha256(names.encode()).hexdigest()[:16],
             role=self._role,  # type: ignore[arg-type]
-            workers=[handshake.worker for handshake in handshakes],
-            layout={**self._layout, "KV tensors": shapes},
+            workers=workers,
+            layout={
+                **self._layout,
+                "layers": f"{len(numbers)} ({digest})",
+                "KV of a token": "; ".join(f"{count} layers of {form}" for form, count in sorted(forms.items())),
+            },
         )
         log.info("engine %s (%s) is ready for KV transfers", self.engine.incarnation, self._role)
 
@@ -89,7 +126,10 @@ class SchedulerSide:
             log.warning("request %s: grant refused (%s); it is served here alone", request.request_id, error)
             request.kv_transfer_params = None  # asked once, said once
             return None
-        leg = self._legs[request.request_id] = Leg(grant, request.num_prompt_tokens)
+        plan = self._plan(grant.sources) if grant.leg == "decode" else None
+        if grant.leg == "prefill" and self._has_states and request.num_prompt_tokens > 1:
+            compat.leave_out_last(request)
+        leg = self._legs[request.request_id] = Leg(grant, request.num_prompt_tokens, plan)
         if grant.leg != "probe":
             self._next.requests[grant.transfer] = request.request_id
         return leg
@@ -103,8 +143,11 @@ class SchedulerSide:
             raise BadGrant(f"a {grant.leg} leg, but this engine's role is {self._role}")
         if request.prompt_token_ids is None:
             raise BadGrant("the prompt is not made of tokens")
-        if grant.leg == "decode" and len(grant.sources) != len(self.engine.workers):
-            raise BadGrant(f"names {len(grant.sources)} workers, this engine has {len(self.engine.workers)}")
+        if grant.leg == "decode":
+            try:
+                self._plan(grant.sources)
+            except Unmappable as error:
+                raise BadGrant(f"P holds what cannot be read here: {error}") from None
         use = (grant.leg, grant.transfer)
         if use in self._used:
             raise BadGrant("used before")
@@ -113,17 +156,29 @@ class SchedulerSide:
             del self._used[next(iter(self._used))]
         return grant
 
+    def _plan(self, sources: Sequence[Worker]) -> Plan:
+        """Who of us reads what of these workers; Unmappable if that cannot be."""
+        assert self.engine is not None
+        names = tuple(worker.name for worker in sources)
+        if names not in self._plans:
+            ours = [worker.holds for worker in self.engine.workers]
+            self._plans[names] = mapping.plan([worker.holds for worker in sources], ours)
+            if len(self._plans) > PEERS:
+                del self._plans[next(iter(self._plans))]
+        return self._plans[names]
+
     # The decode leg ------------------------------------------------------------------------------------------
     def tokens_to_load(self, request: Request, local: int) -> int:
         """How many tokens of the prompt, after `local` ones from our prefix cache, come from P."""
         leg = self.add(request)
         if leg is None or leg.grant.leg != "decode" or leg.state is not State.NEW:
             return 0
-        missing = leg.length - local
+        missing = leg.length - self._last - local
         # With all whole blocks here, the rest is computed faster than it is fetched, and computed it must be partly.
-        return 0 if local and missing <= self._block_size else missing
+        return 0 if missing <= 0 or (local and missing <= max(self._block_sizes)) else missing
 
-    def allocated(self, request: Request, blocks: list[int], external: int) -> None:
+    def allocated(self, request: Request, blocks: Sequence[list[int]], external: int) -> None:
+        """`blocks`: by group, of the whole request."""
         leg = self._legs.get(request.request_id)
         if leg is None or leg.grant.leg != "decode" or leg.state is not State.NEW:
             return
@@ -131,17 +186,11 @@ class SchedulerSide:
             self._make_local(leg)
             return
         leg.state = State.LOADING
-        token = leg.length - external
-        stop = -(-leg.length // self._block_size)
+        end = leg.length - self._last
+        wanted = [_blocks(ids, size, end - external, end) for size, ids in zip(self._block_sizes, blocks, strict=True)]
+        assert leg.plan is not None  # a decode leg
         self._next.decode.append(
-            events.Wanted(
-                transfer=leg.grant.transfer,
-                sources=leg.grant.sources,
-                blocks=blocks[token // self._block_size : stop],
-                token=token,
-                token_end=leg.length,
-                patience=leg.grant.patience,
-            )
+            events.Wanted(leg.grant.transfer, leg.grant.sources, leg.plan, wanted, end, leg.grant.patience)
         )
 
     def loaded(self, request_id: str) -> None:
@@ -151,7 +200,9 @@ class SchedulerSide:
 
     def _make_local(self, leg: Leg) -> None:
         leg.state = State.LOCAL
-        self._next.decode.append(events.Unneeded(leg.grant.transfer, leg.grant.sources))
+        assert self.engine is not None  # or its grant had been refused
+        nobody = mapping.nothing(len(leg.grant.sources), len(self.engine.workers))
+        self._next.decode.append(events.Unneeded(leg.grant.transfer, leg.grant.sources, nobody))
 
     # The prefill leg -----------------------------------------------------------------------------------------
     def step(self, output: SchedulerOutput) -> StepMetadata:
@@ -180,7 +231,7 @@ class SchedulerSide:
         leg.state = State.COMPUTING
         leg.computed = min(leg.length, computed + output.num_scheduled_tokens[request_id])
         self._next.prefill.append(
-            events.Scheduled(leg.grant.transfer, leg.computed, list(blocks[0]) if blocks is not None else [])
+            events.Scheduled(leg.grant.transfer, leg.computed, [list(ids) for ids in blocks or [()] * len(self._block_sizes)])
         )
 
     def _withdraw(self, leg: Leg | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,10 +12,15 @@ from vllm_disagg import events
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
 from vllm_disagg.keys import FleetKey
+from vllm_disagg.shape import NOTHING
 
 from . import kvcache
 from .messages import Handshake, StepMetadata
 from .stats import Stats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 log = logging.getLogger("vllm_disagg.worker")
 
@@ -22,12 +28,12 @@ OFFER = 2 << 20  # bytes: layers are offered in groups that hold so much, so tha
 
 
 class WorkerSide:
-    def __init__(self, config: Config, key: FleetKey, rank: int, num_blocks: int, block_size: int) -> None:
+    def __init__(self, config: Config, key: FleetKey, rank: int, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._config, self._key, self._rank = config, key, rank
-        self._num_blocks, self._block_size = num_blocks, block_size
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._driver: Driver | None = None
         self._layers: dict[str, int] = {}
-        self._block_bytes = 0
+        self._shape = NOTHING
         self._group = 1  # layers per offer, in this step
         self._requests: dict[str, str] = {}  # transfer -> vLLM's id
         self._computing: list[str] = []  # transfers of which this step computes a part
@@ -38,11 +44,15 @@ class WorkerSide:
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         self._caches = caches  # the driver holds addresses only
-        memory = kvcache.host_memory(caches, self._num_blocks, self._block_size)
-        self._layers = {name: index for index, name in enumerate(caches, 1)}
-        self._block_bytes = memory.shape.block_bytes
+        parallel, model = self._vllm_config.parallel_config, self._vllm_config.model_config
+        size = parallel.tensor_parallel_size
+        rank = kvcache.Rank(self._rank % size, size, model.get_total_num_kv_heads())
+        config = self._kv_cache_config
+        memory, names = kvcache.host_memory(caches, config.kv_cache_groups, config.num_blocks, rank, self._vllm_config)
+        self._layers = {name: index for index, name in enumerate(names, 1)}
+        self._shape = memory.shape
         self._driver = Driver(self._config, self._key, memory, self._rank)
-        self.handshake = Handshake(self._driver.worker, {"KV tensors": kvcache.describe(caches, self._num_blocks)})
+        self.handshake = Handshake(self._driver.worker, names)
         log.info("KV transfers at %s", self._driver.worker.control)
 
     @property
@@ -56,7 +66,7 @@ class WorkerSide:
         self._requests.update(metadata.requests)
         for event in metadata.decode:
             if isinstance(event, events.Wanted):
-                self._blocks[event.transfer] = event.blocks
+                self._blocks[event.transfer] = [block for blocks in event.blocks for block in blocks.ids]
             elif isinstance(event, events.Unneeded):
                 self._requests.pop(event.transfer, None)
         for withdrawn in metadata.prefill:
@@ -64,7 +74,7 @@ class WorkerSide:
                 self._requests.pop(withdrawn.transfer, None)
         scheduled = [e for e in metadata.prefill if isinstance(e, events.Scheduled)]
         self._computing = [e.transfer for e in scheduled]
-        per_layer = self._block_bytes * sum(len(e.blocks) for e in scheduled)
+        per_layer = max(sum(k.rows) * sum(len(e.blocks[k.group]) for e in scheduled) for k in self._shape.kinds)
         self._group = -(-OFFER // per_layer) if per_layer else len(self._layers) + 1
         if metadata.prefill or metadata.decode:
             self.driver.submit([*metadata.prefill, *metadata.decode])

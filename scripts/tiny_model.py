@@ -1,6 +1,8 @@
 """Write a tiny model with random weights, for tests and demos: tiny_model.py KIND OUT_DIR.
 
-KIND: dense, or heavy (about 100 KB of KV cache a token, so that transfers show).
+KIND: dense, heavy (about 100 KB of KV cache a token, so that transfers show), or another kind of KV cache: sliding
+(Gemma 3), oss (GPT-OSS), mla (DeepSeek V2), moe (Mixtral), mamba (Mamba 2), linear (Qwen3-Next).  vLLM's CPU build
+serves all of them with --enforce-eager.
 
 The weights are drawn with `initializer_range` 0.08.  With the usual 0.02 a random model repeats one token, and half
 of all changes to a prompt do not change its answer, so wrong KV would go unseen; with 0.08 every change shows.
@@ -13,21 +15,49 @@ from pathlib import Path
 from pydoc_data.topics import topics  # English text that every Python has
 from typing import Any
 
-KINDS: dict[str, dict[str, int]] = {
-    "dense": {
-        "hidden_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-    },
-    "heavy": {
-        "hidden_size": 256,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
+# By kind: transformers' configuration class, and what differs from SIZE.  CPU kernels refuse other head sizes.
+SIZE: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.08,
+    "tie_word_embeddings": False,
+    "eos_token_id": 0,
+    "bos_token_id": 0,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("Qwen3Config", {"head_dim": 32}),
+    "heavy": (
+        "Qwen3Config",
+        {"hidden_size": 256, "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128},
+    ),
+    "sliding": ("Gemma3TextConfig", {"head_dim": 32, "sliding_window": 128, "sliding_window_pattern": 2}),
+    "oss": ("GptOssConfig", {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 128}),
+    "mla": (
+        "DeepseekV2Config",
+        {
+            **EXPERTS,
+            **{"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 512, "v_head_dim": 128},
+            **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+            **{"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+        },
+    ),
+    "moe": ("MixtralConfig", {"num_local_experts": 4}),
+    "mamba": ("Mamba2Config", {"num_heads": 8, "head_dim": 32, "state_size": 32, "n_groups": 1}),
+    "linear": (
+        "Qwen3NextConfig",
+        {
+            **EXPERTS,
+            **{"head_dim": 64, "num_experts": 4, "shared_expert_intermediate_size": 64},
+            **{"linear_num_value_heads": 4, "linear_num_key_heads": 2},
+            **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+        },
+    ),
 }
 END = "<|endoftext|>"
 CHAT = (
@@ -60,24 +90,18 @@ def make(kind: str, folder: Path) -> None:
     if mark.exists() and mark.read_text() == kind:
         return
     import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
+    import transformers
 
     mark.unlink(missing_ok=True)
     words = tokenizer()
     words.save_pretrained(folder)
-    config = Qwen3Config(
-        **KINDS[kind],
-        vocab_size=len(words),
-        intermediate_size=256,
-        max_position_embeddings=8192,
-        initializer_range=0.08,
-        tie_word_embeddings=False,
-        eos_token_id=0,
-        bos_token_id=0,
-        pad_token_id=0,
-    )
+    name, differs = KINDS[kind]
+    size = {**SIZE, **differs, "vocab_size": len(words)}
+    if kind == "mamba":  # has no attention
+        size = {n: v for n, v in size.items() if "attention" not in n and "key_value" not in n and n != "intermediate_size"}
+    config = getattr(transformers, name)(**size)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     mark.write_text(kind)
 
 

@@ -1,8 +1,8 @@
 """The decode side of transfers, as a state machine that does no I/O.
 
-    MOVING --last piece landed--> SETTLING --Settled--> Report
-       |                              |
-       +---- any failure, cancel -----+--> DRAINING --nothing is being written any more--> Report(reason)
+    of one source:   MOVING --last piece landed--> SETTLING --Settled(intact)--> SETTLED
+    of a transfer:   all sources SETTLED --> Report
+                     any failure of any source, cancel --> DRAINING --nothing is being written any more--> Report(reason)
 
 MOVING asks (Pull, repeated), hears what is final (Offer), asks for pieces of it (Fetch: the credits, so that at
 most `window` bytes are on their way, whatever the prompt's length), and lands them.  DRAINING is the state that
@@ -12,7 +12,8 @@ reported before its end.
 Rules, checked by `validate` and by the property tests:
   1. Each Wanted comes back in exactly one Report.
   2. No Report, and no use of the blocks by anybody else, while a copy into them runs.
-  3. Report without a reason only after P has confirmed that it held its blocks until our bytes were in place.
+  3. Report without a reason only after every P rank that we read from has confirmed that it held its blocks until our
+     bytes were in place.
   4. Only what was asked for and has not landed yet is ever landed.
 """
 
@@ -40,7 +41,8 @@ from .events import (
     Unneeded,
     Wanted,
 )
-from .layout import Shape, blocks_of, size, split, whole_blocks
+from .reading import Reading, readings
+from .shape import Shape
 
 TRIES = 3  # of a piece whose bytes arrive damaged
 
@@ -48,7 +50,7 @@ TRIES = 3  # of a piece whose bytes arrive damaged
 class State(Enum):
     MOVING = auto()
     SETTLING = auto()
-    DRAINING = auto()
+    SETTLED = auto()
 
 
 class Where(Enum):
@@ -59,6 +61,8 @@ class Where(Enum):
 
 @dataclass
 class Piece:
+    source: str
+    reading: Reading
     extent: wire.Extent
     bytes: int
     where: Where = Where.WAITING
@@ -67,27 +71,38 @@ class Piece:
 
 
 @dataclass
-class Transfer:
-    source: str
-    blocks: list[int]
-    token: int
-    token_end: int
-    patience: float
-    began: float
+class Source:
+    """A P rank, as far as one transfer goes."""
+
+    name: str
+    readers: int
+    readings: list[Reading]
     left: int  # bytes still to land
-    asked: list[int]  # by layer: up to which token pieces have been cut
+    heard: float
     state: State = State.MOVING
-    reason: Reason | None = None  # why it is DRAINING
-    heard: float = 0.0
-    moved: float = 0.0  # when it last made progress
-    retry: float = 0.0
     tokens: int = 0  # the last Offer
     ahead: int = 0
     layers: int = 0
+
+
+@dataclass
+class Transfer:
+    sources: dict[str, Source]
+    token_end: int
+    patience: float
+    began: float
+    moved: float  # when it last made progress
+    retry: float
+    reason: Reason | None = None  # why it is DRAINING
     cut: int = 0  # pieces so far
     pieces: dict[int, Piece] = field(default_factory=dict)  # that have not landed
     landed: int = 0  # bytes
     early: int = 0  # bytes that landed before P had computed everything
+
+    @property
+    def open(self) -> list[Source]:
+        """Who owes us something."""
+        return [s for s in self.sources.values() if s.state is not State.SETTLED] if self.reason is None else []
 
 
 class DecodeSide:
@@ -127,7 +142,7 @@ class DecodeSide:
             case Wanted():
                 return self._wanted(event, now)
             case Unneeded():
-                return self._unneeded(event)
+                return self._tell_idle(event)
             case Routed():
                 return self._routed(event, now)
             case Tick():
@@ -137,7 +152,7 @@ class DecodeSide:
             return []  # late or repeated: everything about it has been said
         match event:
             case wire.Offer() | wire.Settled() | wire.Fail():
-                if event.source != t.source or event.reader != self.name:
+                if event.source not in t.sources or event.reader != self.name:
                     return []  # meant for another life of one of us
                 return self._heard(event, t, now)
             case Arrived():
@@ -145,37 +160,37 @@ class DecodeSide:
             case Landed():
                 return self._landed(event, t, now)
             case Cancelled():
-                return self._fail(event.transfer, Reason.CANCELLED, now, tell=True)
+                return self._fail(event.transfer, Reason.CANCELLED, now)
             case _:
                 assert_never(event)
 
     def next_deadline(self) -> float | None:
         """When the next Tick is due."""
-        due = [min(t.retry, t.heard + self.silence) for t in self.transfers.values() if t.state is not State.DRAINING]
+        due = [min(t.retry, *(s.heard + self.silence for s in t.open)) for t in self.transfers.values() if t.open]
         return min(due, default=None)
 
     # Events --------------------------------------------------------------------------------------------------
     def _wanted(self, event: Wanted, now: float) -> list[DecodeAction]:
         assert event.transfer not in self.transfers, f"{event.transfer} is wanted twice"
-        worker = event.sources[self.rank]
+        actions = self._tell_idle(event)
         t = self.transfers[event.transfer] = Transfer(
-            source=worker.name,
-            blocks=event.blocks,
-            token=event.token,
-            token_end=event.token_end,
-            patience=event.patience,
-            began=now,
-            left=size(wire.Extent(0, self.shape.layers, event.token, event.token_end), self.shape),
-            asked=[event.token] * self.shape.layers,
-            heard=now,
-            moved=now,
-            retry=now + self.retry,
+            {}, event.token_end, event.patience, began=now, moved=now, retry=now + self.retry
         )
-        return [Connect(worker), self._pull(event.transfer, t.source)]
+        for source, found in readings(event, self.rank, self.shape).items():
+            worker = event.sources[source]
+            left = sum(reading.bytes for reading in found)
+            t.sources[worker.name] = Source(worker.name, event.plan.readers[source], found, left, now)
+            actions += [Connect(worker), self._pull(event.transfer, t.sources[worker.name])]
+        return actions + self._report_if_settled(event.transfer, t, now)
 
-    def _unneeded(self, event: Unneeded) -> list[DecodeAction]:
-        worker = event.sources[self.rank]
-        return [Connect(worker), self._pull(event.transfer, worker.name, readers=0)]
+    def _tell_idle(self, event: Wanted | Unneeded) -> list[DecodeAction]:
+        """P ranks that nobody reads may let go; one of us tells each."""
+        actions: list[DecodeAction] = []
+        for source in event.plan.idle(self.rank):
+            worker = event.sources[source]
+            pull = wire.Pull(event.transfer, worker.name, self.name, self.address, readers=0)
+            actions += [Connect(worker), Send(worker.name, pull)]
+        return actions
 
     def _routed(self, event: Routed, now: float) -> list[DecodeAction]:
         if event.address == self.address:
@@ -184,46 +199,55 @@ class DecodeSide:
             self.routes[event.source] = event.address
         actions: list[DecodeAction] = []
         for name, t in self.transfers.items():
-            if t.source == event.source and t.state is State.MOVING:
-                asked = [n for n, p in t.pieces.items() if p.where is Where.ASKED] if event.lost else []
-                actions += [self._pull(name, t.source), *(self._fetch(name, n, now) for n in asked)]
+            for source in t.open:
+                if source.name == event.source and source.state is State.MOVING:
+                    asked = self._asked(t, source) if event.lost else []
+                    actions += [self._pull(name, source), *(self._fetch(name, n, now) for n in asked)]
         return actions
 
-    def _heard(
-        self, event: wire.Offer | wire.Settled | wire.Fail, t: Transfer, now: float
-    ) -> list[DecodeAction]:
-        t.heard = now
+    def _heard(self, event: wire.Offer | wire.Settled | wire.Fail, t: Transfer, now: float) -> list[DecodeAction]:
+        source = t.sources[event.source]
+        source.heard = now
         match event:
             case wire.Offer():
-                return self._offer(event, t, now)
+                return self._offer(event, t, source, now)
             case wire.Settled():
-                if t.state is not State.SETTLING:
+                if t.reason is not None or source.state is not State.SETTLING:
                     return []
-                return self._report(event.transfer, None if event.intact else Reason.LOST, now)
+                if not event.intact:
+                    return self._fail(event.transfer, Reason.LOST, now, but=source.name)
+                source.state, t.moved = State.SETTLED, now
+                return self._report_if_settled(event.transfer, t, now)
             case wire.Fail():
                 known = event.reason in Reason._value2member_map_
-                return self._fail(event.transfer, Reason(event.reason) if known else Reason.REFUSED, now)
+                reason = Reason(event.reason) if known else Reason.REFUSED
+                return [] if source.state is State.SETTLED else self._fail(event.transfer, reason, now, but=source.name)
 
-    def _offer(self, event: wire.Offer, t: Transfer, now: float) -> list[DecodeAction]:
-        if t.state is not State.MOVING or (event.tokens, event.ahead, event.layers) <= (t.tokens, t.ahead, t.layers):
+    def _offer(self, event: wire.Offer, t: Transfer, source: Source, now: float) -> list[DecodeAction]:
+        told = (event.tokens, event.ahead, event.layers)
+        if t.reason is not None or source.state is not State.MOVING or told <= (source.tokens, source.ahead, source.layers):
             return []  # repeated, or overtaken by a later one
-        t.tokens, t.ahead, t.layers = event.tokens, event.ahead, event.layers
+        source.tokens, source.ahead, source.layers = told
         t.moved = now
-        self._cut(event.transfer, t)
+        for reading in source.readings:
+            for extent, size in reading.cut(*told, t.token_end, self.piece):
+                t.pieces[t.cut] = Piece(source.name, reading, extent, size)
+                self.queue.append((event.transfer, t.cut))
+                t.cut += 1
         return self._pump(now)
 
     def _arrived(self, event: Arrived, t: Transfer, now: float) -> list[DecodeAction]:
-        t.heard = now
         piece = t.pieces.get(event.number)
         if piece is None or piece.where is not Where.ASKED:
             return []  # what is DRAINING keeps only pieces that land
+        t.sources[piece.source].heard = now
         piece.where = Where.LANDING
-        blocks = blocks_of(piece.extent, t.blocks, t.token, self.shape.block_size)
-        return [Land(event.transfer, event.number, piece.extent, blocks)]
+        return [Land(event.transfer, event.number, *piece.reading.landing(piece.extent))]
 
     def _landed(self, event: Landed, t: Transfer, now: float) -> list[DecodeAction]:
         piece = t.pieces[event.number]
-        if t.state is State.DRAINING:
+        source = t.sources[piece.source]
+        if t.reason is not None:
             del t.pieces[event.number]
             return self._report_if_drained(event.transfer, t, now)
         if not event.ok:
@@ -231,57 +255,45 @@ class DecodeSide:
             if piece.damaged >= TRIES:
                 del t.pieces[event.number]
                 self.flying -= piece.bytes
-                return self._fail(event.transfer, Reason.CORRUPT, now, tell=True)
+                return self._fail(event.transfer, Reason.CORRUPT, now)
             return [self._fetch(event.transfer, event.number, now)]
         del t.pieces[event.number]
         self.flying -= piece.bytes
         t.moved = now
-        t.left -= piece.bytes
+        source.left -= piece.bytes
         t.landed += piece.bytes
-        t.early += piece.bytes if t.tokens < t.token_end else 0
-        if t.left:
+        t.early += piece.bytes if source.tokens < t.token_end else 0
+        if source.left:
             return self._pump(now)
-        t.state, t.retry = State.SETTLING, now + self.retry
-        return [self._done(event.transfer, t), *self._pump(now)]
+        source.state = State.SETTLING
+        return [self._done(event.transfer, source), *self._pump(now)]
 
     def _tick(self, name: str, now: float) -> list[DecodeAction]:
         t = self.transfers[name]
-        if t.state is State.DRAINING:
+        if t.reason is not None:
             return []
         if now >= t.retry + self.retry:
-            t.heard = max(t.heard, now - self.retry)  # it was us who slept: ask once more before we blame P
-        if now >= t.heard + self.silence:
-            return self._fail(name, Reason.SILENT, now, tell=True)
+            for source in t.open:  # it was us who slept: ask once more before we blame P
+                source.heard = max(source.heard, now - self.retry)
+        if any(now >= source.heard + self.silence for source in t.open):
+            return self._fail(name, Reason.SILENT, now)
         if now >= t.moved + t.patience:
-            return self._fail(name, Reason.LATE, now, tell=True)
+            return self._fail(name, Reason.LATE, now)
         if now < t.retry:
             return []
         t.retry = now + self.retry
-        if t.state is State.SETTLING:
-            return [self._done(name, t)]
-        overdue = [n for n, p in t.pieces.items() if p.where is Where.ASKED and p.again <= now]
-        return [self._pull(name, t.source), *(self._fetch(name, n, now) for n in overdue)]
+        actions: list[DecodeAction] = []
+        for source in t.open:
+            if source.state is State.SETTLING:
+                actions.append(self._done(name, source))
+            else:
+                overdue = [n for n in self._asked(t, source) if t.pieces[n].again <= now]
+                actions += [self._pull(name, source), *(self._fetch(name, n, now) for n in overdue)]
+        return actions
 
     # Pieces --------------------------------------------------------------------------------------------------
-    def _cut(self, name: str, t: Transfer) -> None:
-        """Make pieces of what has become final since the last time, as large as it allows."""
-        full = whole_blocks(t.tokens, t.token_end, self.shape.block_size)
-        ahead = whole_blocks(t.ahead, t.token_end, self.shape.block_size)
-        layer = 0
-        while layer < self.shape.layers:
-            limit = max(full, ahead) if layer < t.layers else full
-            stop = self.shape.layers if layer >= t.layers else min(t.layers, self.shape.layers)
-            end = layer + 1  # neighbours of which the same is missing make one extent
-            while end < stop and t.asked[end] == t.asked[layer]:
-                end += 1
-            if t.asked[layer] < limit:
-                extent = wire.Extent(layer, end, t.asked[layer], limit)
-                for part in split(extent, self.shape, self.piece):
-                    t.pieces[t.cut] = Piece(part, size(part, self.shape))
-                    self.queue.append((name, t.cut))
-                    t.cut += 1
-                t.asked[layer:end] = [limit] * (end - layer)
-            layer = end
+    def _asked(self, t: Transfer, source: Source) -> list[int]:
+        return [n for n, p in t.pieces.items() if p.where is Where.ASKED and p.source == source.name]
 
     def _pump(self, now: float) -> list[DecodeAction]:
         """Ask for as many pieces as there are credits; one at least, however large."""
@@ -299,20 +311,20 @@ class DecodeSide:
         return actions
 
     def _fetch(self, name: str, number: int, now: float) -> Send:
-        t = self.transfers[name]
-        piece = t.pieces[number]
+        piece = self.transfers[name].pieces[number]
         piece.where, piece.again = Where.ASKED, now + self.silence
-        fetch = wire.Fetch(transfer=name, source=t.source, reader=self.name, number=number, extent=piece.extent)
-        return Send(t.source, fetch)
+        return Send(piece.source, wire.Fetch(name, piece.source, self.name, number, piece.extent))
 
     # Ends ----------------------------------------------------------------------------------------------------
-    def _fail(self, name: str, reason: Reason, now: float, *, tell: bool = False) -> list[DecodeAction]:
+    def _fail(self, name: str, reason: Reason, now: float, *, but: str = "") -> list[DecodeAction]:
+        """The whole transfer is over.  All sources that do not know it are told; `but` is who told us."""
         t = self.transfers[name]
-        if t.state is State.DRAINING:
+        if t.reason is not None:
             return []
-        fail = wire.Fail(transfer=name, source=t.source, reader=self.name, reason=reason.value)
-        actions: list[DecodeAction] = [Send(t.source, fail)] if tell else []
-        t.state, t.reason = State.DRAINING, reason
+        actions: list[DecodeAction] = [
+            Send(s.name, wire.Fail(name, s.name, self.name, reason.value)) for s in t.open if s.name != but
+        ]
+        t.reason = reason
         self.flying -= sum(p.bytes for p in t.pieces.values() if p.where is not Where.WAITING)
         t.pieces = {n: p for n, p in t.pieces.items() if p.where is Where.LANDING}
         return actions + self._report_if_drained(name, t, now) + self._pump(now)
@@ -320,26 +332,30 @@ class DecodeSide:
     def _report_if_drained(self, name: str, t: Transfer, now: float) -> list[DecodeAction]:
         return [] if t.pieces else self._report(name, t.reason, now)
 
+    def _report_if_settled(self, name: str, t: Transfer, now: float) -> list[DecodeAction]:
+        return [] if t.open else self._report(name, None, now)
+
     def _report(self, name: str, reason: Reason | None, now: float) -> list[DecodeAction]:
         t = self.transfers.pop(name)
         return [Report(name, reason, t.landed, t.early, now - t.began)]
 
     # Messages ------------------------------------------------------------------------------------------------
-    def _pull(self, name: str, source: str, readers: int = 1) -> Send:
-        address = self.routes.get(source, self.address)
-        pull = wire.Pull(transfer=name, source=source, reader=self.name, address=address, readers=readers)
-        return Send(source, pull)
+    def _pull(self, name: str, source: Source) -> Send:
+        address = self.routes.get(source.name, self.address)
+        return Send(source.name, wire.Pull(name, source.name, self.name, address, source.readers))
 
-    def _done(self, name: str, t: Transfer) -> Send:
-        return Send(t.source, wire.Done(transfer=name, source=t.source, reader=self.name))
+    def _done(self, name: str, source: Source) -> Send:
+        return Send(source.name, wire.Done(transfer=name, source=source.name, reader=self.name))
 
     def validate(self) -> None:
         """Raise if the state contradicts itself.  Tests call it after each event."""
         flying = 0
         for name, t in self.transfers.items():
-            assert (t.state is State.DRAINING) == (t.reason is not None), (name, t)
-            assert (t.state is State.SETTLING) <= (not t.left and not t.pieces), (name, t)
-            assert t.state is not State.DRAINING or t.pieces, (name, t)
-            if t.state is not State.DRAINING:
+            for source in t.sources.values():
+                mine = [p for p in t.pieces.values() if p.source == source.name]
+                assert t.reason or (source.state is State.MOVING) == bool(source.left), (name, t)
+                assert t.reason or source.state is State.MOVING or not mine, (name, t)
+            assert t.pieces if t.reason else t.open, (name, t)
+            if t.reason is None:
                 flying += sum(p.bytes for p in t.pieces.values() if p.where is not Where.WAITING)
         assert flying == self.flying, (flying, self.flying)

@@ -80,7 +80,7 @@ class Driver:
         self._carriers: dict[str, Carrier] = {"zmq": zmq_carrier, **others}
         self._arriving: Carrier = zmq_carrier  # whose Arrived is in the machine just now
         self.worker = Worker(
-            self.name, self._control.address, zmq_carrier.endpoint, zmq_carrier.local, machine(), list(others)
+            self.name, self._control.address, zmq_carrier.endpoint, zmq_carrier.local, machine(), list(others), memory.shape
         )
         self._prefill = PrefillSide(self.name, memory.shape, lease=config.lease)
         self._decode = DecodeSide(

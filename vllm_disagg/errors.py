@@ -4,6 +4,7 @@ DisaggError
   ConfigError       ours to fix before anything starts; names the setting
   BadMessage        a peer sent bytes that are not a message of this protocol
   BadGrant          a request carries a grant that is forged, stale or not for this engine
+  Unmappable        two engines hold KV in ways that do not fit
 """
 
 from __future__ import annotations
@@ -23,3 +24,7 @@ class BadMessage(DisaggError):
 
 class BadGrant(DisaggError):
     """A grant that this engine does not accept; the request is served locally."""
+
+
+class Unmappable(DisaggError):
+    """What one engine holds cannot be made of what another holds; one line that names both sides' values."""

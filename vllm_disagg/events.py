@@ -13,6 +13,8 @@ import msgspec
 
 from . import wire
 from .grants import Worker
+from .mapping import Plan
+from .shape import Kind
 
 
 class Reason(str, Enum):
@@ -30,11 +32,11 @@ class Reason(str, Enum):
 
 # Events, prefill side ----------------------------------------------------------------------------------------
 class Scheduled(msgspec.Struct, frozen=True, tag=True):
-    """This step computes the prompt up to `tokens`; `blocks` are the block ids added since the last such event."""
+    """This step computes the prompt up to `tokens`; `blocks` are the block ids added since the last such event, by group."""
 
     transfer: str
     tokens: int
-    blocks: list[int]
+    blocks: list[list[int]]
 
 
 class Computed(msgspec.Struct, frozen=True, tag=True):
@@ -64,13 +66,20 @@ class Sent(msgspec.Struct, frozen=True, tag=True):
 
 
 # Events, decode side -----------------------------------------------------------------------------------------
+class Blocks(msgspec.Struct, frozen=True):
+    """Of one KV-cache group: the blocks of a prompt from `token`, a multiple of the group's block size."""
+
+    token: int
+    ids: list[int]
+
+
 class Wanted(msgspec.Struct, frozen=True, tag=True):
-    """vLLM has parked a request and allocated `blocks` for its tokens [token, token_end)."""
+    """vLLM has parked a request and allocated `blocks`, by group, for its tokens up to `token_end`."""
 
     transfer: str
-    sources: list[Worker]  # P's workers by rank; each of our ranks reads from the one of its own rank
-    blocks: list[int]
-    token: int  # a multiple of the block size
+    sources: list[Worker]  # P's workers by rank
+    plan: Plan
+    blocks: list[Blocks]
     token_end: int
     patience: float
 
@@ -80,6 +89,7 @@ class Unneeded(msgspec.Struct, frozen=True, tag=True):
 
     transfer: str
     sources: list[Worker]
+    plan: Plan  # in which nobody reads
 
 
 class Cancelled(msgspec.Struct, frozen=True, tag=True):
@@ -146,13 +156,21 @@ class Connect(msgspec.Struct, frozen=True, tag=True):
     worker: Worker
 
 
+class Theirs(msgspec.Struct, frozen=True):
+    """How the bytes of a piece lie, where not as in our own blocks."""
+
+    kind: Kind  # with no more heads than the piece has
+    token: int  # the first in the piece: perhaps before the extent's
+
+
 class Land(msgspec.Struct, frozen=True, tag=True):
     """Check the piece that has just arrived and copy it into `blocks`.  Ends in Landed."""
 
     transfer: str
     number: int
-    extent: wire.Extent
+    extent: wire.Extent  # in our own numbering; `token` need not start a block
     blocks: list[int]
+    theirs: Theirs | None = None
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):

@@ -23,11 +23,12 @@ import msgspec
 
 from .errors import BadGrant
 from .keys import FleetKey
+from .shape import NOTHING, Shape
 
 REQUEST_KEY = "disagg_grant"
 ANSWER_KEY = "disagg_engine"
 MAC_SIZE = 16
-MAX_TOKEN = 64 * 1024  # characters; 64 ranks need about 16 KiB
+MAX_TOKEN = 64 * 1024  # characters; 64 ranks of 80 layers need about 46 KiB
 
 Text = Annotated[str, msgspec.Meta(max_length=256)]
 TransferId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
@@ -42,6 +43,7 @@ class Worker(msgspec.Struct, frozen=True):
     local: Text = ""  # ipc://PATH, the same data for readers on `host`
     host: Text = ""  # boot id of the machine
     carriers: Annotated[list[Text], msgspec.Meta(max_length=8)] = []  # what can carry its KV besides ZMQ
+    holds: Shape = NOTHING
 
 
 class Engine(msgspec.Struct, frozen=True):
@@ -49,7 +51,7 @@ class Engine(msgspec.Struct, frozen=True):
 
     incarnation: Text
     role: Literal["prefill", "decode", "both"]
-    workers: list[Worker]  # by rank
+    workers: list[Worker]  # by rank: stage of the pipeline, then tensor parallel rank
     layout: dict[str, str]  # facts that two engines must share to exchange KV
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import msgspec
-
+from .shape import Kind
 from .wire import Extent
 
 
-class Shape(msgspec.Struct, frozen=True):
-    """What one rank's KV cache looks like to the protocol."""
-
-    layers: int
-    block_size: int  # tokens
-    block_bytes: int  # of one block in one layer
+def heads_of(extent: Extent, kind: Kind) -> tuple[int, int]:
+    """(first, end) of the rank's heads that the extent names."""
+    return extent.head, extent.head_end or kind.heads
 
 
 def whole_blocks(tokens: int, end: int, block_size: int) -> int:
@@ -27,25 +23,34 @@ def blocks_of(extent: Extent, blocks: list[int], first: int, block_size: int) ->
     return blocks[start:stop]
 
 
-def split(extent: Extent, shape: Shape, limit: int) -> list[Extent]:
+def split(extent: Extent, kind: Kind, limit: int) -> list[Extent]:
     """Cut an extent into pieces of at most `limit` bytes, or one block of one layer where that is more.
 
     Few layers with many blocks before many layers with few: blocks with neighbouring ids are one run in memory.
     """
-    count = -(-(extent.token_end - extent.token) // shape.block_size)
-    per_piece = max(1, limit // shape.block_bytes)  # blocks x layers
+    head, head_end = heads_of(extent, kind)
+    count = -(-(extent.token_end - extent.token) // kind.block_size)
+    per_piece = max(1, limit // (kind.head_bytes * (head_end - head)))  # blocks x layers
     if per_piece < count:
-        layers, step = 1, per_piece * shape.block_size
+        layers, step = 1, per_piece * kind.block_size
     else:
         layers, step = max(1, per_piece // max(count, 1)), extent.token_end - extent.token
     return [
-        Extent(layer, min(layer + layers, extent.layer_end), token, min(token + step, extent.token_end))
+        Extent(
+            layer,
+            min(layer + layers, extent.layer_end),
+            token,
+            min(token + step, extent.token_end),
+            extent.head,
+            extent.head_end,
+        )
         for layer in range(extent.layer, extent.layer_end, layers)
         for token in range(extent.token, extent.token_end, max(step, 1))
     ]
 
 
-def size(extent: Extent, shape: Shape) -> int:
+def size(extent: Extent, kind: Kind) -> int:
     """Bytes of an extent on the wire: whole blocks, always."""
-    count = -(-(extent.token_end - extent.token) // shape.block_size)
-    return (extent.layer_end - extent.layer) * count * shape.block_bytes
+    head, head_end = heads_of(extent, kind)
+    count = -(-(extent.token_end - extent.token) // kind.block_size)
+    return (extent.layer_end - extent.layer) * count * kind.head_bytes * (head_end - head)

@@ -1,7 +1,8 @@
 """The KV cache of one rank as bytes in host memory: reading an extent's blocks out, writing them in.
 
 A layer is one plane or two (keys and values apart); a plane is rows of equal size, one a block, at a fixed stride.
-Bytes of an extent on the wire: layer by layer, plane by plane, block by block, however they are framed.
+Bytes of an extent on the wire: layer by layer, plane by plane, block by block, in each block the heads that are asked
+for, in the order in which they lie in the sender's memory, however they are framed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from .layout import Shape
+from .events import Theirs
+from .layout import heads_of
+from .scatter import scatter
+from .shape import Kind, Shape, uniform
 from .wire import Extent
 
 FRAME = 512 << 10  # bytes; larger frames fall out of the cache on their way, smaller ones cost a system call each
@@ -29,16 +33,22 @@ class Memory(Protocol):
     shape: Shape
 
     def read(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]: ...
-    def write(self, extent: Extent, blocks: Sequence[int], frames: Sequence[memoryview]) -> bool: ...
+    def write(
+        self, extent: Extent, blocks: Sequence[int], frames: Sequence[memoryview], theirs: Theirs | None = None
+    ) -> bool: ...
 
 
 class HostMemory:
-    """`planes`: by layer, arrays of shape (blocks, bytes of a block), rows contiguous."""
+    """`planes`: by layer, arrays of shape (blocks, bytes of a block), rows contiguous.
 
-    def __init__(self, planes: Sequence[Sequence[Row]], block_size: int) -> None:
+    `shape` may be a block size: then all layers are of one kind, and how their rows are made does not matter.
+    """
+
+    def __init__(self, planes: Sequence[Sequence[Row]], shape: Shape | int) -> None:
         self.planes = planes
-        block_bytes = sum(plane.shape[1] for plane in planes[0])
-        self.shape = Shape(len(planes), block_size, block_bytes)
+        if isinstance(shape, int):
+            shape = uniform(len(planes), shape, [plane.shape[1] for plane in planes[0]])
+        self.shape = shape
 
     def read(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]:
         runs = list(self._runs(extent, blocks))
@@ -46,8 +56,15 @@ class HostMemory:
             runs = [np.concatenate(runs)]
         return [memoryview(run[at : at + FRAME]) for run in runs for at in range(0, run.nbytes, FRAME)]  # type: ignore[arg-type]
 
-    def write(self, extent: Extent, blocks: Sequence[int], frames: Sequence[memoryview]) -> bool:
-        """False, and nothing is written, unless the frames have exactly the extent's bytes."""
+    def write(
+        self, extent: Extent, blocks: Sequence[int], frames: Sequence[memoryview], theirs: Theirs | None = None
+    ) -> bool:
+        """False, and nothing is written, unless the frames have exactly the extent's bytes.
+
+        `theirs`: how the frames' bytes lie, if not as ours.
+        """
+        if theirs is not None:
+            return self._convert(extent, blocks, frames, theirs)
         runs = list(self._runs(extent, blocks))
         if sum(len(frame) for frame in frames) != sum(run.nbytes for run in runs):
             return False
@@ -63,9 +80,30 @@ class HostMemory:
                 at, source = at + count, source[count:]
         return True
 
+    def _convert(self, extent: Extent, blocks: Sequence[int], frames: Sequence[memoryview], theirs: Theirs) -> bool:
+        kind, there = self.shape.kind(extent.layer), theirs.kind
+        count = -(-(extent.token_end - theirs.token) // there.block_size)
+        layers = extent.layer_end - extent.layer
+        if sum(len(frame) for frame in frames) != layers * count * sum(there.rows):
+            return False
+        bytes_ = np.frombuffer(frames[0] if len(frames) == 1 else b"".join(frames), np.uint8)
+        at = 0
+        for layer in range(extent.layer, extent.layer_end):
+            rows = []
+            for row in there.rows:
+                rows.append(bytes_[at : at + count * row].reshape(count, row))
+                at += count * row
+            scatter(rows, theirs, self.planes[layer], kind, extent, blocks)
+        return True
+
     def _runs(self, extent: Extent, blocks: Sequence[int]) -> Iterator[Row]:
         """The longest stretches of memory that hold the extent, in wire order."""
         spans = list(_spans(blocks))
+        kind = self.shape.kind(extent.layer)
+        head, end = heads_of(extent, kind)
+        if end - head < kind.heads:
+            yield from self._cut_runs(extent, blocks, kind)
+            return
         for layer in range(extent.layer, extent.layer_end):
             for plane in self.planes[layer]:
                 dense = plane.strides[0] == plane.shape[1]
@@ -74,6 +112,15 @@ class HostMemory:
                         yield plane[first : first + count].reshape(-1)
                     else:
                         yield from (plane[block] for block in range(first, first + count))
+
+    def _cut_runs(self, extent: Extent, blocks: Sequence[int], kind: Kind) -> Iterator[Row]:
+        """Of some heads: one stretch a block where heads lie one behind the other, one a token where tokens do."""
+        for layer in range(extent.layer, extent.layer_end):
+            for plane, regions in zip(self.planes[layer], kind.regions, strict=True):
+                stride = next(step for name, _, step in regions[0].axes if name == "h")
+                for block in blocks:
+                    rows = plane[block].reshape(-1, kind.heads * stride)
+                    yield from rows[:, extent.head * stride : extent.head_end * stride]
 
 
 def checksum(transfer: str, frames: Sequence[memoryview]) -> int:

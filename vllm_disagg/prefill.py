@@ -37,7 +37,8 @@ from .events import (
     Tick,
     Withdrawn,
 )
-from .layout import Shape, blocks_of, size
+from .layout import blocks_of, heads_of, size
+from .shape import STATE, Shape
 
 MEMORY = 4096  # transfers known at a time, and endings remembered
 MAX_SENDS = 64  # pieces a reader may have outstanding
@@ -67,7 +68,7 @@ class Reader:
 class Transfer:
     state: State
     deadline: float  # of WANTED and HELD, for as long as nobody reads
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)  # by group
     tokens: int = 0  # final in all layers
     ahead: int = 0  # final in the first `layers` layers
     layers: int = 0
@@ -134,7 +135,9 @@ class PrefillSide:
             return []  # withdrawn before, or given up by everybody: nobody will be served
         t = self.transfers.setdefault(event.transfer, Transfer(State.COMPUTING, now))
         t.state = State.COMPUTING
-        t.blocks += event.blocks
+        t.blocks = t.blocks or [[] for _ in event.blocks]
+        for blocks, more in zip(t.blocks, event.blocks, strict=True):
+            blocks += more
         t.ahead, t.layers = event.tokens, 0
         return []
 
@@ -143,7 +146,7 @@ class PrefillSide:
         if t is None or t.state is not State.COMPUTING:
             return []
         t.layers = event.layers
-        if t.layers >= self.shape.layers:
+        if t.layers >= len(self.shape.layers):
             t.tokens, t.layers = t.ahead, 0
         return [self._offer(event.transfer, t, name) for name, r in t.readers.items() if r.is_active]
 
@@ -204,7 +207,8 @@ class PrefillSide:
         if reader.done or reader.sending >= MAX_SENDS:
             return []
         reader.sending += 1
-        blocks = blocks_of(event.extent, t.blocks, 0, self.shape.block_size)
+        kind = self.shape.kind(event.extent.layer)
+        blocks = blocks_of(event.extent, t.blocks[kind.group], 0, kind.block_size)
         return [SendPiece(event.transfer, event.reader, reader.address, event.number, event.extent, blocks)]
 
     def _done(self, event: wire.Done) -> list[PrefillAction]:
@@ -247,12 +251,19 @@ class PrefillSide:
 
     # Parts ---------------------------------------------------------------------------------------------------
     def _is_servable(self, t: Transfer, extent: wire.Extent) -> bool:
+        if not extent.layer < extent.layer_end <= len(self.shape.layers):
+            return False
+        kind = self.shape.kind(extent.layer)
+        head, head_end = heads_of(extent, kind)
         return (
-            extent.layer < extent.layer_end <= self.shape.layers
+            all(self.shape.kind(layer) is kind for layer in range(extent.layer, extent.layer_end))
+            and head < head_end <= kind.heads
             and extent.token < extent.token_end
-            and extent.token % self.shape.block_size == 0
+            and extent.token % kind.block_size == 0
             and t.is_final(extent)
-            and size(extent, self.shape) <= MAX_PIECE
+            and (not kind.window or extent.token + kind.block_size > t.ahead - kind.window)  # else it is vLLM's again
+            and (kind.block_size < STATE or extent.token_end == t.ahead)  # a state is one of just so many tokens
+            and size(extent, kind) <= MAX_PIECE
         )
 
     def _offer(self, transfer: str, t: Transfer, reader: str) -> Send:
@@ -284,8 +295,9 @@ class PrefillSide:
         for name, t in self.transfers.items():
             assert name not in self.settled, name
             assert (t.state is State.WANTED) == (not t.blocks), (name, t)
-            assert t.tokens <= t.ahead <= len(t.blocks) * self.shape.block_size, (name, t)
-            assert t.layers < self.shape.layers, (name, t)
+            held = [len(t.blocks[kind.group]) * kind.block_size for kind in self.shape.kinds] if t.blocks else [0]
+            assert t.tokens <= t.ahead <= min(held), (name, t)
+            assert t.layers < len(self.shape.layers), (name, t)
             assert all(0 <= r.sending <= MAX_SENDS for r in t.readers.values()), (name, t)
             assert not (t.state is State.HELD and t.is_over()), (name, t)
 

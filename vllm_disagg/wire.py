@@ -31,12 +31,17 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True):
-    """A rectangle of KV: layers [layer, layer_end) of the tokens [token, token_end) of one request."""
+    """A cuboid of one request's KV: layers, tokens and heads, in the numbering of the rank that has them.
+
+    All layers are of one kind; `token` stands at the start of a block.
+    """
 
     layer: Count
     layer_end: Count
     token: Count
     token_end: Count
+    head: Count = 0
+    head_end: Count = 0  # 0: all that the rank has
 
 
 class Pull(msgspec.Struct, frozen=True, tag="pull"):

@@ -137,12 +137,13 @@ class Engine(Process):
         env: dict[str, str] | None = None,
         settings: dict[str, object] | None = None,
         register: str = "",
+        model: str = "",
     ) -> None:
         port = free_port()
         if register:
             settings = {"register": register, "advertise": f"http://127.0.0.1:{port}", **(settings or {})}
-        command = [str(BIN / "vllm"), "serve", str(ROOT / ".cache/models/dense"), "--host", "127.0.0.1"]
-        command += ["--port", str(port), *FLAGS, *TOOLS, "--chat-template", CHAT, *flags]
+        command = [str(BIN / "vllm"), "serve", model or str(ROOT / ".cache/models/dense"), "--host", "127.0.0.1"]
+        command += ["--port", str(port), *FLAGS, *([] if model else TOOLS), "--chat-template", CHAT, *flags]
         if role:
             transfer = {
                 "kv_connector": "DisaggConnector",

@@ -6,27 +6,32 @@ import os
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from vllm_disagg import events, wire
-from world import Decode, Prefill, World
+from vllm_disagg import wire
+from world import EQUAL, SPLITS, Topology, World
+from world_engines import PrefillEngine
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "300"))
-LABELS = st.sampled_from(["p", "d0", "d1"])
+ENGINES = st.tuples(st.sampled_from(SPLITS), st.sampled_from([2, 4, 8]))
+OF_FOUR = st.tuples(st.sampled_from(SPLITS), st.just(4))
+TOPOLOGIES = st.one_of(
+    st.just(EQUAL),
+    st.tuples(st.sampled_from([1, 2]), st.just(0), ENGINES, ENGINES),
+    st.tuples(st.just(2), st.sampled_from([3, 6]), OF_FOUR, OF_FOUR),
+)
 
 
 class Transfers(RuleBasedStateMachine):
     """A calm world, in which only the rules below do harm.  World and machines check themselves at every step."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.world = World(0, chaos=frozenset())
+    @initialize(topology=TOPOLOGIES)
+    def begin(self, topology: Topology) -> None:
+        self.world = World(0, chaos=frozenset(), topology=topology)
 
     @property
-    def p(self) -> Prefill:
-        side = self.world.sides["p"]
-        assert isinstance(side, Prefill)
-        return side
+    def p(self) -> PrefillEngine:
+        return self.world.prefill
 
     @rule()
     def dispatch(self) -> None:
@@ -48,16 +53,17 @@ class Transfers(RuleBasedStateMachine):
         if not self.p.frozen:
             self.p.withdraw_one(again)
 
-    @rule()
-    def transmit(self) -> None:
-        if not self.p.frozen:
-            self.p.transmit()
+    @rule(data=st.data())
+    def transmit(self, data: st.DataObject) -> None:
+        rank = data.draw(st.sampled_from(self.p.ranks))
+        if not rank.frozen:
+            rank.transmit()
 
-    @rule(label=st.sampled_from(["d0", "d1"]))
-    def land(self, label: str) -> None:
-        side = self.world.sides[label]
-        if isinstance(side, Decode) and not side.frozen:
-            side.land()
+    @rule(data=st.data())
+    def land(self, data: st.DataObject) -> None:
+        rank = data.draw(st.sampled_from(self.world.readers()))
+        if not rank.frozen:
+            rank.land()
 
     @precondition(lambda self: self.world.network)
     @rule(data=st.data(), fate=st.sampled_from(["deliver", "deliver", "deliver", "repeat", "drop"]))
@@ -78,36 +84,34 @@ class Transfers(RuleBasedStateMachine):
     @precondition(lambda self: self.world.wanted)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        name, transfer = data.draw(st.sampled_from(sorted(self.world.wanted)))
-        side = self.world.side_named(name)
-        if side is not None:
-            side.inbox.append(events.Cancelled(transfer))
+        self.world.cancel(*data.draw(st.sampled_from(sorted(self.world.wanted))))
 
-    @rule(label=LABELS)
+    @rule(label=st.sampled_from(["p", "d", "e"]))
     def die(self, label: str) -> None:
         self.world.die(label)
 
-    @rule(label=LABELS)
-    def freeze_or_thaw(self, label: str) -> None:
-        self.world.sides[label].frozen ^= True
+    @rule(data=st.data())
+    def freeze_or_thaw(self, data: st.DataObject) -> None:
+        self.world.sides[data.draw(st.sampled_from(sorted(self.world.sides)))].frozen ^= True
 
     @rule(
         transfer=st.sampled_from(["t0", "t1", "stranger"]),
-        reader=st.sampled_from(["d0.0", "d1.0", "stranger"]),
-        numbers=st.lists(st.integers(0, 40), min_size=4, max_size=4),
+        reader=st.sampled_from(["d0.0", "e0.0", "stranger"]),
+        numbers=st.lists(st.integers(0, 40), min_size=6, max_size=6),
         kind=st.sampled_from(["pull", "fetch"]),
     )
     def a_reader_that_lies(self, transfer: str, reader: str, numbers: list[int], kind: str) -> None:
         """Whatever a member of the fleet asks, only its own transfer may suffer; and no exception comes of it."""
-        if self.p.frozen:
+        p = self.p.ranks[numbers[0] % len(self.p.ranks)]
+        if p.frozen:
             return
         if kind == "pull":
-            message: wire.ToPrefill = wire.Pull("stranger", self.p.name, reader, "nowhere.0", numbers[0])
+            message: wire.ToPrefill = wire.Pull("stranger", p.name, reader, "nowhere.0", numbers[0])
         else:
-            message = wire.Fetch(transfer, self.p.name, "stranger", numbers[0], wire.Extent(*numbers))
-        self.p.receive(message)
+            message = wire.Fetch(transfer, p.name, "stranger", numbers[0], wire.Extent(*numbers))
+        p.receive(message)
         self.world.network = [(to, what) for to, what in self.world.network if to in self.names()]
-        self.p.outgoing = [out for out in self.p.outgoing if out[0].address in self.names()]
+        p.outgoing = [out for out in p.outgoing if out[0].address in self.names()]
 
     def names(self) -> set[str]:
         return {f"{label}.{life}" for label, side in self.world.sides.items() for life in range(side.life + 1)}

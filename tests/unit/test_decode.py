@@ -5,22 +5,32 @@ Worlds seldom or never show these: no honest P says such things, and a clock tha
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from vllm_disagg import wire
 from vllm_disagg.decode import DecodeSide
-from vllm_disagg.events import Reason, Report, Routed, Send, Tick, Wanted
+from vllm_disagg.events import Arrived, Blocks, Landed, Reason, Report, Routed, Send, Tick, Wanted
 from vllm_disagg.grants import Worker
-from vllm_disagg.layout import Shape
+from vllm_disagg.mapping import plan
+from vllm_disagg.shape import Shape, uniform
 
-SHAPE = Shape(layers=2, block_size=4, block_bytes=10)
+SHAPE = uniform(layers=2, block_size=4, rows=[10])
+
+
+def wanted(*sources: str) -> Wanted:
+    """Eight tokens; several sources hold a layer each."""
+    whole, layer = SHAPE, uniform(layers=1, block_size=4, rows=[10])
+    holds = [whole] if len(sources) == 1 else [msgspec.structs.replace(layer, first=n) for n in range(len(sources))]
+    workers = [Worker(name, "", "", holds=shape) for name, shape in zip(sources, holds, strict=True)]
+    return Wanted("t", workers, plan(holds, [whole]), [Blocks(0, [0, 1])], 8, patience=30.0)
 
 
 @pytest.fixture
 def side() -> DecodeSide:
     """It waits for 8 tokens of transfer `t` from P, since 0.0."""
     side = DecodeSide("d", "", 0, SHAPE, retry=0.5, silence=2.0)
-    side.handle(Wanted("t", [Worker("p", "", "")], [0, 1], 0, 8, patience=30.0), 0.0)
+    side.handle(wanted("p"), 0.0)
     return side
 
 
@@ -39,9 +49,10 @@ def test_nothing_is_settled_before_all_bytes_have_landed(side: DecodeSide) -> No
 
 def test_an_older_offer_changes_nothing(side: DecodeSide) -> None:
     assert said(side.handle(offer(8), 0.1)) == ["Fetch"]
-    before = side.transfers["t"].tokens, side.transfers["t"].moved
+    t = side.transfers["t"]
+    before = t.sources["p"].tokens, t.moved
     assert side.handle(offer(4), 0.2) == []
-    assert (side.transfers["t"].tokens, side.transfers["t"].moved) == before
+    assert (t.sources["p"].tokens, t.moved) == before
 
 
 def test_a_silent_p_is_asked_again_and_then_given_up(side: DecodeSide) -> None:
@@ -65,3 +76,68 @@ def test_when_a_carrier_breaks_what_it_owed_is_asked_for_along_the_new_way(side:
     assert said(side.handle(Routed("p", "", lost=False), 0.3)) == ["Pull"]
     assert not side.routes, "our own address is no route"
     assert side.handle(Routed("q", "fast:1", lost=True), 0.4) == []
+
+
+# Several sources ---------------------------------------------------------------------------------------------
+@pytest.fixture
+def two() -> DecodeSide:
+    """It waits for a layer of `p` and a layer of `q`, and has all bytes of `p`, which says that it held them."""
+    side = DecodeSide("d", "", 0, SHAPE, retry=0.5, silence=2.0)
+    assert said(side.handle(wanted("p", "q"), 0.0)) == ["Connect", "Pull", "Connect", "Pull"]
+    (fetch,) = side.handle(offer(8), 0.1)
+    assert isinstance(fetch, Send) and fetch.to == "p"
+    side.handle(Arrived("t", 0), 0.2)
+    assert said(side.handle(Landed("t", 0, ok=True), 0.3)) == ["Done"]
+    assert side.handle(settled("p"), 0.4) == []
+    return side
+
+
+def settled(source: str, intact: bool = True) -> wire.Settled:
+    return wire.Settled(transfer="t", source=source, reader="d", intact=intact)
+
+
+def test_one_of_two_sources_is_not_success(two: DecodeSide) -> None:
+    assert two.transfers
+    assert two.handle(settled("p"), 0.5) == [], "said twice"
+    two.handle(wire.Offer("t", "q", "d", 8, 8, 0), 0.5)
+    two.handle(Arrived("t", 1), 0.6)
+    assert said(two.handle(Landed("t", 1, ok=True), 0.7)) == ["Done"]
+    (report,) = two.handle(settled("q"), 0.8)
+    assert isinstance(report, Report) and report.reason is None and report.landed == 40
+
+
+def test_a_source_that_has_settled_owes_no_sign_of_life_and_is_asked_no_more(two: DecodeSide) -> None:
+    (pull,) = two.handle(Tick(), 0.5)
+    assert isinstance(pull, Send) and pull.to == "q"
+    assert two.handle(wire.Fail("t", "p", "d", "refused"), 0.6) == [], "an answer to a Pull that was late"
+    assert two.transfers
+
+
+def test_what_one_source_lost_fails_the_whole_and_the_others_hear_of_it() -> None:
+    side = DecodeSide("d", "", 0, SHAPE, retry=0.5, silence=2.0)
+    side.handle(wanted("p", "q"), 0.0)
+    fail, report = side.handle(wire.Fail("t", "q", "d", "withdrawn"), 0.1)
+    assert isinstance(fail, Send) and fail.to == "p" and isinstance(fail.message, wire.Fail)
+    assert isinstance(report, Report) and report.reason is Reason.WITHDRAWN
+
+
+def test_one_silent_source_of_two_is_enough(two: DecodeSide) -> None:
+    for now in (0.5, 1.0, 1.5):
+        two.handle(Tick(), now)
+    *_, report = two.handle(Tick(), 2.0)
+    assert isinstance(report, Report) and report.reason is Reason.SILENT
+
+
+def test_a_source_that_nobody_reads_is_told_by_one_rank() -> None:
+    kind = SHAPE.kinds[0]
+    copy = msgspec.structs.replace(kind, heads=1, head=0, of=1)
+    ranks = [Shape([copy], [0, 0]) for _ in range(3)]
+    workers = [Worker(name, "", "", holds=shape) for name, shape in zip("pqr", ranks, strict=True)]
+    readers = plan(ranks, ranks[:2])
+    pulls = []
+    for rank in range(2):
+        side = DecodeSide(f"d{rank}", "", rank, ranks[rank])
+        for action in side.handle(Wanted("t", workers, readers, [Blocks(0, [0, 1])], 8, 30.0), 0.0):
+            if isinstance(action, Send) and isinstance(action.message, wire.Pull):
+                pulls.append((action.to, action.message.readers))
+    assert sorted(pulls) == [("p", 1), ("q", 1), ("r", 0)]

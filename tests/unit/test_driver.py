@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from vllm_disagg import events, keys
+from vllm_disagg import events, keys, mapping
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
 from vllm_disagg.memory import HostMemory
+from vllm_disagg.shape import Kind, Region, Shape
 
 LAYERS, BLOCKS, BLOCK_SIZE = 4, 32, 16
 KEY = keys.FleetKey(b"k" * keys.SIZE)
@@ -27,8 +28,8 @@ def memory(row: int, seed: int | None) -> HostMemory:
 def start() -> Iterator[Callable[..., Driver]]:
     drivers = []
 
-    def make(memory: HostMemory, key: keys.FleetKey = KEY, **settings: object) -> Driver:
-        drivers.append(Driver(Config(**settings), key, memory, 0))  # type: ignore[arg-type]
+    def make(memory: HostMemory, key: keys.FleetKey = KEY, rank: int = 0, **settings: object) -> Driver:
+        drivers.append(Driver(Config(**settings), key, memory, rank))  # type: ignore[arg-type]
         return drivers[-1]
 
     yield make
@@ -46,8 +47,13 @@ def outcome(driver: Driver, seconds: float = 10.0) -> events.Release | events.Re
     raise AssertionError("nothing came")
 
 
+def wanted(p: Driver, d: Driver, transfer: str, blocks: list[int], token: int, token_end: int) -> events.Wanted:
+    plan = mapping.plan([p.worker.holds], [d.worker.holds])
+    return events.Wanted(transfer, [p.worker], plan, [events.Blocks(token, blocks)], token_end, 60.0)
+
+
 def prefill(driver: Driver, transfer: str, blocks: list[int], tokens: int) -> None:
-    driver.submit([events.Scheduled(transfer, tokens, blocks)])
+    driver.submit([events.Scheduled(transfer, tokens, [blocks])])
     driver.submit([events.Computed(transfer, LAYERS)])
     driver.submit([events.Pinned(transfer)])
 
@@ -59,7 +65,7 @@ def test_bytes_arrive_where_they_belong(start: Callable[..., Driver], row: int, 
     p, d = start(theirs, **settings), start(ours, **settings)
     source, target, tokens = [3, 4, 5, 9, 1], [0, 2, 4, 5, 6], 4 * BLOCK_SIZE + 5
     transfer = "ab" * 16
-    d.submit([events.Wanted(transfer, [p.worker], target[1:], BLOCK_SIZE, tokens, 60.0)])
+    d.submit([wanted(p, d, transfer, target[1:], BLOCK_SIZE, tokens)])
     prefill(p, transfer, source, tokens)
     report = outcome(d)
     assert isinstance(report, events.Report) and report.reason is None, report
@@ -75,7 +81,7 @@ def test_another_fleets_key_gets_nothing(start: Callable[..., Driver]) -> None:
     p = start(memory(64, 1))
     d = start(memory(64, None), keys.FleetKey(b"x" * keys.SIZE), silence=0.9, retry=0.3)
     prefill(p, "cd" * 16, [1, 2], 20)
-    d.submit([events.Wanted("cd" * 16, [p.worker], [1, 2], 0, 20, 60.0)])
+    d.submit([wanted(p, d, "cd" * 16, [1, 2], 0, 20)])
     report = outcome(d)
     assert isinstance(report, events.Report) and report.reason is events.Reason.SILENT
 
@@ -84,7 +90,7 @@ def test_a_dead_source_is_noticed(start: Callable[..., Driver]) -> None:
     p, d = start(memory(64, 1)), start(memory(64, None))
     p.close()
     began = time.monotonic()
-    d.submit([events.Wanted("ef" * 16, [p.worker], [1], 0, 3, 60.0)])
+    d.submit([wanted(p, d, "ef" * 16, [1], 0, 3)])
     report = outcome(d)
     assert isinstance(report, events.Report) and report.reason is events.Reason.SILENT
     assert time.monotonic() - began < 4
@@ -96,7 +102,7 @@ def test_a_reader_may_come_back_while_its_old_connections_seem_alive(start: Call
     held: list[object] = []  # connections: forgotten by D, open at P
     for turn, transfer in enumerate(("89" * 16, "8a" * 16)):
         prefill(p, transfer, [1], 3)
-        d.submit([events.Wanted(transfer, [p.worker], [1], 0, 3, 60.0)])
+        d.submit([wanted(p, d, transfer, [1], 0, 3)])
         report = outcome(d)
         assert isinstance(report, events.Report) and report.reason is None, (turn, report)
         outcome(p)
@@ -106,7 +112,7 @@ def test_a_reader_may_come_back_while_its_old_connections_seem_alive(start: Call
 def test_an_idle_pair_does_not_wake_up(start: Callable[..., Driver]) -> None:
     p, d = start(memory(64, 1)), start(memory(64, None))
     prefill(p, "01" * 16, [1], 3)
-    d.submit([events.Wanted("01" * 16, [p.worker], [1], 0, 3, 60.0)])
+    d.submit([wanted(p, d, "01" * 16, [1], 0, 3)])
     outcome(d), outcome(p)
     time.sleep(0.05)  # the trackers of what was sent
     assert p._timeout() is None and d._timeout() is None, "polls although nothing is due"
@@ -115,9 +121,76 @@ def test_an_idle_pair_does_not_wake_up(start: Callable[..., Driver]) -> None:
 def test_a_broken_driver_becomes_a_plain_vllm(start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> None:
     d = start(memory(64, None))
     monkeypatch.setattr(d._decode, "handle", lambda *_: 1 / 0)
-    sources = [start(memory(64, 1)).worker]
-    d.submit([events.Wanted("23" * 16, sources, [1], 0, 3, 60.0)])
+    p = start(memory(64, 1))
+    d.submit([wanted(p, d, "23" * 16, [1], 0, 3)])
     d._thread.join(5)
-    d.submit([events.Wanted("45" * 16, sources, [1], 0, 3, 60.0), events.Pinned("67" * 16)])
+    d.submit([wanted(p, d, "45" * 16, [1], 0, 3), events.Pinned("67" * 16)])
     failed = [events.Report(t * 16, events.Reason.BROKEN) for t in ("23", "45")]
     assert sorted(map(str, d.take())) == sorted(map(str, [*failed, events.Release("67" * 16, delivered=False)]))
+
+
+# Several ranks -----------------------------------------------------------------------------------------------
+def engine(split: str, block_size: int, seed: int | None) -> list[HostMemory]:
+    """The memories of an engine's ranks: a model of 4 layers with 4 heads, shared out."""
+
+    def rank(layers: int, first: int, heads: int, head: int) -> HostMemory:
+        width = 96  # bytes of keys, and of values, of a token of a head
+        axes = [("h", heads, block_size * 2 * width), ("t", block_size, 2 * width), ("c", width, 1)]
+        regions = [[Region(0, axes), Region(width, axes)]]
+        kind = Kind("kv", block_size, [heads * block_size * 2 * width], regions, heads, head, 4)
+        shape = (BLOCKS * 8, heads * block_size * 2 * width)
+        random = np.random.default_rng(seed)
+        random_bytes = lambda: random.integers(0, 255, shape, np.uint8)  # noqa: E731
+        planes = [random_bytes() if seed is not None else np.zeros(shape, np.uint8) for _ in range(layers)]
+        return HostMemory([[plane] for plane in planes], Shape([kind], [0] * layers, first))
+
+    match split:
+        case "tensor":
+            return [rank(4, 0, 2, 0), rank(4, 0, 2, 2)]
+        case "pipeline":
+            return [rank(1, 0, 4, 0), rank(3, 1, 4, 0)]
+        case "both":
+            return [rank(2, first, 2, head) for first in (0, 2) for head in (0, 2)]
+    return [rank(4, 0, 4, 0)]
+
+
+def cell(ranks: list[HostMemory], layer: int, head: int, block_of: list[int], token: int) -> bytes:
+    """The truth about a token of a head, from whichever rank holds it."""
+    for memory in ranks:
+        kind, first = memory.shape.kinds[0], memory.shape.first
+        if first <= layer < memory.shape.end and kind.head <= head < kind.head + kind.heads:
+            rows = memory.planes[layer - first][0].reshape(-1, kind.heads, kind.block_size, 192)
+            return bytes(rows[block_of[token // kind.block_size], head - kind.head, token % kind.block_size])
+    raise AssertionError("nobody holds it")
+
+
+@pytest.mark.parametrize("of_decode", [("one", 16), ("tensor", 8), ("pipeline", 32), ("both", 16)])
+@pytest.mark.parametrize("of_prefill", [("one", 32), ("tensor", 16), ("pipeline", 16), ("both", 8)])
+def test_ranks_of_any_two_topologies(
+    start: Callable[..., Driver], of_prefill: tuple[str, int], of_decode: tuple[str, int]
+) -> None:
+    """No engine with pipeline parallelism runs on CPU: this is what stands for it."""
+    theirs, ours = engine(*of_prefill, 7), engine(*of_decode, None)
+    ps, ds = ([start(memory, rank=rank) for rank, memory in enumerate(side)] for side in (theirs, ours))
+    tokens, begin, transfer = 101, 32, "ad" * 16
+    plan = mapping.plan([memory.shape for memory in theirs], [memory.shape for memory in ours])
+    workers = [p.worker for p in ps]
+    there = list(range(40, 40 - -(-tokens // of_prefill[1]), -1))
+    here = [2 * block for block in range(-(-tokens // of_decode[1]))]
+    blocks = events.Blocks(begin, here[begin // of_decode[1] :])
+    for d in ds:
+        d.submit([events.Wanted(transfer, workers, plan, [blocks], tokens, 60.0)])
+    for p, memory in zip(ps, theirs, strict=True):
+        first, layers = 64 // of_prefill[1], len(memory.planes)
+        p.submit([events.Scheduled(transfer, 64, [there[:first]]), events.Computed(transfer, layers)])
+        p.submit([events.Scheduled(transfer, tokens, [there[first:]]), events.Computed(transfer, 1)])
+        p.submit([events.Computed(transfer, layers), events.Pinned(transfer)])
+    for d in ds:
+        report = outcome(d)
+        assert isinstance(report, events.Report) and report.reason is None, report
+    for p, readers in zip(ps, plan.readers, strict=True):
+        assert outcome(p) == events.Release(transfer, delivered=True), readers
+    for layer in range(4):
+        for head in range(4):
+            for token in range(begin, tokens):
+                assert cell(ours, layer, head, here, token) == cell(theirs, layer, head, there, token), (layer, head, token)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_disagg import config, grants, keys
 from vllm_disagg.errors import BadGrant, ConfigError
+from vllm_disagg.shape import Kind, Region, Shape
 
 KEY = keys.FleetKey(b"k" * keys.SIZE)
 GRANT = grants.Grant(
@@ -32,6 +34,19 @@ def test_another_key_mints_nothing_we_believe(other: keys.FleetKey) -> None:
 def test_anything_else_is_a_bad_grant(token: object) -> None:
     with pytest.raises(BadGrant):
         grants.verify(KEY, token)
+
+
+def test_a_grant_for_64_ranks_is_a_token() -> None:
+    """With two kinds of layers, as Gemma 3 has them, and eighty of them."""
+    axes = [("h", 8, 1 << 15), ("c", 128, 256), ("t", 128, 2), ("c", 2, 1)]
+    regions = [[Region(0, axes), Region(1 << 14, axes)]]
+    kinds = [Kind("keys and values of 128, bfloat16", 128, [1 << 18], regions, 8, 504, 512, group) for group in (0, 1)]
+    holds = Shape(kinds, [0, 1] * 40, 80)
+    host = "tcp://[2001:0db8:85a3:0000:0000:8a2e:0370:7334]:65535"
+    local = "ipc:///tmp/vllm-disagg-12345678/data"
+    worker = grants.Worker("0123456789ab/63", host, host, local, "a" * 36, ["nixl", "nccl"], holds)
+    token = grants.mint(KEY, msgspec.structs.replace(GRANT, sources=[worker] * 64))
+    assert len(token) <= grants.MAX_TOKEN and grants.verify(KEY, token).sources[63] == worker
 
 
 def test_every_flipped_bit_of_the_token_is_noticed() -> None:

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_disagg.layout import Shape, blocks_of, size, split, whole_blocks
+from vllm_disagg.layout import blocks_of, size, split, whole_blocks
 from vllm_disagg.memory import HostMemory, checksum, plane_at
+from vllm_disagg.shape import Shape, uniform
 from vllm_disagg.wire import Extent
 
 BLOCKS = 12
@@ -16,23 +17,25 @@ BLOCKS = 12
 
 @st.composite
 def extents(draw: st.DrawFn, shape: Shape) -> Extent:
-    layer = draw(st.integers(0, shape.layers - 1))
+    layers, block_size = len(shape.layers), shape.kinds[0].block_size
+    layer = draw(st.integers(0, layers - 1))
     first = draw(st.integers(0, BLOCKS - 1))
-    end = draw(st.integers(first * shape.block_size + 1, BLOCKS * shape.block_size))
-    return Extent(layer, draw(st.integers(layer + 1, shape.layers)), first * shape.block_size, end)
+    end = draw(st.integers(first * block_size + 1, BLOCKS * block_size))
+    return Extent(layer, draw(st.integers(layer + 1, layers)), first * block_size, end)
 
 
 @given(st.data())
 def test_pieces_cover_an_extent_exactly_once(data: st.DataObject) -> None:
-    shape = Shape(data.draw(st.integers(1, 5)), data.draw(st.integers(1, 8)), data.draw(st.integers(1, 100)))
+    shape = uniform(data.draw(st.integers(1, 5)), data.draw(st.integers(1, 8)), [data.draw(st.integers(1, 100))])
+    kind = shape.kinds[0]
     extent = data.draw(extents(shape))
     limit = data.draw(st.integers(1, 2000))
     covered: set[tuple[int, int]] = set()
-    for piece in split(extent, shape, limit):
-        assert size(piece, shape) <= max(limit, shape.block_bytes)
+    for piece in split(extent, kind, limit):
+        assert size(piece, kind) <= max(limit, kind.head_bytes)
         cells = {(y, t) for y in range(piece.layer, piece.layer_end) for t in range(piece.token, piece.token_end)}
         assert cells and not covered & cells
-        assert piece.token % shape.block_size == 0
+        assert piece.token % kind.block_size == 0
         covered |= cells
     wanted = {(y, t) for y in range(extent.layer, extent.layer_end) for t in range(extent.token, extent.token_end)}
     assert covered == wanted

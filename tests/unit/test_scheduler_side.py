@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,18 +10,25 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+
 from kv_connectors.messages import Handshake
 from kv_connectors.scheduler import SchedulerSide
-from vllm_disagg import events, grants, keys
+from vllm_disagg import events, grants, keys, mapping
+from vllm_disagg.shape import uniform
 
 KEY = keys.FleetKey(b"k" * keys.SIZE)
 BLOCK = 16
-P_WORKER = grants.Worker("p/0", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
+HOLDS = uniform(layers=2, block_size=BLOCK, rows=[64])
+P_WORKER = grants.Worker("p/0", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", holds=HOLDS)
+PLAN, NOBODY = mapping.plan([HOLDS], [HOLDS]), mapping.nothing(1, 1)
+GROUPS: Any = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))]
 
 
-def side(role: str) -> SchedulerSide:
-    made = SchedulerSide(KEY, role, {"dtype": "bf16"}, BLOCK)
-    made.set_workers([Handshake(grants.Worker("me/0", "tcp://127.0.0.1:3", "tcp://127.0.0.1:4"), {"KV tensors": "x"})])
+def side(role: str, groups: Any = GROUPS) -> SchedulerSide:
+    made = SchedulerSide(KEY, role, {"dtype": "bf16"}, groups)
+    made.set_workers([Handshake(grants.Worker("me/0", "tcp://127.0.0.1:3", "tcp://127.0.0.1:4", holds=HOLDS), ["a", "b"])])
     return made
 
 
@@ -61,8 +69,8 @@ def test_a_prefill_leg_in_chunks() -> None:
     asked = request("prefill", p)
     assert p.tokens_to_load(asked, 0) == 0
     first = p.step(step(new={"r1": (0, 20, [7, 8])}))
-    assert first.prefill == [events.Scheduled("ab" * 16, 20, [7, 8])] and first.requests == {"ab" * 16: "r1"}
-    assert p.step(step(cached={"r1": (20, 20, [9])})).prefill == [events.Scheduled("ab" * 16, 40, [9])]
+    assert first.prefill == [events.Scheduled("ab" * 16, 20, [[7, 8]])] and first.requests == {"ab" * 16: "r1"}
+    assert p.step(step(cached={"r1": (20, 20, [9])})).prefill == [events.Scheduled("ab" * 16, 40, [[9]])]
     assert p.step(step(cached={"r1": (40, 1, [])})).prefill == [], "what follows the prompt is no business of D"
     keep, answer = p.finished(asked)
     assert keep and answer is not None and answer[grants.ANSWER_KEY]["role"] == "prefill"
@@ -90,11 +98,11 @@ def test_a_decode_leg_loads_what_its_own_cache_lacks() -> None:
     asked = request("decode", d)
     assert d.tokens_to_load(asked, 16) == 24
     assert d.tokens_to_load(asked, 16) == 24, "asked again until there is room"
-    d.allocated(asked, [4, 5, 6], 24)
+    d.allocated(asked, ([4, 5, 6],), 24)
     (wanted,) = d.step(step()).decode
-    assert wanted == events.Wanted("ab" * 16, [P_WORKER], [5, 6], 16, 40, 60.0)
+    assert wanted == events.Wanted("ab" * 16, [P_WORKER], PLAN, [events.Blocks(16, [5, 6])], 40, 60.0)
     assert d.tokens_to_load(asked, 0) == 0, "loaded once; after a failure or a preemption it is recomputed"
-    d.allocated(asked, [4, 5, 6], 0)
+    d.allocated(asked, ([4, 5, 6],), 0)
     d.loaded("r1")
     assert d.finished(asked) == (False, None)
     assert d.step(step()).decode == []
@@ -104,8 +112,8 @@ def test_a_prompt_that_is_all_but_cached_is_not_fetched_and_p_is_told() -> None:
     d = side("decode")
     asked = request("decode", d)
     assert d.tokens_to_load(asked, 32) == 0
-    d.allocated(asked, [4, 5, 6], 0)
-    assert d.step(step()).decode == [events.Unneeded("ab" * 16, [P_WORKER])]
+    d.allocated(asked, ([4, 5, 6],), 0)
+    assert d.step(step()).decode == [events.Unneeded("ab" * 16, [P_WORKER], NOBODY)]
 
 
 @pytest.mark.parametrize(("when", "event"), [("waiting", events.Unneeded), ("loading", events.Cancelled)])
@@ -114,7 +122,7 @@ def test_a_decode_leg_that_is_aborted_says_so_once(when: str, event: type) -> No
     asked = request("decode", d)
     if when == "loading":
         d.tokens_to_load(asked, 0)
-        d.allocated(asked, [4, 5, 6], 40)
+        d.allocated(asked, ([4, 5, 6],), 40)
         d.step(step())
     d.finished(asked)
     assert [type(e) for e in d.step(step()).decode] == [event]
@@ -127,7 +135,8 @@ def test_a_probe_learns_who_we_are_whatever_our_role() -> None:
         engine = side(role)
         keep, answer = engine.finished(request("probe", None))
         assert not keep and answer is not None
-        assert answer[grants.ANSWER_KEY]["layout"] == {"dtype": "bf16", "KV tensors": "x"}
+        layout = answer[grants.ANSWER_KEY]["layout"]
+        assert layout["dtype"] == "bf16" and layout["KV of a token"] == "2 layers of 1 heads of bytes"
         assert engine.step(step()).requests == {}
 
 
@@ -144,10 +153,32 @@ def test_whatever_else_a_client_writes_is_an_ordinary_request(_: str, params: An
     d = side("decode")
     asked = request("decode", d, kv_transfer_params=params)
     assert d.tokens_to_load(asked, 0) == 0
-    d.allocated(asked, [1, 2, 3], 0)
+    d.allocated(asked, ([1, 2, 3],), 0)
     assert d.finished(asked) == (False, None)
     metadata = d.step(step())
     assert not metadata.prefill and not metadata.decode and not metadata.requests
+
+
+OTHER_BLOCKS = grants.Worker("p/1", "", "", holds=uniform(layers=2, block_size=2 * BLOCK, rows=[128]))
+
+
+def test_stages_of_a_pipeline_are_numbered_on() -> None:
+    """Two ranks hold the first layers, two the others."""
+    made = SchedulerSide(KEY, "prefill", {}, GROUPS)
+    worker = grants.Worker("w", "", "", holds=HOLDS)
+    made.set_workers([Handshake(worker, names) for names in (["a", "b"], ["a", "b"], ["c", "d"], ["c", "d"])])
+    assert made.engine is not None
+    assert [w.holds.first for w in made.engine.workers] == [0, 0, 2, 2]
+    assert made.engine.layout["KV of a token"].startswith("4 layers of")
+
+
+def test_a_layout_that_cannot_be_mapped_is_refused_in_words(caplog: pytest.LogCaptureFixture) -> None:
+    d = side("decode")
+    grant = grants.Grant(1, "decode", "cd" * 16, d.engine.incarnation, [OTHER_BLOCKS])  # type: ignore[union-attr]
+    asked = request("decode", d, kv_transfer_params={grants.REQUEST_KEY: grants.mint(KEY, grant)})
+    logging.getLogger("vllm_disagg").propagate = True
+    assert d.tokens_to_load(asked, 0) == 0
+    assert "blocks of 32 tokens, 128 bytes at P and of 16 tokens, 64 bytes at D" in caplog.text
 
 
 def test_grants_of_others_are_refused() -> None:
@@ -155,7 +186,7 @@ def test_grants_of_others_are_refused() -> None:
     two = request("decode", d)
     two.kv_transfer_params = {
         grants.REQUEST_KEY: grants.mint(
-            KEY, grants.Grant(1, "decode", "cd" * 16, d.engine.incarnation, [P_WORKER, P_WORKER])  # type: ignore[union-attr]
+            KEY, grants.Grant(1, "decode", "cd" * 16, d.engine.incarnation, [OTHER_BLOCKS])  # type: ignore[union-attr]
         )
     }
     for asked in (
@@ -173,3 +204,44 @@ def test_a_grant_works_once() -> None:
     assert d.tokens_to_load(request("decode", d), 0) == 40
     assert d.tokens_to_load(request("decode", d, name="r2"), 0) == 0
     assert d.tokens_to_load(request("decode", d, name="r3", transfer="cd" * 16), 0) == 40
+
+
+# Several KV-cache groups -------------------------------------------------------------------------------------
+HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
+FULL = SimpleNamespace(kv_cache_spec=FullAttentionSpec(block_size=BLOCK, **HEADS))
+WINDOW = SimpleNamespace(kv_cache_spec=SlidingWindowSpec(block_size=BLOCK, sliding_window=20, **HEADS))
+STATE = SimpleNamespace(kv_cache_spec=MambaSpec(block_size=2048, shapes=((4,),), dtypes=(torch.float32,)))
+
+
+def test_with_a_window_the_last_token_and_the_blocks_before_the_window_are_left_out() -> None:
+    d = side("decode", [FULL, WINDOW])
+    asked = request("decode", d, length=70)
+    assert d.tokens_to_load(asked, 16) == 53
+    d.allocated(asked, ([4, 5, 6, 7, 8], [0, 0, 0, 9, 10]), 53)
+    (wanted,) = d.step(step()).decode
+    assert wanted.token_end == 69
+    assert wanted.blocks == [events.Blocks(16, [5, 6, 7, 8]), events.Blocks(48, [9, 10])]
+
+
+def test_of_one_token_nothing_is_left_to_load() -> None:
+    d = side("decode", [FULL, WINDOW])
+    asked = request("decode", d, length=1)
+    assert d.tokens_to_load(asked, 0) == 0
+    d.allocated(asked, ([4], [5]), 0)
+    assert isinstance(d.step(step()).decode[0], events.Unneeded)
+
+
+def test_with_a_state_p_computes_all_tokens_but_the_last() -> None:
+    p, d = side("prefill", [STATE]), side("decode", [STATE])
+    asked = request("prefill", p, length=40)
+    asked._all_token_ids = list(asked.prompt_token_ids)
+    p.tokens_to_load(asked, 0)
+    p.tokens_to_load(asked, 0)  # asked again until there is room
+    assert asked.num_prompt_tokens == len(asked.prompt_token_ids) == len(asked._all_token_ids) == 39
+    p.step(step(new={"r1": (0, 39, [7])}))
+    assert p.finished(asked)[0], "kept for D"
+    other = request("decode", d, length=40)
+    assert d.tokens_to_load(other, 0) == 39
+    d.allocated(other, ([3],), 39)
+    (wanted,) = d.step(step()).decode
+    assert (wanted.token_end, wanted.blocks) == (39, [events.Blocks(0, [3])])

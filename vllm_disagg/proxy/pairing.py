@@ -1,6 +1,6 @@
 """Who serves a request: prefill and decode instance are chosen as one decision, because not every two fit.
 
-Instances fit when they are of one *kin* (`Instance.kin`: the same connector, layout and number of workers).  Per kin
+Instances fit when they are of one *kin* (`Instance.kin`: the same connector, and the same layout).  Per kin
 the policy names its best P and its best D with their costs; the pair of the least sum is taken.  So all pairs are
 considered, in the time of looking at every instance once.
 

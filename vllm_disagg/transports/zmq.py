@@ -124,7 +124,7 @@ class ZmqCarrier:
 
     def land(self, land: Land) -> bool | None:
         ok = checksum(land.transfer, self._frames) == self._checksum
-        return ok and self._port.memory.write(land.extent, land.blocks, self._frames)
+        return ok and self._port.memory.write(land.extent, land.blocks, self._frames, land.theirs)
 
     # Both ----------------------------------------------------------------------------------------------------
     def note_at_prefill(self, reader: str, data: bytes) -> None:

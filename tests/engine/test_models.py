@@ -1,0 +1,110 @@
+"""Every kind of KV cache: plain vLLM's answers through a pair, or a refusal in words.
+
+Prompts cross attention windows, chunks and blocks; half of them share a prefix that D has in its cache, and several are
+under way at a time.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from asking import Body, Record, ask, body, expect_same, tokens
+from conftest import Machine
+from direct import Legs
+from engines import BLOCK, CHUNK, ROOT, Engine, wait
+
+LENGTHS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, CHUNK, CHUNK + 1, 300, 383, 384, 385, 511, 512, 513, 700, 900]
+AT_ONCE = 12
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+EXACT = {
+    "sliding": ["sliding"],  # Gemma 3: windows and full attention
+    "oss": ["oss"],  # GPT-OSS: windows, full attention, sinks, experts
+    "mla": ["mla"],  # DeepSeek V2: one latent head
+    "linear_moe": ["linear", "--no-enable-prefix-caching"],  # Qwen3-Next: states and full attention, experts
+    "moe": ["moe"],  # Mixtral
+    "fp8": ["dense", "--kv-cache-dtype", "fp8"],
+    "ngram": ["dense", "--speculative-config", NGRAM],
+    "mamba": ["mamba", "--no-enable-prefix-caching"],  # Mamba 2: states
+}
+# In bfloat16 two tokens of such models are sometimes equally probable, and how requests are batched decides.
+FLOAT32 = ["--dtype", "float32"]
+REFUSED = {
+    "mamba": (
+        ["mamba", "--enable-prefix-caching"],
+        "does not support prefix caching of Mamba and linear layers: start with --no-enable-prefix-caching",
+    ),
+    "draft model": (
+        ["dense", "--speculative-config", '{"method": "draft_model", "model": "DENSE", "num_speculative_tokens": 2}'],
+        "supports speculative decoding with ngram only: the KV of a draft model (draft_model) would not be sent",
+    ),
+}
+
+
+def model(kind: str) -> str:
+    folder = ROOT / ".cache/models" / kind
+    command = [sys.executable, str(ROOT / "scripts/tiny_model.py"), kind, str(folder)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return str(folder)
+
+
+class Pair:
+    """P, D and a plain vLLM of one model."""
+
+    def __init__(self, machine: Machine, name: str, kind: str, *flags: str) -> None:
+        made = model(kind)
+        self.prefill = Engine(f"{name}-P", machine.folder, *flags, role="kv_producer", cpu="0", model=made)
+        self.decode = Engine(f"{name}-D", machine.folder, *flags, role="kv_consumer", cpu="1", model=made)
+        self.plain = Engine(f"{name}-plain", machine.folder, *flags, cpu="1", model=made)
+        machine.start(self.prefill, self.decode, self.plain)
+        self.legs = Legs(machine.key, self.prefill, self.decode)
+
+    def check(self, asked: list[Body]) -> None:
+        plain = several(lambda one: ask(self.plain.url, one), asked)
+        for ours, expected, what in zip(several(self.legs.ask, asked), plain, asked, strict=True):
+            expect_same(ours, expected, f"{len(what['prompt'])} tokens:")
+
+
+def several(do, bodies: list[Body]) -> list[Record]:  # type: ignore[no-untyped-def]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(do, bodies))
+
+
+@pytest.fixture(scope="module", params=EXACT)
+def pair(machine: Machine, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    machine.stop()  # all others, for the memory's sake
+    kind, *flags = EXACT[request.param]
+    made = Pair(machine, request.param, kind, *flags, *FLOAT32)
+    yield made
+    made.legs.close()
+    machine.stop()
+
+
+def test_prompts_of_all_lengths(pair: Pair) -> None:
+    before = pair.decode.received
+    pair.check([body(tokens(LENGTHS[at % len(LENGTHS)], f"{time.time()} {at}"), 16, logprobs=3) for at in range(68)])
+    wait("KV moves", lambda: pair.decode.received > before, 5)
+
+
+def test_a_prefix_that_d_has(pair: Pair) -> None:
+    common = tokens(300, "models common")
+    pair.check([body(common + tokens(1 + 23 * at, f"models {at}"), 24, logprobs=3) for at in range(34)])
+    for engine in (pair.prefill, pair.decode):
+        wait(f"{engine.name} gives all its blocks back", lambda e=engine: e.usage == 0, 15)
+        assert engine.is_alive()
+    assert not pair.decode.metric("vllm:disagg_damaged_pieces_total")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_in_words(machine: Machine, name: str) -> None:
+    machine.stop()
+    (kind, *flags), words = REFUSED[name]
+    flags = [flag.replace("DENSE", model("dense")) for flag in flags]
+    engine = Engine(f"{kind}-refused", machine.folder, *flags, role="kv_producer", cpu="0", model=model(kind))
+    with pytest.raises(RuntimeError, match="ended"):
+        machine.start(engine)
+    assert words in engine.log.read_text()

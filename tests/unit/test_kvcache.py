@@ -1,0 +1,105 @@
+"""From vLLM's tensors to shapes: what the attention kernel itself writes is the truth."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm import _custom_ops as ops
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+from kv_connectors import compat, kvcache
+from vllm_disagg import mapping
+from vllm_disagg.errors import ConfigError, Unmappable
+from vllm_disagg.events import Blocks, Wanted
+from vllm_disagg.grants import Worker
+from vllm_disagg.memory import HostMemory
+from vllm_disagg.reading import readings
+
+HEADS, SIZE, TOKENS = 4, 32, 200
+CONFIG: Any = SimpleNamespace(
+    model_config=SimpleNamespace(dtype=torch.bfloat16), cache_config=SimpleNamespace(cache_dtype="auto")
+)
+
+
+def engine(block_size: int, ranks: int, written: bool) -> tuple[list[torch.Tensor], list[HostMemory]]:
+    """One layer of an engine whose ranks share out the heads; the kernel has written TOKENS tokens, or none."""
+    generator = torch.Generator().manual_seed(1)
+    keys, values = (torch.randn(TOKENS, HEADS, SIZE, generator=generator).to(torch.bfloat16) for _ in range(2))
+    caches, memories = [], []
+    blocks = -(-TOKENS // block_size)
+    for rank in range(ranks):
+        heads = HEADS // ranks
+        cache = torch.zeros(blocks, heads, block_size, 2 * SIZE, dtype=torch.bfloat16)
+        if written:
+            k, v = cache.view(blocks, heads, 2 * block_size, SIZE).chunk(2, dim=2)
+            mine = slice(rank * heads, rank * heads + heads)
+            isa = compat.cpu_attn._get_attn_isa(torch.bfloat16, block_size, SIZE, "auto")
+            ops.cpu_attn_reshape_and_cache(
+                keys[:, mine].contiguous(), values[:, mine].contiguous(), k, v, torch.arange(TOKENS), isa,
+                k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto",
+            )  # fmt: skip
+        spec = FullAttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=SIZE, dtype=torch.bfloat16)
+        groups = [SimpleNamespace(layer_names=["model.layers.0.attn"], kv_cache_spec=spec)]
+        memory, names = kvcache.host_memory(
+            {"model.layers.0.attn": cache}, groups, blocks, kvcache.Rank(rank, ranks, HEADS), CONFIG
+        )
+        assert names == ["model.layers.0.attn"]
+        caches.append(cache)
+        memories.append(memory)
+    return caches, memories
+
+
+PAIRS = [((128, 1), (32, 1)), ((32, 1), (128, 2)), ((64, 2), (128, 1)), ((128, 1), (128, 2))]  # block size, ranks
+
+
+@pytest.mark.parametrize(("theirs", "ours"), PAIRS)
+def test_what_the_kernel_wrote_there_is_what_it_would_have_written_here(theirs: tuple[int, int], ours: tuple[int, int]) -> None:
+    _, held = engine(*theirs, written=True)
+    expected, _ = engine(*ours, written=True)
+    found, memories = engine(*ours, written=False)
+    sources, readers = [memory.shape for memory in held], [memory.shape for memory in memories]
+    try:
+        plan = mapping.plan(sources, readers)
+    except Unmappable:
+        pytest.skip("this CPU's kernel has an order of its own")
+    workers = [Worker(str(n), "", "", holds=shape) for n, shape in enumerate(sources)]
+    wanted = Wanted("t", workers, plan, [Blocks(0, list(range(-(-TOKENS // ours[0]))))], TOKENS, 1.0)
+    for rank, memory in enumerate(memories):
+        for source, of_source in readings(wanted, rank, memory.shape).items():
+            for reading in of_source:
+                for extent, _ in reading.cut(TOKENS, TOKENS, 0, TOKENS, 1 << 20):
+                    blocks = list(range(extent.token // theirs[0], -(-extent.token_end // theirs[0])))
+                    landing, into, other = reading.landing(extent)
+                    assert memory.write(landing, into, held[source].read(extent, blocks), other)
+    for one, truth in zip(found, expected, strict=True):
+        assert torch.equal(one, truth)
+
+
+def test_layers_stand_in_computing_order() -> None:
+    names = ["model.layers.10.attn", "model.layers.2.attn", "model.layers.2.attn.indexer", "model.layers.1.attn"]
+    expected = ["model.layers.1.attn", "model.layers.2.attn", "model.layers.2.attn.indexer", "model.layers.10.attn"]
+    assert kvcache.in_computing_order(names) == expected
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "of", "held", "head"), [(0, 1, 4, 4, 0), (1, 2, 4, 2, 2), (3, 4, 4, 1, 3), (3, 4, 2, 1, 1), (2, 8, 1, 1, 0)]
+)  # fmt: skip
+def test_how_ranks_share_out_heads(rank: int, size: int, of: int, held: int, head: int) -> None:
+    assert kvcache.Rank(rank, size, of).share(held) == (head, of)
+
+
+def test_heads_that_are_shared_out_in_no_way_we_know() -> None:
+    with pytest.raises(ConfigError, match="how 2 tensor parallel ranks share out 4 KV heads: this one has 3"):
+        kvcache.Rank(0, 2, 4).share(3)
+
+
+def test_windows() -> None:
+    spec = SlidingWindowSpec(block_size=128, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=64)
+    assert compat.window(spec) == 64
+    assert not compat.window(FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=32, dtype=torch.bfloat16))

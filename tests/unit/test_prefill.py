@@ -1,0 +1,62 @@
+"""What the prefill side refuses to send: an honest reader asks for none of it, so worlds seldom show it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from vllm_disagg import wire
+from vllm_disagg.events import Computed, Scheduled, SendPiece
+from vllm_disagg.prefill import PrefillSide
+from vllm_disagg.shape import STATE, Kind, Shape, hidden
+
+FULL = Kind("kv", 4, [32], [hidden(32, 2)], 2, 0, 2)
+WINDOW = msgspec.structs.replace(FULL, group=1, window=6)
+STATES = Kind("state", STATE, [100], [hidden(100)], group=2)
+
+
+@pytest.fixture
+def side() -> PrefillSide:
+    """20 tokens of three layers, one of each kind, are final; `d` reads them."""
+    side = PrefillSide("p", Shape([FULL, WINDOW, STATES], [0, 1, 2]))
+    side.handle(Scheduled("t", 20, [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11]]), 0.0)
+    side.handle(Computed("t", 3), 0.0)
+    side.handle(wire.Pull("t", "p", "d", "zmq:x"), 0.0)
+    return side
+
+
+def fetch(side: PrefillSide, *numbers: int) -> list[int] | None:
+    """The blocks that are sent; None when it refuses."""
+    (action,) = side.handle(wire.Fetch("t", "p", "d", 0, wire.Extent(*numbers)), 0.1)
+    side.validate()
+    return action.blocks if isinstance(action, SendPiece) else None
+
+
+def test_each_layer_has_the_blocks_of_its_group(side: PrefillSide) -> None:
+    assert fetch(side, 0, 1, 4, 12) == [2, 3]
+    assert fetch(side, 1, 2, 12, 20) == [9, 10]
+    assert fetch(side, 2, 3, 0, 20) == [11]
+
+
+def test_an_extent_is_of_one_kind(side: PrefillSide) -> None:
+    assert fetch(side, 0, 2, 12, 20) is None
+
+
+@pytest.mark.parametrize(("head", "head_end", "fits"), [(0, 0, True), (1, 2, True), (1, 1, False), (1, 3, False), (2, 0, False)])
+def test_heads_that_it_has(side: PrefillSide, head: int, head_end: int, fits: bool) -> None:
+    assert (fetch(side, 0, 1, 0, 4, head, head_end) is not None) == fits
+
+
+def test_what_a_window_has_left_is_vllms_again(side: PrefillSide) -> None:
+    """Token 19 looks back to token 14, in the block of 12 to 15; what computes token 19 again must have it."""
+    assert fetch(side, 1, 2, 8, 12) is None
+    assert fetch(side, 1, 2, 8, 20) is None
+
+
+def test_a_state_is_one_of_just_so_many_tokens(side: PrefillSide) -> None:
+    assert fetch(side, 2, 3, 0, 19) is None
+
+
+def test_tokens_at_a_blocks_start(side: PrefillSide) -> None:
+    assert fetch(side, 0, 1, 2, 8) is None
+    assert fetch(side, 0, 1, 8, 24) is None

@@ -1,0 +1,101 @@
+"""Copying KV between blocks that are made differently: other sizes, other orders of heads, tokens and channels.
+
+Each region becomes an array (blocks, tokens..., heads, channels...) by its strides alone, so numpy moves the bytes; in
+between stands one array (tokens, heads, channels), laid out as the source has it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from .events import Theirs
+from .layout import heads_of
+from .shape import Kind, Region
+from .wire import Extent
+
+Rows = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.unsignedinteger]
+
+
+def scatter(
+    source: Sequence[Rows], theirs: Theirs, target: Sequence[Rows], kind: Kind, extent: Extent, blocks: Sequence[int]
+) -> None:
+    """Write the tokens of `extent` (of one layer, its `head` to `head_end`) from their rows, in order, into our blocks."""
+    places = [(p, r) for p, plane in enumerate(kind.regions) for r in range(len(plane))]
+    origins = [(p, r) for p, plane in enumerate(theirs.kind.regions) for r in range(len(plane))]
+    first = extent.token // kind.block_size * kind.block_size  # of our first block
+    head, head_end = heads_of(extent, kind)
+    skip, count = extent.token - theirs.token, extent.token_end - extent.token
+    for (p, r), (q, s) in zip(places, origins, strict=True):
+        here, there = kind.regions[p][r], theirs.kind.regions[q][s]
+        word = math.gcd(_word(here), _word(there))
+        read = _view(source[q], there, word)
+        write = _view(target[p], here, word)[..., slice(head, head_end), *_channels(here)]
+        tokens = _tokens(read, there, np.arange(len(source[q])))[skip : skip + count]
+        _write(tokens, write, here, blocks, extent.token - first, kind.block_size)
+
+
+def _write(tokens: Words, write: Words, here: Region, blocks: Sequence[int], start: int, block_size: int) -> None:
+    """`tokens`: (tokens, heads, channels); the first goes to place `start` of the first block."""
+    end = start + len(tokens)
+    whole = tokens
+    if start or end % block_size:  # what else is in the first and the last block stays
+        room = len(blocks) * block_size
+        whole = np.empty_like(tokens, shape=(room, *tokens.shape[1:]))
+        edges = np.array(sorted({0, len(blocks) - 1}))
+        kept = _tokens(write, here, np.array(blocks)[edges])
+        for n, edge in enumerate(edges):
+            whole[edge * block_size : (edge + 1) * block_size] = kept[n * block_size : (n + 1) * block_size]
+        whole[start:end] = tokens
+    write[np.array(blocks)] = whole.reshape(len(blocks), *write.shape[1:])
+
+
+def _tokens(view: Words, region: Region, blocks: npt.NDArray[np.intp]) -> Words:
+    """(tokens, heads, channels) of some blocks, laid out as they are."""
+    chosen = view if len(blocks) == len(view) and (blocks == np.arange(len(view))).all() else view[blocks]
+    heads = chosen.shape[1 + len(_sizes(region, "t"))]
+    channels = math.prod(chosen.shape[2 + len(_sizes(region, "t")) :])
+    return chosen.reshape(-1, heads, channels)
+
+
+def _view(rows: Rows, region: Region, word: int) -> Words:
+    """All rows of a region as (rows, tokens..., heads, channels...), in words of so many bytes."""
+    axes = [(size, step) for what in "thc" for name, size, step in region.axes if name == what]
+    if not any(name == "h" for name, _, _ in region.axes):
+        axes.insert(len(_sizes(region, "t")), (1, 1))
+    size, step = axes.pop()  # the fastest of the channels
+    assert step == 1 and size % word == 0, "checked by mapping.plan"
+    axes.append((size // word, word))
+    dtype = np.dtype(f"u{word}")
+    base = np.ndarray(
+        (len(rows), *(size for size, _ in axes)),
+        dtype,
+        buffer=_bytes(rows),
+        offset=region.offset,
+        strides=(rows.strides[0], *(step for _, step in axes)),
+    )
+    return base
+
+
+def _bytes(rows: Rows) -> Rows:
+    """The same memory as one row."""
+    return np.lib.stride_tricks.as_strided(rows, ((len(rows) - 1) * rows.strides[0] + rows.shape[1],), (1,))
+
+
+def _sizes(region: Region, what: str) -> list[int]:
+    return [size for name, size, _ in region.axes if name == what]
+
+
+def _channels(region: Region) -> list[slice]:
+    return [slice(None)] * len(_sizes(region, "c"))
+
+
+def _word(region: Region) -> int:
+    """The largest word, up to 8 bytes, of which all of a region is made."""
+    *outer, (_, size, _step) = [axis for what in "htc" for axis in region.axes if axis[0] == what]
+    numbers = [region.offset, size, *(stride for _, _, stride in outer if stride > 1)]
+    return math.gcd(8, *numbers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -77,14 +77,24 @@ class WorkerSide:
         per_layer = max(sum(k.rows) * sum(len(e.blocks[k.group]) for e in scheduled) for k in self._shape.kinds)
         self._group = -(-OFFER // per_layer) if per_layer else len(self._layers) + 1
         if metadata.prefill or metadata.decode:
-            self.driver.submit([*metadata.prefill, *metadata.decode])
+            self.driver.submit([*self._offered(metadata.prefill), *metadata.decode])
+
+    def _offered(self, prefill: list[events.ForPrefill]) -> Iterator[events.ForPrefill | events.Computed]:
+        """Without overlap a prompt's KV is offered when all of it is there."""
+        for event in prefill:
+            if isinstance(event, events.Pinned) and self._config.overlap == "off":
+                yield events.Computed(event.transfer, len(self._layers))
+            yield event
 
     def layer_computed(self, name: str) -> None:
+        """Not called in full CUDA graphs: then `end` offers the whole chunk."""
+        if self._config.overlap != "layer":
+            return
         if self._computing and (layer := self._layers.get(name, 0)) % self._group == 0 and layer:
             self._announce(layer)
 
     def end(self) -> None:
-        if self._computing:
+        if self._computing and self._config.overlap != "off":
             self._announce(len(self._layers))
         self._computing = []
 

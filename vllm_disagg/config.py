@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -25,6 +25,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     retry: Seconds = 0.5  # between D's signs of life; more often costs messages
     silence: Seconds = 2.0  # D gives P up after so long without a word; a false alarm costs a recompute
     piece: Bytes = 4 << 20  # bytes moved per request to P; larger ones cost less CPU and overlap less
+    overlap: Literal["layer", "chunk", "off"] = "layer"  # P offers KV with each few layers, each chunk, or the whole prompt
     window: Bytes = 32 << 20  # bytes on their way to D at a time; bounds memory on both sides
 
     @property

@@ -24,7 +24,7 @@ from ..errors import BadMessage
 from ..events import Arrived, Land, SendPiece, Sent
 from ..grants import Worker
 from ..memory import FRAME, checksum
-from .carrier import Happened, Port
+from .carrier import Happened, Port, count_landed
 from .control import Control, receive
 
 log = logging.getLogger("vllm_disagg.zmq")
@@ -124,7 +124,10 @@ class ZmqCarrier:
 
     def land(self, land: Land) -> bool | None:
         ok = checksum(land.transfer, self._frames) == self._checksum
-        return ok and self._port.memory.write(land.extent, land.blocks, self._frames)
+        ok = ok and self._port.memory.write(land.extent, land.blocks, self._frames)
+        if ok:
+            count_landed(self._port.counters, "zmq", sum(len(frame) for frame in self._frames))
+        return ok
 
     # Both ----------------------------------------------------------------------------------------------------
     def note_at_prefill(self, reader: str, data: bytes) -> None:

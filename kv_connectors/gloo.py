@@ -21,12 +21,17 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.distributed import ProcessGroupGloo, Store
+from torch.distributed import Store, is_gloo_available
 
+from vllm_disagg.config import Config
+from vllm_disagg.errors import ConfigError
 from vllm_disagg.transports.carrier import Port
 from vllm_disagg.transports.mover import HostStaging, Slot
 from vllm_disagg.transports.pairs import PAIRING, Ended, Failed, FromLink, Said, Up
 from vllm_disagg.transports.two_sided import TwoSidedCarrier
+
+if is_gloo_available():
+    from torch.distributed import ProcessGroupGloo
 
 log = logging.getLogger("vllm_disagg.gloo")
 
@@ -142,9 +147,15 @@ class GlooLink:
             self.is_gone = True
 
 
-def make(port: Port) -> TwoSidedCarrier:
+def carrier(config: Config) -> Callable[[Port], TwoSidedCarrier]:
     """RuntimeError if this torch has no Gloo, or none for this host."""
-    device = ProcessGroupGloo.create_device(hostname=port.config.host)
-    return TwoSidedCarrier(
-        "gloo", port, HostStaging(port.memory), lambda rank, tell, epoch: GlooLink(device, rank, tell, epoch)
-    )
+    if not is_gloo_available():
+        raise RuntimeError(f"torch {torch.__version__} was built without Gloo")
+    if config.encrypt_data:
+        raise ConfigError("transport gloo cannot encrypt KV: set encrypt_data to false, or transport to zmq")
+    device = ProcessGroupGloo.create_device(hostname=config.host)
+
+    def make_link(rank: int, tell: Callable[[FromLink], None], epoch: int) -> GlooLink:
+        return GlooLink(device, rank, tell, epoch)
+
+    return lambda port: TwoSidedCarrier("gloo", port, HostStaging(port.memory), make_link)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from .pairs import SLOTS, Failed, FromLink, Gathered
 log = logging.getLogger("vllm_disagg.mover")
 
 LOOK = 0.0002  # seconds between looks at what does not say by itself when it has ended
+CLOSING = 3.0  # seconds that the aborts of a worker that ends may take
 COMMUNICATORS = 32  # open or being aborted, of a worker: each has SLOTS slots, and NCCL takes memory of its own
 
 Slot = Any  # memory of one piece: what the staging makes and the link takes
@@ -152,6 +154,10 @@ class Mover:
             looking = self._look()
         for key in list(self._pairs):
             self._close_pair(key)
+        end = time.monotonic() + CLOSING
+        while any(not pair.link.is_gone for pair in self._closing) and time.monotonic() < end:
+            self._look()
+            time.sleep(LOOK)
 
     def _look(self) -> bool:
         """At what goes on; whether to look again soon."""

@@ -52,7 +52,8 @@ class TwoSidedCarrier:
     def connect(self, worker: Worker) -> None:
         end = self._sources.get(worker.name)
         if end is None:
-            end = self._sources[worker.name] = pairs.ReaderEnd(self._port.config.silence, slot=self._port.config.piece)
+            largest = max(self._port.config.piece, self._port.memory.shape.block_bytes)  # as `layout.split` cuts
+            end = self._sources[worker.name] = pairs.ReaderEnd(self._port.config.silence, slot=largest)
         if end.state is pairs.State.CLOSED and time.monotonic() >= end.retry and self._make_room(
             READS, self._sources, worker.name
         ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable
 
@@ -9,23 +10,29 @@ from vllm_disagg.config import Config
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.transports.carrier import Carrier, Port
 
-from . import gloo
-
 log = logging.getLogger("vllm_disagg.carriers")
 
 Make = Callable[[Port], Carrier]
-CARRIERS: dict[str, Callable[[Config], Make]] = {"gloo": gloo.carrier}  # each raises RuntimeError where it cannot be
-TRIED: dict[str, list[str]] = {"auto": [], "zmq": [], "gloo": ["gloo"]}  # by setting, the preferred one first
+TRIED: dict[str, list[str]] = {  # by setting, the preferred one first
+    "auto": [],
+    "zmq": [],
+    "gloo": ["gloo"],
+    "nccl": ["nccl"],
+}
 
 
 def chosen(config: Config) -> dict[str, Make]:
-    """By name.  One that cannot be here is left out, and the log says so: its KV goes by ZMQ."""
+    """By name, each from the module of its name: `carrier(config)`, which raises RuntimeError where it cannot be.
+
+    One that cannot be here is left out, and the log says so: KV goes by ZMQ.
+    """
     if config.transport not in TRIED:
         raise ConfigError(f"transport {config.transport!r} is not in this version; use one of {', '.join(TRIED)}")
     found = {}
     for name in TRIED[config.transport]:
         try:
-            found[name] = CARRIERS[name](config)
-        except RuntimeError as error:
+            module = importlib.import_module(f".{name}", __package__)  # with what it needs, which is not everywhere
+            found[name] = module.carrier(config)
+        except (ImportError, RuntimeError) as error:
             log.warning("transport %s cannot be used here (%s): KV goes by ZMQ", name, error)
     return found

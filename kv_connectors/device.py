@@ -13,7 +13,7 @@ scatter's own event has been seen to be over; and blocks that a gather reads are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_disagg.errors import ConfigError
 from vllm_disagg.events import Land, SendPiece
 from vllm_disagg.layout import Shape
 from vllm_disagg.memory import FRAME
@@ -235,6 +236,19 @@ class DeviceStaging:
     @staticmethod
     def _event(stream: Any) -> Any:
         return stream.record_event() if stream is not None else None
+
+
+def device_memory(caches: Mapping[str, torch.Tensor], num_blocks: int, block_size: int) -> DeviceMemory:
+    """The KV caches of all layers, in the model's order, as memory of the protocol.  ConfigError for what it cannot be."""
+    try:
+        planes = [list(planes_of(tensor, num_blocks)) for tensor in caches.values()]
+    except ValueError as error:
+        raise ConfigError(f"DisaggConnector cannot move {error}") from None
+    sizes = {sum(plane.block_bytes for plane in layer) for layer in planes}
+    if len(sizes) != 1:
+        raise ConfigError(f"DisaggConnector needs layers of one size; this model's KV blocks have {sorted(sizes)} bytes")
+    device = next(iter(caches.values())).device
+    return DeviceMemory(planes, Shape(len(planes), block_size, sizes.pop()), device)
 
 
 def planes_of(tensor: torch.Tensor, num_blocks: int) -> Iterator[Plane]:

@@ -36,8 +36,6 @@ def describe(caches: Mapping[str, torch.Tensor], num_blocks: int) -> str:
 
 
 def _parts(name: str, tensor: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
-    if tensor.device.type != "cpu":
-        raise ConfigError(f"DisaggConnector moves KV in host memory only, so far; {name} is on {tensor.device}")
     if tensor.shape[0] % num_blocks == 0:
         return [tensor]
     if tensor.shape[0] == 2 and tensor.shape[1] % num_blocks == 0:
@@ -46,6 +44,8 @@ def _parts(name: str, tensor: torch.Tensor, num_blocks: int) -> list[torch.Tenso
 
 
 def _plane(tensor: torch.Tensor, num_blocks: int, name: str) -> Row:
+    if tensor.device.type != "cpu":
+        raise ConfigError(f"this KV is to be moved by the host, and {name} is on {tensor.device}")
     rows, width = tensor.shape[0], tensor[0].numel() * tensor.element_size()
     stride = tensor.stride(0) * tensor.element_size()
     axes = sorted(range(1, tensor.dim()), key=lambda axis: tensor.stride(axis))

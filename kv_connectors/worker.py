@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -11,6 +11,7 @@ from vllm_disagg import events
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
 from vllm_disagg.keys import FleetKey
+from vllm_disagg.memory import Memory
 
 from . import carriers, kvcache
 from .messages import Handshake, StepMetadata
@@ -29,6 +30,7 @@ class WorkerSide:
         self._layers: dict[str, int] = {}
         self._block_bytes = 0
         self._group = 1  # layers per offer, in this step
+        self._launched: Callable[[], None] = lambda: None  # what copies must come after: see `device`
         self._requests: dict[str, str] = {}  # transfer -> vLLM's id
         self._computing: list[str] = []  # transfers of which this step computes a part
         self._failed_blocks: set[int] = set()
@@ -38,12 +40,21 @@ class WorkerSide:
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         self._caches = caches  # the driver holds addresses only
-        memory = kvcache.host_memory(caches, self._num_blocks, self._block_size)
+        memory = self._memory(caches)
         self._layers = {name: index for index, name in enumerate(caches, 1)}
         self._block_bytes = memory.shape.block_bytes
         self._driver = Driver(self._config, self._key, memory, self._rank, carriers.chosen(self._config))
         self.handshake = Handshake(self._driver.worker, {"KV tensors": kvcache.describe(caches, self._num_blocks)})
         log.info("KV transfers at %s", self._driver.worker.control)
+
+    def _memory(self, caches: Mapping[str, torch.Tensor]) -> Memory:
+        if next(iter(caches.values())).device.type == "cpu":
+            return kvcache.host_memory(caches, self._num_blocks, self._block_size)
+        from .device import device_memory  # noqa: PLC0415 - Triton, which CPUs need not have
+
+        memory = device_memory(caches, self._num_blocks, self._block_size)
+        self._launched = memory.launched
+        return memory
 
     @property
     def driver(self) -> Driver:
@@ -66,6 +77,8 @@ class WorkerSide:
         self._computing = [e.transfer for e in scheduled]
         per_layer = self._block_bytes * sum(len(e.blocks) for e in scheduled)
         self._group = -(-OFFER // per_layer) if per_layer else len(self._layers) + 1
+        if metadata.decode:
+            self._launched()
         if metadata.prefill or metadata.decode:
             self.driver.submit([*metadata.prefill, *metadata.decode])
 
@@ -79,6 +92,7 @@ class WorkerSide:
         self._computing = []
 
     def _announce(self, layers: int) -> None:
+        self._launched()
         self.driver.submit([events.Computed(transfer, layers) for transfer in self._computing])
 
     # What has ended ------------------------------------------------------------------------------------------

@@ -96,6 +96,7 @@ class _Pair:
     link: Link
     slots: Sequence[Slot]
     tell: Callable[[FromLink], None]
+    epoch: int
 
 
 class Mover:
@@ -106,7 +107,7 @@ class Mover:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._pairs: dict[Key, _Pair] = {}
         self._closing: list[_Pair] = []
-        self._polls: list[tuple[Poll, Callable[[Any], None]]] = []
+        self._polls: list[tuple[Poll, Callable[[Any], None], Any]] = []  # the last: what a failure gives
         self._thread = threading.Thread(target=self._run, name="vllm-disagg-mover", daemon=True)
         self._thread.start()
 
@@ -162,15 +163,19 @@ class Mover:
     def _look(self) -> bool:
         """At what goes on; whether to look again soon."""
         polls, self._polls = self._polls, []
-        for poll, then in polls:
-            result = poll()
-            if result is None:
-                self._polls.append((poll, then))
-            else:
-                then(result)
-        busy = [pair.link.poll() for pair in [*self._pairs.values(), *self._closing] if pair.link.is_polled]
+        for poll, then, failed in polls:
+            self._when(poll, then, failed)
+        busy = [self._look_at(pair) for pair in [*self._pairs.values(), *self._closing] if pair.link.is_polled]
         self._closing = [pair for pair in self._closing if not pair.link.is_gone]
         return bool(self._polls) or any(busy)
+
+    def _look_at(self, pair: _Pair) -> bool:
+        try:
+            return pair.link.poll()
+        except Exception as error:
+            log.warning("a communicator has failed: %r", error)
+            pair.tell(Failed(pair.epoch, str(error)))
+            return False
 
     def _open(self, key: Key, slot: int, rank: int, tell: Callable[[FromLink], None]) -> None:
         epoch = key[2]
@@ -180,7 +185,7 @@ class Mover:
             return
         try:
             slots = self._staging.slots(SLOTS, slot)
-            self._pairs[key] = _Pair(self._make_link(rank, tell, epoch), slots, tell)
+            self._pairs[key] = _Pair(self._make_link(rank, tell, epoch), slots, tell, epoch)
         except Exception as error:  # of a library, in words of its own
             log.warning("no communicator with %s: %r", key[1], error)
             tell(Failed(epoch, f"no communicator: {error}"))
@@ -207,7 +212,7 @@ class Mover:
             log.warning("a piece for %s cannot be sent: %r", key[1], error)
             tell(Gathered(epoch, seq, -1, 0))
             return
-        self._when(poll, lambda found: tell(Gathered(epoch, seq, size, found)))
+        self._when(poll, lambda found: tell(Gathered(epoch, seq, -1 if found is None else size, found or 0)), None)
         self._with(key, lambda pair: pair.link.send(seq, pair.slots[slot], size))
 
     def _scatter(
@@ -219,12 +224,18 @@ class Mover:
             log.warning("a piece of %s cannot be put into its blocks: %r", land.transfer, error)
             tell(False)
             return
-        self._when(poll, tell)
+        self._when(poll, tell, False)
 
-    def _when(self, poll: Poll, then: Callable[[Any], None]) -> None:
-        result = poll()
+    def _when(self, poll: Poll, then: Callable[[Any], None], failed: Any) -> None:
+        """`then` with what the poll ends in, now or when `_look` finds it over."""
+        try:
+            result = poll()
+        except Exception as error:
+            log.warning("a copy has failed: %r", error)
+            then(failed)
+            return
         if result is None:
-            self._polls.append((poll, then))
+            self._polls.append((poll, then, failed))
         else:
             then(result)
 

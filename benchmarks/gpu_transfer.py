@@ -6,7 +6,9 @@ On a GPU the KV lies there, else in host memory, where what needs a GPU is left 
 *Kernels*: an extent's blocks gathered into a contiguous buffer and scattered back, beside `copy_` of as many bytes
 (both count bytes once).  *Transports*: a prefill and a decode worker in two processes, with our drivers and the whole
 protocol; GB/s from asking to landed, medians of the rounds, and CPU seconds of both processes per GB.  The limit
-beside them: one copy of as many bytes within the memory concerned.  The last line is one JSON object.
+beside them: one copy of as many bytes within the memory concerned.  *Interference*: how often a large matrix product
+(as prefill) and a large sum (as decode: bound by memory) repeat in the decode worker's process during transfers, as a
+share of how often alone.  The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ import multiprocessing
 import os
 import statistics
 import sys
+import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,9 +30,10 @@ import numpy as np
 import torch
 
 from kv_connectors import carriers
-from vllm_disagg import events, keys
+from vllm_disagg import config, events, keys
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
+from vllm_disagg.errors import ConfigError
 from vllm_disagg.layout import Shape
 from vllm_disagg.memory import HostMemory, Memory
 
@@ -50,8 +55,8 @@ def memory(blocks: int, fill: int) -> tuple[Memory, list[torch.Tensor]]:
 
 
 def driver(transport: str, piece: int, store: Memory) -> Driver:
-    config = Config(transport=transport, piece=piece, window=32 << 20, silence=10.0, lease=60.0)  # type: ignore[arg-type]
-    return Driver(config, KEY, store, 0, carriers.chosen(config))
+    settings = Config(transport=transport, piece=piece, window=32 << 20, silence=10.0, lease=60.0)  # type: ignore[arg-type]
+    return Driver(settings, KEY, store, 0, carriers.chosen(settings))
 
 
 def outcome(made: Driver) -> Any:
@@ -76,6 +81,51 @@ def serve(pipe: Connection, transport: str, piece: int, blocks: int) -> None:
     made.close()
 
 
+class Load:
+    """Something that computes without a pause in a thread of its own; how often a second."""
+
+    def __init__(self, do: Callable[[], object]) -> None:
+        self._do, self._over = do, threading.Event()
+        self._count, self._began = 0, time.perf_counter()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self._do()
+            if GPU:
+                torch.cuda.current_stream().synchronize()
+            self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self.rate = self._count / (time.perf_counter() - self._began)
+
+
+def loads() -> dict[str, Callable[[], object]]:
+    side, dtype, device = (8192, torch.bfloat16, "cuda") if GPU else (512, torch.float32, "cpu")
+    a = torch.randn(side, side, dtype=dtype, device=device)
+    long = torch.randn(1 << (28 if GPU else 22), dtype=dtype, device=device)
+    return {"prefill": lambda: a @ a, "decode": long.sum}
+
+
+def interference(transfer: Callable[[], object], rounds: int) -> dict[str, float]:
+    """By kind of load: its rate during transfers as a share of its rate alone."""
+    found = {}
+    for name, do in loads().items():
+        with Load(do) as alone:
+            time.sleep(1.0)
+        with Load(do) as during:
+            for _ in range(rounds):
+                transfer()
+        found[name] = round(during.rate / alone.rate, 3)
+    return found
+
+
 def measure(transport: str, piece: int, blocks: int, rounds: int) -> dict[str, Any]:
     here, there = multiprocessing.get_context("spawn").Pipe()
     child = multiprocessing.get_context("spawn").Process(target=serve, args=(there, transport, piece, blocks))
@@ -85,19 +135,26 @@ def measure(transport: str, piece: int, blocks: int, rounds: int) -> dict[str, A
     source, size = here.recv(), LAYERS * blocks * BLOCK_BYTES
     seconds, cpu = [], []
     last = 0.0  # CPU seconds of the other process
-    for round_ in range(WARM + rounds):
+
+    def move() -> tuple[Any, float]:
+        """One transfer: its report, and the CPU seconds of the other process so far."""
         transfer = os.urandom(16).hex()
-        before = time.process_time()
         made.submit([events.Wanted(transfer, [source], list(range(blocks)), 0, blocks * BLOCK_SIZE, 60.0)])
         here.send(transfer)
         report = outcome(made)
         if report.reason is not None:
+            child.kill()
             sys.exit(f"gpu_transfer: {transport} failed ({report.reason.value})")
-        theirs = here.recv()
+        return report, here.recv()
+
+    for round_ in range(WARM + rounds):
+        before = time.process_time()
+        report, theirs = move()
         if round_ >= WARM:
             seconds.append(report.seconds)
             cpu.append(time.process_time() - before + theirs - last)
         last = theirs
+    slowed = interference(move, rounds)
     wrong = sum(int((tensor != 7).sum()) for tensor in tensors)
     if wrong:
         sys.exit(f"gpu_transfer: {wrong} bytes are wrong after {transport}")
@@ -112,6 +169,7 @@ def measure(transport: str, piece: int, blocks: int, rounds: int) -> dict[str, A
         "piece_kib": piece >> 10,
         "gbps": round(size / statistics.median(seconds) / 1e9, 3),
         "cpu_s_per_gb": round(statistics.median(cpu) / size * 1e9, 3),
+        "interference": slowed,
     }
 
 
@@ -167,6 +225,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
+    try:
+        for transport in args.transports.split(","):
+            config.parse({"transport": transport})
+    except ConfigError as error:
+        parser.error(str(error))
     blocks = max(1, int(args.gigabytes * 1e9 / LAYERS / BLOCK_BYTES))
     result: dict[str, Any] = {"device": torch.cuda.get_device_name() if GPU else "none: host memory, a dry run"}
     print(f"device: {result['device']}; one transfer: {blocks} blocks in {LAYERS} layers", flush=True)
@@ -185,7 +248,9 @@ def main() -> None:
             result["transports"].append(row)
             note = "" if row["came_by"] == transport else f"  (came by {row['came_by']})"
             print(
-                f"{transport:5} {row['piece_kib']:6} KiB: {row['gbps']:7.3f} GB/s, {row['cpu_s_per_gb']:.3f} CPU s/GB{note}",
+                f"{transport:5} {row['piece_kib']:6} KiB: {row['gbps']:7.3f} GB/s, {row['cpu_s_per_gb']:.3f} CPU s/GB,"
+                f" at full speed beside it: prefill {row['interference']['prefill']:.0%}, decode"
+                f" {row['interference']['decode']:.0%}{note}",
                 flush=True,
             )
     print(json.dumps(result))

@@ -1,6 +1,7 @@
 """Write a tiny model with random weights, for tests and demos: tiny_model.py KIND OUT_DIR.
 
-KIND: dense, or heavy (about 100 KB of KV cache a token, so that transfers show).
+KIND: dense, heavy (about 100 KB of KV cache a token, so that transfers show), or qwen3-8b (that model's shape but for
+its vocabulary: 14 GB, for a GPU).
 
 The weights are drawn with `initializer_range` 0.08.  With the usual 0.02 a random model repeats one token, and half
 of all changes to a prompt do not change its answer, so wrong KV would go unseen; with 0.08 every change shows.
@@ -25,6 +26,14 @@ KINDS: dict[str, dict[str, int]] = {
         "hidden_size": 256,
         "num_hidden_layers": 24,
         "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "qwen3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
@@ -66,9 +75,8 @@ def make(kind: str, folder: Path) -> None:
     words = tokenizer()
     words.save_pretrained(folder)
     config = Qwen3Config(
-        **KINDS[kind],
+        **{"intermediate_size": 256, **KINDS[kind]},
         vocab_size=len(words),
-        intermediate_size=256,
         max_position_embeddings=8192,
         initializer_range=0.08,
         tie_word_embeddings=False,

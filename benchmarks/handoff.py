@@ -10,6 +10,9 @@ concurrency: a plain engine's prefill is what a request would cost with no hand-
 what all processes of a stack used for a request minus what the plain engine's used.  Prefix caching is off.  The
 answers to one fixed prompt of each length are compared with the plain engine's.  The last line is one JSON object.
 
+On a GPU (--gpu) all engines of a stack share it, a third of its memory each, and nothing is pinned; NCCL between two
+ranks of one GPU needs NCCL >= 2.30.4 (VLLM_NCCL_SO_PATH) and NCCL_MULTI_RANK_GPU_ENABLE=1.  Never run yet.
+
 Peers: nixl and nixl-cu12 (pip install --no-deps) in this environment, and the vllm-router program.
 """
 
@@ -53,6 +56,8 @@ class Stack:
 
     name: str
     dtype: str
+    gpu: bool = False
+    transport: str = "auto"  # of ours
     front: str = ""
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
@@ -68,6 +73,8 @@ class Stack:
         port = free_port()
         command = [VLLM, "serve", model, "--served-model-name", "tiny", "--port", str(port), "--dtype", self.dtype]
         command += ["--max-model-len", "4096", "--enforce-eager", "--no-enable-prefix-caching"]
+        if self.gpu:
+            command += ["--gpu-memory-utilization", "0.3"]
         if config:
             command += ["--kv-transfer-config", json.dumps({**config, "kv_load_failure_policy": "recompute"})]
         self.start(log, command, VLLM_CPU_OMP_THREADS_BIND=str(core), VLLM_CPU_KVCACHE_SPACE="4", **env)
@@ -104,7 +111,8 @@ def start_plain(stack: Stack, model: str, logs: Path, _: str) -> None:
 def start_ours(stack: Stack, model: str, logs: Path, _: str) -> None:
     key = logs / "key"
     subprocess.run([sys.executable, "-m", "vllm_disagg.cli", "key", str(key)], check=True)
-    config = {"kv_connector": "DisaggConnector", "kv_connector_extra_config": {"key_file": str(key)}}
+    settings = {"key_file": str(key), "gpu": stack.gpu, "transport": stack.transport}
+    config = {"kv_connector": "DisaggConnector", "kv_connector_extra_config": settings}
     prefill = stack.engine(model, logs / "prefill.log", 0, {**config, "kv_role": "kv_producer"})
     decode = stack.engine(model, logs / "decode.log", 1, {**config, "kv_role": "kv_consumer"})
     for url in (prefill, decode):
@@ -117,7 +125,7 @@ def start_ours(stack: Stack, model: str, logs: Path, _: str) -> None:
 
 
 def start_peer(stack: Stack, model: str, logs: Path, router: str) -> None:
-    config = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+    config = {"kv_connector": "NixlConnector", "kv_buffer_device": "cuda" if stack.gpu else "cpu"}
     urls = []
     for core, role in enumerate(("kv_producer", "kv_consumer")):
         side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
@@ -136,10 +144,10 @@ STARTS = {"plain": start_plain, "ours": start_ours, "peer": start_peer}
 
 
 @contextmanager
-def running(name: str, model: str, logs: Path, router: str, dtype: str) -> Iterator[Stack]:
-    stack = Stack(name, dtype)
+def running(name: str, logs: Path, args: argparse.Namespace) -> Iterator[Stack]:
+    stack = Stack(name, args.dtype, args.gpu, args.transport)
     try:
-        STARTS[name](stack, model, logs, router)
+        STARTS[name](stack, args.model, logs, args.router)
         yield stack
     finally:
         stack.stop()
@@ -256,6 +264,8 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--stacks", nargs="+", choices=STARTS, default=list(STARTS), help="fewer, for profiling")
     parser.add_argument("--dtype", default="auto", help="of all engines")
+    parser.add_argument("--gpu", action="store_true", help="all engines on this machine's GPU")
+    parser.add_argument("--transport", default="auto", help="of ours: the connector's setting of this name")
     parser.add_argument("--save", metavar="NAME", help="write NAME.json and NAME.png")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("handoff: stopped"))  # so that no engine stays behind
@@ -264,7 +274,7 @@ def main() -> None:
         for name in args.stacks:
             logs = Path(tempfile.mkdtemp(prefix=f"handoff-{name}-"))
             print(f"round {turn + 1} of {args.rounds}: {name} (logs in {logs})", flush=True)
-            with running(name, args.model, logs, args.router, args.dtype) as stack:
+            with running(name, logs, args) as stack:
                 asyncio.run(measure(stack, results[name], args, turn))
     if len(results) < len(STARTS):
         return

@@ -43,7 +43,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         settings = config.parse(self._kv_transfer_config.kv_connector_extra_config)
         key = keys.load(settings.key_file)
-        facts.refuse_unsupported(vllm_config, kv_cache_config)
+        facts.refuse_unsupported(vllm_config, kv_cache_config, gpu=settings.gpu)
         self._scheduler: SchedulerSide
         self._worker: WorkerSide
         self._registrations: list[Registration] = []

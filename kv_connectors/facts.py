@@ -25,11 +25,14 @@ SAMPLE = 1 << 16  # bytes read at the start and at the end of each weights file
 NOT_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 
 
-def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raise ConfigError, in words, for what would not be exact."""
+def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, gpu: bool = False) -> None:
+    """Raise ConfigError, in words, for what would not be exact.  `gpu`: the setting of this name."""
     device = vllm_config.device_config.device_type
-    if device != "cpu":
-        raise ConfigError(f"DisaggConnector moves KV in host memory only, so far; this engine's is on {device}")
+    if device != "cpu" and not (gpu and device == "cuda"):
+        raise ConfigError(
+            f"DisaggConnector has not been run with KV on {device} yet, so it refuses; to try it on a GPU all the same,"
+            ' set "gpu": true in kv_connector_extra_config, and compare the answers'
+        )
     parallel = vllm_config.parallel_config
     for what, size in (
         ("data", parallel.data_parallel_size),

@@ -129,8 +129,6 @@ def _describe(part: torch.Tensor) -> str:
 
 
 def _parts(name: str, tensor: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
-    if tensor.device.type != "cpu":
-        raise ConfigError(f"DisaggConnector moves KV in host memory only, so far; {name} is on {tensor.device}")
     if tensor.shape[0] % num_blocks == 0:
         return [tensor]
     if tensor.shape[0] == 2 and tensor.shape[1] % num_blocks == 0:
@@ -143,6 +141,8 @@ def _width(part: torch.Tensor) -> int:
 
 
 def _plane(tensor: torch.Tensor, num_blocks: int, name: str) -> Row:
+    if tensor.device.type != "cpu":
+        raise ConfigError(f"this KV is to be moved by the host, and {name} is on {tensor.device}")
     rows, width = tensor.shape[0], _width(tensor)
     stride = tensor.stride(0) * tensor.element_size()
     axes = sorted(range(1, tensor.dim()), key=lambda axis: tensor.stride(axis))

@@ -21,18 +21,22 @@ COUNTS = {
     "bad_messages": "messages of peers that made no sense",
     "damaged_pieces": "pieces whose bytes did not match their checksum",
 }
+CARRIERS = ("zmq", "gloo", "nccl", "nixl")
 
 
 @dataclass
 class Stats(KVConnectorStats):
-    """`data`: the counts above, `loads` (seconds each load took) and `failures` (by reason), since the last look."""
+    """Since the last look, `data`: the counts above, `loads` (seconds each took), `failures` (by reason), `carried`.
+
+    `carried`: KV bytes that landed, by what carried them; those of loads that failed later too.
+    """
 
     def __post_init__(self) -> None:
         if not self.data:
             self.reset()
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {**dict.fromkeys(COUNTS, 0), "loads": [], "failures": {}}
+        self.data: dict[str, Any] = {**dict.fromkeys(COUNTS, 0), "loads": [], "failures": {}, "carried": {}}
         self._seen = Counters()
 
     def record(self, outcome: events.Release | events.Report) -> None:
@@ -52,7 +56,11 @@ class Stats(KVConnectorStats):
         self.data["sent_bytes"] += counters.bytes_sent - seen.bytes_sent
         self.data["bad_messages"] += counters.bad_messages - seen.bad_messages
         self.data["damaged_pieces"] += counters.damaged_pieces - seen.damaged_pieces
+        for carrier, count in list(counters.received.items()):
+            if more := count - seen.received.get(carrier, 0):
+                self.data["carried"][carrier] = self.data["carried"].get(carrier, 0) + more
         self._seen = Counters(**{name: getattr(counters, name) for name in counters.__struct_fields__})
+        self._seen.received = dict(counters.received)
 
     def take(self) -> Stats | None:
         """What has been recorded since the last call."""
@@ -70,8 +78,9 @@ class Stats(KVConnectorStats):
         for name in COUNTS:
             self.data[name] += other.data[name]
         self.data["loads"] = self.data["loads"] + other.data["loads"]
-        for reason, count in other.data["failures"].items():
-            self.data["failures"][reason] = self.data["failures"].get(reason, 0) + count
+        for by in ("failures", "carried"):
+            for name, count in other.data[by].items():
+                self.data[by][name] = self.data[by].get(name, 0) + count
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -79,6 +88,7 @@ class Stats(KVConnectorStats):
         summary = {name.replace("_", " "): count for name, count in self.data.items() if name in COUNTS and count}
         if loads:
             summary |= {"loads": len(loads), "median load (ms)": round(loads[len(loads) // 2] * 1e3, 1)}
+        summary |= {f"bytes by {carrier}": count for carrier, count in self.data["carried"].items()}
         return summary | {f"failed: {reason}": count for reason, count in self.data["failures"].items()}
 
 
@@ -103,6 +113,16 @@ class PromMetrics(KVConnectorPromMetrics):
                 labelnames=labelnames,
             )
         )
+        self._carried = {
+            carrier: per_engine(
+                self._counter_cls(
+                    name=f"vllm:disagg_received_by_{carrier}_bytes",
+                    documentation=f"KV bytes that landed here, carried by {carrier}",
+                    labelnames=labelnames,
+                )
+            )
+            for carrier in CARRIERS
+        }
         self._failures = {
             reason.value: per_engine(
                 self._counter_cls(
@@ -119,5 +139,7 @@ class PromMetrics(KVConnectorPromMetrics):
             metric[engine_idx].inc(transfer_stats_data[name])
         for seconds in transfer_stats_data["loads"]:
             self._loads[engine_idx].observe(seconds)
+        for carrier, count in transfer_stats_data["carried"].items():
+            self._carried[carrier][engine_idx].inc(count)
         for reason, count in transfer_stats_data["failures"].items():
             self._failures[reason][engine_idx].inc(count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +12,10 @@ from vllm_disagg import events
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
 from vllm_disagg.keys import FleetKey
+from vllm_disagg.memory import Memory
 from vllm_disagg.shape import NOTHING
 
-from . import kvcache
+from . import carriers, kvcache
 from .messages import Handshake, StepMetadata
 from .stats import Stats
 
@@ -35,6 +36,7 @@ class WorkerSide:
         self._layers: dict[str, int] = {}
         self._shape = NOTHING
         self._group = 1  # layers per offer, in this step
+        self._launched: Callable[[], None] = lambda: None  # what copies must come after: see `device`
         self._requests: dict[str, str] = {}  # transfer -> vLLM's id
         self._computing: list[str] = []  # transfers of which this step computes a part
         self._failed_blocks: set[int] = set()
@@ -44,16 +46,26 @@ class WorkerSide:
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         self._caches = caches  # the driver holds addresses only
+        memory, names = self._memory(caches)
+        self._layers = {name: index for index, name in enumerate(names, 1)}
+        self._shape = memory.shape
+        self._driver = Driver(self._config, self._key, memory, self._rank, carriers.chosen(self._config))
+        self.handshake = Handshake(self._driver.worker, names)
+        log.info("KV transfers at %s", self._driver.worker.control)
+
+    def _memory(self, caches: Mapping[str, torch.Tensor]) -> tuple[Memory, list[str]]:
+        """And the layers' names, in its order."""
         parallel, model = self._vllm_config.parallel_config, self._vllm_config.model_config
         size = parallel.tensor_parallel_size
         rank = kvcache.Rank(self._rank % size, size, model.get_total_num_kv_heads())
         config = self._kv_cache_config
-        memory, names = kvcache.host_memory(caches, config.kv_cache_groups, config.num_blocks, rank, self._vllm_config)
-        self._layers = {name: index for index, name in enumerate(names, 1)}
-        self._shape = memory.shape
-        self._driver = Driver(self._config, self._key, memory, self._rank)
-        self.handshake = Handshake(self._driver.worker, names)
-        log.info("KV transfers at %s", self._driver.worker.control)
+        if next(iter(caches.values())).device.type == "cpu":
+            return kvcache.host_memory(caches, config.kv_cache_groups, config.num_blocks, rank, self._vllm_config)
+        from .device import device_memory  # noqa: PLC0415 - Triton, which CPUs need not have
+
+        memory, names = device_memory(caches, config.kv_cache_groups, config.num_blocks, rank)
+        self._launched = memory.launched
+        return memory, names
 
     @property
     def driver(self) -> Driver:
@@ -76,6 +88,8 @@ class WorkerSide:
         self._computing = [e.transfer for e in scheduled]
         per_layer = max(sum(k.rows) * sum(len(e.blocks[k.group]) for e in scheduled) for k in self._shape.kinds)
         self._group = -(-OFFER // per_layer) if per_layer else len(self._layers) + 1
+        if metadata.decode:
+            self._launched()
         if metadata.prefill or metadata.decode:
             self.driver.submit([*self._offered(metadata.prefill), *metadata.decode])
 
@@ -99,6 +113,7 @@ class WorkerSide:
         self._computing = []
 
     def _announce(self, layers: int) -> None:
+        self._launched()
         self.driver.submit([events.Computed(transfer, layers) for transfer in self._computing])
 
     # What has ended ------------------------------------------------------------------------------------------

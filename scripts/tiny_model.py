@@ -2,7 +2,7 @@
 
 KIND: dense, heavy (about 100 KB of KV cache a token, so that transfers show), or another kind of KV cache: sliding
 (Gemma 3), oss (GPT-OSS), mla (DeepSeek V2), moe (Mixtral), mamba (Mamba 2), linear (Qwen3-Next).  vLLM's CPU build
-serves all of them with --enforce-eager.
+serves all of them with --enforce-eager.  qwen3-8b: that model's shape but for its vocabulary (14 GB, for a GPU).
 
 The weights are drawn with `initializer_range` 0.08.  With the usual 0.02 a random model repeats one token, and half
 of all changes to a prompt do not change its answer, so wrong KV would go unseen; with 0.08 every change shows.
@@ -56,6 +56,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"head_dim": 64, "num_experts": 4, "shared_expert_intermediate_size": 64},
             **{"linear_num_value_heads": 4, "linear_num_key_heads": 2},
             **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+        },
+    ),
+    "qwen3-8b": (
+        "Qwen3Config",
+        {
+            **{"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
+            **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
         },
     ),
 }

@@ -56,6 +56,18 @@ MUTANTS = [
     ("P takes blocks of another group", "prefill.py", "t.blocks[kind.group], 0", "t.blocks[0], 0"),
     ("D writes into blocks of another group", "reading.py", "blocks = event.blocks[kind.group]", "blocks = event.blocks[0]"),
     ("a failure spares the other sources' pieces", "decode.py", "t.pieces = {n: p for n, p in t.pieces.items() if p.where is Where.LANDING}", "t.pieces = {n: p for n, p in t.pieces.items() if p.where is Where.LANDING and p.source == but}"),
+    ("D overlooks a lost note", "transports/pairs.py", "if event.seq != self.seq:", "if event.seq < self.seq:"),
+    ("D takes what its slot does not hold", "transports/pairs.py", "if not 0 < event.size <= self.slot:", "if False:"),
+    ("D believes another epoch", "transports/pairs.py", "        if event.epoch != self.epoch or self.state is State.CLOSED:\n            return []\n        match event:\n            case Meet():\n                return [Hear(event.epoch, event.blob)]\n            case Said():\n                return [Tell(Meet(event.epoch, event.blob))]\n            case Up():\n                self.is_up", "        match event:\n            case Meet():\n                return [Hear(event.epoch, event.blob)]\n            case Said():\n                return [Tell(Meet(event.epoch, event.blob))]\n            case Up():\n                self.is_up"),
+    ("D receives into a slot that is read", "transports/pairs.py", "return [Deliver(self.epoch, slot, piece)]", "self.free.append(slot)\n        return [Deliver(self.epoch, slot, piece)]"),
+    ("D waits for ever for an epoch", "transports/pairs.py", "return self._break(self.overdue(bool(self.posted)), now) if due is not None and due <= now else []", "return []"),
+    ("D does not go back to ZMQ", "transports/pairs.py", "actions.append(Route(None))", "pass"),
+    ("D never pairs again", "transports/pairs.py", "self.retry, self.wait = now + self.wait", "self.retry, self.wait = now + 1e9"),
+    ("P says Sent while it gathers", "transports/pairs.py", "*(Finished(piece) for piece in self.waiting)]", "*(Finished(piece) for piece in [*self.waiting, *self.gathering.values()])]"),
+    ("P drops what waits for a slot", "transports/pairs.py", "actions: list[SourceAction] = [Close(self.epoch, why), *(Finished(piece) for piece in self.waiting)]", "actions: list[SourceAction] = [Close(self.epoch, why)]"),
+    ("P grows beyond its ring", "transports/pairs.py", "while self.waiting and self.free:\n            piece, slot = self.waiting.popleft(), self.free.pop()", "while self.waiting:\n            piece, slot = self.waiting.popleft(), self.free.pop() if self.free else 0"),
+    ("P waits for ever for a frozen D", "transports/pairs.py", "return self._break(self.overdue(bool(self.told))) if due is not None and due <= now else []", "return []"),
+    ("P serves for an epoch that is over", "transports/pairs.py", "if event.epoch != self.epoch or self.state is not State.UP:\n            return [Finished(event.piece)]", "if self.state is not State.UP:\n            return [Finished(event.piece)]"),
 ]
 
 
@@ -69,8 +81,10 @@ def is_caught(file: str, old: str, new: str) -> bool:
         if text.count(old) != 1:
             sys.exit(f"mutants: {file} holds {text.count(old)} times: {old!r}")
         path.write_text(text.replace(old, new))
-        command = [sys.executable, "-m", "pytest", "-x", "tests/unit/test_decode.py", "tests/property/test_world.py"]
-        env = {**os.environ, "SEEDS": os.environ.get("SEEDS", "10000"), "PYTHONPATH": f"{folder}:{folder}/tests"}
+        of_pairs = file == "transports/pairs.py"
+        tests = ["tests/property/test_pairs.py"] if of_pairs else ["tests/unit/test_decode.py", "tests/property/test_world.py"]
+        command = [sys.executable, "-m", "pytest", "-x", *tests]
+        env = {**os.environ, "SEEDS": os.environ.get("SEEDS", "160" if of_pairs else "10000"), "PYTHONPATH": f"{folder}:{folder}/tests"}
         return subprocess.run(command, cwd=folder, env=env, capture_output=True, timeout=600).returncode == 1
 
 

@@ -76,8 +76,11 @@ class Driver:
         self._control = Control(config, key, self.name)
         self._control.poller.register(self._woken, zmq.POLLIN)
         zmq_carrier = ZmqCarrier(self._port("zmq", config, memory), self._control)
-        others = {name: make(self._port(name, config, memory)) for name, make in (carriers or {}).items()}
+        others = {
+            name: make(self._port(name, config, memory, zmq_carrier.address)) for name, make in (carriers or {}).items()
+        }
         self._carriers: dict[str, Carrier] = {"zmq": zmq_carrier, **others}
+        self._said: set[str] = set()  # workers of which the log says what they lack
         self._arriving: Carrier = zmq_carrier  # whose Arrived is in the machine just now
         self.worker = Worker(
             self.name, self._control.address, zmq_carrier.endpoint, zmq_carrier.local, machine(), list(others), memory.shape
@@ -95,14 +98,14 @@ class Driver:
         )
         self._thread.start()
 
-    def _port(self, carrier: str, config: Config, memory: Memory) -> Port:
+    def _port(self, carrier: str, config: Config, memory: Memory, fallback: str = "") -> Port:
         def to_reader(reader: str, data: bytes) -> None:
             self._control.send_to_reader(reader, wire.Note(self.name, reader, carrier, data))
 
         def to_source(source: str, data: bytes) -> None:
             self._control.send_to_source(source, wire.Note(source, self.name, carrier, data))
 
-        return Port(self.name, config, memory, self.counters, self._control.poller, to_reader, to_source)
+        return Port(self.name, config, memory, self.counters, self._control.poller, to_reader, to_source, fallback)
 
     # vLLM's thread -------------------------------------------------------------------------------------------
     def submit(self, facts: Iterable[Fact]) -> None:
@@ -275,6 +278,12 @@ class Driver:
         common = [name for name in self._carriers if name in worker.carriers and name != "zmq"]
         if common:
             self._carriers[common[0]].connect(worker)
+        elif len(self._carriers) > 1 and worker.name not in self._said:
+            self._said.add(worker.name)
+            ours, theirs = ([name for name in names if name != "zmq"] for names in (self._carriers, worker.carriers))
+            log.warning(
+                "worker %s takes part in %s and we in %s: its KV comes by ZMQ", worker.name, theirs or "nothing else", ours
+            )
         if forgotten is not None:
             for carrier in self._carriers.values():
                 carrier.disconnect(forgotten)

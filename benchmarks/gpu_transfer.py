@@ -1,0 +1,260 @@
+"""What moving KV between two workers costs: kernels beside a device copy, transports by extent size.  No vLLM engine runs.
+
+    python benchmarks/gpu_transfer.py [--transports zmq,gloo,nccl] [--pieces 256,1024,4096] [--gigabytes N]
+
+On a GPU the KV lies there, else in host memory, where what needs a GPU is left out with a word: that is the dry run.
+*Kernels*: an extent's blocks gathered into a contiguous buffer and scattered back, beside `copy_` of as many bytes
+(both count bytes once).  *Transports*: a prefill and a decode worker in two processes, with our drivers and the whole
+protocol; GB/s from asking to landed, medians of the rounds, and CPU seconds of both processes per GB.  The limit
+beside them: one copy of as many bytes within the memory concerned.  *Interference*: how often a large matrix product
+(as prefill) and a large sum (as decode: bound by memory) repeat in the decode worker's process during transfers, as a
+share of how often alone.  The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+
+from kv_connectors import carriers
+from vllm_disagg import config, events, keys
+from vllm_disagg.config import Config
+from vllm_disagg.driver import Driver
+from vllm_disagg.errors import ConfigError
+from vllm_disagg.shape import uniform
+from vllm_disagg.memory import HostMemory, Memory
+
+LAYERS, BLOCK_SIZE, BLOCK_BYTES = 36, 16, 2 * 16 * 8 * 128 * 2  # Qwen3-8B: keys and values, 8 heads of 128 in bfloat16
+KEY = keys.FleetKey(b"b" * keys.SIZE)
+GPU = torch.cuda.is_available()
+WARM = 3  # transfers before it counts: until then two workers meet
+
+
+def memory(blocks: int, fill: int) -> tuple[Memory, list[torch.Tensor]]:
+    device = torch.device("cuda" if GPU else "cpu")
+    tensors = [torch.full((blocks, BLOCK_BYTES), fill, dtype=torch.uint8, device=device) for _ in range(LAYERS)]
+    if GPU:
+        from kv_connectors.device import DeviceMemory, planes_of  # noqa: PLC0415 - Triton
+
+        planes = [list(planes_of(tensor, blocks)) for tensor in tensors]
+        return DeviceMemory(planes, uniform(LAYERS, BLOCK_SIZE, [BLOCK_BYTES]), device), tensors
+    return HostMemory([[tensor.numpy()] for tensor in tensors], BLOCK_SIZE), tensors
+
+
+def driver(transport: str, piece: int, store: Memory) -> Driver:
+    settings = Config(transport=transport, piece=piece, window=32 << 20, silence=10.0, lease=60.0)  # type: ignore[arg-type]
+    return Driver(settings, KEY, store, 0, carriers.chosen(settings))
+
+
+def outcome(made: Driver) -> Any:
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        if taken := made.take():
+            return taken[0]
+        time.sleep(0.0005)
+    sys.exit("gpu_transfer: a transfer did not end in two minutes")
+
+
+def serve(pipe: Connection, transport: str, piece: int, blocks: int) -> None:
+    """The prefill worker: for each transfer named in the pipe, a finished prompt."""
+    store, _tensors = memory(blocks, 7)
+    made = driver(transport, piece, store)
+    pipe.send(made.worker)
+    while (transfer := pipe.recv()) is not None:
+        made.submit([events.Scheduled(transfer, blocks * BLOCK_SIZE, list(range(blocks)))])
+        made.submit([events.Computed(transfer, LAYERS), events.Pinned(transfer)])
+        outcome(made)
+        pipe.send(time.process_time())
+    made.close()
+
+
+class Load:
+    """Something that computes without a pause in a thread of its own; how often a second."""
+
+    def __init__(self, do: Callable[[], object]) -> None:
+        self._do, self._over = do, threading.Event()
+        self._count, self._began = 0, time.perf_counter()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self._do()
+            if GPU:
+                torch.cuda.current_stream().synchronize()
+            self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self.rate = self._count / (time.perf_counter() - self._began)
+
+
+def loads() -> dict[str, Callable[[], object]]:
+    side, dtype, device = (8192, torch.bfloat16, "cuda") if GPU else (512, torch.float32, "cpu")
+    a = torch.randn(side, side, dtype=dtype, device=device)
+    long = torch.randn(1 << (28 if GPU else 22), dtype=dtype, device=device)
+    return {"prefill": lambda: a @ a, "decode": long.sum}
+
+
+def interference(transfer: Callable[[], object], rounds: int) -> dict[str, float]:
+    """By kind of load: its rate during transfers as a share of its rate alone."""
+    found = {}
+    for name, do in loads().items():
+        with Load(do) as alone:
+            time.sleep(1.0)
+        with Load(do) as during:
+            for _ in range(rounds):
+                transfer()
+        found[name] = round(during.rate / alone.rate, 3)
+    return found
+
+
+def measure(transport: str, piece: int, blocks: int, rounds: int) -> dict[str, Any]:
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    child = multiprocessing.get_context("spawn").Process(target=serve, args=(there, transport, piece, blocks))
+    child.start()
+    store, tensors = memory(blocks, 0)
+    made = driver(transport, piece, store)
+    source, size = here.recv(), LAYERS * blocks * BLOCK_BYTES
+    seconds, cpu = [], []
+    last = 0.0  # CPU seconds of the other process
+
+    def move() -> tuple[Any, float]:
+        """One transfer: its report, and the CPU seconds of the other process so far."""
+        transfer = os.urandom(16).hex()
+        made.submit([events.Wanted(transfer, [source], list(range(blocks)), 0, blocks * BLOCK_SIZE, 60.0)])
+        here.send(transfer)
+        report = outcome(made)
+        if report.reason is not None:
+            child.kill()
+            sys.exit(f"gpu_transfer: {transport} failed ({report.reason.value})")
+        return report, here.recv()
+
+    for round_ in range(WARM + rounds):
+        before = time.process_time()
+        report, theirs = move()
+        if round_ >= WARM:
+            seconds.append(report.seconds)
+            cpu.append(time.process_time() - before + theirs - last)
+        last = theirs
+    slowed = interference(move, rounds)
+    wrong = sum(int((tensor != 7).sum()) for tensor in tensors)
+    if wrong:
+        sys.exit(f"gpu_transfer: {wrong} bytes are wrong after {transport}")
+    here.send(None)
+    child.join()
+    landed = dict(made.counters.received)
+    made.close()
+    by = max(landed, key=lambda name: landed[name])
+    return {
+        "transport": transport,
+        "came_by": by,
+        "piece_kib": piece >> 10,
+        "gbps": round(size / statistics.median(seconds) / 1e9, 3),
+        "cpu_s_per_gb": round(statistics.median(cpu) / size * 1e9, 3),
+        "interference": slowed,
+    }
+
+
+def copy_rate(size: int) -> float:
+    """GB/s of one copy within the memory concerned."""
+    if not GPU:
+        source, target = np.ones(size, np.uint8), np.empty(size, np.uint8)
+        return _rate(size, lambda: np.copyto(target, source))
+    a = torch.ones(size, dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    return _rate(size, lambda: b.copy_(a))
+
+
+def kernels(blocks: int) -> list[dict[str, Any]]:
+    _, tensors = memory(4 * blocks, 1)
+    return [kernel(tensors[:layers], blocks) for layers in (1, 4, LAYERS)]
+
+
+def kernel(tensors: list[torch.Tensor], blocks: int) -> dict[str, Any]:
+    """`blocks` of four times as many, at random."""
+    from kv_connectors import device  # noqa: PLC0415 - Triton
+
+    planes = [plane for tensor in tensors for plane in device.planes_of(tensor, 4 * blocks)]
+    ids = torch.randperm(4 * blocks, device="cuda")[:blocks]
+    size = len(tensors) * blocks * BLOCK_BYTES
+    wire = torch.empty(size, dtype=torch.uint8, device="cuda")
+    rates = {
+        "gather": _rate(size, lambda: device.move(planes, ids, wire, gather=True)),
+        "scatter": _rate(size, lambda: device.move(planes, ids, wire, gather=False)),
+        "copy": copy_rate(size),
+    }
+    return {"mib": size >> 20, **{name: round(rate, 1) for name, rate in rates.items()}}
+
+
+def _rate(size: int, do: Any) -> float:
+    took = []
+    for _ in range(12):
+        if GPU:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        do()
+        if GPU:
+            torch.cuda.synchronize()
+        took.append(time.perf_counter() - began)
+    return size / statistics.median(took[2:]) / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--transports", default="zmq,gloo,nccl" if GPU else "zmq,gloo")
+    parser.add_argument("--pieces", default="256,1024,4096,16384", help="KiB of a piece, with commas")
+    parser.add_argument("--gigabytes", type=float, default=1.0 if GPU else 0.2, help="of one transfer")
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    try:
+        for transport in args.transports.split(","):
+            config.parse({"transport": transport})
+    except ConfigError as error:
+        parser.error(str(error))
+    blocks = max(1, int(args.gigabytes * 1e9 / LAYERS / BLOCK_BYTES))
+    result: dict[str, Any] = {"device": torch.cuda.get_device_name() if GPU else "none: host memory, a dry run"}
+    print(f"device: {result['device']}; one transfer: {blocks} blocks in {LAYERS} layers", flush=True)
+    if GPU:
+        result["kernels"] = kernels(blocks)
+        for row in result["kernels"]:
+            print(f"kernels {row['mib']:6} MiB: gather {row['gather']} GB/s, scatter {row['scatter']}, copy {row['copy']}")
+    else:
+        print("kernels: not measured, there is no GPU here")
+    result["copy_gbps"] = round(copy_rate(LAYERS * blocks * BLOCK_BYTES), 2)
+    print(f"one copy: {result['copy_gbps']} GB/s")
+    result["transports"] = []
+    for transport in args.transports.split(","):
+        for piece in args.pieces.split(","):
+            row = measure(transport, int(piece) << 10, blocks, args.rounds)
+            result["transports"].append(row)
+            note = "" if row["came_by"] == transport else f"  (came by {row['came_by']})"
+            print(
+                f"{transport:5} {row['piece_kib']:6} KiB: {row['gbps']:7.3f} GB/s, {row['cpu_s_per_gb']:.3f} CPU s/GB,"
+                f" at full speed beside it: prefill {row['interference']['prefill']:.0%}, decode"
+                f" {row['interference']['decode']:.0%}{note}",
+                flush=True,
+            )
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Gather and scatter by the Triton kernel against numpy: on a GPU, or interpreted on the CPU (TRITON_INTERPRET=1)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_disagg.events import Land, SendPiece
+from vllm_disagg.shape import uniform
+from vllm_disagg.wire import Extent
+
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("no GPU here, and TRITON_INTERPRET=1 is not set", allow_module_level=True)
+pytest.importorskip("triton", reason="there is no Triton here")
+device = pytest.importorskip("kv_connectors.device")
+
+HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BLOCKS, TOKENS, HEADS, DIM = 11, 4, 3, 8
+LAYOUTS = {  # shapes and orders of the axes in memory, as vLLM's backends have them
+    "blocks first": ((BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3)),
+    "keys and values apart": ((2, BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3, 4)),
+    "heads before tokens": ((BLOCKS, TOKENS, HEADS, 2 * DIM), (0, 2, 1, 3)),
+    "blocks outermost": ((2, BLOCKS, TOKENS, HEADS, DIM), (1, 0, 2, 3, 4)),
+    "odd": ((BLOCKS, 3, 5, 1), (0, 1, 2, 3)),
+}
+
+
+def cache(shape: tuple[int, ...], order: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    made = torch.from_numpy(np.random.default_rng(seed).integers(0, 127, [shape[axis] for axis in order], np.int64))
+    back = [order.index(axis) for axis in range(len(order))]
+    return made.to(dtype).to(HERE).permute(back)
+
+
+def in_memory_order(part: torch.Tensor) -> np.ndarray:
+    """(blocks, bytes of a block) as they lie."""
+    order = sorted(range(1, part.dim()), key=lambda axis: -part.stride(axis))
+    dense = part.permute(0, *order).contiguous()
+    return dense.view(torch.uint8).reshape(part.shape[0], -1).cpu().numpy()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gather_and_scatter_against_numpy(name: str, dtype: torch.dtype) -> None:
+    shape, order = LAYOUTS[name]
+    theirs, ours = [cache(shape, order, dtype, seed) for seed in (1, 2)], [cache(shape, order, dtype, 9) for _ in "ab"]
+    source, target = [7, 2, 3, 10], [0, 5, 4, 1]
+    planes = [plane for tensor in theirs for plane in device.planes_of(tensor, BLOCKS)]
+    parts = [part for tensor in theirs for part in ([tensor] if shape[0] == BLOCKS else tensor.unbind(0))]
+    expected = np.concatenate([in_memory_order(part)[source].reshape(-1) for part in parts])
+    wire = torch.zeros(expected.size + 64, dtype=torch.uint8, device=HERE)
+    assert device.move(planes, torch.tensor(source, device=HERE), wire, gather=True) == expected.size
+    assert (wire.cpu().numpy()[: expected.size] == expected).all() and not wire[expected.size :].any()
+    before = [tensor.clone() for tensor in ours]
+    back = [plane for tensor in ours for plane in device.planes_of(tensor, BLOCKS)]
+    device.move(back, torch.tensor(target, device=HERE), wire, gather=False)
+    for tensor, reference, old in zip(ours, theirs, before, strict=True):
+        at = (lambda ids: ids) if shape[0] == BLOCKS else (lambda ids: (slice(None), ids))
+        assert torch.equal(tensor[at(target)], reference[at(source)])
+        rest = [block for block in range(BLOCKS) if block not in target]
+        assert torch.equal(tensor[at(rest)], old[at(rest)]), "wrote into blocks of somebody else"
+
+
+def test_some_heads_only() -> None:
+    """A slice of the heads: rows at a distance."""
+    whole = cache((BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3), torch.bfloat16, 1)
+    part = whole[:, :, 1:2]
+    (plane,) = device.planes_of(part, BLOCKS)
+    assert plane.rows == TOKENS
+    wire = torch.zeros(3 * plane.block_bytes, dtype=torch.uint8, device=HERE)
+    device.move([plane], torch.tensor([4, 0, 9], device=HERE), wire, gather=True)
+    assert torch.equal(wire, part[[4, 0, 9]].contiguous().view(torch.uint8).reshape(-1))
+
+
+def test_what_has_no_rows_of_one_distance_is_refused() -> None:
+    wild = torch.zeros(BLOCKS, 8, 8, 8)[:, ::2, ::4, ::3]
+    with pytest.raises(ValueError, match="strides"):
+        list(device.planes_of(wild, BLOCKS))
+
+
+def test_a_slot_that_is_too_short_is_refused_before_anything_moves() -> None:
+    tensor = cache((BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3), torch.float32, 1)
+    planes, wire = list(device.planes_of(tensor, BLOCKS)), torch.zeros(8, dtype=torch.uint8, device=HERE)
+    with pytest.raises(ValueError, match="slot"):
+        device.move(planes, torch.tensor([1], device=HERE), wire, gather=True)
+
+
+def staged(seed: int) -> tuple[torch.Tensor, object]:
+    tensor = cache((2, BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3, 4), torch.bfloat16, seed)
+    planes = list(device.planes_of(tensor, BLOCKS))
+    shape = uniform(1, TOKENS, [plane.block_bytes for plane in planes])
+    return tensor, device.DeviceMemory([planes], shape, HERE)
+
+
+class Link:
+    """Only its stream is used."""
+
+    stream = torch.cuda.Stream() if HERE.type == "cuda" else None
+
+
+def ended(poll: Callable[[], object]) -> object:
+    while (result := poll()) is None:
+        pass
+    return result
+
+
+def test_staging_there_and_back_and_what_a_checksum_finds() -> None:
+    theirs, source = staged(1)
+    ours, target = staged(2)
+    extent, transfer = Extent(0, 1, 0, 3 * TOKENS), "ab" * 16
+    out, into = device.DeviceStaging(source), device.DeviceStaging(target)
+    (slot,) = out.slots(1, 4096)
+    size, poll = out.gather(SendPiece(transfer, "d", "x:1", 0, extent, [3, 1, 8]), slot, Link())
+    found = ended(poll)
+    untouched = ours.clone()
+    land = Land(transfer, 0, extent, [0, 2, 5])
+    for damage in ("byte", "swap", "size", "transfer"):
+        bad, length, of = slot.clone(), size, transfer
+        if damage == "byte":
+            bad[77] ^= 1
+        elif damage == "swap":
+            bad[:64], bad[64:128] = slot[64:128], slot[:64]
+        elif damage == "size":
+            length -= 16
+        else:
+            of = "cd" * 16
+        result = ended(into.scatter(Land(of, 0, extent, [0, 2, 5]), bad, length, found, Link()))
+        assert result is False, damage
+        assert torch.equal(ours, untouched)
+    assert ended(into.scatter(land, slot, size, found, Link())) is True
+    assert torch.equal(ours[:, [0, 2, 5]], theirs[:, [3, 1, 8]])
+
+
+def test_by_way_of_the_host() -> None:
+    theirs, source = staged(1)
+    ours, target = staged(2)
+    extent = Extent(0, 1, 0, 2 * TOKENS)
+    frames = source.read(extent, [9, 4])  # type: ignore[attr-defined]
+    assert not target.write(extent, [0, 1], [frames[0][:-1]])  # type: ignore[attr-defined]
+    assert target.write(extent, [0, 1], frames)  # type: ignore[attr-defined]
+    assert torch.equal(ours[:, [0, 1]], theirs[:, [9, 4]])

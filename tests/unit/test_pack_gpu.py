@@ -1,0 +1,39 @@
+"""Wheels in pieces: what goes in comes out, and what is missing or damaged is named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "scripts/pack_gpu.py"
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(SCRIPT), *map(str, arguments)], capture_output=True, text=True)
+
+
+def test_there_and_back_and_what_can_be_wrong(tmp_path: Path) -> None:
+    wheel, out, site = tmp_path / "a-1-py3-none-any.whl", tmp_path / "out", tmp_path / "site"
+    big = os.urandom(3 << 20)
+    with zipfile.ZipFile(wheel, "w") as made:
+        made.writestr("a/__init__.py", "x = 1")
+        made.writestr("a/big.so", big)
+        made.writestr("a/_unused_C.so", b"0" * 1000)
+    done = run("pack", out, "--limit", 1, "--leave-out", "*_unused_C*", wheel)
+    assert done.returncode == 0 and "left out: a/_unused_C.so" in done.stdout, done
+    pieces = sorted(out.glob("*.whl.*"))
+    assert len(pieces) == 4 and all(piece.stat().st_size <= 1 << 20 for piece in pieces)
+    assert run("unpack", out, site).returncode == 0
+    assert (site / "a/big.so").read_bytes() == big and not (site / "a/_unused_C.so").exists()
+    pieces[1].write_bytes(b"damaged")
+    done = run("unpack", out, site)
+    assert done.returncode == 1 and done.stderr == f"pack_gpu: {pieces[1].name} is damaged; carry it again\n"
+    pieces[1].unlink()
+    done = run("unpack", out, site)
+    assert done.returncode == 1 and "lacks 1 of 4 pieces" in done.stderr
+    for arguments in (("unpack", tmp_path / "none", site), ("pack", out, wheel), ("pack", tmp_path / "x", "no.whl")):
+        done = run(*arguments)
+        assert done.returncode == 1 and done.stderr.startswith("pack_gpu: ") and "Traceback" not in done.stderr, done

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from vllm_disagg import events
+from vllm_disagg.transports import CARRIERS
 from vllm_disagg.transports.carrier import Counters
 
 SECONDS = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30]
@@ -25,14 +27,17 @@ COUNTS = {
 
 @dataclass
 class Stats(KVConnectorStats):
-    """`data`: the counts above, `loads` (seconds each load took) and `failures` (by reason), since the last look."""
+    """`data`: the counts above, `loads` (seconds each load took), `failures` (by reason) and `carried` (bytes by carrier).
+
+    All since the last look.
+    """
 
     def __post_init__(self) -> None:
         if not self.data:
             self.reset()
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {**dict.fromkeys(COUNTS, 0), "loads": [], "failures": {}}
+        self.data: dict[str, Any] = {**dict.fromkeys(COUNTS, 0), "loads": [], "failures": {}, "carried": {}}
         self._seen = Counters()
 
     def record(self, outcome: events.Release | events.Report) -> None:
@@ -52,7 +57,10 @@ class Stats(KVConnectorStats):
         self.data["sent_bytes"] += counters.bytes_sent - seen.bytes_sent
         self.data["bad_messages"] += counters.bad_messages - seen.bad_messages
         self.data["damaged_pieces"] += counters.damaged_pieces - seen.damaged_pieces
-        self._seen = Counters(**{name: getattr(counters, name) for name in counters.__struct_fields__})
+        for carrier, count in dict(counters.received).items():
+            if new := count - seen.received.get(carrier, 0):
+                self.data["carried"][carrier] = self.data["carried"].get(carrier, 0) + new
+        self._seen = msgspec.structs.replace(counters, received=dict(counters.received))
 
     def take(self) -> Stats | None:
         """What has been recorded since the last call."""
@@ -70,8 +78,9 @@ class Stats(KVConnectorStats):
         for name in COUNTS:
             self.data[name] += other.data[name]
         self.data["loads"] = self.data["loads"] + other.data["loads"]
-        for reason, count in other.data["failures"].items():
-            self.data["failures"][reason] = self.data["failures"].get(reason, 0) + count
+        for kind in ("failures", "carried"):
+            for name, count in other.data[kind].items():
+                self.data[kind][name] = self.data[kind].get(name, 0) + count
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -79,6 +88,7 @@ class Stats(KVConnectorStats):
         summary = {name.replace("_", " "): count for name, count in self.data.items() if name in COUNTS and count}
         if loads:
             summary |= {"loads": len(loads), "median load (ms)": round(loads[len(loads) // 2] * 1e3, 1)}
+        summary |= {f"bytes by {carrier}": count for carrier, count in self.data["carried"].items()}
         return summary | {f"failed: {reason}": count for reason, count in self.data["failures"].items()}
 
 
@@ -113,6 +123,16 @@ class PromMetrics(KVConnectorPromMetrics):
             )
             for reason in events.Reason
         }
+        self._carried = {
+            carrier: per_engine(
+                self._counter_cls(
+                    name=f"vllm:disagg_received_by_{carrier}_bytes",
+                    documentation=f"KV bytes that {carrier} has put into blocks",
+                    labelnames=labelnames,
+                )
+            )
+            for carrier in ("zmq", *CARRIERS)
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, metric in self._counts.items():
@@ -121,3 +141,5 @@ class PromMetrics(KVConnectorPromMetrics):
             self._loads[engine_idx].observe(seconds)
         for reason, count in transfer_stats_data["failures"].items():
             self._failures[reason][engine_idx].inc(count)
+        for carrier, count in transfer_stats_data["carried"].items():
+            self._carried[carrier][engine_idx].inc(count)

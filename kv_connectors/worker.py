@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from vllm_disagg import events
+from vllm_disagg import events, transports
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
 from vllm_disagg.keys import FleetKey
@@ -41,7 +41,7 @@ class WorkerSide:
         memory = kvcache.host_memory(caches, self._num_blocks, self._block_size)
         self._layers = {name: index for index, name in enumerate(caches, 1)}
         self._block_bytes = memory.shape.block_bytes
-        self._driver = Driver(self._config, self._key, memory, self._rank)
+        self._driver = Driver(self._config, self._key, memory, self._rank, transports.chosen(self._config))
         self.handshake = Handshake(self._driver.worker, {"KV tensors": kvcache.describe(caches, self._num_blocks)})
         log.info("KV transfers at %s", self._driver.worker.control)
 

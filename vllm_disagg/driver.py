@@ -76,7 +76,8 @@ class Driver:
         self._control = Control(config, key, self.name)
         self._control.poller.register(self._woken, zmq.POLLIN)
         zmq_carrier = ZmqCarrier(self._port("zmq", config, memory), self._control)
-        others = {name: make(self._port(name, config, memory)) for name, make in (carriers or {}).items()}
+        fallback = zmq_carrier.address
+        others = {name: make(self._port(name, config, memory, fallback)) for name, make in (carriers or {}).items()}
         self._carriers: dict[str, Carrier] = {"zmq": zmq_carrier, **others}
         self._arriving: Carrier = zmq_carrier  # whose Arrived is in the machine just now
         self.worker = Worker(
@@ -95,14 +96,14 @@ class Driver:
         )
         self._thread.start()
 
-    def _port(self, carrier: str, config: Config, memory: Memory) -> Port:
+    def _port(self, carrier: str, config: Config, memory: Memory, fallback: str = "") -> Port:
         def to_reader(reader: str, data: bytes) -> None:
             self._control.send_to_reader(reader, wire.Note(self.name, reader, carrier, data))
 
         def to_source(source: str, data: bytes) -> None:
             self._control.send_to_source(source, wire.Note(source, self.name, carrier, data))
 
-        return Port(self.name, config, memory, self.counters, self._control.poller, to_reader, to_source)
+        return Port(self.name, config, memory, self.counters, self._control.poller, to_reader, to_source, fallback)
 
     # vLLM's thread -------------------------------------------------------------------------------------------
     def submit(self, facts: Iterable[Fact]) -> None:
@@ -270,11 +271,19 @@ class Driver:
 
     def _connect(self, worker: Worker) -> None:
         """Messages and ZMQ at once; the first carrier that both have comes up beside it, and says so with Routed."""
+        is_new = worker.name not in self._control.links
         forgotten = self._control.connect(worker)
         self._carriers["zmq"].connect(worker)
         common = [name for name in self._carriers if name in worker.carriers and name != "zmq"]
         if common:
             self._carriers[common[0]].connect(worker)
+        elif is_new and (transport := self._control.config.transport) != "zmq":
+            here, there = ([name for name in names if name != "zmq"] for names in (self._carriers, worker.carriers))
+            log.log(
+                logging.INFO if transport == "auto" else logging.WARNING,
+                "pieces of %s come by ZMQ: besides it, here is %s (transport is %s), and there %s",
+                *(worker.name, " and ".join(here) or "nothing", transport, " and ".join(there) or "nothing"),
+            )
         if forgotten is not None:
             for carrier in self._carriers.values():
                 carrier.disconnect(forgotten)

@@ -30,6 +30,8 @@ class Memory(Protocol):
 
     def read(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]: ...
     def write(self, extent: Extent, blocks: Sequence[int], frames: Sequence[memoryview]) -> bool: ...
+    def runs(self, extent: Extent, blocks: Sequence[int]) -> Iterator[tuple[int, int]]: ...
+    def regions(self) -> Iterator[tuple[int, int]]: ...
 
 
 class HostMemory:
@@ -62,6 +64,17 @@ class HostMemory:
                 run[at : at + count] = source[:count]
                 at, source = at + count, source[count:]
         return True
+
+    def runs(self, extent: Extent, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """(address, bytes) of the stretches of memory that hold the extent, in wire order."""
+        for run in self._runs(extent, blocks):
+            yield run.ctypes.data, run.nbytes
+
+    def regions(self) -> Iterator[tuple[int, int]]:
+        """(address, bytes) that hold all there is."""
+        for layer in self.planes:
+            for plane in layer:
+                yield plane.ctypes.data, (len(plane) - 1) * plane.strides[0] + plane.shape[1]
 
     def _runs(self, extent: Extent, blocks: Sequence[int]) -> Iterator[Row]:
         """The longest stretches of memory that hold the extent, in wire order."""

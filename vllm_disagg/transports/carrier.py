@@ -29,6 +29,10 @@ class Counters(msgspec.Struct):
     pieces_sent: int = 0
     bad_messages: int = 0
     damaged_pieces: int = 0
+    received: dict[str, int] = {}  # bytes that are in their blocks, by carrier
+
+    def landed(self, carrier: str, size: int) -> None:
+        self.received[carrier] = self.received.get(carrier, 0) + size
 
 
 @dataclass
@@ -42,6 +46,7 @@ class Port:
     poller: zmq.Poller  # register here what shall wake the driver
     to_reader: Callable[[str, bytes], None]  # a note to the carrier of a worker that reads from us
     to_source: Callable[[str, bytes], None]  # a note to the carrier of a worker that we read from
+    fallback: str = ""  # where ZMQ takes our pieces: what to say in a Routed when this carrier breaks
 
 
 class Carrier(Protocol):

@@ -124,7 +124,10 @@ class ZmqCarrier:
 
     def land(self, land: Land) -> bool | None:
         ok = checksum(land.transfer, self._frames) == self._checksum
-        return ok and self._port.memory.write(land.extent, land.blocks, self._frames)
+        ok = ok and self._port.memory.write(land.extent, land.blocks, self._frames)
+        if ok:
+            self._port.counters.landed("zmq", sum(len(frame) for frame in self._frames))
+        return ok
 
     # Both ----------------------------------------------------------------------------------------------------
     def note_at_prefill(self, reader: str, data: bytes) -> None:

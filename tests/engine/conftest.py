@@ -20,7 +20,7 @@ from engines import ROOT, Engine, Process, Proxy, free_port, get, wait
 from vllm_disagg import keys
 
 ORDER = ["test_exact", "test_prefixes", "test_api", "test_grants", "test_cancel", "test_sensitive", "test_preempt", "test_bench"]
-LAST = ["test_deaths", "test_tp2"]
+LAST = ["test_deaths", "test_tp2", "test_transports"]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -68,7 +68,7 @@ class HostMemory:
     def runs(self, extent: Extent, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
         """(address, bytes) of the stretches of memory that hold the extent, in wire order."""
         for run in self._runs(extent, blocks):
-            yield run.ctypes.data, run.nbytes
+            yield run.__array_interface__["data"][0], run.nbytes
 
     def regions(self) -> Iterator[tuple[int, int]]:
         """(address, bytes) that hold all there is."""

@@ -70,7 +70,7 @@ class Sink:
 
     def __init__(self, row: int = 4096, **settings: object) -> None:
         self.memory = memory(row, None)
-        config = Config(**{"transport": "nixl", **QUICK, **settings})  # type: ignore[arg-type]
+        config = Config(**{"transport": "nixl", **settings})  # type: ignore[arg-type]
         self.driver = Driver(config, KEY, self.memory, 0, transports.chosen(config))
 
     def want(self, source: Source, count: int = 5, *, prefill: bool = True) -> str:
@@ -189,7 +189,7 @@ def test_a_source_that_dies_or_freezes(
     if tls:
         monkeypatch.setenv("UCX_TLS", tls)
     row = 200_000
-    source, sink = start(Source, row), start(Sink, row)
+    source, sink = start(Source, row), start(Sink, row, **QUICK)
     sink.pair(source)
     sink.want(source, 16, prefill=bool(tls))
     if tls:
@@ -280,7 +280,7 @@ def test_a_source_that_makes_room(start: Callable[..., Any], monkeypatch: pytest
 
 # Without NIXL ------------------------------------------------------------------------------------------------
 def test_notes_that_make_no_sense() -> None:
-    card = nixl_notes.Card("a#1", b"metadata", [(1000, 500), (1500, 500)], (1400, 200), b"n" * 16)
+    card = nixl_notes.Card("a#1", b"metadata", [(1000, 500), (4096, nixl_notes.TEST)], (4096, nixl_notes.TEST), b"n" * 16)
     assert nixl_notes.decode_card(nixl_notes.encode(card), "a") == card
     good = [*nixl_notes.parts(1, card), *nixl_notes.pieces("ab", 1, "a#1", [(1000, 1)] * 10), nixl_notes.encode(card)]
     chance = random.Random(4)
@@ -294,7 +294,7 @@ def test_notes_that_make_no_sense() -> None:
                     decode(bytes(bad[: chance.randint(0, len(bad))]))
                 except BadMessage:
                     pass
-    for change in ({"agent": "b#1"}, {"test": (1900, 200)}, {"test": (1000, 8)}):
+    for change in ({"agent": "b#1"}, {"test": (4097, nixl_notes.TEST)}, {"test": (1000, 8)}):
         with pytest.raises(BadMessage):
             nixl_notes.decode_card(nixl_notes.encode(msgspec.structs.replace(card, **change)), "a")
 
@@ -305,9 +305,11 @@ def test_runs() -> None:
         [(0, 3), (3, 5), (100, 4)],
         [(50, 3), (60, 5), (65, 4)],
     )
-    assert nixl_notes.is_inside([(5, 3), (0, 8)], [(0, 4), (4, 4)])
-    for run in ((5, 4), (8, 1), (2**62, 2**40)):
-        assert not nixl_notes.is_inside([run], [(0, 4), (4, 4)])
+    regions = nixl_notes.whole([(4, 4), (100, 1), (0, 4)])
+    assert regions == [(0, 8), (100, 1)]
+    assert nixl_notes.is_inside([(5, 3), (0, 8), (100, 1)], regions)
+    for run in ((5, 4), (8, 1), (2**62, 2**40), (99, 1)):
+        assert not nixl_notes.is_inside([run], regions)
     long = [(at * 10, 5) for at in range(7000)]
     said = [nixl_notes.decode_at_decode(note) for note in nixl_notes.pieces("ab", 1, "a#1", long)]
     assert [run for note in said for run in note.runs] == long  # type: ignore[union-attr]

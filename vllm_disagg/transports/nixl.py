@@ -40,8 +40,8 @@ from ..events import Arrived, Land, Landed, Routed, SendPiece, Sent
 from ..grants import Worker
 from . import nixl_notes as notes
 from .carrier import Happened, Port
-from .nixl_agent import TEST, Agent, NixlError, Read, Refused, Tested, rdma_devices, zmq_speed
-from .nixl_notes import Run
+from .nixl_agent import Agent, NixlError, Read, Refused, rdma_devices, zmq_speed
+from .nixl_notes import TEST, Run
 
 log = logging.getLogger("vllm_disagg.nixl")
 
@@ -131,7 +131,7 @@ class Ready:
 class NixlCarrier:
     def __init__(self, port: Port) -> None:
         self._port = port
-        self._serving: Job[tuple[Agent, list[bytes]]] | None = None
+        self._serving: Job[tuple[Agent, notes.Card]] | None = None
         self._asked: dict[str, int] = {}  # readers that wait for our card
         self._looking = 0.0  # until then UCX may have something to do for a reader
         self._sent: deque[Sent] = deque()
@@ -145,6 +145,7 @@ class NixlCarrier:
         self._lie: deque[tuple[Source, str, int, list[Run]]] = deque()
         self._current: tuple[Source, list[Run]] | None = None  # of the Arrived just yielded
         self._said: deque[Routed | Landed] = deque()
+        self._doomed: list[tuple[Agent, list[Land]]] = []  # to be closed, and what lands when it is
         self._closing: list[tuple[Job[None], list[Land]]] = []
         self._imported = Job(_import)
 
@@ -180,12 +181,13 @@ class NixlCarrier:
     def _is_stale(self) -> bool:
         return self._serving is not None and time.monotonic() > self._serving.began + AT_MOST
 
-    def _serve(self) -> tuple[Agent, list[bytes]]:
-        regions = notes.merged(sorted(self._port.memory.regions()))
+    def _serve(self) -> tuple[Agent, notes.Card]:
+        regions = notes.whole(self._port.memory.regions())
         agent = Agent(f"{self._port.name}#{os.urandom(4).hex()}", self._port.config, regions)
-        tested = Tested(agent)
-        card = notes.Card(agent.name, agent.metadata(), [*regions, (tested.address, TEST)], (tested.address, TEST), tested.nonce)
-        return agent, [notes.encode(card)]
+        nonce, test = os.urandom(notes.NONCE), agent.buffer(TEST)
+        test[: notes.NONCE] = test[-notes.NONCE :] = np.frombuffer(nonce, np.uint8)
+        run = (test.ctypes.data, TEST)
+        return agent, notes.Card(agent.name, agent.metadata(), [*regions, run], run, nonce)
 
     def _let_work(self, agent: Agent) -> None:
         try:
@@ -202,7 +204,7 @@ class NixlCarrier:
             if self._serving.result is None:
                 self._port.to_reader(reader, notes.encode(notes.Cannot(attempt, self._serving.error[:500])))
                 continue
-            for part in notes.parts(attempt, self._serving.result[1][0]):
+            for part in notes.parts(attempt, self._serving.result[1]):
                 self._port.to_reader(reader, part)
 
     # D's side: ways ------------------------------------------------------------------------------------------
@@ -225,7 +227,7 @@ class NixlCarrier:
 
     def _make(self) -> Ready:
         speed = zmq_speed()
-        regions = notes.merged(sorted(self._port.memory.regions()))
+        regions = notes.whole(self._port.memory.regions())
         return Ready(Agent(f"{self._port.name}#reads-{os.urandom(4).hex()}", self._port.config, regions), speed)
 
     def disconnect(self, source: str) -> None:
@@ -303,11 +305,11 @@ class NixlCarrier:
         card = source.card
         assert card is not None
         while source.way is Way.MEASURING and source.tests <= TESTS:
-            size = min(card.test[1], TEST) if source.tests else len(card.nonce)
+            size = card.test[1] if source.tests else notes.NONCE
             if (buffer := self._take_buffer(TEST)) is None:
                 self._lose(source, "NIXL registers no more memory here")
                 return
-            buffer[: len(card.nonce)] = 0
+            buffer[:size] = 0
             opened = self._read(source, [(buffer.ctypes.data, size)], [(card.test[0], size)], None, buffer)
             if not isinstance(opened, Open):
                 return  # it goes on when that has ended, or not at all
@@ -315,7 +317,7 @@ class NixlCarrier:
     def _tested(self, opened: Open, now: float) -> None:
         source, card, buffer = opened.source, opened.source.card, opened.buffer
         assert card is not None and buffer is not None
-        right = bytes(buffer[: len(card.nonce)]) == card.nonce
+        right = bytes(buffer[: notes.NONCE]) == bytes(buffer[opened.size - notes.NONCE : opened.size]) == card.nonce
         self._buffers.append(buffer)
         if source.way is not Way.MEASURING:
             return
@@ -326,7 +328,7 @@ class NixlCarrier:
             source.best = min(source.best, now - opened.began)
         source.tests += 1
         if source.tests > TESTS:
-            self._decide(source, min(card.test[1], TEST) / source.best)
+            self._decide(source, card.test[1] / source.best)
 
     def _decide(self, source: Source, speed: float) -> None:
         assert self._ready is not None and source.card is not None
@@ -440,6 +442,8 @@ class NixlCarrier:
     # What happens --------------------------------------------------------------------------------------------
     def happened(self, ready: Collection[object]) -> Iterator[Happened]:
         now = time.monotonic()
+        self._closing += [(Job(agent.close), lands) for agent, lands in self._doomed]
+        self._doomed.clear()
         while self._sent:
             yield self._sent.popleft()
         if self._asked:
@@ -516,7 +520,7 @@ class NixlCarrier:
             if source.way in (Way.ASKING, Way.MEASURING, Way.UP):
                 self._lose(source, "NIXL starts anew")
         self._gone.clear()
-        self._closing.append((Job(agent.close), lands))
+        self._doomed.append((agent, lands))  # not yet: the exception that brought us here still holds it
 
     def _look_at_closings(self) -> None:
         for closing in [closing for closing in self._closing if closing[0].is_over]:
@@ -528,7 +532,7 @@ class NixlCarrier:
 
     def next_look(self) -> float | None:
         now = time.monotonic()
-        if self._sent or self._lie or self._said:
+        if self._sent or self._lie or self._said or self._doomed:
             return now
         jobs = [self._making, *(job for job, _ in self._closing), self._serving if self._asked else None]
         due = [job.next_look(now) for job in jobs if job is not None]

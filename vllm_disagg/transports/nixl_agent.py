@@ -18,14 +18,13 @@ import importlib
 import importlib.util
 import ipaddress
 import os
-import secrets
 import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,13 +32,10 @@ import zmq
 
 from ..config import Config
 from ..memory import FRAME
+from .nixl_notes import Run
 
-TEST = 4 << 20  # bytes of the region that a reader reads to measure the path
-NONCE = 16  # bytes at both ends of it, by which the reader knows that it reads from whom it thinks
 RDMA = Path("/sys/class/infiniband")
 
-Status = Literal["DONE", "PROC"]
-Run = tuple[int, int]  # address, bytes
 _environment = threading.Lock()
 
 
@@ -143,6 +139,7 @@ class Agent:
         if status == "DONE":
             self._open.discard(read)
             read.handle.release()
+            read.handle = None  # it holds the agent
         return status == "DONE"
 
     def progress(self) -> None:
@@ -159,25 +156,17 @@ class Agent:
         self._open.clear()
         alive = weakref.ref(self._agent.agent)
         self._agent = None  # nobody else has it: UCX's worker, its connections and registrations go with it
-        if alive() is not None:
-            gc.collect()  # an exception's traceback may still hold it
-        if alive() is not None:
-            raise NixlError("NIXL's agent is still in use")
+        end = time.monotonic() + 5
+        while alive() is not None:  # somebody else has it, as an exception's traceback might
+            gc.collect()
+            if time.monotonic() > end:
+                raise NixlError("NIXL's agent is still in use")
+            time.sleep(0.02)
         self._kept.clear()
 
 
 class Refused(NixlError):
     """Nothing was read."""
-
-
-class Tested:
-    """The region by which readers measure the way to an agent."""
-
-    def __init__(self, agent: Agent) -> None:
-        self.nonce = secrets.token_bytes(NONCE)
-        region = agent.buffer(TEST)
-        region[:NONCE] = region[-NONCE:] = np.frombuffer(self.nonce, np.uint8)
-        self.address = region.ctypes.data
 
 
 def zmq_speed(size: int = 8 << 20, times: int = 3) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -18,6 +19,8 @@ import msgspec
 from ..errors import BadMessage
 from ..wire import MAX_NOTE, Count, Name
 
+TEST = 4 << 20  # bytes of the region by which a reader measures the way
+NONCE = 16  # bytes at both ends of it, by which the reader knows that it reads from whom it thinks
 RUNS = 3000  # in one note: two numbers of at most 9 bytes each, and room
 PARTS = 256  # of a card or a piece
 Run = tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**62)], Annotated[int, msgspec.Meta(gt=0, le=2**40)]]  # address, bytes
@@ -59,9 +62,9 @@ class Card(msgspec.Struct, frozen=True):
 
     agent: Name
     metadata: bytes
-    regions: Annotated[list[Run], msgspec.Meta(max_length=100_000)]
-    test: Run  # to measure the way by
-    nonce: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # the first and the last bytes there
+    regions: Annotated[list[Run], msgspec.Meta(max_length=100_000)]  # as `whole` makes them
+    test: Run
+    nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE, max_length=NONCE)]
 
 
 AtPrefill = Hello | Look
@@ -86,7 +89,8 @@ def decode_card(data: bytes, source: str) -> Card:
     card = _decoded(_card, data)
     if not card.agent.startswith(f"{source}#"):
         raise BadMessage(f"an agent {card.agent!r} from {source}")
-    if not is_inside([card.test], card.regions) or card.test[1] < 2 * len(card.nonce):
+    card = msgspec.structs.replace(card, regions=whole(card.regions))
+    if card.test[1] != TEST or not is_inside([card.test], card.regions):
         raise BadMessage(f"a test region that {source} has not registered")
     return card
 
@@ -140,12 +144,15 @@ def _cut(ours: Sequence[Run], theirs: Sequence[Run]) -> Iterator[tuple[int, int,
             here, there, size, left = here + step, there + step, size - step, left - step
 
 
-def is_inside(runs: Iterable[Run], regions: Iterable[Run]) -> bool:
-    """Whether each run lies in one region; regions that touch are one."""
-    whole = merged(sorted(regions))
-    starts = [address for address, _ in whole]
+def whole(regions: Iterable[Run]) -> list[Run]:
+    """In order; regions that touch are one."""
+    return merged(sorted(regions))
+
+
+def is_inside(runs: Iterable[Run], regions: Sequence[Run]) -> bool:
+    """Whether each run lies in one of the regions, which are `whole`."""
     for address, size in runs:
-        at = bisect_right(starts, address) - 1
-        if at < 0 or address + size > sum(whole[at]):
+        at = bisect_right(regions, address, key=itemgetter(0)) - 1
+        if at < 0 or address + size > sum(regions[at]):
             return False
     return True

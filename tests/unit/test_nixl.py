@@ -80,7 +80,7 @@ class Sink:
         self.driver.submit([events.Wanted(transfer, [source.worker], list(range(count, 2 * count)), 0, tokens, 60.0)])
         return transfer
 
-    def outcome(self, seconds: float = 20.0) -> events.Report:
+    def outcome(self, seconds: float = 30.0) -> events.Report:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if taken := self.driver.take():
@@ -119,7 +119,7 @@ class Sink:
         wait(lambda: self.way(source) is wanted)
 
 
-def wait(done: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait(done: Callable[[], bool], seconds: float = 40.0) -> None:
     end = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < end, "not in time"

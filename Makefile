@@ -8,6 +8,7 @@
 # make bench     the hand-off, measured
 # make bench-proxy  what the proxy costs, beside vllm-router
 # make goodput   requests a second within their objectives: 1 prefill + 1 decode beside 2 colocated engines and NixlConnector
+# make bench-transport  what the transports move, beside a plain copy, raw pyzmq and NixlConnector's reads
 # make clean     everything that make has made
 
 VLLM   ?= 0.32.0
@@ -20,7 +21,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 BIN    := $(VENV)/bin
 MODEL  := .cache/models/heavy
 
-.PHONY: setup demo check test chaos versions mutants bench bench-proxy goodput clean
+.PHONY: setup demo check test chaos versions mutants bench bench-proxy bench-transport goodput clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -78,6 +79,10 @@ bench: setup $(VENV)/.peers
 
 bench-proxy: setup $(VENV)/.peers
 	$(BIN)/python benchmarks/proxy_cost.py --router .venv-router/bin/vllm-router --save docs/proxy_cost
+
+bench-transport: setup $(VENV)/.peers
+	@$(BIN)/python scripts/tiny_model.py heavy $(MODEL)
+	$(BIN)/python benchmarks/transport.py $(MODEL) --save docs/transports.json
 
 goodput: setup $(VENV)/.peers
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[plot]'

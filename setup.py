@@ -23,6 +23,7 @@ setup(
         "xxhash>=3.4",
     ],
     extras_require={
+        "nixl": ["nixl>=1.3"],
         "plot": ["matplotlib>=3.8"],
         "kubernetes": ["kubernetes>=29"],
         "otel": ["opentelemetry-exporter-otlp-proto-http>=1.25", "opentelemetry-sdk>=1.25"],

@@ -34,8 +34,8 @@ from vllm_disagg import config, events, keys
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.shape import uniform
 from vllm_disagg.memory import HostMemory, Memory
+from vllm_disagg.shape import uniform
 
 LAYERS, BLOCK_SIZE, BLOCK_BYTES = 36, 16, 2 * 16 * 8 * 128 * 2  # Qwen3-8B: keys and values, 8 heads of 128 in bfloat16
 KEY = keys.FleetKey(b"b" * keys.SIZE)
@@ -56,7 +56,7 @@ def memory(blocks: int, fill: int) -> tuple[Memory, list[torch.Tensor]]:
 
 def driver(transport: str, piece: int, store: Memory) -> Driver:
     settings = Config(transport=transport, piece=piece, window=32 << 20, silence=10.0, lease=60.0)  # type: ignore[arg-type]
-    return Driver(settings, KEY, store, 0, carriers.chosen(settings))
+    return Driver(settings, KEY, store, 0, carriers.chosen(settings, "cuda" if GPU else "cpu"))
 
 
 def outcome(made: Driver) -> Any:

@@ -7,32 +7,30 @@ import logging
 from collections.abc import Callable
 
 from vllm_disagg.config import Config
-from vllm_disagg.errors import ConfigError
 from vllm_disagg.transports.carrier import Carrier, Port
 
 log = logging.getLogger("vllm_disagg.carriers")
 
 Make = Callable[[Port], Carrier]
-TRIED: dict[str, list[str]] = {  # by setting, the preferred one first
-    "auto": [],
-    "zmq": [],
-    "gloo": ["gloo"],
-    "nccl": ["nccl"],
-}
+MODULES = {"nixl": "vllm_disagg.transports.nixl", "gloo": "kv_connectors.gloo", "nccl": "kv_connectors.nccl"}
+DEVICES = {"nixl": ["cpu"], "gloo": ["cpu"], "nccl": ["cuda"]}
+AUTO = ("nixl",)  # what `transport: auto` tries, the preferred one first
 
 
-def chosen(config: Config) -> dict[str, Make]:
-    """By name, each from the module of its name: `carrier(config)`, which raises RuntimeError where it cannot be.
+def chosen(config: Config, device: str = "cpu") -> dict[str, Make]:
+    """By name, each from its module: `carrier(config)`, which raises RuntimeError where it cannot be.
 
     One that cannot be here is left out, and the log says so: KV goes by ZMQ.
     """
-    if config.transport not in TRIED:
-        raise ConfigError(f"transport {config.transport!r} is not in this version; use one of {', '.join(TRIED)}")
     found = {}
-    for name in TRIED[config.transport]:
+    for name in AUTO if config.transport == "auto" else (config.transport,):
+        if name == "zmq":
+            continue
         try:
-            module = importlib.import_module(f".{name}", __package__)  # with what it needs, which is not everywhere
-            found[name] = module.carrier(config)
+            if device not in DEVICES[name]:
+                raise RuntimeError(f"{name} is for KV on {' or '.join(DEVICES[name])} here, and this is on {device}")
+            found[name] = importlib.import_module(MODULES[name]).carrier(config)  # with what it needs, which is not everywhere
         except (ImportError, RuntimeError) as error:
-            log.warning("transport %s cannot be used here (%s): KV goes by ZMQ", name, error)
+            level = logging.INFO if config.transport == "auto" else logging.WARNING
+            log.log(level, "transport is %s, but KV goes by ZMQ: %s", config.transport, error)
     return found

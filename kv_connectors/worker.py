@@ -49,7 +49,8 @@ class WorkerSide:
         memory, names = self._memory(caches)
         self._layers = {name: index for index, name in enumerate(names, 1)}
         self._shape = memory.shape
-        self._driver = Driver(self._config, self._key, memory, self._rank, carriers.chosen(self._config))
+        others = carriers.chosen(self._config, next(iter(caches.values())).device.type)
+        self._driver = Driver(self._config, self._key, memory, self._rank, others)
         self.handshake = Handshake(self._driver.worker, names)
         log.info("KV transfers at %s", self._driver.worker.control)
 

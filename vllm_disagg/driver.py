@@ -76,11 +76,9 @@ class Driver:
         self._control = Control(config, key, self.name)
         self._control.poller.register(self._woken, zmq.POLLIN)
         zmq_carrier = ZmqCarrier(self._port("zmq", config, memory), self._control)
-        others = {
-            name: make(self._port(name, config, memory, zmq_carrier.address)) for name, make in (carriers or {}).items()
-        }
+        fallback = zmq_carrier.address
+        others = {name: make(self._port(name, config, memory, fallback)) for name, make in (carriers or {}).items()}
         self._carriers: dict[str, Carrier] = {"zmq": zmq_carrier, **others}
-        self._said: set[str] = set()  # workers of which the log says what they lack
         self._arriving: Carrier = zmq_carrier  # whose Arrived is in the machine just now
         self.worker = Worker(
             self.name, self._control.address, zmq_carrier.endpoint, zmq_carrier.local, machine(), list(others), memory.shape
@@ -273,16 +271,18 @@ class Driver:
 
     def _connect(self, worker: Worker) -> None:
         """Messages and ZMQ at once; the first carrier that both have comes up beside it, and says so with Routed."""
+        is_new = worker.name not in self._control.links
         forgotten = self._control.connect(worker)
         self._carriers["zmq"].connect(worker)
         common = [name for name in self._carriers if name in worker.carriers and name != "zmq"]
         if common:
             self._carriers[common[0]].connect(worker)
-        elif len(self._carriers) > 1 and worker.name not in self._said:
-            self._said.add(worker.name)
-            ours, theirs = ([name for name in names if name != "zmq"] for names in (self._carriers, worker.carriers))
-            log.warning(
-                "worker %s takes part in %s and we in %s: its KV comes by ZMQ", worker.name, theirs or "nothing else", ours
+        elif is_new and (transport := self._control.config.transport) != "zmq":
+            here, there = ([name for name in names if name != "zmq"] for names in (self._carriers, worker.carriers))
+            log.log(
+                logging.INFO if transport == "auto" else logging.WARNING,
+                "pieces of %s come by ZMQ: besides it, here is %s (transport is %s), and there %s",
+                *(worker.name, " and ".join(here) or "nothing", transport, " and ".join(there) or "nothing"),
             )
         if forgotten is not None:
             for carrier in self._carriers.values():

@@ -80,6 +80,17 @@ class HostMemory:
                 at, source = at + count, source[count:]
         return True
 
+    def runs(self, extent: Extent, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """(address, bytes) of the stretches of memory that hold the extent, in wire order."""
+        for run in self._runs(extent, blocks):
+            yield run.__array_interface__["data"][0], run.nbytes
+
+    def regions(self) -> Iterator[tuple[int, int]]:
+        """(address, bytes) that hold all there is."""
+        for layer in self.planes:
+            for plane in layer:
+                yield plane.ctypes.data, (len(plane) - 1) * plane.strides[0] + plane.shape[1]
+
     def _convert(self, extent: Extent, blocks: Sequence[int], frames: Sequence[memoryview], theirs: Theirs) -> bool:
         kind, there = self.shape.kind(extent.layer), theirs.kind
         count = -(-(extent.token_end - theirs.token) // there.block_size)

@@ -46,7 +46,7 @@ class Port:
     poller: zmq.Poller  # register here what shall wake the driver
     to_reader: Callable[[str, bytes], None]  # a note to the carrier of a worker that reads from us
     to_source: Callable[[str, bytes], None]  # a note to the carrier of a worker that we read from
-    fallback: str = ""  # where this worker takes its pieces when this carrier breaks
+    fallback: str = ""  # where ZMQ takes our pieces: what to say in a Routed when this carrier breaks
 
 
 class Carrier(Protocol):

@@ -1,0 +1,334 @@
+"""Pieces over real NIXL between two processes: exact, killed, frozen, lied to, and the way back to ZMQ."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from source_process import BLOCK_SIZE, BLOCKS, KEY, LAYERS, memory
+
+from kv_connectors import carriers
+from vllm_disagg import events
+from vllm_disagg.config import Config
+from vllm_disagg.driver import Driver
+from vllm_disagg.errors import BadMessage, ConfigError
+from vllm_disagg.grants import Worker
+from vllm_disagg.memory import HostMemory
+from vllm_disagg.transports import control, nixl, nixl_agent, nixl_notes
+
+HERE = Path(__file__).parent
+real = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+QUICK = {"silence": 0.9, "retry": 0.3}
+
+
+class Source:
+    def __init__(self, row: int = 4096, lie: str = "", env: dict[str, str] | None = None, **settings: object) -> None:
+        told = json.dumps({"row": row, "lie": lie, "settings": {"transport": "nixl", **settings}})
+        self.row = row
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "source_process.py"), told],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(HERE.parents[1]), **(env or {})},
+        )
+        assert self.process.stdout is not None and self.process.stdin is not None
+        self.worker = msgspec.json.decode(self.process.stdout.readline(), type=Worker)
+
+    def prefill(self, transfer: str, blocks: list[int], tokens: int) -> None:
+        self.process.stdin.write(f"prefill {transfer} {','.join(map(str, blocks))} {tokens}\n")  # type: ignore[union-attr]
+        self.process.stdin.flush()  # type: ignore[union-attr]
+        assert self.process.stdout.readline() == "done\n"  # type: ignore[union-attr]
+
+    def cpu(self) -> float:
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            try:
+                pipe.close()  # type: ignore[union-attr]
+            except BrokenPipeError:
+                pass
+
+
+class Sink:
+    """A decode worker's driver in this process."""
+
+    def __init__(self, row: int = 4096, **settings: object) -> None:
+        self.memory = memory(row, None)
+        config = Config(**{"transport": "nixl", **settings})  # type: ignore[arg-type]
+        self.driver = Driver(config, KEY, self.memory, 0, carriers.chosen(config))
+
+    def want(self, source: Source, count: int = 5, *, prefill: bool = True) -> str:
+        transfer, tokens = secrets.token_hex(16), count * BLOCK_SIZE - 5
+        if prefill:
+            source.prefill(transfer, list(range(count)), tokens)
+        self.driver.submit([events.Wanted(transfer, [source.worker], list(range(count, 2 * count)), 0, tokens, 60.0)])
+        return transfer
+
+    def outcome(self, seconds: float = 30.0) -> events.Report:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if taken := self.driver.take():
+                assert len(taken) == 1 and isinstance(taken[0], events.Report)
+                return taken[0]
+            time.sleep(0.001)
+        raise AssertionError("nothing came")
+
+    def expect_exact(self, source: Source, count: int = 5) -> str:
+        """Fetch some blocks, find them right, and say what carried them."""
+        for planes in self.memory.planes:
+            for plane in planes:
+                plane[:] = 0
+        before = dict(self.driver.counters.received)
+        self.want(source, count)
+        report = self.outcome()
+        assert report.reason is None, report
+        expected: HostMemory = memory(source.row, 1)
+        for ours, theirs in zip(self.memory.planes, expected.planes, strict=True):
+            for plane, reference in zip(ours, theirs, strict=True):
+                assert (plane[count : 2 * count] == reference[:count]).all()
+                assert not plane[:count].any() and not plane[2 * count :].any(), "wrote into blocks of somebody else"
+        after = self.driver.counters.received
+        return " ".join(sorted(name for name in after if after[name] > before.get(name, 0)))
+
+    @property
+    def carrier(self) -> nixl.NixlCarrier:
+        return self.driver._carriers["nixl"]  # type: ignore[return-value]
+
+    def way(self, source: Source) -> nixl.Way:
+        return self.carrier._sources[source.worker.name].way
+
+    def pair(self, source: Source, wanted: nixl.Way = nixl.Way.UP) -> None:
+        """A first transfer, by ZMQ most likely; then wait for the way that NIXL finds."""
+        self.expect_exact(source)
+        wait(lambda: self.way(source) is wanted)
+
+
+def wait(done: Callable[[], bool], seconds: float = 40.0) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Any]]:
+    made: list[Source | Sink] = []
+
+    def make(kind: type[Source] | type[Sink], *args: Any, **settings: Any) -> Source | Sink:
+        made.append(kind(*args, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop() if isinstance(one, Source) else one.driver.close()
+
+
+@real
+@pytest.mark.parametrize(("row", "piece"), [(48, 4 << 20), (4096, 10_000), (200_000, 4 << 20)])
+def test_bytes_arrive_where_they_belong(start: Callable[..., Any], row: int, piece: int) -> None:
+    source, sink = start(Source, row), start(Sink, row, piece=piece)
+    sink.pair(source)
+    assert sink.expect_exact(source) == "nixl"
+    assert sink.expect_exact(source, 16) == "nixl"
+
+
+@real
+def test_an_idle_pair_costs_nothing(start: Callable[..., Any]) -> None:
+    source, sink = start(Source), start(Sink)
+    sink.pair(source)
+    assert sink.expect_exact(source) == "nixl"
+    time.sleep(1.0)
+    wait(lambda: sink.driver._timeout() is None)
+    ours, theirs, switches = time.process_time(), source.cpu(), _switches()
+    time.sleep(2.0)
+    assert _switches() - switches < 10, "the driver's thread wakes up"
+    assert time.process_time() - ours < 0.05 and source.cpu() - theirs < 0.05
+
+
+def _switches() -> int:
+    """Times that the threads of transfers in this process gave up their core."""
+    counts = 0
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().startswith("vllm-disagg"):
+            counts += int((task / "status").read_text().partition("voluntary_ctxt_switches:")[2].split()[0])
+    return counts
+
+
+@real
+@pytest.mark.parametrize("lie", ["outside", "short", "unregistered"])
+def test_what_a_source_says_is_checked(start: Callable[..., Any], lie: str) -> None:
+    source, sink = start(Source, lie=lie), start(Sink)
+    sink.pair(source)
+    assert sink.expect_exact(source) == "zmq"
+    assert sink.way(source) is nixl.Way.DOWN
+
+
+@real
+@pytest.mark.parametrize("tls", ["", "tcp"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_source_that_dies_or_freezes(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tls: str, number: signal.Signals
+) -> None:
+    """Over TCP in the middle of a read; nothing is written after the Report, whatever the source still does."""
+    if tls:
+        monkeypatch.setenv("UCX_TLS", tls)
+    row = 200_000
+    source, sink = start(Source, row), start(Sink, row, **QUICK)
+    sink.pair(source)
+    sink.want(source, 16, prefill=bool(tls))
+    if tls:
+        wait(lambda: bool(sink.carrier._open))
+    os.kill(source.process.pid, number)
+    report = sink.outcome()
+    assert report.reason is events.Reason.SILENT, report
+    was = [plane.copy() for planes in sink.memory.planes for plane in planes]
+    os.kill(source.process.pid, signal.SIGCONT)
+    time.sleep(0.5)
+    now = [plane for planes in sink.memory.planes for plane in planes]
+    assert all((a == b).all() for a, b in zip(was, now, strict=True)), "written after the Report"
+    monkeypatch.setattr(nixl, "AGAIN", 0.1)
+    another = start(Source, row)
+    sink.pair(another)
+    assert sink.expect_exact(another) == "nixl"
+
+
+@real
+def test_the_way_back(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What breaks a read reroutes to ZMQ at once; later NIXL is tried again."""
+    monkeypatch.setattr(nixl, "AGAIN", 0.3)
+    source, sink = start(Source), start(Sink)
+    sink.pair(source)
+    monkeypatch.setattr(nixl_agent.Agent, "read", _broken)
+    assert sink.expect_exact(source) == "zmq"
+    monkeypatch.undo()
+    time.sleep(0.4)
+    sink.pair(source)
+    assert sink.expect_exact(source) == "nixl"
+
+
+def _broken(*_: object) -> None:
+    raise nixl_agent.NixlError("a scripted failure")
+
+
+@real
+def test_one_side_without(start: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "vllm_disagg")
+    plain, broken = start(Source, transport="zmq"), start(Source, env={"UCX_TLS": "bogus"})
+    sink = start(Sink)
+    assert sink.expect_exact(plain) == "zmq"
+    assert "here is nixl (transport is nixl), and there nothing" in caplog.text
+    sink.pair(broken, nixl.Way.DOWN)
+    assert "NIXL runs here, but not there (" in caplog.text
+    assert sink.expect_exact(broken) == "zmq"
+
+
+@real
+def test_none_here(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "vllm_disagg")
+    source = start(Source)
+    monkeypatch.setenv("UCX_TLS", "bogus")
+    sink = start(Sink)
+    sink.pair(source, nixl.Way.DOWN)
+    assert "NIXL cannot start here (" in caplog.text
+    assert sink.expect_exact(source) == "zmq"
+
+
+@real
+@pytest.mark.parametrize(("transport", "by"), [("auto", "zmq"), ("nixl", "nixl")])
+def test_a_slow_way_is_told(
+    start: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    transport: str,
+    by: str,
+) -> None:
+    caplog.set_level("INFO", "vllm_disagg")
+    monkeypatch.setattr(nixl, "zmq_speed", lambda: 1e15)
+    source, sink = start(Source), start(Sink, transport=transport)
+    sink.pair(source, nixl.Way.UP if by == "nixl" else nixl.Way.DOWN)
+    assert "ZMQ moves 1000000.0 GB/s here; " in caplog.text
+    assert sink.expect_exact(source) == by
+
+
+@real
+def test_a_source_that_makes_room(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "LINKS", 1)
+    one, other, sink = start(Source), start(Source), start(Sink)
+    for source in (one, other, one):
+        sink.pair(source)
+        assert sink.expect_exact(source) == "nixl"
+        assert list(sink.carrier._sources) == [source.worker.name]
+
+
+# Without NIXL ------------------------------------------------------------------------------------------------
+def test_notes_that_make_no_sense() -> None:
+    card = nixl_notes.Card("a#1", b"metadata", [(1000, 500), (4096, nixl_notes.TEST)], (4096, nixl_notes.TEST), b"n" * 16)
+    assert nixl_notes.decode_card(nixl_notes.encode(card), "a") == card
+    good = [*nixl_notes.parts(1, card), *nixl_notes.pieces("ab", 1, "a#1", [(1000, 1)] * 10), nixl_notes.encode(card)]
+    chance = random.Random(4)
+    for note in good:
+        for _ in range(300):
+            bad = bytearray(note)
+            for _ in range(chance.randint(1, 4)):
+                bad[chance.randrange(len(bad))] = chance.randrange(256)
+            for decode in (nixl_notes.decode_at_prefill, nixl_notes.decode_at_decode, lambda d: nixl_notes.decode_card(d, "a")):
+                try:
+                    decode(bytes(bad[: chance.randint(0, len(bad))]))
+                except BadMessage:
+                    pass
+    for change in ({"agent": "b#1"}, {"test": (4097, nixl_notes.TEST)}, {"test": (1000, 8)}):
+        with pytest.raises(BadMessage):
+            nixl_notes.decode_card(nixl_notes.encode(msgspec.structs.replace(card, **change)), "a")
+
+
+def test_runs() -> None:
+    assert nixl_notes.merged([(0, 4), (4, 4), (10, 2)]) == [(0, 8), (10, 2)]
+    assert nixl_notes.cut([(0, 8), (100, 4)], [(50, 3), (60, 9)]) == (
+        [(0, 3), (3, 5), (100, 4)],
+        [(50, 3), (60, 5), (65, 4)],
+    )
+    regions = nixl_notes.whole([(4, 4), (100, 1), (0, 4)])
+    assert regions == [(0, 8), (100, 1)]
+    assert nixl_notes.is_inside([(5, 3), (0, 8), (100, 1)], regions)
+    for run in ((5, 4), (8, 1), (2**62, 2**40), (99, 1)):
+        assert not nixl_notes.is_inside([run], regions)
+    long = [(at * 10, 5) for at in range(7000)]
+    said = [nixl_notes.decode_at_decode(note) for note in nixl_notes.pieces("ab", 1, "a#1", long)]
+    assert [run for note in said for run in note.runs] == long  # type: ignore[union-attr]
+    assert max(map(len, nixl_notes.pieces("a" * 256, 1, "a" * 256, [(2**62 - 1, 2**40)] * 7000))) < nixl_notes.MAX_NOTE
+
+
+def test_what_ucx_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nixl_agent.environment(Config(), {}) == {"UCX_NET_DEVICES": "lo"}
+    assert nixl_agent.environment(Config(), {"UCX_TLS": "tcp"}) == {}
+    assert nixl_agent.environment(Config(host="10.0.0.1"), {}) == {"UCX_TLS": "^tcp"}
+    assert nixl_agent.environment(Config(host="10.0.0.1", transport="nixl"), {}) == {}
+
+
+def test_encryption_and_nixl() -> None:
+    assert not carriers.chosen(Config(encrypt_data=True))
+    with pytest.raises(ConfigError, match="encrypt"):
+        Config(encrypt_data=True, transport="nixl").validate()
+
+
+def test_the_layers_and_blocks_of_the_source_process() -> None:
+    assert memory(8, 1).shape.layers == LAYERS and len(memory(8, 1).planes[0][0]) == BLOCKS

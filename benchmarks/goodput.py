@@ -35,6 +35,7 @@ from typing import IO, Any
 
 from vllm_disagg.bench import bisection, report
 from vllm_disagg.bench.results import Objectives, Run
+from vllm_disagg.errors import ConfigError
 
 BUDGET = 512  # tokens a step
 FLAGS = {"served-model-name": "tiny", "max-model-len": "2048", "max-num-batched-tokens": str(BUDGET)}
@@ -239,7 +240,12 @@ def free_ports(count: int) -> list[int]:
 def tell(trace: str, args: argparse.Namespace) -> int:
     """All that is saved: the stacks beside each other, then each one beside the planner's figures."""
     objectives = Objectives(args.ttft, args.tpot, ATTAINMENT)
-    saved = [report.load(f"{args.save}.{name}.json") for name in STACKS if Path(f"{args.save}.{name}.json").exists()]
+    saved = []
+    for name in STACKS:
+        try:
+            saved.append(report.load(f"{args.save}.{name}.json"))
+        except ConfigError as error:
+            print(f"goodput: without {name}: {error}", file=sys.stderr)
     measured = [one for _, ones in saved for one in ones]
     if any(of != objectives for of, _ in saved) or not measured:
         sys.exit(f"goodput: {args.save}.*.json hold no measurements with these objectives")

@@ -34,7 +34,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from vllm_disagg.bench import bisection, report
-from vllm_disagg.bench.results import Objectives
+from vllm_disagg.bench.results import Objectives, Run
+from vllm_disagg.errors import ConfigError
 
 BUDGET = 512  # tokens a step
 FLAGS = {"served-model-name": "tiny", "max-model-len": "2048", "max-num-batched-tokens": str(BUDGET)}
@@ -47,6 +48,7 @@ ATTAINMENT = 0.9
 OURS = [sys.executable, "-m", "vllm_disagg.cli"]
 VLLM = str(Path(sys.executable).with_name("vllm"))
 START = 180.0  # seconds
+ROUNDS = 6  # of a refit
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -238,14 +240,25 @@ def free_ports(count: int) -> list[int]:
 def tell(trace: str, args: argparse.Namespace) -> int:
     """All that is saved: the stacks beside each other, then each one beside the planner's figures."""
     objectives = Objectives(args.ttft, args.tpot, ATTAINMENT)
-    saved = [report.load(f"{args.save}.{name}.json") for name in STACKS if Path(f"{args.save}.{name}.json").exists()]
+    saved = []
+    for name in STACKS:
+        try:
+            saved.append(report.load(f"{args.save}.{name}.json"))
+        except ConfigError as error:
+            print(f"goodput: without {name}: {error}", file=sys.stderr)
     measured = [one for _, ones in saved for one in ones]
     if any(of != objectives for of, _ in saved) or not measured:
         sys.exit(f"goodput: {args.save}.*.json hold no measurements with these objectives")
     report.save(args.save, report.result(measured, objectives, done=True))
     report.plot(f"{args.save}.png", measured, objectives)
     print("\n" + report.table(measured, objectives))
-    predicted = {one.target.name: predict(one, objectives, Simulated(one.target.name, trace, args)) for one in measured}
+    predicted = {}
+    for one in measured:
+        simulated = Simulated(one.target.name, trace, args)
+        predicted[one.target.name] = {"profile": predict(one, objectives, simulated, "from the engines' step times")}
+        if one.target.name != "colocated":
+            words = simulated.refit(min(one.runs, key=lambda run: run.rate or 0.0))
+            predicted[one.target.name]["refit"] = predict(one, objectives, simulated, words)
     Path(f"{args.save}.predicted.json").write_text(json.dumps(predicted, indent=1) + "\n")
     return 0
 
@@ -259,9 +272,20 @@ class Simulated:
         self._words += ["--workload", trace, "--arrivals", "trace", "--requests", str(args.requests), "--seeds", "1"]
         self._words += ["--ttft", str(args.ttft), "--tpot", str(args.tpot), "--attainment", str(ATTAINMENT)]
         self._precision = args.precision
+        self._scale = [1.0, 1.0]
+
+    def refit(self, run: Run) -> str:
+        """Find the factors on prefill and decode times that give a run's median TTFT and TPOT: what the hand-off and the
+        proxy add to an engine's own.  As `plan --live` does with means."""
+        for _ in range(ROUNDS):
+            said = self.at(run.rate or 0.0)
+            for at, (seen, was) in enumerate(((run.ttft, said["ttft_p50"]), (run.tpot, said["tpot_p50"]))):
+                self._scale[at] *= (seen.median or 0.0) / was
+        return "with prefill x {:.2f} and decode x {:.2f}, from the lowest rate".format(*self._scale)
 
     def at(self, rate: float) -> dict[str, float]:
-        run = subprocess.run([*self._words, "--rate", str(rate)], check=False, stdout=subprocess.PIPE, text=True)
+        words = ["--rate", str(rate), "--scale", ":".join(map(str, self._scale))]
+        run = subprocess.run([*self._words, *words], check=False, stdout=subprocess.PIPE, text=True)
         if run.returncode:
             sys.exit("goodput: vllm-disagg simulate failed")
         return dict(json.loads(run.stdout))
@@ -274,9 +298,9 @@ class Simulated:
         return bisection.bracket(tried).met or 0.0
 
 
-def predict(measured: report.Measured, objectives: Objectives, simulated: Simulated) -> dict[str, Any]:
+def predict(measured: report.Measured, objectives: Objectives, simulated: Simulated, how: str) -> dict[str, Any]:
     """The planner's figures beside the measured ones, at every rate that was tried."""
-    print(f"\n{measured.target.name}: measured -> predicted (error)")
+    print(f"\n{measured.target.name}: measured -> predicted {how} (error)")
     print(f"{'rate':>6}  {'attained':12}  {'TTFT median':27}  {'TTFT p90':27}  {'TPOT median':27}")
     rows = []
     for run in sorted(measured.runs, key=lambda run: run.rate or 0.0):
@@ -290,7 +314,7 @@ def predict(measured: report.Measured, objectives: Objectives, simulated: Simula
     found = measured.bracket(objectives).met or 0.0
     goodput = simulated.goodput(found or 1.0)
     print(f"goodput {found:.3g} -> {goodput:.3g} req/s" + (f" ({goodput / found - 1:+.0%})" if found else ""))
-    return {"goodput": {"measured": found, "predicted": goodput}, "runs": rows}
+    return {"how": how, "goodput": {"measured": found, "predicted": goodput}, "runs": rows}
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **self.env},
                 cwd=self.log.parent,
-                start_new_session=True,
+                process_group=0,  # not a session, which would share a core as one party (launcher/processes.py)
                 preexec_fn=_die_with_parent,  # noqa: PLW1509 - no threads run yet that could hold a lock
             )
 

@@ -91,7 +91,7 @@ def test_two_deployments_side_by_side(
     assert result == json.loads((tmp_path / "saved.json").read_text()) and result["done"]
     assert (tmp_path / "saved.png").stat().st_size > 10_000
     objectives, measured = report.load(str(tmp_path / "saved.json"))
-    assert report.result(measured, objectives, done=True) == result
+    assert json.loads(json.dumps(report.result(measured, objectives, done=True))) == result
     goodputs = []
     for name, capacity, gpus in (("a", 10, 2), ("b", 5, 1)):
         found = result["targets"][name]

@@ -75,6 +75,14 @@ def test_simulate_says_all_that_is_promised(capsys: pytest.CaptureFixture[str]) 
     assert both["gpus"] == 4 and both["attainment"] > 0.9
 
 
+def test_simulate_with_what_a_deployment_adds(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", *QUICK, "--prefill", "1x1", "--decode", "1x1", "--rate", "0.01"]
+    plain, slow = _json(capsys, *words), _json(capsys, *words, "--scale", "2:3")
+    assert slow["ttft_mean"] == pytest.approx(2 * plain["ttft_mean"], rel=0.01)  # nobody waits
+    assert slow["setting"]["latency"]["prefill"].endswith(", times 2")
+    assert slow["tpot_mean"] == pytest.approx(3 * plain["tpot_mean"], rel=0.05)
+
+
 def test_simulate_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", *QUICK, "--prefill", "1x1", "--decode", "1x1", "--rate", "0.1"]) == 0
     out = capsys.readouterr().out
@@ -129,6 +137,10 @@ def test_a_profile_is_planned_with(capsys: pytest.CaptureFixture[str], tmp_path:
             "--prefill: 3x1 cannot be simulated",
         ),
         (["simulate", *QUICK, "--prefill", "2x1", "--decode", "1x1", "--rate", "0"], "--rate: 0.0 is not a rate"),
+        (
+            ["simulate", *QUICK, "--prefill", "2x1", "--decode", "1x1", "--rate", "1", "--scale", "2"],
+            "--scale: 2 is not P:D",
+        ),
         (["simulate", *QUICK, "--prefill", "2x1", "--rate", "1"], "give --prefill and --decode, or --colocated"),
     ],
 )

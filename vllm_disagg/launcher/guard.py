@@ -1,6 +1,6 @@
-"""Ends process sessions, and does so too when the launcher was killed with kill -9.
+"""Ends process groups, and does so too when the launcher was killed with kill -9.
 
-Each child of the launcher leads a session of its own, which its descendants (VLLM::EngineCore, VLLM::Worker) stay
+Each child of the launcher leads a group of its own, which its descendants (VLLM::EngineCore, VLLM::Worker) stay
 in.  `python -m vllm_disagg.launcher.guard RUN_DIR` reads the leaders' pids from its standard input; end of input
 means that the launcher is gone.
 """
@@ -22,20 +22,20 @@ POLL = 0.05
 
 
 def members(leaders: Collection[int]) -> list[int]:
-    """The living processes of these leaders' sessions.  Zombies do not count: nobody may be there to reap them."""
+    """The living processes of these leaders' groups.  Zombies do not count: nobody may be there to reap them."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            state, _, _, session = (process / "stat").read_bytes().rpartition(b")")[2].split()[:4]
+            state, _, group = (process / "stat").read_bytes().rpartition(b")")[2].split()[:3]
         except (OSError, ValueError):  # it has ended meanwhile
             continue
-        if int(session) in leaders and state not in (b"Z", b"X"):
+        if int(group) in leaders and state not in (b"Z", b"X"):
             found.append(int(process.name))
     return found
 
 
 def end(leaders: Collection[int], hurry: Callable[[], bool] = lambda: False) -> None:
-    """SIGTERM to the sessions, and SIGKILL to what is left after the grace, or as soon as `hurry` says so."""
+    """SIGTERM to the groups, and SIGKILL to what is left after the grace, or as soon as `hurry` says so."""
     _signal(members(leaders), signal.SIGTERM)
     deadline = time.monotonic() + GRACE
     while (left := members(leaders)) and time.monotonic() < deadline and not hurry():

@@ -43,7 +43,11 @@ class Console:
 
 
 class Child:
-    """One process, leader of its own session, and the thread that reads what it says."""
+    """One process, leader of its own group, and the thread that reads what it says.
+
+    Not of a session: Linux (autogroups) makes a session one party to the sharing of a core, and an API server, which
+    rarely runs, would wait for up to a second while another instance's worker spins (docs/goodput.md).
+    """
 
     def __init__(self, command: Command, argv: list[str], console: Console, prefix: str) -> None:
         self.name, self.cause = command.name, ""
@@ -54,7 +58,7 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,
         )
         self._reader = threading.Thread(target=self._read, args=(console, prefix), daemon=True)
         self._reader.start()
@@ -97,7 +101,7 @@ class Family:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,
+            process_group=0,
         )
         return self
 

@@ -66,6 +66,9 @@ class Source(msgspec.Struct, frozen=True):
 
     def words(self) -> str:
         """For people: which constants were measured."""
+        return self._words() + (f", times {self.scale:.3g}" if self.scale != 1 else "")
+
+    def _words(self) -> str:
         if self.kind == "coefficients":
             return f"{self.name}: fits to measurements that DistServe published (A100-80GB)"
         if self.kind == "profile":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from statistics import mean
 from typing import Any
@@ -24,12 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--decode", metavar="TPxPP[xN]", help="the decode instances")
     add("--colocated", metavar="TPxPP[xN]", help="instead of both: instances that do everything")
     add("--prefill-first", action="store_true", help="colocated: whole prompts before decodes, instead of chunks")
+    add("--scale", metavar="P:D", default="1:1",
+        help="factors on prefill and decode times: what a deployment adds, as plan --live finds it (default: 1:1)")  # fmt: skip
     add("--rate", metavar="R", type=float, required=True, help="requests/s of the whole deployment")
 
 
 def run(args: argparse.Namespace) -> int:
     placement = _placement(args)
-    setting = flags.read(args, placement.gpus, "instances of").setting
+    setting = _scaled(flags.read(args, placement.gpus, "instances of").setting, args.scale)
     _check(setting, placement)
     if not placement.decode:
         placement = msgspec.structs.replace(placement, budget=setting.budget)
@@ -54,6 +57,20 @@ def _placement(args: argparse.Namespace) -> Placement:
     if args.prefill_first:
         raise ConfigError("--prefill-first goes with --colocated")
     return Placement(_choice("--prefill", args.prefill), _choice("--decode", args.decode))
+
+
+def _scaled(setting: Setting, text: str) -> Setting:
+    try:
+        first, later = map(float, text.split(":"))
+    except ValueError:
+        first = later = 0.0
+    if not 0 < first < math.inf or not 0 < later < math.inf:
+        raise ConfigError(f"--scale: {text} is not P:D, two factors above 0, as 1.6:1")
+    prefill, decode = (
+        msgspec.structs.replace(side, scale=factor)
+        for side, factor in ((setting.prefill, first), (setting.decode, later))
+    )
+    return msgspec.structs.replace(setting, prefill=prefill, decode=decode)
 
 
 def _choice(flag: str, text: str) -> Choice:

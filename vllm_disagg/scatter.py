@@ -35,7 +35,8 @@ def scatter(
         here, there = kind.regions[p][r], theirs.kind.regions[q][s]
         word = math.gcd(_word(here), _word(there))
         read = _view(source[q], there, word)
-        write = _view(target[p], here, word)[..., slice(head, head_end), *_channels(here)]
+        write = _view(target[p], here, word)
+        write = write[(slice(None),) * (write.ndim - len(_sizes(here, "c")) - 1) + (slice(head, head_end),)]
         tokens = _tokens(read, there)[skip : skip + count]
         _write(tokens, write, here, blocks, extent.token - first, kind.block_size)
 
@@ -86,10 +87,6 @@ def _bytes(rows: Rows) -> Rows:
 
 def _sizes(region: Region, what: str) -> list[int]:
     return [size for name, size, _ in region.axes if name == what]
-
-
-def _channels(region: Region) -> list[slice]:
-    return [slice(None)] * len(_sizes(region, "c"))
 
 
 def _word(region: Region) -> int:

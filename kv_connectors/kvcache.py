@@ -55,7 +55,11 @@ def host_memory(
         for number, group in enumerate(groups)
         for name in group.layer_names
     }
-    names, planes, kinds, layers, seen = [], [], [], [], set()
+    names: list[str] = []
+    planes: list[list[Row]] = []
+    kinds: list[Kind] = []
+    layers: list[int] = []
+    seen: set[tuple[int, int]] = set()
     for name in in_computing_order(list(caches)):
         tensor, (group, spec) = caches[name], specs[name]
         if (tensor.data_ptr(), group) in seen:

@@ -39,7 +39,7 @@ MUTANTS = [
     ("D gives no sign of life", "decode.py", "actions += [self._pull(name, source), *(self._fetch(name, n, now) for n in overdue)]", "actions += [self._fetch(name, n, now) for n in overdue]"),
     ("D never asks for a lost piece again", "decode.py", "if t.pieces[n].again <= now]", "if False]"),
     ("D never repeats Done", "decode.py", "actions.append(self._done(name, source))", "pass"),
-    ("D accepts Settled at any time", "decode.py", "if t.reason is not None or source.state is not State.SETTLING:\n                    return []\n", ""),
+    ("D accepts Settled at any time", "decode.py", "if t.reason is not None or source.state is not State.SETTLING:", "if False:"),
     ("D believes another life of P", "decode.py", "if event.source not in t.sources or event.reader != self.name:", "if False:"),
     ("D loses a credit", "decode.py", "        self.flying -= piece.bytes\n        t.moved = now", "        t.moved = now"),
     ("D sees an older offer as news", "decode.py", "told <= (source.tokens, source.ahead, source.layers)", "False"),

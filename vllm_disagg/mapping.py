@@ -90,9 +90,10 @@ def _column(shapes: Sequence[Shape], layer: int) -> tuple[int | None, ...]:
 
 
 def _check(theirs: Kind, ours: Kind, heads: int) -> None:
-    for what, there, here in (("KV of a token", theirs.form, ours.form), ("KV heads", theirs.of, ours.of)):
-        if there != here:
-            raise Unmappable(f"{what} is {there} at P and {here} at D")
+    if theirs.form != ours.form:
+        raise Unmappable(f"KV of a token is {theirs.form} at P and {ours.form} at D")
+    if theirs.of != ours.of:
+        raise Unmappable(f"KV heads are {theirs.of} at P and {ours.of} at D")
     there, here = theirs.cut(heads), ours.cut(heads)
     known = there.is_known() and here.is_known() and _channels(there) == _channels(here)
     if not known and not there.lies_as(here):

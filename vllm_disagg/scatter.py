@@ -1,13 +1,14 @@
 """Copying KV between blocks that are made differently: other sizes, other orders of heads, tokens and channels.
 
 Each region becomes an array (blocks, tokens..., heads, channels...) by its strides alone, so numpy moves the bytes; in
-between stands one array (tokens, heads, channels), laid out as the source has it.
+between stands one array (tokens, heads, channels).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from .shape import Kind, Region
 from .wire import Extent
 
 Rows = npt.NDArray[np.uint8]
-Words = npt.NDArray[np.unsignedinteger]
+Words = npt.NDArray[Any]
 
 
 def scatter(
@@ -34,8 +35,9 @@ def scatter(
         here, there = kind.regions[p][r], theirs.kind.regions[q][s]
         word = math.gcd(_word(here), _word(there))
         read = _view(source[q], there, word)
-        write = _view(target[p], here, word)[..., slice(head, head_end), *_channels(here)]
-        tokens = _tokens(read, there, np.arange(len(source[q])))[skip : skip + count]
+        write = _view(target[p], here, word)
+        write = write[(slice(None),) * (write.ndim - len(_sizes(here, "c")) - 1) + (slice(head, head_end),)]
+        tokens = _tokens(read, there)[skip : skip + count]
         _write(tokens, write, here, blocks, extent.token - first, kind.block_size)
 
 
@@ -47,19 +49,17 @@ def _write(tokens: Words, write: Words, here: Region, blocks: Sequence[int], sta
         room = len(blocks) * block_size
         whole = np.empty_like(tokens, shape=(room, *tokens.shape[1:]))
         edges = np.array(sorted({0, len(blocks) - 1}))
-        kept = _tokens(write, here, np.array(blocks)[edges])
+        kept = _tokens(write[np.array(blocks)[edges]], here)
         for n, edge in enumerate(edges):
             whole[edge * block_size : (edge + 1) * block_size] = kept[n * block_size : (n + 1) * block_size]
         whole[start:end] = tokens
     write[np.array(blocks)] = whole.reshape(len(blocks), *write.shape[1:])
 
 
-def _tokens(view: Words, region: Region, blocks: npt.NDArray[np.intp]) -> Words:
-    """(tokens, heads, channels) of some blocks, laid out as they are."""
-    chosen = view if len(blocks) == len(view) and (blocks == np.arange(len(view))).all() else view[blocks]
-    heads = chosen.shape[1 + len(_sizes(region, "t"))]
-    channels = math.prod(chosen.shape[2 + len(_sizes(region, "t")) :])
-    return chosen.reshape(-1, heads, channels)
+def _tokens(blocks: Words, region: Region) -> Words:
+    """(tokens, heads, channels) of a view of blocks."""
+    after = 1 + len(_sizes(region, "t"))
+    return blocks.reshape(-1, blocks.shape[after], math.prod(blocks.shape[after + 1 :]))
 
 
 def _view(rows: Rows, region: Region, word: int) -> Words:
@@ -71,14 +71,13 @@ def _view(rows: Rows, region: Region, word: int) -> Words:
     assert step == 1 and size % word == 0, "checked by mapping.plan"
     axes.append((size // word, word))
     dtype = np.dtype(f"u{word}")
-    base = np.ndarray(
+    return np.ndarray(
         (len(rows), *(size for size, _ in axes)),
         dtype,
         buffer=_bytes(rows),
         offset=region.offset,
         strides=(rows.strides[0], *(step for _, step in axes)),
     )
-    return base
 
 
 def _bytes(rows: Rows) -> Rows:
@@ -88,10 +87,6 @@ def _bytes(rows: Rows) -> Rows:
 
 def _sizes(region: Region, what: str) -> list[int]:
     return [size for name, size, _ in region.axes if name == what]
-
-
-def _channels(region: Region) -> list[slice]:
-    return [slice(None)] * len(_sizes(region, "c"))
 
 
 def _word(region: Region) -> int:

@@ -192,7 +192,7 @@ GOOD = kind("heads first", 4, 2, 0, 2)
     ("change", "words"),
     [
         ({"form": "other"}, "KV of a token is other at P and kv at D"),
-        ({"of": 4}, "KV heads is 4 at P and 2 at D"),
+        ({"of": 4}, "KV heads are 4 at P and 2 at D"),
         ({"heads": 1, "rows": [64], "regions": kind("heads first", 4, 1, 0, 2).regions}, "head 1 of layer 0 is at none"),
         ({"block_size": 8, "rows": [256], "regions": [hidden(256, 2)]}, "blocks of 8 tokens, 256 bytes at P and of 4"),
         ({"rows": [130]}, "rows of 130 bytes"),

@@ -49,7 +49,8 @@ class Source:
     def prefill(self, transfer: str, blocks: list[int], tokens: int) -> None:
         self.process.stdin.write(f"prefill {transfer} {','.join(map(str, blocks))} {tokens}\n")  # type: ignore[union-attr]
         self.process.stdin.flush()  # type: ignore[union-attr]
-        assert self.process.stdout.readline() == "done\n"  # type: ignore[union-attr]
+        while (line := self.process.stdout.readline()) != "done\n":  # type: ignore[union-attr]
+            assert "NIXL INFO" in line, line  # NIXL logs there
 
     def cpu(self) -> float:
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()

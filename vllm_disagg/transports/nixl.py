@@ -46,7 +46,7 @@ from .nixl_notes import TEST, Run
 log = logging.getLogger("vllm_disagg.nixl")
 
 HELLO = 0.5  # seconds between two
-PAIRING = 10.0  # seconds until a way that is not measured is given up for now
+PAIRING = 30.0  # seconds until a way that is not measured is given up for now
 AGAIN, AT_MOST = 5.0, 300.0  # seconds until the next attempt: after the first failure, after many
 TESTS = 4  # reads of the test region; the fastest counts
 SLOWEST = 20e6  # bytes a second: a read that is slower than that is taken for dead
@@ -545,9 +545,11 @@ class NixlCarrier:
         return min(due, default=None)
 
     def close(self) -> None:
-        for agent in (self._ready and self._ready.agent, self._serving and self._serving.result and self._serving.result[0]):
-            if agent is not None:
-                Job(agent.close)  # a daemon: the process need not wait for a peer that does not answer
+        """A daemon closes the agents: the process need not wait for a peer that does not answer."""
+        if self._ready is not None:
+            Job(self._ready.agent.close)
+        if self._serving is not None and self._serving.result is not None:
+            Job(self._serving.result[0].close)
 
 
 def _import() -> None:

@@ -186,10 +186,14 @@ def test_what_a_source_says_is_checked(start: Callable[..., Any], lie: str) -> N
 def test_a_source_that_dies_or_freezes(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tls: str, number: signal.Signals
 ) -> None:
-    """Over TCP in the middle of a read; nothing is written after the Report, whatever the source still does."""
+    """Over TCP in the middle of a read; nothing is written after the Report, whatever the source still does.
+
+    Ways on which UCX emulates reads are refused otherwise; here they stand for hardware whose reads take time.
+    """
     if tls:
+        monkeypatch.setattr(nixl.NixlCarrier, "_needs_hands", lambda *_: False)
         monkeypatch.setenv("UCX_TLS", tls)
-    row = 200_000
+    row = 100_000
     source, sink = start(Source, row), start(Sink, row, **QUICK)
     sink.pair(source)
     sink.want(source, 16, prefill=bool(tls))
@@ -267,6 +271,19 @@ def test_a_slow_way_is_told(
     sink.pair(source, nixl.Way.UP if by == "nixl" else nixl.Way.DOWN)
     assert "ZMQ moves 1000000.0 GB/s here; " in caplog.text
     assert sink.expect_exact(source) == by
+
+
+@real
+@pytest.mark.parametrize("transport", ["auto", "nixl"])
+def test_a_way_that_is_emulated_is_refused(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, transport: str
+) -> None:
+    caplog.set_level("INFO", "vllm_disagg")
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    source, sink = start(Source), start(Sink, transport=transport)
+    sink.pair(source, nixl.Way.DOWN)
+    assert "reads end only with P's help" in caplog.text
+    assert sink.expect_exact(source) == "zmq"
 
 
 @real

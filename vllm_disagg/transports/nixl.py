@@ -51,6 +51,7 @@ AGAIN, AT_MOST = 5.0, 300.0  # seconds until the next attempt: after the first f
 TESTS = 4  # reads of the test region; the fastest counts
 SLOWEST = 20e6  # bytes a second: a read that is slower than that is taken for dead
 LOOKS = 0.3  # seconds that P lets UCX work after a Look
+ALONE = 0.25  # seconds in which a read of 16 bytes ends where it needs nobody's hands at P
 SOURCES = 64  # workers we read from; the one unused for longest makes room
 PIECE = 256 << 20  # bytes: more than any piece has
 
@@ -104,6 +105,7 @@ class Source:
     best: float = math.inf  # seconds a test took
     tests: int = 0
     looked: float = 0.0  # when we last said Look
+    is_emulated: bool = False  # reads end only when P lets UCX work
     lies: dict[tuple[str, int], dict[int, list[Run]]] = field(default_factory=dict)  # of which not all is here
 
 
@@ -221,7 +223,7 @@ class NixlCarrier:
         if self._making is None and self._ready is None:
             self._making = Job(self._make)
         source.attempt, source.parts, source.card = source.attempt + 1, {}, None
-        source.best, source.tests = math.inf, 0
+        source.best, source.tests, source.is_emulated = math.inf, 0, False
         source.way = Way.ASKING if self._ready is not None else Way.WAITING
         source.again, source.until = now, now + PAIRING
 
@@ -252,7 +254,7 @@ class NixlCarrier:
         source.way, source.again = Way.DOWN, time.monotonic() + pause
         if was_up:
             self._said.append(Routed(source.name, self._port.fallback, lost=True))
-        level = logging.INFO if ever else logging.WARNING
+        level = logging.INFO if ever and self._port.config.transport == "auto" else logging.WARNING
         log.log(level, "pieces of %s come by ZMQ%s: %s", source.name, "" if ever else f" for {pause:.0f} s at least", why)
 
     def note_at_decode(self, source: str, data: bytes) -> None:
@@ -297,15 +299,24 @@ class NixlCarrier:
         if peer != card.agent:
             self._ready.agent.remove(peer)
             raise BadMessage(f"metadata of {peer!r} for {card.agent!r}")
-        source.card, source.way = card, Way.MEASURING
+        source.card, source.way, source.again = card, Way.MEASURING, math.inf
         self._test(source)
 
     def _test(self, source: Source) -> None:
-        """Read the test region once more: first its beginning, for the connection, then all of it."""
+        """Go on reading the test region.
+
+        First its beginning, for the connection; again, when P has stopped to let UCX work, to see whether reads need
+        that; then all of it, to see how fast they are.
+        """
         card = source.card
         assert card is not None
-        while source.way is Way.MEASURING and source.tests <= TESTS:
-            size = card.test[1] if source.tests else notes.NONCE
+        while source.way is Way.MEASURING and source.tests < 2 + TESTS:
+            quiet = source.looked + LOOKS + 0.2
+            if source.tests == 1 and time.monotonic() < quiet:
+                source.again = quiet
+                return
+            source.again = math.inf
+            size = card.test[1] if source.tests >= 2 else notes.NONCE
             if (buffer := self._take_buffer(TEST)) is None:
                 self._lose(source, "NIXL registers no more memory here")
                 return
@@ -324,11 +335,18 @@ class NixlCarrier:
         if not right:
             self._lose(source, "NIXL read something else than that worker's memory")
             return
-        if source.tests:
+        if source.tests >= 2:
             source.best = min(source.best, now - opened.began)
         source.tests += 1
-        if source.tests > TESTS:
+        if self._needs_hands(source):
+            why = "reads end only with P's help, so UCX emulates them, and would end P's process when a reader dies"
+            self._lose(source, f"{why}; {_devices()}", ever=True)
+        elif source.tests == 2 + TESTS:
             self._decide(source, card.test[1] / source.best)
+
+    def _needs_hands(self, source: Source) -> bool:
+        """Never used: a reply that cannot be sent is fatal to UCX ("Fatal: unexpected error: Endpoint timeout")."""
+        return source.is_emulated
 
     def _decide(self, source: Source, speed: float) -> None:
         assert self._ready is not None and source.card is not None
@@ -471,8 +489,12 @@ class NixlCarrier:
                     self._lose(source, f"NIXL cannot start here ({made.error}); {_devices()}")
                 else:
                     self._begin(source, now)
-        for source in [s for s in self._sources.values() if s.way is Way.ASKING and s.again <= now]:
-            if now >= source.until:
+        for source in [s for s in self._sources.values() if s.again <= now]:
+            if source.way is Way.MEASURING:
+                self._test(source)
+            elif source.way is not Way.ASKING:
+                continue
+            elif now >= source.until:
                 self._lose(source, "NIXL runs here, and there nobody answers for it")
             else:
                 self._port.to_source(source.name, notes.encode(notes.Hello(source.attempt)))
@@ -500,14 +522,19 @@ class NixlCarrier:
             elif now >= opened.until:
                 self._break(f"a read from {opened.source.name} does not end")
                 return
-            elif now - opened.began > 0.002 and now - opened.source.looked > LOOKS / 4:
+            elif now - opened.began > self._patience(opened) and now - opened.source.looked > LOOKS / 4:
                 opened.source.looked = now
+                opened.source.is_emulated |= opened.land is None and opened.source.tests == 1
                 self._port.to_source(opened.source.name, notes.encode(notes.Look()))
         reading = {opened.source.name for opened in self._open}
         for agent in [agent for agent in self._gone if agent.partition("#")[0] not in reading]:
             self._gone.remove(agent)
             if self._ready is not None:
                 self._ready.agent.remove(agent)
+
+    def _patience(self, opened: Open) -> float:
+        """Seconds until P is asked to let UCX work."""
+        return ALONE if opened.land is None and opened.source.tests == 1 else 0.002
 
     def _break(self, why: str) -> None:
         """No read of ours can be trusted to be over: give up the agent, and end them when it is gone."""
@@ -536,7 +563,7 @@ class NixlCarrier:
             return now
         jobs = [self._making, *(job for job, _ in self._closing), self._serving if self._asked else None]
         due = [job.next_look(now) for job in jobs if job is not None]
-        due += [source.again for source in self._sources.values() if source.way is Way.ASKING]
+        due += [s.again for s in self._sources.values() if s.way in (Way.ASKING, Way.MEASURING) and s.again < math.inf]
         if now < self._looking:
             due.append(now + 0.001)
         if self._open:

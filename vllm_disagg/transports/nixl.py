@@ -24,24 +24,23 @@ import importlib
 import logging
 import math
 import os
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import BadMessage
-from ..events import Arrived, Land, Landed, Routed, SendPiece, Sent
+from ..events import Arrived, Land, Landed, Routed, SendPiece
 from ..grants import Worker
 from . import nixl_notes as notes
 from .carrier import Happened, Port
-from .nixl_agent import Agent, NixlError, Read, Refused, rdma_devices, zmq_speed
+from .nixl_agent import Agent, Job, NixlError, Read, Refused, rdma_devices, zmq_speed
 from .nixl_notes import TEST, Run
+from .nixl_serving import LOOKS, Serving
 
 log = logging.getLogger("vllm_disagg.nixl")
 
@@ -50,36 +49,10 @@ PAIRING = 30.0  # seconds until a way that is not measured is given up for now
 AGAIN, AT_MOST = 5.0, 300.0  # seconds until the next attempt: after the first failure, after many
 TESTS = 4  # reads of the test region; the fastest counts
 SLOWEST = 20e6  # bytes a second: a read that is slower than that is taken for dead
-LOOKS = 0.3  # seconds that P lets UCX work after a Look
 ALONE = 0.25  # seconds in which a read of 16 bytes ends where it needs nobody's hands at P
 SOURCES = 64  # workers we read from; the one unused for longest makes room
 PIECE = 256 << 20  # bytes: more than any piece has
 
-T = TypeVar("T")
-
-
-class Job(Generic[T]):
-    """Something slow, done once by a thread of its own."""
-
-    def __init__(self, do: Callable[[], T]) -> None:
-        self.began = time.monotonic()
-        self.result: T | None = None
-        self.error = ""
-        self._thread = threading.Thread(target=self._run, args=(do,), name="vllm-disagg-nixl", daemon=True)
-        self._thread.start()
-
-    def _run(self, do: Callable[[], T]) -> None:
-        try:
-            self.result = do()
-        except Exception as error:
-            self.error = str(error) or type(error).__name__  # words only: the traceback would hold the agent
-
-    @property
-    def is_over(self) -> bool:
-        return not self._thread.is_alive()
-
-    def next_look(self, now: float) -> float:
-        return now + min(1.0, max(0.01, (now - self.began) / 4))
 
 
 class Way(Enum):
@@ -133,10 +106,7 @@ class Ready:
 class NixlCarrier:
     def __init__(self, port: Port) -> None:
         self._port = port
-        self._serving: Job[tuple[Agent, notes.Card]] | None = None
-        self._asked: dict[str, int] = {}  # readers that wait for our card
-        self._looking = 0.0  # until then UCX may have something to do for a reader
-        self._sent: deque[Sent] = deque()
+        self._serving = Serving(port)
         self._making: Job[Ready] | None = None
         self._ready: Ready | None = None
         self._sources: dict[str, Source] = {}
@@ -153,61 +123,10 @@ class NixlCarrier:
 
     # P's side ------------------------------------------------------------------------------------------------
     def send(self, piece: SendPiece) -> None:
-        self._sent.append(Sent(piece.transfer, piece.reader))
-        serving = self._serving.result if self._serving is not None and self._serving.is_over else None
-        if serving is None:
-            log.warning("%s asks for pieces by NIXL, which is not ready here", piece.reader)
-            return
-        runs = notes.merged(self._port.memory.runs(piece.extent, piece.blocks))
-        for note in notes.pieces(piece.transfer, piece.number, serving[0].name, runs):
-            self._port.to_reader(piece.reader, note)
-        self._port.counters.pieces_sent += 1
-        self._port.counters.bytes_sent += sum(size for _, size in runs)
+        self._serving.send(piece)
 
     def note_at_prefill(self, reader: str, data: bytes) -> None:
-        try:
-            note = notes.decode_at_prefill(data)
-        except BadMessage as error:
-            self._bad(reader, error)
-            return
-        match note:
-            case notes.Hello():
-                if self._serving is None or (self._serving.error and self._serving.is_over and self._is_stale()):
-                    self._serving = Job(self._serve)
-                self._asked[reader] = note.attempt
-                while len(self._asked) > SOURCES:
-                    del self._asked[next(iter(self._asked))]
-            case notes.Look():
-                self._looking = time.monotonic() + LOOKS
-
-    def _is_stale(self) -> bool:
-        return self._serving is not None and time.monotonic() > self._serving.began + AT_MOST
-
-    def _serve(self) -> tuple[Agent, notes.Card]:
-        regions = notes.whole(self._port.memory.regions())
-        agent = Agent(f"{self._port.name}#{os.urandom(4).hex()}", self._port.config, regions)
-        nonce, test = os.urandom(notes.NONCE), agent.buffer(TEST)
-        test[: notes.NONCE] = test[-notes.NONCE :] = np.frombuffer(nonce, np.uint8)
-        run = (test.ctypes.data, TEST)
-        return agent, notes.Card(agent.name, agent.metadata(), [*regions, run], run, nonce)
-
-    def _let_work(self, agent: Agent) -> None:
-        try:
-            agent.progress()
-        except NixlError as error:  # a reader that has gone, mostly
-            log.info("NIXL: %s", error)
-
-    def _answer(self) -> None:
-        """Give the readers that asked our card."""
-        if self._serving is None or not self._serving.is_over:
-            return
-        asked, self._asked = self._asked, {}
-        for reader, attempt in asked.items():
-            if self._serving.result is None:
-                self._port.to_reader(reader, notes.encode(notes.Cannot(attempt, self._serving.error[:500])))
-                continue
-            for part in notes.parts(attempt, self._serving.result[1]):
-                self._port.to_reader(reader, part)
+        self._serving.note(reader, data)
 
     # D's side: ways ------------------------------------------------------------------------------------------
     def connect(self, worker: Worker) -> None:
@@ -462,12 +381,7 @@ class NixlCarrier:
         now = time.monotonic()
         self._closing += [(Job(agent.close), lands) for agent, lands in self._doomed]
         self._doomed.clear()
-        while self._sent:
-            yield self._sent.popleft()
-        if self._asked:
-            self._answer()
-        if now < self._looking and self._serving is not None and self._serving.result is not None:
-            self._let_work(self._serving.result[0])
+        yield from self._serving.happened()
         self._ask(now)
         while self._lie:
             source, transfer, number, runs = self._lie.popleft()
@@ -559,24 +473,22 @@ class NixlCarrier:
 
     def next_look(self) -> float | None:
         now = time.monotonic()
-        if self._sent or self._lie or self._said or self._doomed:
+        if self._lie or self._said or self._doomed:
             return now
-        jobs = [self._making, *(job for job, _ in self._closing), self._serving if self._asked else None]
+        jobs = [self._making, *(job for job, _ in self._closing)]
         due = [job.next_look(now) for job in jobs if job is not None]
         due += [s.again for s in self._sources.values() if s.way in (Way.ASKING, Way.MEASURING) and s.again < math.inf]
-        if now < self._looking:
-            due.append(now + 0.001)
+        if (serving := self._serving.next_look(now)) is not None:
+            due.append(serving)
         if self._open:
             youngest = max(opened.began for opened in self._open)
             due.append(now if now - youngest < 0.001 else now + 0.001)
         return min(due, default=None)
 
     def close(self) -> None:
-        """A daemon closes the agents: the process need not wait for a peer that does not answer."""
+        self._serving.close()
         if self._ready is not None:
             Job(self._ready.agent.close)
-        if self._serving is not None and self._serving.result is not None:
-            Job(self._serving.result[0].close)
 
 
 def _import() -> None:

@@ -24,63 +24,37 @@ import importlib
 import logging
 import math
 import os
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ..config import Config
 from ..errors import BadMessage
-from ..events import Arrived, Land, Landed, Routed, SendPiece, Sent
+from ..events import Arrived, Land, Landed, Routed, SendPiece
 from ..grants import Worker
 from ..memory import HostMemory
 from . import nixl_notes as notes
 from .carrier import Happened, Port
-from .nixl_agent import Agent, NixlError, Read, Refused, obstacle, rdma_devices, zmq_speed
+from .nixl_agent import Agent, Job, NixlError, Read, Refused, obstacle, rdma_devices, zmq_speed
 from .nixl_notes import TEST, Run
+from .nixl_serving import LOOKS, Serving
 
 log = logging.getLogger("vllm_disagg.nixl")
 
 HELLO = 0.5  # seconds between two
-PAIRING = 10.0  # seconds until a way that is not measured is given up for now
+PAIRING = 30.0  # seconds until a way that is not measured is given up for now
 AGAIN, AT_MOST = 5.0, 300.0  # seconds until the next attempt: after the first failure, after many
 TESTS = 4  # reads of the test region; the fastest counts
 SLOWEST = 20e6  # bytes a second: a read that is slower than that is taken for dead
-LOOKS = 0.3  # seconds that P lets UCX work after a Look
+ALONE = 0.25  # seconds in which a read of 16 bytes ends where it needs nobody's hands at P
 SOURCES = 64  # workers we read from; the one unused for longest makes room
 PIECE = 256 << 20  # bytes: more than any piece has
 
-T = TypeVar("T")
-
-
-class Job(Generic[T]):
-    """Something slow, done once by a thread of its own."""
-
-    def __init__(self, do: Callable[[], T]) -> None:
-        self.began = time.monotonic()
-        self.result: T | None = None
-        self.error = ""
-        self._thread = threading.Thread(target=self._run, args=(do,), name="vllm-disagg-nixl", daemon=True)
-        self._thread.start()
-
-    def _run(self, do: Callable[[], T]) -> None:
-        try:
-            self.result = do()
-        except Exception as error:
-            self.error = str(error) or type(error).__name__  # words only: the traceback would hold the agent
-
-    @property
-    def is_over(self) -> bool:
-        return not self._thread.is_alive()
-
-    def next_look(self, now: float) -> float:
-        return now + min(1.0, max(0.01, (now - self.began) / 4))
 
 
 class Way(Enum):
@@ -106,6 +80,7 @@ class Source:
     best: float = math.inf  # seconds a test took
     tests: int = 0
     looked: float = 0.0  # when we last said Look
+    is_emulated: bool = False  # reads end only when P lets UCX work
     lies: dict[tuple[str, int], dict[int, list[Run]]] = field(default_factory=dict)  # of which not all is here
 
 
@@ -135,10 +110,7 @@ class NixlCarrier:
         if not isinstance(port.memory, HostMemory):
             raise TypeError("NIXL is used for KV in host memory only")
         self._port, self._memory = port, port.memory
-        self._serving: Job[tuple[Agent, notes.Card]] | None = None
-        self._asked: dict[str, int] = {}  # readers that wait for our card
-        self._looking = 0.0  # until then UCX may have something to do for a reader
-        self._sent: deque[Sent] = deque()
+        self._serving = Serving(port, port.memory)
         self._making: Job[Ready] | None = None
         self._ready: Ready | None = None
         self._sources: dict[str, Source] = {}
@@ -155,61 +127,10 @@ class NixlCarrier:
 
     # P's side ------------------------------------------------------------------------------------------------
     def send(self, piece: SendPiece) -> None:
-        self._sent.append(Sent(piece.transfer, piece.reader))
-        serving = self._serving.result if self._serving is not None and self._serving.is_over else None
-        if serving is None:
-            log.warning("%s asks for pieces by NIXL, which is not ready here", piece.reader)
-            return
-        runs = notes.merged(self._memory.runs(piece.extent, piece.blocks))
-        for note in notes.pieces(piece.transfer, piece.number, serving[0].name, runs):
-            self._port.to_reader(piece.reader, note)
-        self._port.counters.pieces_sent += 1
-        self._port.counters.bytes_sent += sum(size for _, size in runs)
+        self._serving.send(piece)
 
     def note_at_prefill(self, reader: str, data: bytes) -> None:
-        try:
-            note = notes.decode_at_prefill(data)
-        except BadMessage as error:
-            self._bad(reader, error)
-            return
-        match note:
-            case notes.Hello():
-                if self._serving is None or (self._serving.error and self._serving.is_over and self._is_stale()):
-                    self._serving = Job(self._serve)
-                self._asked[reader] = note.attempt
-                while len(self._asked) > SOURCES:
-                    del self._asked[next(iter(self._asked))]
-            case notes.Look():
-                self._looking = time.monotonic() + LOOKS
-
-    def _is_stale(self) -> bool:
-        return self._serving is not None and time.monotonic() > self._serving.began + AT_MOST
-
-    def _serve(self) -> tuple[Agent, notes.Card]:
-        regions = notes.whole(self._memory.regions())
-        agent = Agent(f"{self._port.name}#{os.urandom(4).hex()}", self._port.config, regions)
-        nonce, test = os.urandom(notes.NONCE), agent.buffer(TEST)
-        test[: notes.NONCE] = test[-notes.NONCE :] = np.frombuffer(nonce, np.uint8)
-        run = (test.ctypes.data, TEST)
-        return agent, notes.Card(agent.name, agent.metadata(), [*regions, run], run, nonce)
-
-    def _let_work(self, agent: Agent) -> None:
-        try:
-            agent.progress()
-        except NixlError as error:  # a reader that has gone, mostly
-            log.info("NIXL: %s", error)
-
-    def _answer(self) -> None:
-        """Give the readers that asked our card."""
-        if self._serving is None or not self._serving.is_over:
-            return
-        asked, self._asked = self._asked, {}
-        for reader, attempt in asked.items():
-            if self._serving.result is None:
-                self._port.to_reader(reader, notes.encode(notes.Cannot(attempt, self._serving.error[:500])))
-                continue
-            for part in notes.parts(attempt, self._serving.result[1]):
-                self._port.to_reader(reader, part)
+        self._serving.note(reader, data)
 
     # D's side: ways ------------------------------------------------------------------------------------------
     def connect(self, worker: Worker) -> None:
@@ -225,7 +146,7 @@ class NixlCarrier:
         if self._making is None and self._ready is None:
             self._making = Job(self._make)
         source.attempt, source.parts, source.card = source.attempt + 1, {}, None
-        source.best, source.tests = math.inf, 0
+        source.best, source.tests, source.is_emulated = math.inf, 0, False
         source.way = Way.ASKING if self._ready is not None else Way.WAITING
         source.again, source.until = now, now + PAIRING
 
@@ -256,7 +177,7 @@ class NixlCarrier:
         source.way, source.again = Way.DOWN, time.monotonic() + pause
         if was_up:
             self._said.append(Routed(source.name, self._port.fallback, lost=True))
-        level = logging.INFO if ever else logging.WARNING
+        level = logging.INFO if ever and self._port.config.transport == "auto" else logging.WARNING
         log.log(level, "pieces of %s come by ZMQ%s: %s", source.name, "" if ever else f" for {pause:.0f} s at least", why)
 
     def note_at_decode(self, source: str, data: bytes) -> None:
@@ -301,15 +222,24 @@ class NixlCarrier:
         if peer != card.agent:
             self._ready.agent.remove(peer)
             raise BadMessage(f"metadata of {peer!r} for {card.agent!r}")
-        source.card, source.way = card, Way.MEASURING
+        source.card, source.way, source.again = card, Way.MEASURING, math.inf
         self._test(source)
 
     def _test(self, source: Source) -> None:
-        """Read the test region once more: first its beginning, for the connection, then all of it."""
+        """Go on reading the test region.
+
+        First its beginning, for the connection; again, when P has stopped to let UCX work, to see whether reads need
+        that; then all of it, to see how fast they are.
+        """
         card = source.card
         assert card is not None
-        while source.way is Way.MEASURING and source.tests <= TESTS:
-            size = card.test[1] if source.tests else notes.NONCE
+        while source.way is Way.MEASURING and source.tests < 2 + TESTS:
+            quiet = source.looked + LOOKS + 0.2
+            if source.tests == 1 and time.monotonic() < quiet:
+                source.again = quiet
+                return
+            source.again = math.inf
+            size = card.test[1] if source.tests >= 2 else notes.NONCE
             if (buffer := self._take_buffer(TEST)) is None:
                 self._lose(source, "NIXL registers no more memory here")
                 return
@@ -328,11 +258,18 @@ class NixlCarrier:
         if not right:
             self._lose(source, "NIXL read something else than that worker's memory")
             return
-        if source.tests:
+        if source.tests >= 2:
             source.best = min(source.best, now - opened.began)
         source.tests += 1
-        if source.tests > TESTS:
+        if self._needs_hands(source):
+            why = "reads end only with P's help, so UCX emulates them, and would end P's process when a reader dies"
+            self._lose(source, f"{why}; {_devices()}", ever=True)
+        elif source.tests == 2 + TESTS:
             self._decide(source, card.test[1] / source.best)
+
+    def _needs_hands(self, source: Source) -> bool:
+        """Never used: a reply that cannot be sent is fatal to UCX ("Fatal: unexpected error: Endpoint timeout")."""
+        return source.is_emulated
 
     def _decide(self, source: Source, speed: float) -> None:
         assert self._ready is not None and source.card is not None
@@ -448,12 +385,7 @@ class NixlCarrier:
         now = time.monotonic()
         self._closing += [(Job(agent.close), lands) for agent, lands in self._doomed]
         self._doomed.clear()
-        while self._sent:
-            yield self._sent.popleft()
-        if self._asked:
-            self._answer()
-        if now < self._looking and self._serving is not None and self._serving.result is not None:
-            self._let_work(self._serving.result[0])
+        yield from self._serving.happened()
         self._ask(now)
         while self._lie:
             source, transfer, number, runs = self._lie.popleft()
@@ -475,8 +407,12 @@ class NixlCarrier:
                     self._lose(source, f"NIXL cannot start here ({made.error}); {_devices()}")
                 else:
                     self._begin(source, now)
-        for source in [s for s in self._sources.values() if s.way is Way.ASKING and s.again <= now]:
-            if now >= source.until:
+        for source in [s for s in self._sources.values() if s.again <= now]:
+            if source.way is Way.MEASURING:
+                self._test(source)
+            elif source.way is not Way.ASKING:
+                continue
+            elif now >= source.until:
                 self._lose(source, "NIXL runs here, and there nobody answers for it")
             else:
                 self._port.to_source(source.name, notes.encode(notes.Hello(source.attempt)))
@@ -504,14 +440,19 @@ class NixlCarrier:
             elif now >= opened.until:
                 self._break(f"a read from {opened.source.name} does not end")
                 return
-            elif now - opened.began > 0.002 and now - opened.source.looked > LOOKS / 4:
+            elif now - opened.began > self._patience(opened) and now - opened.source.looked > LOOKS / 4:
                 opened.source.looked = now
+                opened.source.is_emulated |= opened.land is None and opened.source.tests == 1
                 self._port.to_source(opened.source.name, notes.encode(notes.Look()))
         reading = {opened.source.name for opened in self._open}
         for agent in [agent for agent in self._gone if agent.partition("#")[0] not in reading]:
             self._gone.remove(agent)
             if self._ready is not None:
                 self._ready.agent.remove(agent)
+
+    def _patience(self, opened: Open) -> float:
+        """Seconds until P is asked to let UCX work."""
+        return ALONE if opened.land is None and opened.source.tests == 1 else 0.002
 
     def _break(self, why: str) -> None:
         """No read of ours can be trusted to be over: give up the agent, and end them when it is gone."""
@@ -536,22 +477,22 @@ class NixlCarrier:
 
     def next_look(self) -> float | None:
         now = time.monotonic()
-        if self._sent or self._lie or self._said or self._doomed:
+        if self._lie or self._said or self._doomed:
             return now
-        jobs = [self._making, *(job for job, _ in self._closing), self._serving if self._asked else None]
+        jobs = [self._making, *(job for job, _ in self._closing)]
         due = [job.next_look(now) for job in jobs if job is not None]
-        due += [source.again for source in self._sources.values() if source.way is Way.ASKING]
-        if now < self._looking:
-            due.append(now + 0.001)
+        due += [s.again for s in self._sources.values() if s.way in (Way.ASKING, Way.MEASURING) and s.again < math.inf]
+        if (serving := self._serving.next_look(now)) is not None:
+            due.append(serving)
         if self._open:
             youngest = max(opened.began for opened in self._open)
             due.append(now if now - youngest < 0.001 else now + 0.001)
         return min(due, default=None)
 
     def close(self) -> None:
-        for agent in (self._ready and self._ready.agent, self._serving and self._serving.result and self._serving.result[0]):
-            if agent is not None:
-                Job(agent.close)  # a daemon: the process need not wait for a peer that does not answer
+        self._serving.close()
+        if self._ready is not None:
+            Job(self._ready.agent.close)
 
 
 def carrier(config: Config) -> Callable[[Port], NixlCarrier]:

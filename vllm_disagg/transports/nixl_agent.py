@@ -22,9 +22,9 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,7 @@ from .nixl_notes import Run
 RDMA = Path("/sys/class/infiniband")
 
 _environment = threading.Lock()
+T = TypeVar("T")
 
 
 class NixlError(Exception):
@@ -167,6 +168,30 @@ class Agent:
 
 class Refused(NixlError):
     """Nothing was read."""
+
+
+class Job(Generic[T]):
+    """Something slow, done once by a thread of its own."""
+
+    def __init__(self, do: Callable[[], T]) -> None:
+        self.began = time.monotonic()
+        self.result: T | None = None
+        self.error = ""
+        self._thread = threading.Thread(target=self._run, args=(do,), name="vllm-disagg-nixl", daemon=True)
+        self._thread.start()
+
+    def _run(self, do: Callable[[], T]) -> None:
+        try:
+            self.result = do()
+        except Exception as error:
+            self.error = str(error) or type(error).__name__  # words only: the traceback would hold the agent
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def next_look(self, now: float) -> float:
+        return now + min(1.0, max(0.01, (now - self.began) / 4))
 
 
 def zmq_speed(size: int = 8 << 20, times: int = 3) -> float:

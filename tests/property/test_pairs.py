@@ -85,6 +85,7 @@ class World:
             case pairs.Receive():
                 epoch = self.epochs[action.epoch]
                 assert action.seq == len(epoch.receives), "not in order"
+                assert action.size <= SLOT, "into a slot that does not hold it"
                 assert (action.epoch, action.slot) not in self.landing, "into a slot that is being read"
                 epoch.receives.append((action.seq, action.slot))
             case pairs.Finished():
@@ -118,7 +119,11 @@ class World:
             self.gathered.append((action, too_large))
         if self.gathered and self.random.random() < 0.7:
             action, too_large = self.gathered.popleft()
-            self.at("p", pairs.Gathered(action.epoch, action.seq, -1 if too_large else SIZE, 0))
+            self.at("p", pairs.Gathered(action.epoch, action.seq, -1 if too_large else self.size(), 0))
+
+    def size(self) -> int:
+        """P may think that D's slots are larger."""
+        return SLOT + 1 if self.roll("oversize") else SIZE
 
     def move(self) -> None:
         """One send meets its receive; what a link that is up does by itself."""

@@ -187,7 +187,7 @@ class World:
                 target = self.number
             if turn % 5 == 0:
                 self.at("d", pairs.Connect())
-            for do in (self.ask, self.gather, self.move, self.free, self.free):
+            for do in (self.ask, self.gather, self.gather, self.move, self.free, self.free):
                 do()
             while self.wires["p"] or self.wires["d"]:
                 self.hear("p"), self.hear("d")

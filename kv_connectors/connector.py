@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 logging.getLogger("vllm_disagg").handlers = logging.getLogger("vllm").handlers
 logging.getLogger("vllm_disagg").setLevel(logging.getLogger("vllm").level)
 
-if problem := compat.check(vllm.__version__):
-    raise ConfigError(problem)
-
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 
 
@@ -42,6 +39,10 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = config.parse(self._kv_transfer_config.kv_connector_extra_config)
+        if problem := compat.check(vllm.__version__):
+            if not settings.gpu:  # who tries it on a GPU may have an older vLLM there
+                raise ConfigError(problem)
+            logging.getLogger("vllm_disagg").warning("%s; it is tried all the same (gpu)", problem)
         key = keys.load(settings.key_file)
         facts.refuse_unsupported(vllm_config, kv_cache_config, gpu=settings.gpu)
         self._scheduler: SchedulerSide

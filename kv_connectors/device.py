@@ -36,7 +36,7 @@ from .kvcache import Rank, in_computing_order
 WORDS = 4096  # of 8 bytes at most: what one program copies of a row
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _move(wire, bases, blocks, count, block_stride, rows, row_stride, words, WORDS: tl.constexpr, GATHER: tl.constexpr):  # type: ignore[no-untyped-def]
     """Program (i, j): the j-th part of the i-th row on the wire: by plane, then block, then row of the block."""
     unit = tl.program_id(0)
@@ -53,7 +53,7 @@ def _move(wire, bases, blocks, count, block_stride, rows, row_stride, words, WOR
         tl.store(cache + at, tl.load(there, mask=mask), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["words"])
 def _sum(wire, total, words, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Each word times an odd number of its own, modulo 2^64: no two words may change places unseen."""
     at = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
@@ -129,6 +129,17 @@ class DeviceMemory:
             event = torch.cuda.Event()
             event.record()
             self._launched = event
+
+    def warm_up(self) -> None:
+        """Have the kernels compiled, which takes seconds: before anybody waits for an answer, or uses block 0."""
+        for layer in range(self.shape.layers):
+            extent = Extent(layer, layer + 1, 0, self.shape.block_size)
+            wire = torch.empty(self._size(extent, [0]), dtype=torch.uint8, device=self.device)
+            for gather in (True, False):
+                self.move(extent, [0], wire, self._bounce, gather=gather)
+            with self.on(self._bounce):
+                checksum(wire, torch.zeros(1, dtype=torch.int64, device=self.device))
+            self._wait()
 
     # Any thread ----------------------------------------------------------------------------------------------
     def new_stream(self) -> Any:
@@ -266,7 +277,9 @@ def device_memory(
             kinds.append(kind)
         planes.append(parts)
         layers.append(kinds.index(kind))
-    return DeviceMemory(planes, Shape(kinds, layers), next(iter(caches.values())).device), names
+    memory = DeviceMemory(planes, Shape(kinds, layers), next(iter(caches.values())).device)
+    memory.warm_up()
+    return memory, names
 
 
 def planes_of(tensor: torch.Tensor, num_blocks: int) -> Iterator[Plane]:
@@ -274,10 +287,10 @@ def planes_of(tensor: torch.Tensor, num_blocks: int) -> Iterator[Plane]:
 
     Raises ValueError where a block is neither dense nor made of equal rows at one distance.
     """
-    parts = [tensor] if tensor.shape[0] == num_blocks else [tensor[0], tensor[1]]
+    parts = [tensor] if tensor.shape[0] == num_blocks else list(tensor.unbind(0))
+    if len(parts) > 2 or parts[0].shape[0] != num_blocks:
+        raise ValueError(f"a KV tensor of shape {tuple(tensor.shape)} for {num_blocks} blocks")
     for part in parts:
-        if part.shape[0] != num_blocks:
-            raise ValueError(f"a KV tensor of shape {tuple(tensor.shape)} for {num_blocks} blocks")
         item = part.element_size()
         axes = sorted((axis for axis in range(1, part.dim()) if part.shape[axis] > 1), key=lambda axis: part.stride(axis))
         dense, inner = 1, 0

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_disagg.errors import ConfigError
 from vllm_disagg.events import Land, SendPiece
 from vllm_disagg.shape import uniform
 from vllm_disagg.wire import Extent
@@ -142,3 +143,15 @@ def test_by_way_of_the_host() -> None:
     assert not target.write(extent, [0, 1], [frames[0][:-1]])  # type: ignore[attr-defined]
     assert target.write(extent, [0, 1], frames)  # type: ignore[attr-defined]
     assert torch.equal(ours[:, [0, 1]], theirs[:, [9, 4]])
+
+
+def test_the_memory_of_a_model_and_that_warming_up_changes_nothing() -> None:
+    caches = {f"layer {at}": cache((2, BLOCKS, TOKENS, HEADS, DIM), (1, 0, 2, 3, 4), torch.float16, at) for at in range(3)}
+    before = [tensor.clone() for tensor in caches.values()]
+    made = device.device_memory(caches, BLOCKS, TOKENS)
+    assert made.shape == Shape(3, TOKENS, 2 * TOKENS * HEADS * DIM * 2)
+    assert all(torch.equal(tensor, old) for tensor, old in zip(caches.values(), before, strict=True))
+    with pytest.raises(ConfigError, match="one size"):
+        device.device_memory({**caches, "other": cache((BLOCKS, TOKENS, 1), (0, 1, 2), torch.float16, 1)}, BLOCKS, TOKENS)
+    with pytest.raises(ConfigError, match="cannot move a KV tensor of shape"):
+        device.device_memory(caches, BLOCKS + 1, TOKENS)

@@ -29,7 +29,8 @@ class Posted:
 
     sends: list[tuple[int, tuple[str, int] | None]] = field(default_factory=list)  # seq, what lies in the slot
     receives: list[tuple[int, int]] = field(default_factory=list)  # seq, slot
-    ended: int = 0
+    sent: int = 0  # so many sends have ended
+    received: int = 0
     open_ends: set[str] = field(default_factory=set)
     is_broken: bool = False
 
@@ -37,12 +38,14 @@ class Posted:
 class World:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
+        self.is_eager = self.random.random() < 0.5
         self.chaos = {what: often * self.random.choice([0, 1, 1, 8]) for what, often in CHAOS.items()}
         self.now = 0.0
         self.p, self.d = pairs.SourceEnd(PATIENCE), pairs.ReaderEnd(PATIENCE, slot=SLOT)
         self.wires: dict[str, deque[bytes]] = {"p": deque(), "d": deque()}  # to whom
         self.epochs: dict[int, Posted] = {}
         self.gathers: list[tuple[pairs.Transmit, bool]] = []
+        self.gathered: deque[tuple[pairs.Transmit, bool]] = deque()  # and P has not looked yet
         self.routed: int | None = None
         self.asked: dict[int, SendPiece] = {}  # not finished, by number
         self.number = 0
@@ -82,6 +85,7 @@ class World:
             case pairs.Receive():
                 epoch = self.epochs[action.epoch]
                 assert action.seq == len(epoch.receives), "not in order"
+                assert action.size <= SLOT, "into a slot that does not hold it"
                 assert (action.epoch, action.slot) not in self.landing, "into a slot that is being read"
                 epoch.receives.append((action.seq, action.slot))
             case pairs.Finished():
@@ -109,9 +113,17 @@ class World:
     def gather(self) -> None:
         if self.gathers:
             action, too_large = self.gathers.pop(0)
-            epoch = self.epochs[action.epoch]
-            epoch.sends[action.seq] = (action.seq, (action.piece.transfer, action.piece.number))
-            self.at("p", pairs.Gathered(action.epoch, action.seq, -1 if too_large else SIZE, 0))
+            if not too_large:
+                sends = self.epochs[action.epoch].sends
+                sends[action.seq] = (action.seq, (action.piece.transfer, action.piece.number))
+            self.gathered.append((action, too_large))
+        if self.gathered and self.random.random() < 0.7:
+            action, too_large = self.gathered.popleft()
+            self.at("p", pairs.Gathered(action.epoch, action.seq, -1 if too_large else self.size(), 0))
+
+    def size(self) -> int:
+        """P may think that D's slots are larger."""
+        return SLOT + 1 if self.roll("oversize") else SIZE
 
     def move(self) -> None:
         """One send meets its receive; what a link that is up does by itself."""
@@ -119,12 +131,19 @@ class World:
             if epoch.is_broken:
                 if self.random.random() < 0.3:
                     self.at(self.random.choice("pd"), pairs.Failed(number, "the peer is gone"))
-            elif epoch.open_ends == {"p", "d"}:
+                continue
+            if epoch.open_ends == {"p", "d"}:
                 self.at("p", pairs.Up(number)), self.at("d", pairs.Up(number))
                 epoch.open_ends.add("up")
-            elif epoch.ended < min(len(epoch.sends), len(epoch.receives)) and epoch.sends[epoch.ended][1]:
-                at, epoch.ended = epoch.ended, epoch.ended + 1
-                self.at("p", pairs.Ended(number, at)), self.at("d", pairs.Ended(number, at))
+            if self.is_eager and epoch.sent < len(epoch.sends) and epoch.sends[epoch.sent][1]:
+                epoch.sent += 1  # into buffers of the library, before anybody receives
+                self.at("p", pairs.Ended(number, epoch.sent - 1))
+            if epoch.received < min(len(epoch.sends), len(epoch.receives)) and epoch.sends[epoch.received][1]:
+                at, epoch.received = epoch.received, epoch.received + 1
+                if epoch.sent == at:
+                    epoch.sent += 1
+                    self.at("p", pairs.Ended(number, at))
+                self.at("d", pairs.Ended(number, at))
 
     def free(self) -> None:
         if self.landing:
@@ -168,13 +187,13 @@ class World:
                 target = self.number
             if turn % 5 == 0:
                 self.at("d", pairs.Connect())
-            for do in (self.ask, self.gather, self.move, self.free, self.free):
+            for do in (self.ask, self.gather, self.gather, self.move, self.free, self.free):
                 do()
             while self.wires["p"] or self.wires["d"]:
                 self.hear("p"), self.hear("d")
-            self.pass_time(0.5)
+            self.pass_time(1.0)
         assert max(self.delivered, default=-1) >= target, "a quiet world does not pair again"
-        for _ in range(30):
+        for _ in range(60):
             self.gather(), self.move(), self.free()
             while self.wires["p"] or self.wires["d"]:
                 self.hear("p"), self.hear("d")
@@ -194,7 +213,7 @@ def test_both_ends_execute_one_order_or_abort(part: int) -> None:
 
 def test_a_full_ring_delays_and_never_grows() -> None:
     world = World(0)
-    world.chaos = {}
+    world.chaos, world.is_eager = {}, False
     world.at("d", pairs.Connect())
     world.hear("p"), world.move(), world.hear("d")
     for _ in range(12):

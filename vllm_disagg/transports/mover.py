@@ -143,15 +143,17 @@ class Mover:
 
     # The mover's thread --------------------------------------------------------------------------------------
     def _run(self) -> None:
-        looking = False
-        while True:
+        looking, is_open = False, True
+        while is_open:
             try:
                 job = self._jobs.get(timeout=LOOK if looking else None)
-                if job is None:
-                    break
-                job()
+                is_open = job is not None
+                if job is not None:
+                    job()
             except queue.Empty:
                 pass
+            except Exception as error:  # a fault of ours: the pair it was for has its deadline, the others go on
+                log.critical("the mover of KV failed in a job", exc_info=error)
             looking = self._look()
         for key in list(self._pairs):
             self._close_pair(key)

@@ -323,7 +323,8 @@ class SourceEnd(End):
             return [Finished(piece), *self._break(f"piece {piece.number} of {piece.transfer} does not fit into a slot")]
         if not self.told:
             self.moved = now
-        self.told.add(event.seq)
+        if event.seq in self.slots:  # else its send has ended before we looked
+            self.told.add(event.seq)
         note = Piece(self.epoch, event.seq, piece.transfer, piece.number, event.size, event.checksum)
         return [Tell(note), Finished(piece)]
 

@@ -132,8 +132,8 @@ class DeviceMemory:
 
     def warm_up(self) -> None:
         """Have the kernels compiled, which takes seconds: before anybody waits for an answer, or uses block 0."""
-        for layer in range(self.shape.layers):
-            extent = Extent(layer, layer + 1, 0, self.shape.block_size)
+        for layer in range(len(self.shape.layers)):
+            extent = Extent(layer, layer + 1, 0, self.shape.kind(layer).block_size)
             wire = torch.empty(self._size(extent, [0]), dtype=torch.uint8, device=self.device)
             for gather in (True, False):
                 self.move(extent, [0], wire, self._bounce, gather=gather)

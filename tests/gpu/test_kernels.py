@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from kv_connectors.kvcache import Rank
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.events import Land, SendPiece
 from vllm_disagg.shape import uniform
@@ -148,10 +150,10 @@ def test_by_way_of_the_host() -> None:
 def test_the_memory_of_a_model_and_that_warming_up_changes_nothing() -> None:
     caches = {f"layer {at}": cache((2, BLOCKS, TOKENS, HEADS, DIM), (1, 0, 2, 3, 4), torch.float16, at) for at in range(3)}
     before = [tensor.clone() for tensor in caches.values()]
-    made = device.device_memory(caches, BLOCKS, TOKENS)
-    assert made.shape == Shape(3, TOKENS, 2 * TOKENS * HEADS * DIM * 2)
+    groups = [SimpleNamespace(layer_names=list(caches), kv_cache_spec=SimpleNamespace(block_size=TOKENS))]
+    made, names = device.device_memory(caches, groups, BLOCKS, Rank(0, 1, HEADS))
+    assert names == list(caches) and len(made.shape.layers) == 3
+    assert {sum(kind.rows) for kind in made.shape.kinds} == {2 * TOKENS * HEADS * DIM * 2}
     assert all(torch.equal(tensor, old) for tensor, old in zip(caches.values(), before, strict=True))
-    with pytest.raises(ConfigError, match="one size"):
-        device.device_memory({**caches, "other": cache((BLOCKS, TOKENS, 1), (0, 1, 2), torch.float16, 1)}, BLOCKS, TOKENS)
     with pytest.raises(ConfigError, match="cannot move a KV tensor of shape"):
-        device.device_memory(caches, BLOCKS + 1, TOKENS)
+        device.device_memory(caches, groups, BLOCKS + 1, Rank(0, 1, HEADS))

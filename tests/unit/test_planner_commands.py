@@ -55,8 +55,8 @@ def test_plan_says_all_that_is_promised(capsys: pytest.CaptureFixture[str], tmp_
 
 def test_a_burst_is_not_taken_for_traffic(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--gpu", "h100", "--model", "llama-3.1-8b", "--workload", "500:100", "--gpus", "2", "--seeds", "1", "--jobs", "1"]
-    (remark,) = _json(capsys, "plan", *words, "--requests", "60")["remarks"]
-    assert remark.startswith("60 requests last ") and "give --requests" in remark
+    (remark,) = _json(capsys, "plan", *words, "--requests", "200", "--ttft", "0.1", "--tpot", "0.02")["remarks"]
+    assert remark.startswith("200 requests last ") and "give --requests" in remark
     assert not _json(capsys, "plan", *BASE, "--gpus", "2", "--jobs", "1", "--requests", "300", "--seeds", "1")["remarks"]
 
 

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 # Kinds of KV cache whose tests are exact, by vLLM's name.
-KNOWN = {"FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "MambaSpec"}
+KNOWN = {"FullAttentionSpec", "SlidingWindowSpec", "MambaSpec"}
 UNKNOWN = {
+    "MLAAttentionSpec": "multi-head latent attention did not pass its tests",
     "ChunkedLocalAttentionSpec": "chunked local attention was never tried",
     "CrossAttentionSpec": "encoder-decoder models were never tried",
 }
@@ -41,25 +42,26 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, 
     ):
         if size > 1:
             raise ConfigError(f"DisaggConnector does not support {what} parallelism yet (size {size}); use 1")
+    if vllm_config.speculative_config is not None:
+        raise ConfigError("DisaggConnector does not support speculative decoding yet; start without it")
+    if "fp8" in (kept := str(vllm_config.cache_config.cache_dtype)):
+        raise ConfigError(f"DisaggConnector does not support a quantised KV cache yet ({kept}); use --kv-cache-dtype auto")
+    _refuse_kinds(kv_cache_config)
+
+
+def _refuse_kinds(kv_cache_config: KVCacheConfig) -> None:
     groups = kv_cache_config.kv_cache_groups
     if len(groups) > 1 and not compat.can_load_groups():
         raise ConfigError(f"DisaggConnector needs vLLM 0.32 for models with several KV-cache groups (this has {len(groups)})")
-    for group in groups:
-        spec = group.kv_cache_spec
-        for one in compat.specs_by_layer(spec).values() or [spec]:
-            if (name := type(one).__name__) not in KNOWN:
-                raise ConfigError(f"DisaggConnector does not support this model: {UNKNOWN.get(name, name)}")
-            if getattr(one, "mamba_cache_mode", "none") != "none":
-                raise ConfigError(
-                    "DisaggConnector does not support prefix caching of Mamba and linear layers: start with"
-                    " --no-enable-prefix-caching"
-                )
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method != "ngram":
+    specs = [one for g in groups for one in compat.specs_by_layer(g.kv_cache_spec).values() or [g.kv_cache_spec]]
+    for name in sorted({type(spec).__name__ for spec in specs} - KNOWN):
+        raise ConfigError(f"DisaggConnector does not support this model: {UNKNOWN.get(name, name)}")
+    if any(getattr(spec, "mamba_cache_mode", "none") != "none" for spec in specs):
         raise ConfigError(
-            f"DisaggConnector supports speculative decoding with ngram only: the KV of a draft model ({speculative.method})"
-            " would not be sent"
+            "DisaggConnector does not support prefix caching of Mamba and linear layers: start with --no-enable-prefix-caching"
         )
+    if len({compat.is_state(spec) for spec in specs}) > 1:
+        raise ConfigError("DisaggConnector does not support models that mix Mamba or linear layers with attention yet")
 
 
 def layout(vllm_config: VllmConfig) -> dict[str, str]:

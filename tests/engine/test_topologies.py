@@ -1,6 +1,6 @@
 """Engines of different parallelism and block sizes: four pairs of four engines, compared with one plain vLLM.
 
-In float32: with bfloat16 the order of sums in tensor parallelism alone changes tokens of nearly equal probability.
+In float32: with bfloat16 the order of sums in tensor parallelism alone may decide between tokens of nearly equal probability.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python benchmarks/transport.py [MODEL] [--sizes MIB ...] [--times N] [--transports NAME ...]
 
-Two processes with a synthetic KV pool each, the reader pinned to the last core and the other to the first.  A transfer is a prompt
-that P holds already: from asking until its last byte is confirmed, so all messages are in it.  Runs of 8 blocks lie
-together; a block of one layer has 64 KiB.  The ways take turns, three rounds each, so that
-what else the machine does meets them all alike; the figures are medians.
+Two processes with a synthetic KV pool each, the reader pinned to the last core and the other to the first.  A transfer
+is a prompt that P holds already: from asking until its last byte is confirmed, so all messages are in it.  Runs of 8
+blocks lie together; a block of one layer has 64 KiB.  The ways take turns, three rounds each, so that what else the
+machine does meets them all alike; the figures are medians.
 
   memcpy   numpy, from one pool into the other within a process
   pyzmq    frames of 512 KiB from one pool, left in ZMQ's own memory at the other end: nothing checked, nothing copied

@@ -2,10 +2,10 @@
 
     python benchmarks/transport.py [MODEL] [--sizes MIB ...] [--times N] [--transports NAME ...]
 
-Two processes with a synthetic KV pool each, the reader pinned to core 1 and the other to core 0.  A transfer is a prompt
-that P holds already: from asking until its last byte is confirmed, so all messages are in it.  Runs of 8 blocks lie
-together; a block of one layer has 64 KiB.  Each way is asked in turn for one transfer of each size, so that what else
-the machine does meets them all alike; the figures are medians.
+Two processes with a synthetic KV pool each, the reader pinned to the last core and the other to the first.  A transfer
+is a prompt that P holds already: from asking until its last byte is confirmed, so all messages are in it.  Runs of 8
+blocks lie together; a block of one layer has 64 KiB.  The ways take turns, three rounds each, so that what else the
+machine does meets them all alike; the figures are medians.
 
   memcpy   numpy, from one pool into the other within a process
   pyzmq    frames of 512 KiB from one pool, left in ZMQ's own memory at the other end: nothing checked, nothing copied
@@ -51,6 +51,7 @@ from vllm_disagg.memory import FRAME, HostMemory
 
 LAYERS, BLOCK, BLOCK_SIZE, RUN = 24, 64 << 10, 16, 8
 KEY = keys.FleetKey(b"k" * keys.SIZE)
+ROUNDS = 3
 IDLE = 20.0  # seconds that idle engines are watched
 Rows = npt.NDArray[np.uint8]
 
@@ -225,21 +226,17 @@ class Pair:
 
 def synthetic(names: list[str], counts: list[int], times: int) -> dict[str, Any]:
     """By way and size."""
-    pairs = {}
-    try:
-        for name in names:
-            print(f"starting {name}", flush=True)
-            pairs[name] = Pair(name, max(counts) + RUN)
-            warm_up(pairs[name], max(counts))
-        samples: dict[tuple[str, int], list[tuple[float, float]]] = {}
-        for turn in range(times):
-            print(f"turn {turn + 1} of {times}", flush=True)
-            for count in counts:
-                for name, pair in pairs.items():
+    samples: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for turn in range(ROUNDS):
+        for name in names:  # one way lives at a time: NIXL's progress threads spin, and would starve the others
+            print(f"round {turn + 1} of {ROUNDS}: {name}", flush=True)
+            pair = Pair(name, max(counts) + RUN)
+            try:
+                warm_up(pair, max(counts))
+                for count in counts * -(-times // ROUNDS):
                     samples.setdefault((name, count), []).append(pair.transfer(count))
-    finally:
-        for pair in pairs.values():
-            pair.stop()
+            finally:
+                pair.stop()
     result: dict[str, Any] = {}
     print(f"\n{'MiB':>7} | " + " ".join(f"{name:>16}" for name in names) + "    GB/s (CPU s a GB)")
     for count in counts:

@@ -88,13 +88,22 @@ class GlooLink:
 
     def __init__(self, device: Any, rank: int, tell: Callable[[FromLink], None], epoch: int) -> None:
         self._device, self._rank, self._tell, self._epoch = device, rank, tell, epoch
-        self.is_gone = False
         self._is_closing = False
         self._store = NoteStore(lambda blob: tell(Said(epoch, blob)))
         self._group: Any = None
         self._posted: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
         self._waiting: deque[Any] = deque()  # what was posted and has not ended
-        threading.Thread(target=self._run, name=f"vllm-disagg-gloo-{rank}", daemon=True).start()
+        self._threads: list[threading.Thread] = []
+        self._start(self._run)
+
+    def _start(self, do: Callable[[], None]) -> None:
+        self._threads.append(threading.Thread(target=do, name="vllm-disagg-gloo", daemon=True))
+        self._threads[-1].start()
+
+    @property
+    def is_gone(self) -> bool:
+        """Ended threads only: one that is still in Gloo when Python ends takes the process down with it."""
+        return not any(thread.is_alive() for thread in self._threads)
 
     # The mover's thread --------------------------------------------------------------------------------------
     def hear(self, blob: bytes) -> None:
@@ -117,7 +126,7 @@ class GlooLink:
         self._is_closing = True
         self._store.close()
         self._posted.put(None)
-        threading.Thread(target=self._abort, name="vllm-disagg-gloo-abort", daemon=True).start()
+        self._start(self._abort)
 
     def _abort(self) -> None:
         for work in list(self._waiting):
@@ -144,7 +153,6 @@ class GlooLink:
         finally:
             self._waiting.clear()
             self._group = None
-            self.is_gone = True
 
 
 def carrier(config: Config) -> Callable[[Port], TwoSidedCarrier]:

@@ -124,6 +124,8 @@ def test_bytes_arrive_by_gloo(
     assert by_gloo(d) - before["gloo"] == 8 * BLOCKS * row and d.counters.received["zmq"] == before["zmq"]
     assert digest(ours, BLOCKS) == p(f"digest {BLOCKS}")
     assert d.counters.damaged_pieces == 0
+    p.process.stdin.close()
+    assert p.process.wait(10) == 0, "a worker that ends while a pair is open must end in order"
 
 
 def test_a_killed_source_ends_the_load_and_its_successor_comes_by_gloo(

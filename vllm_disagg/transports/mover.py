@@ -34,7 +34,10 @@ class Link(Protocol):
     """Our end of one communicator.  Used by the mover's thread alone; no method waits for the other end."""
 
     is_polled: bool  # whether `poll` must be called for it to go on
-    is_gone: bool  # whether a close has ended, so that nothing writes into its slots any more
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether a close has ended, so that nothing writes into its slots any more."""
 
     def hear(self, blob: bytes) -> None: ...
     def send(self, seq: int, slot: Slot, size: int) -> None: ...

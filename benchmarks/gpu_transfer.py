@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from kv_connectors import carriers
-from vllm_disagg import config, events, keys
+from vllm_disagg import config, events, keys, mapping
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
 from vllm_disagg.errors import ConfigError
@@ -74,7 +74,7 @@ def serve(pipe: Connection, transport: str, piece: int, blocks: int) -> None:
     made = driver(transport, piece, store)
     pipe.send(made.worker)
     while (transfer := pipe.recv()) is not None:
-        made.submit([events.Scheduled(transfer, blocks * BLOCK_SIZE, list(range(blocks)))])
+        made.submit([events.Scheduled(transfer, blocks * BLOCK_SIZE, [list(range(blocks))])])
         made.submit([events.Computed(transfer, LAYERS), events.Pinned(transfer)])
         outcome(made)
         pipe.send(time.process_time())
@@ -139,7 +139,8 @@ def measure(transport: str, piece: int, blocks: int, rounds: int) -> dict[str, A
     def move() -> tuple[Any, float]:
         """One transfer: its report, and the CPU seconds of the other process so far."""
         transfer = os.urandom(16).hex()
-        made.submit([events.Wanted(transfer, [source], list(range(blocks)), 0, blocks * BLOCK_SIZE, 60.0)])
+        plan, wanted = mapping.plan([source.holds], [made.worker.holds]), events.Blocks(0, list(range(blocks)))
+        made.submit([events.Wanted(transfer, [source], plan, [wanted], blocks * BLOCK_SIZE, 60.0)])
         here.send(transfer)
         report = outcome(made)
         if report.reason is not None:

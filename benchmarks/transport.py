@@ -44,7 +44,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_connectors import carriers
-from vllm_disagg import events, keys
+from vllm_disagg import events, keys, mapping
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
 from vllm_disagg.memory import FRAME, HostMemory
@@ -80,13 +80,14 @@ def ours(name: str, pool: Pool, peer: Connection, is_source: bool) -> Iterator[f
         count = yield 0.0
         while True:
             transfer, blocks = peer.recv(), pool.blocks(count)
-            driver.submit([events.Scheduled(transfer, count * BLOCK_SIZE, blocks), events.Computed(transfer, LAYERS)])
+            driver.submit([events.Scheduled(transfer, count * BLOCK_SIZE, [blocks]), events.Computed(transfer, LAYERS)])
             driver.submit([events.Pinned(transfer)])
             peer.send(None)
             while not driver.take():
                 time.sleep(0.0002)
             count = yield 0.0
     worker = peer.recv()
+    plan = mapping.plan([worker.holds], [driver.worker.holds])
     count = yield 0.0
     while True:
         transfer = secrets.token_hex(16)
@@ -94,7 +95,7 @@ def ours(name: str, pool: Pool, peer: Connection, is_source: bool) -> Iterator[f
         peer.recv()
         before = driver.counters.received.get(name, 0)
         began = time.perf_counter()
-        driver.submit([events.Wanted(transfer, [worker], pool.blocks(count), 0, count * BLOCK_SIZE, 60.0)])
+        driver.submit([events.Wanted(transfer, [worker], plan, [events.Blocks(0, pool.blocks(count))], count * BLOCK_SIZE, 60.0)])
         while not (taken := driver.take()):
             time.sleep(0.0002)  # as vLLM would look
         seconds = time.perf_counter() - began

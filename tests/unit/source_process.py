@@ -62,7 +62,7 @@ def main() -> None:
     print(msgspec.json.encode(driver.worker).decode(), flush=True)
     for line in sys.stdin:
         _, transfer, blocks, tokens = line.split()
-        driver.submit([events.Scheduled(transfer, int(tokens), [int(block) for block in blocks.split(",")])])
+        driver.submit([events.Scheduled(transfer, int(tokens), [[int(block) for block in blocks.split(",")]])])
         driver.submit([events.Computed(transfer, LAYERS)])
         driver.submit([events.Pinned(transfer)])
         print("done", flush=True)

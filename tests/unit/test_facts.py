@@ -54,7 +54,7 @@ def test_what_is_exact_starts(specs: tuple[Any, ...]) -> None:
         ({}, (STATE, FULL), "mix Mamba or linear layers with attention"),
         ({"dtype": "fp8_e4m3"}, (FULL,), r"quantised KV cache yet \(fp8_e4m3\)"),
         ({"speculative": object()}, (FULL,), "speculative decoding"),
-        ({"device": "cuda"}, (FULL,), "host memory only, so far; this engine's is on cuda"),
+        ({"device": "cuda"}, (FULL,), "has not been run with KV on cuda yet"),
         ({"parallel": {"data_parallel_size": 2}}, (FULL,), r"data parallelism yet \(size 2\)"),
     ],
 )

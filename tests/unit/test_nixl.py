@@ -20,7 +20,7 @@ import pytest
 from source_process import BLOCK_SIZE, BLOCKS, KEY, LAYERS, memory
 
 from kv_connectors import carriers
-from vllm_disagg import events
+from vllm_disagg import events, mapping
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
 from vllm_disagg.errors import BadMessage, ConfigError
@@ -79,7 +79,9 @@ class Sink:
         transfer, tokens = secrets.token_hex(16), count * BLOCK_SIZE - 5
         if prefill:
             source.prefill(transfer, list(range(count)), tokens)
-        self.driver.submit([events.Wanted(transfer, [source.worker], list(range(count, 2 * count)), 0, tokens, 60.0)])
+        plan = mapping.plan([source.worker.holds], [self.memory.shape])
+        blocks = events.Blocks(0, list(range(count, 2 * count)))
+        self.driver.submit([events.Wanted(transfer, [source.worker], plan, [blocks], tokens, 60.0)])
         return transfer
 
     def outcome(self, seconds: float = 30.0) -> events.Report:
@@ -349,4 +351,4 @@ def test_encryption_and_nixl() -> None:
 
 
 def test_the_layers_and_blocks_of_the_source_process() -> None:
-    assert memory(8, 1).shape.layers == LAYERS and len(memory(8, 1).planes[0][0]) == BLOCKS
+    assert memory(8, 1).shape.layers == [0] * LAYERS and len(memory(8, 1).planes[0][0]) == BLOCKS

@@ -6,19 +6,19 @@ import pytest
 
 stats = pytest.importorskip("kv_connectors.stats", reason="there is no vLLM here")
 
-from vllm_disagg.transports.carrier import Counters, count_landed  # noqa: E402 - after the skip
+from vllm_disagg.transports.carrier import Counters  # noqa: E402 - after the skip
 
 
 def test_bytes_by_carrier_are_told_once_and_summed() -> None:
     counters, first, second = Counters(), stats.Stats(), stats.Stats()
-    assert counters.landed is not Counters().landed, "shared by all workers"
+    assert counters.received is not Counters().received, "shared by all workers"
     for size in (10, 5):
-        count_landed(counters, "gloo", size)
+        counters.landed("gloo", size)
         first.count_sent(counters)
     taken = first.take()
     assert taken.data["carried"] == {"gloo": 15} and first.take() is None
-    count_landed(counters, "gloo", 1)
-    count_landed(counters, "zmq", 2)
+    counters.landed("gloo", 1)
+    counters.landed("zmq", 2)
     first.count_sent(counters)
     second.data["carried"] = {"zmq": 40}
     assert first.aggregate(second).data["carried"] == {"gloo": 1, "zmq": 42}

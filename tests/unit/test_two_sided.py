@@ -232,13 +232,13 @@ def test_the_pair_unused_for_longest_makes_room(
 def test_a_peer_without_gloo_is_served_by_zmq_and_the_log_says_why(
     start: Callable[..., Driver], peer: Callable[..., Peer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    p = peer(settings={})
+    p = peer(settings={"transport": "zmq"})
     d = start(memory(ROW, None))
     for number in range(2):
         assert load(d, p, number).reason is None
     assert not by_gloo(d) and d.counters.received["zmq"]
     said = [record.getMessage() for record in caplog.records if p.worker.name in record.getMessage()]
-    assert said == [f"worker {p.worker.name} takes part in nothing else and we in ['gloo']: its KV comes by ZMQ"]
+    assert said == [f"pieces of {p.worker.name} come by ZMQ: besides it, here is gloo (transport is gloo), and there nothing"]
 
 
 def test_settings_that_contradict_each_other() -> None:

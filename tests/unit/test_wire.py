@@ -23,7 +23,7 @@ FOR_DECODE = [
     wire.Offer("t", "p", "d", 128, 200, 1),
     wire.Settled("t", "p", "d", True),
     wire.Fail("t", "p", "d", "refused"),
-    wire.Note("p", "d", "nixl", b"x" * wire.MAX_NOTE),
+    wire.Note("p", "d", "nixl", b"x"),
 ]
 
 
@@ -80,3 +80,8 @@ def test_what_is_refused() -> None:
 def test_unknown_fields_are_ignored_so_that_fields_may_be_added() -> None:
     later = {"type": "done", "transfer": "t", "source": "p", "reader": "d", "new": 1}
     assert wire.decode_at_prefill(wire._PREFIX + msgspec.msgpack.encode(later)) == wire.Done("t", "p", "d")
+
+
+def test_the_largest_note_fits_into_a_message() -> None:
+    note = wire.Note("p" * 256, "d" * 256, "c" * 256, b"x" * wire.MAX_NOTE)
+    assert wire.decode_at_decode(wire.encode(note)) == note

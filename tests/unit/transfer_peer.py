@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from kv_connectors import carriers
-from vllm_disagg import events, keys
+from vllm_disagg import events, keys, mapping
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
 from vllm_disagg.grants import Worker
@@ -52,12 +52,13 @@ def driver(memory: HostMemory, **settings: object) -> Driver:
 
 
 def prefill(driver: Driver, transfer: str, tokens: int) -> None:
-    driver.submit([events.Scheduled(transfer, tokens, list(range(-(-tokens // BLOCK_SIZE))))])
+    driver.submit([events.Scheduled(transfer, tokens, [list(range(-(-tokens // BLOCK_SIZE)))])])
     driver.submit([events.Computed(transfer, LAYERS), events.Pinned(transfer)])
 
 
 def want(driver: Driver, transfer: str, tokens: int, source: Worker) -> None:
-    driver.submit([events.Wanted(transfer, [source], list(range(-(-tokens // BLOCK_SIZE))), 0, tokens, 60.0)])
+    plan, blocks = mapping.plan([source.holds], [driver.worker.holds]), events.Blocks(0, list(range(-(-tokens // BLOCK_SIZE))))
+    driver.submit([events.Wanted(transfer, [source], plan, [blocks], tokens, 60.0)])
 
 
 def outcome(driver: Driver, seconds: float = 20.0) -> events.Release | events.Report:

@@ -1,7 +1,8 @@
 # make setup     an environment in .venv with vLLM for CPUs, this project and its tools (minutes, once)
 # make demo      a prefill and a decode instance and the proxy; exact answers, KV moved while the prefill computes
-# make check     lint, types, import rules, all tests that need no engine
-# make test      check, and the tests with real engines
+# make check     lint, types, import rules, all tests that need neither engine nor other processes
+# make test      check, the transports between processes, and the tests with real engines
+# make wide      engines of different parallelism and block sizes, each kind of model, each transport
 # make chaos     2 prefill and 2 decode instances under load, each killed, frozen, drained and replaced in turn (10 minutes)
 # make versions  exactness on the oldest and the newest vLLM supported
 # make mutants   plant faults in the protocol; the tests must notice
@@ -21,7 +22,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 BIN    := $(VENV)/bin
 MODEL  := .cache/models/heavy
 
-.PHONY: setup demo check test chaos versions mutants bench bench-proxy bench-transport goodput clean
+.PHONY: setup demo check test wide chaos versions mutants bench bench-proxy bench-transport goodput clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -57,7 +58,11 @@ check: setup
 	$(BIN)/python -m pytest tests/unit tests/property tests/proxy
 
 test: check
-	$(BIN)/python -m pytest tests/engine -m "not chaos"
+	$(BIN)/python -m pytest tests/transports
+	$(BIN)/python -m pytest tests/engine -m "not chaos and not wide"
+
+wide: setup
+	$(BIN)/python -m pytest tests/engine -m wide
 
 chaos: setup
 	$(BIN)/python -m pytest tests/engine/test_failover.py -s

@@ -14,7 +14,7 @@ log = logging.getLogger("vllm_disagg.carriers")
 Make = Callable[[Port], Carrier]
 MODULES = {"nixl": "vllm_disagg.transports.nixl", "gloo": "kv_connectors.gloo", "nccl": "kv_connectors.nccl"}
 DEVICES = {"nixl": ["cpu"], "gloo": ["cpu"], "nccl": ["cuda"]}
-AUTO = ("nixl",)  # what `transport: auto` tries, the preferred one first
+AUTO: tuple[str, ...] = ()  # what `transport: auto` tries, the preferred one first: none until engines have run with it
 
 
 def chosen(config: Config, device: str = "cpu") -> dict[str, Make]:

@@ -18,6 +18,8 @@ from conftest import Machine
 from direct import Legs
 from engines import BLOCK, CHUNK, ROOT, Engine, wait
 
+pytestmark = pytest.mark.wide
+
 LENGTHS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, CHUNK, CHUNK + 1, 300, 383, 384, 385, 511, 512, 513, 700, 900]
 AT_ONCE = 12
 EXACT = {

@@ -15,6 +15,8 @@ from conftest import Machine
 from direct import Legs
 from engines import BLOCK, CHUNK, Engine, Proxy, wait
 
+pytestmark = pytest.mark.wide
+
 TOKEN_BYTES = 4 * 2 * 2 * 32 * 4  # layers, keys and values, heads, channels, float32
 LENGTHS = [1, 31, 32, 33, 100, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK, CHUNK + 1, 385, 500, 640]
 PAIRS = ["TP 2 to TP 1", "TP 1 to TP 2", "blocks of 128 to 32", "blocks of 32 to 128"]

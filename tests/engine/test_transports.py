@@ -12,6 +12,8 @@ from conftest import Machine
 from engines import BLOCK, CHUNK, Engine, Proxy, wait
 from test_exact import needed
 
+pytestmark = pytest.mark.wide
+
 CARRIERS = [
     pytest.param("nixl", marks=pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed")),
     "gloo",

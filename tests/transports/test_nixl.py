@@ -33,6 +33,12 @@ real = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl
 QUICK = {"silence": 0.9, "retry": 0.3}
 
 
+@pytest.fixture(autouse=True)
+def auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `auto` is meant to be once engines have run with NIXL."""
+    monkeypatch.setattr(carriers, "AUTO", ("nixl",))
+
+
 class Source:
     def __init__(self, row: int = 4096, lie: str = "", env: dict[str, str] | None = None, **settings: object) -> None:
         told = json.dumps({"row": row, "lie": lie, "settings": {"transport": "nixl", **settings}})

@@ -65,7 +65,7 @@ class Stack:
         with log.open("wb") as out:
             self.processes.append(
                 subprocess.Popen(
-                    command, env={**os.environ, **env}, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                    command, env={**os.environ, **env}, stdout=out, stderr=subprocess.STDOUT, process_group=0
                 )
             )
 

@@ -101,7 +101,7 @@ def proxies(names: list[str], router: str) -> Iterator[tuple[dict[str, list[str]
                 theirs += ["--prometheus-port", str(free_port()), "--log-level", "error"]
                 command = [*(ours if name == "ours" else theirs), *where, "--port", str(port)]
                 with open(f"{folder}/{name}.log", "wb") as log:
-                    process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+                    process = subprocess.Popen(command, stdout=log, stderr=log, process_group=0)
                 os.sched_setaffinity(process.pid, CORES[-1:])
                 running.append(process)
                 made.append(Proxy(name, process, port))

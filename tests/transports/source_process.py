@@ -1,6 +1,6 @@
 """A prefill worker's driver in a process of its own, so that tests can kill and freeze it.  Commands come on stdin.
 
-    python tests/unit/source_process.py '{"row": 4096, "settings": {"transport": "nixl"}, "lie": ""}'
+    python tests/transports/source_process.py '{"row": 4096, "settings": {"transport": "nixl"}, "lie": ""}'
 
 It prints its Worker, then a line for each command has been obeyed: `prefill TRANSFER BLOCK,BLOCK,... TOKENS`.
 """

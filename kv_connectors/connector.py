@@ -13,6 +13,7 @@ from vllm_disagg.errors import ConfigError
 from vllm_disagg.registration import Registration, register_all
 
 from . import compat, facts
+from .messages import Handshake
 from .scheduler import SchedulerSide
 from .stats import PromMetrics, Stats
 from .worker import WorkerSide
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from .messages import Handshake, StepMetadata
+    from .messages import StepMetadata
 
 # In vLLM's processes our log lines go where vLLM's go.
 logging.getLogger("vllm_disagg").handlers = logging.getLogger("vllm").handlers
@@ -106,6 +107,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Handshake]) -> None:  # type: ignore[override]
         """Keys: (stage of the pipeline, tensor parallel rank); sorted, they are in the order of vLLM's global rank."""
+        if not all(isinstance(said, Handshake) for said in metadata.values()):  # MultiConnector hands out one child's only
+            raise ConfigError("DisaggConnector must be the first among the connectors of MultiConnector that shake hands")
         self._scheduler.set_workers([metadata[rank] for rank in sorted(metadata)])
         if self._scheduler.engine and not self._registrations:
             self._registrations = self._register(self._scheduler.engine.incarnation)

@@ -133,16 +133,6 @@ class PromMetrics(KVConnectorPromMetrics):
             )
             for reason in events.Reason
         }
-        self._carried = {
-            carrier: per_engine(
-                self._counter_cls(
-                    name=f"vllm:disagg_received_by_{carrier}_bytes",
-                    documentation=f"KV bytes that {carrier} has put into blocks",
-                    labelnames=labelnames,
-                )
-            )
-            for carrier in ("zmq", *CARRIERS)
-        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, metric in self._counts.items():
@@ -153,5 +143,3 @@ class PromMetrics(KVConnectorPromMetrics):
             self._carried[carrier][engine_idx].inc(count)
         for reason, count in transfer_stats_data["failures"].items():
             self._failures[reason][engine_idx].inc(count)
-        for carrier, count in transfer_stats_data["carried"].items():
-            self._carried[carrier][engine_idx].inc(count)

@@ -144,6 +144,8 @@ class SchedulerSide:
         if request.prompt_token_ids is None:
             raise BadGrant("the prompt is not made of tokens")
         if grant.leg == "decode":
+            if len({worker.name for worker in grant.sources}) < len(grant.sources):
+                raise BadGrant("names one worker twice")
             try:
                 self._plan(grant.sources)
             except Unmappable as error:

@@ -172,13 +172,22 @@ def test_stages_of_a_pipeline_are_numbered_on() -> None:
     assert made.engine.layout["KV of a token"].startswith("4 layers of")
 
 
-def test_a_layout_that_cannot_be_mapped_is_refused_in_words(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("sources", "words"),
+    [
+        ([OTHER_BLOCKS], "blocks of 32 tokens, 128 bytes at P and of 16 tokens, 64 bytes at D"),
+        ([P_WORKER, P_WORKER], "names one worker twice"),
+    ],
+)
+def test_sources_that_cannot_be_read_are_refused_in_words(
+    sources: list[grants.Worker], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
     d = side("decode")
-    grant = grants.Grant(1, "decode", "cd" * 16, d.engine.incarnation, [OTHER_BLOCKS])  # type: ignore[union-attr]
+    grant = grants.Grant(1, "decode", "cd" * 16, d.engine.incarnation, sources)  # type: ignore[union-attr]
     asked = request("decode", d, kv_transfer_params={grants.REQUEST_KEY: grants.mint(KEY, grant)})
     logging.getLogger("vllm_disagg").propagate = True
     assert d.tokens_to_load(asked, 0) == 0
-    assert "blocks of 32 tokens, 128 bytes at P and of 16 tokens, 64 bytes at D" in caplog.text
+    assert words in caplog.text
 
 
 def test_grants_of_others_are_refused() -> None:

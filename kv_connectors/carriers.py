@@ -14,7 +14,7 @@ log = logging.getLogger("vllm_disagg.carriers")
 Make = Callable[[Port], Carrier]
 MODULES = {"nixl": "vllm_disagg.transports.nixl", "gloo": "kv_connectors.gloo", "nccl": "kv_connectors.nccl"}
 DEVICES = {"nixl": ["cpu"], "gloo": ["cpu"], "nccl": ["cuda"]}
-AUTO: tuple[str, ...] = ()  # what `transport: auto` tries, the preferred one first: none until engines have run with it
+AUTO: tuple[str, ...] = ()  # what `transport: auto` tries, the preferred one first: not yet, docs/transports.md
 
 
 def chosen(config: Config, device: str = "cpu") -> dict[str, Make]:

@@ -71,10 +71,6 @@ class World:
     def post(self, to: str, raw: bytes) -> None:
         self.network.append((to, raw))
 
-    def side_named(self, name: str) -> Side | None:
-        side = self.sides[name.partition(".")[0]]
-        return side if side.name == name else None
-
     # One thing happens --------------------------------------------------------------------------------------------
     def step(self) -> None:
         p, kind = self.prefill, self.random.randrange(12)

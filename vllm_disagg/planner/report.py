@@ -79,11 +79,6 @@ def _verdict(found: Advice) -> str:
     return f"colocate: {str(base.placement).removeprefix('colocated ')}: {base.goodput:.3f} req/s per GPU; {why}"
 
 
-def _ratio(found: Advice) -> str:
-    low, high = found.ratio_ci or (0.0, 0.0)
-    return f"{found.ratio:.2f} times ({low:.2f} .. {high:.2f})"
-
-
 def _fit_lines(fits: Sequence[tuple[str, Fit]]) -> list[str]:
     lines = []
     for path, fit in fits:

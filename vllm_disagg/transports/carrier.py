@@ -26,7 +26,6 @@ class Counters(msgspec.Struct):
     """What this worker has done since it started; only the driver's thread writes."""
 
     bytes_sent: int = 0
-    pieces_sent: int = 0
     bad_messages: int = 0
     damaged_pieces: int = 0
     received: dict[str, int] = {}  # bytes that are in their blocks, by carrier

@@ -46,7 +46,6 @@ class Serving:
         runs = notes.merged(self._memory.runs(piece.extent, piece.blocks))
         for note in notes.pieces(piece.transfer, piece.number, ready[0].name, runs):
             self._port.to_reader(piece.reader, note)
-        self._port.counters.pieces_sent += 1
         self._port.counters.bytes_sent += sum(size for _, size in runs)
 
     def note(self, reader: str, data: bytes) -> None:

@@ -67,7 +67,6 @@ class ZmqCarrier:
                 raise
             self._unsent.append((piece, until))  # the reader's data connection comes up beside its control connection
             return
-        self._port.counters.pieces_sent += 1
         self._port.counters.bytes_sent += sum(len(frame) for frame in frames)
         assert tracker is not None  # asked for
         self._sending.append((piece, tracker))

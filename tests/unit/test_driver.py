@@ -194,3 +194,21 @@ def test_ranks_of_any_two_topologies(
         for head in range(4):
             for token in range(begin, tokens):
                 assert cell(ours, layer, head, here, token) == cell(theirs, layer, head, there, token), (layer, head, token)
+
+
+def test_a_reader_that_wants_its_pieces_by_what_is_not_here_is_told_nothing_and_harms_nobody(start: Callable[..., Driver]) -> None:
+    """As after a carrier has broken at P alone; the next Pull says another way."""
+    ours, theirs = memory(64, None), memory(64, 1)
+    p, d = start(theirs), start(ours, silence=0.9, retry=0.3)
+    d._decode.routes[p.name] = "pigeon:1"
+    prefill(p, "ac" * 16, [1], 3)
+    d.submit([wanted(p, d, "ac" * 16, [2], 0, 3)])
+    end = time.monotonic() + 5
+    while not p.counters.bad_messages:
+        assert time.monotonic() < end, "P took it for something else"
+        time.sleep(0.01)
+    d._decode.routes.clear()
+    report = outcome(d)
+    assert isinstance(report, events.Report) and report.reason is None
+    assert (ours.planes[0][0][2] == theirs.planes[0][0][1]).all()
+    assert outcome(p) == events.Release("ac" * 16, delivered=True)

@@ -60,3 +60,9 @@ def test_a_state_is_one_of_just_so_many_tokens(side: PrefillSide) -> None:
 def test_tokens_at_a_blocks_start(side: PrefillSide) -> None:
     assert fetch(side, 0, 1, 2, 8) is None
     assert fetch(side, 0, 1, 8, 24) is None
+
+
+def test_pieces_go_where_the_last_pull_said(side: PrefillSide) -> None:
+    side.handle(wire.Pull("t", "p", "d", "fast:y"), 0.1)
+    (action,) = side.handle(wire.Fetch("t", "p", "d", 0, wire.Extent(0, 1, 4, 12)), 0.2)
+    assert isinstance(action, SendPiece) and action.address == "fast:y"

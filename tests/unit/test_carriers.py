@@ -1,0 +1,23 @@
+"""The setting `transport`: what is left out, and why."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+pytest.importorskip("torch")
+
+from kv_connectors import carriers
+from vllm_disagg.config import Config
+
+
+@pytest.mark.parametrize("transport", ["nixl", "gloo"])
+def test_what_moves_host_memory_is_not_for_gpus(transport: str, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("vllm_disagg").propagate = True
+    assert carriers.chosen(Config(transport=transport), "cuda") == {}  # type: ignore[arg-type]
+    assert f"{transport} is for KV on cpu here, and this is on cuda" in caplog.text
+
+
+def test_zmq_needs_nothing_besides() -> None:
+    assert carriers.chosen(Config(transport="zmq")) == carriers.chosen(Config()) == {}

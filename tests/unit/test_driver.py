@@ -196,7 +196,7 @@ def test_ranks_of_any_two_topologies(
                 assert cell(ours, layer, head, here, token) == cell(theirs, layer, head, there, token), (layer, head, token)
 
 
-def test_a_reader_that_wants_its_pieces_by_what_is_not_here_is_told_nothing_and_harms_nobody(start: Callable[..., Driver]) -> None:
+def test_a_reader_that_wants_its_pieces_by_what_is_not_here_harms_nobody(start: Callable[..., Driver]) -> None:
     """As after a carrier has broken at P alone; the next Pull says another way."""
     ours, theirs = memory(64, None), memory(64, 1)
     p, d = start(theirs), start(ours, silence=0.9, retry=0.3)

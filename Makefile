@@ -3,7 +3,7 @@
 # make check     lint, types, import rules, all tests that need neither engine nor other processes
 # make test      check, the transports between processes, and the tests with real engines
 # make wide      engines of different parallelism and block sizes, each kind of model, each transport
-# make chaos     2 prefill and 2 decode instances under load, each killed, frozen, drained and replaced in turn (10 minutes)
+# make chaos     2 prefill and 2 decode instances under load, each killed, frozen, drained and replaced in turn (5 to 20 minutes)
 # make versions  exactness on the oldest and the newest vLLM supported
 # make mutants   plant faults in the protocol; the tests must notice
 # make bench     the hand-off, measured

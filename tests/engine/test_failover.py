@@ -2,7 +2,7 @@
 and replaced by a new one at another address.
 
 Every answer must be EXACT (text, usage and finish reason of an undisturbed run) or CLEAN (an explicit error in time),
-and 99.9 % EXACT.  `make chaos` runs it: it takes about ten minutes, and prints what each fault cost.
+and 99.9 % EXACT.  `make chaos` runs it: it takes 5 to 20 minutes, and prints what each fault cost.
 """
 
 from __future__ import annotations

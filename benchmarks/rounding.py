@@ -39,6 +39,7 @@ def train(model: str, seconds: float) -> str:
     import torch  # noqa: PLC0415 - slow, and only here
     import transformers  # noqa: PLC0415
 
+    torch.set_num_threads(1)  # of so small a model two are slower
     words = transformers.AutoTokenizer.from_pretrained(model)
     net = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     ids = torch.tensor(words(LEARNT)["input_ids"])

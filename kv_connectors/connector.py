@@ -140,11 +140,6 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request)
 
-    @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """The drivers hold addresses of the KV cache, which sleeping unmaps."""
-        return False
-
     # Statistics ----------------------------------------------------------------------------------------------
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:

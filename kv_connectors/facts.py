@@ -46,6 +46,8 @@ def refuse_unsupported(
             raise ConfigError(f"DisaggConnector does not support {what} parallelism yet (size {size}); use 1")
     if vllm_config.speculative_config is not None:
         raise ConfigError("DisaggConnector does not support speculative decoding yet; start without it")
+    if vllm_config.model_config.enable_sleep_mode:  # unmaps the KV cache, also blocks that a reader takes
+        raise ConfigError("DisaggConnector does not support sleep mode: start without --enable-sleep-mode")
     if "fp8" in (kept := str(vllm_config.cache_config.cache_dtype)):
         raise ConfigError(f"DisaggConnector does not support a quantised KV cache yet ({kept}); use --kv-cache-dtype auto")
     _refuse_kinds(kv_cache_config, compress)

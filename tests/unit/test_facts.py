@@ -32,6 +32,7 @@ def config(**change: Any) -> Any:
     return SimpleNamespace(
         device_config=SimpleNamespace(device_type=change.get("device", "cpu")),
         parallel_config=SimpleNamespace(**{**parallel, **change.get("parallel", {})}),
+        model_config=SimpleNamespace(enable_sleep_mode=change.get("sleep", False)),
         speculative_config=change.get("speculative"),
         cache_config=SimpleNamespace(cache_dtype=change.get("dtype", "auto")),
     )
@@ -55,6 +56,7 @@ def test_what_is_exact_starts(specs: tuple[Any, ...]) -> None:
         ({}, (STATE, FULL), "mix Mamba or linear layers with attention"),
         ({"dtype": "fp8_e4m3"}, (FULL,), r"quantised KV cache yet \(fp8_e4m3\)"),
         ({"speculative": object()}, (FULL,), "speculative decoding"),
+        ({"sleep": True}, (FULL,), "start without --enable-sleep-mode"),
         ({"device": "cuda"}, (FULL,), "has not been run with KV on cuda yet"),
         ({"parallel": {"data_parallel_size": 2}}, (FULL,), r"data parallelism yet \(size 2\)"),
     ],

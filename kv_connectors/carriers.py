@@ -24,7 +24,7 @@ def chosen(config: Config, device: str = "cpu") -> dict[str, Make]:
     """
     found = {}
     for name in AUTO if config.transport == "auto" else (config.transport,):
-        if name == "zmq":
+        if name == "zmq" or config.compress != "off":
             continue
         try:
             if device not in DEVICES[name]:

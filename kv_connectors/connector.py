@@ -45,13 +45,18 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
                 raise ConfigError(problem)
             logging.getLogger("vllm_disagg").warning("%s; it is tried all the same (gpu)", problem)
         key = keys.load(settings.key_file)
-        facts.refuse_unsupported(vllm_config, kv_cache_config, gpu=settings.gpu)
+        facts.refuse_unsupported(vllm_config, kv_cache_config, gpu=settings.gpu, compress=settings.compress)
         self._scheduler: SchedulerSide
         self._worker: WorkerSide
         self._registrations: list[Registration] = []
         if role is KVConnectorRole.SCHEDULER:
             kind = ROLES[str(self._kv_transfer_config.kv_role)]
-            self._scheduler = SchedulerSide(key, kind, facts.layout(vllm_config), kv_cache_config.kv_cache_groups)
+            layout = facts.layout(vllm_config, settings.compress)
+            self._scheduler = SchedulerSide(key, kind, layout, kv_cache_config.kv_cache_groups)
+            if settings.compress != "off":
+                logging.getLogger("vllm_disagg").warning(
+                    "compress is %s: KV is rounded on its way, so answers are NOT exactly a plain vLLM's", settings.compress
+                )
             self._register = lambda incarnation: register_all(settings, key, incarnation, kind)
         else:
             rank = vllm_config.parallel_config.rank
@@ -134,11 +139,6 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request)
-
-    @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """The drivers hold addresses of the KV cache, which sleeping unmaps."""
-        return False
 
     # Statistics ----------------------------------------------------------------------------------------------
     @classmethod

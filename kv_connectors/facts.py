@@ -26,8 +26,10 @@ SAMPLE = 1 << 16  # bytes read at the start and at the end of each weights file
 NOT_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 
 
-def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, gpu: bool = False) -> None:
-    """Raise ConfigError, in words, for what would not be exact.  `gpu`: the setting of this name."""
+def refuse_unsupported(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, gpu: bool = False, compress: str = "off"
+) -> None:
+    """Raise ConfigError, in words, for what would not be exact.  `gpu`, `compress`: the settings of these names."""
     device = vllm_config.device_config.device_type
     if device != "cpu" and not (gpu and device == "cuda"):
         raise ConfigError(
@@ -44,12 +46,14 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, 
             raise ConfigError(f"DisaggConnector does not support {what} parallelism yet (size {size}); use 1")
     if vllm_config.speculative_config is not None:
         raise ConfigError("DisaggConnector does not support speculative decoding yet; start without it")
+    if vllm_config.model_config.enable_sleep_mode:  # unmaps the KV cache, also blocks that a reader takes
+        raise ConfigError("DisaggConnector does not support sleep mode: start without --enable-sleep-mode")
     if "fp8" in (kept := str(vllm_config.cache_config.cache_dtype)):
         raise ConfigError(f"DisaggConnector does not support a quantised KV cache yet ({kept}); use --kv-cache-dtype auto")
-    _refuse_kinds(kv_cache_config)
+    _refuse_kinds(kv_cache_config, compress)
 
 
-def _refuse_kinds(kv_cache_config: KVCacheConfig) -> None:
+def _refuse_kinds(kv_cache_config: KVCacheConfig, compress: str) -> None:
     groups = kv_cache_config.kv_cache_groups
     if len(groups) > 1 and not compat.can_load_groups():
         raise ConfigError(f"DisaggConnector needs vLLM 0.32 for models with several KV-cache groups (this has {len(groups)})")
@@ -62,10 +66,14 @@ def _refuse_kinds(kv_cache_config: KVCacheConfig) -> None:
         )
     if len({compat.is_state(spec) for spec in specs}) > 1:
         raise ConfigError("DisaggConnector does not support models that mix Mamba or linear layers with attention yet")
+    if compress != "off":
+        for what in ("the states of Mamba and linear layers" if compat.is_state(s) else str(s.dtype) for s in specs):
+            if what != "torch.bfloat16":
+                raise ConfigError(f"compress {compress} is for KV in bfloat16, and this model's is {what}: leave compress off")
 
 
-def layout(vllm_config: VllmConfig) -> dict[str, str]:
-    """Facts by name; `grants.difference` says in words which one differs.
+def layout(vllm_config: VllmConfig, compress: str = "off") -> dict[str, str]:
+    """Facts by name; `grants.difference` says in words which one differs.  `compress`: the setting of this name.
 
     Not what may differ: parallelism and block sizes.  What a layer's KV is made of is added by the workers.
     """
@@ -80,6 +88,7 @@ def layout(vllm_config: VllmConfig) -> dict[str, str]:
         "quantization": str(model.quantization),
         "load format": str(vllm_config.load_config.load_format),
         "LoRA": f"rank {lora.max_lora_rank}" if lora else "off",
+        "compress": compress,
     }
 
 

@@ -23,6 +23,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transport: Literal["auto", "zmq", "gloo", "nccl", "nixl"] = "auto"  # what carries KV, docs/transports.md; else ZMQ
     gpu: bool = False  # serve KV in GPU memory: written and tested off the GPU, never yet run on one (docs/gpu.md)
     encrypt_data: bool = False  # CURVE on KV bytes too: private on any network, about a fifth of the speed
+    compress: Literal["off", "fp8"] = "off"  # bf16 KV as fp8 on the wire: half the bytes, and answers are NOT exact any more
     lease: Seconds = 10.0  # P keeps blocks so long for a reader that gives no sign of life
     retry: Seconds = 0.5  # between D's signs of life; more often costs messages
     silence: Seconds = 2.0  # D gives P up after so long without a word; a false alarm costs a recompute
@@ -36,8 +37,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [url.strip() for url in self.register.split(",") if url.strip()]
 
     def validate(self) -> None:
-        if self.encrypt_data and self.transport not in ("auto", "zmq"):
-            raise ConfigError(f"encrypt_data: only ZMQ encrypts KV bytes, and transport is {self.transport}")
+        self._validate_transport()
         if self.silence < 3 * self.retry:
             raise ConfigError(f"silence ({self.silence} s) must be at least three times retry ({self.retry} s)")
         if self.lease < 3 * self.retry:
@@ -57,6 +57,13 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"host {self.host} is a wildcard; name the one address other engines connect to")
         if not address.is_loopback and not self.key_file:
             raise ConfigError(f"host {self.host} is not loopback, so key_file must be set; make one with: vllm-disagg key")
+
+    def _validate_transport(self) -> None:
+        if self.encrypt_data and self.transport not in ("auto", "zmq"):
+            raise ConfigError(f"encrypt_data: only ZMQ encrypts KV bytes, and transport is {self.transport}")
+        if self.compress != "off" and (self.transport not in ("auto", "zmq") or self.gpu):
+            why = "gpu is set" if self.gpu else f"transport is {self.transport}"
+            raise ConfigError(f"compress: only ZMQ compresses KV, and only in host memory, and {why}")
 
 
 def parse(extra: dict[str, Any]) -> Config:

@@ -24,6 +24,7 @@ from typing import TypeVar, assert_never
 import zmq
 
 from . import events, wire
+from .compression import Fp8
 from .config import Config
 from .decode import DecodeSide
 from .errors import BadMessage
@@ -75,7 +76,8 @@ class Driver:
         self._thread = threading.Thread(target=self._run, name="vllm-disagg", daemon=True)
         self._control = Control(config, key, self.name)
         self._control.poller.register(self._woken, zmq.POLLIN)
-        zmq_carrier = ZmqCarrier(self._port("zmq", config, memory), self._control)
+        carried = Fp8(memory) if config.compress == "fp8" else memory
+        zmq_carrier = ZmqCarrier(self._port("zmq", config, carried), self._control)
         fallback = zmq_carrier.address
         others = {name: make(self._port(name, config, memory, fallback)) for name, make in (carriers or {}).items()}
         self._carriers: dict[str, Carrier] = {"zmq": zmq_carrier, **others}

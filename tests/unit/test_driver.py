@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from vllm_disagg import events, keys, mapping
+from vllm_disagg import events, keys, mapping, wire
+from vllm_disagg.compression import DECODE, ENCODE
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
 from vllm_disagg.memory import HostMemory
@@ -58,8 +59,18 @@ def prefill(driver: Driver, transfer: str, blocks: list[int], tokens: int) -> No
     driver.submit([events.Pinned(transfer)])
 
 
+def rounded(kv: np.ndarray) -> np.ndarray:
+    """What of bf16 `kv` is left after it has been fp8."""
+    return DECODE[ENCODE[np.ascontiguousarray(kv).view(np.uint16)]].view(np.uint8)
+
+
+FP8 = {"compress": "fp8"}
+
+
 @pytest.mark.parametrize("row", [48, 40_000, 700_000])
-@pytest.mark.parametrize("settings", [{}, {"encrypt_data": True}, {"piece": 1024, "window": 2048}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"encrypt_data": True}, {"piece": 1024, "window": 2048}, FP8, {**FP8, "piece": 1024, "window": 2048}]
+)
 def test_bytes_arrive_where_they_belong(start: Callable[..., Driver], row: int, settings: dict[str, object]) -> None:
     ours, theirs = memory(row, None), memory(row, 1)
     p, d = start(theirs, **settings), start(ours, **settings)
@@ -70,9 +81,12 @@ def test_bytes_arrive_where_they_belong(start: Callable[..., Driver], row: int, 
     report = outcome(d)
     assert isinstance(report, events.Report) and report.reason is None, report
     assert outcome(p) == events.Release(transfer, delivered=True)
+    carried = d.counters.received["zmq"]
+    assert carried == p.counters.bytes_sent == report.landed // (2 if "compress" in settings else 1)
     for layer in range(LAYERS):
         for plane, reference in zip(ours.planes[layer], theirs.planes[layer], strict=True):
-            assert (plane[target[1:]] == reference[source[1:]]).all()
+            sent = reference[source[1:]]
+            assert (plane[target[1:]] == (rounded(sent) if "compress" in settings else sent)).all()
             untouched = [b for b in range(BLOCKS) if b not in target[1:]]
             assert not plane[untouched].any(), "wrote into blocks of somebody else"
 
@@ -154,24 +168,30 @@ def engine(split: str, block_size: int, seed: int | None) -> list[HostMemory]:
     return [rank(4, 0, 4, 0)]
 
 
-def cell(ranks: list[HostMemory], layer: int, head: int, block_of: list[int], token: int) -> bytes:
+def cell(ranks: list[HostMemory], layer: int, head: int, block_of: list[int], token: int) -> np.ndarray:
     """The truth about a token of a head, from whichever rank holds it."""
     for memory in ranks:
         kind, first = memory.shape.kinds[0], memory.shape.first
         if first <= layer < memory.shape.end and kind.head <= head < kind.head + kind.heads:
             rows = memory.planes[layer - first][0].reshape(-1, kind.heads, kind.block_size, 192)
-            return bytes(rows[block_of[token // kind.block_size], head - kind.head, token % kind.block_size])
+            return rows[block_of[token // kind.block_size], head - kind.head, token % kind.block_size]
     raise AssertionError("nobody holds it")
 
 
-@pytest.mark.parametrize("of_decode", [("one", 16), ("tensor", 8), ("pipeline", 32), ("both", 16)])
-@pytest.mark.parametrize("of_prefill", [("one", 32), ("tensor", 16), ("pipeline", 16), ("both", 8)])
+PAIRS = [(p, d, {}) for p in (("one", 32), ("tensor", 16), ("pipeline", 16), ("both", 8))
+         for d in (("one", 16), ("tensor", 8), ("pipeline", 32), ("both", 16))]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("of_prefill", "of_decode", "settings"),
+    [*PAIRS, (("one", 32), ("tensor", 8), FP8), (("both", 8), ("pipeline", 32), FP8), (("tensor", 16), ("both", 16), FP8)],
+)
 def test_ranks_of_any_two_topologies(
-    start: Callable[..., Driver], of_prefill: tuple[str, int], of_decode: tuple[str, int]
+    start: Callable[..., Driver], of_prefill: tuple[str, int], of_decode: tuple[str, int], settings: dict[str, object]
 ) -> None:
     """No engine with pipeline parallelism runs on CPU: this is what stands for it."""
     theirs, ours = engine(*of_prefill, 7), engine(*of_decode, None)
-    ps, ds = ([start(memory, rank=rank) for rank, memory in enumerate(side)] for side in (theirs, ours))
+    ps, ds = ([start(memory, rank=rank, **settings) for rank, memory in enumerate(side)] for side in (theirs, ours))
     tokens, begin, transfer = 101, 32, "ad" * 16
     plan = mapping.plan([memory.shape for memory in theirs], [memory.shape for memory in ours])
     workers = [p.worker for p in ps]
@@ -193,7 +213,45 @@ def test_ranks_of_any_two_topologies(
     for layer in range(4):
         for head in range(4):
             for token in range(begin, tokens):
-                assert cell(ours, layer, head, here, token) == cell(theirs, layer, head, there, token), (layer, head, token)
+                sent = cell(theirs, layer, head, there, token)
+                expected = rounded(sent) if settings else sent
+                assert (cell(ours, layer, head, here, token) == expected).all(), (layer, head, token)
+
+
+@pytest.mark.parametrize("settings", [{}, FP8])
+@pytest.mark.parametrize("times", [1, 3])
+def test_bytes_damaged_on_their_way_are_asked_for_again(
+    start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], times: int
+) -> None:
+    """One bit of the first piece, after P has made its checksum; the third time it is given up."""
+    ours, theirs = memory(4000, None), memory(4000, 1)
+    p, d = start(theirs, **settings), start(ours, **settings)
+    router = p._carriers["zmq"]._router  # type: ignore[attr-defined]
+    left, send = [times], router.send_multipart
+
+    def damaging(frames: list[object], *args: object, **more: object) -> object:
+        address, header, first, *rest = frames
+        if not left[0] or wire.decode_header(bytes(header)).number:  # type: ignore[arg-type]
+            return send(frames, *args, **more)
+        tracker = send([address, header, memoryview(np.array(first) ^ np.uint8(1)), *rest], *args, **more)
+        left[0] -= 1  # not when the reader's connection was not up yet
+        return tracker
+
+    class Router:
+        send_multipart = staticmethod(damaging)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(router, name)
+
+    monkeypatch.setattr(p._carriers["zmq"], "_router", Router())
+    prefill(p, "ba" * 16, [1], 3)
+    d.submit([wanted(p, d, "ba" * 16, [2], 0, 3)])
+    report = outcome(d)
+    assert isinstance(report, events.Report) and report.reason is (events.Reason.CORRUPT if times == 3 else None), report
+    assert d.counters.damaged_pieces == times and not left[0]
+    if times == 1:
+        sent = theirs.planes[0][0][1]
+        assert (ours.planes[0][0][2] == (rounded(sent) if settings else sent)).all()
 
 
 def test_a_reader_that_wants_its_pieces_by_what_is_not_here_harms_nobody(start: Callable[..., Driver]) -> None:

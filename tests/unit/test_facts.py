@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWind
 
 from kv_connectors import facts
 from vllm_disagg.errors import ConfigError
+from vllm_disagg.grants import difference
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(block_size=16, **HEADS)
@@ -31,6 +32,7 @@ def config(**change: Any) -> Any:
     return SimpleNamespace(
         device_config=SimpleNamespace(device_type=change.get("device", "cpu")),
         parallel_config=SimpleNamespace(**{**parallel, **change.get("parallel", {})}),
+        model_config=SimpleNamespace(enable_sleep_mode=change.get("sleep", False)),
         speculative_config=change.get("speculative"),
         cache_config=SimpleNamespace(cache_dtype=change.get("dtype", "auto")),
     )
@@ -54,6 +56,7 @@ def test_what_is_exact_starts(specs: tuple[Any, ...]) -> None:
         ({}, (STATE, FULL), "mix Mamba or linear layers with attention"),
         ({"dtype": "fp8_e4m3"}, (FULL,), r"quantised KV cache yet \(fp8_e4m3\)"),
         ({"speculative": object()}, (FULL,), "speculative decoding"),
+        ({"sleep": True}, (FULL,), "start without --enable-sleep-mode"),
         ({"device": "cuda"}, (FULL,), "has not been run with KV on cuda yet"),
         ({"parallel": {"data_parallel_size": 2}}, (FULL,), r"data parallelism yet \(size 2\)"),
     ],
@@ -61,3 +64,35 @@ def test_what_is_exact_starts(specs: tuple[Any, ...]) -> None:
 def test_what_is_refused(change: dict[str, Any], specs: tuple[Any, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         facts.refuse_unsupported(config(**change), caches(*specs))
+
+
+FLOAT32 = FullAttentionSpec(block_size=16, **{**HEADS, "dtype": torch.float32})
+
+
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW)])
+def test_bf16_may_be_compressed(specs: tuple[Any, ...]) -> None:
+    facts.refuse_unsupported(config(), caches(*specs), compress="fp8")
+
+
+@pytest.mark.parametrize(
+    ("change", "specs", "words"),
+    [
+        ({}, (FLOAT32,), "compress fp8 is for KV in bfloat16, and this model's is torch.float32"),
+        ({}, (FULL, FLOAT32), "this model's is torch.float32"),
+        ({}, (STATE,), "this model's is the states of Mamba and linear layers"),
+        ({"dtype": "fp8_e4m3"}, (FULL,), r"quantised KV cache yet \(fp8_e4m3\)"),
+    ],
+)
+def test_nothing_else_may_be(change: dict[str, Any], specs: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        facts.refuse_unsupported(config(**change), caches(*specs), compress="fp8")
+
+
+def test_another_setting_on_the_other_side_does_not_fit(tmp_path: Any) -> None:
+    hf = SimpleNamespace(architectures=["A"], to_dict=dict)
+    model = SimpleNamespace(hf_config=hf, model=str(tmp_path), revision=None, dtype=torch.bfloat16, quantization=None)
+    loaded = SimpleNamespace(load_format="auto")
+    both = SimpleNamespace(model_config=model, lora_config=None, load_config=loaded, cache_config=config().cache_config)
+    plain, packed = facts.layout(both), facts.layout(both, "fp8")  # type: ignore[arg-type]
+    assert difference(plain, packed) == "compress is off on one side and fp8 on the other"
+    assert not difference(packed, facts.layout(both, "fp8"))  # type: ignore[arg-type]

@@ -107,6 +107,9 @@ def test_key_files(tmp_path: Path) -> None:
         ({"host": "::"}, "wildcard"),
         ({"host": "example.org"}, "IP address"),
         ({"host": "10.0.0.1"}, "key_file"),
+        ({"compress": "fp4"}, "compress"),
+        *[({"compress": "fp8", "transport": name}, f"compress.*transport is {name}") for name in ("nixl", "gloo", "nccl")],
+        ({"compress": "fp8", "gpu": True}, "compress.*gpu is set"),
     ],
 )
 def test_bad_settings_are_named(extra: dict[str, object], words: str) -> None:
@@ -117,3 +120,6 @@ def test_bad_settings_are_named(extra: dict[str, object], words: str) -> None:
 def test_good_settings() -> None:
     assert config.parse({}) == config.Config()
     assert config.parse({"host": "10.0.0.1", "key_file": "k"}).host == "10.0.0.1"
+    assert config.parse({}).compress == "off"
+    for transport in ("auto", "zmq"):
+        assert config.parse({"compress": "fp8", "transport": transport}).compress == "fp8"

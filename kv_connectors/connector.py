@@ -51,8 +51,9 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._registrations: list[Registration] = []
         if role is KVConnectorRole.SCHEDULER:
             kind = ROLES[str(self._kv_transfer_config.kv_role)]
-            self._scheduler = SchedulerSide(key, kind, facts.layout(vllm_config), kv_cache_config.kv_cache_groups)
-            self._register = lambda incarnation: register_all(settings, key, incarnation, kind)
+            among = compat.data_parallel_rank(vllm_config)
+            self._scheduler = SchedulerSide(key, kind, facts.layout(vllm_config), kv_cache_config.kv_cache_groups, among)
+            self._register = lambda incarnation: register_all(settings, key, incarnation, kind, among)
         else:
             rank = vllm_config.parallel_config.rank
             self._worker = WorkerSide(settings, key, rank, vllm_config, kv_cache_config)

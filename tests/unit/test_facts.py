@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
-from kv_connectors import facts
+from kv_connectors import compat, facts
 from vllm_disagg.errors import ConfigError
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
@@ -55,9 +55,28 @@ def test_what_is_exact_starts(specs: tuple[Any, ...]) -> None:
         ({"dtype": "fp8_e4m3"}, (FULL,), r"quantised KV cache yet \(fp8_e4m3\)"),
         ({"speculative": object()}, (FULL,), "speculative decoding"),
         ({"device": "cuda"}, (FULL,), "has not been run with KV on cuda yet"),
-        ({"parallel": {"data_parallel_size": 2}}, (FULL,), r"data parallelism yet \(size 2\)"),
+        ({"parallel": {"data_parallel_size": 2}}, (FULL,), r"data parallelism of models with experts \(size 2\)"),
     ],
 )
 def test_what_is_refused(change: dict[str, Any], specs: tuple[Any, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         facts.refuse_unsupported(config(**change), caches(*specs))
+
+
+@pytest.mark.parametrize(
+    ("engine_id", "modes", "rank"),
+    [
+        ("a1b2", {}, None),  # alone
+        ("a1b2_dp1", {}, 1),
+        ("a1b2_dp0", {"data_parallel_index": 0, "data_parallel_rank_local": 0}, 0),
+        ("a1b2_dp1", {"data_parallel_external_lb": True}, None),  # an API server of its own
+        ("a1b2_dp5", {"data_parallel_hybrid_lb": True, "data_parallel_index": 5}, 1),  # of the ranks on this machine
+    ],
+)
+def test_the_header_that_reaches_a_data_parallel_rank(engine_id: str, modes: dict[str, Any], rank: int | None) -> None:
+    usual = {"data_parallel_index": 1, "data_parallel_rank_local": 1}
+    parallel = {**usual, "data_parallel_external_lb": False, "data_parallel_hybrid_lb": False, **modes}
+    made: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel), kv_transfer_config=SimpleNamespace(engine_id=engine_id)
+    )
+    assert compat.data_parallel_rank(made) == rank

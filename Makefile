@@ -4,7 +4,7 @@
 # make test      check, the transports between processes, and the tests with real engines
 # make wide      engines of different parallelism and block sizes, each kind of model, each transport
 # make chaos     2 prefill and 2 decode instances under load, each killed, frozen, drained and replaced in turn (5 to 20 minutes)
-# make versions  exactness on the oldest and the newest vLLM supported
+# make versions  exactness on the oldest and the newest vLLM supported, and between the two
 # make mutants   plant faults in the protocol; the tests must notice
 # make bench     the hand-off, measured
 # make bench-proxy  what the proxy costs, beside vllm-router
@@ -72,8 +72,10 @@ versions:
 		venv=.venv-$$version; test $$version = $(VLLM) && venv=.venv; \
 		$(MAKE) --no-print-directory setup VENV=$$venv VLLM=$$version && \
 		echo "versions: vLLM $$version" && \
-		$$venv/bin/python -m pytest tests/engine/test_exact.py || exit 1; \
+		$$venv/bin/python -m pytest tests/unit tests/engine/test_exact.py || exit 1; \
 	done
+	@echo "versions: prefill and decode engines of $(OLDEST) and $(VLLM)"
+	DISAGG_OTHER_VLLM=$(CURDIR)/.venv-$(OLDEST) $(BIN)/python -m pytest tests/engine/test_versions.py
 
 mutants: setup
 	$(BIN)/python tests/mutants.py

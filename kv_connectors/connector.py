@@ -51,13 +51,13 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._registrations: list[Registration] = []
         if role is KVConnectorRole.SCHEDULER:
             kind = ROLES[str(self._kv_transfer_config.kv_role)]
-            layout = facts.layout(vllm_config, settings.compress)
-            self._scheduler = SchedulerSide(key, kind, layout, kv_cache_config.kv_cache_groups)
+            layout, among = facts.layout(vllm_config, settings.compress), compat.data_parallel_rank(vllm_config)
+            self._scheduler = SchedulerSide(key, kind, layout, kv_cache_config.kv_cache_groups, among)
             if settings.compress != "off":
                 logging.getLogger("vllm_disagg").warning(
                     "compress is %s: KV is rounded on its way, so answers are NOT exactly a plain vLLM's", settings.compress
                 )
-            self._register = lambda incarnation: register_all(settings, key, incarnation, kind)
+            self._register = lambda incarnation: register_all(settings, key, incarnation, kind, among)
         else:
             rank = vllm_config.parallel_config.rank
             self._worker = WorkerSide(settings, key, rank, vllm_config, kv_cache_config)

@@ -37,8 +37,12 @@ def refuse_unsupported(
             ' set "gpu": true in kv_connector_extra_config, and compare the answers'
         )
     parallel = vllm_config.parallel_config
+    if (size := parallel.data_parallel_size) > 1:  # of a model without experts, each rank is told that it is alone
+        raise ConfigError(
+            f"DisaggConnector does not support data parallelism of models with experts (size {size}), whose ranks compute in"
+            " step; run each as a `vllm serve` of its own, without --data-parallel-size"
+        )
     for what, size in (
-        ("data", parallel.data_parallel_size),
         ("decode context", getattr(parallel, "decode_context_parallel_size", 1)),
         ("prefill context", getattr(parallel, "prefill_context_parallel_size", 1)),
     ):

@@ -67,8 +67,12 @@ def _blocks(ids: Sequence[int], size: int, token: int, end: int) -> events.Block
 
 
 class SchedulerSide:
-    def __init__(self, key: FleetKey, role: str, layout: dict[str, str], groups: Sequence[KVCacheGroupSpec]) -> None:
+    def __init__(
+        self, key: FleetKey, role: str, layout: dict[str, str], groups: Sequence[KVCacheGroupSpec], rank: int | None = None
+    ) -> None:
+        """`rank`: among the data parallel ranks behind one API server, if there are several."""
         self._key = key
+        self._rank = rank
         self._role = role
         self._layout = layout
         self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
@@ -108,6 +112,7 @@ class SchedulerSide:
                 "layers": f"{len(numbers)} ({digest})",
                 "KV of a token": "; ".join(f"{count} layers of {form}" for form, count in sorted(forms.items())),
             },
+            rank=self._rank,
         )
         log.info("engine %s (%s) is ready for KV transfers", self.engine.incarnation, self._role)
 

@@ -53,6 +53,7 @@ class Engine(msgspec.Struct, frozen=True):
     role: Literal["prefill", "decode", "both"]
     workers: list[Worker]  # by rank: stage of the pipeline, then tensor parallel rank
     layout: dict[str, str]  # facts that two engines must share to exchange KV
+    rank: int | None = None  # among the data parallel ranks behind one API server; None when it has only this engine
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):

@@ -83,10 +83,12 @@ def _mac(key: FleetKey, text: bytes) -> str:
     return hashlib.blake2b(text, key=key.derive("register"), digest_size=32).hexdigest()
 
 
-def register_all(config: Config, key: FleetKey, incarnation: str, kind: str) -> list[Registration]:
-    """Begin with every proxy of the settings; an engine that is both prefill and decode registers as decode."""
+def register_all(config: Config, key: FleetKey, incarnation: str, kind: str, rank: int | None = None) -> list[Registration]:
+    """Begin with every proxy of the settings; an engine that is both prefill and decode registers as decode, and a data
+    parallel rank as an instance of its own."""
     role: Literal["prefill", "decode"] = "prefill" if kind == "prefill" else "decode"
-    return [Registration(proxy, key, incarnation, role, config.advertise) for proxy in config.proxies]
+    url = config.advertise if rank is None else f"{config.advertise.rstrip('/')}@{rank}"
+    return [Registration(proxy, key, incarnation, role, url) for proxy in config.proxies]
 
 
 class Registration:

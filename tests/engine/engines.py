@@ -93,6 +93,11 @@ class Process:
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None and self.is_ready()
 
+    @property
+    def group(self) -> int:
+        """Of processes; 0 while it does not run."""
+        return self._process.pid if self._process else 0
+
     def signal(self, number: int) -> None:
         if self._process is not None:
             try:
@@ -138,11 +143,17 @@ class Engine(Process):
         settings: dict[str, object] | None = None,
         register: str = "",
         model: str = "",
+        home: Path = BIN,
+        ranks: int = 0,
     ) -> None:
+        """`home`: where `vllm` is, of another environment; `ranks`: data parallel ones."""
         port = free_port()
+        self.ranks = ranks
+        if ranks:
+            flags = (*flags, "--data-parallel-size", str(ranks))
         if register:
             settings = {"register": register, "advertise": f"http://127.0.0.1:{port}", **(settings or {})}
-        command = [str(BIN / "vllm"), "serve", model or str(ROOT / ".cache/models/dense"), "--host", "127.0.0.1"]
+        command = [str(home / "vllm"), "serve", model or str(ROOT / ".cache/models/dense"), "--host", "127.0.0.1"]
         command += ["--port", str(port), *FLAGS, *([] if model else TOOLS), "--chat-template", CHAT, *flags]
         if role:
             transfer = {
@@ -158,12 +169,20 @@ class Engine(Process):
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
+        if home != BIN:
+            fixed["PYTHONPATH"] = str(ROOT)  # the same code of ours
         super().__init__(name, command, folder, port, {**fixed, **(env or {})})
 
-    def metric(self, name: str) -> float:
-        """The sum of a metric over its labels; 0 while it has none."""
+    @property
+    def urls(self) -> list[str]:
+        """Its instances."""
+        return [f"{self.url}@{rank}" for rank in range(self.ranks)] or [self.url]
+
+    def metric(self, name: str, label: str = "") -> float:
+        """The sum of a metric over its labels, or over those lines that have one; 0 while there is none."""
         text = get(self.url, "/metrics", 10.0)[1]
-        return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE))
+        found = re.findall(rf"^{re.escape(name)}(\{{.*\}})? (\S+)$", text, re.MULTILINE)
+        return sum(float(value) for labels, value in found if label in labels)
 
     @property
     def usage(self) -> float:
@@ -199,7 +218,8 @@ class Proxy(Process):
         ]
         for flag, engines in (("--prefill", prefill), ("--decode", decode)):
             for engine in engines if isinstance(engines, list) else [engines]:
-                command += [flag, engine.url]
+                for url in engine.urls:
+                    command += [flag, url]
         super().__init__(name, command, folder, port, {})
 
     def members(self) -> dict[str, bool]:

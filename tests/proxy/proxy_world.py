@@ -31,6 +31,7 @@ class Call:
         token = (self.body.get("kv_transfer_params") or {}).get("disagg_grant")
         self.grant: Grant | None = verify(KEY, token) if token else None
         self.gone = asyncio.Event()  # the proxy closed the connection
+        self.rank = engine.rank_for(self)
         self.writer: asyncio.StreamWriter
 
     @property
@@ -89,7 +90,8 @@ async def answer(call: Call) -> None:
 async def answer_at_once(call: Call) -> None:
     """As an engine whose prefix cache has all of the prompt."""
     if call.leg == "prefill" and call.grant:
-        await call.json({"choices": [{"text": "x"}], "kv_transfer_params": {"disagg_engine": call.engine.facts()}})
+        params = {"disagg_engine": call.engine.facts(call.rank)}
+        await call.json({"choices": [{"text": "x"}], "kv_transfer_params": params})
         _prefilled[call.grant.transfer].set()
     elif call.body.get("stream"):
         await call.stream()
@@ -113,6 +115,10 @@ class ScriptedEngine:
         self.incarnation = f"{name}-1"
         self.layout = dict(LAYOUT)
         self.workers = 1
+        self.ranks = 0  # data parallel ones behind this server
+        self.names_ranks = True  # to the proxy
+        self.rankless: tuple[str, ...] = ()  # paths at which requests go to any rank
+        self.turn = 0
         self.plain = False
         self.health = 200
         self.calls: list[Call] = []  # without probes
@@ -133,9 +139,24 @@ class ScriptedEngine:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def facts(self) -> dict[str, Any]:
-        workers = [Worker(f"w{i}", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2") for i in range(self.workers)]
-        engine = Engine(self.incarnation, self.role, workers, self.layout)  # type: ignore[arg-type]
+    @property
+    def urls(self) -> list[str]:
+        """Its instances."""
+        return [f"{self.url}@{rank}" for rank in range(self.ranks) if self.names_ranks] or [self.url]
+
+    def rank_for(self, call: Call) -> int | None:
+        """Which data parallel rank serves a request: the one of its header; else they take turns."""
+        if not self.ranks:
+            return None
+        if call.path not in self.rankless and (given := call.headers.get("x-data-parallel-rank")):
+            return int(given)
+        self.turn += 1
+        return self.turn % self.ranks
+
+    def facts(self, rank: int | None = None) -> dict[str, Any]:
+        of = "" if rank is None else f"@{rank}"
+        workers = [Worker(f"w{i}{of}", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2") for i in range(self.workers)]
+        engine = Engine(self.incarnation + of, self.role, workers, self.layout, rank)  # type: ignore[arg-type]
         return msgspec.to_builtins(engine)
 
     async def start(self) -> None:
@@ -201,14 +222,16 @@ class ScriptedEngine:
             self.probes += 1
             if self.probe_hangs:
                 await call.forever()
-            params = None if self.plain else {"disagg_engine": self.facts()}
+            params = None if self.plain else {"disagg_engine": self.facts(call.rank)}
             if self.nixl:
                 params = {"remote_engine_id": self.incarnation, "remote_block_ids": [[1]], "do_remote_prefill": True}
             await call.json({"choices": [], "kv_transfer_params": params})
         elif call.leg == "whole" and call.body.get("prompt") == "probe":
             await self.one_more(call)
         elif call.path == "/metrics":
-            text = f'# TYPE x\nvllm:kv_cache_usage_perc{{engine="0",model_name="m"}} {self.kv_use}\nvllm:other 7\n'
+            uses = [self.kv_use, *[0.0] * (self.ranks - 1)]
+            lines = [f'vllm:kv_cache_usage_perc{{engine="{at}",model_name="m"}} {use}' for at, use in enumerate(uses)]
+            text = "\n".join(["# TYPE x", *lines, "vllm:other 7\n"])
             call.raw_write(f"HTTP/1.1 200 X\r\ncontent-type: text/plain\r\ncontent-length: {len(text)}\r\n\r\n{text}")
         elif call.path.endswith("tokenize"):
             await call.json({"tokens": [1]})
@@ -372,7 +395,8 @@ async def world(
         await engine.start()
     settings = {"probe_interval": 0.02, "grace": 2.0, "port": 0, "key": KEY, **settings}
     stop, listening = asyncio.Event(), asyncio.get_running_loop().create_future()
-    made = Settings(prefill=[e.url for e in it.prefills], decode=[e.url for e in it.decodes], **settings)
+    named = {"prefill": [u for e in it.prefills for u in e.urls], "decode": [u for e in it.decodes for u in e.urls]}
+    made = Settings(**{**named, **settings})
     proxy = asyncio.create_task(serve(made, listening.set_result, stop))
     try:
         it.port = await listening

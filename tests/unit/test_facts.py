@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
-from kv_connectors import facts
+from kv_connectors import compat, facts
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.grants import difference
 
@@ -42,7 +42,12 @@ def caches(*specs: Any) -> Any:
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
 
 
-@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (WINDOW, WINDOW, FULL), (STATE,)])
+several = pytest.mark.skipif(not compat.can_load_groups(), reason="this vLLM is refused several KV-cache groups")
+
+
+@pytest.mark.parametrize(
+    "specs", [(FULL,), pytest.param((FULL, WINDOW), marks=several), pytest.param((WINDOW, WINDOW, FULL), marks=several), (STATE,)]
+)
 def test_what_is_exact_starts(specs: tuple[Any, ...]) -> None:
     facts.refuse_unsupported(config(parallel={"pipeline_parallel_size": 2}), caches(*specs))
 
@@ -53,12 +58,12 @@ def test_what_is_exact_starts(specs: tuple[Any, ...]) -> None:
         ({}, (MLAAttentionSpec(),), "multi-head latent attention did not pass its tests"),
         ({}, (SimpleNamespace(),), "does not support this model: SimpleNamespace"),
         ({}, (CACHED,), "start with --no-enable-prefix-caching"),
-        ({}, (STATE, FULL), "mix Mamba or linear layers with attention"),
+        pytest.param({}, (STATE, FULL), "mix Mamba or linear layers with attention", marks=several),
         ({"dtype": "fp8_e4m3"}, (FULL,), r"quantised KV cache yet \(fp8_e4m3\)"),
         ({"speculative": object()}, (FULL,), "speculative decoding"),
         ({"sleep": True}, (FULL,), "start without --enable-sleep-mode"),
         ({"device": "cuda"}, (FULL,), "has not been run with KV on cuda yet"),
-        ({"parallel": {"data_parallel_size": 2}}, (FULL,), r"data parallelism yet \(size 2\)"),
+        ({"parallel": {"data_parallel_size": 2}}, (FULL,), r"data parallelism of models with experts \(size 2\)"),
     ],
 )
 def test_what_is_refused(change: dict[str, Any], specs: tuple[Any, ...], words: str) -> None:
@@ -96,3 +101,28 @@ def test_another_setting_on_the_other_side_does_not_fit(tmp_path: Any) -> None:
     plain, packed = facts.layout(both), facts.layout(both, "fp8")  # type: ignore[arg-type]
     assert difference(plain, packed) == "compress is off on one side and fp8 on the other"
     assert not difference(packed, facts.layout(both, "fp8"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("engine_id", "modes", "rank"),
+    [
+        ("a1b2", {}, None),  # alone
+        ("a1b2_dp1", {}, 1),
+        ("a1b2_dp0", {"data_parallel_index": 0, "data_parallel_rank_local": 0}, 0),
+        ("a1b2_dp1", {"data_parallel_external_lb": True}, None),  # an API server of its own
+        ("a1b2_dp5", {"data_parallel_hybrid_lb": True, "data_parallel_index": 5}, 1),  # of the ranks on this machine
+    ],
+)
+def test_the_header_that_reaches_a_data_parallel_rank(engine_id: str, modes: dict[str, Any], rank: int | None) -> None:
+    usual = {"data_parallel_index": 1, "data_parallel_rank_local": 1}
+    parallel = {**usual, "data_parallel_external_lb": False, "data_parallel_hybrid_lb": False, **modes}
+    made: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel), kv_transfer_config=SimpleNamespace(engine_id=engine_id)
+    )
+    assert compat.data_parallel_rank(made) == rank
+
+
+def test_several_groups_need_to_be_told_of_failures_by_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "Results", None)  # as before vLLM 0.32
+    with pytest.raises(ConfigError, match=r"needs vLLM 0\.32 for models with several KV-cache groups"):
+        facts.refuse_unsupported(config(), caches(FULL, WINDOW))

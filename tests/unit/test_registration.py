@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+import vllm_disagg.registration
 from vllm_disagg.config import parse
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.keys import FleetKey
@@ -30,6 +31,15 @@ def test_settings_that_cannot_work(extra: dict[str, str]) -> None:
 
 def test_an_engine_without_settings_registers_nowhere() -> None:
     assert register_all(parse({}), FleetKey(None), "i", "both") == []
+
+
+def test_a_data_parallel_rank_registers_as_an_instance_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(vllm_disagg.registration, "Registration", lambda *args: told.append(args[-1]))
+    config = parse({**WHERE, "key_file": "k", "register": "http://127.0.0.1:9", "advertise": "http://127.0.0.1:8100/"})
+    for rank in (None, 0, 1):
+        register_all(config, FleetKey(b"k" * 32), "i", "prefill", rank)
+    assert told == ["http://127.0.0.1:8100/", "http://127.0.0.1:8100@0", "http://127.0.0.1:8100@1"]
 
 
 def test_a_proxy_that_is_not_there_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -254,3 +254,11 @@ def test_with_a_state_p_computes_all_tokens_but_the_last() -> None:
     d.allocated(other, ([3],), 39)
     (wanted,) = d.step(step()).decode
     assert (wanted.token_end, wanted.blocks) == (39, [events.Blocks(0, [3])])
+
+
+def test_an_engine_says_which_data_parallel_rank_it_is() -> None:
+    made = SchedulerSide(KEY, "decode", {}, GROUPS, 1)
+    made.set_workers([Handshake(P_WORKER, ["a", "b"])])
+    assert made.engine is not None and made.engine.rank == 1
+    alone = side("decode").engine
+    assert alone is not None and alone.rank is None

@@ -120,3 +120,4 @@ DIALECTS: dict[str, Dialect] = {
     "/v1/messages": MESSAGES,
     "/inference/v1/generate": GENERATE,
 }
+RANKLESS = ("/v1/responses",)  # what comes here vLLM gives to any data parallel rank, whatever the header says

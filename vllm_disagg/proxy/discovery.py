@@ -53,7 +53,7 @@ NIXL_PREFILL: dict[str, object] = {
 }
 _NIXL_KEY = "remote_engine_id"
 
-_KV_USE = re.compile(rb"^vllm:kv_cache_usage_perc(?:\{[^\n]*\})? (\S+)$", re.MULTILINE)
+_KV_USE = re.compile(rb"^vllm:kv_cache_usage_perc(\{[^\n]*\})? (\S+)$", re.MULTILINE)
 
 _models = msgspec.json.Decoder(_Models).decode
 _completion = msgspec.json.Decoder(_Completion).decode
@@ -197,7 +197,8 @@ class Discovery:
         """How full its KV cache is, which other proxies' requests count for too."""
         try:
             text = await self._ask(instance, "GET", "/metrics", timeout=PROBE_TIMEOUT)
-            instance.kv_use = max((float(value) for value in _KV_USE.findall(text)), default=0.0)
+            label = b"" if instance.rank is None else b'engine="%d"' % instance.rank
+            instance.kv_use = max((float(value) for labels, value in _KV_USE.findall(text) if label in labels), default=0.0)
         except (Unreachable, TimeoutError, _Odd, ValueError):
             instance.kv_use = 0.0  # not known; whether it lives is found out elsewhere
 

@@ -7,11 +7,13 @@ failure doubles it.  Who has only such instances uses them all the same: a rest 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ..grants import Engine, difference
+from .dialects import RANKLESS
 from .policies import Policy
 
 Role = Literal["prefill", "decode"]
@@ -20,14 +22,22 @@ Kind = Literal["disagg", "nixl", "plain"]  # its connector: ours, NixlConnector,
 MISSES = 2  # health checks answered badly until an instance counts as down
 UNKNOWN = "not probed yet"
 MAX_PENANCE = 30.0  # seconds
+_RANKED = re.compile(r"(.*)@([0-9]{1,4})", re.DOTALL)
+
+
+def split_rank(url: str) -> tuple[str, int | None]:
+    """URL@RANK is one of the data parallel ranks behind one API server: (where that is, the rank or None)."""
+    found = _RANKED.fullmatch(url)
+    return (found[1], int(found[2])) if found else (url, None)
 
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """One vLLM server."""
+    """One engine: a vLLM server, or one data parallel rank of it (URL@RANK)."""
 
     url: str
     role: Role
+    rank: int | None = field(init=False)
     model: str = ""
     engine: Engine | None = None
     up: bool = False
@@ -49,10 +59,13 @@ class Instance:
     kin: str = ""  # who of the other role has the same can be paired with it
     cache: object = field(default_factory=object)  # stands for what is in its prefix cache; another one after a restart
 
+    def __post_init__(self) -> None:
+        self.rank = split_rank(self.url)[1]
+
     def probed(self, model: str, engine: Engine | None, models: Iterable[str] = (), nixl: bool = False) -> None:
         """It answered a probe."""
         if not self.up or not self.engine or not engine or self.engine.incarnation != engine.incarnation:
-            self.cache, self.deaf = object(), set()
+            self.cache, self.deaf = object(), set() if self.rank is None else set(RANKLESS)
         self.up, self.needs_probe, self.why_not = True, False, ""
         self.misses = self.failures = 0
         self.resting_until = 0.0
@@ -70,6 +83,12 @@ class Instance:
             )
         elif engine.role not in (self.role, "both"):
             self.why_not = f"is given as --{self.role}, but its connector's role is {engine.role}"
+        elif engine.rank != self.rank:
+            self.why_not = (
+                f"is no data parallel rank: give it as {split_rank(self.url)[0]}"
+                if engine.rank is None
+                else f"has several data parallel ranks: give each as an instance, {self.url}@0 and so on"
+            )
 
     def down(self, why: str) -> None:
         self.up, self.needs_probe, self.why_not = False, True, why
@@ -112,7 +131,9 @@ class Instance:
     @property
     def transfers(self) -> bool:
         """Whether it can take part in disaggregation in its role, once up."""
-        return self.kind == "nixl" or (self.engine is not None and self.engine.role in (self.role, "both"))
+        return self.kind == "nixl" or (
+            self.engine is not None and self.engine.role in (self.role, "both") and self.engine.rank == self.rank
+        )
 
     def enter(self, size: int) -> None:
         """A request of so many bytes comes to a decode instance."""

@@ -49,9 +49,11 @@ def choose(fleet: Fleet, limit: int, ask: Ask, now: float, avoid: Collection[Ins
     kins: dict[str, tuple[list[Instance], list[Instance]]] = {}  # prefill and decode instances that fit each other
     for i in fleet.instances:
         if i.up and i.transfers and (not known or ask.model in i.models) and i not in avoid:
+            if ask.path in i.deaf:
+                continue
             if i.role == "decode":
                 kins.setdefault(i.kin, ([], []))[1].append(i)
-            elif now >= i.resting_until and ask.path not in i.deaf:
+            elif now >= i.resting_until:
                 kins.setdefault(i.kin, ([], []))[0].append(i)
     found: list[tuple[float, Instance, Instance]] = []
     fit = False

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from .fleet import Fleet, Instance
+from .fleet import Fleet, Instance, split_rank
 from .headers import Headers, end_to_end
 from .pairing import chosen
 from .policies import Ask
@@ -111,11 +111,11 @@ class Passing:
 
     async def everywhere(self, request: Request, client: Connection) -> int:
         """Pass a request to all instances; the worst answer is the answer."""
-        instances = self.fleet.instances
-        if not instances or not all(instance.up for instance in instances):
+        instances = list({split_rank(i.url)[0]: i for i in self.fleet.instances}.values())  # ranks share an API server
+        if not instances or not all(instance.up for instance in self.fleet.instances):
             raise Failed(503, "not every instance can be reached at the moment, and all must do this", retry_after=5)
         answers = await asyncio.gather(*(self._told(request, instance) for instance in instances))
-        for instance in instances:
+        for instance in self.fleet.instances:
             instance.needs_probe = True  # it may serve other names now
         status, headers, content = max(answers, key=lambda answer: answer[0])
         client.answer(status, headers, content)

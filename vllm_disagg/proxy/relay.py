@@ -23,7 +23,7 @@ from .bodies import Body
 from .discovery import NIXL_PREFILL, engine_in, params_in
 from .failover import CHARGED, DEATH, Budget, Left, Past, Reason, Step, step
 from .fleet import Fleet, Instance
-from .headers import end_to_end, find
+from .headers import RANK, end_to_end, find
 from .metrics import Metrics
 from .pairing import Choice, Pair, better_whole, choose, choose_decode, chosen, spill
 from .passing import Passing
@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 
 SECOND_WORD = 0.2  # seconds in which D may refuse too: its words are about what the client asked, P's about its leg
 SESSION = b"x-session-id"
-RANK = b"x-data-parallel-rank"  # one rank of one instance is meant, which two legs cannot both honour
 
 
 @dataclass(slots=True, frozen=True)
@@ -122,6 +121,7 @@ class Relay:
 
     async def _first(self, trip: Trip) -> Plan:
         """How a request is to be served if nothing goes wrong."""
+        # A client that names a rank means one of one instance, which two legs cannot both honour.
         if trip.body.whole or find(trip.request.headers, RANK) or better_whole(self.fleet, trip.ask, self._threshold):
             return self._other(trip)
         full = self._spill and choose(self.fleet, self._concurrency, trip.ask, _now()) == "busy"
@@ -261,10 +261,12 @@ class Relay:
         answer = await self._leg(trip, pair, body)
         if isinstance(answer, Answer) and answer.status == 200:
             engine = engine_in(await answer.read())
-            if not engine:  # as old versions of vLLM at new endpoints, or it was restarted without the connector
+            if not engine or engine.rank != instance.rank:
+                # As old versions of vLLM at new endpoints, or it was restarted without the connector, or with more ranks.
                 instance.deaf.add(trip.request.path)
                 instance.needs_probe = True
-                return Failure("prefill", "stale", "the prefill instance says nothing of KV transfers")
+                words = "another data parallel rank answered" if engine else "the prefill instance says nothing of KV transfers"
+                return Failure("prefill", "stale", words)
             if not instance.engine or engine.incarnation != instance.engine.incarnation:
                 instance.probed(instance.model, engine, instance.models)
                 instance.needs_probe = True

@@ -19,7 +19,8 @@ import httptools
 
 from ..errors import ConfigError, DisaggError
 from .failover import Reason
-from .headers import Headers, end_to_end, find, head
+from .fleet import split_rank
+from .headers import RANK, Headers, end_to_end, find, head
 
 IDLE = 4.0  # seconds; below vLLM's VLLM_HTTP_TIMEOUT_KEEP_ALIVE
 CONNECT = 2.0  # seconds
@@ -268,26 +269,29 @@ class Wire(asyncio.Protocol):
             self._answer.completed()
 
 
-def check_url(url: str, where: str) -> str:
+def check_url(given: str, where: str) -> str:
     """An instance's URL without its last slash, or ConfigError, which says `where` it stood."""
+    url, rank = split_rank(given.rstrip("/"))
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
-        raise ConfigError(f"{where}: {url!r} has no valid port") from None
+        raise ConfigError(f"{where}: {given!r} has no valid port") from None
     if not good or parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
-        raise ConfigError(f"{where}: {url!r} is not an instance's URL; it looks like http://HOST:PORT")
+        raise ConfigError(f"{where}: {given!r} is not an instance's URL; it looks like http://HOST:PORT")
     if not url.isascii() or not url.isprintable() or " " in url:
-        raise ConfigError(f"{where}: {url!r} has characters that no URL has")
-    return url.rstrip("/")
+        raise ConfigError(f"{where}: {given!r} has characters that no URL has")
+    return url.rstrip("/") + ("" if rank is None else f"@{rank}")
 
 
 class Pool:
-    """The connections to one instance."""
+    """The connections to one instance.  If it is a data parallel rank, every request says so."""
 
     def __init__(self, url: str, tls: ssl.SSLContext | None = None) -> None:
         """`tls`: whom to trust when the URL is https; by default whom this system trusts."""
-        parts = urlsplit(check_url(url, "URL"))
+        base, rank = split_rank(check_url(url, "URL"))
+        self._rank = b"" if rank is None else b"%d" % rank
+        parts = urlsplit(base)
         secure = parts.scheme == "https"
         self._address = (str(parts.hostname), parts.port or (443 if secure else 80))
         self._tls = (tls or ssl.create_default_context()) if secure else None
@@ -305,6 +309,8 @@ class Pool:
     async def send(self, method: str, path: str, headers: Headers, body: bytes = b"") -> Answer:
         """Send a request; return when the answer's head is here.  The caller closes the answer."""
         fields = [(b"host", self._host), *end_to_end(headers, request=True), (b"content-length", b"%d" % len(body))]
+        if self._rank:
+            fields = [*(field for field in fields if field[0] != RANK), (RANK, self._rank)]
         data = head(f"{method} {path} HTTP/1.1".encode(), fields)
         wire = self._kept() or await self._connect()
         while True:

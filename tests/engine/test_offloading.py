@@ -1,0 +1,82 @@
+"""Inside vLLM's MultiConnector beside its OffloadingConnector, with room for few blocks, so that what was computed once is
+kept in host memory and loaded again.  Only the copying itself is ours (`copying.py`): vLLM's needs a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from asking import Body, ask, body, expect_same, tokens
+from conftest import Machine
+from engines import Engine, Proxy, wait
+from test_topologies import several
+
+pytestmark = pytest.mark.wide
+
+BLOCKS = 40  # of the KV cache; a request needs 8 at the most
+LOADED = "vllm:kv_offload_load_bytes_total"
+
+
+def engine(machine: Machine, name: str, role: str, cpu: str) -> Engine:
+    ours = {"kv_connector": "DisaggConnector", "kv_role": role, "kv_connector_extra_config": {"key_file": machine.key}}
+    spec = {"spec_name": "CopyingSpec", "spec_module_path": "copying", "cpu_bytes_to_use": 256 << 20}
+    other = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": spec}
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [ours, other]},
+    }
+    flags = ["--dtype", "float32", "--num-gpu-blocks-override", str(BLOCKS), "--kv-transfer-config", json.dumps(both)]
+    return Engine(name, machine.folder, *flags, cpu=cpu, env={"PYTHONPATH": path()})
+
+
+def path() -> str:
+    return f"{Path(__file__).parents[2]}:{Path(__file__).parent}"
+
+
+class Pair:
+    def __init__(self, machine: Machine) -> None:
+        self.prefill = engine(machine, "offloading-P", "kv_producer", "0")
+        self.decode = engine(machine, "offloading-D", "kv_consumer", "1")
+        self.plain = Engine("offloading-plain", machine.folder, "--dtype", "float32", cpu="1")
+        self.proxy = Proxy(machine.folder, self.prefill, self.decode, name="offloading-proxy")
+        machine.start(self.prefill, self.decode)
+        machine.start(self.plain, self.proxy)
+
+    def check(self, asked: list[Body]) -> None:
+        right = several(lambda one: ask(self.plain.url, one), asked)
+        for ours, plain, what in zip(several(lambda one: ask(self.proxy.url, one), asked), right, asked, strict=True):
+            expect_same(ours, plain, f"{len(what['prompt'])} tokens:")
+
+
+@pytest.fixture(scope="module")
+def pair(machine: Machine) -> Iterator[Pair]:
+    machine.stop()  # all others, for the memory's sake
+    made = Pair(machine)
+    yield made
+    machine.stop()
+
+
+def test_what_left_the_cache_comes_back_and_is_transferred(pair: Pair) -> None:
+    """32 prompts of 3 to 7 blocks, three times: neither cache holds them until the next turn."""
+    prompts = [tokens(400 + 16 * at, f"offloading {at}") for at in range(32)]
+    received = []
+    for turn in range(3):
+        pair.check([body(prompt, 12 + turn, logprobs=3) for prompt in prompts])
+        received.append(pair.decode.received)
+    assert received[0] < received[1] < received[2], "D had the prompts: nothing was transferred again"
+    assert pair.prefill.metric(LOADED) > 0, "P computed everything again"
+    for one in (pair.prefill, pair.decode):
+        wait(f"{one.name} gives all its blocks back", lambda e=one: e.usage == 0, 15)
+        assert one.is_alive()
+
+
+def test_whole_requests_use_what_d_has_kept(pair: Pair) -> None:
+    """With echo they are D's alone."""
+    prompts = [tokens(400 + 16 * at, f"offloading {at}") for at in range(16)]
+    before = pair.decode.metric(LOADED)
+    pair.check([body(prompt, 8, echo=True) for prompt in prompts])
+    wait("D loads what it has kept", lambda: pair.decode.metric(LOADED) > before, 5)

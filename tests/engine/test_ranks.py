@@ -1,0 +1,111 @@
+"""Data parallel engines: two ranks behind one API server, on either side.  Each rank has made itself known to the proxy.
+
+In float32: two ranks batch otherwise than one engine does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from asking import ask, at_once, body, expect_exact_or_clean, expect_same, tokens
+from conftest import Machine
+from engines import BLOCK, Engine, Proxy, free_port, wait
+from test_topologies import LENGTHS, TOKEN_BYTES, several
+
+pytestmark = pytest.mark.wide
+
+
+class Pair:
+    def __init__(self, machine: Machine, at_p: int, at_d: int) -> None:
+        meeting = free_port()
+        register, exact = f"http://127.0.0.1:{meeting}", ["--dtype", "float32"]
+        self.prefill = Engine(
+            f"ranks-P{at_p}", machine.folder, *exact, role="kv_producer", cpu="0|0" if at_p else "0",
+            ranks=at_p, register=register,
+        )  # fmt: skip
+        self.decode = Engine(
+            f"ranks-D{at_d}", machine.folder, *exact, role="kv_consumer", cpu="1|1" if at_d else "1",
+            ranks=at_d, register=register,
+        )  # fmt: skip
+        self.plain = Engine(f"ranks-plain{at_p}", machine.folder, *exact, cpu="1")
+        self.proxy = Proxy(machine.folder, [], [], "--allow-registration", name=f"ranks-proxy{at_p}", port=meeting)
+        machine.start(self.prefill, self.decode)
+        machine.start(self.plain, self.proxy)
+        self.all = dict.fromkeys([*self.prefill.urls, *self.decode.urls], True)
+        wait("every rank is known", lambda: self.proxy.members() == self.all, 20)
+
+
+@pytest.fixture(scope="module", params=[(2, 0), (0, 2)], ids=["P", "D"])
+def pair(machine: Machine, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    machine.stop()  # all others, for the memory's sake
+    made = Pair(machine, *request.param)
+    yield made
+    machine.stop()
+
+
+def by_rank(engine: Engine, name: str) -> list[float]:
+    return [engine.metric(name, f'engine="{rank}"') for rank in range(max(1, engine.ranks))]
+
+
+def test_answers_are_plain_vllms_and_every_rank_takes_part(pair: Pair) -> None:
+    common = tokens(200, "ranks common")
+    prompts = [tokens(LENGTHS[at % len(LENGTHS)], f"ranks {at}") for at in range(78)]
+    distinct = [body(prompt, 12, logprobs=3) for prompt in prompts]
+    shared = [body(common + tokens(1 + 17 * at, f"ranks common {at}"), 12, logprobs=3) for at in range(30)]
+    for asked in (distinct, shared):
+        right = several(lambda one: ask(pair.plain.url, one), asked)
+        for ours, plain, what in zip(several(lambda one: ask(pair.proxy.url, one), asked), right, asked, strict=True):
+            expect_same(ours, plain, f"{len(what['prompt'])} tokens:")
+        if asked is distinct:
+            moved = sum(-(-len(prompt) // BLOCK) * BLOCK for prompt in prompts) * TOKEN_BYTES
+            wait("all KV arrives", lambda: pair.decode.received >= moved, 5)  # noqa: B023
+            assert pair.decode.received == moved, "some legs went to ranks that their grants were not for"
+    assert all(by_rank(pair.prefill, "vllm:disagg_sent_bytes_total")), "a rank of P sent nothing"
+    assert all(by_rank(pair.decode, "vllm:disagg_received_bytes_total")), "a rank of D received nothing"
+    for engine in (pair.prefill, pair.decode):
+        wait(f"{engine.name} gives all its blocks back", lambda e=engine: e.usage == 0, 15)
+    assert pair.prefill.metric("vllm:disagg_unclaimed_total") == 0
+    assert pair.proxy.members() == pair.all
+
+
+def kill_a_rank(engine: Engine) -> None:
+    """The engine core of rank 1."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            name = (process / "cmdline").read_bytes()
+            if b"EngineCore_DP1" in name and os.getpgid(int(process.name)) == engine.group:
+                os.kill(int(process.name), signal.SIGKILL)
+        except (OSError, ProcessLookupError):
+            continue  # it has ended meanwhile
+
+
+def test_a_rank_that_dies(machine: Machine, pair: Pair) -> None:
+    """vLLM ends the whole engine then.  Without a prefill engine all answers are right; without a decode engine some are
+    explicit errors."""
+    dying = pair.prefill if pair.prefill.ranks else pair.decode
+    asked = [body(tokens(1800 + at, f"dying {at}"), 24) for at in range(8)]
+    plain = several(lambda one: ask(pair.plain.url, one), asked)
+    timer = threading.Timer(0.3, kill_a_rank, (dying,))
+    timer.start()
+    began = time.monotonic()
+    ours = at_once(lambda one: ask(pair.proxy.url, one), asked)
+    timer.join()
+    assert time.monotonic() - began < 60
+    for one, expected in zip(ours, plain, strict=True):
+        (expect_same if dying is pair.prefill else expect_exact_or_clean)(one, expected)
+    wait("the proxy knows", lambda: not any(usable for url, usable in pair.proxy.members().items() if url in dying.urls), 20)
+    dying.stop()
+    machine.start_again(dying)
+    wait("every rank is known again", lambda: pair.proxy.members() == pair.all, 20)
+    before = pair.decode.received
+    asked = [body(tokens(500 + at, f"again {at}"), 12) for at in range(8)]
+    plain = several(lambda one: ask(pair.plain.url, one), asked)
+    for one, expected in zip(several(lambda one: ask(pair.proxy.url, one), asked), plain, strict=True):
+        expect_same(one, expected)
+    wait("KV moves again", lambda: pair.decode.received > (before if dying is pair.prefill else 0), 5)

@@ -13,7 +13,7 @@ from vllm_disagg.errors import ConfigError
 from vllm_disagg.registration import Registration, register_all
 
 from . import compat, facts
-from .messages import Handshake
+from .messages import Handshake, WorkerMetadata
 from .scheduler import SchedulerSide
 from .stats import PromMetrics, Stats
 from .worker import WorkerSide
@@ -51,7 +51,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._registrations: list[Registration] = []
         if role is KVConnectorRole.SCHEDULER:
             kind = ROLES[str(self._kv_transfer_config.kv_role)]
-            self._scheduler = SchedulerSide(key, kind, facts.layout(vllm_config), kv_cache_config.kv_cache_groups)
+            layout, caches = facts.layout(vllm_config), bool(vllm_config.cache_config.enable_prefix_caching)
+            self._scheduler = SchedulerSide(key, kind, layout, kv_cache_config.kv_cache_groups, caches=caches)
             self._register = lambda incarnation: register_all(settings, key, incarnation, kind)
         else:
             rank = vllm_config.parallel_config.rank
@@ -92,6 +93,9 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_failed_blocks()
 
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        return self._worker.take_found()
+
     def get_kv_connector_stats(self) -> Stats | None:
         return self._worker.stats.take() if self._role is KVConnectorRole.WORKER else None
 
@@ -115,7 +119,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         count = self._scheduler.tokens_to_load(request, num_computed_tokens)
-        return count, count > 0
+        return count, bool(count)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
@@ -126,6 +130,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         for request_id in connector_output.finished_recving or ():
             self._scheduler.loaded(request_id)
+        if isinstance(said := connector_output.kv_connector_worker_meta, WorkerMetadata):
+            self._scheduler.found(said.found)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request)

@@ -114,6 +114,10 @@ class Instance:
         """Whether it can take part in disaggregation in its role, once up."""
         return self.kind == "nixl" or (self.engine is not None and self.engine.role in (self.role, "both"))
 
+    @property
+    def two_way(self) -> bool:
+        return self.engine is not None and self.engine.two_way
+
     def enter(self, size: int) -> None:
         """A request of so many bytes comes to a decode instance."""
         self.in_flight += 1

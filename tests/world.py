@@ -15,11 +15,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from world_ranks import BACK, LAYERS, LIAR, Rank, shapes
+
 from vllm_disagg import events, wire
 from vllm_disagg.events import Reason
-from vllm_disagg.grants import Worker
 from world_engines import DecodeEngine, PrefillEngine
-from world_ranks import BACK, LAYERS, LIAR, Rank, shapes
 
 SPLITS = ("one", "tensor", "pipeline")
 CHAOS = {  # percent, each time it may happen; a leap is a long time in which nothing else does
@@ -91,13 +91,7 @@ class World:
         elif kind == 7:
             self.dispatch()
         elif kind == 8:
-            for side in self.sides.values():
-                if not side.frozen:
-                    side.serving.transmit()
-                    side.reading.land()
-            for engine in self.decodes.values():
-                if not engine.frozen and self.random.random() < 0.5:
-                    engine.step()
+            self.copy()
         elif kind == 9:
             self.pass_time(11.0 if self.roll("leap") else self.random.choice([0.01, 0.1, 0.6]) * self.pace)
         elif kind == 10:
@@ -106,6 +100,16 @@ class World:
                 side.drain()
         else:
             self.mischief()
+
+    def copy(self) -> None:
+        """Sends and copies go on, and those who decode."""
+        for side in self.sides.values():
+            if not side.frozen:
+                side.serving.transmit()
+                side.reading.land()
+        for engine in self.decodes.values():
+            if not engine.frozen:
+                engine.step()
 
     def dispatch(self) -> None:
         p = self.prefill
@@ -233,11 +237,7 @@ class World:
             self.prefill.finish()
             for _ in range(len(self.network)):
                 self.deliver()
-            for side in self.sides.values():
-                side.serving.transmit()
-                side.reading.land()
-            for engine in self.decodes.values():
-                engine.step()
+            self.copy()
             self.pass_time(0.3)
         assert not self.wanted, f"never reported: {self.wanted}"
         for side in self.sides.values():

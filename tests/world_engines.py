@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from world_ranks import BACK, Rank
+
 from vllm_disagg import events, mapping
 from vllm_disagg.grants import Worker
 from vllm_disagg.shape import Shape
-from world_ranks import BACK, Rank
 
 if TYPE_CHECKING:
     from world import World
 
 POOL = 160  # tokens for which an engine has blocks
-PATIENCE, WORD, STILL = 30.0, 0.25, 1.0
+PATIENCE, WORD = 30.0, 0.25
 NULL = 0  # the block that stands for those before a window
 Held = tuple[list[int], list[int]]  # blocks of all layers; of those with a window
 
@@ -211,7 +212,7 @@ class PrefillEngine(Engine):
             return
         prompt.loading = True
         blocks = [events.Blocks(0, list(ids)) for ids in prompt.blocks]
-        self.expect(events.Wanted(prompt.back, prompt.sources, self.plan(prompt.sources), blocks, there, STILL))
+        self.expect(events.Wanted(prompt.back, prompt.sources, self.plan(prompt.sources), blocks, there, PATIENCE))
 
     def found(self, found: events.Found) -> None:
         if (prompt := self.prompts.get(found.transfer.removesuffix(BACK))) is not None:

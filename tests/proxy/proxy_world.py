@@ -113,6 +113,7 @@ class ScriptedEngine:
         self.incarnation = f"{name}-1"
         self.layout = dict(LAYOUT)
         self.workers = 1
+        self.two_way = False
         self.plain = False
         self.health = 200
         self.calls: list[Call] = []  # without probes
@@ -135,7 +136,7 @@ class ScriptedEngine:
 
     def facts(self) -> dict[str, Any]:
         workers = [Worker(f"w{i}", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2") for i in range(self.workers)]
-        engine = Engine(self.incarnation, self.role, workers, self.layout)  # type: ignore[arg-type]
+        engine = Engine(self.incarnation, self.role, workers, self.layout, self.two_way)  # type: ignore[arg-type]
         return msgspec.to_builtins(engine)
 
     async def start(self) -> None:

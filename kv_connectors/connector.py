@@ -13,7 +13,7 @@ from vllm_disagg.errors import ConfigError
 from vllm_disagg.registration import Registration, register_all
 
 from . import compat, facts
-from .messages import Handshake
+from .messages import Handshake, WorkerMetadata
 from .scheduler import SchedulerSide
 from .stats import PromMetrics, Stats
 from .worker import WorkerSide
@@ -52,7 +52,9 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             kind = ROLES[str(self._kv_transfer_config.kv_role)]
             layout, among = facts.layout(vllm_config, settings.compress), compat.data_parallel_rank(vllm_config)
-            self._scheduler = SchedulerSide(key, kind, layout, kv_cache_config.kv_cache_groups, among)
+            caches = bool(vllm_config.cache_config.enable_prefix_caching)
+            groups = kv_cache_config.kv_cache_groups
+            self._scheduler = SchedulerSide(key, kind, layout, groups, rank=among, caches=caches)
             if settings.compress != "off":
                 logging.getLogger("vllm_disagg").warning(
                     "compress is %s: KV is rounded on its way, so answers are NOT exactly a plain vLLM's", settings.compress
@@ -97,6 +99,9 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_failed_blocks()
 
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        return self._worker.take_found()
+
     def get_kv_connector_stats(self) -> Stats | None:
         return self._worker.stats.take() if self._role is KVConnectorRole.WORKER else None
 
@@ -120,7 +125,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         count = self._scheduler.tokens_to_load(request, num_computed_tokens)
-        return count, count > 0
+        return count, bool(count)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
@@ -131,6 +136,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         for request_id in connector_output.finished_recving or ():
             self._scheduler.loaded(request_id)
+        if isinstance(said := connector_output.kv_connector_worker_meta, WorkerMetadata):
+            self._scheduler.found(said.found)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request)

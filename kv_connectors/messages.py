@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from vllm_disagg import events
 from vllm_disagg.grants import Worker
@@ -28,3 +32,16 @@ class Handshake(KVConnectorHandshakeMetadata):
 
     worker: Worker
     layers: list[str]  # names, in the order of `worker.holds`
+
+
+@dataclass
+class WorkerMetadata(KVConnectorWorkerMetadata):
+    """Workers to scheduler, after each step in which there is something to say."""
+
+    found: dict[str, list[int]]  # by transfer that was sought: how many tokens there are for each rank that knows by now
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
+        """What this step's workers say, as one."""
+        assert isinstance(other, WorkerMetadata)
+        names = {**self.found, **other.found}
+        return WorkerMetadata({name: [*self.found.get(name, ()), *other.found.get(name, ())] for name in names})

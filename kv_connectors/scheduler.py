@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,8 @@ PAUSE = 0.002  # seconds
 USED = 65536  # transfer ids remembered, so that a grant works once
 NULL = 0  # vLLM's block that holds nothing
 PEERS = 256  # prefill engines whose plan is remembered
+WORD = 0.25  # seconds that a prefill leg waits for D's word on what it has cached
+STILL = 1.0  # seconds without progress after which it computes what was to come from D
 NORMAL_ENDS = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
 
 
@@ -49,13 +51,32 @@ class State(Enum):
     LOCAL = auto()  # whatever it was, it is an ordinary request now
 
 
+class Back(Enum):
+    """Of a prompt's beginning that D has cached, an earlier answer perhaps: D serves it, P reads it back."""
+
+    NEW = auto()
+    SEEKING = auto()  # prefill leg: how much is it?
+    READING = auto()  # prefill leg
+    SERVING = auto()  # decode leg: the workers know the blocks, which are this request's
+    OVER = auto()
+
+
 @dataclass
 class Leg:
     grant: Grant
     length: int  # tokens of the prompt
-    plan: Plan | None = None  # decode leg: who reads what
+    plan: Plan | None = None  # who reads what: of P for a decode leg, of D for a prefill leg that may
     state: State = State.NEW
     computed: int = 0  # tokens announced to the workers
+    back: Back = Back.OVER
+    local: int = 0  # decode leg: tokens from our prefix cache
+    found: list[int] = field(default_factory=list)  # prefill leg: tokens that D has, by each of our ranks that knows
+    until: float = 0.0  # how long to wait for that
+
+    @property
+    def waits(self) -> bool:
+        """Whether it needs nothing but steps that bring news."""
+        return self.state is State.LOADING or self.back in (Back.SEEKING, Back.READING)
 
 
 def _blocks(ids: Sequence[int], size: int, token: int, end: int) -> events.Blocks:
@@ -68,9 +89,17 @@ def _blocks(ids: Sequence[int], size: int, token: int, end: int) -> events.Block
 
 class SchedulerSide:
     def __init__(
-        self, key: FleetKey, role: str, layout: dict[str, str], groups: Sequence[KVCacheGroupSpec], rank: int | None = None
+        self,
+        key: FleetKey,
+        role: str,
+        layout: dict[str, str],
+        groups: Sequence[KVCacheGroupSpec],
+        *,
+        rank: int | None = None,
+        caches: bool = True,
     ) -> None:
-        """`rank`: among the data parallel ranks behind one API server, if there are several."""
+        """`rank`: among the data parallel ranks behind one API server, if there are several.  `caches`: whether vLLM
+        caches prefixes."""
         self._key = key
         self._rank = rank
         self._role = role
@@ -81,8 +110,10 @@ class SchedulerSide:
         specs = [one for g in groups for one in compat.specs_by_layer(g.kv_cache_spec).values() or [g.kv_cache_spec]]
         self._has_states = any(compat.is_state(spec) for spec in specs)
         self._last = int(self._has_states or any(compat.window(spec) for spec in specs))
+        self._two_way = caches and not self._last
         self._plans: dict[tuple[str, ...], Plan] = {}  # by the names of P's workers
         self._legs: dict[str, Leg] = {}  # by vLLM's request id
+        self._seeking: dict[str, Leg] = {}  # by the transfer back
         self._used: dict[tuple[str, str], None] = {}
         self._next = StepMetadata()
         self.engine: Engine | None = None
@@ -113,6 +144,7 @@ class SchedulerSide:
                 "KV of a token": "; ".join(f"{count} layers of {form}" for form, count in sorted(forms.items())),
             },
             rank=self._rank,
+            two_way=self._two_way,
         )
         log.info("engine %s (%s) is ready for KV transfers", self.engine.incarnation, self._role)
 
@@ -131,10 +163,12 @@ class SchedulerSide:
             log.warning("request %s: grant refused (%s); it is served here alone", request.request_id, error)
             request.kv_transfer_params = None  # asked once, said once
             return None
-        plan = self._plan(grant.sources) if grant.leg == "decode" else None
+        plan = self._plan(grant.sources) if grant.leg == "decode" else self._plan_back(grant)
         if grant.leg == "prefill" and self._has_states and request.num_prompt_tokens > 1:
             compat.leave_out_last(request)
         leg = self._legs[request.request_id] = Leg(grant, request.num_prompt_tokens, plan)
+        if grant.back and self._two_way and plan:
+            leg.back = Back.NEW
         if grant.leg != "probe":
             self._next.requests[grant.transfer] = request.request_id
         return leg
@@ -174,12 +208,28 @@ class SchedulerSide:
                 del self._plans[next(iter(self._plans))]
         return self._plans[names]
 
+    def _plan_back(self, grant: Grant) -> Plan | None:
+        """For a prefill leg that may read what D has cached.  If it cannot, it is a prefill leg all the same."""
+        if not grant.back or len({worker.name for worker in grant.sources}) < len(grant.sources):
+            return None
+        try:
+            return self._plan(grant.sources)
+        except Unmappable as error:
+            log.warning("what D has cached cannot be read here: %s", error)
+            return None
+
     # The decode leg ------------------------------------------------------------------------------------------
-    def tokens_to_load(self, request: Request, local: int) -> int:
-        """How many tokens of the prompt, after `local` ones from our prefix cache, come from P."""
+    def tokens_to_load(self, request: Request, local: int) -> int | None:
+        """How many tokens of the prompt, after `local` ones from our prefix cache, come from the other engine.
+
+        None: that is not known yet.
+        """
         leg = self.add(request)
-        if leg is None or leg.grant.leg != "decode" or leg.state is not State.NEW:
+        if leg is None or leg.state is not State.NEW:
             return 0
+        if leg.grant.leg != "decode":
+            return self._tokens_back(leg, local)
+        leg.local = local
         missing = leg.length - self._last - local
         # With all whole blocks here, the rest is computed faster than it is fetched, and computed it must be partly.
         return 0 if missing <= 0 or (local and missing <= max(self._block_sizes)) else missing
@@ -187,8 +237,12 @@ class SchedulerSide:
     def allocated(self, request: Request, blocks: Sequence[list[int]], external: int) -> None:
         """`blocks`: by group, of the whole request."""
         leg = self._legs.get(request.request_id)
-        if leg is None or leg.grant.leg != "decode" or leg.state is not State.NEW:
+        if leg is None or leg.state is not State.NEW:
             return
+        if leg.grant.leg != "decode":
+            self._read_back(leg, request.request_id, blocks, external)
+            return
+        self._serve_back(leg, blocks)
         if external == 0:
             self._make_local(leg)
             return
@@ -202,14 +256,81 @@ class SchedulerSide:
 
     def loaded(self, request_id: str) -> None:
         leg = self._legs.get(request_id)
-        if leg is not None and leg.state is State.LOADING:
+        if leg is None:
+            return
+        if leg.state is State.LOADING:
             leg.state = State.LOCAL
+            self._end_back(leg)  # after a failure vLLM frees the blocks; after a success P has read what it wanted
+        elif leg.back is Back.READING:
+            leg.back = Back.OVER
 
     def _make_local(self, leg: Leg) -> None:
         leg.state = State.LOCAL
         assert self.engine is not None  # or its grant had been refused
         nobody = mapping.nothing(len(leg.grant.sources), len(self.engine.workers))
         self._next.decode.append(events.Unneeded(leg.grant.transfer, leg.grant.sources, nobody))
+
+    # What D has cached -----------------------------------------------------------------------------------------
+    def _serve_back(self, leg: Leg, blocks: Sequence[list[int]]) -> None:
+        """The decode leg's blocks from our prefix cache are this request's until it is preempted or ends, so P may read."""
+        if leg.back is not Back.NEW:
+            return
+        held = [list(ids[: leg.local // size]) for size, ids in zip(self._block_sizes, blocks, strict=True)]
+        if not leg.local or any(len(ids) * size < leg.local for size, ids in zip(self._block_sizes, held, strict=True)):
+            self._end_back(leg)  # MultiConnector shows no blocks to those that load nothing
+            return
+        leg.back = Back.SERVING
+        assert leg.grant.back is not None
+        self._next.prefill.append(events.Scheduled(leg.grant.back, leg.local, held, cached=True))
+
+    def _tokens_back(self, leg: Leg, local: int) -> int | None:
+        """How many tokens a prefill leg reads back; None while D has not said how many there are."""
+        back = leg.grant.back
+        if leg.back is Back.NEW and back and leg.plan:
+            leg.back, leg.until = Back.SEEKING, time.monotonic() + WORD
+            self._seeking[back] = leg
+            self._next.decode.append(events.Sought(back, leg.grant.sources, leg.plan))
+        if leg.back is not Back.SEEKING:
+            return 0
+        assert self.engine is not None  # or its grant had been refused
+        is_known = len(leg.found) >= len(self.engine.workers)
+        if not is_known and time.monotonic() < leg.until:
+            return None
+        there = min(leg.found) if is_known else 0
+        if local < there < leg.length:
+            return there - local
+        self._end_back(leg)
+        return 0
+
+    def found(self, found: dict[str, list[int]]) -> None:
+        """Ranks of ours know how many tokens there are of what is sought."""
+        for back, counts in found.items():
+            if (leg := self._seeking.get(back)) is not None:
+                leg.found += counts
+
+    def _read_back(self, leg: Leg, request_id: str, blocks: Sequence[list[int]], external: int) -> None:
+        """A prefill leg has its blocks."""
+        if leg.back is not Back.SEEKING or not external:
+            self._end_back(leg)
+            return
+        back, end = leg.grant.back, min(leg.found)
+        assert back is not None and leg.plan is not None
+        leg.back = Back.READING
+        del self._seeking[back]
+        self._next.requests[back] = request_id
+        wanted = [_blocks(ids, size, end - external, end) for size, ids in zip(self._block_sizes, blocks, strict=True)]
+        self._next.decode.append(events.Wanted(back, leg.grant.sources, leg.plan, wanted, end, STILL))
+
+    def _end_back(self, leg: Leg) -> None:
+        """Whatever it is, nothing more is read back or served."""
+        was, leg.back, back = leg.back, Back.OVER, leg.grant.back
+        if was is Back.OVER or back is None:
+            return
+        self._seeking.pop(back, None)
+        if leg.grant.leg == "decode":
+            self._next.prefill.append(events.Withdrawn(back))
+        elif was is not Back.NEW:
+            self._next.decode.append(events.Cancelled(back))
 
     # The prefill leg -----------------------------------------------------------------------------------------
     def step(self, output: SchedulerOutput) -> StepMetadata:
@@ -225,7 +346,7 @@ class SchedulerSide:
             ):
                 self._scheduled(output, request_id, computed, blocks)
         metadata, self._next = self._next, StepMetadata()
-        if not output.num_scheduled_tokens and any(leg.state is State.LOADING for leg in self._legs.values()):
+        if not output.num_scheduled_tokens and any(leg.waits for leg in self._legs.values()):
             time.sleep(PAUSE)
         return metadata
 
@@ -242,8 +363,11 @@ class SchedulerSide:
         )
 
     def _withdraw(self, leg: Leg | None) -> None:
-        """The blocks of a prefill leg have been given up before D had them."""
-        if leg is not None and leg.grant.leg == "prefill" and leg.state is not State.LOCAL:
+        """The blocks of a leg have been given up, perhaps before the other engine had them."""
+        if leg is None:
+            return
+        self._end_back(leg)
+        if leg.grant.leg == "prefill" and leg.state is not State.LOCAL:
             leg.state = State.LOCAL
             self._next.prefill.append(events.Withdrawn(leg.grant.transfer))
 
@@ -254,6 +378,7 @@ class SchedulerSide:
         leg = self._legs.pop(request.request_id, None)
         if leg is None:
             return False, None
+        self._end_back(leg)
         if leg.grant.leg == "decode":
             if leg.state is State.LOADING:
                 self._next.decode.append(events.Cancelled(leg.grant.transfer))

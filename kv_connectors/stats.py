@@ -14,6 +14,7 @@ from vllm_disagg.transports.carrier import Counters
 SECONDS = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30]
 COUNTS = {
     "received_bytes": "KV bytes that arrived",
+    "reused_bytes": "of these, KV bytes of earlier answers that a prefill engine read back from a decode engine",
     "early_bytes": "KV bytes that arrived while the prefill still computed",
     "sent_bytes": "KV bytes sent",
     "released": "prefills whose KV was taken by a decode engine",
@@ -39,11 +40,13 @@ class Stats(KVConnectorStats):
         self.data: dict[str, Any] = {**dict.fromkeys(COUNTS, 0), "loads": [], "failures": {}, "carried": {}}
         self._seen = Counters()
 
-    def record(self, outcome: events.Release | events.Report) -> None:
+    def record(self, outcome: events.Release | events.Report, back: bool = False) -> None:
+        """`back`: what a prefill leg reads from the engine that will decode."""
         if isinstance(outcome, events.Release):
             self.data["released" if outcome.delivered else "unclaimed"] += 1
             return
         self.data["received_bytes"] += outcome.landed
+        self.data["reused_bytes"] += outcome.landed * back
         self.data["early_bytes"] += outcome.early
         if outcome.reason is None:
             self.data["loads"].append(outcome.seconds)

@@ -16,7 +16,7 @@ from vllm_disagg.memory import Memory
 from vllm_disagg.shape import NOTHING
 
 from . import carriers, kvcache
-from .messages import Handshake, StepMetadata
+from .messages import Handshake, StepMetadata, WorkerMetadata
 from .stats import Stats
 
 if TYPE_CHECKING:
@@ -39,6 +39,9 @@ class WorkerSide:
         self._launched: Callable[[], None] = lambda: None  # what copies must come after: see `device`
         self._requests: dict[str, str] = {}  # transfer -> vLLM's id
         self._computing: list[str] = []  # transfers of which this step computes a part
+        self._cached: list[str] = []  # transfers of what is in memory when this step ends
+        self._sought: set[str] = set()
+        self._found: dict[str, list[int]] = {}
         self._failed_blocks: set[int] = set()
         self._blocks: dict[str, list[int]] = {}  # of loads under way
         self.stats = Stats()
@@ -80,12 +83,18 @@ class WorkerSide:
         for event in metadata.decode:
             if isinstance(event, events.Wanted):
                 self._blocks[event.transfer] = [block for blocks in event.blocks for block in blocks.ids]
+            elif isinstance(event, events.Sought):
+                self._sought.add(event.transfer)
             elif isinstance(event, events.Unneeded):
                 self._requests.pop(event.transfer, None)
+            elif event.transfer not in self._blocks:  # cancelled before it was wanted
+                self._sought.discard(event.transfer)
         for withdrawn in metadata.prefill:
             if isinstance(withdrawn, events.Withdrawn):
                 self._requests.pop(withdrawn.transfer, None)
         scheduled = [e for e in metadata.prefill if isinstance(e, events.Scheduled)]
+        self._cached = [e.transfer for e in scheduled if e.cached]
+        scheduled = [e for e in scheduled if not e.cached]
         self._computing = [e.transfer for e in scheduled]
         per_layer = max(sum(k.rows) * sum(len(e.blocks[k.group]) for e in scheduled) for k in self._shape.kinds)
         self._group = -(-OFFER // per_layer) if per_layer else len(self._layers) + 1
@@ -106,25 +115,32 @@ class WorkerSide:
         if self._config.overlap != "layer":
             return
         if self._computing and (layer := self._layers.get(name, 0)) % self._group == 0 and layer:
-            self._announce(layer)
+            self._announce(self._computing, layer)
 
     def end(self) -> None:
         if self._computing and self._config.overlap != "off":
-            self._announce(len(self._layers))
+            self._announce(self._computing, len(self._layers))
         self._computing = []
 
-    def _announce(self, layers: int) -> None:
+    def _announce(self, transfers: list[str], layers: int) -> None:
         self._launched()
-        self.driver.submit([events.Computed(transfer, layers) for transfer in self._computing])
+        self.driver.submit([events.Computed(transfer, layers) for transfer in transfers])
 
     # What has ended ------------------------------------------------------------------------------------------
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Request ids: (sent, received, of these failed).  Each id once, and only ids that the scheduler awaits."""
+        if self._cached:  # asked for after each step, also one that computes nothing
+            self._announce(self._cached, len(self._layers))
+            self._cached = []
         sent, received, failed = set(), set(), set()
         for outcome in self.driver.take():
+            if isinstance(outcome, events.Found):
+                self._found.setdefault(outcome.transfer, []).append(outcome.tokens)
+                continue
             request = self._requests.pop(outcome.transfer, None)
             blocks = self._blocks.pop(outcome.transfer, [])
-            self.stats.record(outcome)
+            self.stats.record(outcome, back=outcome.transfer in self._sought)
+            self._sought.discard(outcome.transfer)
             if request is None:
                 log.error("transfer %s has ended, but belongs to no request", outcome.transfer)
             elif isinstance(outcome, events.Release):
@@ -136,6 +152,10 @@ class WorkerSide:
                     self._failed_blocks.update(blocks)
         self.stats.count_sent(self.driver.counters)
         return sent, received, failed
+
+    def take_found(self) -> WorkerMetadata | None:
+        found, self._found = self._found, {}
+        return WorkerMetadata(found) if found else None
 
     def take_failed_blocks(self) -> set[int]:
         taken, self._failed_blocks = self._failed_blocks, set()

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+OF_MACHINES = ["tests/unit/test_decode.py", "tests/unit/test_search.py"]
 MUTANTS = [
     ("P says intact of what it let go", "prefill.py", "event.reader in self.settled.get(event.transfer, ())", "event.transfer in self.settled"),
     ("P releases while sending", "prefill.py", "ended >= self.expected and not self.is_sending()", "ended >= self.expected"),
@@ -56,6 +57,24 @@ MUTANTS = [
     ("P takes blocks of another group", "prefill.py", "t.blocks[kind.group], 0", "t.blocks[0], 0"),
     ("D writes into blocks of another group", "reading.py", "blocks = event.blocks[kind.group]", "blocks = event.blocks[0]"),
     ("a failure spares the other sources' pieces", "decode.py", "t.pieces = {n: p for n, p in t.pieces.items() if p.where is Where.LANDING}", "t.pieces = {n: p for n, p in t.pieces.items() if p.where is Where.LANDING and p.source == but}"),
+    ("one of two sources says how much there is", "search.py", "if len(search.said) < len(search.readers):", "if False:"),
+    ("the most that a source has", "search.py", "min(search.said.values())", "max(search.said.values())"),
+    ("a refusal is no answer", "search.py", "        search.is_over = True\n", "        if isinstance(message, wire.Fail):\n            return []\n        search.is_over = True\n"),
+    ("P believes another life of D", "search.py", " or message.source not in search.readers or message.reader != self.name:", ":"),
+    ("sources forget who seeks", "search.py", "                actions += self._pulls(transfer, search)\n", ""),
+    ("a search goes on beside its transfer", "search.py", "        self.open.pop(transfer, None)\n\n    def cancelled", "        pass\n\n    def cancelled"),
+    ("a cancelled search leaves D waiting", "search.py", "for s in search.readers] if search else []", "for s in search.readers] if False else []"),
+    ("D offers cached KV before it is computed", "kv_connectors/worker.py", "        scheduled = [e for e in scheduled if not e.cached]\n", ""),
+    ("cached KV is never final", "kv_connectors/worker.py", "        if self._cached:  #", "        if False:  #"),
+    ("D serves blocks of a preempted request", "kv_connectors/scheduler.py", "        self._end_back(leg)\n        if leg.grant.leg == \"prefill\" and", "        if leg.grant.leg == \"prefill\" and"),
+    ("D serves blocks of a finished request", "kv_connectors/scheduler.py", "        self._end_back(leg)\n        if leg.grant.leg == \"decode\":", "        if leg.grant.leg == \"decode\":"),
+    ("D serves on after its load", "kv_connectors/scheduler.py", "            self._end_back(leg)  # after a failure", "            pass  # after a failure"),
+    ("D serves blocks that it was not shown", "kv_connectors/scheduler.py", "if not leg.local or any(len(ids) * size < leg.local for size, ids in zip(self._block_sizes, held, strict=True)):", "if not leg.local:"),
+    ("P waits for D's word for ever", "kv_connectors/scheduler.py", "if not is_known and time.monotonic() < leg.until:", "if not is_known:"),
+    ("P takes the word of one of its ranks", "kv_connectors/scheduler.py", "is_known = len(leg.found) >= len(self.engine.workers)", "is_known = bool(leg.found)"),
+    ("P reads back all that it must compute", "kv_connectors/scheduler.py", "if local < there < leg.length:", "if local < there:"),
+    ("P reads back twice", "kv_connectors/scheduler.py", "            leg.back = Back.OVER\n\n", "            leg.back = Back.NEW\n\n"),
+    ("an aborted P reads on", "kv_connectors/scheduler.py", "            self._next.decode.append(events.Cancelled(back))", "            pass"),
     ("D overlooks a lost note", "transports/pairs.py", "if event.seq != self.seq:", "if event.seq < self.seq:"),
     ("D takes what its slot does not hold", "transports/pairs.py", "if not 0 < event.size <= self.slot:", "if False:"),
     ("D believes another epoch", "transports/pairs.py", "        if event.epoch != self.epoch or self.state is State.CLOSED:\n            return []\n        match event:\n            case Meet():\n                return [Hear(event.epoch, event.blob)]\n            case Said():\n                return [Tell(Meet(event.epoch, event.blob))]\n            case Up():\n                self.is_up", "        match event:\n            case Meet():\n                return [Hear(event.epoch, event.blob)]\n            case Said():\n                return [Tell(Meet(event.epoch, event.blob))]\n            case Up():\n                self.is_up"),
@@ -73,16 +92,19 @@ MUTANTS = [
 
 def is_caught(file: str, old: str, new: str) -> bool:
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(ROOT / "vllm_disagg", f"{folder}/vllm_disagg")
-        shutil.copytree(ROOT / "tests", f"{folder}/tests")
+        for part in ("vllm_disagg", "kv_connectors", "tests"):
+            shutil.copytree(ROOT / part, f"{folder}/{part}")
         shutil.copy(ROOT / "pyproject.toml", folder)
-        path = Path(folder, "vllm_disagg", file)
+        of_connector = file.startswith("kv_connectors/")
+        path = Path(folder, file) if of_connector else Path(folder, "vllm_disagg", file)
         text = path.read_text()
         if text.count(old) != 1:
             sys.exit(f"mutants: {file} holds {text.count(old)} times: {old!r}")
         path.write_text(text.replace(old, new))
         of_pairs = file == "transports/pairs.py"
-        tests = ["tests/property/test_pairs.py"] if of_pairs else ["tests/unit/test_decode.py", "tests/property/test_world.py"]
+        tests = ["tests/property/test_pairs.py"] if of_pairs else [*OF_MACHINES, "tests/property/test_world.py"]
+        if of_connector:
+            tests = ["tests/unit/test_scheduler_side.py", "tests/unit/test_worker_side.py"]
         command = [sys.executable, "-m", "pytest", "-x", *tests]
         env = {**os.environ, "SEEDS": os.environ.get("SEEDS", "160" if of_pairs else "10000"), "PYTHONPATH": f"{folder}:{folder}/tests"}
         return subprocess.run(command, cwd=folder, env=env, capture_output=True, timeout=600).returncode == 1

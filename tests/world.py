@@ -5,16 +5,21 @@ vLLM would; a piece is read from memory *while* it is being sent and checked aga
 into D's blocks happens when it ends.  So "exact" is checked against the truth, not against what machines believe.
 
 Each world has a topology: how the model's layers and heads are shared out on either side, and the sizes of blocks.
+Of half of the transfers D has a part cached, and P may read it back first.
+
 Everything is drawn from one `random.Random(seed)`: a failing seed replays bit for bit, and `World.log` is its story.
 """
 
 from __future__ import annotations
 
 import random
+from typing import Any
+
+from world_ranks import BACK, LAYERS, LIAR, Rank, shapes
 
 from vllm_disagg import events, wire
 from vllm_disagg.events import Reason
-from world_engines import LAYERS, LIAR, Decode, DecodeEngine, Prefill, PrefillEngine, Side, shapes
+from world_engines import DecodeEngine, PrefillEngine
 
 SPLITS = ("one", "tensor", "pipeline")
 CHAOS = {  # percent, each time it may happen; a leap is a long time in which nothing else does
@@ -38,19 +43,21 @@ class World:
         }
         self.now = 0.0
         self.log: list[str] = []
-        self.network: list[tuple[str, object]] = []  # (to, encoded message or piece)
+        self.network: list[tuple[str, str, Any]] = []  # (to, for which half of it, encoded message or piece)
         self.lengths = {f"t{i}": self.random.randint(1, 30) for i in range(transfers)}
         self.wanted: dict[tuple[str, str], tuple[int, list[events.Blocks]]] = {}  # (rank, transfer) -> (end, by group)
         self.outcomes: dict[tuple[str, str], Reason | None] = {}
         self.disturbed: set[str] = set()
-        self.sides: dict[str, Side] = {}  # all ranks of all engines
+        self.sides: dict[str, Rank] = {}  # all ranks of all engines
         heads, self.window, of_prefill, of_decode = topology or self.topology()
+        of_backs = sorted(self.lengths) if not self.window else []  # windows: never offered
+        self.backs = {transfer for transfer in of_backs if self.random.random() < 0.5}
         self.prefill_shapes = shapes(heads, self.window, *of_prefill)
         self.decode_shapes = shapes(heads, self.window, *of_decode)
         self.prefill = PrefillEngine(self)
         self.decodes = {label: DecodeEngine(self, label) for label in ("d", "e")}
-        self.to_prefill = list(self.lengths)
         self.to_decode = [(t, self.random.choice(["d", "e"]), self.prefill.workers) for t in self.lengths]
+        self.to_prefill = [(t, self.decodes[d].workers if t in self.backs else []) for t, d, _ in self.to_decode]
         # A gentle network loses less than it takes to seem dead, and is quick beside the retries.
         self.drops_left, self.pace = (1000, 1.0) if "die" in chaos else (2, 0.1)
 
@@ -68,8 +75,8 @@ class World:
     def roll(self, what: str) -> bool:
         return self.random.randrange(100) < self.chaos.get(what, 0)
 
-    def post(self, to: str, raw: bytes) -> None:
-        self.network.append((to, raw))
+    def post(self, to: str, half: str, raw: bytes) -> None:
+        self.network.append((to, half, raw))
 
     # One thing happens --------------------------------------------------------------------------------------------
     def step(self) -> None:
@@ -84,9 +91,7 @@ class World:
         elif kind == 7:
             self.dispatch()
         elif kind == 8:
-            for side in self.sides.values():
-                if not side.frozen:
-                    side.transmit() if isinstance(side, Prefill) else side.land()
+            self.copy()
         elif kind == 9:
             self.pass_time(11.0 if self.roll("leap") else self.random.choice([0.01, 0.1, 0.6]) * self.pace)
         elif kind == 10:
@@ -96,13 +101,23 @@ class World:
         else:
             self.mischief()
 
+    def copy(self) -> None:
+        """Sends and copies go on, and those who decode."""
+        for side in self.sides.values():
+            if not side.frozen:
+                side.serving.transmit()
+                side.reading.land()
+        for engine in self.decodes.values():
+            if not engine.frozen:
+                engine.step()
+
     def dispatch(self) -> None:
         p = self.prefill
         if self.to_prefill and self.random.random() < 0.5 and not p.frozen:
-            p.submit(self.to_prefill.pop())
+            p.submit(*self.to_prefill.pop())
         elif self.to_decode:
             transfer, label, sources = self.to_decode.pop()
-            if not any(rank.frozen for rank in self.decodes[label].ranks):
+            if not self.decodes[label].frozen:
                 self.decodes[label].want(transfer, sources)
 
     def deliver(self) -> None:
@@ -115,19 +130,15 @@ class World:
             return
         if self.roll("repeat"):
             self.network.append(self.network[index])
-        to, payload = self.network[index]
+        to, half, payload = self.network[index]
         side = self.sides[to.partition(".")[0]]
         if side.frozen:
             return
         self.network.pop(index)
-        if side.name != to.partition("+")[0] and not isinstance(payload, bytes):
-            return  # the socket died with the process
-        if isinstance(side, Prefill):
-            side.receive(wire.decode_at_prefill(payload))
-        elif isinstance(payload, bytes):
-            side.receive(wire.decode_at_decode(payload))
-        else:
-            side.arrive(payload)
+        if half != "piece":
+            side.receive(half, payload)
+        elif side.name == to.partition("+")[0]:  # else the socket died with the process
+            side.reading.arrive(payload)
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -145,6 +156,7 @@ class World:
             p.withdraw_one(again=False)
         if self.roll("preempt"):
             p.withdraw_one(again=True)
+            self.preempt_at_decode()
         if self.wanted and self.roll("cancel"):
             self.cancel(*self.random.choice(sorted(self.wanted)))
         if self.roll("die"):
@@ -158,29 +170,39 @@ class World:
         for engine in self.decodes.values():
             if engine.has(name):
                 self.disturbed.add(transfer)
+                engine.end_back(transfer + BACK)
                 engine.tell(events.Cancelled(transfer))
 
-    def readers(self) -> list[Decode]:
+    def preempt_at_decode(self) -> None:
+        """What is cached there is somebody else's from now on."""
+        if held := [(engine, back) for engine in self.decodes.values() for back in engine.cached]:
+            engine, back = self.random.choice(held)
+            self.disturbed.add(back.removesuffix(BACK))
+            engine.end_back(back)
+
+    def readers(self) -> list[Rank]:
         return [rank for engine in self.decodes.values() for rank in engine.ranks]
 
     def lie(self) -> None:
         """A reader asks for what it was never offered; a life of P that never was answers."""
         transfer, reader = self.random.choice(sorted(self.lengths)), self.random.choice(self.readers()).name
-        self.post(reader, wire.encode(wire.Settled(transfer, LIAR, reader, intact=True)))
-        self.post(reader, wire.encode(wire.Offer(transfer, LIAR, reader, self.lengths[transfer], 0, 0)))
+        self.post(reader, "reading", wire.encode(wire.Settled(transfer, LIAR, reader, intact=True)))
+        self.post(reader, "reading", wire.encode(wire.Offer(transfer, LIAR, reader, self.lengths[transfer], 0, 0)))
+        at_p = self.prefill.ranks[0].name
+        self.post(at_p, "reading", wire.encode(wire.Offer(transfer + BACK, LIAR, at_p, self.lengths[transfer], 0, 0)))
         p = self.random.choice(self.prefill.ranks)
         layer, block = self.random.randrange(LAYERS), self.random.randrange(4)
         extent = wire.Extent(layer, layer + 1, block * self.prefill.block_size, self.lengths[transfer])
-        self.post(p.name, wire.encode(wire.Fetch(transfer, p.name, reader, 10**6, extent)))
+        self.post(p.name, "serving", wire.encode(wire.Fetch(transfer, p.name, reader, 10**6, extent)))
 
     def reroute(self) -> None:
         """Another carrier takes over; the old one ends, perhaps with all that was on its way."""
         side, source = self.random.choice(self.readers()), self.random.choice(self.prefill.ranks)
         lost, address = self.random.random() < 0.5, side.name + self.random.choice(["", "+fast"])
         if lost:
-            messages = [(to, what) for to, what in self.network if isinstance(what, bytes)]
-            pieces = [(to, what) for to, what in self.network if not isinstance(what, bytes)]
-            self.network = messages + [(to, what) for to, what in pieces if to.partition("+")[0] != side.name]
+            messages = [sent for sent in self.network if sent[1] != "piece"]
+            pieces = [sent for sent in self.network if sent[1] == "piece"]
+            self.network = messages + [sent for sent in pieces if sent[0].partition("+")[0] != side.name]
         side.inbox.append(events.Routed(source.name, address, lost))
 
     def die(self, label: str) -> None:
@@ -191,8 +213,8 @@ class World:
             self.prefill = PrefillEngine(self, life)
         else:
             self.decodes[label] = DecodeEngine(self, label, life)
-            for name, transfer in [key for key in self.wanted if old.has(key[0])]:
-                del self.wanted[name, transfer]
+        for name, transfer in [key for key in self.wanted if old.has(key[0])]:
+            del self.wanted[name, transfer]
         for rank in old.ranks:
             self.note(rank.name, "dies")
         self.disturbed |= set(self.lengths)
@@ -215,10 +237,12 @@ class World:
             self.prefill.finish()
             for _ in range(len(self.network)):
                 self.deliver()
-            for side in self.sides.values():
-                side.transmit() if isinstance(side, Prefill) else side.land()
+            self.copy()
             self.pass_time(0.3)
         assert not self.wanted, f"never reported: {self.wanted}"
         for side in self.sides.values():
-            assert not side.machine.transfers, f"{side.name} still holds {side.machine.transfers}"
+            assert not side.serving.machine.transfers, f"{side.name} still holds {side.serving.machine.transfers}"
+            left = side.reading.machine.transfers or side.reading.machine.searches.open
+            assert not left, f"{side.name} still reads {left}"
         assert not self.prefill.prompts, f"never released: {self.prefill.prompts}"
+        assert not any(engine.cached for engine in self.decodes.values()), "served for ever"

@@ -1,49 +1,76 @@
-"""The processes of a seeded world (`world.py`): ranks of engines, their memory, and a model of vLLM's schedulers."""
+"""The engines of a seeded world (`world.py`): models of vLLM's schedulers, each with its ranks and one pool of blocks."""
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import msgspec
+from world_ranks import BACK, Rank
 
-from vllm_disagg import events, mapping, wire
-from vllm_disagg.decode import DecodeSide
+from vllm_disagg import events, mapping
 from vllm_disagg.grants import Worker
-from vllm_disagg.prefill import PrefillSide
-from vllm_disagg.shape import Kind, Region, Shape
+from vllm_disagg.shape import Shape
 
 if TYPE_CHECKING:
     from world import World
 
-LAYERS, CELL, POOL = 3, 2, 160  # of the model; bytes of a token of a head; tokens for which an engine has blocks
-LEASE, RETRY, SILENCE, PATIENCE = 10.0, 0.5, 2.0, 30.0
-Place = tuple[int, int, int, int]  # layer, head, block, slot
-LIAR = "p0.99"
+POOL = 160  # tokens for which an engine has blocks
+PATIENCE, WORD = 30.0, 0.25
 NULL = 0  # the block that stands for those before a window
+Held = tuple[list[int], list[int]]  # blocks of all layers; of those with a window
 
 
-def shapes(heads: int, window: int, split: str, block_size: int) -> list[Shape]:
-    """What the ranks of an engine hold of a model of LAYERS layers with `heads` heads; copies, if those are too few.
+class Engine:
+    """What both kinds have."""
 
-    With a window, the layer in the middle has one, in a KV-cache group of its own.
-    """
+    def __init__(self, world: World, labels: str, life: int, of_ranks: list[Shape]) -> None:
+        self.world = world
+        self.ranks = [Rank(world, f"{labels}{rank}", life, rank, shape, self) for rank, shape in enumerate(of_ranks)]
+        world.sides |= {rank.label: rank for rank in self.ranks}
+        self.block_size = self.ranks[0].kind.block_size
+        self.free = list(range(1, 2 * POOL // self.block_size))
+        self.owner: dict[int, str] = {}  # block -> transfer that is loaded into it
+        self.workers = [Worker(rank.name, "", "", holds=rank.shape) for rank in self.ranks]
 
-    def shape(layers: int, first: int, held: int, head: int) -> Shape:
-        axes = [("h", held, block_size * CELL), ("t", block_size, CELL), ("c", CELL, 1)]
-        kind = Kind("cells", block_size, [held * block_size * CELL], [[Region(0, axes)]], held, head, heads)  # type: ignore[arg-type]
-        if not window:
-            return Shape([kind], [0] * layers, first)
-        windowed = msgspec.structs.replace(kind, form=f"cells, window {window}", group=1, window=window)
-        return Shape([kind, windowed], [int(layer == 1) for layer in range(first, first + layers)], first)
+    @property
+    def frozen(self) -> bool:
+        return any(rank.frozen for rank in self.ranks)
 
-    if split == "tensor":
-        held = max(1, heads // 2)
-        return [shape(LAYERS, 0, held, rank * held % heads) for rank in range(2)]
-    if split == "pipeline":
-        return [shape(1, 0, heads, 0), shape(LAYERS - 1, 1, heads, 0)]
-    return [shape(LAYERS, 0, heads, 0)]
+    def has(self, name: str) -> bool:
+        return any(rank.name == name for rank in self.ranks)
+
+    def tell(self, event: object) -> None:
+        for rank in self.ranks:
+            rank.inbox.append(event)
+
+    def expect(self, event: events.Wanted) -> None:
+        """Blocks are loaded into from now on."""
+        for of_group in event.blocks:
+            self.owner.update(dict.fromkeys(of_group.ids, event.transfer))
+        for rank in self.ranks:
+            self.world.wanted[rank.name, event.transfer] = (event.token_end, event.blocks)
+        self.tell(event)
+
+    def plan(self, sources: list[Worker]) -> mapping.Plan:
+        return mapping.plan([source.holds for source in sources], [rank.shape for rank in self.ranks])
+
+    # What ranks tell -------------------------------------------------------------------------------------------
+    def loaded(self, transfer: str, end: int, blocks: list[events.Blocks], good: bool) -> None:
+        """All ranks have reported."""
+        raise NotImplementedError
+
+    def found(self, found: events.Found) -> None:
+        raise AssertionError("nothing was sought here")
+
+    def holder(self, transfer: str) -> object:
+        """Who holds the blocks of what is served."""
+        raise NotImplementedError
+
+    def meanwhile_sending(self, holder: object) -> None:
+        """Between the machine's word and the reading of the blocks."""
+
+    def released(self, rank: Rank, transfer: str) -> None:
+        raise AssertionError("nothing was pinned here")
 
 
 @dataclass
@@ -52,161 +79,34 @@ class Prompt:
 
     transfer: str
     length: int
-    blocks: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))  # of all layers; of those with a window
+    sources: list[Worker] = field(default_factory=list)  # D's workers, if it may read back; empty when that is over
+    blocks: Held = field(default_factory=lambda: ([], []))
     computed: int = 0
+    announced: int = 0  # blocks that the workers know
+    until: float | None = None  # how long it waits for D's word
+    there: list[int] = field(default_factory=list)  # what D has, by rank of ours that knows
+    loading: bool = False
+    aborted: bool = False
     pinned: bool = False
     released: set[str] = field(default_factory=set)  # by which ranks
 
-
-class Side:
-    """A worker process: a machine behind an inbox that vLLM's thread fills, with a clock of its own."""
-
-    def __init__(self, world: World, label: str, life: int, rank: int, shape: Shape) -> None:
-        self.world, self.label, self.name = world, label, f"{label}.{life}"
-        self.life, self.rank, self.shape = life, rank, shape
-        self.inbox: deque[object] = deque()
-        self.memory: dict[Place, str] = {}
-        self.frozen = False
-        self.rate = world.random.choice([0.9, 1.0, 1.1])
-
     @property
-    def now(self) -> float:
-        return self.world.now * self.rate
-
-    @property
-    def kind(self) -> Kind:
-        return self.shape.kinds[0]
-
-    def scribble(self, blocks: list[int]) -> None:
-        for layer in range(len(self.shape.layers)):
-            for head in range(self.kind.heads):
-                for block in blocks:
-                    for slot in range(self.kind.block_size):
-                        self.memory[layer, head, block, slot] = "overwritten"
-
-    def truth(self, transfer: str, layer: int, head: int, token: int) -> str:
-        return f"{transfer}:{self.shape.first + layer}:{self.kind.head + head}:{token}"
-
-    def handle(self, event: object) -> None:
-        self.world.note(self.name, event)
-        for action in self.machine.handle(event, self.now):
-            self.world.note(self.name, action)
-            self.carry_out(action)
-        self.machine.validate()
-
-    def drain(self) -> None:
-        while self.inbox:
-            self.handle(self.inbox.popleft())
-
-    def receive(self, message: wire.ToPrefill | wire.ToDecode) -> None:
-        self.drain()  # rule 3 of the prefill side: what vLLM has said comes first
-        before = repr(self.machine.transfers)
-        self.handle(message)
-        assert self.concerns(message) or before == repr(self.machine.transfers), (
-            "a message for another life had an effect"
-        )
-
-    def tick(self) -> None:
-        self.drain()
-        due = self.machine.next_deadline()
-        if due is not None and due <= self.now:
-            self.handle(events.Tick())
-            after = self.machine.next_deadline()
-            assert after is None or after > self.now, "a Tick that does not move its deadline makes a busy loop"
+    def back(self) -> str:
+        return self.transfer + BACK
 
 
-class Prefill(Side):
-    """A rank of P."""
-
-    def __init__(self, world: World, label: str, life: int, rank: int, shape: Shape) -> None:
-        super().__init__(world, label, life, rank, shape)
-        self.machine = PrefillSide(self.name, shape, lease=LEASE)
-        self.outgoing: list[tuple[events.SendPiece, list[str], Prompt | None]] = []
-
-    @property
-    def engine(self) -> PrefillEngine:
-        return self.world.prefill
-
-    def concerns(self, message: wire.ToPrefill) -> bool:
-        return message.source == self.name
-
-    def places(self, extent: wire.Extent, blocks: list[int]) -> list[Place]:
-        """In the order of the wire."""
-        layers, heads = range(extent.layer, extent.layer_end), range(extent.head, extent.head_end)
-        slots = range(self.kind.block_size)
-        return [(layer, head, block, slot) for layer in layers for block in blocks for head in heads for slot in slots]
-
-    def contents(self, extent: wire.Extent, blocks: list[int]) -> list[str]:
-        return [self.memory.get(place, "never written") for place in self.places(extent, blocks)]
-
-    def carry_out(self, action: events.PrefillAction) -> None:
-        match action:
-            case events.Send():
-                self.world.post(action.to, wire.encode(action.message))
-            case events.SendPiece():
-                engine = self.engine
-                sent = engine.prompts.get(action.transfer)
-                self.check_final(action, sent)
-                if engine.midway and not engine.computing:  # vLLM's thread does not wait for the driver's
-                    if sent and not sent.pinned and self.world.chaos.get("preempt") and self.world.random.random() < 0.3:
-                        engine.withdraw(sent, again=True)
-                    engine.compute()
-                self.outgoing.append((action, self.contents(action.extent, action.blocks), sent))
-            case events.Release():
-                prompt = self.engine.prompts[action.transfer]
-                assert prompt.pinned and self.name not in prompt.released, "released what was not pinned, or twice"
-                assert all(sent is not prompt for _, _, sent in self.outgoing), "released while sending"
-                prompt.released.add(self.name)
-                if len(prompt.released) == len(self.engine.ranks):
-                    self.engine.give_back(self.engine.prompts.pop(action.transfer))
-
-    def check_final(self, action: events.SendPiece, prompt: Prompt | None) -> None:
-        """Unless vLLM has taken the blocks away meanwhile, what is about to be sent has been computed."""
-        extent, size = action.extent, self.kind.block_size
-        if prompt is None or action.transfer in self.world.disturbed:
-            return
-        for layer, head, block, slot in self.places(extent, action.blocks):
-            token = extent.token + action.blocks.index(block) * size + slot
-            if token < extent.token_end:
-                found, expected = self.memory.get((layer, head, block, slot)), self.truth(action.transfer, layer, head, token)
-                assert found == expected, (action, found, expected)
-
-    def transmit(self) -> None:
-        if not self.outgoing:
-            return
-        action, checksum, _ = self.outgoing.pop(0)
-        bytes_now = self.contents(action.extent, action.blocks)
-        if self.world.roll("damage"):
-            bytes_now = [*bytes_now[:-1], "damaged"]
-        self.world.network.append((action.address, (action.transfer, action.number, checksum, bytes_now)))
-        self.handle(events.Sent(action.transfer, action.reader))
-
-
-class PrefillEngine:
-    """P: one scheduler, one pool of block ids, ranks that compute at their own pace.  It runs one step at a time."""
+class PrefillEngine(Engine):
+    """P.  It runs one step at a time, its ranks at their own pace."""
 
     def __init__(self, world: World, life: int = 0) -> None:
-        self.world = world
-        self.ranks = [Prefill(world, f"p{rank}", life, rank, shape) for rank, shape in enumerate(world.prefill_shapes)]
-        world.sides |= {rank.label: rank for rank in self.ranks}
+        super().__init__(world, "p", life, world.prefill_shapes)
         self.prompts: dict[str, Prompt] = {}
-        self.block_size = self.ranks[0].kind.block_size
-        self.free = list(range(1, 2 * POOL // self.block_size))
         self.dirty: list[int] = []  # freed, to be overwritten when the engine runs next
         self.midway = False
         self.computing = False
-        self.workers = [Worker(rank.name, "", "", holds=rank.shape) for rank in self.ranks]
 
-    @property
-    def frozen(self) -> bool:
-        return any(rank.frozen for rank in self.ranks)
-
-    def tell(self, event: object) -> None:
-        for rank in self.ranks:
-            rank.inbox.append(event)
-
-    def submit(self, transfer: str) -> None:
-        self.prompts[transfer] = Prompt(transfer, self.world.lengths[transfer])
+    def submit(self, transfer: str, sources: list[Worker]) -> None:
+        self.prompts[transfer] = Prompt(transfer, self.world.lengths[transfer], sources)
 
     def compute(self) -> None:
         """One engine step: a chunk of one prompt, layer by layer; blocks freed earlier are overwritten."""
@@ -214,33 +114,38 @@ class PrefillEngine:
             rank.scribble(self.dirty)
         self.free, self.dirty = self.free + self.dirty, []
         random = self.world.random
-        ready = [p for p in self.prompts.values() if not p.pinned and p.computed < p.length]
+        for prompt in self.prompts.values():
+            if prompt.sources and not prompt.loading:
+                self.read_back(prompt)
+        ready = [p for p in self.prompts.values() if not p.pinned and not p.sources and p.computed < p.length]
         if not ready:
             return
         prompt = random.choice(ready)
         upto = min(prompt.length, prompt.computed + random.randint(1, 9))
-        missing = -(-upto // self.block_size) - len(prompt.blocks[0])
-        if 2 * missing > len(self.free):
+        if not self.allocate(prompt, upto):
             return
-        self.leave_window(prompt)
-        new = [[self.free.pop(random.randrange(len(self.free))) for _ in range(missing)] for _ in range(2)]
-        for blocks, more in zip(prompt.blocks, new, strict=True):
-            blocks += more
-        self.tell(events.Scheduled(prompt.transfer, upto, new))
+        self.tell(events.Scheduled(prompt.transfer, upto, [blocks[prompt.announced :] for blocks in prompt.blocks]))
+        prompt.announced = len(prompt.blocks[0])
         self.computing = True
         steps = [(rank, layer) for rank in self.ranks for layer in range(len(rank.shape.layers))]
         if random.random() < 0.5:
             steps.sort(key=lambda step: step[1])  # in step, as in tensor parallelism
         for rank, layer in steps:
-            for token in range(prompt.computed, upto):
-                block, slot = prompt.blocks[rank.shape.kind(layer).group][token // self.block_size], token % self.block_size
-                for head in range(rank.kind.heads):
-                    rank.memory[layer, head, block, slot] = rank.truth(prompt.transfer, layer, head, token)
+            rank.compute(prompt.transfer, prompt.blocks, layer, range(prompt.computed, upto))
             if random.random() < 0.5 or layer == len(rank.shape.layers) - 1:
                 rank.inbox.append(events.Computed(prompt.transfer, layer + 1))
                 self.meanwhile()
         prompt.computed = upto
         self.computing = False
+
+    def allocate(self, prompt: Prompt, upto: int) -> bool:
+        missing = -(-upto // self.block_size) - len(prompt.blocks[0])
+        if 2 * missing > len(self.free):
+            return False
+        self.leave_window(prompt)
+        for blocks in prompt.blocks:
+            blocks += [self.free.pop(self.world.random.randrange(len(self.free))) for _ in range(missing)]
+        return True
 
     def leave_window(self, prompt: Prompt) -> None:
         """Blocks of which the next token needs nothing go back at once, and no worker hears of it."""
@@ -263,7 +168,7 @@ class PrefillEngine:
             self.world.deliver()
             for rank in self.ranks:
                 if not rank.frozen:
-                    rank.transmit()
+                    rank.serving.transmit()
 
     def finish(self) -> None:
         """The scheduler hears of the last chunk and keeps the blocks for us."""
@@ -273,144 +178,158 @@ class PrefillEngine:
                 self.tell(events.Pinned(prompt.transfer))
 
     def withdraw_one(self, again: bool) -> None:
-        if running := [p for p in self.prompts.values() if not p.pinned and p.blocks[0]]:
+        running = [p for p in self.prompts.values() if not p.pinned and not p.aborted]
+        if running := [p for p in running if (p.blocks[0] and not p.sources) or not again]:
             self.withdraw(self.world.random.choice(running), again)
 
     def withdraw(self, prompt: Prompt, again: bool) -> None:
         """Abort, or preempt and compute `again`: the blocks are free at once, workers hear before they are reused."""
+        if prompt.until is not None and prompt.sources:
+            self.tell(events.Cancelled(prompt.back))
         self.tell(events.Withdrawn(prompt.transfer))
-        self.give_back(prompt)
         self.world.disturbed.add(prompt.transfer)
+        prompt.aborted = not again
+        if prompt.loading:
+            return  # its blocks are free when all ranks have reported
+        self.give_back(prompt)
+        del self.prompts[prompt.transfer]
         if again:
             self.prompts[prompt.transfer] = Prompt(prompt.transfer, prompt.length)
-        else:
+
+    # What D has cached -------------------------------------------------------------------------------------------
+    def read_back(self, prompt: Prompt) -> None:
+        """Ask D how much there is, wait a little, read it; or compute it after all."""
+        if prompt.until is None:
+            prompt.until = self.world.now + WORD
+            self.tell(events.Sought(prompt.back, prompt.sources, self.plan(prompt.sources)))
+        is_known = len(prompt.there) == len(self.ranks)
+        if not is_known and self.world.now < prompt.until:
+            return
+        there = min(prompt.there) if is_known else 0
+        if not 0 < there < prompt.length or not self.allocate(prompt, there):
+            prompt.sources = []
+            self.tell(events.Cancelled(prompt.back))
+            return
+        prompt.loading = True
+        blocks = [events.Blocks(0, list(ids)) for ids in prompt.blocks]
+        self.expect(events.Wanted(prompt.back, prompt.sources, self.plan(prompt.sources), blocks, there, PATIENCE))
+
+    def found(self, found: events.Found) -> None:
+        if (prompt := self.prompts.get(found.transfer.removesuffix(BACK))) is not None:
+            prompt.there.append(found.tokens)
+
+    def loaded(self, transfer: str, end: int, blocks: list[events.Blocks], good: bool) -> None:
+        prompt = self.prompts[transfer.removesuffix(BACK)]
+        prompt.sources, prompt.loading = [], False
+        for of_group in blocks:
+            for block in of_group.ids:
+                del self.owner[block]
+        if good and not prompt.aborted:
+            prompt.computed = end
+            return
+        self.give_back(prompt)
+        prompt.blocks = ([], [])
+        if prompt.aborted:
             del self.prompts[prompt.transfer]
 
+    # What ranks tell ---------------------------------------------------------------------------------------------
+    def holder(self, transfer: str) -> Prompt | None:
+        return self.prompts.get(transfer)
 
-class Decode(Side):
-    """A rank of a D."""
+    def meanwhile_sending(self, holder: object) -> None:
+        if self.midway and not self.computing:  # vLLM's thread does not wait for the driver's
+            random = self.world.random
+            if isinstance(holder, Prompt) and not holder.pinned and self.world.chaos.get("preempt") and random.random() < 0.3:
+                self.withdraw(holder, again=True)
+            self.compute()
 
-    def __init__(self, world: World, label: str, life: int, rank: int, shape: Shape, engine: DecodeEngine) -> None:
-        super().__init__(world, label, life, rank, shape)
-        window = world.random.choice([10, 100])
-        self.machine = DecodeSide(
-            self.name, self.name, rank, shape, retry=RETRY, silence=SILENCE, piece=40, window=window
-        )
-        self.engine = engine
-        self.landing: list[tuple[events.Land, bool, list[str]]] = []
-        self.frames: tuple[list[str], list[str]] = ([], [])
-
-    def carry_out(self, action: events.DecodeAction) -> None:
-        match action:
-            case events.Send():
-                self.world.post(action.to, wire.encode(action.message))
-            case events.Connect():
-                pass
-            case events.Land():
-                checksum, content = self.frames
-                self.landing.append((action, checksum == content and len(content) == self.cells(action), content))
-            case events.Report():
-                self.report(action)
-
-    def concerns(self, message: wire.ToDecode) -> bool:
-        return message.reader == self.name and not message.source.endswith(LIAR)
-
-    def arrive(self, data: tuple[str, int, list[str], list[str]]) -> None:
-        transfer, number, *self.frames = data
-        self.drain()
-        self.handle(events.Arrived(transfer, number))
-
-    def theirs(self, land: events.Land) -> events.Theirs:
-        """How a piece is made."""
-        size, heads = self.kind.block_size, land.extent.head_end - land.extent.head
-        return land.theirs or events.Theirs(self.kind.cut(heads), land.extent.token - land.extent.token % size)
-
-    def cells(self, land: events.Land) -> int:
-        """How many a piece must have."""
-        theirs, extent = self.theirs(land), land.extent
-        blocks = -(-(extent.token_end - theirs.token) // theirs.kind.block_size)
-        return (extent.layer_end - extent.layer) * blocks * theirs.kind.heads * theirs.kind.block_size
-
-    def land(self) -> None:
-        """A copy into the blocks ends."""
-        if not self.landing:
-            return
-        action, ok, content = self.landing.pop(self.world.random.randrange(len(self.landing)))
-        if ok:
-            extent, theirs, size = action.extent, self.theirs(action), self.kind.block_size
-            first = extent.token - extent.token % size
-            values = iter(content)
-            for layer in range(extent.layer, extent.layer_end):
-                for begin in range(theirs.token, extent.token_end, theirs.kind.block_size):
-                    for head in range(extent.head, extent.head_end):
-                        for token in range(begin, begin + theirs.kind.block_size):
-                            value = next(values)
-                            if extent.token <= token < extent.token_end:
-                                block = action.blocks[(token - first) // size]
-                                assert self.engine.owner.get(block) == action.transfer, "wrote into blocks of somebody else"
-                                self.memory[layer, head, block, token % size] = value
-        self.handle(events.Landed(action.transfer, action.number, ok))
-
-    def report(self, report: events.Report) -> None:
-        end, blocks = self.world.wanted.pop((self.name, report.transfer))
-        assert all(a.transfer != report.transfer for a, _, _ in self.landing), "reported while a copy runs"
-        if report.reason is None:
-            size = self.kind.block_size
-            for layer in range(len(self.shape.layers)):
-                mine = blocks[self.shape.kind(layer).group]
-                for head in range(self.kind.heads):
-                    for at in range(mine.token, end):
-                        found = self.memory.get((layer, head, mine.ids[(at - mine.token) // size], at % size))
-                        expected = self.truth(report.transfer, layer, head, at)
-                        assert found == expected, (self.name, expected, found)
-        self.world.outcomes[self.name, report.transfer] = report.reason
-        if all(key[1] != report.transfer for key in self.world.wanted if self.engine.has(key[0])):
-            self.engine.give_back([block for of_group in blocks for block in of_group.ids])
+    def released(self, rank: Rank, transfer: str) -> None:
+        prompt = self.prompts[transfer]
+        assert prompt.pinned and rank.name not in prompt.released, "released what was not pinned, or twice"
+        assert not rank.serving.is_sending_for(prompt), "released while sending"
+        prompt.released.add(rank.name)
+        if len(prompt.released) == len(self.ranks):
+            self.give_back(self.prompts.pop(transfer))
 
 
-class DecodeEngine:
-    """A D: one scheduler, one pool of block ids, ranks that read each for itself."""
+@dataclass
+class Cached:
+    """What D serves of a prompt."""
+
+    blocks: Held
+    tokens: int
+    parked: bool  # until the request's own load has ended; else until the request ends
+    is_said: bool = False  # that it is in memory
+
+
+class DecodeEngine(Engine):
+    """A D."""
 
     def __init__(self, world: World, label: str, life: int = 0) -> None:
-        self.world = world
-        self.ranks = [
-            Decode(world, f"{label}{rank}", life, rank, shape, self) for rank, shape in enumerate(world.decode_shapes)
-        ]
-        world.sides |= {rank.label: rank for rank in self.ranks}
-        self.free = list(range(1, 2 * POOL // self.ranks[0].kind.block_size))
-        self.owner: dict[int, str] = {}  # block -> transfer
-
-    def has(self, name: str) -> bool:
-        return any(rank.name == name for rank in self.ranks)
-
-    def tell(self, event: object) -> None:
-        for rank in self.ranks:
-            rank.inbox.append(event)
+        super().__init__(world, label, life, world.decode_shapes)
+        self.cached: dict[str, Cached] = {}  # by transfer back
 
     def want(self, transfer: str, sources: list[Worker]) -> None:
-        length, size = self.world.lengths[transfer], self.ranks[0].kind.block_size
+        length, size = self.world.lengths[transfer], self.block_size
         token = self.world.random.randrange(0, length, size)  # a local prefix hit
         end = length - 1 if self.world.window else length  # with windows D computes the last token itself
         window = max(token, max(0, end - self.world.window + 1) // size * size)
         counts = [-(-(end - token) // size), -(-(end - window) // size)]
-        if end <= token or sum(counts) > len(self.free):
+        is_local = end <= token or sum(counts) > len(self.free) or self.world.random.random() < 0.1
+        if transfer in self.world.backs:
+            self.serve_back(transfer + BACK, token, not is_local, 0 if is_local else sum(counts))
+        if is_local:
             self.tell(events.Unneeded(transfer, sources, mapping.nothing(len(sources), len(self.ranks))))
             return
         blocks = [
             events.Blocks(begin, [self.free.pop() for _ in range(count)])
             for begin, count in zip((token, window), counts, strict=True)
         ]
+        self.expect(events.Wanted(transfer, sources, self.plan(sources), blocks, end, PATIENCE))
+
+    def loaded(self, transfer: str, end: int, blocks: list[events.Blocks], good: bool) -> None:
+        self.end_back(transfer + BACK)
         for of_group in blocks:
-            self.owner.update(dict.fromkeys(of_group.ids, transfer))
-        for rank in self.ranks:
-            self.world.wanted[rank.name, transfer] = (end, blocks)
-        plan = mapping.plan([source.holds for source in sources], [rank.shape for rank in self.ranks])
-        self.tell(events.Wanted(transfer, sources, plan, blocks, end, PATIENCE))
+            for block in of_group.ids:
+                del self.owner[block]
+            self.give_back(of_group.ids)
 
     def give_back(self, blocks: list[int]) -> None:
-        """All ranks have reported: others use the blocks."""
-        for block in blocks:
-            del self.owner[block]
+        """Others use the blocks."""
         for rank in self.ranks:
             rank.scribble(blocks)
         self.free += blocks
+
+    # What is cached ----------------------------------------------------------------------------------------------
+    def serve_back(self, back: str, tokens: int, parked: bool, others: int) -> None:
+        """`others`: blocks that the request needs besides."""
+        count = tokens // self.block_size
+        if not tokens or 2 * count + others > len(self.free):
+            self.tell(events.Withdrawn(back))
+            return
+        blocks = [self.free.pop() for _ in range(count)], [self.free.pop() for _ in range(count)]
+        self.cached[back] = Cached(blocks, tokens, parked)
+        self.tell(events.Scheduled(back, tokens, [list(ids) for ids in blocks], cached=True))
+
+    def step(self) -> None:
+        """The end of a step: what prefix-cache hits are made of has been computed.  Requests that do not wait may end."""
+        for back, cached in list(self.cached.items()):
+            if not cached.is_said:
+                cached.is_said = True
+                for rank in self.ranks:
+                    for layer in range(len(rank.shape.layers)):
+                        rank.compute(back, cached.blocks, layer, range(cached.tokens))
+                    rank.inbox.append(events.Computed(back, len(rank.shape.layers)))
+            elif not cached.parked and self.world.random.random() < 0.1:
+                self.end_back(back)
+
+    def end_back(self, back: str) -> None:
+        """Loaded, preempted, aborted: workers hear before the blocks are reused."""
+        cached = self.cached.pop(back, None)
+        if cached is not None:
+            self.tell(events.Withdrawn(back))
+            for ids in cached.blocks:
+                self.give_back(ids)
+
+    def holder(self, transfer: str) -> Cached | None:
+        return self.cached.get(transfer)

@@ -7,7 +7,7 @@
 MOVING asks (Pull, repeated), hears what is final (Offer), asks for pieces of it (Fetch: the credits, so that at
 most `window` bytes are on their way, whatever the prompt's length), and lands them.  DRAINING is the state that
 costs others people's tokens: the transfer is over, but a copy into our blocks may still run, so nothing may be
-reported before its end.
+reported before its end.  What is only sought yet (`search.py`) has no blocks, and asks nothing but how much there is.
 
 Rules, checked by `validate` and by the property tests:
   1. Each Wanted comes back in exactly one Report.
@@ -37,11 +37,13 @@ from .events import (
     Report,
     Routed,
     Send,
+    Sought,
     Tick,
     Unneeded,
     Wanted,
 )
 from .reading import Reading, readings
+from .search import Searches
 from .shape import Shape
 
 TRIES = 3  # of a piece whose bytes arrive damaged
@@ -133,6 +135,7 @@ class DecodeSide:
         self.piece = piece
         self.window = window
         self.transfers: dict[str, Transfer] = {}
+        self.searches = Searches(name, rank, retry)
         self.routes: dict[str, str] = {}  # where pieces of a source come to, if not to our address
         self.queue: deque[tuple[str, int]] = deque()  # pieces that wait for a credit
         self.flying = 0  # bytes asked for and not landed
@@ -141,15 +144,18 @@ class DecodeSide:
         match event:
             case Wanted():
                 return self._wanted(event, now)
+            case Sought():
+                return [*self.searches.sought(event, self.address, now)]
             case Unneeded():
                 return self._tell_idle(event)
             case Routed():
                 return self._routed(event, now)
             case Tick():
-                return [a for name in list(self.transfers) for a in self._tick(name, now)] + self._pump(now)
+                asked = [a for name in list(self.transfers) for a in self._tick(name, now)] + self._pump(now)
+                return asked + self.searches.tick(now)
         t = self.transfers.get(event.transfer)
         if t is None:
-            return []  # late or repeated: everything about it has been said
+            return self._not_wanted(event)
         match event:
             case wire.Offer() | wire.Settled() | wire.Fail():
                 if event.source not in t.sources or event.reader != self.name:
@@ -167,11 +173,14 @@ class DecodeSide:
     def next_deadline(self) -> float | None:
         """When the next Tick is due."""
         due = [min(t.retry, *(s.heard + self.silence for s in t.open)) for t in self.transfers.values() if t.open]
+        if (search := self.searches.next_deadline()) is not None:
+            due.append(search)
         return min(due, default=None)
 
     # Events --------------------------------------------------------------------------------------------------
     def _wanted(self, event: Wanted, now: float) -> list[DecodeAction]:
         assert event.transfer not in self.transfers, f"{event.transfer} is wanted twice"
+        self.searches.wanted(event.transfer)
         actions = self._tell_idle(event)
         t = self.transfers[event.transfer] = Transfer(
             {}, event.token_end, event.patience, began=now, moved=now, retry=now + self.retry
@@ -182,6 +191,14 @@ class DecodeSide:
             t.sources[worker.name] = Source(worker.name, event.plan.readers[source], found, left, now)
             actions += [Connect(worker), self._pull(event.transfer, t.sources[worker.name])]
         return actions + self._report_if_settled(event.transfer, t, now)
+
+    def _not_wanted(self, event: DecodeEvent) -> list[DecodeAction]:
+        match event:
+            case wire.Offer() | wire.Fail():
+                return [*self.searches.heard(event)]
+            case Cancelled():
+                return [*self.searches.cancelled(event.transfer)]
+        return []  # late or repeated: everything about it has been said
 
     def _tell_idle(self, event: Wanted | Unneeded) -> list[DecodeAction]:
         """P ranks that nobody reads may let go; one of us tells each."""

@@ -38,7 +38,7 @@ from .transports.zmq import ZmqCarrier, machine
 
 log = logging.getLogger("vllm_disagg.driver")
 
-Outcome = events.Release | events.Report
+Outcome = events.Release | events.Report | events.Found
 Fact = events.ForPrefill | events.Computed | events.ForDecode
 OWED: dict[type, type[Outcome]] = {events.Wanted: events.Report, events.Pinned: events.Release}
 STORY = 4000  # events and actions remembered, for the story of a transfer that failed
@@ -172,7 +172,7 @@ class Driver:
             match fact:
                 case events.Scheduled() | events.Computed() | events.Pinned() | events.Withdrawn():
                     self._do_prefill(fact)
-                case events.Wanted() | events.Unneeded() | events.Cancelled():
+                case events.Wanted() | events.Sought() | events.Unneeded() | events.Cancelled():
                     self._do_decode(fact)
                 case _:
                     assert_never(fact)
@@ -264,6 +264,8 @@ class Driver:
                     ok = self._arriving.land(action)
                     if ok is not None:
                         self._landed(events.Landed(action.transfer, action.number, ok))
+                case events.Found():
+                    self._outbox.append(action)
                 case events.Report():
                     if action.reason not in (None, events.Reason.CANCELLED):
                         self._tell(action)

@@ -37,6 +37,7 @@ class Scheduled(msgspec.Struct, frozen=True, tag=True):
     transfer: str
     tokens: int
     blocks: list[list[int]]
+    cached: bool = False  # of a prefix-cache hit: computed by whatever this step or an earlier one computes
 
 
 class Computed(msgspec.Struct, frozen=True, tag=True):
@@ -84,6 +85,14 @@ class Wanted(msgspec.Struct, frozen=True, tag=True):
     patience: float
 
 
+class Sought(msgspec.Struct, frozen=True, tag=True):
+    """How many tokens of a transfer do its sources have?  Until it is Wanted or Cancelled."""
+
+    transfer: str
+    sources: list[Worker]
+    plan: Plan
+
+
 class Unneeded(msgspec.Struct, frozen=True, tag=True):
     """We shall read nothing of this transfer (a full prefix hit, an abort in the queue): P may let go."""
 
@@ -93,7 +102,7 @@ class Unneeded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancelled(msgspec.Struct, frozen=True, tag=True):
-    """vLLM no longer wants a transfer that it wanted."""
+    """vLLM no longer wants a transfer that it wanted or sought."""
 
     transfer: str
 
@@ -173,6 +182,13 @@ class Land(msgspec.Struct, frozen=True, tag=True):
     theirs: Theirs | None = None
 
 
+class Found(msgspec.Struct, frozen=True, tag=True):
+    """All sources of what was sought have at least so many tokens; 0 if one of them will not serve it."""
+
+    transfer: str
+    tokens: int
+
+
 class Report(msgspec.Struct, frozen=True, tag=True):
     """Tell vLLM.  With a reason the load failed, and all of it is to be recomputed."""
 
@@ -185,7 +201,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
 PrefillEvent = Scheduled | Computed | Pinned | Withdrawn | Sent | Tick | wire.ToPrefill
 PrefillAction = Send | SendPiece | Release
-DecodeEvent = Wanted | Unneeded | Cancelled | Arrived | Landed | Routed | Tick | wire.ToDecode
-DecodeAction = Connect | Send | Land | Report
+DecodeEvent = Wanted | Sought | Unneeded | Cancelled | Arrived | Landed | Routed | Tick | wire.ToDecode
+DecodeAction = Connect | Send | Land | Found | Report
 ForPrefill = Scheduled | Pinned | Withdrawn
-ForDecode = Wanted | Unneeded | Cancelled
+ForDecode = Wanted | Sought | Unneeded | Cancelled

@@ -54,6 +54,7 @@ class Engine(msgspec.Struct, frozen=True):
     workers: list[Worker]  # by rank: stage of the pipeline, then tensor parallel rank
     layout: dict[str, str]  # facts that two engines must share to exchange KV
     rank: int | None = None  # among the data parallel ranks behind one API server; None when it has only this engine
+    two_way: bool = False  # whether it can read back what a decode engine has cached, and serve that
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
@@ -63,8 +64,9 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
     leg: Literal["probe", "prefill", "decode"]
     transfer: TransferId
     engine: Text  # incarnation of the engine that may use it; probes name none
-    sources: Annotated[list[Worker], msgspec.Meta(max_length=1024)] = []  # decode: P's workers, by rank
+    sources: Annotated[list[Worker], msgspec.Meta(max_length=1024)] = []  # the other engine's workers, by rank
     patience: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 60.0  # seconds without progress
+    back: TransferId | None = None  # the transfer in which P reads what D has cached of this prompt
 
 
 _encode = msgspec.msgpack.Encoder().encode

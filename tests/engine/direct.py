@@ -40,8 +40,8 @@ class Legs:
             fields["sources"] = self.p.workers
         return grants.mint(self.key, grants.Grant(1, leg, transfer, **{**fields, **more}))  # type: ignore[arg-type]
 
-    def send_prefill(self, body: Body, transfer: str) -> Future[Record]:
-        one = {**body, "max_tokens": 1, **with_grant(self.mint("prefill", transfer))}
+    def send_prefill(self, body: Body, transfer: str, grant: str = "") -> Future[Record]:
+        one = {**body, "max_tokens": 1, **with_grant(grant or self.mint("prefill", transfer))}
         return self._pool.submit(ask, self.prefill.url, one)
 
     def send_decode(self, body: Body, transfer: str, **more: object) -> Future[Record]:

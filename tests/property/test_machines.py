@@ -55,15 +55,24 @@ class Transfers(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def transmit(self, data: st.DataObject) -> None:
-        rank = data.draw(st.sampled_from(self.p.ranks))
+        rank = self.world.sides[data.draw(st.sampled_from(sorted(self.world.sides)))]
         if not rank.frozen:
-            rank.transmit()
+            rank.serving.transmit()
 
     @rule(data=st.data())
     def land(self, data: st.DataObject) -> None:
-        rank = data.draw(st.sampled_from(self.world.readers()))
+        rank = self.world.sides[data.draw(st.sampled_from(sorted(self.world.sides)))]
         if not rank.frozen:
-            rank.land()
+            rank.reading.land()
+
+    @rule(label=st.sampled_from(["d", "e"]))
+    def decode_step(self, label: str) -> None:
+        if not self.world.decodes[label].frozen:
+            self.world.decodes[label].step()
+
+    @rule()
+    def preempt_at_decode(self) -> None:
+        self.world.preempt_at_decode()
 
     @precondition(lambda self: self.world.network)
     @rule(data=st.data(), fate=st.sampled_from(["deliver", "deliver", "deliver", "repeat", "drop"]))
@@ -109,9 +118,9 @@ class Transfers(RuleBasedStateMachine):
             message: wire.ToPrefill = wire.Pull("stranger", p.name, reader, "nowhere.0", numbers[0])
         else:
             message = wire.Fetch(transfer, p.name, "stranger", numbers[0], wire.Extent(*numbers))
-        p.receive(message)
-        self.world.network = [(to, what) for to, what in self.world.network if to in self.names()]
-        p.outgoing = [out for out in p.outgoing if out[0].address in self.names()]
+        p.receive("serving", wire.encode(message))
+        self.world.network = [sent for sent in self.world.network if sent[0] in self.names()]
+        p.serving.outgoing = [out for out in p.serving.outgoing if out[0].address in self.names()]
 
     def names(self) -> set[str]:
         return {f"{label}.{life}" for label, side in self.world.sides.items() for life in range(side.life + 1)}

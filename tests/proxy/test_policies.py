@@ -11,7 +11,7 @@ from test_proxy_pairing import engine, fleet, instance, pair
 from vllm_disagg.proxy.fleet import Fleet, Instance
 from vllm_disagg.proxy.pairing import better_whole, choose, choose_decode, spill
 from vllm_disagg.proxy.policies import NAMES, REQUEST, Ask, Name, Policy
-from vllm_disagg.proxy.prefixes import FIRST, HOLDERS, Prefix, Prefixes
+from vllm_disagg.proxy.prefixes import HOLDERS, SHORT, Prefix, Prefixes
 
 
 def world(name: Name, prefills: int, decodes: int, **kinds: str) -> Fleet:
@@ -257,7 +257,7 @@ def test_beginnings_are_equal_as_far_as_prompts_are(prompt: bytes, cut: int) -> 
 
 
 def test_few_marks_for_long_prompts() -> None:
-    assert not Prefix(b"x" * (FIRST - 1)).marks
+    assert not Prefix(b"x" * (SHORT - 1)).marks
     marks = Prefix(b"x" * 400_000).marks
     assert 40 < len(marks) < 70 and marks[-1][0] > 0.88 * 400_000
 

@@ -38,7 +38,7 @@ def start() -> Iterator[Callable[..., Driver]]:
         driver.close()
 
 
-def outcome(driver: Driver, seconds: float = 10.0) -> events.Release | events.Report:
+def outcome(driver: Driver, seconds: float = 10.0) -> events.Release | events.Report | events.Found:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if taken := driver.take():
@@ -141,6 +141,46 @@ def test_a_broken_driver_becomes_a_plain_vllm(start: Callable[..., Driver], monk
     d.submit([wanted(p, d, "45" * 16, [1], 0, 3), events.Pinned("67" * 16)])
     failed = [events.Report(t * 16, events.Reason.BROKEN) for t in ("23", "45")]
     assert sorted(map(str, d.take())) == sorted(map(str, [*failed, events.Release("67" * 16, delivered=False)]))
+
+
+def test_a_worker_reads_from_one_that_reads_from_it(start: Callable[..., Driver]) -> None:
+    """P takes from D what D has cached, then D takes the rest from P."""
+    at_p, at_d = memory(64, None), memory(64, 1)
+    p, d = start(at_p), start(at_d)
+    back, transfer, cached, tokens = "be" * 16, "ef" * 16, 2 * BLOCK_SIZE, 3 * BLOCK_SIZE
+    plan = mapping.plan([d.worker.holds], [p.worker.holds])
+    p.submit([events.Sought(back, [d.worker], plan)])
+    d.submit([wanted(p, d, transfer, [7], cached, tokens)])
+    d.submit([events.Scheduled(back, cached, [[3, 4]], cached=True), events.Computed(back, LAYERS)])
+    assert outcome(p) == events.Found(back, cached)
+    p.submit([events.Wanted(back, [d.worker], plan, [events.Blocks(0, [8, 5])], cached, 1.0)])
+    report = outcome(p)
+    assert isinstance(report, events.Report) and report.reason is None, report
+    for layer in range(LAYERS):
+        for here, there in zip(at_p.planes[layer], at_d.planes[layer], strict=True):
+            assert (here[[8, 5]] == there[[3, 4]]).all()
+    prefill(p, transfer, [8, 5, 6], tokens)
+    report = outcome(d)
+    assert isinstance(report, events.Report) and report.reason is None, report
+    d.submit([events.Withdrawn(back)])
+    assert outcome(p) == events.Release(transfer, delivered=True)
+    wanted_late = events.Wanted("bf" * 16, [d.worker], plan, [events.Blocks(0, [8, 5])], cached, 1.0)
+    p.submit([events.Sought(back, [d.worker], plan)])
+    assert outcome(p) == events.Found(back, 0), "it is over"
+    d.submit([events.Withdrawn("bf" * 16)])
+    p.submit([wanted_late])
+    report = outcome(p)
+    assert isinstance(report, events.Report) and report.reason is not None
+    wait_until_idle(p, d)
+
+
+def wait_until_idle(*drivers: Driver) -> None:
+    for driver in drivers:
+        driver.submit([events.Cancelled("be" * 16)])
+        end = time.monotonic() + 5
+        while driver._decode.transfers or driver._prefill.transfers or driver._decode.searches.open:
+            assert time.monotonic() < end, "something is left"
+            time.sleep(0.01)
 
 
 # Several ranks -----------------------------------------------------------------------------------------------

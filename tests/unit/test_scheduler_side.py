@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
+from kv_connectors import scheduler
 from kv_connectors.messages import Handshake
 from kv_connectors.scheduler import SchedulerSide
 from vllm_disagg import events, grants, keys, mapping
@@ -34,10 +35,12 @@ def side(role: str, groups: Any = GROUPS) -> SchedulerSide:
 
 def request(leg: str, engine: SchedulerSide | None, length: int = 40, name: str = "r1", **change: Any) -> SimpleNamespace:
     incarnation = engine.engine.incarnation if engine and engine.engine else "nobody"
-    values = {"sources": [P_WORKER]} if leg == "decode" else {}
+    values: dict[str, Any] = {"sources": [P_WORKER]} if leg == "decode" else {}
+    if back := change.pop("back", None):
+        values = {"sources": change.pop("sources", [P_WORKER]), "back": back}
     grant = grants.Grant(1, leg, change.pop("transfer", "ab" * 16), incarnation, **values)  # type: ignore[arg-type]
     token = grants.mint(change.pop("key", KEY), grant)
-    fields = {
+    fields: dict[str, Any] = {
         "request_id": name,
         "kv_transfer_params": {grants.REQUEST_KEY: token},
         "num_prompt_tokens": length,
@@ -257,8 +260,167 @@ def test_with_a_state_p_computes_all_tokens_but_the_last() -> None:
 
 
 def test_an_engine_says_which_data_parallel_rank_it_is() -> None:
-    made = SchedulerSide(KEY, "decode", {}, GROUPS, 1)
+    made = SchedulerSide(KEY, "decode", {}, GROUPS, rank=1)
     made.set_workers([Handshake(P_WORKER, ["a", "b"])])
     assert made.engine is not None and made.engine.rank == 1
     alone = side("decode").engine
     assert alone is not None and alone.rank is None
+
+
+# Two-way reuse -----------------------------------------------------------------------------------------------
+BACK, T = "cd" * 16, "ab" * 16
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, and no sleeping."""
+    now = [100.0]
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None))
+    return now
+
+
+def test_a_prefill_leg_asks_d_reads_back_and_computes_the_rest(clock: list[float]) -> None:
+    p = side("prefill")
+    asked = request("prefill", p, length=70, back=BACK)
+    assert p.tokens_to_load(asked, 16) is None, "ask again"
+    assert p.step(step()).decode == [events.Sought(BACK, [P_WORKER], PLAN)]
+    assert p.tokens_to_load(asked, 16) is None and p.step(step()).decode == [], "asked once"
+    p.found({BACK: [64], "of another": [16]})
+    assert p.tokens_to_load(asked, 16) == 48
+    assert p.tokens_to_load(asked, 32) == 32, "no room yet, and more is cached here by now"
+    p.allocated(asked, ([4, 5, 6, 7],), 32)
+    metadata = p.step(step())
+    assert metadata.decode == [events.Wanted(BACK, [P_WORKER], PLAN, [events.Blocks(32, [6, 7])], 64, scheduler.STILL)]
+    assert metadata.requests == {BACK: "r1"}
+    p.loaded("r1")
+    first = p.step(step(new={"r1": (64, 6, [4, 5, 6, 7, 8])}))
+    assert first.prefill == [events.Scheduled(T, 70, [[4, 5, 6, 7, 8]])] and not first.decode
+    assert p.finished(asked)[0]
+
+
+@pytest.mark.parametrize(("there", "local"), [(0, 0), (32, 32), (16, 32), (80, 0), (None, 0)])
+def test_what_d_does_not_have_is_computed(clock: list[float], there: int | None, local: int) -> None:
+    p = side("prefill")
+    asked = request("prefill", p, length=70, back=BACK)
+    p.tokens_to_load(asked, local)
+    if there is None:
+        clock[0] += scheduler.WORD
+    else:
+        p.found({BACK: [there]})
+    assert p.tokens_to_load(asked, local) == 0
+    p.allocated(asked, ([4, 5],), 0)
+    assert p.step(step(new={"r1": (local, 70 - local, [4, 5, 6, 7, 8])})).decode == [
+        events.Sought(BACK, [P_WORKER], PLAN),
+        events.Cancelled(BACK),
+    ]
+    p.found({BACK: [64]})
+    assert p.finished(asked)[0] and p.step(step()).decode == []
+
+
+def test_a_load_back_that_fails_is_computed(clock: list[float]) -> None:
+    p = side("prefill")
+    asked = request("prefill", p, length=70, back=BACK)
+    p.tokens_to_load(asked, 0)
+    p.found({BACK: [64]})
+    p.allocated(asked, ([4, 5, 6, 7],), p.tokens_to_load(asked, 0))  # type: ignore[arg-type]
+    p.step(step())
+    p.loaded("r1")  # vLLM frees the blocks and asks again
+    assert p.tokens_to_load(asked, 0) == 0
+    p.allocated(asked, ([1, 2, 3, 4, 5],), 0)
+    metadata = p.step(step(new={"r1": (0, 70, [1, 2, 3, 4, 5])}))
+    assert metadata.decode == [] and metadata.prefill == [events.Scheduled(T, 70, [[1, 2, 3, 4, 5]])]
+
+
+@pytest.mark.parametrize("when", ["waiting", "asking", "reading"])
+def test_a_prefill_leg_that_is_aborted_asks_no_more(clock: list[float], when: str) -> None:
+    p = side("prefill")
+    asked = request("prefill", p, length=70, back=BACK)
+    if when != "waiting":
+        p.tokens_to_load(asked, 0)
+    if when == "reading":
+        p.found({BACK: [64]})
+        p.allocated(asked, ([4, 5, 6, 7],), p.tokens_to_load(asked, 0))  # type: ignore[arg-type]
+    p.step(step())
+    asked.status.name = "FINISHED_ABORTED"
+    assert not p.finished(asked)[0]
+    metadata = p.step(step())
+    assert metadata.decode == ([] if when == "waiting" else [events.Cancelled(BACK)])
+    assert metadata.prefill == [events.Withdrawn(T)] and not p._seeking
+
+
+def test_all_ranks_must_know_how_much_there_is(clock: list[float]) -> None:
+    p = SchedulerSide(KEY, "prefill", {}, GROUPS)
+    halves = [grants.Worker(f"me/{at}", "", "", holds=HOLDS) for at in range(2)]
+    p.set_workers([Handshake(worker, ["a", "b"]) for worker in halves])
+    asked = request("prefill", p, length=70, back=BACK)
+    p.tokens_to_load(asked, 0)
+    p.found({BACK: [64]})
+    assert p.tokens_to_load(asked, 0) is None
+    p.found({BACK: [48]})
+    assert p.tokens_to_load(asked, 0) == 48
+
+
+def served(d: SchedulerSide, length: int = 70, local: int = 32) -> Any:
+    """A decode leg of which D has two blocks cached, and which waits for the rest if that is worth it."""
+    asked = request("decode", d, length=length, back=BACK)
+    missing = d.tokens_to_load(asked, local)
+    d.allocated(asked, ([4, 5, 6, 7, 8],), missing or 0)
+    (said,) = d.step(step()).prefill
+    assert said == events.Scheduled(BACK, local, [[4, 5]], cached=True)
+    return asked
+
+
+@pytest.mark.parametrize("end", ["loaded", "aborted", "preempted", "finished"])
+def test_a_decode_leg_serves_what_it_has_cached_while_the_blocks_are_its_own(end: str) -> None:
+    d = side("decode")
+    asked = served(d, length=40 if end in ("preempted", "finished") else 70)
+    if end == "loaded":
+        d.loaded("r1")
+    elif end == "preempted":
+        assert d.step(step(preempted={"r1"})).prefill == [events.Withdrawn(BACK)]
+    else:
+        d.finished(asked)
+    assert d.step(step()).prefill == ([] if end == "preempted" else [events.Withdrawn(BACK)])
+    d.finished(asked)
+    assert d.step(step()).prefill == [], "said once"
+
+
+@pytest.mark.parametrize("why", ["nothing cached", "no blocks shown", "aborted early"])
+def test_a_decode_leg_with_nothing_to_serve_says_so_at_once(why: str) -> None:
+    d = side("decode")
+    asked = request("decode", d, length=70, back=BACK)
+    if why == "aborted early":
+        d.finished(asked)
+    else:
+        d.tokens_to_load(asked, 0 if why == "nothing cached" else 32)
+        d.allocated(asked, ([],) if why == "no blocks shown" else ([4, 5, 6, 7, 8],), 0 if why == "no blocks shown" else 70)
+    assert d.step(step()).prefill == [events.Withdrawn(BACK)]
+
+
+@pytest.mark.parametrize("groups", [[FULL, WINDOW], [STATE]])
+def test_with_windows_or_states_nothing_goes_back(groups: Any) -> None:
+    p, d = side("prefill", groups), side("decode", groups)
+    assert p.engine and not p.engine.two_way
+    asked = request("prefill", p, back=BACK)
+    asked._all_token_ids = list(asked.prompt_token_ids)
+    assert p.tokens_to_load(asked, 0) == 0
+    other = request("decode", d, length=70, back=BACK)
+    d.tokens_to_load(other, 16)
+    d.allocated(other, tuple([4, 5, 6, 7, 8] for _ in groups), 53)
+    assert not p.step(step()).decode and not d.step(step()).prefill
+
+
+@pytest.mark.parametrize("sources", [[], [OTHER_BLOCKS], [P_WORKER, P_WORKER]])
+def test_a_prefill_leg_with_sources_that_cannot_be_read_is_one_all_the_same(sources: Any) -> None:
+    p = side("prefill")
+    asked = request("prefill", p, back=BACK, sources=sources)
+    assert p.tokens_to_load(asked, 0) == 0
+    p.allocated(asked, ([4, 5, 6],), 0)
+    metadata = p.step(step(new={"r1": (0, 40, [4, 5, 6])}))
+    assert not metadata.decode and metadata.prefill == [events.Scheduled(T, 40, [[4, 5, 6]])]
+
+
+def test_who_caches_no_prefixes_says_so() -> None:
+    made = SchedulerSide(KEY, "decode", {}, GROUPS, caches=False)
+    made.set_workers([Handshake(grants.Worker("me/0", "", "", holds=HOLDS), ["a", "b"])])
+    assert made.engine and not made.engine.two_way and side("decode").engine.two_way  # type: ignore[union-attr]

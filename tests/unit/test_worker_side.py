@@ -8,11 +8,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kv_connectors.messages import StepMetadata
+from kv_connectors.messages import StepMetadata, WorkerMetadata
 from kv_connectors.worker import WorkerSide
 from vllm_disagg import events, keys
 from vllm_disagg.config import Config
 from vllm_disagg.shape import uniform
+from vllm_disagg.transports.carrier import Counters
 
 
 class Recorder:
@@ -21,23 +22,40 @@ class Recorder:
     def __init__(self) -> None:
         self.facts: list[Any] = []
 
+        self.outcomes: list[Any] = []
+        self.counters = Counters()
+
     def submit(self, facts: Any) -> None:
         self.facts += facts
+
+    def take(self) -> list[Any]:
+        taken, self.outcomes = self.outcomes, []
+        return taken
+
+
+def started(overlap: str) -> tuple[WorkerSide, Recorder]:
+    worker = WorkerSide(Config(overlap=overlap), keys.FleetKey(b"k" * keys.SIZE), 0, None, None)  # type: ignore[arg-type]
+    driver = Recorder()
+    worker._driver = driver  # type: ignore[assignment]
+    worker._layers = {"a": 1, "b": 2}
+    worker._shape = uniform(layers=2, block_size=16, rows=[4 << 20])  # so large that each layer is worth an offer
+    return worker, driver
+
+
+def said(driver: Recorder) -> list[str]:
+    return [f"{type(f).__name__} {getattr(f, 'layers', '')}".strip() for f in driver.facts]
 
 
 def prompt(overlap: str) -> list[str]:
     """What the machine hears of a prompt of two chunks and two layers."""
-    worker = WorkerSide(Config(overlap=overlap), keys.FleetKey(b"k" * keys.SIZE), 0, None, None)  # type: ignore[arg-type]
-    driver = worker._driver = Recorder()  # type: ignore[assignment]
-    worker._layers = {"a": 1, "b": 2}
-    worker._shape = uniform(layers=2, block_size=16, rows=[4 << 20])  # so large that each layer is worth an offer
+    worker, driver = started(overlap)
     for tokens in (16, 32):
         worker.begin(StepMetadata(prefill=[events.Scheduled("t", tokens, [[tokens // 16]])]))
         for layer in ("a", "b"):
             worker.layer_computed(layer)
         worker.end()
     worker.begin(StepMetadata(prefill=[events.Pinned("t")]))
-    return [f"{type(f).__name__} {getattr(f, 'layers', '')}".strip() for f in driver.facts]  # type: ignore[attr-defined]
+    return said(driver)
 
 
 @pytest.mark.parametrize(
@@ -50,3 +68,42 @@ def prompt(overlap: str) -> list[str]:
 )
 def test_overlap(overlap: str, step: list[str], end: list[str]) -> None:
     assert prompt(overlap) == [*step, *step, *end]
+
+
+@pytest.mark.parametrize("overlap", ["layer", "chunk", "off"])
+def test_what_is_cached_is_in_memory_when_the_step_ends_and_not_before(overlap: str) -> None:
+    """Another request of the same step may compute the very blocks of the hit."""
+    worker, driver = started(overlap)
+    worker.begin(StepMetadata(prefill=[events.Scheduled("back", 32, [[1, 2]], cached=True)]))
+    for layer in ("a", "b"):
+        worker.layer_computed(layer)
+    worker.end()
+    assert said(driver) == ["Scheduled"]
+    worker.results()
+    assert said(driver) == ["Scheduled", "Computed 2"]
+    worker.results()
+    assert len(driver.facts) == 2, "said once"
+
+
+def test_what_was_found_goes_to_the_scheduler() -> None:
+    worker, driver = started("layer")
+    assert worker.take_found() is None
+    driver.outcomes = [events.Found("x", 32), events.Found("y", 0)]
+    assert worker.results() == (set(), set(), set())
+    ours, theirs = worker.take_found(), WorkerMetadata({"x": [16]})
+    assert ours is not None and ours.aggregate(theirs).found == {"x": [32, 16], "y": [0]}
+    assert worker.take_found() is None
+
+
+def test_bytes_that_were_read_back_are_counted_apart() -> None:
+    worker, driver = started("layer")
+    for transfer in ("back", "other", "given up"):
+        wanted = events.Wanted(transfer, [], None, [events.Blocks(0, [1])], 16, 1.0)  # type: ignore[arg-type]
+        sought = [] if transfer == "other" else [events.Sought(transfer, [], None)]  # type: ignore[arg-type]
+        worker.begin(StepMetadata(decode=sought))
+        end: Any = events.Cancelled(transfer) if transfer == "given up" else wanted
+        worker.begin(StepMetadata(decode=[end], requests={transfer: transfer}))
+    driver.outcomes = [events.Report(transfer, None, landed=10) for transfer in ("back", "other")]
+    assert worker.results()[1] == {"back", "other"}
+    assert (worker.stats.data["received_bytes"], worker.stats.data["reused_bytes"]) == (20, 10)
+    assert not worker._sought

@@ -135,6 +135,10 @@ class Instance:
             self.engine is not None and self.engine.role in (self.role, "both") and self.engine.rank == self.rank
         )
 
+    @property
+    def two_way(self) -> bool:
+        return self.engine is not None and self.engine.two_way
+
     def enter(self, size: int) -> None:
         """A request of so many bytes comes to a decode instance."""
         self.in_flight += 1

@@ -24,6 +24,7 @@ class Pair:
     prefill: Instance
     decode: Instance
     ask: Ask
+    reads_back: bool = False  # whether P may read what D has of the prompt
 
     def take(self, fleet: Fleet, now: float) -> None:
         chosen(fleet, self.ask, now, self.prefill, self.decode)
@@ -69,7 +70,7 @@ def choose(fleet: Fleet, limit: int, ask: Ask, now: float, avoid: Collection[Ins
     if not found:
         return "busy"
     _, prefill, decode = found[0] if len(found) == 1 else min(found, key=lambda f: (f[0], f[1].turn))
-    return Pair(prefill, decode, ask)
+    return Pair(prefill, decode, ask, fleet.policy.reads_back(prefill, decode, ask))
 
 
 def choose_decode(

@@ -36,6 +36,7 @@ NAMES: tuple[Name, ...] = get_args(Name)
 
 REQUEST = 2048  # bytes: what a running request costs beside its context, about 500 tokens' worth
 FULL = 0.9  # of the KV cache
+BACK = 1024  # bytes of a prompt, about 250 tokens: what a D must have more of it than a P for P to ask
 _NONE = Prefix(b"")
 
 
@@ -75,6 +76,20 @@ class Policy:
         if self.name != "prefix_aware":
             return {}
         return self.prefixes.longest(ask.prefix, {i.cache for i in candidates})
+
+    def reads_back(self, prefill: Instance, decode: Instance, ask: Ask) -> bool:
+        """Whether P should ask D for what it has of the prompt, most likely an earlier answer.  Before they are `chose`n."""
+        if self.name != "prefix_aware" or not (prefill.two_way and decode.two_way):
+            return False
+        seen = self.seen((prefill, decode), ask)
+        here, there = seen.get(prefill.cache, 0), seen.get(decode.cache, 0)
+        more = min(ask.size - here, self.prefixes.goes_on(ask.prefix, ask.size, decode.cache))
+        return max(there - here, more) >= BACK
+
+    def answered(self, ask: Ask, decode: Instance) -> None:
+        """D has the prompt and the answer."""
+        if self.name == "prefix_aware":
+            self.prefixes.answered(ask.prefix, ask.size, decode.cache)
 
     def chose(self, ask: Ask, *instances: Instance) -> None:
         """These get the prompt."""

@@ -5,6 +5,9 @@ next turn begins with the bytes of its last one.  The hashes are those of growin
 more each time), so a prompt of 400 KB has about 60 of them.  What an engine mixes into its own cache keys
 (`cache_salt`, the model, the tools) goes in first.
 
+Who has answered a prompt has more: the answer, which the next turn's prompt has in it.  That is noted at the prompt's last
+beginning; a longer prompt that goes on from there has perhaps that answer in it, perhaps another.
+
 An instance stands here as its *cache*, an object that is another one after each restart.  It may have evicted what is
 noted here: then a guess was wrong, and cost what no guess would have cost.
 """
@@ -16,6 +19,7 @@ from collections.abc import Collection
 
 import xxhash
 
+SHORT = 128  # bytes: the first of all, so that a short question is known too
 FIRST = 512  # bytes
 GROWTH = 8  # each prefix is longer than the last by 1/8
 ENTRIES = 65536  # prefixes remembered, about 10 MB
@@ -30,11 +34,11 @@ class Prefix:
     def __init__(self, prompt: bytes | memoryview, salt: bytes = b"") -> None:
         self.marks: list[tuple[int, int]] = []
         state = xxhash.xxh3_64(salt)
-        begin, end = 0, FIRST
+        begin, end = 0, SHORT
         while end <= len(prompt):
             state.update(prompt[begin:end])
             self.marks.append((end, state.intdigest()))
-            begin, end = end, end + max(FIRST, end // GROWTH)
+            begin, end = end, end + max(FIRST, end // GROWTH) if end >= FIRST else FIRST
 
 
 class Prefixes:
@@ -43,6 +47,7 @@ class Prefixes:
     def __init__(self, entries: int = ENTRIES) -> None:
         self._entries = entries
         self._seen: OrderedDict[int, tuple[object, ...]] = OrderedDict()  # by hash, least recently used first
+        self._answered: OrderedDict[int, tuple[object, int]] = OrderedDict()  # by hash of the last prefix: (by whom, bytes)
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -58,6 +63,20 @@ class Prefixes:
             seen.move_to_end(mark)
         while len(seen) > self._entries:
             seen.popitem(last=False)
+
+    def answered(self, prefix: Prefix, size: int, cache: object) -> None:
+        """An instance has answered a prompt of so many bytes."""
+        if prefix.marks:
+            mark = prefix.marks[-1][1]
+            self._answered[mark] = cache, size
+            self._answered.move_to_end(mark)
+            if len(self._answered) > self._entries:
+                self._answered.popitem(last=False)
+
+    def goes_on(self, prefix: Prefix, size: int, cache: object) -> int:
+        """By how many bytes a prompt goes on from the last in it that was answered, if by this instance."""
+        found = next((self._answered[mark] for _, mark in reversed(prefix.marks) if mark in self._answered), None)
+        return max(0, size - found[1]) if found and found[0] is cache else 0
 
     def longest(self, prefix: Prefix, caches: Collection[object]) -> dict[object, int]:
         """Of these, how many bytes of a prompt each one has seen; who saw none is left out."""

@@ -106,6 +106,7 @@ class Relay:
                 if isinstance(outcome, Answer):
                     result = await self._deliver(trip, _server(trip, plan), outcome)
                     if isinstance(result, int):
+                        self._answered(trip, plan, result)
                         return result
                     outcome = result
                 following = self._next(trip, plan, outcome)
@@ -146,6 +147,10 @@ class Relay:
         elif self.fleet.of("prefill"):
             self.metrics.fell_back("no_pair")
         return pair
+
+    def _answered(self, trip: Trip, plan: Plan, status: int) -> None:
+        if status == 200 and trip.decode and not trip.body.one_token:
+            self.fleet.policy.answered(trip.ask, trip.decode)
 
     def _leave(self, trip: Trip) -> None:
         """End whatever runs for the request, and give back its places."""
@@ -216,9 +221,10 @@ class Relay:
         prefill_engine, decode_engine = pair.prefill.engine, pair.decode.engine
         if not prefill_engine or not decode_engine:  # no pair is made of such
             raise TypeError("a pair without engines")
-        transfer = new_transfer()
-        for_p = Grant(1, "prefill", transfer, prefill_engine.incarnation, [], self._patience)
-        for_d = Grant(1, "decode", transfer, decode_engine.incarnation, prefill_engine.workers, self._patience)
+        transfer, back = new_transfer(), new_transfer() if pair.reads_back else None
+        there = decode_engine.workers if back else []
+        for_p = Grant(1, "prefill", transfer, prefill_engine.incarnation, there, self._patience, back)
+        for_d = Grant(1, "decode", transfer, decode_engine.incarnation, prefill_engine.workers, self._patience, back)
         prefill_body = trip.body.prefill({REQUEST_KEY: mint(self._key, for_p)})
         decode_body = trip.body.decode({REQUEST_KEY: mint(self._key, for_d)})
         trip.prefill = prefill = asyncio.create_task(self._prefill(trip, pair, prefill_body))

@@ -157,7 +157,7 @@ class ScriptedEngine:
     def facts(self, rank: int | None = None) -> dict[str, Any]:
         of = "" if rank is None else f"@{rank}"
         workers = [Worker(f"w{i}{of}", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2") for i in range(self.workers)]
-        engine = Engine(self.incarnation + of, self.role, workers, self.layout, rank, self.two_way)  # type: ignore[arg-type]
+        engine = Engine(self.incarnation + of, self.role, workers, self.layout, rank, two_way=self.two_way)  # type: ignore[arg-type]
         return msgspec.to_builtins(engine)
 
     async def start(self) -> None:

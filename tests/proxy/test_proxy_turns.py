@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 
+import msgspec
 import pytest
 from test_proxy_pairing import instance
 
@@ -21,9 +22,8 @@ QUESTION, ANSWER, NEXT = "What is it? " * 100, "It is this. " * 200, "And why?"
 def fleet(name: Name = "prefix_aware", two_way: str = "prefill decode", prefills: int = 1) -> Fleet:
     made = [instance("prefill", str(at)) for at in range(prefills)] + [instance("decode", "0")]
     for one in made:
-        one.engine = None if one.engine is None else type(one.engine)(
-            one.engine.incarnation, one.engine.role, one.engine.workers, one.engine.layout, one.role in two_way
-        )
+        if one.engine is not None:
+            one.engine = msgspec.structs.replace(one.engine, two_way=one.role in two_way)
     return Fleet(made, Policy(name, random.Random(1)))
 
 

@@ -21,3 +21,9 @@ def test_what_moves_host_memory_is_not_for_gpus(transport: str, caplog: pytest.L
 
 def test_zmq_needs_nothing_besides() -> None:
     assert carriers.chosen(Config(transport="zmq")) == carriers.chosen(Config()) == {}
+
+
+def test_what_is_compressed_goes_by_zmq_whatever_auto_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carriers, "AUTO", ("gloo",))
+    assert list(carriers.chosen(Config())) == ["gloo"]
+    assert carriers.chosen(Config(compress="fp8")) == {}

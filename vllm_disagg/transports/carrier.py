@@ -25,10 +25,10 @@ Happened = Sent | Arrived | Landed | Routed
 class Counters(msgspec.Struct):
     """What this worker has done since it started; only the driver's thread writes."""
 
-    bytes_sent: int = 0
+    bytes_sent: int = 0  # on the wire: with `compress`, half of what the blocks hold
     bad_messages: int = 0
     damaged_pieces: int = 0
-    received: dict[str, int] = {}  # bytes that are in their blocks, by carrier
+    received: dict[str, int] = {}  # bytes that are in their blocks, by carrier, as they crossed the wire
 
     def landed(self, carrier: str, size: int) -> None:
         self.received[carrier] = self.received.get(carrier, 0) + size

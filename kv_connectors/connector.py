@@ -51,7 +51,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._registrations: list[Registration] = []
         if role is KVConnectorRole.SCHEDULER:
             kind = ROLES[str(self._kv_transfer_config.kv_role)]
-            among = compat.data_parallel_rank(vllm_config)
+            among = facts.data_parallel_rank(vllm_config)
             self._scheduler = SchedulerSide(key, kind, facts.layout(vllm_config), kv_cache_config.kv_cache_groups, among)
             self._register = lambda incarnation: register_all(settings, key, incarnation, kind, among)
         else:

@@ -1,4 +1,4 @@
-"""What two engines must have in common to exchange KV, read from vLLM's configuration."""
+"""What two engines must have in common to exchange KV, read from vLLM's configuration, and which of several one is."""
 
 from __future__ import annotations
 
@@ -66,6 +66,18 @@ def _refuse_kinds(kv_cache_config: KVCacheConfig) -> None:
         )
     if len({compat.is_state(spec) for spec in specs}) > 1:
         raise ConfigError("DisaggConnector does not support models that mix Mamba or linear layers with attention yet")
+
+
+def data_parallel_rank(vllm_config: VllmConfig) -> int | None:
+    """The X-data-parallel-rank that reaches this engine; None when its API server has no other.
+
+    A rank of a model without experts is told that it is alone, size 1; what remains is the ending of its engine's id.
+    """
+    parallel = vllm_config.parallel_config
+    rank = parallel.data_parallel_index
+    if parallel.data_parallel_external_lb or not str(vllm_config.kv_transfer_config.engine_id).endswith(f"_dp{rank}"):
+        return None
+    return int(parallel.data_parallel_rank_local if parallel.data_parallel_hybrid_lb else rank)
 
 
 def layout(vllm_config: VllmConfig) -> dict[str, str]:

@@ -35,18 +35,6 @@ def check(version: str) -> str:
     return ""
 
 
-def data_parallel_rank(vllm_config: Any) -> int | None:
-    """The X-data-parallel-rank that reaches this engine; None when its API server has no other.
-
-    A rank of a model without experts is told that it is alone, size 1; what remains is the ending of its engine's id.
-    """
-    parallel = vllm_config.parallel_config
-    rank = parallel.data_parallel_index
-    if parallel.data_parallel_external_lb or not str(vllm_config.kv_transfer_config.engine_id).endswith(f"_dp{rank}"):
-        return None
-    return int(parallel.data_parallel_rank_local if parallel.data_parallel_hybrid_lb else rank)
-
-
 def specs_by_layer(spec: Any) -> dict[str, Any]:
     """Of a KV-cache group whose layers differ; empty when all are as the group's."""
     return getattr(spec, "kv_cache_specs", {})

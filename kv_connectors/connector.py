@@ -51,7 +51,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._registrations: list[Registration] = []
         if role is KVConnectorRole.SCHEDULER:
             kind = ROLES[str(self._kv_transfer_config.kv_role)]
-            layout, among = facts.layout(vllm_config, settings.compress), compat.data_parallel_rank(vllm_config)
+            layout, among = facts.layout(vllm_config, settings.compress), facts.data_parallel_rank(vllm_config)
             caches = bool(vllm_config.cache_config.enable_prefix_caching)
             groups = kv_cache_config.kv_cache_groups
             self._scheduler = SchedulerSide(key, kind, layout, groups, rank=among, caches=caches)

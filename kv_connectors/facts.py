@@ -1,4 +1,4 @@
-"""What two engines must have in common to exchange KV, read from vLLM's configuration."""
+"""What two engines must have in common to exchange KV, read from vLLM's configuration, and which of several one is."""
 
 from __future__ import annotations
 
@@ -74,6 +74,18 @@ def _refuse_kinds(kv_cache_config: KVCacheConfig, compress: str) -> None:
         for what in ("the states of Mamba and linear layers" if compat.is_state(s) else str(s.dtype) for s in specs):
             if what != "torch.bfloat16":
                 raise ConfigError(f"compress {compress} is for KV in bfloat16, and this model's is {what}: leave compress off")
+
+
+def data_parallel_rank(vllm_config: VllmConfig) -> int | None:
+    """The X-data-parallel-rank that reaches this engine; None when its API server has no other.
+
+    A rank of a model without experts is told that it is alone, size 1; what remains is the ending of its engine's id.
+    """
+    parallel = vllm_config.parallel_config
+    rank = parallel.data_parallel_index
+    if parallel.data_parallel_external_lb or not str(vllm_config.kv_transfer_config.engine_id).endswith(f"_dp{rank}"):
+        return None
+    return int(parallel.data_parallel_rank_local if parallel.data_parallel_hybrid_lb else rank)
 
 
 def layout(vllm_config: VllmConfig, compress: str = "off") -> dict[str, str]:

@@ -31,9 +31,10 @@ class Pair:
 
     def __init__(self, machine: Machine, mode: str) -> None:
         flags = ["--dtype", "float32", *MODES[mode]]
-        self.prefill = Engine(f"{mode}-P", machine.folder, *flags, role="kv_producer", cpu="0")
-        self.decode = Engine(f"{mode}-D", machine.folder, *flags, role="kv_consumer", cpu="1")
-        self.plain = Engine(f"{mode}-plain", machine.folder, *flags, cpu="1")
+        env = {"VLLM_CPU_CI_ENV": "0"} if mode == "compiled" else {}  # else vLLM for CPUs only pretends to compile
+        self.prefill = Engine(f"{mode}-P", machine.folder, *flags, role="kv_producer", cpu="0", env=env)
+        self.decode = Engine(f"{mode}-D", machine.folder, *flags, role="kv_consumer", cpu="1", env=env)
+        self.plain = Engine(f"{mode}-plain", machine.folder, *flags, cpu="1", env=env)
         self.proxy = Proxy(machine.folder, self.prefill, self.decode, name=f"{mode}-proxy")
         machine.start(self.prefill, self.decode)
         machine.start(self.plain, self.proxy)

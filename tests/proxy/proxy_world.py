@@ -208,7 +208,7 @@ class ScriptedEngine:
     async def _read(self, reader: asyncio.StreamReader) -> Call:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, path, _ = head[0].split(" ")
-        headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+        headers = dict(line.lower().split(": ", 1) for line in reversed(head[1:]) if line)  # vLLM takes a header's first value
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         return Call(self, method, path, headers, body)
 

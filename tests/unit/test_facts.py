@@ -119,7 +119,7 @@ def test_the_header_that_reaches_a_data_parallel_rank(engine_id: str, modes: dic
     made: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel), kv_transfer_config=SimpleNamespace(engine_id=engine_id)
     )
-    assert compat.data_parallel_rank(made) == rank
+    assert facts.data_parallel_rank(made) == rank
 
 
 def test_several_groups_need_to_be_told_of_failures_by_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,8 +51,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._registrations: list[Registration] = []
         if role is KVConnectorRole.SCHEDULER:
             kind = ROLES[str(self._kv_transfer_config.kv_role)]
-            layout, caches = facts.layout(vllm_config), bool(vllm_config.cache_config.enable_prefix_caching)
-            self._scheduler = SchedulerSide(key, kind, layout, kv_cache_config.kv_cache_groups, caches=caches)
+            layout, two_way = facts.layout(vllm_config), facts.two_way(vllm_config)
+            self._scheduler = SchedulerSide(key, kind, layout, kv_cache_config.kv_cache_groups, two_way=two_way)
             self._register = lambda incarnation: register_all(settings, key, incarnation, kind)
         else:
             rank = vllm_config.parallel_config.rank
@@ -116,6 +116,9 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.set_workers([metadata[rank] for rank in sorted(metadata)])
         if self._scheduler.engine and not self._registrations:
             self._registrations = self._register(self._scheduler.engine.incarnation)
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         count = self._scheduler.tokens_to_load(request, num_computed_tokens)

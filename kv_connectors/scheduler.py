@@ -71,7 +71,7 @@ class Leg:
     back: Back = Back.OVER
     local: int = 0  # decode leg: tokens from our prefix cache
     found: list[int] = field(default_factory=list)  # prefill leg: tokens that D has, by each of our ranks that knows
-    until: float = 0.0  # how long to wait for that
+    until: float = 0.0  # how long to wait for that, once it is the request's turn
 
     @property
     def waits(self) -> bool:
@@ -89,9 +89,9 @@ def _blocks(ids: Sequence[int], size: int, token: int, end: int) -> events.Block
 
 class SchedulerSide:
     def __init__(
-        self, key: FleetKey, role: str, layout: dict[str, str], groups: Sequence[KVCacheGroupSpec], *, caches: bool = True
+        self, key: FleetKey, role: str, layout: dict[str, str], groups: Sequence[KVCacheGroupSpec], *, two_way: bool = True
     ) -> None:
-        """`caches`: whether vLLM caches prefixes."""
+        """`two_way`: unless the kind of KV forbids it."""
         self._key = key
         self._role = role
         self._layout = layout
@@ -101,7 +101,7 @@ class SchedulerSide:
         specs = [one for g in groups for one in compat.specs_by_layer(g.kv_cache_spec).values() or [g.kv_cache_spec]]
         self._has_states = any(compat.is_state(spec) for spec in specs)
         self._last = int(self._has_states or any(compat.window(spec) for spec in specs))
-        self._two_way = caches and not self._last
+        self._two_way = two_way and not self._last
         self._plans: dict[tuple[str, ...], Plan] = {}  # by the names of P's workers
         self._legs: dict[str, Leg] = {}  # by vLLM's request id
         self._seeking: dict[str, Leg] = {}  # by the transfer back
@@ -273,15 +273,23 @@ class SchedulerSide:
         assert leg.grant.back is not None
         self._next.prefill.append(events.Scheduled(leg.grant.back, leg.local, held, cached=True))
 
+    def arrived(self, request: Request) -> None:
+        """A prefill leg asks D at once how much there is, so that it is known when its turn comes."""
+        if self._two_way and (leg := self.add(request)) is not None and leg.grant.leg == "prefill":
+            self._seek(leg)
+
+    def _seek(self, leg: Leg) -> None:
+        if leg.back is Back.NEW and leg.grant.back and leg.plan:
+            leg.back = Back.SEEKING
+            self._seeking[leg.grant.back] = leg
+            self._next.decode.append(events.Sought(leg.grant.back, leg.grant.sources, leg.plan))
+
     def _tokens_back(self, leg: Leg, local: int) -> int | None:
         """How many tokens a prefill leg reads back; None while D has not said how many there are."""
-        back = leg.grant.back
-        if leg.back is Back.NEW and back and leg.plan:
-            leg.back, leg.until = Back.SEEKING, time.monotonic() + WORD
-            self._seeking[back] = leg
-            self._next.decode.append(events.Sought(back, leg.grant.sources, leg.plan))
+        self._seek(leg)  # under MultiConnector, which does not tell of arrivals
         if leg.back is not Back.SEEKING:
             return 0
+        leg.until = leg.until or time.monotonic() + WORD
         assert self.engine is not None  # or its grant had been refused
         is_known = len(leg.found) >= len(self.engine.workers)
         if not is_known and time.monotonic() < leg.until:

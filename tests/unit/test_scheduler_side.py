@@ -412,7 +412,20 @@ def test_a_prefill_leg_with_sources_that_cannot_be_read_is_one_all_the_same(sour
     assert not metadata.decode and metadata.prefill == [events.Scheduled(T, 40, [[4, 5, 6]])]
 
 
-def test_who_caches_no_prefixes_says_so() -> None:
-    made = SchedulerSide(KEY, "decode", {}, GROUPS, caches=False)
+def test_an_engine_says_whether_it_can() -> None:
+    made = SchedulerSide(KEY, "decode", {}, GROUPS, two_way=False)
     made.set_workers([Handshake(grants.Worker("me/0", "", "", holds=HOLDS), ["a", "b"])])
     assert made.engine and not made.engine.two_way and side("decode").engine.two_way  # type: ignore[union-attr]
+
+
+def test_a_prefill_leg_asks_when_it_arrives_and_waits_when_it_is_its_turn(clock: list[float]) -> None:
+    p = side("prefill")
+    asked = request("prefill", p, length=70, back=BACK)
+    p.arrived(asked)
+    assert p.step(step()).decode == [events.Sought(BACK, [P_WORKER], PLAN)]
+    clock[0] += 10  # in the queue
+    assert p.tokens_to_load(asked, 0) is None
+    clock[0] += scheduler.WORD / 2
+    assert p.tokens_to_load(asked, 0) is None
+    p.found({BACK: [64]})
+    assert p.tokens_to_load(asked, 0) == 64 and p.step(step()).decode == []

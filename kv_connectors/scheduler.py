@@ -91,7 +91,7 @@ class SchedulerSide:
     def __init__(
         self, key: FleetKey, role: str, layout: dict[str, str], groups: Sequence[KVCacheGroupSpec], *, two_way: bool = True
     ) -> None:
-        """`two_way`: unless the kind of KV forbids it."""
+        """`two_way`: whether P may read back what D has cached, unless the kind of KV forbids it."""
         self._key = key
         self._role = role
         self._layout = layout
@@ -157,7 +157,7 @@ class SchedulerSide:
         if grant.leg == "prefill" and self._has_states and request.num_prompt_tokens > 1:
             compat.leave_out_last(request)
         leg = self._legs[request.request_id] = Leg(grant, request.num_prompt_tokens, plan)
-        if grant.back and self._two_way and plan:
+        if grant.back and self._two_way and plan and grant.back != grant.transfer and self._is_new("back", grant.back):
             leg.back = Back.NEW
         if grant.leg != "probe":
             self._next.requests[grant.transfer] = request.request_id
@@ -179,13 +179,18 @@ class SchedulerSide:
                 self._plan(grant.sources)
             except Unmappable as error:
                 raise BadGrant(f"P holds what cannot be read here: {error}") from None
-        use = (grant.leg, grant.transfer)
-        if use in self._used:
+        if not self._is_new(grant.leg, grant.transfer):
             raise BadGrant("used before")
-        self._used[use] = None
+        return grant
+
+    def _is_new(self, use: str, transfer: str) -> bool:
+        """Whether a transfer id is used so for the first time."""
+        if (use, transfer) in self._used:
+            return False
+        self._used[use, transfer] = None
         if len(self._used) > USED:
             del self._used[next(iter(self._used))]
-        return grant
+        return True
 
     def _plan(self, sources: Sequence[Worker]) -> Plan:
         """Who of us reads what of these workers; Unmappable if that cannot be."""
@@ -275,18 +280,14 @@ class SchedulerSide:
 
     def arrived(self, request: Request) -> None:
         """A prefill leg asks D at once how much there is, so that it is known when its turn comes."""
-        if self._two_way and (leg := self.add(request)) is not None and leg.grant.leg == "prefill":
-            self._seek(leg)
-
-    def _seek(self, leg: Leg) -> None:
-        if leg.back is Back.NEW and leg.grant.back and leg.plan:
+        leg = self.add(request) if self._two_way else None
+        if leg is not None and leg.grant.leg == "prefill" and leg.back is Back.NEW and leg.grant.back and leg.plan:
             leg.back = Back.SEEKING
             self._seeking[leg.grant.back] = leg
             self._next.decode.append(events.Sought(leg.grant.back, leg.grant.sources, leg.plan))
 
     def _tokens_back(self, leg: Leg, local: int) -> int | None:
         """How many tokens a prefill leg reads back; None while D has not said how many there are."""
-        self._seek(leg)  # under MultiConnector, which does not tell of arrivals
         if leg.back is not Back.SEEKING:
             return 0
         leg.until = leg.until or time.monotonic() + WORD

@@ -99,7 +99,7 @@ async def measure(prefill: str, fronts: dict[str, str], args: argparse.Namespace
             for at in range(max(1, args.conversations // together)):
                 for name in list(fronts)[:: 1 if at % 2 else -1]:
                     before = counters(prefill)
-                    for turn, times in enumerate(await talk(session, fronts[name], f"{at} {name}", together, args)):
+                    for turn, times in enumerate(await talk(session, fronts[name], f"{together} {at} {name}", together, args)):
                         by_turn[name][turn] += times
                     await asyncio.sleep(1)
                     after = counters(prefill)

@@ -52,9 +52,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             kind = ROLES[str(self._kv_transfer_config.kv_role)]
             layout, among = facts.layout(vllm_config, settings.compress), facts.data_parallel_rank(vllm_config)
-            caches = bool(vllm_config.cache_config.enable_prefix_caching)
-            groups = kv_cache_config.kv_cache_groups
-            self._scheduler = SchedulerSide(key, kind, layout, groups, rank=among, caches=caches)
+            two_way, groups = facts.two_way(vllm_config), kv_cache_config.kv_cache_groups
+            self._scheduler = SchedulerSide(key, kind, layout, groups, rank=among, two_way=two_way)
             if settings.compress != "off":
                 logging.getLogger("vllm_disagg").warning(
                     "compress is %s: KV is rounded on its way, so answers are NOT exactly a plain vLLM's", settings.compress
@@ -122,6 +121,9 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.set_workers([metadata[rank] for rank in sorted(metadata)])
         if self._scheduler.engine and not self._registrations:
             self._registrations = self._register(self._scheduler.engine.incarnation)
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         count = self._scheduler.tokens_to_load(request, num_computed_tokens)

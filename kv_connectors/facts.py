@@ -108,6 +108,12 @@ def layout(vllm_config: VllmConfig, compress: str = "off") -> dict[str, str]:
     }
 
 
+def two_way(vllm_config: VllmConfig) -> bool:
+    """Whether a prefill leg can read back what a decode engine has cached: of a failure it must come to no harm."""
+    transfer: Any = vllm_config.kv_transfer_config
+    return bool(vllm_config.cache_config.enable_prefix_caching) and transfer.kv_load_failure_policy == "recompute"
+
+
 def _model_config(hf_config: Any) -> dict[str, Any]:
     return {name: value for name, value in hf_config.to_dict().items() if name not in NOT_MODEL}
 

@@ -71,7 +71,7 @@ class Leg:
     back: Back = Back.OVER
     local: int = 0  # decode leg: tokens from our prefix cache
     found: list[int] = field(default_factory=list)  # prefill leg: tokens that D has, by each of our ranks that knows
-    until: float = 0.0  # how long to wait for that
+    until: float = 0.0  # how long to wait for that, once it is the request's turn
 
     @property
     def waits(self) -> bool:
@@ -96,10 +96,10 @@ class SchedulerSide:
         groups: Sequence[KVCacheGroupSpec],
         *,
         rank: int | None = None,
-        caches: bool = True,
+        two_way: bool = True,
     ) -> None:
-        """`rank`: among the data parallel ranks behind one API server, if there are several.  `caches`: whether vLLM
-        caches prefixes."""
+        """`rank`: among the data parallel ranks behind one API server, if there are several.  `two_way`: whether P may
+        read back what D has cached, unless the kind of KV forbids it."""
         self._key = key
         self._rank = rank
         self._role = role
@@ -110,7 +110,7 @@ class SchedulerSide:
         specs = [one for g in groups for one in compat.specs_by_layer(g.kv_cache_spec).values() or [g.kv_cache_spec]]
         self._has_states = any(compat.is_state(spec) for spec in specs)
         self._last = int(self._has_states or any(compat.window(spec) for spec in specs))
-        self._two_way = caches and not self._last
+        self._two_way = two_way and not self._last
         self._plans: dict[tuple[str, ...], Plan] = {}  # by the names of P's workers
         self._legs: dict[str, Leg] = {}  # by vLLM's request id
         self._seeking: dict[str, Leg] = {}  # by the transfer back
@@ -167,7 +167,7 @@ class SchedulerSide:
         if grant.leg == "prefill" and self._has_states and request.num_prompt_tokens > 1:
             compat.leave_out_last(request)
         leg = self._legs[request.request_id] = Leg(grant, request.num_prompt_tokens, plan)
-        if grant.back and self._two_way and plan:
+        if grant.back and self._two_way and plan and grant.back != grant.transfer and self._is_new("back", grant.back):
             leg.back = Back.NEW
         if grant.leg != "probe":
             self._next.requests[grant.transfer] = request.request_id
@@ -189,13 +189,18 @@ class SchedulerSide:
                 self._plan(grant.sources)
             except Unmappable as error:
                 raise BadGrant(f"P holds what cannot be read here: {error}") from None
-        use = (grant.leg, grant.transfer)
-        if use in self._used:
+        if not self._is_new(grant.leg, grant.transfer):
             raise BadGrant("used before")
-        self._used[use] = None
+        return grant
+
+    def _is_new(self, use: str, transfer: str) -> bool:
+        """Whether a transfer id is used so for the first time."""
+        if (use, transfer) in self._used:
+            return False
+        self._used[use, transfer] = None
         if len(self._used) > USED:
             del self._used[next(iter(self._used))]
-        return grant
+        return True
 
     def _plan(self, sources: Sequence[Worker]) -> Plan:
         """Who of us reads what of these workers; Unmappable if that cannot be."""
@@ -283,15 +288,19 @@ class SchedulerSide:
         assert leg.grant.back is not None
         self._next.prefill.append(events.Scheduled(leg.grant.back, leg.local, held, cached=True))
 
+    def arrived(self, request: Request) -> None:
+        """A prefill leg asks D at once how much there is, so that it is known when its turn comes."""
+        leg = self.add(request) if self._two_way else None
+        if leg is not None and leg.grant.leg == "prefill" and leg.back is Back.NEW and leg.grant.back and leg.plan:
+            leg.back = Back.SEEKING
+            self._seeking[leg.grant.back] = leg
+            self._next.decode.append(events.Sought(leg.grant.back, leg.grant.sources, leg.plan))
+
     def _tokens_back(self, leg: Leg, local: int) -> int | None:
         """How many tokens a prefill leg reads back; None while D has not said how many there are."""
-        back = leg.grant.back
-        if leg.back is Back.NEW and back and leg.plan:
-            leg.back, leg.until = Back.SEEKING, time.monotonic() + WORD
-            self._seeking[back] = leg
-            self._next.decode.append(events.Sought(back, leg.grant.sources, leg.plan))
         if leg.back is not Back.SEEKING:
             return 0
+        leg.until = leg.until or time.monotonic() + WORD
         assert self.engine is not None  # or its grant had been refused
         is_known = len(leg.found) >= len(self.engine.workers)
         if not is_known and time.monotonic() < leg.until:

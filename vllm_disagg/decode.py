@@ -366,6 +366,7 @@ class DecodeSide:
 
     def validate(self) -> None:
         """Raise if the state contradicts itself.  Tests call it after each event."""
+        assert not self.searches.open.keys() & self.transfers.keys()
         flying = 0
         for name, t in self.transfers.items():
             for source in t.sources.values():

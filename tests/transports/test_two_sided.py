@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import transfer_peer
-from transfer_peer import BLOCK_SIZE, digest, memory, outcome, prefill, want
+from transfer_peer import BLOCK_SIZE, LAYERS, digest, memory, outcome, prefill, want
 
 from kv_connectors import carriers
 from vllm_disagg import events
@@ -126,6 +126,28 @@ def test_bytes_arrive_by_gloo(
     assert d.counters.damaged_pieces == 0
     p.process.stdin.close()
     assert p.process.wait(10) == 0, "a worker that ends while a pair is open must end in order"
+
+
+def test_two_workers_read_from_each_other_at_once(start: Callable[..., Driver], peer: Callable[..., Peer]) -> None:
+    """As with two-way reuse.  Both hold the same bytes, so that each may write over what the other reads."""
+    ours, p = memory(ROW, 1), peer()
+    d = start(ours)
+    right, worker = digest(ours, BLOCKS), msgspec.json.encode(d.worker).decode()
+    end, number = time.monotonic() + 30, 0
+    while not by_gloo(d) or not p("landed").get("gloo", 0):  # type: ignore[attr-defined]
+        assert time.monotonic() < end, "not both ways by Gloo"
+        there, back = name(2 * number), name(2 * number + 1)
+        d.submit([events.Scheduled(back, TOKENS, [list(range(BLOCKS))], cached=True), events.Computed(back, LAYERS)])
+        p(f"prefill {there} {TOKENS}")
+        p(f"want {back} {TOKENS} {worker}")
+        want(d, there, TOKENS, p.worker)
+        report = outcome(d)
+        assert isinstance(report, events.Report) and report.reason is None, report
+        assert {str(p("outcome")).partition("(")[0] for _ in range(2)} == {"Release", "Report"}
+        d.submit([events.Withdrawn(back)])
+        number += 1
+    assert digest(ours, BLOCKS) == p(f"digest {BLOCKS}") == right
+    assert d.counters.damaged_pieces == 0
 
 
 def test_a_killed_source_ends_the_load_and_its_successor_comes_by_gloo(

@@ -61,12 +61,11 @@ def want(driver: Driver, transfer: str, tokens: int, source: Worker) -> None:
     driver.submit([events.Wanted(transfer, [source], plan, [blocks], tokens, 60.0)])
 
 
-def outcome(driver: Driver, seconds: float = 20.0) -> events.Release | events.Report:
+def outcome(driver: Driver, seconds: float = 20.0) -> events.Release | events.Report | events.Found:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if taken := driver.take():
-            assert len(taken) == 1
-            return taken[0]
+        if driver._outbox:
+            return driver._outbox.popleft()
         time.sleep(0.001)
     raise AssertionError("nothing came")
 

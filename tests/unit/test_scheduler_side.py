@@ -279,9 +279,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
+def arrived(p: SchedulerSide) -> Any:
+    """A prefill leg that may read back."""
+    asked = request("prefill", p, length=70, back=BACK)
+    p.arrived(asked)
+    return asked
+
+
 def test_a_prefill_leg_asks_d_reads_back_and_computes_the_rest(clock: list[float]) -> None:
     p = side("prefill")
-    asked = request("prefill", p, length=70, back=BACK)
+    asked = arrived(p)
     assert p.tokens_to_load(asked, 16) is None, "ask again"
     assert p.step(step()).decode == [events.Sought(BACK, [P_WORKER], PLAN)]
     assert p.tokens_to_load(asked, 16) is None and p.step(step()).decode == [], "asked once"
@@ -301,7 +308,7 @@ def test_a_prefill_leg_asks_d_reads_back_and_computes_the_rest(clock: list[float
 @pytest.mark.parametrize(("there", "local"), [(0, 0), (32, 32), (16, 32), (80, 0), (None, 0)])
 def test_what_d_does_not_have_is_computed(clock: list[float], there: int | None, local: int) -> None:
     p = side("prefill")
-    asked = request("prefill", p, length=70, back=BACK)
+    asked = arrived(p)
     p.tokens_to_load(asked, local)
     if there is None:
         clock[0] += scheduler.WORD
@@ -319,7 +326,7 @@ def test_what_d_does_not_have_is_computed(clock: list[float], there: int | None,
 
 def test_a_load_back_that_fails_is_computed(clock: list[float]) -> None:
     p = side("prefill")
-    asked = request("prefill", p, length=70, back=BACK)
+    asked = arrived(p)
     p.tokens_to_load(asked, 0)
     p.found({BACK: [64]})
     p.allocated(asked, ([4, 5, 6, 7],), p.tokens_to_load(asked, 0))  # type: ignore[arg-type]
@@ -334,9 +341,7 @@ def test_a_load_back_that_fails_is_computed(clock: list[float]) -> None:
 @pytest.mark.parametrize("when", ["waiting", "asking", "reading"])
 def test_a_prefill_leg_that_is_aborted_asks_no_more(clock: list[float], when: str) -> None:
     p = side("prefill")
-    asked = request("prefill", p, length=70, back=BACK)
-    if when != "waiting":
-        p.tokens_to_load(asked, 0)
+    asked = arrived(p) if when != "waiting" else request("prefill", p, length=70, back=BACK)
     if when == "reading":
         p.found({BACK: [64]})
         p.allocated(asked, ([4, 5, 6, 7],), p.tokens_to_load(asked, 0))  # type: ignore[arg-type]
@@ -352,7 +357,7 @@ def test_all_ranks_must_know_how_much_there_is(clock: list[float]) -> None:
     p = SchedulerSide(KEY, "prefill", {}, GROUPS)
     halves = [grants.Worker(f"me/{at}", "", "", holds=HOLDS) for at in range(2)]
     p.set_workers([Handshake(worker, ["a", "b"]) for worker in halves])
-    asked = request("prefill", p, length=70, back=BACK)
+    asked = arrived(p)
     p.tokens_to_load(asked, 0)
     p.found({BACK: [64]})
     assert p.tokens_to_load(asked, 0) is None
@@ -403,6 +408,7 @@ def test_with_windows_or_states_nothing_goes_back(groups: Any) -> None:
     assert p.engine and not p.engine.two_way
     asked = request("prefill", p, back=BACK)
     asked._all_token_ids = list(asked.prompt_token_ids)
+    p.arrived(asked)
     assert p.tokens_to_load(asked, 0) == 0
     other = request("decode", d, length=70, back=BACK)
     d.tokens_to_load(other, 16)
@@ -414,13 +420,39 @@ def test_with_windows_or_states_nothing_goes_back(groups: Any) -> None:
 def test_a_prefill_leg_with_sources_that_cannot_be_read_is_one_all_the_same(sources: Any) -> None:
     p = side("prefill")
     asked = request("prefill", p, back=BACK, sources=sources)
+    p.arrived(asked)
     assert p.tokens_to_load(asked, 0) == 0
     p.allocated(asked, ([4, 5, 6],), 0)
     metadata = p.step(step(new={"r1": (0, 40, [4, 5, 6])}))
     assert not metadata.decode and metadata.prefill == [events.Scheduled(T, 40, [[4, 5, 6]])]
 
 
-def test_who_caches_no_prefixes_says_so() -> None:
-    made = SchedulerSide(KEY, "decode", {}, GROUPS, caches=False)
+def test_an_engine_says_whether_it_can() -> None:
+    made = SchedulerSide(KEY, "decode", {}, GROUPS, two_way=False)
     made.set_workers([Handshake(grants.Worker("me/0", "", "", holds=HOLDS), ["a", "b"])])
     assert made.engine and not made.engine.two_way and side("decode").engine.two_way  # type: ignore[union-attr]
+
+
+def test_a_prefill_leg_asks_when_it_arrives_and_waits_when_it_is_its_turn(clock: list[float]) -> None:
+    p = side("prefill")
+    asked = arrived(p)
+    assert p.step(step()).decode == [events.Sought(BACK, [P_WORKER], PLAN)]
+    clock[0] += 10  # in the queue
+    assert p.tokens_to_load(asked, 0) is None
+    clock[0] += scheduler.WORD / 2
+    assert p.tokens_to_load(asked, 0) is None
+    p.found({BACK: [64]})
+    assert p.tokens_to_load(asked, 0) == 64 and p.step(step()).decode == []
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_way_back_is_used_once_and_is_not_the_way_there(role: str) -> None:
+    engine = side(role)
+    for name, transfer, back in (("r1", "01" * 16, BACK), ("r2", "02" * 16, BACK), ("r3", "03" * 16, "03" * 16)):
+        asked = request(role, engine, length=70, name=name, transfer=transfer, back=back)
+        engine.arrived(asked)
+        engine.tokens_to_load(asked, 32)
+        engine.allocated(asked, ([4, 5, 6, 7, 8],), 0)
+    metadata = engine.step(step())
+    said = [e for e in [*metadata.prefill, *metadata.decode] if isinstance(e, events.Sought | events.Scheduled)]
+    assert [e.transfer for e in said] == [BACK]

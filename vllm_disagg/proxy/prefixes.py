@@ -1,8 +1,8 @@
 """Which instances have seen the beginning of a prompt.  Pure, and bounded.
 
 A prompt is hashed as the bytes that the client sent, no tokenizer needed: equal bytes are equal tokens, and a chat's
-next turn begins with the bytes of its last one.  The hashes are those of growing prefixes (512 bytes, then an eighth
-more each time), so a prompt of 400 KB has about 60 of them.  What an engine mixes into its own cache keys
+next turn begins with the bytes of its last one.  The hashes are those of growing prefixes (128 and 512 bytes, then an
+eighth more each time), so a prompt of 400 KB has about 60 of them.  What an engine mixes into its own cache keys
 (`cache_salt`, the model, the tools) goes in first.
 
 Who has answered a prompt has more: the answer, which the next turn's prompt has in it.  That is noted at the prompt's last

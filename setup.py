@@ -37,6 +37,7 @@ setup(
             "ruff>=0.9",
             "trustme>=1.1",
             "types-PyYAML",
+            "websockets>=13",
         ],
     },
     entry_points={

@@ -1,28 +1,71 @@
 """Routes, keys, readiness and metrics."""
 
 import asyncio
+import importlib.util
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from proxy_world import Call, ScriptedEngine, answer, until, world
-from vllm_disagg.proxy.routes import ROUTES, UNGUARDED
+from vllm_disagg.proxy.routes import REFUSED, ROUTES, UNGUARDED, find
 
 
 async def test_unknown_paths_never_reach_an_engine() -> None:
     async with world() as w:
-        for path in ("/", "/v1/completions/", "//v1/models", "/pause", "/v1/models/../../pause", "/sleep", "/invocations",
-                     "/collective_rpc", "/reset_prefix_cache", "/wake_up", "/server_info", "/start_profile", "/v1/realtime",
-                     "/inference/v1/abort_requests", "/abort_requests", "/update_weights", "/scale_elastic_ep",
+        for path in ("/", "/v1/completions/", "//v1/models", "/pause/", "/v1/models/../../pause", "/static/x",
                      "/v1/responses/", "/v1/responses//cancel", "/v1/responses/a/b", "/v1/responses/a/cancel/",
                      "/v1/responses/../../pause", "/v1/responses/%2e%2e/cancel", "/v1/responses/a/cancel/x"):  # fmt: skip
             reply = await w.ask("POST", path, b"{}")
             assert (reply.status, reply.json()) == (404, {"detail": "Not Found"})
+        for path, why in REFUSED.items():
+            for method in ("GET", "POST"):
+                reply = await w.ask(method, path, b"{}")
+                assert reply.status == 404 and reply.json()["error"]["message"] == f"{path} {why}"
         reply = await w.get("/v1/completions")
         assert (reply.status, reply.headers["allow"]) == (405, "POST")
         assert (await w.ask("POST", "/health", b"")).status == 405
         assert not w.p.calls and not w.d.calls
+
+
+def test_every_route_of_vllm_is_decided() -> None:
+    """Read in the installed vLLM's source, without importing it."""
+    spec = importlib.util.find_spec("vllm")
+    if not spec or not spec.submodule_search_locations:
+        pytest.skip("vLLM is not installed")
+    entrypoints = Path(spec.submodule_search_locations[0], "entrypoints")
+    called = re.compile(r"@?\w*(?:router|app)\.(?:get|post|put|delete|websocket|add_api_route)\(\s*\"(/[^\"]*)\"")
+    found = {path for file in entrypoints.rglob("*.py") if "launchers" not in file.parts and "cli" not in file.parts
+             for path in called.findall(file.read_text())}  # fmt: skip
+    assert len(found) > 60, "routes are written in another way now"
+    assert not {p for p in found if not find(p.replace("{response_id}", "resp_1")) and p not in REFUSED}
+    assert not REFUSED.keys() & ROUTES.keys()
+
+
+async def test_load_is_what_works_and_waits() -> None:
+    async with world(decode=2, max_requests=2) as w:
+        go = asyncio.Event()
+
+        async def wait(call: Call) -> None:
+            await go.wait()
+            await answer(call)
+
+        for e in w.prefills + w.decodes:
+            e.script = wait
+        assert (await w.get("/load")).json() == {"server_load": 0}
+        asked = [asyncio.create_task(w.post()) for _ in range(2)]
+        await until(lambda: sum(len(d.calls) for d in w.decodes) == 2)
+        asked.append(asyncio.create_task(w.ask("POST", "/v1/embeddings", b'{"input":"a"}')))
+        await until(lambda: load_is(w, 3))
+        go.set()
+        await asyncio.gather(*asked)
+        assert (await w.get("/load")).json() == {"server_load": 0}
+
+
+async def load_is(w: Any, load: int) -> bool:
+    return bool((await w.get("/load")).json() == {"server_load": load})
 
 
 async def test_passed_through() -> None:

@@ -224,3 +224,111 @@ async def test_small_chunks_are_no_trailers() -> None:
         client.writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n")
         client.writer.write(b"".join(b"1\r\n%b\r\n" % body[at : at + 1] for at in range(len(body))) + b"0\r\n\r\n")
         assert (await asyncio.wait_for(client.receive(), 5)).status == 200
+
+
+H2C = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAARAAAAAAAIAAAAA\r\n"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_an_offer_of_http2_is_as_if_it_had_not_been_made(chunked: bool) -> None:
+    """As Java's client makes it, with every first request; the body belongs to the request all the same."""
+    async with world() as w:
+        client = await w.connect()
+        body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY) if chunked else BODY
+        framing = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % len(BODY)
+        request = HEAD + H2C + b"x-empty:\r\n" + framing + b"\r\n\r\n" + body
+        for pieces in ((request,), (request[:150], request[150:-5], request[-5:])):
+            for data in pieces:
+                client.writer.write(data)
+                await asyncio.sleep(0.01)
+            reply = await client.receive()
+            assert reply.status == 200 and "connection" not in reply.headers
+        for call in w.d.calls:
+            assert call.body["prompt"] == "hi" and not {"upgrade", "connection", "http2-settings"} & call.headers.keys()
+        client.close()
+
+
+async def test_many_offers_in_a_row() -> None:
+    async with world(prefill=0) as w:
+        client = await w.connect()
+        client.writer.write((b"GET /health HTTP/1.1\r\nhost: x\r\n" + H2C + b"\r\n") * 500)
+        text = b""
+        while text.count(b"HTTP/1.1 200") < 500:
+            data = await client.reader.read(65536)
+            assert data
+            text += data
+        client.close()
+
+
+@pytest.mark.parametrize("offer", [b"", H2C])
+async def test_http10_is_told_nothing_in_between(offer: bytes) -> None:
+    async with world() as w:
+        head = b"POST /v1/completions HTTP/1.0\r\nexpect: 100-continue\r\ncontent-length: %d\r\n" % len(BODY)
+        client = await w.connect()
+        client.writer.write(head + offer + b"\r\n" + BODY)
+        assert (await client.reader.read()).startswith(b"HTTP/1.1 200")
+
+
+async def test_continue_is_said_once() -> None:
+    async with world() as w:
+        client = await w.connect()
+        client.writer.write(HEAD + H2C + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(BODY))
+        assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        client.writer.write(BODY)
+        assert (await client.reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
+        client.close()
+
+
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
+        (b"http://other:1/version?a=b", "/version?a=b"),
+        (b"HTTPS://other/version", "/version"),
+        (b"http://other", ""),
+        (b"http://other?a=/version", ""),
+        (b"ftp://other/version", ""),
+    ],
+)
+async def test_targets_with_a_host(target: bytes, path: str) -> None:
+    """RFC 9112, 3.2.2: a server must take them."""
+    async with world(prefill=0) as w:
+        reply = await w.raw(b"GET " + target + b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert reply.status == (200 if path else 404)
+        assert [call.target for call in w.d.calls] == ([path] if path else [])
+
+
+async def test_a_target_s_host_is_the_host() -> None:
+    """Who may change the fleet is decided by it."""
+    async with world(prefill=0) as w:
+        head = b"DELETE http://evil.example/disagg/instances HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        body = b'{"url":"%b"}' % w.d.url.encode()
+        assert (await w.raw(head + b"content-length: %d\r\n\r\n" % len(body) + body)).status == 403
+
+
+@pytest.mark.parametrize("named", [b"X-Secret", b"close, x-secret", b" x-secret ,x-other"])
+async def test_what_the_connection_names_stays_there(named: bytes) -> None:
+    async with world() as w:
+        head = HEAD + b"connection: " + named + b"\r\nx-secret: 1\r\nx-kept: 1\r\nte: trailers\r\n"
+        assert (await w.raw(head + b"content-length: %d\r\n\r\n" % len(BODY) + BODY)).status == 200
+        for call in (*w.p.calls, *w.d.calls):
+            assert "x-kept" in call.headers and not {"x-secret", "te", "connection"} & call.headers.keys()
+
+
+async def test_no_content_has_no_length() -> None:
+    async def nothing(request: Request, client: Connection) -> None:
+        client.answer(204, [], b"")
+
+    server = Server(nothing, Limits())
+    port = await server.start("127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET / HTTP/1.1\r\n\r\n")
+    assert b"content-length" not in await reader.readuntil(b"\r\n\r\n")
+    writer.close()
+    await server.stop(1.0)
+
+
+async def test_trailers_of_a_request_are_no_headers() -> None:
+    async with world() as w:
+        body = b"%x\r\n%b\r\n0\r\nx-late: 1\r\nauthorization: Bearer k\r\n\r\n" % (len(BODY), BODY)
+        assert (await w.raw(HEAD + b"transfer-encoding: chunked\r\n\r\n" + body)).status == 200
+        assert not {"x-late", "authorization"} & w.d.calls[0].headers.keys()

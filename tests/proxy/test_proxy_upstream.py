@@ -159,3 +159,42 @@ async def test_giving_up_closes_the_connection() -> None:
 def test_bad_urls(url: str) -> None:
     with pytest.raises(ConfigError):
         Pool(url)
+
+
+async def test_a_connection_that_is_reset_before_anything_is_said() -> None:
+    """As by a listener that dies with it in its queue: this must not be an endless wait."""
+    e, pool = await engine()
+    wire = await pool._connect()
+    wire.close()
+    await asyncio.sleep(0.01)
+    answer = wire.ask(b"GET / HTTP/1.1\r\n\r\n", b"")
+    with pytest.raises(Unreachable, match="reset"):
+        await asyncio.wait_for(answer.head(), 1)
+    await e.stop()
+
+
+async def test_an_answer_without_a_length_that_we_cut_is_not_complete() -> None:
+    async def endless(call: Call) -> None:
+        call.raw_write("HTTP/1.1 200 OK\r\n\r\nabc")
+        await call.forever()
+
+    e, pool = await engine(endless)
+    asking = asyncio.create_task(ask(pool))
+    while not pool.heard:
+        await asyncio.sleep(0.01)
+    pool.abort()
+    with pytest.raises(Unreachable):
+        await asking
+    await e.stop()
+
+
+async def test_trailers_of_an_answer_are_no_headers() -> None:
+    async def trail(call: Call) -> None:
+        await call.stream()
+        await call.chunk(b"a")
+        call.raw_write("0\r\nx-late: 1\r\n\r\n")
+
+    e, pool = await engine(trail)
+    answer = await pool.send("POST", "/x", [], b"{}")
+    assert await answer.read() == b"a" and b"x-late" not in dict(answer.headers)
+    await e.stop()

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Awaitable, Callable
+from urllib.parse import parse_qs
 
 import msgspec
 
@@ -13,7 +14,7 @@ from . import bodies, routes
 from .admin import Admin
 from .admission import QueueFull, QueueTimeout
 from .books import Books
-from .cors import Cors
+from .cors import Cors, may_open
 from .dialects import DIALECTS
 from .fleet import Instance
 from .gate import Gate, priority
@@ -24,7 +25,7 @@ from .policies import Ask
 from .relay import Relay, Trip
 from .replies import Failed, answer_error
 from .routes import How
-from .server import JSON, Connection, Request
+from .server import JSON, Connection, Request, error_body
 from .settings import Settings
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Api:
         self._admin = admin
         self._gate = gate
         self._books = books
+        self._origins = settings.origins
         self._cors = Cors(settings.origins) if settings.origins else None
         self._keys = [key.encode() for key in settings.api_keys]
         self._timeout = settings.request_timeout
@@ -50,6 +52,7 @@ class Api:
             "/ping": self._health,
             "/readiness": self._readiness,
             "/metrics": self._metrics,
+            "/load": self._load,
             "/disagg/instances": self._instances,
         }
         self._served: dict[How, Route] = {
@@ -57,6 +60,7 @@ class Api:
             "forward": self._forward,
             "look up": self._look_up,
             "models": self._models,
+            "session": self._session,
             "all": self._everywhere,
         }
 
@@ -69,9 +73,12 @@ class Api:
             return
         methods, how = routes.find(request.path) or ((), "own")
         if not methods:
-            client.answer(404, [JSON], b'{"detail":"Not Found"}')
+            why = routes.REFUSED.get(request.path)
+            client.answer(404, [JSON], error_body(404, f"{request.path} {why}") if why else b'{"detail":"Not Found"}')
         elif request.method not in methods:
             client.answer(405, [JSON, (b"allow", ", ".join(methods).encode())], b'{"detail":"Method Not Allowed"}')
+        elif request.upgrade and how != "session":
+            client.answer(400, [JSON], error_body(400, f"{request.path} is no WebSocket; /v1/realtime is one"))
         elif how == "own":
             await self._own[request.path](request, client)
         else:
@@ -151,6 +158,24 @@ class Api:
         finally:
             self._gate.leave()
 
+    async def _session(self, request: Request, client: Connection) -> int:
+        """A WebSocket.  The model is named in the query, or only later in the session, where nobody here reads it."""
+        request.mode = "passthrough"
+        began = asyncio.get_running_loop().time()
+        if not request.upgrade:
+            upgrade = [JSON, (b"connection", b"upgrade"), (b"upgrade", b"websocket")]
+            client.answer(426, upgrade, error_body(426, f"{request.path} is a WebSocket"))
+            return 426
+        if not may_open(request, self._origins):
+            raise Failed(403, "this page's origin is not among --allowed-origins")
+        model = parse_qs(request.query).get("model", [""])[0]
+        request.priority = priority(request.headers, 0)
+        await self._enter(request, client, began)
+        try:
+            return await self._relay.passing.forward(request, client, self._candidates(Ask(0, model=model)), seek=True)
+        finally:
+            self._gate.leave()
+
     async def _models(self, request: Request, client: Connection) -> int:
         request.mode = "passthrough"
         kinds = {d.models: d for d in self._relay.fleet.of("decode") if d.up}
@@ -190,6 +215,14 @@ class Api:
 
     async def _metrics(self, request: Request, client: Connection) -> int:
         client.answer(200, [TEXT], await self._relay.metrics.everything())
+        return 200
+
+    async def _load(self, request: Request, client: Connection) -> int:
+        """Requests at work or waiting, under vLLM's name: what somebody who balances several proxies needs to know.  Each
+        request is in flight at one instance; at work are those of all workers, waiting are this one's."""
+        fleet = self._relay.fleet
+        load = self._relay.metrics.now_waiting() + sum(i.in_flight for i in (*fleet.instances, *fleet.leaving))
+        client.answer(200, [JSON], msgspec.json.encode({"server_load": load}))
         return 200
 
     async def _instances(self, request: Request, client: Connection) -> int:

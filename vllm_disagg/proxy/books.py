@@ -49,7 +49,7 @@ class Books:
                 "method": request.method,
                 "path": request.path,
                 "status": status,
-                "bytes_in": len(request.body),
+                "bytes_in": len(request.body) + meter.received,
                 "bytes_out": meter.sent,
             }
             self._log.write({**about, **facts})

@@ -27,6 +27,29 @@ def end_to_end(headers: Headers, request: bool = False) -> Headers:
     return [header for header in headers if header[0] not in drop]
 
 
+def without_upgrade(headers: Headers) -> Headers:
+    """The headers of a request that asks for no other protocol."""
+    kept: Headers = []
+    for name, value in headers:
+        if name == b"connection":
+            options = [option.strip() for option in value.split(b",")]
+            value = b", ".join(option for option in options if option.lower() != b"upgrade")
+        if name != b"upgrade":
+            kept.append((name, value))
+    return kept
+
+
+def origin_form(url: bytes, headers: Headers) -> tuple[bytes, Headers]:
+    """The target of a request as a path, and the headers with the host that it named, if it did (RFC 9112, 3.2.2)."""
+    scheme, found, rest = url.partition(b"://")
+    if not found or scheme.lower() not in (b"http", b"https"):
+        return url, headers
+    host = rest.partition(b"?")[0].partition(b"/")[0]
+    rest = rest[len(host) :]
+    target = rest if rest.startswith(b"/") else b"/" + rest
+    return target, [(b"host", host), *(header for header in headers if header[0] != b"host")]
+
+
 def head(start: bytes, headers: Headers) -> bytes:
     """The bytes of a message head."""
     lines = [start]

@@ -39,8 +39,8 @@ class Meter:
     """One request."""
 
     __slots__ = (
-        "_before", "_itl", "_tail", "began", "decode", "events", "first", "last", "prefill", "prefill_seconds",
-        "prefilled", "queue_seconds", "second", "sent",
+        "_before", "_itl", "_tail", "began", "decode", "events", "first", "is_session", "last", "prefill",
+        "prefill_seconds", "prefilled", "queue_seconds", "received", "second", "sent",
     )  # fmt: skip
 
     def __init__(self, itl: Buckets) -> None:
@@ -52,6 +52,8 @@ class Meter:
         self.first = self.second = self.last = 0.0  # when pieces of the answer came
         self.events = 0
         self.sent = 0  # bytes to the client
+        self.received = 0  # bytes from the client, beside its request's body
+        self.is_session = False  # lasts as long as its client likes: no latency
         self._itl = itl
         self._before = self._tail = b""  # the last two pieces
 

@@ -79,7 +79,7 @@ class Metrics:
         self._observe(meter, outcome == "ok", usage)
         for kind, tokens in usage.items():
             self._amounts["tokens", kind] += tokens
-        self._amounts["bytes", "received"] += received
+        self._amounts["bytes", "received"] += received + meter.received
         self._amounts["bytes", "sent"] += meter.sent
         self._amounts["events", "sent"] += meter.events
         return usage
@@ -90,6 +90,10 @@ class Metrics:
     def failed_over(self, rung: str) -> None:
         self._failovers.labels(rung).inc()
 
+    def now_waiting(self) -> int:
+        """Requests that wait in this process, wherever."""
+        return sum(count() for count in self.waiting.values())
+
     def render(self) -> bytes:
         return generate_latest(self._registry)
 
@@ -99,7 +103,7 @@ class Metrics:
 
     def _observe(self, meter: Meter, ok: bool, usage: dict[str, int]) -> None:
         ttft, tpot = meter.ttft, meter.tpot(usage)
-        if ok:
+        if ok and not meter.is_session:
             self.histograms["e2e"].observe(now() - meter.began)
             self._judge(ttft, tpot)
         for name, value in (("ttft", ttft), ("tpot", tpot), ("handoff", meter.handoff)):

@@ -16,6 +16,7 @@ from .policies import Ask
 from .replies import Failed
 from .server import JSON, Connection, Request, error_body
 from .streams import Tape, aborted
+from .tunnel import join
 from .upstream import Answer, Pool, Unreachable, pool_of
 from .vouching import ENDS, Vouching, doubtful
 
@@ -46,7 +47,7 @@ class Passing:
 
     async def forward(self, request: Request, client: Connection, candidates: list[Instance], seek: bool = False) -> int:
         """Pass a request to the first of some instances that answers; its status.  `seek`: to the first that does not
-        say 404."""
+        say that it has no such thing."""
         error: Unreachable | None = None
         for at, instance in enumerate(candidates):
             chosen(self.fleet, Ask(0), _now(), instance)
@@ -54,9 +55,13 @@ class Passing:
                 answer: Answer | None = None
                 try:
                     answer = await pool_of(self._pools, instance.url).send(
-                        request.method, request.target, request.headers, request.body
+                        request.method, request.target, request.headers, request.body, request.upgrade
                     )
-                    if seek and answer.status == 404 and (error or at + 1 < len(candidates)):
+                    if answer.status == 101:
+                        await join(client, answer)
+                        return 101
+                    missing = answer.status in ((403, 404) if request.upgrade else (404,))  # 403: there is no such WebSocket
+                    if seek and missing and (error or at + 1 < len(candidates)):
                         continue  # `error`: who failed may be the one who knew
                     if answer.status == 200 and answer.is_stream:
                         return await self._forward_stream(client, instance, answer)

@@ -4,13 +4,11 @@
     forward    one instance answers, another one if it dies first; bodies are checked for what only the proxy may send
     look up    decode instances are asked in turn until one knows the id in the path or in the body
     models     one instance answers, or one of each kind, if they serve different models
+    session    a WebSocket, joined to one instance (`tunnel.py`)
     all        every instance must do it
     own        the proxy answers
 
-What is not here is a 404 and reaches no engine: vLLM's development and administration routes (/sleep, /wake_up,
-/pause, /collective_rpc, /reset_prefix_cache, /update_weights, /scale_elastic_ep, /start_profile, /server_info ...),
-/invocations, which would carry any of the bodies below past their checks, /inference/v1/abort_requests, with which
-clients could abort each other's requests (to abort, close the connection), and /v1/realtime, which is a WebSocket.
+What is not here is a 404 and reaches no engine.  Of vLLM's own routes `REFUSED` says why.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import Literal
 
 from .dialects import DIALECTS
 
-How = Literal["generate", "forward", "look up", "models", "all", "own"]
+How = Literal["generate", "forward", "look up", "models", "session", "all", "own"]
 
 ROUTES: dict[str, tuple[tuple[str, ...], How]] = {
     **dict.fromkeys(DIALECTS, (("POST",), "generate")),
@@ -58,6 +56,7 @@ ROUTES: dict[str, tuple[tuple[str, ...], How]] = {
         (("POST",), "forward"),
     ),
     "/v1/models": (("GET",), "models"),
+    "/v1/realtime": (("GET",), "session"),
     "/version": (("GET",), "forward"),
     "/tokenizer_info": (("GET",), "forward"),
     "/v1/load_lora_adapter": (("POST",), "all"),
@@ -66,10 +65,34 @@ ROUTES: dict[str, tuple[tuple[str, ...], How]] = {
     "/ping": (("GET", "POST"), "own"),
     "/readiness": (("GET",), "own"),
     "/metrics": (("GET",), "own"),
+    "/load": (("GET",), "own"),
     "/disagg/instances": (("GET",), "own"),
 }
 
-UNGUARDED = frozenset(("/health", "/ping", "/readiness", "/metrics", "/version"))
+_ONE = "is about one engine: ask that instance itself"
+_DOCS = "describes one engine's own routes: ask that instance itself"
+_ABORT = "would let clients abort each other's requests: to abort yours, close its connection"
+REFUSED = {  # what vLLM 0.32 serves and no client of a proxy may ask for, and why
+    **dict.fromkeys(
+        (
+            # development and administration
+            "/sleep", "/wake_up", "/is_sleeping", "/release_kv_cache_memory", "/collective_rpc", "/server_info",
+            "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/start_profile", "/stop_profile",
+            "/scale_elastic_ep", "/is_scaling_elastic_ep", "/fault_tolerance/apply", "/fault_tolerance/status",
+            "/kv_event_sources",
+            # weights, for training
+            "/pause", "/resume", "/is_paused", "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine",
+            "/start_weight_update", "/start_draft_weight_update", "/update_weights", "/finish_weight_update",
+            "/update_weight_version", "/weight_info", "/weight_checker", "/get_world_size",
+        ),
+        _ONE,
+    ),
+    **dict.fromkeys(("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"), _DOCS),
+    **dict.fromkeys(("/abort_requests", "/inference/v1/abort_requests"), _ABORT),
+    "/invocations": "carries any endpoint's body past its checks: ask that endpoint by its own path",
+}  # fmt: skip
+
+UNGUARDED = frozenset(("/health", "/ping", "/readiness", "/metrics", "/version", "/load"))  # as in vLLM
 
 RESPONSES = "/v1/responses/"
 

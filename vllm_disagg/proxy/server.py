@@ -1,6 +1,7 @@
 """An HTTP/1.1 server: it reads whole requests, one at a time per connection, and gives each to one handler.
 
   idle -> head -> body -> idle ...        anything wrong: refused -> (answered) linger -> closed
+  a WebSocket's handshake: -> switching, where nothing is parsed any more; `switch` begins what follows
 
 Each state has a deadline that bytes do not extend; it rests while a handler runs.  Meanwhile the connection is
 still read, so that a client that goes away is noticed at once, which cancels the handler; bytes of pipelined
@@ -21,8 +22,9 @@ from typing import Any, cast
 import httptools
 import msgspec
 
-from .headers import REASONS, Headers, find, head
+from .headers import REASONS, Headers, find, head, origin_form, without_upgrade
 from .meter import Meter
+from .standstill import Standstill
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class Request:
     body: bytes = b""
     keep_alive: bool = True
     chunked_ok: bool = True  # the client speaks HTTP/1.1
+    upgrade: bytes = b""  # the protocol that the client wants to speak from here on: websocket, or none
     refusal: tuple[int, str] | None = None  # not a request that we serve, and why
     mode: str = ""  # how the handler served it, for its own books
     priority: int = 0  # as in vLLM: smaller is earlier
@@ -95,9 +98,12 @@ class Connection(asyncio.Protocol):
         self._chunked = False
         self._begun = b""  # the head of an answer of which nothing was written yet
         self._drained: asyncio.Future[None] | None = None
-        self._stall: asyncio.TimerHandle | None = None
+        self._stall: Standstill | None = None
+        self._sink: Callable[[bytes], None] | None = None  # where bytes go since the protocol was switched
+        self._held = False  # we do not read
         self.paused = False  # the client reads slower than we write
         self.on_pause: Callable[[bool], None] | None = None
+        self.last_words: Callable[[int, str], bytes] | None = None  # how an error is said after a switch
         self.extra: Headers = []  # of whatever is answered to the present request
         self.meter: Meter | None = None  # told what is written
         self.started = False  # a status line was sent
@@ -128,14 +134,16 @@ class Connection(asyncio.Protocol):
         self._flow(paused=False)
 
     def data_received(self, data: bytes) -> None:
-        if self._state in ("refused", "linger"):
+        if self._sink:
+            self._sink(data)
+        elif self._state in ("refused", "linger"):
             return
-        if self._task:
+        elif self._task:
             self._early += data
             if len(self._early) > MAX_EARLY:
-                self._transport.pause_reading()
-            return
-        self._feed(data)
+                self.hold(paused=True)
+        elif self._state != "switching":
+            self._feed(data)
 
     def pause_writing(self) -> None:
         self._flow(paused=True)
@@ -144,10 +152,10 @@ class Connection(asyncio.Protocol):
         self._flow(paused=False)
 
     def _flow(self, paused: bool) -> None:
-        if paused and not self._stall:
-            self._watch_reader()
+        if paused and not self._stall:  # nobody writes more while it is paused
+            self._stall = Standstill(self._transport.get_write_buffer_size, self._limits.stall_seconds, self._stalled)
         elif not paused and self._stall:
-            self._stall.cancel()
+            self._stall.stop()
             self._stall = None
         self.paused = paused
         if self.on_pause:
@@ -155,20 +163,19 @@ class Connection(asyncio.Protocol):
         if not paused and self._drained and not self._drained.done():
             self._drained.set_result(None)
 
-    def _watch_reader(self, unread: int | None = None, idle: int = 0) -> None:
-        """Look again in half the time that a client may read nothing.  `unread`: bytes left at the last look."""
-        later = self._limits.stall_seconds / 2
-        self._stall = asyncio.get_running_loop().call_later(later, self._look_at_reader, unread, idle)
-
-    def _look_at_reader(self, before: int | None, idle: int) -> None:
+    def _stalled(self) -> None:
         """Cut a client that reads nothing; its handler, and so both legs, end with it."""
-        unread = self._transport.get_write_buffer_size()  # nobody writes more while it is paused
-        idle = idle + 1 if unread == before else 0
-        if idle < 2:
-            self._watch_reader(unread, idle)
-        else:
-            log.warning("a client at %s has read nothing for %g s", self.peer, self._limits.stall_seconds)
-            self._transport.abort()
+        log.warning("a client at %s has read nothing for %g s", self.peer, self._limits.stall_seconds)
+        self._transport.abort()
+
+    def hold(self, paused: bool) -> None:
+        """Stop or resume reading from the client."""
+        if paused != self._held and not self._transport.is_closing():
+            self._held = paused
+            if paused:
+                self._transport.pause_reading()
+            else:
+                self._transport.resume_reading()
 
     # -- reading requests ---------------------------------------------------------------------------------------
 
@@ -180,10 +187,7 @@ class Connection(asyncio.Protocol):
             self._size += len(data)
         self._between += len(data)
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # we stay with this protocol, but what follows may be of the other
-            self._ready[-1].keep_alive = False
-            self._state = "refused"
+            self._parse(data)
         except httptools.HttpParserError as error:
             self._refuse(400, f"not a valid HTTP request: {error}")
         if self._state == "head" and self._size > self._limits.header_bytes:
@@ -194,6 +198,29 @@ class Connection(asyncio.Protocol):
             self._next()
         elif self._state != before:
             self._deadline()
+
+    def _parse(self, data: bytes | memoryview) -> None:
+        """Feed the parser, which stops after a head that asks for an upgrade and takes no body for one."""
+        while data:
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as found:
+                data = memoryview(data)[found.args[0] :]
+            request = self._ready[-1]
+            if self._state == "refused":
+                return
+            if request.upgrade or request.method == "CONNECT":
+                request.keep_alive = False
+                self._state = "switching" if request.upgrade else "refused"
+                self._early += data
+                return
+            # Another protocol than we speak is as if it had not been offered (RFC 9110, 7.8).  Java's client offers one.
+            self._ready.pop()
+            self._parser = httptools.HttpRequestParser(self)
+            version = b"1.1" if request.chunked_ok else b"1.0"
+            start = b"%b %b HTTP/%b" % (request.method.encode(), self._url, version)
+            self._parser.feed_data(head(start, without_upgrade(request.headers)))
 
     def on_message_begin(self) -> None:
         if self._state != "refused":
@@ -212,8 +239,12 @@ class Connection(asyncio.Protocol):
             return
         request = self._incoming
         request.method = self._parser.get_method().decode()
-        request.path, _, request.query = self._url.decode("latin-1").partition("?")
+        target, request.headers = origin_form(self._url, request.headers)
+        request.path, _, request.query = target.decode("latin-1").partition("?")
         request.chunked_ok = self._parser.get_http_version() == "1.1"
+        upgrades = self._parser.should_upgrade()
+        if upgrades and request.chunked_ok and find(request.headers, b"upgrade").lower() == b"websocket":
+            request.upgrade = b"websocket"
         request.keep_alive = self._parser.should_keep_alive() and request.chunked_ok
         large = self._size > self._limits.header_bytes  # counting some of the body too
         self._state, self._size, self._between, self._chunks = "body", 0, 0, []
@@ -225,8 +256,14 @@ class Connection(asyncio.Protocol):
             self._refuse(431, TOO_LONG)
         elif length and int(length) > self._limits.body_bytes:
             self._refuse(413, f"the request's body is larger than {self._limits.body_bytes} bytes")
-        elif find(request.headers, b"expect").lower() == b"100-continue" and not self._ready:
+        elif request.upgrade and (codings or int(length or 0)):
+            self._refuse(400, "a WebSocket's handshake has no body")
+        elif find(request.headers, b"expect").lower() == b"100-continue" and self._may_say_continue(request, upgrades):
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _may_say_continue(self, request: Request, upgrades: bool) -> bool:
+        """Not to HTTP/1.0, not before an earlier answer, not to a head that is parsed once more."""
+        return request.chunked_ok and not self._ready and not upgrades
 
     def on_body(self, body: bytes) -> None:
         self._size += len(body)
@@ -305,8 +342,7 @@ class Connection(asyncio.Protocol):
         else:
             self._deadline()
             early, self._early = bytes(self._early), bytearray()
-            if len(early) > MAX_EARLY:
-                self._transport.resume_reading()
+            self.hold(paused=False)
             if early:
                 self._feed(early)
 
@@ -318,12 +354,30 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
-        self._transport.abort()
+        """Cut what is not finished; a session is told."""
+        if self.last_words and not self.ended:
+            self._transport.write(self.last_words(503, "the proxy is being stopped"))
+            self._transport.close()
+        else:
+            self._transport.abort()
+
+    def switch(self, headers: Headers, sink: Callable[[bytes], None]) -> None:
+        """Answer 101.  From here on what the client says goes to `sink`, and what is written goes out as it is; what it
+        said before, too early, goes first."""
+        self.started, self._chunked = True, False
+        fields = [*headers, *self.extra, (b"connection", b"Upgrade"), (b"upgrade", self._request.upgrade)]
+        self._transport.write(head(b"HTTP/1.1 101 Switching Protocols", fields))
+        self._sink = sink
+        if self._early:
+            sink(bytes(self._early))
+            self._early.clear()
+        self.hold(paused=False)
 
     def answer(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a whole answer."""
         self.started = self.ended = True
-        headers = [*headers, (b"content-length", b"%d" % len(body))]
+        if status != 204:  # which has none (RFC 9110, 8.6)
+            headers = [*headers, (b"content-length", b"%d" % len(body))]
         if self.meter:
             self.meter.answered(body)
         data = self._head(status, headers)

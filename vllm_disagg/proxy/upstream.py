@@ -102,6 +102,15 @@ class Answer:
         if not self._complete:
             self._wire.flow(paused)
 
+    def send(self, data: bytes) -> None:
+        """Say something more, after a 101."""
+        if not self._complete and not self._error:
+            self._wire.send(data)
+
+    def on_full(self, tell: Callable[[bool], None]) -> None:
+        """Whom to tell that the instance takes no more of what is sent, and that it does again."""
+        self._wire.on_full = tell
+
     def close(self) -> None:
         """Give up what has not come: the engine sees its client go and aborts."""
         if not self._complete and not self._error:
@@ -165,7 +174,11 @@ class Wire(asyncio.Protocol):
         self._parser: httptools.HttpResponseParser
         self._answer: Answer | None = None
         self.sink: Callable[[bytes], None] | None = None  # where the present answer's body goes, once somebody wants it
+        self.on_full: Callable[[bool], None] | None = None
         self._done = True
+        self._upgrade = b""  # the protocol that the present request asks for
+        self._switched = False  # and that is spoken since
+        self._cut = False  # by us
         self._keep_alive = False
         self._paused = False
         self._status = 0
@@ -185,15 +198,31 @@ class Wire(asyncio.Protocol):
     def is_open(self) -> bool:
         return not self._transport.is_closing()
 
-    def ask(self, data: bytes, body: bytes) -> Answer:
-        """Send a request."""
+    def ask(self, data: bytes, body: bytes, upgrade: bytes = b"") -> Answer:
+        """Send a request.  If it asks for an upgrade and gets a 101, what follows is the answer's body."""
         self._answer = answer = Answer(self)
+        self._upgrade = upgrade
         self._parser, self.sink = httptools.HttpResponseParser(self), None
         self._done = self.spoke = False
         self._status, self._headers = 0, []
         self.used += 1
-        self._transport.writelines((data, body) if body else (data,))  # one system call
+        if self.is_open:
+            self._transport.writelines((data, body) if body else (data,))  # one system call
+        else:  # it was reset before we could say anything
+            self._fail("reset", "the connection was closed")
         return answer
+
+    def send(self, data: bytes) -> None:
+        if self.is_open:
+            self._transport.write(data)
+
+    def pause_writing(self) -> None:
+        if self.on_full:
+            self.on_full(True)
+
+    def resume_writing(self) -> None:
+        if self.on_full:
+            self.on_full(False)
 
     def flow(self, paused: bool) -> None:
         if paused != self._paused and self.is_open:
@@ -204,20 +233,30 @@ class Wire(asyncio.Protocol):
                 self._transport.resume_reading()
 
     def close(self) -> None:
+        self._cut = True
         self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         self.spoke = True
         self._pool.heard += 1
+        if self._switched:
+            self.on_body(data)
+            return
         try:
             self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+        except httptools.HttpParserUpgrade as found:
+            if self._status == 101:
+                self._switched = True
+                if rest := data[found.args[0] :]:
+                    self.on_body(rest)
+            return
+        except httptools.HttpParserError as error:
             self._fail("garbled", str(error))
             return
         if self._done and self._answer:
             self._answer = None
             self.flow(paused=False)
-            if self._keep_alive:
+            if self._keep_alive and not self._upgrade:
                 self._pool.release(self)
             else:
                 self.close()
@@ -225,7 +264,7 @@ class Wire(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.wires.discard(self)
         answer = self._answer
-        if answer and not exc and self._until_close():
+        if answer and not exc and not self._cut and (self._switched or self._until_close()):
             self.on_message_complete()
         self._fail("reset", str(exc or "the connection was closed"))
 
@@ -245,11 +284,16 @@ class Wire(asyncio.Protocol):
             self._transport.abort()  # an answer that nobody asked for
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
+        if not self._status:  # else it is a trailer
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status < 200:
+        if status == 101:
+            named = find(self._headers, b"upgrade").lower()
+            if not (self._upgrade and self._parser.should_upgrade() and named == self._upgrade):
+                self._fail("garbled", "it switches to another protocol")
+        if status < 200 and not (status == 101 and self._upgrade):
             self._headers = []
         elif self._answer and not self._done:
             self._status = status
@@ -263,6 +307,8 @@ class Wire(asyncio.Protocol):
             self._answer.chunk(body)
 
     def on_message_complete(self) -> None:
+        if self._status == 101 and not self._switched:
+            return
         if self._status and self._answer and not self._done:
             self._done, self.sink = True, None
             self._keep_alive = self._parser.should_keep_alive()
@@ -306,15 +352,21 @@ class Pool:
         self.closed = True
         self.abort()
 
-    async def send(self, method: str, path: str, headers: Headers, body: bytes = b"") -> Answer:
-        """Send a request; return when the answer's head is here.  The caller closes the answer."""
-        fields = [(b"host", self._host), *end_to_end(headers, request=True), (b"content-length", b"%d" % len(body))]
+    async def send(self, method: str, path: str, headers: Headers, body: bytes = b"", upgrade: bytes = b"") -> Answer:
+        """Send a request; return when the answer's head is here.  The caller closes the answer.  `upgrade`: the protocol to
+        ask for, on a connection of its own; an answer of 101 means that it is spoken."""
+        fields = [(b"host", self._host), *end_to_end(headers, request=True)]
+        if upgrade:
+            fields += [(b"connection", b"Upgrade"), (b"upgrade", upgrade)]
+        else:
+            fields.append((b"content-length", b"%d" % len(body)))
         if self._rank:
             fields = [*(field for field in fields if field[0] != RANK), (RANK, self._rank)]
         data = head(f"{method} {path} HTTP/1.1".encode(), fields)
-        wire = self._kept() or await self._connect()
+        wire = None if upgrade else self._kept()
+        wire = wire or await self._connect()
         while True:
-            answer = wire.ask(data, body)
+            answer = wire.ask(data, body, upgrade)
             try:
                 await answer.head()
                 return answer

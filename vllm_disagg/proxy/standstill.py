@@ -1,0 +1,30 @@
+"""Noticing that something has stopped moving."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+
+class Standstill:
+    """Calls `act` once when `value` has stayed as it is for `seconds`, give or take half of them."""
+
+    def __init__(self, value: Callable[[], object], seconds: float, act: Callable[[], None]) -> None:
+        self._value = value
+        self._pause = seconds / 2
+        self._act = act
+        self._seen = value()
+        self._same = 0  # looks at which it was as before
+        self._timer = asyncio.get_running_loop().call_later(self._pause, self._look)
+
+    def _look(self) -> None:
+        now = self._value()
+        self._same = self._same + 1 if now == self._seen else 0
+        self._seen = now
+        if self._same < 2:
+            self._timer = asyncio.get_running_loop().call_later(self._pause, self._look)
+        else:
+            self._act()
+
+    def stop(self) -> None:
+        self._timer.cancel()

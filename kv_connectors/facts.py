@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 # Kinds of KV cache whose tests are exact, by vLLM's name.
-KNOWN = {"FullAttentionSpec", "SlidingWindowSpec", "MambaSpec"}
+KNOWN = {"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "MambaSpec"}
 UNKNOWN = {
-    "MLAAttentionSpec": "multi-head latent attention did not pass its tests",
     "ChunkedLocalAttentionSpec": "chunked local attention was never tried",
     "CrossAttentionSpec": "encoder-decoder models were never tried",
 }
+# KV caches in which all of a token's KV is in the blocks; what else turns it into numbers is in the weights.
+KEPT = {"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"}
 SAMPLE = 1 << 16  # bytes read at the start and at the end of each weights file
 NOT_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 
@@ -42,14 +43,13 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, 
     ):
         if size > 1:
             raise ConfigError(f"DisaggConnector does not support {what} parallelism yet (size {size}); use 1")
-    if vllm_config.speculative_config is not None:
-        raise ConfigError("DisaggConnector does not support speculative decoding yet; start without it")
-    if "fp8" in (kept := str(vllm_config.cache_config.cache_dtype)):
-        raise ConfigError(f"DisaggConnector does not support a quantised KV cache yet ({kept}); use --kv-cache-dtype auto")
-    _refuse_kinds(kv_cache_config)
+    kept = str(vllm_config.cache_config.cache_dtype)
+    if kept not in KEPT:
+        raise ConfigError(f"DisaggConnector was never tried with a KV cache in {kept}; use --kv-cache-dtype auto or fp8")
+    _refuse_kinds(kv_cache_config, vllm_config.speculative_config)
 
 
-def _refuse_kinds(kv_cache_config: KVCacheConfig) -> None:
+def _refuse_kinds(kv_cache_config: KVCacheConfig, speculative: Any) -> None:
     groups = kv_cache_config.kv_cache_groups
     if len(groups) > 1 and not compat.can_load_groups():
         raise ConfigError(f"DisaggConnector needs vLLM 0.32 for models with several KV-cache groups (this has {len(groups)})")
@@ -60,8 +60,15 @@ def _refuse_kinds(kv_cache_config: KVCacheConfig) -> None:
         raise ConfigError(
             "DisaggConnector does not support prefix caching of Mamba and linear layers: start with --no-enable-prefix-caching"
         )
-    if len({compat.is_state(spec) for spec in specs}) > 1:
-        raise ConfigError("DisaggConnector does not support models that mix Mamba or linear layers with attention yet")
+    if speculative is None:
+        return
+    if speculative.method != "ngram":  # which keeps no KV
+        raise ConfigError(
+            f"DisaggConnector does not support speculative decoding by {speculative.method} yet, whose draft may have KV of"
+            " its own: use ngram, or start without it"
+        )
+    if any(compat.is_state(spec) for spec in specs):
+        raise ConfigError("DisaggConnector does not support speculative decoding with Mamba or linear layers yet")
 
 
 def layout(vllm_config: VllmConfig) -> dict[str, str]:

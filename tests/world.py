@@ -14,7 +14,7 @@ import random
 
 from vllm_disagg import events, wire
 from vllm_disagg.events import Reason
-from world_engines import LAYERS, LIAR, Decode, DecodeEngine, Prefill, PrefillEngine, Side, shapes
+from world_engines import LAYERS, LIAR, STATES, Decode, DecodeEngine, Prefill, PrefillEngine, Side, shapes
 
 SPLITS = ("one", "tensor", "pipeline")
 CHAOS = {  # percent, each time it may happen; a leap is a long time in which nothing else does
@@ -59,7 +59,9 @@ class World:
         if self.random.random() < 0.5:
             return EQUAL
         (split, size), of_decode = ((self.random.choice(SPLITS), self.random.choice([2, 4, 8])) for _ in "pd")
-        window = self.random.choice([0, 0, 3, 6])  # with one, blocks must be of one size
+        window = self.random.choice([0, 0, 3, 6, STATES])  # with one, blocks must be of one size
+        if window == STATES and "tensor" in (split, of_decode[0]):
+            split = of_decode[0]  # states are shared out in the same way
         return self.random.choice([1, 2]), window, (split, of_decode[1] if window else size), of_decode
 
     def note(self, who: str, what: object) -> None:

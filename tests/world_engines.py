@@ -12,7 +12,7 @@ from vllm_disagg import events, mapping, wire
 from vllm_disagg.decode import DecodeSide
 from vllm_disagg.grants import Worker
 from vllm_disagg.prefill import PrefillSide
-from vllm_disagg.shape import Kind, Region, Shape
+from vllm_disagg.shape import STATE, Kind, Region, Shape, hidden
 
 if TYPE_CHECKING:
     from world import World
@@ -22,28 +22,36 @@ LEASE, RETRY, SILENCE, PATIENCE = 10.0, 0.5, 2.0, 30.0
 Place = tuple[int, int, int, int]  # layer, head, block, slot
 LIAR = "p0.99"
 NULL = 0  # the block that stands for those before a window
+STATES = -1  # in place of a window: a state of the whole prompt
 
 
 def shapes(heads: int, window: int, split: str, block_size: int) -> list[Shape]:
     """What the ranks of an engine hold of a model of LAYERS layers with `heads` heads; copies, if those are too few.
 
-    With a window, the layer in the middle has one, in a KV-cache group of its own.
+    With a window, the layer in the middle has one, in a KV-cache group of its own; with STATES, it has a state.
     """
 
-    def shape(layers: int, first: int, held: int, head: int) -> Shape:
+    def shape(layers: int, first: int, held: int, head: int, rank: int = 0, ranks: int = 1) -> Shape:
         axes = [("h", held, block_size * CELL), ("t", block_size, CELL), ("c", CELL, 1)]
         kind = Kind("cells", block_size, [held * block_size * CELL], [[Region(0, axes)]], held, head, heads)  # type: ignore[arg-type]
         if not window:
             return Shape([kind], [0] * layers, first)
-        windowed = msgspec.structs.replace(kind, form=f"cells, window {window}", group=1, window=window)
-        return Shape([kind, windowed], [int(layer == 1) for layer in range(first, first + layers)], first)
+        other = msgspec.structs.replace(kind, form=f"cells, window {window}", group=1, window=max(0, window))
+        if window == STATES:
+            other = Kind("state", STATE, [CELL], [hidden(CELL)], 1, rank, ranks, group=1)
+        return Shape([kind, other], [int(layer == 1) for layer in range(first, first + layers)], first)
 
     if split == "tensor":
         held = max(1, heads // 2)
-        return [shape(LAYERS, 0, held, rank * held % heads) for rank in range(2)]
+        return [shape(LAYERS, 0, held, rank * held % heads, rank, 2) for rank in range(2)]
     if split == "pipeline":
         return [shape(1, 0, heads, 0), shape(LAYERS - 1, 1, heads, 0)]
     return [shape(LAYERS, 0, heads, 0)]
+
+
+def slots(kind: Kind) -> range:
+    """Of a block: a state has one."""
+    return range(1 if kind.block_size == STATE else kind.block_size)
 
 
 @dataclass
@@ -52,7 +60,7 @@ class Prompt:
 
     transfer: str
     length: int
-    blocks: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))  # of all layers; of those with a window
+    blocks: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))  # of all layers; of those with a window or a state
     computed: int = 0
     pinned: bool = False
     released: set[str] = field(default_factory=set)  # by which ranks
@@ -79,13 +87,14 @@ class Side:
 
     def scribble(self, blocks: list[int]) -> None:
         for layer in range(len(self.shape.layers)):
-            for head in range(self.kind.heads):
+            for head in range(self.shape.kind(layer).heads):
                 for block in blocks:
-                    for slot in range(self.kind.block_size):
+                    for slot in slots(self.shape.kind(layer)):
                         self.memory[layer, head, block, slot] = "overwritten"
 
     def truth(self, transfer: str, layer: int, head: int, token: int) -> str:
-        return f"{transfer}:{self.shape.first + layer}:{self.kind.head + head}:{token}"
+        """Of a state: after so many tokens."""
+        return f"{transfer}:{self.shape.first + layer}:{self.shape.kind(layer).head + head}:{token}"
 
     def handle(self, event: object) -> None:
         self.world.note(self.name, event)
@@ -133,8 +142,8 @@ class Prefill(Side):
     def places(self, extent: wire.Extent, blocks: list[int]) -> list[Place]:
         """In the order of the wire."""
         layers, heads = range(extent.layer, extent.layer_end), range(extent.head, extent.head_end)
-        slots = range(self.kind.block_size)
-        return [(layer, head, block, slot) for layer in layers for block in blocks for head in heads for slot in slots]
+        places = slots(self.shape.kind(extent.layer))
+        return [(layer, head, block, slot) for layer in layers for block in blocks for head in heads for slot in places]
 
     def contents(self, extent: wire.Extent, blocks: list[int]) -> list[str]:
         return [self.memory.get(place, "never written") for place in self.places(extent, blocks)]
@@ -162,12 +171,14 @@ class Prefill(Side):
 
     def check_final(self, action: events.SendPiece, prompt: Prompt | None) -> None:
         """Unless vLLM has taken the blocks away meanwhile, what is about to be sent has been computed."""
-        extent, size = action.extent, self.kind.block_size
+        extent, size = action.extent, self.shape.kind(action.extent.layer).block_size
         if prompt is None or action.transfer in self.world.disturbed:
             return
         for layer, head, block, slot in self.places(extent, action.blocks):
             token = extent.token + action.blocks.index(block) * size + slot
-            if token < extent.token_end:
+            if size == STATE:
+                token = extent.token_end
+            if token < extent.token_end or size == STATE:
                 found, expected = self.memory.get((layer, head, block, slot)), self.truth(action.transfer, layer, head, token)
                 assert found == expected, (action, found, expected)
 
@@ -206,7 +217,8 @@ class PrefillEngine:
             rank.inbox.append(event)
 
     def submit(self, transfer: str) -> None:
-        self.prompts[transfer] = Prompt(transfer, self.world.lengths[transfer])
+        length = self.world.lengths[transfer]
+        self.prompts[transfer] = Prompt(transfer, max(1, length - 1) if self.world.window == STATES else length)
 
     def compute(self) -> None:
         """One engine step: a chunk of one prompt, layer by layer; blocks freed earlier are overwritten."""
@@ -219,11 +231,13 @@ class PrefillEngine:
             return
         prompt = random.choice(ready)
         upto = min(prompt.length, prompt.computed + random.randint(1, 9))
-        missing = -(-upto // self.block_size) - len(prompt.blocks[0])
-        if 2 * missing > len(self.free):
+        missing = [-(-upto // self.block_size) - len(prompt.blocks[0])] * 2
+        if self.world.window == STATES:
+            missing[1] = 1 - len(prompt.blocks[1])
+        if sum(missing) > len(self.free):
             return
         self.leave_window(prompt)
-        new = [[self.free.pop(random.randrange(len(self.free))) for _ in range(missing)] for _ in range(2)]
+        new = [[self.free.pop(random.randrange(len(self.free))) for _ in range(count)] for count in missing]
         for blocks, more in zip(prompt.blocks, new, strict=True):
             blocks += more
         self.tell(events.Scheduled(prompt.transfer, upto, new))
@@ -232,10 +246,14 @@ class PrefillEngine:
         if random.random() < 0.5:
             steps.sort(key=lambda step: step[1])  # in step, as in tensor parallelism
         for rank, layer in steps:
+            kind = rank.shape.kind(layer)
+            blocks = prompt.blocks[kind.group]
             for token in range(prompt.computed, upto):
-                block, slot = prompt.blocks[rank.shape.kind(layer).group][token // self.block_size], token % self.block_size
-                for head in range(rank.kind.heads):
-                    rank.memory[layer, head, block, slot] = rank.truth(prompt.transfer, layer, head, token)
+                place, truth = (blocks[token // kind.block_size], token % kind.block_size), token
+                if kind.block_size == STATE:
+                    place, truth = (blocks[0], 0), token + 1
+                for head in range(kind.heads):
+                    rank.memory[layer, head, *place] = rank.truth(prompt.transfer, layer, head, truth)
             if random.random() < 0.5 or layer == len(rank.shape.layers) - 1:
                 rank.inbox.append(events.Computed(prompt.transfer, layer + 1))
                 self.meanwhile()
@@ -244,7 +262,7 @@ class PrefillEngine:
 
     def leave_window(self, prompt: Prompt) -> None:
         """Blocks of which the next token needs nothing go back at once, and no worker hears of it."""
-        if not self.world.window:
+        if self.world.window <= 0:
             return
         for index in range(max(0, prompt.computed - self.world.window + 1) // self.block_size):
             if prompt.blocks[1][index] != NULL:
@@ -322,14 +340,15 @@ class Decode(Side):
 
     def theirs(self, land: events.Land) -> events.Theirs:
         """How a piece is made."""
-        size, heads = self.kind.block_size, land.extent.head_end - land.extent.head
-        return land.theirs or events.Theirs(self.kind.cut(heads), land.extent.token - land.extent.token % size)
+        kind, heads = self.shape.kind(land.extent.layer), land.extent.head_end - land.extent.head
+        size = kind.block_size
+        return land.theirs or events.Theirs(kind.cut(heads), land.extent.token - land.extent.token % size)
 
     def cells(self, land: events.Land) -> int:
         """How many a piece must have."""
         theirs, extent = self.theirs(land), land.extent
         blocks = -(-(extent.token_end - theirs.token) // theirs.kind.block_size)
-        return (extent.layer_end - extent.layer) * blocks * theirs.kind.heads * theirs.kind.block_size
+        return (extent.layer_end - extent.layer) * blocks * theirs.kind.heads * len(slots(theirs.kind))
 
     def land(self) -> None:
         """A copy into the blocks ends."""
@@ -337,13 +356,13 @@ class Decode(Side):
             return
         action, ok, content = self.landing.pop(self.world.random.randrange(len(self.landing)))
         if ok:
-            extent, theirs, size = action.extent, self.theirs(action), self.kind.block_size
+            extent, theirs, size = action.extent, self.theirs(action), self.shape.kind(action.extent.layer).block_size
             first = extent.token - extent.token % size
             values = iter(content)
             for layer in range(extent.layer, extent.layer_end):
                 for begin in range(theirs.token, extent.token_end, theirs.kind.block_size):
                     for head in range(extent.head, extent.head_end):
-                        for token in range(begin, begin + theirs.kind.block_size):
+                        for token in range(begin, begin + len(slots(theirs.kind))):
                             value = next(values)
                             if extent.token <= token < extent.token_end:
                                 block = action.blocks[(token - first) // size]
@@ -355,13 +374,13 @@ class Decode(Side):
         end, blocks = self.world.wanted.pop((self.name, report.transfer))
         assert all(a.transfer != report.transfer for a, _, _ in self.landing), "reported while a copy runs"
         if report.reason is None:
-            size = self.kind.block_size
             for layer in range(len(self.shape.layers)):
-                mine = blocks[self.shape.kind(layer).group]
-                for head in range(self.kind.heads):
-                    for at in range(mine.token, end):
-                        found = self.memory.get((layer, head, mine.ids[(at - mine.token) // size], at % size))
-                        expected = self.truth(report.transfer, layer, head, at)
+                kind = self.shape.kind(layer)
+                mine, size = blocks[kind.group], kind.block_size
+                for head in range(kind.heads):
+                    for at in range(mine.token, end) if size < STATE else [end]:
+                        block, slot = (mine.ids[(at - mine.token) // size], at % size) if size < STATE else (mine.ids[0], 0)
+                        found, expected = self.memory.get((layer, head, block, slot)), self.truth(report.transfer, layer, head, at)
                         assert found == expected, (self.name, expected, found)
         self.world.outcomes[self.name, report.transfer] = report.reason
         if all(key[1] != report.transfer for key in self.world.wanted if self.engine.has(key[0])):
@@ -389,10 +408,11 @@ class DecodeEngine:
 
     def want(self, transfer: str, sources: list[Worker]) -> None:
         length, size = self.world.lengths[transfer], self.ranks[0].kind.block_size
-        token = self.world.random.randrange(0, length, size)  # a local prefix hit
-        end = length - 1 if self.world.window else length  # with windows D computes the last token itself
-        window = max(token, max(0, end - self.world.window + 1) // size * size)
-        counts = [-(-(end - token) // size), -(-(end - window) // size)]
+        states = self.world.window == STATES
+        token = 0 if states else self.world.random.randrange(0, length, size)  # a local prefix hit
+        end = length - 1 if self.world.window else length  # with windows and states D computes the last token itself
+        window = 0 if states else max(token, max(0, end - self.world.window + 1) // size * size)
+        counts = [-(-(end - token) // size), 1 if states else -(-(end - window) // size)]
         if end <= token or sum(counts) > len(self.free):
             self.tell(events.Unneeded(transfer, sources, mapping.nothing(len(sources), len(self.ranks))))
             return

@@ -21,7 +21,7 @@ from vllm_disagg import keys
 
 ORDER = ["test_exact", "test_prefixes", "test_api", "test_grants", "test_cancel", "test_sensitive", "test_preempt"]
 ORDER += ["test_bench", "test_live"]
-LAST = ["test_deaths", "test_tp2", "test_topologies", "test_models", "test_transports"]
+LAST = ["test_deaths", "test_tp2", "test_topologies", "test_models", "test_lora", "test_transports"]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kv_connectors import facts
 from vllm_disagg.errors import ConfigError
@@ -18,11 +18,12 @@ from vllm_disagg.errors import ConfigError
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(block_size=16, **HEADS)
 WINDOW = SlidingWindowSpec(block_size=16, sliding_window=20, **HEADS)
+LATENT = MLAAttentionSpec(block_size=16, **HEADS)
 STATES: dict[str, Any] = {"block_size": 2048, "shapes": ((4,),), "dtypes": (torch.float32,)}
 STATE, CACHED = MambaSpec(**STATES, mamba_cache_mode="none"), MambaSpec(**STATES, mamba_cache_mode="align")
 
 
-class MLAAttentionSpec:
+class ChunkedLocalAttentionSpec:
     """Named as vLLM's."""
 
 
@@ -40,20 +41,25 @@ def caches(*specs: Any) -> Any:
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
 
 
-@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (WINDOW, WINDOW, FULL), (STATE,)])
-def test_what_is_exact_starts(specs: tuple[Any, ...]) -> None:
-    facts.refuse_unsupported(config(parallel={"pipeline_parallel_size": 2}), caches(*specs))
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (WINDOW, WINDOW, FULL), (STATE,), (STATE, FULL), (LATENT,)])
+@pytest.mark.parametrize("change", [{}, {"parallel": {"pipeline_parallel_size": 2}}, {"dtype": "fp8"}])
+def test_what_is_exact_starts(specs: tuple[Any, ...], change: dict[str, Any]) -> None:
+    facts.refuse_unsupported(config(**change), caches(*specs))
+
+
+def test_drafts_without_kv_of_their_own_start() -> None:
+    facts.refuse_unsupported(config(speculative=SimpleNamespace(method="ngram")), caches(FULL, WINDOW))
 
 
 @pytest.mark.parametrize(
     ("change", "specs", "words"),
     [
-        ({}, (MLAAttentionSpec(),), "multi-head latent attention did not pass its tests"),
+        ({}, (ChunkedLocalAttentionSpec(),), "chunked local attention was never tried"),
         ({}, (SimpleNamespace(),), "does not support this model: SimpleNamespace"),
         ({}, (CACHED,), "start with --no-enable-prefix-caching"),
-        ({}, (STATE, FULL), "mix Mamba or linear layers with attention"),
-        ({"dtype": "fp8_e4m3"}, (FULL,), r"quantised KV cache yet \(fp8_e4m3\)"),
-        ({"speculative": object()}, (FULL,), "speculative decoding"),
+        ({"dtype": "int8_per_token_head"}, (FULL,), "never tried with a KV cache in int8_per_token_head"),
+        ({"speculative": SimpleNamespace(method="eagle")}, (FULL,), "speculative decoding by eagle"),
+        ({"speculative": SimpleNamespace(method="ngram")}, (STATE, FULL), "speculative decoding with Mamba"),
         ({"device": "cuda"}, (FULL,), "has not been run with KV on cuda yet"),
         ({"parallel": {"data_parallel_size": 2}}, (FULL,), r"data parallelism yet \(size 2\)"),
     ],

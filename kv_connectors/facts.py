@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,13 +100,27 @@ def _weights(model: str, revision: str | None, hf_config: Any) -> str:
     folder = Path(model)
     if not folder.is_dir():
         return f"{model}@{getattr(hf_config, '_commit_hash', None) or revision or 'main'}"
+    return _digest(_sampled(folder))
+
+
+def _sampled(folder: Path) -> list[tuple[str, int, str]]:
     seen = []
     for file in sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin")):
         with file.open("rb") as opened:
             start = opened.read(SAMPLE)
             opened.seek(max(0, file.stat().st_size - SAMPLE))
             seen.append((file.name, file.stat().st_size, hashlib.sha256(start + opened.read()).hexdigest()))
-    return _digest(seen)
+    return seen
+
+
+@lru_cache(maxsize=1024)
+def adapter(path: str) -> str:
+    """A fingerprint of a LoRA adapter, taken when a request first names it: of its files, else of its name on the hub."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return _digest(path)
+    settings = folder / "adapter_config.json"
+    return _digest([settings.read_text() if settings.is_file() else "", _sampled(folder)])
 
 
 def _digest(value: Any) -> str:

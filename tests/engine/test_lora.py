@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from asking import ask, body, expect_exact_or_clean, tokens
+from asking import ask, body, expect_exact_or_clean, expect_same, tokens
 from conftest import Machine
 from engines import Engine, wait
 from safetensors.torch import save_file
-from test_models import FLOAT32, Pair, model, several
+from test_models import FLOAT32, Pair, model
+
+from vllm_disagg import grants
 
 pytestmark = pytest.mark.wide
 
@@ -46,7 +48,7 @@ def pair(machine: Machine) -> Iterator[Pair]:
     machine.stop()  # all others, for the memory's sake
     of = model("dense")
     modules = [f"{name}={adapter(machine.folder / name, of, seed)}" for seed, name in enumerate(NAMES[1:])]
-    flags = ["--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "2", "--lora-modules", *modules]
+    flags = ["--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "4", "--lora-modules", *modules]
     made = Pair(machine, "lora", "dense", *flags, *FLOAT32, env=ENV)
     yield made
     made.legs.close()
@@ -73,9 +75,20 @@ def test_an_adapter_that_d_does_not_have_is_said_so(pair: Pair, machine: Machine
     assert found.status == 404
     assert "third" in found.error
     expect_exact_or_clean(found, ask(pair.plain.url, asked))
-    asked = [body(tokens(200, f"after {at}"), 16, model=name) for at, name in enumerate(NAMES)]
-    pair.check(asked)
-    assert all(record.status == 200 for record in several(pair.legs.ask, asked))
+    others = [body(tokens(200, f"after {at}"), 16, model=name) for at, name in enumerate(NAMES)]
+    assert all(record.status == 200 for record in pair.check(others))
+
+
+def test_another_adapter_of_the_same_name_gives_no_kv(pair: Pair, machine: Machine) -> None:
+    """D computes the prompt itself, once it has lost its patience."""
+    for engine, seed in ((pair.prefill, 4), (pair.decode, 5), (pair.plain, 5)):
+        load(engine, "fourth", adapter(machine.folder / f"fourth-{engine.name}", model("dense"), seed))
+    asked, transfer = body(tokens(300, "fourth"), 16, logprobs=3, model="fourth"), grants.new_transfer()
+    before = pair.decode.received
+    legs = pair.legs.send_prefill(asked, transfer), pair.legs.send_decode(asked, transfer, patience=1.0)
+    _, found = (leg.result() for leg in legs)
+    expect_same(found, ask(pair.plain.url, asked))
+    assert pair.decode.received == before
     for engine in (pair.prefill, pair.decode):
         wait(f"{engine.name} gives all its blocks back", lambda e=engine: e.usage == 0, 15)
 

@@ -60,7 +60,7 @@ class Prompt:
 
     transfer: str
     length: int
-    blocks: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))  # of all layers; of those with a window or a state
+    blocks: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))  # of all; with a window or state
     computed: int = 0
     pinned: bool = False
     released: set[str] = field(default_factory=set)  # by which ranks
@@ -144,6 +144,17 @@ class Prefill(Side):
         layers, heads = range(extent.layer, extent.layer_end), range(extent.head, extent.head_end)
         places = slots(self.shape.kind(extent.layer))
         return [(layer, head, block, slot) for layer in layers for block in blocks for head in heads for slot in places]
+
+    def compute(self, prompt: Prompt, layer: int, upto: int) -> None:
+        """The tokens of a chunk, in one layer; a state is changed where it is."""
+        kind = self.shape.kind(layer)
+        blocks = prompt.blocks[kind.group]
+        for token in range(prompt.computed, upto):
+            place, truth = (blocks[token // kind.block_size], token % kind.block_size), token
+            if kind.block_size == STATE:
+                place, truth = (blocks[0], 0), token + 1
+            for head in range(kind.heads):
+                self.memory[layer, head, *place] = self.truth(prompt.transfer, layer, head, truth)
 
     def contents(self, extent: wire.Extent, blocks: list[int]) -> list[str]:
         return [self.memory.get(place, "never written") for place in self.places(extent, blocks)]
@@ -231,7 +242,7 @@ class PrefillEngine:
             return
         prompt = random.choice(ready)
         upto = min(prompt.length, prompt.computed + random.randint(1, 9))
-        missing = [-(-upto // self.block_size) - len(prompt.blocks[0])] * 2
+        missing = [-(-upto // self.block_size) - len(prompt.blocks[0])] * 2  # by group
         if self.world.window == STATES:
             missing[1] = 1 - len(prompt.blocks[1])
         if sum(missing) > len(self.free):
@@ -246,14 +257,7 @@ class PrefillEngine:
         if random.random() < 0.5:
             steps.sort(key=lambda step: step[1])  # in step, as in tensor parallelism
         for rank, layer in steps:
-            kind = rank.shape.kind(layer)
-            blocks = prompt.blocks[kind.group]
-            for token in range(prompt.computed, upto):
-                place, truth = (blocks[token // kind.block_size], token % kind.block_size), token
-                if kind.block_size == STATE:
-                    place, truth = (blocks[0], 0), token + 1
-                for head in range(kind.heads):
-                    rank.memory[layer, head, *place] = rank.truth(prompt.transfer, layer, head, truth)
+            rank.compute(prompt, layer, upto)
             if random.random() < 0.5 or layer == len(rank.shape.layers) - 1:
                 rank.inbox.append(events.Computed(prompt.transfer, layer + 1))
                 self.meanwhile()
@@ -380,7 +384,8 @@ class Decode(Side):
                 for head in range(kind.heads):
                     for at in range(mine.token, end) if size < STATE else [end]:
                         block, slot = (mine.ids[(at - mine.token) // size], at % size) if size < STATE else (mine.ids[0], 0)
-                        found, expected = self.memory.get((layer, head, block, slot)), self.truth(report.transfer, layer, head, at)
+                        found = self.memory.get((layer, head, block, slot))
+                        expected = self.truth(report.transfer, layer, head, at)
                         assert found == expected, (self.name, expected, found)
         self.world.outcomes[self.name, report.transfer] = report.reason
         if all(key[1] != report.transfer for key in self.world.wanted if self.engine.has(key[0])):

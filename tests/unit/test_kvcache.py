@@ -148,5 +148,5 @@ def test_states_beside_attention() -> None:
 
 
 def test_beside_states_blocks_are_of_one_size() -> None:
-    with pytest.raises(Unmappable, match="blocks of 128 at P and .*blocks of 64 at D"):
+    with pytest.raises(Unmappable, match=r"blocks of 128 at P and .*blocks of 64 at D"):
         mapping.plan([hybrid(128).shape], [hybrid(64).shape])

@@ -55,7 +55,7 @@ def host_memory(
         for number, group in enumerate(groups)
         for name in group.layer_names
     }
-    mixed = len({compat.is_state(spec) for _, spec in specs.values()}) > 1
+    mixed = len({getattr(spec, "dtype", "state") for _, spec in specs.values()}) > 1
     names: list[str] = []
     planes: list[list[Row]] = []
     kinds: list[Kind] = []
@@ -93,8 +93,9 @@ def _kind(
     form = f"keys and values of {spec.head_size}, {parts[0].dtype}".replace("torch.", "")
     if window:
         form += f", window {window}"
-    # With windows P keeps only the blocks that its own windows need.  Beside states a block may have been a state before,
-    # so its unused end must be P's zeros: the kernel multiplies what it masks, and bytes of a state may be no number.
+    # With windows P keeps only the blocks that its own windows need.  And where a block may have held a state or another
+    # number format before, vLLM clears it first: a kernel that multiplies what it masks must find numbers in its unused end.
+    # Whole blocks bring P's clean end with them; rearranged ones would not.
     if fixed := fixed or bool(window):
         form += f", blocks of {spec.block_size}"
     known = [_regions(part, spec, num_blocks, len(parts), order) for part in parts]

@@ -105,6 +105,18 @@ def test_windows() -> None:
     assert not compat.window(FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=32, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("stored", [torch.uint8, torch.bfloat16])
+def test_fp8_and_layers_that_are_left_out_of_it(stored: torch.dtype) -> None:
+    spec = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=SIZE, dtype=stored)
+    fp8: Any = SimpleNamespace(model_config=CONFIG.model_config, cache_config=SimpleNamespace(cache_dtype="fp8"))
+    plain = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=SIZE, dtype=torch.bfloat16)
+    try:
+        found = compat.kv_order(fp8, spec)
+    except NotImplementedError:
+        pytest.skip("this CPU has no fp8")
+    assert found == compat.kv_order(CONFIG, plain)
+
+
 def hybrid(block_size: int) -> HostMemory:
     """A layer of states and one of attention as vLLM lays them out: pages of one size in one buffer, states padded."""
     blocks, page, state = 4, block_size * 2 * SIZE * 2, 1000

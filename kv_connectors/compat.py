@@ -75,10 +75,11 @@ def kv_order(vllm_config: Any, spec: Any) -> str:
     choose = getattr(cpu_attn, "_get_attn_isa", None)
     if choose is None:
         return "an order of its own"
-    dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
+    dtype, cache_dtype, stored = vllm_config.model_config.dtype, str(vllm_config.cache_config.cache_dtype), torch.uint8
+    if spec.dtype.itemsize > 1:  # no fp8, or a layer that is left out of it
+        cache_dtype, stored = "auto", spec.dtype
     isa = choose(dtype, spec.block_size, spec.head_size, cache_dtype)
-    stored = torch.uint8 if spec.dtype.itemsize == 1 else spec.dtype  # fp8 as bytes
-    return _written(isa, dtype, str(cache_dtype), stored, spec.block_size, spec.head_size)
+    return _written(isa, dtype, cache_dtype, stored, spec.block_size, spec.head_size)
 
 
 @cache

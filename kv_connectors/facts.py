@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +17,13 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 # Kinds of KV cache whose tests are exact, by vLLM's name.
-KNOWN = {"FullAttentionSpec", "SlidingWindowSpec", "MambaSpec"}
+KNOWN = {"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "MambaSpec"}
 UNKNOWN = {
-    "MLAAttentionSpec": "multi-head latent attention did not pass its tests",
     "ChunkedLocalAttentionSpec": "chunked local attention was never tried",
     "CrossAttentionSpec": "encoder-decoder models were never tried",
 }
+# KV caches in which all of a token's KV is in the blocks; what else turns it into numbers is in the weights.
+KEPT = {"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"}
 SAMPLE = 1 << 16  # bytes read at the start and at the end of each weights file
 NOT_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 
@@ -48,32 +50,52 @@ def refuse_unsupported(
     ):
         if size > 1:
             raise ConfigError(f"DisaggConnector does not support {what} parallelism yet (size {size}); use 1")
-    if vllm_config.speculative_config is not None:
-        raise ConfigError("DisaggConnector does not support speculative decoding yet; start without it")
     if vllm_config.model_config.enable_sleep_mode:  # unmaps the KV cache, also blocks that a reader takes
         raise ConfigError("DisaggConnector does not support sleep mode: start without --enable-sleep-mode")
-    if "fp8" in (kept := str(vllm_config.cache_config.cache_dtype)):
-        raise ConfigError(f"DisaggConnector does not support a quantised KV cache yet ({kept}); use --kv-cache-dtype auto")
-    _refuse_kinds(kv_cache_config, compress)
+    kept = str(vllm_config.cache_config.cache_dtype)
+    if kept not in KEPT:
+        raise ConfigError(f"DisaggConnector was never tried with a KV cache in {kept}; use --kv-cache-dtype auto or fp8")
+    _refuse_kinds(kv_cache_config)
+    if compress != "off":
+        _refuse_to_compress(kv_cache_config, compress)
+    if vllm_config.speculative_config is not None:
+        _refuse_drafts(kv_cache_config, vllm_config.speculative_config)
 
 
-def _refuse_kinds(kv_cache_config: KVCacheConfig, compress: str) -> None:
+def _refuse_kinds(kv_cache_config: KVCacheConfig) -> None:
     groups = kv_cache_config.kv_cache_groups
     if len(groups) > 1 and not compat.can_load_groups():
         raise ConfigError(f"DisaggConnector needs vLLM 0.32 for models with several KV-cache groups (this has {len(groups)})")
-    specs = [one for g in groups for one in compat.specs_by_layer(g.kv_cache_spec).values() or [g.kv_cache_spec]]
+    specs = _specs(kv_cache_config)
     for name in sorted({type(spec).__name__ for spec in specs} - KNOWN):
         raise ConfigError(f"DisaggConnector does not support this model: {UNKNOWN.get(name, name)}")
     if any(getattr(spec, "mamba_cache_mode", "none") != "none" for spec in specs):
         raise ConfigError(
             "DisaggConnector does not support prefix caching of Mamba and linear layers: start with --no-enable-prefix-caching"
         )
-    if len({compat.is_state(spec) for spec in specs}) > 1:
-        raise ConfigError("DisaggConnector does not support models that mix Mamba or linear layers with attention yet")
-    if compress != "off":
-        for what in ("the states of Mamba and linear layers" if compat.is_state(s) else str(s.dtype) for s in specs):
-            if what != "torch.bfloat16":
-                raise ConfigError(f"compress {compress} is for KV in bfloat16, and this model's is {what}: leave compress off")
+
+
+def _refuse_to_compress(kv_cache_config: KVCacheConfig, compress: str) -> None:
+    for spec in _specs(kv_cache_config):
+        what = "the states of Mamba and linear layers" if compat.is_state(spec) else str(spec.dtype)
+        if what != "torch.bfloat16":
+            raise ConfigError(f"compress {compress} is for KV in bfloat16, and this model's is {what}: leave compress off")
+
+
+def _refuse_drafts(kv_cache_config: KVCacheConfig, speculative: Any) -> None:
+    if speculative.method != "ngram":  # which keeps no KV
+        raise ConfigError(
+            f"DisaggConnector does not support speculative decoding by {speculative.method} yet, whose draft may have KV of"
+            " its own: use ngram, or start without it"
+        )
+    if any(compat.is_state(spec) for spec in _specs(kv_cache_config)):
+        raise ConfigError("DisaggConnector does not support speculative decoding with Mamba or linear layers yet")
+
+
+def _specs(kv_cache_config: KVCacheConfig) -> list[Any]:
+    """Of all layers that differ."""
+    groups = kv_cache_config.kv_cache_groups
+    return [one for g in groups for one in compat.specs_by_layer(g.kv_cache_spec).values() or [g.kv_cache_spec]]
 
 
 def data_parallel_rank(vllm_config: VllmConfig) -> int | None:
@@ -123,13 +145,27 @@ def _weights(model: str, revision: str | None, hf_config: Any) -> str:
     folder = Path(model)
     if not folder.is_dir():
         return f"{model}@{getattr(hf_config, '_commit_hash', None) or revision or 'main'}"
+    return _digest(_sampled(folder))
+
+
+def _sampled(folder: Path) -> list[tuple[str, int, str]]:
     seen = []
     for file in sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin")):
         with file.open("rb") as opened:
             start = opened.read(SAMPLE)
             opened.seek(max(0, file.stat().st_size - SAMPLE))
             seen.append((file.name, file.stat().st_size, hashlib.sha256(start + opened.read()).hexdigest()))
-    return _digest(seen)
+    return seen
+
+
+@lru_cache(maxsize=1024)
+def adapter(path: str) -> str:
+    """A fingerprint of a LoRA adapter, taken when a request first names it: of its files, else of its name on the hub."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return _digest(path)
+    settings = folder / "adapter_config.json"
+    return _digest([settings.read_text() if settings.is_file() else "", _sampled(folder)])
 
 
 def _digest(value: Any) -> str:

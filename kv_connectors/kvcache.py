@@ -55,6 +55,7 @@ def host_memory(
         for number, group in enumerate(groups)
         for name in group.layer_names
     }
+    mixed = len({getattr(spec, "dtype", "state") for _, spec in specs.values()}) > 1
     names: list[str] = []
     planes: list[list[Row]] = []
     kinds: list[Kind] = []
@@ -66,7 +67,7 @@ def host_memory(
             continue  # it uses another layer's KV
         seen.add((tensor.data_ptr(), group))
         parts = _parts(name, tensor, num_blocks)
-        kind = _kind(parts, spec, group, num_blocks, rank, vllm_config)
+        kind = _kind(parts, spec, group, num_blocks, rank, vllm_config, fixed=mixed)
         if kind not in kinds:
             kinds.append(kind)
         names.append(name)
@@ -75,10 +76,14 @@ def host_memory(
     return HostMemory(planes, Shape(kinds, layers)), names
 
 
-def _kind(parts: list[torch.Tensor], spec: Any, group: int, num_blocks: int, rank: Rank, vllm_config: Any) -> Kind:
+def _kind(
+    parts: list[torch.Tensor], spec: Any, group: int, num_blocks: int, rank: Rank, vllm_config: Any, *, fixed: bool
+) -> Kind:
+    """`fixed`: another engine's blocks must be as large as ours."""
     rows = [_width(part) * (part.shape[0] // num_blocks) for part in parts]
     if compat.is_state(spec) or compat.is_latent(spec):
-        words = hashlib.sha256("; ".join(_describe(part) for part in parts).encode()).hexdigest()[:12]
+        made = [_describe(part) for part in parts] + [f"{getattr(spec, name, '')}" for name in ("shapes", "dtypes")]
+        words = hashlib.sha256("; ".join(made).encode()).hexdigest()[:12]
         form, regions = f"{type(spec).__name__} {sum(rows)} B a block, {words}", [hidden(row) for row in rows]
         if compat.is_latent(spec):  # every rank has the same
             return Kind(form, spec.block_size, rows, regions, group=group)
@@ -86,14 +91,19 @@ def _kind(parts: list[torch.Tensor], spec: Any, group: int, num_blocks: int, ran
     head, of = rank.share(spec.num_kv_heads)
     window, order = compat.window(spec), compat.kv_order(vllm_config, spec)
     form = f"keys and values of {spec.head_size}, {parts[0].dtype}".replace("torch.", "")
-    if window:  # P keeps only the blocks that its own windows need
-        form += f", window {window}, blocks of {spec.block_size}"
+    if window:
+        form += f", window {window}"
+    # With windows P keeps only the blocks that its own windows need.  And where a block may have held a state or another
+    # number format before, vLLM clears it first: a kernel that multiplies what it masks must find numbers in its unused end.
+    # Whole blocks bring P's clean end with them; rearranged ones would not.
+    if fixed := fixed or bool(window):
+        form += f", blocks of {spec.block_size}"
     known = [_regions(part, spec, num_blocks, len(parts), order) for part in parts]
     if all(known):
         return Kind(form, spec.block_size, rows, known, spec.num_kv_heads, head, of, group, window)
     if not all(_is_by_heads(part, spec, num_blocks) for part in parts):
         raise ConfigError(f"DisaggConnector does not know the KV layout {tuple(parts[0].shape)} {parts[0].stride()}")
-    form += f", {order}" if window else f", {order}, blocks of {spec.block_size}"
+    form += f", {order}" if fixed else f", {order}, blocks of {spec.block_size}"
     regions = [hidden(row, spec.num_kv_heads) for row in rows]
     return Kind(form, spec.block_size, rows, regions, spec.num_kv_heads, head, of, group, window)
 

@@ -23,7 +23,7 @@ from vllm_disagg.grants import ANSWER_KEY, REQUEST_KEY, Engine, Grant, Worker, v
 from vllm_disagg.keys import FleetKey
 from vllm_disagg.mapping import Plan
 
-from . import compat
+from . import compat, facts
 from .messages import Handshake, StepMetadata
 
 if TYPE_CHECKING:
@@ -85,6 +85,19 @@ def _blocks(ids: Sequence[int], size: int, token: int, end: int) -> events.Block
     while first < stop - 1 and ids[first] == NULL:
         first += 1
     return events.Blocks(first * size, list(ids[first:stop]))
+
+
+def _of_adapter(grant: Grant, request: Request) -> Grant:
+    """With a LoRA adapter both sides go by a name of the transfer that only those who have the same adapter arrive at."""
+    if (lora := request.lora_request) is None:
+        return grant
+    try:
+        adapter = facts.adapter(lora.lora_path)
+    except OSError as error:
+        raise BadGrant(f"the LoRA adapter {lora.lora_name} cannot be read: {error}") from None
+    names = (grant.transfer, grant.back)
+    transfer, back = (name and hashlib.blake2b(f"{name} {adapter}".encode(), digest_size=16).hexdigest() for name in names)
+    return msgspec.structs.replace(grant, transfer=transfer, back=back)
 
 
 class SchedulerSide:
@@ -158,7 +171,7 @@ class SchedulerSide:
         if not isinstance(params, dict) or REQUEST_KEY not in params:
             return None
         try:
-            grant = self._accept(verify(self._key, params[REQUEST_KEY]), request)
+            grant = _of_adapter(self._accept(verify(self._key, params[REQUEST_KEY]), request), request)
         except BadGrant as error:
             log.warning("request %s: grant refused (%s); it is served here alone", request.request_id, error)
             request.kv_transfer_params = None  # asked once, said once

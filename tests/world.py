@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from world_ranks import BACK, LAYERS, LIAR, Rank, shapes
+from world_ranks import BACK, LAYERS, LIAR, STATES, Rank, shapes
 
 from vllm_disagg import events, wire
 from vllm_disagg.events import Reason
@@ -66,7 +66,9 @@ class World:
         if self.random.random() < 0.5:
             return EQUAL
         (split, size), of_decode = ((self.random.choice(SPLITS), self.random.choice([2, 4, 8])) for _ in "pd")
-        window = self.random.choice([0, 0, 3, 6])  # with one, blocks must be of one size
+        window = self.random.choice([0, 0, 3, 6, STATES])  # with one, blocks must be of one size
+        if window == STATES and "tensor" in (split, of_decode[0]):
+            split = of_decode[0]  # states are shared out in the same way
         return self.random.choice([1, 2]), window, (split, of_decode[1] if window else size), of_decode
 
     def note(self, who: str, what: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from world_ranks import BACK, Rank
+from world_ranks import BACK, STATES, Rank
 
 from vllm_disagg import events, mapping
 from vllm_disagg.grants import Worker
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 POOL = 160  # tokens for which an engine has blocks
 PATIENCE, WORD = 30.0, 0.25
 NULL = 0  # the block that stands for those before a window
-Held = tuple[list[int], list[int]]  # blocks of all layers; of those with a window
+Held = tuple[list[int], list[int]]  # blocks of all layers; of those with a window or a state
 
 
 class Engine:
@@ -106,7 +106,8 @@ class PrefillEngine(Engine):
         self.computing = False
 
     def submit(self, transfer: str, sources: list[Worker]) -> None:
-        self.prompts[transfer] = Prompt(transfer, self.world.lengths[transfer], sources)
+        length = self.world.lengths[transfer]
+        self.prompts[transfer] = Prompt(transfer, max(1, length - 1) if self.world.window == STATES else length, sources)
 
     def compute(self) -> None:
         """One engine step: a chunk of one prompt, layer by layer; blocks freed earlier are overwritten."""
@@ -139,17 +140,19 @@ class PrefillEngine(Engine):
         self.computing = False
 
     def allocate(self, prompt: Prompt, upto: int) -> bool:
-        missing = -(-upto // self.block_size) - len(prompt.blocks[0])
-        if 2 * missing > len(self.free):
+        missing = [-(-upto // self.block_size) - len(prompt.blocks[0])] * 2  # by group
+        if self.world.window == STATES:
+            missing[1] = 1 - len(prompt.blocks[1])
+        if sum(missing) > len(self.free):
             return False
         self.leave_window(prompt)
-        for blocks in prompt.blocks:
-            blocks += [self.free.pop(self.world.random.randrange(len(self.free))) for _ in range(missing)]
+        for blocks, count in zip(prompt.blocks, missing, strict=True):
+            blocks += [self.free.pop(self.world.random.randrange(len(self.free))) for _ in range(count)]
         return True
 
     def leave_window(self, prompt: Prompt) -> None:
         """Blocks of which the next token needs nothing go back at once, and no worker hears of it."""
-        if not self.world.window:
+        if self.world.window <= 0:
             return
         for index in range(max(0, prompt.computed - self.world.window + 1) // self.block_size):
             if prompt.blocks[1][index] != NULL:
@@ -271,10 +274,11 @@ class DecodeEngine(Engine):
 
     def want(self, transfer: str, sources: list[Worker]) -> None:
         length, size = self.world.lengths[transfer], self.block_size
-        token = self.world.random.randrange(0, length, size)  # a local prefix hit
-        end = length - 1 if self.world.window else length  # with windows D computes the last token itself
-        window = max(token, max(0, end - self.world.window + 1) // size * size)
-        counts = [-(-(end - token) // size), -(-(end - window) // size)]
+        states = self.world.window == STATES
+        token = 0 if states else self.world.random.randrange(0, length, size)  # a local prefix hit
+        end = length - 1 if self.world.window else length  # with windows and states D computes the last token itself
+        window = 0 if states else max(token, max(0, end - self.world.window + 1) // size * size)
+        counts = [-(-(end - token) // size), 1 if states else -(-(end - window) // size)]
         is_local = end <= token or sum(counts) > len(self.free) or self.world.random.random() < 0.1
         if transfer in self.world.backs:
             self.serve_back(transfer + BACK, token, not is_local, 0 if is_local else sum(counts))

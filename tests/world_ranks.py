@@ -10,7 +10,7 @@ import msgspec
 from vllm_disagg import events, wire
 from vllm_disagg.decode import DecodeSide
 from vllm_disagg.prefill import PrefillSide
-from vllm_disagg.shape import Kind, Region, Shape
+from vllm_disagg.shape import STATE, Kind, Region, Shape, hidden
 
 if TYPE_CHECKING:
     from world import World
@@ -21,29 +21,37 @@ LEASE, RETRY, SILENCE = 10.0, 0.5, 2.0
 Place = tuple[int, int, int, int]  # layer, head, block, slot
 LIAR = "p0.99"
 BACK = "b"  # ends the name of a transfer from D to P, of the same prompt
+STATES = -1  # in place of a window: a state of the whole prompt
 FOR_SERVING = (events.Scheduled, events.Computed, events.Pinned, events.Withdrawn)
 
 
 def shapes(heads: int, window: int, split: str, block_size: int) -> list[Shape]:
     """What the ranks of an engine hold of a model of LAYERS layers with `heads` heads; copies, if those are too few.
 
-    With a window, the layer in the middle has one, in a KV-cache group of its own.
+    With a window, the layer in the middle has one, in a KV-cache group of its own; with STATES, it has a state.
     """
 
-    def shape(layers: int, first: int, held: int, head: int) -> Shape:
+    def shape(layers: int, first: int, held: int, head: int, rank: int = 0, ranks: int = 1) -> Shape:
         axes = [("h", held, block_size * CELL), ("t", block_size, CELL), ("c", CELL, 1)]
         kind = Kind("cells", block_size, [held * block_size * CELL], [[Region(0, axes)]], held, head, heads)  # type: ignore[arg-type]
         if not window:
             return Shape([kind], [0] * layers, first)
-        windowed = msgspec.structs.replace(kind, form=f"cells, window {window}", group=1, window=window)
-        return Shape([kind, windowed], [int(layer == 1) for layer in range(first, first + layers)], first)
+        other = msgspec.structs.replace(kind, form=f"cells, window {window}", group=1, window=max(0, window))
+        if window == STATES:
+            other = Kind("state", STATE, [CELL], [hidden(CELL)], 1, rank, ranks, group=1)
+        return Shape([kind, other], [int(layer == 1) for layer in range(first, first + layers)], first)
 
     if split == "tensor":
         held = max(1, heads // 2)
-        return [shape(LAYERS, 0, held, rank * held % heads) for rank in range(2)]
+        return [shape(LAYERS, 0, held, rank * held % heads, rank, 2) for rank in range(2)]
     if split == "pipeline":
         return [shape(1, 0, heads, 0), shape(LAYERS - 1, 1, heads, 0)]
     return [shape(LAYERS, 0, heads, 0)]
+
+
+def slots(kind: Kind) -> range:
+    """Of a block: a state has one."""
+    return range(1 if kind.block_size == STATE else kind.block_size)
 
 
 class Rank:
@@ -69,21 +77,25 @@ class Rank:
 
     def scribble(self, blocks: list[int]) -> None:
         for layer in range(len(self.shape.layers)):
-            for head in range(self.kind.heads):
+            for head in range(self.shape.kind(layer).heads):
                 for block in blocks:
-                    for slot in range(self.kind.block_size):
+                    for slot in slots(self.shape.kind(layer)):
                         self.memory[layer, head, block, slot] = "overwritten"
 
     def truth(self, transfer: str, layer: int, head: int, token: int) -> str:
-        return f"{transfer.removesuffix(BACK)}:{self.shape.first + layer}:{self.kind.head + head}:{token}"
+        """Of a state: after so many tokens."""
+        return f"{transfer.removesuffix(BACK)}:{self.shape.first + layer}:{self.shape.kind(layer).head + head}:{token}"
 
     def compute(self, transfer: str, blocks: tuple[list[int], list[int]], layer: int, tokens: range) -> None:
-        """Write the right KV of one layer."""
-        of_layer = blocks[self.shape.kind(layer).group]
+        """Write the right KV of one layer; a state is changed where it is."""
+        kind = self.shape.kind(layer)
+        of_layer = blocks[kind.group]
         for token in tokens:
-            block, slot = of_layer[token // self.kind.block_size], token % self.kind.block_size
-            for head in range(self.kind.heads):
-                self.memory[layer, head, block, slot] = self.truth(transfer, layer, head, token)
+            place, truth = (of_layer[token // kind.block_size], token % kind.block_size), token
+            if kind.block_size == STATE:
+                place, truth = (of_layer[0], 0), token + 1
+            for head in range(kind.heads):
+                self.memory[layer, head, *place] = self.truth(transfer, layer, head, truth)
 
     def drain(self) -> None:
         while self.inbox:
@@ -149,8 +161,8 @@ class Serving(Half):
     def places(self, extent: wire.Extent, blocks: list[int]) -> list[Place]:
         """In the order of the wire."""
         layers, heads = range(extent.layer, extent.layer_end), range(extent.head, extent.head_end)
-        slots = range(self.rank.kind.block_size)
-        return [(layer, head, block, slot) for layer in layers for block in blocks for head in heads for slot in slots]
+        places = slots(self.rank.shape.kind(extent.layer))
+        return [(layer, head, block, slot) for layer in layers for block in blocks for head in heads for slot in places]
 
     def contents(self, extent: wire.Extent, blocks: list[int]) -> list[str]:
         return [self.rank.memory.get(place, "never written") for place in self.places(extent, blocks)]
@@ -172,12 +184,14 @@ class Serving(Half):
 
     def check_final(self, action: events.SendPiece, holder: object) -> None:
         """Unless vLLM has taken the blocks away meanwhile, what is about to be sent has been computed."""
-        extent, size = action.extent, self.rank.kind.block_size
+        extent, size = action.extent, self.rank.shape.kind(action.extent.layer).block_size
         if holder is None or action.transfer.removesuffix(BACK) in self.world.disturbed:
             return
         for layer, head, block, slot in self.places(extent, action.blocks):
             token = extent.token + action.blocks.index(block) * size + slot
-            if token < extent.token_end:
+            if size == STATE:
+                token = extent.token_end
+            if token < extent.token_end or size == STATE:
                 found = self.rank.memory.get((layer, head, block, slot))
                 expected = self.rank.truth(action.transfer, layer, head, token)
                 assert found == expected, (action, found, expected)
@@ -228,14 +242,14 @@ class Reading(Half):
 
     def theirs(self, land: events.Land) -> events.Theirs:
         """How a piece is made."""
-        size, heads = self.rank.kind.block_size, land.extent.head_end - land.extent.head
-        return land.theirs or events.Theirs(self.rank.kind.cut(heads), land.extent.token - land.extent.token % size)
+        kind, heads = self.rank.shape.kind(land.extent.layer), land.extent.head_end - land.extent.head
+        return land.theirs or events.Theirs(kind.cut(heads), land.extent.token - land.extent.token % kind.block_size)
 
     def cells(self, land: events.Land) -> int:
         """How many a piece must have."""
         theirs, extent = self.theirs(land), land.extent
         blocks = -(-(extent.token_end - theirs.token) // theirs.kind.block_size)
-        return (extent.layer_end - extent.layer) * blocks * theirs.kind.heads * theirs.kind.block_size
+        return (extent.layer_end - extent.layer) * blocks * theirs.kind.heads * len(slots(theirs.kind))
 
     def land(self) -> None:
         """A copy into the blocks ends."""
@@ -247,13 +261,14 @@ class Reading(Half):
         self.handle(events.Landed(action.transfer, action.number, ok))
 
     def write(self, action: events.Land, content: list[str]) -> None:
-        extent, theirs, size = action.extent, self.theirs(action), self.rank.kind.block_size
+        extent, theirs = action.extent, self.theirs(action)
+        size = self.rank.shape.kind(extent.layer).block_size
         first = extent.token - extent.token % size
         values = iter(content)
         for layer in range(extent.layer, extent.layer_end):
             for begin in range(theirs.token, extent.token_end, theirs.kind.block_size):
                 for head in range(extent.head, extent.head_end):
-                    for token in range(begin, begin + theirs.kind.block_size):
+                    for token in range(begin, begin + len(slots(theirs.kind))):
                         value = next(values)
                         if extent.token <= token < extent.token_end:
                             block = action.blocks[(token - first) // size]
@@ -266,12 +281,13 @@ class Reading(Half):
         end, blocks = self.world.wanted.pop((rank.name, report.transfer))
         assert all(a.transfer != report.transfer for a, _, _ in self.landing), "reported while a copy runs"
         if report.reason is None:
-            size = rank.kind.block_size
             for layer in range(len(rank.shape.layers)):
-                mine = blocks[rank.shape.kind(layer).group]
-                for head in range(rank.kind.heads):
-                    for at in range(mine.token, end):
-                        found = rank.memory.get((layer, head, mine.ids[(at - mine.token) // size], at % size))
+                kind = rank.shape.kind(layer)
+                mine, size = blocks[kind.group], kind.block_size
+                for head in range(kind.heads):
+                    for at in range(mine.token, end) if size < STATE else [end]:
+                        block, slot = (mine.ids[(at - mine.token) // size], at % size) if size < STATE else (mine.ids[0], 0)
+                        found = rank.memory.get((layer, head, block, slot))
                         expected = rank.truth(report.transfer, layer, head, at)
                         assert found == expected, (rank.name, expected, found)
         self.world.outcomes[rank.name, report.transfer] = report.reason

@@ -6,6 +6,7 @@ under way at a time.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -22,21 +23,30 @@ pytestmark = pytest.mark.wide
 
 LENGTHS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, CHUNK, CHUNK + 1, 300, 383, 384, 385, 511, 512, 513, 700, 900]
 AT_ONCE = 12
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 1}'
+DRAFT = json.dumps({"method": "draft_model", "model": str(ROOT / ".cache/models/dense"), "num_speculative_tokens": 3})
 EXACT = {
     "sliding": ["sliding"],  # Gemma 3: windows and full attention
     "oss": ["oss"],  # GPT-OSS: windows, full attention, sinks, experts
     "moe": ["moe"],  # Mixtral
     "mamba": ["mamba", "--no-enable-prefix-caching"],  # Mamba 2: states
+    "linear": ["linear", "--no-enable-prefix-caching"],  # Qwen3-Next: states and full attention, experts
+    "mla": ["mla", "--compilation-config", '{"custom_ops": ["-rotary_embedding"]}'],  # DeepSeek V2: see docs/models.md
+    "dense": ["dense"],
+    "heavy": ["heavy", "--kv-cache-memory-bytes", str(1 << 30)],
+    "fp8": ["dense", "--kv-cache-dtype", "fp8"],
+    "ngram": ["dense", "--speculative-config", NGRAM],
 }
 # In bfloat16 two tokens of such models are sometimes equally probable, and how requests are batched decides.
 FLOAT32 = ["--dtype", "float32"]
-NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
 REFUSED = {
     "mamba": (["mamba", "--enable-prefix-caching"], "does not support prefix caching of Mamba and linear layers"),
-    "linear": (["linear", "--no-enable-prefix-caching"], "models that mix Mamba or linear layers with attention"),
-    "mla": (["mla"], "multi-head latent attention did not pass its tests"),
-    "fp8": (["dense", "--kv-cache-dtype", "fp8"], "does not support a quantised KV cache yet (fp8)"),
-    "ngram": (["dense", "--speculative-config", NGRAM], "does not support speculative decoding yet"),
+    "linear": (["linear", "--enable-prefix-caching"], "does not support prefix caching of Mamba and linear layers"),
+    "linear-ngram": (
+        ["linear", "--no-enable-prefix-caching", "--speculative-config", NGRAM],
+        "does not support speculative decoding with Mamba or linear layers yet",
+    ),
+    "draft": (["dense", "--speculative-config", DRAFT], "does not support speculative decoding by draft_model yet"),
 }
 
 
@@ -50,18 +60,20 @@ def model(kind: str) -> str:
 class Pair:
     """P, D and a plain vLLM of one model."""
 
-    def __init__(self, machine: Machine, name: str, kind: str, *flags: str) -> None:
-        made = model(kind)
-        self.prefill = Engine(f"{name}-P", machine.folder, *flags, role="kv_producer", cpu="0", model=made)
-        self.decode = Engine(f"{name}-D", machine.folder, *flags, role="kv_consumer", cpu="1", model=made)
-        self.plain = Engine(f"{name}-plain", machine.folder, *flags, cpu="1", model=made)
+    def __init__(self, machine: Machine, name: str, kind: str, *flags: str, env: dict[str, str] | None = None) -> None:
+        made, self.flags = model(kind), flags
+        self.prefill = Engine(f"{name}-P", machine.folder, *flags, role="kv_producer", cpu="0", model=made, env=env)
+        self.decode = Engine(f"{name}-D", machine.folder, *flags, role="kv_consumer", cpu="1", model=made, env=env)
+        self.plain = Engine(f"{name}-plain", machine.folder, *flags, cpu="1", model=made, env=env)
         machine.start(self.prefill, self.decode, self.plain)
         self.legs = Legs(machine.key, self.prefill, self.decode)
 
-    def check(self, asked: list[Body]) -> None:
+    def check(self, asked: list[Body]) -> list[Record]:
+        """Plain vLLM's answers, after the pair's were found to be the same."""
         plain = several(lambda one: ask(self.plain.url, one), asked)
         for ours, expected, what in zip(several(self.legs.ask, asked), plain, asked, strict=True):
             expect_same(ours, expected, f"{len(what['prompt'])} tokens:")
+        return plain
 
 
 def several(do, bodies: list[Body]) -> list[Record]:  # type: ignore[no-untyped-def]
@@ -83,6 +95,8 @@ def test_prompts_of_all_lengths(pair: Pair) -> None:
     before = pair.decode.received
     pair.check([body(tokens(LENGTHS[at % len(LENGTHS)], f"{time.time()} {at}"), 16, logprobs=3) for at in range(68)])
     wait("KV moves", lambda: pair.decode.received > before, 5)
+    if "--speculative-config" in pair.flags:
+        assert pair.decode.metric("vllm:spec_decode_num_draft_tokens_total") > 100, "nothing was drafted"
 
 
 def test_a_prefix_that_d_has(pair: Pair) -> None:

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kv_connectors import compat, facts
 from vllm_disagg.errors import ConfigError
@@ -19,11 +19,12 @@ from vllm_disagg.grants import difference
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(block_size=16, **HEADS)
 WINDOW = SlidingWindowSpec(block_size=16, sliding_window=20, **HEADS)
+LATENT = MLAAttentionSpec(block_size=16, **HEADS)
 STATES: dict[str, Any] = {"block_size": 2048, "shapes": ((4,),), "dtypes": (torch.float32,)}
 STATE, CACHED = MambaSpec(**STATES, mamba_cache_mode="none"), MambaSpec(**STATES, mamba_cache_mode="align")
 
 
-class MLAAttentionSpec:
+class ChunkedLocalAttentionSpec:
     """Named as vLLM's."""
 
 
@@ -46,21 +47,35 @@ several = pytest.mark.skipif(not compat.can_load_groups(), reason="this vLLM is 
 
 
 @pytest.mark.parametrize(
-    "specs", [(FULL,), pytest.param((FULL, WINDOW), marks=several), pytest.param((WINDOW, WINDOW, FULL), marks=several), (STATE,)]
+    "specs",
+    [
+        (FULL,),
+        (STATE,),
+        (LATENT,),
+        pytest.param((FULL, WINDOW), marks=several),
+        pytest.param((WINDOW, WINDOW, FULL), marks=several),
+        pytest.param((STATE, FULL), marks=several),
+    ],
 )
-def test_what_is_exact_starts(specs: tuple[Any, ...]) -> None:
-    facts.refuse_unsupported(config(parallel={"pipeline_parallel_size": 2}), caches(*specs))
+@pytest.mark.parametrize("change", [{}, {"parallel": {"pipeline_parallel_size": 2}}, {"dtype": "fp8"}])
+def test_what_is_exact_starts(specs: tuple[Any, ...], change: dict[str, Any]) -> None:
+    facts.refuse_unsupported(config(**change), caches(*specs))
+
+
+@several
+def test_drafts_without_kv_of_their_own_start() -> None:
+    facts.refuse_unsupported(config(speculative=SimpleNamespace(method="ngram")), caches(FULL, WINDOW))
 
 
 @pytest.mark.parametrize(
     ("change", "specs", "words"),
     [
-        ({}, (MLAAttentionSpec(),), "multi-head latent attention did not pass its tests"),
+        ({}, (ChunkedLocalAttentionSpec(),), "chunked local attention was never tried"),
         ({}, (SimpleNamespace(),), "does not support this model: SimpleNamespace"),
         ({}, (CACHED,), "start with --no-enable-prefix-caching"),
-        pytest.param({}, (STATE, FULL), "mix Mamba or linear layers with attention", marks=several),
-        ({"dtype": "fp8_e4m3"}, (FULL,), r"quantised KV cache yet \(fp8_e4m3\)"),
-        ({"speculative": object()}, (FULL,), "speculative decoding"),
+        ({"dtype": "int8_per_token_head"}, (FULL,), "never tried with a KV cache in int8_per_token_head"),
+        ({"speculative": SimpleNamespace(method="eagle")}, (FULL,), "speculative decoding by eagle"),
+        ({"speculative": SimpleNamespace(method="ngram")}, (STATE,), "speculative decoding with Mamba"),
         ({"sleep": True}, (FULL,), "start without --enable-sleep-mode"),
         ({"device": "cuda"}, (FULL,), "has not been run with KV on cuda yet"),
         ({"parallel": {"data_parallel_size": 2}}, (FULL,), r"data parallelism of models with experts \(size 2\)"),
@@ -71,6 +86,7 @@ def test_what_is_refused(change: dict[str, Any], specs: tuple[Any, ...], words: 
         facts.refuse_unsupported(config(**change), caches(*specs))
 
 
+QUANTISED = FullAttentionSpec(block_size=16, **{**HEADS, "dtype": torch.uint8})
 FLOAT32 = FullAttentionSpec(block_size=16, **{**HEADS, "dtype": torch.float32})
 
 
@@ -85,7 +101,7 @@ def test_bf16_may_be_compressed(specs: tuple[Any, ...]) -> None:
         ({}, (FLOAT32,), "compress fp8 is for KV in bfloat16, and this model's is torch.float32"),
         ({}, (FULL, FLOAT32), "this model's is torch.float32"),
         ({}, (STATE,), "this model's is the states of Mamba and linear layers"),
-        ({"dtype": "fp8_e4m3"}, (FULL,), r"quantised KV cache yet \(fp8_e4m3\)"),
+        ({"dtype": "fp8_e4m3"}, (QUANTISED,), "this model's is torch.uint8"),
     ],
 )
 def test_nothing_else_may_be(change: dict[str, Any], specs: tuple[Any, ...], words: str) -> None:

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 import torch
 from vllm import _custom_ops as ops
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from kv_connectors import compat, kvcache
 from vllm_disagg import mapping
@@ -103,3 +103,62 @@ def test_windows() -> None:
     spec = SlidingWindowSpec(block_size=128, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=64)
     assert compat.window(spec) == 64
     assert not compat.window(FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=32, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("stored", [torch.uint8, torch.bfloat16])
+def test_fp8_and_layers_that_are_left_out_of_it(stored: torch.dtype) -> None:
+    spec = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=SIZE, dtype=stored)
+    fp8: Any = SimpleNamespace(model_config=CONFIG.model_config, cache_config=SimpleNamespace(cache_dtype="fp8"))
+    plain = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=SIZE, dtype=torch.bfloat16)
+    try:
+        found = compat.kv_order(fp8, spec)
+    except NotImplementedError:
+        pytest.skip("this CPU has no fp8")
+    assert found == compat.kv_order(CONFIG, plain)
+
+
+def hybrid(block_size: int) -> HostMemory:
+    """A layer of states and one of attention as vLLM lays them out: pages of one size in one buffer, states padded."""
+    blocks, page, state = 4, block_size * 2 * SIZE * 2, 1000
+    buffer = torch.zeros(blocks * page, dtype=torch.int8)
+    states = torch.as_strided(buffer, (blocks, 1, 1, state), (page, state, state, 1))
+    attention = buffer.view(torch.bfloat16).view(blocks, 1, block_size, 2 * SIZE)
+    specs = {
+        "model.layers.0.linear_attn": MambaSpec(
+            block_size=2048, shapes=((state // 4,),), dtypes=(torch.float32,), page_size_padded=page
+        ),
+        "model.layers.1.attn": FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=SIZE, dtype=torch.bfloat16),
+    }
+    groups = [SimpleNamespace(layer_names=[name], kv_cache_spec=spec) for name, spec in specs.items()]
+    memory, names = kvcache.host_memory(
+        dict(zip(specs, (states, attention), strict=True)), groups, blocks, kvcache.Rank(0, 1, 1), CONFIG
+    )
+    assert names == list(specs)
+    memory.kept = buffer  # type: ignore[attr-defined] - it holds addresses only
+    return memory
+
+
+def test_states_beside_attention() -> None:
+    theirs, ours = hybrid(128), hybrid(128)
+    assert [kind.group for kind in ours.shape.kinds] == ours.shape.layers == [0, 1]
+    theirs.kept[:] = torch.arange(theirs.kept.numel()) % 127  # type: ignore[attr-defined]
+    plan = mapping.plan([theirs.shape], [ours.shape])
+    wanted = Wanted("t", [Worker("p", "", "", holds=theirs.shape)], plan, [Blocks(0, [3]), Blocks(0, [1, 0])], TOKENS, 1.0)
+    moved = [0, 0]
+    for reading in readings(wanted, 0, ours.shape)[0]:
+        for extent, size in reading.cut(TOKENS, TOKENS, 0, TOKENS, 1 << 20):
+            landing, into, other = reading.landing(extent)
+            source = [2] if into == [3] else [0, 1]
+            assert ours.write(landing, into, theirs.read(extent, source), other)
+            moved[extent.layer] += size
+    page = 128 * 2 * SIZE * 2
+    assert moved == [1000, 2 * page]
+    there, here = theirs.kept.view(4, page), ours.kept.view(4, page)  # type: ignore[attr-defined]
+    assert torch.equal(here[3, :1000], there[2, :1000])
+    assert not here[3, 1000:].any()
+    assert torch.equal(here[[1, 0]], there[[0, 1]])
+
+
+def test_beside_states_blocks_are_of_one_size() -> None:
+    with pytest.raises(Unmappable, match=r"blocks of 128 at P and .*blocks of 64 at D"):
+        mapping.plan([hybrid(128).shape], [hybrid(64).shape])

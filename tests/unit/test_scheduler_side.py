@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,6 +47,7 @@ def request(leg: str, engine: SchedulerSide | None, length: int = 40, name: str 
         "num_prompt_tokens": length,
         "prompt_token_ids": [0] * length,
         "status": SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
+        "lora_request": None,
     }
     return SimpleNamespace(**fields | change)
 
@@ -456,3 +458,58 @@ def test_a_way_back_is_used_once_and_is_not_the_way_there(role: str) -> None:
     metadata = engine.step(step())
     said = [e for e in [*metadata.prefill, *metadata.decode] if isinstance(e, events.Sought | events.Scheduled)]
     assert [e.transfer for e in said] == [BACK]
+
+
+def test_states_beside_attention() -> None:
+    p, d = side("prefill", [STATE, FULL]), side("decode", [STATE, FULL])
+    asked = request("prefill", p, length=40)
+    asked._all_token_ids = list(asked.prompt_token_ids)
+    p.tokens_to_load(asked, 0)
+    assert asked.num_prompt_tokens == 39
+    other = request("decode", d, length=40)
+    assert d.tokens_to_load(other, 0) == 39
+    d.allocated(other, ([3], [4, 5, 6]), 39)
+    (wanted,) = d.step(step()).decode
+    assert wanted.blocks == [events.Blocks(0, [3]), events.Blocks(0, [4, 5, 6])]
+
+
+# LoRA --------------------------------------------------------------------------------------------------------
+def adapter(folder: Path, weights: bytes) -> SimpleNamespace:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return SimpleNamespace(lora_name="one", lora_path=str(folder))
+
+
+def test_transfers_of_different_adapters_of_one_name_never_meet(tmp_path: Path) -> None:
+    ours, same, other = (adapter(tmp_path / name, name[:1].encode()) for name in ("a", "also", "b"))
+    names = []
+    for role, lora in (("prefill", ours), ("decode", same), ("decode", other)):
+        engine = side(role)
+        engine.tokens_to_load(request(role, engine, lora_request=lora), 0)
+        (name,) = engine.step(step()).requests
+        names.append(name)
+    assert names[0] == names[1] != names[2]
+    assert "ab" * 16 not in names
+    assert all(len(name) == 32 for name in names)
+
+
+def test_what_d_has_cached_of_another_adapter_is_not_read_back(tmp_path: Path) -> None:
+    ours, same, other = (adapter(tmp_path / name, name[:1].encode()) for name in ("a", "also", "b"))
+    p = side("prefill")
+    p.arrived(request("prefill", p, length=70, back=BACK, lora_request=ours))
+    (sought,) = p.step(step()).decode
+    served = []
+    for lora in (same, other):
+        d = side("decode")
+        asked = request("decode", d, length=70, back=BACK, lora_request=lora)
+        d.allocated(asked, ([4, 5, 6, 7, 8],), d.tokens_to_load(asked, 32) or 0)
+        served += [said.transfer for said in d.step(step()).prefill]
+    assert served[0] == sought.transfer != served[1]
+
+
+def test_an_adapter_that_cannot_be_read_is_served_here(tmp_path: Path) -> None:
+    lora = adapter(tmp_path / "a", b"")
+    (tmp_path / "a" / "odd.bin").mkdir()
+    d = side("decode")
+    assert d.tokens_to_load(request("decode", d, lora_request=lora), 0) == 0

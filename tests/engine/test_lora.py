@@ -1,0 +1,108 @@
+"""LoRA adapters: both legs name one as their model, and get what one plain vLLM with it answers."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from asking import ask, body, expect_exact_or_clean, expect_same, tokens
+from conftest import Machine
+from engines import Engine, wait
+from safetensors.torch import save_file
+from test_models import FLOAT32, Pair, model
+
+from vllm_disagg import grants
+
+pytestmark = pytest.mark.wide
+
+RANK = 8
+NAMES = ["tiny", "first", "second"]  # the model itself, and two adapters
+ENV = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+
+
+def adapter(folder: Path, of: str, seed: int) -> str:
+    """A random adapter of the attention of a model, as peft writes it, strong enough to change answers."""
+    config = json.loads((Path(of) / "config.json").read_text())
+    hidden, width = config["hidden_size"], config["head_dim"]
+    out = {"q_proj": config["num_attention_heads"] * width, "v_proj": config["num_key_value_heads"] * width}
+    random = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, size in out.items():
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{place}.lora_A.weight"] = torch.randn(RANK, hidden, generator=random) * 0.2
+            weights[f"{place}.lora_B.weight"] = torch.randn(size, RANK, generator=random) * 0.2
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "target_modules": list(out), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def pair(machine: Machine) -> Iterator[Pair]:
+    machine.stop()  # all others, for the memory's sake
+    of = model("dense")
+    modules = [f"{name}={adapter(machine.folder / name, of, seed)}" for seed, name in enumerate(NAMES[1:])]
+    flags = ["--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "4", "--lora-modules", *modules]
+    made = Pair(machine, "lora", "dense", *flags, *FLOAT32, env=ENV)
+    yield made
+    made.legs.close()
+    machine.stop()
+
+
+def test_each_adapter_and_the_model_itself(pair: Pair) -> None:
+    """The same prompts for all three, mixed, with a prefix of which D has a cache: of each, its own."""
+    before = pair.decode.received
+    common = tokens(300, "lora common")
+    prompts = [common + tokens(1 + 17 * at, f"lora {at}") for at in range(34)]
+    asked = [body(prompt, 16, logprobs=3, model=name) for prompt in prompts for name in NAMES]
+    plain = pair.check(asked)
+    wait("KV moves", lambda: pair.decode.received > before, 5)
+    for at in range(0, len(asked), len(NAMES)):
+        answers = {record.tokens for record in plain[at : at + len(NAMES)]}
+        assert len(answers) == len(NAMES), "an adapter that changes nothing shows nothing"
+
+
+def test_an_adapter_that_d_does_not_have_is_said_so(pair: Pair, machine: Machine) -> None:
+    load(pair.prefill, "third", adapter(machine.folder / "third", model("dense"), 3))
+    asked = body(tokens(300, "third"), 16, model="third")
+    found = pair.legs.ask(asked)
+    assert found.status == 404
+    assert "third" in found.error
+    expect_exact_or_clean(found, ask(pair.plain.url, asked))
+    others = [body(tokens(200, f"after {at}"), 16, model=name) for at, name in enumerate(NAMES)]
+    assert all(record.status == 200 for record in pair.check(others))
+
+
+def test_another_adapter_of_the_same_name_gives_no_kv(pair: Pair, machine: Machine) -> None:
+    """D computes the prompt itself, once it has lost its patience."""
+    for engine, seed in ((pair.prefill, 4), (pair.decode, 5), (pair.plain, 5)):
+        load(engine, "fourth", adapter(machine.folder / f"fourth-{engine.name}", model("dense"), seed))
+    asked, transfer = body(tokens(300, "fourth"), 16, logprobs=3, model="fourth"), grants.new_transfer()
+    before = pair.decode.received
+    legs = pair.legs.send_prefill(asked, transfer), pair.legs.send_decode(asked, transfer, patience=1.0)
+    _, found = (leg.result() for leg in legs)
+    expect_same(found, ask(pair.plain.url, asked))
+    assert pair.decode.received == before
+    for engine in (pair.prefill, pair.decode):
+        wait(f"{engine.name} gives all its blocks back", lambda e=engine: e.usage == 0, 15)
+
+
+def load(engine: Engine, name: str, path: str) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=60)
+    try:
+        connection.request(
+            "POST",
+            "/v1/load_lora_adapter",
+            json.dumps({"lora_name": name, "lora_path": path}),
+            {"content-type": "application/json"},
+        )
+        answer = connection.getresponse()
+        assert answer.status == 200, answer.read()
+    finally:
+        connection.close()

@@ -17,11 +17,13 @@ from test_topologies import LENGTHS, TOKEN_BYTES, several
 pytestmark = pytest.mark.wide
 
 COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler: g++")
+# A prompt in one step: what has moved before its end has moved layer by layer.
+WHOLE = ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "2048"]
 MODES = {
     "no-async": ["--no-async-scheduling"],
-    "no-chunks": ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "2048"],
+    "no-chunks": WHOLE,
     "no-prefixes": ["--no-enable-prefix-caching"],
-    "compiled": ["--no-enforce-eager"],
+    "compiled": ["--no-enforce-eager", *WHOLE],
 }
 PARAMS = [pytest.param(mode, marks=COMPILER if mode == "compiled" else ()) for mode in MODES]
 

@@ -41,7 +41,7 @@ class Pair:
         wait("every rank is known", lambda: self.proxy.members() == self.all, 20)
 
 
-@pytest.fixture(scope="module", params=[(2, 0), (0, 2)], ids=["P", "D"])
+@pytest.fixture(scope="module", params=[(2, 0), (0, 2)], ids=["P", "D[P]"])
 def pair(machine: Machine, request: pytest.FixtureRequest) -> Iterator[Pair]:
     machine.stop()  # all others, for the memory's sake
     made = Pair(machine, *request.param)

@@ -335,15 +335,17 @@ def hidden(plain: str, front: str, decode: str, lengths: list[int]) -> dict[str,
 
 
 def ask(url: str, length: int) -> float:
-    """Seconds until the only token of the answer."""
+    """Seconds until the first token of the answer."""
     prompt = [random.randrange(10, 900) for _ in range(length)]
-    body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 1, "temperature": 0}).encode()
+    body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "stream": True}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
     time.sleep(REST)
     began = time.monotonic()
     with urllib.request.urlopen(request, timeout=120) as answer:
+        answer.readline()
+        seconds = time.monotonic() - began
         answer.read()
-    return time.monotonic() - began
+    return seconds
 
 
 def metrics(url: str) -> dict[str, float]:
@@ -357,7 +359,7 @@ def main() -> None:
     known = ["zmq", *carriers.MODULES]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="a KV-heavy model, for the part with real engines")
-    parser.add_argument("--transports", nargs="+", choices=known, default=["zmq", "gloo", *(["nixl"] if has_nixl else [])])
+    parser.add_argument("--transports", nargs="+", choices=known, default=["zmq", "tcp", "gloo", *(["nixl"] if has_nixl else [])])
     parser.add_argument("--sizes", type=float, nargs="*", default=[1.5, 6, 24, 96], metavar="MIB", help="of transfers")
     parser.add_argument("--times", type=int, default=15, help="transfers of each kind")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 3900], help="of prompts for the engines, in tokens")

@@ -20,7 +20,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key_file: str = ""  # the fleet's key; without one only loopback is served
     register: str = ""  # http://HOST:PORT of a proxy (several: with commas) to which this engine makes itself known
     advertise: str = ""  # with `register`: http://HOST:PORT under which that proxy reaches this engine's API server
-    transport: Literal["auto", "zmq", "gloo", "nccl", "nixl"] = "auto"  # what carries KV, docs/transports.md; else ZMQ
+    transport: Literal["auto", "zmq", "tcp", "gloo", "nccl", "nixl"] = "auto"  # what carries KV, docs/transports.md; else ZMQ
     gpu: bool = False  # serve KV in GPU memory: written and tested off the GPU, never yet run on one (docs/gpu.md)
     encrypt_data: bool = False  # CURVE on KV bytes too: private on any network, about a fifth of the speed
     lease: Seconds = 10.0  # P keeps blocks so long for a reader that gives no sign of life

@@ -80,6 +80,14 @@ class HostMemory:
                 at, source = at + count, source[count:]
         return True
 
+    def views(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]:
+        """Where the extent's bytes lie, in wire order: to be written into."""
+        return [
+            memoryview(run[at : at + FRAME])  # type: ignore[arg-type]
+            for run in self._runs(extent, blocks)
+            for at in range(0, run.nbytes, FRAME)
+        ]
+
     def runs(self, extent: Extent, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
         """(address, bytes) of the stretches of memory that hold the extent, in wire order."""
         for run in self._runs(extent, blocks):
@@ -134,9 +142,14 @@ class HostMemory:
                     yield from rows[:, extent.head * stride : extent.head_end * stride]
 
 
+def hasher(transfer: str) -> xxhash.xxh3_64:
+    """Seeded with the transfer, so another transfer's bytes do not pass; no secret, no MAC."""
+    return xxhash.xxh3_64(seed=int(transfer[:16], 16))
+
+
 def checksum(transfer: str, frames: Sequence[memoryview]) -> int:
-    """xxh3_64 of the bytes.  Seeded with the transfer, so another transfer's bytes do not pass; no secret, no MAC."""
-    state = xxhash.xxh3_64(seed=int(transfer[:16], 16))
+    """xxh3_64 of the bytes."""
+    state = hasher(transfer)
     for frame in frames:
         state.update(frame)
     return state.intdigest()

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import random
 import secrets
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,18 +14,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from source_process import BLOCK_SIZE, BLOCKS, KEY, LAYERS, memory
+from peer import BLOCK_SIZE, BLOCKS, LAYERS, Peer, driver, memory, want
 
 from kv_connectors import carriers
-from vllm_disagg import events, mapping
+from vllm_disagg import events
 from vllm_disagg.config import Config
-from vllm_disagg.driver import Driver
 from vllm_disagg.errors import BadMessage, ConfigError
-from vllm_disagg.grants import Worker
 from vllm_disagg.memory import HostMemory
 from vllm_disagg.transports import control, nixl, nixl_agent, nixl_notes
 
-HERE = Path(__file__).parent
 real = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 QUICK = {"silence": 0.9, "retry": 0.3}
 
@@ -39,38 +33,8 @@ def auto(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(carriers, "AUTO", ("nixl",))
 
 
-class Source:
-    def __init__(self, row: int = 4096, lie: str = "", env: dict[str, str] | None = None, **settings: object) -> None:
-        told = json.dumps({"row": row, "lie": lie, "settings": {"transport": "nixl", **settings}})
-        self.row = row
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "source_process.py"), told],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(HERE.parents[1]), **(env or {})},
-        )
-        assert self.process.stdout is not None and self.process.stdin is not None
-        self.worker = msgspec.json.decode(self.process.stdout.readline(), type=Worker)
-
-    def prefill(self, transfer: str, blocks: list[int], tokens: int) -> None:
-        self.process.stdin.write(f"prefill {transfer} {','.join(map(str, blocks))} {tokens}\n")  # type: ignore[union-attr]
-        self.process.stdin.flush()  # type: ignore[union-attr]
-        while (line := self.process.stdout.readline()) != "done\n":  # type: ignore[union-attr]
-            assert " NIXL " in line or " UCX " in line, line  # they log there
-
-    def cpu(self) -> float:
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            try:
-                pipe.close()  # type: ignore[union-attr]
-            except BrokenPipeError:
-                pass
+def Source(row: int = 4096, lie: str = "", env: dict[str, str] | None = None, **settings: object) -> Peer:
+    return Peer(row, settings={"transport": "nixl", **settings}, lie=lie, env=env)
 
 
 class Sink:
@@ -78,16 +42,13 @@ class Sink:
 
     def __init__(self, row: int = 4096, **settings: object) -> None:
         self.memory = memory(row, None)
-        config = Config(**{"transport": "nixl", **settings})  # type: ignore[arg-type]
-        self.driver = Driver(config, KEY, self.memory, 0, carriers.chosen(config))
+        self.driver = driver(self.memory, **{"transport": "nixl", **settings})
 
-    def want(self, source: Source, count: int = 5, *, prefill: bool = True) -> str:
+    def want(self, source: Peer, count: int = 5, *, prefill: bool = True) -> str:
         transfer, tokens = secrets.token_hex(16), count * BLOCK_SIZE - 5
         if prefill:
-            source.prefill(transfer, list(range(count)), tokens)
-        plan = mapping.plan([source.worker.holds], [self.memory.shape])
-        blocks = events.Blocks(0, list(range(count, 2 * count)))
-        self.driver.submit([events.Wanted(transfer, [source.worker], plan, [blocks], tokens, 60.0)])
+            source(f"prefill {transfer} {tokens}")
+        want(self.driver, transfer, tokens, source.worker, first=count)
         return transfer
 
     def outcome(self, seconds: float = 30.0) -> events.Report:
@@ -99,7 +60,7 @@ class Sink:
             time.sleep(0.001)
         raise AssertionError("nothing came")
 
-    def expect_exact(self, source: Source, count: int = 5) -> str:
+    def expect_exact(self, source: Peer, count: int = 5) -> str:
         """Fetch some blocks, find them right, and say what carried them."""
         for planes in self.memory.planes:
             for plane in planes:
@@ -120,10 +81,10 @@ class Sink:
     def carrier(self) -> nixl.NixlCarrier:
         return self.driver._carriers["nixl"]  # type: ignore[return-value]
 
-    def way(self, source: Source) -> nixl.Way:
+    def way(self, source: Peer) -> nixl.Way:
         return self.carrier._sources[source.worker.name].way
 
-    def pair(self, source: Source, wanted: nixl.Way = nixl.Way.UP) -> None:
+    def pair(self, source: Peer, wanted: nixl.Way = nixl.Way.UP) -> None:
         """A first transfer, by ZMQ most likely; then wait for the way that NIXL finds."""
         self.expect_exact(source)
         wait(lambda: self.way(source) is wanted)
@@ -138,15 +99,15 @@ def wait(done: Callable[[], bool], seconds: float = 40.0) -> None:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Any]]:
-    made: list[Source | Sink] = []
+    made: list[Peer | Sink] = []
 
-    def make(kind: type[Source] | type[Sink], *args: Any, **settings: Any) -> Source | Sink:
+    def make(kind: Callable[..., Peer | Sink], *args: Any, **settings: Any) -> Peer | Sink:
         made.append(kind(*args, **settings))
         return made[-1]
 
     yield make
     for one in made:
-        one.stop() if isinstance(one, Source) else one.driver.close()
+        one.stop() if isinstance(one, Peer) else one.driver.close()
 
 
 @real
@@ -356,5 +317,5 @@ def test_encryption_and_nixl() -> None:
         Config(encrypt_data=True, transport="nixl").validate()
 
 
-def test_the_layers_and_blocks_of_the_source_process() -> None:
+def test_the_layers_and_blocks_of_a_peer() -> None:
     assert memory(8, 1).shape.layers == [0] * LAYERS and len(memory(8, 1).planes[0][0]) == BLOCKS

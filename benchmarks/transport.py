@@ -365,7 +365,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 3900], help="of prompts for the engines, in tokens")
     modes = ("layer", "chunk", "off")
     parser.add_argument("--overlap", nargs="+", choices=modes, default=modes, help="of the engines, a pair for each")
-    parser.add_argument("--engines", choices=known, help="the engines' transport (default: the last of --transports)")
+    parser.add_argument("--engines", choices=["auto", *known], default="auto", help="the engines' transport")
     parser.add_argument("--save", metavar="FILE", help="write the result there too")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("transport: stopped"))
@@ -383,8 +383,7 @@ def main() -> None:
             "cells": cells,
         }
     if args.model:
-        carrier = args.engines or args.transports[-1]
-        by_overlap = {mode: engines(args.model, carrier, mode, args.lengths) for mode in args.overlap}
+        by_overlap = {mode: engines(args.model, args.engines, mode, args.lengths) for mode in args.overlap}
         result |= {what: {mode: by_overlap[mode][what] for mode in by_overlap} for what in next(iter(by_overlap.values()))}
     if args.save:
         Path(args.save).write_text(json.dumps(result, indent=1) + "\n")

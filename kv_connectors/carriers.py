@@ -19,7 +19,7 @@ MODULES = {
     "nccl": "kv_connectors.nccl",
 }
 DEVICES = {"nixl": ["cpu"], "tcp": ["cpu"], "gloo": ["cpu"], "nccl": ["cuda"]}
-AUTO: tuple[str, ...] = ("tcp",)  # what `transport: auto` tries, the preferred one first
+AUTO: tuple[str, ...] = ("nixl", "tcp")  # what `transport: auto` tries, the preferred one first
 
 
 def chosen(config: Config, device: str = "cpu") -> dict[str, Make]:

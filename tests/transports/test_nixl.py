@@ -16,21 +16,14 @@ import msgspec
 import pytest
 from peer import BLOCK_SIZE, BLOCKS, LAYERS, Peer, driver, memory, want
 
-from kv_connectors import carriers
 from vllm_disagg import events
 from vllm_disagg.config import Config
 from vllm_disagg.errors import BadMessage, ConfigError
 from vllm_disagg.memory import HostMemory
-from vllm_disagg.transports import control, nixl, nixl_agent, nixl_notes
+from vllm_disagg.transports import control, nixl, nixl_agent, nixl_notes, nixl_way
 
 real = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 QUICK = {"silence": 0.9, "retry": 0.3}
-
-
-@pytest.fixture(autouse=True)
-def auto(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `auto` is meant to be once engines have run with NIXL."""
-    monkeypatch.setattr(carriers, "AUTO", ("nixl",))
 
 
 def Source(row: int = 4096, lie: str = "", env: dict[str, str] | None = None, **settings: object) -> Peer:
@@ -162,14 +155,14 @@ def test_a_source_that_dies_or_freezes(
     Ways on which UCX emulates reads are refused otherwise; here they stand for hardware whose reads take time.
     """
     if tls:
-        monkeypatch.setattr(nixl.NixlCarrier, "_needs_hands", lambda *_: False)
+        monkeypatch.setattr(nixl.NixlCarrier, "_decide", _lenient)
         monkeypatch.setenv("UCX_TLS", tls)
     row = 100_000
     source, sink = start(Source, row), start(Sink, row, **QUICK)
     sink.pair(source)
     sink.want(source, 16, prefill=bool(tls))
     if tls:
-        wait(lambda: bool(sink.carrier._open))
+        wait(lambda: bool(sink.carrier._ready and sink.carrier._ready.reads.open))
     os.kill(source.process.pid, number)
     report = sink.outcome()
     assert report.reason is events.Reason.SILENT, report
@@ -182,6 +175,11 @@ def test_a_source_that_dies_or_freezes(
     another = start(Source, row)
     sink.pair(another)
     assert sink.expect_exact(another) == "nixl"
+
+
+def _lenient(carrier: nixl.NixlCarrier, source: nixl.Source, trial: nixl_way.Trial, true: Any = nixl.NixlCarrier._decide) -> None:
+    trial.step = nixl_way.Step.PROVED
+    true(carrier, source, trial)
 
 
 @real
@@ -203,6 +201,16 @@ def _broken(*_: object) -> None:
 
 
 @real
+def test_auto_takes_nixl_and_then_tcp(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    source, sink = start(Source, transport="auto"), start(Sink, transport="auto")
+    sink.pair(source)
+    assert sink.expect_exact(source) == "nixl"
+    monkeypatch.setattr(nixl_agent.Agent, "read", _broken)
+    assert "nixl" not in sink.expect_exact(source)
+    assert sink.expect_exact(source) == "tcp"
+
+
+@real
 def test_one_side_without(start: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "vllm_disagg")
     plain, broken = start(Source, transport="zmq"), start(Source, env={"UCX_TLS": "bogus"})
@@ -210,7 +218,7 @@ def test_one_side_without(start: Callable[..., Any], caplog: pytest.LogCaptureFi
     assert sink.expect_exact(plain) == "zmq"
     assert "here is nixl (transport is nixl), and there nothing" in caplog.text
     sink.pair(broken, nixl.Way.DOWN)
-    assert "NIXL runs here, but not there (" in caplog.text
+    assert "runs here, but not there (" in caplog.text
     assert sink.expect_exact(broken) == "zmq"
 
 
@@ -223,12 +231,12 @@ def test_none_here(
     monkeypatch.setenv("UCX_TLS", "bogus")
     sink = start(Sink)
     sink.pair(source, nixl.Way.DOWN)
-    assert "NIXL cannot start here (" in caplog.text
+    assert "cannot start here (" in caplog.text
     assert sink.expect_exact(source) == "zmq"
 
 
 @real
-@pytest.mark.parametrize(("transport", "by"), [("auto", "zmq"), ("nixl", "nixl")])
+@pytest.mark.parametrize(("transport", "by"), [("auto", "tcp"), ("nixl", "nixl")])
 def test_a_slow_way_is_told(
     start: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -238,9 +246,11 @@ def test_a_slow_way_is_told(
 ) -> None:
     caplog.set_level("INFO", "vllm_disagg")
     monkeypatch.setattr(nixl, "zmq_speed", lambda: 1e15)
-    source, sink = start(Source), start(Sink, transport=transport)
+    source, sink = start(Source, transport=transport), start(Sink, transport=transport)
     sink.pair(source, nixl.Way.UP if by == "nixl" else nixl.Way.DOWN)
     assert "ZMQ moves 1000000.0 GB/s here; " in caplog.text
+    if by != "nixl":
+        wait(lambda: sink.expect_exact(source) == by)
     assert sink.expect_exact(source) == by
 
 
@@ -252,7 +262,7 @@ def test_a_way_that_is_emulated_is_refused(
     monkeypatch.setenv("UCX_TLS", "tcp")
     source, sink = start(Source), start(Sink)
     sink.pair(source, nixl.Way.DOWN)
-    assert "reads end only with P's help" in caplog.text
+    assert "reads end only with its help" in caplog.text
     assert sink.expect_exact(source) == "zmq"
 
 
@@ -312,7 +322,6 @@ def test_what_ucx_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_encryption_and_nixl() -> None:
-    assert not carriers.chosen(Config(encrypt_data=True))
     with pytest.raises(ConfigError, match="encrypt"):
         Config(encrypt_data=True, transport="nixl").validate()
 

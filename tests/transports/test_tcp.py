@@ -169,15 +169,24 @@ def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
             assert time.monotonic() < end
             read(d, 48)
             d("outcome"), outcome(p)
+
+    def sending() -> int:
+        return sum(r.sending for t in list(p._prefill.transfers.values()) for r in t.readers.values())
+
+    sent = p.counters.bytes_sent
     read(slow, TOKENS)
+    while p.counters.bytes_sent == sent:
+        pass
     slow.process.send_signal(signal.SIGSTOP)
+    time.sleep(0.2)
+    assert sending(), "it was too quick for this test"
     began = time.monotonic()
     read(other, TOKENS)
     assert "reason=None" in str(other("outcome"))
     assert other(f"digest {BLOCKS}") == digest(theirs, BLOCKS)
     outcome(p)
     end = time.monotonic() + 5
-    while p._prefill.transfers and any(r.sending for t in p._prefill.transfers.values() for r in t.readers.values()):
+    while sending():
         assert time.monotonic() < end, "P's blocks are held by a send that does not move"
         time.sleep(0.05)
     assert time.monotonic() - began < 5

@@ -78,8 +78,12 @@ class Serving:
             self._port.counters.bad_messages += 1
             log.warning("dropped a note of %s: %s", reader, error)
             return
-        if not self._doors:
-            self._open()
+        try:
+            if not self._doors:
+                self._open()
+        except OSError as error:  # a reader that hears nothing goes on by another way
+            log.warning("no TCP from here: %s", error)
+            return
         host, port, *_ = next(iter(self._doors.values())).getsockname()
         ticket = secrets.token_bytes(notes.TICKET)
         self._tickets[ticket] = reader, note.attempt

@@ -27,7 +27,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     retry: Seconds = 0.5  # between D's signs of life; more often costs messages
     silence: Seconds = 2.0  # D gives P up after so long without a word; a false alarm costs a recompute
     piece: Bytes = 4 << 20  # bytes moved per request to P; larger ones cost less CPU and overlap less
-    overlap: Literal["layer", "chunk", "off"] = "layer"  # P offers KV with each few layers, each chunk, or the whole prompt
+    overlap: Literal["layer", "chunk", "off"] = "layer"  # P offers KV with each few layers, chunk, or prompt: docs/transports.md
     window: Bytes = 32 << 20  # bytes on their way to D at a time; bounds memory on both sides
 
     @property

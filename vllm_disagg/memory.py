@@ -46,6 +46,7 @@ class HostMemory:
 
     def __init__(self, planes: Sequence[Sequence[Row]], shape: Shape | int) -> None:
         self.planes = planes
+        self._places = [[(plane.ctypes.data, *plane.shape, plane.strides[0]) for plane in layer] for layer in planes]
         if isinstance(shape, int):
             shape = uniform(len(planes), shape, [plane.shape[1] for plane in planes[0]])
         self.shape = shape
@@ -90,8 +91,20 @@ class HostMemory:
 
     def runs(self, extent: Extent, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
         """(address, bytes) of the stretches of memory that hold the extent, in wire order."""
-        for run in self._runs(extent, blocks):
-            yield run.__array_interface__["data"][0], run.nbytes
+        head, end = heads_of(extent, kind := self.shape.kind(extent.layer))
+        if end - head < kind.heads:
+            for run in self._cut_runs(extent, blocks, kind):
+                yield run.__array_interface__["data"][0], run.nbytes
+            return
+        spans = list(_spans(blocks))
+        for layer in range(extent.layer, extent.layer_end):  # by arithmetic: arrays are slow to say where they lie
+            for address, rows, row, stride in self._places[layer]:
+                for first, count in spans:
+                    last = min(first + count, rows)
+                    if stride == row:
+                        yield address + first * stride, (last - first) * row
+                    else:
+                        yield from ((address + block * stride, row) for block in range(first, last))
 
     def regions(self) -> Iterator[tuple[int, int]]:
         """(address, bytes) that hold all there is."""

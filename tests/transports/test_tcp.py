@@ -261,6 +261,35 @@ def test_who_has_no_ticket_gets_nothing(start: Callable[..., Driver], peer: Call
         stranger.close()
 
 
+def test_a_door_that_lets_nobody_in_is_opened_anew(
+    start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without a file descriptor left; who waits at it must not keep P awake."""
+    p, d = start(memory(4096, 1)), peer(4096, seed=None)
+    worker = msgspec.json.encode(p.worker).decode()
+    let_in, shut = tcp_serving.Serving._let_in, []
+
+    class Full:
+        def accept(self) -> None:
+            raise OSError(24, "Too many open files")
+
+    def once(self: tcp_serving.Serving, door: socket.socket) -> None:
+        folder = self._folder
+        let_in(self, door if shut else Full())  # type: ignore[arg-type]
+        shut.append(os.path.exists(folder))
+
+    monkeypatch.setattr(tcp_serving.Serving, "_let_in", once)
+    end = time.monotonic() + 15
+    while not d("landed").get("tcp"):  # type: ignore[attr-defined]
+        assert time.monotonic() < end, shut
+        prefill(p, transfer := name(), 48)
+        d(f"want {transfer} 48 {worker}")
+        assert "reason=None" in str(d("outcome"))
+        outcome(p)
+        time.sleep(0.05)
+    assert shut[:2] == [False, True], "it was not shut, or not opened anew"
+
+
 def test_what_a_source_sends_is_checked(start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that are not the piece's, heads that make no sense, pieces that nobody asked for: never a byte elsewhere."""
     theirs, ours = memory(4096, 1), memory(4096, None)

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import secrets
+import shutil
 import socket
 import tempfile
 import time
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import zmq
 
@@ -93,8 +92,8 @@ class Serving:
         self._port.to_reader(reader, notes.encode(door))
 
     def happened(self, ready: Collection[object]) -> Iterator[Sent]:
-        for fd, door in self._doors.items():
-            if fd in ready:
+        for fd, door in list(self._doors.items()):
+            if fd in ready and fd in self._doors:
                 self._let_in(door)
         for fd in [fd for fd in self._guests if fd in ready]:
             self._greet(fd)
@@ -115,33 +114,47 @@ class Serving:
         return min([*due, *(until for _, until in self._guests.values())], default=None)
 
     def close(self) -> None:
-        guests, readers = (guest for guest, _ in self._guests.values()), (r.connection for r in self._readers.values())
-        for one in (*self._doors.values(), *guests, *readers):
+        self._shut()
+        for one in (*(guest for guest, _ in self._guests.values()), *(reader.connection for reader in self._readers.values())):
             one.close()
-        if self._folder:
-            with contextlib.suppress(OSError):  # the folder may be gone already
-                Path(self._folder, "data").unlink(missing_ok=True)
-                os.rmdir(self._folder)
 
     # Coming in -----------------------------------------------------------------------------------------------
     def _open(self) -> None:
         host = self._port.config.host
-        self._folder = tempfile.mkdtemp(prefix="vllm-disagg-")  # readable by this user alone
-        anywhere = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        anywhere.bind((host, 0))
-        nearby = socket.socket(socket.AF_UNIX)
-        nearby.bind(f"{self._folder}/data")
+        with contextlib.ExitStack() as undo:
+            self._folder = tempfile.mkdtemp(prefix="vllm-disagg-")  # readable by this user alone
+            undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            anywhere = undo.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+            anywhere.bind((host, 0))
+            nearby = undo.enter_context(socket.socket(socket.AF_UNIX))
+            nearby.bind(f"{self._folder}/data")
+            for door in (anywhere, nearby):
+                door.setblocking(False)
+                door.listen(GUESTS)
+            undo.pop_all()
         for door in (anywhere, nearby):
-            door.setblocking(False)
-            door.listen(GUESTS)
             self._doors[door.fileno()] = door
             self._port.poller.register(door.fileno(), zmq.POLLIN)
+
+    def _shut(self) -> None:
+        """Who wants to come in says Hello, and it is opened anew."""
+        if not self._doors:
+            return
+        for fd, door in self._doors.items():
+            self._port.poller.unregister(fd)
+            door.close()
+        self._doors.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _let_in(self, door: socket.socket) -> None:
         for _ in range(16):
             try:
                 guest, _ = door.accept()
-            except OSError:  # nobody (any more), or no file descriptor left: they ask again
+            except BlockingIOError:
+                return
+            except OSError as error:  # no file descriptor is left, say: who waits would wake us for ever
+                log.warning("nobody can come in by TCP: %s", error)
+                self._shut()
                 return
             guest.setblocking(False)
             self._guests[guest.fileno()] = guest, time.monotonic() + SHOWING

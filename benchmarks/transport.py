@@ -13,9 +13,10 @@ machine does meets them all alike; the figures are medians.
            NixlConnector reads; without its handshake, heartbeats and metadata
   zmq, ... our drivers
 
-With MODEL (a KV-heavy one), real engines too: which part of KV arrives while the prefill still computes (`overlap_hidden`),
-and what an idle pair costs beside an idle plain vLLM (`idle_cpu`, CPU seconds a second and engine).  The last line is
-one JSON object.
+With MODEL (a KV-heavy one), real engines too, one pair for each --overlap: which part of KV arrives while the prefill still
+computes (`overlap_hidden`), how much longer the first token takes than on a plain engine (`added_ms`, medians), and what an
+idle pair costs beside an idle plain vLLM (`idle_cpu`, CPU seconds a second and engine).  --sizes with nothing behind it
+leaves the part without engines out.  The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -53,13 +54,16 @@ LAYERS, BLOCK, BLOCK_SIZE, RUN = 24, 64 << 10, 16, 8
 KEY = keys.FleetKey(b"k" * keys.SIZE)
 ROUNDS = 3
 IDLE = 20.0  # seconds that idle engines are watched
+ASKED = 5  # times for each length of prompt
+REST = 1.5  # seconds before: vLLM's processes spin for one after their last work
 Rows = npt.NDArray[np.uint8]
 
 
 class Pool:
-    """KV of `count` prompts of the largest size, and room for as many."""
+    """At least so many blocks, whole runs of them."""
 
     def __init__(self, blocks: int, seed: int) -> None:
+        blocks += -blocks % RUN
         self.planes: list[Rows] = [np.full((blocks, BLOCK), seed + layer, np.uint8) for layer in range(LAYERS)]
         runs = [list(range(first, first + RUN)) for first in range(0, blocks, RUN)]
         random.Random(seed).shuffle(runs)
@@ -231,7 +235,7 @@ def synthetic(names: list[str], counts: list[int], times: int) -> dict[str, Any]
     for turn in range(ROUNDS):
         for name in names:  # one way lives at a time: NIXL's progress threads spin, and would starve the others
             print(f"round {turn + 1} of {ROUNDS}: {name}", flush=True)
-            pair = Pair(name, max(counts) + RUN)
+            pair = Pair(name, max(counts) + RUN)  # more than a prompt needs, so that its runs lie apart
             try:
                 warm_up(pair, max(counts))
                 for count in counts * -(-times // ROUNDS):
@@ -266,16 +270,16 @@ def warm_up(pair: Pair, count: int) -> None:
 
 
 # Real engines ------------------------------------------------------------------------------------------------
-def engines(model: str, transport: str, lengths: list[int]) -> dict[str, Any]:
+def engines(model: str, transport: str, overlap: str, lengths: list[int]) -> dict[str, Any]:
     from handoff import Stack, free_port  # noqa: PLC0415 - needs aiohttp
     from processes import cpu_seconds  # noqa: PLC0415
 
     logs = Path(tempfile.mkdtemp(prefix="transport-engines-"))
-    print(f"engines: plain, prefill and decode by {transport} (logs in {logs})", flush=True)
+    print(f"engines: plain, prefill and decode by {transport}, overlap {overlap} (logs in {logs})", flush=True)
     plain, pair = Stack("plain", "auto"), Stack("pair", "auto")
     try:
         subprocess.run([sys.executable, "-m", "vllm_disagg.cli", "key", str(logs / "key")], check=True)
-        settings = {"key_file": str(logs / "key"), "transport": transport}
+        settings = {"key_file": str(logs / "key"), "transport": transport, "overlap": overlap}
         config = {"kv_connector": "DisaggConnector", "kv_connector_extra_config": settings}
         urls = [plain.engine(model, logs / "plain.log", 0)]
         for core, role in enumerate(("kv_producer", "kv_consumer")):
@@ -289,7 +293,7 @@ def engines(model: str, transport: str, lengths: list[int]) -> dict[str, Any]:
         front.start(logs / "proxy.log", [*proxy, "--prefill", urls[1], "--decode", urls[2]])
         try:
             front.wait(f"http://127.0.0.1:{port}", "/readiness")
-            hidden = overlap(f"http://127.0.0.1:{port}", urls[2], lengths)
+            found = hidden(urls[0], f"http://127.0.0.1:{port}", urls[2], lengths)
         finally:
             front.stop()
         time.sleep(3)
@@ -297,42 +301,51 @@ def engines(model: str, transport: str, lengths: list[int]) -> dict[str, Any]:
         before = [cpu_seconds(pids) for pids in sessions]
         time.sleep(IDLE)
         used = [(cpu_seconds(pids) - cpu) / IDLE / len(pids) for pids, cpu in zip(sessions, before, strict=True)]
-        return {**hidden, "idle_cpu": {"plain": round(used[0], 4), transport: round(used[1], 4)}}
+        return {**found, "idle_cpu": {"plain": round(used[0], 4), transport: round(used[1], 4)}}
     finally:
         for stack in (plain, pair):
             stack.stop()
 
 
-def overlap(front: str, decode: str, lengths: list[int]) -> dict[str, Any]:
-    """Which part of KV was at D before P had computed everything."""
-    ask(front, 1000)  # connections, and the way is measured
-    time.sleep(4)
-    ask(front, 1000)
-    before, rows = metrics(decode), {}
+def hidden(plain: str, front: str, decode: str, lengths: list[int]) -> dict[str, Any]:
+    """Which part of KV was at D before P had computed everything, and what the first token costs more than on `plain`."""
+    for url in (plain, front, front):  # connections, and the way is measured
+        ask(url, 1000)
+        time.sleep(4)
+    before, rows, added = metrics(decode), {}, {}
     for length in lengths:
         last = metrics(decode)
-        for _ in range(4):
-            ask(front, length)
-            time.sleep(1.5)
+        alone, ours = (statistics.median([ask(url, length) for _ in range(ASKED)]) for url in (plain, front))
+        time.sleep(1)
         now = metrics(decode)
         arrived, early = (now[name] - last[name] for name in ("received_bytes_total", "early_bytes_total"))
-        rows[str(length)] = round(early / arrived, 3)
-        print(f"  {length} tokens: {early / arrived:.0%} of {arrived / 4 / 1e6:.0f} MB arrives early", flush=True)
+        rows[str(length)], added[str(length)] = round(early / arrived, 3), round((ours - alone) * 1e3, 1)
+        print(
+            f"  {length} tokens: {early / arrived:.0%} of {arrived / ASKED / 1e6:.0f} MB arrives early; "
+            f"first token after {ours * 1e3:.0f} ms, of a plain engine {alone * 1e3:.0f}",
+            flush=True,
+        )
     after = metrics(decode)
     carried = {
         name.removeprefix("received_by_").removesuffix("_bytes_total"): round(after[name] - before[name])
         for name in after
         if name.startswith("received_by_") and after[name] > before[name]
     }
-    return {"overlap_hidden": min(rows.values()), "overlap_by_tokens": rows, "carried": carried}
+    return {"overlap_hidden": min(rows.values()), "overlap_by_tokens": rows, "added_ms": added, "carried": carried}
 
 
-def ask(url: str, length: int) -> None:
+def ask(url: str, length: int) -> float:
+    """Seconds until the first token of the answer."""
     prompt = [random.randrange(10, 900) for _ in range(length)]
-    body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0}).encode()
+    body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "stream": True}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    time.sleep(REST)
+    began = time.monotonic()
     with urllib.request.urlopen(request, timeout=120) as answer:
+        answer.readline()
+        seconds = time.monotonic() - began
         answer.read()
+    return seconds
 
 
 def metrics(url: str) -> dict[str, float]:
@@ -346,29 +359,32 @@ def main() -> None:
     known = ["zmq", *carriers.MODULES]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="a KV-heavy model, for the part with real engines")
-    parser.add_argument("--transports", nargs="+", choices=known, default=["zmq", "gloo", *(["nixl"] if has_nixl else [])])
-    parser.add_argument("--sizes", type=float, nargs="+", default=[1.5, 6, 24, 96], metavar="MIB", help="of transfers")
+    parser.add_argument("--transports", nargs="+", choices=known, default=["zmq", "tcp", "gloo", *(["nixl"] if has_nixl else [])])
+    parser.add_argument("--sizes", type=float, nargs="*", default=[1.5, 6, 24, 96], metavar="MIB", help="of transfers")
     parser.add_argument("--times", type=int, default=15, help="transfers of each kind")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 3900], help="of prompts for the engines, in tokens")
-    parser.add_argument("--engines", choices=known, help="the engines' transport (default: the last of --transports)")
+    modes = ("layer", "chunk", "off")
+    parser.add_argument("--overlap", nargs="+", choices=modes, default=modes, help="of the engines, a pair for each")
+    parser.add_argument("--engines", choices=["auto", *known], default="auto", help="the engines' transport")
     parser.add_argument("--save", metavar="FILE", help="write the result there too")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("transport: stopped"))
     names = ["memcpy", "pyzmq", *args.transports, *(["peer"] if has_nixl else [])]
     counts = [max(1, round(size * 2**20 / (LAYERS * BLOCK))) for size in args.sizes]
-    cells = synthetic(names, counts, args.times)
-    best = {name: max(cell["gbps"] for cell in sizes.values()) for name, sizes in cells.items()}
-    result: dict[str, Any] = {
-        "gbps": {name: best[name] for name in args.transports},
-        "memcpy_gbps": best["memcpy"],
-        "pyzmq_gbps": best["pyzmq"],
-        "peer_gbps": best.get("peer"),
-        "cells": cells,
-    }
+    result: dict[str, Any] = {"overlap_hidden": None, "idle_cpu": None}
+    if counts:
+        cells = synthetic(names, counts, args.times)
+        best = {name: max(cell["gbps"] for cell in sizes.values()) for name, sizes in cells.items()}
+        result |= {
+            "gbps": {name: best[name] for name in args.transports},
+            "memcpy_gbps": best["memcpy"],
+            "pyzmq_gbps": best["pyzmq"],
+            "peer_gbps": best.get("peer"),
+            "cells": cells,
+        }
     if args.model:
-        result |= engines(args.model, args.engines or args.transports[-1], args.lengths)
-    else:
-        result |= {"overlap_hidden": None, "idle_cpu": None}
+        by_overlap = {mode: engines(args.model, args.engines, mode, args.lengths) for mode in args.overlap}
+        result |= {what: {mode: by_overlap[mode][what] for mode in by_overlap} for what in next(iter(by_overlap.values()))}
     if args.save:
         Path(args.save).write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

@@ -12,9 +12,14 @@ from vllm_disagg.transports.carrier import Carrier, Port
 log = logging.getLogger("vllm_disagg.carriers")
 
 Make = Callable[[Port], Carrier]
-MODULES = {"nixl": "vllm_disagg.transports.nixl", "gloo": "kv_connectors.gloo", "nccl": "kv_connectors.nccl"}
-DEVICES = {"nixl": ["cpu"], "gloo": ["cpu"], "nccl": ["cuda"]}
-AUTO: tuple[str, ...] = ()  # what `transport: auto` tries, the preferred one first: not yet, docs/transports.md
+MODULES = {
+    "nixl": "vllm_disagg.transports.nixl",
+    "tcp": "vllm_disagg.transports.tcp",
+    "gloo": "kv_connectors.gloo",
+    "nccl": "kv_connectors.nccl",
+}
+DEVICES = {"nixl": ["cpu"], "tcp": ["cpu"], "gloo": ["cpu"], "nccl": ["cuda"]}
+AUTO: tuple[str, ...] = ("nixl", "tcp")  # what `transport: auto` tries, the preferred one first
 
 
 def chosen(config: Config, device: str = "cpu") -> dict[str, Make]:
@@ -31,6 +36,8 @@ def chosen(config: Config, device: str = "cpu") -> dict[str, Make]:
                 raise RuntimeError(f"{name} is for KV on {' or '.join(DEVICES[name])} here, and this is on {device}")
             found[name] = importlib.import_module(MODULES[name]).carrier(config)  # with what it needs, which is not everywhere
         except (ImportError, RuntimeError) as error:
-            level = logging.INFO if config.transport == "auto" else logging.WARNING
-            log.log(level, "transport is %s, but KV goes by ZMQ: %s", config.transport, error)
+            if config.transport == "auto":
+                log.info("transport is auto, without %s: %s", name, error)
+            else:
+                log.warning("transport is %s, but KV goes by ZMQ: %s", name, error)
     return found

@@ -22,7 +22,7 @@ COUNTS = {
     "bad_messages": "messages of peers that made no sense",
     "damaged_pieces": "pieces whose bytes did not match their checksum",
 }
-CARRIERS = ("zmq", "gloo", "nccl", "nixl")
+CARRIERS = ("zmq", "tcp", "gloo", "nccl", "nixl")
 
 
 @dataclass

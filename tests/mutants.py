@@ -87,7 +87,21 @@ MUTANTS = [
     ("P grows beyond its ring", "transports/pairs.py", "while self.waiting and self.free:\n            piece, slot = self.waiting.popleft(), self.free.pop()", "while self.waiting:\n            piece, slot = self.waiting.popleft(), self.free.pop() if self.free else 0"),
     ("P waits for ever for a frozen D", "transports/pairs.py", "return self._break(self.overdue(bool(self.told))) if due is not None and due <= now else []", "return []"),
     ("P waits for what has ended before it looked", "transports/pairs.py", "if event.seq in self.slots:", "if True:"),
+    ("D takes a way that P has helped", "transports/nixl_way.py", "if count == self._count:", "if True:"),
+    ("D forgets that it asked for help", "transports/nixl_way.py", "        elif self.helped:\n", "        elif False:\n"),
+    ("D blames a connection that comes up", "transports/nixl_way.py", "if self.tries >= TRIES:", "if True:"),
+    ("D believes an earlier count", "transports/nixl_way.py", "if turn != self.turn:", "if False:"),
+    ("D takes bytes that were damaged on TCP", "transports/tcp.py", "ok = state.digest() == told", "ok = True"),
+    ("D waits for ever in the middle of a piece", "transports/tcp.py", "if source.is_inside and now > source.moved + self._port.config.silence:", "if False:"),
+    ("P holds blocks for a reader that stands still", "transports/tcp_serving.py", "if r.queue and now > r.moved + self._port.config.silence]", "if False]"),
+    ("P lets in who has no ticket", "transports/tcp_serving.py", "self._tickets.pop(guest.recv(notes.TICKET))", "(guest.recv(notes.TICKET).hex(), 1)"),
 ]
+TESTS = {
+    "transports/pairs.py": ["tests/property/test_pairs.py"],
+    "transports/nixl_way.py": ["tests/unit/test_nixl_way.py"],
+    "transports/tcp.py": ["tests/transports/test_tcp.py"],
+    "transports/tcp_serving.py": ["tests/transports/test_tcp.py"],
+}
 
 
 def is_caught(file: str, old: str, new: str) -> bool:
@@ -102,7 +116,7 @@ def is_caught(file: str, old: str, new: str) -> bool:
             sys.exit(f"mutants: {file} holds {text.count(old)} times: {old!r}")
         path.write_text(text.replace(old, new))
         of_pairs = file == "transports/pairs.py"
-        tests = ["tests/property/test_pairs.py"] if of_pairs else [*OF_MACHINES, "tests/property/test_world.py"]
+        tests = TESTS.get(file, [*OF_MACHINES, "tests/property/test_world.py"])
         if of_connector:
             tests = ["tests/unit/test_scheduler_side.py", "tests/unit/test_worker_side.py"]
         command = [sys.executable, "-m", "pytest", "-x", *tests]

@@ -20,7 +20,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key_file: str = ""  # the fleet's key; without one only loopback is served
     register: str = ""  # http://HOST:PORT of a proxy (several: with commas) to which this engine makes itself known
     advertise: str = ""  # with `register`: http://HOST:PORT under which that proxy reaches this engine's API server
-    transport: Literal["auto", "zmq", "gloo", "nccl", "nixl"] = "auto"  # what carries KV, docs/transports.md; else ZMQ
+    transport: Literal["auto", "zmq", "tcp", "gloo", "nccl", "nixl"] = "auto"  # what carries KV, docs/transports.md; else ZMQ
     gpu: bool = False  # serve KV in GPU memory: written and tested off the GPU, never yet run on one (docs/gpu.md)
     encrypt_data: bool = False  # CURVE on KV bytes too: private on any network, about a fifth of the speed
     compress: Literal["off", "fp8"] = "off"  # bf16 KV as fp8 on the wire: half the bytes, and answers are NOT exact any more
@@ -28,7 +28,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     retry: Seconds = 0.5  # between D's signs of life; more often costs messages
     silence: Seconds = 2.0  # D gives P up after so long without a word; a false alarm costs a recompute
     piece: Bytes = 4 << 20  # bytes moved per request to P; larger ones cost less CPU and overlap less
-    overlap: Literal["layer", "chunk", "off"] = "layer"  # P offers KV with each few layers, each chunk, or the whole prompt
+    overlap: Literal["layer", "chunk", "off"] = "layer"  # P offers KV with each few layers, chunk, or prompt: docs/transports.md
     window: Bytes = 32 << 20  # bytes on their way to D at a time; bounds memory on both sides
 
     @property

@@ -78,8 +78,9 @@ class Driver:
         self._control.poller.register(self._woken, zmq.POLLIN)
         carried = Fp8(memory) if config.compress == "fp8" else memory
         zmq_carrier = ZmqCarrier(self._port("zmq", config, carried), self._control)
-        fallback = zmq_carrier.address
-        others = {name: make(self._port(name, config, memory, fallback)) for name, make in (carriers or {}).items()}
+        self._fallback = zmq_carrier.address
+        self._up: dict[str, dict[str, str]] = {}  # source -> carriers that have come up beside ZMQ, and their addresses
+        others = {name: make(self._port(name, config, memory, self._fallback)) for name, make in (carriers or {}).items()}
         self._carriers: dict[str, Carrier] = {"zmq": zmq_carrier, **others}
         self._arriving: Carrier = zmq_carrier  # whose Arrived is in the machine just now
         self.worker = Worker(
@@ -149,9 +150,9 @@ class Driver:
         ready = {receiver for receiver, _ in self._control.poller.poll(self._timeout())}
         self._drain()
         self._receive(ready)
-        for carrier in self._carriers.values():
+        for name, carrier in self._carriers.items():
             for event in carrier.happened(ready):
-                self._take(carrier, event)
+                self._take(name, carrier, event)
         now = time.monotonic()
         for side, do in ((self._prefill, self._do_prefill), (self._decode, self._do_decode)):
             due = side.next_deadline()
@@ -215,16 +216,31 @@ class Driver:
         elif message.reader == self.name and (carrier := self._carriers.get(message.carrier)) is not None:
             carrier.note_at_decode(message.source, message.data)
 
-    def _take(self, carrier: Carrier, event: Happened) -> None:
+    def _take(self, name: str, carrier: Carrier, event: Happened) -> None:
         self._drain()
         if isinstance(event, events.Sent):
             self._do_prefill(event)
             return
         self._arriving = carrier
-        if isinstance(event, events.Landed):
-            self._landed(event)
+        match event:
+            case events.Landed():
+                self._landed(event)
+            case events.Routed():
+                self._do_decode(self._preferred(name, event))
+            case _:
+                self._do_decode(event)
+
+    def _preferred(self, name: str, event: events.Routed) -> events.Routed:
+        """Of the carriers that are up, the first one takes the pieces."""
+        up = self._up.setdefault(event.source, {})
+        if event.address == self._fallback:
+            up.pop(name, None)
         else:
-            self._do_decode(event)
+            up[name] = event.address
+        best = next((up[name] for name in self._carriers if name in up), self._fallback)
+        if not up:
+            del self._up[event.source]
+        return events.Routed(event.source, best, event.lost)
 
     def _landed(self, event: events.Landed) -> None:
         self.counters.damaged_pieces += not event.ok
@@ -274,14 +290,14 @@ class Driver:
                     assert_never(action)
 
     def _connect(self, worker: Worker) -> None:
-        """Messages and ZMQ at once; the first carrier that both have comes up beside it, and says so with Routed."""
+        """Messages and ZMQ at once; the carriers that both have come up beside it, and say so with Routed."""
         is_new = worker.name not in self._control.links
         forgotten = self._control.connect(worker)
         self._carriers["zmq"].connect(worker)
         common = [name for name in self._carriers if name in worker.carriers and name != "zmq"]
-        if common:
-            self._carriers[common[0]].connect(worker)
-        elif is_new and (transport := self._control.config.transport) != "zmq":
+        for name in common:
+            self._carriers[name].connect(worker)
+        if not common and is_new and (transport := self._control.config.transport) != "zmq":
             here, there = ([name for name in names if name != "zmq"] for names in (self._carriers, worker.carriers))
             log.log(
                 logging.INFO if transport == "auto" else logging.WARNING,

@@ -46,6 +46,7 @@ class HostMemory:
 
     def __init__(self, planes: Sequence[Sequence[Row]], shape: Shape | int) -> None:
         self.planes = planes
+        self._places = [[(plane.ctypes.data, *plane.shape, plane.strides[0]) for plane in layer] for layer in planes]
         if isinstance(shape, int):
             shape = uniform(len(planes), shape, [plane.shape[1] for plane in planes[0]])
         self.shape = shape
@@ -80,10 +81,30 @@ class HostMemory:
                 at, source = at + count, source[count:]
         return True
 
+    def views(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]:
+        """Where the extent's bytes lie, in wire order: to be written into."""
+        return [
+            memoryview(run[at : at + FRAME])  # type: ignore[arg-type]
+            for run in self._runs(extent, blocks)
+            for at in range(0, run.nbytes, FRAME)
+        ]
+
     def runs(self, extent: Extent, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
         """(address, bytes) of the stretches of memory that hold the extent, in wire order."""
-        for run in self._runs(extent, blocks):
-            yield run.__array_interface__["data"][0], run.nbytes
+        head, end = heads_of(extent, kind := self.shape.kind(extent.layer))
+        if end - head < kind.heads:
+            for run in self._cut_runs(extent, blocks, kind):
+                yield run.__array_interface__["data"][0], run.nbytes
+            return
+        spans = list(_spans(blocks))
+        for layer in range(extent.layer, extent.layer_end):  # by arithmetic: arrays are slow to say where they lie
+            for address, rows, row, stride in self._places[layer]:
+                for first, count in spans:
+                    last = min(first + count, rows)
+                    if stride == row:
+                        yield address + first * stride, (last - first) * row
+                    else:
+                        yield from ((address + block * stride, row) for block in range(first, last))
 
     def regions(self) -> Iterator[tuple[int, int]]:
         """(address, bytes) that hold all there is."""
@@ -134,9 +155,14 @@ class HostMemory:
                     yield from rows[:, extent.head * stride : extent.head_end * stride]
 
 
+def hasher(transfer: str) -> xxhash.xxh3_64:
+    """Seeded with the transfer, so another transfer's bytes do not pass; no secret, no MAC."""
+    return xxhash.xxh3_64(seed=int(transfer[:16], 16))
+
+
 def checksum(transfer: str, frames: Sequence[memoryview]) -> int:
-    """xxh3_64 of the bytes.  Seeded with the transfer, so another transfer's bytes do not pass; no secret, no MAC."""
-    state = xxhash.xxh3_64(seed=int(transfer[:16], 16))
+    """xxh3_64 of the bytes."""
+    state = hasher(transfer)
     for frame in frames:
         state.update(frame)
     return state.intdigest()

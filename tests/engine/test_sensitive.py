@@ -23,7 +23,8 @@ class Faulty:
         self.fault.write_text("")
         self.rounds = 0
         env = {"PYTHONPATH": str(Path(__file__).parent / "faulty"), "FAULT": str(self.fault)}
-        self.decode = Engine("faulty-D", machine.folder, role="kv_consumer", cpu="1", env=env)
+        settings: dict[str, object] = {"transport": "zmq"}  # the fault is in `write`, which others go without
+        self.decode = Engine("faulty-D", machine.folder, role="kv_consumer", cpu="1", env=env, settings=settings)
         machine.start(self.decode)
         self.main = main
         self.legs = Legs(machine.key, main.prefill, self.decode)

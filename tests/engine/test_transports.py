@@ -15,6 +15,7 @@ from test_exact import needed
 pytestmark = pytest.mark.wide
 
 CARRIERS = [
+    "tcp",
     pytest.param("nixl", marks=pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed")),
     "gloo",
 ]

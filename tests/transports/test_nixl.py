@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import random
 import secrets
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,60 +14,20 @@ from typing import Any
 
 import msgspec
 import pytest
-from source_process import BLOCK_SIZE, BLOCKS, KEY, LAYERS, memory
+from peer import BLOCK_SIZE, BLOCKS, LAYERS, Peer, driver, memory, want
 
-from kv_connectors import carriers
-from vllm_disagg import events, mapping
+from vllm_disagg import events
 from vllm_disagg.config import Config
-from vllm_disagg.driver import Driver
 from vllm_disagg.errors import BadMessage, ConfigError
-from vllm_disagg.grants import Worker
 from vllm_disagg.memory import HostMemory
-from vllm_disagg.transports import control, nixl, nixl_agent, nixl_notes
+from vllm_disagg.transports import control, nixl, nixl_agent, nixl_notes, nixl_way
 
-HERE = Path(__file__).parent
 real = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 QUICK = {"silence": 0.9, "retry": 0.3}
 
 
-@pytest.fixture(autouse=True)
-def auto(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `auto` is meant to be once engines have run with NIXL."""
-    monkeypatch.setattr(carriers, "AUTO", ("nixl",))
-
-
-class Source:
-    def __init__(self, row: int = 4096, lie: str = "", env: dict[str, str] | None = None, **settings: object) -> None:
-        told = json.dumps({"row": row, "lie": lie, "settings": {"transport": "nixl", **settings}})
-        self.row = row
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "source_process.py"), told],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(HERE.parents[1]), **(env or {})},
-        )
-        assert self.process.stdout is not None and self.process.stdin is not None
-        self.worker = msgspec.json.decode(self.process.stdout.readline(), type=Worker)
-
-    def prefill(self, transfer: str, blocks: list[int], tokens: int) -> None:
-        self.process.stdin.write(f"prefill {transfer} {','.join(map(str, blocks))} {tokens}\n")  # type: ignore[union-attr]
-        self.process.stdin.flush()  # type: ignore[union-attr]
-        while (line := self.process.stdout.readline()) != "done\n":  # type: ignore[union-attr]
-            assert " NIXL " in line or " UCX " in line, line  # they log there
-
-    def cpu(self) -> float:
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            try:
-                pipe.close()  # type: ignore[union-attr]
-            except BrokenPipeError:
-                pass
+def Source(row: int = 4096, lie: str = "", env: dict[str, str] | None = None, **settings: object) -> Peer:
+    return Peer(row, settings={"transport": "nixl", **settings}, lie=lie, env=env)
 
 
 class Sink:
@@ -78,16 +35,13 @@ class Sink:
 
     def __init__(self, row: int = 4096, **settings: object) -> None:
         self.memory = memory(row, None)
-        config = Config(**{"transport": "nixl", **settings})  # type: ignore[arg-type]
-        self.driver = Driver(config, KEY, self.memory, 0, carriers.chosen(config))
+        self.driver = driver(self.memory, **{"transport": "nixl", **settings})
 
-    def want(self, source: Source, count: int = 5, *, prefill: bool = True) -> str:
+    def want(self, source: Peer, count: int = 5, *, prefill: bool = True) -> str:
         transfer, tokens = secrets.token_hex(16), count * BLOCK_SIZE - 5
         if prefill:
-            source.prefill(transfer, list(range(count)), tokens)
-        plan = mapping.plan([source.worker.holds], [self.memory.shape])
-        blocks = events.Blocks(0, list(range(count, 2 * count)))
-        self.driver.submit([events.Wanted(transfer, [source.worker], plan, [blocks], tokens, 60.0)])
+            source(f"prefill {transfer} {tokens}")
+        want(self.driver, transfer, tokens, source.worker, first=count)
         return transfer
 
     def outcome(self, seconds: float = 30.0) -> events.Report:
@@ -99,7 +53,7 @@ class Sink:
             time.sleep(0.001)
         raise AssertionError("nothing came")
 
-    def expect_exact(self, source: Source, count: int = 5) -> str:
+    def expect_exact(self, source: Peer, count: int = 5) -> str:
         """Fetch some blocks, find them right, and say what carried them."""
         for planes in self.memory.planes:
             for plane in planes:
@@ -120,10 +74,10 @@ class Sink:
     def carrier(self) -> nixl.NixlCarrier:
         return self.driver._carriers["nixl"]  # type: ignore[return-value]
 
-    def way(self, source: Source) -> nixl.Way:
+    def way(self, source: Peer) -> nixl.Way:
         return self.carrier._sources[source.worker.name].way
 
-    def pair(self, source: Source, wanted: nixl.Way = nixl.Way.UP) -> None:
+    def pair(self, source: Peer, wanted: nixl.Way = nixl.Way.UP) -> None:
         """A first transfer, by ZMQ most likely; then wait for the way that NIXL finds."""
         self.expect_exact(source)
         wait(lambda: self.way(source) is wanted)
@@ -138,15 +92,15 @@ def wait(done: Callable[[], bool], seconds: float = 40.0) -> None:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Any]]:
-    made: list[Source | Sink] = []
+    made: list[Peer | Sink] = []
 
-    def make(kind: type[Source] | type[Sink], *args: Any, **settings: Any) -> Source | Sink:
+    def make(kind: Callable[..., Peer | Sink], *args: Any, **settings: Any) -> Peer | Sink:
         made.append(kind(*args, **settings))
         return made[-1]
 
     yield make
     for one in made:
-        one.stop() if isinstance(one, Source) else one.driver.close()
+        one.stop() if isinstance(one, Peer) else one.driver.close()
 
 
 @real
@@ -201,14 +155,14 @@ def test_a_source_that_dies_or_freezes(
     Ways on which UCX emulates reads are refused otherwise; here they stand for hardware whose reads take time.
     """
     if tls:
-        monkeypatch.setattr(nixl.NixlCarrier, "_needs_hands", lambda *_: False)
+        monkeypatch.setattr(nixl.NixlCarrier, "_decide", _lenient)
         monkeypatch.setenv("UCX_TLS", tls)
     row = 100_000
     source, sink = start(Source, row), start(Sink, row, **QUICK)
     sink.pair(source)
     sink.want(source, 16, prefill=bool(tls))
     if tls:
-        wait(lambda: bool(sink.carrier._open))
+        wait(lambda: bool(sink.carrier._ready and sink.carrier._ready.reads.open))
     os.kill(source.process.pid, number)
     report = sink.outcome()
     assert report.reason is events.Reason.SILENT, report
@@ -221,6 +175,11 @@ def test_a_source_that_dies_or_freezes(
     another = start(Source, row)
     sink.pair(another)
     assert sink.expect_exact(another) == "nixl"
+
+
+def _lenient(carrier: nixl.NixlCarrier, source: nixl.Source, trial: nixl_way.Trial, true: Any = nixl.NixlCarrier._decide) -> None:
+    trial.step = nixl_way.Step.PROVED
+    true(carrier, source, trial)
 
 
 @real
@@ -242,6 +201,16 @@ def _broken(*_: object) -> None:
 
 
 @real
+def test_auto_takes_nixl_and_then_tcp(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    source, sink = start(Source, transport="auto"), start(Sink, transport="auto")
+    sink.pair(source)
+    assert sink.expect_exact(source) == "nixl"
+    monkeypatch.setattr(nixl_agent.Agent, "read", _broken)
+    assert "nixl" not in sink.expect_exact(source)
+    assert sink.expect_exact(source) == "tcp"
+
+
+@real
 def test_one_side_without(start: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "vllm_disagg")
     plain, broken = start(Source, transport="zmq"), start(Source, env={"UCX_TLS": "bogus"})
@@ -249,7 +218,7 @@ def test_one_side_without(start: Callable[..., Any], caplog: pytest.LogCaptureFi
     assert sink.expect_exact(plain) == "zmq"
     assert "here is nixl (transport is nixl), and there nothing" in caplog.text
     sink.pair(broken, nixl.Way.DOWN)
-    assert "NIXL runs here, but not there (" in caplog.text
+    assert "runs here, but not there (" in caplog.text
     assert sink.expect_exact(broken) == "zmq"
 
 
@@ -262,12 +231,12 @@ def test_none_here(
     monkeypatch.setenv("UCX_TLS", "bogus")
     sink = start(Sink)
     sink.pair(source, nixl.Way.DOWN)
-    assert "NIXL cannot start here (" in caplog.text
+    assert "cannot start here (" in caplog.text
     assert sink.expect_exact(source) == "zmq"
 
 
 @real
-@pytest.mark.parametrize(("transport", "by"), [("auto", "zmq"), ("nixl", "nixl")])
+@pytest.mark.parametrize(("transport", "by"), [("auto", "tcp"), ("nixl", "nixl")])
 def test_a_slow_way_is_told(
     start: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -277,9 +246,11 @@ def test_a_slow_way_is_told(
 ) -> None:
     caplog.set_level("INFO", "vllm_disagg")
     monkeypatch.setattr(nixl, "zmq_speed", lambda: 1e15)
-    source, sink = start(Source), start(Sink, transport=transport)
+    source, sink = start(Source, transport=transport), start(Sink, transport=transport)
     sink.pair(source, nixl.Way.UP if by == "nixl" else nixl.Way.DOWN)
     assert "ZMQ moves 1000000.0 GB/s here; " in caplog.text
+    if by != "nixl":
+        wait(lambda: sink.expect_exact(source) == by)
     assert sink.expect_exact(source) == by
 
 
@@ -291,7 +262,7 @@ def test_a_way_that_is_emulated_is_refused(
     monkeypatch.setenv("UCX_TLS", "tcp")
     source, sink = start(Source), start(Sink)
     sink.pair(source, nixl.Way.DOWN)
-    assert "reads end only with P's help" in caplog.text
+    assert "reads end only with its help" in caplog.text
     assert sink.expect_exact(source) == "zmq"
 
 
@@ -351,10 +322,9 @@ def test_what_ucx_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_encryption_and_nixl() -> None:
-    assert not carriers.chosen(Config(encrypt_data=True))
     with pytest.raises(ConfigError, match="encrypt"):
         Config(encrypt_data=True, transport="nixl").validate()
 
 
-def test_the_layers_and_blocks_of_the_source_process() -> None:
+def test_the_layers_and_blocks_of_a_peer() -> None:
     assert memory(8, 1).shape.layers == [0] * LAYERS and len(memory(8, 1).planes[0][0]) == BLOCKS

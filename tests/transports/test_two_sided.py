@@ -2,58 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
-import transfer_peer
-from transfer_peer import BLOCK_SIZE, LAYERS, digest, memory, outcome, prefill, want
+from peer import BLOCK_SIZE, BLOCKS, LAYERS, Peer, digest, driver, memory, outcome, prefill, want
 
 from kv_connectors import carriers
 from vllm_disagg import events
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.grants import Worker
 from vllm_disagg.transports import two_sided
 
-ROW, BLOCKS = 400_000, 32  # about 100 MB in 8 planes
+ROW = 400_000  # about 100 MB in 8 planes
 TOKENS = BLOCKS * BLOCK_SIZE
 GLOO = {"transport": "gloo", "silence": 0.9, "retry": 0.3, "piece": 1 << 20}
-
-
-class Peer:
-    """A worker in a process of its own."""
-
-    def __init__(self, row: int = ROW, seed: int | None = 1, settings: dict[str, object] = GLOO) -> None:
-        script = Path(transfer_peer.__file__)
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), json.dumps([settings, row, seed])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=script.parents[2],
-        )
-        self.worker = msgspec.convert(self._answer(), Worker)
-
-    def __call__(self, command: str) -> object:
-        assert self.process.stdin is not None
-        print(command, file=self.process.stdin, flush=True)
-        return self._answer()
-
-    def _answer(self) -> object:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 @pytest.fixture
@@ -61,7 +27,7 @@ def peer() -> Iterator[Callable[..., Peer]]:
     made: list[Peer] = []
 
     def start(**how: object) -> Peer:
-        made.append(Peer(**how))  # type: ignore[arg-type]
+        made.append(Peer(**{"row": ROW, "settings": GLOO, **how}))  # type: ignore[arg-type]
         return made[-1]
 
     yield start
@@ -74,7 +40,7 @@ def start() -> Iterator[Callable[..., Driver]]:
     made: list[Driver] = []
 
     def make(memory: object, **settings: object) -> Driver:
-        made.append(transfer_peer.driver(memory, **{**GLOO, **settings}))  # type: ignore[arg-type]
+        made.append(driver(memory, **{**GLOO, **settings}))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
@@ -128,14 +94,20 @@ def test_bytes_arrive_by_gloo(
     assert p.process.wait(10) == 0, "a worker that ends while a pair is open must end in order"
 
 
-def test_two_workers_read_from_each_other_at_once(start: Callable[..., Driver], peer: Callable[..., Peer]) -> None:
+@pytest.mark.parametrize("carrier", ["gloo", "tcp", "nixl"])
+def test_two_workers_read_from_each_other_at_once(
+    start: Callable[..., Driver], peer: Callable[..., Peer], carrier: str
+) -> None:
     """As with two-way reuse.  Both hold the same bytes, so that each may write over what the other reads."""
-    ours, p = memory(ROW, 1), peer()
-    d = start(ours)
+    if carrier == "nixl":
+        pytest.importorskip("nixl", reason="NIXL is not installed")
+    settings = {**GLOO, "transport": carrier}
+    ours, p = memory(ROW, 1), peer(settings=settings)
+    d = start(ours, **settings)
     right, worker = digest(ours, BLOCKS), msgspec.json.encode(d.worker).decode()
     end, number = time.monotonic() + 30, 0
-    while not by_gloo(d) or not p("landed").get("gloo", 0):  # type: ignore[attr-defined]
-        assert time.monotonic() < end, "not both ways by Gloo"
+    while not d.counters.received.get(carrier, 0) or not p("landed").get(carrier, 0):  # type: ignore[attr-defined]
+        assert time.monotonic() < end, f"not both ways by {carrier}"
         there, back = name(2 * number), name(2 * number + 1)
         d.submit([events.Scheduled(back, TOKENS, [list(range(BLOCKS))], cached=True), events.Computed(back, LAYERS)])
         p(f"prefill {there} {TOKENS}")

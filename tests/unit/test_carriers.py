@@ -10,9 +10,10 @@ pytest.importorskip("torch")
 
 from kv_connectors import carriers
 from vllm_disagg.config import Config
+from vllm_disagg.transports import nixl
 
 
-@pytest.mark.parametrize("transport", ["nixl", "gloo"])
+@pytest.mark.parametrize("transport", ["nixl", "tcp", "gloo"])
 def test_what_moves_host_memory_is_not_for_gpus(transport: str, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("vllm_disagg").propagate = True
     assert carriers.chosen(Config(transport=transport), "cuda") == {}  # type: ignore[arg-type]
@@ -20,10 +21,25 @@ def test_what_moves_host_memory_is_not_for_gpus(transport: str, caplog: pytest.L
 
 
 def test_zmq_needs_nothing_besides() -> None:
-    assert carriers.chosen(Config(transport="zmq")) == carriers.chosen(Config()) == {}
+    assert carriers.chosen(Config(transport="zmq")) == {}
 
 
 def test_what_is_compressed_goes_by_zmq_whatever_auto_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(carriers, "AUTO", ("gloo",))
     assert list(carriers.chosen(Config())) == ["gloo"]
     assert carriers.chosen(Config(compress="fp8")) == {}
+
+
+def test_auto_takes_the_fastest_that_can_be_here(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("vllm_disagg").propagate = True
+    caplog.set_level("INFO", "vllm_disagg")
+    monkeypatch.setattr(nixl, "obstacle", lambda config: "")
+    assert list(carriers.chosen(Config())) == ["nixl", "tcp"]
+    monkeypatch.setattr(nixl, "obstacle", lambda config: "it is not installed")
+    assert list(carriers.chosen(Config())) == ["tcp"]
+    assert "transport is auto, without nixl: it is not installed" in caplog.text
+    assert carriers.chosen(Config(), "cuda") == {}
+
+
+def test_auto_encrypts_if_that_is_wanted() -> None:
+    assert carriers.chosen(Config(encrypt_data=True)) == {}

@@ -183,6 +183,24 @@ def wait_until_idle(*drivers: Driver) -> None:
             time.sleep(0.01)
 
 
+def test_the_first_carrier_that_is_up_takes_the_pieces(start: Callable[..., Driver]) -> None:
+    d = start(memory(64, None))
+    d.close()
+    d._carriers = dict.fromkeys(("zmq", "fast", "slow"), d._carriers["zmq"])
+
+    def say(carrier: str, address: str = "", *, lost: bool = False) -> tuple[str, bool]:
+        told = d._preferred(carrier, events.Routed("p", address or d._fallback, lost))
+        return told.address, told.lost
+
+    assert say("slow", "slow:1") == ("slow:1", False)
+    assert say("fast", "fast:1") == ("fast:1", False)
+    assert say("slow", lost=True) == ("fast:1", True)
+    assert say("slow", "slow:2") == ("fast:1", False)
+    assert say("fast", lost=True) == ("slow:2", True)
+    assert say("slow", lost=True) == (d._fallback, True)
+    assert not d._up
+
+
 # Several ranks -----------------------------------------------------------------------------------------------
 def engine(split: str, block_size: int, seed: int | None) -> list[HostMemory]:
     """The memories of an engine's ranks: a model of 4 layers with 4 heads, shared out."""

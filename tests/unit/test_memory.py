@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -97,3 +99,16 @@ def test_the_checksum_depends_on_bytes_and_transfer_not_on_framing() -> None:
 @pytest.mark.parametrize(("token", "end", "expected"), [(8, 9, [12]), (8, 12, [12]), (8, 13, [12, 13]), (12, 20, [13, 14])])
 def test_blocks_of_an_extent(token: int, end: int, expected: list[int]) -> None:
     assert blocks_of(Extent(0, 1, token, end), [11, 12, 13, 14], 4, 4) == expected
+
+
+@pytest.mark.parametrize("width", [64, 96])
+def test_where_runs_lie(width: int) -> None:
+    """Rows that follow each other, and rows with something between them."""
+    planes = [[np.arange(32 * width, dtype=np.uint8).reshape(32, width)[:, :64] for _ in "kv"] for _ in range(4)]
+    memory = HostMemory(planes, 16)
+    extent, blocks = Extent(1, 3, 0, 5 * 16), [3, 4, 5, 9, 1]
+    frames = [bytes(frame) for frame in memory.read(extent, blocks)]
+    lies = [ctypes.string_at(address, size) for address, size in memory.runs(extent, blocks)]
+    assert b"".join(lies) == b"".join(frames)
+    assert b"".join(bytes(view) for view in memory.views(extent, blocks)) == b"".join(frames)
+    assert len(lies) == 2 * 2 * (3 if width == 64 else 5)

@@ -3,16 +3,16 @@
     D                                          P
     connect   Hello ------------------------>  makes its agent, once
               <------------------------ Card   whom to read from, and what is registered
-    measures the way: reads a test region a few times          (Look: P lets UCX work)
+    tries the way (nixl_way.py): reads of a test region        (Look: P lets UCX work; Still: how often it has)
     Routed("nixl:...")
               Fetch, answered by SendPiece --> Lies: (address, bytes) of the piece's runs.  Sent, at once.
     Arrived, Land: READ into the blocks; Landed
 
 P does not know when it is read, and need not: bytes that were read too late are rejected by Settled.  D's side is the
-dangerous one, because a read that hangs may still write into blocks: it cannot be taken back (nixl_agent.py).  So when
-one fails or does not end in time, all of this worker's reads are given up: the whole agent is closed, by a thread of its
-own, and only when it is gone do the pieces end in Landed.  Until then, and until the ways have been measured again,
-pieces come by ZMQ.  To serve others this worker has a second agent, which none of that touches.
+dangerous one, because a read that hangs may still write into blocks (nixl_reads.py).  So when one fails or does not end
+in time, all of this worker's reads are given up with the whole agent, and end in Landed when it is gone.  Until then,
+and until the ways have been tried again, pieces come by another carrier.  To serve others this worker has a second
+agent, which none of that touches.
 
 Threads: an agent is made and closed by a thread for just that (seconds, at times).  Everything else is the driver's, and
 nothing runs while no read is open.
@@ -26,12 +26,9 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
-
-import numpy as np
-import numpy.typing as npt
 
 from ..config import Config
 from ..errors import BadMessage
@@ -40,29 +37,27 @@ from ..grants import Worker
 from ..memory import HostMemory
 from . import nixl_notes as notes
 from .carrier import Happened, Port
-from .nixl_agent import Agent, Job, NixlError, Read, Refused, obstacle, rdma_devices, zmq_speed
-from .nixl_notes import TEST, Run
+from .nixl_agent import Agent, Job, NixlError, Refused, obstacle, rdma_devices, zmq_speed
+from .nixl_notes import Run
+from .nixl_reads import Broken, Buffer, Closings, Open, Reads
 from .nixl_serving import LOOKS, Serving
+from .nixl_way import ALONE, Do, Step, Trial
 
 log = logging.getLogger("vllm_disagg.nixl")
 
 HELLO = 0.5  # seconds between two
-PAIRING = 30.0  # seconds until a way that is not measured is given up for now
+PAIRING = 30.0  # seconds until a way that is not tried to its end is given up for now
 AGAIN, AT_MOST = 5.0, 300.0  # seconds until the next attempt: after the first failure, after many
-TESTS = 4  # reads of the test region; the fastest counts
-SLOWEST = 20e6  # bytes a second: a read that is slower than that is taken for dead
-ALONE = 0.25  # seconds in which a read of 16 bytes ends where it needs nobody's hands at P
 SOURCES = 64  # workers we read from; the one unused for longest makes room
 PIECE = 256 << 20  # bytes: more than any piece has
-
 
 
 class Way(Enum):
     WAITING = auto()  # for our own agent
     ASKING = auto()
-    MEASURING = auto()
+    TRYING = auto()
     UP = auto()
-    DOWN = auto()  # ZMQ, until `again`
+    DOWN = auto()  # another carrier, until `again`
 
 
 @dataclass
@@ -77,31 +72,16 @@ class Source:
     failures: int = 0
     parts: dict[int, bytes] = field(default_factory=dict)
     card: notes.Card | None = None
-    best: float = math.inf  # seconds a test took
-    tests: int = 0
+    trial: Trial | None = None
     looked: float = 0.0  # when we last said Look
-    is_emulated: bool = False  # reads end only when P lets UCX work
     lies: dict[tuple[str, int], dict[int, list[Run]]] = field(default_factory=dict)  # of which not all is here
-
-
-@dataclass
-class Open:
-    """A read that has not ended."""
-
-    read: Read
-    source: Source
-    size: int
-    began: float
-    until: float
-    land: Land | None  # None: a test
-    buffer: npt.NDArray[np.uint8] | None
 
 
 @dataclass
 class Ready:
     """Our agent for reading, and what it is measured against."""
 
-    agent: Agent
+    reads: Reads
     zmq: float  # bytes a second
 
 
@@ -115,14 +95,10 @@ class NixlCarrier:
         self._ready: Ready | None = None
         self._sources: dict[str, Source] = {}
         self._gone: set[str] = set()  # peers to remove once nothing reads from them
-        self._open: list[Open] = []
-        self._looked_at = 0.0
-        self._buffers: list[npt.NDArray[np.uint8]] = []  # registered and free
         self._lie: deque[tuple[Source, str, int, list[Run]]] = deque()
         self._current: tuple[Source, list[Run]] | None = None  # of the Arrived just yielded
-        self._said: deque[Routed | Landed] = deque()
-        self._doomed: list[tuple[Agent, list[Land]]] = []  # to be closed, and what lands when it is
-        self._closing: list[tuple[Job[None], list[Land]]] = []
+        self._said: deque[Routed] = deque()
+        self._closings = Closings()
         self._imported = Job(_import)
 
     # P's side ------------------------------------------------------------------------------------------------
@@ -145,15 +121,15 @@ class NixlCarrier:
     def _begin(self, source: Source, now: float) -> None:
         if self._making is None and self._ready is None:
             self._making = Job(self._make)
-        source.attempt, source.parts, source.card = source.attempt + 1, {}, None
-        source.best, source.tests, source.is_emulated = math.inf, 0, False
+        source.attempt, source.parts, source.card, source.trial = source.attempt + 1, {}, None, None
         source.way = Way.ASKING if self._ready is not None else Way.WAITING
         source.again, source.until = now, now + PAIRING
 
     def _make(self) -> Ready:
         speed = zmq_speed()
         regions = notes.whole(self._memory.regions())
-        return Ready(Agent(f"{self._port.name}#reads-{os.urandom(4).hex()}", self._port.config, regions), speed)
+        agent = Agent(f"{self._port.name}#reads-{os.urandom(4).hex()}", self._port.config, regions)
+        return Ready(Reads(agent, self._port.config.silence), speed)
 
     def disconnect(self, source: str) -> None:
         if (known := self._sources.pop(source, None)) is None:
@@ -164,21 +140,20 @@ class NixlCarrier:
 
     def _forget(self, source: Source) -> None:
         """This source's agent is not read from any more."""
-        if source.card is not None and source.way in (Way.MEASURING, Way.UP):
+        if source.card is not None and source.way in (Way.TRYING, Way.UP):
             self._gone.add(source.card.agent)
         source.lies.clear()
 
-    def _lose(self, source: Source, why: str, *, ever: bool = False) -> None:
-        """ZMQ from now on, until the next attempt; nothing of this source is known to be open."""
+    def _lose(self, source: Source, why: str, *, pause: float = 0.0) -> None:
+        """Not by NIXL, until the next attempt; nothing of this source is known to be open."""
         was_up = source.way is Way.UP
         self._forget(source)
         source.failures += 1
-        pause = math.inf if ever else min(AT_MOST, AGAIN * 2 ** (source.failures - 1))
+        pause = pause or min(AT_MOST, AGAIN * 2 ** (source.failures - 1))
         source.way, source.again = Way.DOWN, time.monotonic() + pause
         if was_up:
             self._said.append(Routed(source.name, self._port.fallback, lost=True))
-        level = logging.INFO if ever and self._port.config.transport == "auto" else logging.WARNING
-        log.log(level, "pieces of %s come by ZMQ%s: %s", source.name, "" if ever else f" for {pause:.0f} s at least", why)
+        log.warning("no pieces of %s by NIXL for %.0f s at least: %s", source.name, pause, why)
 
     def note_at_decode(self, source: str, data: bytes) -> None:
         known = self._sources.get(source)
@@ -189,9 +164,12 @@ class NixlCarrier:
             match note:
                 case notes.Cannot():
                     if known.way is Way.ASKING and note.attempt == known.attempt:
-                        self._lose(known, f"NIXL runs here, but not there ({note.reason})")
+                        self._lose(known, f"it runs here, but not there ({note.reason})")
                 case notes.Part():
                     self._card(known, note)
+                case notes.Stood():
+                    if known.trial is not None and note.attempt == known.attempt:
+                        known.trial.stood(note.turn, note.count, time.monotonic())
                 case notes.Lies():
                     self._lies(known, note)
         except BadMessage as error:
@@ -214,69 +192,61 @@ class NixlCarrier:
         card = notes.decode_card(data, source.name)
         if card.agent in self._gone:
             return  # nearly removed: the next Hello will find it gone
+        agent = self._ready.reads.agent
         try:
-            peer = self._ready.agent.add(card.metadata)
+            peer = agent.add(card.metadata)
         except NixlError as error:
             self._lose(source, f"UCX finds no way there ({error}); {_devices()}")
             return
         if peer != card.agent:
-            self._ready.agent.remove(peer)
+            agent.remove(peer)
             raise BadMessage(f"metadata of {peer!r} for {card.agent!r}")
-        source.card, source.way, source.again = card, Way.MEASURING, math.inf
-        self._test(source)
+        source.card, source.way, source.trial = card, Way.TRYING, Trial(time.monotonic())
 
-    def _test(self, source: Source) -> None:
-        """Go on reading the test region.
+    def _try(self, source: Source, now: float) -> None:
+        """Go on with the trial of a way."""
+        assert source.trial is not None
+        while source.way is Way.TRYING and (do := source.trial.next(now)) is not None:
+            match do:
+                case Do.ASK_STILL:
+                    note = notes.encode(notes.Still(source.attempt, source.trial.turn))
+                    self._port.to_source(source.name, note)
+                case Do.READ_SMALL | Do.READ_LARGE:
+                    self._read_test(source, do is Do.READ_LARGE)
+            now = time.monotonic()
 
-        First its beginning, for the connection; again, when P has stopped to let UCX work, to see whether reads need
-        that; then all of it, to see how fast they are.
-        """
-        card = source.card
-        assert card is not None
-        while source.way is Way.MEASURING and source.tests < 2 + TESTS:
-            quiet = source.looked + LOOKS + 0.2
-            if source.tests == 1 and time.monotonic() < quiet:
-                source.again = quiet
-                return
-            source.again = math.inf
-            size = card.test[1] if source.tests >= 2 else notes.NONCE
-            if (buffer := self._take_buffer(TEST)) is None:
-                self._lose(source, "NIXL registers no more memory here")
-                return
-            buffer[:size] = 0
-            opened = self._read(source, [(buffer.ctypes.data, size)], [(card.test[0], size)], None, buffer)
-            if not isinstance(opened, Open):
-                return  # it goes on when that has ended, or not at all
-
-    def _tested(self, opened: Open, now: float) -> None:
-        source, card, buffer = opened.source, opened.source.card, opened.buffer
-        assert card is not None and buffer is not None
-        right = bytes(buffer[: notes.NONCE]) == bytes(buffer[opened.size - notes.NONCE : opened.size]) == card.nonce
-        self._buffers.append(buffer)
-        if source.way is not Way.MEASURING:
-            return
-        if not right:
-            self._lose(source, "NIXL read something else than that worker's memory")
-            return
-        if source.tests >= 2:
-            source.best = min(source.best, now - opened.began)
-        source.tests += 1
-        if self._needs_hands(source):
-            why = "reads end only with P's help, so UCX emulates them, and would end P's process when a reader dies"
-            self._lose(source, f"{why}; {_devices()}", ever=True)
-        elif source.tests == 2 + TESTS:
-            self._decide(source, card.test[1] / source.best)
-
-    def _needs_hands(self, source: Source) -> bool:
-        """Never used: a reply that cannot be sent is fatal to UCX ("Fatal: unexpected error: Endpoint timeout")."""
-        return source.is_emulated
-
-    def _decide(self, source: Source, speed: float) -> None:
+    def _read_test(self, source: Source, large: bool) -> None:
         assert self._ready is not None and source.card is not None
-        told, config = self._ready.zmq, self._port.config
-        figures = f"NIXL reads {speed / 1e9:.1f} GB/s, ZMQ moves {told / 1e9:.1f} GB/s here"
+        address, size = source.card.test[0], source.card.test[1] if large else notes.NONCE
+        if (buffer := self._ready.reads.take_buffer(size)) is None:
+            self._lose(source, "it registers no more memory here")
+            return
+        buffer[:size] = 0
+        opened = self._read(source, ([(buffer.ctypes.data, size)], [(address, size)]), None, buffer)
+        if opened is not None and opened.read is None:
+            self._tested(source, opened, time.monotonic())
+
+    def _tested(self, source: Source, opened: Open, now: float) -> None:
+        assert self._ready is not None and opened.buffer is not None
+        self._ready.reads.give_back(opened.buffer)
+        if source.way is not Way.TRYING or source.card is None or source.trial is None:
+            return
+        found, nonce = opened.buffer, source.card.nonce
+        if not bytes(found[: notes.NONCE]) == bytes(found[opened.size - notes.NONCE : opened.size]) == nonce:
+            self._lose(source, "it read something else than that worker's memory")
+            return
+        source.trial.read_ended(now, now - opened.began)
+
+    def _decide(self, source: Source, trial: Trial) -> None:
+        assert self._ready is not None and source.card is not None
+        if trial.step is Step.EMULATED:
+            why = "reads end only with its help, so UCX emulates them, and would end its process when a reader dies"
+            self._lose(source, f"{why}; {_devices()}", pause=AT_MOST)
+            return
+        told, config, speed = self._ready.zmq, self._port.config, source.card.test[1] / trial.best
+        figures = f"it reads {speed / 1e9:.1f} GB/s, ZMQ moves {told / 1e9:.1f} GB/s here"
         if speed < told and config.transport == "auto":
-            self._lose(source, f"{figures}; {_devices()}", ever=True)
+            self._lose(source, f"{figures}; {_devices()}", pause=AT_MOST)
             return
         if speed < told:
             log.warning("pieces of %s come by NIXL, although it is slow: %s; %s", source.name, figures, _devices())
@@ -315,76 +285,47 @@ class NixlCarrier:
             return False
         buffer = None
         if not alike:
-            if (buffer := self._take_buffer(size)) is None:
+            if (buffer := self._ready.reads.take_buffer(size)) is None:
                 return False
             ours = [(buffer.ctypes.data, size)]
-        ended = self._read(source, *notes.cut(ours, theirs), land, buffer)
-        return self._finish(ended) if isinstance(ended, Open) else ended
+        opened = self._read(source, notes.cut(ours, theirs), land, buffer)
+        if opened is None:
+            return False
+        return self._finish(opened, land) if opened.read is None else None
 
     def _read(
-        self,
-        source: Source,
-        ours: Sequence[Run],
-        theirs: Sequence[Run],
-        land: Land | None,
-        buffer: npt.NDArray[np.uint8] | None,
-    ) -> Open | bool | None:
-        """Begin to read.  The Open when it has ended already (a test's end is seen to), False when it did not begin."""
+        self, source: Source, runs: tuple[list[Run], list[Run]], land: Land | None, buffer: Buffer | None
+    ) -> Open | None:
+        """Begin to read; None when nothing was read."""
         assert self._ready is not None and source.card is not None
-        began, size = time.monotonic(), sum(size for _, size in ours)
-        waiting = sum(one.size for one in self._open)
-        until = began + self._port.config.silence + (size + waiting) / SLOWEST
+        reads = self._ready.reads
         try:
-            read = self._ready.agent.read(source.card.agent, ours, theirs)
+            return reads.begin(source.name, source.card.agent, runs, land, buffer)
         except Refused as error:
-            self._lose(source, f"NIXL refuses to read ({error})")
-            if buffer is not None:
-                self._buffers.append(buffer)
-            return False
-        except NixlError as error:
-            failed = str(error)
-            read = Read(None)
-        else:
-            failed = ""
-        opened = Open(read or Read(None), source, size, began, until, land, buffer)
-        if failed or read is not None:
-            self._open.append(opened)
-            if failed:
-                self._break(f"reading from {source.name} failed ({failed})")
+            self._lose(source, f"it refuses to read ({error})")
+            reads.give_back(buffer)
             return None
-        if land is None:
-            self._tested(opened, time.monotonic())
-        return opened
+        except Broken as error:
+            why = str(error)
+        self._break(why)
+        return reads.open[-1]  # which ends when the agent is gone
 
-    def _finish(self, opened: Open) -> bool:
+    def _finish(self, opened: Open, land: Land) -> bool:
         """All of a piece's bytes are here."""
-        land = opened.land
-        assert land is not None
         ok = True
         if opened.buffer is not None:
             frame = memoryview(opened.buffer[: opened.size])  # type: ignore[arg-type]
             ok = self._memory.write(land.extent, land.blocks, [frame], land.theirs)
-            self._buffers.append(opened.buffer)
+            if self._ready is not None:
+                self._ready.reads.give_back(opened.buffer)
         if ok:
             self._port.counters.landed("nixl", opened.size)
         return ok
 
-    def _take_buffer(self, size: int) -> npt.NDArray[np.uint8] | None:
-        assert self._ready is not None
-        for at, buffer in enumerate(self._buffers):
-            if buffer.size >= size:
-                return self._buffers.pop(at)
-        try:
-            return self._ready.agent.buffer(max(size, TEST))
-        except NixlError as error:
-            log.warning("%d bytes cannot be registered: %s", size, error)
-            return None
-
     # What happens --------------------------------------------------------------------------------------------
     def happened(self, ready: Collection[object]) -> Iterator[Happened]:
         now = time.monotonic()
-        self._closing += [(Job(agent.close), lands) for agent, lands in self._doomed]
-        self._doomed.clear()
+        yield from self._closings.look()
         yield from self._serving.happened()
         self._ask(now)
         while self._lie:
@@ -393,106 +334,97 @@ class NixlCarrier:
             yield Arrived(transfer, number)
             self._current = None
         yield from self._look_at_reads(now)
-        self._look_at_closings()
         while self._said:
             yield self._said.popleft()
 
     def _ask(self, now: float) -> None:
-        """Go on with the ways that are not measured."""
+        """Go on with the ways that are not up."""
         if self._making is not None and self._making.is_over:
             made, self._making = self._making, None
             self._ready = made.result
             for source in [s for s in self._sources.values() if s.way is Way.WAITING]:
                 if made.result is None:
-                    self._lose(source, f"NIXL cannot start here ({made.error}); {_devices()}")
+                    self._lose(source, f"it cannot start here ({made.error}); {_devices()}")
                 else:
                     self._begin(source, now)
-        for source in [s for s in self._sources.values() if s.again <= now]:
-            if source.way is Way.MEASURING:
-                self._test(source)
-            elif source.way is not Way.ASKING:
-                continue
-            elif now >= source.until:
-                self._lose(source, "NIXL runs here, and there nobody answers for it")
-            else:
+        for source in list(self._sources.values()):
+            if source.way is Way.TRYING and source.trial is not None:
+                self._try(source, now)
+                if source.way is Way.TRYING and source.trial.step in (Step.PROVED, Step.EMULATED):
+                    self._decide(source, source.trial)
+                elif source.way is Way.TRYING and now >= source.until:
+                    self._lose(source, "it answers, but there was no time in which nobody else asked it for help")
+            elif source.way is Way.ASKING and now >= source.until:
+                self._lose(source, "it runs here, and there nobody answers for it")
+            elif source.way is Way.ASKING and now >= source.again:
                 self._port.to_source(source.name, notes.encode(notes.Hello(source.attempt)))
                 source.again = now + HELLO
 
     def _look_at_reads(self, now: float) -> Iterator[Happened]:
-        slept = now - self._looked_at if self._open and now - self._looked_at > 1 else 0.0
-        self._looked_at = now
-        for opened in list(self._open):
-            if self._ready is None:
-                return
-            opened.until += slept  # it was us who stood still
-            try:
-                done = self._ready.agent.is_done(opened.read)
-            except NixlError as error:
-                self._break(f"reading from {opened.source.name} failed ({error})")
-                return
-            if done:
-                self._open.remove(opened)
-                if opened.land is None:
-                    self._tested(opened, time.monotonic())
-                    self._test(opened.source)
+        if self._ready is None:
+            return
+        reads, why = self._ready.reads, ""
+        try:
+            for opened in reads.ended(now):
+                if opened.land is not None:
+                    yield Landed(opened.land.transfer, opened.land.number, self._finish(opened, opened.land))
+                elif (source := self._sources.get(opened.source)) is not None:
+                    self._tested(source, opened, time.monotonic())
                 else:
-                    yield Landed(opened.land.transfer, opened.land.number, self._finish(opened))
-            elif now >= opened.until:
-                self._break(f"a read from {opened.source.name} does not end")
-                return
-            elif now - opened.began > self._patience(opened) and now - opened.source.looked > LOOKS / 4:
-                opened.source.looked = now
-                opened.source.is_emulated |= opened.land is None and opened.source.tests == 1
-                self._port.to_source(opened.source.name, notes.encode(notes.Look()))
-        reading = {opened.source.name for opened in self._open}
+                    reads.give_back(opened.buffer)
+        except Broken as error:
+            why = str(error)
+        if why:
+            self._break(why)
+            return
+        for opened in reads.open:
+            self._help(opened, now)
+        reading = {opened.source for opened in reads.open}
         for agent in [agent for agent in self._gone if agent.partition("#")[0] not in reading]:
             self._gone.remove(agent)
-            if self._ready is not None:
-                self._ready.agent.remove(agent)
+            reads.agent.remove(agent)
 
-    def _patience(self, opened: Open) -> float:
-        """Seconds until P is asked to let UCX work."""
-        return ALONE if opened.land is None and opened.source.tests == 1 else 0.002
+    def _help(self, opened: Open, now: float) -> None:
+        """Ask P to let UCX work, where a read stands still: a connection comes up, or UCX emulates."""
+        source = self._sources.get(opened.source)
+        if source is None or now - source.looked <= LOOKS / 4:
+            return
+        trial = source.trial if opened.land is None else None
+        if trial.needs_help(now - opened.began) if trial is not None else now - opened.began > ALONE:
+            source.looked = now
+            if trial is not None:
+                trial.help_asked()
+            self._port.to_source(source.name, notes.encode(notes.Look()))
 
     def _break(self, why: str) -> None:
-        """No read of ours can be trusted to be over: give up the agent, and end them when it is gone."""
+        """Give up the agent; its reads end when it is gone."""
         assert self._ready is not None
-        log.warning("%s; closing NIXL's agent, with %d reads open", why, len(self._open))
-        agent, self._ready = self._ready.agent, None
-        lands = [opened.land for opened in self._open if opened.land is not None]
-        self._open, self._buffers = [], []
+        reads, self._ready = self._ready.reads, None
+        log.warning("%s; closing NIXL's agent, with %d reads open", why, len(reads.open))
         for source in self._sources.values():
-            if source.way in (Way.ASKING, Way.MEASURING, Way.UP):
-                self._lose(source, "NIXL starts anew")
+            if source.way in (Way.ASKING, Way.TRYING, Way.UP):
+                self._lose(source, "it starts anew")
         self._gone.clear()
-        self._doomed.append((agent, lands))  # not yet: the exception that brought us here still holds it
-
-    def _look_at_closings(self) -> None:
-        for closing in [closing for closing in self._closing if closing[0].is_over]:
-            self._closing.remove(closing)
-            if closing[0].error:  # quarantine: their blocks are never given back, and their requests wait
-                log.error("%d reads may still write: %s", len(closing[1]), closing[0].error)
-                continue
-            self._said += [Landed(land.transfer, land.number, False) for land in closing[1]]
+        self._closings.give_up(reads)
 
     def next_look(self) -> float | None:
         now = time.monotonic()
-        if self._lie or self._said or self._doomed:
+        if self._lie or self._said:
             return now
-        jobs = [self._making, *(job for job, _ in self._closing)]
-        due = [job.next_look(now) for job in jobs if job is not None]
-        due += [s.again for s in self._sources.values() if s.way in (Way.ASKING, Way.MEASURING) and s.again < math.inf]
-        if (serving := self._serving.next_look(now)) is not None:
-            due.append(serving)
-        if self._open:
-            youngest = max(opened.began for opened in self._open)
-            due.append(now if now - youngest < 0.001 else now + 0.001)
-        return min(due, default=None)
+        due = [*self._closings.next_look(now), *([self._making.next_look(now)] if self._making is not None else [])]
+        for source in self._sources.values():
+            if source.way is Way.ASKING:
+                due.append(min(source.again, source.until))
+            elif source.way is Way.TRYING and source.trial is not None:
+                due.append(now if source.trial.step in (Step.PROVED, Step.EMULATED) else min(source.trial.due, source.until))
+        reads = self._ready.reads.next_look(now) if self._ready is not None else None
+        due += [at for at in (self._serving.next_look(now), reads) if at is not None]
+        return min((at for at in due if at < math.inf), default=None)
 
     def close(self) -> None:
         self._serving.close()
         if self._ready is not None:
-            Job(self._ready.agent.close)
+            Job(self._ready.reads.agent.close)
 
 
 def carrier(config: Config) -> Callable[[Port], NixlCarrier]:

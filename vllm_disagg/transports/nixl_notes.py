@@ -5,6 +5,8 @@
     P -> D   Cannot   there is no agent here, and why
     P -> D   Lies     a piece: where its bytes lie in P's memory, in wire order
     D -> P   Look     a read of mine does not move: let UCX work for a while
+    D -> P   Still    how often have you let UCX work, ever?
+    P -> D   Stood    so often
 """
 
 from __future__ import annotations
@@ -34,6 +36,17 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 class Look(msgspec.Struct, frozen=True, tag="look"):
     pass
+
+
+class Still(msgspec.Struct, frozen=True, tag="still"):
+    attempt: Count
+    turn: Count
+
+
+class Stood(msgspec.Struct, frozen=True, tag="stood"):
+    attempt: Count
+    turn: Count
+    count: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Part(msgspec.Struct, frozen=True, tag="part"):
@@ -67,8 +80,8 @@ class Card(msgspec.Struct, frozen=True):
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE, max_length=NONCE)]
 
 
-AtPrefill = Hello | Look
-AtDecode = Part | Cannot | Lies
+AtPrefill = Hello | Look | Still
+AtDecode = Part | Cannot | Stood | Lies
 _at_prefill: msgspec.msgpack.Decoder[AtPrefill] = msgspec.msgpack.Decoder(AtPrefill)
 _at_decode: msgspec.msgpack.Decoder[AtDecode] = msgspec.msgpack.Decoder(AtDecode)
 _card = msgspec.msgpack.Decoder(Card)

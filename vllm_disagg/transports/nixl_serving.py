@@ -32,6 +32,7 @@ class Serving:
         self._made: Job[tuple[Agent, notes.Card]] | None = None
         self._asked: dict[str, int] = {}  # readers that wait for our card, and their attempt
         self._looking = 0.0  # until then UCX may have something to do for a reader
+        self._helped = 0  # times that we have let it
         self._sent: deque[Sent] = deque()
 
     @property
@@ -59,6 +60,9 @@ class Serving:
         if isinstance(note, notes.Look):
             self._looking = now + LOOKS
             return
+        if isinstance(note, notes.Still):
+            self._port.to_reader(reader, notes.encode(notes.Stood(note.attempt, note.turn, self._helped)))
+            return
         if self._made is None or (self._made.is_over and self._made.error and now > self._made.began + AGAIN):
             self._made = Job(self._make)
         self._asked[reader] = note.attempt
@@ -83,6 +87,7 @@ class Serving:
             for note in self._answer(attempt):
                 self._port.to_reader(reader, note)
         if (ready := self._ready) is not None and time.monotonic() < self._looking:
+            self._helped += 1
             try:
                 ready[0].progress()
             except NixlError as error:  # a reader that has gone, mostly

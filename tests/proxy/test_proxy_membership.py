@@ -294,7 +294,9 @@ def pod(ip: str, ready: str = "True", leaving: bool = False) -> dict[str, Any]:
     return {"metadata": metadata, "status": {"podIP": ip, "conditions": [{"type": "Ready", "status": ready}]}}
 
 
-async def test_pods_by_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextlib.asynccontextmanager
+async def a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ScriptedCluster]:
+    """One that the library finds."""
     pytest.importorskip("kubernetes")
     cluster = ScriptedCluster()
     server = await asyncio.start_server(cluster.serve, "127.0.0.1", 0)
@@ -309,7 +311,12 @@ async def test_pods_by_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "kubeconfig").write_text(json.dumps(config))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig"))
-    async with engines("decode") as (d,):
+    yield cluster
+    server.close()
+
+
+async def test_pods_by_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_cluster(tmp_path, monkeypatch) as cluster, engines("decode") as (d,):
         settings = {"selectors": {"decode": "role=decode"}, "namespace": "ns", "pod_port": d.port}
         cluster.pods["role%3Ddecode"] = [pod("127.0.0.1"), pod("127.0.0.2", ready="False"), pod("127.0.0.3", leaving=True)]
         async with world(prefill=0, decode=0, ready=False, lookup_interval=0.05, **settings) as w:
@@ -321,4 +328,31 @@ async def test_pods_by_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             cluster.broken = False
             cluster.pods["role%3Ddecode"] = [pod("127.0.0.1", leaving=True)]
             await until(lambda: gone(w, d.url))
-    server.close()
+
+
+def endpoints(kind: str, *found: tuple[str, dict[str, bool], str], ports: tuple[int, ...] = (), **more: Any) -> dict[str, Any]:
+    rows = [{"addresses": [ip], "conditions": state, "targetRef": {"uid": uid}} for ip, state, uid in found]
+    return {"addressType": kind, "endpoints": rows, "ports": [{"port": port} for port in ports], **more}
+
+
+async def test_endpoint_slices_by_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_cluster(tmp_path, monkeypatch) as cluster, engines("decode") as (d,):
+        settings = {"selectors": {"decode": "kubernetes.io/service-name=d"}, "namespace": "ns", "pod_port": 9, "slices": True}
+        selector = "kubernetes.io/service-name%3Dd"
+        ready, leaving = {"ready": True, "serving": True}, {"ready": False, "serving": True, "terminating": True}
+        out_of_service = {"ready": True, "terminating": True}  # of a Service that publishes what is not ready
+        v4 = endpoints("IPv4", ("127.0.0.1", ready, "a"), ("127.0.0.2", {"ready": False}, "b"), ("127.0.0.3", leaving, "c"),
+                       ("127.0.0.4", out_of_service, "d"), ports=(d.port,))  # fmt: skip
+        v6 = endpoints("IPv6", ("::1", ready, "a"), ports=(d.port,))
+        cluster.pods[selector] = [v6, v4, endpoints("FQDN", ("h", ready, "h")), endpoints("IPv4", endpoints=None)]
+        async with world(prefill=0, decode=0, ready=False, lookup_interval=0.05, **settings) as w:
+            await until(lambda: usable(w, d.url))
+            assert cluster.asked[0].startswith("/apis/discovery.k8s.io/v1/namespaces/ns/endpointslices?")
+            assert len(await rows(w)) == 1
+            cluster.pods[selector] = [endpoints("IPv4", ("127.0.0.5", {}, "e"), ports=(1, 2))]
+            await until(lambda: gone(w, d.url))
+            assert list(await rows(w)) == ["http://127.0.0.5:9"]
+            cluster.pods[selector] = [endpoints("IPv4", ("127.0.0.1", ready, "a"), ports=(d.port,))]
+            await until(lambda: usable(w, d.url))
+            cluster.pods[selector] = [endpoints("IPv4", ("127.0.0.1", leaving, "a"), ports=(d.port,))]
+            await until(lambda: gone(w, d.url))

@@ -113,8 +113,9 @@ def _sources(settings: Settings, members: Members, registry: Registry | None) ->
     if settings.names:
         yield follow_names(settings.names, settings.lookup_interval, partial(members.set, "dns"))
     if settings.selectors:
-        yield kubernetes.follow_pods(
-            kubernetes.connect(),
+        yield kubernetes.follow(
+            kubernetes.connect(settings.slices),
+            kubernetes.endpoint_members if settings.slices else kubernetes.members,
             settings.namespace,
             settings.selectors,
             settings.pod_port,

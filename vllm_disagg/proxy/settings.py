@@ -50,6 +50,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     fleet_file: str = ""
     names: list[tuple[Role, str, int]] = []  # DNS: role, host, port
     selectors: dict[Role, str] = {}  # Kubernetes
+    slices: bool = False  # the selectors are those of EndpointSlices, not of pods
     namespace: str = "default"
     pod_port: int = 8000
     lookup_interval: float = 5.0  # of DNS and Kubernetes; the file is looked at every second
@@ -87,6 +88,8 @@ def _add_fleet(group: argparse._ArgumentGroup) -> None:
         help="their namespace (default: %(default)s)",
     )
     add("--service-discovery-port", metavar="PORT", type=int, default=8000, help="their port (default: %(default)s)")
+    add("--service-discovery-endpoints", action="store_true",
+        help="the selectors are labels of EndpointSlices (which have those of their Service), not of pods")  # fmt: skip
     add("--prefill-selector", metavar="LABEL=VALUE", nargs="+", default=[], help="labels of prefill pods")
     add("--decode-selector", metavar="LABEL=VALUE", nargs="+", default=[], help="labels of decode pods")
     add("--allow-registration", action="store_true",
@@ -293,7 +296,10 @@ def _lookups(args: argparse.Namespace) -> dict[str, Any]:
     selectors = {"prefill": ",".join(args.prefill_selector), "decode": ",".join(args.decode_selector)}
     if any(selectors.values()) != args.service_discovery:
         raise ConfigError("--service-discovery and --prefill-selector or --decode-selector need each other")
+    if args.service_discovery_endpoints and not args.service_discovery:
+        raise ConfigError("--service-discovery-endpoints needs --service-discovery")
     if args.service_discovery:
+        found["slices"] = args.service_discovery_endpoints
         found["selectors"] = {role: selector for role, selector in selectors.items() if selector}
         found["namespace"] = args.service_discovery_namespace
         found["pod_port"] = args.service_discovery_port

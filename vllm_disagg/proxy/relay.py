@@ -106,7 +106,7 @@ class Relay:
                 if isinstance(outcome, Answer):
                     result = await self._deliver(trip, _server(trip, plan), outcome)
                     if isinstance(result, int):
-                        self._answered(trip, plan, result)
+                        self._answered(trip, result)
                         return result
                     outcome = result
                 following = self._next(trip, plan, outcome)
@@ -148,7 +148,7 @@ class Relay:
             self.metrics.fell_back("no_pair")
         return pair
 
-    def _answered(self, trip: Trip, plan: Plan, status: int) -> None:
+    def _answered(self, trip: Trip, status: int) -> None:
         if status == 200 and trip.decode and not trip.body.one_token:
             self.fleet.policy.answered(trip.ask, trip.decode)
 

@@ -93,11 +93,6 @@ class Process:
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None and self.is_ready()
 
-    @property
-    def group(self) -> int:
-        """Of processes; 0 while it does not run."""
-        return self._process.pid if self._process else 0
-
     def signal(self, number: int) -> None:
         if self._process is not None:
             try:

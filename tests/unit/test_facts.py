@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kv_connectors import facts
@@ -21,6 +22,7 @@ WINDOW = SlidingWindowSpec(block_size=16, sliding_window=20, **HEADS)
 LATENT = MLAAttentionSpec(block_size=16, **HEADS)
 STATES: dict[str, Any] = {"block_size": 2048, "shapes": ((4,),), "dtypes": (torch.float32,)}
 STATE, CACHED = MambaSpec(**STATES, mamba_cache_mode="none"), MambaSpec(**STATES, mamba_cache_mode="align")
+LINEAR = MambaSpec(**STATES, mamba_type=MambaAttentionBackendEnum.GDN_ATTN)
 
 
 class ChunkedLocalAttentionSpec:
@@ -41,8 +43,8 @@ def caches(*specs: Any) -> Any:
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
 
 
-@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (WINDOW, WINDOW, FULL), (STATE,), (STATE, FULL), (LATENT,)])
-@pytest.mark.parametrize("change", [{}, {"parallel": {"pipeline_parallel_size": 2}}, {"dtype": "fp8"}])
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (WINDOW, WINDOW, FULL), (STATE,), (LATENT,)])
+@pytest.mark.parametrize("change", [{}, {"parallel": {"pipeline_parallel_size": 2}}])
 def test_what_is_exact_starts(specs: tuple[Any, ...], change: dict[str, Any]) -> None:
     facts.refuse_unsupported(config(**change), caches(*specs))
 
@@ -57,9 +59,11 @@ def test_drafts_without_kv_of_their_own_start() -> None:
         ({}, (ChunkedLocalAttentionSpec(),), "chunked local attention was never tried"),
         ({}, (SimpleNamespace(),), "does not support this model: SimpleNamespace"),
         ({}, (CACHED,), "start with --no-enable-prefix-caching"),
-        ({"dtype": "int8_per_token_head"}, (FULL,), "never tried with a KV cache in int8_per_token_head"),
+        ({}, (STATE, FULL), "models that mix Mamba or linear layers with attention"),
+        ({}, (LINEAR,), "never tried with states of the kind GDN_ATTN"),
+        ({"dtype": "fp8_e4m3"}, (FULL,), r"quantised KV cache yet \(fp8_e4m3\)"),
         ({"speculative": SimpleNamespace(method="eagle")}, (FULL,), "speculative decoding by eagle"),
-        ({"speculative": SimpleNamespace(method="ngram")}, (STATE, FULL), "speculative decoding with Mamba"),
+        ({"speculative": SimpleNamespace(method="ngram")}, (STATE,), "speculative decoding with Mamba"),
         ({"device": "cuda"}, (FULL,), "has not been run with KV on cuda yet"),
         ({"parallel": {"data_parallel_size": 2}}, (FULL,), r"data parallelism yet \(size 2\)"),
     ],

@@ -22,8 +22,8 @@ UNKNOWN = {
     "ChunkedLocalAttentionSpec": "chunked local attention was never tried",
     "CrossAttentionSpec": "encoder-decoder models were never tried",
 }
-# fp8 was not refused for a reason: its engines were not ready in time on a busy machine when it was tried (docs/models.md).
-KEPT = {"auto", "float16", "bfloat16"}
+# KV caches in which all of a token's KV is in the blocks; what else turns it into numbers is in the weights.
+KEPT = {"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"}
 SAMPLE = 1 << 16  # bytes read at the start and at the end of each weights file
 NOT_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 
@@ -46,7 +46,7 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, 
             raise ConfigError(f"DisaggConnector does not support {what} parallelism yet (size {size}); use 1")
     kept = str(vllm_config.cache_config.cache_dtype)
     if kept not in KEPT:
-        raise ConfigError(f"DisaggConnector does not support a quantised KV cache yet ({kept}); use --kv-cache-dtype auto")
+        raise ConfigError(f"DisaggConnector was never tried with a KV cache in {kept}; use --kv-cache-dtype auto or fp8")
     _refuse_kinds(kv_cache_config, vllm_config.speculative_config)
 
 

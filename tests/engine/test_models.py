@@ -33,6 +33,7 @@ EXACT = {
     "mla": ["mla", "--compilation-config", '{"custom_ops": ["-rotary_embedding"]}'],  # DeepSeek V2: see docs/models.md
     "dense": ["dense"],
     "heavy": ["heavy", "--kv-cache-memory-bytes", str(1 << 30)],
+    "fp8": ["dense", "--kv-cache-dtype", "fp8"],
     "ngram": ["dense", "--speculative-config", NGRAM],
 }
 # In bfloat16 two tokens of such models are sometimes equally probable, and how requests are batched decides.
@@ -44,7 +45,6 @@ REFUSED = {
         ["mamba", "--no-enable-prefix-caching", "--speculative-config", NGRAM],
         "does not support speculative decoding with Mamba layers yet",
     ),
-    "fp8": (["dense", "--kv-cache-dtype", "fp8"], "does not support a quantised KV cache yet (fp8)"),
     "draft": (["dense", "--speculative-config", DRAFT], "does not support speculative decoding by draft_model yet"),
 }
 

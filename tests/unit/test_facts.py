@@ -44,7 +44,7 @@ def caches(*specs: Any) -> Any:
 
 
 @pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (WINDOW, WINDOW, FULL), (STATE,), (LATENT,)])
-@pytest.mark.parametrize("change", [{}, {"parallel": {"pipeline_parallel_size": 2}}])
+@pytest.mark.parametrize("change", [{}, {"parallel": {"pipeline_parallel_size": 2}}, {"dtype": "fp8"}])
 def test_what_is_exact_starts(specs: tuple[Any, ...], change: dict[str, Any]) -> None:
     facts.refuse_unsupported(config(**change), caches(*specs))
 
@@ -61,7 +61,7 @@ def test_drafts_without_kv_of_their_own_start() -> None:
         ({}, (CACHED,), "start with --no-enable-prefix-caching"),
         ({}, (STATE, FULL), "models that mix Mamba or linear layers with attention"),
         ({}, (LINEAR,), "never tried with states of the kind GDN_ATTN"),
-        ({"dtype": "fp8_e4m3"}, (FULL,), r"quantised KV cache yet \(fp8_e4m3\)"),
+        ({"dtype": "int8_per_token_head"}, (FULL,), "never tried with a KV cache in int8_per_token_head"),
         ({"speculative": SimpleNamespace(method="eagle")}, (FULL,), "speculative decoding by eagle"),
         ({"speculative": SimpleNamespace(method="ngram")}, (STATE,), "speculative decoding with Mamba"),
         ({"device": "cuda"}, (FULL,), "has not been run with KV on cuda yet"),

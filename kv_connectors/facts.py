@@ -69,9 +69,13 @@ def _refuse_kinds(kv_cache_config: KVCacheConfig) -> None:
     specs = _specs(kv_cache_config)
     for name in sorted({type(spec).__name__ for spec in specs} - KNOWN):
         raise ConfigError(f"DisaggConnector does not support this model: {UNKNOWN.get(name, name)}")
+    if len({compat.is_state(spec) for spec in specs}) > 1:  # the rest of our code knows them: docs/models.md
+        raise ConfigError("DisaggConnector has not been run with models that mix Mamba or linear layers with attention")
+    for name in sorted({spec.mamba_type.name for spec in specs if compat.is_state(spec)} - {"MAMBA2"}):
+        raise ConfigError(f"DisaggConnector was never tried with states of the kind {name}, only with Mamba 2's")
     if any(getattr(spec, "mamba_cache_mode", "none") != "none" for spec in specs):
         raise ConfigError(
-            "DisaggConnector does not support prefix caching of Mamba and linear layers: start with --no-enable-prefix-caching"
+            "DisaggConnector does not support prefix caching of Mamba layers: start with --no-enable-prefix-caching"
         )
 
 
@@ -89,7 +93,7 @@ def _refuse_drafts(kv_cache_config: KVCacheConfig, speculative: Any) -> None:
             " its own: use ngram, or start without it"
         )
     if any(compat.is_state(spec) for spec in _specs(kv_cache_config)):
-        raise ConfigError("DisaggConnector does not support speculative decoding with Mamba or linear layers yet")
+        raise ConfigError("DisaggConnector does not support speculative decoding with Mamba layers yet")
 
 
 def _specs(kv_cache_config: KVCacheConfig) -> list[Any]:

@@ -30,7 +30,6 @@ EXACT = {
     "oss": ["oss"],  # GPT-OSS: windows, full attention, sinks, experts
     "moe": ["moe"],  # Mixtral
     "mamba": ["mamba", "--no-enable-prefix-caching"],  # Mamba 2: states
-    "linear": ["linear", "--no-enable-prefix-caching"],  # Qwen3-Next: states and full attention, experts
     "mla": ["mla", "--compilation-config", '{"custom_ops": ["-rotary_embedding"]}'],  # DeepSeek V2: see docs/models.md
     "dense": ["dense"],
     "heavy": ["heavy", "--kv-cache-memory-bytes", str(1 << 30)],
@@ -40,11 +39,11 @@ EXACT = {
 # In bfloat16 two tokens of such models are sometimes equally probable, and how requests are batched decides.
 FLOAT32 = ["--dtype", "float32"]
 REFUSED = {
-    "mamba": (["mamba", "--enable-prefix-caching"], "does not support prefix caching of Mamba and linear layers"),
-    "linear": (["linear", "--enable-prefix-caching"], "does not support prefix caching of Mamba and linear layers"),
-    "linear-ngram": (
-        ["linear", "--no-enable-prefix-caching", "--speculative-config", NGRAM],
-        "does not support speculative decoding with Mamba or linear layers yet",
+    "mamba": (["mamba", "--enable-prefix-caching"], "does not support prefix caching of Mamba layers"),
+    "linear": (["linear", "--no-enable-prefix-caching"], "models that mix Mamba or linear layers with attention"),
+    "mamba-ngram": (
+        ["mamba", "--no-enable-prefix-caching", "--speculative-config", NGRAM],
+        "does not support speculative decoding with Mamba layers yet",
     ),
     "draft": (["dense", "--speculative-config", DRAFT], "does not support speculative decoding by draft_model yet"),
 }

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kv_connectors import compat, facts
@@ -22,6 +23,7 @@ WINDOW = SlidingWindowSpec(block_size=16, sliding_window=20, **HEADS)
 LATENT = MLAAttentionSpec(block_size=16, **HEADS)
 STATES: dict[str, Any] = {"block_size": 2048, "shapes": ((4,),), "dtypes": (torch.float32,)}
 STATE, CACHED = MambaSpec(**STATES, mamba_cache_mode="none"), MambaSpec(**STATES, mamba_cache_mode="align")
+LINEAR = MambaSpec(**STATES, mamba_type=MambaAttentionBackendEnum.GDN_ATTN)
 
 
 class ChunkedLocalAttentionSpec:
@@ -54,7 +56,6 @@ several = pytest.mark.skipif(not compat.can_load_groups(), reason="this vLLM is 
         (LATENT,),
         pytest.param((FULL, WINDOW), marks=several),
         pytest.param((WINDOW, WINDOW, FULL), marks=several),
-        pytest.param((STATE, FULL), marks=several),
     ],
 )
 @pytest.mark.parametrize("change", [{}, {"parallel": {"pipeline_parallel_size": 2}}, {"dtype": "fp8"}])
@@ -73,6 +74,8 @@ def test_drafts_without_kv_of_their_own_start() -> None:
         ({}, (ChunkedLocalAttentionSpec(),), "chunked local attention was never tried"),
         ({}, (SimpleNamespace(),), "does not support this model: SimpleNamespace"),
         ({}, (CACHED,), "start with --no-enable-prefix-caching"),
+        pytest.param({}, (STATE, FULL), "models that mix Mamba or linear layers with attention", marks=several),
+        ({}, (LINEAR,), "never tried with states of the kind GDN_ATTN"),
         ({"dtype": "int8_per_token_head"}, (FULL,), "never tried with a KV cache in int8_per_token_head"),
         ({"speculative": SimpleNamespace(method="eagle")}, (FULL,), "speculative decoding by eagle"),
         ({"speculative": SimpleNamespace(method="ngram")}, (STATE,), "speculative decoding with Mamba"),

@@ -40,7 +40,7 @@ EXACT = {
 FLOAT32 = ["--dtype", "float32"]
 REFUSED = {
     "mamba": (["mamba", "--enable-prefix-caching"], "does not support prefix caching of Mamba layers"),
-    "linear": (["linear", "--no-enable-prefix-caching"], "models that mix Mamba or linear layers with attention"),
+    "linear": (["linear", "--enable-prefix-caching"], "does not support prefix caching of Mamba layers"),
     "mamba-ngram": (
         ["mamba", "--no-enable-prefix-caching", "--speculative-config", NGRAM],
         "does not support speculative decoding with Mamba layers yet",
@@ -105,6 +105,20 @@ def test_a_prefix_that_d_has(pair: Pair) -> None:
         wait(f"{engine.name} gives all its blocks back", lambda e=engine: e.usage == 0, 15)
         assert engine.is_alive()
     assert not pair.decode.metric("vllm:disagg_damaged_pieces_total")
+
+
+def test_states_and_attention_in_one_model(machine: Machine) -> None:
+    """Qwen3-Next, whose linear layers vLLM's CPU build computes in bfloat16 only.  There what is computed together, and in
+    how many steps, decides between tokens of nearly equal probability.  So one prompt at a time, of such lengths that
+    plain vLLM too computes the last token, which D computes, in a step of its own."""
+    machine.stop()
+    pair = Pair(machine, "linear", "linear", "--no-enable-prefix-caching", "--dtype", "bfloat16")
+    for at in range(102):
+        one = body(tokens(1 + CHUNK * (1 + at % 3), f"{time.time()} linear {at}"), 16, logprobs=3)
+        expect_same(pair.legs.ask(one), ask(pair.plain.url, one), f"{len(one['prompt'])} tokens:")
+    assert pair.decode.metric("vllm:disagg_load_seconds_count") == 102
+    pair.legs.close()
+    machine.stop()
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -24,6 +24,7 @@ LATENT = MLAAttentionSpec(block_size=16, **HEADS)
 STATES: dict[str, Any] = {"block_size": 2048, "shapes": ((4,),), "dtypes": (torch.float32,)}
 STATE, CACHED = MambaSpec(**STATES, mamba_cache_mode="none"), MambaSpec(**STATES, mamba_cache_mode="align")
 LINEAR = MambaSpec(**STATES, mamba_type=MambaAttentionBackendEnum.GDN_ATTN)
+SHORT = MambaSpec(**STATES, mamba_type=MambaAttentionBackendEnum.SHORT_CONV)
 
 
 class ChunkedLocalAttentionSpec:
@@ -54,6 +55,8 @@ several = pytest.mark.skipif(not compat.can_load_groups(), reason="this vLLM is 
         (FULL,),
         (STATE,),
         (LATENT,),
+        pytest.param((LINEAR, FULL), marks=several),
+        pytest.param((STATE, FULL), marks=several),
         pytest.param((FULL, WINDOW), marks=several),
         pytest.param((WINDOW, WINDOW, FULL), marks=several),
     ],
@@ -74,8 +77,7 @@ def test_drafts_without_kv_of_their_own_start() -> None:
         ({}, (ChunkedLocalAttentionSpec(),), "chunked local attention was never tried"),
         ({}, (SimpleNamespace(),), "does not support this model: SimpleNamespace"),
         ({}, (CACHED,), "start with --no-enable-prefix-caching"),
-        pytest.param({}, (STATE, FULL), "models that mix Mamba or linear layers with attention", marks=several),
-        ({}, (LINEAR,), "never tried with states of the kind GDN_ATTN"),
+        ({}, (SHORT,), "never tried with states of the kind SHORT_CONV"),
         ({"dtype": "int8_per_token_head"}, (FULL,), "never tried with a KV cache in int8_per_token_head"),
         ({"speculative": SimpleNamespace(method="eagle")}, (FULL,), "speculative decoding by eagle"),
         ({"speculative": SimpleNamespace(method="ngram")}, (STATE,), "speculative decoding with Mamba"),

@@ -20,7 +20,6 @@ nothing runs while no read is open.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import os
@@ -91,7 +90,8 @@ class NixlCarrier:
             raise TypeError("NIXL is used for KV in host memory only")
         self._port, self._memory = port, port.memory
         self._serving = Serving(port, port.memory)
-        self._making: Job[Ready] | None = None
+        # At once: UCX takes a second to start, and several beside busy engines; no transfer waits for it yet.
+        self._making: Job[Ready] | None = Job(self._make)
         self._ready: Ready | None = None
         self._sources: dict[str, Source] = {}
         self._gone: set[str] = set()  # peers to remove once nothing reads from them
@@ -99,7 +99,6 @@ class NixlCarrier:
         self._current: tuple[Source, list[Run]] | None = None  # of the Arrived just yielded
         self._said: deque[Routed] = deque()
         self._closings = Closings()
-        self._imported = Job(_import)
 
     # P's side ------------------------------------------------------------------------------------------------
     def send(self, piece: SendPiece) -> None:
@@ -432,10 +431,6 @@ def carrier(config: Config) -> Callable[[Port], NixlCarrier]:
     if why := obstacle(config):
         raise RuntimeError(why)
     return NixlCarrier
-
-
-def _import() -> None:
-    importlib.import_module("nixl._api")
 
 
 def _devices() -> str:

@@ -25,11 +25,11 @@ READERS = 64  # that wait for our card
 
 
 class Serving:
-    """Its agent is made when the first reader says Hello, and stays."""
+    """Its agent is made at the start, and stays."""
 
     def __init__(self, port: Port, memory: HostMemory) -> None:
         self._port, self._memory = port, memory
-        self._made: Job[tuple[Agent, notes.Card]] | None = None
+        self._made = Job(self._make)
         self._asked: dict[str, int] = {}  # readers that wait for our card, and their attempt
         self._looking = 0.0  # until then UCX may have something to do for a reader
         self._helped = 0  # times that we have let it
@@ -37,7 +37,7 @@ class Serving:
 
     @property
     def _ready(self) -> tuple[Agent, notes.Card] | None:
-        return self._made.result if self._made is not None and self._made.is_over else None
+        return self._made.result if self._made.is_over else None
 
     def send(self, piece: SendPiece) -> None:
         self._sent.append(Sent(piece.transfer, piece.reader))
@@ -63,7 +63,7 @@ class Serving:
         if isinstance(note, notes.Still):
             self._port.to_reader(reader, notes.encode(notes.Stood(note.attempt, note.turn, self._helped)))
             return
-        if self._made is None or (self._made.is_over and self._made.error and now > self._made.began + AGAIN):
+        if self._made.is_over and self._made.error and now > self._made.began + AGAIN:
             self._made = Job(self._make)
         self._asked[reader] = note.attempt
         while len(self._asked) > READERS:
@@ -80,7 +80,7 @@ class Serving:
     def happened(self) -> Iterator[Sent]:
         while self._sent:
             yield self._sent.popleft()
-        if self._made is None or not self._made.is_over:
+        if not self._made.is_over:
             return
         asked, self._asked = self._asked, {}
         for reader, attempt in asked.items():
@@ -96,7 +96,6 @@ class Serving:
     def _answer(self, attempt: int) -> list[bytes]:
         if (ready := self._ready) is not None:
             return notes.parts(attempt, ready[1])
-        assert self._made is not None
         return [notes.encode(notes.Cannot(attempt, self._made.error[:500]))]
 
     def next_look(self, now: float) -> float | None:
@@ -104,7 +103,7 @@ class Serving:
             return now
         if now < self._looking:
             return now + 0.001
-        return self._made.next_look(now) if self._asked and self._made is not None else None
+        return self._made.next_look(now) if self._asked else None
 
     def close(self) -> None:
         if (ready := self._ready) is not None:

@@ -10,7 +10,7 @@ from world_ranks import BACK
 from vllm_disagg.events import Reason
 from world import CHAOS, World
 
-SEEDS = int(os.environ.get("SEEDS", "3000"))
+SEEDS = int(os.environ.get("SEEDS", "2000"))
 NETWORK = frozenset({"drop", "repeat", "reorder", "damage"})
 BATCHES = 20
 GONE = (Reason.WITHDRAWN, Reason.REFUSED, Reason.LOST)  # D's request has ended, and P reads no more

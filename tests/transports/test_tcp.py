@@ -360,3 +360,21 @@ def test_notes_that_make_no_sense() -> None:
             tcp_notes.decode_head(bad)
     with pytest.raises(BadMessage):
         tcp_notes.decode_at_prefill(tcp_notes.encode(door))
+
+
+def test_a_piece_whose_source_makes_room_for_another_as_it_comes_ends(
+    start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the head of a piece and its landing the driver hears what vLLM says, which may forget the source."""
+    d, p = start(memory(4096, None)), peer()
+    pair(d, p)
+    carrier, took = d._carriers["tcp"], d._take
+
+    def take(name: str, of: object, event: object) -> None:
+        if isinstance(event, events.Arrived) and name == "tcp":
+            carrier.disconnect(p.worker.name)
+        took(name, of, event)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(d, "_take", take)
+    assert load(d, p).reason is None, "by another way"
+    assert not d._decode.transfers

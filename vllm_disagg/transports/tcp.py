@@ -173,6 +173,8 @@ class TcpCarrier:
     # D's side: pieces ----------------------------------------------------------------------------------------
     def land(self, land: Land) -> bool | None:
         assert self._current is not None
+        if self._current.connection is None:  # it was lost since the piece's head came: nothing would ever end this
+            return False
         self._current.landing = land
         return None
 

@@ -64,12 +64,20 @@ async def down(w: World) -> bool:
     return sum(not row["usable"] for row in rows) == 2
 
 
-async def test_a_clients_rank_does_not_turn_a_leg_away_from_its_instance() -> None:
+async def test_a_clients_rank_that_nobody_has_turns_no_leg_away_from_its_instance() -> None:
     async with world(prepare=ranks("p0", "d0")) as w:
         for at in range(4):
             body = json.dumps({"model": "m", "prompt": f"{at}"}).encode()
             assert (await w.ask("POST", "/v1/completions", body, x_data_parallel_rank="7")).json()["leg"] == "whole"
         assert not w.p.calls and {call.headers["x-data-parallel-rank"] for call in w.d.calls} == {"0", "1"}
+
+
+async def test_a_clients_rank_is_the_one_that_serves() -> None:
+    async with world(prepare=ranks("p0", "d0")) as w:
+        for at in range(4):
+            body = json.dumps({"model": "m", "prompt": f"{at}"}).encode()
+            assert (await w.ask("POST", "/v1/completions", body, x_data_parallel_rank="1")).json()["leg"] == "whole"
+        assert not w.p.calls and [call.headers["x-data-parallel-rank"] for call in w.d.calls] == ["1"] * 4
 
 
 async def test_ranks_that_are_not_named_transfer_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -76,11 +76,13 @@ def choose(fleet: Fleet, limit: int, ask: Ask, now: float, avoid: Collection[Ins
 def choose_decode(
     fleet: Fleet, now: float, avoid: Collection[Instance] = (), ask: Ask | None = None
 ) -> Instance | None:
-    """A decode instance that serves a request alone; one that rests only when there is no other."""
+    """A decode instance that serves a request alone: of the rank that the client names, if there are such; one that rests
+    only when there is no other."""
     ask = ask or Ask(0)
     up = _of_model(fleet, [d for d in fleet.of("decode") if d.up and d not in avoid], ask)
     if not up:
         return None
+    up = [d for d in up if ask.rank and d.rank is not None and b"%d" % d.rank == ask.rank] or up
     return fleet.policy.best([d for d in up if d.usable(now)] or up, ask)[1]
 
 

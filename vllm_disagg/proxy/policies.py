@@ -49,6 +49,7 @@ class Ask:
     session: bytes = b""
     model: str = ""
     path: str = ""
+    rank: bytes = b""  # of the data parallel ones, which the client names
 
 
 @dataclass(slots=True)

@@ -97,6 +97,7 @@ class Relay:
     async def generate(self, trip: Trip) -> int:
         """The whole journey; the status it ended with.  Afterwards nothing of the request is left anywhere."""
         trip.ask = trip.body.ask(find(trip.request.headers, SESSION), self.fleet.policy.name == "prefix_aware")
+        trip.ask.rank = find(trip.request.headers, RANK)
         trip.ask.path = trip.request.path
         self._budget.earn()
         try:
@@ -123,7 +124,7 @@ class Relay:
     async def _first(self, trip: Trip) -> Plan:
         """How a request is to be served if nothing goes wrong."""
         # A client that names a rank means one of one instance, which two legs cannot both honour.
-        if trip.body.whole or find(trip.request.headers, RANK) or better_whole(self.fleet, trip.ask, self._threshold):
+        if trip.body.whole or trip.ask.rank or better_whole(self.fleet, trip.ask, self._threshold):
             return self._other(trip)
         full = self._spill and choose(self.fleet, self._concurrency, trip.ask, _now()) == "busy"
         if full and (idle := spill(self.fleet, _now(), trip.ask)):

@@ -1,20 +1,24 @@
-"""What two engines must have in common to exchange KV, read from vLLM's configuration, and which of several one is."""
+"""What two engines must have in common to exchange KV, read from vLLM's configuration, and which of several one is; what
+two legs of a request must have in common.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_disagg.errors import ConfigError
+from vllm_disagg.errors import BadGrant, ConfigError
 
 from . import compat
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 # Kinds of KV cache whose tests are exact, by vLLM's name.
 KNOWN = {"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "MambaSpec"}
@@ -161,8 +165,25 @@ def _sampled(folder: Path) -> list[tuple[str, int, str]]:
     return seen
 
 
+def prompt(request: Request) -> str:
+    """A digest of all that its KV is made from: token ids, images and the like, the LoRA adapter.
+
+    Each engine makes tokens of the same body by itself, and may come to others: a chat template knows the time, a tokenizer
+    was changed on one side, an image's address gives another image.  BadGrant where it cannot be told.
+    """
+    state = hashlib.blake2b(array("q", request.prompt_token_ids or ()).tobytes(), digest_size=16)
+    for item in request.mm_features or ():
+        state.update(json.dumps([item.modality, item.identifier, item.mm_position.offset, item.mm_position.length]).encode())
+    if (lora := request.lora_request) is not None:
+        try:
+            state.update(_adapter(lora.lora_path).encode())
+        except OSError as error:
+            raise BadGrant(f"the LoRA adapter {lora.lora_name} cannot be read: {error}") from None
+    return state.hexdigest()
+
+
 @lru_cache(maxsize=1024)
-def adapter(path: str) -> str:
+def _adapter(path: str) -> str:
     """A fingerprint of a LoRA adapter, taken when a request first names it: of its files, else of its name on the hub."""
     folder = Path(path)
     if not folder.is_dir():

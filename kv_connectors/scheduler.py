@@ -65,6 +65,7 @@ class Back(Enum):
 class Leg:
     grant: Grant
     length: int  # tokens of the prompt
+    prompt: str  # a digest of it
     plan: Plan | None = None  # who reads what: of P for a decode leg, of D for a prefill leg that may
     state: State = State.NEW
     computed: int = 0  # tokens announced to the workers
@@ -85,19 +86,6 @@ def _blocks(ids: Sequence[int], size: int, token: int, end: int) -> events.Block
     while first < stop - 1 and ids[first] == NULL:
         first += 1
     return events.Blocks(first * size, list(ids[first:stop]))
-
-
-def _of_adapter(grant: Grant, request: Request) -> Grant:
-    """With a LoRA adapter both sides go by a name of the transfer that only those who have the same adapter arrive at."""
-    if (lora := request.lora_request) is None:
-        return grant
-    try:
-        adapter = facts.adapter(lora.lora_path)
-    except OSError as error:
-        raise BadGrant(f"the LoRA adapter {lora.lora_name} cannot be read: {error}") from None
-    names = (grant.transfer, grant.back)
-    transfer, back = (name and hashlib.blake2b(f"{name} {adapter}".encode(), digest_size=16).hexdigest() for name in names)
-    return msgspec.structs.replace(grant, transfer=transfer, back=back)
 
 
 class SchedulerSide:
@@ -171,7 +159,8 @@ class SchedulerSide:
         if not isinstance(params, dict) or REQUEST_KEY not in params:
             return None
         try:
-            grant = _of_adapter(self._accept(verify(self._key, params[REQUEST_KEY]), request), request)
+            grant = self._accept(verify(self._key, params[REQUEST_KEY]), request)
+            digest = facts.prompt(request)
         except BadGrant as error:
             log.warning("request %s: grant refused (%s); it is served here alone", request.request_id, error)
             request.kv_transfer_params = None  # asked once, said once
@@ -179,7 +168,7 @@ class SchedulerSide:
         plan = self._plan(grant.sources) if grant.leg == "decode" else self._plan_back(grant)
         if grant.leg == "prefill" and self._has_states and request.num_prompt_tokens > 1:
             compat.leave_out_last(request)
-        leg = self._legs[request.request_id] = Leg(grant, request.num_prompt_tokens, plan)
+        leg = self._legs[request.request_id] = Leg(grant, request.num_prompt_tokens, digest, plan)
         if grant.back and self._two_way and plan and grant.back != grant.transfer and self._is_new("back", grant.back):
             leg.back = Back.NEW
         if grant.leg != "probe":
@@ -193,7 +182,7 @@ class SchedulerSide:
             raise BadGrant("for another engine, or for this one before its restart")
         if self._role not in (grant.leg, "both"):
             raise BadGrant(f"a {grant.leg} leg, but this engine's role is {self._role}")
-        if request.prompt_token_ids is None:
+        if request.prompt_token_ids is None or request.prompt_embeds is not None:
             raise BadGrant("the prompt is not made of tokens")
         if grant.leg == "decode":
             if len({worker.name for worker in grant.sources}) < len(grant.sources):
@@ -269,7 +258,7 @@ class SchedulerSide:
         wanted = [_blocks(ids, size, end - external, end) for size, ids in zip(self._block_sizes, blocks, strict=True)]
         assert leg.plan is not None  # a decode leg
         self._next.decode.append(
-            events.Wanted(leg.grant.transfer, leg.grant.sources, leg.plan, wanted, end, leg.grant.patience)
+            events.Wanted(leg.grant.transfer, leg.grant.sources, leg.plan, wanted, end, leg.grant.patience, leg.prompt)
         )
 
     def loaded(self, request_id: str) -> None:
@@ -299,7 +288,7 @@ class SchedulerSide:
             return
         leg.back = Back.SERVING
         assert leg.grant.back is not None
-        self._next.prefill.append(events.Scheduled(leg.grant.back, leg.local, held, cached=True))
+        self._next.prefill.append(events.Scheduled(leg.grant.back, leg.local, held, cached=True, prompt=leg.prompt))
 
     def arrived(self, request: Request) -> None:
         """A prefill leg asks D at once how much there is, so that it is known when its turn comes."""
@@ -307,7 +296,7 @@ class SchedulerSide:
         if leg is not None and leg.grant.leg == "prefill" and leg.back is Back.NEW and leg.grant.back and leg.plan:
             leg.back = Back.SEEKING
             self._seeking[leg.grant.back] = leg
-            self._next.decode.append(events.Sought(leg.grant.back, leg.grant.sources, leg.plan))
+            self._next.decode.append(events.Sought(leg.grant.back, leg.grant.sources, leg.plan, leg.prompt))
 
     def _tokens_back(self, leg: Leg, local: int) -> int | None:
         """How many tokens a prefill leg reads back; None while D has not said how many there are."""
@@ -341,7 +330,7 @@ class SchedulerSide:
         del self._seeking[back]
         self._next.requests[back] = request_id
         wanted = [_blocks(ids, size, end - external, end) for size, ids in zip(self._block_sizes, blocks, strict=True)]
-        self._next.decode.append(events.Wanted(back, leg.grant.sources, leg.plan, wanted, end, STILL))
+        self._next.decode.append(events.Wanted(back, leg.grant.sources, leg.plan, wanted, end, STILL, leg.prompt))
 
     def _end_back(self, leg: Leg) -> None:
         """Whatever it is, nothing more is read back or served."""
@@ -380,9 +369,8 @@ class SchedulerSide:
             return
         leg.state = State.COMPUTING
         leg.computed = min(leg.length, computed + output.num_scheduled_tokens[request_id])
-        self._next.prefill.append(
-            events.Scheduled(leg.grant.transfer, leg.computed, [list(ids) for ids in blocks or [()] * len(self._block_sizes)])
-        )
+        held = [list(ids) for ids in blocks or [()] * len(self._block_sizes)]
+        self._next.prefill.append(events.Scheduled(leg.grant.transfer, leg.computed, held, prompt=leg.prompt))
 
     def _withdraw(self, leg: Leg | None) -> None:
         """The blocks of a leg have been given up, perhaps before the other engine had them."""

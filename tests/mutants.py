@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-OF_MACHINES = ["tests/unit/test_decode.py", "tests/unit/test_search.py"]
+OF_MACHINES = ["tests/unit/test_prefill.py", "tests/unit/test_decode.py", "tests/unit/test_search.py"]
 MUTANTS = [
     ("P says intact of what it let go", "prefill.py", "event.reader in self.settled.get(event.transfer, ())", "event.transfer in self.settled"),
     ("P releases while sending", "prefill.py", "ended >= self.expected and not self.is_sending()", "ended >= self.expected"),
@@ -54,6 +54,9 @@ MUTANTS = [
     ("D asks in its own blocks", "reading.py", "start = blocks.token - blocks.token % there.block_size", "start = blocks.token"),
     ("D takes other blocks for its own", "reading.py", "other = None if cut.lies_as(kind.cut(heads)) else cut", "other = None"),
     ("P serves what its window has left", "prefill.py", "            and (not kind.window or extent.token + kind.block_size > t.ahead - kind.window)  # else it is vLLM's again\n", ""),
+    ("P computes first and serves whoever asks", "prefill.py", "t.state is not State.WANTED and reader.prompt != t.prompt:", "False:"),
+    ("P serves whoever asked before it computes", "prefill.py", "if r.is_active and r.prompt != t.prompt]", "if False]"),
+    ("a refused reader is still one", "prefill.py", "        t.readers[reader].gone = True\n        return Send(reader, wire.Fail(transfer", "        return Send(reader, wire.Fail(transfer"),
     ("P takes blocks of another group", "prefill.py", "t.blocks[kind.group], 0", "t.blocks[0], 0"),
     ("D writes into blocks of another group", "reading.py", "blocks = event.blocks[kind.group]", "blocks = event.blocks[0]"),
     ("a failure spares the other sources' pieces", "decode.py", "t.pieces = {n: p for n, p in t.pieces.items() if p.where is Where.LANDING}", "t.pieces = {n: p for n, p in t.pieces.items() if p.where is Where.LANDING and p.source == but}"),

@@ -51,6 +51,11 @@ class Engine:
             self.world.wanted[rank.name, event.transfer] = (event.token_end, event.blocks)
         self.tell(event)
 
+    def prompt(self, transfer: str) -> str:
+        """What this engine computes by the name of a transfer, there or back."""
+        name = transfer.removesuffix(BACK)
+        return f"{name}*" if name in self.world.different and isinstance(self, DecodeEngine) else name
+
     def plan(self, sources: list[Worker]) -> mapping.Plan:
         return mapping.plan([source.holds for source in sources], [rank.shape for rank in self.ranks])
 
@@ -125,7 +130,8 @@ class PrefillEngine(Engine):
         upto = min(prompt.length, prompt.computed + random.randint(1, 9))
         if not self.allocate(prompt, upto):
             return
-        self.tell(events.Scheduled(prompt.transfer, upto, [blocks[prompt.announced :] for blocks in prompt.blocks]))
+        more = [blocks[prompt.announced :] for blocks in prompt.blocks]
+        self.tell(events.Scheduled(prompt.transfer, upto, more, prompt=self.prompt(prompt.transfer)))
         prompt.announced = len(prompt.blocks[0])
         self.computing = True
         steps = [(rank, layer) for rank in self.ranks for layer in range(len(rank.shape.layers))]
@@ -204,7 +210,7 @@ class PrefillEngine(Engine):
         """Ask D how much there is, wait a little, read it; or compute it after all."""
         if prompt.until is None:
             prompt.until = self.world.now + WORD
-            self.tell(events.Sought(prompt.back, prompt.sources, self.plan(prompt.sources)))
+            self.tell(events.Sought(prompt.back, prompt.sources, self.plan(prompt.sources), self.prompt(prompt.back)))
         is_known = len(prompt.there) == len(self.ranks)
         if not is_known and self.world.now < prompt.until:
             return
@@ -215,7 +221,8 @@ class PrefillEngine(Engine):
             return
         prompt.loading = True
         blocks = [events.Blocks(0, list(ids)) for ids in prompt.blocks]
-        self.expect(events.Wanted(prompt.back, prompt.sources, self.plan(prompt.sources), blocks, there, PATIENCE))
+        plan, digest = self.plan(prompt.sources), self.prompt(prompt.back)
+        self.expect(events.Wanted(prompt.back, prompt.sources, plan, blocks, there, PATIENCE, digest))
 
     def found(self, found: events.Found) -> None:
         if (prompt := self.prompts.get(found.transfer.removesuffix(BACK))) is not None:
@@ -289,7 +296,7 @@ class DecodeEngine(Engine):
             events.Blocks(begin, [self.free.pop() for _ in range(count)])
             for begin, count in zip((token, window), counts, strict=True)
         ]
-        self.expect(events.Wanted(transfer, sources, self.plan(sources), blocks, end, PATIENCE))
+        self.expect(events.Wanted(transfer, sources, self.plan(sources), blocks, end, PATIENCE, self.prompt(transfer)))
 
     def loaded(self, transfer: str, end: int, blocks: list[events.Blocks], good: bool) -> None:
         self.end_back(transfer + BACK)
@@ -313,7 +320,7 @@ class DecodeEngine(Engine):
             return
         blocks = [self.free.pop() for _ in range(count)], [self.free.pop() for _ in range(count)]
         self.cached[back] = Cached(blocks, tokens, parked)
-        self.tell(events.Scheduled(back, tokens, [list(ids) for ids in blocks], cached=True))
+        self.tell(events.Scheduled(back, tokens, [list(ids) for ids in blocks], cached=True, prompt=self.prompt(back)))
 
     def step(self) -> None:
         """The end of a step: what prefix-cache hits are made of has been computed.  Requests that do not wait may end."""

@@ -84,7 +84,7 @@ class Rank:
 
     def truth(self, transfer: str, layer: int, head: int, token: int) -> str:
         """Of a state: after so many tokens."""
-        return f"{transfer.removesuffix(BACK)}:{self.shape.first + layer}:{self.shape.kind(layer).head + head}:{token}"
+        return f"{self.engine.prompt(transfer)}:{self.shape.first + layer}:{self.shape.kind(layer).head + head}:{token}"
 
     def compute(self, transfer: str, blocks: tuple[list[int], list[int]], layer: int, tokens: range) -> None:
         """Write the right KV of one layer; a state is changed where it is."""

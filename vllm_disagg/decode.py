@@ -92,6 +92,7 @@ class Transfer:
     sources: dict[str, Source]
     token_end: int
     patience: float
+    prompt: str
     began: float
     moved: float  # when it last made progress
     retry: float
@@ -183,7 +184,7 @@ class DecodeSide:
         self.searches.wanted(event.transfer)
         actions = self._tell_idle(event)
         t = self.transfers[event.transfer] = Transfer(
-            {}, event.token_end, event.patience, began=now, moved=now, retry=now + self.retry
+            {}, event.token_end, event.patience, event.prompt, began=now, moved=now, retry=now + self.retry
         )
         for source, found in readings(event, self.rank, self.shape).items():
             worker = event.sources[source]
@@ -358,8 +359,8 @@ class DecodeSide:
 
     # Messages ------------------------------------------------------------------------------------------------
     def _pull(self, name: str, source: Source) -> Send:
-        address = self.routes.get(source.name, self.address)
-        return Send(source.name, wire.Pull(name, source.name, self.name, address, source.readers))
+        address, prompt = self.routes.get(source.name, self.address), self.transfers[name].prompt
+        return Send(source.name, wire.Pull(name, source.name, self.name, address, source.readers, prompt))
 
     def _done(self, name: str, source: Source) -> Send:
         return Send(source.name, wire.Done(transfer=name, source=source.name, reader=self.name))

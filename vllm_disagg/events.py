@@ -22,6 +22,7 @@ class Reason(str, Enum):
 
     CANCELLED = "cancelled"  # vLLM no longer wants it
     WITHDRAWN = "withdrawn"  # P's request was aborted or preempted
+    DIFFERENT = "different"  # P computes another prompt under this name
     REFUSED = "refused"  # P knows nothing (any more) of this transfer, or has no room for it
     SILENT = "silent"  # P does not answer
     LATE = "late"  # P answers, but nothing moves
@@ -38,6 +39,7 @@ class Scheduled(msgspec.Struct, frozen=True, tag=True):
     tokens: int
     blocks: list[list[int]]
     cached: bool = False  # of a prefix-cache hit: computed by whatever this step or an earlier one computes
+    prompt: str = ""  # a digest of the whole of it: readers who have another are served nothing
 
 
 class Computed(msgspec.Struct, frozen=True, tag=True):
@@ -83,6 +85,7 @@ class Wanted(msgspec.Struct, frozen=True, tag=True):
     blocks: list[Blocks]
     token_end: int
     patience: float
+    prompt: str = ""  # a digest of the whole of it
 
 
 class Sought(msgspec.Struct, frozen=True, tag=True):
@@ -91,6 +94,7 @@ class Sought(msgspec.Struct, frozen=True, tag=True):
     transfer: str
     sources: list[Worker]
     plan: Plan
+    prompt: str = ""
 
 
 class Unneeded(msgspec.Struct, frozen=True, tag=True):

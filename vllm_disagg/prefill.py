@@ -14,6 +14,7 @@ Rules, checked by `validate` and by the property tests:
   3. Done is answered `intact` only if the blocks were ours without a break until then.  So the driver must put
      everything vLLM has said into the machine before it puts in a message from the network.
   4. A message for another life of this process has no effect.
+  5. A reader is served only what was computed from the prompt that it has itself.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class State(Enum):
 @dataclass
 class Reader:
     address: str
+    prompt: str
     heard: float
     sending: int = 0
     done: bool = False
@@ -69,6 +71,7 @@ class Transfer:
     state: State
     deadline: float  # of WANTED and HELD, for as long as nobody reads
     blocks: list[list[int]] = field(default_factory=list)  # by group
+    prompt: str = ""  # whose they are
     tokens: int = 0  # final in all layers
     ahead: int = 0  # final in the first `layers` layers
     layers: int = 0
@@ -138,8 +141,8 @@ class PrefillSide:
         t.blocks = t.blocks or [[] for _ in event.blocks]
         for blocks, more in zip(t.blocks, event.blocks, strict=True):
             blocks += more
-        t.ahead, t.layers = event.tokens, 0
-        return []
+        t.ahead, t.layers, t.prompt = event.tokens, 0, event.prompt
+        return [self._refuse(event.transfer, t, name) for name, r in t.readers.items() if r.is_active and r.prompt != t.prompt]
 
     def _computed(self, event: Computed) -> list[PrefillAction]:
         t = self.transfers.get(event.transfer)
@@ -191,9 +194,11 @@ class PrefillSide:
         if reader is None:
             if len(t.readers) >= event.readers:
                 return [_fail(event)]
-            reader = t.readers[event.reader] = Reader(event.address, now)
+            reader = t.readers[event.reader] = Reader(event.address, event.prompt, now)
         reader.heard, reader.address = now, event.address
         t.deadline = max(t.deadline, now + self.lease)
+        if reader.is_active and t.state is not State.WANTED and reader.prompt != t.prompt:
+            return [self._refuse(event.transfer, t, event.reader), *self._release_if_over(event.transfer, t)]
         if reader.is_active:
             return [self._offer(event.transfer, t, event.reader)]
         return [_fail(event)] if reader.gone else []
@@ -265,6 +270,11 @@ class PrefillSide:
             and (kind.block_size < STATE or extent.token_end == t.ahead)  # a state is one of just so many tokens
             and size(extent, kind) <= MAX_PIECE
         )
+
+    def _refuse(self, transfer: str, t: Transfer, reader: str) -> Send:
+        """It computes on another prompt: it is served nothing of ours."""
+        t.readers[reader].gone = True
+        return Send(reader, wire.Fail(transfer, self.name, reader, Reason.DIFFERENT.value))
 
     def _offer(self, transfer: str, t: Transfer, reader: str) -> Send:
         offer = wire.Offer(

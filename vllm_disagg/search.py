@@ -17,6 +17,7 @@ class Search:
     readers: dict[str, int]  # by source: how many of us will read from it
     address: str
     retry: float  # when to ask once more
+    prompt: str
     said: dict[str, int]  # tokens, by source
     is_over: bool = False  # it has been answered
 
@@ -37,7 +38,7 @@ class Searches:
         assert event.transfer not in self.open, f"{event.transfer} is sought twice"
         ranks = sorted({share.source for share in event.plan.shares[self.rank]})
         workers = {event.sources[source].name: event.plan.readers[source] for source in ranks}
-        search = self.open[event.transfer] = Search(workers, address, now + self.retry, {})
+        search = self.open[event.transfer] = Search(workers, address, now + self.retry, event.prompt, {})
         return [*(Connect(event.sources[source]) for source in ranks), *self._pulls(event.transfer, search)]
 
     def heard(self, message: wire.Offer | wire.Fail) -> list[Found]:
@@ -72,4 +73,6 @@ class Searches:
         return actions
 
     def _pulls(self, transfer: str, search: Search) -> list[Send]:
-        return [Send(s, wire.Pull(transfer, s, self.name, search.address, n)) for s, n in search.readers.items()]
+        return [
+            Send(s, wire.Pull(transfer, s, self.name, search.address, n, search.prompt)) for s, n in search.readers.items()
+        ]

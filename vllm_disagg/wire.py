@@ -50,6 +50,7 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     reader: Name
     address: Name  # <carrier>:<how the carrier knows the reader>, where the reader takes its pieces
     readers: Count = 1  # P may let go when so many are done; 0: this rank is needed by nobody
+    prompt: Name = ""  # a digest of what the reader will compute on: P serves none but the same
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from vllm_disagg import wire
-from vllm_disagg.events import Computed, Scheduled, SendPiece
+from vllm_disagg.events import Computed, Pinned, Reason, Release, Scheduled, Send, SendPiece
 from vllm_disagg.prefill import PrefillSide
 from vllm_disagg.shape import STATE, Kind, Shape, hidden
 
@@ -66,3 +66,16 @@ def test_pieces_go_where_the_last_pull_said(side: PrefillSide) -> None:
     side.handle(wire.Pull("t", "p", "d", "fast:y"), 0.1)
     (action,) = side.handle(wire.Fetch("t", "p", "d", 0, wire.Extent(0, 1, 4, 12)), 0.2)
     assert isinstance(action, SendPiece) and action.address == "fast:y"
+
+
+@pytest.mark.parametrize("asks_first", [True, False])
+def test_a_reader_of_another_prompt_is_told_so_at_once_and_holds_nothing(asks_first: bool) -> None:
+    side = PrefillSide("p", Shape([FULL], [0]))
+    asked, computes = wire.Pull("t", "p", "d", "zmq:x", prompt="one"), Scheduled("t", 4, [[1]], prompt="another")
+    said = [action for event in ((asked, computes) if asks_first else (computes, asked)) for action in side.handle(event, 0.0)]
+    refused = Send("d", wire.Fail("t", "p", "d", Reason.DIFFERENT.value))
+    assert [action for action in said if isinstance(action.message, wire.Fail)] == [refused]  # type: ignore[union-attr]
+    assert side.handle(Computed("t", 1), 0.1) == [], "it is offered nothing"
+    (answer,) = side.handle(wire.Fetch("t", "p", "d", 0, wire.Extent(0, 1, 0, 4)), 0.2)
+    assert isinstance(answer, Send) and isinstance(answer.message, wire.Fail)
+    assert side.handle(Pinned("t"), 0.3) == [Release("t", delivered=False)]

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
-from kv_connectors import scheduler
+from kv_connectors import facts, scheduler
 from kv_connectors.messages import Handshake
 from kv_connectors.scheduler import SchedulerSide
 from vllm_disagg import events, grants, keys, mapping
@@ -47,9 +47,14 @@ def request(leg: str, engine: SchedulerSide | None, length: int = 40, name: str 
         "num_prompt_tokens": length,
         "prompt_token_ids": [0] * length,
         "status": SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
+        "prompt_embeds": None,
+        "mm_features": [],
         "lora_request": None,
     }
     return SimpleNamespace(**fields | change)
+
+
+OF_40, OF_70 = (facts.prompt(request("probe", None, length)) for length in (40, 70))  # type: ignore[arg-type]
 
 
 def step(new: dict[str, tuple[int, int, list[int]]] | None = None, cached: Any = None, preempted: Any = None) -> SimpleNamespace:
@@ -74,8 +79,8 @@ def test_a_prefill_leg_in_chunks() -> None:
     asked = request("prefill", p)
     assert p.tokens_to_load(asked, 0) == 0
     first = p.step(step(new={"r1": (0, 20, [7, 8])}))
-    assert first.prefill == [events.Scheduled("ab" * 16, 20, [[7, 8]])] and first.requests == {"ab" * 16: "r1"}
-    assert p.step(step(cached={"r1": (20, 20, [9])})).prefill == [events.Scheduled("ab" * 16, 40, [[9]])]
+    assert first.prefill == [events.Scheduled("ab" * 16, 20, [[7, 8]], prompt=OF_40)] and first.requests == {"ab" * 16: "r1"}
+    assert p.step(step(cached={"r1": (20, 20, [9])})).prefill == [events.Scheduled("ab" * 16, 40, [[9]], prompt=OF_40)]
     assert p.step(step(cached={"r1": (40, 1, [])})).prefill == [], "what follows the prompt is no business of D"
     keep, answer = p.finished(asked)
     assert keep and answer is not None and answer[grants.ANSWER_KEY]["role"] == "prefill"
@@ -105,7 +110,7 @@ def test_a_decode_leg_loads_what_its_own_cache_lacks() -> None:
     assert d.tokens_to_load(asked, 16) == 24, "asked again until there is room"
     d.allocated(asked, ([4, 5, 6],), 24)
     (wanted,) = d.step(step()).decode
-    assert wanted == events.Wanted("ab" * 16, [P_WORKER], PLAN, [events.Blocks(16, [5, 6])], 40, 60.0)
+    assert wanted == events.Wanted("ab" * 16, [P_WORKER], PLAN, [events.Blocks(16, [5, 6])], 40, 60.0, OF_40)
     assert d.tokens_to_load(asked, 0) == 0, "loaded once; after a failure or a preemption it is recomputed"
     d.allocated(asked, ([4, 5, 6],), 0)
     d.loaded("r1")
@@ -292,18 +297,18 @@ def test_a_prefill_leg_asks_d_reads_back_and_computes_the_rest(clock: list[float
     p = side("prefill")
     asked = arrived(p)
     assert p.tokens_to_load(asked, 16) is None, "ask again"
-    assert p.step(step()).decode == [events.Sought(BACK, [P_WORKER], PLAN)]
+    assert p.step(step()).decode == [events.Sought(BACK, [P_WORKER], PLAN, OF_70)]
     assert p.tokens_to_load(asked, 16) is None and p.step(step()).decode == [], "asked once"
     p.found({BACK: [64], "of another": [16]})
     assert p.tokens_to_load(asked, 16) == 48
     assert p.tokens_to_load(asked, 32) == 32, "no room yet, and more is cached here by now"
     p.allocated(asked, ([4, 5, 6, 7],), 32)
     metadata = p.step(step())
-    assert metadata.decode == [events.Wanted(BACK, [P_WORKER], PLAN, [events.Blocks(32, [6, 7])], 64, scheduler.STILL)]
+    assert metadata.decode == [events.Wanted(BACK, [P_WORKER], PLAN, [events.Blocks(32, [6, 7])], 64, scheduler.STILL, OF_70)]
     assert metadata.requests == {BACK: "r1"}
     p.loaded("r1")
     first = p.step(step(new={"r1": (64, 6, [4, 5, 6, 7, 8])}))
-    assert first.prefill == [events.Scheduled(T, 70, [[4, 5, 6, 7, 8]])] and not first.decode
+    assert first.prefill == [events.Scheduled(T, 70, [[4, 5, 6, 7, 8]], prompt=OF_70)] and not first.decode
     assert p.finished(asked)[0]
 
 
@@ -319,7 +324,7 @@ def test_what_d_does_not_have_is_computed(clock: list[float], there: int | None,
     assert p.tokens_to_load(asked, local) == 0
     p.allocated(asked, ([4, 5],), 0)
     assert p.step(step(new={"r1": (local, 70 - local, [4, 5, 6, 7, 8])})).decode == [
-        events.Sought(BACK, [P_WORKER], PLAN),
+        events.Sought(BACK, [P_WORKER], PLAN, OF_70),
         events.Cancelled(BACK),
     ]
     p.found({BACK: [64]})
@@ -337,7 +342,7 @@ def test_a_load_back_that_fails_is_computed(clock: list[float]) -> None:
     assert p.tokens_to_load(asked, 0) == 0
     p.allocated(asked, ([1, 2, 3, 4, 5],), 0)
     metadata = p.step(step(new={"r1": (0, 70, [1, 2, 3, 4, 5])}))
-    assert metadata.decode == [] and metadata.prefill == [events.Scheduled(T, 70, [[1, 2, 3, 4, 5]])]
+    assert metadata.decode == [] and metadata.prefill == [events.Scheduled(T, 70, [[1, 2, 3, 4, 5]], prompt=OF_70)]
 
 
 @pytest.mark.parametrize("when", ["waiting", "asking", "reading"])
@@ -373,7 +378,7 @@ def served(d: SchedulerSide, length: int = 70, local: int = 32) -> Any:
     missing = d.tokens_to_load(asked, local)
     d.allocated(asked, ([4, 5, 6, 7, 8],), missing or 0)
     (said,) = d.step(step()).prefill
-    assert said == events.Scheduled(BACK, local, [[4, 5]], cached=True)
+    assert said == events.Scheduled(BACK, local, [[4, 5]], cached=True, prompt={40: OF_40, 70: OF_70}[length])
     return asked
 
 
@@ -426,7 +431,7 @@ def test_a_prefill_leg_with_sources_that_cannot_be_read_is_one_all_the_same(sour
     assert p.tokens_to_load(asked, 0) == 0
     p.allocated(asked, ([4, 5, 6],), 0)
     metadata = p.step(step(new={"r1": (0, 40, [4, 5, 6])}))
-    assert not metadata.decode and metadata.prefill == [events.Scheduled(T, 40, [[4, 5, 6]])]
+    assert not metadata.decode and metadata.prefill == [events.Scheduled(T, 40, [[4, 5, 6]], prompt=OF_40)]
 
 
 def test_an_engine_says_whether_it_can() -> None:
@@ -438,7 +443,7 @@ def test_an_engine_says_whether_it_can() -> None:
 def test_a_prefill_leg_asks_when_it_arrives_and_waits_when_it_is_its_turn(clock: list[float]) -> None:
     p = side("prefill")
     asked = arrived(p)
-    assert p.step(step()).decode == [events.Sought(BACK, [P_WORKER], PLAN)]
+    assert p.step(step()).decode == [events.Sought(BACK, [P_WORKER], PLAN, OF_70)]
     clock[0] += 10  # in the queue
     assert p.tokens_to_load(asked, 0) is None
     clock[0] += scheduler.WORD / 2
@@ -473,7 +478,7 @@ def test_states_beside_attention() -> None:
     assert wanted.blocks == [events.Blocks(0, [3]), events.Blocks(0, [4, 5, 6])]
 
 
-# LoRA --------------------------------------------------------------------------------------------------------
+# Of which prompt ---------------------------------------------------------------------------------------------
 def adapter(folder: Path, weights: bytes) -> SimpleNamespace:
     folder.mkdir()
     (folder / "adapter_config.json").write_text("{}")
@@ -481,31 +486,53 @@ def adapter(folder: Path, weights: bytes) -> SimpleNamespace:
     return SimpleNamespace(lora_name="one", lora_path=str(folder))
 
 
-def test_transfers_of_different_adapters_of_one_name_never_meet(tmp_path: Path) -> None:
-    ours, same, other = (adapter(tmp_path / name, name[:1].encode()) for name in ("a", "also", "b"))
-    names = []
-    for role, lora in (("prefill", ours), ("decode", same), ("decode", other)):
-        engine = side(role)
-        engine.tokens_to_load(request(role, engine, lora_request=lora), 0)
-        (name,) = engine.step(step()).requests
-        names.append(name)
-    assert names[0] == names[1] != names[2]
-    assert "ab" * 16 not in names
-    assert all(len(name) == 32 for name in names)
+def image(identifier: str, offset: int = 4) -> SimpleNamespace:
+    return SimpleNamespace(modality="image", identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=8))
 
 
-def test_what_d_has_cached_of_another_adapter_is_not_read_back(tmp_path: Path) -> None:
+def told(role: str, **change: Any) -> str:
+    """The digest that goes to the workers with a leg."""
+    engine = side(role)
+    asked = request(role, engine, **change)
+    engine.allocated(asked, ([4, 5, 6],), engine.tokens_to_load(asked, 0) or 0)
+    said = engine.step(step(new={"r1": (0, 40, [7, 8, 9])}))
+    (event,) = said.prefill if role == "prefill" else said.decode
+    return event.prompt
+
+
+def test_both_legs_of_one_prompt_have_one_digest() -> None:
+    assert told("prefill") == told("decode") != ""
+
+
+def test_every_token_and_image_tells_prompts_apart() -> None:
+    changes: list[dict[str, Any]] = [
+        {},
+        {"prompt_token_ids": [0] * 39 + [1]},
+        {"prompt_token_ids": [1] + [0] * 39},
+        *({"mm_features": features} for features in ([image("a")], [image("b")], [image("a", 5)], [image("a"), image("a", 20)])),
+    ]
+    assert len({told("decode", **change) for change in changes}) == len(changes)
+
+
+def test_adapters_of_one_name_are_told_apart_by_their_files(tmp_path: Path) -> None:
     ours, same, other = (adapter(tmp_path / name, name[:1].encode()) for name in ("a", "also", "b"))
-    p = side("prefill")
-    p.arrived(request("prefill", p, length=70, back=BACK, lora_request=ours))
+    assert told("prefill", lora_request=ours) == told("decode", lora_request=same)
+    assert len({told("decode", lora_request=lora) for lora in (None, same, other)}) == 3
+
+
+def test_what_is_sought_and_served_back_is_of_one_prompt() -> None:
+    p, d = side("prefill"), side("decode")
+    p.arrived(request("prefill", p, length=70, back=BACK))
     (sought,) = p.step(step()).decode
-    served = []
-    for lora in (same, other):
-        d = side("decode")
-        asked = request("decode", d, length=70, back=BACK, lora_request=lora)
-        d.allocated(asked, ([4, 5, 6, 7, 8],), d.tokens_to_load(asked, 32) or 0)
-        served += [said.transfer for said in d.step(step()).prefill]
-    assert served[0] == sought.transfer != served[1]
+    asked = request("decode", d, length=70, back=BACK)
+    d.allocated(asked, ([4, 5, 6, 7, 8],), d.tokens_to_load(asked, 32) or 0)
+    (served,) = d.step(step()).prefill
+    assert sought.transfer == served.transfer and sought.prompt == served.prompt != ""
+
+
+def test_mixed_embeddings_are_served_here() -> None:
+    d = side("decode")
+    assert d.tokens_to_load(request("decode", d, prompt_embeds=torch.zeros(1)), 0) == 0
 
 
 def test_an_adapter_that_cannot_be_read_is_served_here(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Write a tiny model with random weights, for tests and demos: tiny_model.py KIND OUT_DIR.
 
 KIND: dense, heavy (about 100 KB of KV cache a token, so that transfers show), or another kind of KV cache: sliding
-(Gemma 3), oss (GPT-OSS), mla (DeepSeek V2), moe (Mixtral), mamba (Mamba 2), linear (Qwen3-Next).  vLLM's CPU build
-serves all of them with --enforce-eager.  qwen3-8b: that model's shape but for its vocabulary (14 GB, for a GPU).
+(Gemma 3), oss (GPT-OSS), mla (DeepSeek V2), moe (Mixtral), mamba (Mamba 2), linear (Qwen3-Next), images (BLIP-2).  vLLM's
+CPU build serves all of them with --enforce-eager.  qwen3-8b: that model's shape but for its vocabulary (14 GB, for a GPU).
 
 The weights are drawn with `initializer_range` 0.08.  With the usual 0.02 a random model repeats one token, and half
 of all changes to a prompt do not change its answer, so wrong KV would go unseen; with 0.08 every change shows.
@@ -66,6 +66,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+IMAGES = "images"  # the kind that has no line above
 END = "<|endoftext|>"
 CHAT = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -91,29 +92,56 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=END, chat_template=CHAT)
 
 
+def of_text(kind: str, words: Any, folder: Path) -> Any:
+    import transformers
+
+    words.save_pretrained(folder)
+    name, differs = KINDS[kind]
+    size = {**SIZE, **differs, "vocab_size": len(words)}
+    if kind == "mamba":  # has no attention
+        size = {n: v for n, v in size.items() if "attention" not in n and "key_value" not in n and n != "intermediate_size"}
+    return transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**size))
+
+
+def with_images(words: Any, folder: Path) -> Any:
+    """BLIP-2: an image becomes 16 tokens before the prompt.  vLLM's code of many others needs torchvision, which is left out."""
+    from transformers import Blip2Config, Blip2ForConditionalGeneration, Blip2Processor
+    from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
+
+    words.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    words.image_token = "<image>"
+    images = BlipImageProcessorPil(size={"height": 56, "width": 56})
+    Blip2Processor(image_processor=images, tokenizer=words, num_query_tokens=16).save_pretrained(folder)
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {"model_type": "opt", "hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 256, "num_hidden_layers": 4}
+    text |= {"num_attention_heads": 4, "max_position_embeddings": 8192, "vocab_size": len(words), "init_std": 0.08}
+    config = Blip2Config(
+        vision_config={**small, "image_size": 56, "patch_size": 14},
+        qformer_config={**small, "encoder_hidden_size": 64, "vocab_size": 64},
+        text_config=text | {"eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 0},
+        num_query_tokens=16,
+        image_token_index=words.convert_tokens_to_ids("<image>"),
+        initializer_range=0.08,
+    )
+    return Blip2ForConditionalGeneration(config)
+
+
 def make(kind: str, folder: Path) -> None:
     """Write the model, unless it is there already.  Slow imports wait until they are needed."""
     mark = folder / DONE
     if mark.exists() and mark.read_text() == kind:
         return
     import torch
-    import transformers
 
     mark.unlink(missing_ok=True)
-    words = tokenizer()
-    words.save_pretrained(folder)
-    name, differs = KINDS[kind]
-    size = {**SIZE, **differs, "vocab_size": len(words)}
-    if kind == "mamba":  # has no attention
-        size = {n: v for n, v in size.items() if "attention" not in n and "key_value" not in n and n != "intermediate_size"}
-    config = getattr(transformers, name)(**size)
     torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    model = with_images(tokenizer(), folder) if kind == IMAGES else of_text(kind, tokenizer(), folder)
+    model.to(torch.bfloat16).save_pretrained(folder)
     mark.write_text(kind)
 
 
 def main() -> None:
-    if len(sys.argv) != 3 or sys.argv[1] not in KINDS:
+    if len(sys.argv) != 3 or sys.argv[1] not in {*KINDS, IMAGES}:
         sys.exit(__doc__)
     make(sys.argv[1], Path(sys.argv[2]))
 

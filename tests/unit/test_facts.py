@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,6 +123,25 @@ def test_another_setting_on_the_other_side_does_not_fit(tmp_path: Any) -> None:
     plain, packed = facts.layout(both), facts.layout(both, "fp8")  # type: ignore[arg-type]
     assert difference(plain, packed) == "compress is off on one side and fp8 on the other"
     assert not difference(packed, facts.layout(both, "fp8"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.gguf"])
+def test_weights_that_differ_in_one_matrix_are_others(tmp_path: Path, name: str) -> None:
+    def engine(folder: str, weights: bytes) -> Any:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_bytes(weights)
+        model = SimpleNamespace(
+            **{"model": str(tmp_path / folder), "revision": None, "dtype": "bf16", "quantization": None},
+            hf_config=SimpleNamespace(architectures=["A"], to_dict=dict),
+        )
+        cache, load = SimpleNamespace(cache_dtype="auto"), SimpleNamespace(load_format="auto")
+        return facts.layout(SimpleNamespace(model_config=model, cache_config=cache, load_config=load, lora_config=None))  # type: ignore[arg-type]
+
+    weights = bytearray(8 << 20)
+    ours, same = engine("ours", weights), engine("same", weights)
+    weights[5_000_000 : 5_000_000 + len(weights) // 200] = b"\1" * (len(weights) // 200)
+    assert not difference(ours, same)
+    assert "weights" in difference(ours, engine("other", weights))
 
 
 @pytest.mark.parametrize(

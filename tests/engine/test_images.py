@@ -1,0 +1,82 @@
+"""Images: an image becomes tokens of the prompt, and their KV travels like that of others."""
+
+from __future__ import annotations
+
+import base64
+import io
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from asking import Body, ask, english, expect_same
+from conftest import Machine
+from direct import with_grant
+from engines import Proxy, wait
+from PIL import Image
+from test_models import AT_ONCE, FLOAT32, Pair
+
+from vllm_disagg import grants
+
+pytestmark = pytest.mark.wide
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def pair(machine: Machine) -> Iterator[Pair]:
+    machine.stop()  # all others, for the memory's sake
+    made = Pair(machine, "images", "images", *FLOAT32)
+    yield made
+    made.legs.close()
+    machine.stop()
+
+
+def image(seed: str) -> str:
+    """Noise, as an address that holds it."""
+    packed = io.BytesIO()
+    Image.frombytes("RGB", (56, 56), random.Random(seed).randbytes(3 * 56 * 56)).save(packed, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(packed.getvalue()).decode()}"
+
+
+def chat(words: str, *images: str) -> Body:
+    content = [{"type": "image_url", "image_url": {"url": one}} for one in images]
+    return {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": [*content, {"type": "text", "text": words}]}],
+        **{"max_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 3, "return_token_ids": True},
+    }
+
+
+def test_a_hundred_chats_through_the_proxy(pair: Pair, machine: Machine) -> None:
+    """Images and words of their own; one text and many images; one image and many texts."""
+    proxy = Proxy(machine.folder, pair.prefill, pair.decode, name="images-proxy")
+    machine.start(proxy)
+    asked = [chat(english(40 + 35 * at, f"own {at}"), image(f"own {at}")) for at in range(40)]
+    asked += [chat(english(900, "one text"), image(f"many {at}")) for at in range(32)]
+    asked += [chat(english(700, "begins alike") + english(20 + 40 * at, f"ends {at}"), image("one")) for at in range(32)]
+    asked += [chat(english(500, f"no image {at}")) for at in range(4)]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        plain = list(pool.map(lambda one: ask(pair.plain.url, one, CHAT), asked))
+        ours = list(pool.map(lambda one: ask(proxy.url, one, CHAT), asked))
+    for at, (found, expected) in enumerate(zip(ours, plain, strict=True)):
+        expect_same(found, expected, f"chat {at}")
+    assert len({record.texts for record in plain[40:72]}) > 16, "images that change nothing show nothing"
+    wait("KV moves", lambda: pair.decode.metric("vllm:disagg_load_seconds_count") > 80, 5)
+    machine.stop(proxy)
+
+
+def test_legs_that_have_seen_different_images(pair: Pair) -> None:
+    """As when each fetches it from an address that gives another one each time."""
+    words, transfer, before = english(900, "legs"), grants.new_transfer(), pair.decode.received
+    one, other = (chat(words, image(seed)) for seed in ("one leg", "the other leg"))
+    first = {**one, "max_tokens": 1, **with_grant(pair.legs.mint("prefill", transfer))}
+    second = {**other, **with_grant(pair.legs.mint("decode", transfer))}
+    with ThreadPoolExecutor(2) as pool:
+        legs = pool.submit(ask, pair.prefill.url, first, CHAT), pool.submit(ask, pair.decode.url, second, CHAT)
+        expected = ask(pair.plain.url, other, CHAT)
+        assert legs[0].result().status == 200
+        expect_same(legs[1].result(), expected)
+    assert expected.texts != ask(pair.plain.url, one, CHAT).texts, "images that change nothing show nothing"
+    assert pair.decode.received == before
+    assert pair.decode.metric("vllm:disagg_failed_different_total") == 1

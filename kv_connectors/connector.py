@@ -70,6 +70,10 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> Handshake | None:
         return self._worker.handshake
 
+    def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:  # type: ignore[override]
+        """Before anything writes into blocks that were given up."""
+        self._worker.withdraw(kv_connector_metadata)
+
     def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:  # type: ignore[override]
         super().bind_connector_metadata(connector_metadata)
         self._worker.begin(connector_metadata)

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from array import array
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_disagg.errors import BadGrant, ConfigError
+from vllm_disagg.errors import ConfigError
 
 from . import compat
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+log = logging.getLogger("vllm_disagg.facts")
 
 # Kinds of KV cache whose tests are exact, by vLLM's name.
 KNOWN = {"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "MambaSpec"}
@@ -33,6 +36,8 @@ KEPT = {"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"}
 # model whose file is so large.  Reading all of it would cost a large model a minute at each start.
 SAMPLES, SAMPLE = 256, 4096
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+OF_IMAGES = ("mm_processor_kwargs", "media_io_kwargs", "mm_hasher_algorithm", "mm_device_do_normalize", "mm_encoder_attn_dtype")
 NOT_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 
 
@@ -58,8 +63,7 @@ def refuse_unsupported(
     ):
         if size > 1:
             raise ConfigError(f"DisaggConnector does not support {what} parallelism yet (size {size}); use 1")
-    if vllm_config.model_config.enable_sleep_mode:  # unmaps the KV cache, also blocks that a reader takes
-        raise ConfigError("DisaggConnector does not support sleep mode: start without --enable-sleep-mode")
+    _refuse_settings(vllm_config)
     kept = str(vllm_config.cache_config.cache_dtype)
     if kept not in KEPT:
         raise ConfigError(f"DisaggConnector was never tried with a KV cache in {kept}; use --kv-cache-dtype auto or fp8")
@@ -68,6 +72,21 @@ def refuse_unsupported(
         _refuse_to_compress(kv_cache_config, compress)
     if vllm_config.speculative_config is not None:
         _refuse_drafts(kv_cache_config, vllm_config.speculative_config)
+
+
+def _refuse_settings(vllm_config: VllmConfig) -> None:
+    if vllm_config.model_config.enable_sleep_mode:  # unmaps the KV cache, also blocks that a reader takes
+        raise ConfigError("DisaggConnector does not support sleep mode: start without --enable-sleep-mode")
+    if vllm_config.weight_transfer_config is not None:
+        raise ConfigError("DisaggConnector compares weights when engines start: start without --weight-transfer-config")
+    if (aux := getattr(vllm_config, "aux_output_config", None)) is not None and aux.enabled:  # new in 0.32
+        raise ConfigError("DisaggConnector does not support --enable-return-routed-experts: D computes no prompts")
+    images = vllm_config.model_config.multimodal_config
+    if images is not None and not images.mm_processor_cache_gb and not vllm_config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "DisaggConnector needs the hashes by which vLLM tells images apart: start with --enable-prefix-caching, or without"
+            " --mm-processor-cache-gb 0"
+        )
 
 
 def _refuse_kinds(kv_cache_config: KVCacheConfig) -> None:
@@ -126,16 +145,17 @@ def layout(vllm_config: VllmConfig, compress: str = "off") -> dict[str, str]:
     Not what may differ: parallelism and block sizes.  What a layer's KV is made of is added by the workers.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    lora: Any = vllm_config.lora_config
     return {
         "architecture": ",".join(model.hf_config.architectures or ["unknown"]),
         "model config": _digest(_model_config(model.hf_config)),
-        "weights": _weights(model.model, model.revision, model.hf_config),
+        "weights": _weights(model),
+        "positions": _positions(model),
+        "images": _images(model),
         "dtype": str(model.dtype),
         "KV cache dtype": str(cache.cache_dtype),
         "quantization": str(model.quantization),
         "load format": str(vllm_config.load_config.load_format),
-        "LoRA": f"rank {lora.max_lora_rank}" if lora else "off",
+        "LoRA": _lora(vllm_config.lora_config),
         "compress": compress,
     }
 
@@ -150,12 +170,43 @@ def _model_config(hf_config: Any) -> dict[str, Any]:
     return {name: value for name, value in hf_config.to_dict().items() if name not in NOT_MODEL}
 
 
-def _weights(model: str, revision: str | None, hf_config: Any) -> str:
+def _weights(model: Any) -> str:
     """A fingerprint of the weights: of the files where they are here, else of the name and revision on the hub."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return f"{model}@{getattr(hf_config, '_commit_hash', None) or revision or 'main'}"
-    return _digest(_sampled(folder))
+    folder = Path(model.model)
+    if sampled := _sampled(folder) if folder.is_dir() else []:
+        return _digest(sampled)
+    name = getattr(model, "model_weights", "") or model.model  # weights may be streamed from a bucket
+    return f"{name}@{getattr(model.hf_config, '_commit_hash', None) or model.revision or 'main'}"
+
+
+def _positions(model: Any) -> str:
+    """What the longest prompt allowed makes of positions: LongRoPE has two tables, and vLLM takes one for all prompts."""
+    text = getattr(model, "hf_text_config", model.hf_config)
+    rope: Any = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    limits = [32768] if getattr(text, "attn_temperature_tuning", False) else []  # Llama 4
+    if "longrope" in (rope.get("rope_type"), rope.get("type")):
+        limits.append(int(rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", 0)))
+    return ", ".join(f"{'over' if model.max_model_len > limit else 'up to'} {limit}" for limit in limits) or "of any length"
+
+
+def _images(model: Any) -> str:
+    """How images become what the model reads; `prompt` compares only the images as they were sent."""
+    settings = getattr(model, "multimodal_config", None)
+    if settings is None:
+        return "none"
+    of_engine = {name: str(getattr(settings, name, None)) for name in OF_IMAGES}
+    folder = Path(model.model)
+    files = {name: (folder / name).read_text() for name in PROCESSORS if (folder / name).is_file()}
+    return _digest([of_engine, files])
+
+
+def _lora(lora: Any) -> str:
+    if lora is None:
+        return "off"
+    parts = [f"rank {lora.max_lora_rank}", str(lora.lora_dtype)]
+    if modules := getattr(lora, "target_modules", None):
+        parts.append(f"of {' '.join(sorted(modules))}")
+    return ", ".join(parts + ["of encoders too"] * bool(getattr(lora, "enable_tower_connector_lora", False)))
 
 
 def _sampled(folder: Path) -> list[tuple[str, int, str]]:
@@ -174,16 +225,21 @@ def prompt(request: Request) -> str:
     """A digest of all that its KV is made from: token ids, images and the like, the LoRA adapter.
 
     Each engine makes tokens of the same body by itself, and may come to others: a chat template knows the time, a tokenizer
-    was changed on one side, an image's address gives another image.  BadGrant where it cannot be told.
+    was changed on one side, an image's address gives another image.  Empty where it cannot be told.
     """
-    state = hashlib.blake2b(array("q", request.prompt_token_ids or ()).tobytes(), digest_size=16)
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return ""
+    state = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes(), digest_size=16)
     for item in request.mm_features or ():
         state.update(json.dumps([item.modality, item.identifier, item.mm_position.offset, item.mm_position.length]).encode())
     if (lora := request.lora_request) is not None:
+        if getattr(lora, "load_inplace", False):  # its files may be newer than what is loaded
+            return ""
         try:
             state.update(_adapter(lora.lora_path).encode())
         except OSError as error:
-            raise BadGrant(f"the LoRA adapter {lora.lora_name} cannot be read: {error}") from None
+            log.warning("the LoRA adapter %s cannot be read: %s", lora.lora_name, error)
+            return ""
     return state.hexdigest()
 
 

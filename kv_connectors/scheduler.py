@@ -150,8 +150,11 @@ class SchedulerSide:
         log.info("engine %s (%s) is ready for KV transfers", self.engine.incarnation, self._role)
 
     # A request comes -----------------------------------------------------------------------------------------
-    def add(self, request: Request) -> Leg | None:
-        """The record of a request with a grant that holds; None for every other request."""
+    def add(self, request: Request, *, arrives: bool = False) -> Leg | None:
+        """The record of a request with a grant that holds; None for every other request.
+
+        `arrives`: vLLM has not looked for the prompt in its prefix cache yet.
+        """
         leg = self._legs.get(request.request_id)
         if leg is not None:
             return leg
@@ -160,20 +163,33 @@ class SchedulerSide:
             return None
         try:
             grant = self._accept(verify(self._key, params[REQUEST_KEY]), request)
-            digest = facts.prompt(request)
         except BadGrant as error:
             log.warning("request %s: grant refused (%s); it is served here alone", request.request_id, error)
             request.kv_transfer_params = None  # asked once, said once
             return None
         plan = self._plan(grant.sources) if grant.leg == "decode" else self._plan_back(grant)
-        if grant.leg == "prefill" and self._has_states and request.num_prompt_tokens > 1:
+        digest = facts.prompt(request) if grant.leg != "probe" else ""
+        # With windows, when P's request ends, vLLM gives back what a token after the prompt would not look at any more.  D,
+        # which computes the prompt's last token, looks at one token more, perhaps in one block more.
+        if grant.leg == "prefill" and request.num_prompt_tokens > 1 and (self._has_states or (arrives and self._last)):
             compat.leave_out_last(request)
         leg = self._legs[request.request_id] = Leg(grant, request.num_prompt_tokens, digest, plan)
         if grant.back and self._two_way and plan and grant.back != grant.transfer and self._is_new("back", grant.back):
             leg.back = Back.NEW
         if grant.leg != "probe":
             self._next.requests[grant.transfer] = request.request_id
+            if not digest:
+                log.warning("request %s: nothing tells whose prompt this is; it is served here alone", request.request_id)
+                self._give_up(leg)
         return leg
+
+    def _give_up(self, leg: Leg) -> None:
+        """No KV for this request, and the other engine shall not wait."""
+        self._end_back(leg)
+        if leg.grant.leg == "decode":
+            self._make_local(leg)
+        else:
+            self._withdraw(leg)
 
     def _accept(self, grant: Grant, request: Request) -> Grant:
         if grant.leg == "probe":
@@ -182,8 +198,6 @@ class SchedulerSide:
             raise BadGrant("for another engine, or for this one before its restart")
         if self._role not in (grant.leg, "both"):
             raise BadGrant(f"a {grant.leg} leg, but this engine's role is {self._role}")
-        if request.prompt_token_ids is None or request.prompt_embeds is not None:
-            raise BadGrant("the prompt is not made of tokens")
         if grant.leg == "decode":
             if len({worker.name for worker in grant.sources}) < len(grant.sources):
                 raise BadGrant("names one worker twice")
@@ -292,7 +306,7 @@ class SchedulerSide:
 
     def arrived(self, request: Request) -> None:
         """A prefill leg asks D at once how much there is, so that it is known when its turn comes."""
-        leg = self.add(request) if self._two_way else None
+        leg = self.add(request, arrives=True)
         if leg is not None and leg.grant.leg == "prefill" and leg.back is Back.NEW and leg.grant.back and leg.plan:
             leg.back = Back.SEEKING
             self._seeking[leg.grant.back] = leg

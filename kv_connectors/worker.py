@@ -78,6 +78,11 @@ class WorkerSide:
         return self._driver
 
     # A step --------------------------------------------------------------------------------------------------
+    def withdraw(self, metadata: StepMetadata) -> None:
+        """At once, before this step clears blocks or copies into them; `begin` says it again, which changes nothing."""
+        if withdrawn := [event for event in metadata.prefill if isinstance(event, events.Withdrawn)]:
+            self.driver.submit(withdrawn)
+
     def begin(self, metadata: StepMetadata) -> None:
         self._requests.update(metadata.requests)
         for event in metadata.decode:
@@ -129,6 +134,8 @@ class WorkerSide:
     # What has ended ------------------------------------------------------------------------------------------
     def results(self) -> tuple[set[str], set[str], set[str]]:
         """Request ids: (sent, received, of these failed).  Each id once, and only ids that the scheduler awaits."""
+        if self._computing:  # vLLM has not said that the step is over, as with drafts on all stages of a pipeline but the last
+            self.end()
         if self._cached:  # asked for after each step, also one that computes nothing
             self._announce(self._cached, len(self._layers))
             self._cached = []

@@ -53,7 +53,7 @@ MUTANTS = [
     ("D lands what precedes its start", "reading.py", "token = max(extent.token, self.blocks.token)", "token = extent.token"),
     ("D asks in its own blocks", "reading.py", "start = blocks.token - blocks.token % there.block_size", "start = blocks.token"),
     ("D takes other blocks for its own", "reading.py", "other = None if cut.lies_as(kind.cut(heads)) else cut", "other = None"),
-    ("P serves what its window has left", "prefill.py", "            and (not kind.window or extent.token + kind.block_size > t.ahead - kind.window)  # else it is vLLM's again\n", ""),
+    ("P serves what its window has left", "prefill.py", "            and (not kind.window or extent.token + kind.block_size > t.ahead - kind.window + 1)  # vLLM keeps no others\n", ""),
     ("P computes first and serves whoever asks", "prefill.py", "t.state is not State.WANTED and reader.prompt != t.prompt:", "False:"),
     ("P serves whoever asked before it computes", "prefill.py", "if r.is_active and r.prompt != t.prompt]", "if False]"),
     ("a refused reader is still one", "prefill.py", "        t.readers[reader].gone = True\n        return Send(reader, wire.Fail(transfer", "        return Send(reader, wire.Fail(transfer"),

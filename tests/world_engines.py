@@ -112,7 +112,7 @@ class PrefillEngine(Engine):
 
     def submit(self, transfer: str, sources: list[Worker]) -> None:
         length = self.world.lengths[transfer]
-        self.prompts[transfer] = Prompt(transfer, max(1, length - 1) if self.world.window == STATES else length, sources)
+        self.prompts[transfer] = Prompt(transfer, max(1, length - 1) if self.world.window else length, sources)
 
     def compute(self) -> None:
         """One engine step: a chunk of one prompt, layer by layer; blocks freed earlier are overwritten."""
@@ -184,6 +184,7 @@ class PrefillEngine(Engine):
         for prompt in self.prompts.values():
             if prompt.computed == prompt.length and not prompt.pinned:
                 prompt.pinned = True
+                self.leave_window(prompt)
                 self.tell(events.Pinned(prompt.transfer))
 
     def withdraw_one(self, again: bool) -> None:

@@ -266,7 +266,7 @@ class PrefillSide:
             and extent.token < extent.token_end
             and extent.token % kind.block_size == 0
             and t.is_final(extent)
-            and (not kind.window or extent.token + kind.block_size > t.ahead - kind.window)  # else it is vLLM's again
+            and (not kind.window or extent.token + kind.block_size > t.ahead - kind.window + 1)  # vLLM keeps no others
             and (kind.block_size < STATE or extent.token_end == t.ahead)  # a state is one of just so many tokens
             and size(extent, kind) <= MAX_PIECE
         )

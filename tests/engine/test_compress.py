@@ -45,7 +45,7 @@ def test_half_the_bytes_and_nearly_the_answers(machine: Machine) -> None:
     ("flags", "words"),
     [
         (["--dtype", "float32"], "compress fp8 is for KV in bfloat16, and this model's is torch.float32"),
-        (["--kv-cache-dtype", "fp8"], "does not support a quantised KV cache yet (fp8)"),
+        (["--kv-cache-dtype", "fp8"], "compress fp8 is for KV in bfloat16, and this model's is torch.uint8"),
     ],
 )
 def test_refused_in_words(machine: Machine, flags: list[str], words: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from proxy_world import Call, World, answer, world
-from vllm_disagg.proxy.streams import FOLD, Tape
+from vllm_disagg.proxy.streams import FOLD, Tape, aborted
 
 DONE = b"data: [DONE]\n\n"
 WORDS = ["The", " quick", ' "brown"', "\n\n", " fóx 🦊", " data: [DONE]", "", ' {"error"', " jumps", "."]
@@ -329,6 +329,61 @@ async def test_an_answer_that_was_given_up_is_no_answer() -> None:
             e.script = stopping
         assert (await w.post()).json()["leg"] == "decode"
         assert sum(len(d.calls) for d in w.decodes) == 2
+
+
+GIVEN_UP = [
+    b'{"choices":[{"finish_reason":"stop"},{"text":"a","finish_reason":"abort"}]}',
+    b'data: {"choices":[{"finish_reason":"stop"}]}\n\ndata: {"choices":[{"finish_reason":"abort"}]}\n\n',
+    b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":null}}\n\n',
+]
+ECHOED = [  # what a client, or a model, wrote
+    b'{"status":"completed","metadata":{"finish_reason":"abort"}}',
+    b'event: response.created\ndata: {"type":"response.created","response":{"metadata":{"finish_reason":"abort"}}}\n\n',
+    b'{"type":"message","content":[{"type":"tool_use","input":{"finish_reason":"abort","delta":{"stop_reason":null}}}]}',
+    b'{"choices":[{"finish_reason":"stop","message":{"x":{"finish_reason":"abort"}}}]}',
+    b'data: {"choices":[{"finish_reason":"abort"',  # not all of it is here
+]
+
+
+def test_what_an_engine_gave_up_and_what_looks_like_it() -> None:
+    assert [aborted(said) for said in [*GIVEN_UP, *ECHOED]] == [True] * len(GIVEN_UP) + [False] * len(ECHOED)
+
+
+async def test_a_client_cannot_make_an_engine_look_dead() -> None:
+    async with world(decode=2) as w:
+
+        async def echo(call: Call) -> None:
+            if call.body.get("stream"):
+                await call.stream()
+                await call.chunk(ECHOED[1])
+                await call.chunk(b'event: response.completed\ndata: {"type":"response.completed"}\n\n')
+                await call.end()
+            else:
+                data = ECHOED[0].decode()
+                call.raw_write(f"HTTP/1.1 200 X\r\ncontent-length: {len(data)}\r\n\r\n{data}")
+
+        for e in w.prefills + w.decodes:
+            e.script = echo
+        for stream in (False, True):
+            body = json.dumps({"model": "m", "input": "hi", "stream": stream, "metadata": {"finish_reason": "abort"}})
+            reply = await w.ask("POST", "/v1/responses", body.encode())
+            assert reply.status == 200 and b"completed" in reply.body and b'"error"' not in reply.body
+        assert all(row["usable"] for row in (await w.get("/disagg/instances")).json())
+
+
+def test_another_function_whose_name_begins_alike_is_another_answer() -> None:
+    def call(at: int, **function: str) -> bytes:
+        delta = {"tool_calls": [{"index": 0, "function": function}]}
+        head = f'data: {{"id":"c{at}","object":"chat.completion.chunk","created":{at},"model":"m","choices":'
+        return f'{head}[{{"index":0,"delta":{json.dumps(delta)},"finish_reason":null}}]}}\n\n'.encode()
+
+    for name, same_call in (("get_weather", False), ("get", True)):
+        wire = Wire()
+        assert wire.play(call(1, name="get") + b'data: {"error": {"code": 500}}\n\n')
+        assert wire.tape.resumable
+        wire.play(call(2, name=name) + call(2, arguments="{}"))
+        assert (wire.stopped[-1][0] != "diverged") == same_call
+        assert (b"arguments" in wire.out) == same_call
 
 
 def test_an_error_of_the_request_is_passed_on() -> None:

@@ -176,6 +176,11 @@ def test_prefill_leg_of_generate() -> None:
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"prompt_logprobs": 1}}, "prompt_logprobs"),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_tokens": 0}}, "max_tokens"),
         ("/inference/v1/generate", {"token_ids": [1], "features": {"a": 1}}, "features"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1], "sampling_params": {"prompt_logprob_token_ids": [3]}},
+            "prompt_logprob_token_ids",
+        ),
         ("/inference/v1/generate", {"token_ids": "x", "sampling_params": 7}, "token_ids"),
     ],
 )
@@ -193,7 +198,9 @@ def test_served_whole_at_other_endpoints(path: str, fields: dict[str, object], r
         ("/v1/chat/completions", {"max_tokens": 1, "max_completion_tokens": 5}, False),
         ("/v1/chat/completions", {"max_tokens": 5, "max_completion_tokens": 1}, True),
         ("/v1/chat/completions", {"max_tokens": 1, "max_completion_tokens": None}, True),
-        ("/v1/responses", {"max_output_tokens": 1}, True),
+        ("/v1/responses", {"max_output_tokens": 1, "store": False}, True),
+        ("/v1/responses", {"max_output_tokens": 1}, False),
+        ("/v1/responses", {"max_output_tokens": 1, "store": True}, False),
         ("/inference/v1/generate", {"max_tokens": 1, "sampling_params": {}}, False),
         ("/inference/v1/generate", {"sampling_params": {"max_tokens": 1}}, True),
     ],
@@ -220,3 +227,7 @@ def test_a_chat_s_next_turn_begins_with_its_last_one() -> None:
     salted = parse(json.dumps({"messages": turns, "cache_salt": "s"}).encode(), CHAT).ask(b"", True)
     assert first.prefix.marks and second.prefix.marks[: len(first.prefix.marks)] == first.prefix.marks
     assert not {m for _, m in second.prefix.marks} & {m for _, m in salted.prefix.marks}
+
+
+def test_a_model_whose_name_is_no_text_is_none_that_we_know() -> None:
+    assert parse(b'{"model":"\xff","prompt":"x"}').model == ""

@@ -8,6 +8,8 @@ import json
 import pytest
 
 from proxy_world import Call, ScriptedEngine, World, answer, world
+from vllm_disagg.proxy import vouching
+from vllm_disagg.proxy.fleet import Instance
 from vllm_disagg.proxy.vouching import doubtful
 
 PARTS = {  # of a stream: its middle, its end
@@ -96,11 +98,50 @@ async def test_one_question_serves_all_answers_before_it() -> None:
         assert 1 <= len(engines.asked) <= 10
 
 
-async def test_who_says_incomplete_is_believed() -> None:
+@pytest.mark.parametrize("status", ["cancelled", "incomplete"])
+async def test_gpt_oss_calls_what_is_cut_otherwise(status: str) -> None:
+    async with world(decode=2) as w:
+        engines = Stopping(w)
+        reply = await w.ask("POST", "/v1/responses", body(status=status))
+        assert engines.victim and reply.json()["who"] in {d.name for d in w.decodes} - {engines.victim.name}
+        engines.living = 99
+        reply = await w.ask("POST", "/v1/responses", body(status=status))
+        assert reply.status == 200 and reply.json()["status"] == status, "an answer that ended so is one"
+
+
+async def test_who_says_in_progress_is_believed() -> None:
     async with world(prefill=0) as w:
         engines = Stopping(w)
-        assert (await w.ask("POST", "/v1/responses", body(status="incomplete"))).status == 200
+        assert (await w.ask("POST", "/v1/responses", body(status="in_progress"))).status == 200
         assert not engines.asked
+
+
+async def test_an_engine_with_much_to_do_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its queue says nothing against it."""
+    monkeypatch.setattr(vouching, "LOOK", 0.02)
+    async with world(prefill=0) as w:
+        engines = Stopping(w, living=99)
+
+        async def busy(call: Call) -> None:
+            engines.asked.append(call)
+            await asyncio.sleep(0.3)
+            await as_vllm(call, {"choices": [{"finish_reason": "length"}]})
+
+        w.d.one_more = busy
+        assert (await w.ask("POST", "/v1/responses", body())).status == 200
+        assert len(engines.asked) == 1
+
+
+async def test_an_engine_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silent(url: str, model: str) -> bool:
+        instance.down("it is frozen")
+        await asyncio.sleep(30)
+        return True
+
+    instance, asks = Instance("http://d", "decode", up=True), vouching.Vouching({}, "")
+    monkeypatch.setattr(vouching, "LOOK", 0.02)
+    monkeypatch.setattr(asks, "_ask", silent)
+    assert not await asyncio.wait_for(asks.works(instance), 5)
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions/batch"])
@@ -126,6 +167,6 @@ async def test_what_is_passed_on_whole_is_looked_at_too(path: str) -> None:
 
 def test_doubtful() -> None:
     assert doubtful("/v1/responses", b'{"status":"completed","output":[{"status":"incomplete"}]}')
-    assert not doubtful("/v1/responses", b'{"status":"incomplete"}')
+    assert doubtful("/v1/responses", b'{"status":"incomplete"}') and not doubtful("/v1/responses", b'{"status":"queued"}')
     assert doubtful("/v1/audio/transcriptions", b"just a text")
     assert not doubtful("/v1/completions", b'{"status":"completed"}')

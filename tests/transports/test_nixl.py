@@ -113,6 +113,14 @@ def test_bytes_arrive_where_they_belong(start: Callable[..., Any], row: int, pie
 
 
 @real
+def test_it_starts_before_anybody_asks(start: Callable[..., Any]) -> None:
+    """UCX takes a second and more beside busy engines: the first request shall not wait for it."""
+    carrier = start(Sink).carrier
+    wait(lambda: carrier._making is not None and carrier._making.is_over and carrier._serving._ready is not None)
+    assert carrier._making.result is not None
+
+
+@real
 def test_an_idle_pair_costs_nothing(start: Callable[..., Any]) -> None:
     source, sink = start(Source), start(Sink)
     sink.pair(source)

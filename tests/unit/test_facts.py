@@ -37,9 +37,11 @@ def config(**change: Any) -> Any:
     return SimpleNamespace(
         device_config=SimpleNamespace(device_type=change.get("device", "cpu")),
         parallel_config=SimpleNamespace(**{**parallel, **change.get("parallel", {})}),
-        model_config=SimpleNamespace(enable_sleep_mode=change.get("sleep", False)),
+        model_config=SimpleNamespace(enable_sleep_mode=change.get("sleep", False), multimodal_config=change.get("images")),
+        weight_transfer_config=change.get("weight_transfer"),
+        aux_output_config=SimpleNamespace(enabled=change.get("routed_experts", False)),
         speculative_config=change.get("speculative"),
-        cache_config=SimpleNamespace(cache_dtype=change.get("dtype", "auto")),
+        cache_config=SimpleNamespace(cache_dtype=change.get("dtype", "auto"), enable_prefix_caching=change.get("prefixes", True)),
     )
 
 
@@ -62,7 +64,16 @@ several = pytest.mark.skipif(not compat.can_load_groups(), reason="this vLLM is 
         pytest.param((WINDOW, WINDOW, FULL), marks=several),
     ],
 )
-@pytest.mark.parametrize("change", [{}, {"parallel": {"pipeline_parallel_size": 2}}, {"dtype": "fp8"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"parallel": {"pipeline_parallel_size": 2}},
+        {"dtype": "fp8"},
+        {"images": SimpleNamespace(mm_processor_cache_gb=0)},
+        {"images": SimpleNamespace(mm_processor_cache_gb=4), "prefixes": False},
+    ],
+)
 def test_what_is_exact_starts(specs: tuple[Any, ...], change: dict[str, Any]) -> None:
     facts.refuse_unsupported(config(**change), caches(*specs))
 
@@ -83,6 +94,9 @@ def test_drafts_without_kv_of_their_own_start() -> None:
         ({"speculative": SimpleNamespace(method="eagle")}, (FULL,), "speculative decoding by eagle"),
         ({"speculative": SimpleNamespace(method="ngram")}, (STATE,), "speculative decoding with Mamba"),
         ({"sleep": True}, (FULL,), "start without --enable-sleep-mode"),
+        ({"weight_transfer": object()}, (FULL,), "start without --weight-transfer-config"),
+        ({"routed_experts": True}, (FULL,), "does not support --enable-return-routed-experts"),
+        ({"images": SimpleNamespace(mm_processor_cache_gb=0), "prefixes": False}, (FULL,), "start with --enable-prefix-caching"),
         ({"device": "cuda"}, (FULL,), "has not been run with KV on cuda yet"),
         ({"parallel": {"data_parallel_size": 2}}, (FULL,), r"data parallelism of models with experts \(size 2\)"),
     ],
@@ -125,17 +139,21 @@ def test_another_setting_on_the_other_side_does_not_fit(tmp_path: Any) -> None:
     assert not difference(packed, facts.layout(both, "fp8"))  # type: ignore[arg-type]
 
 
+def layout(folder: Path, lora: Any = None, **model: Any) -> dict[str, str]:
+    """Of an engine whose model is in a folder."""
+    hf = SimpleNamespace(architectures=["A"], to_dict=dict, **model.pop("hf", {}))
+    fields = {"model": str(folder), "revision": None, "dtype": "bf16", "quantization": None, "max_model_len": 4096, **model}
+    cache, load = SimpleNamespace(cache_dtype="auto"), SimpleNamespace(load_format="auto")
+    made = SimpleNamespace(hf_config=hf, **fields)
+    return facts.layout(SimpleNamespace(model_config=made, cache_config=cache, load_config=load, lora_config=lora))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.gguf"])
 def test_weights_that_differ_in_one_matrix_are_others(tmp_path: Path, name: str) -> None:
-    def engine(folder: str, weights: bytes) -> Any:
+    def engine(folder: str, weights: bytes) -> dict[str, str]:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / name).write_bytes(weights)
-        model = SimpleNamespace(
-            **{"model": str(tmp_path / folder), "revision": None, "dtype": "bf16", "quantization": None},
-            hf_config=SimpleNamespace(architectures=["A"], to_dict=dict),
-        )
-        cache, load = SimpleNamespace(cache_dtype="auto"), SimpleNamespace(load_format="auto")
-        return facts.layout(SimpleNamespace(model_config=model, cache_config=cache, load_config=load, lora_config=None))  # type: ignore[arg-type]
+        return layout(tmp_path / folder)
 
     weights = bytearray(8 << 20)
     ours, same = engine("ours", weights), engine("same", weights)
@@ -161,6 +179,39 @@ def test_the_header_that_reaches_a_data_parallel_rank(engine_id: str, modes: dic
         parallel_config=SimpleNamespace(**parallel), kv_transfer_config=SimpleNamespace(engine_id=engine_id)
     )
     assert facts.data_parallel_rank(made) == rank
+
+
+def test_weights_that_are_elsewhere_go_by_their_name(tmp_path: Path) -> None:
+    one, other = (layout(tmp_path, model_weights=f"s3://models/{name}") for name in ("one", "other"))
+    assert "weights is s3://models/one@main on one side" in difference(one, other)
+
+
+def test_the_longest_prompt_counts_where_it_changes_positions(tmp_path: Path) -> None:
+    rope = {"hf": {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}}}
+    short, shorter, long = (layout(tmp_path, max_model_len=length, **rope) for length in (4096, 2048, 8192))
+    assert difference(short, long) == "positions is up to 4096 on one side and over 4096 on the other"
+    assert not difference(short, shorter)
+    assert not difference(layout(tmp_path, max_model_len=8192), layout(tmp_path))
+
+
+def test_how_images_are_read_must_be_the_same(tmp_path: Path) -> None:
+    def engine(size: int, **settings: Any) -> dict[str, str]:
+        folder = tmp_path / f"{size}"
+        folder.mkdir(exist_ok=True)
+        (folder / "preprocessor_config.json").write_text(f'{{"size": {size}}}')
+        return layout(folder, model_weights="hub", multimodal_config=SimpleNamespace(mm_processor_cache_gb=4, **settings))
+
+    ours = engine(56)
+    assert "images" in difference(ours, engine(28))
+    assert "images" in difference(ours, engine(56, mm_processor_kwargs={"crops": 4}))
+    assert not difference(ours, engine(56))
+
+
+def test_what_an_adapter_is_applied_to_must_be_the_same(tmp_path: Path) -> None:
+    lora = SimpleNamespace(max_lora_rank=8, lora_dtype="bfloat16", target_modules=None)
+    part = SimpleNamespace(max_lora_rank=8, lora_dtype="bfloat16", target_modules=["o_proj"])
+    words = "LoRA is rank 8, bfloat16 on one side and rank 8, bfloat16, of o_proj on the other"
+    assert difference(layout(tmp_path, lora), layout(tmp_path, part)) == words
 
 
 def test_several_groups_need_to_be_told_of_failures_by_request(monkeypatch: pytest.MonkeyPatch) -> None:

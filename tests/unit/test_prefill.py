@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from vllm_disagg import wire
-from vllm_disagg.events import Computed, Pinned, Reason, Release, Scheduled, Send, SendPiece
+from vllm_disagg.events import Computed, Pinned, Reason, Release, Scheduled, Send, SendPiece, Withdrawn
 from vllm_disagg.prefill import PrefillSide
 from vllm_disagg.shape import STATE, Kind, Shape, hidden
 
@@ -66,6 +66,14 @@ def test_pieces_go_where_the_last_pull_said(side: PrefillSide) -> None:
     side.handle(wire.Pull("t", "p", "d", "fast:y"), 0.1)
     (action,) = side.handle(wire.Fetch("t", "p", "d", 0, wire.Extent(0, 1, 4, 12)), 0.2)
     assert isinstance(action, SendPiece) and action.address == "fast:y"
+
+
+def test_a_withdrawal_may_be_said_before_what_it_withdraws_and_again(side: PrefillSide) -> None:
+    for event in (Withdrawn("new"), Scheduled("new", 4, [[1], [2], [3]]), Withdrawn("new"), Computed("new", 3)):
+        assert side.handle(event, 0.1) == []
+        side.validate()
+    (answer,) = side.handle(wire.Pull("new", "p", "d", "zmq:x"), 0.2)
+    assert isinstance(answer, Send) and isinstance(answer.message, wire.Fail)
 
 
 @pytest.mark.parametrize("asks_first", [True, False])

@@ -530,9 +530,41 @@ def test_what_is_sought_and_served_back_is_of_one_prompt() -> None:
     assert sought.transfer == served.transfer and sought.prompt == served.prompt != ""
 
 
-def test_mixed_embeddings_are_served_here() -> None:
-    d = side("decode")
-    assert d.tokens_to_load(request("decode", d, prompt_embeds=torch.zeros(1)), 0) == 0
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt_embeds": torch.zeros(1)},
+        {"prompt_token_ids": None},
+        {"lora_request": SimpleNamespace(lora_name="one", lora_path="/", load_inplace=True)},
+    ],
+)
+def test_a_prompt_that_cannot_be_told_is_computed_where_it_is_and_nobody_waits(change: dict[str, Any]) -> None:
+    p, d = side("prefill"), side("decode")
+    for engine, role in ((p, "prefill"), (d, "decode")):
+        asked = request(role, engine, **change)
+        engine.arrived(asked)
+        assert engine.tokens_to_load(asked, 0) == 0
+        engine.allocated(asked, ([4, 5, 6],), 0)
+        said = engine.step(step(new={"r1": (0, 40, [4, 5, 6])}))
+        assert said.prefill == ([events.Withdrawn(T)] if role == "prefill" else [])
+        assert said.decode == ([] if role == "prefill" else [events.Unneeded(T, [P_WORKER], NOBODY)])
+        keep, answer = engine.finished(asked)
+        assert not keep and bool(answer) == (role == "prefill"), "P says who it is, so the proxy goes on using it"
+        said = engine.step(step())
+        assert not said.prefill and not said.decode
+
+
+@pytest.mark.parametrize("groups", ["windows", "states", "all"])
+def test_what_p_leaves_out_before_vllm_looks_at_the_prompt(groups: str) -> None:
+    p = side("prefill", {"windows": [FULL, WINDOW], "states": [STATE], "all": GROUPS}[groups])
+    asked = request("prefill", p)
+    asked._all_token_ids = list(asked.prompt_token_ids)
+    p.arrived(asked)
+    assert asked.num_prompt_tokens == len(asked.prompt_token_ids) == len(asked._all_token_ids) == (40 if groups == "all" else 39)
+    late = request("prefill", p, name="r2", transfer="ef" * 16)
+    late._all_token_ids = list(late.prompt_token_ids)
+    p.tokens_to_load(late, 0)  # with windows too late: vLLM may have found all of the shorter prompt in its cache
+    assert late.num_prompt_tokens == (39 if groups == "states" else 40)
 
 
 def test_an_adapter_that_cannot_be_read_is_served_here(tmp_path: Path) -> None:

@@ -85,6 +85,28 @@ def test_what_is_cached_is_in_memory_when_the_step_ends_and_not_before(overlap: 
     assert len(driver.facts) == 2, "said once"
 
 
+@pytest.mark.parametrize("overlap", ["layer", "chunk"])
+def test_a_step_that_vllm_does_not_call_over_is_over_when_its_results_are_asked_for(overlap: str) -> None:
+    """With drafts, on all stages of a pipeline but the last."""
+    worker, driver = started(overlap)
+    worker.begin(StepMetadata(prefill=[events.Scheduled("t", 32, [[1, 2]])]))
+    worker.layer_computed("a")
+    worker.results()
+    assert said(driver)[-1] == "Computed 2"
+    before = len(driver.facts)
+    worker.results()
+    assert len(driver.facts) == before, "said once"
+
+
+def test_what_is_withdrawn_is_said_before_the_step_begins() -> None:
+    worker, driver = started("layer")
+    metadata = StepMetadata(prefill=[events.Scheduled("t", 32, [[1, 2]]), events.Withdrawn("gone")])
+    worker.withdraw(metadata)
+    assert driver.facts == [events.Withdrawn("gone")]
+    worker.begin(metadata)
+    assert said(driver) == ["Withdrawn", "Scheduled", "Withdrawn"]
+
+
 def test_what_was_found_goes_to_the_scheduler() -> None:
     worker, driver = started("layer")
     assert worker.take_found() is None

@@ -63,7 +63,9 @@ class Body:
 
     @property
     def one_token(self) -> bool:
-        """Whether the answer is over when the prompt is computed."""
+        """Whether the answer is over when the prompt is computed, and P may give it."""
+        if self._dialect.stores and bytes(self._fields.get("store", b"null")) != b"false":
+            return False  # it is looked up at decode instances
         for name in reversed(self._dialect.caps):  # the last one that is set counts
             if (cap := bytes(self._sampling.get(name, b"null"))) != b"null":
                 return cap == b"1"
@@ -84,7 +86,7 @@ class Body:
     def model(self) -> str:
         try:
             return msgspec.json.decode(self._fields.get("model", b'""'), type=str)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return ""
 
     def ask(self, session: bytes, with_prefix: bool) -> Ask:

@@ -110,7 +110,7 @@ MESSAGES = Dialect(
 GENERATE = Dialect(
     prompt="token_ids", caps=("max_tokens",), before=("model", "cache_salt"), nested="sampling_params",
     drop=_NOT_FOR_PREFILL | {"prompt_logprobs", "flat_logprobs", "output_mode", "sampling_mask"},
-    whole=("features", "content_parts", "prompt_token_id_logprobs"),
+    whole=("features", "content_parts", "prompt_logprob_token_ids"),
 )  # fmt: skip
 
 DIALECTS: dict[str, Dialect] = {

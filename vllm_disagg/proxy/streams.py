@@ -17,10 +17,10 @@ from .failover import Reason
 
 DONE = b"data: [DONE]\n\n"
 ERROR = b'data: {"error"'  # cannot stand within a JSON text, where quotes are escaped
-ABORTS = (  # what an engine that is being stopped says to everybody; for messages it gives no reason at all
+ABORTS = (  # in what an engine that is being stopped says to everybody; for messages it gives no reason at all
     b'"finish_reason":"abort"',
     b'"delta":{"stop_reason":null',
-)
+)  # these bytes may also stand in what a client wrote, and be answered as they are: then `aborted` looks closer
 FOLD = 16 * 1024  # bytes kept as they came
 PIECE = 48  # bytes of memory that a piece takes beside its own
 NO_FORM = Form(b"\0", b"\0", 0, "")  # fits nothing
@@ -36,7 +36,24 @@ class _ErrorEvent(msgspec.Struct):
     error: _Error
 
 
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _MessageDelta(msgspec.Struct, frozen=True):
+    stop_reason: str | None = ""
+
+
+class _Said(msgspec.Struct):
+    """An answer, or an event of one."""
+
+    type: str = ""
+    choices: list[_Choice] = []
+    delta: _MessageDelta = _MessageDelta()
+
+
 _error = msgspec.json.Decoder(_ErrorEvent).decode
+_said = msgspec.json.Decoder(_Said).decode
 
 
 def engine_failed(event: bytes) -> bool:
@@ -50,8 +67,21 @@ def engine_failed(event: bytes) -> bool:
 
 
 def aborted(content: bytes) -> bool:
-    """Whether an answer is one that its engine gave up: no error by its status, and not what was asked for."""
-    return ABORTS[0] in content or ABORTS[1] in content
+    """Whether an answer, or one of the events in it, is one that its engine gave up: no error by its status, and not what
+    was asked for."""
+    if ABORTS[0] not in content and ABORTS[1] not in content:
+        return False
+    events = [content] if content.startswith(b"{") else [line[6:] for line in content.split(b"\n") if line.startswith(b"data: {")]
+    return any(_is_given_up(event) for event in events)
+
+
+def _is_given_up(event: bytes) -> bool:
+    try:
+        said = _said(event)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    is_cut = said.type == "message_delta" and said.delta.stop_reason is None
+    return is_cut or any(choice.finish_reason == "abort" for choice in said.choices)
 
 
 def failure_in(content: bytes) -> Reason:
@@ -174,10 +204,13 @@ class Tape:
         return data[:at]
 
     def _before_abort(self, data: bytes) -> bytes:
-        """Data up to the event with which the instance gives an answer up."""
-        self._stop("died", "it is being stopped")
-        at = min(found for said in ABORTS if (found := data.find(said)) >= 0)
-        return data[: data.rfind(b"\n\n", 0, at) + 2] if b"\n\n" in data[:at] else b""
+        """Data up to the event with which the instance gives an answer up, if there is one."""
+        events = data.split(b"\n\n")
+        for at, event in enumerate(events):
+            if aborted(event):
+                self._stop("died", "it is being stopped")
+                return b"".join(before + b"\n\n" for before in events[:at])
+        return data
 
     def _feed_again(self, data: bytes) -> None:
         """Bytes of an answer made again, until it has caught up with what the client has."""

@@ -20,7 +20,7 @@ from .upstream import Pool, Unreachable, pool_of
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 30.0  # seconds; it waits behind the engine's other work
+LOOK = 5.0  # seconds: so often, while it waits behind the engine's other work, it is seen whether the engine lives
 
 ENDS = {  # by path: in the event with which such a stream says that it is complete; no JSON text can hold these bytes
     "/v1/responses": b"event: response.completed\n",
@@ -42,7 +42,8 @@ def doubtful(path: str, answer: bytes) -> bool:
     if path not in ENDS:
         return False
     try:
-        return _answer(answer).status == "completed"  # the others are what they say
+        # gpt-oss: what is cut is "cancelled", or "incomplete" as if it had reached its limit.
+        return _answer(answer).status not in ("queued", "in_progress", "failed")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return True  # has no status
 
@@ -62,27 +63,33 @@ class Vouching:
         """Whether an engine that has answered is at work still, so that its answer was whole."""
         url = instance.url
         if url not in self._next:
-            self._next[url] = asyncio.create_task(self._after(self._running.get(url), url, instance.model))
+            self._next[url] = asyncio.create_task(self._after(self._running.get(url), instance))
         return await asyncio.shield(self._next[url])
 
-    async def _after(self, before: asyncio.Task[bool] | None, url: str, model: str) -> bool:
+    async def _after(self, before: asyncio.Task[bool] | None, instance: Instance) -> bool:
         if before:
             await asyncio.wait((before,))
+        url = instance.url
         self._running[url] = self._next.pop(url)
+        asking = asyncio.create_task(self._ask(url, instance.model))
         try:
-            return await self._ask(url, model)
+            while not asking.done():  # one request all the time: another one might meet another life of the engine
+                await asyncio.wait((asking,), timeout=LOOK)
+                if not instance.up:
+                    break
+            return asking.done() and asking.result()
         finally:
+            asking.cancel()
             del self._running[url]
 
     async def _ask(self, url: str, model: str) -> bool:
         body = msgspec.json.encode({"model": model, "prompt": "probe", "max_tokens": 1, "temperature": 0})
         try:
-            async with asyncio.timeout(PATIENCE):
-                answer = await pool_of(self._pools, url).send("POST", "/v1/completions", self._headers, body)
-                try:
-                    return answer.status == 200 and not aborted(await answer.read())
-                finally:
-                    answer.close()
-        except (Unreachable, TimeoutError) as error:
-            log.warning("%s was asked for one more token: %s", url, error or "no answer in time")
+            answer = await pool_of(self._pools, url).send("POST", "/v1/completions", self._headers, body)
+            try:
+                return answer.status == 200 and not aborted(await answer.read())
+            finally:
+                answer.close()
+        except Unreachable as error:
+            log.warning("%s was asked for one more token: %s", url, error)
             return False

@@ -49,7 +49,7 @@ class Port:
 
 
 class Carrier(Protocol):
-    """One per worker and kind; made, used and closed by the driver's thread."""
+    """One per worker and kind; made by vLLM's thread, then used and closed by the driver's."""
 
     def connect(self, worker: Worker) -> None:
         """Pieces will be asked of this worker.  Said each time, so it must be cheap when nothing is to do."""

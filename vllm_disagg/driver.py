@@ -139,12 +139,19 @@ class Driver:
                 self._turn()
         except Exception as error:  # the one place: see the module's docstring
             log.critical("the KV transfer thread failed; this worker goes on without transfers", exc_info=error)
+            self._close()  # first: who hears that a load has failed gives its blocks to others
             self._is_broken = True
             self._give_up()
-        finally:
-            for carrier in self._carriers.values():
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        for name, carrier in self._carriers.items():
+            try:
                 carrier.close()
-            self._control.close()
+            except Exception as error:  # perhaps the one that failed
+                log.critical("%s cannot be closed", name, exc_info=error)
+        self._control.close()
 
     def _turn(self) -> None:
         ready = {receiver for receiver, _ in self._control.poller.poll(self._timeout())}

@@ -135,9 +135,13 @@ def test_an_idle_pair_does_not_wake_up(start: Callable[..., Driver]) -> None:
 def test_a_broken_driver_becomes_a_plain_vllm(start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> None:
     d = start(memory(64, None))
     monkeypatch.setattr(d._decode, "handle", lambda *_: 1 / 0)
+    carrier, told = d._carriers["zmq"], []
+    close = carrier.close
+    monkeypatch.setattr(carrier, "close", lambda: (told.extend(d._outbox), close()))
     p = start(memory(64, 1))
     d.submit([wanted(p, d, "23" * 16, [1], 0, 3)])
     d._thread.join(5)
+    assert not told, "blocks were given up before what writes into them had ended"
     d.submit([wanted(p, d, "45" * 16, [1], 0, 3), events.Pinned("67" * 16)])
     failed = [events.Report(t * 16, events.Reason.BROKEN) for t in ("23", "45")]
     assert sorted(map(str, d.take())) == sorted(map(str, [*failed, events.Release("67" * 16, delivered=False)]))

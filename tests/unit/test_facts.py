@@ -110,7 +110,7 @@ QUANTISED = FullAttentionSpec(block_size=16, **{**HEADS, "dtype": torch.uint8})
 FLOAT32 = FullAttentionSpec(block_size=16, **{**HEADS, "dtype": torch.float32})
 
 
-@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW)])
+@pytest.mark.parametrize("specs", [(FULL,), pytest.param((FULL, WINDOW), marks=several)])
 def test_bf16_may_be_compressed(specs: tuple[Any, ...]) -> None:
     facts.refuse_unsupported(config(), caches(*specs), compress="fp8")
 
@@ -119,7 +119,7 @@ def test_bf16_may_be_compressed(specs: tuple[Any, ...]) -> None:
     ("change", "specs", "words"),
     [
         ({}, (FLOAT32,), "compress fp8 is for KV in bfloat16, and this model's is torch.float32"),
-        ({}, (FULL, FLOAT32), "this model's is torch.float32"),
+        pytest.param({}, (FULL, FLOAT32), "this model's is torch.float32", marks=several),
         ({}, (STATE,), "this model's is the states of Mamba and linear layers"),
         ({"dtype": "fp8_e4m3"}, (QUANTISED,), "this model's is torch.uint8"),
     ],

@@ -87,3 +87,22 @@ def test_a_reader_of_another_prompt_is_told_so_at_once_and_holds_nothing(asks_fi
     (answer,) = side.handle(wire.Fetch("t", "p", "d", 0, wire.Extent(0, 1, 0, 4)), 0.2)
     assert isinstance(answer, Send) and isinstance(answer.message, wire.Fail)
     assert side.handle(Pinned("t"), 0.3) == [Release("t", delivered=False)]
+
+
+@pytest.mark.parametrize(("window", "block_size"), [(6, 4), (20, 16), (128, 16), (128, 128), (4, 4), (100, 8)])
+def test_p_serves_of_a_window_just_what_vllm_keeps_and_d_needs_no_more(window: int, block_size: int) -> None:
+    """By vLLM's own rule.  P computes all tokens of the prompt but the last, D loads just as many and computes that one."""
+    manager = pytest.importorskip("vllm.v1.core.single_type_kv_cache_manager").SlidingWindowManager
+    rule = manager.__new__(manager)
+    rule.sliding_window, rule.extra_retained_tokens = window, 0
+    kind = msgspec.structs.replace(FULL, block_size=block_size, window=window)
+    for tokens in range(1, window + 3 * block_size):
+        blocks = list(range(-(-tokens // block_size)))
+        side = PrefillSide("p", Shape([kind], [0]))
+        for event in (Scheduled("t", tokens, [blocks]), Computed("t", 1), wire.Pull("t", "p", "d", "zmq:x")):
+            side.handle(event, 0.0)
+        kept = [b for b in blocks if (b + 1) * block_size > rule.get_num_skipped_tokens(tokens)]
+        ends = [min(tokens, (b + 1) * block_size) for b in blocks]
+        assert [b for b in blocks if fetch(side, 0, 1, b * block_size, ends[b]) is not None] == kept, tokens
+        oldest = max(0, tokens + 1 - window)  # that the token after these looks at
+        assert oldest // block_size in kept or oldest == tokens, tokens

@@ -422,8 +422,12 @@ class NixlCarrier:
 
     def close(self) -> None:
         self._serving.close()
-        if self._ready is not None:
-            Job(self._ready.reads.agent.close)
+        if self._ready is None:
+            return
+        if self._ready.reads.open:
+            self._ready.reads.agent.close()
+        else:
+            Job(self._ready.reads.agent.close)  # a daemon: the process need not wait for it
 
 
 def carrier(config: Config) -> Callable[[Port], NixlCarrier]:

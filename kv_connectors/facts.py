@@ -35,6 +35,7 @@ KEPT = {"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"}
 # Of each weights file so many samples of so many bytes are read, evenly spread: of 5 GB every 20 MB, less than one matrix of a
 # model whose file is so large.  Reading all of it would cost a large model a minute at each start.
 SAMPLES, SAMPLE = 256, 4096
+ALL = 8192  # samples of all files: each may be a millisecond on a network's file system
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 OF_IMAGES = ("mm_processor_kwargs", "media_io_kwargs", "mm_hasher_algorithm", "mm_device_do_normalize", "mm_encoder_attn_dtype")
@@ -211,11 +212,13 @@ def _lora(lora: Any) -> str:
 
 def _sampled(folder: Path) -> list[tuple[str, int, str]]:
     seen = []
-    for file in sorted(file for pattern in WEIGHTS for file in folder.glob(pattern)):
+    files = sorted(file for pattern in WEIGHTS for file in folder.glob(pattern) if file.is_file())
+    samples = max(16, min(SAMPLES, ALL // max(1, len(files))))
+    for file in files:
         size, digest = file.stat().st_size, hashlib.sha256()
         with file.open("rb", buffering=0) as opened:
-            for at in range(SAMPLES):
-                opened.seek(at * max(0, size - SAMPLE) // (SAMPLES - 1))
+            for at in range(samples):
+                opened.seek(at * max(0, size - SAMPLE) // (samples - 1))
                 digest.update(opened.read(SAMPLE))
         seen.append((file.name, size, digest.hexdigest()))
     return seen
@@ -236,7 +239,7 @@ def prompt(request: Request) -> str:
         if getattr(lora, "load_inplace", False):  # its files may be newer than what is loaded
             return ""
         try:
-            state.update(_adapter(lora.lora_path).encode())
+            state.update(_adapter(lora.lora_path, lora.lora_int_id).encode())
         except OSError as error:
             log.warning("the LoRA adapter %s cannot be read: %s", lora.lora_name, error)
             return ""
@@ -244,8 +247,9 @@ def prompt(request: Request) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _adapter(path: str) -> str:
-    """A fingerprint of a LoRA adapter, taken when a request first names it: of its files, else of its name on the hub."""
+def _adapter(path: str, loaded: int) -> str:
+    """A fingerprint of a LoRA adapter: of its files, else of its name on the hub.  Taken when a request first names it after
+    it was `loaded`, which vLLM numbers."""
     folder = Path(path)
     if not folder.is_dir():
         return _digest(path)

@@ -171,7 +171,8 @@ class SchedulerSide:
         digest = facts.prompt(request) if grant.leg != "probe" else ""
         # With windows, when P's request ends, vLLM gives back what a token after the prompt would not look at any more.  D,
         # which computes the prompt's last token, looks at one token more, perhaps in one block more.
-        if grant.leg == "prefill" and request.num_prompt_tokens > 1 and (self._has_states or (arrives and self._last)):
+        leaves_out = self._has_states or (arrives and self._last)
+        if digest and grant.leg == "prefill" and request.num_prompt_tokens > 1 and leaves_out:
             compat.leave_out_last(request)
         leg = self._legs[request.request_id] = Leg(grant, request.num_prompt_tokens, digest, plan)
         if grant.back and self._two_way and plan and grant.back != grant.transfer and self._is_new("back", grant.back):

@@ -42,7 +42,7 @@ MUTANTS = [
     ("D never repeats Done", "decode.py", "actions.append(self._done(name, source))", "pass"),
     ("D accepts Settled at any time", "decode.py", "if t.reason is not None or source.state is not State.SETTLING:", "if False:"),
     ("D believes another life of P", "decode.py", "if event.source not in t.sources or event.reader != self.name:", "if False:"),
-    ("D loses a credit", "decode.py", "        self.flying -= piece.bytes\n        t.moved = now", "        t.moved = now"),
+    ("D loses a credit", "decode.py", "        self.flying[piece.source] -= piece.bytes\n        t.moved = now", "        t.moved = now"),
     ("D sees an older offer as news", "decode.py", "told <= (source.tokens, source.ahead, source.layers)", "False"),
     ("D forgets the layers ahead", "reading.py", "(early, len(self.asked), full)", "(early, len(self.asked), more)"),
     ("success after one of two sources", "decode.py", "return [] if t.open else self._report(name, None, now)", "return [] if len(t.open) == len(t.sources) else self._report(name, None, now)"),

@@ -19,7 +19,7 @@ Rules, checked by `validate` and by the property tests:
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import assert_never
@@ -138,8 +138,8 @@ class DecodeSide:
         self.transfers: dict[str, Transfer] = {}
         self.searches = Searches(name, rank, retry)
         self.routes: dict[str, str] = {}  # where pieces of a source come to, if not to our address
-        self.queue: deque[tuple[str, int]] = deque()  # pieces that wait for a credit
-        self.flying = 0  # bytes asked for and not landed
+        self.queues: dict[str, deque[tuple[str, int]]] = {}  # pieces that wait for a credit, by source
+        self.flying: Counter[str] = Counter()  # bytes asked for and not landed, by source
 
     def handle(self, event: DecodeEvent, now: float) -> list[DecodeAction]:
         match event:
@@ -250,7 +250,7 @@ class DecodeSide:
         for reading in source.readings:
             for extent, size in reading.cut(*told, t.token_end, self.piece):
                 t.pieces[t.cut] = Piece(source.name, reading, extent, size)
-                self.queue.append((event.transfer, t.cut))
+                self.queues.setdefault(source.name, deque()).append((event.transfer, t.cut))
                 t.cut += 1
         return self._pump(now)
 
@@ -272,11 +272,11 @@ class DecodeSide:
             piece.damaged += 1
             if piece.damaged >= TRIES:
                 del t.pieces[event.number]
-                self.flying -= piece.bytes
+                self.flying[piece.source] -= piece.bytes
                 return self._fail(event.transfer, Reason.CORRUPT, now)
             return [self._fetch(event.transfer, event.number, now)]
         del t.pieces[event.number]
-        self.flying -= piece.bytes
+        self.flying[piece.source] -= piece.bytes
         t.moved = now
         source.left -= piece.bytes
         t.landed += piece.bytes
@@ -314,19 +314,33 @@ class DecodeSide:
         return [n for n, p in t.pieces.items() if p.where is Where.ASKED and p.source == source.name]
 
     def _pump(self, now: float) -> list[DecodeAction]:
-        """Ask for as many pieces as there are credits; one at least, however large."""
+        """Ask for as many pieces as there are credits, of all sources in turn; of a source at most half of them, so that one
+        whose bytes do not come stops nobody else; one piece at least, however large."""
         actions: list[DecodeAction] = []
-        while self.queue:
-            name, number = self.queue[0]
+        waiting = list(self.queues)
+        while waiting:
+            waiting = [source for source in waiting if self._pump_one(source, actions, now)]
+        return actions
+
+    def _pump_one(self, source: str, actions: list[DecodeAction], now: float) -> bool:
+        """Whether this source may ask for more."""
+        queue = self.queues[source]
+        while queue:
+            name, number = queue[0]
             t = self.transfers.get(name)
             piece = t.pieces.get(number) if t else None
-            if piece is not None and self.flying and self.flying + piece.bytes > self.window:
-                break
-            self.queue.popleft()
             if piece is not None and piece.where is Where.WAITING:
-                self.flying += piece.bytes
+                mine, all_ = self.flying[source], self.flying.total()
+                if (mine and mine + piece.bytes > self.window // 2) or (all_ and all_ + piece.bytes > self.window):
+                    return False
+                queue.popleft()
+                self.flying[source] += piece.bytes
                 actions.append(self._fetch(name, number, now))
-        return actions
+                return True
+            queue.popleft()
+        del self.queues[source]
+        self.flying += Counter()  # forgets those of whom nothing is on its way
+        return False
 
     def _fetch(self, name: str, number: int, now: float) -> Send:
         piece = self.transfers[name].pieces[number]
@@ -343,7 +357,8 @@ class DecodeSide:
             Send(s.name, wire.Fail(name, s.name, self.name, reason.value)) for s in t.open if s.name != but
         ]
         t.reason = reason
-        self.flying -= sum(p.bytes for p in t.pieces.values() if p.where is not Where.WAITING)
+        for piece in t.pieces.values():
+            self.flying[piece.source] -= piece.bytes if piece.where is not Where.WAITING else 0
         t.pieces = {n: p for n, p in t.pieces.items() if p.where is Where.LANDING}
         return actions + self._report_if_drained(name, t, now) + self._pump(now)
 
@@ -365,10 +380,14 @@ class DecodeSide:
     def _done(self, name: str, source: Source) -> Send:
         return Send(source.name, wire.Done(transfer=name, source=source.name, reader=self.name))
 
+    def landing(self) -> set[str]:
+        """Transfers into whose blocks a copy may be running."""
+        return {name for name, t in self.transfers.items() if any(p.where is Where.LANDING for p in t.pieces.values())}
+
     def validate(self) -> None:
         """Raise if the state contradicts itself.  Tests call it after each event."""
         assert not self.searches.open.keys() & self.transfers.keys()
-        flying = 0
+        flying: Counter[str] = Counter()
         for name, t in self.transfers.items():
             for source in t.sources.values():
                 mine = [p for p in t.pieces.values() if p.source == source.name]
@@ -376,5 +395,6 @@ class DecodeSide:
                 assert t.reason or source.state is State.MOVING or not mine, (name, t)
             assert t.pieces if t.reason else t.open, (name, t)
             if t.reason is None:
-                flying += sum(p.bytes for p in t.pieces.values() if p.where is not Where.WAITING)
+                for piece in t.pieces.values():
+                    flying[piece.source] += piece.bytes if piece.where is not Where.WAITING else 0
         assert flying == self.flying, (flying, self.flying)

@@ -72,6 +72,7 @@ class Driver:
             end.setblocking(False)
         self._closing = False
         self._is_broken = False
+        self._landing: set[str] = set()  # once broken: transfers into whose blocks a carrier may still write
         self._owed: set[tuple[type[Outcome], str]] = set()  # outcomes vLLM waits for
         self._thread = threading.Thread(target=self._run, name="vllm-disagg", daemon=True)
         self._control = Control(config, key, self.name)
@@ -139,19 +140,26 @@ class Driver:
                 self._turn()
         except Exception as error:  # the one place: see the module's docstring
             log.critical("the KV transfer thread failed; this worker goes on without transfers", exc_info=error)
-            self._close()  # first: who hears that a load has failed gives its blocks to others
+            self._landing = self._decode.landing()
             self._is_broken = True
             self._give_up()
+            if self._close():
+                self._landing = set()
+                self._give_up()
         else:
             self._close()
 
-    def _close(self) -> None:
+    def _close(self) -> bool:
+        """Whether nothing can write into blocks any more."""
+        is_over = True
         for name, carrier in self._carriers.items():
             try:
                 carrier.close()
             except Exception as error:  # perhaps the one that failed
-                log.critical("%s cannot be closed", name, exc_info=error)
+                is_over = False
+                log.error("%s is not over", name, exc_info=error)
         self._control.close()
+        return is_over
 
     def _turn(self) -> None:
         ready = {receiver for receiver, _ in self._control.poller.poll(self._timeout())}
@@ -339,8 +347,10 @@ class Driver:
 
     def _give_up(self) -> None:
         """Give every answer that is owed, as a failure.  Both threads may be in here: each takes what it finds."""
-        with contextlib.suppress(KeyError):
-            while True:
-                kind, transfer = self._owed.pop()
+        for kind, transfer in list(self._owed):
+            if kind is events.Report and transfer in self._landing:
+                continue  # who hears that a load has failed gives its blocks to others
+            with contextlib.suppress(KeyError):
+                self._owed.remove((kind, transfer))
                 failed = events.Report(transfer, events.Reason.BROKEN)
                 self._outbox.append(failed if kind is events.Report else events.Release(transfer, delivered=False))

@@ -141,3 +141,23 @@ def test_a_source_that_nobody_reads_is_told_by_one_rank() -> None:
             if isinstance(action, Send) and isinstance(action.message, wire.Pull):
                 pulls.append((action.to, action.message.readers))
     assert sorted(pulls) == [("p", 1), ("q", 1), ("r", 0)]
+
+
+def test_a_source_whose_bytes_do_not_come_stops_nobody_else() -> None:
+    """It has half of the credits at most; the others have theirs in turn."""
+    side = DecodeSide("d", "", 0, SHAPE, piece=20, window=80)
+    asked: list[str] = []
+    for transfer, source in (("t1", "slow"), ("t2", "other"), ("t3", "slow")):
+        blocks = [Blocks(0, list(range(16)))]
+        side.handle(msgspec.structs.replace(wanted(source), transfer=transfer, token_end=64, blocks=blocks), 0.0)
+        for action in side.handle(wire.Offer(transfer, source, "d", 64, 0, 0), 0.1):
+            assert isinstance(action, Send)
+            asked.append(action.to)
+        side.validate()
+    assert asked == ["slow", "slow", "other", "other"]
+    for at in range(4):
+        number = min(n for n, piece in side.transfers["t2"].pieces.items() if piece.where.name == "ASKED")
+        side.handle(Arrived("t2", number), 0.2)
+        (again,) = side.handle(Landed("t2", number, ok=True), 0.3)
+        assert isinstance(again, Send) and again.to == "other", at
+        side.validate()

@@ -132,18 +132,28 @@ def test_an_idle_pair_does_not_wake_up(start: Callable[..., Driver]) -> None:
     assert p._timeout() is None and d._timeout() is None, "polls although nothing is due"
 
 
-def test_a_broken_driver_becomes_a_plain_vllm(start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> None:
-    d = start(memory(64, None))
+@pytest.mark.parametrize("lands", ["nothing", "until it is closed", "for ever"])
+def test_a_broken_driver_becomes_a_plain_vllm(
+    start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch, lands: str
+) -> None:
+    """Nobody is told that a load has failed while something may still write into its blocks."""
+    d, told = start(memory(64, None)), []
+
+    def close(of_carrier: Callable[[], None] = d._carriers["zmq"].close) -> None:
+        told.extend(d._outbox)
+        of_carrier()
+        if lands == "for ever":
+            raise TimeoutError
+
     monkeypatch.setattr(d._decode, "handle", lambda *_: 1 / 0)
-    carrier, told = d._carriers["zmq"], []
-    close = carrier.close
-    monkeypatch.setattr(carrier, "close", lambda: (told.extend(d._outbox), close()))
+    monkeypatch.setattr(d._decode, "landing", lambda: {"23" * 16} if lands != "nothing" else set())
+    monkeypatch.setattr(d._carriers["zmq"], "close", close)
     p = start(memory(64, 1))
     d.submit([wanted(p, d, "23" * 16, [1], 0, 3)])
     d._thread.join(5)
-    assert not told, "blocks were given up before what writes into them had ended"
     d.submit([wanted(p, d, "45" * 16, [1], 0, 3), events.Pinned("67" * 16)])
-    failed = [events.Report(t * 16, events.Reason.BROKEN) for t in ("23", "45")]
+    assert len(told) == (lands == "nothing")
+    failed = [events.Report(t * 16, events.Reason.BROKEN) for t in ("23", "45") if t == "45" or lands != "for ever"]
     assert sorted(map(str, d.take())) == sorted(map(str, [*failed, events.Release("67" * 16, delivered=False)]))
 
 

@@ -20,6 +20,7 @@ from .upstream import Pool, Unreachable, pool_of
 
 log = logging.getLogger(__name__)
 
+PATIENCE = 300.0  # seconds; it waits behind the engine's other work
 LOOK = 5.0  # seconds: so often, while it waits behind the engine's other work, it is seen whether the engine lives
 
 ENDS = {  # by path: in the event with which such a stream says that it is complete; no JSON text can hold these bytes
@@ -73,11 +74,13 @@ class Vouching:
         self._running[url] = self._next.pop(url)
         asking = asyncio.create_task(self._ask(url, instance.model))
         try:
-            while not asking.done():  # one request all the time: another one might meet another life of the engine
-                await asyncio.wait((asking,), timeout=LOOK)
-                if not instance.up:
-                    break
+            async with asyncio.timeout(PATIENCE):
+                while not asking.done() and instance.up:  # one request: another might meet another life of the engine
+                    await asyncio.wait((asking,), timeout=LOOK)
             return asking.done() and asking.result()
+        except TimeoutError:
+            log.warning("%s was asked for one more token: no answer within %.0f s", url, PATIENCE)
+            return False
         finally:
             asking.cancel()
             del self._running[url]

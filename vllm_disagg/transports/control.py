@@ -7,6 +7,7 @@ message through.  Every socket has bounded messages, heartbeats, a handshake lim
 
 from __future__ import annotations
 
+import hmac
 import logging
 from collections.abc import Iterator
 
@@ -22,7 +23,8 @@ from ..keys import FleetKey
 log = logging.getLogger("vllm_disagg.control")
 
 DOMAIN = b"vllm-disagg"
-LINKS = 1024  # workers we read from; the one unused for longest makes room
+LINKS = 256  # workers we read from; the one unused for longest makes room
+SOCKETS = 4 * LINKS  # two a link; ZMQ itself allows 1023
 
 
 class Control:
@@ -32,6 +34,7 @@ class Control:
         self.name = name
         self.config, self._key = config, key
         self.context = zmq.Context(io_threads=1)
+        self.context.set(zmq.MAX_SOCKETS, SOCKETS)
         self.poller = zmq.Poller()
         self.zap: zmq.Socket[bytes] = self.context.socket(zmq.REP)
         self.zap.linger = 0
@@ -56,14 +59,9 @@ class Control:
         """Be ready to exchange messages with this worker; the name of the one that had to make room, if one had."""
         link = self.links.pop(worker.name, None)
         if link is None:
-            link = self.socket(zmq.DEALER, wire.MAX_FRAME, server=False)
-            link.routing_id = self.name.encode()
-            try:
-                link.connect(worker.control)
-            except zmq.ZMQError as error:  # no address: this worker is silent, as one that is not there
-                log.warning("worker %s cannot be reached: %s", worker.name, error)
-                link.close()
-                return None
+            link = self.dial(worker.control, self.name.encode(), wire.MAX_FRAME)
+            if link is None:
+                return None  # this worker is silent, as one that is not there
             self.poller.register(link, zmq.POLLIN)
         self.links[worker.name] = link  # the youngest, at the end
         if len(self.links) <= LINKS:
@@ -73,10 +71,16 @@ class Control:
         return oldest
 
     def answer_zap(self) -> None:
-        """Let in whoever has the client key of this fleet (RFC 27, one request a connection)."""
+        """Let in whoever has the client key, or the password, of this fleet (RFC 27, one request a connection)."""
         for message in receive(self.zap):
             frames = [frame.bytes for frame in message]
-            known = len(frames) == 7 and frames[5] == b"CURVE" and frames[6] == z85.decode(self._client()[0])
+            match frames[5:]:
+                case [b"CURVE", client]:
+                    known = client == z85.decode(self._client()[0])
+                case [b"PLAIN", _, password]:
+                    known = hmac.compare_digest(password, self._password())
+                case _:
+                    known = False
             verdict = [b"200", b"OK", b"reader", b""] if known else [b"400", b"not of this fleet", b"", b""]
             self.zap.send_multipart([b"1.0", frames[1] if len(frames) > 1 else b"", *verdict])
 
@@ -84,6 +88,21 @@ class Control:
         self.context.destroy(linger=0)
 
     # Sockets of this kind ------------------------------------------------------------------------------------
+    def dial(self, endpoint: str, name: bytes, largest: int, *, encrypt: bool = True) -> zmq.Socket[bytes] | None:
+        """A DEALER of that name; None, and a line of the log, where there can be none."""
+        link = None
+        try:
+            link = self.socket(zmq.DEALER, largest, server=False, encrypt=encrypt)
+            link.routing_id = name
+            link.reconnect_ivl_max = 30_000  # milliseconds: it may never come back
+            link.connect(endpoint)
+        except zmq.ZMQError as error:  # no address, or no file descriptor is left
+            log.warning("%s cannot be reached: %s", endpoint, error)
+            if link is not None:
+                link.close()
+            return None
+        return link
+
     def socket(self, kind: int, largest: int, *, server: bool, encrypt: bool = True) -> zmq.Socket[bytes]:
         """`largest`: bytes of a message."""
         made: zmq.Socket[bytes] = self.context.socket(kind)
@@ -91,7 +110,12 @@ class Control:
         made.linger = 0
         made.handshake_ivl = 5000
         made.heartbeat_ivl, made.heartbeat_timeout, made.heartbeat_ttl = 1000, 3000, 3000
-        if self._key.is_set and encrypt:
+        if self._key.is_set and not encrypt:  # a password keeps strangers out, if not those who listen
+            if server:
+                made.zap_domain, made.plain_server = DOMAIN, True
+            else:
+                made.plain_username, made.plain_password = b"reader", self._password()
+        elif self._key.is_set:
             public, secret = _pair(self._key.derive("curve-server"))
             if server:
                 made.zap_domain, made.curve_server, made.curve_secretkey = DOMAIN, True, secret
@@ -116,6 +140,9 @@ class Control:
     def close_socket(self, made: zmq.Socket[bytes]) -> None:
         self.poller.unregister(made)
         made.close()
+
+    def _password(self) -> bytes:
+        return self._key.derive("data").hex().encode()
 
     def _client(self) -> tuple[bytes, bytes]:
         return _pair(self._key.derive("curve-client"))

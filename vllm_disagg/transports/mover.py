@@ -143,6 +143,8 @@ class Mover:
     def close(self) -> None:
         self._jobs.put(None)
         self._thread.join(timeout=5)
+        if self._thread.is_alive():
+            raise TimeoutError("the mover's thread does not end")
 
     # The mover's thread --------------------------------------------------------------------------------------
     def _run(self) -> None:

@@ -422,12 +422,9 @@ class NixlCarrier:
 
     def close(self) -> None:
         self._serving.close()
-        if self._ready is None:
-            return
-        if self._ready.reads.open:
-            self._ready.reads.agent.close()
-        else:
-            Job(self._ready.reads.agent.close)  # a daemon: the process need not wait for it
+        if self._ready is not None:
+            self._closings.give_up(self._ready.reads)
+        self._closings.finish()
 
 
 def carrier(config: Config) -> Callable[[Port], NixlCarrier]:

@@ -190,6 +190,11 @@ class Job(Generic[T]):
     def is_over(self) -> bool:
         return not self._thread.is_alive()
 
+    def ends(self, seconds: float) -> bool:
+        """Whether it ends well within so many seconds."""
+        self._thread.join(max(0.0, seconds))
+        return self.is_over and not self.error
+
     def next_look(self, now: float) -> float:
         return now + min(1.0, max(0.01, (now - self.began) / 4))
 

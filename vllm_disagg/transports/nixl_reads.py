@@ -20,6 +20,7 @@ from .nixl_notes import TEST, Run
 
 log = logging.getLogger("vllm_disagg.nixl")
 
+CLOSING = 10.0  # seconds that the end of a worker waits for agents of which reads are open
 SLOWEST = 20e6  # bytes a second: a read that is slower than that is taken for dead
 
 Buffer = npt.NDArray[np.uint8]
@@ -128,6 +129,15 @@ class Closings:
                 log.error("%d reads may still write: %s", len(closing[1]), closing[0].error)
                 continue
             yield from (Landed(land.transfer, land.number, False) for land in closing[1])
+
+    def finish(self) -> None:
+        """Until all agents of which reads are open are gone; NixlError if one does not go."""
+        doomed, self._doomed = self._doomed, []
+        jobs = [(Job(agent.close), lands) for agent, lands in doomed] + self._closing
+        end = time.monotonic() + CLOSING
+        for job, lands in jobs:
+            if lands and not job.ends(end - time.monotonic()):
+                raise NixlError(f"{len(lands)} reads may still write: {job.error or 'their agent does not go'}")
 
     def next_look(self, now: float) -> list[float]:
         return [now] * bool(self._doomed) + [job.next_look(now) for job, _ in self._closing]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import socket
 import time
@@ -70,6 +71,7 @@ class Source:
     want: memoryview = NOTHING  # to be filled next
     is_inside: bool = False  # a piece of which not all is here
     moved: float = 0.0
+    due: float = math.inf  # when all of the piece must be here
     landing: Land | None = None
 
 
@@ -163,7 +165,7 @@ class TcpCarrier:
         source.failures += 1
         pause = min(AT_MOST, AGAIN * 2 ** (source.failures - 1))
         source.way, source.again = Way.DOWN, time.monotonic() + pause
-        source.landing, source.is_inside = None, False
+        source.landing, source.is_inside, source.due = None, False, math.inf
         log.warning("no pieces of %s by TCP for %.0f s at least: %s", source.worker.name, pause, why)
 
     def _bad(self, source: Source, error: BadMessage) -> None:
@@ -222,6 +224,7 @@ class TcpCarrier:
             raw = bytearray(int.from_bytes(length, "big"))
             yield memoryview(raw)
             head = notes.decode_head(raw)
+            source.due = notes.due(time.monotonic(), head.size, self._port.config.silence)
             self._current = source
             yield Arrived(head.transfer, head.number)
             self._current = None
@@ -244,7 +247,7 @@ class TcpCarrier:
                     source.failures = 0
                 source.landing = None
                 yield Landed(head.transfer, head.number, ok)
-            source.is_inside = False
+            source.is_inside, source.due = False, math.inf
 
     def _room(self, land: Land, size: int) -> tuple[memoryview | None, list[memoryview]]:
         """Where a piece's bytes go: into the blocks, or into a buffer that is written into them when all is there."""
@@ -275,6 +278,8 @@ class TcpCarrier:
     def _look_at(self, source: Source, now: float) -> None:
         if source.is_inside and now > source.moved + self._port.config.silence:
             self._lose(source, "it has stopped in the middle of a piece")
+        elif now > source.due:
+            self._lose(source, "a piece takes too long")
         elif source.way in (Way.ASKING, Way.CONNECTING, Way.WAITING) and now >= source.until:
             self._lose(source, "it does not let us in")
         elif source.way is Way.ASKING and now >= source.again:
@@ -284,7 +289,8 @@ class TcpCarrier:
     def next_look(self) -> float | None:
         if self._said:
             return 0.0
-        due = [source.moved + self._port.config.silence for source in self._sources.values() if source.is_inside]
+        silence = self._port.config.silence
+        due = [min(source.moved + silence, source.due) for source in self._sources.values() if source.is_inside]
         for source in self._sources.values():
             if source.way in (Way.ASKING, Way.CONNECTING, Way.WAITING):
                 due.append(min(source.until, source.again) if source.way is Way.ASKING else source.until)

@@ -20,6 +20,12 @@ TICKET = 16  # bytes
 WELCOME = b"\1"
 CHECKSUM = 8  # bytes
 LENGTH = 2  # bytes of a Head's length
+SLOWEST = 1e6  # bytes a second: a piece that is slower than that is given up, and its blocks are free
+
+
+def due(now: float, size: int, silence: float) -> float:
+    """When all of a piece must have crossed."""
+    return now + silence + size / SLOWEST
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import secrets
 import shutil
 import socket
@@ -46,6 +47,7 @@ class Reader:
     parts: Iterator[memoryview] | None = None  # of the first, still to come
     left: memoryview = NOTHING  # of the part that is being sent
     is_full: bool = False
+    due: float = math.inf  # when all of the first must have been taken
 
 
 class Serving:
@@ -100,8 +102,8 @@ class Serving:
         for reader in [reader for reader in self._readers.values() if reader.connection.fileno() in ready]:
             self._look_at(reader)
         now = time.monotonic()
-        for reader in [r for r in self._readers.values() if r.queue and now > r.moved + self._port.config.silence]:
-            self._close(reader, "takes nothing any more")
+        for reader in [r for r in self._readers.values() if r.queue and now > min(r.moved + self._port.config.silence, r.due)]:
+            self._close(reader, "takes nothing any more" if now <= reader.due else "takes too little")
         for fd in [fd for fd, (_, until) in self._guests.items() if now > until]:
             self._send_off(fd)
         while self._sent:
@@ -110,7 +112,8 @@ class Serving:
     def next_look(self) -> float | None:
         if self._sent:
             return 0.0
-        due = [reader.moved + self._port.config.silence for reader in self._readers.values() if reader.queue]
+        silence = self._port.config.silence
+        due = [min(reader.moved + silence, reader.due) for reader in self._readers.values() if reader.queue]
         return min([*due, *(until for _, until in self._guests.values())], default=None)
 
     def close(self) -> None:
@@ -218,17 +221,19 @@ class Serving:
 
     def _next_part(self, reader: Reader) -> bool:
         while reader.queue:
-            reader.parts = reader.parts or self._parts(reader.queue[0])
+            if reader.parts is None:
+                reader.parts = self._parts(reader, reader.queue[0])
             if (part := next(reader.parts, None)) is not None:
                 reader.left = part
                 return True
-            piece, reader.parts = reader.queue.popleft(), None
+            piece, reader.parts, reader.due = reader.queue.popleft(), None, math.inf
             self._sent.append(Sent(piece.transfer, piece.reader))
         return False
 
-    def _parts(self, piece: SendPiece) -> Iterator[memoryview]:
+    def _parts(self, reader: Reader, piece: SendPiece) -> Iterator[memoryview]:
         frames = self._port.memory.read(piece.extent, piece.blocks)
         size = sum(len(frame) for frame in frames)
+        reader.due = notes.due(time.monotonic(), size, self._port.config.silence)
         yield memoryview(notes.encode_head(notes.Head(piece.transfer, piece.number, size)))
         state = hasher(piece.transfer)
         for frame in frames:

@@ -144,9 +144,11 @@ class TwoSidedCarrier:
             self._read(source, note)
 
     def close(self) -> None:
-        self._mover.close()
-        self._wake_up.close()
-        self._woken.close()
+        try:
+            self._mover.close()
+        finally:
+            self._wake_up.close()
+            self._woken.close()
 
     # The pairs -----------------------------------------------------------------------------------------------
     def _serve(self, reader: str, event: pairs.SourceEvent) -> None:

@@ -1,7 +1,7 @@
 """Pieces over ZMQ, sent where they lie in the KV cache: the carrier that is always there.
 
 Each worker binds a ROUTER; a reader connects a DEALER to every worker it reads from and is known there under a random
-address, told over control.  Nothing is ever read from the ROUTER, and the bytes are worth nothing without the
+address, told over control.  Nobody says anything to the ROUTER, and the bytes are worth nothing without the
 checksum and the Settled that goes over control.  On one machine a UNIX socket takes them.
 """
 
@@ -42,6 +42,7 @@ class ZmqCarrier:
         self._router.router_mandatory = True
         self._router.router_handover = True
         self._router.sndhwm = 0  # bounded by the readers' credits
+        self._router.copy_threshold = 0  # a copied last frame would call all of a piece sent
         self.endpoint = control.bind(self._router)
         self._folder = tempfile.mkdtemp(prefix="vllm-disagg-")  # readable by this user alone
         self.local = f"ipc://{self._folder}/data"
@@ -49,25 +50,25 @@ class ZmqCarrier:
         self.links: dict[str, zmq.Socket[bytes]] = {}
         self._frames: list[memoryview] = []  # of the Arrived just yielded
         self._checksum = 0
-        self._unsent: list[tuple[SendPiece, float]] = []
+        self._unsent: list[tuple[SendPiece, list[bytes | memoryview], float]] = []
         self._sending: list[tuple[SendPiece, zmq.MessageTracker]] = []
 
     # Sending -------------------------------------------------------------------------------------------------
     def send(self, piece: SendPiece) -> None:
-        self._send(piece, time.monotonic() + CONNECTING)
-
-    def _send(self, piece: SendPiece, until: float) -> None:
         frames = self._port.memory.read(piece.extent, piece.blocks)
         header = wire.Header(piece.transfer, piece.number, checksum(piece.transfer, frames))
         address = piece.address.removeprefix("zmq:").encode()
+        self._send(piece, [address, wire.encode(header), *frames], time.monotonic() + CONNECTING)
+
+    def _send(self, piece: SendPiece, message: list[bytes | memoryview], until: float) -> None:
         try:
-            tracker = self._router.send_multipart([address, wire.encode(header), *frames], zmq.NOBLOCK, copy=False, track=True)
+            tracker = self._router.send_multipart(message, zmq.NOBLOCK, copy=False, track=True)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            self._unsent.append((piece, until))  # the reader's data connection comes up beside its control connection
+            self._unsent.append((piece, message, until))  # the reader's data connection comes up beside its control connection
             return
-        self._port.counters.bytes_sent += sum(len(frame) for frame in frames)
+        self._port.counters.bytes_sent += sum(len(frame) for frame in message[2:])
         assert tracker is not None  # asked for
         self._sending.append((piece, tracker))
 
@@ -78,11 +79,13 @@ class ZmqCarrier:
         for link in [link for link in self.links.values() if link in ready]:
             for message in receive(link):
                 yield from self._received(message)
+        for _ in receive(self._router):
+            pass  # only so does ZMQ notice that a reader has gone, and let go of what was queued for it
         now = time.monotonic()
         unsent, self._unsent = self._unsent, []
-        for piece, until in unsent:
+        for piece, waiting, until in unsent:
             if now < until:
-                self._send(piece, until)
+                self._send(piece, waiting, until)
             else:  # lost, as on any network: the reader asks again
                 yield Sent(piece.transfer, piece.reader)
         ended = [piece for piece, tracker in self._sending if tracker.done]
@@ -94,14 +97,11 @@ class ZmqCarrier:
     def connect(self, worker: Worker) -> None:
         if worker.name in self.links:
             return
-        link = self._control.socket(zmq.DEALER, 2 * FRAME, server=False, encrypt=self._port.config.encrypt_data)
-        link.routing_id = self.address.removeprefix("zmq:").encode()
         here = worker.host == machine() and os.path.exists(worker.local.removeprefix("ipc://"))
-        try:
-            link.connect(worker.local if here else worker.data)
-        except zmq.ZMQError as error:
-            log.warning("worker %s cannot be reached: %s", worker.name, error)
-            link.close()
+        endpoint, name = worker.local if here else worker.data, self.address.removeprefix("zmq:").encode()
+        link = self._control.dial(endpoint, name, 2 * FRAME, encrypt=self._port.config.encrypt_data)
+        if link is None:
+            log.warning("no pieces of %s by ZMQ", worker.name)
             return
         self._port.poller.register(link, zmq.POLLIN)
         self.links[worker.name] = link

@@ -1,0 +1,127 @@
+"""Pieces over ZMQ to a reader that takes nothing, has gone, or never comes: the real sockets of P's side alone."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from vllm_disagg import keys
+from vllm_disagg.config import Config
+from vllm_disagg.events import SendPiece
+from vllm_disagg.grants import Worker
+from vllm_disagg.memory import FRAME, HostMemory
+from vllm_disagg.transports import control
+from vllm_disagg.transports import zmq as module
+from vllm_disagg.transports.carrier import Counters, Port
+from vllm_disagg.transports.zmq import ZmqCarrier
+from vllm_disagg.wire import Extent
+
+ROW = 4 * FRAME + 20_000  # whose last frame is a small one
+
+
+@pytest.fixture
+def carrier() -> Iterator[ZmqCarrier]:
+    sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.SIZE), "p/0")
+    memory = HostMemory([[np.zeros((8, ROW), np.uint8)]], 16)
+    made = ZmqCarrier(Port("p/0", Config(transport="zmq"), memory, Counters(), sockets.poller, *[lambda *_: None] * 2), sockets)
+    made.control = sockets  # type: ignore[attr-defined]
+    yield made
+    made.close()
+    sockets.close()
+
+
+class Reader:
+    """A DEALER that takes what it is told to."""
+
+    def __init__(self, carrier: ZmqCarrier) -> None:
+        self.name, self.context = secrets.token_hex(8), zmq.Context()
+        self.sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.SIZE), "d/0")
+        self.link = self.sockets.socket(zmq.DEALER, 2 * FRAME, server=False, encrypt=False)
+        self.link.rcvhwm = 1
+        self.link.routing_id = self.name.encode()
+        self.link.connect(carrier.local)
+
+
+def send(carrier: ZmqCarrier, reader: str, count: int) -> None:
+    for block in range(count):
+        carrier.send(SendPiece("ab" * 16, "d/0", f"zmq:{reader}", block, Extent(0, 1, 0, 16), [block]))
+
+
+def sent(carrier: Any, count: int, seconds: float) -> int:
+    """How many have ended by then, or before if these are all."""
+    ended, end = 0, time.monotonic() + seconds
+    while ended < count and time.monotonic() < end:
+        carrier.control.answer_zap()
+        ended += len(list(carrier.happened(())))
+        time.sleep(0.005)
+    return ended
+
+
+def test_a_piece_is_sent_when_its_last_byte_is(carrier: ZmqCarrier) -> None:
+    reader = Reader(carrier)
+    send(carrier, reader.name, 8)
+    assert sent(carrier, 8, 1.0) < 8, "nobody has taken them all"
+    for _ in range(8):
+        reader.link.recv_multipart()
+    assert sent(carrier, 8, 5.0) > 0 and not carrier._sending
+    reader.sockets.close()
+
+
+def test_what_waits_for_a_reader_that_has_gone_ends(carrier: ZmqCarrier) -> None:
+    """Else P's blocks were pinned for ever."""
+    reader = Reader(carrier)
+    send(carrier, reader.name, 8)
+    ended = sent(carrier, 8, 1.0)
+    assert ended < 8
+    reader.sockets.close()
+    assert ended + sent(carrier, 8 - ended, 5.0) == 8
+    assert carrier.next_look() is None
+
+
+def test_a_reader_that_never_comes_costs_one_checksum_a_piece(carrier: ZmqCarrier, monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = []
+    true = module.checksum
+    monkeypatch.setattr(module, "checksum", lambda *args: (sums.append(args), true(*args))[1])
+    monkeypatch.setattr(module, "CONNECTING", 0.2)
+    send(carrier, "nobody", 4)
+    assert sent(carrier, 4, 3.0) == 4
+    assert len(sums) == 4
+
+
+def test_more_sources_than_there_is_room_for() -> None:
+    """As after months of P's that were restarted: those unused for longest make room, and nothing runs out."""
+    sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.SIZE), "d/0")
+    memory = HostMemory([[np.zeros((1, 8), np.uint8)]], 16)
+    port = Port("d/0", Config(transport="zmq"), memory, Counters(), sockets.poller, *[lambda *_: None] * 2)
+    reading = ZmqCarrier(port, sockets)
+    for at in range(2 * control.LINKS + 50):
+        worker = Worker(f"p/{at}", "tcp://127.0.0.1:9", "tcp://127.0.0.1:9")
+        forgotten = sockets.connect(worker)
+        reading.connect(worker)
+        if forgotten is not None:
+            reading.disconnect(forgotten)
+    assert len(sockets.links) == len(reading.links) == control.LINKS
+    reading.close()
+    sockets.close()
+
+
+def test_a_source_without_an_address_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.SIZE), "d/0")
+    assert sockets.connect(Worker("p/0", "nowhere", "nowhere")) is None
+    assert not sockets.links and "nowhere cannot be reached" in caplog.text
+    sockets.close()
+
+
+def test_who_does_not_know_the_fleets_key_comes_in_by_no_door(carrier: ZmqCarrier) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.routing_id = b"stranger"
+        stranger.connect(carrier.local)
+        send(carrier, "stranger", 1)
+        assert sent(carrier, 1, 5.0) == 1 and not carrier._port.counters.bytes_sent, "lost: there is no such reader"

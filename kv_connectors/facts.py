@@ -78,7 +78,7 @@ def refuse_unsupported(
 def _refuse_settings(vllm_config: VllmConfig) -> None:
     if vllm_config.model_config.enable_sleep_mode:  # unmaps the KV cache, also blocks that a reader takes
         raise ConfigError("DisaggConnector does not support sleep mode: start without --enable-sleep-mode")
-    if vllm_config.weight_transfer_config is not None:
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
         raise ConfigError("DisaggConnector compares weights when engines start: start without --weight-transfer-config")
     if (aux := getattr(vllm_config, "aux_output_config", None)) is not None and aux.enabled:  # new in 0.32
         raise ConfigError("DisaggConnector does not support --enable-return-routed-experts: D computes no prompts")

@@ -115,6 +115,7 @@ class Closings:
     def __init__(self) -> None:
         self._doomed: list[tuple[Agent, list[Land]]] = []
         self._closing: list[tuple[Job[None], list[Land]]] = []
+        self._stuck = 0  # reads whose agent did not go: their blocks are never given back, and their requests wait
 
     def give_up(self, reads: Reads) -> None:
         """Not closed at once: the exception that brought us here still holds the agent."""
@@ -125,19 +126,21 @@ class Closings:
         self._doomed.clear()
         for closing in [closing for closing in self._closing if closing[0].is_over]:
             self._closing.remove(closing)
-            if closing[0].error:  # quarantine: their blocks are never given back, and their requests wait
+            if closing[0].error:
+                self._stuck += len(closing[1])
                 log.error("%d reads may still write: %s", len(closing[1]), closing[0].error)
                 continue
             yield from (Landed(land.transfer, land.number, False) for land in closing[1])
 
     def finish(self) -> None:
-        """Until all agents of which reads are open are gone; NixlError if one does not go."""
+        """Until all agents of which reads are open are gone; NixlError if one does not go, or did not."""
         doomed, self._doomed = self._doomed, []
         jobs = [(Job(agent.close), lands) for agent, lands in doomed] + self._closing
         end = time.monotonic() + CLOSING
         for job, lands in jobs:
-            if lands and not job.ends(end - time.monotonic()):
-                raise NixlError(f"{len(lands)} reads may still write: {job.error or 'their agent does not go'}")
+            self._stuck += len(lands) if lands and not job.ends(end - time.monotonic()) else 0
+        if self._stuck:
+            raise NixlError(f"{self._stuck} reads may still write")
 
     def next_look(self, now: float) -> list[float]:
         return [now] * bool(self._doomed) + [job.next_look(now) for job, _ in self._closing]

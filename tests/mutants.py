@@ -70,7 +70,7 @@ MUTANTS = [
     ("D offers cached KV before it is computed", "kv_connectors/worker.py", "        scheduled = [e for e in scheduled if not e.cached]\n", ""),
     ("cached KV is never final", "kv_connectors/worker.py", "        if self._cached:  #", "        if False:  #"),
     ("D serves blocks of a preempted request", "kv_connectors/scheduler.py", "        self._end_back(leg)\n        if leg.grant.leg == \"prefill\" and", "        if leg.grant.leg == \"prefill\" and"),
-    ("D serves blocks of a finished request", "kv_connectors/scheduler.py", "        self._end_back(leg)\n        if leg.grant.leg == \"decode\":", "        if leg.grant.leg == \"decode\":"),
+    ("D serves blocks of a finished request", "kv_connectors/scheduler.py", "            return False, None\n        self._end_back(leg)\n", "            return False, None\n"),
     ("D serves on after its load", "kv_connectors/scheduler.py", "            self._end_back(leg)  # after a failure", "            pass  # after a failure"),
     ("D serves blocks that it was not shown", "kv_connectors/scheduler.py", "if not leg.local or any(len(ids) * size < leg.local for size, ids in zip(self._block_sizes, held, strict=True)):", "if not leg.local:"),
     ("P waits for D's word for ever", "kv_connectors/scheduler.py", "if not is_known and time.monotonic() < leg.until:", "if not is_known:"),
@@ -96,7 +96,12 @@ MUTANTS = [
     ("D believes an earlier count", "transports/nixl_way.py", "if turn != self.turn:", "if False:"),
     ("D takes bytes that were damaged on TCP", "transports/tcp.py", "ok = state.digest() == told", "ok = True"),
     ("D waits for ever in the middle of a piece", "transports/tcp.py", "if source.is_inside and now > source.moved + self._port.config.silence:", "if False:"),
-    ("P holds blocks for a reader that stands still", "transports/tcp_serving.py", "if r.queue and now > r.moved + self._port.config.silence]", "if False]"),
+    ("P holds blocks for a reader that stands still", "transports/tcp_serving.py", "if r.queue and now > min(r.moved + self._port.config.silence, r.due)]", "if False]"),
+    ("a slow piece never ends at D", "transports/tcp.py", "elif now > source.due:", "elif False:"),
+    ("a source takes all credits", "decode.py", "(mine and mine + piece.bytes > self.window // 2) or ", ""),
+    ("P leaves out the last token too late", "kv_connectors/scheduler.py", "(arrives and self._last)", "self._last"),
+    ("P leaves out the last token of what it cannot tell", "kv_connectors/scheduler.py", "if digest and grant.leg", "if grant.leg"),
+    ("P keeps quiet about a prompt that it cannot tell", "kv_connectors/scheduler.py", "                self._give_up(leg)\n", ""),
     ("P lets in who has no ticket", "transports/tcp_serving.py", "self._tickets.pop(guest.recv(notes.TICKET))", "(guest.recv(notes.TICKET).hex(), 1)"),
 ]
 TESTS = {

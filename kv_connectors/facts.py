@@ -183,10 +183,12 @@ def _weights(model: Any) -> str:
 def _positions(model: Any) -> str:
     """What the longest prompt allowed makes of positions: LongRoPE has two tables, and vLLM takes one for all prompts."""
     text = getattr(model, "hf_text_config", model.hf_config)
-    rope: Any = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    given: Any = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    rope: dict[str, Any] = given if isinstance(given, dict) else {}
     limits = [32768] if getattr(text, "attn_temperature_tuning", False) else []  # Llama 4
     if "longrope" in (rope.get("rope_type"), rope.get("type")):
-        limits.append(int(rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", 0)))
+        name = "original_max_position_embeddings"
+        limits.append(int(rope.get(name) or getattr(text, name, None) or 0))
     return ", ".join(f"{'over' if model.max_model_len > limit else 'up to'} {limit}" for limit in limits) or "of any length"
 
 

@@ -71,6 +71,11 @@ class Piece:
     again: float = 0.0  # when to ask once more
     damaged: int = 0  # times
 
+    @property
+    def flying(self) -> int:
+        """Bytes that were asked for and have not landed."""
+        return self.bytes if self.where is not Where.WAITING else 0
+
 
 @dataclass
 class Source:
@@ -358,7 +363,7 @@ class DecodeSide:
         ]
         t.reason = reason
         for piece in t.pieces.values():
-            self.flying[piece.source] -= piece.bytes if piece.where is not Where.WAITING else 0
+            self.flying[piece.source] -= piece.flying
         t.pieces = {n: p for n, p in t.pieces.items() if p.where is Where.LANDING}
         return actions + self._report_if_drained(name, t, now) + self._pump(now)
 
@@ -396,5 +401,5 @@ class DecodeSide:
             assert t.pieces if t.reason else t.open, (name, t)
             if t.reason is None:
                 for piece in t.pieces.values():
-                    flying[piece.source] += piece.bytes if piece.where is not Where.WAITING else 0
+                    flying[piece.source] += piece.flying
         assert flying == self.flying, (flying, self.flying)

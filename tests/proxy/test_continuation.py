@@ -364,6 +364,17 @@ async def test_a_client_cannot_make_an_engine_look_dead() -> None:
 
         for e in w.prefills + w.decodes:
             e.script = echo
+        derender = "/v1/chat/completions/derender"  # of an answer that some engine gave up
+        given_up = b'{"choices":[{"finish_reason":"abort"}]}'
+
+        async def back(call: Call) -> None:
+            call.raw_write(f"HTTP/1.1 200 X\r\ncontent-length: {len(given_up)}\r\n\r\n{given_up.decode()}")
+
+        for e in w.prefills + w.decodes:
+            e.script = back
+        assert (await w.ask("POST", derender, given_up)).body == given_up
+        for e in w.prefills + w.decodes:
+            e.script = echo
         for stream in (False, True):
             body = json.dumps({"model": "m", "input": "hi", "stream": stream, "metadata": {"finish_reason": "abort"}})
             reply = await w.ask("POST", "/v1/responses", body.encode())

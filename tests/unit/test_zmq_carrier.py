@@ -43,7 +43,7 @@ class Reader:
         self.name, self.context = secrets.token_hex(8), zmq.Context()
         self.sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.SIZE), "d/0")
         self.link = self.sockets.socket(zmq.DEALER, 2 * FRAME, server=False, encrypt=False)
-        self.link.rcvhwm = 1
+        self.link.rcvhwm, self.link.rcvtimeo = 1, 5000
         self.link.routing_id = self.name.encode()
         self.link.connect(carrier.local)
 

@@ -101,7 +101,6 @@ class ZmqCarrier:
         endpoint, name = worker.local if here else worker.data, self.address.removeprefix("zmq:").encode()
         link = self._control.dial(endpoint, name, 2 * FRAME, encrypt=self._port.config.encrypt_data)
         if link is None:
-            log.warning("no pieces of %s by ZMQ", worker.name)
             return
         self._port.poller.register(link, zmq.POLLIN)
         self.links[worker.name] = link

@@ -7,15 +7,19 @@ import os
 import random
 import secrets
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from listening import beyond_loopback, listening
 from peer import BLOCK_SIZE, BLOCKS, LAYERS, Peer, driver, memory, want
 
+from kv_connectors import carriers
 from vllm_disagg import events
 from vllm_disagg.config import Config
 from vllm_disagg.errors import BadMessage, ConfigError
@@ -122,6 +126,33 @@ def test_it_starts_before_anybody_asks(start: Callable[..., Any]) -> None:
 
 
 @real
+def test_it_listens_on_the_loopback_only(start: Callable[..., Any]) -> None:
+    """Both agents of a worker, the one that reads and the one that is read from: UCX lets in whatever reaches it."""
+    source, sink = start(Source), start(Sink)
+    sink.pair(source)
+    assert sink.expect_exact(source) == "nixl"
+    for pid in (source.process.pid, os.getpid()):
+        assert len(listening(pid)[pid]) >= 4, "control, data, two agents"
+        assert not beyond_loopback(pid)
+
+
+@pytest.mark.parametrize(("transport", "count"), [("zmq", 2), ("auto", 3), ("tcp", 3), ("gloo", 3)])
+def test_what_listens_is_known_and_on_the_loopback(start: Callable[..., Any], transport: str, count: int) -> None:
+    """Control, data; TCP's door, or Gloo's device."""
+    source, other = start(Source, transport=transport), start(Source, transport=transport)
+    worker = msgspec.json.encode(source.worker).decode()
+    for _ in range(2):
+        transfer = secrets.token_hex(16)
+        source(f"prefill {transfer} 48")
+        other(f"want {transfer} 48 {worker}")
+        assert "reason=None" in str(other("outcome"))
+        source("outcome")
+    pid = source.process.pid
+    wait(lambda: len(listening(pid)[pid]) == count)
+    assert not beyond_loopback(pid) and list(listening(pid)) == [pid]
+
+
+@real
 def test_an_idle_pair_costs_nothing(start: Callable[..., Any]) -> None:
     source, sink = start(Source), start(Sink)
     sink.pair(source)
@@ -211,7 +242,8 @@ def _broken(*_: object) -> None:
 
 @real
 def test_auto_takes_nixl_and_then_tcp(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    source, sink = start(Source, transport="auto"), start(Sink, transport="auto")
+    monkeypatch.setattr(nixl, "obstacle", lambda config: "")  # as with RDMA
+    source, sink = start(Source, env={"NIXL_ANYWHERE": "1"}, transport="auto"), start(Sink, transport="auto")
     sink.pair(source)
     assert sink.expect_exact(source) == "nixl"
     monkeypatch.setattr(nixl_agent.Agent, "read", _broken)
@@ -255,7 +287,9 @@ def test_a_slow_way_is_told(
 ) -> None:
     caplog.set_level("INFO", "vllm_disagg")
     monkeypatch.setattr(nixl, "zmq_speed", lambda: 1e15)
-    source, sink = start(Source, transport=transport), start(Sink, transport=transport)
+    monkeypatch.setattr(nixl, "obstacle", lambda config: "")
+    source = start(Source, env={"NIXL_ANYWHERE": "1"}, transport=transport)
+    sink = start(Sink, transport=transport)
     sink.pair(source, nixl.Way.UP if by == "nixl" else nixl.Way.DOWN)
     assert "ZMQ moves 1000000.0 GB/s here; " in caplog.text
     if by != "nixl":
@@ -328,6 +362,57 @@ def test_what_ucx_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nixl_agent.environment(Config(), {"UCX_TLS": "tcp"}) == {}
     assert nixl_agent.environment(Config(host="10.0.0.1"), {}) == {"UCX_TLS": "^tcp"}
     assert nixl_agent.environment(Config(host="10.0.0.1", transport="nixl"), {}) == {}
+
+
+def test_two_agents_made_at_once_are_both_kept_to_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX reads its environment when an agent is made: the second must not take the first one's settings for the user's."""
+    for name in ("UCX_TLS", "UCX_NET_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    told: list[str | None] = []
+    waiting = threading.Semaphore(0)  # how many have come as far as the lock
+
+    class Lock:
+        true = threading.Lock()
+
+        def __enter__(self) -> None:
+            waiting.release()
+            self.true.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.true.release()
+
+    def make_agent(name: str, config: object) -> object:
+        if not told:  # the first waits until the second wants to begin
+            assert all(waiting.acquire(timeout=10) for _ in range(2))
+        told.append(os.environ.get("UCX_NET_DEVICES"))
+        return SimpleNamespace(backends=["UCX"], register_memory=lambda *_: None)
+
+    api = SimpleNamespace(nixl_agent=make_agent, nixl_agent_config=lambda **_: None)
+    monkeypatch.setattr(nixl_agent, "_environment", Lock())
+    monkeypatch.setattr(nixl_agent.importlib, "import_module", lambda _: api)
+    make = lambda: nixl_agent.Agent("a", Config(), [])  # noqa: E731
+    jobs = [threading.Thread(target=make) for _ in range(2)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(20)
+    assert told == ["lo", "lo"] and "UCX_NET_DEVICES" not in os.environ
+
+
+def test_auto_leaves_nixl_out_without_rdma(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Within a machine TCP is as fast, and UCX listens for strangers."""
+    caplog.set_level("INFO", "vllm_disagg")
+    monkeypatch.setattr(nixl_agent.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(nixl_agent, "rdma_devices", lambda: [])
+    for host in ("127.0.0.1", "10.0.0.1"):
+        assert list(carriers.chosen(Config(host=host))) == ["tcp"]
+        assert "transport is auto, without nixl: this machine has no RDMA device" in caplog.text
+        assert list(carriers.chosen(Config(host=host, transport="nixl"))) == ["nixl"]
+        caplog.clear()
+    monkeypatch.setattr(nixl_agent, "rdma_devices", lambda: ["mlx5_0"])
+    assert list(carriers.chosen(Config(host="10.0.0.1"))) == ["nixl", "tcp"]
+    assert list(carriers.chosen(Config())) == ["tcp"], "RDMA is not for the loopback"
+    assert "without nixl: host is loopback" in caplog.text
 
 
 def test_encryption_and_nixl() -> None:

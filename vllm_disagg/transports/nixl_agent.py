@@ -50,8 +50,10 @@ def obstacle(config: Config) -> str:
         return "nixl is not installed (pip install 'vllm-disagg[nixl]')"
     if config.encrypt_data:
         return "encrypt_data is on, and NIXL does not encrypt"
-    if config.transport == "auto" and not ipaddress.ip_address(config.host).is_loopback and not rdma_devices():
-        return "this machine has no RDMA device, and UCX over TCP is slower than ZMQ"
+    if config.transport == "auto" and not rdma_devices():
+        return "this machine has no RDMA device; TCP is as fast here, and lets in readers with a ticket only"
+    if config.transport == "auto" and ipaddress.ip_address(config.host).is_loopback:
+        return "host is loopback, where no RDMA device is; TCP is as fast there, and lets in readers with a ticket only"
     return ""
 
 
@@ -81,7 +83,7 @@ class Agent:
     def __init__(self, name: str, config: Config, regions: Sequence[Run]) -> None:
         self.name = name
         self.regions = list(regions)
-        with _translated(), _told(environment(config, os.environ)):
+        with _translated(), _told(config):
             api = importlib.import_module("nixl._api")
             self._agent: Any = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
             if "UCX" not in self._agent.backends:
@@ -242,9 +244,13 @@ def _translated() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _told(settings: Mapping[str, str]) -> Iterator[None]:
-    """UCX reads its settings from the environment when an agent is made; others in this process keep theirs."""
+def _told(config: Config) -> Iterator[None]:
+    """UCX reads its settings from the environment when an agent is made; others in this process keep theirs.
+
+    What the user has set is looked at with the lock held: else another agent's settings look like the user's.
+    """
     with _environment:
+        settings = environment(config, os.environ)
         os.environ.update(settings)
         try:
             yield

@@ -1,0 +1,82 @@
+"""Which sockets listen, of a process and all its children, as the kernel tells it."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import struct
+from pathlib import Path
+
+LISTEN = "0A"  # a socket's state in /proc/net/tcp
+
+
+def tree(pid: int) -> set[int]:
+    """The process and its descendants."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:  # it has ended since
+                continue
+    found, before = {pid}, 0
+    while len(found) > before:
+        before = len(found)
+        found |= {child for child, parent in parents.items() if parent in found}
+    return found
+
+
+def listening(pid: int) -> dict[int, list[tuple[str, int]]]:
+    """By process of the tree: (address, port) of each TCP socket that it listens on."""
+    sockets = _listeners()
+    found: dict[int, list[tuple[str, int]]] = {}
+    for process in tree(pid):
+        inodes = set()
+        for fd in _entries(f"/proc/{process}/fd"):
+            try:
+                link = os.readlink(fd)
+            except OSError:  # it has been closed since
+                continue
+            if match := re.fullmatch(r"socket:\[(\d+)\]", link):
+                inodes.add(match[1])
+        if held := sorted(sockets[inode] for inode in inodes & sockets.keys()):
+            found[process] = held
+    return found
+
+
+def beyond_loopback(pid: int) -> list[tuple[str, int]]:
+    """Those that another machine could reach."""
+    held = [one for sockets in listening(pid).values() for one in sockets]
+    return [(address, port) for address, port in held if not _is_loopback(address)]
+
+
+def _is_loopback(address: str) -> bool:
+    found = ipaddress.ip_address(address)
+    mapped = getattr(found, "ipv4_mapped", None)
+    return (mapped or found).is_loopback
+
+
+def _entries(folder: str) -> list[str]:
+    try:
+        return [f"{folder}/{name}" for name in os.listdir(folder)]
+    except OSError:
+        return []
+
+
+def _listeners() -> dict[str, tuple[str, int]]:
+    """By inode."""
+    found = {}
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTEN:
+                address, port = fields[1].split(":")
+                found[fields[9]] = _address(address), int(port, 16)
+    return found
+
+
+def _address(text: str) -> str:
+    """The kernel writes words of 32 bits in the machine's order."""
+    words = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
+    return str(ipaddress.ip_address(b"".join(struct.pack("=I", word) for word in words)))

@@ -201,8 +201,10 @@ class Driver:
                 self._woken.recv(4096)
         if control.zap in ready:
             control.answer_zap()
+        control.bound_strangers(ready)
         if control.router in ready:
             for _, *message in receive(control.router):
+                control.strangers.heard(message)
                 self._receive_one(message, wire.decode_at_prefill, self._at_prefill)
         for link in [link for link in control.links.values() if link in ready]:
             for message in receive(link):

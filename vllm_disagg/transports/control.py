@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import zmq
 from zmq.utils import z85
@@ -19,6 +19,7 @@ from ..config import Config
 from ..errors import ConfigError
 from ..grants import Worker
 from ..keys import FleetKey
+from .half_open import HANDSHAKE, HalfOpen, raise_limit
 
 log = logging.getLogger("vllm_disagg.control")
 
@@ -31,18 +32,20 @@ class Control:
     """The control sockets of one worker, and how to make more of their kind.  Made and used by one thread."""
 
     def __init__(self, config: Config, key: FleetKey, name: str) -> None:
+        raise_limit()
         self.name = name
         self.config, self._key = config, key
         self.context = zmq.Context(io_threads=1)
         self.context.set(zmq.MAX_SOCKETS, SOCKETS)
         self.poller = zmq.Poller()
+        self._half_open: list[HalfOpen] = []  # of each socket that listens
         self.zap: zmq.Socket[bytes] = self.context.socket(zmq.REP)
         self.zap.linger = 0
         self.zap.bind("inproc://zeromq.zap.01")
         self.router = self.socket(zmq.ROUTER, wire.MAX_FRAME, server=True)
         self.router.router_mandatory = True
         self.router.router_handover = True  # a reader that lost its connection comes back under its name
-        self.address = self.bind(self.router)
+        self.address, self.strangers = self.bind(self.router)
         self.links: dict[str, zmq.Socket[bytes]] = {}
         for receiver in (self.router, self.zap):
             self.poller.register(receiver, zmq.POLLIN)
@@ -69,6 +72,12 @@ class Control:
         oldest = next(iter(self.links))
         self.close_socket(self.links.pop(oldest))
         return oldest
+
+    def bound_strangers(self, ready: Collection[object]) -> None:
+        """Close the connections that say nothing, where there are too many."""
+        for half_open in self._half_open:
+            if half_open.events in ready:
+                half_open.look()
 
     def answer_zap(self) -> None:
         """Let in whoever has the client key, or the password, of this fleet (RFC 27, one request a connection)."""
@@ -108,7 +117,7 @@ class Control:
         made: zmq.Socket[bytes] = self.context.socket(kind)
         made.maxmsgsize = largest
         made.linger = 0
-        made.handshake_ivl = 5000
+        made.handshake_ivl = round(HANDSHAKE * 1000)
         made.heartbeat_ivl, made.heartbeat_timeout, made.heartbeat_ttl = 1000, 3000, 3000
         if self._key.is_set and not encrypt:  # a password keeps strangers out, if not those who listen
             if server:
@@ -124,8 +133,8 @@ class Control:
                 made.curve_publickey, made.curve_secretkey = self._client()
         return made
 
-    def bind(self, router: zmq.Socket[bytes]) -> str:
-        """Bind to a free port of the configured address; the endpoint."""
+    def bind(self, router: zmq.Socket[bytes]) -> tuple[str, HalfOpen]:
+        """Bind to a free port of the configured address; the endpoint, and what is to hear of each message there."""
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         router.ipv6 = ":" in self.config.host
         try:
@@ -135,7 +144,10 @@ class Control:
         endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         if not endpoint.startswith(f"tcp://{host}:"):
             raise ConfigError(f"host {self.config.host}: listens at {endpoint} instead")
-        return endpoint
+        strangers = HalfOpen(self.context, router, int(endpoint.rpartition(":")[2]))
+        self.poller.register(strangers.events, zmq.POLLIN)
+        self._half_open.append(strangers)
+        return endpoint, strangers
 
     def close_socket(self, made: zmq.Socket[bytes]) -> None:
         self.poller.unregister(made)

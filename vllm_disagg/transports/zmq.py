@@ -1,7 +1,7 @@
 """Pieces over ZMQ, sent where they lie in the KV cache: the carrier that is always there.
 
 Each worker binds a ROUTER; a reader connects a DEALER to every worker it reads from and is known there under a random
-address, told over control.  Nobody says anything to the ROUTER, and the bytes are worth nothing without the
+address, told over control.  It says nothing to the ROUTER but an empty greeting, and the bytes are worth nothing without the
 checksum and the Settled that goes over control.  On one machine a UNIX socket takes them.
 """
 
@@ -43,7 +43,7 @@ class ZmqCarrier:
         self._router.router_handover = True
         self._router.sndhwm = 0  # bounded by the readers' credits
         self._router.copy_threshold = 0  # a copied last frame would call all of a piece sent
-        self.endpoint = control.bind(self._router)
+        self.endpoint, self._strangers = control.bind(self._router)
         self._folder = tempfile.mkdtemp(prefix="vllm-disagg-")  # readable by this user alone
         self.local = f"ipc://{self._folder}/data"
         self._router.bind(self.local)
@@ -79,8 +79,8 @@ class ZmqCarrier:
         for link in [link for link in self.links.values() if link in ready]:
             for message in receive(link):
                 yield from self._received(message)
-        for _ in receive(self._router):
-            pass  # only so does ZMQ notice that a reader has gone, and let go of what was queued for it
+        for greeting in receive(self._router):  # only so does ZMQ notice that a reader has gone, and let go of what was queued
+            self._strangers.heard(greeting)
         now = time.monotonic()
         unsent, self._unsent = self._unsent, []
         for piece, waiting, until in unsent:
@@ -102,6 +102,7 @@ class ZmqCarrier:
         link = self._control.dial(endpoint, name, 2 * FRAME, encrypt=self._port.config.encrypt_data)
         if link is None:
             return
+        link.send(b"", zmq.NOBLOCK)  # who says nothing is taken for a stranger where there are many
         self._port.poller.register(link, zmq.POLLIN)
         self.links[worker.name] = link
 

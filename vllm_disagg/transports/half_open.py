@@ -1,0 +1,77 @@
+"""Bounds the connections at a listening ZMQ socket that have not proved to be a member's.
+
+ZMQ has no such limit: each connection costs a descriptor until `handshake_ivl` ends it, so a thousand silent ones take
+all that a process may have.  ZMQ does say which descriptor a connection has, and from which one a message came; members
+say something at once.  So connections are young until a message has come or the handshake's time is over, and of more
+than LIMIT young ones the oldest is shut down.  Connections of members live on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import socket
+import time
+from collections.abc import Sequence
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+log = logging.getLogger("vllm_disagg.control")
+
+LIMIT = 128  # young connections at one socket
+HANDSHAKE = 5.0  # seconds that ZMQ gives a handshake; a connection that is older has passed it
+DESCRIPTORS = 65536  # as vLLM allows its API server
+TELL = 60.0  # seconds between two lines of the log
+
+
+class HalfOpen:
+    """Of one listening socket.  Used by the thread that uses the socket."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], listener: zmq.Socket[bytes], port: int) -> None:
+        self._port = port
+        self._young: dict[int, float] = {}  # descriptor -> since when, the oldest first
+        self._told = -TELL
+        address = f"inproc://half-open-{port}"
+        listener.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self.events: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+        self.events.rcvhwm = self.events.linger = 0  # a full queue would stop ZMQ's own thread
+        self.events.connect(address)
+
+    def look(self) -> None:
+        """Learn who has come and gone, and shut down the oldest of too many."""
+        while self.events.poll(0):
+            event = recv_monitor_message(self.events)
+            self._young.pop(event["value"], None)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._young[event["value"]] = time.monotonic()
+        while len(self._young) > LIMIT:
+            fd = next(iter(self._young))
+            if self._young.pop(fd) > time.monotonic() - HANDSHAKE:
+                self._shut_down(fd)
+
+    def heard(self, message: Sequence[zmq.Frame]) -> None:
+        """A message came by this connection, so it is a member's."""
+        self.look()
+        if message:
+            self._young.pop(int(message[-1].get(zmq.SRCFD)), None)
+
+    def _shut_down(self, fd: int) -> None:
+        """ZMQ closes it when it finds it ended.  Its number may be another one's by now: only ours are touched."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+            here = connection.getsockname()
+            if connection.family != socket.AF_UNIX and here[1] == self._port:
+                connection.shutdown(socket.SHUT_RDWR)
+        if time.monotonic() > self._told + TELL:
+            self._told = time.monotonic()
+            log.warning("more than %d connections at port %d say nothing: the oldest are closed", LIMIT, self._port)
+
+
+def raise_limit() -> None:
+    """Let this process have as many descriptors as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -184,6 +184,20 @@ def test_what_a_source_says_is_checked(start: Callable[..., Any], lie: str) -> N
 
 
 @real
+def test_a_worker_whose_memory_is_not_what_it_said_is_not_read_from(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where its address leads to another process: the nonce that it told is not in the region that is read."""
+    caplog.set_level("INFO", "vllm_disagg")
+    true = nixl_notes.decode_card
+    monkeypatch.setattr(nixl_notes, "decode_card", lambda *args: msgspec.structs.replace(true(*args), nonce=b"x" * 16))
+    source, sink = start(Source), start(Sink)
+    sink.pair(source, nixl.Way.DOWN)
+    assert "it read something else than that worker's memory" in caplog.text
+    assert sink.expect_exact(source) == "zmq"
+
+
+@real
 @pytest.mark.parametrize(
     ("tls", "number"), [("", signal.SIGKILL), ("tcp", signal.SIGKILL), ("tcp", signal.SIGSTOP)]
 )

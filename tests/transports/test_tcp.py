@@ -9,6 +9,8 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -78,6 +80,10 @@ def pair(d: Driver, p: Peer, seconds: float = 15.0) -> None:
         assert time.monotonic() < end, f"no byte came by TCP in {seconds} s: {d.counters.received}"
         assert load(d, p).reason is None
         time.sleep(0.01)
+
+
+def is_stopped(p: Peer) -> bool:
+    return Path(f"/proc/{p.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def wipe(memory: HostMemory) -> None:
@@ -154,10 +160,10 @@ def test_a_source_that_dies_or_freezes_in_the_middle(
 
 
 def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
-    start: Callable[..., Driver], peer: Callable[..., Peer]
+    start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = memory(ROW, 1)
-    p, slow, other = start(theirs), peer(ROW, seed=None), peer(ROW, seed=None)
+    p, slow, other = start(theirs), peer(ROW, seed=None, piece=16 << 20), peer(ROW, seed=None)  # more than a socket holds
     worker = msgspec.json.encode(p.worker).decode()
 
     def read(d: Peer, tokens: int) -> None:
@@ -175,13 +181,21 @@ def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
     def sending() -> int:
         return sum(r.sending for t in list(p._prefill.transfers.values()) for r in t.readers.values())
 
-    sent = p.counters.bytes_sent
+    send = tcp_serving.Serving.send
+
+    def freeze_first(self: tcp_serving.Serving, piece: events.SendPiece) -> None:
+        if piece.reader == slow.worker.name and not is_stopped(slow):
+            slow.process.send_signal(signal.SIGSTOP)
+            while not is_stopped(slow):
+                time.sleep(0.001)
+        send(self, piece)
+
+    monkeypatch.setattr(tcp_serving.Serving, "send", freeze_first)
     read(slow, TOKENS)
-    while p.counters.bytes_sent == sent:
-        pass
-    slow.process.send_signal(signal.SIGSTOP)
-    time.sleep(0.2)
-    assert sending(), "it was too quick for this test"
+    end = time.monotonic() + 15
+    while not is_stopped(slow) or not sending():
+        assert time.monotonic() < end, "P sends nothing"
+    monkeypatch.undo()
     began = time.monotonic()
     read(other, TOKENS)
     assert "reason=None" in str(other("outcome"))
@@ -230,7 +244,22 @@ def test_a_damaged_piece_is_asked_for_again(start: Callable[..., Driver], monkey
     assert digest(ours, BLOCKS) == digest(theirs, BLOCKS)
 
 
-def test_who_has_no_ticket_gets_nothing(start: Callable[..., Driver], peer: Callable[..., Peer]) -> None:
+def given_tickets(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    given: list[bytes] = []
+
+    def token_bytes(size: int) -> bytes:
+        given.append(os.urandom(size))
+        return given[-1]
+
+    monkeypatch.setattr(tcp_serving, "secrets", SimpleNamespace(token_bytes=token_bytes))
+    return given
+
+
+def test_who_has_no_ticket_gets_nothing(
+    start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ticket that has been shown is none any more."""
+    shown = given_tickets(monkeypatch)
     p, d = start(memory(4096, 1)), peer(4096, seed=None)
     prefill(p, transfer := name(), 48)
     d(f"want {transfer} 48 {msgspec.json.encode(p.worker).decode()}")
@@ -240,8 +269,10 @@ def test_who_has_no_ticket_gets_nothing(start: Callable[..., Driver], peer: Call
     while not serving._readers:
         assert time.monotonic() < end
         time.sleep(0.01)
+    assert shown and not serving._tickets.keys() & set(shown)
+    (reader,) = serving._readers.values()
     for door in list(serving._doors.values()):
-        for said in (b"", b"x" * tcp_notes.TICKET, b"x" * 100_000):
+        for said in (b"", b"x" * tcp_notes.TICKET, b"x" * 100_000, *shown):
             with socket.socket(door.family) as stranger:
                 stranger.settimeout(5)
                 stranger.connect(door.getsockname())
@@ -251,7 +282,7 @@ def test_who_has_no_ticket_gets_nothing(start: Callable[..., Driver], peer: Call
                     assert stranger.recv(100) == b""
                 except OSError as error:  # it was sent off before we had said all
                     assert error.errno in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN)
-    assert len(serving._readers) == 1 and not serving._guests
+    assert list(serving._readers.values()) == [reader] and not serving._guests
     crowd = [socket.socket(socket.AF_UNIX) for _ in range(tcp_serving.GUESTS + 5)]
     for stranger in crowd:
         stranger.connect(f"{serving._folder}/data")

@@ -15,7 +15,7 @@ from vllm_disagg import events
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.transports import two_sided
+from vllm_disagg.transports import mover, two_sided
 
 ROW = 400_000  # about 100 MB in 8 planes
 TOKENS = BLOCKS * BLOCK_SIZE
@@ -92,6 +92,34 @@ def test_bytes_arrive_by_gloo(
     assert d.counters.damaged_pieces == 0
     p.process.stdin.close()
     assert p.process.wait(10) == 0, "a worker that ends while a pair is open must end in order"
+
+
+def test_a_damaged_piece_is_asked_for_again(start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit, after P has made its checksum."""
+    ours, theirs = memory(4096, None), memory(4096, 1)
+    p, d = start(theirs), start(ours)
+    true, damaged = mover.HostStaging.gather, []
+
+    def gather(self: mover.HostStaging, piece: events.SendPiece, slot: mover.Slot, link: mover.Link) -> object:
+        made = true(self, piece, slot, link)
+        if not damaged:
+            slot[0] ^= 1
+            damaged.append(piece)
+        return made
+
+    monkeypatch.setattr(mover.HostStaging, "gather", gather)
+    end, number = time.monotonic() + 15, 0
+    while not by_gloo(d):
+        assert time.monotonic() < end
+        for plane in (plane for layer in ours.planes for plane in layer):
+            plane[:] = 0
+        prefill(p, name(number), TOKENS)
+        want(d, name(number), TOKENS, p.worker)
+        assert outcome(d).reason is None and outcome(p)  # type: ignore[union-attr]
+        assert digest(ours, BLOCKS) == digest(theirs, BLOCKS)
+        number += 1
+        time.sleep(0.02)
+    assert damaged and d.counters.damaged_pieces == 1
 
 
 @pytest.mark.parametrize("carrier", ["gloo", "tcp", "nixl"])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+import zmq
 
 from vllm_disagg import events, keys, mapping, wire
 from vllm_disagg.compression import DECODE, ENCODE
@@ -305,9 +306,12 @@ def test_bytes_damaged_on_their_way_are_asked_for_again(
         address, header, first, *rest = frames
         if not left[0] or wire.decode_header(bytes(header)).number:  # type: ignore[arg-type]
             return send(frames, *args, **more)
-        tracker = send([address, header, memoryview(np.array(first) ^ np.uint8(1)), *rest], *args, **more)
-        left[0] -= 1  # not when the reader's connection was not up yet
-        return tracker
+        left[0] -= 1  # before D can know
+        try:
+            return send([address, header, memoryview(np.array(first) ^ np.uint8(1)), *rest], *args, **more)
+        except zmq.ZMQError:  # the reader's connection was not up yet
+            left[0] += 1
+            raise
 
     class Router:
         send_multipart = staticmethod(damaging)

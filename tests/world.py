@@ -24,7 +24,7 @@ from world_engines import DecodeEngine, PrefillEngine
 SPLITS = ("one", "tensor", "pipeline")
 CHAOS = {  # percent, each time it may happen; a leap is a long time in which nothing else does
     **{"drop": 6, "repeat": 4, "reorder": 10, "damage": 2},
-    **{"abort": 2, "preempt": 2, "cancel": 2, "die": 1, "freeze": 1, "leap": 1, "lie": 2, "reroute": 2, "differ": 10},
+    **{"abort": 2, "preempt": 2, "cancel": 2, "die": 1, "freeze": 1, "leap": 1, "lie": 2, "reroute": 2, "differ": 10, "unlink": 2},
 }
 MOODS = (0, 1, 1, 5)  # a world has much of some mischief and none of other: rare faults meet only so (swarm testing)
 Topology = tuple[int, int, tuple[str, int], tuple[str, int]]  # heads, window; of P and of D: split, block size
@@ -155,6 +155,8 @@ class World:
             self.lie()
         if self.roll("reroute"):
             self.reroute()
+        if self.roll("unlink"):
+            self.unlink(self.random.choice(sorted(side.name for side in self.sides.values())))
         if self.roll("abort"):
             p.withdraw_one(again=False)
         if self.roll("preempt"):
@@ -208,6 +210,13 @@ class World:
             self.network = messages + [sent for sent in pieces if sent[0].partition("+")[0] != side.name]
         side.inbox.append(events.Routed(source.name, address, lost))
 
+    def unlink(self, reader: str) -> None:
+        """A connection has ended, whether or not the reader has."""
+        for side in self.sides.values():
+            if not side.frozen:
+                side.drain()
+                side.serving.handle(events.LinkBroken(reader))
+
     def die(self, label: str) -> None:
         """An engine is gone with its memory and its state; another takes its place under new names."""
         old = self.prefill if label == "p" else self.decodes[label]
@@ -220,6 +229,7 @@ class World:
             del self.wanted[name, transfer]
         for rank in old.ranks:
             self.note(rank.name, "dies")
+            self.unlink(rank.name)
         self.disturbed |= set(self.lengths)
 
     # The whole run ------------------------------------------------------------------------------------------------

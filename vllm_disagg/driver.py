@@ -87,7 +87,7 @@ class Driver:
         self.worker = Worker(
             self.name, self._control.address, zmq_carrier.endpoint, zmq_carrier.local, machine(), list(others), memory.shape
         )
-        self._prefill = PrefillSide(self.name, memory.shape, lease=config.lease)
+        self._prefill = PrefillSide(self.name, memory.shape, lease=config.lease, grace=2 * config.retry)
         self._decode = DecodeSide(
             self.name,
             zmq_carrier.address,
@@ -235,7 +235,7 @@ class Driver:
 
     def _take(self, name: str, carrier: Carrier, event: Happened) -> None:
         self._drain()
-        if isinstance(event, events.Sent):
+        if isinstance(event, events.Sent | events.LinkBroken):
             self._do_prefill(event)
             return
         self._arriving = carrier

@@ -68,6 +68,12 @@ class Sent(msgspec.Struct, frozen=True, tag=True):
     reader: str
 
 
+class LinkBroken(msgspec.Struct, frozen=True, tag=True):
+    """The reader's end of a connection has closed: its process has ended, or it will soon say something."""
+
+    reader: str
+
+
 # Events, decode side -----------------------------------------------------------------------------------------
 class Blocks(msgspec.Struct, frozen=True):
     """Of one KV-cache group: the blocks of a prompt from `token`, a multiple of the group's block size."""
@@ -203,7 +209,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     seconds: float = 0.0  # since Wanted
 
 
-PrefillEvent = Scheduled | Computed | Pinned | Withdrawn | Sent | Tick | wire.ToPrefill
+PrefillEvent = Scheduled | Computed | Pinned | Withdrawn | Sent | LinkBroken | Tick | wire.ToPrefill
 PrefillAction = Send | SendPiece | Release
 DecodeEvent = Wanted | Sought | Unneeded | Cancelled | Arrived | Landed | Routed | Tick | wire.ToDecode
 DecodeAction = Connect | Send | Land | Found | Report

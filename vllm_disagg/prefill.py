@@ -26,6 +26,7 @@ from typing import assert_never
 from . import wire
 from .events import (
     Computed,
+    LinkBroken,
     Pinned,
     PrefillAction,
     PrefillEvent,
@@ -90,12 +91,16 @@ class Transfer:
 
 
 class PrefillSide:
-    """All transfers of one prefill rank.  `lease`: seconds without a sign of life after which a reader is gone."""
+    """All transfers of one prefill rank.
 
-    def __init__(self, name: str, shape: Shape, *, lease: float = 10.0) -> None:
+    `lease`: seconds without a sign of life after which a reader is gone; `grace`: likewise, once its link is broken.
+    """
+
+    def __init__(self, name: str, shape: Shape, *, lease: float = 10.0, grace: float = 1.0) -> None:
         self.name = name
         self.shape = shape
         self.lease = lease
+        self.grace = grace
         self.transfers: dict[str, Transfer] = {}
         self.settled: dict[str, frozenset[str]] = {}  # the last endings, and which readers were done by then
 
@@ -111,6 +116,8 @@ class PrefillSide:
                 return self._withdrawn(event.transfer)
             case Sent():
                 return self._sent(event)
+            case LinkBroken():
+                return self._link_broken(event.reader, now)
             case Tick():
                 return [a for name in list(self.transfers) for a in self._tick(name, now)]
             case wire.Pull() | wire.Fetch() | wire.Done() | wire.Fail():
@@ -179,6 +186,13 @@ class PrefillSide:
             return []  # of a transfer that was withdrawn meanwhile
         reader.sending -= 1
         return self._release_if_over(event.transfer, t)
+
+    def _link_broken(self, name: str, now: float) -> list[PrefillAction]:
+        """A reader that lives repeats itself within `grace`; for one that has died the blocks need not wait for the lease."""
+        for t in self.transfers.values():
+            if (reader := t.readers.get(name)) is not None:
+                reader.heard = min(reader.heard, now + self.grace - self.lease)
+        return []
 
     # What readers say ----------------------------------------------------------------------------------------
     def _pull(self, event: wire.Pull, now: float) -> list[PrefillAction]:

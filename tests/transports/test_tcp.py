@@ -217,6 +217,29 @@ def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
     assert slow("digest 3") == digest(theirs, 3)
 
 
+def test_a_reader_that_is_killed_holds_blocks_for_no_lease(
+    start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = start(memory(ROW, 1), lease=60.0), peer(ROW, seed=None)
+    worker = msgspec.json.encode(p.worker).decode()
+    end = time.monotonic() + 15
+    while not d("landed").get("tcp"):  # type: ignore[attr-defined]
+        assert time.monotonic() < end
+        prefill(p, transfer := name(), 48)
+        d(f"want {transfer} 48 {worker}")
+        d("outcome"), outcome(p)
+
+    def kill_first(self: tcp_serving.Serving, piece: events.SendPiece, send: object = tcp_serving.Serving.send) -> None:
+        d.process.kill()
+        d.process.wait()
+        send(self, piece)  # type: ignore[operator]
+
+    monkeypatch.setattr(tcp_serving.Serving, "send", kill_first)
+    prefill(p, transfer := name(), TOKENS)
+    d(f"want {transfer} {TOKENS} {worker}")
+    assert outcome(p, 15) == events.Release(transfer, delivered=False)
+
+
 def test_a_damaged_piece_is_asked_for_again(start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = memory(4096, None), memory(4096, 1)
     p, d = start(theirs), start(ours)

@@ -6,7 +6,19 @@ import msgspec
 import pytest
 
 from vllm_disagg import wire
-from vllm_disagg.events import Computed, Pinned, Reason, Release, Scheduled, Send, SendPiece, Withdrawn
+from vllm_disagg.events import (
+    Computed,
+    LinkBroken,
+    Pinned,
+    Reason,
+    Release,
+    Scheduled,
+    Send,
+    SendPiece,
+    Sent,
+    Tick,
+    Withdrawn,
+)
 from vllm_disagg.prefill import PrefillSide
 from vllm_disagg.shape import STATE, Kind, Shape, hidden
 
@@ -106,3 +118,30 @@ def test_p_serves_of_a_window_just_what_vllm_keeps_and_d_needs_no_more(window: i
         assert [b for b in blocks if fetch(side, 0, 1, b * block_size, ends[b]) is not None] == kept, tokens
         oldest = max(0, tokens + 1 - window)  # that the token after these looks at
         assert oldest // block_size in kept or oldest == tokens, tokens
+
+
+def test_a_reader_whose_link_is_broken_has_the_grace_and_not_the_lease(side: PrefillSide) -> None:
+    side.handle(wire.Pull("t", "p", "d", "zmq:x"), 1.0)
+    assert not side.handle(Pinned("t"), 1.0)
+    assert side.next_deadline() == 1.0 + side.lease
+    assert not side.handle(LinkBroken("somebody else"), 2.0)
+    assert side.next_deadline() == 1.0 + side.lease
+    assert not side.handle(LinkBroken("d"), 2.0)
+    assert side.next_deadline() == 2.0 + side.grace
+    assert side.handle(Tick(), 2.0 + side.grace) == [Release("t", delivered=False)]
+
+
+def test_a_reader_that_speaks_after_its_link_broke_is_served_on(side: PrefillSide) -> None:
+    side.handle(Pinned("t"), 1.0)
+    side.handle(LinkBroken("d"), 2.0)
+    side.handle(wire.Pull("t", "p", "d", "zmq:x"), 2.5)
+    assert side.next_deadline() == 2.5 + side.lease
+    assert fetch(side, 0, 1, 4, 12) == [2, 3]
+
+
+def test_a_broken_link_releases_nothing_that_is_being_sent(side: PrefillSide) -> None:
+    side.handle(Pinned("t"), 1.0)
+    assert fetch(side, 0, 1, 4, 12)
+    side.handle(LinkBroken("d"), 2.0)
+    assert not side.handle(Tick(), 2.0 + side.grace)
+    assert side.handle(Sent("t", "d"), 3.5) == [Release("t", delivered=False)]

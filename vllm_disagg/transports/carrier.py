@@ -15,11 +15,11 @@ import msgspec
 import zmq
 
 from ..config import Config
-from ..events import Arrived, Land, Landed, Routed, SendPiece, Sent
+from ..events import Arrived, Land, Landed, LinkBroken, Routed, SendPiece, Sent
 from ..grants import Worker
 from ..memory import Memory
 
-Happened = Sent | Arrived | Landed | Routed
+Happened = Sent | LinkBroken | Arrived | Landed | Routed
 
 
 class Counters(msgspec.Struct):

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from ..errors import BadMessage
-from ..events import SendPiece, Sent
+from ..events import LinkBroken, SendPiece, Sent
 from ..memory import hasher
 from . import tcp_notes as notes
 from .carrier import Port
@@ -58,12 +58,12 @@ class Serving:
         self._tickets: dict[bytes, tuple[str, int]] = {}  # -> whose, for which attempt
         self._guests: dict[int, tuple[socket.socket, float]] = {}
         self._readers: dict[str, Reader] = {}
-        self._sent: deque[Sent] = deque()
+        self._ended: deque[Sent | LinkBroken] = deque()
 
     def send(self, piece: SendPiece) -> None:
         reader = self._readers.get(piece.reader)
         if reader is None or piece.address != notes.address(reader.attempt):
-            self._sent.append(Sent(piece.transfer, piece.reader))
+            self._ended.append(Sent(piece.transfer, piece.reader))
             self._port.to_reader(piece.reader, notes.encode(notes.Gone(piece.address)))
             return
         if not reader.queue:
@@ -93,7 +93,7 @@ class Serving:
         door = notes.Door(note.attempt, host, port, f"{self._folder}/data", ticket)
         self._port.to_reader(reader, notes.encode(door))
 
-    def happened(self, ready: Collection[object]) -> Iterator[Sent]:
+    def happened(self, ready: Collection[object]) -> Iterator[Sent | LinkBroken]:
         for fd, door in list(self._doors.items()):
             if fd in ready and fd in self._doors:
                 self._let_in(door)
@@ -106,11 +106,11 @@ class Serving:
             self._close(reader, "takes nothing any more" if now <= reader.due else "takes too little")
         for fd in [fd for fd, (_, until) in self._guests.items() if now > until]:
             self._send_off(fd)
-        while self._sent:
-            yield self._sent.popleft()
+        while self._ended:
+            yield self._ended.popleft()
 
     def next_look(self) -> float | None:
-        if self._sent:
+        if self._ended:
             return 0.0
         silence = self._port.config.silence
         due = [min(reader.moved + silence, reader.due) for reader in self._readers.values() if reader.queue]
@@ -195,11 +195,11 @@ class Serving:
             if reader.connection.recv(1):
                 self._close(reader, "says something")
             else:
-                self._close(reader, "has gone")
+                self._close(reader, "has gone", broken=True)
         except BlockingIOError:
             self._push(reader)
         except OSError as error:
-            self._close(reader, str(error))
+            self._close(reader, str(error), broken=True)
 
     def _push(self, reader: Reader) -> None:
         try:
@@ -213,7 +213,7 @@ class Serving:
         except BlockingIOError:
             is_full = True
         except OSError as error:
-            self._close(reader, str(error))
+            self._close(reader, str(error), broken=True)
             return
         if is_full is not reader.is_full:
             reader.is_full = is_full
@@ -227,7 +227,7 @@ class Serving:
                 reader.left = part
                 return True
             piece, reader.parts, reader.due = reader.queue.popleft(), None, math.inf
-            self._sent.append(Sent(piece.transfer, piece.reader))
+            self._ended.append(Sent(piece.transfer, piece.reader))
         return False
 
     def _parts(self, reader: Reader, piece: SendPiece) -> Iterator[memoryview]:
@@ -242,10 +242,12 @@ class Serving:
         yield memoryview(state.digest())
         self._port.counters.bytes_sent += size
 
-    def _close(self, reader: Reader, why: str) -> None:
-        """What it was being sent is lost, as on any network: it asks again, by another way."""
+    def _close(self, reader: Reader, why: str, *, broken: bool = False) -> None:
+        """What it was being sent is lost, as on any network: it asks again, by another way.  `broken`: the reader closed it."""
         log.info("closed the connection of %s, which %s; %d pieces were on their way", reader.name, why, len(reader.queue))
         del self._readers[reader.name]
         self._port.poller.unregister(reader.connection.fileno())
         reader.connection.close()
-        self._sent += [Sent(piece.transfer, piece.reader) for piece in reader.queue]
+        self._ended += [Sent(piece.transfer, piece.reader) for piece in reader.queue]
+        if broken:
+            self._ended.append(LinkBroken(reader.name))

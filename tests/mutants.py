@@ -1,20 +1,51 @@
-"""Plant one fault at a time in the protocol and see whether the tests of the machines notice: `make mutants`.
+"""Plant one fault at a time and see whether the tests notice: `make mutants`.
 
-It tests the tests.  Each line: what breaks, the file, the text, and what replaces it.
+It tests the tests.  Each line: what breaks, the file, the text, and what replaces it; then, where it is not plain which
+test is nearest to that file, the test that sees it (several, or a single one, as pytest takes them).
+
+    python tests/mutants.py [-j JOBS] [WORD ...]      only the mutants of whose line one of the words is a part
+
+The nearest tests run first, then those that need luck, with few seeds and then with many; the first failure ends it.
+Each mutant has a copy of the tree to itself, and as many run at a time as there are cores.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-OF_MACHINES = ["tests/unit/test_prefill.py", "tests/unit/test_decode.py", "tests/unit/test_search.py"]
-MUTANTS = [
+COPIED = ("vllm_disagg", "kv_connectors", "tests")
+LIMIT = 600.0  # seconds of one run of pytest with few seeds: a fault by which the tests hang is noticed, too
+FEW, MANY = 300, int(os.environ.get("SEEDS", "10000"))  # worlds
+
+
+class Mutant(NamedTuple):
+    what: str
+    file: str  # of vllm_disagg, or from the root
+    old: str
+    new: str
+    tests: str = ""
+
+
+class Run(NamedTuple):
+    """Of pytest."""
+
+    tests: Sequence[str]
+    seeds: int = FEW
+
+
+MUTANTS: list[tuple[str, ...]] = [
     ("P says intact of what it let go", "prefill.py", "event.reader in self.settled.get(event.transfer, ())", "event.transfer in self.settled"),
     ("P releases while sending", "prefill.py", "ended >= self.expected and not self.is_sending()", "ended >= self.expected"),
     ("P's lease ends during its own send", "prefill.py", "or t.is_sending() or t.deadline > now", "or t.deadline > now"),
@@ -103,42 +134,160 @@ MUTANTS = [
     ("P leaves out the last token of what it cannot tell", "kv_connectors/scheduler.py", "if digest and grant.leg", "if grant.leg"),
     ("P keeps quiet about a prompt that it cannot tell", "kv_connectors/scheduler.py", "                self._give_up(leg)\n", ""),
     ("P lets in who has no ticket", "transports/tcp_serving.py", "self._tickets.pop(guest.recv(notes.TICKET))", "(guest.recv(notes.TICKET).hex(), 1)"),
+    ("a ticket opens the door twice", "transports/tcp_serving.py", "self._tickets.pop(guest.recv(notes.TICKET))", "self._tickets[guest.recv(notes.TICKET)]"),
+    ("P does not notice that a reader has been killed", "transports/tcp_serving.py", "        if broken:\n", "        if False:\n"),
+    ("P waits for the lease of a reader whose link is broken", "prefill.py", "reader.heard = min(reader.heard, now + self.grace - self.lease)", "pass"),
+    ("a broken link ends a reader that lives", "prefill.py", "reader.heard = min(reader.heard, now + self.grace - self.lease)", "reader.gone = True"),
+    ("a door that lets nobody in stays", "transports/tcp_serving.py", "                self._shut()\n                return", "                return"),
+    ("a piece that begins on a lost connection never ends", "transports/tcp.py", "if self._current.connection is None:", "if False:"),
+    ("D takes bytes that were damaged on ZMQ", "transports/zmq.py", "ok = checksum(land.transfer, self._frames) == self._checksum", "ok = True"),
+    ("a piece waits for ever for its reader's connection", "transports/zmq.py", "            if now < until:\n", "            if True:\n"),
+    ("a member of another fleet comes in by CURVE", "transports/control.py", "known = client == z85.decode(self._client()[0])", "known = True"),
+    ("any password opens the data port", "transports/control.py", "known = hmac.compare_digest(password, self._password())", "known = True"),
+    ("links are never closed", "transports/control.py", "if len(self.links) <= LINKS:", "if True:"),
+    ("silent connections are not bounded", "transports/half_open.py", "while len(self._young) > LIMIT:", "while False:"),
+    ("a member is taken for a stranger", "transports/half_open.py", "            self._young.pop(int(message[-1].get(zmq.SRCFD)), None)\n", "            pass\n"),
+    ("D takes bytes that were damaged on Gloo", "transports/mover.py", "ok = checksum(land.transfer, [frame]) == expected and self._memory", "ok = self._memory", "tests/transports/test_two_sided.py::test_a_damaged_piece_is_asked_for_again"),
+    ("more communicators than there is room for", "transports/two_sided.py", "        if len(is_open) < OPEN:\n", "        if True:\n"),
+    ("D reads from who is not whom it thinks", "transports/nixl.py", "if not bytes(found[: notes.NONCE]) == bytes(found[opened.size - notes.NONCE : opened.size]) == nonce:", "if False:", "tests/transports/test_nixl.py::test_a_worker_whose_memory_is_not_what_it_said_is_not_read_from"),
+    ("D reads outside what P has registered", "transports/nixl.py", "if note.agent != card.agent or not notes.is_inside(note.runs, card.regions):", "if note.agent != card.agent:", "tests/transports/test_nixl.py::test_what_a_source_says_is_checked"),
+    ("D takes a piece of another size", "transports/nixl.py", "if size > PIECE or (alike and sum(size for _, size in ours) != size):", "if size > PIECE:", "tests/transports/test_nixl.py::test_what_a_source_says_is_checked"),
+    ("auto takes NIXL though it is slower", "transports/nixl.py", 'if speed < told and config.transport == "auto":', "if False:", "tests/transports/test_nixl.py::test_a_slow_way_is_told"),
+    ("the card of one worker is taken from another", "transports/nixl_notes.py", 'if not card.agent.startswith(f"{source}#"):', "if False:", "tests/transports/test_nixl.py::test_notes_that_make_no_sense"),
+    ("the second agent listens on every interface", "transports/nixl_agent.py", "    with _environment:\n        settings = environment(config, os.environ)\n", "    settings = environment(config, os.environ)\n    with _environment:\n", "tests/transports/test_nixl.py::test_two_agents_made_at_once_are_both_kept_to_the_loopback"),
+    ("auto takes NIXL without RDMA", "transports/nixl_agent.py", 'if config.transport == "auto" and not rdma_devices():', "if False:", "tests/transports/test_nixl.py::test_auto_leaves_nixl_out_without_rdma"),
+    ("a read of NIXL that hangs is waited for", "transports/nixl_reads.py", "            elif now >= opened.until:\n", "            elif False:\n", "tests/transports/test_nixl.py::test_a_source_that_dies_or_freezes"),
+    ("D reports while a hanging read may still write", "transports/nixl_reads.py", "if closing[0].error:", "if False:", "tests/unit/test_nixl_reads.py"),
+    ("P confirms what vLLM has taken back", "driver.py", "            return\n        self._drain()\n        do(decoded)", "            return\n        do(decoded)"),
+    ("a load ends twice when the thread fails", "driver.py", "        self._owed.discard((type(outcome), outcome.transfer))\n", ""),
+    ("a broken driver reports while bytes land", "driver.py", "if kind is events.Report and transfer in self._landing:", "if False:"),
+    ("a slower carrier takes the pieces", "driver.py", "best = next((up[name] for name in self._carriers if name in up), self._fallback)", "best = next(iter(up.values()), self._fallback)"),
+    ("P's blocks are held by a piece that cannot be sent", "driver.py", "            self._do_prefill(events.Sent(action.transfer, action.reader))\n        else:", "            pass\n        else:"),
 ]
+
+MACHINES = ("prefill.py", "decode.py", "search.py", "reading.py", "layout.py", "mapping.py")
+OF_MACHINES = ["tests/unit/test_prefill.py", "tests/unit/test_decode.py", "tests/unit/test_search.py"]
+WORLD = ["tests/property/test_world.py"]
 TESTS = {
-    "transports/pairs.py": ["tests/property/test_pairs.py"],
-    "transports/nixl_way.py": ["tests/unit/test_nixl_way.py"],
-    "transports/tcp.py": ["tests/transports/test_tcp.py"],
-    "transports/tcp_serving.py": ["tests/transports/test_tcp.py"],
+    **{file: [Run(OF_MACHINES), *(Run(WORLD, seeds) for seeds in (FEW, 2000, MANY))] for file in MACHINES},
+    "driver.py": [Run(["tests/unit/test_driver.py"])],
+    "scatter.py": [Run(["tests/unit/test_memory.py", "tests/unit/test_kvcache.py"]), Run(["tests/property/test_mapping.py"])],
+    "transports/pairs.py": [Run(["tests/property/test_pairs.py"], 160)],
+    "transports/nixl_way.py": [Run(["tests/unit/test_nixl_way.py"])],
+    "transports/nixl_reads.py": [Run(["tests/unit/test_nixl_reads.py"]), Run(["tests/transports/test_nixl.py"])],
+    "transports/nixl_notes.py": [Run(["tests/transports/test_nixl.py"])],
+    "transports/nixl_agent.py": [Run(["tests/transports/test_nixl.py"])],
+    "transports/nixl_serving.py": [Run(["tests/transports/test_nixl.py"])],
+    "transports/nixl.py": [Run(["tests/transports/test_nixl.py"])],
+    "transports/tcp.py": [Run(["tests/transports/test_tcp.py"])],
+    "transports/tcp_serving.py": [Run(["tests/transports/test_tcp.py"])],
+    "transports/tcp_notes.py": [Run(["tests/transports/test_tcp.py"])],
+    "transports/two_sided.py": [Run(["tests/transports/test_two_sided.py"])],
+    "transports/mover.py": [Run(["tests/transports/test_two_sided.py"])],
+    "transports/control.py": [Run(["tests/unit/test_zmq_carrier.py", "tests/unit/test_driver.py"])],
+    "transports/zmq.py": [Run(["tests/unit/test_zmq_carrier.py", "tests/unit/test_driver.py"])],
+    "transports/half_open.py": [Run(["tests/unit/test_zmq_carrier.py", "tests/transports/test_floods.py"])],
+    "kv_connectors/scheduler.py": [Run(["tests/unit/test_scheduler_side.py", "tests/unit/test_worker_side.py"])],
+    "kv_connectors/worker.py": [Run(["tests/unit/test_scheduler_side.py", "tests/unit/test_worker_side.py"])],
 }
 
 
-def is_caught(file: str, old: str, new: str) -> bool:
+def runs(mutant: Mutant) -> list[Run]:
+    """Of pytest, until one fails."""
+    if named := mutant.tests.split():
+        by_luck = any(test.startswith("tests/property") for test in named)
+        return [Run(named), *([Run(named, MANY)] if by_luck else [])]
+    if mutant.file in TESTS:
+        return TESTS[mutant.file]
+    path = Path(mutant.file)
+    folder = "tests/proxy" if "proxy" in path.parts else "tests/unit"
+    names = [name for name in (f"test_{path.stem}.py", f"test_proxy_{path.stem}.py") if (ROOT / folder / name).exists()]
+    if "launcher" in path.parts:
+        names = [found.name for found in sorted((ROOT / folder).glob("test_launcher*.py"))]
+    return [*([Run([f"{folder}/{name}" for name in names])] if names else []), Run([folder])]
+
+
+def source(root: Path, file: str) -> Path:
+    return root / file if (root / file).exists() else root / "vllm_disagg" / file
+
+
+def check(mutants: Sequence[Mutant]) -> None:
+    """A line that no longer fits its file plants nothing."""
+    wrong = [f"{m.file} holds {count} times: {m.old!r}" for m in mutants if (count := _count(m)) != 1]
+    missing = {
+        test for m in mutants for run in runs(m) for test in run.tests if not (ROOT / test.partition("::")[0]).exists()
+    }
+    if wrong or missing:
+        sys.exit("\n".join(["mutants:", *wrong, *(f"there is no {test}" for test in sorted(missing))]))
+
+
+def _count(mutant: Mutant) -> int:
+    path = source(ROOT, mutant.file)
+    return path.read_text().count(mutant.old) if path.exists() and mutant.old != mutant.new else 0
+
+
+def is_caught(mutant: Mutant) -> bool:
     with tempfile.TemporaryDirectory() as folder:
-        for part in ("vllm_disagg", "kv_connectors", "tests"):
-            shutil.copytree(ROOT / part, f"{folder}/{part}")
-        shutil.copy(ROOT / "pyproject.toml", folder)
-        of_connector = file.startswith("kv_connectors/")
-        path = Path(folder, file) if of_connector else Path(folder, "vllm_disagg", file)
-        text = path.read_text()
-        if text.count(old) != 1:
-            sys.exit(f"mutants: {file} holds {text.count(old)} times: {old!r}")
-        path.write_text(text.replace(old, new))
-        of_pairs = file == "transports/pairs.py"
-        tests = TESTS.get(file, [*OF_MACHINES, "tests/property/test_world.py"])
-        if of_connector:
-            tests = ["tests/unit/test_scheduler_side.py", "tests/unit/test_worker_side.py"]
-        command = [sys.executable, "-m", "pytest", "-x", *tests]
-        env = {**os.environ, "SEEDS": os.environ.get("SEEDS", "160" if of_pairs else "10000"), "PYTHONPATH": f"{folder}:{folder}/tests"}
-        return subprocess.run(command, cwd=folder, env=env, capture_output=True, timeout=600).returncode == 1
+        copy = _copied(Path(folder))
+        path = source(copy, mutant.file)
+        path.write_text(path.read_text().replace(mutant.old, mutant.new))
+        return any(not passes(copy, run) for run in runs(mutant))
+
+
+def _copied(folder: Path) -> Path:
+    for entry in ROOT.iterdir():
+        if entry.name in COPIED:
+            shutil.copytree(entry, folder / entry.name)
+        elif not entry.name.startswith(".") or entry.name == ".cache":
+            (folder / entry.name).symlink_to(entry)
+    return folder
+
+
+def passes(folder: Path, run: Run) -> bool:
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *run.tests]
+    env = {**os.environ, "SEEDS": str(run.seeds), "PYTHONPATH": f"{folder}:{folder}/tests"}
+    pytest = subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0)
+    try:
+        said, _ = pytest.communicate(timeout=LIMIT * max(1, run.seeds // 1000))
+    except subprocess.TimeoutExpired:
+        os.killpg(pytest.pid, signal.SIGKILL)
+        pytest.communicate()
+        return False
+    if pytest.returncode not in (0, 1):  # it has run no test
+        sys.exit(f"mutants: {' '.join(command)}\n{said.decode(errors='replace')[-3000:]}")
+    return pytest.returncode == 0
+
+
+def tried(mutant: Mutant) -> tuple[Mutant, bool, float]:
+    began = time.monotonic()
+    return mutant, is_caught(mutant), time.monotonic() - began
+
+
+def without_fault(mutants: Sequence[Mutant]) -> Iterator[str]:
+    """Tests that fail anyway notice nothing."""
+    tests = sorted({test for mutant in mutants for run in runs(mutant) for test in run.tests})
+    with tempfile.TemporaryDirectory() as folder:
+        copy = _copied(Path(folder))
+        yield from (test for test in tests if not passes(copy, Run([test])))
 
 
 def main() -> None:
-    missed = []
-    for what, file, old, new in MUTANTS:
-        caught = is_caught(file, old, new)
-        print(f"{'caught' if caught else 'MISSED'}  {what}", flush=True)
-        missed += [] if caught else [what]
-    print(f"{len(MUTANTS) - len(missed)} of {len(MUTANTS)} caught")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("words", nargs="*")
+    args = parser.parse_args()
+    every = [Mutant(*line) for line in MUTANTS]
+    check(every)
+    mutants = [m for m in every if not args.words or any(word in "\n".join(m) for word in args.words)]
+    began = time.monotonic()
+    if failing := list(without_fault(mutants)):
+        sys.exit(f"mutants: these fail without any fault: {' '.join(failing)}")
+    missed = 0
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for mutant, caught, seconds in pool.map(tried, mutants):
+            print(f"{'caught' if caught else 'MISSED'} {seconds:4.0f} s  {mutant.what}", flush=True)
+            missed += not caught
+    print(f"{len(mutants) - missed} of {len(mutants)} caught in {(time.monotonic() - began) / 60:.0f} minutes")
     sys.exit(bool(missed))
 
 

@@ -11,6 +11,7 @@ from asking import ask, at_once, body, expect_same, tokens
 from conftest import Machine
 from engines import BLOCK, CHUNK, Engine, Proxy, wait
 from test_exact import needed
+from test_listening import expect_listening
 
 pytestmark = pytest.mark.wide
 
@@ -72,6 +73,13 @@ def test_a_hundred_requests_are_exact(pair: Pair) -> None:
         count += needed(map(len, prompts))
     wait("all KV came by it", lambda: pair.carried - before == count, 5)
     assert pair.decode.metric("vllm:disagg_damaged_pieces_total") == 0
+
+
+def test_what_listens_is_known_and_on_the_loopback(pair: Pair) -> None:
+    pair.comes_up()
+    ours = {"tcp": 3, "nixl": 4, "gloo": 3}[pair.carrier]
+    for engine in (pair.prefill, pair.decode):
+        expect_listening(engine, pair.plain, ours if engine is pair.prefill or pair.carrier != "tcp" else 2)
 
 
 def test_a_prefill_engine_that_dies(pair: Pair) -> None:

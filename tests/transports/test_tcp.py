@@ -159,6 +159,19 @@ def test_a_source_that_dies_or_freezes_in_the_middle(
     assert digest(ours, 3) == again("digest 3")
 
 
+def freeze_before_the_first_byte(slow: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    send = tcp_serving.Serving.send
+
+    def freeze_first(self: tcp_serving.Serving, piece: events.SendPiece) -> None:
+        if piece.reader == slow.worker.name and not is_stopped(slow):
+            slow.process.send_signal(signal.SIGSTOP)
+            while not is_stopped(slow):
+                time.sleep(0.001)
+        send(self, piece)
+
+    monkeypatch.setattr(tcp_serving.Serving, "send", freeze_first)
+
+
 def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
     start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,16 +194,7 @@ def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
     def sending() -> int:
         return sum(r.sending for t in list(p._prefill.transfers.values()) for r in t.readers.values())
 
-    send = tcp_serving.Serving.send
-
-    def freeze_first(self: tcp_serving.Serving, piece: events.SendPiece) -> None:
-        if piece.reader == slow.worker.name and not is_stopped(slow):
-            slow.process.send_signal(signal.SIGSTOP)
-            while not is_stopped(slow):
-                time.sleep(0.001)
-        send(self, piece)
-
-    monkeypatch.setattr(tcp_serving.Serving, "send", freeze_first)
+    freeze_before_the_first_byte(slow, monkeypatch)
     read(slow, TOKENS)
     end = time.monotonic() + 15
     while not is_stopped(slow) or not sending():

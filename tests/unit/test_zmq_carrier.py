@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from vllm_disagg.config import Config
 from vllm_disagg.events import SendPiece
 from vllm_disagg.grants import Worker
 from vllm_disagg.memory import FRAME, HostMemory
-from vllm_disagg.transports import control
+from vllm_disagg.transports import control, half_open
 from vllm_disagg.transports import zmq as module
 from vllm_disagg.transports.carrier import Counters, Port
 from vllm_disagg.transports.zmq import ZmqCarrier
@@ -125,3 +126,82 @@ def test_who_does_not_know_the_fleets_key_comes_in_by_no_door(carrier: ZmqCarrie
         stranger.connect(carrier.local)
         send(carrier, "stranger", 1)
         assert sent(carrier, 1, 5.0) == 1 and not carrier._port.counters.bytes_sent, "lost: there is no such reader"
+
+
+def heard(sockets: control.Control, seconds: float) -> int:
+    """Messages that come in at the control port."""
+    end, count = time.monotonic() + seconds, 0
+    while not count and time.monotonic() < end:
+        sockets.poller.poll(10)
+        sockets.answer_zap()
+        for message in control.receive(sockets.router):
+            sockets.strangers.heard(message)
+            count += 1
+        sockets.bound_strangers([half_open.events for half_open in sockets._half_open])
+    return count
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_who_knows_the_server_key_alone_is_not_let_in(known: bool) -> None:
+    """CURVE by itself lets in whoever has the server's public key; the ZAP handler knows the client's."""
+    sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.SIZE), "p/0")
+    client = control.Control(Config(), keys.FleetKey(b"k" * keys.SIZE), "d/0")
+    link = client.socket(zmq.DEALER, 1024, server=False)
+    if not known:
+        link.curve_publickey, link.curve_secretkey = zmq.curve_keypair()
+    link.connect(sockets.address)
+    link.send(b"hello")
+    assert heard(sockets, 5.0 if known else 1.0) == known
+    client.close()
+    sockets.close()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_another_password_is_not_let_in_at_the_data_port(carrier: ZmqCarrier, known: bool) -> None:
+    reader = Reader.__new__(Reader)
+    reader.sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.SIZE), "d/0")
+    link = reader.sockets.socket(zmq.DEALER, 2 * FRAME, server=False, encrypt=False)
+    link.routing_id = b"reader"
+    if not known:
+        link.plain_password = b"guessed"
+    link.connect(carrier.endpoint)
+    send(carrier, "reader", 1)
+    assert sent(carrier, 1, 5.0) == 1
+    assert bool(carrier._port.counters.bytes_sent) == known
+    reader.sockets.close()
+
+
+def test_a_member_that_has_spoken_is_not_closed_for_the_strangers() -> None:
+    sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.SIZE), "p/0")
+    client = control.Control(Config(), keys.FleetKey(b"k" * keys.SIZE), "d/0")
+    link = client.socket(zmq.DEALER, 1024, server=False)
+    link.connect(sockets.address)
+    link.send(b"hello")
+    assert heard(sockets, 5.0) == 1
+    lost = link.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    host, port = sockets.address.removeprefix("tcp://").split(":")
+    crowd = [socket.create_connection((host, int(port))) for _ in range(half_open.LIMIT + 20)]
+    end, gone = time.monotonic() + 10, 0
+    while gone < 20:
+        assert time.monotonic() < end, gone
+        heard(sockets, 0.01)
+        gone = sum(is_closed(stranger) for stranger in crowd)
+    assert gone == 20 and all(map(is_closed, crowd[:20])), "the oldest"
+    assert not lost.poll(200), "a member is not"
+    for stranger in crowd:
+        stranger.close()
+    link.disable_monitor()
+    client.close()
+    sockets.close()
+
+
+def is_closed(stranger: socket.socket) -> bool:
+    stranger.setblocking(False)
+    try:
+        while stranger.recv(100):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True

@@ -47,6 +47,7 @@ from .search import Searches
 from .shape import Shape
 
 TRIES = 3  # of a piece whose bytes arrive damaged
+PARTING = 10.0  # seconds that a silent P is told again that we have given up: as its lease, by default
 
 
 class State(Enum):
@@ -145,6 +146,7 @@ class DecodeSide:
         self.routes: dict[str, str] = {}  # where pieces of a source come to, if not to our address
         self.queues: dict[str, deque[tuple[str, int]]] = {}  # pieces that wait for a credit, by source
         self.flying: Counter[str] = Counter()  # bytes asked for and not landed, by source
+        self.partings: deque[tuple[float, float, list[DecodeAction]]] = deque()  # when again, until when, the Fails
 
     def handle(self, event: DecodeEvent, now: float) -> list[DecodeAction]:
         match event:
@@ -158,7 +160,7 @@ class DecodeSide:
                 return self._routed(event, now)
             case Tick():
                 asked = [a for name in list(self.transfers) for a in self._tick(name, now)] + self._pump(now)
-                return asked + self.searches.tick(now)
+                return asked + self.searches.tick(now) + self._part(now)
         t = self.transfers.get(event.transfer)
         if t is None:
             return self._not_wanted(event)
@@ -181,7 +183,7 @@ class DecodeSide:
         due = [min(t.retry, *(s.heard + self.silence for s in t.open)) for t in self.transfers.values() if t.open]
         if (search := self.searches.next_deadline()) is not None:
             due.append(search)
-        return min(due, default=None)
+        return min([*due, *(again for again, _, _ in self.partings)], default=None)
 
     # Events --------------------------------------------------------------------------------------------------
     def _wanted(self, event: Wanted, now: float) -> list[DecodeAction]:
@@ -314,6 +316,18 @@ class DecodeSide:
                 actions += [self._pull(name, source), *(self._fetch(name, n, now) for n in overdue)]
         return actions
 
+    def _part(self, now: float) -> list[DecodeAction]:
+        """Say again what a P that was frozen may not have heard: it would hold the blocks for its lease."""
+        actions: list[DecodeAction] = []
+        for _ in range(len(self.partings)):
+            again, until, fails = self.partings.popleft()
+            if again <= now:
+                actions += fails
+                again = now + self.retry
+            if again < until:
+                self.partings.append((again, until, fails))
+        return actions
+
     # Pieces --------------------------------------------------------------------------------------------------
     def _asked(self, t: Transfer, source: Source) -> list[int]:
         return [n for n, p in t.pieces.items() if p.where is Where.ASKED and p.source == source.name]
@@ -361,6 +375,8 @@ class DecodeSide:
         actions: list[DecodeAction] = [
             Send(s.name, wire.Fail(name, s.name, self.name, reason.value)) for s in t.open if s.name != but
         ]
+        if reason is Reason.SILENT and actions:  # its link may be broken, and these be lost with it
+            self.partings.append((now + self.retry, now + PARTING, actions[:]))
         t.reason = reason
         for piece in t.pieces.values():
             self.flying[piece.source] -= piece.flying

@@ -62,6 +62,21 @@ def test_a_silent_p_is_asked_again_and_then_given_up(side: DecodeSide) -> None:
     assert isinstance(report, Report) and report.reason is Reason.SILENT
 
 
+def test_a_p_that_was_frozen_hears_later_that_it_was_given_up(side: DecodeSide) -> None:
+    """The first Fail may be lost with the link: P would hold the blocks for its lease."""
+    side.handle(Tick(), 0.5)
+    side.handle(Tick(), 1.0)
+    side.handle(Tick(), 1.5)
+    assert said(side.handle(Tick(), 2.0)) == ["Fail", "Report"]
+    told, now = 0, 2.0
+    while (due := side.next_deadline()) is not None:
+        assert now < due < 12.0
+        now = due
+        assert said(side.handle(Tick(), now)) == ["Fail"]
+        told += 1
+    assert told == 19
+
+
 def test_who_slept_asks_once_more_before_blaming_p(side: DecodeSide) -> None:
     assert said(side.handle(Tick(), 60.0 - 35.0)) == ["Pull"]
     side.handle(offer(4), 25.1)

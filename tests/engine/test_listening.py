@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from engines import Engine
 from listening import beyond_loopback, listening
 
 # vLLM's own, on the CPU: the API server's port, and in the worker those of torch.distributed: a TCPStore and Gloo's
-# devices, one for each process group, whose number differs by version and start.
+# devices, one for each process group, whose number differs by version: so a plain engine is counted beside.
 
 
 def owners(engine: Engine) -> dict[int, list[tuple[str, int]]]:
@@ -25,7 +24,6 @@ def expect_listening(engine: Engine, plain: Engine, count: int) -> None:
     assert engine._process is not None
     assert not beyond_loopback(engine._process.pid), engine.name
     found, alone = (Counter({name(pid): len(held) for pid, held in owners(one).items()}) for one in (engine, plain))
-    print(engine.name, dict(found), dict(alone), owners(engine))
     assert found.keys() == alone.keys()
     assert {key: found[key] - alone[key] for key in found if found[key] != alone[key]} == {"VLLM::Worker": count}
 
@@ -37,6 +35,5 @@ def name(pid: int) -> str:
 def test_auto_listens_for_control_data_and_tcp(main: Main) -> None:
     for at in range(3):
         main.check(body(tokens(300 + at, "listening")))
-    print([os.readlink(f"/proc/{p}/exe") for p in owners(main.prefill)])
     expect_listening(main.prefill, main.plain, 3)
     expect_listening(main.decode, main.plain, 2)

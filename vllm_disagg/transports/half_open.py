@@ -42,7 +42,7 @@ class HalfOpen:
 
     def look(self) -> None:
         """Learn who has come and gone, and shut down the oldest of too many."""
-        while self.events.poll(0):
+        while int(self.events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self.events)
             self._young.pop(event["value"], None)
             if event["event"] == zmq.EVENT_ACCEPTED:

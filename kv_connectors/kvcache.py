@@ -38,7 +38,10 @@ class Rank:
 
 
 def in_computing_order(names: Sequence[str]) -> list[str]:
-    """By the number in their names; those of one number as vLLM has them."""
+    """By the number in their names; those of one number as vLLM has them.
+
+    A guess, which numbers the layers: where it is wrong they are offered late, but no layer before it is computed (`layers`).
+    """
     return sorted(names, key=lambda name: int(found[0]) if (found := re.findall(r"(?<=\.)\d+(?=\.)", name)) else -1)
 
 

@@ -148,6 +148,7 @@ class PrefillSide:
         t = self.transfers.get(event.transfer)
         if t is None or t.state is not State.COMPUTING:
             return []
+        assert event.layers >= t.layers, f"{event.transfer}: {t.layers} layers were final, and now {event.layers}"
         t.layers = event.layers
         if t.layers >= len(self.shape.layers):
             t.tokens, t.layers = t.ahead, 0

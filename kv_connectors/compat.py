@@ -55,6 +55,11 @@ def is_state(spec: Any) -> bool:
     return isinstance(spec, MambaSpec)
 
 
+def layer_overrides(model: Any) -> list[dict[str, Any]]:
+    """By layer, what of a model's shape is not as in the others; empty where vLLM does not say, or all are alike."""
+    return getattr(getattr(model, "model_arch_config", None), "per_layer_overrides", None) or []
+
+
 def leave_out_last(request: Any) -> None:
     """Make vLLM compute all tokens of a prompt but the last.  Before it is scheduled for the first time."""
     del request.prompt_token_ids[-1:]

@@ -63,7 +63,7 @@ class WorkerSide:
         """And the layers' names, in its order."""
         parallel, model = self._vllm_config.parallel_config, self._vllm_config.model_config
         size = parallel.tensor_parallel_size
-        rank = kvcache.Rank(self._rank % size, size, model.get_total_num_kv_heads())
+        rank = kvcache.Rank(self._rank % size, size, kvcache.kv_heads(model))
         config = self._kv_cache_config
         if next(iter(caches.values())).device.type == "cpu":
             return kvcache.host_memory(caches, config.kv_cache_groups, config.num_blocks, rank, self._vllm_config)

@@ -32,6 +32,16 @@ def fetch(side: PrefillSide, *numbers: int) -> list[int] | None:
     return action.blocks if isinstance(action, SendPiece) else None
 
 
+def test_layers_that_were_final_stay_so(side: PrefillSide) -> None:
+    """What has changed again must be withdrawn: readers may have it already."""
+    side.handle(Scheduled("t", 22, [[12], [13], []]), 0.0)
+    for layers in (1, 1, 2):
+        side.handle(Computed("t", layers), 0.0)
+        side.validate()
+    with pytest.raises(AssertionError, match="2 layers were final, and now 1"):
+        side.handle(Computed("t", 1), 0.0)
+
+
 def test_each_layer_has_the_blocks_of_its_group(side: PrefillSide) -> None:
     assert fetch(side, 0, 1, 4, 12) == [2, 3]
     assert fetch(side, 1, 2, 12, 20) == [9, 10]

@@ -157,6 +157,17 @@ def test_rearranged_blocks_have_no_clean_end(monkeypatch: pytest.MonkeyPatch) ->
     mapping.plan([here], [here])
 
 
+def test_a_layer_that_uses_anothers_kv_is_not_there_twice() -> None:
+    """But two groups may share a tensor, of which each has other blocks."""
+    cache = torch.zeros(2, 2, 32, 2 * SIZE, dtype=torch.bfloat16)
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=SIZE, dtype=torch.bfloat16)
+    caches = dict.fromkeys(("m.2.attn", "m.1.attn", "m.0.attn"), cache)
+    groups = [SimpleNamespace(layer_names=names, kv_cache_spec=spec) for names in (["m.2.attn", "m.0.attn"], ["m.1.attn"])]
+    memory, names = kvcache.host_memory(caches, groups, 2, kvcache.Rank(0, 1, {2}), CONFIG)
+    assert names == ["m.0.attn", "m.1.attn"]
+    assert len(memory.planes) == len(memory.shape.layers) == 2
+
+
 def test_windows() -> None:
     spec = SlidingWindowSpec(block_size=128, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=64)
     assert compat.window(spec) == 64

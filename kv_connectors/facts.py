@@ -251,6 +251,7 @@ def prompt(request: Request) -> str:
     return state.hexdigest()
 
 
+SETTINGS = "adapter_config.json"
 Files = list[tuple[str, int, int, int, int]]
 ADAPTERS = 4096  # remembered
 _loaded: dict[tuple[str, int], Files] = {}  # the adapters' files as they were when vLLM loaded them
@@ -277,8 +278,9 @@ def _adapter(lora: Any) -> str | None:
 
 
 def _files(path: str) -> Files:
+    """What vLLM reads of an adapter; none if it is on the hub."""
     folder = Path(path).expanduser()
-    stats = [(file.name, file.stat()) for file in folder.iterdir()] if folder.is_dir() else []
+    stats = [(file.name, file.stat()) for pattern in (SETTINGS, *WEIGHTS) for file in folder.glob(pattern)]
     return sorted((name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for name, s in stats)
 
 
@@ -288,7 +290,7 @@ def _read(path: str, loaded: int) -> str:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return _digest(path)
-    settings = folder / "adapter_config.json"
+    settings = folder / SETTINGS
     return _digest([settings.read_text() if settings.is_file() else "", _sampled(folder)])
 
 

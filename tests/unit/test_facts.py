@@ -247,6 +247,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_an_adapter_is_told_by_its_files_as_they_were_when_it_was_loaded(load: Any, tmp_path: Path) -> None:
     ours, theirs = load(adapter(tmp_path / "a", b"a", 101)), load(adapter(tmp_path / "b", b"a", 102))
+    (tmp_path / "a" / "train.log").write_text("vLLM reads no such files")
     assert facts.prompt(asked(ours)) == facts.prompt(asked(theirs)) != facts.prompt(asked(None))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -53,6 +54,28 @@ def window(spec: Any) -> int:
 def is_state(spec: Any) -> bool:
     """Whether a layer keeps a state of the prompt (Mamba, linear attention) and no KV of its tokens."""
     return isinstance(spec, MambaSpec)
+
+
+def before_adapters_load(note: Callable[[Any], None]) -> None:
+    """Have `note` called before vLLM loads a LoRA adapter that its server was given.  No hook of connectors says so."""
+    from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - it imports connectors
+
+    load = EngineCore.add_lora
+    if getattr(load, "noted_by", None) is note:
+        return
+
+    @wraps(load)  # vLLM converts what a client sends by its signature
+    def add_lora(self: Any, lora_request: Any) -> bool:
+        note(lora_request)
+        return load(self, lora_request)
+
+    add_lora.noted_by = note  # type: ignore[attr-defined]
+    EngineCore.add_lora = add_lora  # type: ignore[method-assign]
+
+
+def layer_overrides(model: Any) -> list[dict[str, Any]]:
+    """By layer, what of a model's shape is not as in the others; empty where vLLM does not say, or all are alike."""
+    return getattr(getattr(model, "model_arch_config", None), "per_layer_overrides", None) or []
 
 
 def leave_out_last(request: Any) -> None:

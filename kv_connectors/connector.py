@@ -52,6 +52,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             kind = ROLES[str(self._kv_transfer_config.kv_role)]
             layout, among = facts.layout(vllm_config, settings.compress), facts.data_parallel_rank(vllm_config)
+            compat.before_adapters_load(facts.note_adapter)
             two_way, groups = facts.two_way(vllm_config), kv_cache_config.kv_cache_groups
             self._scheduler = SchedulerSide(key, kind, layout, groups, rank=among, two_way=two_way)
             if settings.compress != "off":

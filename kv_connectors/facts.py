@@ -241,21 +241,56 @@ def prompt(request: Request) -> str:
         if getattr(lora, "load_inplace", False):  # its files may be newer than what is loaded
             return ""
         try:
-            state.update(_adapter(lora.lora_path, lora.lora_int_id).encode())
+            if (fingerprint := _adapter(lora)) is None:
+                log.warning("the files of the LoRA adapter %s have changed since it was loaded", lora.lora_name)
+                return ""
         except OSError as error:
             log.warning("the LoRA adapter %s cannot be read: %s", lora.lora_name, error)
             return ""
+        state.update(fingerprint.encode())
     return state.hexdigest()
 
 
+SETTINGS = "adapter_config.json"
+Files = list[tuple[str, int, int, int, int]]
+ADAPTERS = 4096  # remembered
+_loaded: dict[tuple[str, int], Files] = {}  # the adapters' files as they were when vLLM loaded them
+
+
+def note_adapter(lora: Any) -> None:
+    """Before vLLM loads an adapter.  Those that it was not told to load it loads for the first request that names them."""
+    try:
+        files = _files(lora.lora_path)
+    except OSError as error:
+        log.warning("the LoRA adapter %s cannot be read: %s", lora.lora_name, error)
+        files = []
+    _loaded.setdefault((lora.lora_path, lora.lora_int_id), files)
+    while len(_loaded) > ADAPTERS:
+        del _loaded[next(iter(_loaded))]
+
+
+def _adapter(lora: Any) -> str | None:
+    """A fingerprint of what vLLM has loaded.  None if its files have changed since: vLLM reads them again when it likes, so
+    neither the old nor the new ones are sure to be what it computes with."""
+    note_adapter(lora)
+    found = _read(lora.lora_path, lora.lora_int_id)
+    return found if _files(lora.lora_path) == _loaded[lora.lora_path, lora.lora_int_id] else None
+
+
+def _files(path: str) -> Files:
+    """What vLLM reads of an adapter; none if it is on the hub."""
+    folder = Path(path).expanduser()
+    stats = [(file.name, file.stat()) for pattern in (SETTINGS, *WEIGHTS) for file in folder.glob(pattern)]
+    return sorted((name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for name, s in stats)
+
+
 @lru_cache(maxsize=1024)
-def _adapter(path: str, loaded: int) -> str:
-    """A fingerprint of a LoRA adapter: of its files, else of its name on the hub.  Taken when a request first names it after
-    it was `loaded`, which vLLM numbers."""
-    folder = Path(path)
+def _read(path: str, loaded: int) -> str:
+    """Of an adapter's files, else of its name on the hub; `loaded`: its number, which vLLM gives."""
+    folder = Path(path).expanduser()
     if not folder.is_dir():
         return _digest(path)
-    settings = folder / "adapter_config.json"
+    settings = folder / SETTINGS
     return _digest([settings.read_text() if settings.is_file() else "", _sampled(folder)])
 
 

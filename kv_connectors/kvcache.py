@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,22 +23,55 @@ class Rank:
 
     rank: int
     size: int
-    heads: int  # KV heads of the model
+    heads: Collection[int]  # KV heads of the model's layers, which may differ
 
     def share(self, heads: int) -> tuple[int, int]:
-        """(the first of our `heads` in the model, heads of the model); copies, where ranks are more than heads."""
-        if heads * self.size == self.heads:
-            return self.rank * heads, self.heads
-        if heads == 1 and self.size % self.heads == 0:
-            return self.rank // (self.size // self.heads), self.heads
+        """(the first of our `heads` in the layer, heads of the layer); copies, where ranks are more than heads."""
+        if self.size == 1:
+            return 0, heads
+        fitting = [of for of in self.heads if of == heads * self.size or (heads == 1 and of and self.size % of == 0)]
+        if len(fitting) == 1:
+            return self.rank * fitting[0] // self.size, fitting[0]
+        known = " or ".join(map(str, sorted(self.heads)))
+        if fitting:
+            raise ConfigError(
+                f"DisaggConnector cannot tell which KV head this rank has: layers of this model have {known} KV heads, and vLLM"
+                f" does not say which of them have how many; use --tensor-parallel-size {min(fitting)} or less"
+            )
         raise ConfigError(
-            f"DisaggConnector does not understand how {self.size} tensor parallel ranks share out {self.heads} KV heads:"
+            f"DisaggConnector does not understand how {self.size} tensor parallel ranks share out {known} KV heads:"
             f" this one has {heads}"
         )
 
 
+OF_KV_HEADS = re.compile("key_value_heads|kv_heads|n_head_kv|num_attention_groups|multi_query_group_num")
+
+
+def kv_heads(model: Any) -> set[int]:
+    """How many KV heads layers of a model have: its number, and all that its configuration names beside it."""
+    found = {model.get_total_num_kv_heads()}
+    found |= {layer["total_num_kv_heads"] for layer in compat.layer_overrides(model) if "total_num_kv_heads" in layer}
+
+    def look(name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for inner, one in value.items():
+                if not str(inner).endswith("_config"):  # of images, of sound
+                    look(str(inner), one)
+        elif isinstance(value, list | tuple):
+            for one in value:
+                look(name, one)
+        elif isinstance(value, int) and not isinstance(value, bool) and value > 0 and OF_KV_HEADS.search(name):
+            found.add(value)
+
+    look("", model.hf_text_config.to_dict())
+    return found
+
+
 def in_computing_order(names: Sequence[str]) -> list[str]:
-    """By the number in their names; those of one number as vLLM has them."""
+    """By the number in their names; those of one number as vLLM has them.
+
+    A guess, which numbers the layers: where it is wrong they are offered late, but no layer before it is computed (`layers`).
+    """
     return sorted(names, key=lambda name: int(found[0]) if (found := re.findall(r"(?<=\.)\d+(?=\.)", name)) else -1)
 
 
@@ -95,15 +128,16 @@ def _kind(
         form += f", window {window}"
     # With windows P keeps only the blocks that its own windows need.  And where a block may have held a state or another
     # number format before, vLLM clears it first: a kernel that multiplies what it masks must find numbers in its unused end.
-    # Whole blocks bring P's clean end with them; rearranged ones would not.
-    if fixed := fixed or bool(window):
-        form += f", blocks of {spec.block_size}"
+    # Whole blocks bring P's clean end with them; rearranged ones, of another size or in another order, would not.
+    fixed = fixed or bool(window)
     known = [_regions(part, spec, num_blocks, len(parts), order) for part in parts]
     if all(known):
+        if fixed:
+            form += f", {order}, blocks of {spec.block_size}"
         return Kind(form, spec.block_size, rows, known, spec.num_kv_heads, head, of, group, window)
     if not all(_is_by_heads(part, spec, num_blocks) for part in parts):
         raise ConfigError(f"DisaggConnector does not know the KV layout {tuple(parts[0].shape)} {parts[0].stride()}")
-    form += f", {order}" if fixed else f", {order}, blocks of {spec.block_size}"
+    form += f", {order}, blocks of {spec.block_size}"
     regions = [hidden(row, spec.num_kv_heads) for row in rows]
     return Kind(form, spec.block_size, rows, regions, spec.num_kv_heads, head, of, group, window)
 

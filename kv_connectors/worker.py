@@ -16,6 +16,7 @@ from vllm_disagg.memory import Memory
 from vllm_disagg.shape import NOTHING
 
 from . import carriers, kvcache
+from .layers import Layers
 from .messages import Handshake, StepMetadata, WorkerMetadata
 from .stats import Stats
 
@@ -33,9 +34,10 @@ class WorkerSide:
         self._config, self._key, self._rank = config, key, rank
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._driver: Driver | None = None
-        self._layers: dict[str, int] = {}
+        self._layers = Layers([])
         self._shape = NOTHING
         self._group = 1  # layers per offer, in this step
+        self._announced = 0  # layers that this step has said to be final
         self._launched: Callable[[], None] = lambda: None  # what copies must come after: see `device`
         self._requests: dict[str, str] = {}  # transfer -> vLLM's id
         self._computing: list[str] = []  # transfers of which this step computes a part
@@ -50,7 +52,7 @@ class WorkerSide:
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         self._caches = caches  # the driver holds addresses only
         memory, names = self._memory(caches)
-        self._layers = {name: index for index, name in enumerate(names, 1)}
+        self._layers = Layers(names)
         self._shape = memory.shape
         others = carriers.chosen(self._config, next(iter(caches.values())).device.type)
         self._driver = Driver(self._config, self._key, memory, self._rank, others)
@@ -61,7 +63,7 @@ class WorkerSide:
         """And the layers' names, in its order."""
         parallel, model = self._vllm_config.parallel_config, self._vllm_config.model_config
         size = parallel.tensor_parallel_size
-        rank = kvcache.Rank(self._rank % size, size, model.get_total_num_kv_heads())
+        rank = kvcache.Rank(self._rank % size, size, kvcache.kv_heads(model))
         config = self._kv_cache_config
         if next(iter(caches.values())).device.type == "cpu":
             return kvcache.host_memory(caches, config.kv_cache_groups, config.num_blocks, rank, self._vllm_config)
@@ -101,6 +103,9 @@ class WorkerSide:
         self._cached = [e.transfer for e in scheduled if e.cached]
         scheduled = [e for e in scheduled if not e.cached]
         self._computing = [e.transfer for e in scheduled]
+        if self._computing:
+            self._layers.begin()
+            self._announced = 0
         per_layer = max(sum(k.rows) * sum(len(e.blocks[k.group]) for e in scheduled) for k in self._shape.kinds)
         self._group = -(-OFFER // per_layer) if per_layer else len(self._layers) + 1
         if metadata.decode:
@@ -117,10 +122,20 @@ class WorkerSide:
 
     def layer_computed(self, name: str) -> None:
         """Not called in full CUDA graphs: then `end` offers the whole chunk."""
-        if self._config.overlap != "layer":
+        if self._config.overlap != "layer" or not self._computing:
             return
-        if self._computing and (layer := self._layers.get(name, 0)) % self._group == 0 and layer:
-            self._announce(self._computing, layer)
+        final = self._layers.computed(name)
+        if final < self._announced:
+            self._take_back(name)
+        elif final - self._announced >= self._group:
+            self._announced = final
+            self._announce(self._computing, final)
+
+    def _take_back(self, name: str) -> None:
+        """What readers were offered has changed, and they may have read it before."""
+        log.warning("%s was computed again in one step: its readers recompute %d prompts", name, len(self._computing))
+        self._announced = 0
+        self.driver.submit([events.Withdrawn(transfer) for transfer in self._computing])
 
     def end(self) -> None:
         if self._computing and self._config.overlap != "off":

@@ -1,8 +1,9 @@
 """Write a tiny model with random weights, for tests and demos: tiny_model.py KIND OUT_DIR.
 
 KIND: dense, heavy (about 100 KB of KV cache a token, so that transfers show), or another kind of KV cache: sliding
-(Gemma 3), oss (GPT-OSS), mla (DeepSeek V2), moe (Mixtral), mamba (Mamba 2), linear (Qwen3-Next), images (BLIP-2).  vLLM's
-CPU build serves all of them with --enforce-eager.  qwen3-8b: that model's shape but for its vocabulary (14 GB, for a GPU).
+(Gemma 3), oss (GPT-OSS), mla (DeepSeek V2), moe (Mixtral), mamba (Mamba 2), linear (Qwen3-Next), zamba (Zamba2), images
+(BLIP-2).  vLLM's CPU build serves all of them with --enforce-eager.  qwen3-8b: that model's shape but for its vocabulary
+(14 GB, for a GPU).
 
 The weights are drawn with `initializer_range` 0.08.  With the usual 0.02 a random model repeats one token, and half
 of all changes to a prompt do not change its answer, so wrong KV would go unseen; with 0.08 every change shows.
@@ -56,6 +57,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"head_dim": 64, "num_experts": 4, "shared_expert_intermediate_size": 64},
             **{"linear_num_value_heads": 4, "linear_num_key_heads": 2},
             **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+        },
+    ),
+    "zamba": (  # two blocks of attention shared in turn: layers are not computed in the order of their names
+        "Zamba2Config",
+        {
+            **{"num_hidden_layers": 12, "layers_block_type": ["linear_attention"] + ["hybrid"] * 9 + ["linear_attention"] * 2},
+            **{"num_key_value_heads": 4, "num_mem_blocks": 2, "use_mem_rope": True},
+            **{"n_mamba_heads": 8, "mamba_d_state": 32},
         },
     ),
     "qwen3-8b": (

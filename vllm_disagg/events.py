@@ -43,7 +43,7 @@ class Scheduled(msgspec.Struct, frozen=True, tag=True):
 
 
 class Computed(msgspec.Struct, frozen=True, tag=True):
-    """The first `layers` layers of what the last Scheduled announced are in memory."""
+    """The first `layers` layers of what the last Scheduled announced are in memory, and do not change any more."""
 
     transfer: str
     layers: int

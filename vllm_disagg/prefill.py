@@ -155,6 +155,7 @@ class PrefillSide:
         t = self.transfers.get(event.transfer)
         if t is None or t.state is not State.COMPUTING:
             return []
+        assert event.layers >= t.layers, f"{event.transfer}: {t.layers} layers were final, and now {event.layers}"
         t.layers = event.layers
         if t.layers >= len(self.shape.layers):
             t.tokens, t.layers = t.ahead, 0
@@ -233,7 +234,7 @@ class PrefillSide:
     def _done(self, event: wire.Done) -> list[PrefillAction]:
         t = self.transfers.get(event.transfer)
         reader = t.readers.get(event.reader) if t else None
-        if t is None or reader is None or reader.gone or not t.tokens:
+        if t is None or reader is None or reader.gone or not (t.tokens or t.layers):
             return [self._answer(event, event.reader in self.settled.get(event.transfer, ()))]
         reader.done = True
         return [self._answer(event, True), *self._release_if_over(event.transfer, t)]

@@ -42,18 +42,21 @@ def scatter(
 
 
 def _write(tokens: Words, write: Words, here: Region, blocks: Sequence[int], start: int, block_size: int) -> None:
-    """`tokens`: (tokens, heads, channels); the first goes to place `start` of the first block."""
+    """`tokens`: (tokens, heads, channels); the first goes to place `start` of the first block.
+
+    Not a byte of other tokens is written, nor read: another thread may be landing them, in the same block.
+    """
     end = start + len(tokens)
-    whole = tokens
-    if start or end % block_size:  # what else is in the first and the last block stays
-        room = len(blocks) * block_size
-        whole = np.empty_like(tokens, shape=(room, *tokens.shape[1:]))
-        edges = np.array(sorted({0, len(blocks) - 1}))
-        kept = _tokens(write[np.array(blocks)[edges]], here)
-        for n, edge in enumerate(edges):
-            whole[edge * block_size : (edge + 1) * block_size] = kept[n * block_size : (n + 1) * block_size]
-        whole[start:end] = tokens
-    write[np.array(blocks)] = whole.reshape(len(blocks), *write.shape[1:])
+    first, stop = -(-start // block_size), end // block_size  # the blocks of which we have all
+    if first < stop:
+        whole = tokens[first * block_size - start : stop * block_size - start]
+        write[np.array(blocks[first:stop])] = whole.reshape(stop - first, *write.shape[1:])
+    outer = len(_sizes(here, "t"))
+    for edge in {start // block_size, (end - 1) // block_size} - set(range(first, stop)):
+        low, high = max(start, edge * block_size), min(end, (edge + 1) * block_size)
+        block = write[blocks[edge]]
+        places = np.unravel_index(np.arange(low, high) % block_size, block.shape[:outer])
+        block[places] = tokens[low - start : high - start].reshape(high - low, *block.shape[outer:])
 
 
 def _tokens(blocks: Words, region: Region) -> Words:

@@ -92,7 +92,7 @@ class Kind(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Shape(msgspec.Struct, frozen=True, array_like=True):
-    """All layers of one rank, in computing order."""
+    """All layers of one rank, in an order that all ranks share: computing order, as far as names tell it."""
 
     kinds: Annotated[list[Kind], msgspec.Meta(min_length=1, max_length=64)]
     layers: Annotated[list[Count], msgspec.Meta(max_length=4096)]  # the kind of each

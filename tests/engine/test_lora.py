@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,6 +88,18 @@ def test_another_adapter_of_the_same_name_gives_no_kv(pair: Pair, machine: Machi
     assert pair.decode.received == before
     for engine in (pair.prefill, pair.decode):
         wait(f"{engine.name} gives all its blocks back", lambda e=engine: e.usage == 0, 15)
+
+
+def test_an_adapter_whose_files_were_replaced_at_p_gives_no_kv(pair: Pair, machine: Machine) -> None:
+    """By those that D has loaded: what P computes with are still the old ones."""
+    old, new = (adapter(machine.folder / f"fifth-{seed}", model("dense"), seed) for seed in (6, 7))
+    for engine, path in ((pair.prefill, old), (pair.decode, new), (pair.plain, new)):
+        load(engine, "fifth", path)
+    shutil.copytree(new, old, dirs_exist_ok=True)
+    asked = body(tokens(300, "fifth"), 16, logprobs=3, model="fifth")
+    before = pair.decode.received
+    expect_same(pair.legs.ask(asked), ask(pair.plain.url, asked))
+    assert pair.decode.received == before
 
 
 def load(engine: Engine, name: str, path: str) -> None:

@@ -151,9 +151,9 @@ def test_the_memory_of_a_model_and_that_warming_up_changes_nothing() -> None:
     caches = {f"layer {at}": cache((2, BLOCKS, TOKENS, HEADS, DIM), (1, 0, 2, 3, 4), torch.float16, at) for at in range(3)}
     before = [tensor.clone() for tensor in caches.values()]
     groups = [SimpleNamespace(layer_names=list(caches), kv_cache_spec=SimpleNamespace(block_size=TOKENS))]
-    made, names = device.device_memory(caches, groups, BLOCKS, Rank(0, 1, HEADS))
+    made, names = device.device_memory(caches, groups, BLOCKS, Rank(0, 1, {HEADS}))
     assert names == list(caches) and len(made.shape.layers) == 3
     assert {sum(kind.rows) for kind in made.shape.kinds} == {2 * TOKENS * HEADS * DIM * 2}
     assert all(torch.equal(tensor, old) for tensor, old in zip(caches.values(), before, strict=True))
     with pytest.raises(ConfigError, match="cannot move a KV tensor of shape"):
-        device.device_memory(caches, groups, BLOCKS + 1, Rank(0, 1, HEADS))
+        device.device_memory(caches, groups, BLOCKS + 1, Rank(0, 1, {HEADS}))

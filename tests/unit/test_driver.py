@@ -124,6 +124,25 @@ def test_a_reader_may_come_back_while_its_old_connections_seem_alive(start: Call
         held += [links.pop(p.name) for links in (d._control.links, d._carriers["zmq"].links)]  # type: ignore[attr-defined]
 
 
+def test_what_vllm_has_withdrawn_is_never_confirmed(start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even if it says so while D's last word is being read: facts go into the machine before any message (rule 3)."""
+    p, d = start(memory(64, 1)), start(memory(64, None))
+    transfer, decode = "0a" * 16, wire.decode_at_prefill
+
+    def decode_meanwhile(data: bytes) -> wire.AtPrefill:
+        message = decode(data)
+        if isinstance(message, wire.Done):
+            p.submit([events.Withdrawn(transfer)])
+        return message
+
+    monkeypatch.setattr(wire, "decode_at_prefill", decode_meanwhile)
+    p.submit([events.Scheduled(transfer, 3, [[1]]), events.Computed(transfer, LAYERS)])
+    d.submit([wanted(p, d, transfer, [2], 0, 3)])
+    report = outcome(d)
+    assert isinstance(report, events.Report)
+    assert report.landed and report.reason in (events.Reason.WITHDRAWN, events.Reason.LOST), report
+
+
 def test_an_idle_pair_does_not_wake_up(start: Callable[..., Driver]) -> None:
     p, d = start(memory(64, 1)), start(memory(64, None))
     prefill(p, "01" * 16, [1], 3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ pytest.importorskip("vllm")
 
 import torch
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kv_connectors import compat, facts
@@ -212,6 +215,68 @@ def test_what_an_adapter_is_applied_to_must_be_the_same(tmp_path: Path) -> None:
     part = SimpleNamespace(max_lora_rank=8, lora_dtype="bfloat16", target_modules=["o_proj"])
     words = "LoRA is rank 8, bfloat16 on one side and rank 8, bfloat16, of o_proj on the other"
     assert difference(layout(tmp_path, lora), layout(tmp_path, part)) == words
+
+
+def adapter(folder: Path, weights: bytes, number: int) -> Any:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return SimpleNamespace(lora_name="one", lora_path=str(folder), lora_int_id=number)
+
+
+def asked(lora: Any) -> Any:
+    return SimpleNamespace(prompt_token_ids=[1, 2], prompt_embeds=None, mm_features=[], lora_request=lora)
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Load an adapter as vLLM's engine core is told to."""
+    monkeypatch.setattr(EngineCore, "add_lora", EngineCore.add_lora)
+    for _ in range(3):  # connectors of one process
+        compat.before_adapters_load(facts.note_adapter)
+    taken: list[Any] = []
+    core: Any = SimpleNamespace(model_executor=SimpleNamespace(add_lora=lambda lora: taken.append(lora) or True))
+
+    def told(lora: Any) -> Any:
+        assert EngineCore.add_lora(core, lora) and taken.pop() is lora and not taken
+        return lora
+
+    return told
+
+
+def test_an_adapter_is_told_by_its_files_as_they_were_when_it_was_loaded(load: Any, tmp_path: Path) -> None:
+    ours, theirs = load(adapter(tmp_path / "a", b"a", 101)), load(adapter(tmp_path / "b", b"a", 102))
+    (tmp_path / "a" / "train.log").write_text("vLLM reads no such files")
+    assert facts.prompt(asked(ours)) == facts.prompt(asked(theirs)) != facts.prompt(asked(None))
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_an_adapter_whose_files_have_changed_since_gives_no_kv(load: Any, tmp_path: Path, is_used: bool) -> None:
+    """Of the same length, and perhaps by a tool that keeps times.  Loaded anew it is another one."""
+    lora = load(adapter(tmp_path / "a", b"a", 201 + is_used))
+    if is_used:
+        assert facts.prompt(asked(lora))
+    times = (tmp_path / "a" / "adapter_model.safetensors").stat()
+    adapter(tmp_path / "a", b"b", 0)
+    os.utime(tmp_path / "a" / "adapter_model.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert facts.prompt(asked(lora)) == "", "vLLM may have the old files or, after an eviction, the new ones"
+    lora.lora_int_id = 211 + is_used
+    assert facts.prompt(asked(load(lora)))
+
+
+def test_an_adapter_in_a_home_folder_is_told_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = adapter(tmp_path / "a", b"a", 301)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert facts.prompt(asked(SimpleNamespace(lora_name="one", lora_path="~/a", lora_int_id=302))) == facts.prompt(asked(one))
+
+
+def test_what_loads_adapters_keeps_its_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM converts what a client sends by that."""
+    before = EngineCore.add_lora
+    monkeypatch.setattr(EngineCore, "add_lora", before)
+    compat.before_adapters_load(lambda lora: None)
+    assert EngineCore.add_lora is not before
+    assert inspect.signature(EngineCore.add_lora) == inspect.signature(before)
 
 
 def test_several_groups_need_to_be_told_of_failures_by_request(monkeypatch: pytest.MonkeyPatch) -> None:

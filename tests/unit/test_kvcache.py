@@ -47,7 +47,7 @@ def engine(block_size: int, ranks: int, written: bool) -> tuple[list[torch.Tenso
         spec = FullAttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=SIZE, dtype=torch.bfloat16)
         groups = [SimpleNamespace(layer_names=["model.layers.0.attn"], kv_cache_spec=spec)]
         memory, names = kvcache.host_memory(
-            {"model.layers.0.attn": cache}, groups, blocks, kvcache.Rank(rank, ranks, HEADS), CONFIG
+            {"model.layers.0.attn": cache}, groups, blocks, kvcache.Rank(rank, ranks, {HEADS}), CONFIG
         )
         assert names == ["model.layers.0.attn"]
         caches.append(cache)
@@ -91,12 +91,81 @@ def test_layers_stand_in_computing_order() -> None:
     ("rank", "size", "of", "held", "head"), [(0, 1, 4, 4, 0), (1, 2, 4, 2, 2), (3, 4, 4, 1, 3), (3, 4, 2, 1, 1), (2, 8, 1, 1, 0)]
 )  # fmt: skip
 def test_how_ranks_share_out_heads(rank: int, size: int, of: int, held: int, head: int) -> None:
-    assert kvcache.Rank(rank, size, of).share(held) == (head, of)
+    assert kvcache.Rank(rank, size, {of}).share(held) == (head, of)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 12])
+@pytest.mark.parametrize("of", [1, 2, 3, 4, 6, 8, 12])
+def test_ranks_have_the_heads_whose_weights_vllm_loads_there(of: int, size: int) -> None:
+    """As QKVParallelLinear: of more ranks than heads, neighbours have the same one."""
+    if of % size and size % of:
+        return
+    for rank in range(size):
+        replicas = max(1, size // of)
+        held = max(1, of // size)
+        assert kvcache.Rank(rank, size, {of}).share(held) == (rank // replicas * held, of)
 
 
 def test_heads_that_are_shared_out_in_no_way_we_know() -> None:
     with pytest.raises(ConfigError, match="how 2 tensor parallel ranks share out 4 KV heads: this one has 3"):
-        kvcache.Rank(0, 2, 4).share(3)
+        kvcache.Rank(0, 2, {4}).share(3)
+
+
+def test_heads_that_differ_by_layer() -> None:
+    """MiMo-V2: full attention has fewer KV heads than windows."""
+    assert [kvcache.Rank(0, 1, {2, 4}).share(held) for held in (2, 4, 7)] == [(0, 2), (0, 4), (0, 7)]
+    assert [kvcache.Rank(1, 2, {2, 4}).share(held) for held in (1, 2)] == [(1, 2), (2, 4)]
+    for size in (4, 8):
+        with pytest.raises(ConfigError, match=r"have 2 or 4 KV heads, .* --tensor-parallel-size 2 or less"):
+            kvcache.Rank(1, size, {2, 4}).share(1)
+
+
+def test_where_configurations_name_kv_heads() -> None:
+    def found(total: int, **fields: Any) -> set[int]:
+        arch = fields.pop("arch", None)
+        text = SimpleNamespace(to_dict=lambda: {"num_attention_heads": 64, "head_dim": 128, "vision_heads": 16, **fields})
+        model = SimpleNamespace(get_total_num_kv_heads=lambda: total, hf_text_config=text, model_arch_config=arch)
+        return kvcache.kv_heads(model)
+
+    assert found(8, num_key_value_heads=8, use_kv_heads=True) == {8}
+    assert found(8, vision_config={"num_key_value_heads": 16}) == {8}
+    assert found(4, num_key_value_heads=4, swa_num_key_value_heads=8) == {4, 8}  # MiMo-V2
+    assert found(4, num_key_value_heads=[4, 2, 1]) == {4, 2, 1}  # OpenELM
+    assert found(8, num_attention_groups=8, attention_other_setting={"num_attention_groups": 4}) == {8, 4}  # Step 3.5
+    assert found(8, num_key_value_heads=8, num_global_key_value_heads=None) == {8}  # Gemma 4
+    assert found(8, arch=SimpleNamespace(per_layer_overrides=[{}, {"total_num_kv_heads": 2}])) == {8, 2}
+
+
+def of_window(window: int | None, monkeypatch: pytest.MonkeyPatch, order: str) -> Any:
+    """The kind of a layer as an engine with such a kernel describes it."""
+    monkeypatch.setattr(compat, "kv_order", lambda *_: order)
+    fields: Any = {"block_size": 32, "num_kv_heads": 2, "head_size": SIZE, "dtype": torch.bfloat16}
+    spec = SlidingWindowSpec(**fields, sliding_window=window) if window else FullAttentionSpec(**fields)
+    cache = torch.zeros(2, 2, 32, 2 * SIZE, dtype=torch.bfloat16)
+    groups = [SimpleNamespace(layer_names=["a"], kv_cache_spec=spec)]
+    return kvcache.host_memory({"a": cache}, groups, 2, kvcache.Rank(0, 1, {2}), CONFIG)[0].shape
+
+
+def test_rearranged_blocks_have_no_clean_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So where blocks may have held something else, both kernels must write them in one order."""
+    amx, other = "keys transposed", "plain"
+    there, here = (of_window(None, monkeypatch, order) for order in (amx, other))
+    mapping.plan([there], [here])
+    there, here = (of_window(128, monkeypatch, order) for order in (amx, other))
+    with pytest.raises(Unmappable, match=r"keys transposed, blocks of 32 at P and .* plain, blocks of 32 at D"):
+        mapping.plan([there], [here])
+    mapping.plan([here], [here])
+
+
+def test_a_layer_that_uses_anothers_kv_is_not_there_twice() -> None:
+    """But two groups may share a tensor, of which each has other blocks."""
+    cache = torch.zeros(2, 2, 32, 2 * SIZE, dtype=torch.bfloat16)
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=SIZE, dtype=torch.bfloat16)
+    caches = dict.fromkeys(("m.2.attn", "m.1.attn", "m.0.attn"), cache)
+    groups = [SimpleNamespace(layer_names=names, kv_cache_spec=spec) for names in (["m.2.attn", "m.0.attn"], ["m.1.attn"])]
+    memory, names = kvcache.host_memory(caches, groups, 2, kvcache.Rank(0, 1, {2}), CONFIG)
+    assert names == ["m.0.attn", "m.1.attn"]
+    assert len(memory.planes) == len(memory.shape.layers) == 2
 
 
 def test_windows() -> None:
@@ -131,7 +200,7 @@ def hybrid(block_size: int) -> HostMemory:
     }
     groups = [SimpleNamespace(layer_names=[name], kv_cache_spec=spec) for name, spec in specs.items()]
     memory, names = kvcache.host_memory(
-        dict(zip(specs, (states, attention), strict=True)), groups, blocks, kvcache.Rank(0, 1, 1), CONFIG
+        dict(zip(specs, (states, attention), strict=True)), groups, blocks, kvcache.Rank(0, 1, {1}), CONFIG
     )
     assert names == list(specs)
     memory.kept = buffer  # type: ignore[attr-defined] - it holds addresses only

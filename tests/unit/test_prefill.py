@@ -44,6 +44,28 @@ def fetch(side: PrefillSide, *numbers: int) -> list[int] | None:
     return action.blocks if isinstance(action, SendPiece) else None
 
 
+def test_a_reader_of_the_first_layers_is_done_before_the_others_are_computed() -> None:
+    """A stage of D's pipeline, of a prompt of one chunk."""
+    side = PrefillSide("p", Shape([FULL], [0, 0]))
+    side.handle(Scheduled("t", 4, [[1]]), 0.0)
+    side.handle(wire.Pull("t", "p", "d", "zmq:x", 2), 0.0)
+    done = wire.Done(transfer="t", source="p", reader="d")
+    for layers, intact in ((0, False), (1, True)):
+        side.handle(Computed("t", layers), 0.0)
+        (settled,) = side.handle(done, 0.1)
+        assert isinstance(settled, Send) and isinstance(settled.message, wire.Settled) and settled.message.intact == intact
+
+
+def test_layers_that_were_final_stay_so(side: PrefillSide) -> None:
+    """What has changed again must be withdrawn: readers may have it already."""
+    side.handle(Scheduled("t", 22, [[12], [13], []]), 0.0)
+    for layers in (1, 1, 2):
+        side.handle(Computed("t", layers), 0.0)
+        side.validate()
+    with pytest.raises(AssertionError, match="2 layers were final, and now 1"):
+        side.handle(Computed("t", 1), 0.0)
+
+
 def test_each_layer_has_the_blocks_of_its_group(side: PrefillSide) -> None:
     assert fetch(side, 0, 1, 4, 12) == [2, 3]
     assert fetch(side, 1, 2, 12, 20) == [9, 10]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from kv_connectors.connector import DisaggConnector
+from kv_connectors.layers import Layers
 from kv_connectors.messages import StepMetadata, WorkerMetadata
 from kv_connectors.worker import WorkerSide
 from vllm_disagg import events, keys
@@ -33,13 +36,27 @@ class Recorder:
         return taken
 
 
-def started(overlap: str) -> tuple[WorkerSide, Recorder]:
+def started(overlap: str, layers: str = "ab") -> tuple[WorkerSide, Recorder]:
     worker = WorkerSide(Config(overlap=overlap), keys.FleetKey(b"k" * keys.SIZE), 0, None, None)  # type: ignore[arg-type]
     driver = Recorder()
     worker._driver = driver  # type: ignore[assignment]
-    worker._layers = {"a": 1, "b": 2}
-    worker._shape = uniform(layers=2, block_size=16, rows=[4 << 20])  # so large that each layer is worth an offer
+    worker._layers = Layers(layers)
+    worker._shape = uniform(len(layers), block_size=16, rows=[4 << 20])  # so large that each layer is worth an offer
     return worker, driver
+
+
+def step(worker: WorkerSide, driver: Recorder, calls: str) -> list[tuple[int, Any]]:
+    """Compute layers in this order: (calls so far, how many layers are said to be final, or "Withdrawn")."""
+    worker.begin(StepMetadata(prefill=[events.Scheduled("t", 16, [[1]])]))
+    heard: list[tuple[int, Any]] = []
+    for at, layer in enumerate([*calls, ""], 1):
+        driver.facts.clear()
+        if layer:
+            worker.layer_computed(layer)
+        else:
+            worker.end()
+        heard += [(at, getattr(fact, "layers", type(fact).__name__)) for fact in driver.facts]
+    return heard
 
 
 def said(driver: Recorder) -> list[str]:
@@ -61,13 +78,66 @@ def prompt(overlap: str) -> list[str]:
 @pytest.mark.parametrize(
     ("overlap", "step", "end"),
     [
-        ("layer", ["Scheduled", "Computed 1", "Computed 2", "Computed 2"], ["Pinned"]),
+        ("layer", ["Scheduled", "Computed 1", "Computed 2"], ["Pinned"]),
         ("chunk", ["Scheduled", "Computed 2"], ["Pinned"]),
         ("off", ["Scheduled"], ["Computed 2", "Pinned"]),
     ],
 )
 def test_overlap(overlap: str, step: list[str], end: list[str]) -> None:
-    assert prompt(overlap) == [*step, *step, *end]
+    first = [one for one in step if one != "Computed 1"]  # how often a layer is computed in a step is not known yet
+    assert prompt(overlap) == [*first, *step, *end]
+
+
+@pytest.mark.parametrize(
+    ("calls", "heard"),
+    [
+        ("abcd", [(1, 1), (2, 2), (3, 3), (5, 4)]),
+        ("cabd", [(2, 1), (3, 3), (5, 4)]),  # Zamba2: blocks of attention in turn
+        ("dcba", [(4, 3), (5, 4)]),
+        ("bcd", [(4, 4)]),  # `a` is a state, computed without a call
+        ("abd", [(1, 1), (2, 2), (4, 4)]),
+        ("abxcd", [(1, 1), (2, 2), (4, 3), (6, 4)]),  # `x` uses another layer's KV
+        ("abcdabcd", [(5, 1), (6, 2), (7, 3), (9, 4)]),  # a loop: the last one counts
+        ("", [(1, 4)]),  # a CUDA graph
+    ],
+)
+def test_layers_are_offered_when_each_before_them_has_been_computed(calls: str, heard: list[tuple[int, Any]]) -> None:
+    worker, driver = started("layer", "abcd")
+    assert step(worker, driver, calls) == [(len(calls) + 1, 4)], "the first step teaches"
+    for _ in range(3):
+        assert step(worker, driver, calls) == heard
+
+
+def test_a_layer_computed_less_often_than_ever_waits_for_the_end() -> None:
+    worker, driver = started("layer", "abcd")
+    step(worker, driver, "aabbccdd")
+    assert step(worker, driver, "abcd") == [(5, 4)]
+    assert step(worker, driver, "aabbcd") == [(2, 1), (4, 2), (7, 4)]
+
+
+def test_an_offer_that_has_changed_is_taken_back_once() -> None:
+    worker, driver = started("layer", "abcd")
+    step(worker, driver, "abcd")
+    assert step(worker, driver, "abcabcd") == [(1, 1), (2, 2), (3, 3), (4, "Withdrawn"), (8, 4)]
+    assert step(worker, driver, "abcabcd") == [(4, 1), (5, 2), (6, 3), (8, 4)], "and learned from"
+
+
+def test_no_order_of_layers_offers_what_is_computed_later() -> None:
+    """Or it is withdrawn.  Orders as no model has them, one after the other."""
+    random, layers = Random(1), "abcdef"
+    for _ in range(300):
+        worker, driver = started("layer", layers)
+        worker._shape = uniform(len(layers), block_size=16, rows=[random.choice([1 << 20, 4 << 20])])
+        orders = [layers[: random.randint(0, 6)] + "".join(random.choices(layers, k=random.randint(0, 6))) for _ in range(2)]
+        for calls in random.choices(orders, k=6):
+            heard = step(worker, driver, calls)
+            assert heard[-1] == (len(calls) + 1, len(layers)), "at the end, all of it"
+            withdrawn = [at for at, what in heard if what == "Withdrawn"]
+            said = [(at, what) for at, what in heard[:-1] if what != "Withdrawn"]
+            assert [what for _, what in said] == sorted(what for _, what in said), "never back"
+            changed = [at for at, what in said if set(layers[:what]) & set(calls[at:])]
+            assert len(withdrawn) == 1 or not (withdrawn or changed), (calls, heard)
+            assert all(at < withdrawn[0] for at, _ in said if withdrawn), "nothing is offered after that"
 
 
 @pytest.mark.parametrize("overlap", ["layer", "chunk", "off"])
@@ -105,6 +175,15 @@ def test_what_is_withdrawn_is_said_before_the_step_begins() -> None:
     assert driver.facts == [events.Withdrawn("gone")]
     worker.begin(metadata)
     assert said(driver) == ["Withdrawn", "Scheduled", "Withdrawn"]
+
+
+def test_vllm_says_what_is_withdrawn_before_it_clears_blocks() -> None:
+    """By `handle_preemptions`, the only hook before the step zeroes and copies blocks."""
+    worker, driver = started("layer")
+    connector = DisaggConnector.__new__(DisaggConnector)
+    connector._worker = worker
+    connector.handle_preemptions(StepMetadata(prefill=[events.Withdrawn("gone"), events.Pinned("over")]))
+    assert driver.facts == [events.Withdrawn("gone")]
 
 
 def test_what_was_found_goes_to_the_scheduler() -> None:

@@ -279,10 +279,11 @@ class Connection(asyncio.Protocol):
             self._incoming, self._url, self._state = Request(), b"", "head"
 
     def on_url(self, url: bytes) -> None:
-        self._url += url
+        if self._state != "refused":
+            self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._state == "body":  # trailers are no headers (RFC 9110, 6.5.1), and nobody bounds them
+        if self._state in ("body", "refused"):  # trailers are no headers (RFC 9110, 6.5.1), and nobody bounds them
             return
         if not self._incoming.headers:
             self._is_http = self._url + b" HTTP/" in self._line  # the parser takes RTSP too

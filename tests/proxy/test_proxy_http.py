@@ -111,8 +111,8 @@ async def test_where_a_body_says_nothing_it_is_small(line: bytes, status: int) -
     """Some of these paths are for strangers too."""
     async with world(prefill=0) as w:
         assert (await w.raw(request(line + b" HTTP/1.1", body=b"x" * 60_000))).status == status
-        for rest in (b"content-length: 70000\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n" + b"8000\r\n" + b"x" * 32768 + b"\r\n"
-                     b"8000\r\n" + b"x" * 32768 + b"\r\n8\r\n"):  # fmt: skip
+        chunk = b"8000\r\n" + b"x" * 32768 + b"\r\n"
+        for rest in (b"content-length: 70000\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n" + 2 * chunk + b"8\r\n"):
             reply = await w.raw(line + b" HTTP/1.1\r\nhost: x\r\n" + rest + b"12345678")
             assert (reply.status, reply.complete) == (413, True)
 
@@ -121,7 +121,8 @@ async def test_a_refused_request_after_a_good_one() -> None:
     async with world(prefill=0, ready=False, api_keys=["k"]) as w:
         await until(lambda: w.d.probes)
         good = request(b"GET /v1/models HTTP/1.1", b"host: x\r\n" + KEY, b"")
-        chunked = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n" + KEY + b"\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        chunked = head + b"2\r\n{}\r\n0\r\n" + KEY + b"\r\n"
         for refused in (request(), chunked):  # neither a later head nor a trailer lends it a key
             client = await w.connect()
             client.writer.write(good + refused + good)
@@ -136,7 +137,8 @@ async def test_all_bodies_together_have_a_limit() -> None:
     async with serving(Limits(all_bodies_bytes=1000)) as (server, hand, port):
         first, second, third = [await connect(port) for _ in range(3)]
         first.writer.write(request(body=b"x" * 600))  # runs
-        second.writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n12c\r\n" + b"x" * 300)  # is read
+        chunked = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        second.writer.write(chunked + b"12c\r\n" + b"x" * 300)  # is read
         await until(lambda: server.held_bytes == 900)
         third.writer.write(request(fields=b"host: x\r\nexpect: 100-continue\r\n", body=b"x" * 101))
         reply = await asyncio.wait_for(third.receive(), 2)
@@ -280,7 +282,7 @@ async def test_who_reads_no_answers_gets_no_more_requests_served() -> None:
 @pytest.mark.parametrize("after", [b"", b"GET /first HTTP/1.1\r\nhost: b\r\na: /x HTTP/1.1\r\n\r\n"])
 @pytest.mark.parametrize("pieces", [1, 7])
 async def test_heads(line: bytes, fields: bytes, status: int, after: bytes, pieces: int) -> None:
-    async with serving(Limits()) as (server, hand, port):
+    async with serving(Limits()) as (_, hand, port):
         hand.go.set()
         client = await connect(port)
         text = after + line + b"\r\n" + fields + b"\r\n"

@@ -271,7 +271,7 @@ class Connection(asyncio.Protocol):
             self._parser = httptools.HttpRequestParser(self)
             version = b"1.1" if request.chunked_ok else b"1.0"
             start = b"%b %b HTTP/%b" % (request.method.encode(), self._url, version)
-            self._line = b"%b\r\n%b" % (start, data)
+            self._line = start + b"\r\n" + bytes(data)
             self._parser.feed_data(head(start, without_upgrade(request.headers)))
 
     def on_message_begin(self) -> None:

@@ -311,4 +311,4 @@ async def test_no_body_stops_the_others(kind: str) -> None:
         turns.append(now - last)
         last = now
     await reading
-    assert max(turns) < 0.5
+    assert max(turns) < 0.25

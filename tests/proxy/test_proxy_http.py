@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -97,7 +98,7 @@ async def test_no_byte_of_a_refused_body_is_kept() -> None:
         client.writer.write(b"x" * 1_000_000)
         await asyncio.sleep(0.05)
         (connection,) = server.connections
-        assert hand.bodies == [0] and server.held_bytes == 0 and not connection._chunks and not connection._early
+        assert hand.bodies == [0] and server.held_bytes == 0 and not connection._body and not connection._early
         hand.go.set()
         assert (await client.receive()).status == 200
         client.close()
@@ -168,6 +169,22 @@ async def test_what_a_client_held_is_given_back_when_it_goes(sent: bytes) -> Non
         assert server.held_bytes == 0
         await until(lambda: hand.gone == len(hand.bodies))
         assert server.held_bytes == 0
+
+
+async def test_small_chunks_cost_their_bytes() -> None:
+    async with serving(Limits()) as (server, _, port):
+        client = await connect(port)
+        client.writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        tracemalloc.start()
+        try:
+            for _ in range(100):
+                client.writer.write(b"2\r\nxx\r\n" * 1000)
+                await client.writer.drain()
+            await until(lambda: server.held_bytes == 200_000)
+            assert tracemalloc.get_traced_memory()[0] < 2_000_000
+        finally:
+            tracemalloc.stop()
+            client.close()
 
 
 # -- a drain ---------------------------------------------------------------------------------------------------------

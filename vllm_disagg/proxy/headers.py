@@ -69,7 +69,7 @@ def plain_path(path: str) -> str:
     """A path with one slash before it and none behind it, as FastAPI and other proxies serve it."""
     if path.startswith("//"):
         path = "/" + path.lstrip("/")
-    return path.rstrip("/") or "/" if path.endswith("/") else path
+    return path.rstrip("/") or "/"
 
 
 def head(start: bytes, headers: Headers) -> bytes:

@@ -101,7 +101,7 @@ class Connection(asyncio.Protocol):
         self._url = b""
         self._line = b""  # where the request line is looked for: the present bytes, and those before until it is complete
         self._is_http = False
-        self._chunks: list[bytes] = []
+        self._body = bytearray()  # one buffer: many small chunks would cost many times their bytes
         self._body_limit = 0
         self._size = 0  # of the head, then of the body
         self._between = 0  # bytes since the last ones of the body: framing, or trailers
@@ -208,8 +208,8 @@ class Connection(asyncio.Protocol):
         return self._server.held_bytes <= self._limits.all_bodies_bytes
 
     def _drop_body(self) -> None:
-        self._count(-sum(len(chunk) for chunk in self._chunks))
-        self._chunks = []
+        self._count(-len(self._body))
+        self._body = bytearray()
 
     def _stalled(self) -> None:
         """Cut a client that reads nothing; its handler, and so both legs, end with it."""
@@ -304,7 +304,7 @@ class Connection(asyncio.Protocol):
         if upgrades and request.chunked_ok and find(request.headers, b"upgrade").lower() == b"websocket":
             request.upgrade = b"websocket"
         request.keep_alive = self._parser.should_keep_alive() and request.chunked_ok
-        self._state, self._size, self._between, self._chunks = "body", 0, 0, []
+        self._state, self._size, self._between = "body", 0, 0
         codings = [value.lower() for name, value in request.headers if name == b"transfer-encoding"]
         length = int(find(request.headers, b"content-length") or 0)
         if problem or (problem := host_problem(request.headers, request.chunked_ok)):
@@ -357,15 +357,16 @@ class Connection(asyncio.Protocol):
         if self._size > self._body_limit:
             self._refuse(413, self._too_large())
             return
-        self._chunks.append(body)
+        self._body += body
         if not self._count(len(body)):
             self._refuse(503, ALL_BODIES)
 
     def on_message_complete(self) -> None:
         if self._state != "refused":
-            self._incoming.body = b"".join(self._chunks)
+            if self._body:
+                self._incoming.body, self._body = bytes(self._body), bytearray()
             self._ready.append(self._incoming)
-            self._state, self._size, self._chunks = "idle", 0, []
+            self._state, self._size = "idle", 0
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer an error after what is before it, then close: what follows cannot be told apart."""

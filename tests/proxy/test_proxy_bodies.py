@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_disagg.proxy.bodies import FORBIDDEN, BadBody, parse, parsed
+from vllm_disagg.proxy.bodies import FORBIDDEN, SLICE_BYTES, BadBody, check_form, parse, parsed
 from vllm_disagg.proxy.dialects import _NOT_FOR_PREFILL, CHAT, COMPLETIONS, DIALECTS
 
 COMPLETION = {"model": "m", "prompt": "hi"}
@@ -267,6 +267,17 @@ def test_a_body_has_at_most_a_thousand_fields(path: str, count: int, pad: int) -
     if pad:
         with pytest.raises(BadBody, match="more than 1000 fields"):
             parse(raw[:-2], DIALECTS["/v1/completions"]) if path == "/v1/completions" else parse(raw, DIALECTS[path])
+
+
+def test_nothing_hides_between_two_slices() -> None:
+    key = rb'"\u006bv_\u0074ransfer_params"'
+    for at in range(SLICE_BYTES - len(key) - 2, SLICE_BYTES + 2):
+        fill = b'{"p":"' + b"x" * (at - 9) + b'", '
+        with pytest.raises(BadBody, match="kv_transfer_params"):
+            parse(b'{"a":' + fill + key + b":1}}")
+        form = b"x" * at + b";name*0=" + b"x"
+        with pytest.raises(BadBody):
+            asyncio.run(check_form(b"multipart/form-data; boundary=x", form))
 
 
 def dense(piece: bytes, whole: bytes = b'{"a":[%s0]}', size: int = 32 << 20) -> bytes:

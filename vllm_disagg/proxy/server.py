@@ -283,11 +283,12 @@ class Connection(asyncio.Protocol):
             self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._state in ("body", "refused"):  # trailers are no headers (RFC 9110, 6.5.1), and nobody bounds them
+        if self._state != "head":  # trailers are no headers (RFC 9110, 6.5.1), and nobody bounds them
             return
-        if not self._incoming.headers:
+        headers = self._incoming.headers
+        if not headers:
             self._is_http = self._url + b" HTTP/" in self._line  # the parser takes RTSP too
-        self._incoming.headers.append((name.lower(), value))
+        headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         if self._state == "refused":
@@ -307,7 +308,9 @@ class Connection(asyncio.Protocol):
         self._state, self._size, self._between = "body", 0, 0
         codings = [value.lower() for name, value in request.headers if name == b"transfer-encoding"]
         length = int(find(request.headers, b"content-length") or 0)
-        if problem or (problem := host_problem(request.headers, request.chunked_ok)):
+        if target is not self._url:  # with a host in it
+            problem = problem or host_problem(request.headers, request.chunked_ok)
+        if problem:
             self._refuse(*problem)
         elif codings not in ([], [b"chunked"]) or (codings and not request.chunked_ok):
             self._refuse(400, "transfer-encoding must be chunked")

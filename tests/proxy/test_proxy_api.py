@@ -15,9 +15,9 @@ from vllm_disagg.proxy.routes import REFUSED, ROUTES, UNGUARDED, find
 
 async def test_unknown_paths_never_reach_an_engine() -> None:
     async with world() as w:
-        for path in ("/", "/v1/completions/", "//v1/models", "/pause/", "/v1/models/../../pause", "/static/x",
-                     "/v1/responses/", "/v1/responses//cancel", "/v1/responses/a/b", "/v1/responses/a/cancel/",
-                     "/v1/responses/../../pause", "/v1/responses/%2e%2e/cancel", "/v1/responses/a/cancel/x"):  # fmt: skip
+        for path in ("/", "//", "/v1//completions", "/v1/models/../../pause", "/static/x", "/adapters/..", "/adapters/a/b",
+                     "/adapters/%2e%2e", "/v1/responses//cancel", "/v1/responses/a/b", "/v1/responses/a/cancel/x",
+                     "/v1/responses/../../pause", "/v1/responses/%2e%2e/cancel"):  # fmt: skip
             reply = await w.ask("POST", path, b"{}")
             assert (reply.status, reply.json()) == (404, {"detail": "Not Found"})
         for path, why in REFUSED.items():

@@ -1,12 +1,14 @@
 """What clients may send, what is disaggregated, and what each leg gets."""
 
+import asyncio
 import json
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_disagg.proxy.bodies import FORBIDDEN, BadBody, parse
+from vllm_disagg.proxy.bodies import FORBIDDEN, SLICE_BYTES, BadBody, check_form, parse, parsed
 from vllm_disagg.proxy.dialects import _NOT_FOR_PREFILL, CHAT, COMPLETIONS, DIALECTS
 
 COMPLETION = {"model": "m", "prompt": "hi"}
@@ -20,7 +22,6 @@ def whole(chat: bool = False, **fields: object) -> str:
     "raw",
     [
         b'{"prompt":"a","kv_transfer_params":{}}',
-        b'{"prompt":"a","kv_transfer_params":null}',
         b'{"kv_transfer_params":{"x":1},"prompt":"a","kv_transfer_params":null}',
         b'{"kv_transfer_param\\u0073":{}}',
         b'{"\\u006bv_transfer_params":{}}',
@@ -29,6 +30,9 @@ def whole(chat: bool = False, **fields: object) -> str:
         b'{"a":[{"b":[{"ec_transfer_params":1}]}]}',
         b'{"a":{"kv_transfer_params":1},"a":2}',
         b'{"ec_transfer_params":{}}',
+        b'{"ec_transfer_params" \t:\n\r 0}',
+        b'{"a":{"kv_transfer_params":null,"kv_transfer_params":{}}}',
+        b'{"a":[{"\\u0065\\u0063_tran\\u0073fer_params":false}]}',
     ],
 )
 @pytest.mark.parametrize("size", [0, 10_000])
@@ -51,7 +55,9 @@ def test_kv_fields_as_text_are_only_text(size: int) -> None:
 @pytest.mark.parametrize(
     "raw",
     [b"", b"[]", b'"a"', b"{", b'{"a":NaN}', b'{"a":[Infinity]}', b'{"a":1}x', b'{"\xff":1}', b"\xff\xfe{\x00}\x00",
-     b'{"a":' + b"[" * 100_000, b'{"\\u0061":' + b"9" * 5000 + b"}", b'{"a":"\\ud800"}', b'\xef\xbb\xbf{"a":1}'],
+     b'{"a":' + b"[" * 100_000, b'{"a":"\\ud800"}', b'{"a":["\\ud800 \\ud800"]}', b'{"a":["\\ude00\\ud83d"]}',
+     b'{"a":"\xed\xa0\x80"}', b'{"a":["\xff"]}', b'{"a":"\xe6\xbc"}', b'{"a":"' + b"x" * 3_000_000 + b'\xc3"}',
+     b'\xef\xbb\xbf{"a":1}'],
 )  # fmt: skip
 def test_what_is_not_an_object_in_json_is_refused(raw: bytes) -> None:
     with pytest.raises(BadBody):
@@ -230,4 +236,90 @@ def test_a_chat_s_next_turn_begins_with_its_last_one() -> None:
 
 
 def test_a_model_whose_name_is_no_text_is_none_that_we_know() -> None:
-    assert parse(b'{"model":"\xff","prompt":"x"}').model == ""
+    assert parse(b'{"model":7,"prompt":"x"}').model == ""
+
+
+@pytest.mark.parametrize("size", [0, 10_000, 2_000_000])
+def test_kv_fields_that_are_null_are_as_if_they_were_not_there(size: int) -> None:
+    """vLLM's own `/render` writes them, for `/inference/v1/generate`."""
+    pad = "\u6f22\U0001f600" * (size // 8)
+    fields = {"prompt": "a", "kv_transfer_params": None, "ec_transfer_params": None, "pad": pad}
+    raw = json.dumps({**fields, "a": [{"kv_transfer_params": None}]}, ensure_ascii=size == 10_000).encode()
+    body = parse(raw)
+    assert json.loads(body.decode({"disagg_grant": "G"}))["kv_transfer_params"] == {"disagg_grant": "G"}
+    assert json.loads(body.prefill({"disagg_grant": "G"}))["kv_transfer_params"] == {"disagg_grant": "G"}
+    assert json.loads(body.plain()) == json.loads(raw)
+    with pytest.raises(BadBody):
+        parse(raw.replace(b'[{"kv_transfer_params": null}]', b'[{"kv_transfer_params": nulls}]'))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/generate"])
+@pytest.mark.parametrize(("count", "pad"), [(1000, 0), (1000, 100_000), (1001, 0), (1001, 100_000)])
+def test_a_body_has_at_most_a_thousand_fields(path: str, count: int, pad: int) -> None:
+    """And one of more is not read to its end."""
+    fields = {"\u00e9" * (i % 2) + str(i): "x" * (pad // count) for i in range(count)}
+    raw = json.dumps({"sampling_params": fields} if path.startswith("/inf") else fields).encode()
+    if count <= 1000:
+        assert json.loads(parse(raw, DIALECTS[path]).plain()) == json.loads(raw)
+        return
+    with pytest.raises(BadBody, match="more than 1000 fields"):
+        parse(raw, DIALECTS[path])
+    if pad:
+        with pytest.raises(BadBody, match="more than 1000 fields"):
+            parse(raw[:-2], DIALECTS["/v1/completions"]) if path == "/v1/completions" else parse(raw, DIALECTS[path])
+
+
+def test_nothing_hides_between_two_slices() -> None:
+    key = rb'"\u006bv_\u0074ransfer_params"'
+    for at in range(SLICE_BYTES - len(key) - 2, SLICE_BYTES + 2):
+        fill = b'{"p":"' + b"x" * (at - 9) + b'", '
+        with pytest.raises(BadBody, match="kv_transfer_params"):
+            parse(b'{"a":' + fill + key + b":1}}")
+        form = b"x" * at + b";name*0=" + b"x"
+        with pytest.raises(BadBody):
+            asyncio.run(check_form(b"multipart/form-data; boundary=x", form))
+
+
+def dense(piece: bytes, whole: bytes = b'{"a":[%s0]}', size: int = 32 << 20) -> bytes:
+    return whole % (piece * (size // len(piece)))
+
+
+LARGE = {
+    "fields": lambda: b"{" + b",".join(b'"%06x":1' % i for i in range(2_500_000)) + b"}",
+    "fields of an object": lambda: dense(b'"a":1,', b'{"a":{%s"b":0}}'),
+    "hidden names": lambda: dense(b'"kv_transfer_params":null,', b'{"a":{%s"b":0}}'),
+    "escaped names": lambda: dense(b'"\\u006bv_transfer_param":1,', b'{"a":{%s"b":0}}'),
+    "quotes and one escape": lambda: dense(b'"",', b'{"a":[%s"\\u006b"]}'),
+    "objects": lambda: dense(b"{},"),
+    "tools": lambda: dense(b"{},", b'{"input":"a","tools":[%s{}]}'),
+    "a number": lambda: dense(b"1", b'{"temperature":%s,"priority":1}'),
+    "text with escapes": lambda: dense(b"\\u00e9", b'{"prompt":"%s"}'),
+    "text": lambda: dense("\u6f22\U0001f600a".encode(), b'{"prompt":"%s"}'),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+async def test_no_body_stops_the_others(kind: str) -> None:
+    """The longest time on the processor between two turns of the loop, or of Python's lock, while 32 MB are read."""
+    raw = LARGE[kind]()
+    over, turns = False, []
+
+    async def read() -> None:
+        nonlocal over
+        try:
+            body = await parsed(raw, DIALECTS["/v1/responses"])
+            assert body.plain() and body.priority >= 0 and not body.one_token
+            assert (body.whole == "tools") is (kind == "tools") or not body.reproducible
+        except BadBody:
+            pass
+        over = True
+
+    reading = asyncio.create_task(read())
+    last = time.process_time()
+    while not over:
+        await asyncio.sleep(0)
+        now = time.process_time()
+        turns.append(now - last)
+        last = now
+    await reading
+    assert max(turns) < 0.25

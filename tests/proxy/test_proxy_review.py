@@ -48,8 +48,8 @@ def test_a_form_cannot_carry_what_json_must_not(kind: bytes) -> None:
     name = b"other" if b"charset" in kind else b"vllm_xargs"
     part = b'--x\r\nContent-Disposition: form-data; name="%s"\r\n\r\n{"kv_transfer_params":"x"}\r\n--x--' % name
     with pytest.raises(bodies.BadBody):
-        bodies.check_form(kind, part)
-    bodies.check_form(b"multipart/form-data; boundary=x", part.replace(name, b"model"))
+        asyncio.run(bodies.check_form(kind, part))
+    asyncio.run(bodies.check_form(b"multipart/form-data; boundary=x", part.replace(name, b"model")))
 
 
 async def test_a_drain_ends_with_its_instance() -> None:

@@ -146,7 +146,7 @@ async def test_a_handler_that_fails_cuts_the_connection(caplog: pytest.LogCaptur
     server = Server(broken, Limits())
     port = await server.start("127.0.0.1", 0)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET / HTTP/1.1\r\n\r\n")
+    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
     assert not (await reader.read()).endswith(b"0\r\n\r\n")
     assert "ZeroDivisionError" in caplog.text
     writer.close()
@@ -321,7 +321,7 @@ async def test_no_content_has_no_length() -> None:
     server = Server(nothing, Limits())
     port = await server.start("127.0.0.1", 0)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET / HTTP/1.1\r\n\r\n")
+    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
     assert b"content-length" not in await reader.readuntil(b"\r\n\r\n")
     writer.close()
     await server.stop(1.0)

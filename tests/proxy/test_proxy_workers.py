@@ -12,13 +12,14 @@ import pytest
 from proxy_world import ScriptedEngine, World, until
 from vllm_disagg.errors import BadGrant
 from vllm_disagg.keys import FleetKey
-from vllm_disagg.proxy.crew import Message
+from vllm_disagg.proxy import supervisor
+from vllm_disagg.proxy.crew import Message, Place
 from vllm_disagg.proxy.fleet import Instance
 from vllm_disagg.proxy.members import Change
 from vllm_disagg.proxy.metrics import merge
 from vllm_disagg.proxy.registry import Registry
 from vllm_disagg.proxy.shared_load import SharedLoad, size
-from vllm_disagg.proxy.supervisor import Hub
+from vllm_disagg.proxy.supervisor import Hub, _live
 from vllm_disagg.registration import Note, sign
 
 
@@ -210,3 +211,46 @@ def test_a_new_worker_refuses_registrations_that_the_others_have_heard() -> None
     with pytest.raises(BadGrant, match="heard before"):
         new.tell(old, 3600.0)
     assert new.tell(sign(key, Note("c", "i", 3, "decode", "http://d")), 3600.0) == "ok"
+
+
+LARGE_SCRAPE = """
+import asyncio, sys
+from vllm_disagg.proxy import supervisor
+from vllm_disagg.proxy.crew import Crew, parse_place
+from vllm_disagg.proxy.fleet import Fleet
+
+async def main():
+    crew = Crew(parse_place(sys.argv[2]), Fleet(), lambda: b"#" * (65 << 20), lambda: None)
+    await crew.listen(None, None, lambda: None)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_large_scrape_kills_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics of a large fleet are longer than any line."""
+    monkeypatch.setattr(supervisor, "PATIENCE", 15.0)
+    table = os.memfd_create("test")
+    os.truncate(table, size(1))
+    hub, asking = Hub(1), asyncio.Event()
+    (worker,) = hub.workers
+    said: list[Message] = []
+    life = asyncio.create_task(_live(worker, hub, [sys.executable, "-c", LARGE_SCRAPE], Place(0, 1, 0, table, 0, "c")))
+    await asyncio.wait((asyncio.create_task(worker.ready.wait()), life), timeout=10, return_when="FIRST_COMPLETED")
+    assert worker.process and worker.ready.is_set()
+
+    def note(message: Message, say: Any = worker.say) -> None:
+        said.append(message)
+        say(message)
+        if message.kind == "texts":
+            asking.set()
+
+    worker.say = note  # type: ignore[method-assign]
+    hub.heard(worker, Message("ask"), 0.0)
+    await asyncio.wait((asyncio.create_task(asking.wait()), life), timeout=10, return_when="FIRST_COMPLETED")
+    await until(lambda: hub._texts)
+    assert len(hub._texts[worker]) == 65 << 20 and not life.done()
+    assert worker.writer
+    worker.writer.close()
+    assert await asyncio.wait_for(life, 10) == 0
+    os.close(table)

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import uuid
 from collections.abc import Awaitable, Callable
 from urllib.parse import parse_qs
 
 import msgspec
 
+from ..registration import PATH as REGISTER
 from . import bodies, routes
-from .admin import Admin
+from .admin import DRAIN, INSTANCES, Admin
 from .admission import QueueFull, QueueTimeout
 from .books import Books
 from .cors import Cors, may_open
 from .dialects import DIALECTS
 from .fleet import Instance
 from .gate import Gate, priority
-from .headers import find
+from .headers import Headers, find
 from .pairing import choose_decode
 from .passing import RETRIES
 from .policies import Ask
@@ -30,6 +32,9 @@ from .settings import Settings
 
 log = logging.getLogger(__name__)
 
+SMALL_BODY_BYTES = 64 * 1024  # where a body has nothing to say, or a stranger may send one
+ADMIN = (("POST", INSTANCES), ("DELETE", INSTANCES), ("POST", DRAIN), ("POST", REGISTER))  # their guard is their own
+REQUEST_ID = b"x-request-id"
 TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 
 Route = Callable[[Request, Connection], Awaitable[int]]  # the answer's status
@@ -47,6 +52,7 @@ class Api:
         self._cors = Cors(settings.origins) if settings.origins else None
         self._keys = [key.encode() for key in settings.api_keys]
         self._timeout = settings.request_timeout
+        self._body_bytes = settings.limits.body_bytes
         self._own: dict[str, Route] = {
             "/health": self._health,
             "/ping": self._health,
@@ -68,22 +74,44 @@ class Api:
         """Answer one request, whatever happens."""
         if (self._cors and self._cors.handle(request, client)) or self._admin.handle(request, client):
             return
-        if not self._allowed(request):
-            client.answer(401, [JSON], b'{"error":"Unauthorized"}')
+        if refusal := self._refusal(request):
+            client.answer(*refusal)
+            self.refused(request, client, refusal[0])
             return
+        _, how = routes.find(request.path) or ((), "own")
+        if how == "own":
+            await self._own[request.path](request, client)
+        else:
+            _identify(request, client)
+            outcome = await self._run(self._served[how], request, client)
+            log.debug("%s %s: %s", request.method, request.path, outcome)
+
+    def body_limit(self, request: Request) -> int:
+        """How many bytes of a body are worth reading; 0 when the head alone is refused."""
+        if (request.method, request.path) not in ADMIN:
+            if self._refusal(request):
+                return 0
+            if request.method == "POST" and routes.guarded(request.path):
+                return self._body_bytes
+        return min(SMALL_BODY_BYTES, self._body_bytes)
+
+    def refused(self, request: Request, client: Connection, status: int) -> None:
+        """Note a request that was refused for its head or its framing."""
+        self._books.refused(request, client, _outcome(status), status)
+
+    def _refusal(self, request: Request) -> tuple[int, Headers, bytes] | None:
+        """The answer to a request whose head is enough to refuse it."""
+        if not self._allowed(request):
+            return 401, [JSON], b'{"error":"Unauthorized"}'
         methods, how = routes.find(request.path) or ((), "own")
         if not methods:
             why = routes.REFUSED.get(request.path)
-            client.answer(404, [JSON], error_body(404, f"{request.path} {why}") if why else b'{"detail":"Not Found"}')
-        elif request.method not in methods:
-            client.answer(405, [JSON, (b"allow", ", ".join(methods).encode())], b'{"detail":"Method Not Allowed"}')
-        elif request.upgrade and how != "session":
-            client.answer(400, [JSON], error_body(400, f"{request.path} is no WebSocket; /v1/realtime is one"))
-        elif how == "own":
-            await self._own[request.path](request, client)
-        else:
-            outcome = await self._run(self._served[how], request, client)
-            log.debug("%s %s: %s", request.method, request.path, outcome)
+            return 404, [JSON], error_body(404, f"{request.path} {why}") if why else b'{"detail":"Not Found"}'
+        if request.method not in methods:
+            return 405, [JSON, (b"allow", ", ".join(methods).encode())], b'{"detail":"Method Not Allowed"}'
+        if request.upgrade and how != "session":
+            return 400, [JSON], error_body(400, f"{request.path} is no WebSocket; /v1/realtime is one")
+        return None
 
     def _allowed(self, request: Request) -> bool:
         if not self._keys or not routes.guarded(request.path):
@@ -120,7 +148,7 @@ class Api:
     async def _generate(self, request: Request, client: Connection) -> int:
         request.mode = "whole"
         began = asyncio.get_running_loop().time()
-        body = bodies.parse(request.body, DIALECTS[request.path])
+        body = await bodies.parsed(request.body, DIALECTS[request.path])
         request.priority = priority(request.headers, body.priority)
         await self._enter(request, client, began)
         try:
@@ -147,10 +175,10 @@ class Api:
             return await self._relay.passing.forward(request, client, self._candidates(Ask(0)))
         began = asyncio.get_running_loop().time()
         if routes.is_form(request.path):
-            bodies.check_form(find(request.headers, b"content-type"), request.body)
+            await bodies.check_form(find(request.headers, b"content-type"), request.body)
             model = ""
         else:
-            model = bodies.check(request.body)
+            model = await bodies.check(request.body)
         request.priority = priority(request.headers, 0)
         await self._enter(request, client, began)
         try:
@@ -186,13 +214,13 @@ class Api:
     async def _look_up(self, request: Request, client: Connection) -> int:
         """What one decode instance alone remembers."""
         request.mode = "passthrough"
-        bodies.check(request.body)
+        await bodies.check(request.body)
         decodes = [d for d in self._relay.fleet.of("decode") if d.up]
         return await self._relay.passing.forward(request, client, decodes, seek=True)
 
     async def _everywhere(self, request: Request, client: Connection) -> int:
         request.mode = "passthrough"
-        bodies.check(request.body)
+        await bodies.check(request.body)
         return await self._relay.passing.everywhere(request, client)
 
     def _candidates(self, ask: Ask) -> list[Instance]:
@@ -241,6 +269,15 @@ class Api:
         ]
         client.answer(200, [JSON], msgspec.json.encode(rows))
         return 200
+
+
+def _identify(request: Request, client: Connection) -> None:
+    """Give a request an id if it has none, so that the log lines of its engines can be joined; the answer has it too."""
+    given = find(request.headers, REQUEST_ID)
+    if not given:
+        given = uuid.uuid4().hex.encode()
+        request.headers = [field for field in request.headers if field[0] != REQUEST_ID] + [(REQUEST_ID, given)]
+    client.extra = [*client.extra, (REQUEST_ID, given)]
 
 
 def _outcome(status: int) -> str:

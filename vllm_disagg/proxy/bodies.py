@@ -3,15 +3,23 @@
 A body is split into its top-level fields and those stay the client's bytes: an engine reads each number and string
 as the client wrote it.
 
-The two fields that steer KV transfers are ours alone.  An engine reads JSON with Python's `json`, so a suspicious
-body is searched with the same parser, at any depth and through duplicate keys.
+The two fields that steer KV transfers are ours alone.  An engine reads JSON with Python's `json`, so they are searched
+at any depth, through duplicate keys, and in every way to write a key.  `null` is what they are without a transfer.
+
+A large body is read in a thread, so that others are served meanwhile.  No call of C there, which holds Python's lock,
+may last: text is searched in slices, and a body of too many fields is given up while it is read.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
+import codecs
+import enum
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self, TypeVar
 
 import msgspec
 
@@ -25,8 +33,29 @@ FORBIDDEN = (PARAMS, "ec_transfer_params")
 # A key can hide only behind \u escapes of ASCII letters or the underscore: all begin with \u005, 6 or 7.
 _ESCAPE = re.compile(rb"\\u00[567]")
 SMALL = 8192  # bytes that are searched as they are
+MAX_FIELDS = 1000
+MAX_DIGITS = 64  # of a number, that are looked at
+FEW_FIELDS_BYTES = 64 * 1024  # less has so few fields that reading them all is quick
+LARGE_BYTES = 1024 * 1024  # more is read in a thread
+SLICE_BYTES = 1024 * 1024  # searched in one call: some 20 ms at worst
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
+_reader = ThreadPoolExecutor(1, "bodies")
+T = TypeVar("T")
+
+
+def _written(name: str) -> str:
+    """A pattern of all ways to write a name in JSON."""
+    codes = ["".join(f"[{c}{c.upper()}]" if c.isalpha() else c for c in f"{ord(letter):02x}") for letter in name]
+    return "".join(rf"(?:{letter}|\\u00{code})" for letter, code in zip(name, codes, strict=True))
+
+
+_KEY = re.compile(f'"(?:{"|".join(map(_written, FORBIDDEN))})"'.encode())
+MAX_KEY_BYTES = 2 + 6 * max(map(len, FORBIDDEN))
+_VALUE = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*(null)?")
+# RFC 2231's names, in parts or in a charset, which some versions of python-multipart put together: name*0=, name*=.
+_EXTENDED_NAME = re.compile(rb"\*(?<=[;\s\x1c-\x1f\x85\xa0](?i:name)\*)[0-9=\s\x1c-\x1f\x85\xa0]")
+MAX_NAME_BYTES = len(";name*0")
 
 
 class BadBody(DisaggError):
@@ -47,7 +76,7 @@ class Body:
         self.size = size
         if dialect.nested:
             try:
-                self._sampling = _decode(fields.get(dialect.nested, b"{}"))
+                self._sampling = _fields(bytes(fields.get(dialect.nested, b"{}")))
             except msgspec.DecodeError:
                 self._sampling = {}
 
@@ -78,7 +107,7 @@ class Body:
         if bytes(self._sampling.get("seed", b"null")) != b"null":
             return True
         try:
-            return float(bytes(self._sampling.get("temperature", b"1"))) == 0
+            return float(bytes(memoryview(self._sampling.get("temperature", b"1"))[:MAX_DIGITS])) == 0
         except ValueError:
             return False
 
@@ -102,7 +131,7 @@ class Body:
     def priority(self) -> int:
         """As the client wrote it; what is not a number is for the engine to refuse."""
         try:
-            return int(bytes(self._fields.get("priority", b"0")))
+            return int(bytes(memoryview(self._fields.get("priority", b"0"))[:MAX_DIGITS]))
         except ValueError:
             return 0
 
@@ -131,45 +160,121 @@ class Body:
         return _encode({**self._fields, PARAMS: params})
 
 
-def parse(raw: bytes, dialect: Dialect = COMPLETIONS) -> Body:
+async def parsed(raw: bytes, dialect: Dialect = COMPLETIONS) -> Body:
     """A body from its bytes, or BadBody."""
+    return await _apart(parse, raw, dialect) if len(raw) > LARGE_BYTES else parse(raw, dialect)
+
+
+def parse(raw: bytes, dialect: Dialect = COMPLETIONS) -> Body:
+    """The same, at once."""
     try:
-        fields = _decode(raw)
-        if _may_hide(raw) if len(raw) < SMALL else _large_may_hide(fields):
-            json.loads(raw, object_pairs_hook=_check)
-    except BadBody:
-        raise
+        _check_utf8(raw)
+        fields = _fields(raw)
+        if name := _forbidden(raw, fields):
+            raise BadBody(f"`{name}` is set by the proxy; a client must not send it", name)
+        return Body(fields, len(raw), dialect)
     except msgspec.ValidationError:
         raise BadBody("the request's body must be a JSON object") from None
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadBody(f"the request's body is not valid JSON: {error}") from None
-    return Body(fields, len(raw), dialect)
 
 
-def check(raw: bytes) -> str:
+async def check(raw: bytes) -> str:
     """Refuse what only the proxy may send, in a body that is passed on as it is; the model it is for, if it says so."""
-    return parse(raw).model if raw else ""
+    return (await parsed(raw)).model if raw else ""
 
 
-def check_form(kind: bytes, raw: bytes) -> None:
+async def check_form(kind: bytes, raw: bytes) -> None:
     """The same for a form: vLLM reads `vllm_xargs` there as JSON, which may hold what FORBIDDEN names."""
-    if b"vllm_xargs" in raw or b"charset" in kind.lower():  # in another charset the name would look otherwise
-        raise BadBody("`vllm_xargs` and a charset cannot be sent with a form", "vllm_xargs")
+    extended = await _apart(_has_extended_name, raw) if len(raw) > LARGE_BYTES else _has_extended_name(raw)
+    if extended or b"vllm_xargs" in raw or b"charset" in kind.lower():  # in another charset the name would look otherwise
+        raise BadBody("`vllm_xargs`, a charset and names as in RFC 2231 cannot be sent with a form", "vllm_xargs")
+
+
+async def _apart(work: Callable[..., T], *args: object) -> T:
+    return await asyncio.get_running_loop().run_in_executor(_reader, work, *args)
+
+
+class _Name(enum.Enum):
+    """The name of a field, made while a body is read, so that reading ends at one too many."""
+
+    NONE = ""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self:
+        _made.names += 1
+        if _made.names > MAX_FIELDS:
+            raise ValueError(f"more than {MAX_FIELDS} fields")
+        name = object.__new__(cls)
+        name._value_, name._name_ = value, str(value)
+        return name
+
+
+_made = threading.local()  # how many
+_decode_few = msgspec.json.Decoder(dict[_Name, msgspec.Raw]).decode
+
+
+def _fields(raw: bytes) -> dict[str, msgspec.Raw]:
+    """The top-level fields of a body."""
+    if len(raw) <= FEW_FIELDS_BYTES:
+        fields = _decode(raw)
+        too_many = len(fields) > MAX_FIELDS
+    else:
+        _made.names = 0
+        try:
+            fields = {str(name.value): value for name, value in _decode_few(raw).items()}
+        except msgspec.ValidationError:
+            if _made.names <= MAX_FIELDS:
+                raise
+        too_many = _made.names > MAX_FIELDS
+    if too_many:
+        raise BadBody(f"the request's body has more than {MAX_FIELDS} fields")
+    return fields
+
+
+def _check_utf8(raw: bytes) -> None:
+    """UnicodeDecodeError for what is not: Python's json lets surrogates pass, and an engine fails of them later."""
+    if raw.isascii():
+        return
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for at in range(0, len(raw), SLICE_BYTES):
+        decoder.decode(raw[at : at + SLICE_BYTES])
+    decoder.decode(b"", final=True)
+
+
+def _forbidden(raw: bytes, fields: Mapping[str, msgspec.Raw]) -> str | None:
+    """The name of a field that only the proxy may set."""
+    if len(raw) < SMALL or not fields.keys().isdisjoint(FORBIDDEN):  # given twice, `fields` has the last one only
+        return _key_in(raw)
+    for value in fields.values():  # no key is within a text, and the long things are texts
+        if memoryview(value)[0] in b"{[" and (hidden := _key_in(bytes(value))):
+            return hidden
+    return None
+
+
+def _key_in(text: bytes) -> str | None:
+    """The first such key in valid JSON, however written, with another value than null."""
+    if not _may_hide(text):
+        return None
+    for found in _search(_KEY, text, MAX_KEY_BYTES):
+        value = _VALUE.match(text, found.end())
+        if value and not value[1]:  # else it is no key, or null
+            return msgspec.json.decode(found[0], type=str)
+    return None
 
 
 def _may_hide(text: bytes) -> bool:
     """Whether a forbidden key may be in here.  One byte is found much faster than two, and most bodies have no escapes."""
-    return b"_transfer_params" in text or (b"\\" in text and b"\\u00" in text and bool(_ESCAPE.search(text)))
-
-
-def _large_may_hide(fields: Mapping[str, msgspec.Raw]) -> bool:
-    """The same, for what the parser has made of a body: no key is within a string, and the long things are strings."""
-    if not fields.keys().isdisjoint(FORBIDDEN):
+    if b"_transfer_params" in text:
         return True
-    return any(_may_hide(bytes(value)) for value in fields.values() if memoryview(value)[0] in b"{[")
+    return b"\\" in text and b"\\u00" in text and any(True for _ in _search(_ESCAPE, text, len("\\u005")))
 
 
-def _check(pairs: list[tuple[str, object]]) -> None:
-    for name, _ in pairs:
-        if name in FORBIDDEN:
-            raise BadBody(f"`{name}` is set by the proxy; a client must not send it", name)
+def _has_extended_name(text: bytes) -> bool:
+    return any(True for _ in _search(_EXTENDED_NAME, text, MAX_NAME_BYTES))
+
+
+def _search(pattern: re.Pattern[bytes], text: bytes, longest: int) -> Iterator[re.Match[bytes]]:
+    """Matches of at most `longest` bytes, some of them twice."""
+    for at in range(0, len(text), SLICE_BYTES):
+        yield from pattern.finditer(text, at, at + SLICE_BYTES + longest)

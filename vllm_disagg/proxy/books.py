@@ -8,8 +8,11 @@ from .access_log import AccessLog
 from .headers import find
 from .meter import Meter, now
 from .metrics import Metrics
+from .routes import template
 from .server import Connection, Request
 from .tracing import Tracing
+
+MAX_LOGGED = 1024  # characters of a path that is not served
 
 
 class Books:
@@ -22,7 +25,7 @@ class Books:
 
     def close(self, request: Request, client: Connection, meter: Meter, outcome: str, status: int) -> None:
         """`status`: what was answered, or would have been; 499 when the client left."""
-        usage = self._metrics.ended(request.path, request.mode, outcome, meter, len(request.body))
+        usage = self._metrics.ended(template(request.path), request.mode, outcome, meter, len(request.body))
         if not (request.spans or self._log.is_on):
             return
         facts: dict[str, object] = {
@@ -53,6 +56,20 @@ class Books:
                 "bytes_out": meter.sent,
             }
             self._log.write({**about, **facts})
+
+    def refused(self, request: Request, client: Connection, outcome: str, status: int) -> None:
+        """A request was refused before anything of it was read but its head."""
+        self._metrics.ended(template(request.path), "refused", outcome)
+        if self._log.is_on:
+            self._log.write({
+                "time": round(time.time(), 3),
+                "client": client.peer,
+                "method": request.method,
+                "path": request.path[:MAX_LOGGED],
+                "status": status,
+                "mode": "refused",
+                "outcome": outcome,
+            })  # fmt: skip
 
     def shut(self) -> None:
         """Nothing comes any more."""

@@ -1,7 +1,8 @@
 """One of several workers: what it tells the others and hears from them, through the hub of its supervisor.
 
 Each worker follows the file, DNS and Kubernetes and probes instances for itself.  What reaches only one of them is
-passed on: changes over the admin API, and registrations.  Loads are in shared memory.  Messages are lines of JSON.
+passed on: changes over the admin API, and registrations.  Loads are in shared memory.  Messages are JSON, each after its
+length in 8 bytes, since metrics of a large fleet are longer than any line that a reader would take.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 
 SYNC = 0.02  # seconds between looks at the others' load
 PATIENCE = 2.0  # seconds for the others' metrics
-LIMIT = 64 << 20  # bytes of a message
+MAX_MESSAGE_BYTES = 1 << 30  # no proxy has so many metrics
 
 
 class Message(msgspec.Struct, omit_defaults=True):
@@ -49,7 +50,24 @@ class Place(msgspec.Struct, frozen=True):
 
 
 encode = msgspec.json.Encoder().encode
-decode = msgspec.json.Decoder(Message).decode
+_decode = msgspec.json.Decoder(Message).decode
+
+
+def frame(message: Message) -> bytes:
+    """A message as it is written."""
+    data = encode(message)
+    return len(data).to_bytes(8) + data
+
+
+async def receive(reader: asyncio.StreamReader) -> Message | None:
+    """The next message; None at the end.  ValueError when it makes no sense."""
+    try:
+        size = int.from_bytes(await reader.readexactly(8))
+        if size > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message of {size} bytes")
+        return _decode(await reader.readexactly(size))
+    except asyncio.IncompleteReadError:
+        return None
 
 
 def parse_place(text: str) -> Place:
@@ -81,12 +99,11 @@ class Crew:
 
     async def listen(self, members: Members, registry: Registry | None, over: Callable[[], None]) -> None:
         """Do what the others have done; `over` when the supervisor is gone."""
-        reader, self._writer = await asyncio.open_unix_connection(sock=self._socket, limit=LIMIT)
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
         self._say(Message("ready"))
         for unsaid in self._unsaid:
             self._say(unsaid)
-        while line := await reader.readline():
-            message = decode(line)
+        while message := await receive(reader):
             if message.change:
                 members.apply(message.change)
             elif message.kind == "note" and registry:
@@ -131,6 +148,6 @@ class Crew:
 
     def _say(self, message: Message) -> None:
         if self._writer:
-            self._writer.write(encode(message) + b"\n")
+            self._writer.write(frame(message))
         else:  # in the first moments
             self._unsaid.append(message)

@@ -26,6 +26,7 @@ class _Tool(msgspec.Struct):
     type: str = "function"
 
 
+MAX_TOOLS_BYTES = 1024 * 1024  # that are looked into
 _tools = msgspec.json.Decoder(list[_Tool]).decode
 
 
@@ -76,6 +77,8 @@ class Dialect:
 def _only_functions(tools: bytes) -> bool:
     if tools == b"null":
         return True
+    if len(tools) > MAX_TOOLS_BYTES:
+        return False
     try:
         return all(tool.type == "function" for tool in _tools(tools))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

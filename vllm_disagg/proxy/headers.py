@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from http import HTTPStatus
 
 Headers = list[tuple[bytes, bytes]]  # names in lower case
@@ -16,6 +17,10 @@ _HOP = frozenset(
     b"te trailer transfer-encoding upgrade content-length".split()
 )
 _REQUEST_ONLY = frozenset((b"host", b"expect", b"accept-encoding"))  # coded answers could not be cut at events
+
+
+# RFC 3986, 3.2.2: a name or an address, and a port.
+_HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Za-z:.]+\])(?::[0-9]{0,5})?")
 
 
 def end_to_end(headers: Headers, request: bool = False) -> Headers:
@@ -48,6 +53,23 @@ def origin_form(url: bytes, headers: Headers) -> tuple[bytes, Headers]:
     rest = rest[len(host) :]
     target = rest if rest.startswith(b"/") else b"/" + rest
     return target, [(b"host", host), *(header for header in headers if header[0] != b"host")]
+
+
+def host_problem(headers: Headers, needed: bool) -> tuple[int, str] | None:
+    """The status and the words for a Host field that RFC 9112, 3.2 does not allow."""
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1 or (needed and not hosts):
+        return 400, "a request must have one Host header"
+    if hosts and not _HOST.fullmatch(hosts[0]):
+        return 400, "the request's Host header is not valid"
+    return None
+
+
+def plain_path(path: str) -> str:
+    """A path with one slash before it and none behind it, as FastAPI and other proxies serve it."""
+    if path.startswith("//"):
+        path = "/" + path.lstrip("/")
+    return path.rstrip("/") or "/"
 
 
 def head(start: bytes, headers: Headers) -> bytes:

@@ -73,7 +73,8 @@ async def serve(
     gate = Gate(settings.max_requests, settings.queue_size, settings.queue_timeout)
     metrics.waiting = {"work": lambda: len(gate), "prefill": lambda: len(admission)}
     books = Books(metrics, relay.tracing, AccessLog(settings.access_log))
-    server = Server(Api(relay, admin, gate, books, settings).handle, settings.limits)
+    api = Api(relay, admin, gate, books, settings)
+    server = Server(api.handle, settings.limits, api.body_limit, api.refused)
     port = await server.start(settings.host, settings.port, _listener_tls(settings), shared=place is not None)
     try:
         async with asyncio.TaskGroup() as tasks:

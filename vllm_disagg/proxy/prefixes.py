@@ -22,7 +22,7 @@ import xxhash
 SHORT = 128  # bytes: the first of all, so that a short question is known too
 FIRST = 512  # bytes
 GROWTH = 8  # each prefix is longer than the last by 1/8
-ENTRIES = 65536  # prefixes remembered, about 10 MB
+ENTRIES = 65536  # prefixes remembered, 41 MiB when full
 HOLDERS = 64  # caches remembered for each, the latest
 
 

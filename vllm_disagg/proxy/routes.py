@@ -13,6 +13,7 @@ What is not here is a 404 and reaches no engine.  Of vLLM's own routes `REFUSED`
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from .dialects import DIALECTS
@@ -61,6 +62,7 @@ ROUTES: dict[str, tuple[tuple[str, ...], How]] = {
     "/tokenizer_info": (("GET",), "forward"),
     "/v1/load_lora_adapter": (("POST",), "all"),
     "/v1/unload_lora_adapter": (("POST",), "all"),
+    "/adapters": (("POST",), "all"),  # SageMaker's names for both, which vLLM's app has too
     "/health": (("GET",), "own"),
     "/ping": (("GET", "POST"), "own"),
     "/readiness": (("GET",), "own"),
@@ -95,19 +97,37 @@ REFUSED = {  # what vLLM 0.32 serves and no client of a proxy may ask for, and w
 UNGUARDED = frozenset(("/health", "/ping", "/readiness", "/metrics", "/version", "/load"))  # as in vLLM
 
 RESPONSES = "/v1/responses/"
+ADAPTERS = "/adapters/"
+OTHER = "other"  # the template of all paths that are not served
+_NAME = re.compile(r"[A-Za-z0-9_-]+")  # of a response
+_ADAPTER = re.compile(r"[A-Za-z0-9_:-][A-Za-z0-9_.:-]*")
 
 
 def find(path: str) -> tuple[tuple[str, ...], How] | None:
     """The methods of a path and how it is served; None when it is not."""
     if path in ROUTES:
         return ROUTES[path]
-    name, _, rest = path.removeprefix(RESPONSES).partition("/")
-    if path.startswith(RESPONSES) and name and name.isascii() and name.replace("_", "").replace("-", "").isalnum():
-        if not rest and "/" not in path[len(RESPONSES) :]:
-            return ("GET",), "look up"
-        if rest == "cancel":
-            return ("POST",), "look up"
-    return None
+    return _BY_TEMPLATE.get(template(path))
+
+
+_BY_TEMPLATE: dict[str, tuple[tuple[str, ...], How]] = {
+    "/v1/responses/{id}": (("GET",), "look up"),
+    "/v1/responses/{id}/cancel": (("POST",), "look up"),
+    "/adapters/{name}": (("DELETE",), "all"),
+}
+
+
+def template(path: str) -> str:
+    """A path without what clients choose of it, for metrics: one of a few."""
+    if path in ROUTES:
+        return path
+    if path.startswith(RESPONSES):
+        name, slash, rest = path[len(RESPONSES) :].partition("/")
+        if _NAME.fullmatch(name) and (rest == "cancel" or not slash):
+            return "/v1/responses/{id}/cancel" if slash else "/v1/responses/{id}"
+    if path.startswith(ADAPTERS) and _ADAPTER.fullmatch(path, len(ADAPTERS)):
+        return "/adapters/{name}"
+    return OTHER
 
 
 def is_form(path: str) -> bool:

@@ -5,7 +5,10 @@
 
 Each state has a deadline that bytes do not extend; it rests while a handler runs.  Meanwhile the connection is
 still read, so that a client that goes away is noticed at once, which cancels the handler; bytes of pipelined
-requests wait unparsed.
+requests wait unparsed.  The next request waits until the client has read the last answer.
+
+How large a body may be is decided at the end of the head, by `BodyLimit`.  A limit of 0 is a refusal: the handler answers
+at once, and no byte of the body is kept.  Bodies and waiting bytes of all connections together have a limit too.
 """
 
 from __future__ import annotations
@@ -22,16 +25,18 @@ from typing import Any, cast
 import httptools
 import msgspec
 
-from .headers import REASONS, Headers, find, head, origin_form, without_upgrade
+from .headers import REASONS, Headers, find, head, host_problem, origin_form, plain_path, without_upgrade
 from .meter import Meter
 from .standstill import Standstill
 
 log = logging.getLogger(__name__)
 
 JSON = (b"content-type", b"application/json")
-TOO_LONG = "the request's headers are too large"
+TOO_LONG = "the request's head is too large"
+ALL_BODIES = "the bodies of all requests are too large together"
 LINGER = 2.0  # seconds in which a refused client may read why
-MAX_EARLY = 64 * 1024  # bytes of later requests that we hold before we stop reading
+MAX_EARLY_BYTES = 64 * 1024  # of later requests, beside one body
+MAX_HEADERS = 240  # of a request; vLLM takes 256, and we add a few
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -40,6 +45,7 @@ class Limits(msgspec.Struct, frozen=True):
     header_bytes: int = 64 * 1024
     header_seconds: float = 10.0
     body_bytes: int = 32 * 1024 * 1024  # vLLM's own
+    all_bodies_bytes: int = 1024 * 1024 * 1024  # of all requests that are read or run
     body_seconds: float = 120.0
     idle_seconds: float = 75.0
     stall_seconds: float = 60.0  # in which a client that has more to read must read some
@@ -68,6 +74,13 @@ class Request:
 
 
 Handler = Callable[[Request, "Connection"], Awaitable[None]]
+BodyLimit = Callable[[Request], int]  # bytes that a request's body may have; 0: the handler refuses it without a body
+OnRefused = Callable[[Request, "Connection", int], None]  # told of each status that no handler has answered
+
+
+def request_head_bytes(url: bytes, headers: Headers) -> int:
+    """A request's head as it came, without its method."""
+    return len(url) + len("  HTTP/1.1\r\n\r\n") + sum(len(name) + len(value) + len(": \r\n") for name, value in headers)
 
 
 def error_body(status: int, message: str, param: str | None = None) -> bytes:
@@ -86,7 +99,10 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._incoming = Request()
         self._url = b""
-        self._chunks: list[bytes] = []
+        self._line = b""  # where the request line is looked for: the present bytes, and those before until it is complete
+        self._is_http = False
+        self._body = bytearray()  # one buffer: many small chunks would cost many times their bytes
+        self._body_limit = 0
         self._size = 0  # of the head, then of the body
         self._between = 0  # bytes since the last ones of the body: framing, or trailers
         self._state = "idle"
@@ -101,6 +117,8 @@ class Connection(asyncio.Protocol):
         self._stall: Standstill | None = None
         self._sink: Callable[[bytes], None] | None = None  # where bytes go since the protocol was switched
         self._held = False  # we do not read
+        self._counted = 0  # bytes that this connection has in the server's sum
+        self._waits = False  # for its client to read, before the next request
         self.paused = False  # the client reads slower than we write
         self.on_pause: Callable[[bool], None] | None = None
         self.last_words: Callable[[int, str], bytes] | None = None  # how an error is said after a switch
@@ -125,7 +143,9 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.forget(self)
+        self._count(-self._counted)
         self._ready.clear()
+        self._early.clear()
         self.on_pause = None
         if self._timer:
             self._timer.cancel()
@@ -138,10 +158,8 @@ class Connection(asyncio.Protocol):
             self._sink(data)
         elif self._state in ("refused", "linger"):
             return
-        elif self._task:
-            self._early += data
-            if len(self._early) > MAX_EARLY:
-                self.hold(paused=True)
+        elif self._task or self._waits:
+            self._keep(data)
         elif self._state != "switching":
             self._feed(data)
 
@@ -162,6 +180,36 @@ class Connection(asyncio.Protocol):
             self.on_pause(paused)
         if not paused and self._drained and not self._drained.done():
             self._drained.set_result(None)
+        if not paused and self._waits and not self._transport.is_closing():
+            self._waits = False
+            self._go_on()
+
+    def _keep(self, data: bytes) -> None:
+        """Hold bytes of later requests.  We read on, since a departure is behind them; so too many are not kept."""
+        self._early += data
+        fits = self._count(len(data))
+        few = len(self._early) <= MAX_EARLY_BYTES
+        if fits and (few or len(self._early) <= MAX_EARLY_BYTES + self._server.body_limit(self._request)):
+            return
+        self._count(-len(self._early))
+        self._early.clear()
+        if self._state == "switching":
+            self._transport.abort()
+            return
+        self._drop_body()
+        self._state = "refused"  # the requests that are complete are answered, then it is closed
+        self._request.keep_alive = self._request.keep_alive and bool(self._ready)
+
+    def _count(self, size: int) -> bool:
+        """Add bytes to, or take them from, what the server holds; whether all fits."""
+        size = max(size, -self._counted)
+        self._counted += size
+        self._server.held_bytes += size
+        return self._server.held_bytes <= self._limits.all_bodies_bytes
+
+    def _drop_body(self) -> None:
+        self._count(-len(self._body))
+        self._body = bytearray()
 
     def _stalled(self) -> None:
         """Cut a client that reads nothing; its handler, and so both legs, end with it."""
@@ -181,6 +229,7 @@ class Connection(asyncio.Protocol):
 
     def _feed(self, data: bytes) -> None:
         before = self._state
+        self._line = self._line + data if self._line else data
         if before == "idle":
             self._state = "head"
         if self._state == "head":
@@ -190,6 +239,8 @@ class Connection(asyncio.Protocol):
             self._parse(data)
         except httptools.HttpParserError as error:
             self._refuse(400, f"not a valid HTTP request: {error}")
+        if self._state != "head" or self._incoming.headers:
+            self._line = b""
         if self._state == "head" and self._size > self._limits.header_bytes:
             self._refuse(431, TOO_LONG)
         if self._state == "body" and self._between > self._limits.header_bytes:  # the parser keeps a trailer until it ends
@@ -220,6 +271,7 @@ class Connection(asyncio.Protocol):
             self._parser = httptools.HttpRequestParser(self)
             version = b"1.1" if request.chunked_ok else b"1.0"
             start = b"%b %b HTTP/%b" % (request.method.encode(), self._url, version)
+            self._line = start + b"\r\n" + bytes(data)
             self._parser.feed_data(head(start, without_upgrade(request.headers)))
 
     def on_message_begin(self) -> None:
@@ -227,39 +279,74 @@ class Connection(asyncio.Protocol):
             self._incoming, self._url, self._state = Request(), b"", "head"
 
     def on_url(self, url: bytes) -> None:
-        self._url += url
+        if self._state != "refused":
+            self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._state == "body":  # trailers are no headers (RFC 9110, 6.5.1), and nobody bounds them
+        if self._state != "head":  # trailers are no headers (RFC 9110, 6.5.1), and nobody bounds them
             return
-        self._incoming.headers.append((name.lower(), value))
+        headers = self._incoming.headers
+        if not headers:
+            self._is_http = self._url + b" HTTP/" in self._line  # the parser takes RTSP too
+        headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         if self._state == "refused":
             return
         request = self._incoming
         request.method = self._parser.get_method().decode()
+        large = max(self._size, len(self._line)) > self._limits.header_bytes  # counting what is around it too
+        problem = self._problem(request, large)
         target, request.headers = origin_form(self._url, request.headers)
-        request.path, _, request.query = target.decode("latin-1").partition("?")
+        path, _, request.query = target.decode("latin-1").partition("?")
+        request.path = plain_path(path)
         request.chunked_ok = self._parser.get_http_version() == "1.1"
         upgrades = self._parser.should_upgrade()
         if upgrades and request.chunked_ok and find(request.headers, b"upgrade").lower() == b"websocket":
             request.upgrade = b"websocket"
         request.keep_alive = self._parser.should_keep_alive() and request.chunked_ok
-        large = self._size > self._limits.header_bytes  # counting some of the body too
-        self._state, self._size, self._between, self._chunks = "body", 0, 0, []
+        self._state, self._size, self._between = "body", 0, 0
         codings = [value.lower() for name, value in request.headers if name == b"transfer-encoding"]
-        length = find(request.headers, b"content-length")
-        if codings not in ([], [b"chunked"]) or (codings and not request.chunked_ok):
+        length = int(find(request.headers, b"content-length") or 0)
+        if target is not self._url:  # with a host in it
+            problem = problem or host_problem(request.headers, request.chunked_ok)
+        if problem:
+            self._refuse(*problem)
+        elif codings not in ([], [b"chunked"]) or (codings and not request.chunked_ok):
             self._refuse(400, "transfer-encoding must be chunked")
-        elif large and sum(len(name) + len(value) for name, value in request.headers) > self._limits.header_bytes:
-            self._refuse(431, TOO_LONG)
-        elif length and int(length) > self._limits.body_bytes:
-            self._refuse(413, f"the request's body is larger than {self._limits.body_bytes} bytes")
-        elif request.upgrade and (codings or int(length or 0)):
+        elif request.upgrade and (codings or length):
             self._refuse(400, "a WebSocket's handshake has no body")
+        elif codings or length:
+            self._expect_body(request, length, upgrades)
+
+    def _problem(self, request: Request, large: bool) -> tuple[int, str] | None:
+        """The status and the words for a head that is no HTTP/1 of ours."""
+        if not (self._is_http if request.headers else self._url + b" HTTP/" in self._line):
+            return 400, "the request line must end with HTTP/1.1 or HTTP/1.0"
+        if (version := self._parser.get_http_version()) not in ("1.1", "1.0"):
+            return 505, f"HTTP/{version} is not spoken here"
+        if len(request.headers) > MAX_HEADERS:
+            return 431, f"the request has more than {MAX_HEADERS} headers"
+        if large and request_head_bytes(self._url, request.headers) > self._limits.header_bytes:
+            return 431, TOO_LONG
+        return host_problem(request.headers, needed=version == "1.1")
+
+    def _expect_body(self, request: Request, length: int, upgrades: bool) -> None:
+        """Decide whether a body may come, before any of it is kept."""
+        self._body_limit = self._server.body_limit(request)
+        if not self._body_limit:
+            request.keep_alive = False  # its body is not read
+            self._state = "refused"
+            self._ready.append(request)
+        elif length > self._body_limit:
+            self._refuse(413, self._too_large())
+        elif self._server.held_bytes + length > self._limits.all_bodies_bytes:
+            self._refuse(503, ALL_BODIES)
         elif find(request.headers, b"expect").lower() == b"100-continue" and self._may_say_continue(request, upgrades):
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _too_large(self) -> str:
+        return f"the request's body is larger than {self._body_limit} bytes"
 
     def _may_say_continue(self, request: Request, upgrades: bool) -> bool:
         """Not to HTTP/1.0, not before an earlier answer, not to a head that is parsed once more."""
@@ -270,22 +357,27 @@ class Connection(asyncio.Protocol):
         self._between = 0
         if self._state == "refused":
             return
-        if self._size > self._limits.body_bytes:
-            self._refuse(413, f"the request's body is larger than {self._limits.body_bytes} bytes")
-        else:
-            self._chunks.append(body)
+        if self._size > self._body_limit:
+            self._refuse(413, self._too_large())
+            return
+        self._body += body
+        if not self._count(len(body)):
+            self._refuse(503, ALL_BODIES)
 
     def on_message_complete(self) -> None:
         if self._state != "refused":
-            self._incoming.body = b"".join(self._chunks)
+            if self._body:
+                self._incoming.body, self._body = bytes(self._body), bytearray()
             self._ready.append(self._incoming)
-            self._state, self._size, self._chunks = "idle", 0, []
+            self._state, self._size = "idle", 0
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer an error after what is before it, then close: what follows cannot be told apart."""
         if self._state != "refused":
-            self._state, self._chunks = "refused", []
-            self._ready.append(Request(self._incoming.method, keep_alive=False, refusal=(status, message)))
+            self._state = "refused"
+            self._drop_body()
+            about = self._incoming
+            self._ready.append(Request(about.method, about.path, keep_alive=False, refusal=(status, message)))
 
     def _deadline(self) -> None:
         """Start the time that the present state may last."""
@@ -316,13 +408,18 @@ class Connection(asyncio.Protocol):
             self.answer(
                 status, [JSON, (b"retry-after", b"1")] if status == 503 else [JSON], error_body(status, message)
             )
-            if self._transport.can_write_eof() and not self._transport.is_closing():
-                self._transport.write_eof()
-            self._state = "linger"
-            self._deadline()
+            self._server.on_refused(self._request, self, status)
+            self._linger()
             return
         self._task = asyncio.get_running_loop().create_task(self._handle(self._request))
         self._task.add_done_callback(self._finished)
+
+    def _linger(self) -> None:
+        """Write no more, and drop what the client still sends, until it has read why."""
+        if self._transport.can_write_eof() and not self._transport.is_closing():
+            self._transport.write_eof()
+        self._state = "linger"
+        self._deadline()
 
     async def _handle(self, request: Request) -> None:
         await self._server.handler(request, self)
@@ -331,26 +428,45 @@ class Connection(asyncio.Protocol):
         self._task = self.on_pause = None
         if not task.cancelled() and (error := task.exception()):
             log.error("a request's handler failed", exc_info=error)
+        self._count(-len(self._request.body))
         if self._transport.is_closing():
             return
         if not self.ended:
             self._transport.abort()
+        elif self._state == "refused" and not self._ready:
+            self._linger()
         elif not self._keep_alive():
             self._transport.close()
-        elif self._ready:
-            self._next()
+        elif self.paused:
+            self._waits = True
+            self.hold(paused=True)
         else:
-            self._deadline()
-            early, self._early = bytes(self._early), bytearray()
-            self.hold(paused=False)
-            if early:
-                self._feed(early)
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Start the next request, of what has come already."""
+        self.hold(paused=False)
+        if self._ready:
+            self._next()
+            return
+        self._deadline()
+        while self._early and not self._task and self._state not in ("refused", "linger"):
+            piece = bytes(self._early[:MAX_EARLY_BYTES])
+            del self._early[:MAX_EARLY_BYTES]
+            self._count(-len(piece))
+            self._feed(piece)
 
     def _keep_alive(self) -> bool:
         return self._request.keep_alive and not self._server.stopping
 
-    def close_if_idle(self) -> None:
-        if not self._task and self._state not in ("head", "body"):
+    def stop(self) -> None:
+        """Close it unless a whole request is being answered; a client that has sent half of one is told."""
+        if self._task:
+            return
+        if self._state in ("head", "body") and not self._waits:
+            self._refuse(503, "the proxy is being stopped")
+            self._next()
+        elif self._state != "linger":
             self._transport.close()
 
     def abort(self) -> None:
@@ -393,7 +509,7 @@ class Connection(asyncio.Protocol):
         self._begun = self._head(status, headers)
 
     def _head(self, status: int, headers: Headers) -> bytes:
-        headers = headers + self.extra
+        headers = headers + [field for field in self.extra if field not in headers]
         if not self._keep_alive():
             headers = [*headers, (b"connection", b"close")]
         return head(b"HTTP/1.1 %d %b" % (status, REASONS.get(status, b"Unknown")), headers)
@@ -435,9 +551,14 @@ class Connection(asyncio.Protocol):
 class Server:
     """A listener and its connections."""
 
-    def __init__(self, handler: Handler, limits: Limits) -> None:
+    def __init__(
+        self, handler: Handler, limits: Limits, body_limit: BodyLimit | None = None, on_refused: OnRefused | None = None
+    ) -> None:
         self.handler = handler
         self.limits = limits
+        self.body_limit = body_limit or (lambda _: limits.body_bytes)
+        self.on_refused = on_refused or (lambda *_: None)
+        self.held_bytes = 0  # of bodies and pipelined requests, of all connections
         self.connections: set[Connection] = set()
         self.stopping = False
         self._listener: asyncio.Server
@@ -454,11 +575,11 @@ class Server:
         return int(self._listener.sockets[0].getsockname()[1])
 
     async def stop(self, grace: float) -> None:
-        """Take no more requests, let the running ones end for `grace` seconds, then cut them."""
+        """Take no more requests, let the whole ones end for `grace` seconds, then cut them."""
         self.stopping = True
         self._listener.close()
         for connection in list(self.connections):
-            connection.close_if_idle()
+            connection.stop()
         if self.connections:
             self._empty.clear()
             try:

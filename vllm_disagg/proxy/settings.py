@@ -151,6 +151,8 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         help="client connections at a time (default: as many as the open files allow)")  # fmt: skip
     add("--max-header-bytes", metavar="N", type=int, default=limits.header_bytes, help="(default: %(default)s)")
     add("--max-body-bytes", metavar="N", type=int, default=limits.body_bytes, help="(default: %(default)s)")
+    add("--max-all-bodies-bytes", metavar="N", type=int, default=limits.all_bodies_bytes,
+        help="of all requests that are read or run; more are told to come back with 503 (default: %(default)s)")  # fmt: skip
     add("--header-timeout", metavar="SECONDS", type=float, default=limits.header_seconds,
         help="in which a request's head must be here (default: %(default)s)")  # fmt: skip
     add("--body-timeout", metavar="SECONDS", type=float, default=limits.body_seconds,
@@ -210,6 +212,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
             header_bytes=args.max_header_bytes,
             header_seconds=args.header_timeout,
             body_bytes=args.max_body_bytes,
+            all_bodies_bytes=max(args.max_body_bytes, -(-args.max_all_bodies_bytes // args.workers)),
             body_seconds=args.body_timeout,
             stall_seconds=args.stall_timeout,
             connections=args.max_connections or _room(),
@@ -231,7 +234,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
 
 def _check_numbers(args: argparse.Namespace) -> None:
     positive = ("workers", "prefill_concurrency", "queue_timeout", "request_timeout", "max_header_bytes", "max_body_bytes",
-                "header_timeout", "body_timeout", "stall_timeout")  # fmt: skip
+                "max_all_bodies_bytes", "header_timeout", "body_timeout", "stall_timeout")  # fmt: skip
     for name in (
         *positive,
         "queue_size",

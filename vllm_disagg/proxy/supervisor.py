@@ -20,7 +20,7 @@ from functools import partial
 import msgspec
 
 from . import shared_load
-from .crew import LIMIT, PATIENCE, Message, Place, decode, encode
+from .crew import PATIENCE, Message, Place, encode, frame, receive
 from .members import Change
 from .metrics import merge
 
@@ -43,7 +43,7 @@ class Worker:
 
     def say(self, message: Message) -> None:
         if self.writer:
-            self.writer.write(encode(message) + b"\n")
+            self.writer.write(frame(message))
 
 
 class Hub:
@@ -199,11 +199,11 @@ async def _live(worker: Worker, hub: Hub, command: list[str], place: Place) -> i
         worker.process = await asyncio.create_subprocess_exec(
             *command, "--worker", encode(told).decode(), pass_fds=(told.hub, told.table)
         )
-    reader, worker.writer = await asyncio.open_unix_connection(sock=ours, limit=LIMIT)
+    reader, worker.writer = await asyncio.open_unix_connection(sock=ours)
     loop = asyncio.get_running_loop()
     try:
-        while line := await reader.readline():
-            hub.heard(worker, decode(line), loop.time())
+        while message := await receive(reader):
+            hub.heard(worker, message, loop.time())
     except (ConnectionError, ValueError) as error:
         log.error("worker %d said what makes no sense: %s", worker.index, error)
         worker.process.kill()

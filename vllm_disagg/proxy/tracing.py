@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ..errors import ConfigError
 from .headers import Headers
+from .routes import template
 from .server import Request
 
 CONTEXT = (b"traceparent", b"tracestate")
@@ -43,7 +44,8 @@ class Tracing:
             carrier = {name.decode(): value.decode("latin-1") for name, value in request.headers if name in CONTEXT}
             parent = self._propagator.extract(carrier)
             kind = self._trace.SpanKind.SERVER
-            request.spans = [self._tracer.start_span(f"{request.method} {request.path}", context=parent, kind=kind)]
+            name = f"{request.method} {template(request.path)}"
+            request.spans = [self._tracer.start_span(name, context=parent, kind=kind)]
 
     def leg(self, request: Request, leg: Literal["prefill", "decode"], url: str) -> Headers:
         """A leg begins; the headers to send."""

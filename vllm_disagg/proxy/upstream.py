@@ -25,6 +25,7 @@ from .headers import RANK, Headers, end_to_end, find, head
 IDLE = 4.0  # seconds; below vLLM's VLLM_HTTP_TIMEOUT_KEEP_ALIVE
 CONNECT = 2.0  # seconds
 QUICKACK: int = getattr(socket, "TCP_QUICKACK", 0)  # Linux has it
+MAX_HEAD_BYTES = 256 * 1024  # of an answer, with those of 1xx before it
 HOLD = 256 * 1024  # bytes of an answer held for someone who has not asked for its body yet
 
 
@@ -183,6 +184,7 @@ class Wire(asyncio.Protocol):
         self._paused = False
         self._status = 0
         self._headers: Headers = []
+        self._head_bytes = 0  # until the present answer's head is complete
         self.spoke = False  # a byte of the present answer came
         self.used = 0  # exchanges so far
         self.idle_since = 0.0
@@ -204,7 +206,7 @@ class Wire(asyncio.Protocol):
         self._upgrade = upgrade
         self._parser, self.sink = httptools.HttpResponseParser(self), None
         self._done = self.spoke = False
-        self._status, self._headers = 0, []
+        self._status, self._headers, self._head_bytes = 0, [], 0
         self.used += 1
         if self.is_open:
             self._transport.writelines((data, body) if body else (data,))  # one system call
@@ -253,6 +255,11 @@ class Wire(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._fail("garbled", str(error))
             return
+        if not self._status:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._fail("garbled", f"its answer's head is larger than {MAX_HEAD_BYTES} bytes")
+                return
         if self._done and self._answer:
             self._answer = None
             self.flow(paused=False)

@@ -131,6 +131,22 @@ def test_what_is_printed_can_be_typed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("extra", "name"),
+    [
+        ([], "m"),
+        (["--dtype", "float32"], "m"),
+        (["--served-model-name", "tiny"], "tiny"),
+        (["--served_model_name=tiny", "--dtype", "auto"], "tiny"),
+        (["--dtype", "auto", "--served-model-name"], "m"),  # vLLM will refuse it
+    ],
+)
+def test_the_example_names_the_model_that_is_served(extra: list[str], name: str) -> None:
+    options = Options(model="m", extra=extra)
+    made = plan.make(options, cpus(2), [9100, 9101], "a key")
+    assert json.loads(shlex.split(plan.example(options, made))[-1])["model"] == name
+
+
+@pytest.mark.parametrize(
     "word",
     ["--kv-transfer-config", "--kv_transfer_config={}", "--kv-transfer-config.kv_role", "--port=1", "-tp", "--host"],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator
+from itertools import pairwise
 
 import msgspec
 
@@ -132,10 +133,10 @@ def _refuse_ours(extra: list[str]) -> None:
 
 
 def _served_name(options: Options) -> str:
-    for word, following in zip(options.extra, [*options.extra[1:], ""], strict=True):
+    for word, following in pairwise([*options.extra, ""]):
         flag, _, value = word.partition("=")
         if flag.replace("_", "-") == "--served-model-name":
-            return value or following
+            return value or following or options.model
     return options.model
 
 

@@ -38,6 +38,12 @@ def parsed(*flags: str) -> argparse.Namespace:
         ([*D, "--request-timeout", "nan"], "--request-timeout"),
         ([*D, "--prefill-concurrency", "-1"], "--prefill-concurrency"),
         ([*D, "--key-file", "/nonexistent"], "/nonexistent"),
+        (["--decode", "http://gpu1..cluster:8200"], "--decode"),
+        ([*D, "--prefill", f"http://{'x' * 64}:80"], "--prefill"),
+        (["--decode-dns", "gpu1..cluster:8200"], "--decode-dns"),
+        (["--prefill-dns", f"{'x' * 64}:80"], "--prefill-dns"),
+        ([*D, "--instance-networks", "10.0.0.1/8"], "--instance-networks"),
+        ([*D, "--api-key", "k", "--admin-key", "k"], "--admin-key"),
     ],
 )
 def test_bad_settings_are_one_line(flags: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:

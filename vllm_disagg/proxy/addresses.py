@@ -20,6 +20,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 MAX_NAME = 253  # characters of a host name (RFC 1035)
 _URL = re.compile(r"(https?)://(\[[^][/?#@]+\]|[^][/?#@:]+)(?::([0-9]+))?/*", re.IGNORECASE)
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.IGNORECASE)
 
 
@@ -51,19 +52,22 @@ def bad_name(host: str) -> str:
     if literal(host):
         return ""
     labels = host.removesuffix(".").split(".")
-    if not all(labels):
-        return f"the host name {host!r} has an empty part"
-    if _NUMBER.fullmatch(labels[-1]):  # resolvers read 127.1 and 2130706433 as addresses
-        return f"{host!r} is neither a host name nor an IP address"
     try:
         coded = host.encode("idna").decode()
-    except UnicodeError:
-        return f"the host name {host!r} has a part that is empty, longer than 63 characters or not allowed"
-    if len(coded) > MAX_NAME:
-        return f"the host name is longer than {MAX_NAME} characters"
-    if not re.fullmatch(r"[A-Za-z0-9._-]+", coded):
-        return f"the host name {host!r} has characters that no host name has"
-    return ""
+    except UnicodeError:  # what it says of long names is not for people
+        coded = ""
+    words = ""
+    if not all(labels):
+        words = f"the host name {host!r} has an empty part"
+    elif _NUMBER.fullmatch(labels[-1]):  # resolvers read 127.1 and 2130706433 as addresses
+        words = f"{host!r} is neither a host name nor an IP address"
+    elif not coded:
+        words = f"the host name {host!r} has a part of more than 63 characters, or characters that no host name has"
+    elif len(coded) > MAX_NAME:
+        words = f"the host name is longer than {MAX_NAME} characters"
+    elif not _NAME.fullmatch(coded):
+        words = f"the host name {host!r} has characters that no host name has"
+    return words
 
 
 def literal(host: str) -> Address | None:

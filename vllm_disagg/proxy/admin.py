@@ -24,6 +24,7 @@ from typing import Literal
 import msgspec
 
 from ..errors import BadGrant, ConfigError
+from ..keys import ADMIN_KEY
 from ..registration import PATH as REGISTER
 from .addresses import Networks, check_url
 from .crew import Crew
@@ -39,7 +40,7 @@ DRAIN = "/disagg/instances/drain"
 CHANGES = (("POST", INSTANCES), ("DELETE", INSTANCES), ("POST", DRAIN))
 FORWARDED = (b"forwarded", b"x-real-ip", b"true-client-ip", b"cf-connecting-ip", b"via", b"origin")
 FORWARDED_PREFIXES = (b"x-forwarded-", b"x-envoy-", b"x-original-")
-OFF = "changes over HTTP are off: start the proxy with --admin-key, or with VLLM_DISAGG_ADMIN_KEY in its environment"
+OFF = f"changes over HTTP are off: start the proxy with --admin-key, or with {ADMIN_KEY} in its environment"
 LOCAL = "only this machine may see the instances, as long as the proxy has no --admin-key and no --api-key"
 
 

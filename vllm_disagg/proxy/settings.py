@@ -23,9 +23,6 @@ from .server import Limits
 from .sources import parse_name, read_fleet
 
 
-ADMIN_KEY = "VLLM_DISAGG_ADMIN_KEY"  # in the environment, which other users cannot see
-
-
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """All there is to set.  What has no flag is here for tests."""
 
@@ -99,7 +96,8 @@ def _add_fleet(group: argparse._ArgumentGroup) -> None:
     add("--allow-registration", action="store_true",
         help="take in engines that register themselves; needs --key-file")  # fmt: skip
     add("--admin-key", metavar="KEY", default="",
-        help=f"who sends this may change the fleet over HTTP; without it nobody may (default: the environment's {ADMIN_KEY})")  # fmt: skip
+        help="changes of the fleet over HTTP need this key; without one they are off"
+        f" (default: the environment's {keys.ADMIN_KEY})")  # fmt: skip
     add("--instance-networks", metavar="CIDR,...", default="",
         help="networks of instances that the admin API, registration, DNS and Kubernetes may add"
         " (default: all but link-local and multicast)")  # fmt: skip
@@ -183,7 +181,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
             if (prefill + decode).count(url) > 1:
                 raise ConfigError(f"{flag}: {url} is given twice")
     lookups = _lookups(args)
-    admin_key = args.admin_key or os.environ.get(ADMIN_KEY, "")
+    admin_key = args.admin_key or os.environ.get(keys.ADMIN_KEY, "")
     if not (decode or lookups or args.allow_registration or admin_key):
         raise ConfigError("at least one --decode URL is needed, or another way to find instances")
     _check_numbers(args)

@@ -198,6 +198,10 @@ def test_up(shell: Shell) -> None:
     expect_answer(shell.run(curl))
     printed = [line for line in said.splitlines() if line.startswith("curl ")]
     expect_answer(shell.run(printed[0]))
+    assert [row["usable"] for row in json.loads(shell.run(printed[1]))] == [True, True]
+    assert json.loads(shell.run(printed[2]))["drained"]
+    expect_answer(shell.run(curl))
+    assert said.count("GET /health") <= 4, "the log can be read"
     assert shell.interrupt() == [0]
     assert shell.log(0).read_text().splitlines()[-1] == "vllm-disagg up: stopped"
     wait("nothing is left", lambda: not shell.left(), 5)

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import msgspec
 
+from .. import keys
 from ..errors import ConfigError
 from .machine import Machine
 
@@ -22,6 +23,7 @@ OURS = {  # what vLLM is told by us, and the flag of ours that sets it
     "-tp": "give --tensor-parallel-size before --",
 }
 ROOMY = 4  # cores of a rank from which on one is left to what is not OpenMP
+QUIET = "--disable-access-log-for-endpoints=/health,/metrics"  # of which the proxy asks four times a second
 OWN_MEMORY = 2  # GiB that an instance takes besides weights and KV cache
 
 
@@ -100,6 +102,15 @@ def example(options: Options, plan: Plan) -> str:
     )
 
 
+def fleet_commands(plan: Plan, admin_key_file: str) -> list[str]:
+    """How to see the instances and how to drain one.  The key is read from its file, else from the environment."""
+    key = f"$(cat {shlex.quote(admin_key_file)})" if admin_key_file else f"${keys.ADMIN_KEY}"
+    seen = f'curl {plan.proxy.url}/disagg/instances -H "Authorization: Bearer {key}"'
+    drain = f'curl {plan.proxy.url}/disagg/instances/drain -H "Authorization: Bearer {key}"'
+    body = shlex.quote(json.dumps({"url": plan.engines[0].url}))
+    return [seen, f"{drain} -H 'Content-Type: application/json' -d {body}"]
+
+
 def _serve(options: Options, machine: Machine, name: str, port: int, key_file: str) -> list[str]:
     transfer = {
         "kv_connector": "DisaggConnector",
@@ -110,7 +121,7 @@ def _serve(options: Options, machine: Machine, name: str, port: int, key_file: s
     parallel = ["--tensor-parallel-size", str(options.tensor_parallel)] if options.tensor_parallel > 1 else []
     where = ["--host", "127.0.0.1", "--port", str(port)]
     config = ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
-    return [machine.vllm, "serve", options.model, *where, *parallel, *config, *options.extra]
+    return [machine.vllm, "serve", options.model, *where, *parallel, *config, QUIET, *options.extra]
 
 
 def _proxy(options: Options, machine: Machine, engines: list[Command], key_file: str) -> Command:

@@ -77,6 +77,13 @@ async def test_port_in_use() -> None:
         assert process.returncode == 1 and b"cannot listen on" in error and error.count(b"\n") == 1
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_a_host_that_is_no_name(workers: str) -> None:
+    process = await start(*D, "--host", "a..b", "--no-api-key", "--workers", workers)
+    _, error = await process.communicate()
+    assert process.returncode == 1 and b"cannot listen on a..b" in error and error.count(b"\n") == 1, error
+
+
 async def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
     go = asyncio.Event()
 

@@ -241,6 +241,7 @@ def test_addresses_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, capsys: p
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert "choose another with --port" in refused(capsys, "--model", "a/b", "--port", port)
+    assert "it is no host name" in refused(capsys, "--model", "a/b", "--host", "a..b", "--no-api-key")
     assert "is not a port" in refused(capsys, "--model", "a/b", "--port", "70000")
     assert "lets others in" in refused(capsys, "--model", "a/b", "--host", "0.0.0.0")
 

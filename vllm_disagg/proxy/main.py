@@ -165,8 +165,9 @@ def run(args: argparse.Namespace) -> int:
             )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_until_signal(settings))
-    except OSError as error:
-        print(f"vllm-disagg proxy: cannot listen on {settings.host}:{settings.port}: {error.strerror}", file=sys.stderr)
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name that DNS can have
+        why = getattr(error, "strerror", None) or "it is no host name"
+        print(f"vllm-disagg proxy: cannot listen on {settings.host}:{settings.port}: {why}", file=sys.stderr)
         return refused
     except ExceptionGroup as errors:
         misfits, others = errors.split(ConfigError)

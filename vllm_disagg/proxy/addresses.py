@@ -54,19 +54,17 @@ def bad_name(host: str) -> str:
     labels = host.removesuffix(".").split(".")
     try:
         coded = host.encode("idna").decode()
-    except UnicodeError:  # what it says of long names is not for people
+    except UnicodeError:
         coded = ""
     words = ""
     if not all(labels):
         words = f"the host name {host!r} has an empty part"
     elif _NUMBER.fullmatch(labels[-1]):  # resolvers read 127.1 and 2130706433 as addresses
         words = f"{host!r} is neither a host name nor an IP address"
-    elif not coded:
-        words = f"the host name {host!r} has a part of more than 63 characters, or characters that no host name has"
     elif len(coded) > MAX_NAME:
         words = f"the host name is longer than {MAX_NAME} characters"
     elif not _NAME.fullmatch(coded):
-        words = f"the host name {host!r} has characters that no host name has"
+        words = f"the host name {host!r} has a part of more than 63 characters, or characters that no host name has"
     return words
 
 

@@ -105,8 +105,9 @@ def example(options: Options, plan: Plan) -> str:
 def fleet_commands(plan: Plan, admin_key_file: str) -> list[str]:
     """How to see the instances and how to drain one.  The key is read from its file, else from the environment."""
     key = f"$(cat {shlex.quote(admin_key_file)})" if admin_key_file else f"${keys.ADMIN_KEY}"
-    seen = f'curl {plan.proxy.url}/disagg/instances -H "Authorization: Bearer {key}"'
-    drain = f'curl {plan.proxy.url}/disagg/instances/drain -H "Authorization: Bearer {key}"'
+    url = shlex.quote(f"{plan.proxy.url}/disagg/instances")
+    seen = f'curl {url} -H "Authorization: Bearer {key}"'
+    drain = f'curl {url}/drain -H "Authorization: Bearer {key}"'
     body = shlex.quote(json.dumps({"url": plan.engines[0].url}))
     return [seen, f"{drain} -H 'Content-Type: application/json' -d {body}"]
 

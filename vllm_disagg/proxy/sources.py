@@ -85,20 +85,21 @@ def parse_name(text: str, flag: str) -> tuple[str, int]:
 
 
 def within(networks: Networks, source: str, tell: Tell) -> Tell:
-    """A `tell` that leaves out members whose addresses are not allowed, with a warning for each."""
-    warned: set[str] = set()
+    """A `tell` that leaves out members whose addresses are not allowed, with a warning for each new one."""
+    left_out: set[Member] = set()
 
     def tell_allowed(members: Iterable[Member]) -> None:
-        allowed = []
+        nonlocal left_out
+        before, left_out, allowed = left_out, set(), set()
         for member in members:
             try:
                 networks.check(check_url(member.url, source), source)
-                allowed.append(member)
+                allowed.add(member)
             except ConfigError as error:
-                if member.url not in warned:
+                left_out.add(member)
+                if member not in before:
                     log.warning("%s (%s) is left out: %s", member.url, member.role, error)
-                warned.add(member.url)
-        tell(frozenset(allowed))
+        tell(allowed)
 
     return tell_allowed
 

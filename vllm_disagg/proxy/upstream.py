@@ -412,16 +412,20 @@ class Pool:
         with the allowed networks here."""
         loop, (host, port) = asyncio.get_running_loop(), self._address
         if not self._networks:
-            return (await loop.create_connection(lambda: Wire(self), host, port, ssl=self._tls))[1]
+            return await self._open_to(host)
         found = [str(info[4][0]) for info in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
         allowed = [address for address in found if self._networks.allow(address)]
         if not allowed:
             raise Unreachable("refused", self._networks.refusal(found[0]))
-        name = host if self._tls else None
         for address in allowed[:-1]:
-            with suppress(OSError):
-                return (await loop.create_connection(lambda: Wire(self), address, port, ssl=self._tls, server_hostname=name))[1]
-        return (await loop.create_connection(lambda: Wire(self), allowed[-1], port, ssl=self._tls, server_hostname=name))[1]
+            with suppress(OSError):  # the next one may accept; the last one's error is raised
+                return await self._open_to(address)
+        return await self._open_to(allowed[-1])
+
+    async def _open_to(self, address: str) -> Wire:
+        loop, (host, port) = asyncio.get_running_loop(), self._address
+        name = host if self._tls else None  # whose certificate is expected
+        return (await loop.create_connection(lambda: Wire(self), address, port, ssl=self._tls, server_hostname=name))[1]
 
 
 def pool_of(pools: dict[str, Pool], url: str) -> Pool:

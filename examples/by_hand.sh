@@ -3,6 +3,7 @@
 # On several machines: copy the key file, and add "host": "THIS MACHINE'S ADDRESS" to the extra config of each engine.
 set -euo pipefail
 model=${1:?MODEL}
+export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} # GiB of each engine; vLLM would take nearly all memory for one
 trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
 key=$(mktemp -d)/fleet.key
 vllm-disagg key "$key"

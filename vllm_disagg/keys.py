@@ -14,6 +14,7 @@ from pathlib import Path
 from .errors import ConfigError
 
 SIZE = 32
+ADMIN_KEY = "VLLM_DISAGG_ADMIN_KEY"  # variable of the environment: the key that changes a proxy's fleet over HTTP
 
 
 class FleetKey:

@@ -33,25 +33,27 @@ def connect(url: str, timeout: float) -> http.client.HTTPConnection:
     return kind(parts.netloc, timeout=timeout)
 
 
-def headers() -> dict[str, str]:
-    """As `vllm bench serve` sends them."""
-    key = os.environ.get("OPENAI_API_KEY")
+def headers(key: str = "") -> dict[str, str]:
+    """As `vllm bench serve` sends them, unless a key is given."""
+    key = key or os.environ.get("OPENAI_API_KEY", "")
     return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
 
-def get(url: str, path: str, server: str = "a vLLM, or a proxy in front of one") -> bytes:
-    """A page of what should be a `server`, or ConfigError."""
+def get(url: str, path: str, server: str = "a vLLM, or a proxy in front of one", key_name: str = "") -> bytes:
+    """A page of what should be a `server`, or ConfigError.  `key_name`: a variable of the environment whose key is better
+    than OPENAI_API_KEY's."""
     connection = connect(url, TIMEOUT)
     try:
-        connection.request("GET", path, headers=headers())
+        connection.request("GET", path, headers=headers(os.environ.get(key_name, "")))
         answer = connection.getresponse()
         content = answer.read(BIGGEST)
     except (OSError, http.client.HTTPException, UnicodeError) as error:  # the last: no name of a host
         raise ConfigError(f"cannot reach {url}: {reason(error)}: is it running?") from None
     finally:
         connection.close()
-    if answer.status == 401:
-        raise ConfigError(f"{url} wants an API key: put it into the environment as OPENAI_API_KEY")
+    if answer.status in (401, 403):
+        names = " or ".join(filter(None, ["OPENAI_API_KEY", key_name]))
+        raise ConfigError(f"{url}{path} needs a key: put it into the environment as {names}")
     if answer.status != 200:
         raise ConfigError(f"{url}{path} answered {answer.status}: it is not {server}")
     return content

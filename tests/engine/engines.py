@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from vllm_disagg import keys
+
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 FLAGS = ["--enforce-eager", "--max-model-len", "2048", "--max-num-batched-tokens", "256", "--served-model-name", "tiny"]
@@ -24,6 +26,7 @@ TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 BLOCK, CHUNK, LIMIT = 128, 256, 2048  # tokens: of a KV block on CPU, of a step, of a request
 START = 180.0  # seconds
+ADMIN = "root"  # the proxies' admin key
 _PDEATHSIG = 1
 
 
@@ -222,17 +225,18 @@ class Proxy(Process):
             for engine in engines if isinstance(engines, list) else [engines]:
                 for url in engine.urls:
                     command += [flag, url]
-        super().__init__(name, command, folder, port, {})
+        super().__init__(name, command, folder, port, {keys.ADMIN_KEY: ADMIN})
 
     def members(self) -> dict[str, bool]:
         """Instances by URL: whether each can be used."""
-        return {row["url"]: row["usable"] for row in json.loads(get(self.url, "/disagg/instances", 5.0)[1])}
+        return {row["url"]: row["usable"] for row in json.loads(get(self.url, "/disagg/instances", 5.0, ADMIN)[1])}
 
     def change(self, method: str, path: str, **fields: str) -> None:
         """Change the fleet over the admin API."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
         try:
-            connection.request(method, path, json.dumps(fields), {"content-type": "application/json"})
+            headers = {"content-type": "application/json", "authorization": f"Bearer {ADMIN}"}
+            connection.request(method, path, json.dumps(fields), headers)
             answer = connection.getresponse()
             assert answer.status == 200, answer.read()
         finally:
@@ -245,10 +249,10 @@ class Proxy(Process):
             return False
 
 
-def get(url: str, path: str, timeout: float) -> tuple[int, str]:
+def get(url: str, path: str, timeout: float, key: str = "") -> tuple[int, str]:
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=timeout)
     try:
-        connection.request("GET", path)
+        connection.request("GET", path, headers={"authorization": f"Bearer {key}"} if key else {})
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
     finally:

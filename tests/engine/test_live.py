@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from asking import body, tokens
 from conftest import Main
-from engines import CHUNK
+from engines import ADMIN, CHUNK
 
-from vllm_disagg import cli
+from vllm_disagg import cli, keys
 
 PROMPT, ANSWER = 300, 12  # tokens
 WINDOW = 12  # seconds
@@ -59,7 +59,10 @@ def load(url: str, seen: list[tuple[float, float, float]]) -> Iterator[None]:
             thread.join()
 
 
-def test_a_pair_under_load_is_judged(main: Main, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pair_under_load_is_judged(
+    main: Main, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(keys.ADMIN_KEY, ADMIN)
     points = str(tmp_path / "points.json")
     words = ["--output", points, "--seconds", "10", "--max-num-batched-tokens", str(CHUNK)]
     assert cli.main(["profile", main.plain.url, *words]) == 0

@@ -278,7 +278,7 @@ class Client:
         self.reader, self.writer = reader, writer
 
     def send(self, method: str, path: str, body: bytes = b"", **headers: str) -> None:
-        headers.setdefault("host", "x")
+        headers.setdefault("host", "localhost")
         lines = [f"{method} {path} HTTP/1.1", f"content-length: {len(body)}"]
         lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
         self.writer.write("\r\n".join([*lines, "", ""]).encode() + body)
@@ -306,6 +306,7 @@ class World:
         self.prefills, self.decodes = prefills, decodes
         self.clients: list[Client] = []
         self.port = 0
+        self.admin_key = ""
 
     @property
     def p(self) -> ScriptedEngine:
@@ -362,8 +363,14 @@ class World:
         await until(self._ready)
 
     async def _ready(self) -> bool:
-        instances = (await self.get("/disagg/instances")).json()
-        return all(i["usable"] for i in instances)
+        return all(i["usable"] for i in await self.instances())
+
+    async def instances(self) -> list[dict[str, Any]]:
+        """What the proxy says of each instance."""
+        key = {"authorization": f"Bearer {self.admin_key}"} if self.admin_key else {}
+        reply = await self.get("/disagg/instances", **key)
+        assert reply.status == 200, reply.body
+        return reply.json()  # type: ignore[no-any-return]
 
 
 async def until(condition: Callable[[], Any], limit: float = 5.0) -> None:
@@ -394,6 +401,7 @@ async def world(
     engines = it.prefills + it.decodes
     for engine in engines:
         await engine.start()
+    it.admin_key = settings.get("admin_key", "")
     settings = {"probe_interval": 0.02, "grace": 2.0, "port": 0, "key": KEY, **settings}
     stop, listening = asyncio.Event(), asyncio.get_running_loop().create_future()
     named = {"prefill": [u for e in it.prefills for u in e.urls], "decode": [u for e in it.decodes for u in e.urls]}

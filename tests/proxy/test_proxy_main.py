@@ -38,9 +38,18 @@ def parsed(*flags: str) -> argparse.Namespace:
         ([*D, "--request-timeout", "nan"], "--request-timeout"),
         ([*D, "--prefill-concurrency", "-1"], "--prefill-concurrency"),
         ([*D, "--key-file", "/nonexistent"], "/nonexistent"),
+        (["--decode", "http://gpu1..cluster:8200"], "--decode"),
+        ([*D, "--prefill", f"http://{'x' * 64}:80"], "--prefill"),
+        (["--decode-dns", "gpu1..cluster:8200"], "--decode-dns"),
+        (["--prefill-dns", f"{'x' * 64}:80"], "--prefill-dns"),
+        ([*D, "--instance-networks", "10.0.0.1/8"], "--instance-networks"),
+        ([*D, "--api-key", "k", "--admin-key", "k"], "--admin-key"),
     ],
 )
-def test_bad_settings_are_one_line(flags: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_settings_are_one_line(
+    flags: list[str], word: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_disagg.proxy.main._until_signal", lambda _: pytest.fail("it starts"))
     assert run(parsed(*flags)) == 2
     error = capsys.readouterr().err
     assert error.startswith("vllm-disagg proxy: ") and error.count("\n") == 1 and word in error
@@ -69,6 +78,13 @@ async def test_port_in_use() -> None:
         process = await start(*D, "--port", str(taken.getsockname()[1]))
         _, error = await process.communicate()
         assert process.returncode == 1 and b"cannot listen on" in error and error.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_a_host_that_is_no_name(workers: str) -> None:
+    process = await start(*D, "--host", "a..b", "--no-api-key", "--workers", workers)
+    _, error = await process.communicate()
+    assert process.returncode == 1 and b"cannot listen on a..b" in error and error.count(b"\n") == 1, error
 
 
 async def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from proxy_world import KEY, Call, ScriptedEngine, World, until, world
 from vllm_disagg.errors import BadGrant, ConfigError
 from vllm_disagg.keys import FleetKey
+from vllm_disagg.proxy.addresses import parse_networks
 from vllm_disagg.proxy.membership import Changes, Member, reconcile
 from vllm_disagg.proxy.registry import PATIENCE, Registry
 from vllm_disagg.proxy.sources import parse_fleet, parse_name
@@ -51,13 +52,15 @@ def test_the_first_of_sources_that_disagree_is_believed() -> None:
 def test_fleet_files() -> None:
     assert parse_fleet("prefill: [http://p1/]\ndecode:\n- http://d1\n", "f") == {P1, D1}
     assert parse_fleet("decode: [https://d1:8443]", "f") == {Member("https://d1:8443", "decode")}
-    for text in ("", "[1]", "decode: x", "decode: [1]", "decode: ['ftp://x']", "decode: [http://x/path]", "other: []", "{"):
+    for text in ("", "[1]", "decode: x", "decode: [1]", "decode: ['ftp://x']", "decode: [http://x/path]", "other: []", "{",
+                 "decode: [http://a..b:80]", f"decode: ['http://{'x' * 64}']", "decode: 2026-13-45", "? [1]\n: 2"):
         with pytest.raises(ConfigError, match=r"^f: "):
             parse_fleet(text, "f")
     with pytest.raises(ConfigError, match="twice"):
         parse_fleet("prefill: [http://x]\ndecode: [http://x]", "f")
     assert parse_name("name:80", "--x") == ("name", 80) and parse_name("[::1]:80", "--x") == ("::1", 80)
-    for text in ("name", "name:", ":80", "name:x", "name:0", "name:65536"):
+    assert parse_name("b\u00fccher.example:80", "--x") == ("xn--bcher-kva.example", 80)
+    for text in ("name", "name:", ":80", "name:x", "name:0", "name:65536", "a..b:80", f"{'x' * 64}:80", ".:80", "127.1:80"):
         with pytest.raises(ConfigError, match=r"^--x: "):
             parse_name(text, "--x")
 
@@ -77,17 +80,20 @@ async def engines(*roles: str) -> AsyncIterator[list[ScriptedEngine]]:
             await engine.stop()
 
 
+ADMIN = {"authorization": "Bearer root", "content_type": "application/json"}
+
+
 async def change(w: World, method: str, path: str, **body: Any) -> Any:
-    reply = await w.ask(method, path, json.dumps(body).encode(), host="127.0.0.1", content_type="application/json")
+    reply = await w.ask(method, path, json.dumps(body).encode(), **ADMIN)
     return reply.status, reply.json()
 
 
 async def rows(w: World) -> dict[str, Any]:
-    return {row["url"]: row for row in (await w.get("/disagg/instances")).json()}
+    return {row["url"]: row for row in await w.instances()}
 
 
 async def test_instances_are_added_drained_and_removed() -> None:
-    async with world(prefill=1, decode=1) as w, engines("decode") as (d,):
+    async with world(prefill=1, decode=1, admin_key="root") as w, engines("decode") as (d,):
         release = asyncio.Event()
 
         async def slow(call: Call) -> None:
@@ -120,7 +126,7 @@ async def test_instances_are_added_drained_and_removed() -> None:
 
 
 async def test_who_waits_for_an_instance_that_leaves_is_told() -> None:
-    async with world(prefill_concurrency=1) as w:
+    async with world(prefill_concurrency=1, admin_key="root") as w:
 
         async def endless(call: Call) -> None:
             await call.forever()
@@ -145,7 +151,7 @@ async def test_removing_at_once_cuts() -> None:
         await call.event("a")
         await call.forever()
 
-    async with world(prefill=0, decode=1) as w:
+    async with world(prefill=0, decode=1, admin_key="root") as w:
         w.d.script = endless
         client = await w.start(stream=True)
         await client.reader.readuntil(b"data: a\n\n")
@@ -169,55 +175,152 @@ async def usable(w: World, url: str) -> bool:
         ({"url": "http://u:p@h", "role": "decode"}, 400),
         ({"url": "http://h/path", "role": "decode"}, 400),
         ({"url": "http://h", "role": "both"}, 400),
+        ({"url": "http://gpu1..cluster:8200", "role": "decode"}, 400),
+        ({"url": f"http://{'x' * 64}:80", "role": "decode"}, 400),
+        ({"url": "http://.:80", "role": "decode"}, 400),
+        ({"url": "http://169.254.169.254", "role": "decode"}, 400),
+        ({"url": "http://[fe80::1]:80", "role": "decode"}, 400),
+        ({"url": "http://[::ffff:169.254.169.254]", "role": "decode"}, 400),
+        ({"url": "http://2852039166", "role": "decode"}, 400),
+        ({"url": "http://0.0.0.0:8000", "role": "decode"}, 400),
         ({"url": 1}, 400),
         ({}, 400),
     ],
 )
 async def test_what_is_no_instance_is_refused(body: Any, status: int) -> None:
-    async with world(prefill=0) as w:
+    async with world(prefill=0, admin_key="root") as w:
         assert (await change(w, "POST", "/disagg/instances", **body))[0] == status
         assert len(await rows(w)) == 1
+        assert (await w.post()).status == 200
 
 
 async def test_one_url_has_one_role() -> None:
-    async with world(prefill=0) as w:
+    async with world(prefill=0, admin_key="root") as w:
         assert (await change(w, "POST", "/disagg/instances", url=w.d.url, role="prefill"))[0] == 409
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"host": "example.org", "content_type": "application/json"},
-        {"host": "127.0.0.1", "content_type": "application/json", "x_forwarded_for": "1.2.3.4"},
-        {"host": "127.0.0.1", "content_type": "text/plain"},
-    ],
-)
-async def test_only_this_machine_may_without_a_key(headers: dict[str, str]) -> None:
-    async with world(prefill=0) as w:
-        body = json.dumps({"url": w.d.url}).encode()
-        assert (await w.ask("DELETE", "/disagg/instances", body, **headers)).status in (403, 415)
-        assert len(await rows(w)) == 1
+JSON_TYPE = {"content_type": "application/json"}
+CHANGES = [("POST", "/disagg/instances"), ("DELETE", "/disagg/instances"), ("POST", "/disagg/instances/drain")]
+
+
+@pytest.mark.parametrize(("method", "path"), CHANGES)
+async def test_changes_need_an_admin_key_always(method: str, path: str) -> None:
+    """A reverse proxy on this machine may send nothing that tells it from an operator: nginx's plain proxy_pass."""
+    async with world(prefill=0, api_keys=["user"], ready=False) as w:
+        body = json.dumps({"url": w.d.url, **({"role": "decode"} if path == CHANGES[0][1] and method == "POST" else {})}).encode()
+        for given in ({}, {"authorization": "Bearer user"}, {"authorization": "Bearer "}):
+            for host in ("127.0.0.1", "localhost", "api.example"):
+                reply = await w.ask(method, path, body, host=host, **JSON_TYPE, **given)
+                assert reply.status == 403 and "--admin-key" in reply.json()["error"]["message"]
+        rows = (await w.get("/disagg/instances", authorization="Bearer user")).json()
+        assert [row["leaving"] for row in rows] == [False]
 
 
 async def test_the_admin_key_is_not_a_clients_key() -> None:
     async with world(prefill=0, ready=False, admin_key="root", api_keys=["user"]) as w:
         body = json.dumps({"url": w.d.url}).encode()
-        json_type = {"content_type": "application/json"}
-        for given, status in (("user", 401), ("root", 200)):
-            reply = await w.ask("DELETE", "/disagg/instances", body, authorization=f"Bearer {given}", **json_type)
-            assert reply.status == status
-        assert (await w.ask("DELETE", "/disagg/instances", body, **json_type)).status == 401
+        for given in ("user", "", "roo", "root2"):
+            reply = await w.ask("DELETE", "/disagg/instances", body, authorization=f"Bearer {given}", **JSON_TYPE)
+            assert reply.status == 401
+        assert (await w.ask("DELETE", "/disagg/instances", body, **JSON_TYPE)).status == 401
+        root = {"authorization": "Bearer root"}
+        assert (await w.ask("DELETE", "/disagg/instances", body, content_type="text/plain", **root)).status == 415
+        assert (await w.ask("DELETE", "/disagg/instances", body, **JSON_TYPE, **root)).status == 200
+        assert (await w.get("/v1/models", **root)).status == 401
 
 
-async def test_a_watched_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "example.org"},
+        {"host": "127.0.0.1.example.org"},
+        {"x_forwarded_for": "1.2.3.4"},
+        {"x_forwarded_host": "example.org"},
+        {"x_envoy_external_address": "1.2.3.4"},
+        {"true_client_ip": "1.2.3.4"},
+        {"via": "1.1 x"},
+        {"origin": "http://localhost"},
+    ],
+)
+async def test_only_this_machine_sees_the_instances_without_a_key(headers: dict[str, str]) -> None:
+    async with world(prefill=0) as w:
+        assert (await w.get("/disagg/instances", **{"host": "localhost:8000"})).status == 200
+        assert (await w.get("/disagg/instances", **{"host": "[::1]:8000"})).status == 200
+        assert (await w.get("/disagg/instances", **{"host": "127.0.0.1", **headers})).status == 403
+
+
+async def test_nginx_s_plain_proxy_pass_does_not_see_the_instances() -> None:
+    """It speaks HTTP/1.0, and its Host is the address that it connects to."""
+    async with world(prefill=0) as w:
+        head = b"GET /disagg/instances HTTP/1.0\r\nHost: 127.0.0.1:%d\r\nConnection: close\r\n\r\n" % w.port
+        assert (await w.raw(head)).status == 403
+
+
+async def test_with_an_admin_key_the_instances_need_one() -> None:
+    async with world(prefill=0, ready=False, admin_key="root", api_keys=["user"]) as w:
+        for given, status in (("user", 200), ("root", 200), ("x", 401)):
+            assert (await w.get("/disagg/instances", authorization=f"Bearer {given}")).status == status
+        assert (await w.get("/disagg/instances")).status == 401
+    async with world(prefill=0, ready=False, admin_key="root") as w:
+        assert (await w.get("/disagg/instances")).status == 401
+
+
+async def test_instances_are_added_in_allowed_networks_only() -> None:
+    """A name is looked up and checked at each connection; localhost may have an IPv6 address, which is passed over."""
+    networks = parse_networks("127.0.0.1/32")
+    async with (
+        engines("decode") as (d,),
+        world(prefill=0, decode=0, ready=False, admin_key="root", instance_networks=networks) as w,
+    ):
+        named = f"http://localhost:{d.port}"
+        for url in (f"http://127.0.0.2:{d.port}", f"http://[::1]:{d.port}"):
+            status, said = await change(w, "POST", "/disagg/instances", url=url, role="decode")
+            assert status == 400 and "--instance-networks" in said["error"]["message"]
+        assert (await change(w, "POST", "/disagg/instances", url=named, role="decode"))[0] == 200
+        await until(lambda: usable(w, named))
+        assert (await w.post()).status == 200
+
+
+async def test_a_name_in_no_allowed_network_is_never_connected_to() -> None:
+    networks = parse_networks("10.0.0.0/8")
+    async with engines("decode") as (added,), world(prefill=0, admin_key="root", instance_networks=networks) as w:
+        flagged, named = w.d, f"http://localhost:{added.port}"  # what a flag names may be anywhere
+        assert (await change(w, "POST", "/disagg/instances", url=named, role="decode"))[0] == 200
+        await until(lambda: refused(w, named))
+        assert not added.connections
+        assert (await change(w, "POST", "/disagg/instances/drain", url=flagged.url))[0] == 200
+        assert (await change(w, "POST", "/disagg/instances", url=flagged.url, role="decode"))[0] == 200
+
+
+async def refused(w: World, url: str) -> bool:
+    row = (await rows(w))[url]
+    return "--instance-networks" in row["why_not"] and not row["usable"]
+
+
+async def test_names_in_dns_and_their_networks(caplog: pytest.LogCaptureFixture) -> None:
+    async with engines("decode") as (a,):
+        names = [("decode", "localhost", a.port)]
+        networks = parse_networks("10.0.0.0/8")
+        settings = {"names": names, "lookup_interval": 0.02, "instance_networks": networks}
+        async with world(prefill=0, decode=0, ready=False, **settings) as w:
+            await until(lambda: "--instance-networks" in caplog.text)
+            await asyncio.sleep(0.1)
+            assert not await rows(w) and not a.connections
+        assert caplog.text.count(f"http://127.0.0.1:{a.port}") == 1, "one line"
+
+
+async def test_a_watched_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with engines("decode", "decode") as (a, b):
         path = tmp_path / "fleet.yaml"
         path.write_text(f"decode: [{a.url}]")
         async with world(prefill=0, decode=0, ready=False, fleet_file=str(path)) as w:
             await until(lambda: usable(w, a.url))
-            path.write_text("decode: nonsense")
-            await asyncio.sleep(1.2)
-            assert await usable(w, a.url)
+            for mistake in ("decode: nonsense", f"decode: [{a.url}, 'http://gpu1..cluster:8200']"):
+                caplog.clear()
+                path.write_text(mistake)
+                await until(lambda: "the fleet stays as it is" in caplog.text)
+                assert await usable(w, a.url) and len(await rows(w)) == 1
+                assert (await w.post()).status == 200
             path.write_text(f"decode: ['{b.url}']")
             await until(lambda: gone(w, a.url))
             await until(lambda: usable(w, b.url))
@@ -225,9 +328,10 @@ async def test_a_watched_file(tmp_path: Path) -> None:
 
 async def test_a_name_with_addresses() -> None:
     async with engines("decode") as (a,):
-        names = [("decode", "localhost", a.port), ("decode", "name.invalid", 80)]
+        names = [("decode", "localhost", a.port), ("decode", "name.invalid", 80), ("decode", "gpu1..cluster", 80)]
         async with world(prefill=0, decode=0, ready=False, names=names, lookup_interval=0.05) as w:
             await until(lambda: usable(w, a.url))
+            assert (await w.post()).status == 200
 
 
 def test_registrations_cannot_be_forged_or_repeated() -> None:
@@ -241,7 +345,8 @@ def test_registrations_cannot_be_forged_or_repeated() -> None:
     first = sign(KEY, note(1))
     assert registry.tell(first, 0.0) == "ok" and registry.members(0.0) == {D1}
     for bad in (first, sign(KEY, note(0)), sign(FleetKey(b"x" * 32), note(2)), sign(FleetKey(None), note(2)), b"{}", b"x",
-                sign(KEY, note(2, url="file:///x")), first.replace(b"d1", b"d2"), b"x" * 5000):  # fmt: skip
+                sign(KEY, note(2, url="file:///x")), sign(KEY, note(2, url="http://gpu1..cluster:8200")),
+                sign(KEY, note(2, url="http://169.254.169.254")), first.replace(b"d1", b"d2"), b"x" * 5000):  # fmt: skip
         with pytest.raises(BadGrant):
             registry.tell(bad, 0.0)
     with pytest.raises(BadGrant):
@@ -261,6 +366,16 @@ async def test_an_engine_registers_itself_and_says_goodbye() -> None:
         assert (await w.post()).json()["text"] == d.name
         await asyncio.to_thread(registration.close)
         await until(lambda: gone(w, d.url))
+
+
+async def test_a_registration_that_nobody_can_reach_changes_nothing() -> None:
+    """A host name that cannot be encoded once ended the proxy."""
+    async with world(prefill=0, registration=True) as w:
+        for number, url in enumerate(("http://gpu1..cluster:8200", f"http://{'x' * 64}:80", "http://169.254.169.254")):
+            again = await w.ask("POST", "/disagg/register", sign(KEY, Note("", "i", number, "decode", url)))
+            note = Note(again.json()["challenge"], "i", number, "decode", url)
+            assert (await w.ask("POST", "/disagg/register", sign(KEY, note))).status == 403
+        assert len(await rows(w)) == 1 and (await w.post()).status == 200
 
 
 async def test_registration_is_off_by_default() -> None:

@@ -11,7 +11,8 @@ import trustme
 
 from proxy_world import Client, ScriptedEngine, World, until, world
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.proxy.upstream import Pool, Unreachable, check_url
+from vllm_disagg.proxy.addresses import check_url
+from vllm_disagg.proxy.upstream import Pool, Unreachable
 
 
 class Papers:
@@ -64,9 +65,10 @@ async def test_instances_over_tls(papers: Papers) -> None:
     d = SecureEngine("d", "decode")
     await d.start_secure(papers.listener())
     for ca in (papers.ca, ""):
-        async with world(prefill=0, decode=0, ready=False, upstream_ca=ca) as w:
+        async with world(prefill=0, decode=0, ready=False, upstream_ca=ca, admin_key="root") as w:
             body = json.dumps({"url": d.url, "role": "decode"}).encode()
-            added = await w.ask("POST", "/disagg/instances", body, host="127.0.0.1", content_type="application/json")
+            root = {"authorization": "Bearer root", "content_type": "application/json"}
+            added = await w.ask("POST", "/disagg/instances", body, **root)
             assert added.status == 200
             if ca:
                 await w.until_ready()
@@ -80,7 +82,7 @@ async def test_instances_over_tls(papers: Papers) -> None:
 
 
 async def _not_trusted(w: World) -> bool:
-    (row,) = (await w.get("/disagg/instances")).json()
+    (row,) = await w.instances()
     return "TLS" in row["why_not"] and not row["usable"]
 
 

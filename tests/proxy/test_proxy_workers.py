@@ -109,8 +109,9 @@ async def test_two_workers_are_one_proxy(tmp_path: Path) -> None:
     d, e = ScriptedEngine("d", "decode"), ScriptedEngine("e", "decode")
     await d.start()
     await e.start()
-    process = await start(tmp_path, "--decode", d.url)
+    process = await start(tmp_path, "--decode", d.url, "--admin-key", "root")
     w = World([], [d])
+    w.admin_key = "root"
     try:
         assert process.stdout and process.stderr
         line = (await process.stdout.readline()).decode()
@@ -120,7 +121,7 @@ async def test_two_workers_are_one_proxy(tmp_path: Path) -> None:
         async def everywhere(url: str, **facts: Any) -> bool:
             """Whether every worker says so; a new connection reaches any of them."""
             for _ in range(12):
-                rows = {row["url"]: row for row in (await w.get("/disagg/instances")).json()}
+                rows = {row["url"]: row for row in await w.instances()}
                 if url not in rows or any(rows[url][name] != value for name, value in facts.items()):
                     return False
             return True
@@ -130,7 +131,7 @@ async def test_two_workers_are_one_proxy(tmp_path: Path) -> None:
             assert (await w.post()).status == 200
         assert await w.metric("vllm_disagg_requests_total") == 12
         body = b'{"url": "%b", "role": "decode"}' % e.url.encode()
-        as_json = {"host": "127.0.0.1", "content_type": "application/json"}
+        as_json = {"authorization": "Bearer root", "content_type": "application/json"}
         assert (await w.ask("POST", "/disagg/instances", body, **as_json)).status == 200
         await until(lambda: everywhere(e.url, usable=True))
         victim, other = children(process.pid)

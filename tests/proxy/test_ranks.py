@@ -9,8 +9,8 @@ import pytest
 from proxy_world import Call, ScriptedEngine, World, answer, until, world
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.grants import Engine
+from vllm_disagg.proxy.addresses import check_url
 from vllm_disagg.proxy.fleet import Instance
-from vllm_disagg.proxy.upstream import check_url
 
 
 def ranks(*engines: str) -> Callable[[World], None]:

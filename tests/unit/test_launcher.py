@@ -97,6 +97,7 @@ def test_the_commands() -> None:
     assert (prefill.name, decode.name) == ("prefill-0", "decode-0")
     assert prefill.argv[:5] == ["vllm", "serve", "m", "--host", "127.0.0.1"]
     assert prefill.argv[-2:] == ["--dtype", "float32"]
+    assert "--disable-access-log-for-endpoints=/health,/metrics" in prefill.argv  # the proxy asks four times a second
     for engine, role in ((prefill, "kv_producer"), (decode, "kv_consumer")):
         transfer = json.loads(engine.argv[engine.argv.index("--kv-transfer-config") + 1])
         assert transfer == {
@@ -128,6 +129,41 @@ def test_what_is_printed_can_be_typed(tmp_path: Path) -> None:
     assert said[1].splitlines() == ["0|1", *made.engines[0].argv[1:]]
     assert said[-1].splitlines() == ["", *made.proxy.argv[1:]]
     assert json.loads(shlex.split(plan.example(options, made))[-1])["model"] == "it's"
+
+
+@pytest.mark.parametrize(
+    ("extra", "name"),
+    [
+        ([], "m"),
+        (["--dtype", "float32"], "m"),
+        (["--served-model-name", "tiny"], "tiny"),
+        (["--served_model_name=tiny", "--dtype", "auto"], "tiny"),
+        (["--dtype", "auto", "--served-model-name"], "m"),  # vLLM will refuse it
+    ],
+)
+def test_the_example_names_the_model_that_is_served(extra: list[str], name: str) -> None:
+    options = Options(model="m", extra=extra)
+    made = plan.make(options, cpus(2), [9100, 9101], "a key")
+    assert json.loads(shlex.split(plan.example(options, made))[-1])["model"] == name
+
+
+@pytest.mark.parametrize(
+    ("key_file", "key"), [("/tmp/a b/admin.key", "of the file"), ("", "of the user")]
+)
+def test_the_fleet_commands_hold_the_admin_key(key_file: str, key: str, tmp_path: Path) -> None:
+    """A real shell, with a curl that prints what it was given; the key itself stands in no command."""
+    (tmp_path / "curl").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "curl").chmod(0o755)
+    if key_file:
+        key_file = str(tmp_path / "admin key")
+        Path(key_file).write_text(f"{key}\n")
+    made = plan.make(Options(model="m"), cpus(2), [9100, 9101], "a key")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VLLM_DISAGG_ADMIN_KEY": "of the user"}
+    seen, drain = plan.fleet_commands(made, key_file)
+    assert key not in seen + drain
+    said = [subprocess.check_output(["sh", "-c", line], env=env, text=True).splitlines() for line in (seen, drain)]
+    assert said[0] == [f"{made.proxy.url}/disagg/instances", "-H", f"Authorization: Bearer {key}"]
+    assert f"Authorization: Bearer {key}" in said[1] and json.loads(said[1][-1]) == {"url": "http://127.0.0.1:9100"}
 
 
 @pytest.mark.parametrize(
@@ -205,6 +241,7 @@ def test_addresses_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, capsys: p
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert "choose another with --port" in refused(capsys, "--model", "a/b", "--port", port)
+    assert "it is no host name" in refused(capsys, "--model", "a/b", "--host", "a..b", "--no-api-key")
     assert "is not a port" in refused(capsys, "--model", "a/b", "--port", "70000")
     assert "lets others in" in refused(capsys, "--model", "a/b", "--host", "0.0.0.0")
 

@@ -26,6 +26,7 @@ open(os.path.join({pids!r}, role), "w").write(str(os.getpid()))
 print(role, "in", os.getpid(), flush=True)
 if "--die" in sys.argv and role == "decode":
     print("ValueError: no luck today\\nEngineDeadError: See stack trace (above) for the root cause.\\nbye")
+    print("(APIServer pid=1) WARNING 11-22 05:03:51 [x.py:1] This can cause errors like `OSError: [Errno 24] Too many`")
     sys.exit(3)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -110,10 +111,13 @@ def test_a_child_that_dies_takes_all_with_it(up: Callable[..., Up]) -> None:
 def test_a_signal_stops_everything(up: Callable[..., Up], number: signal.Signals) -> None:
     running = up("--never")
     running.wait_for_engines()
-    assert next(running.folder.glob("vllm-disagg-*/fleet.key")).stat().st_mode & 0o777 == 0o600
+    keys = {path.name: path.read_text() for path in running.folder.glob("vllm-disagg-*/*.key")}
+    assert keys.keys() == {"fleet.key", "admin.key"} and len(set(keys.values())) == 2
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in running.folder.glob("vllm-disagg-*/*.key"))
     running.process.send_signal(number)
     code, said = running.end()
     assert code == 0 and said.splitlines()[-1] == "vllm-disagg up: stopped"
+    assert not any(key.strip() in said for key in keys.values())
     assert running.left() == []
 
 
@@ -137,8 +141,8 @@ def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pyt
 
 def test_the_proxy_says_why_it_is_not_ready(up: Callable[..., Up]) -> None:
     """Stand-ins answer /health, but no probe."""
-    running = up(ready_limit=1.0)
+    running = up(ready_limit=5.0)
     code, said = running.end()
     assert code == 1
-    assert "proxy is not ready after 1 s: " in said and "no decode instance can be used" in said
+    assert "proxy is not ready after 5 s: " in said and "no decode instance can be used" in said
     assert running.left() == []

@@ -62,7 +62,12 @@ class Proxy(BaseHTTPRequestHandler):
     instances: ClassVar[list[dict[str, object]]] = []
     metrics: ClassVar[list[bytes]] = []
 
+    key: ClassVar[str] = ""  # needed for the instances
+
     def do_GET(self) -> None:
+        if self.path == "/disagg/instances" and self.key and self.headers["authorization"] != f"Bearer {self.key}":
+            self.send_error(401)
+            return
         body = json.dumps(self.instances).encode() if self.path == "/disagg/instances" else self.metrics.pop(0)
         self.send_response(200)
         self.send_header("content-length", str(len(body)))
@@ -82,6 +87,18 @@ def proxy() -> Iterator[str]:
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+def test_the_admin_key_shows_the_instances(
+    proxy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Proxy.instances, Proxy.metrics = INSTANCES, [_metrics(100), _metrics(120)]
+    monkeypatch.setattr(Proxy, "key", "root")
+    monkeypatch.setenv("OPENAI_API_KEY", "user")
+    assert cli.main([*WORDS, "--live", proxy]) == 2
+    assert "needs a key: put it into the environment as OPENAI_API_KEY or VLLM_DISAGG_ADMIN_KEY" in capsys.readouterr().err
+    monkeypatch.setenv("VLLM_DISAGG_ADMIN_KEY", "root")
+    assert cli.main([*WORDS, "--live", proxy]) == 0
 
 
 def test_three_prefill_and_one_decode_are_wrong_for_long_answers(

@@ -84,6 +84,8 @@ def _bind(host: str, port: int) -> str:
             probe.listen()
     except OSError as error:
         return error.strerror or str(error)
+    except UnicodeError:
+        return "it is no host name"
     return ""
 
 

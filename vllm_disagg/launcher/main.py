@@ -9,6 +9,9 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
 
 from .. import keys
 from ..errors import DisaggError
@@ -21,6 +24,7 @@ POLL = 0.2
 TELL = 5.0  # seconds between two lines of progress
 READY_LIMIT = 60.0  # seconds that the proxy may take to pair instances that are already up
 KEY_FILE = "fleet.key"  # in commands to type
+ADMIN_KEY_FILE = "admin.key"  # in the run directory
 EPILOG = "Arguments after -- go to each vllm serve as they are."
 
 
@@ -83,9 +87,11 @@ def run(args: argparse.Namespace) -> int:
         with Family(console, signals.hurry) as family:
             key_file = os.path.join(family.directory, KEY_FILE)
             keys.create(key_file)
+            admin_key_file, admin = _admin_key(family.directory)
             todo = plan.make(options, facts, engine_ports, key_file)
+            todo = msgspec.structs.replace(todo, proxy=msgspec.structs.replace(todo.proxy, env=admin))
             _start(todo, family, signals, console)
-            _announce(todo, plan.example(options, todo), commands)
+            _announce(todo, plan.example(options, todo), plan.fleet_commands(todo, admin_key_file), commands)
             while True:
                 _pause(family, signals)
     except Stopped:
@@ -110,6 +116,15 @@ def _options(args: argparse.Namespace) -> Options:
     )
 
 
+def _admin_key(directory: str) -> tuple[str, dict[str, str]]:
+    """Mint the proxy's admin key, unless the user has set one: the file that holds it, and the proxy's environment."""
+    if os.environ.get(keys.ADMIN_KEY):
+        return "", {}
+    path = os.path.join(directory, ADMIN_KEY_FILE)
+    keys.create(path)
+    return path, {keys.ADMIN_KEY: Path(path).read_text().strip()}
+
+
 def _check_proxy(proxy: Command) -> None:
     """Let the proxy itself say now what it would refuse later; its key file does not exist yet."""
     parser = argparse.ArgumentParser()
@@ -118,6 +133,7 @@ def _check_proxy(proxy: Command) -> None:
 
 
 def _start(todo: Plan, family: Family, signals: Signals, console: Console) -> None:
+    console.say("vllm-disagg up: each instance loads its model, and compiles it at the first start: this may take minutes")
     for engine in todo.engines:
         family.start(engine, engine.argv)
     _wait(todo.engines, family, signals, console)
@@ -166,10 +182,11 @@ def _ask(command: Command) -> tuple[bool, str]:
         connection.close()
 
 
-def _announce(todo: Plan, example: str, commands: str) -> None:
+def _announce(todo: Plan, example: str, fleet: list[str], commands: str) -> None:
     """To standard output, in one piece, for people and for scripts."""
+    shown = "See the instances, and drain one (with the admin key):\n" + "\n".join(fleet)
     try:
-        print(f"\nready: {todo.proxy.url}\n\nTry it:\n{example}\n\nThe same by hand:\n{commands}\n", flush=True)
+        print(f"\nready: {todo.proxy.url}\n\nTry it:\n{example}\n\n{shown}\n\nThe same by hand:\n{commands}\n", flush=True)
     except OSError as error:
         raise DisaggError(f"cannot write to standard output: {error.strerror}") from None
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator
+from itertools import pairwise
 
 import msgspec
 
+from .. import keys
 from ..errors import ConfigError
 from .machine import Machine
 
@@ -21,6 +23,7 @@ OURS = {  # what vLLM is told by us, and the flag of ours that sets it
     "-tp": "give --tensor-parallel-size before --",
 }
 ROOMY = 4  # cores of a rank from which on one is left to what is not OpenMP
+QUIET = "--disable-access-log-for-endpoints=/health,/metrics"  # of which the proxy asks four times a second
 OWN_MEMORY = 2  # GiB that an instance takes besides weights and KV cache
 
 
@@ -99,6 +102,16 @@ def example(options: Options, plan: Plan) -> str:
     )
 
 
+def fleet_commands(plan: Plan, admin_key_file: str) -> list[str]:
+    """How to see the instances and how to drain one.  The key is read from its file, else from the environment."""
+    key = f"$(cat {shlex.quote(admin_key_file)})" if admin_key_file else f"${keys.ADMIN_KEY}"
+    url = shlex.quote(f"{plan.proxy.url}/disagg/instances")
+    seen = f'curl {url} -H "Authorization: Bearer {key}"'
+    drain = f'curl {url}/drain -H "Authorization: Bearer {key}"'
+    body = shlex.quote(json.dumps({"url": plan.engines[0].url}))
+    return [seen, f"{drain} -H 'Content-Type: application/json' -d {body}"]
+
+
 def _serve(options: Options, machine: Machine, name: str, port: int, key_file: str) -> list[str]:
     transfer = {
         "kv_connector": "DisaggConnector",
@@ -109,7 +122,7 @@ def _serve(options: Options, machine: Machine, name: str, port: int, key_file: s
     parallel = ["--tensor-parallel-size", str(options.tensor_parallel)] if options.tensor_parallel > 1 else []
     where = ["--host", "127.0.0.1", "--port", str(port)]
     config = ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
-    return [machine.vllm, "serve", options.model, *where, *parallel, *config, *options.extra]
+    return [machine.vllm, "serve", options.model, *where, *parallel, *config, QUIET, *options.extra]
 
 
 def _proxy(options: Options, machine: Machine, engines: list[Command], key_file: str) -> Command:
@@ -132,10 +145,10 @@ def _refuse_ours(extra: list[str]) -> None:
 
 
 def _served_name(options: Options) -> str:
-    for word, following in zip(options.extra, [*options.extra[1:], ""], strict=True):
+    for word, following in pairwise([*options.extra, ""]):
         flag, _, value = word.partition("=")
         if flag.replace("_", "-") == "--served-model-name":
-            return value or following
+            return value or following or options.model
     return options.model
 
 

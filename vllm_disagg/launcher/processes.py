@@ -22,6 +22,7 @@ from .plan import Command
 COLOURS = (36, 33, 35, 32, 34)  # of prefixes, on a terminal
 # A cause; vLLM's last errors only point back at it.
 CAUSE = re.compile(r"died unexpectedly|\b\w*(Error|Exception): (?!cancelled$|.*root cause)")
+HARMLESS = re.compile(r"(^|\) )(DEBUG|INFO|WARNING) \d\d-\d\d ")  # as vLLM logs: a warning may name an error
 TROUBLE = re.compile(r"error|killed", re.IGNORECASE)
 
 
@@ -82,7 +83,7 @@ class Child:
         for raw in self.process.stdout:
             line = raw.decode(errors="replace").rstrip().rpartition("\r")[2]
             console.say(prefix + line)
-            weight = 3 if CAUSE.search(line) else 2 if TROUBLE.search(line) else 1
+            weight = 1 if HARMLESS.search(line) else 3 if CAUSE.search(line) else 2 if TROUBLE.search(line) else 1
             if line.strip() and weight >= self._weight:
                 self._weight, self.cause = weight, line.strip()
 

@@ -20,6 +20,7 @@ import msgspec
 
 from .. import lengths, pages
 from ..errors import ConfigError
+from ..keys import ADMIN_KEY
 from . import flags, search, workload
 from .advice import WORTH, describe
 from .setting import Choice, Placement, Setting
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None] | None = None) -> i
 
 
 def _page(url: str, path: str) -> bytes:
-    return pages.get(url, path, "a vllm-disagg proxy")
+    return pages.get(url, path, "a vllm-disagg proxy", ADMIN_KEY)
 
 
 def count(body: bytes) -> tuple[int, int]:

@@ -1,14 +1,15 @@
-"""The admin API: who may change the fleet over HTTP, and how.
+"""The admin API: who may see and change the fleet over HTTP, and how.
 
+    GET    /disagg/instances        what is known of each instance (answered by `api.py`)
     POST   /disagg/instances        {"url": ..., "role": "prefill" | "decode"}   add; also ends a drain
     POST   /disagg/instances/drain  {"url": ...}                                 no new requests; it stays listed
     DELETE /disagg/instances        {"url": ..., "now": false}                   drain, then remove; now: cut what runs
     POST   /disagg/register         an engine makes itself known (`vllm_disagg.registration`)
 
-The first three are for whoever has the admin key.  Without one they are for this machine only: the peer's address and
-the Host field must be loopback and nothing may have forwarded the request, so that neither a reverse proxy nor a web
-page in a local browser (which would also have to send JSON, and is stopped by CORS) gets through.  Registrations carry
-their own proof.  URLs are http or https to a host and port, nothing more.
+Changes need the admin key, always: a reverse proxy on this machine makes every client look local.  Instances are shown to
+the holder of the admin key or of a client's key.  Where there is neither key, only this machine sees them: the peer's
+address and the Host field must be loopback, the request HTTP/1.1 and not forwarded.  Registrations carry their own proof.
+URLs are http or https to a host and port, nothing more, within `Networks`.
 """
 
 from __future__ import annotations
@@ -23,19 +24,24 @@ from typing import Literal
 import msgspec
 
 from ..errors import BadGrant, ConfigError
+from ..keys import ADMIN_KEY
 from ..registration import PATH as REGISTER
+from .addresses import Networks, check_url
 from .crew import Crew
-from .headers import find
+from .headers import Headers, find
 from .members import Change, Members
 from .registry import Registry
 from .server import JSON, Connection, Request, error_body
-from .upstream import check_url
 
 log = logging.getLogger(__name__)
 
 INSTANCES = "/disagg/instances"
 DRAIN = "/disagg/instances/drain"
-FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via", b"origin")
+CHANGES = (("POST", INSTANCES), ("DELETE", INSTANCES), ("POST", DRAIN))
+FORWARDED = (b"forwarded", b"x-real-ip", b"true-client-ip", b"cf-connecting-ip", b"via", b"origin")
+FORWARDED_PREFIXES = (b"x-forwarded-", b"x-envoy-", b"x-original-")
+OFF = f"changes over HTTP are off: start the proxy with --admin-key, or with {ADMIN_KEY} in its environment"
+LOCAL = "only this machine may see the instances, as long as the proxy has no --admin-key and no --api-key"
 
 
 class _Add(msgspec.Struct, forbid_unknown_fields=True):
@@ -53,41 +59,54 @@ class _Remove(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Admin:
-    """Answers what changes the fleet."""
+    """Answers what changes the fleet, and refuses what may not see or change it."""
 
     def __init__(
-        self, members: Members, registry: Registry | None, crew: Crew | None, admin_key: str, api_keys: list[str]
+        self,
+        members: Members,
+        registry: Registry | None,
+        crew: Crew | None,
+        networks: Networks,
+        admin_key: str,
+        api_keys: list[str],
     ) -> None:
         self._members = members
         self._registry = registry
         self._crew = crew
-        self._keys = [key.encode() for key in ([admin_key] if admin_key else api_keys)]
-        self._local_only = not admin_key
+        self._networks = networks
+        self._admin_keys = [admin_key.encode()] if admin_key else []
+        self._api_keys = [key.encode() for key in api_keys]
 
     def handle(self, request: Request, client: Connection) -> bool:
         """Answer a request if it is one of ours; whether it was."""
         what = (request.method, request.path)
-        if what == ("POST", REGISTER) and self._registry:
+        if refused := self.refusal(request, client.peer):
+            client.answer(*refused)
+        elif what == ("POST", REGISTER) and self._registry:
             self._register(self._registry, request, client)
-        elif what in (("POST", INSTANCES), ("DELETE", INSTANCES), ("POST", DRAIN)):
-            if self._may(request, client):
-                self._change(request, client)
+        elif what in CHANGES:
+            self._change(request, client)
         else:
             return False
         return True
 
-    def _may(self, request: Request, client: Connection) -> bool:
-        scheme, _, given = find(request.headers, b"authorization").partition(b" ")
-        known = scheme.lower() == b"bearer" and any(hmac.compare_digest(given, key) for key in self._keys)
-        if self._keys and not known:
-            client.answer(401, [JSON], b'{"error":"Unauthorized"}')
-        elif self._local_only and not _is_local(request, client):
-            _refuse(client, 403, "only this machine may change the fleet, as long as no --admin-key is set")
-        elif find(request.headers, b"content-type").partition(b";")[0].strip().lower() != JSON[1]:
-            _refuse(client, 415, "content-type must be application/json")
-        else:
-            return True
-        return False
+    def refusal(self, request: Request, peer: str) -> tuple[int, Headers, bytes] | None:
+        """The answer to a request that may not see or change the fleet, known from its head; None for any other."""
+        what = (request.method, request.path)
+        if what in CHANGES:
+            if not self._admin_keys:
+                return _error(403, OFF)
+            if not _has_key(request, self._admin_keys):
+                return 401, [JSON], b'{"error":"Unauthorized"}'
+            if find(request.headers, b"content-type").partition(b";")[0].strip().lower() != JSON[1]:
+                return _error(415, "content-type must be application/json")
+        elif what == ("GET", INSTANCES):
+            keys = self._admin_keys + self._api_keys
+            if keys and not _has_key(request, keys):
+                return 401, [JSON], b'{"error":"Unauthorized"}'
+            if not keys and not _is_local(request, peer):
+                return _error(403, LOCAL)
+        return None
 
     def _change(self, request: Request, client: Connection) -> None:
         try:
@@ -109,6 +128,8 @@ class Admin:
 
     def _add(self, body: _Add) -> str:
         url = check_url(body.url, "url")
+        if not self._members.is_named(url):
+            self._networks.check(url, "url")
         if (role := self._members.role(url)) not in (None, body.role):
             raise _Conflict(f"{url} is a {role} instance")
         return self._apply(Change("add", url, body.role))
@@ -160,13 +181,25 @@ def _refuse(client: Connection, status: int, message: str) -> None:
     client.answer(status, [JSON], error_body(status, message))
 
 
-def _is_local(request: Request, client: Connection) -> bool:
+def _error(status: int, message: str) -> tuple[int, Headers, bytes]:
+    return status, [JSON], error_body(status, message)
+
+
+def _has_key(request: Request, keys: list[bytes]) -> bool:
+    scheme, _, given = find(request.headers, b"authorization").partition(b" ")
+    return scheme.lower() == b"bearer" and any(hmac.compare_digest(given, key) for key in keys)
+
+
+def _is_local(request: Request, peer: str) -> bool:
+    """Whether a request comes from this machine, as far as it can be seen: forwarders that keep quiet about it speak
+    HTTP/1.0, as nginx does unless told otherwise, or keep the Host that the client gave."""
     host = find(request.headers, b"host").decode("latin-1")
     name = host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]
     return (
-        is_loopback(client.peer)
+        is_loopback(peer)
         and (name == "localhost" or is_loopback(name))
-        and not any(find(request.headers, field) for field in FORWARDED)
+        and request.chunked_ok  # HTTP/1.1
+        and not any(field in FORWARDED or field.startswith(FORWARDED_PREFIXES) for field, _ in request.headers)
     )
 
 

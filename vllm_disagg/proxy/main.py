@@ -18,6 +18,7 @@ import uvloop
 from ..errors import ConfigError
 from . import kubernetes, supervisor
 from .access_log import AccessLog
+from .addresses import Networks
 from .admin import Admin
 from .admission import Admission
 from .api import Api
@@ -34,7 +35,7 @@ from .registry import Registry
 from .relay import Relay
 from .server import Server
 from .settings import Settings, add_arguments, from_arguments
-from .sources import follow_file, follow_names
+from .sources import follow_file, follow_names, within
 from .upstream import Pool
 
 __all__ = ["add_arguments", "run", "serve"]
@@ -52,6 +53,7 @@ async def serve(
     """
     fleet, pools = Fleet(policy=Policy(settings.policy)), dict[str, Pool]()
     tls = ssl.create_default_context(cafile=settings.upstream_ca) if settings.upstream_ca else None
+    networks = Networks(settings.instance_networks)
     admission = Admission(fleet, settings.prefill_concurrency, settings.queue_size, settings.queue_timeout)
     discovery = Discovery(
         fleet, pools, settings.key, admission.wake, next(iter(settings.api_keys), ""), settings.silence
@@ -59,16 +61,16 @@ async def serve(
     members = Members(
         fleet,
         pools,
-        connect=lambda url: Pool(url, tls),
+        connect=lambda url, named: Pool(url, tls, None if named else networks),
         watch=lambda instance: discovery.watch(instance, settings.probe_interval),
         on_change=admission.wake,
     )
     metrics = Metrics(fleet, settings.objectives)
     place = settings.place
-    registry = Registry(settings.key, place.challenge if place else "") if settings.registration else None
+    registry = Registry(settings.key, place.challenge if place else "", networks) if settings.registration else None
     crew = Crew(place, fleet, metrics.render, admission.wake) if place else None
     metrics.crew = crew.texts if crew else None
-    admin = Admin(members, registry, crew, settings.admin_key, settings.api_keys)
+    admin = Admin(members, registry, crew, networks, settings.admin_key, settings.api_keys)
     relay = Relay(fleet, pools, admission, metrics, settings)
     gate = Gate(settings.max_requests, settings.queue_size, settings.queue_timeout)
     metrics.waiting = {"work": lambda: len(gate), "prefill": lambda: len(admission)}
@@ -78,7 +80,7 @@ async def serve(
     port = await server.start(settings.host, settings.port, _listener_tls(settings), shared=place is not None)
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(source) for source in _sources(settings, members, registry)]
+            running = [tasks.create_task(source) for source in _sources(settings, members, registry, networks)]
             running.append(members.start(tasks))
             stop = stop or asyncio.Event()
             if crew:
@@ -105,14 +107,17 @@ def _listener_tls(settings: Settings) -> ssl.SSLContext | None:
     return tls
 
 
-def _sources(settings: Settings, members: Members, registry: Registry | None) -> Iterator[Coroutine[None, None, None]]:
+def _sources(
+    settings: Settings, members: Members, registry: Registry | None, networks: Networks
+) -> Iterator[Coroutine[None, None, None]]:
     """What says which instances there are; the flags say it here and now."""
     given: list[tuple[Role, list[str]]] = [("prefill", settings.prefill), ("decode", settings.decode)]
     members.set("flags", [Member(url, role) for role, urls in given for url in urls])
     if settings.fleet_file:
         yield follow_file(settings.fleet_file, 1.0, partial(members.set, "file"))
     if settings.names:
-        yield follow_names(settings.names, settings.lookup_interval, partial(members.set, "dns"))
+        tell = within(networks, "dns", partial(members.set, "dns"))
+        yield follow_names(settings.names, settings.lookup_interval, tell)
     if settings.selectors:
         yield kubernetes.follow(
             kubernetes.connect(settings.slices),
@@ -121,7 +126,7 @@ def _sources(settings: Settings, members: Members, registry: Registry | None) ->
             settings.selectors,
             settings.pod_port,
             settings.lookup_interval,
-            partial(members.set, "kubernetes"),
+            within(networks, "kubernetes", partial(members.set, "kubernetes")),
         )
     if registry:
         yield _expire(registry, members)
@@ -161,8 +166,9 @@ def run(args: argparse.Namespace) -> int:
             )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_until_signal(settings))
-    except OSError as error:
-        print(f"vllm-disagg proxy: cannot listen on {settings.host}:{settings.port}: {error.strerror}", file=sys.stderr)
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name that DNS can have
+        why = getattr(error, "strerror", None) or "it is no host name"
+        print(f"vllm-disagg proxy: cannot listen on {settings.host}:{settings.port}: {why}", file=sys.stderr)
         return refused
     except ExceptionGroup as errors:
         misfits, others = errors.split(ConfigError)

@@ -28,14 +28,14 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Members:
-    """The fleet's population.  `connect` makes an instance's pool, `watch` follows an instance for ever, `on_change` is
-    told when somebody came or left."""
+    """The fleet's population.  `connect` makes the pool of a URL that the operator has named or not, `watch` follows an
+    instance for ever, `on_change` is told when somebody came or left."""
 
     def __init__(
         self,
         fleet: Fleet,
         pools: dict[str, Pool],
-        connect: Callable[[str], Pool],
+        connect: Callable[[str, bool], Pool],
         watch: Callable[[Instance], Coroutine[None, None, None]],
         on_change: Callable[[], None],
     ) -> None:
@@ -66,6 +66,10 @@ class Members:
     def sources(self, url: str) -> list[str]:
         """Who names this URL."""
         return [name for name, members in self._wanted.items() if any(m.url == url for m in members)]
+
+    def is_named(self, url: str) -> bool:
+        """Whether the operator names this URL, in a flag or the fleet file."""
+        return not {"flags", "file"}.isdisjoint(self.sources(url))
 
     def role(self, url: str) -> Role | None:
         """The role that this URL has in the fleet now, even while it leaves."""
@@ -130,7 +134,7 @@ class Members:
             log.info("%s (%s) stays", member.url, member.role)
         for member in changes.add:
             instance = Instance(member.url, member.role)
-            self._pools[member.url] = self._connect(member.url)
+            self._pools[member.url] = self._connect(member.url, self.is_named(member.url))
             fleet.instances.append(instance)
             self._watches[member.url] = tasks.create_task(self._watch(instance))
             if (by := self.sources(member.url)) != ["flags"]:

@@ -8,8 +8,8 @@ from typing import Literal
 from ..errors import BadGrant, ConfigError
 from ..keys import FleetKey
 from ..registration import EVERY, Note, read
+from .addresses import Networks, check_url
 from .membership import Member
-from .upstream import check_url
 
 PATIENCE = 5 * EVERY  # seconds without a word, until an engine is no longer wanted
 MAX_LIVES = 4096  # incarnations whose numbers are remembered
@@ -18,8 +18,9 @@ MAX_LIVES = 4096  # incarnations whose numbers are remembered
 class Registry:
     """Who is there by their own word."""
 
-    def __init__(self, key: FleetKey, challenge: str = "") -> None:
+    def __init__(self, key: FleetKey, challenge: str = "", networks: Networks | None = None) -> None:
         self._key = key
+        self._networks = networks or Networks()
         self.challenge = challenge or secrets.token_hex(16)
         self._numbers: dict[str, int] = {}  # the last one of each incarnation
         self.last: dict[str, int] = {}  # the number taken last
@@ -33,7 +34,7 @@ class Registry:
         if note.number <= self._numbers.get(note.incarnation, -1):
             raise BadGrant("heard before")
         try:
-            member = Member(check_url(note.url, "advertise"), note.role)
+            member = Member(self._networks.check(check_url(note.url, "advertise"), "advertise"), note.role)
         except ConfigError as error:
             raise BadGrant(str(error)) from None
         self._remember(note)

@@ -137,4 +137,4 @@ def is_form(path: str) -> bool:
 
 def guarded(path: str) -> bool:
     """Whether a client needs a key.  vLLM guards only some prefixes; here it is all that costs an engine something."""
-    return path not in UNGUARDED
+    return path not in UNGUARDED and path != "/disagg/instances"  # admin.py guards that

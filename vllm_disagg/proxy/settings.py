@@ -14,13 +14,13 @@ import msgspec
 from .. import keys
 from ..errors import ConfigError
 from ..keys import FleetKey
+from .addresses import Network, check_url, parse_networks
 from .crew import Place, parse_place
 from .fleet import Role
 from .metrics import Objectives
 from .policies import NAMES, Name
 from .server import Limits
 from .sources import parse_name, read_fleet
-from .upstream import check_url
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +46,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     grace: float = 30.0
     limits: Limits = Limits()
     registration: bool = False
-    admin_key: str = ""
+    admin_key: str = ""  # without one nothing changes the fleet over HTTP
+    instance_networks: tuple[Network, ...] = ()  # of instances that neither a flag nor the file names; (): see Networks
     fleet_file: str = ""
     names: list[tuple[Role, str, int]] = []  # DNS: role, host, port
     selectors: dict[Role, str] = {}  # Kubernetes
@@ -95,7 +96,11 @@ def _add_fleet(group: argparse._ArgumentGroup) -> None:
     add("--allow-registration", action="store_true",
         help="take in engines that register themselves; needs --key-file")  # fmt: skip
     add("--admin-key", metavar="KEY", default="",
-        help="who sends this may change the fleet; without it only this machine may")  # fmt: skip
+        help="changes of the fleet over HTTP need this key; without one they are off"
+        f" (default: the environment's {keys.ADMIN_KEY})")  # fmt: skip
+    add("--instance-networks", metavar="CIDR,...", default="",
+        help="networks of instances that the admin API, registration, DNS and Kubernetes may add"
+        " (default: all but link-local and multicast)")  # fmt: skip
     add("--upstream-ca", metavar="PATH", default="",
         help="certificates to trust of https instances (default: what this system trusts)")  # fmt: skip
 
@@ -178,7 +183,8 @@ def from_arguments(args: argparse.Namespace) -> Settings:
             if (prefill + decode).count(url) > 1:
                 raise ConfigError(f"{flag}: {url} is given twice")
     lookups = _lookups(args)
-    if not (decode or lookups or args.allow_registration or args.admin_key):
+    admin_key = args.admin_key or os.environ.get(keys.ADMIN_KEY, "")
+    if not (decode or lookups or args.allow_registration or admin_key):
         raise ConfigError("at least one --decode URL is needed, or another way to find instances")
     _check_numbers(args)
     if not 0 <= args.port < 65536:
@@ -188,6 +194,8 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         raise ConfigError(f"--host {args.host} lets others in: give --api-key, or --no-api-key if that is meant")
     if not all(api_keys):
         raise ConfigError("--api-key must not be empty")
+    if admin_key in api_keys:
+        raise ConfigError("--admin-key is an --api-key too: then every client may change the fleet")
     _check_tls(args)
     place = parse_place(args.worker) if args.worker else None
     key = keys.load(args.key_file)
@@ -218,7 +226,8 @@ def from_arguments(args: argparse.Namespace) -> Settings:
             connections=args.max_connections or _room(),
         ),
         registration=args.allow_registration,
-        admin_key=args.admin_key,
+        admin_key=admin_key,
+        instance_networks=parse_networks(args.instance_networks),
         upstream_ca=args.upstream_ca,
         certfile=args.ssl_certfile,
         keyfile=args.ssl_keyfile,

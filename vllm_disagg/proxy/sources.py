@@ -13,9 +13,9 @@ from typing import cast
 import yaml
 
 from ..errors import ConfigError
+from .addresses import Networks, bad_name, check_url, is_port
 from .fleet import Role
 from .membership import Member
-from .upstream import check_url
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def parse_fleet(text: str, where: str) -> frozenset[Member]:
     """
     try:
         found = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
         raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict) or not set(found) <= set(ROLES):
         raise ConfigError(f"{where}: must map `prefill` and `decode` to lists of URLs, and nothing else")
@@ -74,11 +74,34 @@ async def follow_file(path: str, interval: float, tell: Tell) -> None:
 
 
 def parse_name(text: str, flag: str) -> tuple[str, int]:
-    """(host, port) of HOST:PORT, or ConfigError."""
+    """(host, port) of HOST:PORT, or ConfigError.  The host is as DNS has it."""
     host, _, port = text.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+    host = host.strip("[]")
+    if not host or not is_port(port):
         raise ConfigError(f"{flag}: {text!r} must be HOST:PORT")
-    return host.strip("[]"), int(port)
+    if words := bad_name(host):
+        raise ConfigError(f"{flag}: {text!r}: {words}")
+    return host.encode("idna").decode(), int(port)
+
+
+def within(networks: Networks, source: str, tell: Tell) -> Tell:
+    """A `tell` that leaves out members whose addresses are not allowed, with a warning for each new one."""
+    left_out: set[Member] = set()
+
+    def tell_allowed(members: Iterable[Member]) -> None:
+        nonlocal left_out
+        before, left_out, allowed = left_out, set(), set()
+        for member in members:
+            try:
+                networks.check(check_url(member.url, source), source)
+                allowed.add(member)
+            except ConfigError as error:
+                left_out.add(member)
+                if member not in before:
+                    log.warning("%s (%s) is left out: %s", member.url, member.role, error)
+        tell(allowed)
+
+    return tell_allowed
 
 
 async def follow_names(names: list[tuple[Role, str, int]], interval: float, tell: Tell) -> None:
@@ -91,7 +114,7 @@ async def follow_names(names: list[tuple[Role, str, int]], interval: float, tell
             role, host, port = name
             try:
                 found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            except OSError as error:
+            except (OSError, UnicodeError) as error:  # UnicodeError: no name that DNS can have
                 if name not in failing:
                     log.warning("%s does not resolve (%s); its instances stay as they are", host, error)
                 failing.add(name)

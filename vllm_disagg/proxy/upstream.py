@@ -12,12 +12,14 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
 
-from ..errors import ConfigError, DisaggError
+from ..errors import DisaggError
+from .addresses import Networks, check_url
 from .failover import Reason
 from .fleet import split_rank
 from .headers import RANK, Headers, end_to_end, find, head
@@ -322,26 +324,12 @@ class Wire(asyncio.Protocol):
             self._answer.completed()
 
 
-def check_url(given: str, where: str) -> str:
-    """An instance's URL without its last slash, or ConfigError, which says `where` it stood."""
-    url, rank = split_rank(given.rstrip("/"))
-    try:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        raise ConfigError(f"{where}: {given!r} has no valid port") from None
-    if not good or parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
-        raise ConfigError(f"{where}: {given!r} is not an instance's URL; it looks like http://HOST:PORT")
-    if not url.isascii() or not url.isprintable() or " " in url:
-        raise ConfigError(f"{where}: {given!r} has characters that no URL has")
-    return url.rstrip("/") + ("" if rank is None else f"@{rank}")
-
-
 class Pool:
     """The connections to one instance.  If it is a data parallel rank, every request says so."""
 
-    def __init__(self, url: str, tls: ssl.SSLContext | None = None) -> None:
-        """`tls`: whom to trust when the URL is https; by default whom this system trusts."""
+    def __init__(self, url: str, tls: ssl.SSLContext | None = None, networks: Networks | None = None) -> None:
+        """`tls`: whom to trust when the URL is https; by default whom this system trusts.  `networks`: where it may be; by
+        default anywhere."""
         base, rank = split_rank(check_url(url, "URL"))
         self._rank = b"" if rank is None else b"%d" % rank
         parts = urlsplit(base)
@@ -349,6 +337,7 @@ class Pool:
         self._address = (str(parts.hostname), parts.port or (443 if secure else 80))
         self._tls = (tls or ssl.create_default_context()) if secure else None
         self._host = parts.netloc.encode()
+        self._networks = networks
         self.wires: set[Wire] = set()
         self.heard = 0  # pieces of data, which are signs of life
         self._idle: deque[Wire] = deque()
@@ -413,18 +402,37 @@ class Pool:
         return None
 
     async def _connect(self) -> Wire:
-        loop = asyncio.get_running_loop()
         if self.closed:
             raise Unreachable("refused", "it has left the fleet")
         try:
             async with asyncio.timeout(CONNECT):
-                return (await loop.create_connection(lambda: Wire(self), *self._address, ssl=self._tls))[1]
+                return await self._open()
         except TimeoutError:
             raise Unreachable("refused", f"no connection within {CONNECT:.0f} s") from None
         except ssl.SSLError as error:
             raise Unreachable("refused", f"TLS: {getattr(error, 'verify_message', '') or error.reason}") from None
         except OSError as error:
             raise Unreachable("refused", error.strerror or str(error)) from None
+
+    async def _open(self) -> Wire:
+        """Connect to the first address that accepts.  DNS may answer differently each time, so what it answers is compared
+        with the allowed networks here."""
+        loop, (host, port) = asyncio.get_running_loop(), self._address
+        if not self._networks:
+            return await self._open_to(host)
+        found = [str(info[4][0]) for info in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+        allowed = [address for address in found if self._networks.allow(address)]
+        if not allowed:
+            raise Unreachable("refused", self._networks.refusal(found[0]))
+        for address in allowed[:-1]:
+            with suppress(OSError):  # the next one may accept; the last one's error is raised
+                return await self._open_to(address)
+        return await self._open_to(allowed[-1])
+
+    async def _open_to(self, address: str) -> Wire:
+        loop, (host, port) = asyncio.get_running_loop(), self._address
+        name = host if self._tls else None  # whose certificate is expected
+        return (await loop.create_connection(lambda: Wire(self), address, port, ssl=self._tls, server_hostname=name))[1]
 
 
 def pool_of(pools: dict[str, Pool], url: str) -> Pool:

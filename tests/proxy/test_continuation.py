@@ -139,10 +139,10 @@ def hear(seen: dict[str, Any], choice: dict[str, Any]) -> None:
 class Wire:
     """A tape, and what came out of it."""
 
-    def __init__(self, keep: bool = True) -> None:
+    def __init__(self, keep: bool = True, path: str = "/v1/completions") -> None:
         self.out = bytearray()
         self.stopped: list[tuple[str, str]] = []
-        self.tape = Tape(self.out.extend, keep)
+        self.tape = Tape(self.out.extend, keep, path=path)
 
     def play(self, data: bytes, step: int = 0) -> bool:
         """Feed a source in pieces; whether it was stopped."""

@@ -411,7 +411,8 @@ class Relay:
         if not tape:
             client.start(answer.status, end_to_end(answer.headers))
             keep = trip.body.reproducible and not raw and any(d is not at for d in self.fleet.of("decode"))
-            trip.tape = tape = Tape(client.write, keep, ENDS.get(trip.request.path, b""))
+            path = trip.request.path
+            trip.tape = tape = Tape(client.write, keep, ENDS.get(path, b""), path)
         client.on_pause = answer.flow
         try:
             await answer.pipe(client.write if raw else tape.source(answer.reject), paused=client.paused)

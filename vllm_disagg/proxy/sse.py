@@ -10,7 +10,7 @@ import msgspec
 
 EVENT_LIMIT_BYTES = 64 * 1024 * 1024  # one event; twice the largest request, since logprobs of an echoed prompt fit
 ERROR = b'data: {"error"'  # cannot stand within a JSON text, where quotes are escaped
-NAMED_ERRORS = (b"event: error\n", b"event: response.failed\n")  # nor can a line end
+EVENT_ERROR, EVENT_FAILED = b"event: error\n", b"event: response.failed\n"  # nor can a line end
 # Error types of requests that are wrong: another instance would say the same.
 _CLIENTS_FAULT = frozenset((
     "invalid_request_error", "not_found_error", "permission_error", "authentication_error", "request_too_large",
@@ -85,6 +85,11 @@ def data_of(event: bytes) -> bytes | None:
     if not lines:
         return None
     return b"\n".join(line.partition(b":")[2].removeprefix(b" ") for line in lines)
+
+
+def is_error(event: bytes) -> bool:
+    """Whether an event is an error, in any of the forms that vLLM's endpoints have."""
+    return event.startswith((ERROR, EVENT_ERROR, EVENT_FAILED))
 
 
 class _Code(msgspec.Struct):

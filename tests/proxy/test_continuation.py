@@ -146,8 +146,8 @@ class Wire:
 
     def play(self, data: bytes, step: int = 0) -> bool:
         """Feed a source in pieces; whether it was stopped."""
-        sink = self.tape.source(lambda reason, detail: self.stopped.append((reason, detail)))
         before = len(self.stopped)
+        sink = self.tape.source(lambda reason, detail: self.stopped.append((reason, detail)))
         for at in range(0, len(data), step or len(data) or 1):
             if len(self.stopped) == before:
                 sink(data[at : at + (step or len(data))])

@@ -9,11 +9,12 @@ finding the form look into JSON.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 import msgspec
 
-from . import sse
+from . import named_events, sse
 from .continuation import Diverged, Form, NotTold, Told, form_of, says_nothing
 from .failover import Reason
 from .sse import ERROR, EVENT_ERROR, EVENT_FAILED, is_error
@@ -65,6 +66,8 @@ class Transcript(Protocol):
 _TRANSCRIPTS: dict[str, Callable[[], Transcript]] = {  # of other paths no stream is continued
     "/v1/completions": Told,
     "/v1/chat/completions": Told,
+    "/v1/responses": partial(named_events.Transcript, named_events.Responses()),
+    "/v1/messages": partial(named_events.Transcript, named_events.Messages()),
 }
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from named_scripts import CALLS, EMPTY, PLAIN, THINKING, Messages, Responses, Said, frame, hear_message, hear_response
 from test_continuation import Wire
 
+from named_scripts import CALLS, EMPTY, PLAIN, THINKING, Messages, Responses, Said, frame, hear_message, hear_response
 from proxy_world import Call, answer, world
 from vllm_disagg.proxy.streams import FOLD
 from vllm_disagg.proxy.vouching import ENDS
@@ -277,8 +277,9 @@ async def test_a_stream_goes_on_elsewhere(kind: Kind, prefill: int, fields: dict
                 assert error.startswith((b"event: error\n", b'data: {"error"')) and error.count(b"data: {") == 1
 
 
-async def test_an_answer_that_nobody_vouches_for_goes_on_elsewhere() -> None:
-    """Its last event was held, and is the second answer's."""
+@pytest.mark.parametrize("done", [False, True])
+async def test_an_answer_that_nobody_vouches_for_goes_on_elsewhere(done: bool) -> None:
+    """Its last event was held, and is the second answer's, unless its text was called done."""
     async with world(prefill=0, decode=2) as w:
         asked: list[Call] = []
         victims: list[Any] = []
@@ -290,13 +291,13 @@ async def test_an_answer_that_nobody_vouches_for_goes_on_elsewhere() -> None:
 
         async def script(call: Call) -> None:
             asked.append(call)
-            said = PLAIN
-            if len(asked) == 1:
+            first = len(asked) == 1
+            events = Responses(call.engine.name, PLAIN[:3] if first else PLAIN).events()
+            if first:  # it was cut, and says that it is complete
                 victims.append(call.engine)
-                said = PLAIN[:3]  # it was cut, and says that it is complete
+                events = events if done else [*events[:7], changed(events[-1], sequence_number=7)]
             await call.stream()
-            events = Responses(call.engine.name, said).events()
-            for event in [*events[:7], events[-1]] if len(asked) == 1 else events:
+            for event in events:
                 await call.chunk(event)
             await call.end()
 
@@ -304,7 +305,21 @@ async def test_an_answer_that_nobody_vouches_for_goes_on_elsewhere() -> None:
             engine.script, engine.one_more = script, one_more
         body = json.dumps({"model": "m", "stream": True, "input": "x", "temperature": 0}).encode()
         reply = await w.post("/v1/responses", body)
-        assert reply.complete and len(asked) == 2 and ENDS["/v1/responses"] in reply.body
+        assert reply.complete and len(asked) == 2
+        if done:
+            assert ENDS["/v1/responses"] not in reply.body and b'"error"' in reply.body
+            return
         said = hear_response(reply.body)
         assert said["said"] == [("message", "".join(text for _, text in PLAIN))]
         assert said["head"][0] == f"resp_{asked[0].engine.name}"
+
+
+def test_what_goes_on_for_ever_after_its_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_disagg.proxy.sse.EVENT_LIMIT_BYTES", 10_000)
+    wire = Wire(path=Responses.path)
+    wire.tape._hold = ENDS[Responses.path]
+    sink = wire.tape.source(lambda reason, detail: wire.stopped.append((reason, detail)))
+    for _ in range(100):
+        if not wire.stopped:
+            sink(TOLD[-1])
+    assert wire.stopped[0][0] == "garbled" and len(wire.tape.held) < 11_000

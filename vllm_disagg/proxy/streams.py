@@ -134,7 +134,7 @@ class Tape:
         self._told: Transcript = _TRANSCRIPTS.get(path, Told)()
         self._keep = keep and path in _TRANSCRIPTS
         self._hold = hold
-        self.held = b""
+        self.held = bytearray()
         self._stop: Stop
         self._cutter = sse.Cutter()
         self._parts = self._cutter.parts  # of an event that is not complete yet
@@ -153,7 +153,7 @@ class Tape:
         """A new instance's answer begins: where its bytes go.  `stop` is called when they are of no use."""
         self._stop = stop
         self._cutter.reset()
-        self.error = self.held = b""
+        self.error, self.held = b"", bytearray()
         self._rename, self._replay, self._form = None, None, NO_FORM
         if self._begun:
             if not self.resumable:
@@ -242,6 +242,8 @@ class Tape:
         if at == 1:  # not found
             at = 0
         self.held += data[at:]
+        if len(self.held) > sse.EVENT_LIMIT_BYTES:
+            self._stop("garbled", "it goes on after its end")
         return data[:at]
 
     def _before_abort(self, data: bytes) -> bytes:
@@ -277,7 +279,7 @@ class Tape:
         if self._replay and (self._parts or not self._replay.caught_up):
             return False
         if self.held:
-            self._write(self.held)
+            self._write(bytes(self.held))
         if self._parts:
             self._write(self._cutter.rest())
         return True

@@ -175,3 +175,25 @@ def test_what_another_instance_would_say_too_is_no_failure() -> None:
         out, stopped = bytearray(), []
         Tape(out.extend, keep=False).source(lambda *said, to=stopped: to.append(said))(last)
         assert not stopped and bytes(out) == last
+
+
+@pytest.mark.parametrize("compressed", [(True, True), (True, False), (False, True)])
+async def test_what_cannot_be_seen_is_not_continued(compressed: tuple[bool, bool]) -> None:
+    """Nor does it continue anything."""
+    asked: list[Call] = []
+
+    async def script(call: Call) -> None:
+        first = not asked
+        asked.append(call)
+        encoding = "content-encoding: gzip\r\n" if compressed[not first] else ""
+        call.raw_write(f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n{encoding}transfer-encoding: chunked\r\n\r\n")
+        for said in SAID[: 2 if first else 3]:
+            await call.chunk(f"data: {chunk(said)}\n\n".encode())
+        await asyncio.sleep(0.005)
+        call.reset() if first else await call.end()
+
+    async with world(prefill=0, decode=2) as w:
+        for engine in w.decodes:
+            engine.script = script
+        reply = await w.post(stream=True, temperature=0)
+    assert reply.complete and [reply.body.count(word.encode()) for word in SAID] == [1, 1, 0] and b'"error"' in reply.body

@@ -415,7 +415,7 @@ class Relay:
             trip.tape = tape = Tape(client.write, keep, ENDS.get(path, b""), path)
         client.on_pause = answer.flow
         try:
-            await answer.pipe(client.write if raw else tape.source(answer.reject), paused=client.paused)
+            await answer.pipe(tape.source(answer.reject, raw), paused=client.paused)
         except Unreachable as error:
             if not tape.done:
                 return self._failure(trip, "decode", at, error.reason, str(error))

@@ -149,17 +149,20 @@ class Tape:
         self._last = b""  # what was written last
         self.error = b""  # the event in which the instance said that it failed
 
-    def source(self, stop: Stop) -> Callable[[bytes], None]:
-        """A new instance's answer begins: where its bytes go.  `stop` is called when they are of no use."""
+    def source(self, stop: Stop, raw: bool = False) -> Callable[[bytes], None]:
+        """A new instance's answer begins: where its bytes go.  `stop` is called when they are of no use.  `raw`: its events
+        cannot be seen, as it is compressed."""
+        if self._begun and (raw or not self.resumable):
+            stop("diverged", "what was sent of the first answer cannot be continued")
+            return _drop
         self._stop = stop
         self._cutter.reset()
         self.error, self.held = b"", bytearray()
-        self._rename, self._replay, self._form = None, None, NO_FORM
-        if self._begun:
-            if not self.resumable:
-                stop("diverged", "what was sent of the first answer cannot be continued")
-                return _drop
-            self._replay = self._told.replay()
+        self._rename, self._form = None, NO_FORM
+        self._replay = self._told.replay() if self._begun else None
+        if raw:
+            self._begun, self._keep = True, False
+            return self._write
         return self.feed
 
     @property

@@ -199,3 +199,18 @@ async def test_what_cannot_be_seen_is_not_continued(compressed: tuple[bool, bool
             engine.script = script
         reply = await w.post(stream=True, temperature=0)
     assert reply.complete and [reply.body.count(word.encode()) for word in SAID] == [1, 1, 0] and b'"error"' in reply.body
+
+
+@pytest.mark.parametrize("framing", FRAMINGS)
+def test_one_odd_event_is_enough(framing: str) -> None:
+    out = bytearray()
+    tape = Tape(out.extend, keep=True, path="/v1/completions")
+    sink = tape.source(lambda *_: None)
+    sink(f"data: {chunk('START')}\n\n".encode() + FRAMINGS[framing]("MIDDLE").encode())
+    assert tape.resumable == (framing in UNDERSTOOD)
+
+
+def test_an_event_of_another_answer_is_odd() -> None:
+    tape = Tape(bytearray().extend, keep=True, path="/v1/completions")
+    tape.source(lambda *_: None)((f"data: {chunk('a')}\n\n" + f"data: {chunk('b')}\n\n".replace("c-1", "c-2")).encode())
+    assert not tape.resumable

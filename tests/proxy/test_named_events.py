@@ -78,7 +78,8 @@ def test_broken_off_twice(kind: Kind, said: str) -> None:
 
 @pytest.mark.parametrize("kind", [Responses, Messages])
 @pytest.mark.parametrize("change", ["other text", "shorter", "longer", "another call", "a call more", "thoughts first"])
-def test_another_answer_is_never_passed_on(kind: Kind, change: str) -> None:
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_another_answer_is_never_passed_on(kind: Kind, change: str, width: int) -> None:
     """Wherever the client is when the answers part, it gets nothing of the second from there on."""
     other: list[Said] = {
         "other text": [PLAIN[0], ("content", " quack"), *CALLS[2:]],
@@ -88,7 +89,7 @@ def test_another_answer_is_never_passed_on(kind: Kind, change: str) -> None:
         "a call more": [*PLAIN[:2], ("call", "see"), ("arguments", "{}"), *CALLS[2:]],
         "thoughts first": [("reasoning", "hm"), *CALLS],
     }[change]
-    first, again = kind("A", CALLS).events(), kind("B", other, 2).events()
+    first, again = kind("A", CALLS).events(), kind("B", other, width).events()
     parted = 0
     for at in range(1, len(first)):
         wire = Wire(path=kind.path)
@@ -139,6 +140,8 @@ UNKNOWN = [
     (Messages, [*MESSAGE[:2], changed(MESSAGE[2], delta={"type": "text_delta", "text": "a", "novelty": 1})]),
     (Messages, [MESSAGE[0], b"data: {\n\n"]),
     (Messages, [MESSAGE[0], b"event: content_block_stop\ndata: {\n\n"]),
+    (Messages, [MESSAGE[0], b'event: message_stop\ndata: {"type":"content_block_stop","index":0}\n\n']),
+    (Messages, [*MESSAGE[:2], MESSAGE[2].replace(b'"type":"content_block_delta"', b'"type":"ping"')]),
     (Messages, [*MESSAGE, b"data: [DONE]\n\n", MESSAGE[0]]),
 ]
 

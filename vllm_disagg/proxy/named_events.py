@@ -41,6 +41,7 @@ class Delta(NamedTuple):
     item: str | None = None  # the item's id
     logprobs: int = 0  # how many
     number: int | None = None  # of the event
+    type: str = ""
 
 
 class Schema(Protocol):
@@ -92,7 +93,7 @@ class Responses:
             return None
         event = _responses_delta(data)
         run = (name, event.output_index, event.content_index)
-        return Delta(run, event.delta, event.item_id, len(event.logprobs or ()), event.sequence_number)
+        return Delta(run, event.delta, event.item_id, len(event.logprobs or ()), event.sequence_number, event.type)
 
     def cut(self, event: Object, chars: int, logprobs: int) -> None:
         event["delta"] = event["delta"][chars:]
@@ -154,7 +155,7 @@ class Messages:
         event = _block_delta(data)
         for kind in self._FIELDS:
             if (text := getattr(event.delta, kind, None)) is not None:
-                return Delta((kind, event.index, 0), text)
+                return Delta((kind, event.index, 0), text, type=event.type)
         return None  # a signature: a step
 
     def cut(self, event: Object, chars: int, logprobs: int) -> None:
@@ -256,7 +257,7 @@ class _Reader:
         number = delta.number if delta else event.get("sequence_number")
         if self.schema.numbered and number != self.events:
             raise NotTold("an event out of sequence")
-        if not delta and event.get("type") != name:
+        if (delta.type if delta else event.get("type")) != name:
             raise NotTold("an event of two names")
         self.events += 1
         return delta, event

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,25 @@ def test_broken_off_twice(kind: Kind, said: str) -> None:
             ours, theirs = (heard(kind, data) for data in (bytes(wire.out), b"".join(first)))
             assert ours.pop("ids") and theirs.pop("ids")
             assert ours == theirs
+
+
+@pytest.mark.parametrize("kind", [Responses, Messages])
+def test_any_answer_broken_off_anywhere(kind: Kind) -> None:
+    for seed in range(150):
+        chance = random.Random(seed)
+        said: list[Said] = []
+        for _ in range(chance.randrange(6)):
+            kinds = [chance.choice(["content", "reasoning", "arguments"])] * chance.randrange(1, 6)
+            said += [("call", "look")] if kinds[0] == "arguments" else []
+            said += [(name, chance.choice(["a", " b", "\n", '"', "é🦊", "event: error\n"])) for name in kinds]
+        scripts = [b"".join(kind(name, said, chance.randrange(1, 5)).events()) for name in "ABC"]
+        wire = Wire(path=kind.path)
+        for script in scripts[:-1]:
+            assert not wire.play(script[: chance.randrange(len(script))], step=chance.randrange(1, 300)), (seed, wire.stopped)
+            assert wire.tape.resumable
+        assert not wire.play(scripts[-1], step=chance.randrange(1, 300)) and wire.tape.flush(), (seed, wire.stopped)
+        ours, theirs = (heard(kind, data) for data in (bytes(wire.out), scripts[0]))
+        assert {**ours, "ids": 0, "head": 0} == {**theirs, "ids": 0, "head": 0}, seed
 
 
 @pytest.mark.parametrize("kind", [Responses, Messages])

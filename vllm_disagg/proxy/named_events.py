@@ -85,7 +85,8 @@ class Responses:
     _ITEM_TYPES = frozenset(("message", "reasoning", "function_call", "custom_tool_call"))
     _PARTS = frozenset((
         "response.content_part.added", "response.content_part.done", "response.output_text.done",
-        "response.reasoning_text.done", "response.function_call_arguments.done", "response.custom_tool_call_input.done",
+        "response.reasoning_part.added", "response.reasoning_part.done", "response.reasoning_text.done",
+        "response.function_call_arguments.done", "response.custom_tool_call_input.done",
     ))  # fmt: skip
 
     def delta(self, name: str, data: bytes) -> Delta | None:

@@ -139,15 +139,15 @@ def hear(seen: dict[str, Any], choice: dict[str, Any]) -> None:
 class Wire:
     """A tape, and what came out of it."""
 
-    def __init__(self, keep: bool = True) -> None:
+    def __init__(self, keep: bool = True, path: str = "/v1/completions") -> None:
         self.out = bytearray()
         self.stopped: list[tuple[str, str]] = []
-        self.tape = Tape(self.out.extend, keep)
+        self.tape = Tape(self.out.extend, keep, path=path)
 
     def play(self, data: bytes, step: int = 0) -> bool:
         """Feed a source in pieces; whether it was stopped."""
-        sink = self.tape.source(lambda reason, detail: self.stopped.append((reason, detail)))
         before = len(self.stopped)
+        sink = self.tape.source(lambda reason, detail: self.stopped.append((reason, detail)))
         for at in range(0, len(data), step or len(data) or 1):
             if len(self.stopped) == before:
                 sink(data[at : at + (step or len(data))])

@@ -29,6 +29,7 @@ from ..errors import DisaggError
 # How vLLM's events begin: who answers, since when.  All events of a stream begin so.
 _IDENTITY = re.compile(rb'data: \{"id":"[^"]*","object":"[^"]*","created":\d+')
 _DATA = b"data: "
+_DONE = b"data: [DONE]"
 
 Piece = str | list[Any]
 
@@ -88,9 +89,16 @@ WHOLE = -1  # the index under which pieces go that belong to no choice
 
 
 def identity(event: bytes) -> bytes:
-    """The bytes with which a stream's events begin; empty when they are not vLLM's."""
+    """The bytes with which a stream's events begin; NotTold when they are not vLLM's."""
     found = _IDENTITY.match(event)
-    return found[0] if found else b""
+    if not found:
+        raise NotTold("an event of another kind")
+    return found[0]
+
+
+def says_nothing(event: bytes) -> bool:
+    """Whether an event is none: a blank line more, or a comment."""
+    return not event or (event.startswith(b":") and b"\n" not in event)
 
 
 def _parse(event: bytes) -> _Event:
@@ -144,11 +152,6 @@ def form_of(event: bytes) -> Form | None:
     form = Form(event[:begin], event[begin + len(piece.encode()) :], index, kind)
     again = form.before + b"x" + form.after
     return form if event[begin:].startswith(piece.encode()) and _plain(_parse(again)) == (index, kind, "x") else None
-
-
-def _is_content(event: bytes) -> bool:
-    """Whether an event is more than a comment or the end."""
-    return event.startswith(_DATA) and not event.startswith(b"data: [DONE]")
 
 
 def _pieces(event: _Event) -> Iterator[tuple[int, str, Piece]]:
@@ -210,19 +213,44 @@ class _Channel:
 
 
 class Told:
-    """What a client was told so far."""
+    """What a client was told so far of a completion or a chat completion."""
 
     def __init__(self) -> None:
         self.channels: dict[tuple[int, str], _Channel] = {}
         self.finished: dict[int, str] = {}
         self.usage = False  # the event without choices, which is the last one
+        self.identity = b""  # how all events begin
+        self._done = False
+
+    @property
+    def empty(self) -> bool:
+        return not self.identity and not self._done
+
+    def replay(self) -> Replay:
+        return Replay(self)
+
+    def _content(self, events: Iterable[bytes]) -> Iterator[bytes]:
+        """The JSON of events, each of which is one of ours; else NotTold."""
+        for event in events:
+            if says_nothing(event):
+                continue
+            if self._done:
+                raise NotTold("an event after the last one")
+            if event == _DONE:
+                self._done = True
+                continue
+            if not self.identity:
+                self.identity = identity(event)
+            if not event.startswith(self.identity):
+                raise NotTold("an event of another answer")
+            yield event[len(_DATA) :]
 
     def add(self, events: Iterable[bytes]) -> None:
-        """More events, whole ones; NotTold when they are not understood.
+        """More events, whole ones; NotTold when one of them is not understood.
 
         Nearly all of them say one piece of text and nothing else: those in a row are noted together.
         """
-        content = b",".join([event[len(_DATA) :] for event in events if _is_content(event)])
+        content = b",".join(self._content(events))
         row: list[str] = []
         key = (0, "text")
         for event in _parse_all(b"[" + content + b"]"):
@@ -272,7 +300,10 @@ class Told:
 class Replay:
     """A second answer, without what was told of it already.  Ends (`caught_up`) where the first one broke off."""
 
+    lasts = False  # what comes after it needs no more than `rename`
+
     def __init__(self, told: Told) -> None:
+        self.rename: tuple[bytes, bytes] | None = None  # how this answer's events begin, and the client's
         self._told = told
         self._seen = Told()
         self._missing = {key for key, channel in told.channels.items() if channel.count}
@@ -286,12 +317,14 @@ class Replay:
 
     def event(self, raw: bytes) -> bytes:
         """What is new in an event, as an event; empty when nothing is.  Diverged, NotTold."""
-        if raw.startswith(b"data: [DONE]"):
+        if says_nothing(raw):
+            return b""
+        if raw == _DONE:
             if not self.caught_up:
                 raise Diverged("the answer made again is shorter")
             return raw
-        if not _is_content(raw):
-            return b""
+        if not self.rename:
+            self.rename = (identity(raw), self._told.identity)
         old, new = self._compare(_parse(raw))
         if any(index in new for index, _ in self._missing):
             raise Diverged("the answer made again is another one")

@@ -411,10 +411,11 @@ class Relay:
         if not tape:
             client.start(answer.status, end_to_end(answer.headers))
             keep = trip.body.reproducible and not raw and any(d is not at for d in self.fleet.of("decode"))
-            trip.tape = tape = Tape(client.write, keep, ENDS.get(trip.request.path, b""))
+            path = trip.request.path
+            trip.tape = tape = Tape(client.write, keep, ENDS.get(path, b""), path)
         client.on_pause = answer.flow
         try:
-            await answer.pipe(client.write if raw else tape.source(answer.reject), paused=client.paused)
+            await answer.pipe(tape.source(answer.reject, raw), paused=client.paused)
         except Unreachable as error:
             if not tape.done:
                 return self._failure(trip, "decode", at, error.reason, str(error))

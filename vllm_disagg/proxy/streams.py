@@ -8,15 +8,19 @@ finding the form look into JSON.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Protocol
 
 import msgspec
 
-from .continuation import Diverged, Form, NotTold, Replay, Told, form_of, identity
+from . import named_events, sse
+from .continuation import Diverged, Form, NotTold, Told, form_of, says_nothing
 from .failover import Reason
+from .sse import ERROR, EVENT_ERROR, EVENT_FAILED, is_error
 
 DONE = b"data: [DONE]\n\n"
-ERROR = b'data: {"error"'  # cannot stand within a JSON text, where quotes are escaped
+LAST = (DONE, b'data: {"type":"message_stop"}\n\n')
 ABORTS = (  # in what an engine that is being stopped says to everybody; for messages it gives no reason at all
     b'"finish_reason":"abort"',
     b'"delta":{"stop_reason":null',
@@ -28,12 +32,43 @@ NO_FORM = Form(b"\0", b"\0", 0, "")  # fits nothing
 Stop = Callable[[Reason, str], None]
 
 
-class _Error(msgspec.Struct):
-    code: int = 500
+class AnyReplay(Protocol):
+    """A second answer, compared with what was told of the first."""
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it must see all events, since each needs more than `rename`."""
+
+    @property
+    def rename(self) -> tuple[bytes, bytes] | None:
+        """How this answer's events begin, and the client's."""
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether the client has no more than this answer."""
+
+    def event(self, raw: bytes) -> bytes:
+        """What is new in an event, as the client's next event; empty when nothing is.  Diverged, NotTold."""
 
 
-class _ErrorEvent(msgspec.Struct):
-    error: _Error
+class Transcript(Protocol):
+    """What a client was told of an answer, in an endpoint's own words."""
+
+    def add(self, events: Iterable[bytes]) -> None:
+        """More events; NotTold when one of them is not one that this endpoint is known to have."""
+
+    def add_texts(self, form: Form, pieces: list[bytes]) -> None:
+        """Texts of events of one form; NotTold."""
+
+    def replay(self) -> AnyReplay: ...
+
+
+_TRANSCRIPTS: dict[str, Callable[[], Transcript]] = {  # of other paths no stream is continued
+    "/v1/completions": Told,
+    "/v1/chat/completions": Told,
+    "/v1/responses": partial(named_events.Transcript, named_events.Responses()),
+    "/v1/messages": partial(named_events.Transcript, named_events.Messages()),
+}
 
 
 class _Choice(msgspec.Struct):
@@ -52,18 +87,13 @@ class _Said(msgspec.Struct):
     delta: _MessageDelta = _MessageDelta()
 
 
-_error = msgspec.json.Decoder(_ErrorEvent).decode
 _said = msgspec.json.Decoder(_Said).decode
 
 
-def engine_failed(event: bytes) -> bool:
+def engine_failed(data: bytes) -> bool:
     """Whether bytes begin with an event in which an engine says that it failed, and not that the request is wrong."""
-    if not event.startswith(ERROR):
-        return False
-    try:
-        return _error(event.partition(b"\n")[0].removeprefix(b"data: ")).error.code >= 500
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return True
+    event = data.partition(b"\n\n")[0]
+    return is_error(event) and sse.failed(sse.data_of(event) or b"")
 
 
 def aborted(content: bytes) -> bool:
@@ -89,56 +119,68 @@ def failure_in(content: bytes) -> Reason:
     return "died" if b"EngineCore" in content else "5xx"
 
 
+def _drop(_: bytes) -> None:
+    """Where the bytes of an answer go that is of no use."""
+
+
 class Tape:
     """Everything that one client gets of one stream, be it from one instance or from several after each other.
 
-    `keep`: remember what was said, for another instance.  `hold`: what stands in the event from which on all is held."""
+    `keep`: remember what was said, for another instance, if `path` is an endpoint whose events are understood.
+    `hold`: what stands in the event from which on all is held."""
 
-    def __init__(self, write: Callable[[bytes], None], keep: bool, hold: bytes = b"") -> None:
+    def __init__(self, write: Callable[[bytes], None], keep: bool, hold: bytes = b"", path: str = "") -> None:
         self._write = write
-        self._keep = keep
+        self._told: Transcript = _TRANSCRIPTS.get(path, Told)()
+        self._keep = keep and path in _TRANSCRIPTS
         self._hold = hold
-        self.held = b""
+        self.held = bytearray()
         self._stop: Stop
-        self._part = b""  # of an event that is not complete yet
+        self._cutter = sse.Cutter()
+        self._parts = self._cutter.parts  # of an event that is not complete yet
         self._form = NO_FORM
         self._odd = 0  # chunks that were of no form that we knew
         self._kept: list[bytes] = []
         self._pieces: list[bytes] = []  # of events of the form, after those that were kept whole
         self._size = 0
-        self._told = Told()
-        self._identity = b""  # how the client's events begin
-        self._rename: tuple[bytes, bytes] | None = None  # how the present instance's begin, and the client's
-        self._replay: Replay | None = None
+        self._begun = False  # the client has more than comments
+        self._rename: tuple[bytes, bytes] | None = None  # how the present instance's events begin, and the client's
+        self._replay: AnyReplay | None = None
         self._last = b""  # what was written last
         self.error = b""  # the event in which the instance said that it failed
 
-    def source(self, stop: Stop) -> Callable[[bytes], None]:
-        """A new instance's answer begins: where its bytes go.  `stop` is called when they are of no use."""
+    def source(self, stop: Stop, raw: bool = False) -> Callable[[bytes], None]:
+        """A new instance's answer begins: where its bytes go.  `stop` is called when they are of no use.  `raw`: its events
+        cannot be seen, as it is compressed."""
+        if self._begun and (raw or not self.resumable):
+            stop("diverged", "what was sent of the first answer cannot be continued")
+            return _drop
         self._stop = stop
-        self._part, self.error = b"", b""
-        if not (self._kept or self._identity):
-            return self.feed
-        self._fold()
-        self._rename, self._replay, self._form = None, Replay(self._told), NO_FORM
-        return self._feed_again
+        self._cutter.reset()
+        self.error, self.held = b"", bytearray()
+        self._rename, self._form = None, NO_FORM
+        self._replay = self._told.replay() if self._begun else None
+        if raw:
+            self._begun, self._keep = True, False
+            return self._write
+        return self.feed
 
     @property
     def done(self) -> bool:
-        """Whether the last event said [DONE]."""
-        return self._last.endswith(DONE)
+        """Whether the last event said that it is the last."""
+        return self._last.endswith(LAST)
 
     @property
     def resumable(self) -> bool:
-        """Whether another answer could take over here."""
+        """Whether another answer could take over here: nothing was told, or all of it was understood."""
         if self._keep:
             self._fold()
-        return self._keep
+        return self._keep or not self._begun
 
     def feed(self, data: bytes) -> None:
-        """Bytes of a stream that goes on where the client is."""
+        """Bytes of a stream."""
         before, after, _, _ = self._form
-        if data.startswith(before) and data.endswith(after) and not self._part:
+        if data.startswith(before) and data.endswith(after) and not self._parts:
             piece = data[len(before) : -len(after)]
             if piece and b'"' not in piece:  # nothing but one more piece
                 self._write(data)
@@ -148,30 +190,30 @@ class Tape:
                     if self._size > FOLD:
                         self._fold()
                 return
-        self._feed_any(data)
+        try:
+            events = self._cutter.feed(data)
+        except sse.EventTooLarge as error:
+            self._stop("garbled", str(error))
+            return
+        if events:
+            self._feed_events(events)
 
-    def _feed_any(self, data: bytes) -> None:
-        """Bytes of any kind: parts of events, several events, an engine's last words."""
-        if self._part:
-            data = self._part + data
-            self._part = b""
-        if not data.endswith(b"\n\n"):
-            end = data.rfind(b"\n\n") + 2
-            if end == 1:  # not found
-                end = 0
-            data, self._part = data[:end], data[end:]
-        if data:
-            if ERROR in data and not (data := self._before_error(data)):
-                return
-            if (ABORTS[0] in data or ABORTS[1] in data) and not (data := self._before_abort(data)):
-                return
-            if self._hold and (self.held or self._hold in data) and not (data := self._before_end(data)):
-                return
-            self._last = data
-            if self._rename:
-                data = data.replace(*self._rename)
-            self._write(data)
-            self._remember(data)
+    def _feed_events(self, data: bytes) -> None:
+        """Whole events of any kind, an engine's last words too."""
+        if (ERROR in data or EVENT_ERROR in data or EVENT_FAILED in data) and not (data := self._before_error(data)):
+            return
+        if (ABORTS[0] in data or ABORTS[1] in data) and not (data := self._before_abort(data)):
+            return
+        if self._replay and not (data := self._news(self._replay, data)):
+            return
+        if self._rename:
+            data = data.replace(*self._rename)
+        if self._hold and (self.held or self._hold in data) and not (data := self._before_end(data)):
+            return
+        self._last = data
+        self._write(data)
+        self._begun = self._begun or not all(map(says_nothing, data.split(b"\n\n")))
+        self._remember(data)
 
     def _remember(self, data: bytes) -> None:
         """Keep bytes that were written; learn from them, now and then."""
@@ -183,16 +225,18 @@ class Tape:
             if self._size > FOLD:
                 self._fold()
         self._odd += 1
-        if self._odd & (self._odd - 1) == 0 and not (self._rename or self._hold):
+        if self._odd & (self._odd - 1) == 0 and not (self._rename or self._replay or self._hold):
             self._form = form_of(data) or self._form
 
     def _before_error(self, data: bytes) -> bytes:
         """Data up to an event in which the instance says that it failed."""
-        at = data.find(ERROR)
-        if engine_failed(data[at:]):
-            self.error = data[at:].partition(b"\n\n")[0]
-            self._stop(failure_in(self.error), "it said so in its stream")
-            return data[:at]
+        at = 0
+        for event in data.split(b"\n\n"):
+            if is_error(event) and (self._replay or engine_failed(event)):
+                self.error = event
+                self._stop(failure_in(event), "it said so in its stream")
+                return data[:at]
+            at += len(event) + 2
         return data
 
     def _before_end(self, data: bytes) -> bytes:
@@ -201,6 +245,8 @@ class Tape:
         if at == 1:  # not found
             at = 0
         self.held += data[at:]
+        if len(self.held) > sse.EVENT_LIMIT_BYTES:
+            self._stop("garbled", "it goes on after its end")
         return data[:at]
 
     def _before_abort(self, data: bytes) -> bytes:
@@ -212,53 +258,33 @@ class Tape:
                 return b"".join(before + b"\n\n" for before in events[:at])
         return data
 
-    def _feed_again(self, data: bytes) -> None:
-        """Bytes of an answer made again, until it has caught up with what the client has."""
-        if not self._replay:
-            self.feed(data)
-            return
-        if self.error:
-            return
-        *events, self._part = (self._part + data).split(b"\n\n")
+    def _news(self, replay: AnyReplay, data: bytes) -> bytes:
+        """What the client has not, of events of an answer made again."""
+        news = []
+        *events, _ = data.split(b"\n\n")
         for at, event in enumerate(events):
-            if aborted(event):
-                self._before_abort(event)
-                return
-            if event.startswith(ERROR):
-                self.error = event
-                self._stop(failure_in(event), "it said so in its stream")
-                return
-            if not self._rename and (now := identity(event)):
-                self._rename = (now, self._identity)
+            if not replay.lasts and replay.caught_up:
+                self._replay = None
+                news += events[at:]
+                break
             try:
-                news = self._replay.event(event)
+                new = replay.event(event)
             except (Diverged, NotTold) as error:
                 self._stop("diverged", str(error))
-                return
-            if news:
-                self.feed_event(news)
-            if self._replay.caught_up:
-                self._replay = None
-                self._rest(events[at + 1 :])
-                return
-
-    def feed_event(self, event: bytes) -> None:
-        part, self._part = self._part, b""
-        self.feed(event + b"\n\n")
-        self._part = part
-
-    def _rest(self, events: list[bytes]) -> None:
-        part, self._part = self._part, b""
-        self.feed(b"".join(event + b"\n\n" for event in events) + part)
+                break
+            if new:
+                news.append(new)
+        self._rename = replay.rename
+        return b"".join(event + b"\n\n" for event in news)
 
     def flush(self) -> bool:
         """The stream ended as it should, and what is left belongs to it; False when it ended too early."""
-        if self._replay:
+        if self._replay and (self._parts or not self._replay.caught_up):
             return False
         if self.held:
-            self._write(self.held)
-        if self._part:
-            self._write(self._part)
+            self._write(bytes(self.held))
+        if self._parts:
+            self._write(self._cutter.rest())
         return True
 
     def _fold(self) -> None:
@@ -269,10 +295,5 @@ class Tape:
             self._told.add(events)
             if pieces:
                 self._told.add_texts(self._form, pieces)
-            if not self._identity:
-                first = next((event for event in events if event.startswith(b"data: {")), b"")
-                self._identity = identity(first)
-                if first and not self._identity:
-                    raise NotTold("events of another kind")
         except NotTold:
             self._keep = False

@@ -54,7 +54,7 @@ async def serve(
     tls = ssl.create_default_context(cafile=settings.upstream_ca) if settings.upstream_ca else None
     admission = Admission(fleet, settings.prefill_concurrency, settings.queue_size, settings.queue_timeout)
     discovery = Discovery(
-        fleet, pools, settings.key, admission.wake, next(iter(settings.api_keys), ""), settings.silence
+        fleet, pools, settings.key, admission.wake, next(iter(settings.api_keys), ""), settings.silence, settings.patience
     )
     members = Members(
         fleet,

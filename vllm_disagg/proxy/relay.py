@@ -2,6 +2,7 @@
 
   queue -> both legs at once -> the decode leg's answer, as it comes, to the client
   either leg refuses (4xx) -> that answer goes to the client, the other leg is cancelled
+  ... P with a 429         -> another P that has room, first
   either leg fails         -> the next step of the ladder in `failover.py`: other instances, the same request
   ... in a stream          -> the same, and what the client has already is not sent again (`continuation.py`)
   nothing is left          -> the last failure as an answer, or as an event in the stream and [DONE]
@@ -69,7 +70,7 @@ class Trip:
     decode: Instance | None = None  # counts it as in flight
     past: Past = field(default_factory=Past)
     failed: list[Instance] = field(default_factory=list)  # not asked again
-    suspects: list[Instance] = field(default_factory=list)  # answered 5xx: guilty if another does better
+    suspects: list[tuple[Instance, float]] = field(default_factory=list)  # 5xx, and asked when: guilty if another does better
     answers: list[Answer] = field(default_factory=list)
     tape: Tape | None = None
 
@@ -254,7 +255,10 @@ class Relay:
                 answer = await self._ask(trip, "prefill", pair.prefill, body)
         except TimeoutError:
             words = f"no answer within {self._patience:g} s"
-            return self._failure(trip, "prefill", pair.prefill, "timeout", words)
+            return self._failure(trip, "prefill", pair.prefill, "timeout", words, began)
+        if isinstance(answer, Answer) and answer.status == 429:
+            trip.failed.append(pair.prefill)
+            return Failure("prefill", "busy", "it answered 429", answer)
         if isinstance(answer, Answer) and answer.status == 200:
             self.metrics.prefill_leg.observe(seconds := _now() - began)
             self.tracing.prefilled(trip.request)
@@ -285,7 +289,8 @@ class Relay:
     ) -> Answer | Failure:
         """Send a leg; return when its answer's body begins (a stream) or is complete (all else)."""
         answer: Answer | None = None
-        good = False
+        good, began = False, _now()
+        instance.stepping.asked(began)
         try:
             headers = self.tracing.leg(trip.request, instance.role, instance.url)
             answer = await pool_of(self._pools, instance.url).send("POST", trip.request.target, headers, body)
@@ -295,20 +300,21 @@ class Relay:
                 await answer.read()
             good = True
         except Unreachable as error:
-            return self._failure(trip, leg, instance, error.reason, str(error))
+            return self._failure(trip, leg, instance, error.reason, str(error), began)
         finally:
             if answer and not good:
                 answer.close()
         trip.answers.append(answer)
         if answer.status >= 500 or engine_failed(answer.peek()):
             reason = failure_in(answer.peek())
-            return self._failure(trip, leg, instance, reason, f"it answered {answer.status}", answer)
+            return self._failure(trip, leg, instance, reason, f"it answered {answer.status}", began, answer)
         if await self._given_up(trip, leg, instance, answer):
-            return self._failure(trip, leg, instance, "died", "it is being stopped")
+            return self._failure(trip, leg, instance, "died", "it is being stopped", began)
         if not 200 <= answer.status < 500:
-            return self._failure(trip, leg, instance, "garbled", f"it answered {answer.status}", answer)
-        instance.leg_succeeded()
+            return self._failure(trip, leg, instance, "garbled", f"it answered {answer.status}", began, answer)
+        instance.leg_succeeded(_now())
         if answer.status == 200:
+            instance.stepping.lived(_now())
             self._convict(trip)
         return answer
 
@@ -331,20 +337,22 @@ class Relay:
         instance: Instance,
         reason: Reason,
         detail: str,
+        began: float,
         answer: Answer | None = None,
     ) -> Failure:
+        """Note that a leg, sent at `began`, has failed."""
         log.warning("%s failed a %s leg: %s", instance.url, leg, detail)
         trip.failed.append(instance)
         if reason == "5xx":  # perhaps this request gets a 500 from everybody
-            trip.suspects.append(instance)
+            trip.suspects.append((instance, began))
         elif reason != "diverged":
-            instance.leg_failed(reason, _now())
+            instance.leg_failed(reason, _now(), began)
         return Failure(leg, reason, detail, answer)
 
     def _convict(self, trip: Trip) -> None:
         """The request is fine, so it was those instances that failed."""
-        for instance in trip.suspects:
-            instance.leg_failed("5xx", _now())
+        for instance, began in trip.suspects:
+            instance.leg_failed("5xx", _now(), began)
         trip.suspects.clear()
 
     # -- after a failure ----------------------------------------------------------------------------------------
@@ -417,10 +425,10 @@ class Relay:
             await answer.pipe(client.write if raw else tape.source(answer.reject), paused=client.paused)
         except Unreachable as error:
             if not tape.done:
-                return self._failure(trip, "decode", at, error.reason, str(error))
+                return self._failure(trip, "decode", at, error.reason, str(error), answer.began)
         else:
             if tape.held and not await self._vouching.works(at):
-                return self._failure(trip, "decode", at, "died", "it is being stopped")
+                return self._failure(trip, "decode", at, "died", "it is being stopped", answer.began)
             if not tape.flush():
                 return Failure("decode", "diverged", "the answer made again is shorter")
         client.end()

@@ -21,6 +21,7 @@ from ..errors import ConfigError, DisaggError
 from .failover import Reason
 from .fleet import split_rank
 from .headers import RANK, Headers, end_to_end, find, head
+from .standstill import patient
 
 IDLE = 4.0  # seconds; below vLLM's VLLM_HTTP_TIMEOUT_KEEP_ALIVE
 CONNECT = 2.0  # seconds
@@ -46,6 +47,7 @@ class Answer:
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
+        self.began = asyncio.get_running_loop().time()
         self.status = 0  # until the head is here
         self.headers: Headers = []
         self._held: list[bytes] = []
@@ -185,6 +187,7 @@ class Wire(asyncio.Protocol):
         self._headers: Headers = []
         self.spoke = False  # a byte of the present answer came
         self.used = 0  # exchanges so far
+        self.dropped = False  # by us, because its instance is given up
         self.idle_since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -209,7 +212,7 @@ class Wire(asyncio.Protocol):
         if self.is_open:
             self._transport.writelines((data, body) if body else (data,))  # one system call
         else:  # it was reset before we could say anything
-            self._fail("reset", "the connection was closed")
+            self.fail("reset", "the connection was closed")
         return answer
 
     def send(self, data: bytes) -> None:
@@ -251,7 +254,7 @@ class Wire(asyncio.Protocol):
                     self.on_body(rest)
             return
         except httptools.HttpParserError as error:
-            self._fail("garbled", str(error))
+            self.fail("garbled", str(error))
             return
         if self._done and self._answer:
             self._answer = None
@@ -266,14 +269,14 @@ class Wire(asyncio.Protocol):
         answer = self._answer
         if answer and not exc and not self._cut and (self._switched or self._until_close()):
             self.on_message_complete()
-        self._fail("reset", str(exc or "the connection was closed"))
+        self.fail("reset", str(exc or "the connection was closed"))
 
     def _until_close(self) -> bool:
         """Whether the end of the connection is the end of the present answer."""
         framed = find(self._headers, b"content-length") or find(self._headers, b"transfer-encoding")
         return self._status >= 200 and not framed
 
-    def _fail(self, reason: Reason, detail: str) -> None:
+    def fail(self, reason: Reason, detail: str) -> None:
         answer, self._answer, self._done, self.sink = self._answer, None, True, None
         if answer:
             answer.failed(Unreachable(reason, detail))
@@ -292,7 +295,7 @@ class Wire(asyncio.Protocol):
         if status == 101:
             named = find(self._headers, b"upgrade").lower()
             if not (self._upgrade and self._parser.should_upgrade() and named == self._upgrade):
-                self._fail("garbled", "it switches to another protocol")
+                self.fail("garbled", "it switches to another protocol")
         if status < 200 and not (status == 101 and self._upgrade):
             self._headers = []
         elif self._answer and not self._done:
@@ -372,7 +375,7 @@ class Pool:
                 return answer
             except Unreachable as error:
                 answer.close()
-                if wire.used == 1 or wire.spoke or self.closed:
+                if wire.used == 1 or wire.spoke or wire.dropped or self.closed:
                     raise
                 lost = error
             except BaseException:
@@ -383,10 +386,11 @@ class Pool:
             except Unreachable:
                 raise lost from None  # it died with this request in its hands
 
-    def abort(self) -> None:
+    def abort(self, reason: Reason = "reset", detail: str = "the connection was closed") -> None:
         """Drop every connection; who waits on one gets Unreachable."""
         for wire in list(self.wires):
-            wire.close()
+            wire.dropped = True
+            wire.fail(reason, detail)
 
     def release(self, wire: Wire) -> None:
         now = asyncio.get_running_loop().time()
@@ -410,14 +414,14 @@ class Pool:
         if self.closed:
             raise Unreachable("refused", "it has left the fleet")
         try:
-            async with asyncio.timeout(CONNECT):
+            async with patient(CONNECT):
                 return (await loop.create_connection(lambda: Wire(self), *self._address, ssl=self._tls))[1]
         except TimeoutError:
             raise Unreachable("refused", f"no connection within {CONNECT:.0f} s") from None
         except ssl.SSLError as error:
             raise Unreachable("refused", f"TLS: {getattr(error, 'verify_message', '') or error.reason}") from None
-        except OSError as error:
-            raise Unreachable("refused", error.strerror or str(error)) from None
+        except (OSError, ValueError) as error:  # ValueError: a name that no host can have, as with a label of 64 bytes
+            raise Unreachable("refused", getattr(error, "strerror", None) or str(error)) from None
 
 
 def pool_of(pools: dict[str, Pool], url: str) -> Pool:

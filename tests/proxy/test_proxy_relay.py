@@ -485,13 +485,14 @@ async def test_an_anthropic_stream_ends_in_an_anthropic_error() -> None:
         async def die(call: Call) -> None:
             await call.stream()
             await call.chunk(b'event: message_start\ndata: {"type":"message_start"}\n\n')
+            await call.chunk(b'event: content_block_delta\ndata: {"type":"content_block_delta"}\n\n')
             await asyncio.sleep(0.02)
             call.reset()
 
         w.d.script = die
         body = {"model": "m", "messages": [], "max_tokens": 9, "stream": True, "temperature": 0}
         reply = await w.post("/v1/messages", json.dumps(body).encode())
-        first, error, end = reply.body.split(b"\n\n")
+        first, _, error, end = reply.body.split(b"\n\n")
         assert first.startswith(b"event: message_start") and end == b"" and reply.complete
         name, data = error.split(b"\n")
         said = json.loads(data.removeprefix(b"data: "))

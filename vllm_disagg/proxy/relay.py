@@ -8,7 +8,9 @@
   nothing is left          -> the last failure as an answer, or as an event in the stream and [DONE]
   client left, or out of time: both legs are cancelled
 
-A decode answer counts as begun when its body's first byte is here: vLLM sends a stream's head long before.
+A decode answer has begun when it is complete, or a stream's first event of content is here (`beginnings.py`).  What an
+engine sends before, as comments and `response.created`, says nothing about how it ends: that is held back, up to a bound,
+so that until then P's failure or refusal counts, and any other answer may take its place.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any, Literal
 
 from ..grants import REQUEST_KEY, Grant, mint, new_transfer
 from .admission import Admission, QueueFull, QueueTimeout
+from .beginnings import Beginning, Begun
 from .bodies import Body
 from .discovery import NIXL_PREFILL, engine_in, params_in
 from .failover import CHARGED, DEATH, Budget, Left, Past, Reason, Step, step
@@ -34,13 +37,15 @@ from .server import Connection, Request
 from .settings import Settings
 from .streams import DONE, Tape, aborted, engine_failed, failure_in
 from .tracing import Tracing
-from .upstream import Answer, Pool, Unreachable, pool_of
+from .upstream import HOLD, Answer, Pool, Unreachable, pool_of
 from .vouching import ENDS, Vouching, doubtful
 
 log = logging.getLogger(__name__)
 
 SECOND_WORD = 0.2  # seconds in which D may refuse too: its words are about what the client asked, P's about its leg
 SESSION = b"x-session-id"
+ECHOES = 4  # how often a request's size may stand in what an engine sends before its content: two events repeat parts of it
+WORDS = 500  # bytes of an error event that a client is told
 
 
 @dataclass(slots=True, frozen=True)
@@ -287,17 +292,14 @@ class Relay:
     async def _ask(
         self, trip: Trip, leg: Literal["prefill", "decode"], instance: Instance, body: bytes
     ) -> Answer | Failure:
-        """Send a leg; return when its answer's body begins (a stream) or is complete (all else)."""
+        """Send a leg; return when its answer has begun (a stream) or is complete (all else)."""
         answer: Answer | None = None
         good, began = False, _now()
         instance.stepping.asked(began)
         try:
             headers = self.tracing.leg(trip.request, instance.role, instance.url)
             answer = await pool_of(self._pools, instance.url).send("POST", trip.request.target, headers, body)
-            if answer.status == 200 and answer.is_stream:
-                await answer.first()
-            else:
-                await answer.read()
+            failed = await self._beginning(trip, answer)
             good = True
         except Unreachable as error:
             return self._failure(trip, leg, instance, error.reason, str(error), began)
@@ -305,6 +307,8 @@ class Relay:
             if answer and not good:
                 answer.close()
         trip.answers.append(answer)
+        if failed:
+            return self._failure(trip, leg, instance, failure_in(failed), _words(failed), began)
         if answer.status >= 500 or engine_failed(answer.peek()):
             reason = failure_in(answer.peek())
             return self._failure(trip, leg, instance, reason, f"it answered {answer.status}", began, answer)
@@ -317,6 +321,22 @@ class Relay:
             instance.stepping.lived(_now())
             self._convict(trip)
         return answer
+
+    async def _beginning(self, trip: Trip, answer: Answer) -> bytes:
+        """Return when an answer has begun or is complete; the error that a stream begins with."""
+        if answer.status != 200 or not answer.is_stream:
+            await answer.read()
+            return b""
+        if find(answer.headers, b"content-encoding"):  # its events cannot be seen
+            await answer.first()
+            return b""
+        beginning = Beginning(trip.request.path)
+        most = HOLD + ECHOES * len(trip.request.body)
+        if not await answer.until(lambda data: beginning.feed(data) is not Begun.NOT_YET, most):
+            beginning.feed(b"\n\n")  # an end of the body ends its last event
+            if beginning.state is Begun.NOT_YET:
+                raise Unreachable("died", "the stream ended before its first content")
+        return beginning.failure
 
     async def _given_up(self, trip: Trip, leg: str, instance: Instance, answer: Answer) -> bool:
         """Whether this is no answer, but what an engine that is being stopped leaves of one.  Of a stream: its beginning."""
@@ -434,6 +454,11 @@ class Relay:
         client.end()
         await client.drained()
         return answer.status
+
+
+def _words(event: bytes) -> str:
+    """An error event in a line for people."""
+    return f"it began with an error: {event[:WORDS].decode(errors='replace')}"
 
 
 def _server(trip: Trip, plan: Plan) -> Instance:

@@ -1,6 +1,6 @@
 """An HTTP/1.1 client for one instance, with a pool of kept-alive connections.
 
-An answer's body is either collected (`first`, `read`) or handed on as it comes (`pipe`): then a chunk costs one
+An answer's body is either collected (`first`, `until`, `read`) or handed on as it comes (`pipe`): then a chunk costs one
 call and no task wakes.  vLLM closes idle connections after 5 s, so we stop using them before; a kept connection
 that dies before its first answering byte is no news about the engine, and the request goes out once more.
 """
@@ -52,6 +52,7 @@ class Answer:
         self.headers: Headers = []
         self._held: list[bytes] = []
         self._size = 0
+        self._hold = HOLD
         self._sink: Callable[[bytes], None] | None = None
         self._collect = False
         self._complete = False
@@ -72,8 +73,25 @@ class Answer:
         while not self._held and not self._complete:
             await self._next()
 
+    async def until(self, enough: Callable[[bytes], bool], most: int) -> bool:
+        """Give `enough` each piece of the body, and keep them, until it is content, the body is complete, or more than
+        `most` bytes are here.  False only for a body that is complete."""
+        self._hold, seen = most, 0
+        while True:
+            for piece in self._held[seen:]:
+                seen += 1
+                if enough(piece):
+                    return True
+            if self._complete:
+                return False
+            if self._size > most:
+                return True
+            await self._next()
+
     def peek(self) -> bytes:
         """What of the body is here and was not asked for yet."""
+        if len(self._held) > 1:
+            self._held = [b"".join(self._held)]
         return self._held[0] if self._held else b""
 
     async def read(self) -> bytes:
@@ -82,9 +100,7 @@ class Answer:
         self.flow(paused=False)
         while not self._complete:
             await self._next()
-        if len(self._held) > 1:
-            self._held = [b"".join(self._held)]
-        return self._held[0] if self._held else b""
+        return self.peek()
 
     async def pipe(self, sink: Callable[[bytes], None], paused: bool = False) -> None:
         """Give the body to `sink` as it arrives; return at its end."""
@@ -152,7 +168,7 @@ class Answer:
             return
         self._held.append(data)
         self._size += len(data)
-        if self._size > HOLD and not self._collect:
+        if self._size > self._hold and not self._collect:
             self._wire.flow(paused=True)
         self._tell()
 

@@ -127,6 +127,7 @@ class ScriptedEngine:
         self.connections = 0
         self.frozen = False  # holds its connections and says nothing, as after SIGSTOP
         self.probe_hangs = False
+        self.probe_status = 200
         self.stuck = False  # its API server lives, and its engine makes no steps
         self.steps: int | None = 0  # that its metrics tell of; None: they tell nothing
         self.waiting = 0  # requests, as its last step saw
@@ -241,6 +242,9 @@ class ScriptedEngine:
             self.probes += 1
             if self.probe_hangs:
                 await call.forever()
+            if self.probe_status != 200:
+                await call.json({}, self.probe_status)
+                return
             params = None if self.plain else {"disagg_engine": self.facts(call.rank)}
             if self.nixl:
                 params = {"remote_engine_id": self.incarnation, "remote_block_ids": [[1]], "do_remote_prefill": True}

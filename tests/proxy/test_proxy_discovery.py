@@ -244,6 +244,23 @@ async def test_a_probe_that_hangs_does_not_blind_the_watch(monkeypatch: pytest.M
         await until(down)
 
 
+async def test_an_engine_that_is_too_full_for_a_probe_lives() -> None:
+    """It is probed because a connection broke; vLLM's admission answers 503 to whatever comes."""
+    async with world(decode=2) as w:
+
+        async def reset(call: Call) -> None:
+            call.reset()
+
+        w.d.script, w.d.probe_status = reset, 503
+        probes = w.d.probes
+        while not w.d.calls:
+            assert (await w.post()).status == 200
+        await until(lambda: w.d.probes > probes + 2)
+        assert await usable(w, w.d.url)
+        w.d.probe_status = 200
+        await until(lambda: w.d.probes > probes + 3)
+
+
 async def test_a_full_kv_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_disagg.proxy.discovery.WEIGH", 0.03)
     async with world(decode=2) as w:
@@ -267,7 +284,10 @@ async def test_an_instance_whose_name_no_host_can_have_is_down_and_nothing_else(
 
 class Nameless(ScriptedEngine):
     NAME = "http://gpu1..cluster:8200"
-    urls = [NAME]  # type: ignore[assignment]
+
+    @property
+    def urls(self) -> list[str]:
+        return [self.NAME]
 
     async def start(self) -> None:
         pass

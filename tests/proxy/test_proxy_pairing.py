@@ -9,7 +9,6 @@ from vllm_disagg.proxy.fleet import Fleet, Instance, mismatch
 from vllm_disagg.proxy.pairing import Pair, choose, choose_decode
 from vllm_disagg.proxy.policies import Ask
 
-
 _names = itertools.count()
 
 

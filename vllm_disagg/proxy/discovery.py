@@ -122,7 +122,6 @@ class Discovery:
             except Exception as error:
                 log.exception("the watch of %s failed; it begins anew in %g s", instance.url, AGAIN)
                 instance.down(f"its watch failed: {type(error).__name__}: {error}")
-                self._on_change()
             await asyncio.sleep(AGAIN)
 
     async def _follow(self, instance: Instance, interval: float) -> None:
@@ -134,19 +133,11 @@ class Discovery:
         try:
             while True:
                 trouble = await self._listen(instance, interval)
-                for task in (probing, weighing):
-                    if task and task.done() and not task.cancelled():
-                        task.result()  # raises what nobody foresaw
-                stalled = instance.stepping.stalled
-                if trouble:
-                    instance.missed(trouble)
-                elif stalled:
-                    instance.down(STALLED)
-                else:
-                    instance.misses, lived = 0, loop.time()
-                if not instance.up and (trouble or stalled):
-                    if self._replaceable(instance) or loop.time() - lived > LOST:
-                        self._abandon(instance)
+                _raise_of(probing, weighing)
+                if self._is_well(instance, trouble):
+                    lived = loop.time()
+                elif not instance.up and (self._replaceable(instance) or loop.time() - lived > LOST):
+                    self._abandon(instance)
                 if not instance.up and trouble:
                     if probing:
                         probing.cancel()
@@ -161,6 +152,17 @@ class Discovery:
             for task in (probing, weighing, self._nudging.pop(instance, None)):
                 if task:
                     task.cancel()
+
+    def _is_well(self, instance: Instance, trouble: str) -> bool:
+        """Whether nothing is wrong with it at the moment; what is, is noted."""
+        if trouble:
+            instance.missed(trouble)
+        elif instance.stepping.stalled:
+            instance.down(STALLED)
+        else:
+            instance.misses = 0
+            return True
+        return False
 
     def _abandon(self, instance: Instance) -> None:
         """End the requests that it has: they go elsewhere."""
@@ -300,3 +302,10 @@ class Discovery:
                 prefill, decode = (instance, other) if instance.role == "prefill" else (other, instance)
                 if words := mismatch(prefill, decode):
                     log.warning("%s and %s are never paired: %s", prefill.url, decode.url, words)
+
+
+def _raise_of(*tasks: asyncio.Task[None] | None) -> None:
+    """Raise what one of them failed of, that it had not foreseen."""
+    for task in tasks:
+        if task and task.done() and not task.cancelled():
+            task.result()

@@ -22,7 +22,6 @@ from .server import Limits
 from .sources import parse_name, read_fleet
 from .upstream import check_url
 
-
 MAX_PATIENCE = 86400.0  # seconds; engines refuse grants with more
 
 

@@ -229,6 +229,18 @@ class ScriptedEngine:
             lines.append(f'vllm:num_requests_waiting{{engine="0",model_name="m"}} {self.waiting}')
         return "\n".join(["# TYPE x", *(lines if self.steps is not None or self.kv_use else []), "vllm:other 7\n"])
 
+    async def _probed(self, call: Call) -> None:
+        self.probes += 1
+        if self.probe_hangs:
+            await call.forever()
+        if self.probe_status != 200:
+            await call.json({}, self.probe_status)
+            return
+        params = None if self.plain else {"disagg_engine": self.facts(call.rank)}
+        if self.nixl:
+            params = {"remote_engine_id": self.incarnation, "remote_block_ids": [[1]], "do_remote_prefill": True}
+        await call.json({"choices": [], "kv_transfer_params": params})
+
     async def _route(self, call: Call) -> None:
         if call.method == "POST":
             await self._step(call)
@@ -239,16 +251,7 @@ class ScriptedEngine:
         elif call.path == "/v1/models":
             await call.json({"data": [{"id": model} for model in self.models]})
         elif call.leg == "probe":
-            self.probes += 1
-            if self.probe_hangs:
-                await call.forever()
-            if self.probe_status != 200:
-                await call.json({}, self.probe_status)
-                return
-            params = None if self.plain else {"disagg_engine": self.facts(call.rank)}
-            if self.nixl:
-                params = {"remote_engine_id": self.incarnation, "remote_block_ids": [[1]], "do_remote_prefill": True}
-            await call.json({"choices": [], "kv_transfer_params": params})
+            await self._probed(call)
         elif call.leg == "whole" and call.body.get("prompt") == "probe":
             await self.one_more(call)
         elif call.path == "/metrics":

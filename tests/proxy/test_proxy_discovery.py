@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from proxy_world import KEY, Call, ScriptedEngine, World, answer, answer_at_once, until, world
+from proxy_world import KEY, Call, World, answer, answer_at_once, until, world
 from vllm_disagg.keys import FleetKey
 from vllm_disagg.proxy.discovery import Discovery, engine_in
 from vllm_disagg.proxy.fleet import Instance
@@ -272,25 +272,6 @@ async def test_a_full_kv_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
         await until(elsewhere)
         await asyncio.sleep(0.1)
         assert {(await w.post()).json()["text"] for _ in range(4)} == {"d1"}
-
-
-async def test_an_instance_whose_name_no_host_can_have_is_down_and_nothing_else() -> None:
-    async with world(ready=False, decode=2, prepare=lambda w: w.decodes.append(Nameless("x", "decode"))) as w:
-        await until(lambda: w.p.probes and w.d.probes)
-        assert (await w.post()).status == 200
-        row = await instance(w, Nameless.NAME)
-        assert not row["usable"] and "refuses connections" in str(row["why_not"])
-
-
-class Nameless(ScriptedEngine):
-    NAME = "http://gpu1..cluster:8200"
-
-    @property
-    def urls(self) -> list[str]:
-        return [self.NAME]
-
-    async def start(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize("part", ["_ask", "_note", "_probe"])

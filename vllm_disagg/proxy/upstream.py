@@ -203,7 +203,7 @@ class Wire(asyncio.Protocol):
         self._headers: Headers = []
         self.spoke = False  # a byte of the present answer came
         self.used = 0  # exchanges so far
-        self.dropped = False  # by us, because its instance is given up
+        self.dropped = False
         self.idle_since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -228,7 +228,7 @@ class Wire(asyncio.Protocol):
         if self.is_open:
             self._transport.writelines((data, body) if body else (data,))  # one system call
         else:  # it was reset before we could say anything
-            self.fail("reset", "the connection was closed")
+            self._fail("reset", "the connection was closed")
         return answer
 
     def send(self, data: bytes) -> None:
@@ -255,6 +255,11 @@ class Wire(asyncio.Protocol):
         self._cut = True
         self._transport.abort()
 
+    def drop(self, reason: Reason, detail: str) -> None:
+        """Close it because its instance is given up: its request is not to be sent there again."""
+        self.dropped = True
+        self._fail(reason, detail)
+
     def data_received(self, data: bytes) -> None:
         self.spoke = True
         self._pool.heard += 1
@@ -270,7 +275,7 @@ class Wire(asyncio.Protocol):
                     self.on_body(rest)
             return
         except httptools.HttpParserError as error:
-            self.fail("garbled", str(error))
+            self._fail("garbled", str(error))
             return
         if self._done and self._answer:
             self._answer = None
@@ -285,14 +290,14 @@ class Wire(asyncio.Protocol):
         answer = self._answer
         if answer and not exc and not self._cut and (self._switched or self._until_close()):
             self.on_message_complete()
-        self.fail("reset", str(exc or "the connection was closed"))
+        self._fail("reset", str(exc or "the connection was closed"))
 
     def _until_close(self) -> bool:
         """Whether the end of the connection is the end of the present answer."""
         framed = find(self._headers, b"content-length") or find(self._headers, b"transfer-encoding")
         return self._status >= 200 and not framed
 
-    def fail(self, reason: Reason, detail: str) -> None:
+    def _fail(self, reason: Reason, detail: str) -> None:
         answer, self._answer, self._done, self.sink = self._answer, None, True, None
         if answer:
             answer.failed(Unreachable(reason, detail))
@@ -311,7 +316,7 @@ class Wire(asyncio.Protocol):
         if status == 101:
             named = find(self._headers, b"upgrade").lower()
             if not (self._upgrade and self._parser.should_upgrade() and named == self._upgrade):
-                self.fail("garbled", "it switches to another protocol")
+                self._fail("garbled", "it switches to another protocol")
         if status < 200 and not (status == 101 and self._upgrade):
             self._headers = []
         elif self._answer and not self._done:
@@ -405,8 +410,7 @@ class Pool:
     def abort(self, reason: Reason = "reset", detail: str = "the connection was closed") -> None:
         """Drop every connection; who waits on one gets Unreachable."""
         for wire in list(self.wires):
-            wire.dropped = True
-            wire.fail(reason, detail)
+            wire.drop(reason, detail)
 
     def release(self, wire: Wire) -> None:
         now = asyncio.get_running_loop().time()

@@ -20,6 +20,7 @@ from engines import Engine, Proxy, get, wait
 
 PATIENCE = 32.0  # seconds of the proxy; an engine without a step is down after a quarter
 STILL = PATIENCE / 4
+START = 400.0  # seconds for an engine to start on a busy machine
 ADMISSION = 0.3  # seconds after which the shim refuses
 JOB = {"model": "tiny", "input": "Tell me of the sea.", "stream": True, "temperature": 0, "max_output_tokens": 24}
 
@@ -72,6 +73,7 @@ class Refusing(BaseHTTPRequestHandler):
 def pair(machine: Machine) -> Iterator[tuple[Engine, Engine]]:
     prefill = Engine("SP", machine.folder, role="kv_producer", cpu="0")
     decode = Engine("SD", machine.folder, role="kv_consumer", cpu="1")
+    prefill.patience = decode.patience = START
     machine.start(prefill, decode)
     yield prefill, decode
     machine.stop(decode, prefill)

@@ -142,7 +142,7 @@ def test_a_failure_beside_a_success_does_not_count() -> None:
     d.leg_failed("5xx", 1.0, began=0.5)
     d.leg_succeeded(2.0)
     for k in range(20):
-        d.leg_failed("5xx", 3.0 + k, began=0.5)
+        d.leg_failed("5xx", 3.0 + k, began=1.5)
     assert d.usable(3.0) and d.failures == 0
 
 
@@ -181,6 +181,8 @@ def test_workers_of_two_engines_are_never_the_same() -> None:
     one = engine()
     other = Engine("another", "both", one.workers, {})
     assert "one engine" in mismatch(instance("prefill", of=one), instance("decode", of=other))
+    bare = Engine("i", "both", [], {})
+    assert "one engine" in mismatch(instance("prefill", of=bare), instance("decode", of=bare))
 
 
 def test_one_request_at_a_time_tries_an_instance_that_rested() -> None:

@@ -231,8 +231,11 @@ async def test_patience_runs_out_when_we_run() -> None:
             time.sleep(0.3)
             await asyncio.sleep(9)
     assert 0.4 < time.monotonic() - began < 2
-    async with patient(0.2):
-        await asyncio.sleep(0.05)
+    async with patient(0.8):
+        await asyncio.sleep(0.75)
+        time.sleep(0.4)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.03)  # what came meanwhile is read now
     with pytest.raises(TimeoutError):
         async with patient(0.1):
             await asyncio.Event().wait()

@@ -38,6 +38,7 @@ async def patient(seconds: float) -> AsyncIterator[None]:
     """TimeoutError after `seconds` in which this loop ran.  What it stood still does not count: then answers that are
     here already were not read, and whoever sent them is not late."""
     loop, part, left = asyncio.get_running_loop(), seconds / SLICES, SLICES
+    timer: asyncio.TimerHandle
     async with asyncio.timeout(None) as limit:
 
         def tick(due: float) -> None:

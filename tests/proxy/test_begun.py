@@ -212,3 +212,23 @@ async def test_what_is_held_is_bounded() -> None:
         async with asyncio.timeout(5):
             await client.reader.readuntil(COMMENT * 10)
         client.close()
+
+
+async def test_the_first_content_is_the_first_token_whatever_comes_with_it() -> None:
+    """What was held reaches the client in one piece with it."""
+    preface, content = PREFACES["/v1/completions"]
+    async with world() as w:
+
+        async def script(call: Call) -> None:
+            if call.leg == "prefill":
+                await answer(call)
+                return
+            await call.stream()
+            await call.chunk(preface)
+            await asyncio.sleep(0.02)
+            await call.chunk(content)
+            await call.end()
+
+        w.p.script = w.d.script = script
+        assert (await post(w, "/v1/completions")).body == preface + content
+        assert await w.metric("vllm_disagg_ttft_seconds_count") == 1

@@ -127,6 +127,10 @@ class ScriptedEngine:
         self.connections = 0
         self.frozen = False  # holds its connections and says nothing, as after SIGSTOP
         self.probe_hangs = False
+        self.probe_status = 200
+        self.stuck = False  # its API server lives, and its engine makes no steps
+        self.steps: int | None = 0  # that its metrics tell of; None: they tell nothing
+        self.waiting = 0  # requests, as its last step saw
         self.kv_use = 0.0
         self.models = ["m"]
         self.nixl = False
@@ -156,7 +160,7 @@ class ScriptedEngine:
 
     def facts(self, rank: int | None = None) -> dict[str, Any]:
         of = "" if rank is None else f"@{rank}"
-        workers = [Worker(f"w{i}{of}", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2") for i in range(self.workers)]
+        workers = [Worker(f"{self.name}-w{i}{of}", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2") for i in range(self.workers)]
         engine = Engine(self.incarnation + of, self.role, workers, self.layout, rank, two_way=self.two_way)  # type: ignore[arg-type]
         return msgspec.to_builtins(engine)
 
@@ -212,7 +216,34 @@ class ScriptedEngine:
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         return Call(self, method, path, headers, body)
 
+    async def _step(self, call: Call) -> None:
+        """What needs the engine waits while that makes no steps."""
+        while self.stuck and not call.gone.is_set():
+            await asyncio.sleep(0.005)
+
+    def _metrics(self) -> str:
+        uses = [self.kv_use, *[0.0] * (self.ranks - 1)]
+        lines = [f'vllm:kv_cache_usage_perc{{engine="{at}",model_name="m"}} {use}' for at, use in enumerate(uses)]
+        if self.steps is not None:
+            lines.append(f'vllm:iteration_tokens_total_count{{engine="0",model_name="m"}} {self.steps}')
+            lines.append(f'vllm:num_requests_waiting{{engine="0",model_name="m"}} {self.waiting}')
+        return "\n".join(["# TYPE x", *(lines if self.steps is not None or self.kv_use else []), "vllm:other 7\n"])
+
+    async def _probed(self, call: Call) -> None:
+        self.probes += 1
+        if self.probe_hangs:
+            await call.forever()
+        if self.probe_status != 200:
+            await call.json({}, self.probe_status)
+            return
+        params = None if self.plain else {"disagg_engine": self.facts(call.rank)}
+        if self.nixl:
+            params = {"remote_engine_id": self.incarnation, "remote_block_ids": [[1]], "do_remote_prefill": True}
+        await call.json({"choices": [], "kv_transfer_params": params})
+
     async def _route(self, call: Call) -> None:
+        if call.method == "POST":
+            await self._step(call)
         if self.frozen:
             await call.forever()
         elif call.path == "/health":
@@ -220,19 +251,11 @@ class ScriptedEngine:
         elif call.path == "/v1/models":
             await call.json({"data": [{"id": model} for model in self.models]})
         elif call.leg == "probe":
-            self.probes += 1
-            if self.probe_hangs:
-                await call.forever()
-            params = None if self.plain else {"disagg_engine": self.facts(call.rank)}
-            if self.nixl:
-                params = {"remote_engine_id": self.incarnation, "remote_block_ids": [[1]], "do_remote_prefill": True}
-            await call.json({"choices": [], "kv_transfer_params": params})
+            await self._probed(call)
         elif call.leg == "whole" and call.body.get("prompt") == "probe":
             await self.one_more(call)
         elif call.path == "/metrics":
-            uses = [self.kv_use, *[0.0] * (self.ranks - 1)]
-            lines = [f'vllm:kv_cache_usage_perc{{engine="{at}",model_name="m"}} {use}' for at, use in enumerate(uses)]
-            text = "\n".join(["# TYPE x", *lines, "vllm:other 7\n"])
+            text = self._metrics()
             call.raw_write(f"HTTP/1.1 200 X\r\ncontent-type: text/plain\r\ncontent-length: {len(text)}\r\n\r\n{text}")
         elif call.path.endswith("tokenize"):
             await call.json({"tokens": [1]})

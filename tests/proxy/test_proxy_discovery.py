@@ -1,12 +1,15 @@
 """What the proxy learns about instances, and when."""
 
 import asyncio
+import inspect
+import time
 
 import pytest
 
 from proxy_world import KEY, Call, World, answer, answer_at_once, until, world
 from vllm_disagg.keys import FleetKey
-from vllm_disagg.proxy.discovery import engine_in
+from vllm_disagg.proxy.discovery import Discovery, engine_in
+from vllm_disagg.proxy.fleet import Instance
 
 
 async def instance(w: World, url: str) -> dict[str, object]:
@@ -241,6 +244,23 @@ async def test_a_probe_that_hangs_does_not_blind_the_watch(monkeypatch: pytest.M
         await until(down)
 
 
+async def test_an_engine_that_is_too_full_for_a_probe_lives() -> None:
+    """It is probed because a connection broke; vLLM's admission answers 503 to whatever comes."""
+    async with world(decode=2) as w:
+
+        async def reset(call: Call) -> None:
+            call.reset()
+
+        w.d.script, w.d.probe_status = reset, 503
+        probes = w.d.probes
+        while not w.d.calls:
+            assert (await w.post()).status == 200
+        await until(lambda: w.d.probes > probes + 2)
+        assert await usable(w, w.d.url)
+        w.d.probe_status = 200
+        await until(lambda: w.d.probes > probes + 3)
+
+
 async def test_a_full_kv_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_disagg.proxy.discovery.WEIGH", 0.03)
     async with world(decode=2) as w:
@@ -252,3 +272,48 @@ async def test_a_full_kv_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
         await until(elsewhere)
         await asyncio.sleep(0.1)
         assert {(await w.post()).json()["text"] for _ in range(4)} == {"d1"}
+
+
+@pytest.mark.parametrize("part", ["_ask", "_note", "_probe"])
+async def test_a_mistake_in_one_watch_ends_that_watch_only(
+    part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("vllm_disagg.proxy.discovery.AGAIN", 0.05)
+    async with world(decode=2) as w:
+        real = getattr(Discovery, part)
+
+        def broken(self: Discovery, of: Instance, *args: object, **fields: object) -> object:
+            if of.url != w.d.url:
+                return real(self, of, *args, **fields)
+            if inspect.iscoroutinefunction(real):
+                return failing()
+            raise ZeroDivisionError("unforeseen")
+
+        async def failing() -> None:
+            raise ZeroDivisionError("unforeseen")
+
+        monkeypatch.setattr(Discovery, part, broken)
+        if part == "_probe":
+            w.d.health = 500  # when it is healthy again it is probed
+            await asyncio.sleep(0.2)
+            w.d.health = 200
+
+        async def out() -> bool:
+            return (await instance(w, w.d.url))["why_not"] == "its watch failed: ZeroDivisionError: unforeseen"
+
+        await until(out)
+        assert "ZeroDivisionError: unforeseen" in caplog.text and "Traceback" in caplog.text
+        for _ in range(4):
+            assert (await w.post()).json()["text"] == "d1"
+        monkeypatch.undo()
+        await w.until_ready()
+
+
+async def test_a_standstill_of_ours_is_not_an_instance_s_silence(caplog: pytest.LogCaptureFixture) -> None:
+    async with world(decode=2, **QUICK) as w:
+        for pause in range(30):
+            await asyncio.sleep(0.002 * pause)
+            time.sleep(0.3)  # twice the silence after which an instance counts as down
+        await asyncio.sleep(0.1)
+        assert "is not used" not in caplog.text
+        assert all(row["usable"] for row in (await w.get("/disagg/instances")).json())

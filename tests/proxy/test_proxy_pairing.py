@@ -9,9 +9,13 @@ from vllm_disagg.proxy.fleet import Fleet, Instance, mismatch
 from vllm_disagg.proxy.pairing import Pair, choose, choose_decode
 from vllm_disagg.proxy.policies import Ask
 
+_names = itertools.count()
+
 
 def engine(role: str = "both", workers: int = 1, **layout: str) -> Engine:
-    return Engine("i", role, [Worker("w", "tcp://a:1", "tcp://a:2")] * workers, layout)  # type: ignore[arg-type]
+    name = f"i{next(_names)}"
+    listening = [Worker(f"{name}.{k}", "tcp://a:1", "tcp://a:2") for k in range(workers)]
+    return Engine(name, role, listening, layout)  # type: ignore[arg-type]
 
 
 def instance(role: str, name: str = "", of: Engine | None = None) -> Instance:
@@ -118,9 +122,67 @@ def test_failing_instances_rest_longer_each_time() -> None:
         rests.append(p.resting_until)
     assert rests == [1, 2, 4, 8, 16, 30, 30, 30]
     assert not p.can_prefill(29.9) and p.can_prefill(30.0)
-    p.leg_succeeded()
+    p.leg_succeeded(35.0)
     p.leg_failed("5xx", 40.0)
     assert p.can_prefill(40.0)
+
+
+def test_failures_of_one_moment_count_once() -> None:
+    p = instance("prefill")
+    for _ in range(20):
+        p.leg_failed("5xx", 1.0, began=0.5)
+    assert p.failures == 1 and p.usable(1.0), "a burst that met a full queue"
+    p.leg_failed("5xx", 1.5, began=1.2)
+    assert p.failures == 2 and not p.usable(1.6), "and one that was sent after that"
+
+
+def test_a_failure_beside_a_success_does_not_count() -> None:
+    """As of a burst of which some are served: the others are known to have failed there when another has served them."""
+    d = instance("decode")
+    d.leg_failed("5xx", 1.0, began=0.5)
+    d.leg_succeeded(2.0)
+    for k in range(20):
+        d.leg_failed("5xx", 3.0 + k, began=1.5)
+    assert d.usable(3.0) and d.failures == 0
+
+
+def test_a_dead_engine_is_down_at_once() -> None:
+    d = instance("decode")
+    d.leg_succeeded(2.0)
+    d.leg_failed("died", 3.0, began=1.0)
+    assert not d.up
+
+
+def test_an_engine_is_never_paired_with_itself() -> None:
+    """As when it is given under two names of its address."""
+    one = engine()
+    p, d = instance("prefill", of=one), instance("decode", of=one)
+    world = fleet(p, d)
+    assert choose(world, 9, Ask(1), 0.0) == "none" and choose_decode(world, 0.0) is d
+    assert mismatch(p, d) == "they are one engine, and no engine is paired with itself"
+    assert world.unpaired(p) == f"{p.url} and {d.url} do not fit: {mismatch(p, d)}"
+    other = instance("decode", "2")
+    world = fleet(p, d, other)
+    d.turn, other.in_flight = 0, 5  # by its load the other is worse
+    for _ in range(3):
+        choice = pair(choose(world, 9, Ask(1), 0.0))
+        assert choice.decode is other
+    assert not world.unpaired(p)
+    third = instance("prefill", "3")
+    world = fleet(p, d, third)
+    assert pair(choose(world, 1, Ask(1), 0.0)).prefill is third
+    third.legs = 1
+    assert choose(world, 1, Ask(1), 0.0) == "busy"
+    assert choose(fleet(p, d), 0, Ask(1), 0.0) == "none", "who waits for it would wait in vain"
+
+
+def test_workers_of_two_engines_are_never_the_same() -> None:
+    """One process's workers under two incarnations: a lie or a mistake, but a load that would never end."""
+    one = engine()
+    other = Engine("another", "both", one.workers, {})
+    assert "one engine" in mismatch(instance("prefill", of=one), instance("decode", of=other))
+    bare = Engine("i", "both", [], {})
+    assert "one engine" in mismatch(instance("prefill", of=bare), instance("decode", of=bare))
 
 
 def test_one_request_at_a_time_tries_an_instance_that_rested() -> None:
@@ -132,7 +194,7 @@ def test_one_request_at_a_time_tries_an_instance_that_rested() -> None:
     pair(choose(world, 9, Ask(1), 2.0)).take(world, 2.0)
     assert choose(world, 9, Ask(1), 2.0) == "none", "the others wait for how that one ends"
     assert isinstance(choose(world, 9, Ask(1), 4.0), Pair), "and not for ever"
-    p.leg_succeeded()
+    p.leg_succeeded(2.1)
     assert isinstance(choose(world, 9, Ask(1), 2.1), Pair)
 
 

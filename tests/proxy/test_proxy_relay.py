@@ -11,6 +11,7 @@ from proxy_world import (
     Call,
     Script,
     ScriptedEngine,
+    World,
     answer,
     answer_at_once,
     until,
@@ -50,7 +51,7 @@ async def test_both_legs_at_once() -> None:
         p, d = w.p.calls[0], w.d.calls[0]
         assert p.grant and d.grant and p.grant.transfer == d.grant.transfer
         assert (p.grant.leg, p.grant.engine, p.grant.sources) == ("prefill", "p0-1", [])
-        assert (d.grant.leg, d.grant.engine, [s.name for s in d.grant.sources]) == ("decode", "d0-1", ["w0"])
+        assert (d.grant.leg, d.grant.engine, [s.name for s in d.grant.sources]) == ("decode", "d0-1", ["p0-w0"])
         assert d.body == {**body, "kv_transfer_params": d.body["kv_transfer_params"]}
         assert p.body["max_tokens"] == 1 and p.body["stream"] is False
         for call in (p, d):
@@ -484,13 +485,14 @@ async def test_an_anthropic_stream_ends_in_an_anthropic_error() -> None:
         async def die(call: Call) -> None:
             await call.stream()
             await call.chunk(b'event: message_start\ndata: {"type":"message_start"}\n\n')
+            await call.chunk(b'event: content_block_delta\ndata: {"type":"content_block_delta"}\n\n')
             await asyncio.sleep(0.02)
             call.reset()
 
         w.d.script = die
         body = {"model": "m", "messages": [], "max_tokens": 9, "stream": True, "temperature": 0}
         reply = await w.post("/v1/messages", json.dumps(body).encode())
-        first, error, end = reply.body.split(b"\n\n")
+        first, _, error, end = reply.body.split(b"\n\n")
         assert first.startswith(b"event: message_start") and end == b"" and reply.complete
         name, data = error.split(b"\n")
         said = json.loads(data.removeprefix(b"data: "))
@@ -528,6 +530,95 @@ async def test_when_all_rest_they_are_used() -> None:
         failing = False
         replies = await asyncio.gather(*(w.post() for _ in range(10)))
         assert [r.status for r in replies] == [200] * 10
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+async def test_a_burst_that_meets_a_full_queue_rests_nobody(prefill: int) -> None:
+    """vLLM answers 503 beyond its --max-num-queued-reqs: the engine is well, and idle a moment later."""
+    async with world(prefill=prefill, decode=2, prefill_concurrency=64) as w:
+        room = [w.d, *w.prefills]
+
+        async def narrow(call: Call) -> None:
+            if call.engine in room and call.leg != "decode":
+                if sum(not other.gone.is_set() and other is not call for other in call.engine.calls) >= 4:
+                    await call.json({"error": {"message": "the queue is full", "code": 503}}, 503)
+                    call.gone.set()
+                    return
+                await asyncio.sleep(0.02)
+            elif call.leg == "whole":
+                await asyncio.sleep(0.1)  # its guilt is known when another has served its requests: it is idle by then
+            await answer(call)
+            call.gone.set()
+
+        for engine in (*w.prefills, *w.decodes):
+            engine.script = narrow
+        replies = await asyncio.gather(*(w.post() for _ in range(24)))
+        assert {r.status for r in replies} == {200}
+        assert any(call.leg != "decode" for engine in room for call in engine.calls)
+        rows = (await w.get("/disagg/instances")).json()
+        assert all(row["usable"] for row in rows), rows
+
+
+async def test_one_engine_given_twice_serves_whole_requests(caplog: pytest.LogCaptureFixture) -> None:
+    class Alias(ScriptedEngine):
+        """Another name of D's address."""
+
+        @property
+        def urls(self) -> list[str]:
+            return [f"http://localhost:{w_d.port}"]
+
+        async def start(self) -> None:
+            pass
+
+    def prepare(w: World) -> None:
+        nonlocal w_d
+        w_d, w.d.role = w.d, "both"
+        w.prefills.append(Alias("p0", "prefill"))
+
+    w_d = ScriptedEngine("", "")
+    async with world(prefill=0, prepare=prepare) as w:
+        assert (await w.post()).json()["leg"] == "whole"
+        rows = (await w.get("/disagg/instances")).json()
+        words = f"http://localhost:{w.d.port} and {w.d.url} do not fit: they are one engine"
+        assert all(words in row["why_not"] for row in rows), rows
+        assert "are never paired: they are one engine" in caplog.text
+        assert (await w.get("/readiness")).status == 503
+
+
+@pytest.mark.parametrize("whole", [False, True])
+async def test_a_full_prefill_instance_sends_its_requests_to_another(whole: bool) -> None:
+    """A 429 is this instance's, not the client's, while another one has room."""
+    async with world(prefill=2) as w:
+        first: list[ScriptedEngine] = []
+
+        async def full(call: Call) -> None:
+            first.append(call.engine)
+            if call.engine is first[0]:
+                await call.json({"error": {"message": "too many"}}, 429, "retry-after: 7\r\n")
+            else:
+                await answer(call)
+
+        for p in w.prefills:
+            p.script = full
+        fields = {"max_tokens": 1} if whole else {}
+        reply = await w.post(**fields)
+        assert reply.status == 200 and reply.json()["leg"] == ("whole" if whole else "decode")
+        assert len({p.name for p in first}) == 2
+        assert all(row["usable"] for row in (await w.get("/disagg/instances")).json())
+
+
+async def test_when_every_prefill_instance_is_full_the_client_is_told() -> None:
+    async with world(prefill=2, prefill_concurrency=1) as w:
+
+        async def full(call: Call) -> None:
+            await call.json({"error": {"message": "too many"}}, 429, "retry-after: 7\r\n")
+
+        for p in w.prefills:
+            p.script = full
+        w.d.script = hang
+        reply = await w.post()
+        assert (reply.status, reply.headers["retry-after"]) == (429, "7")
+        assert [len(p.calls) for p in w.prefills] == [1, 1] and all(c.leg == "decode" for c in w.d.calls)
 
 
 async def test_another_prefill_instance_is_tried() -> None:

@@ -109,4 +109,4 @@ async def test_both_grants_name_the_way_back(can: bool) -> None:
             p, d = await grants_of(w, prompt)
             back = can and prompt is not QUESTION
             assert bool(p.back) is bool(d.back) is back and p.back == d.back and p.back != p.transfer
-            assert [s.name for s in p.sources] == (["w0"] if back else []) and len(d.sources) == 1
+            assert [s.name for s in p.sources] == ([f"{w.d.name}-w0"] if back else []) and len(d.sources) == 1

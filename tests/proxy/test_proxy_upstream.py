@@ -1,12 +1,14 @@
 """Connections to engines: reuse, and what their ends mean."""
 
 import asyncio
+import time
 
 import pytest
 
 from proxy_world import Call, ScriptedEngine, answer
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.proxy import upstream
+from vllm_disagg.proxy.standstill import patient
 from vllm_disagg.proxy.upstream import Pool, Unreachable
 
 
@@ -198,3 +200,42 @@ async def test_trailers_of_an_answer_are_no_headers() -> None:
     answer = await pool.send("POST", "/x", [], b"{}")
     assert await answer.read() == b"a" and b"x-late" not in dict(answer.headers)
     await e.stop()
+
+
+@pytest.mark.parametrize("host", ["gpu1..cluster", "a" * 64 + ".cluster", "."])
+async def test_a_name_that_no_host_can_have_is_not_reached(host: str) -> None:
+    pool = Pool("http://127.0.0.1:8200")
+    pool._address = (host, 8200)
+    with pytest.raises(Unreachable, match="refused"):
+        await pool.send("GET", "/health", [])
+
+
+async def test_a_standstill_of_ours_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has accepted long ago; it is we who did not look."""
+    monkeypatch.setattr(upstream, "CONNECT", 0.2)
+    e, pool = await engine()
+    for pause in range(6):  # at several moments of a connection's beginning
+        pool.abort()
+        asking = asyncio.create_task(ask(pool))
+        for _ in range(pause):
+            await asyncio.sleep(0)
+        time.sleep(0.4)  # a big body, or other work, holds the loop
+        assert b"whole" in await asking
+    await e.stop()
+
+
+async def test_patience_runs_out_when_we_run() -> None:
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        async with patient(0.2):
+            time.sleep(0.3)
+            await asyncio.sleep(9)
+    assert 0.4 < time.monotonic() - began < 2
+    async with patient(0.8):
+        await asyncio.sleep(0.75)
+        time.sleep(0.4)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.03)  # what came meanwhile is read now
+    with pytest.raises(TimeoutError):
+        async with patient(0.1):
+            await asyncio.Event().wait()

@@ -260,7 +260,7 @@ class Api:
                 "url": i.url,
                 "role": i.role,
                 "usable": i.usable(now) and (i.role == "decode" or i.transfers),
-                "why_not": i.why_not or ("rests after failures" if i.up and not i.usable(now) else ""),
+                "why_not": i.why_not or ("rests after failures" if i.up and not i.usable(now) else fleet.unpaired(i)),
                 "incarnation": i.engine.incarnation if i.engine else "",
                 "in_flight": i.busy,
                 "leaving": i in fleet.leaving,

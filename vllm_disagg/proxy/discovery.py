@@ -5,11 +5,15 @@ anything but 200, or is *silent* for `Settings.silence` seconds: a busy API serv
 instance of which any stream still gets bytes lives.  With the defaults a frozen instance is down 1.25 to 1.75 s after
 its last byte.  Its requests then fail over at once, if there is somebody to go to; else they wait for it, for `LOST`
 seconds at most.  It is not used until a probe succeeds, since whoever comes back may be another process.
+
+An instance whose API server lives and whose engine makes no steps (`stepping.py`) is down in the same way, after
+`Settings.patience` / `STILL` seconds.  A time in which this process itself stood still counts for no instance.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 from collections.abc import Callable
@@ -20,6 +24,8 @@ from ..grants import ANSWER_KEY, REQUEST_KEY, Engine, Grant, mint, new_transfer
 from ..keys import FleetKey
 from .fleet import UNKNOWN, Fleet, Instance, mismatch
 from .headers import Headers
+from .standstill import patient
+from .stepping import LOOKS, Verdict, fingerprint
 from .upstream import Pool, Unreachable
 
 log = logging.getLogger(__name__)
@@ -28,6 +34,10 @@ PROBE_TIMEOUT = 30.0  # seconds; a probe waits behind the engine's other work
 LOST = 30.0  # seconds of silence after which answers that are still owed are given up
 WEIGH = 2.0  # seconds between two looks at a decode instance's KV cache
 MUTE = 30.0  # seconds that /health may take while streams show that the instance lives
+STILL = 4  # an engine that owes an answer and makes no steps is down after a patience divided by this
+STALLED = "its engine makes no steps"
+AGAIN = 5.0  # seconds after which a watch that failed begins anew
+FULL = (429, 503)  # what an API server answers whose engine has as much to do as it may have
 
 
 class _Model(msgspec.Struct):
@@ -80,13 +90,17 @@ def params_in(answer: bytes) -> dict[str, msgspec.Raw] | None:
 class _Odd(Exception):
     """An instance answered, but not as vLLM does."""
 
+    def __init__(self, words: str, status: int = 200) -> None:
+        super().__init__(words)
+        self.status = status
+
 
 class Discovery:
     """Keeps the fleet's state true."""
 
     def __init__(
         self, fleet: Fleet, pools: dict[str, Pool], key: FleetKey, on_change: Callable[[], None], api_key: str,
-        silence: float,
+        silence: float, patience: float,
     ) -> None:  # fmt: skip
         self._fleet = fleet
         self._pools = pools
@@ -96,10 +110,21 @@ class Discovery:
             self._headers.append((b"authorization", b"Bearer " + api_key.encode()))
         self._on_change = on_change
         self._silence = silence
+        self._look = patience / STILL / (LOOKS + 1)  # seconds between two looks at an engine that owes an answer
         self._known: dict[str, object] = {}  # what was reported last, by URL
+        self._nudging: dict[Instance, asyncio.Task[None]] = {}
 
     async def watch(self, instance: Instance, interval: float) -> None:
-        """Follow one instance for ever."""
+        """Follow one instance for ever.  A mistake of ours ends neither this nor anything else."""
+        while True:
+            try:
+                await self._follow(instance, interval)
+            except Exception as error:
+                log.exception("the watch of %s failed; it begins anew in %g s", instance.url, AGAIN)
+                instance.down(f"its watch failed: {type(error).__name__}: {error}")
+            await asyncio.sleep(AGAIN)
+
+    async def _follow(self, instance: Instance, interval: float) -> None:
         loop = asyncio.get_running_loop()
         self._known.pop(instance.url, None)  # of who had this URL before
         probing: asyncio.Task[None] | None = None
@@ -108,26 +133,49 @@ class Discovery:
         try:
             while True:
                 trouble = await self._listen(instance, interval)
-                if trouble:
-                    instance.missed(trouble)
-                else:
-                    instance.misses, lived = 0, loop.time()
+                _raise_of(probing, weighing)
+                if self._is_well(instance, trouble):
+                    lived = loop.time()
+                elif not instance.up and (self._replaceable(instance) or loop.time() - lived > LOST):
+                    self._abandon(instance)
                 if not instance.up and trouble:
                     if probing:
                         probing.cancel()
-                    if self._replaceable(instance) or loop.time() - lived > LOST:
-                        self._pools[instance.url].abort()
                 elif instance.needs_probe and (not probing or probing.done()):
                     probing = asyncio.create_task(self._probe(instance))
-                elif instance.role == "decode" and loop.time() - weighed > WEIGH and (not weighing or weighing.done()):
+                elif self._is_to_weigh(instance, loop.time() - weighed) and (not weighing or weighing.done()):
                     weighed = loop.time()
                     weighing = asyncio.create_task(self._weigh(instance))
                 self._note(instance)
                 await asyncio.sleep(interval)
         finally:
-            for task in (probing, weighing):
+            for task in (probing, weighing, self._nudging.pop(instance, None)):
                 if task:
                     task.cancel()
+
+    def _is_well(self, instance: Instance, trouble: str) -> bool:
+        """Whether nothing is wrong with it at the moment; what is, is noted."""
+        if trouble:
+            instance.missed(trouble)
+        elif instance.stepping.stalled:
+            instance.down(STALLED)
+        else:
+            instance.misses = 0
+            return True
+        return False
+
+    def _abandon(self, instance: Instance) -> None:
+        """End the requests that it has: they go elsewhere."""
+        if instance.stepping.stalled:
+            self._pools[instance.url].abort("stalled", STALLED)
+            instance.stepping.stalled = False  # from now on it is an instance that has to answer a probe
+        else:
+            self._pools[instance.url].abort()
+
+    def _is_to_weigh(self, instance: Instance, since: float) -> bool:
+        now = asyncio.get_running_loop().time()
+        owes = instance.up and instance.stepping.is_due(now, instance.busy > 0, self._look)
+        return owes or (instance.role == "decode" and since > WEIGH)
 
     def _replaceable(self, instance: Instance) -> bool:
         """Whether its requests have somewhere to go."""
@@ -140,7 +188,9 @@ class Discovery:
         asking = asyncio.create_task(self._ask(instance, "GET", "/health", timeout=MUTE))
         try:
             while not asking.done():
+                looked = loop.time()
                 await asyncio.wait({asking}, timeout=interval)
+                life += max(0.0, loop.time() - looked - interval)  # we stood still, and have not read what came
                 if pool.heard != heard:
                     life, heard = loop.time(), pool.heard
                 elif loop.time() - life > self._silence:
@@ -187,30 +237,51 @@ class Discovery:
             if not instance.up:  # else it is healthy and has much to do; it is asked again
                 instance.down("does not answer a probe in time")
         except (Unreachable, _Odd, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            instance.down(f"does not answer a probe: {error}")
+            if not (instance.up and isinstance(error, _Odd) and error.status in FULL):
+                instance.down(f"does not answer a probe: {error}")
         else:
             names = [m.id for m in models.data]
+            instance.stepping.lived(asyncio.get_running_loop().time())
             instance.probed(model, engine_in(answer), names, nixl=params_in(answer) is not None)
         self._note(instance)
 
     async def _weigh(self, instance: Instance) -> None:
-        """How full its KV cache is, which other proxies' requests count for too."""
+        """How full its KV cache is, which other proxies' requests count for too, and whether its engine makes steps."""
+        now = asyncio.get_running_loop().time
+        is_due = instance.stepping.is_due(now(), instance.busy > 0, self._look)
         try:
-            text = await self._ask(instance, "GET", "/metrics", timeout=PROBE_TIMEOUT)
+            page = await self._ask(instance, "GET", "/metrics", timeout=PROBE_TIMEOUT)
             label = b"" if instance.rank is None else b'engine="%d"' % instance.rank
-            instance.kv_use = max((float(value) for labels, value in _KV_USE.findall(text) if label in labels), default=0.0)
+            instance.kv_use = max((float(value) for labels, value in _KV_USE.findall(page) if label in labels), default=0.0)
         except (Unreachable, TimeoutError, _Odd, ValueError):
             instance.kv_use = 0.0  # not known; whether it lives is found out elsewhere
+            return
+        if is_due and instance.stepping.saw(fingerprint(page, instance.rank), now()) is Verdict.NUDGE:
+            self._nudge(instance)
+
+    def _nudge(self, instance: Instance) -> None:
+        """Do something that the engine's next step would show: ask for one more token, or take that back."""
+        nudging = self._nudging.get(instance)
+        if nudging and not nudging.done():
+            nudging.cancel()
+        else:
+            self._nudging[instance] = asyncio.create_task(self._one_token(instance))
+
+    async def _one_token(self, instance: Instance) -> None:
+        body = msgspec.json.encode({"model": instance.model, "prompt": "probe", "max_tokens": 1, "temperature": 0})
+        with contextlib.suppress(Unreachable, TimeoutError, _Odd):  # then nothing is known
+            await self._ask(instance, "POST", "/v1/completions", body=body, timeout=PROBE_TIMEOUT)
+            instance.stepping.lived(asyncio.get_running_loop().time())
 
     async def _ask(self, instance: Instance, method: str, path: str, *, body: bytes = b"", timeout: float) -> bytes:
-        async with asyncio.timeout(timeout):
+        async with patient(timeout):
             answer = await self._pools[instance.url].send(method, path, self._headers, body)
             try:
                 content = await answer.read()
             finally:
                 answer.close()
         if answer.status != 200:
-            raise _Odd(f"{method} {path} answered {answer.status}")
+            raise _Odd(f"{method} {path} answered {answer.status}", answer.status)
         return content
 
     def _report(self, instance: Instance) -> None:
@@ -231,3 +302,10 @@ class Discovery:
                 prefill, decode = (instance, other) if instance.role == "prefill" else (other, instance)
                 if words := mismatch(prefill, decode):
                     log.warning("%s and %s are never paired: %s", prefill.url, decode.url, words)
+
+
+def _raise_of(*tasks: asyncio.Task[None] | None) -> None:
+    """Raise what one of them failed of, that it had not foreseen."""
+    for task in tasks:
+        if task and task.done() and not task.cancelled():
+            task.result()

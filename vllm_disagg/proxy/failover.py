@@ -1,6 +1,7 @@
 """What a request does next when an attempt to serve it has failed.  Pure: no clock, no instances, no sockets.
 
     a pair fails at P   -> another pair -> this D alone -> another D alone -> give up
+    P has no room (429) -> another pair ---------------------------------> give up
     a pair fails at D   -> another pair ------------------> another D alone -> give up
     D alone fails       -------------------------------------> another D alone -> give up
 
@@ -21,16 +22,17 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-Reason = Literal["refused", "reset", "died", "garbled", "timeout", "5xx", "stale", "diverged"]
+Reason = Literal["refused", "reset", "died", "garbled", "timeout", "5xx", "busy", "stalled", "stale", "diverged"]
 
-DEATH = frozenset(("reset", "died"))  # the connection broke; the API server says that its engine did
+# The connection broke; the API server says that its engine died; its engine makes no steps.
+DEATH = frozenset(("reset", "died", "stalled"))
 
 ATTEMPTS = 5
 PAIRS = 3  # attempts with two legs; what then still fails is left to a D alone
 DEATHS = 2
 
 # Where the instance lives, as far as one can tell, and so the failure may be the sign of an overload.
-CHARGED = frozenset(("garbled", "timeout", "5xx"))
+CHARGED = frozenset(("garbled", "timeout", "5xx", "busy"))
 
 
 class Step(Enum):
@@ -90,6 +92,8 @@ def step(leg: Literal["prefill", "decode"], reason: Reason, past: Past, left: Le
         return Step.GIVE_UP
     if left.pair and past.pairs < PAIRS:
         return Step.PAIR
+    if reason == "busy":
+        return Step.GIVE_UP  # its words are true, and its client can come back
     if leg == "prefill" and left.same:
         return Step.SAME
     return Step.OTHER if left.other else Step.GIVE_UP

@@ -2,7 +2,8 @@
 
 An instance is `up` when it answers; `engine` says what its connector told a probe, None for a vLLM without one.
 What fails twice in a row while up is left alone for a while.  Then one request may try it; success ends its penance,
-failure doubles it.  Who has only such instances uses them all the same: a rest is a preference, not a lock.
+failure doubles it.  Who has only such instances uses them all the same: a rest is a preference, not a lock.  In a row
+means one after the other: failures of requests that were in flight together count once, and not at all beside a success.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Literal
 from ..grants import Engine, difference
 from .dialects import RANKLESS
 from .policies import Policy
+from .stepping import Stepping
 
 Role = Literal["prefill", "decode"]
 Kind = Literal["disagg", "nixl", "plain"]  # its connector: ours, NixlConnector, none that we know
@@ -45,6 +47,7 @@ class Instance:
     needs_probe: bool = True
     misses: int = 0
     failures: int = 0  # of legs, in a row
+    judged: float = 0.0  # when the last failure that counts, or a success, was seen
     resting_until: float = 0.0
     in_flight: int = 0
     legs: int = 0  # prefill legs at work
@@ -57,6 +60,8 @@ class Instance:
     deaf: set[str] = field(default_factory=set)  # paths at which it does not know what a grant is
     kind: Kind = "plain"
     kin: str = ""  # who of the other role has the same can be paired with it
+    stepping: Stepping = field(default_factory=Stepping)  # whether its engine does
+    worker_names: frozenset[str] = frozenset()
     cache: object = field(default_factory=object)  # stands for what is in its prefix cache; another one after a restart
 
     def __post_init__(self) -> None:
@@ -70,6 +75,7 @@ class Instance:
         self.misses = self.failures = 0
         self.resting_until = 0.0
         self.model, self.engine, self.models = model, engine, frozenset((model, *models))
+        self.worker_names = frozenset(worker.name for worker in engine.workers) if engine else frozenset()
         self.kind, self.kin = "plain", ""
         if engine:
             self.kind = "disagg"
@@ -99,19 +105,22 @@ class Instance:
         if self.up and self.misses >= MISSES:
             self.down(why)
 
-    def leg_failed(self, reason: str, now: float) -> None:
-        """A leg of a request failed in a way that is the instance's fault."""
-        self.failures += 1
+    def leg_failed(self, reason: str, now: float, began: float | None = None) -> None:
+        """A leg of a request, sent at `began` (by default just now), failed in a way that is the instance's fault."""
         if reason == "refused":
             self.down("refuses connections")
         elif reason == "died":
             self.down("its engine died")
         elif reason == "reset":
             self.needs_probe = True  # perhaps it was restarted
-        self._rest(now)
+        if began is None or began >= self.judged:
+            self.failures += 1
+            self.judged = now
+            self._rest(now)
 
-    def leg_succeeded(self) -> None:
+    def leg_succeeded(self, now: float) -> None:
         self.failures = 0
+        self.judged = now
         self.resting_until = 0.0
 
     def chosen(self, now: float) -> None:
@@ -155,8 +164,18 @@ class Instance:
         return self.role == "prefill" and self.transfers and self.usable(now)
 
 
+def is_one_engine(a: Instance, b: Instance) -> bool:
+    """Whether two instances are one engine, as under two names of its address.  It cannot read its own KV: both legs of a
+    request would wait in one scheduler, and share their workers' tables."""
+    if not a.engine or not b.engine:
+        return False
+    return a.engine.incarnation == b.engine.incarnation or not a.worker_names.isdisjoint(b.worker_names)
+
+
 def mismatch(prefill: Instance, decode: Instance) -> str:
     """What keeps these two from working as a pair, in words; empty when nothing does."""
+    if is_one_engine(prefill, decode):
+        return "they are one engine, and no engine is paired with itself"
     if prefill.kin and prefill.kin == decode.kin:
         return ""
     if prefill.kind != decode.kind and "plain" not in (prefill.kind, decode.kind):
@@ -178,6 +197,19 @@ class Fleet:
 
     def of(self, role: Role) -> list[Instance]:
         return [instance for instance in self.instances if instance.role == role]
+
+    def unpaired(self, instance: Instance) -> str:
+        """Why an instance fits none of the other role, of those that are up; empty while one does or there are none."""
+        if not (instance.up and instance.transfers):
+            return ""
+        words = ""
+        for other in self.instances:
+            if other.role != instance.role and other.up and other.transfers:
+                prefill, decode = (instance, other) if instance.role == "prefill" else (other, instance)
+                if not (why := mismatch(prefill, decode)):
+                    return ""
+                words = words or f"{prefill.url} and {decode.url} do not fit: {why}"
+        return words
 
     def misfit(self) -> str:
         """Why no two instances can ever work together, once all of them answer; empty while that may still change."""

@@ -56,7 +56,7 @@ async def serve(
     networks = Networks(settings.instance_networks)
     admission = Admission(fleet, settings.prefill_concurrency, settings.queue_size, settings.queue_timeout)
     discovery = Discovery(
-        fleet, pools, settings.key, admission.wake, next(iter(settings.api_keys), ""), settings.silence
+        fleet, pools, settings.key, admission.wake, next(iter(settings.api_keys), ""), settings.silence, settings.patience
     )
     members = Members(
         fleet,

@@ -60,7 +60,7 @@ class Meter:
     def wrote(self, data: bytes) -> None:
         """A piece of a stream goes to the client."""
         self.sent += len(data)
-        if data[0] == COLON:  # a comment, to keep the connection open
+        if data[0] == COLON and b"\ndata:" not in data:  # comments alone, to keep the connection open
             return
         at = now()
         lines = data.count(b"\n")  # one byte is found much faster than two

@@ -2,7 +2,7 @@
 
 Instances fit when they are of one *kin* (`Instance.kin`: the same connector, and the same layout).  Per kin
 the policy names its best P and its best D with their costs; the pair of the least sum is taken.  So all pairs are
-considered, in the time of looking at every instance once.
+considered, in the time of looking at every instance once.  One engine, given under two names, is no pair.
 
 Pure: the fleet, the time and the policy's chance are passed in.
 """
@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from .fleet import Fleet, Instance
+from .fleet import Fleet, Instance, is_one_engine
 from .policies import Ask
 
 
@@ -59,18 +59,36 @@ def choose(fleet: Fleet, limit: int, ask: Ask, now: float, avoid: Collection[Ins
     found: list[tuple[float, Instance, Instance]] = []
     fit = False
     for prefills, decodes in kins.values():
-        if prefills and decodes:
-            fit = True
-            if free := [p for p in prefills if p.legs < limit]:
-                p_cost, p = fleet.policy.best(free, ask)
-                d_cost, d = fleet.policy.best([d for d in decodes if now >= d.resting_until] or decodes, ask)
-                found.append((p_cost + d_cost, p, d))
+        free = [p for p in prefills if p.legs < limit]
+        awake = [d for d in decodes if now >= d.resting_until]
+        if best := _best(fleet, free, awake, ask) or _best(fleet, free, decodes, ask):
+            found.append(best)
+        fit = fit or bool(best) or any(not is_one_engine(p, d) for p in prefills for d in decodes)
     if not fit:
         return "none"
     if not found:
         return "busy"
     _, prefill, decode = found[0] if len(found) == 1 else min(found, key=lambda f: (f[0], f[1].turn))
     return Pair(prefill, decode, ask, fleet.policy.reads_back(prefill, decode, ask))
+
+
+def _best(
+    fleet: Fleet, prefills: list[Instance], decodes: list[Instance], ask: Ask
+) -> tuple[float, Instance, Instance] | None:
+    """The best pair of some that fit, and its cost; None without two different engines."""
+    if not prefills or not decodes:
+        return None
+    (p_cost, p), (d_cost, d) = fleet.policy.best(prefills, ask), fleet.policy.best(decodes, ask)
+    if not is_one_engine(p, d):
+        return p_cost + d_cost, p, d
+    found: list[tuple[float, Instance, Instance]] = []
+    if others := [other for other in decodes if not is_one_engine(p, other)]:
+        cost, other = fleet.policy.best(others, ask)
+        found.append((p_cost + cost, p, other))
+    if others := [other for other in prefills if not is_one_engine(other, d)]:
+        cost, other = fleet.policy.best(others, ask)
+        found.append((cost + d_cost, other, d))
+    return min(found, key=lambda f: f[0], default=None)
 
 
 def choose_decode(

@@ -2,12 +2,15 @@
 
   queue -> both legs at once -> the decode leg's answer, as it comes, to the client
   either leg refuses (4xx) -> that answer goes to the client, the other leg is cancelled
+  ... P with a 429         -> another P that has room, first
   either leg fails         -> the next step of the ladder in `failover.py`: other instances, the same request
   ... in a stream          -> the same, and what the client has already is not sent again (`continuation.py`)
   nothing is left          -> the last failure as an answer, or as an event in the stream and [DONE]
   client left, or out of time: both legs are cancelled
 
-A decode answer counts as begun when its body's first byte is here: vLLM sends a stream's head long before.
+A decode answer has begun when it is complete, or a stream's first event of content is here (`beginnings.py`).  What an
+engine sends before, as comments and `response.created`, says nothing about how it ends: that is held back, up to a bound,
+so that until then P's failure or refusal counts, and any other answer may take its place.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any, Literal
 
 from ..grants import REQUEST_KEY, Grant, mint, new_transfer
 from .admission import Admission, QueueFull, QueueTimeout
+from .beginnings import Beginning, Begun
 from .bodies import Body
 from .discovery import NIXL_PREFILL, engine_in, params_in
 from .failover import CHARGED, DEATH, Budget, Left, Past, Reason, Step, step
@@ -33,13 +37,15 @@ from .server import Connection, Request
 from .settings import Settings
 from .streams import DONE, Tape, aborted, engine_failed, failure_in
 from .tracing import Tracing
-from .upstream import Answer, Pool, Unreachable, pool_of
+from .upstream import HOLD, Answer, Pool, Unreachable, pool_of
 from .vouching import ENDS, Vouching, doubtful
 
 log = logging.getLogger(__name__)
 
 SECOND_WORD = 0.2  # seconds in which D may refuse too: its words are about what the client asked, P's about its leg
 SESSION = b"x-session-id"
+ECHOES = 4  # how often a request's size may stand in what an engine sends before its content: two events repeat parts of it
+WORDS = 500  # bytes of an error event that a client is told
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,7 +75,7 @@ class Trip:
     decode: Instance | None = None  # counts it as in flight
     past: Past = field(default_factory=Past)
     failed: list[Instance] = field(default_factory=list)  # not asked again
-    suspects: list[Instance] = field(default_factory=list)  # answered 5xx: guilty if another does better
+    suspects: list[tuple[Instance, float]] = field(default_factory=list)  # 5xx, and asked when: guilty if another does better
     answers: list[Answer] = field(default_factory=list)
     tape: Tape | None = None
 
@@ -254,7 +260,10 @@ class Relay:
                 answer = await self._ask(trip, "prefill", pair.prefill, body)
         except TimeoutError:
             words = f"no answer within {self._patience:g} s"
-            return self._failure(trip, "prefill", pair.prefill, "timeout", words)
+            return self._failure(trip, "prefill", pair.prefill, "timeout", words, began)
+        if isinstance(answer, Answer) and answer.status == 429:
+            trip.failed.append(pair.prefill)
+            return Failure("prefill", "busy", "it answered 429", answer)
         if isinstance(answer, Answer) and answer.status == 200:
             self.metrics.prefill_leg.observe(seconds := _now() - began)
             self.tracing.prefilled(trip.request)
@@ -283,34 +292,51 @@ class Relay:
     async def _ask(
         self, trip: Trip, leg: Literal["prefill", "decode"], instance: Instance, body: bytes
     ) -> Answer | Failure:
-        """Send a leg; return when its answer's body begins (a stream) or is complete (all else)."""
+        """Send a leg; return when its answer has begun (a stream) or is complete (all else)."""
         answer: Answer | None = None
-        good = False
+        good, began = False, _now()
+        instance.stepping.asked(began)
         try:
             headers = self.tracing.leg(trip.request, instance.role, instance.url)
             answer = await pool_of(self._pools, instance.url).send("POST", trip.request.target, headers, body)
-            if answer.status == 200 and answer.is_stream:
-                await answer.first()
-            else:
-                await answer.read()
+            failed = await self._beginning(trip, answer)
             good = True
         except Unreachable as error:
-            return self._failure(trip, leg, instance, error.reason, str(error))
+            return self._failure(trip, leg, instance, error.reason, str(error), began)
         finally:
             if answer and not good:
                 answer.close()
         trip.answers.append(answer)
+        if failed:
+            return self._failure(trip, leg, instance, failure_in(failed), _words(failed), began)
         if answer.status >= 500 or engine_failed(answer.peek()):
             reason = failure_in(answer.peek())
-            return self._failure(trip, leg, instance, reason, f"it answered {answer.status}", answer)
+            return self._failure(trip, leg, instance, reason, f"it answered {answer.status}", began, answer)
         if await self._given_up(trip, leg, instance, answer):
-            return self._failure(trip, leg, instance, "died", "it is being stopped")
+            return self._failure(trip, leg, instance, "died", "it is being stopped", began)
         if not 200 <= answer.status < 500:
-            return self._failure(trip, leg, instance, "garbled", f"it answered {answer.status}", answer)
-        instance.leg_succeeded()
+            return self._failure(trip, leg, instance, "garbled", f"it answered {answer.status}", began, answer)
+        instance.leg_succeeded(_now())
         if answer.status == 200:
+            instance.stepping.lived(_now())
             self._convict(trip)
         return answer
+
+    async def _beginning(self, trip: Trip, answer: Answer) -> bytes:
+        """Return when an answer has begun or is complete; the error that a stream begins with."""
+        if answer.status != 200 or not answer.is_stream:
+            await answer.read()
+            return b""
+        if find(answer.headers, b"content-encoding"):  # its events cannot be seen
+            await answer.first()
+            return b""
+        beginning = Beginning(trip.request.path)
+        most = HOLD + ECHOES * len(trip.request.body)
+        if not await answer.until(lambda data: beginning.feed(data) is not Begun.NOT_YET, most):
+            beginning.feed(b"\n\n")  # an end of the body ends its last event
+            if beginning.state is Begun.NOT_YET:
+                raise Unreachable("died", "the stream ended before its first content")
+        return beginning.failure
 
     async def _given_up(self, trip: Trip, leg: str, instance: Instance, answer: Answer) -> bool:
         """Whether this is no answer, but what an engine that is being stopped leaves of one.  Of a stream: its beginning."""
@@ -331,20 +357,22 @@ class Relay:
         instance: Instance,
         reason: Reason,
         detail: str,
+        began: float,
         answer: Answer | None = None,
     ) -> Failure:
+        """Note that a leg, sent at `began`, has failed."""
         log.warning("%s failed a %s leg: %s", instance.url, leg, detail)
         trip.failed.append(instance)
         if reason == "5xx":  # perhaps this request gets a 500 from everybody
-            trip.suspects.append(instance)
+            trip.suspects.append((instance, began))
         elif reason != "diverged":
-            instance.leg_failed(reason, _now())
+            instance.leg_failed(reason, _now(), began)
         return Failure(leg, reason, detail, answer)
 
     def _convict(self, trip: Trip) -> None:
         """The request is fine, so it was those instances that failed."""
-        for instance in trip.suspects:
-            instance.leg_failed("5xx", _now())
+        for instance, began in trip.suspects:
+            instance.leg_failed("5xx", _now(), began)
         trip.suspects.clear()
 
     # -- after a failure ----------------------------------------------------------------------------------------
@@ -418,15 +446,20 @@ class Relay:
             await answer.pipe(tape.source(answer.reject, raw), paused=client.paused)
         except Unreachable as error:
             if not tape.done:
-                return self._failure(trip, "decode", at, error.reason, str(error))
+                return self._failure(trip, "decode", at, error.reason, str(error), answer.began)
         else:
             if tape.held and not await self._vouching.works(at):
-                return self._failure(trip, "decode", at, "died", "it is being stopped")
+                return self._failure(trip, "decode", at, "died", "it is being stopped", answer.began)
             if not tape.flush():
                 return Failure("decode", "diverged", "the answer made again is shorter")
         client.end()
         await client.drained()
         return answer.status
+
+
+def _words(event: bytes) -> str:
+    """An error event in a line for people."""
+    return f"it began with an error: {event[:WORDS].decode(errors='replace')}"
 
 
 def _server(trip: Trip, plan: Plan) -> Instance:

@@ -22,6 +22,8 @@ from .policies import NAMES, Name
 from .server import Limits
 from .sources import parse_name, read_fleet
 
+MAX_PATIENCE = 86400.0  # seconds; engines refuse grants with more
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """All there is to set.  What has no flag is here for tests."""
@@ -37,7 +39,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     queue_size: int = 1024
     max_requests: int = 0  # at work at a time; 0: no limit
     request_timeout: float = 1800.0
-    patience: float = 300.0  # seconds without progress, of a P that answers, until D computes the prompt itself
+    patience: float = 120.0  # seconds for a prefill leg; a quarter of it without a step of an engine
     probe_interval: float = 0.25
     policy: Name = "prefix_aware"
     min_prompt_bytes: int = 0  # prompts of which a D misses less go to it whole
@@ -164,6 +166,10 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         help="in which a request's body must be here (default: %(default)s)")  # fmt: skip
     add("--stall-timeout", metavar="SECONDS", type=float, default=limits.stall_seconds,
         help="a client that reads nothing for so long while there is more is cut (default: %(default)s)")  # fmt: skip
+    add("--patience", metavar="SECONDS", type=float, default=120.0,
+        help="longest time for a prompt at a prefill instance, queue and all; after it another one or the decode instance "
+        "computes it. Raise it where prompts take longer. An engine that owes an answer and makes no step for a quarter "
+        "of it counts as down (default: %(default)s)")  # fmt: skip
     add("--request-timeout", metavar="SECONDS", type=float, default=1800.0,
         help="longest time for a request (default: %(default)s)")  # fmt: skip
 
@@ -210,6 +216,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         api_keys=api_keys,
         prefill_concurrency=args.prefill_concurrency,
         queue_timeout=args.queue_timeout,
+        patience=args.patience,
         policy=args.policy,
         min_prompt_bytes=args.min_prompt_bytes,
         spill=args.spill,
@@ -242,8 +249,8 @@ def from_arguments(args: argparse.Namespace) -> Settings:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    positive = ("workers", "prefill_concurrency", "queue_timeout", "request_timeout", "max_header_bytes", "max_body_bytes",
-                "max_all_bodies_bytes", "header_timeout", "body_timeout", "stall_timeout")  # fmt: skip
+    positive = ("workers", "prefill_concurrency", "queue_timeout", "patience", "request_timeout", "max_header_bytes",
+                "max_body_bytes", "max_all_bodies_bytes", "header_timeout", "body_timeout", "stall_timeout")  # fmt: skip
     for name in (
         *positive,
         "queue_size",
@@ -257,6 +264,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} must be more than 0")
         if not 0 <= value < float("inf"):
             raise ConfigError(f"{flag} must not be less than 0")
+    if args.patience > MAX_PATIENCE:
+        raise ConfigError(f"--patience must be at most {MAX_PATIENCE:g}")
 
 
 def _room() -> int:

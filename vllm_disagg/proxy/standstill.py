@@ -1,9 +1,12 @@
-"""Noticing that something has stopped moving."""
+"""Noticing that something has stopped moving, be it ourselves."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+SLICES = 8
 
 
 class Standstill:
@@ -28,3 +31,27 @@ class Standstill:
 
     def stop(self) -> None:
         self._timer.cancel()
+
+
+@asynccontextmanager
+async def patient(seconds: float) -> AsyncIterator[None]:
+    """TimeoutError after `seconds` in which this loop ran.  What it stood still does not count: then answers that are
+    here already were not read, and whoever sent them is not late."""
+    loop, part, left = asyncio.get_running_loop(), seconds / SLICES, SLICES
+    timer: asyncio.TimerHandle
+    async with asyncio.timeout(None) as limit:
+
+        def tick(due: float) -> None:
+            nonlocal left, timer
+            now = loop.time()
+            left -= now - due < part
+            if left:
+                timer = loop.call_later(part, tick, now + part)
+            else:
+                limit.reschedule(now)
+
+        timer = loop.call_later(part, tick, loop.time() + part)
+        try:
+            yield
+        finally:
+            timer.cancel()

@@ -1,6 +1,6 @@
 """An HTTP/1.1 client for one instance, with a pool of kept-alive connections.
 
-An answer's body is either collected (`first`, `read`) or handed on as it comes (`pipe`): then a chunk costs one
+An answer's body is either collected (`first`, `until`, `read`) or handed on as it comes (`pipe`): then a chunk costs one
 call and no task wakes.  vLLM closes idle connections after 5 s, so we stop using them before; a kept connection
 that dies before its first answering byte is no news about the engine, and the request goes out once more.
 """
@@ -23,6 +23,7 @@ from .addresses import Networks, check_url
 from .failover import Reason
 from .fleet import split_rank
 from .headers import RANK, Headers, end_to_end, find, head
+from .standstill import patient
 
 IDLE = 4.0  # seconds; below vLLM's VLLM_HTTP_TIMEOUT_KEEP_ALIVE
 CONNECT = 2.0  # seconds
@@ -49,10 +50,12 @@ class Answer:
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
+        self.began = asyncio.get_running_loop().time()
         self.status = 0  # until the head is here
         self.headers: Headers = []
         self._held: list[bytes] = []
         self._size = 0
+        self._hold = HOLD
         self._sink: Callable[[bytes], None] | None = None
         self._collect = False
         self._complete = False
@@ -73,8 +76,25 @@ class Answer:
         while not self._held and not self._complete:
             await self._next()
 
+    async def until(self, enough: Callable[[bytes], bool], most: int) -> bool:
+        """Give `enough` each piece of the body, and keep them, until it is content, the body is complete, or more than
+        `most` bytes are here.  False only for a body that is complete."""
+        self._hold, seen = most, 0
+        while True:
+            for piece in self._held[seen:]:
+                seen += 1
+                if enough(piece):
+                    return True
+            if self._complete:
+                return False
+            if self._size > most:
+                return True
+            await self._next()
+
     def peek(self) -> bytes:
         """What of the body is here and was not asked for yet."""
+        if len(self._held) > 1:
+            self._held = [b"".join(self._held)]
         return self._held[0] if self._held else b""
 
     async def read(self) -> bytes:
@@ -83,9 +103,7 @@ class Answer:
         self.flow(paused=False)
         while not self._complete:
             await self._next()
-        if len(self._held) > 1:
-            self._held = [b"".join(self._held)]
-        return self._held[0] if self._held else b""
+        return self.peek()
 
     async def pipe(self, sink: Callable[[bytes], None], paused: bool = False) -> None:
         """Give the body to `sink` as it arrives; return at its end."""
@@ -153,7 +171,7 @@ class Answer:
             return
         self._held.append(data)
         self._size += len(data)
-        if self._size > HOLD and not self._collect:
+        if self._size > self._hold and not self._collect:
             self._wire.flow(paused=True)
         self._tell()
 
@@ -189,6 +207,7 @@ class Wire(asyncio.Protocol):
         self._head_bytes = 0  # until the present answer's head is complete
         self.spoke = False  # a byte of the present answer came
         self.used = 0  # exchanges so far
+        self.dropped = False
         self.idle_since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -239,6 +258,11 @@ class Wire(asyncio.Protocol):
     def close(self) -> None:
         self._cut = True
         self._transport.abort()
+
+    def drop(self, reason: Reason, detail: str) -> None:
+        """Close it because its instance is given up: its request is not to be sent there again."""
+        self.dropped = True
+        self._fail(reason, detail)
 
     def data_received(self, data: bytes) -> None:
         self.spoke = True
@@ -368,7 +392,7 @@ class Pool:
                 return answer
             except Unreachable as error:
                 answer.close()
-                if wire.used == 1 or wire.spoke or self.closed:
+                if wire.used == 1 or wire.spoke or wire.dropped or self.closed:
                     raise
                 lost = error
             except BaseException:
@@ -379,10 +403,10 @@ class Pool:
             except Unreachable:
                 raise lost from None  # it died with this request in its hands
 
-    def abort(self) -> None:
+    def abort(self, reason: Reason = "reset", detail: str = "the connection was closed") -> None:
         """Drop every connection; who waits on one gets Unreachable."""
         for wire in list(self.wires):
-            wire.close()
+            wire.drop(reason, detail)
 
     def release(self, wire: Wire) -> None:
         now = asyncio.get_running_loop().time()
@@ -405,14 +429,14 @@ class Pool:
         if self.closed:
             raise Unreachable("refused", "it has left the fleet")
         try:
-            async with asyncio.timeout(CONNECT):
+            async with patient(CONNECT):
                 return await self._open()
         except TimeoutError:
             raise Unreachable("refused", f"no connection within {CONNECT:.0f} s") from None
         except ssl.SSLError as error:
             raise Unreachable("refused", f"TLS: {getattr(error, 'verify_message', '') or error.reason}") from None
-        except OSError as error:
-            raise Unreachable("refused", error.strerror or str(error)) from None
+        except (OSError, ValueError) as error:  # ValueError: a name that no host can have, as with a label of 64 bytes
+            raise Unreachable("refused", getattr(error, "strerror", None) or str(error)) from None
 
     async def _open(self) -> Wire:
         """Connect to the first address that accepts.  DNS may answer differently each time, so what it answers is compared

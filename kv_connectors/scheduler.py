@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_disagg import events, mapping
+from vllm_disagg import dialling, events, mapping
 from vllm_disagg.errors import BadGrant, Unmappable
 from vllm_disagg.grants import ANSWER_KEY, REQUEST_KEY, Engine, Grant, Worker, verify
 from vllm_disagg.keys import FleetKey
@@ -98,10 +98,12 @@ class SchedulerSide:
         *,
         rank: int | None = None,
         two_way: bool = True,
+        host: str = "127.0.0.1",
     ) -> None:
         """`rank`: among the data parallel ranks behind one API server, if there are several.  `two_way`: whether P may
-        read back what D has cached, unless the kind of KV forbids it."""
+        read back what D has cached, unless the kind of KV forbids it.  `host`: the workers' own address."""
         self._key = key
+        self._loopback_only = not key.is_set or dialling.is_loopback(host)
         self._rank = rank
         self._role = role
         self._layout = layout
@@ -162,7 +164,7 @@ class SchedulerSide:
         if not isinstance(params, dict) or REQUEST_KEY not in params:
             return None
         try:
-            grant = self._accept(verify(self._key, params[REQUEST_KEY]), request)
+            grant = self._accept(verify(self._key, params[REQUEST_KEY]))
         except BadGrant as error:
             log.warning("request %s: grant refused (%s); it is served here alone", request.request_id, error)
             request.kv_transfer_params = None  # asked once, said once
@@ -192,23 +194,36 @@ class SchedulerSide:
         else:
             self._withdraw(leg)
 
-    def _accept(self, grant: Grant, request: Request) -> Grant:
+    def _accept(self, grant: Grant) -> Grant:
         if grant.leg == "probe":
             return grant
         if self.engine is None or grant.engine != self.engine.incarnation:
             raise BadGrant("for another engine, or for this one before its restart")
         if self._role not in (grant.leg, "both"):
             raise BadGrant(f"a {grant.leg} leg, but this engine's role is {self._role}")
-        if grant.leg == "decode":
-            if len({worker.name for worker in grant.sources}) < len(grant.sources):
-                raise BadGrant("names one worker twice")
-            try:
-                self._plan(grant.sources)
-            except Unmappable as error:
-                raise BadGrant(f"P holds what cannot be read here: {error}") from None
         if not self._is_new(grant.leg, grant.transfer):
             raise BadGrant("used before")
+        try:
+            self._check_sources(self.engine, grant)
+        except BadGrant:
+            if grant.leg == "prefill":  # D shall not wait for it
+                self._next.prefill.append(events.Withdrawn(grant.transfer))
+            raise
         return grant
+
+    def _check_sources(self, engine: Engine, grant: Grant) -> None:
+        """Before anything is dialled."""
+        names = {worker.name for worker in grant.sources}
+        if len(names) < len(grant.sources):
+            raise BadGrant("names one worker twice")
+        if words := dialling.refusal(grant.sources, loopback_only=self._loopback_only):
+            raise BadGrant(words)
+        if grant.leg != "decode":
+            return
+        try:
+            self._plan(grant.sources)
+        except Unmappable as error:
+            raise BadGrant(f"P holds what cannot be read here: {error}") from None
 
     def _is_new(self, use: str, transfer: str) -> bool:
         """Whether a transfer id is used so for the first time."""
@@ -232,7 +247,7 @@ class SchedulerSide:
 
     def _plan_back(self, grant: Grant) -> Plan | None:
         """For a prefill leg that may read what D has cached.  If it cannot, it is a prefill leg all the same."""
-        if not grant.back or len({worker.name for worker in grant.sources}) < len(grant.sources):
+        if not grant.back:
             return None
         try:
             return self._plan(grant.sources)

@@ -85,6 +85,8 @@ def mint(key: FleetKey, grant: Grant) -> str:
 
 def verify(key: FleetKey, token: object) -> Grant:
     """The grant in a token, or BadGrant.  Takes anything: what comes from a request has no type yet."""
+    if not key.accepts_grants:
+        raise BadGrant("this engine has no fleet key, so it believes no grant")
     if not isinstance(token, str) or len(token) > MAX_TOKEN:
         raise BadGrant("not a token")
     body, _, mac = token.partition(".")

@@ -19,19 +19,9 @@ class Legs:
     def __init__(self, key_file: str, prefill: Engine, decode: Engine) -> None:
         self.key = keys.load(key_file)
         self.prefill, self.decode = prefill, decode
-        self.p, self.d = self.probe(prefill), self.probe(decode)
+        self.p, self.d = probe(self.key, prefill), probe(self.key, decode)
         assert not grants.difference(self.p.layout, self.d.layout)
         self._pool = ThreadPoolExecutor(64)
-
-    def probe(self, engine: Engine) -> grants.Engine:
-        """What an engine says of itself."""
-        grant = grants.mint(self.key, grants.Grant(1, "probe", grants.new_transfer(), ""))
-        connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=TIMEOUT)
-        asked = {"model": "tiny", "prompt": "x", "max_tokens": 1, **with_grant(grant)}
-        connection.request("POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"})
-        answer = json.loads(connection.getresponse().read())
-        connection.close()
-        return msgspec.convert(answer["kv_transfer_params"][grants.ANSWER_KEY], grants.Engine)
 
     def mint(self, leg: str, transfer: str, **more: object) -> str:
         """A grant for one of our two engines."""
@@ -56,6 +46,17 @@ class Legs:
 
     def close(self) -> None:
         self._pool.shutdown()
+
+
+def probe(key: keys.FleetKey, engine: Engine) -> grants.Engine:
+    """What an engine says of itself."""
+    grant = grants.mint(key, grants.Grant(1, "probe", grants.new_transfer(), ""))
+    connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=TIMEOUT)
+    asked = {"model": "tiny", "prompt": "x", "max_tokens": 1, **with_grant(grant)}
+    connection.request("POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"})
+    answer = json.loads(connection.getresponse().read())
+    connection.close()
+    return msgspec.convert(answer["kv_transfer_params"][grants.ANSWER_KEY], grants.Engine)
 
 
 def with_grant(grant: object) -> Body:

@@ -36,9 +36,9 @@ def side(role: str, groups: Any = GROUPS) -> SchedulerSide:
 
 def request(leg: str, engine: SchedulerSide | None, length: int = 40, name: str = "r1", **change: Any) -> SimpleNamespace:
     incarnation = engine.engine.incarnation if engine and engine.engine else "nobody"
-    values: dict[str, Any] = {"sources": [P_WORKER]} if leg == "decode" else {}
+    values: dict[str, Any] = {"sources": change.pop("sources", [P_WORKER])} if leg == "decode" else {}
     if back := change.pop("back", None):
-        values = {"sources": change.pop("sources", [P_WORKER]), "back": back}
+        values = {"sources": values.get("sources") or change.pop("sources", [P_WORKER]), "back": back}
     grant = grants.Grant(1, leg, change.pop("transfer", "ab" * 16), incarnation, **values)  # type: ignore[arg-type]
     token = grants.mint(change.pop("key", KEY), grant)
     fields: dict[str, Any] = {
@@ -169,7 +169,49 @@ def test_whatever_else_a_client_writes_is_an_ordinary_request(_: str, params: An
     assert not metadata.prefill and not metadata.decode and not metadata.requests
 
 
-OTHER_BLOCKS = grants.Worker("p/1", "", "", holds=uniform(layers=2, block_size=2 * BLOCK, rows=[128]))
+OTHER_BLOCKS = grants.Worker("p/1", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", holds=uniform(layers=2, block_size=2 * BLOCK, rows=[128]))
+
+
+NEAR = "tcp://127.0.0.1:1"
+FAR = {"tcp://198.51.100.7:9999": "not loopback", "tcp://169.254.169.254:80": "link-local", "tcp://metadata:80": "IP address"}
+
+
+@pytest.mark.parametrize("leg", ["decode", "prefill"])
+def test_nothing_is_dialled_that_an_engine_may_not_dial(leg: str) -> None:
+    """For a prefill leg, these are where it would read back from.  D, which waits for it, is told at once."""
+    for to in FAR:
+        engine = side(leg)
+        grant = grants.Grant(
+            1, leg, T, engine.engine.incarnation, [grants.Worker("p/0", NEAR, to, holds=HOLDS)], back=BACK  # type: ignore
+        )
+        asked = request(leg, engine, length=70, kv_transfer_params={grants.REQUEST_KEY: grants.mint(KEY, grant)})
+        engine.arrived(asked)
+        assert engine.tokens_to_load(asked, 0) == 0
+        engine.allocated(asked, ([4, 5, 6],), 0)
+        said = engine.step(step())
+        assert not said.decode and not said.requests
+        assert said.prefill == ([events.Withdrawn(T)] if leg == "prefill" else [])
+
+
+def test_an_engine_that_others_reach_dials_others() -> None:
+    far = grants.Worker("p/0", "tcp://10.0.0.1:1", "tcp://10.0.0.1:2", holds=HOLDS)
+    made = SchedulerSide(KEY, "decode", {}, GROUPS, host="10.0.0.2")
+    made.set_workers([Handshake(grants.Worker("me/0", "", "", holds=HOLDS), ["a", "b"])])
+    assert made.tokens_to_load(request("decode", made, sources=[far]), 0) == 40
+    assert side("decode").tokens_to_load(request("decode", side("decode"), sources=[far]), 0) == 0
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+def test_without_a_key_no_grant_counts_unless_that_is_asked_for(insecure: bool, caplog: pytest.LogCaptureFixture) -> None:
+    nobody = keys.FleetKey(None)
+    made = SchedulerSide(keys.FleetKey(None, insecure=insecure), "decode", {}, GROUPS, host="10.0.0.2")
+    made.set_workers([Handshake(grants.Worker("me/0", "", "", holds=HOLDS), ["a", "b"])])
+    logging.getLogger("vllm_disagg").propagate = True
+    assert made.tokens_to_load(request("decode", made, key=nobody), 0) == (40 if insecure else 0)
+    assert made.finished(request("probe", None, name="r2", key=nobody))[1] is None or insecure
+    far = grants.Worker("p/0", "tcp://10.0.0.1:1", NEAR, holds=HOLDS)
+    assert made.tokens_to_load(request("decode", made, key=nobody, name="r3", transfer=BACK, sources=[far]), 0) == 0
+    assert ("not loopback" if insecure else "no fleet key") in caplog.text
 
 
 def test_stages_of_a_pipeline_are_numbered_on() -> None:
@@ -187,6 +229,9 @@ def test_stages_of_a_pipeline_are_numbered_on() -> None:
     [
         ([OTHER_BLOCKS], "blocks of 32 tokens, 128 bytes at P and of 16 tokens, 64 bytes at D"),
         ([P_WORKER, P_WORKER], "names one worker twice"),
+        *[([grants.Worker("p/0", to, to, holds=HOLDS)], words) for to, words in FAR.items()],
+        *[([grants.Worker("p/0", NEAR, to, holds=HOLDS)], words) for to, words in FAR.items()],
+        ([grants.Worker("p/0", NEAR, NEAR, "ipc:///run/docker.sock", holds=HOLDS)], "local address"),
     ],
 )
 def test_sources_that_cannot_be_read_are_refused_in_words(
@@ -423,7 +468,7 @@ def test_with_windows_or_states_nothing_goes_back(groups: Any) -> None:
     assert not p.step(step()).decode and not d.step(step()).prefill
 
 
-@pytest.mark.parametrize("sources", [[], [OTHER_BLOCKS], [P_WORKER, P_WORKER]])
+@pytest.mark.parametrize("sources", [[], [OTHER_BLOCKS]])
 def test_a_prefill_leg_with_sources_that_cannot_be_read_is_one_all_the_same(sources: Any) -> None:
     p = side("prefill")
     asked = request("prefill", p, back=BACK, sources=sources)

@@ -73,6 +73,7 @@ class Leg:
     local: int = 0  # decode leg: tokens from our prefix cache
     found: list[int] = field(default_factory=list)  # prefill leg: tokens that D has, by each of our ranks that knows
     until: float = 0.0  # how long to wait for that, once it is the request's turn
+    steps_aside: bool = False  # its load has ended, and vLLM has not asked since
 
     @property
     def waits(self) -> bool:
@@ -259,10 +260,19 @@ class SchedulerSide:
     def tokens_to_load(self, request: Request, local: int) -> int | None:
         """How many tokens of the prompt, after `local` ones from our prefix cache, come from the other engine.
 
-        None: that is not known yet.
+        None: that is not known yet, or the load has failed.  vLLM looks at requests that hold blocks before all others, and
+        stops where one needs more than there are.  One whose load has failed holds none any more, and with windows it needs
+        more to compute than it did to load: in front of those that hold the pool it would stop vLLM for ever.  None sends
+        it to the other requests, where it waits its turn behind nobody who could be kept from running; once is enough, and
+        more than once would let it starve beside a stream of loads.
         """
         leg = self.add(request)
-        if leg is None or leg.state is not State.NEW:
+        if leg is None:
+            return 0
+        if leg.steps_aside:
+            leg.steps_aside = False
+            return None
+        if leg.state is not State.NEW:
             return 0
         if leg.grant.leg != "decode":
             return self._tokens_back(leg, local)
@@ -295,6 +305,7 @@ class SchedulerSide:
         leg = self._legs.get(request_id)
         if leg is None:
             return
+        leg.steps_aside = True
         if leg.state is State.LOADING:
             leg.state = State.LOCAL
             self._end_back(leg)  # after a failure vLLM frees the blocks; after a success P has read what it wanted

@@ -118,6 +118,24 @@ def test_a_decode_leg_loads_what_its_own_cache_lacks() -> None:
     assert d.step(step()).decode == []
 
 
+@pytest.mark.parametrize("back", [False, True])
+def test_a_load_that_failed_lets_all_others_go_first_and_once_only(back: bool) -> None:
+    """vLLM asks again, with no blocks left, in front of those that still hold some.  A stream of other loads starves it not."""
+    engine = side("prefill" if back else "decode")
+    loading = [request("prefill" if back else "decode", engine, 70, f"r{at}", transfer=f"{at:032x}",
+                       **({"back": f"{at + 9:032x}"} if back else {})) for at in range(3)]  # fmt: skip
+    for at, asked in enumerate(loading):
+        engine.arrived(asked)
+        engine.found({f"{at + 9:032x}": [64]} if back else {})
+        count = engine.tokens_to_load(asked, 0)
+        engine.allocated(asked, ([4, 5, 6, 7, 8],), count or 0)
+        assert count == (64 if back else 70)
+    engine.loaded("r0")
+    assert [engine.tokens_to_load(loading[0], 0) for _ in range(3)] == [None, 0, 0]
+    engine.allocated(loading[0], ([4, 5, 6, 7, 8],), 0)
+    assert engine.tokens_to_load(request("decode", None, name="plain", kv_transfer_params=None), 0) == 0
+
+
 def test_a_prompt_that_is_all_but_cached_is_not_fetched_and_p_is_told() -> None:
     d = side("decode")
     asked = request("decode", d)
@@ -384,6 +402,7 @@ def test_a_load_back_that_fails_is_computed(clock: list[float]) -> None:
     p.allocated(asked, ([4, 5, 6, 7],), p.tokens_to_load(asked, 0))  # type: ignore[arg-type]
     p.step(step())
     p.loaded("r1")  # vLLM frees the blocks and asks again
+    assert p.tokens_to_load(asked, 0) is None, "all others first"
     assert p.tokens_to_load(asked, 0) == 0
     p.allocated(asked, ([1, 2, 3, 4, 5],), 0)
     metadata = p.step(step(new={"r1": (0, 70, [1, 2, 3, 4, 5])}))

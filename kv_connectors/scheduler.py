@@ -175,15 +175,20 @@ class SchedulerSide:
         # With windows, when P's request ends, vLLM gives back what a token after the prompt would not look at any more.  D,
         # which computes the prompt's last token, looks at one token more, perhaps in one block more.
         leaves_out = self._has_states or (arrives and self._last)
-        if digest and grant.leg == "prefill" and request.num_prompt_tokens > 1 and leaves_out:
+        one = compat.generates_one(request)
+        if digest and grant.leg == "prefill" and request.num_prompt_tokens > 1 and leaves_out and one:
             compat.leave_out_last(request)
         leg = self._legs[request.request_id] = Leg(grant, request.num_prompt_tokens, digest, plan)
         if grant.back and self._two_way and plan and grant.back != grant.transfer and self._is_new("back", grant.back):
             leg.back = Back.NEW
         if grant.leg != "probe":
-            self._next.requests[grant.transfer] = request.request_id
+            ours = self._next.loading if grant.leg == "decode" else self._next.serving
+            ours[grant.transfer] = request.request_id
             if not digest:
                 log.warning("request %s: nothing tells whose prompt this is; it is served here alone", request.request_id)
+                self._give_up(leg)
+            elif grant.leg == "prefill" and self._last and not one:  # more tokens would stand under the left-out one's hash
+                log.warning("request %s: a prefill leg of more than one token; it is served here alone", request.request_id)
                 self._give_up(leg)
         return leg
 
@@ -217,6 +222,8 @@ class SchedulerSide:
         names = {worker.name for worker in grant.sources}
         if len(names) < len(grant.sources):
             raise BadGrant("names one worker twice")
+        if names & {worker.name for worker in engine.workers}:
+            raise BadGrant("names this engine's own workers: it cannot be both engines of a request")
         if words := dialling.refusal(grant.sources, loopback_only=self._loopback_only):
             raise BadGrant(words)
         if grant.leg != "decode":
@@ -369,7 +376,7 @@ class SchedulerSide:
         assert back is not None and leg.plan is not None
         leg.back = Back.READING
         del self._seeking[back]
-        self._next.requests[back] = request_id
+        self._next.loading[back] = request_id
         wanted = [_blocks(ids, size, end - external, end) for size, ids in zip(self._block_sizes, blocks, strict=True)]
         self._next.decode.append(events.Wanted(back, leg.grant.sources, leg.plan, wanted, end, STILL, leg.prompt))
 

@@ -50,6 +50,8 @@ def request(leg: str, engine: SchedulerSide | None, length: int = 40, name: str 
         "prompt_embeds": None,
         "mm_features": [],
         "lora_request": None,
+        "sampling_params": SimpleNamespace(n=1),
+        "max_tokens": 1 if leg == "prefill" else 16,
     }
     return SimpleNamespace(**fields | change)
 
@@ -79,7 +81,7 @@ def test_a_prefill_leg_in_chunks() -> None:
     asked = request("prefill", p)
     assert p.tokens_to_load(asked, 0) == 0
     first = p.step(step(new={"r1": (0, 20, [7, 8])}))
-    assert first.prefill == [events.Scheduled("ab" * 16, 20, [[7, 8]], prompt=OF_40)] and first.requests == {"ab" * 16: "r1"}
+    assert first.prefill == [events.Scheduled("ab" * 16, 20, [[7, 8]], prompt=OF_40)] and first.serving == {"ab" * 16: "r1"} and not first.loading
     assert p.step(step(cached={"r1": (20, 20, [9])})).prefill == [events.Scheduled("ab" * 16, 40, [[9]], prompt=OF_40)]
     assert p.step(step(cached={"r1": (40, 1, [])})).prefill == [], "what follows the prompt is no business of D"
     keep, answer = p.finished(asked)
@@ -165,7 +167,8 @@ def test_a_probe_learns_who_we_are_whatever_our_role() -> None:
         assert not keep and answer is not None
         layout = answer[grants.ANSWER_KEY]["layout"]
         assert layout["dtype"] == "bf16" and layout["KV of a token"] == "2 layers of 1 heads of bytes"
-        assert engine.step(step()).requests == {}
+        said = engine.step(step())
+        assert not said.serving and not said.loading
 
 
 def refused() -> list[tuple[str, Any]]:
@@ -184,7 +187,7 @@ def test_whatever_else_a_client_writes_is_an_ordinary_request(_: str, params: An
     d.allocated(asked, ([1, 2, 3],), 0)
     assert d.finished(asked) == (False, None)
     metadata = d.step(step())
-    assert not metadata.prefill and not metadata.decode and not metadata.requests
+    assert not metadata.prefill and not metadata.decode and not metadata.serving and not metadata.loading
 
 
 OTHER_BLOCKS = grants.Worker("p/1", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", holds=uniform(layers=2, block_size=2 * BLOCK, rows=[128]))
@@ -207,8 +210,22 @@ def test_nothing_is_dialled_that_an_engine_may_not_dial(leg: str) -> None:
         assert engine.tokens_to_load(asked, 0) == 0
         engine.allocated(asked, ([4, 5, 6],), 0)
         said = engine.step(step())
-        assert not said.decode and not said.requests
+        assert not said.decode and not said.serving and not said.loading
         assert said.prefill == ([events.Withdrawn(T)] if leg == "prefill" else [])
+
+
+def test_one_engine_is_not_both_engines_of_a_request() -> None:
+    """Nor reads it back from itself; D's leg is an ordinary request, and nothing of P's is mixed with it."""
+    both = side("both")
+    me = grants.Worker("me/0", NEAR, NEAR, holds=HOLDS)
+    p, d = request("prefill", both, name="p"), request("decode", both, name="d", sources=[me])
+    assert both.tokens_to_load(p, 0) == both.tokens_to_load(d, 0) == 0
+    said = both.step(step(new={"p": (0, 40, [4, 5, 6])}))
+    assert said.serving == {T: "p"} and not said.loading and not said.decode
+    back = request("prefill", both, name="b", transfer="ef" * 16, back=BACK, sources=[me])
+    both.arrived(back)
+    said = both.step(step())
+    assert not said.decode and not said.serving and said.prefill == [events.Withdrawn("ef" * 16)]
 
 
 def test_an_engine_that_others_reach_dials_others() -> None:
@@ -247,6 +264,8 @@ def test_stages_of_a_pipeline_are_numbered_on() -> None:
     [
         ([OTHER_BLOCKS], "blocks of 32 tokens, 128 bytes at P and of 16 tokens, 64 bytes at D"),
         ([P_WORKER, P_WORKER], "names one worker twice"),
+        ([grants.Worker("me/0", NEAR, NEAR, holds=HOLDS)], "own workers"),
+        ([P_WORKER, grants.Worker("me/0", NEAR, NEAR, holds=HOLDS)], "own workers"),
         *[([grants.Worker("p/0", to, to, holds=HOLDS)], words) for to, words in FAR.items()],
         *[([grants.Worker("p/0", NEAR, to, holds=HOLDS)], words) for to, words in FAR.items()],
         ([grants.Worker("p/0", NEAR, NEAR, "ipc:///run/docker.sock", holds=HOLDS)], "local address"),
@@ -303,6 +322,32 @@ def test_with_a_window_the_last_token_and_the_blocks_before_the_window_are_left_
     (wanted,) = d.step(step()).decode
     assert wanted.token_end == 69
     assert wanted.blocks == [events.Blocks(16, [5, 6, 7, 8]), events.Blocks(48, [9, 10])]
+
+
+MORE: list[dict[str, Any]] = [{"max_tokens": 3}, {"sampling_params": None}, {"sampling_params": SimpleNamespace(n=2)}]
+
+
+@pytest.mark.parametrize("more", [*MORE, {"resumable": True}], ids=str)
+@pytest.mark.parametrize("groups", [[FULL, WINDOW], [STATE]], ids=["window", "state"])
+def test_a_prefill_leg_of_more_than_one_token_is_a_request_like_any_other(groups: Any, more: dict[str, Any]) -> None:
+    """Its next token would be computed, and cached under the hash of the one that is left out.  D is told."""
+    p = side("prefill", groups)
+    asked = request("prefill", p, **more)
+    asked._all_token_ids = list(asked.prompt_token_ids)
+    p.arrived(asked)
+    assert p.tokens_to_load(asked, 0) == 0
+    assert asked.num_prompt_tokens == len(asked.prompt_token_ids) == len(asked._all_token_ids) == 40
+    scheduled = step(new={"r1": (0, 40, [])})
+    scheduled.scheduled_new_reqs[0].block_ids = tuple([4, 5, 6] for _ in groups)
+    assert p.step(scheduled).prefill == [events.Withdrawn(T)]
+    assert not p.finished(asked)[0] and p.step(step()).prefill == []
+
+
+def test_without_windows_a_prefill_leg_may_go_on() -> None:
+    p = side("prefill")
+    asked = request("prefill", p, max_tokens=3)
+    p.tokens_to_load(asked, 0)
+    assert p.step(step(new={"r1": (0, 40, [7, 8, 9])})).prefill == [events.Scheduled(T, 40, [[7, 8, 9]], prompt=OF_40)]
 
 
 def test_of_one_token_nothing_is_left_to_load() -> None:
@@ -368,7 +413,7 @@ def test_a_prefill_leg_asks_d_reads_back_and_computes_the_rest(clock: list[float
     p.allocated(asked, ([4, 5, 6, 7],), 32)
     metadata = p.step(step())
     assert metadata.decode == [events.Wanted(BACK, [P_WORKER], PLAN, [events.Blocks(32, [6, 7])], 64, scheduler.STILL, OF_70)]
-    assert metadata.requests == {BACK: "r1"}
+    assert metadata.loading == {BACK: "r1"}
     p.loaded("r1")
     first = p.step(step(new={"r1": (64, 6, [4, 5, 6, 7, 8])}))
     assert first.prefill == [events.Scheduled(T, 70, [[4, 5, 6, 7, 8]], prompt=OF_70)] and not first.decode

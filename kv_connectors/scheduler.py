@@ -7,6 +7,7 @@ whatever else stands in `kv_transfer_params` is ignored.  Each request with a gr
 from __future__ import annotations
 
 import hashlib
+import heapq
 import logging
 import time
 from collections import Counter
@@ -19,7 +20,7 @@ import msgspec
 
 from vllm_disagg import dialling, events, mapping
 from vllm_disagg.errors import BadGrant, Unmappable
-from vllm_disagg.grants import ANSWER_KEY, REQUEST_KEY, Engine, Grant, Worker, verify
+from vllm_disagg.grants import ANSWER_KEY, MAX_VALIDITY, REQUEST_KEY, Card, Engine, Grant, Worker, verify
 from vllm_disagg.keys import FleetKey
 from vllm_disagg.mapping import Plan
 
@@ -36,7 +37,7 @@ log = logging.getLogger("vllm_disagg.scheduler")
 # With nothing to do but to wait for KV, vLLM's engine looks for it in steps of about a millisecond, spinning in between
 # on whatever core is free, perhaps the one that computes this very prefill.  A pause costs a load so much at the most.
 PAUSE = 0.002  # seconds
-USED = 65536  # transfer ids remembered, so that a grant works once
+USED = 1 << 18  # grants that are good at a time (up to 60 MB): each works once, so those used are remembered until their end
 NULL = 0  # vLLM's block that holds nothing
 PEERS = 256  # prefill engines whose plan is remembered
 WORD = 0.25  # seconds that a prefill leg waits for D's word on what it has cached
@@ -73,6 +74,7 @@ class Leg:
     local: int = 0  # decode leg: tokens from our prefix cache
     found: list[int] = field(default_factory=list)  # prefill leg: tokens that D has, by each of our ranks that knows
     until: float = 0.0  # how long to wait for that, once it is the request's turn
+    refused: bool = False  # the grant did not hold: its answer says so
     steps_aside: bool = False  # its load has ended, and vLLM has not asked since
 
     @property
@@ -118,7 +120,9 @@ class SchedulerSide:
         self._plans: dict[tuple[str, ...], Plan] = {}  # by the names of P's workers
         self._legs: dict[str, Leg] = {}  # by vLLM's request id
         self._seeking: dict[str, Leg] = {}  # by the transfer back
-        self._used: dict[tuple[str, str], None] = {}
+        self._used: set[tuple[str, str]] = set()
+        self._ends: list[tuple[float, tuple[str, str]]] = []  # a heap of the same, the first to end on top
+        self._began = time.monotonic()
         self._next = StepMetadata()
         self.engine: Engine | None = None
 
@@ -165,11 +169,17 @@ class SchedulerSide:
         if not isinstance(params, dict) or REQUEST_KEY not in params:
             return None
         try:
-            grant = self._accept(verify(self._key, params[REQUEST_KEY]))
+            grant = verify(self._key, params[REQUEST_KEY])
         except BadGrant as error:
             log.warning("request %s: grant refused (%s); it is served here alone", request.request_id, error)
             request.kv_transfer_params = None  # asked once, said once
             return None
+        try:
+            self._accept(grant)
+        except BadGrant as error:
+            log.warning("request %s: grant refused (%s); it is served here alone", request.request_id, error)
+            leg = self._legs[request.request_id] = Leg(grant, request.num_prompt_tokens, "", state=State.LOCAL, refused=True)
+            return leg
         plan = self._plan(grant.sources) if grant.leg == "decode" else self._plan_back(grant)
         digest = facts.prompt(request) if grant.leg != "probe" else ""
         # With windows, when P's request ends, vLLM gives back what a token after the prompt would not look at any more.  D,
@@ -179,8 +189,8 @@ class SchedulerSide:
         if digest and grant.leg == "prefill" and request.num_prompt_tokens > 1 and leaves_out and one:
             compat.leave_out_last(request)
         leg = self._legs[request.request_id] = Leg(grant, request.num_prompt_tokens, digest, plan)
-        if grant.back and self._two_way and plan and grant.back != grant.transfer and self._is_new("back", grant.back):
-            leg.back = Back.NEW
+        if grant.back and self._two_way and plan and grant.back != grant.transfer:
+            leg.back = self._new_back(grant.back, grant.until)
         if grant.leg != "probe":
             ours = self._next.loading if grant.leg == "decode" else self._next.serving
             ours[grant.transfer] = request.request_id
@@ -192,6 +202,13 @@ class SchedulerSide:
                 self._give_up(leg)
         return leg
 
+    def _new_back(self, back: str, until: float) -> Back:
+        try:
+            self._use("back", back, until)
+        except BadGrant:
+            return Back.OVER
+        return Back.NEW
+
     def _give_up(self, leg: Leg) -> None:
         """No KV for this request, and the other engine shall not wait."""
         self._end_back(leg)
@@ -200,22 +217,20 @@ class SchedulerSide:
         else:
             self._withdraw(leg)
 
-    def _accept(self, grant: Grant) -> Grant:
-        if grant.leg == "probe":
-            return grant
+    def _accept(self, grant: Grant) -> None:
+        if grant.leg == "probe" and not grant.engine:
+            return
         if self.engine is None or grant.engine != self.engine.incarnation:
             raise BadGrant("for another engine, or for this one before its restart")
-        if self._role not in (grant.leg, "both"):
+        if grant.leg != "probe" and self._role not in (grant.leg, "both"):
             raise BadGrant(f"a {grant.leg} leg, but this engine's role is {self._role}")
-        if not self._is_new(grant.leg, grant.transfer):
-            raise BadGrant("used before")
+        self._use(grant.leg, grant.transfer, grant.until)
         try:
             self._check_sources(self.engine, grant)
         except BadGrant:
             if grant.leg == "prefill":  # D shall not wait for it
                 self._next.prefill.append(events.Withdrawn(grant.transfer))
             raise
-        return grant
 
     def _check_sources(self, engine: Engine, grant: Grant) -> None:
         """Before anything is dialled."""
@@ -233,14 +248,26 @@ class SchedulerSide:
         except Unmappable as error:
             raise BadGrant(f"P holds what cannot be read here: {error}") from None
 
-    def _is_new(self, use: str, transfer: str) -> bool:
-        """Whether a transfer id is used so for the first time."""
+    @property
+    def clock(self) -> float:
+        """Seconds, by which grants end."""
+        return time.monotonic() - self._began
+
+    def _use(self, use: str, transfer: str, until: float) -> None:
+        """A grant's transfer id works once in each use, and until its end."""
+        now = self.clock
+        while self._ends and self._ends[0][0] < now:
+            self._used.discard(heapq.heappop(self._ends)[1])
+        if until < now:
+            raise BadGrant(f"it ended {now - until:.1f} s ago")
+        if until > now + MAX_VALIDITY:
+            raise BadGrant(f"good for {until - now:.0f} s, which is too long")
         if (use, transfer) in self._used:
-            return False
-        self._used[use, transfer] = None
-        if len(self._used) > USED:
-            del self._used[next(iter(self._used))]
-        return True
+            raise BadGrant("used before")
+        if len(self._used) >= USED:  # to forget one would make it new
+            raise BadGrant("too many others are still good")
+        self._used.add((use, transfer))
+        heapq.heappush(self._ends, (until, (use, transfer)))
 
     def _plan(self, sources: Sequence[Worker]) -> Plan:
         """Who of us reads what of these workers; Unmappable if that cannot be."""
@@ -443,11 +470,19 @@ class SchedulerSide:
             elif leg.state is State.NEW:
                 self._make_local(leg)
             return False, None
-        answer = {ANSWER_KEY: msgspec.to_builtins(self.engine)}
-        if leg.grant.leg == "probe":
+        answer = {ANSWER_KEY: self._says(leg)}
+        if leg.grant.leg == "probe" or leg.refused:
             return False, answer
         if leg.state is not State.COMPUTING or leg.computed < leg.length or request.status.name not in NORMAL_ENDS:
             self._withdraw(leg)
             return False, answer
         self._next.prefill.append(events.Pinned(leg.grant.transfer))
         return True, answer
+
+    def _says(self, leg: Leg) -> Any:
+        """Of this engine, in the answer of a prefill leg or a probe."""
+        if self.engine is None:
+            return None
+        if leg.refused or not leg.grant.engine:
+            return msgspec.to_builtins(Card(self.engine.incarnation, self.clock))
+        return msgspec.to_builtins(msgspec.structs.replace(self.engine, clock=self.clock))

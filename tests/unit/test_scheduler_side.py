@@ -24,6 +24,7 @@ KEY = keys.FleetKey(b"k" * keys.SIZE)
 BLOCK = 16
 HOLDS = uniform(layers=2, block_size=BLOCK, rows=[64])
 P_WORKER = grants.Worker("p/0", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", holds=HOLDS)
+BACK, T = "cd" * 16, "ab" * 16
 PLAN, NOBODY = mapping.plan([HOLDS], [HOLDS]), mapping.nothing(1, 1)
 GROUPS: Any = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))]
 
@@ -39,7 +40,9 @@ def request(leg: str, engine: SchedulerSide | None, length: int = 40, name: str 
     values: dict[str, Any] = {"sources": change.pop("sources", [P_WORKER])} if leg == "decode" else {}
     if back := change.pop("back", None):
         values = {"sources": values.get("sources") or change.pop("sources", [P_WORKER]), "back": back}
-    grant = grants.Grant(1, leg, change.pop("transfer", "ab" * 16), incarnation, **values)  # type: ignore[arg-type]
+    values["until"] = change.pop("until", 60.0 + (engine.clock if engine else 0.0))
+    incarnation = change.pop("incarnation", incarnation)
+    grant = grants.Grant(2, leg, change.pop("transfer", "ab" * 16), incarnation, **values)  # type: ignore[arg-type]
     token = grants.mint(change.pop("key", KEY), grant)
     fields: dict[str, Any] = {
         "request_id": name,
@@ -163,12 +166,73 @@ def test_a_decode_leg_that_is_aborted_says_so_once(when: str, event: type) -> No
 def test_a_probe_learns_who_we_are_whatever_our_role() -> None:
     for role in ("prefill", "decode", "both"):
         engine = side(role)
-        keep, answer = engine.finished(request("probe", None))
+        keep, answer = engine.finished(request("probe", engine))
         assert not keep and answer is not None
         layout = answer[grants.ANSWER_KEY]["layout"]
         assert layout["dtype"] == "bf16" and layout["KV of a token"] == "2 layers of 1 heads of bytes"
         said = engine.step(step())
         assert not said.serving and not said.loading
+
+
+def test_a_probe_that_names_no_engine_learns_what_the_next_one_needs_and_no_address(clock: list[float]) -> None:
+    engine = side("decode")
+    assert engine.engine is not None
+    clock[0] += 7
+    expected = {"incarnation": engine.engine.incarnation, "clock": 7.0}
+    asked = request("probe", None, incarnation="", until=0.0)
+    assert engine.finished(asked) == (False, {grants.ANSWER_KEY: expected})
+    assert engine.finished(asked) == (False, {grants.ANSWER_KEY: expected}), "it has no end"
+    named = request("probe", engine)
+    answer = engine.finished(named)[1]
+    assert answer and answer[grants.ANSWER_KEY]["clock"] == 7.0 and answer[grants.ANSWER_KEY]["workers"]
+    for again in (named, request("probe", engine, until=6.9, transfer=BACK), request("probe", None, transfer="ef" * 16)):
+        assert engine.finished(again) == (False, {grants.ANSWER_KEY: expected}), "used, ended, another engine's"
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+def test_a_grant_ends_by_the_engines_clock_and_works_once_until_then(
+    leg: str, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = side(leg)
+    names = iter(range(1000))
+
+    def accepted(**change: Any) -> bool:
+        name = f"r{next(names)}"
+        engine.tokens_to_load(request(leg, engine, name=name, **change), 0)
+        return not engine._legs[name].refused
+
+    clock[0] += 100
+    first = {"transfer": "01" * 16, "until": 130.0}
+    assert accepted(**first) and not accepted(**first)
+    for at in range(200):
+        assert accepted(transfer=f"{at:032x}", until=110.0)
+    assert not accepted(**first), "whatever has come since"
+    clock[0] += 29.9
+    assert not accepted(**first) and len(engine._used) == len(engine._ends) == 1, "the others have ended, and are forgotten"
+    clock[0] += 0.2
+    assert not accepted(**first) and not engine._used, "ended"
+    assert not accepted(transfer="02" * 16, until=130.0) and accepted(transfer="02" * 16, until=131.0)
+    assert not accepted(transfer="03" * 16, until=130.1 + grants.MAX_VALIDITY + 1), "it would have to be remembered so long"
+    monkeypatch.setattr(scheduler, "USED", 2)
+    assert accepted(transfer="04" * 16, until=131.0) and not accepted(transfer="05" * 16, until=131.0), "no room"
+    assert not accepted(transfer="02" * 16, until=131.0), "none is forgotten to make room"
+    clock[0] += 1
+    assert accepted(transfer="05" * 16, until=140.0)
+
+
+def test_a_prefill_leg_whose_grant_does_not_hold_says_so(clock: list[float]) -> None:
+    """Who minted it learns the clock, so that the next one holds."""
+    p = side("prefill")
+    clock[0] += 100
+    for name, change in (("r1", {"until": 99.0}), ("r2", {"incarnation": "of before"})):
+        asked = request("prefill", p, name=name, **change)
+        p.arrived(asked)
+        assert p.tokens_to_load(asked, 0) == 0
+        p.allocated(asked, ([1, 2, 3],), 0)
+        assert p.step(step(new={name: (0, 40, [7, 8, 9])})).prefill == []
+        assert p.engine is not None
+        expected = {grants.ANSWER_KEY: {"incarnation": p.engine.incarnation, "clock": 100.0}}
+        assert p.finished(asked) == (False, expected) and not p._legs
 
 
 def refused() -> list[tuple[str, Any]]:
@@ -203,8 +267,9 @@ def test_nothing_is_dialled_that_an_engine_may_not_dial(leg: str) -> None:
     for to in FAR:
         engine = side(leg)
         grant = grants.Grant(
-            1, leg, T, engine.engine.incarnation, [grants.Worker("p/0", NEAR, to, holds=HOLDS)], back=BACK  # type: ignore
-        )
+            2, leg, T, engine.engine.incarnation, [grants.Worker("p/0", NEAR, to, holds=HOLDS)],  # type: ignore
+            back=BACK, until=60.0,
+        )  # fmt: skip
         asked = request(leg, engine, length=70, kv_transfer_params={grants.REQUEST_KEY: grants.mint(KEY, grant)})
         engine.arrived(asked)
         assert engine.tokens_to_load(asked, 0) == 0
@@ -275,7 +340,7 @@ def test_sources_that_cannot_be_read_are_refused_in_words(
     sources: list[grants.Worker], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     d = side("decode")
-    grant = grants.Grant(1, "decode", "cd" * 16, d.engine.incarnation, sources)  # type: ignore[union-attr]
+    grant = grants.Grant(2, "decode", "cd" * 16, d.engine.incarnation, sources, until=60.0)  # type: ignore[union-attr]
     asked = request("decode", d, kv_transfer_params={grants.REQUEST_KEY: grants.mint(KEY, grant)})
     logging.getLogger("vllm_disagg").propagate = True
     assert d.tokens_to_load(asked, 0) == 0
@@ -287,7 +352,7 @@ def test_grants_of_others_are_refused() -> None:
     two = request("decode", d)
     two.kv_transfer_params = {
         grants.REQUEST_KEY: grants.mint(
-            KEY, grants.Grant(1, "decode", "cd" * 16, d.engine.incarnation, [OTHER_BLOCKS])  # type: ignore[union-attr]
+            KEY, grants.Grant(2, "decode", "cd" * 16, d.engine.incarnation, [OTHER_BLOCKS], until=60.0)  # type: ignore
         )
     }
     for asked in (
@@ -383,7 +448,6 @@ def test_an_engine_says_which_data_parallel_rank_it_is() -> None:
 
 
 # Two-way reuse -----------------------------------------------------------------------------------------------
-BACK, T = "cd" * 16, "ab" * 16
 
 
 @pytest.fixture

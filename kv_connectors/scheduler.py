@@ -484,5 +484,5 @@ class SchedulerSide:
         if self.engine is None:
             return None
         if leg.refused or not leg.grant.engine:
-            return msgspec.to_builtins(Card(self.engine.incarnation, self.clock))
+            return msgspec.to_builtins(Card(self.engine.incarnation, self.clock, self.engine.rank))
         return msgspec.to_builtins(msgspec.structs.replace(self.engine, clock=self.clock))

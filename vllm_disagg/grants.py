@@ -29,6 +29,8 @@ from .shape import NOTHING, Shape
 
 REQUEST_KEY = "disagg_grant"
 ANSWER_KEY = "disagg_engine"
+VERSION: Literal[2] = 2  # of grants
+MARGIN = 60.0  # seconds that a leg's grant is good for besides its patience: on the way, in queues, for clocks that drift
 MAC_SIZE = 16
 MAX_VALIDITY = 25 * 3600.0  # seconds; a grant that is good for longer is refused, so that used ones need not be kept for ever
 MAX_TOKEN = 64 * 1024  # characters; 64 ranks of 80 layers need about 46 KiB
@@ -66,6 +68,7 @@ class Card(msgspec.Struct, frozen=True):
 
     incarnation: Text
     clock: float
+    rank: int | None = None
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):

@@ -13,7 +13,7 @@ from test_models import FLOAT32, Pair
 from vllm_disagg import grants
 
 LEGS, LENGTH = 14, 1000  # about nine of these loads fit
-BLOCKS = ["--num-gpu-blocks-override", "94"]
+BLOCKS = ["--num-gpu-blocks-override", "94", "--max-num-batched-tokens", "1024"]
 SECONDS = 40.0
 
 

@@ -28,7 +28,8 @@ def test_an_engine_without_a_key_does_not_start(main: Main) -> None:
 def forged(engine: grants.Engine, *to: str) -> str:
     """A decode grant that a client without any key has made: its own worker, which says it holds what P's do."""
     source = grants.Worker("evil/0", *to, holds=engine.workers[0].holds)
-    return grants.mint(EVERYBODY, grants.Grant(1, "decode", grants.new_transfer(), engine.incarnation, [source]))
+    until = engine.clock + 600.0
+    return grants.mint(EVERYBODY, grants.Grant(2, "decode", grants.new_transfer(), engine.incarnation, [source], until=until))
 
 
 def test_what_a_client_mints_is_an_ordinary_request(main: Main) -> None:

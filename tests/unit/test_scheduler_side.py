@@ -178,7 +178,7 @@ def test_a_probe_that_names_no_engine_learns_what_the_next_one_needs_and_no_addr
     engine = side("decode")
     assert engine.engine is not None
     clock[0] += 7
-    expected = {"incarnation": engine.engine.incarnation, "clock": 7.0}
+    expected = {"incarnation": engine.engine.incarnation, "clock": 7.0, "rank": None}
     asked = request("probe", None, incarnation="", until=0.0)
     assert engine.finished(asked) == (False, {grants.ANSWER_KEY: expected})
     assert engine.finished(asked) == (False, {grants.ANSWER_KEY: expected}), "it has no end"
@@ -231,7 +231,7 @@ def test_a_prefill_leg_whose_grant_does_not_hold_says_so(clock: list[float]) -> 
         p.allocated(asked, ([1, 2, 3],), 0)
         assert p.step(step(new={name: (0, 40, [7, 8, 9])})).prefill == []
         assert p.engine is not None
-        expected = {grants.ANSWER_KEY: {"incarnation": p.engine.incarnation, "clock": 100.0}}
+        expected = {grants.ANSWER_KEY: {"incarnation": p.engine.incarnation, "clock": 100.0, "rank": None}}
         assert p.finished(asked) == (False, expected) and not p._legs
 
 

@@ -228,7 +228,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     try:
         for transport in args.transports.split(","):
-            config.parse({"transport": transport})
+            config.parse({"insecure": True, "transport": transport})
     except ConfigError as error:
         parser.error(str(error))
     blocks = max(1, int(args.gigabytes * 1e9 / LAYERS / BLOCK_BYTES))

@@ -78,8 +78,17 @@ def layer_overrides(model: Any) -> list[dict[str, Any]]:
     return getattr(getattr(model, "model_arch_config", None), "per_layer_overrides", None) or []
 
 
+def generates_one(request: Any) -> bool:
+    """Whether a request ends with its first token, which vLLM then never computes KV for."""
+    sampling = request.sampling_params
+    return sampling is not None and sampling.n == request.max_tokens == 1 and not getattr(request, "resumable", False)
+
+
 def leave_out_last(request: Any) -> None:
-    """Make vLLM compute all tokens of a prompt but the last.  Before it is scheduled for the first time."""
+    """Make vLLM compute all tokens of a prompt but the last.  Before it is scheduled for the first time.
+
+    The hash of the last whole block stays, and may be of the token that is left out: only where `generates_one`.
+    """
     del request.prompt_token_ids[-1:]
     del request._all_token_ids[-1:]
     request.num_prompt_tokens -= 1

@@ -44,7 +44,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             if not settings.gpu:  # who tries it on a GPU may have an older vLLM there
                 raise ConfigError(problem)
             logging.getLogger("vllm_disagg").warning("%s; it is tried all the same (gpu)", problem)
-        key = keys.load(settings.key_file)
+        key = keys.load(settings.key_file, insecure=settings.insecure)
         facts.refuse_unsupported(vllm_config, kv_cache_config, gpu=settings.gpu, compress=settings.compress)
         self._scheduler: SchedulerSide
         self._worker: WorkerSide
@@ -54,7 +54,12 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             layout, among = facts.layout(vllm_config, settings.compress), facts.data_parallel_rank(vllm_config)
             compat.before_adapters_load(facts.note_adapter)
             two_way, groups = facts.two_way(vllm_config), kv_cache_config.kv_cache_groups
-            self._scheduler = SchedulerSide(key, kind, layout, groups, rank=among, two_way=two_way)
+            self._scheduler = SchedulerSide(key, kind, layout, groups, rank=among, two_way=two_way, host=settings.host)
+            if settings.insecure:
+                logging.getLogger("vllm_disagg").warning(
+                    "insecure is set: this engine has no fleet key, so EVERY client may put foreign KV into its prefix cache,"
+                    " read its KV, and make it connect to any port of this machine; set key_file"
+                )
             if settings.compress != "off":
                 logging.getLogger("vllm_disagg").warning(
                     "compress is %s: KV is rounded on its way, so answers are NOT exactly a plain vLLM's", settings.compress

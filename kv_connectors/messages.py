@@ -23,7 +23,9 @@ class StepMetadata(KVConnectorMetadata):
 
     prefill: list[events.ForPrefill] = field(default_factory=list)
     decode: list[events.ForDecode] = field(default_factory=list)
-    requests: dict[str, str] = field(default_factory=dict)  # transfer -> vLLM's id, for those that are new
+    # Transfer -> vLLM's id, for those that are new: apart, because both legs of a transfer may come to one engine.
+    serving: dict[str, str] = field(default_factory=dict)
+    loading: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass

@@ -7,6 +7,7 @@ whatever else stands in `kv_transfer_params` is ignored.  Each request with a gr
 from __future__ import annotations
 
 import hashlib
+import heapq
 import logging
 import time
 from collections import Counter
@@ -17,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_disagg import events, mapping
+from vllm_disagg import dialling, events, mapping
 from vllm_disagg.errors import BadGrant, Unmappable
-from vllm_disagg.grants import ANSWER_KEY, REQUEST_KEY, Engine, Grant, Worker, verify
+from vllm_disagg.grants import ANSWER_KEY, MAX_VALIDITY, REQUEST_KEY, Card, Engine, Grant, Worker, verify
 from vllm_disagg.keys import FleetKey
 from vllm_disagg.mapping import Plan
 
@@ -36,7 +37,7 @@ log = logging.getLogger("vllm_disagg.scheduler")
 # With nothing to do but to wait for KV, vLLM's engine looks for it in steps of about a millisecond, spinning in between
 # on whatever core is free, perhaps the one that computes this very prefill.  A pause costs a load so much at the most.
 PAUSE = 0.002  # seconds
-USED = 65536  # transfer ids remembered, so that a grant works once
+USED = 1 << 18  # grants that are good at a time (up to 60 MB): each works once, so those used are remembered until their end
 NULL = 0  # vLLM's block that holds nothing
 PEERS = 256  # prefill engines whose plan is remembered
 WORD = 0.25  # seconds that a prefill leg waits for D's word on what it has cached
@@ -73,6 +74,8 @@ class Leg:
     local: int = 0  # decode leg: tokens from our prefix cache
     found: list[int] = field(default_factory=list)  # prefill leg: tokens that D has, by each of our ranks that knows
     until: float = 0.0  # how long to wait for that, once it is the request's turn
+    refused: bool = False  # the grant did not hold: its answer says so
+    steps_aside: bool = False  # its load has ended, and vLLM has not asked since
 
     @property
     def waits(self) -> bool:
@@ -98,10 +101,12 @@ class SchedulerSide:
         *,
         rank: int | None = None,
         two_way: bool = True,
+        host: str = "127.0.0.1",
     ) -> None:
         """`rank`: among the data parallel ranks behind one API server, if there are several.  `two_way`: whether P may
-        read back what D has cached, unless the kind of KV forbids it."""
+        read back what D has cached, unless the kind of KV forbids it.  `host`: the workers' own address."""
         self._key = key
+        self._loopback_only = not key.is_set or dialling.is_loopback(host)
         self._rank = rank
         self._role = role
         self._layout = layout
@@ -115,7 +120,9 @@ class SchedulerSide:
         self._plans: dict[tuple[str, ...], Plan] = {}  # by the names of P's workers
         self._legs: dict[str, Leg] = {}  # by vLLM's request id
         self._seeking: dict[str, Leg] = {}  # by the transfer back
-        self._used: dict[tuple[str, str], None] = {}
+        self._used: set[tuple[str, str]] = set()
+        self._ends: list[tuple[float, tuple[str, str]]] = []  # a heap of the same, the first to end on top
+        self._began = time.monotonic()
         self._next = StepMetadata()
         self.engine: Engine | None = None
 
@@ -162,27 +169,45 @@ class SchedulerSide:
         if not isinstance(params, dict) or REQUEST_KEY not in params:
             return None
         try:
-            grant = self._accept(verify(self._key, params[REQUEST_KEY]), request)
+            grant = verify(self._key, params[REQUEST_KEY])
         except BadGrant as error:
             log.warning("request %s: grant refused (%s); it is served here alone", request.request_id, error)
             request.kv_transfer_params = None  # asked once, said once
             return None
+        try:
+            self._accept(grant)
+        except BadGrant as error:
+            log.warning("request %s: grant refused (%s); it is served here alone", request.request_id, error)
+            leg = self._legs[request.request_id] = Leg(grant, request.num_prompt_tokens, "", state=State.LOCAL, refused=True)
+            return leg
         plan = self._plan(grant.sources) if grant.leg == "decode" else self._plan_back(grant)
         digest = facts.prompt(request) if grant.leg != "probe" else ""
         # With windows, when P's request ends, vLLM gives back what a token after the prompt would not look at any more.  D,
         # which computes the prompt's last token, looks at one token more, perhaps in one block more.
         leaves_out = self._has_states or (arrives and self._last)
-        if digest and grant.leg == "prefill" and request.num_prompt_tokens > 1 and leaves_out:
+        one = compat.generates_one(request)
+        if digest and grant.leg == "prefill" and request.num_prompt_tokens > 1 and leaves_out and one:
             compat.leave_out_last(request)
         leg = self._legs[request.request_id] = Leg(grant, request.num_prompt_tokens, digest, plan)
-        if grant.back and self._two_way and plan and grant.back != grant.transfer and self._is_new("back", grant.back):
-            leg.back = Back.NEW
+        if grant.back and self._two_way and plan and grant.back != grant.transfer:
+            leg.back = self._new_back(grant.back, grant.until)
         if grant.leg != "probe":
-            self._next.requests[grant.transfer] = request.request_id
+            ours = self._next.loading if grant.leg == "decode" else self._next.serving
+            ours[grant.transfer] = request.request_id
             if not digest:
                 log.warning("request %s: nothing tells whose prompt this is; it is served here alone", request.request_id)
                 self._give_up(leg)
+            elif grant.leg == "prefill" and self._last and not one:  # more tokens would stand under the left-out one's hash
+                log.warning("request %s: a prefill leg of more than one token; it is served here alone", request.request_id)
+                self._give_up(leg)
         return leg
+
+    def _new_back(self, back: str, until: float) -> Back:
+        try:
+            self._use("back", back, until)
+        except BadGrant:
+            return Back.OVER
+        return Back.NEW
 
     def _give_up(self, leg: Leg) -> None:
         """No KV for this request, and the other engine shall not wait."""
@@ -192,32 +217,57 @@ class SchedulerSide:
         else:
             self._withdraw(leg)
 
-    def _accept(self, grant: Grant, request: Request) -> Grant:
-        if grant.leg == "probe":
-            return grant
+    def _accept(self, grant: Grant) -> None:
+        if grant.leg == "probe" and not grant.engine:
+            return
         if self.engine is None or grant.engine != self.engine.incarnation:
             raise BadGrant("for another engine, or for this one before its restart")
-        if self._role not in (grant.leg, "both"):
+        if grant.leg != "probe" and self._role not in (grant.leg, "both"):
             raise BadGrant(f"a {grant.leg} leg, but this engine's role is {self._role}")
-        if grant.leg == "decode":
-            if len({worker.name for worker in grant.sources}) < len(grant.sources):
-                raise BadGrant("names one worker twice")
-            try:
-                self._plan(grant.sources)
-            except Unmappable as error:
-                raise BadGrant(f"P holds what cannot be read here: {error}") from None
-        if not self._is_new(grant.leg, grant.transfer):
-            raise BadGrant("used before")
-        return grant
+        self._use(grant.leg, grant.transfer, grant.until)
+        try:
+            self._check_sources(self.engine, grant)
+        except BadGrant:
+            if grant.leg == "prefill":  # D shall not wait for it
+                self._next.prefill.append(events.Withdrawn(grant.transfer))
+            raise
 
-    def _is_new(self, use: str, transfer: str) -> bool:
-        """Whether a transfer id is used so for the first time."""
+    def _check_sources(self, engine: Engine, grant: Grant) -> None:
+        """Before anything is dialled."""
+        names = {worker.name for worker in grant.sources}
+        if len(names) < len(grant.sources):
+            raise BadGrant("names one worker twice")
+        if names & {worker.name for worker in engine.workers}:
+            raise BadGrant("names this engine's own workers: it cannot be both engines of a request")
+        if words := dialling.refusal(grant.sources, loopback_only=self._loopback_only):
+            raise BadGrant(words)
+        if grant.leg != "decode":
+            return
+        try:
+            self._plan(grant.sources)
+        except Unmappable as error:
+            raise BadGrant(f"P holds what cannot be read here: {error}") from None
+
+    @property
+    def clock(self) -> float:
+        """Seconds, by which grants end."""
+        return time.monotonic() - self._began
+
+    def _use(self, use: str, transfer: str, until: float) -> None:
+        """A grant's transfer id works once in each use, and until its end."""
+        now = self.clock
+        while self._ends and self._ends[0][0] < now:
+            self._used.discard(heapq.heappop(self._ends)[1])
+        if until < now:
+            raise BadGrant(f"it ended {now - until:.1f} s ago")
+        if until > now + MAX_VALIDITY:
+            raise BadGrant(f"good for {until - now:.0f} s, which is too long")
         if (use, transfer) in self._used:
-            return False
-        self._used[use, transfer] = None
-        if len(self._used) > USED:
-            del self._used[next(iter(self._used))]
-        return True
+            raise BadGrant("used before")
+        if len(self._used) >= USED:  # to forget one would make it new
+            raise BadGrant("too many others are still good")
+        self._used.add((use, transfer))
+        heapq.heappush(self._ends, (until, (use, transfer)))
 
     def _plan(self, sources: Sequence[Worker]) -> Plan:
         """Who of us reads what of these workers; Unmappable if that cannot be."""
@@ -232,7 +282,7 @@ class SchedulerSide:
 
     def _plan_back(self, grant: Grant) -> Plan | None:
         """For a prefill leg that may read what D has cached.  If it cannot, it is a prefill leg all the same."""
-        if not grant.back or len({worker.name for worker in grant.sources}) < len(grant.sources):
+        if not grant.back:
             return None
         try:
             return self._plan(grant.sources)
@@ -244,10 +294,19 @@ class SchedulerSide:
     def tokens_to_load(self, request: Request, local: int) -> int | None:
         """How many tokens of the prompt, after `local` ones from our prefix cache, come from the other engine.
 
-        None: that is not known yet.
+        None: that is not known yet, or the load has failed.  vLLM looks at requests that hold blocks before all others, and
+        stops where one needs more than there are.  One whose load has failed holds none any more, and with windows it needs
+        more to compute than it did to load: in front of those that hold the pool it would stop vLLM for ever.  None sends
+        it to the other requests, where it waits its turn behind nobody who could be kept from running; once is enough, and
+        more than once would let it starve beside a stream of loads.
         """
         leg = self.add(request)
-        if leg is None or leg.state is not State.NEW:
+        if leg is None:
+            return 0
+        if leg.steps_aside:
+            leg.steps_aside = False
+            return None
+        if leg.state is not State.NEW:
             return 0
         if leg.grant.leg != "decode":
             return self._tokens_back(leg, local)
@@ -280,6 +339,7 @@ class SchedulerSide:
         leg = self._legs.get(request_id)
         if leg is None:
             return
+        leg.steps_aside = True
         if leg.state is State.LOADING:
             leg.state = State.LOCAL
             self._end_back(leg)  # after a failure vLLM frees the blocks; after a success P has read what it wanted
@@ -343,7 +403,7 @@ class SchedulerSide:
         assert back is not None and leg.plan is not None
         leg.back = Back.READING
         del self._seeking[back]
-        self._next.requests[back] = request_id
+        self._next.loading[back] = request_id
         wanted = [_blocks(ids, size, end - external, end) for size, ids in zip(self._block_sizes, blocks, strict=True)]
         self._next.decode.append(events.Wanted(back, leg.grant.sources, leg.plan, wanted, end, STILL, leg.prompt))
 
@@ -410,11 +470,19 @@ class SchedulerSide:
             elif leg.state is State.NEW:
                 self._make_local(leg)
             return False, None
-        answer = {ANSWER_KEY: msgspec.to_builtins(self.engine)}
-        if leg.grant.leg == "probe":
+        answer = {ANSWER_KEY: self._says(leg)}
+        if leg.grant.leg == "probe" or leg.refused:
             return False, answer
         if leg.state is not State.COMPUTING or leg.computed < leg.length or request.status.name not in NORMAL_ENDS:
             self._withdraw(leg)
             return False, answer
         self._next.prefill.append(events.Pinned(leg.grant.transfer))
         return True, answer
+
+    def _says(self, leg: Leg) -> Any:
+        """Of this engine, in the answer of a prefill leg or a probe."""
+        if self.engine is None:
+            return None
+        if leg.refused or not leg.grant.engine:
+            return msgspec.to_builtins(Card(self.engine.incarnation, self.clock, self.engine.rank))
+        return msgspec.to_builtins(msgspec.structs.replace(self.engine, clock=self.clock))

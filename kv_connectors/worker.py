@@ -39,7 +39,8 @@ class WorkerSide:
         self._group = 1  # layers per offer, in this step
         self._announced = 0  # layers that this step has said to be final
         self._launched: Callable[[], None] = lambda: None  # what copies must come after: see `device`
-        self._requests: dict[str, str] = {}  # transfer -> vLLM's id
+        self._serving: dict[str, str] = {}  # transfer -> vLLM's id, whose blocks others read
+        self._loading: dict[str, str] = {}  # transfer -> vLLM's id, which reads
         self._computing: list[str] = []  # transfers of which this step computes a part
         self._cached: list[str] = []  # transfers of what is in memory when this step ends
         self._sought: set[str] = set()
@@ -86,19 +87,20 @@ class WorkerSide:
             self.driver.submit(withdrawn)
 
     def begin(self, metadata: StepMetadata) -> None:
-        self._requests.update(metadata.requests)
+        self._serving.update(metadata.serving)
+        self._loading.update(metadata.loading)
         for event in metadata.decode:
             if isinstance(event, events.Wanted):
                 self._blocks[event.transfer] = [block for blocks in event.blocks for block in blocks.ids]
             elif isinstance(event, events.Sought):
                 self._sought.add(event.transfer)
             elif isinstance(event, events.Unneeded):
-                self._requests.pop(event.transfer, None)
+                self._loading.pop(event.transfer, None)
             elif event.transfer not in self._blocks:  # cancelled before it was wanted
                 self._sought.discard(event.transfer)
         for withdrawn in metadata.prefill:
             if isinstance(withdrawn, events.Withdrawn):
-                self._requests.pop(withdrawn.transfer, None)
+                self._serving.pop(withdrawn.transfer, None)
         scheduled = [e for e in metadata.prefill if isinstance(e, events.Scheduled)]
         self._cached = [e.transfer for e in scheduled if e.cached]
         scheduled = [e for e in scheduled if not e.cached]
@@ -159,17 +161,17 @@ class WorkerSide:
             if isinstance(outcome, events.Found):
                 self._found.setdefault(outcome.transfer, []).append(outcome.tokens)
                 continue
-            request = self._requests.pop(outcome.transfer, None)
-            blocks = self._blocks.pop(outcome.transfer, [])
             self.stats.record(outcome, back=outcome.transfer in self._sought)
-            self._sought.discard(outcome.transfer)
+            ours, ended = (self._serving, sent) if isinstance(outcome, events.Release) else (self._loading, received)
+            request = ours.pop(outcome.transfer, None)
             if request is None:
                 log.error("transfer %s has ended, but belongs to no request", outcome.transfer)
-            elif isinstance(outcome, events.Release):
-                sent.add(request)
             else:
-                received.add(request)
-                if outcome.reason is not None:
+                ended.add(request)
+            if isinstance(outcome, events.Report):
+                self._sought.discard(outcome.transfer)
+                blocks = self._blocks.pop(outcome.transfer, [])
+                if request is not None and outcome.reason is not None:
                     failed.add(request)
                     self._failed_blocks.update(blocks)
         self.stats.count_sent(self.driver.counters)

@@ -17,7 +17,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Each field says what more and less of it costs."""
 
     host: str = "127.0.0.1"  # address that other engines reach this one under; never a wildcard
-    key_file: str = ""  # the fleet's key; without one only loopback is served
+    key_file: str = ""  # the fleet's key; without one no engine starts, except an insecure one
+    insecure: bool = False  # no key: every client of this engine may feed, read and steer it; loopback only
     register: str = ""  # http://HOST:PORT of a proxy (several: with commas) to which this engine makes itself known
     advertise: str = ""  # with `register`: http://HOST:PORT under which that proxy reaches this engine's API server
     transport: Literal["auto", "zmq", "tcp", "gloo", "nccl", "nixl"] = "auto"  # what carries KV, docs/transports.md; else ZMQ
@@ -56,7 +57,14 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if address.is_unspecified:
             raise ConfigError(f"host {self.host} is a wildcard; name the one address other engines connect to")
         if not address.is_loopback and not self.key_file:
-            raise ConfigError(f"host {self.host} is not loopback, so key_file must be set; make one with: vllm-disagg key")
+            raise ConfigError(f"host {self.host} is not loopback, so key_file must be set; make one with: vllm-disagg key FILE")
+        if self.key_file and self.insecure:
+            raise ConfigError("key_file and insecure exclude each other: leave insecure out")
+        if not self.key_file and not self.insecure:
+            raise ConfigError(
+                "no fleet key: set key_file (make one with: vllm-disagg key FILE),"
+                ' or "insecure": true to accept grants of every client, on loopback'
+            )
 
     def _validate_transport(self) -> None:
         if self.encrypt_data and self.transport not in ("auto", "zmq"):

@@ -6,8 +6,10 @@ whoever has the fleet key minted for one leg of one request:
     kv_transfer_params = {"disagg_grant": "<payload>.<mac>"}            in a request, from the proxy
     kv_transfer_params = {"disagg_engine": {...}}                       in the answer of a prefill or probe leg
 
-A grant names the incarnation of the engine it is for, so it dies with that process; its transfer id works once;
-how long it is good for is a duration that starts when the engine sees it, because clocks differ.
+A grant names the incarnation of the engine it is for, so it dies with that process.  It is good until a moment of that
+engine's own clock, and each use of its transfer id works once until then.  An engine tells its clock in every answer, so
+whoever mints adds only durations to it.  A probe that names no engine learns nothing but the `Card`, which is what
+the next probe needs.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from .shape import NOTHING, Shape
 
 REQUEST_KEY = "disagg_grant"
 ANSWER_KEY = "disagg_engine"
+VERSION: Literal[2] = 2  # of grants
+MARGIN = 60.0  # seconds that a leg's grant is good for besides its patience: on the way, in queues, for clocks that drift
 MAC_SIZE = 16
+MAX_VALIDITY = 25 * 3600.0  # seconds; a grant that is good for longer is refused, so that used ones need not be kept for ever
 MAX_TOKEN = 64 * 1024  # characters; 64 ranks of 80 layers need about 46 KiB
 
 Text = Annotated[str, msgspec.Meta(max_length=256)]
@@ -55,18 +60,28 @@ class Engine(msgspec.Struct, frozen=True):
     layout: dict[str, str]  # facts that two engines must share to exchange KV
     rank: int | None = None  # among the data parallel ranks behind one API server; None when it has only this engine
     two_way: bool = False  # whether it can read back what a decode engine has cached, and serve that
+    clock: float = 0.0  # seconds since this incarnation began
+
+
+class Card(msgspec.Struct, frozen=True):
+    """The part of it that the answer to a grant without an engine, or to a refused one, has: enough to mint another."""
+
+    incarnation: Text
+    clock: float
+    rank: int | None = None
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
     """What one leg of one request may do."""
 
-    version: Literal[1]
+    version: Literal[2]
     leg: Literal["probe", "prefill", "decode"]
     transfer: TransferId
-    engine: Text  # incarnation of the engine that may use it; probes name none
+    engine: Text  # incarnation of the engine that may use it; a first probe names none
     sources: Annotated[list[Worker], msgspec.Meta(max_length=1024)] = []  # the other engine's workers, by rank
     patience: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 60.0  # seconds without progress
     back: TransferId | None = None  # the transfer in which P reads what D has cached of this prompt
+    until: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # by the engine's clock; a first probe has no end
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -85,6 +100,8 @@ def mint(key: FleetKey, grant: Grant) -> str:
 
 def verify(key: FleetKey, token: object) -> Grant:
     """The grant in a token, or BadGrant.  Takes anything: what comes from a request has no type yet."""
+    if not key.accepts_grants:
+        raise BadGrant("this engine has no fleet key, so it believes no grant")
     if not isinstance(token, str) or len(token) > MAX_TOKEN:
         raise BadGrant("not a token")
     body, _, mac = token.partition(".")

@@ -18,17 +18,26 @@ ADMIN_KEY = "VLLM_DISAGG_ADMIN_KEY"  # variable of the environment: the key that
 
 
 class FleetKey:
-    """A fleet's secret.  `FleetKey(None)` is the key of a fleet without one: it authenticates nobody."""
+    """A fleet's secret.  `FleetKey(None)` is the key of a fleet without one: it authenticates nobody.
 
-    def __init__(self, secret: bytes | None) -> None:
+    `insecure`: without a secret, an engine accepts grants all the same, and everybody can make those.
+    """
+
+    def __init__(self, secret: bytes | None, *, insecure: bool = False) -> None:
         if secret is not None and len(secret) != SIZE:
             raise ConfigError(f"a fleet key has {SIZE} bytes, this one {len(secret)}")
         self._secret = secret
+        self._insecure = insecure
         self._derived: dict[str, bytes] = {}
 
     @property
     def is_set(self) -> bool:
         return self._secret is not None
+
+    @property
+    def accepts_grants(self) -> bool:
+        """Whether a grant minted with this key counts for anything."""
+        return self.is_set or self._insecure
 
     def derive(self, use: str) -> bytes:
         """32 bytes for `use` (at most 16 ASCII characters)."""
@@ -41,10 +50,10 @@ class FleetKey:
         return f"FleetKey({'set' if self.is_set else None})"
 
 
-def load(path: str) -> FleetKey:
+def load(path: str, *, insecure: bool = False) -> FleetKey:
     """The key in a file as `create` writes it; an empty path is a fleet without a key."""
     if not path:
-        return FleetKey(None)
+        return FleetKey(None, insecure=insecure)
     try:
         text = Path(path).read_text().strip()
     except OSError as error:

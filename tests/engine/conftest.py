@@ -22,7 +22,8 @@ from vllm_disagg import keys
 ORDER = ["test_exact", "test_prefixes", "test_api", "test_grants", "test_cancel", "test_sensitive", "test_preempt"]
 ORDER += ["test_bench", "test_live"]
 LAST = ["test_turns", "test_deaths", "test_tp2", "test_topologies", "test_ranks", "test_versions", "test_modes"]
-LAST += ["test_offloading", "test_models", "test_zamba", "test_images", "test_lora", "test_transports", "test_compress"]
+LAST += ["test_offloading", "test_models", "test_zamba", "test_deadlock", "test_images", "test_lora", "test_transports"]
+LAST += ["test_compress"]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -59,10 +59,18 @@ def refused(main: Main) -> dict[str, tuple[str, str]]:
     return {
         "another key": (
             "D",
-            grants.mint(stranger, grants.Grant(1, "decode", new(), legs.d.incarnation, legs.p.workers)),
+            grants.mint(stranger, grants.Grant(2, "decode", new(), legs.d.incarnation, legs.p.workers, until=legs.until("decode"))),
         ),
-        "another key on P": ("P", grants.mint(stranger, grants.Grant(1, "prefill", new(), legs.p.incarnation))),
-        "without a key": ("D", grants.mint(keys.FleetKey(None), grants.Grant(1, "decode", new(), legs.d.incarnation))),
+        "another key on P": ("P", grants.mint(stranger, grants.Grant(2, "prefill", new(), legs.p.incarnation, until=legs.until("prefill")))),
+        "without a key": (
+            "D",
+            grants.mint(
+                keys.FleetKey(None), grants.Grant(2, "decode", new(), legs.d.incarnation, legs.p.workers, until=legs.until("decode"))
+            ),
+        ),
+        "ended": ("D", legs.mint("decode", new(), until=0.5)),
+        "ended on P": ("P", legs.mint("prefill", new(), until=0.5)),
+        "without an end": ("D", legs.mint("decode", new(), until=legs.until("decode", 1e6))),
         "changed payload": ("D", f"AAAA{payload[4:]}.{mac}"),
         "changed mac": ("D", f"{payload}.{mac[:-3]}AAA"),
         "before a restart": ("D", legs.mint("decode", new(), engine="0123456789abcdef")),

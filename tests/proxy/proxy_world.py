@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import httptools
 import msgspec
 
-from vllm_disagg.grants import Engine, Grant, Worker, verify
+from vllm_disagg.grants import MAX_VALIDITY, Engine, Grant, Worker, verify
 from vllm_disagg.keys import FleetKey
 from vllm_disagg.proxy.main import serve
 from vllm_disagg.proxy.settings import Settings
@@ -120,6 +122,7 @@ class ScriptedEngine:
         self.rankless: tuple[str, ...] = ()  # paths at which requests go to any rank
         self.turn = 0
         self.two_way = False
+        self.began_at = random.uniform(0, 1e6)
         self.plain = False
         self.health = 200
         self.calls: list[Call] = []  # without probes
@@ -162,7 +165,17 @@ class ScriptedEngine:
         of = "" if rank is None else f"@{rank}"
         workers = [Worker(f"{self.name}-w{i}{of}", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2") for i in range(self.workers)]
         engine = Engine(self.incarnation + of, self.role, workers, self.layout, rank, two_way=self.two_way)  # type: ignore[arg-type]
-        return msgspec.to_builtins(engine)
+        return msgspec.to_builtins(engine) | {"clock": self.clock}
+
+    @property
+    def clock(self) -> float:
+        """Its own, which has nothing to do with the proxy's."""
+        return self.began_at + time.monotonic()
+
+    def accepts(self, call: Call) -> bool:
+        """As an engine does; the tests of who takes what come after."""
+        grant = call.grant
+        return grant is None or (grant.leg == "probe" and not grant.engine) or self.clock <= grant.until < self.clock + MAX_VALIDITY
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
@@ -230,13 +243,17 @@ class ScriptedEngine:
         return "\n".join(["# TYPE x", *(lines if self.steps is not None or self.kv_use else []), "vllm:other 7\n"])
 
     async def _probed(self, call: Call) -> None:
-        self.probes += 1
+        assert call.grant
+        self.probes += not call.grant.engine  # the second one names the engine that has answered the first
         if self.probe_hangs:
             await call.forever()
         if self.probe_status != 200:
             await call.json({}, self.probe_status)
             return
-        params = None if self.plain else {"disagg_engine": self.facts(call.rank)}
+        facts = self.facts(call.rank)
+        if call.grant.engine != facts["incarnation"] or not self.accepts(call):
+            facts = {what: facts[what] for what in ("incarnation", "clock", "rank")}
+        params = None if self.plain else {"disagg_engine": facts}
         if self.nixl:
             params = {"remote_engine_id": self.incarnation, "remote_block_ids": [[1]], "do_remote_prefill": True}
         await call.json({"choices": [], "kv_transfer_params": params})
@@ -260,6 +277,7 @@ class ScriptedEngine:
         elif call.path.endswith("tokenize"):
             await call.json({"tokens": [1]})
         else:
+            assert self.accepts(call), (call.grant, self.clock)
             self.calls.append(call)
             await self.script(call)
 

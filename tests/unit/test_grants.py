@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_disagg import config, grants, keys
+from vllm_disagg import config, dialling, grants, keys
 from vllm_disagg.errors import BadGrant, ConfigError
 from vllm_disagg.shape import Kind, Region, Shape
 
 KEY = keys.FleetKey(b"k" * keys.SIZE)
 GRANT = grants.Grant(
-    1, "decode", "ab" * 16, "engine", [grants.Worker("n", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "", "h")], 5.0
+    2, "decode", "ab" * 16, "engine", [grants.Worker("n", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "", "h")], 5.0
 )
 
 
@@ -28,6 +28,70 @@ def test_what_was_minted_verifies() -> None:
 def test_another_key_mints_nothing_we_believe(other: keys.FleetKey) -> None:
     with pytest.raises(BadGrant, match="another key"):
         grants.verify(KEY, grants.mint(other, GRANT))
+
+
+def test_without_a_key_nothing_is_believed_except_where_that_is_asked_for() -> None:
+    """Everybody can mint what has no key."""
+    everybody = keys.FleetKey(None)
+    with pytest.raises(BadGrant, match="no fleet key"):
+        grants.verify(everybody, grants.mint(everybody, GRANT))
+    assert grants.verify(keys.load("", insecure=True), grants.mint(everybody, GRANT)) == GRANT
+
+
+def at(control: str = "tcp://127.0.0.1:1", data: str = "tcp://127.0.0.1:2", local: str = "") -> list[grants.Worker]:
+    return [P, grants.Worker("n", control, data, local)]
+
+
+P = grants.Worker("p", "tcp://127.0.0.1:1", "tcp://[::1]:2", "ipc:///tmp/vllm-disagg-ab12_xyz/data")
+
+
+@pytest.mark.parametrize("local", ["", "ipc:///tmp/vllm-disagg-ab12_xyz/data", "ipc:///var/tmp/a b/vllm-disagg-abcdefgh/data"])
+@pytest.mark.parametrize("where", ["tcp://127.0.0.1:1", "tcp://127.9.9.9:65535", "tcp://[::1]:80", "tcp://[::ffff:127.0.0.1]:80"])
+def test_what_an_engine_on_loopback_dials(where: str, local: str) -> None:
+    assert not dialling.refusal(at(where, where, local), loopback_only=True)
+
+
+@pytest.mark.parametrize("where", ["tcp://10.0.0.1:1", "tcp://[2001:db8::1]:80", "tcp://8.8.8.8:1", "tcp://[::ffff:10.0.0.1]:1"])
+def test_other_machines_are_dialled_only_by_those_who_have_a_key_and_an_address_there(where: str) -> None:
+    assert not dialling.refusal(at(where, where), loopback_only=False)
+    for workers in (at(where), at(data=where)):
+        assert "not loopback" in dialling.refusal(workers, loopback_only=True)
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        *[(f"tcp://{host}:1", "IP address") for host in ("localhost", "example.org", "127.1", "0x7f.0.0.1", "", "[127.0.0.1]")],
+        *[(f"tcp://{host}:1", "IP address") for host in ("127.0.0.1 ", "::1", "[::1", "[fe80::1%eth0]", "1;127.0.0.1", "*")],
+        *[(f"tcp://127.0.0.1{port}", "IP address") for port in ("", ":", ":0", ":65536", ":-1", ":http", ":1/x", ":1\n")],
+        *[(f"{scheme}127.0.0.1:1", "IP address") for scheme in ("", "http://", "ipc://", "inproc://", "udp://", "TCP://")],
+        *[(f"tcp://{host}:1", "unspecified") for host in ("0.0.0.0", "[::]", "[::ffff:0.0.0.0]")],
+        *[(f"tcp://{host}:1", "multicast") for host in ("224.0.0.1", "[ff02::1]")],
+        *[(f"tcp://{host}:80", "link-local") for host in ("169.254.169.254", "[fe80::1]", "[::ffff:169.254.169.254]")],
+        *[(f"tcp://{host}:1", "reserved") for host in ("255.255.255.255", "240.0.0.1", "0.1.2.3")],
+    ],
+)
+def test_what_no_engine_dials(where: str, words: str) -> None:
+    for workers in (at(where), at(data=where)):
+        assert words in dialling.refusal(workers, loopback_only=False)
+
+
+@pytest.mark.parametrize(
+    "local",
+    [
+        "/tmp/vllm-disagg-ab12_xyz/data", "ipc:///run/docker.sock", "ipc://@hidden", "ipc://vllm-disagg-ab12_xyz/data",
+        "ipc:///tmp/vllm-disagg-ab12_xyz/data/", "ipc:///tmp/vllm-disagg-ab12_xyz/other", "tcp://127.0.0.1:1", "ipc://",
+        "ipc:///tmp/../run/vllm-disagg-ab12_xyz/data", f"ipc:///{'x' * 90}/vllm-disagg-ab12_xyz/data",
+    ],
+)  # fmt: skip
+def test_a_local_address_is_one_that_an_engine_makes(local: str) -> None:
+    assert "local address" in dialling.refusal(at(local=local), loopback_only=False)
+
+
+def test_a_door_is_at_the_address_of_its_worker() -> None:
+    assert dialling.is_at("tcp://[::1]:80", "::1") and dialling.is_at("tcp://10.0.0.1:80", "10.0.0.1")
+    for host in ("10.0.0.2", "", "localhost", "::ffff:10.0.0.2"):
+        assert not dialling.is_at("tcp://10.0.0.1:80", host)
 
 
 @given(st.one_of(st.none(), st.integers(), st.text(), st.dictionaries(st.text(), st.text()), st.lists(st.text())))
@@ -61,7 +125,7 @@ def test_every_flipped_bit_of_the_token_is_noticed() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"version": 2}, {"leg": "both"}, {"transfer": "not hex"}, {"patience": -1.0}, {"patience": float("nan")}],
+    [{"version": 1}, {"version": 3}, {"until": -1.0}, {"until": float("nan")}, {"leg": "both"}, {"transfer": "not hex"}, {"patience": -1.0}, {"patience": float("nan")}],
 )
 def test_a_grant_of_another_shape_is_refused_even_with_the_right_key(change: dict[str, object]) -> None:
     values = {name: getattr(GRANT, name) for name in GRANT.__struct_fields__} | change
@@ -107,6 +171,11 @@ def test_key_files(tmp_path: Path) -> None:
         ({"host": "::"}, "wildcard"),
         ({"host": "example.org"}, "IP address"),
         ({"host": "10.0.0.1"}, "key_file"),
+        ({"host": "10.0.0.1", "insecure": True}, "key_file"),
+        ({}, "set key_file .*vllm-disagg key FILE.*insecure"),
+        ({"key_file": ""}, "set key_file .*vllm-disagg key FILE.*insecure"),
+        ({"insecure": False}, "set key_file .*vllm-disagg key FILE.*insecure"),
+        ({"key_file": "k", "insecure": True}, "exclude"),
         ({"compress": "fp4"}, "compress"),
         *[({"compress": "fp8", "transport": name}, f"compress.*transport is {name}") for name in ("nixl", "gloo", "nccl")],
         ({"compress": "fp8", "gpu": True}, "compress.*gpu is set"),
@@ -118,8 +187,9 @@ def test_bad_settings_are_named(extra: dict[str, object], words: str) -> None:
 
 
 def test_good_settings() -> None:
-    assert config.parse({}) == config.Config()
+    assert config.parse({"key_file": "k"}) == config.Config(key_file="k")
+    assert config.parse({"insecure": True}) == config.Config(insecure=True)
     assert config.parse({"host": "10.0.0.1", "key_file": "k"}).host == "10.0.0.1"
-    assert config.parse({}).compress == "off"
+    assert config.parse({"key_file": "k"}).compress == "off"
     for transport in ("auto", "zmq"):
-        assert config.parse({"compress": "fp8", "transport": transport}).compress == "fp8"
+        assert config.parse({"key_file": "k", "compress": "fp8", "transport": transport}).compress == "fp8"

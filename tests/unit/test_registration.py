@@ -30,7 +30,7 @@ def test_settings_that_cannot_work(extra: dict[str, str]) -> None:
 
 
 def test_an_engine_without_settings_registers_nowhere() -> None:
-    assert register_all(parse({}), FleetKey(None), "i", "both") == []
+    assert register_all(parse({"insecure": True}), FleetKey(None), "i", "both") == []
 
 
 def test_a_data_parallel_rank_registers_as_an_instance_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,6 +196,33 @@ def test_what_was_found_goes_to_the_scheduler() -> None:
     assert worker.take_found() is None
 
 
+@pytest.mark.parametrize("ends", ["load first", "release first"])
+def test_two_legs_of_one_transfer_on_one_engine_are_two(ends: str) -> None:
+    """Their outcomes are different requests', and each id is told once."""
+    worker, driver = started("layer")
+    worker.begin(StepMetadata(prefill=[events.Scheduled("t", 16, [[1]])], serving={"t": "p"}))
+    wanted = events.Wanted("t", [], None, [events.Blocks(0, [2])], 16, 1.0)  # type: ignore[arg-type]
+    worker.begin(StepMetadata(prefill=[events.Pinned("t")], decode=[wanted], loading={"t": "d"}))
+    outcomes = [events.Report("t", events.Reason.LATE), events.Release("t", delivered=False)]
+    driver.outcomes = outcomes if ends == "load first" else outcomes[::-1]
+    assert worker.results() == ({"p"}, {"d"}, {"d"})
+    assert worker.results() == (set(), set(), set())
+
+
+@pytest.mark.parametrize("what", ["withdrawn", "unneeded"])
+def test_the_end_of_one_leg_leaves_the_other(what: str) -> None:
+    worker, driver = started("layer")
+    worker.begin(StepMetadata(serving={"t": "p"}, loading={"t": "d"}))
+    if what == "withdrawn":
+        worker.begin(StepMetadata(prefill=[events.Withdrawn("t")]))
+        driver.outcomes = [events.Report("t", None)]
+        assert worker.results() == (set(), {"d"}, set())
+    else:
+        worker.begin(StepMetadata(decode=[events.Unneeded("t", [], None)]))  # type: ignore[arg-type]
+        driver.outcomes = [events.Release("t", delivered=False)]
+        assert worker.results() == ({"p"}, set(), set())
+
+
 def test_bytes_that_were_read_back_are_counted_apart() -> None:
     worker, driver = started("layer")
     for transfer in ("back", "other", "given up"):
@@ -203,7 +230,7 @@ def test_bytes_that_were_read_back_are_counted_apart() -> None:
         sought = [] if transfer == "other" else [events.Sought(transfer, [], None)]  # type: ignore[arg-type]
         worker.begin(StepMetadata(decode=sought))
         end: Any = events.Cancelled(transfer) if transfer == "given up" else wanted
-        worker.begin(StepMetadata(decode=[end], requests={transfer: transfer}))
+        worker.begin(StepMetadata(decode=[end], loading={transfer: transfer}))
     driver.outcomes = [events.Report(transfer, None, landed=10) for transfer in ("back", "other")]
     assert worker.results()[1] == {"back", "other"}
     assert (worker.stats.data["received_bytes"], worker.stats.data["reused_bytes"]) == (20, 10)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..grants import ANSWER_KEY, REQUEST_KEY, Engine, Grant, mint, new_transfer
+from ..grants import ANSWER_KEY, REQUEST_KEY, VERSION, Card, Engine, Grant, mint, new_transfer
 from ..keys import FleetKey
 from .fleet import UNKNOWN, Fleet, Instance, mismatch
 from .headers import Headers
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 PROBE_TIMEOUT = 30.0  # seconds; a probe waits behind the engine's other work
 LOST = 30.0  # seconds of silence after which answers that are still owed are given up
 WEIGH = 2.0  # seconds between two looks at a decode instance's KV cache
+DRIFT = 3600.0  # seconds after which an engine's clock is asked for again
 MUTE = 30.0  # seconds that /health may take while streams show that the instance lives
 STILL = 4  # an engine that owes an answer and makes no steps is down after a patience divided by this
 STALLED = "its engine makes no steps"
@@ -68,12 +69,21 @@ _KV_USE = re.compile(rb"^vllm:kv_cache_usage_perc(\{[^\n]*\})? (\S+)$", re.MULTI
 _models = msgspec.json.Decoder(_Models).decode
 _completion = msgspec.json.Decoder(_Completion).decode
 _engine = msgspec.json.Decoder(Engine).decode
+_card = msgspec.json.Decoder(Card).decode
 
 
 def engine_in(answer: bytes) -> Engine | None:
     """What an engine says of itself in a completion's answer; None when it says nothing that we understand."""
     try:
         return _engine((_completion(answer).kv_transfer_params or {})[ANSWER_KEY])
+    except (KeyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def card_in(answer: bytes) -> Card | None:
+    """The least that an engine says there, also when it has refused a grant; None when it says nothing."""
+    try:
+        return _card((_completion(answer).kv_transfer_params or {})[ANSWER_KEY])
     except (KeyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
@@ -141,7 +151,7 @@ class Discovery:
                 if not instance.up and trouble:
                     if probing:
                         probing.cancel()
-                elif instance.needs_probe and (not probing or probing.done()):
+                elif (instance.needs_probe or self._forgets(instance)) and (not probing or probing.done()):
                     probing = asyncio.create_task(self._probe(instance))
                 elif self._is_to_weigh(instance, loop.time() - weighed) and (not weighing or weighing.done()):
                     weighed = loop.time()
@@ -176,6 +186,10 @@ class Discovery:
         now = asyncio.get_running_loop().time()
         owes = instance.up and instance.stepping.is_due(now, instance.busy > 0, self._look)
         return owes or (instance.role == "decode" and since > WEIGH)
+
+    def _forgets(self, instance: Instance) -> bool:
+        """Whether it is long ago that its engine said what its clock is; clocks drift."""
+        return instance.kind == "disagg" and asyncio.get_running_loop().time() - instance.told > DRIFT
 
     def _replaceable(self, instance: Instance) -> bool:
         """Whether its requests have somewhere to go."""
@@ -222,17 +236,9 @@ class Discovery:
             if not models.data:
                 raise _Odd("it serves no model")
             model = models.data[0].id
-            grant = mint(self._key, Grant(1, "probe", new_transfer(), ""))
-            body = {
-                "model": model,
-                "prompt": "probe",
-                "max_tokens": 1,
-                "temperature": 0,
-                "kv_transfer_params": {**NIXL_PREFILL, REQUEST_KEY: grant},
-            }
-            answer = await self._ask(
-                instance, "POST", "/v1/completions", body=msgspec.json.encode(body), timeout=PROBE_TIMEOUT
-            )
+            answer = await self._ask_who(instance, model)
+            if (card := card_in(answer)) and card.rank == instance.rank:  # now it can be asked by name
+                answer = await self._ask_who(instance, model, card)
         except TimeoutError:
             if not instance.up:  # else it is healthy and has much to do; it is asked again
                 instance.down("does not answer a probe in time")
@@ -240,10 +246,30 @@ class Discovery:
             if not (instance.up and isinstance(error, _Odd) and error.status in FULL):
                 instance.down(f"does not answer a probe: {error}")
         else:
-            names = [m.id for m in models.data]
             instance.stepping.lived(asyncio.get_running_loop().time())
-            instance.probed(model, engine_in(answer), names, nixl=params_in(answer) is not None)
+            names, engine = [m.id for m in models.data], engine_in(answer)
+            if engine:
+                instance.tells_clock(engine.clock, asyncio.get_running_loop().time())
+                engine = msgspec.structs.replace(engine, clock=0.0)  # no fact of it: it would always seem to have changed
+            elif card and card.rank != instance.rank:  # another one of them may answer each time
+                engine = Engine(card.incarnation, instance.role, [], {}, card.rank)
+            instance.probed(model, engine, names, nixl=params_in(answer) is not None)
         self._note(instance)
+
+    async def _ask_who(self, instance: Instance, model: str, card: Card | None = None) -> bytes:
+        """A probe's answer.  Without an engine's card all we learn is the card."""
+        name, until = (card.incarnation, card.clock + 2 * PROBE_TIMEOUT) if card else ("", 0.0)
+        grant = mint(self._key, Grant(VERSION, "probe", new_transfer(), name, until=until))
+        body = {
+            "model": model,
+            "prompt": "probe",
+            "max_tokens": 1,
+            "temperature": 0,
+            "kv_transfer_params": {**NIXL_PREFILL, REQUEST_KEY: grant},
+        }
+        return await self._ask(
+            instance, "POST", "/v1/completions", body=msgspec.json.encode(body), timeout=PROBE_TIMEOUT
+        )
 
     async def _weigh(self, instance: Instance) -> None:
         """How full its KV cache is, which other proxies' requests count for too, and whether its engine makes steps."""

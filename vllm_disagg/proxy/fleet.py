@@ -62,6 +62,8 @@ class Instance:
     kin: str = ""  # who of the other role has the same can be paired with it
     stepping: Stepping = field(default_factory=Stepping)  # whether its engine does
     worker_names: frozenset[str] = frozenset()
+    ahead: float = 0.0  # of our clock is its engine's, as it said last
+    told: float = float("-inf")  # when that was
     cache: object = field(default_factory=object)  # stands for what is in its prefix cache; another one after a restart
 
     def __post_init__(self) -> None:
@@ -95,6 +97,14 @@ class Instance:
                 if engine.rank is None
                 else f"has several data parallel ranks: give each as an instance, {self.url}@0 and so on"
             )
+
+    def tells_clock(self, clock: float, now: float) -> None:
+        """Its engine's, in an answer that has just come."""
+        self.ahead, self.told = clock - now, now
+
+    def clock_after(self, seconds: float, now: float) -> float:
+        """What its engine's clock will be; a little less, since answers take time."""
+        return max(0.0, now + self.ahead + seconds)
 
     def down(self, why: str) -> None:
         self.up, self.needs_probe, self.why_not = False, True, why

@@ -20,11 +20,11 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..grants import REQUEST_KEY, Grant, mint, new_transfer
+from ..grants import MARGIN, REQUEST_KEY, VERSION, Grant, mint, new_transfer
 from .admission import Admission, QueueFull, QueueTimeout
 from .beginnings import Beginning, Begun
 from .bodies import Body
-from .discovery import NIXL_PREFILL, engine_in, params_in
+from .discovery import NIXL_PREFILL, card_in, engine_in, params_in
 from .failover import CHARGED, DEATH, Budget, Left, Past, Reason, Step, step
 from .fleet import Fleet, Instance
 from .headers import RANK, end_to_end, find
@@ -230,8 +230,10 @@ class Relay:
             raise TypeError("a pair without engines")
         transfer, back = new_transfer(), new_transfer() if pair.reads_back else None
         there = decode_engine.workers if back else []
-        for_p = Grant(1, "prefill", transfer, prefill_engine.incarnation, there, self._patience, back)
-        for_d = Grant(1, "decode", transfer, decode_engine.incarnation, prefill_engine.workers, self._patience, back)
+        p_end, d_end = (each.clock_after(self._patience + MARGIN, _now()) for each in (pair.prefill, pair.decode))
+        for_p = Grant(VERSION, "prefill", transfer, prefill_engine.incarnation, there, self._patience, back, p_end)
+        of_p = prefill_engine.workers
+        for_d = Grant(VERSION, "decode", transfer, decode_engine.incarnation, of_p, self._patience, back, d_end)
         prefill_body = trip.body.prefill({REQUEST_KEY: mint(self._key, for_p)})
         decode_body = trip.body.decode({REQUEST_KEY: mint(self._key, for_d)})
         trip.prefill = prefill = asyncio.create_task(self._prefill(trip, pair, prefill_body))
@@ -276,7 +278,13 @@ class Relay:
         instance = pair.prefill
         answer = await self._leg(trip, pair, body)
         if isinstance(answer, Answer) and answer.status == 200:
-            engine = engine_in(await answer.read())
+            content = await answer.read()
+            engine = engine_in(content)
+            if card := card_in(content):
+                instance.tells_clock(card.clock, _now())
+            if card and not engine:
+                instance.needs_probe = True
+                return Failure("prefill", "stale", "the prefill instance has refused its grant")
             if not engine or engine.rank != instance.rank:
                 # As old versions of vLLM at new endpoints, or it was restarted without the connector, or with more ranks.
                 instance.deaf.add(trip.request.path)

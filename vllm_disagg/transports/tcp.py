@@ -30,6 +30,7 @@ from enum import Enum, auto
 import numpy as np
 import zmq
 
+from .. import dialling
 from ..config import Config
 from ..errors import BadMessage
 from ..events import Arrived, Land, Landed, Routed, SendPiece
@@ -124,7 +125,10 @@ class TcpCarrier:
                     self._lose(known, "its end has been closed")
 
     def _dial(self, source: Source, door: notes.Door) -> None:
-        here = source.worker.host == machine() and os.path.exists(door.path)
+        here = source.worker.host == machine() and dialling.is_socket(door.path) and os.path.exists(door.path)
+        if not here and not dialling.is_at(source.worker.control, door.host):
+            self._lose(source, "its door is at another address than itself")
+            return
         family = socket.AF_UNIX if here else socket.AF_INET6 if ":" in door.host else socket.AF_INET
         try:
             made = source.connection = socket.socket(family, socket.SOCK_STREAM)

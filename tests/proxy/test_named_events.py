@@ -190,6 +190,7 @@ def test_comments_and_other_paths(kind: Kind) -> None:
     wire = Wire(path=kind.path)
     wire.play(b": keep-alive\n\n" + b": keep-alive\n\n".join(first[:5]))
     assert wire.tape.resumable and not wire.play(b": keep-alive\n\n".join(again)) and wire.tape.flush()
+    assert wire.out.count(b": keep-alive\n\n") == 5 + len(again) - 1, "a sign of life while the second answer catches up"
     same(kind, bytes(wire.out).replace(b": keep-alive\n\n", b""), b"".join(first), b"".join(first[:5]), b"".join(again))
     for path in ("/v1/completions", "/other"):
         wire = Wire(path=path)

@@ -42,7 +42,7 @@ FRAMINGS: dict[str, Callable[[str], str]] = {
     "after [DONE]": lambda said: f"data: [DONE]\n\ndata: {chunk(said)}\n\n",
     "of another endpoint": named("response.output_text.delta"),
     "of an unknown kind": named("novelty"),
-    "the name differs": lambda said: f'event: message_stop\ndata: {{"type":"ping","said":"{said}"}}\n\n',
+    "the name differs": lambda said: f'event: message_stop\ndata: {{"type":"content_block_stop","said":"{said}"}}\n\n',
     "no blank line": lambda said: f"data: {chunk(said)}\n",
 }
 

@@ -2,10 +2,12 @@
 taken away from that answer, and the rest is passed on as if nothing had happened.
 
 A second answer is the same answer only if it can be reproduced, so this is done when the request says
-`"temperature": 0` or has a `seed` (`Body.reproducible`), and for completions and chat completions, whose events are
-pieces of text.  It is also *verified*: what is taken away must be, piece by piece and per choice, what was delivered
-(text, content, reasoning, tool calls, token ids; of logprobs only how many, since their last digits depend on the
-batch).  When it is not, the client gets an error event, never two halves of different answers.
+`"temperature": 0` or has a `seed` (`Body.reproducible`), and only if each event of the first was understood.  Here are the
+events of completions and chat completions, which are pieces of text; `named_events.py` has those of other endpoints.
+
+It is also *verified*: what is taken away must be, piece by piece and per choice, what was delivered (text, content,
+reasoning, tool calls, token ids; of logprobs only how many, since their last digits depend on the batch).  When it is
+not, the client gets an error event, never two halves of different answers.
 
 The client sees one stream: the first one's `id` and `created`, no second role, the ids that its tool calls began with.
 Usage and finish reason come from the answer that ended, and are those of an undisturbed run.  Where the two answers are
@@ -222,10 +224,6 @@ class Told:
         self.identity = b""  # how all events begin
         self._done = False
 
-    @property
-    def empty(self) -> bool:
-        return not self.identity and not self._done
-
     def replay(self) -> Replay:
         return Replay(self)
 
@@ -318,7 +316,7 @@ class Replay:
     def event(self, raw: bytes) -> bytes:
         """What is new in an event, as an event; empty when nothing is.  Diverged, NotTold."""
         if says_nothing(raw):
-            return b""
+            return raw  # a sign of life
         if raw == _DONE:
             if not self.caught_up:
                 raise Diverged("the answer made again is shorter")

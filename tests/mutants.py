@@ -27,7 +27,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("vllm_disagg", "kv_connectors", "tests")
 LIMIT = 600.0  # seconds of one run of pytest with few seeds: a fault by which the tests hang is noticed, too
-FEW, MANY = 300, int(os.environ.get("SEEDS", "10000"))  # worlds
+FEW, MORE, MANY = 100, 1000, int(os.environ.get("SEEDS", "10000"))  # worlds
 
 
 class Mutant(NamedTuple):
@@ -171,7 +171,7 @@ MACHINES = ("prefill.py", "decode.py", "search.py", "reading.py", "layout.py", "
 OF_MACHINES = ["tests/unit/test_prefill.py", "tests/unit/test_decode.py", "tests/unit/test_search.py"]
 WORLD = ["tests/property/test_world.py"]
 TESTS = {
-    **{file: [Run(OF_MACHINES), *(Run(WORLD, seeds) for seeds in (FEW, 2000, MANY))] for file in MACHINES},
+    **{file: [Run(OF_MACHINES), *(Run(WORLD, seeds) for seeds in (FEW, MORE, MANY))] for file in MACHINES},
     "driver.py": [Run(["tests/unit/test_driver.py"])],
     "scatter.py": [Run(["tests/unit/test_memory.py", "tests/unit/test_kvcache.py"]), Run(["tests/property/test_mapping.py"])],
     "transports/pairs.py": [Run(["tests/property/test_pairs.py"], 160)],

@@ -55,7 +55,7 @@ class HalfOpen:
     def heard(self, message: Sequence[zmq.Frame]) -> None:
         """A message came by this connection, so it is a member's."""
         self.look()
-        if message:
+        with contextlib.suppress(zmq.ZMQError, IndexError):  # of what speaks an older ZMTP, ZMQ does not say it
             self._young.pop(int(message[-1].get(zmq.SRCFD)), None)
 
     def _shut_down(self, fd: int) -> None:
@@ -74,4 +74,7 @@ def raise_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError) as error:
+            log.warning("%d descriptors, and no more: %s", soft, error)

@@ -13,11 +13,11 @@ import logging
 import os
 import resource
 import socket
+import struct
 import time
 from collections.abc import Sequence
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 log = logging.getLogger("vllm_disagg.control")
 
@@ -25,6 +25,7 @@ LIMIT = 128  # young connections at one socket
 HANDSHAKE = 5.0  # seconds that ZMQ gives a handshake; a connection that is older has passed it
 DESCRIPTORS = 65536  # as vLLM allows its API server
 TELL = 60.0  # seconds between two lines of the log
+EVENT = struct.Struct("=hi")  # as zmq_socket_monitor has it: what happened, and to which descriptor
 
 
 class HalfOpen:
@@ -43,10 +44,10 @@ class HalfOpen:
     def look(self) -> None:
         """Learn who has come and gone, and shut down the oldest of too many."""
         while int(self.events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            event = recv_monitor_message(self.events)
-            self._young.pop(event["value"], None)
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self._young[event["value"]] = time.monotonic()
+            event, fd = EVENT.unpack(self.events.recv_multipart()[0])
+            self._young.pop(fd, None)
+            if event == zmq.EVENT_ACCEPTED:
+                self._young[fd] = time.monotonic()
         while len(self._young) > LIMIT:
             fd = next(iter(self._young))
             if self._young.pop(fd) > time.monotonic() - HANDSHAKE:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
@@ -288,7 +288,8 @@ def main() -> None:
     with ThreadPoolExecutor(args.jobs) as pool:
         if bad := failing(mutants, pool):
             sys.exit(f"mutants: these fail without any fault: {' '.join(bad)}")
-        for mutant, caught, seconds in pool.map(tried, mutants):
+        for done in as_completed([pool.submit(tried, mutant) for mutant in mutants]):
+            mutant, caught, seconds = done.result()
             print(f"{'caught' if caught else 'MISSED'} {seconds:4.0f} s  {mutant.what}", flush=True)
             missed += not caught
     print(f"{len(mutants) - missed} of {len(mutants)} caught in {(time.monotonic() - began) / 60:.0f} minutes")

@@ -20,14 +20,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("vllm_disagg", "kv_connectors", "tests")
 LIMIT = 600.0  # seconds of one run of pytest with few seeds: a fault by which the tests hang is noticed, too
-FEW, MANY = 300, int(os.environ.get("SEEDS", "10000"))  # worlds
+FEW, MORE, MANY = 100, 1000, int(os.environ.get("SEEDS", "10000"))  # worlds
 
 
 class Mutant(NamedTuple):
@@ -171,7 +171,7 @@ MACHINES = ("prefill.py", "decode.py", "search.py", "reading.py", "layout.py", "
 OF_MACHINES = ["tests/unit/test_prefill.py", "tests/unit/test_decode.py", "tests/unit/test_search.py"]
 WORLD = ["tests/property/test_world.py"]
 TESTS = {
-    **{file: [Run(OF_MACHINES), *(Run(WORLD, seeds) for seeds in (FEW, 2000, MANY))] for file in MACHINES},
+    **{file: [Run(OF_MACHINES), *(Run(WORLD, seeds) for seeds in (FEW, MORE, MANY))] for file in MACHINES},
     "driver.py": [Run(["tests/unit/test_driver.py"])],
     "scatter.py": [Run(["tests/unit/test_memory.py", "tests/unit/test_kvcache.py"]), Run(["tests/property/test_mapping.py"])],
     "transports/pairs.py": [Run(["tests/property/test_pairs.py"], 160)],
@@ -288,7 +288,8 @@ def main() -> None:
     with ThreadPoolExecutor(args.jobs) as pool:
         if bad := failing(mutants, pool):
             sys.exit(f"mutants: these fail without any fault: {' '.join(bad)}")
-        for mutant, caught, seconds in pool.map(tried, mutants):
+        for done in as_completed([pool.submit(tried, mutant) for mutant in mutants]):
+            mutant, caught, seconds = done.result()
             print(f"{'caught' if caught else 'MISSED'} {seconds:4.0f} s  {mutant.what}", flush=True)
             missed += not caught
     print(f"{len(mutants) - missed} of {len(mutants)} caught in {(time.monotonic() - began) / 60:.0f} minutes")

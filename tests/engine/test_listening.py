@@ -19,13 +19,14 @@ def owners(engine: Engine) -> dict[int, list[tuple[str, int]]]:
     return listening(engine._process.pid)
 
 
-def expect_listening(engine: Engine, plain: Engine, count: int) -> None:
-    """`count`: of our own sockets, all in the worker, beside those that a plain engine has."""
+def expect_listening(engine: Engine, plain: Engine, counts: set[int]) -> None:
+    """`counts`: how many sockets of our own there may be, all in the worker, beside those that a plain engine has."""
     assert engine._process is not None
     assert not beyond_loopback(engine._process.pid), engine.name
     found, alone = (Counter({name(pid): len(held) for pid, held in owners(one).items()}) for one in (engine, plain))
     assert found.keys() == alone.keys()
-    assert {key: found[key] - alone[key] for key in found if found[key] != alone[key]} == {"VLLM::Worker": count}
+    more = {key: found[key] - alone[key] for key in found if found[key] != alone[key]}
+    assert more.keys() == {"VLLM::Worker"} and more["VLLM::Worker"] in counts, more
 
 
 def name(pid: int) -> str:
@@ -35,5 +36,5 @@ def name(pid: int) -> str:
 def test_auto_listens_for_control_data_and_tcp(main: Main) -> None:
     for at in range(3):
         main.check(body(tokens(300 + at, "listening")))
-    expect_listening(main.prefill, main.plain, 3)
-    expect_listening(main.decode, main.plain, 2)
+    expect_listening(main.prefill, main.plain, {3})
+    expect_listening(main.decode, main.plain, {2, 3})  # TCP's door is open once P has read from it

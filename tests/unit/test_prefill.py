@@ -167,3 +167,10 @@ def test_a_broken_link_releases_nothing_that_is_being_sent(side: PrefillSide) ->
     side.handle(LinkBroken("d"), 2.0)
     assert not side.handle(Tick(), 2.0 + side.grace)
     assert side.handle(Sent("t", "d"), 3.5) == [Release("t", delivered=False)]
+
+
+def test_what_was_taken_back_is_not_confirmed(side: PrefillSide) -> None:
+    """The name of the transfer is known still; the reader had not its bytes by then."""
+    side.handle(Withdrawn("t"), 0.1)
+    (action,) = side.handle(wire.Done("t", "p", "d"), 0.2)
+    assert isinstance(action, Send) and action.message == wire.Settled("t", "p", "d", intact=False)

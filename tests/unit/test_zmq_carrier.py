@@ -195,6 +195,17 @@ def test_a_member_that_has_spoken_is_not_closed_for_the_strangers() -> None:
     sockets.close()
 
 
+def test_what_speaks_an_older_zmtp_harms_nobody() -> None:
+    """Without a key ZMQ lets it in; of its messages ZMQ does not tell all that it tells of others."""
+    sockets = control.Control(Config(), keys.FleetKey(None), "p/0")
+    host, port = sockets.address.removeprefix("tcp://").split(":")
+    for greeting in (b"\x01\x00", b"\xff" + bytes(8) + b"\x7f" + b"\x01\x05" + b"\x00\x00"):  # ZMTP 1.0, 2.0
+        with socket.create_connection((host, int(port))) as old:
+            old.sendall(greeting + (b"\x02\x00x" if len(greeting) == 2 else b"\x00\x01x"))
+            assert heard(sockets, 5.0) == 1
+    sockets.close()
+
+
 def is_closed(stranger: socket.socket) -> bool:
     stranger.setblocking(False)
     try:

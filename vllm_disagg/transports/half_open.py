@@ -13,11 +13,11 @@ import logging
 import os
 import resource
 import socket
+import struct
 import time
 from collections.abc import Sequence
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 log = logging.getLogger("vllm_disagg.control")
 
@@ -25,6 +25,7 @@ LIMIT = 128  # young connections at one socket
 HANDSHAKE = 5.0  # seconds that ZMQ gives a handshake; a connection that is older has passed it
 DESCRIPTORS = 65536  # as vLLM allows its API server
 TELL = 60.0  # seconds between two lines of the log
+EVENT = struct.Struct("=hi")  # as zmq_socket_monitor has it: what happened, and to which descriptor
 
 
 class HalfOpen:
@@ -43,10 +44,10 @@ class HalfOpen:
     def look(self) -> None:
         """Learn who has come and gone, and shut down the oldest of too many."""
         while int(self.events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            event = recv_monitor_message(self.events)
-            self._young.pop(event["value"], None)
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self._young[event["value"]] = time.monotonic()
+            event, fd = EVENT.unpack(self.events.recv_multipart()[0])
+            self._young.pop(fd, None)
+            if event == zmq.EVENT_ACCEPTED:
+                self._young[fd] = time.monotonic()
         while len(self._young) > LIMIT:
             fd = next(iter(self._young))
             if self._young.pop(fd) > time.monotonic() - HANDSHAKE:
@@ -55,7 +56,7 @@ class HalfOpen:
     def heard(self, message: Sequence[zmq.Frame]) -> None:
         """A message came by this connection, so it is a member's."""
         self.look()
-        if message:
+        with contextlib.suppress(zmq.ZMQError, IndexError):  # of what speaks an older ZMTP, ZMQ does not say it
             self._young.pop(int(message[-1].get(zmq.SRCFD)), None)
 
     def _shut_down(self, fd: int) -> None:
@@ -74,4 +75,7 @@ def raise_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError) as error:
+            log.warning("%d descriptors, and no more: %s", soft, error)

@@ -159,7 +159,7 @@ class PrefillEngine(Engine):
                 if again and offered:
                     rank.inbox.append(events.Computed(prompt.transfer, offered))
                 self.meanwhile()
-            rank.inbox.append(events.Withdrawn(prompt.transfer))
+            rank.inbox.append(events.Recomputed(prompt.transfer))
 
     def allocate(self, prompt: Prompt, upto: int) -> bool:
         missing = [-(-upto // self.block_size) - len(prompt.blocks[0])] * 2  # by group

@@ -22,7 +22,7 @@ Place = tuple[int, int, int, int]  # layer, head, block, slot
 LIAR = "p0.99"
 BACK = "b"  # ends the name of a transfer from D to P, of the same prompt
 STATES = -1  # in place of a window: a state of the whole prompt
-FOR_SERVING = (events.Scheduled, events.Computed, events.Pinned, events.Withdrawn)
+FOR_SERVING = (events.Scheduled, events.Computed, events.Recomputed, events.Pinned, events.Withdrawn)
 
 
 def shapes(heads: int, window: int, split: str, block_size: int) -> list[Shape]:

@@ -55,7 +55,7 @@ def kv_heads(model: Any) -> set[int]:
     def look(name: str, value: Any) -> None:
         if isinstance(value, dict):
             for inner, one in value.items():
-                if not str(inner).endswith("_config"):  # of images, of sound
+                if inner == "per_layer_config" or not str(inner).endswith("_config"):  # not of images, of sound
                     look(str(inner), one)
         elif isinstance(value, list | tuple):
             for one in value:

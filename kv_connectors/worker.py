@@ -137,7 +137,7 @@ class WorkerSide:
         """What readers were offered has changed, and they may have read it before."""
         log.warning("%s was computed again in one step: its readers recompute %d prompts", name, len(self._computing))
         self._announced = 0
-        self.driver.submit([events.Withdrawn(transfer) for transfer in self._computing])
+        self.driver.submit([events.Recomputed(transfer) for transfer in self._computing])
 
     def end(self) -> None:
         if self._computing and self._config.overlap != "off":

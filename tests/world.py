@@ -25,7 +25,7 @@ SPLITS = ("one", "tensor", "pipeline")
 CHAOS = {  # percent, each time it may happen; a leap is a long time in which nothing else does
     **{"drop": 6, "repeat": 4, "reorder": 10, "damage": 2},
     **{"abort": 2, "preempt": 2, "cancel": 2, "die": 1, "freeze": 1, "leap": 1, "lie": 2, "reroute": 2},
-    **{"differ": 10, "unlink": 2},
+    **{"differ": 10, "unlink": 2, "loop": 2},
 }
 MOODS = (0, 1, 1, 5)  # a world has much of some mischief and none of other: rare faults meet only so (swarm testing)
 Topology = tuple[int, int, tuple[str, int], tuple[str, int]]  # heads, window; of P and of D: split, block size
@@ -49,6 +49,7 @@ class World:
         self.wanted: dict[tuple[str, str], tuple[int, list[events.Blocks]]] = {}  # (rank, transfer) -> (end, by group)
         self.outcomes: dict[tuple[str, str], Reason | None] = {}
         self.disturbed: set[str] = set()
+        self.looped: set[str] = set()  # of which P has computed layers again that were final
         self.different = {transfer for transfer in self.lengths if self.roll("differ")}  # D makes other tokens of the body
         self.sides: dict[str, Rank] = {}  # all ranks of all engines
         heads, self.window, of_prefill, of_decode = topology or self.topology()

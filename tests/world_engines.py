@@ -134,6 +134,8 @@ class PrefillEngine(Engine):
         self.tell(events.Scheduled(prompt.transfer, upto, more, prompt=self.prompt(prompt.transfer)))
         prompt.announced = len(prompt.blocks[0])
         self.computing = True
+        if self.world.roll("loop"):
+            self.compute_twice(prompt, upto)
         steps = [(rank, layer) for rank in self.ranks for layer in range(len(rank.shape.layers))]
         if random.random() < 0.5:
             steps.sort(key=lambda step: step[1])  # in step, as in tensor parallelism
@@ -144,6 +146,20 @@ class PrefillEngine(Engine):
                 self.meanwhile()
         prompt.computed = upto
         self.computing = False
+
+    def compute_twice(self, prompt: Prompt, upto: int) -> None:
+        """A step with more loops over layers than any before: workers take back what they have said, when they notice."""
+        self.world.disturbed.add(prompt.transfer)
+        self.world.looped.add(prompt.transfer)
+        for rank in self.ranks:
+            offered = self.world.random.randrange(len(rank.shape.layers))
+            for again, layers in (("first time", offered), ("", min(1, offered))):
+                for layer in range(layers):
+                    rank.compute(prompt.transfer, prompt.blocks, layer, range(prompt.computed, upto), again)
+                if again and offered:
+                    rank.inbox.append(events.Computed(prompt.transfer, offered))
+                self.meanwhile()
+            rank.inbox.append(events.Recomputed(prompt.transfer))
 
     def allocate(self, prompt: Prompt, upto: int) -> bool:
         missing = [-(-upto // self.block_size) - len(prompt.blocks[0])] * 2  # by group

@@ -22,7 +22,7 @@ Place = tuple[int, int, int, int]  # layer, head, block, slot
 LIAR = "p0.99"
 BACK = "b"  # ends the name of a transfer from D to P, of the same prompt
 STATES = -1  # in place of a window: a state of the whole prompt
-FOR_SERVING = (events.Scheduled, events.Computed, events.Pinned, events.Withdrawn)
+FOR_SERVING = (events.Scheduled, events.Computed, events.Recomputed, events.Pinned, events.Withdrawn)
 
 
 def shapes(heads: int, window: int, split: str, block_size: int) -> list[Shape]:
@@ -86,8 +86,8 @@ class Rank:
         """Of a state: after so many tokens."""
         return f"{self.engine.prompt(transfer)}:{self.shape.first + layer}:{self.shape.kind(layer).head + head}:{token}"
 
-    def compute(self, transfer: str, blocks: tuple[list[int], list[int]], layer: int, tokens: range) -> None:
-        """Write the right KV of one layer; a state is changed where it is."""
+    def compute(self, transfer: str, blocks: tuple[list[int], list[int]], layer: int, tokens: range, wrong: str = "") -> None:
+        """Write the right KV of one layer, or a wrong one; a state is changed where it is."""
         kind = self.shape.kind(layer)
         of_layer = blocks[kind.group]
         for token in tokens:
@@ -95,7 +95,7 @@ class Rank:
             if kind.block_size == STATE:
                 place, truth = (of_layer[0], 0), token + 1
             for head in range(kind.heads):
-                self.memory[layer, head, *place] = self.truth(transfer, layer, head, truth)
+                self.memory[layer, head, *place] = self.truth(transfer, layer, head, truth) + wrong
 
     def drain(self) -> None:
         while self.inbox:
@@ -280,17 +280,23 @@ class Reading(Half):
         rank = self.rank
         end, blocks = self.world.wanted.pop((rank.name, report.transfer))
         assert all(a.transfer != report.transfer for a, _, _ in self.landing), "reported while a copy runs"
-        if report.reason is None:
-            for layer in range(len(rank.shape.layers)):
-                kind = rank.shape.kind(layer)
-                mine, size = blocks[kind.group], kind.block_size
-                for head in range(kind.heads):
-                    for at in range(mine.token, end) if size < STATE else [end]:
-                        block, slot = (mine.ids[(at - mine.token) // size], at % size) if size < STATE else (mine.ids[0], 0)
-                        found = rank.memory.get((layer, head, block, slot))
-                        expected = rank.truth(report.transfer, layer, head, at)
-                        assert found == expected, (rank.name, expected, found)
+        if report.reason is None and report.transfer not in self.world.looped:
+            self.check_right(rank, report.transfer, end, blocks)
         self.world.outcomes[rank.name, report.transfer] = report.reason
         if all(key[1] != report.transfer for key in self.world.wanted if rank.engine.has(key[0])):
             reasons = [self.world.outcomes.get((one.name, report.transfer)) for one in rank.engine.ranks]
+            for one in rank.engine.ranks if not any(reasons) else []:
+                self.check_right(one, report.transfer, end, blocks)
             rank.engine.loaded(report.transfer, end, blocks, not any(reasons))
+
+    def check_right(self, rank: Rank, transfer: str, end: int, blocks: list[events.Blocks]) -> None:
+        """What its request would now be computed with."""
+        for layer in range(len(rank.shape.layers)):
+            kind = rank.shape.kind(layer)
+            mine, size = blocks[kind.group], kind.block_size
+            for head in range(kind.heads):
+                for at in range(mine.token, end) if size < STATE else [end]:
+                    block, slot = (mine.ids[(at - mine.token) // size], at % size) if size < STATE else (mine.ids[0], 0)
+                    found = rank.memory.get((layer, head, block, slot))
+                    expected = rank.truth(transfer, layer, head, at)
+                    assert found == expected, (rank.name, expected, found)

@@ -39,7 +39,7 @@ from .transports.zmq import ZmqCarrier, machine
 log = logging.getLogger("vllm_disagg.driver")
 
 Outcome = events.Release | events.Report | events.Found
-Fact = events.ForPrefill | events.Computed | events.ForDecode
+Fact = events.ForPrefill | events.Computed | events.Recomputed | events.ForDecode
 OWED: dict[type, type[Outcome]] = {events.Wanted: events.Report, events.Pinned: events.Release}
 STORY = 4000  # events and actions remembered, for the story of a transfer that failed
 
@@ -186,7 +186,7 @@ class Driver:
         while self._inbox:
             fact = self._inbox.popleft()
             match fact:
-                case events.Scheduled() | events.Computed() | events.Pinned() | events.Withdrawn():
+                case events.Scheduled() | events.Computed() | events.Recomputed() | events.Pinned() | events.Withdrawn():
                     self._do_prefill(fact)
                 case events.Wanted() | events.Sought() | events.Unneeded() | events.Cancelled():
                     self._do_decode(fact)

@@ -49,6 +49,12 @@ class Computed(msgspec.Struct, frozen=True, tag=True):
     layers: int
 
 
+class Recomputed(msgspec.Struct, frozen=True, tag=True):
+    """Layers that this step has said to be final were computed again: readers may have what they were before."""
+
+    transfer: str
+
+
 class Pinned(msgspec.Struct, frozen=True, tag=True):
     """The request has finished; its blocks stay until we Release them."""
 
@@ -209,7 +215,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     seconds: float = 0.0  # since Wanted
 
 
-PrefillEvent = Scheduled | Computed | Pinned | Withdrawn | Sent | LinkBroken | Tick | wire.ToPrefill
+PrefillEvent = Scheduled | Computed | Recomputed | Pinned | Withdrawn | Sent | LinkBroken | Tick | wire.ToPrefill
 PrefillAction = Send | SendPiece | Release
 DecodeEvent = Wanted | Sought | Unneeded | Cancelled | Arrived | Landed | Routed | Tick | wire.ToDecode
 DecodeAction = Connect | Send | Land | Found | Report

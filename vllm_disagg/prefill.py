@@ -31,6 +31,7 @@ from .events import (
     PrefillAction,
     PrefillEvent,
     Reason,
+    Recomputed,
     Release,
     Scheduled,
     Send,
@@ -76,6 +77,7 @@ class Transfer:
     tokens: int = 0  # final in all layers
     ahead: int = 0  # final in the first `layers` layers
     layers: int = 0
+    is_spoiled: bool = False  # final layers have changed: nobody is served any more
     expected: int | None = None  # how many readers there will be; the first Pull says
     readers: dict[str, Reader] = field(default_factory=dict)
 
@@ -110,6 +112,8 @@ class PrefillSide:
                 return self._scheduled(event, now)
             case Computed():
                 return self._computed(event)
+            case Recomputed():
+                return self._recomputed(event.transfer)
             case Pinned():
                 return self._pinned(event.transfer, now)
             case Withdrawn():
@@ -149,17 +153,26 @@ class PrefillSide:
         for blocks, more in zip(t.blocks, event.blocks, strict=True):
             blocks += more
         t.ahead, t.layers, t.prompt = event.tokens, 0, event.prompt
-        return [self._refuse(event.transfer, t, name) for name, r in t.readers.items() if r.is_active and r.prompt != t.prompt]
+        others = [name for name, r in t.readers.items() if r.is_active and r.prompt != t.prompt]
+        return [self._refuse(event.transfer, t, name, Reason.DIFFERENT) for name in others]
 
     def _computed(self, event: Computed) -> list[PrefillAction]:
         t = self.transfers.get(event.transfer)
-        if t is None or t.state is not State.COMPUTING:
+        if t is None or t.state is not State.COMPUTING or t.is_spoiled:
             return []
         assert event.layers >= t.layers, f"{event.transfer}: {t.layers} layers were final, and now {event.layers}"
         t.layers = event.layers
         if t.layers >= len(self.shape.layers):
             t.tokens, t.layers = t.ahead, 0
         return [self._offer(event.transfer, t, name) for name, r in t.readers.items() if r.is_active]
+
+    def _recomputed(self, transfer: str) -> list[PrefillAction]:
+        """The blocks are ours still, and sends of them end before they go (rule 2)."""
+        t = self.transfers.get(transfer)
+        if t is None:
+            return []
+        t.is_spoiled = True
+        return [self._refuse(transfer, t, name, Reason.WITHDRAWN) for name, r in t.readers.items() if r.is_active]
 
     def _pinned(self, transfer: str, now: float) -> list[PrefillAction]:
         t = self.transfers.get(transfer)
@@ -212,8 +225,9 @@ class PrefillSide:
             reader = t.readers[event.reader] = Reader(event.address, event.prompt, now)
         reader.heard, reader.address = now, event.address
         t.deadline = max(t.deadline, now + self.lease)
-        if reader.is_active and t.state is not State.WANTED and reader.prompt != t.prompt:
-            return [self._refuse(event.transfer, t, event.reader), *self._release_if_over(event.transfer, t)]
+        if reader.is_active and (t.is_spoiled or (t.state is not State.WANTED and reader.prompt != t.prompt)):
+            why = Reason.WITHDRAWN if t.is_spoiled else Reason.DIFFERENT
+            return [self._refuse(event.transfer, t, event.reader, why), *self._release_if_over(event.transfer, t)]
         if reader.is_active:
             return [self._offer(event.transfer, t, event.reader)]
         return [_fail(event)] if reader.gone else []
@@ -286,10 +300,10 @@ class PrefillSide:
             and size(extent, kind) <= MAX_PIECE
         )
 
-    def _refuse(self, transfer: str, t: Transfer, reader: str) -> Send:
-        """It computes on another prompt: it is served nothing of ours."""
+    def _refuse(self, transfer: str, t: Transfer, reader: str, why: Reason) -> Send:
+        """It is served nothing of ours any more."""
         t.readers[reader].gone = True
-        return Send(reader, wire.Fail(transfer, self.name, reader, Reason.DIFFERENT.value))
+        return Send(reader, wire.Fail(transfer, self.name, reader, why.value))
 
     def _offer(self, transfer: str, t: Transfer, reader: str) -> Send:
         offer = wire.Offer(

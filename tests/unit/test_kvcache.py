@@ -133,6 +133,7 @@ def test_where_configurations_name_kv_heads() -> None:
     assert found(4, num_key_value_heads=[4, 2, 1]) == {4, 2, 1}  # OpenELM
     assert found(8, num_attention_groups=8, attention_other_setting={"num_attention_groups": 4}) == {8, 4}  # Step 3.5
     assert found(8, num_key_value_heads=8, num_global_key_value_heads=None) == {8}  # Gemma 4
+    assert found(4, per_layer_config={"05": {"num_key_value_heads": 2}}) == {4, 2}  # as transformers writes layers that differ
     assert found(8, arch=SimpleNamespace(per_layer_overrides=[{}, {"total_num_kv_heads": 2}])) == {8, 2}
 
 

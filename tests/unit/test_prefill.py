@@ -11,6 +11,7 @@ from vllm_disagg.events import (
     LinkBroken,
     Pinned,
     Reason,
+    Recomputed,
     Release,
     Scheduled,
     Send,
@@ -54,6 +55,19 @@ def test_a_reader_of_the_first_layers_is_done_before_the_others_are_computed() -
         side.handle(Computed("t", layers), 0.0)
         (settled,) = side.handle(done, 0.1)
         assert isinstance(settled, Send) and isinstance(settled.message, wire.Settled) and settled.message.intact == intact
+
+
+def test_layers_computed_again_are_served_to_nobody_and_held_while_they_are_sent(side: PrefillSide) -> None:
+    side.handle(wire.Fetch("t", "p", "d", 0, wire.Extent(0, 1, 0, 4)), 0.1)
+    side.handle(Scheduled("t", 22, [[12], [13], []]), 0.0)
+    side.handle(Computed("t", 1), 0.0)
+    (told,) = side.handle(Recomputed("t"), 0.0)
+    assert isinstance(told, Send) and told.message == wire.Fail("t", "p", "d", "withdrawn")
+    for event in (Computed("t", 3), wire.Pull("t", "p", "d", "zmq:x"), Pinned("t")):
+        assert [a for a in side.handle(event, 0.2) if not (isinstance(a, Send) and isinstance(a.message, wire.Fail))] == []
+    (done,) = side.handle(wire.Done(transfer="t", source="p", reader="d"), 0.2)
+    assert isinstance(done, Send) and isinstance(done.message, wire.Settled) and not done.message.intact
+    assert side.handle(Sent("t", "d"), 0.3) == [Release("t", delivered=False)]
 
 
 def test_layers_that_were_final_stay_so(side: PrefillSide) -> None:

@@ -46,7 +46,7 @@ def started(overlap: str, layers: str = "ab") -> tuple[WorkerSide, Recorder]:
 
 
 def step(worker: WorkerSide, driver: Recorder, calls: str) -> list[tuple[int, Any]]:
-    """Compute layers in this order: (calls so far, how many layers are said to be final, or "Withdrawn")."""
+    """Compute layers in this order: (calls so far, how many layers are said to be final, or "Recomputed")."""
     worker.begin(StepMetadata(prefill=[events.Scheduled("t", 16, [[1]])]))
     heard: list[tuple[int, Any]] = []
     for at, layer in enumerate([*calls, ""], 1):
@@ -118,12 +118,12 @@ def test_a_layer_computed_less_often_than_ever_waits_for_the_end() -> None:
 def test_an_offer_that_has_changed_is_taken_back_once() -> None:
     worker, driver = started("layer", "abcd")
     step(worker, driver, "abcd")
-    assert step(worker, driver, "abcabcd") == [(1, 1), (2, 2), (3, 3), (4, "Withdrawn"), (8, 4)]
+    assert step(worker, driver, "abcabcd") == [(1, 1), (2, 2), (3, 3), (4, "Recomputed"), (8, 4)]
     assert step(worker, driver, "abcabcd") == [(4, 1), (5, 2), (6, 3), (8, 4)], "and learned from"
 
 
 def test_no_order_of_layers_offers_what_is_computed_later() -> None:
-    """Or it is withdrawn.  Orders as no model has them, one after the other."""
+    """Or it is said.  Orders as no model has them, one after the other."""
     random, layers = Random(1), "abcdef"
     for _ in range(300):
         worker, driver = started("layer", layers)
@@ -132,12 +132,12 @@ def test_no_order_of_layers_offers_what_is_computed_later() -> None:
         for calls in random.choices(orders, k=6):
             heard = step(worker, driver, calls)
             assert heard[-1] == (len(calls) + 1, len(layers)), "at the end, all of it"
-            withdrawn = [at for at, what in heard if what == "Withdrawn"]
-            said = [(at, what) for at, what in heard[:-1] if what != "Withdrawn"]
+            again = [at for at, what in heard if what == "Recomputed"]
+            said = [(at, what) for at, what in heard[:-1] if what != "Recomputed"]
             assert [what for _, what in said] == sorted(what for _, what in said), "never back"
             changed = [at for at, what in said if set(layers[:what]) & set(calls[at:])]
-            assert len(withdrawn) == 1 or not (withdrawn or changed), (calls, heard)
-            assert all(at < withdrawn[0] for at, _ in said if withdrawn), "nothing is offered after that"
+            assert len(again) == 1 or not (again or changed), (calls, heard)
+            assert all(at < again[0] for at, _ in said if again), "nothing is offered after that"
 
 
 @pytest.mark.parametrize("overlap", ["layer", "chunk", "off"])

@@ -28,6 +28,7 @@ class Rendering:
         self.prefill = Engine("rendering-P", machine.folder, FLAG, role="kv_producer", cpu="0")
         self.decode = Engine("rendering-D", machine.folder, FLAG, role="kv_consumer", cpu="1")
         self.proxy = Proxy(machine.folder, self.prefill, self.decode)
+        self.prefill.patience = self.decode.patience = 300.0  # on a machine with much other work
         machine.start(self.prefill, self.decode)
         machine.start(self.proxy)
 

@@ -206,7 +206,7 @@ def test_up(shell: Shell) -> None:
     assert shell.interrupt() == [0]
     assert shell.log(0).read_text().splitlines()[-1] == "vllm-disagg up: stopped"
     wait("nothing is left", lambda: not shell.left(), 5)
-    assert not list(shell.folder.glob("vllm-disagg-*")), "the run directory, with its keys"
+    assert not list(shell.folder.glob("vllm-disagg-up-*")), "the run directory, with its keys"
 
 
 def test_by_hand(shell: Shell) -> None:

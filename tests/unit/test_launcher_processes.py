@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -11,14 +12,16 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from vllm_disagg.grants import Engine, Worker
 from vllm_disagg.launcher import guard
 
 SECONDS = 20.0  # that anything here may take
 
 STAND_IN = """#!{python}
-# A vllm that serves nothing: it answers /health, and probes with an engine that fits every other.
+# A vllm that serves nothing: it answers /health and, unless told not to, probes, as an engine that fits every other.
 import http.server, json, os, subprocess, sys
 role = "prefill" if "kv_producer" in " ".join(sys.argv) else "decode"
 subprocess.Popen(["sleep", "300"])  # a descendant, like VLLM::EngineCore
@@ -28,13 +31,29 @@ if "--die" in sys.argv and role == "decode":
     print("ValueError: no luck today\\nEngineDeadError: See stack trace (above) for the root cause.\\nbye")
     print("(APIServer pid=1) WARNING 11-22 05:03:51 [x.py:1] This can cause errors like `OSError: [Errno 24] Too many`")
     sys.exit(3)
+facts = json.loads({facts!r})[role]
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(503 if "--never" in sys.argv else 200)
         self.end_headers()
+        self.wfile.write(json.dumps({{"data": [{{"id": "a/b"}}]}}).encode())
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.send_response(404 if "--mute" in sys.argv else 200)
+        self.end_headers()
+        answer = {{"model": body["model"], "choices": [{{"text": "x", "finish_reason": "length"}}]}}
+        answer["kv_transfer_params"] = {{"disagg_engine": facts}}
+        self.wfile.write(json.dumps(answer).encode())
     def log_message(self, *_): pass
 http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 """
+
+FACTS = json.dumps(
+    {
+        role: msgspec.to_builtins(Engine(role, role, [Worker(role, "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")], {}))  # type: ignore[arg-type]
+        for role in ("prefill", "decode")
+    }
+)
 
 
 class Up:
@@ -43,7 +62,7 @@ class Up:
     def __init__(self, folder: Path, *extra: str, ready_limit: float = 60.0) -> None:
         self.folder, self.pids = folder, folder / "pids"
         self.pids.mkdir()
-        (folder / "vllm").write_text(STAND_IN.format(python=sys.executable, pids=str(self.pids)))
+        (folder / "vllm").write_text(STAND_IN.format(python=sys.executable, pids=str(self.pids), facts=FACTS))
         (folder / "vllm").chmod(0o755)
         code = (  # the checks have their own tests
             "import sys; from packaging.version import Version; from vllm_disagg import cli; "
@@ -141,8 +160,30 @@ def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pyt
 
 def test_the_proxy_says_why_it_is_not_ready(up: Callable[..., Up]) -> None:
     """Stand-ins answer /health, but no probe."""
-    running = up(ready_limit=5.0)
+    running = up("--mute", ready_limit=5.0)
     code, said = running.end()
     assert code == 1
     assert "proxy is not ready after 5 s: " in said and "no decode instance can be used" in said
+    assert running.left() == []
+
+
+def test_what_is_printed_once_all_are_ready_can_be_typed(up: Callable[..., Up]) -> None:
+    """Nothing follows --, as in README.  Each line that is printed works in a shell, with the admin key that was minted."""
+    running = up()
+    said: list[str] = []
+    assert running.process.stdout
+    for line in running.process.stdout:
+        said.append(line)
+        if "--decode http://" in line:
+            break
+    assert len([line for line in said if line.startswith("ready: http://127.0.0.1:")]) == 1, running.end()
+    seen, drain = (line for line in said if line.startswith("curl") and "/disagg/instances" in line)
+    rows = json.loads(subprocess.check_output(seen, shell=True, text=True))
+    assert [(row["role"], row["usable"]) for row in rows] == [("prefill", True), ("decode", True)]
+    assert json.loads(subprocess.check_output(drain, shell=True, text=True))["drained"]
+    (example,) = (line for line in said if line.startswith("curl") and "/v1/completions" in line)
+    assert json.loads(subprocess.check_output(example, shell=True, text=True))["model"] == "a/b"
+    running.process.send_signal(signal.SIGINT)
+    code, log = running.end()
+    assert code == 0 and log.splitlines()[-1] == "vllm-disagg up: stopped"
     assert running.left() == []

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from ..errors import DisaggError
+
 EVENT_LIMIT_BYTES = 64 * 1024 * 1024  # one event; twice the largest request, since logprobs of an echoed prompt fit
 ERROR = b'data: {"error"'  # cannot stand within a JSON text, where quotes are escaped
 EVENT_ERROR, EVENT_FAILED = b"event: error\n", b"event: response.failed\n"  # nor can a line end
@@ -18,7 +20,7 @@ _CLIENTS_FAULT = frozenset((
 ))  # fmt: skip
 
 
-class EventTooLarge(Exception):
+class EventTooLarge(DisaggError):
     """One event of more than EVENT_LIMIT_BYTES."""
 
 

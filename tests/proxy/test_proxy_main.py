@@ -35,6 +35,8 @@ def parsed(*flags: str) -> argparse.Namespace:
         ([*D, "--api-key", ""], "--api-key"),
         ([*D, "--port", "70000"], "--port"),
         ([*D, "--queue-timeout", "0"], "--queue-timeout"),
+        ([*D, "--patience", "0"], "--patience"),
+        ([*D, "--patience", "86401"], "--patience"),
         ([*D, "--request-timeout", "nan"], "--request-timeout"),
         ([*D, "--prefill-concurrency", "-1"], "--prefill-concurrency"),
         ([*D, "--key-file", "/nonexistent"], "/nonexistent"),

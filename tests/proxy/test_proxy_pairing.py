@@ -136,6 +136,14 @@ def test_failures_of_one_moment_count_once() -> None:
     assert p.failures == 2 and not p.usable(1.6), "and one that was sent after that"
 
 
+def test_a_failure_counts_from_when_it_came() -> None:
+    """That it was the instance's fault is known when another one has answered, which may take long."""
+    d = instance("decode")
+    d.leg_failed("5xx", 60.0, began=0.5, ended=1.0)
+    d.leg_failed("5xx", 61.0, began=2.0, ended=2.5)
+    assert d.failures == 2 and not d.usable(61.5)
+
+
 def test_a_failure_beside_a_success_does_not_count() -> None:
     """As of a burst of which some are served: the others are known to have failed there when another has served them."""
     d = instance("decode")

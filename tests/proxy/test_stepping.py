@@ -236,3 +236,12 @@ async def test_the_only_decode_engine_is_waited_for() -> None:
         w.d.stuck = False
         assert (await client.receive()).status == 200
         await w.until_ready()
+
+
+async def test_the_only_decode_engine_is_waited_for_within_bounds() -> None:
+    async with world(prefill=0, patience=PATIENCE) as w:
+        w.d.stuck = True
+        began = time.monotonic()
+        reply = await w.post()
+        assert reply.status == 502 and "makes no steps" in reply.json()["error"]["message"]
+        assert PATIENCE < time.monotonic() - began < 2 * PATIENCE + STILL

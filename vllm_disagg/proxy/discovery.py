@@ -120,6 +120,7 @@ class Discovery:
             self._headers.append((b"authorization", b"Bearer " + api_key.encode()))
         self._on_change = on_change
         self._silence = silence
+        self._patience = patience
         self._look = patience / STILL / (LOOKS + 1)  # seconds between two looks at an engine that owes an answer
         self._known: dict[str, object] = {}  # what was reported last, by URL
         self._nudging: dict[Instance, asyncio.Task[None]] = {}
@@ -146,7 +147,7 @@ class Discovery:
                 _raise_of(probing, weighing)
                 if self._is_well(instance, trouble):
                     lived = loop.time()
-                elif not instance.up and (self._replaceable(instance) or loop.time() - lived > LOST):
+                elif not instance.up and (self._replaceable(instance) or self._is_lost(trouble, loop.time() - lived)):
                     self._abandon(instance)
                 if not instance.up and trouble:
                     if probing:
@@ -173,6 +174,10 @@ class Discovery:
             instance.misses = 0
             return True
         return False
+
+    def _is_lost(self, trouble: str, seconds: float) -> bool:
+        """Whether nobody may wait longer for it.  An engine in a very long step, as one that compiles, may yet answer."""
+        return seconds > (LOST if trouble else self._patience)
 
     def _abandon(self, instance: Instance) -> None:
         """End the requests that it has: they go elsewhere."""

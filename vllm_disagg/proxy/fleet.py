@@ -47,7 +47,7 @@ class Instance:
     needs_probe: bool = True
     misses: int = 0
     failures: int = 0  # of legs, in a row
-    judged: float = 0.0  # when the last failure that counts, or a success, was seen
+    judged: float = 0.0  # when the last failure that counts, or a success, came
     resting_until: float = 0.0
     in_flight: int = 0
     legs: int = 0  # prefill legs at work
@@ -115,8 +115,9 @@ class Instance:
         if self.up and self.misses >= MISSES:
             self.down(why)
 
-    def leg_failed(self, reason: str, now: float, began: float | None = None) -> None:
-        """A leg of a request, sent at `began` (by default just now), failed in a way that is the instance's fault."""
+    def leg_failed(self, reason: str, now: float, began: float | None = None, ended: float | None = None) -> None:
+        """A leg of a request, sent at `began` and over at `ended` (by default just now), failed in a way that is the
+        instance's fault."""
         if reason == "refused":
             self.down("refuses connections")
         elif reason == "died":
@@ -125,7 +126,7 @@ class Instance:
             self.needs_probe = True  # perhaps it was restarted
         if began is None or began >= self.judged:
             self.failures += 1
-            self.judged = now
+            self.judged = now if ended is None else ended
             self._rest(now)
 
     def leg_succeeded(self, now: float) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..grants import MARGIN, REQUEST_KEY, VERSION, Grant, mint, new_transfer
 from .admission import Admission, QueueFull, QueueTimeout
@@ -61,6 +61,14 @@ class Failure:
 Plan = Pair | Instance  # both legs, or a decode instance alone
 
 
+class Suspect(NamedTuple):
+    """An instance that answered 5xx: guilty if another does better."""
+
+    instance: Instance
+    began: float  # the leg,
+    ended: float
+
+
 @dataclass(slots=True)
 class Trip:
     """A request on its way."""
@@ -75,7 +83,7 @@ class Trip:
     decode: Instance | None = None  # counts it as in flight
     past: Past = field(default_factory=Past)
     failed: list[Instance] = field(default_factory=list)  # not asked again
-    suspects: list[tuple[Instance, float]] = field(default_factory=list)  # 5xx, and asked when: guilty if another does better
+    suspects: list[Suspect] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     tape: Tape | None = None
 
@@ -372,15 +380,15 @@ class Relay:
         log.warning("%s failed a %s leg: %s", instance.url, leg, detail)
         trip.failed.append(instance)
         if reason == "5xx":  # perhaps this request gets a 500 from everybody
-            trip.suspects.append((instance, began))
+            trip.suspects.append(Suspect(instance, began, _now()))
         elif reason != "diverged":
             instance.leg_failed(reason, _now(), began)
         return Failure(leg, reason, detail, answer)
 
     def _convict(self, trip: Trip) -> None:
         """The request is fine, so it was those instances that failed."""
-        for instance, began in trip.suspects:
-            instance.leg_failed("5xx", _now(), began)
+        for instance, began, ended in trip.suspects:
+            instance.leg_failed("5xx", _now(), began, ended)
         trip.suspects.clear()
 
     # -- after a failure ----------------------------------------------------------------------------------------
@@ -399,7 +407,8 @@ class Relay:
         other = choose_decode(self.fleet, now, trip.failed, trip.ask)
         todo = step(failure.leg, failure.reason, past, Left(isinstance(pair, Pair), decode.up, other is not None))
         if todo is Step.GIVE_UP or (failure.reason in CHARGED and not self._budget.spend(now)):
-            self.metrics.failed_over("none")
+            if failure.reason != "busy":  # then the client is told to come back, and nothing has failed
+                self.metrics.failed_over("none")
             return None
         self.metrics.failed_over(todo.value)
         why = f"prefill_{failure.reason}" if at_p else "decode_in_stream" if past.begun else "decode_failed"

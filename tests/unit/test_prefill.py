@@ -106,3 +106,20 @@ def test_p_serves_of_a_window_just_what_vllm_keeps_and_d_needs_no_more(window: i
         assert [b for b in blocks if fetch(side, 0, 1, b * block_size, ends[b]) is not None] == kept, tokens
         oldest = max(0, tokens + 1 - window)  # that the token after these looks at
         assert oldest // block_size in kept or oldest == tokens, tokens
+
+
+def still(side: PrefillSide, now: float, transfer: str = "t") -> float:
+    (action,) = side.handle(wire.Pull(transfer, "p", "d", "zmq:x"), now)
+    assert isinstance(action, Send) and isinstance(action.message, wire.Offer)
+    return action.message.still
+
+
+def test_an_offer_says_how_long_vllm_has_made_no_step_in_the_middle_of_a_prompt(side: PrefillSide) -> None:
+    assert still(side, 50.0) == 0, "nobody has said when it made one"
+    side.stepped = 10.0
+    assert still(side, 10.9) == 0 and still(side, 12.0) == 2.0
+    assert still(side, 40.0, "another, not begun") == 30.0
+    side.stepped = 41.0
+    assert still(side, 41.5) == 0
+    side.handle(Pinned("t"), 42.0)
+    assert still(side, 90.0) == still(side, 90.0, "another, not begun") == 0, "an idle vLLM makes no steps"

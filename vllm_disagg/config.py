@@ -51,6 +51,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for url in (*self.proxies, *filter(None, [self.advertise])):
             if not url.startswith(("http://", "https://")):
                 raise ConfigError(f"register and advertise: {url!r} is not a URL; it looks like http://HOST:PORT")
+        self._validate_host()
+
+    def _validate_host(self) -> None:
+        """And that only those who have the fleet key are believed."""
         try:
             address = ipaddress.ip_address(self.host)
         except ValueError:

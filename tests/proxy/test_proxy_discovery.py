@@ -5,7 +5,9 @@ import asyncio
 import pytest
 
 from proxy_world import KEY, Call, World, answer, answer_at_once, until, world
+from vllm_disagg.grants import MARGIN
 from vllm_disagg.keys import FleetKey
+from vllm_disagg.proxy import discovery
 from vllm_disagg.proxy.discovery import engine_in
 
 
@@ -252,3 +254,23 @@ async def test_a_full_kv_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
         await until(elsewhere)
         await asyncio.sleep(0.1)
         assert {(await w.post()).json()["text"] for _ in range(4)} == {"d1"}
+
+
+async def test_grants_end_by_the_clock_of_the_engine_that_they_are_for() -> None:
+    """Which has begun at any time, and drifts: a grant that it refuses is minted anew, by what the refusal says."""
+    async with world() as w:
+        assert (await w.post()).json()["leg"] == "decode"
+        for call, engine in ((w.p.calls[-1], w.p), (w.d.calls[-1], w.d)):
+            assert call.grant and MARGIN < call.grant.until - engine.clock <= call.grant.patience + MARGIN + 1
+        w.p.began_at += 100_000.0
+        assert (await w.post()).status == 200 and w.p.refused == 1
+        assert (await w.post()).json()["leg"] == "decode" and w.p.refused == 1
+        assert w.p.calls[-1].grant
+
+
+async def test_a_clock_that_was_told_long_ago_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world() as w:
+        assert w.p.probes == w.d.probes == 1
+        monkeypatch.setattr(discovery, "DRIFT", 0.2)
+        await until(lambda: w.p.probes > 2 and w.d.probes > 2)
+        assert (await w.post()).json()["leg"] == "decode"

@@ -31,9 +31,11 @@ BLOCK, WINDOW, CHUNK = 16, 16, 128
 NOBODY: set[str] = set()
 LENGTH = 125  # tokens of a prompt
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
-MODEL = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 64, "vocab_size": 512,
-         "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 2048,
-         "torch_dtype": "bfloat16"}  # fmt: skip
+MODEL = {
+    **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 64},
+    **{"vocab_size": 512, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
+    **{"max_position_embeddings": 2048, "torch_dtype": "bfloat16"},
+}
 KIND = Kind("kv", BLOCK, [32], [[Region(0, [("h", 1, 32), ("t", BLOCK, 2), ("c", 2, 1)])]], 1, 0, 1)
 
 

@@ -107,6 +107,15 @@ class Process:
             except ProcessLookupError:
                 pass
 
+    def child(self, title: str) -> int:
+        """The process id of one that it has started, directly or not, by a part of its title."""
+        assert self._process is not None
+        ours = [self._process.pid]
+        for parent in ours:
+            for thread in Path(f"/proc/{parent}/task").iterdir():
+                ours += [int(pid) for pid in (thread / "children").read_text().split()]
+        return next(pid for pid in ours if title in Path(f"/proc/{pid}/cmdline").read_text())
+
     def lower(self, nice: int) -> None:
         """Let whoever has started later go first: idle workers of vLLM spin, and an engine that starts needs the core."""
         if self._process is not None:

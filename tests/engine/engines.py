@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import http.client
 import json
@@ -110,10 +111,13 @@ class Process:
     def child(self, title: str) -> int:
         """The process id of one that it has started, directly or not, by a part of its title."""
         assert self._process is not None
+        parents = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it has ended
+                parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
         ours = [self._process.pid]
         for parent in ours:
-            for thread in Path(f"/proc/{parent}/task").iterdir():
-                ours += [int(pid) for pid in (thread / "children").read_text().split()]
+            ours += [pid for pid, its in parents.items() if its == parent]
         return next(pid for pid in ours if title in Path(f"/proc/{pid}/cmdline").read_text())
 
     def lower(self, nice: int) -> None:

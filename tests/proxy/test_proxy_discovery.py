@@ -268,6 +268,29 @@ async def test_grants_end_by_the_clock_of_the_engine_that_they_are_for() -> None
         assert w.p.calls[-1].grant
 
 
+async def test_an_engine_that_restarts_between_two_probes_is_probed_again() -> None:
+    """The second one names who has answered the first, and is refused."""
+    async with world() as w:
+        card, told = w.p.card, list[str]()
+
+        def once_of_before(call: Call) -> dict[str, object]:
+            told.append(call.grant.engine if call.grant else "")
+            return card(call) | ({"incarnation": "p0-before"} if len(told) == 1 else {})
+
+        w.p.card = once_of_before  # type: ignore[method-assign]
+        await w.p.stop()
+        await asyncio.sleep(0.1)
+        await w.p.start()
+        await until(lambda: len(told) == 3)
+
+        async def usable() -> bool:
+            return bool((await instance(w, w.p.url))["usable"])
+
+        await until(usable)
+        assert told == ["", "p0-before", ""]
+        assert (await w.post()).json()["leg"] == "decode"
+
+
 async def test_a_clock_that_was_told_long_ago_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async with world() as w:
         assert w.p.probes == w.d.probes == 1

@@ -262,6 +262,8 @@ class SchedulerSide:
             raise BadGrant(f"it ended {now - until:.1f} s ago")
         if until > now + MAX_VALIDITY:
             raise BadGrant(f"good for {until - now:.0f} s, which is too long")
+        if use == "probe":  # it changes nothing
+            return
         if (use, transfer) in self._used:
             raise BadGrant("used before")
         if len(self._used) >= USED:  # to forget one would make it new

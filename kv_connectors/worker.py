@@ -156,7 +156,7 @@ class WorkerSide:
         if self._cached:  # asked for after each step, also one that computes nothing
             self._announce(self._cached, len(self._layers))
             self._cached = []
-        sent, received, failed = set(), set(), set()
+        sent, received, failed = set[str](), set[str](), set[str]()
         for outcome in self.driver.take():
             if isinstance(outcome, events.Found):
                 self._found.setdefault(outcome.transfer, []).append(outcome.tokens)

@@ -27,6 +27,7 @@ CHAOS = {  # percent, each time it may happen; a leap is a long time in which no
     **{"abort": 2, "preempt": 2, "cancel": 2, "die": 1, "freeze": 1, "leap": 1, "lie": 2, "reroute": 2},
     **{"differ": 10, "unlink": 2, "loop": 2},
 }
+CHANCES = {**CHAOS, "stand": 4}  # P's vLLM stands still while its workers' threads live: in worlds of their own
 MOODS = (0, 1, 1, 5)  # a world has much of some mischief and none of other: rare faults meet only so (swarm testing)
 Topology = tuple[int, int, tuple[str, int], tuple[str, int]]  # heads, window; of P and of D: split, block size
 EQUAL: Topology = (2, 0, ("one", 4), ("one", 4))
@@ -40,7 +41,7 @@ class World:
     ) -> None:
         self.random = random.Random(seed)
         self.chaos = {
-            what: CHAOS[what] * (self.random.choice(MOODS) if "die" in chaos else 1) for what in sorted(chaos)
+            what: CHANCES[what] * (self.random.choice(MOODS) if "die" in chaos else 1) for what in sorted(chaos)
         }
         self.now = 0.0
         self.log: list[str] = []
@@ -88,10 +89,10 @@ class World:
         p, kind = self.prefill, self.random.randrange(12)
         if kind <= 4:
             self.deliver()
-        elif kind == 5 and not p.frozen:
+        elif kind == 5 and not p.stands:
             p.midway = self.random.random() < 0.5
             p.compute()
-        elif kind == 6 and not p.frozen:
+        elif kind == 6 and not p.stands:
             p.finish()
         elif kind == 7:
             self.dispatch()
@@ -153,6 +154,8 @@ class World:
 
     def mischief(self) -> None:
         p = self.prefill
+        if "stand" in self.chaos and self.roll("stand"):
+            p.standing = not p.standing
         if self.roll("lie"):
             self.lie()
         if self.roll("reroute"):
@@ -244,6 +247,7 @@ class World:
     def settle(self) -> None:
         """From now on nothing goes wrong; then everything must come to its end."""
         self.chaos = {}
+        self.prefill.standing = False
         for side in self.sides.values():
             side.frozen = False
         for _ in range(400):

@@ -39,7 +39,13 @@ class Engine:
     def has(self, name: str) -> bool:
         return any(rank.name == name for rank in self.ranks)
 
+    def stepped(self) -> None:
+        """vLLM's thread was here."""
+        for rank in self.ranks:
+            rank.serving.machine.stepped = rank.now
+
     def tell(self, event: object) -> None:
+        self.stepped()
         for rank in self.ranks:
             rank.inbox.append(event)
 
@@ -108,7 +114,13 @@ class PrefillEngine(Engine):
         self.prompts: dict[str, Prompt] = {}
         self.dirty: list[int] = []  # freed, to be overwritten when the engine runs next
         self.midway = False
+        self.standing = False
         self.computing = False
+
+    @property
+    def stands(self) -> bool:
+        """Whether vLLM's thread makes no step."""
+        return self.frozen or self.standing
 
     def submit(self, transfer: str, sources: list[Worker]) -> None:
         length = self.world.lengths[transfer]
@@ -116,6 +128,7 @@ class PrefillEngine(Engine):
 
     def compute(self) -> None:
         """One engine step: a chunk of one prompt, layer by layer; blocks freed earlier are overwritten."""
+        self.stepped()
         for rank in self.ranks:
             rank.scribble(self.dirty)
         self.free, self.dirty = self.free + self.dirty, []
@@ -264,7 +277,7 @@ class PrefillEngine(Engine):
         return self.prompts.get(transfer)
 
     def meanwhile_sending(self, holder: object) -> None:
-        if self.midway and not self.computing:  # vLLM's thread does not wait for the driver's
+        if self.midway and not self.computing and not self.standing:  # vLLM's thread does not wait for the driver's
             random = self.world.random
             if isinstance(holder, Prompt) and not holder.pinned and self.world.chaos.get("preempt") and random.random() < 0.3:
                 self.withdraw(holder, again=True)
@@ -341,6 +354,7 @@ class DecodeEngine(Engine):
 
     def step(self) -> None:
         """The end of a step: what prefix-cache hits are made of has been computed.  Requests that do not wait may end."""
+        self.stepped()
         for back, cached in list(self.cached.items()):
             if not cached.is_said:
                 cached.is_said = True

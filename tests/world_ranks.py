@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from world_engines import Engine
 
 LAYERS, CELL = 3, 2  # of the model; bytes of a token of a head
-LEASE, RETRY, SILENCE = 10.0, 0.5, 2.0
+LEASE, RETRY, SILENCE, STALL = 10.0, 0.5, 2.0, 8.0
 Place = tuple[int, int, int, int]  # layer, head, block, slot
 LIAR = "p0.99"
 BACK = "b"  # ends the name of a transfer from D to P, of the same prompt
@@ -214,7 +214,7 @@ class Reading(Half):
         super().__init__(rank)
         window = self.world.random.choice([10, 100])
         self.machine = DecodeSide(
-            rank.name, rank.name, rank.rank, rank.shape, retry=RETRY, silence=SILENCE, piece=40, window=window
+            rank.name, rank.name, rank.rank, rank.shape, retry=RETRY, silence=SILENCE, stall=STALL, piece=40, window=window
         )
         self.landing: list[tuple[events.Land, bool, list[str]]] = []
         self.frames: tuple[list[str], list[str]] = ([], [])

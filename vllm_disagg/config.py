@@ -28,6 +28,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease: Seconds = 10.0  # P keeps blocks so long for a reader that gives no sign of life
     retry: Seconds = 0.5  # between D's signs of life; more often costs messages
     silence: Seconds = 2.0  # D gives P up after so long without a word; a false alarm costs a recompute
+    stall: Seconds = 30.0  # D gives P up when P's vLLM makes no step for so long; longer than any step, which may compile
     piece: Bytes = 4 << 20  # bytes moved per request to P; larger ones cost less CPU and overlap less
     overlap: Literal["layer", "chunk", "off"] = "layer"  # P offers KV with each few layers, chunk, or prompt: docs/transports.md
     window: Bytes = 32 << 20  # bytes on their way to D at a time; bounds memory on both sides
@@ -50,6 +51,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for url in (*self.proxies, *filter(None, [self.advertise])):
             if not url.startswith(("http://", "https://")):
                 raise ConfigError(f"register and advertise: {url!r} is not a URL; it looks like http://HOST:PORT")
+        self._validate_host()
+
+    def _validate_host(self) -> None:
+        """And that only those who have the fleet key are believed."""
         try:
             address = ipaddress.ip_address(self.host)
         except ValueError:

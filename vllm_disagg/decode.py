@@ -117,7 +117,8 @@ class Transfer:
 class DecodeSide:
     """All transfers of one decode rank.
 
-    `retry`: seconds between signs of life; `silence`: seconds without one after which P is given up;
+    `retry`: seconds between signs of life; `silence`: seconds without one after which P is given up; `stall`: seconds without
+    a step of P's vLLM after which it is given up, if it still has to compute something of ours;
     `piece` and `window`: bytes of a piece, and on their way at a time.
     """
 
@@ -130,6 +131,7 @@ class DecodeSide:
         *,
         retry: float = 0.5,
         silence: float = 2.0,
+        stall: float = 30.0,
         piece: int = 4 << 20,
         window: int = 32 << 20,
     ) -> None:
@@ -139,6 +141,7 @@ class DecodeSide:
         self.shape = shape
         self.retry = retry
         self.silence = silence
+        self.stall = stall
         self.piece = piece
         self.window = window
         self.transfers: dict[str, Transfer] = {}
@@ -250,6 +253,8 @@ class DecodeSide:
 
     def _offer(self, event: wire.Offer, t: Transfer, source: Source, now: float) -> list[DecodeAction]:
         told = (event.tokens, event.ahead, event.layers)
+        if event.still >= self.stall and source.state is State.MOVING and event.tokens < t.token_end:
+            return self._fail(event.transfer, Reason.STALLED, now)
         if t.reason is not None or source.state is not State.MOVING or told <= (source.tokens, source.ahead, source.layers):
             return []  # repeated, or overtaken by a later one
         source.tokens, source.ahead, source.layers = told

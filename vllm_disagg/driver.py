@@ -74,6 +74,7 @@ class Driver:
         self._is_broken = False
         self._landing: set[str] = set()  # once broken: transfers into whose blocks a carrier may still write
         self._owed: set[tuple[type[Outcome], str]] = set()  # outcomes vLLM waits for
+        self._stepped = time.monotonic()  # when its thread was here last
         self._thread = threading.Thread(target=self._run, name="vllm-disagg", daemon=True)
         self._control = Control(config, key, self.name)
         self._control.poller.register(self._woken, zmq.POLLIN)
@@ -95,6 +96,7 @@ class Driver:
             memory.shape,
             retry=config.retry,
             silence=config.silence,
+            stall=config.stall,
             piece=config.piece,
             window=config.window,
         )
@@ -111,6 +113,7 @@ class Driver:
 
     # vLLM's thread -------------------------------------------------------------------------------------------
     def submit(self, facts: Iterable[Fact]) -> None:
+        self._stepped = time.monotonic()
         for fact in facts:
             if (kind := OWED.get(type(fact))) is not None:
                 self._owed.add((kind, fact.transfer))
@@ -123,6 +126,7 @@ class Driver:
 
     def take(self) -> list[Outcome]:
         """What has ended since the last call, each once."""
+        self._stepped = time.monotonic()
         taken = []
         while self._outbox:
             taken.append(self._outbox.popleft())
@@ -269,7 +273,7 @@ class Driver:
 
     # Actions -------------------------------------------------------------------------------------------------
     def _do_prefill(self, event: events.PrefillEvent) -> None:
-        now = time.monotonic()
+        now, self._prefill.stepped = time.monotonic(), self._stepped
         self._remember(now, event)
         for action in self._prefill.handle(event, now):
             self._remember(now, action)

@@ -26,6 +26,7 @@ class Reason(str, Enum):
     REFUSED = "refused"  # P knows nothing (any more) of this transfer, or has no room for it
     SILENT = "silent"  # P does not answer
     LATE = "late"  # P answers, but nothing moves
+    STALLED = "stalled"  # P's worker answers, but its vLLM has made no step for long, and has work
     CORRUPT = "corrupt"  # bytes did not match their checksum or size, again and again
     BROKEN = "broken"  # our own driver failed
     LOST = "lost"  # P let go of the blocks before we were done

@@ -45,6 +45,7 @@ from .shape import STATE, Shape
 
 MEMORY = 4096  # transfers known at a time, and endings remembered
 MAX_SENDS = 64  # pieces a reader may have outstanding
+MOMENT = 1.0  # seconds between two steps that are not worth a look
 MAX_PIECE = 64 << 20  # bytes
 
 
@@ -105,6 +106,7 @@ class PrefillSide:
         self.grace = grace
         self.transfers: dict[str, Transfer] = {}
         self.settled: dict[str, frozenset[str]] = {}  # the last endings, and which readers were done by then
+        self.stepped: float | None = None  # when vLLM's thread was here last; the driver says it
 
     def handle(self, event: PrefillEvent, now: float) -> list[PrefillAction]:
         match event:
@@ -229,7 +231,7 @@ class PrefillSide:
             why = Reason.WITHDRAWN if t.is_spoiled else Reason.DIFFERENT
             return [self._refuse(event.transfer, t, event.reader, why), *self._release_if_over(event.transfer, t)]
         if reader.is_active:
-            return [self._offer(event.transfer, t, event.reader)]
+            return [self._offer(event.transfer, t, event.reader, self._still(now))]
         return [_fail(event)] if reader.gone else []
 
     def _fetch(self, event: wire.Fetch, now: float) -> list[PrefillAction]:
@@ -305,11 +307,14 @@ class PrefillSide:
         t.readers[reader].gone = True
         return Send(reader, wire.Fail(transfer, self.name, reader, why.value))
 
-    def _offer(self, transfer: str, t: Transfer, reader: str) -> Send:
-        offer = wire.Offer(
-            transfer=transfer, source=self.name, reader=reader, tokens=t.tokens, ahead=t.ahead, layers=t.layers
-        )
-        return Send(reader, offer)
+    def _offer(self, transfer: str, t: Transfer, reader: str, still: float = 0.0) -> Send:
+        return Send(reader, wire.Offer(transfer, self.name, reader, t.tokens, t.ahead, t.layers, still))
+
+    def _still(self, now: float) -> float:
+        """How long vLLM has made no step although a request of ours is in the middle of one.  An idle vLLM makes none."""
+        if self.stepped is None or now < self.stepped + MOMENT:
+            return 0.0
+        return now - self.stepped if any(t.state is State.COMPUTING for t in self.transfers.values()) else 0.0
 
     def _answer(self, done: wire.Done, intact: bool) -> Send:
         settled = wire.Settled(transfer=done.transfer, source=self.name, reader=done.reader, intact=intact)

@@ -54,7 +54,10 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
-    """Final: tokens [0, tokens) in all layers, and tokens [0, ahead) in the layers [0, layers).  Cumulative."""
+    """Final: tokens [0, tokens) in all layers, and tokens [0, ahead) in the layers [0, layers).  Cumulative.
+
+    `still`: seconds since P's vLLM has last begun or ended a step, while a prompt of this kind waits for its next one.
+    """
 
     transfer: Name
     source: Name
@@ -62,6 +65,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     tokens: Count
     ahead: Count
     layers: Count
+    still: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 class Fetch(msgspec.Struct, frozen=True, tag="fetch"):

@@ -19,6 +19,7 @@ from engines import ROOT, Engine, Process, Proxy, free_port, get, wait
 
 from vllm_disagg import keys
 
+STALL = 12.0  # seconds; the default is longer than any step, and this than any step here
 ORDER = ["test_exact", "test_prefixes", "test_api", "test_grants", "test_cancel", "test_sensitive", "test_preempt"]
 ORDER += ["test_bench", "test_live"]
 LAST = ["test_turns", "test_deaths", "test_tp2", "test_topologies", "test_ranks", "test_versions", "test_modes"]
@@ -103,7 +104,8 @@ class Main:
         self.meeting = free_port()  # of a proxy that is not there yet, to which both make themselves known
         register = f"http://127.0.0.1:{self.meeting}"
         self.prefill = Engine("P", machine.folder, role="kv_producer", cpu="0", register=register)
-        self.decode = Engine("D", machine.folder, role="kv_consumer", cpu="1", register=register)
+        settings: dict[str, object] = {"stall": STALL}
+        self.decode = Engine("D", machine.folder, role="kv_consumer", cpu="1", register=register, settings=settings)
         self.plain = Engine("plain", machine.folder, cpu="1")
         self.proxy = Proxy(machine.folder, self.prefill, self.decode)
         machine.start(self.prefill, self.decode, self.plain)

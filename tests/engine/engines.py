@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import http.client
 import json
@@ -109,6 +110,18 @@ class Process:
                 os.killpg(self._process.pid, number)
             except ProcessLookupError:
                 pass
+
+    def child(self, title: str) -> int:
+        """The process id of one that it has started, directly or not, by a part of its title."""
+        assert self._process is not None
+        parents = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it has ended
+                parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        ours = [self._process.pid]
+        for parent in ours:
+            ours += [pid for pid, its in parents.items() if its == parent]
+        return next(pid for pid in ours if title in Path(f"/proc/{pid}/cmdline").read_text())
 
     def lower(self, nice: int) -> None:
         """Let whoever has started later go first: idle workers of vLLM spin, and an engine that starts needs the core."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
 
 from asking import Record, ask, at_once, body, expect_same, tokens
-from conftest import Main
+from conftest import STALL, Main
 from engines import wait
+
+from vllm_disagg import grants
 
 
 def while_running(main: Main, count: int, length: int, do: object, after: float = 0.05) -> list[float]:
@@ -47,6 +50,30 @@ def test_a_decode_engine_that_freezes(main: Main) -> None:
         main.decode.signal(signal.SIGCONT)
 
     while_running(main, 8, 1800, freeze)
+    main.expect_well()
+
+
+def test_a_prefill_engine_whose_core_stands_still_while_its_worker_lives(main: Main) -> None:
+    """The worker answers D all the while, and /health is green: D gives P up after `stall`, long before the patience."""
+    asked = [body(tokens(1800 + at, time.monotonic()), 8) for at in range(8)]
+    plain = at_once(lambda one: ask(main.plain.url, one), asked)
+    stalled, before = main.decode.metric("vllm:disagg_failed_stalled_total"), main.decode.received
+    core = main.prefill.child("EngineCore")
+    transfers = [grants.new_transfer() for _ in asked]
+    legs = [main.legs.send_prefill(one, transfer) for one, transfer in zip(asked, transfers, strict=True)]
+    answers = [main.legs.send_decode(one, transfer) for one, transfer in zip(asked, transfers, strict=True)]
+    wait("KV moves", lambda: main.decode.received > before, 20, every=0.01)
+    os.kill(core, signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        for answer, expected in zip(answers, plain, strict=True):
+            expect_same(answer.result(STALL + 30), expected)
+        assert main.prefill.is_ready(), "its API server lives"
+        assert time.monotonic() - began > STALL / 2
+        assert main.decode.metric("vllm:disagg_failed_stalled_total") > stalled
+    finally:
+        os.kill(core, signal.SIGCONT)
+    assert {leg.result().status for leg in legs} == {200}
     main.expect_well()
 
 

@@ -54,18 +54,19 @@ def refused(main: Main) -> dict[str, tuple[str, str]]:
     legs, stranger = main.legs, keys.FleetKey(b"s" * keys.SIZE)
     new = grants.new_transfer
     good = legs.mint("decode", new())
+    p_end, d_end, of_p = legs.until("prefill"), legs.until("decode"), legs.p.workers
     payload, mac = good.split(".")
     dead = grants.Worker("dead/0", "tcp://127.0.0.1:9", "tcp://127.0.0.1:9")
     return {
         "another key": (
             "D",
-            grants.mint(stranger, grants.Grant(2, "decode", new(), legs.d.incarnation, legs.p.workers, until=legs.until("decode"))),
+            grants.mint(stranger, grants.Grant(2, "decode", new(), legs.d.incarnation, of_p, until=d_end)),
         ),
-        "another key on P": ("P", grants.mint(stranger, grants.Grant(2, "prefill", new(), legs.p.incarnation, until=legs.until("prefill")))),
+        "another key on P": ("P", grants.mint(stranger, grants.Grant(2, "prefill", new(), legs.p.incarnation, until=p_end))),
         "without a key": (
             "D",
             grants.mint(
-                keys.FleetKey(None), grants.Grant(2, "decode", new(), legs.d.incarnation, legs.p.workers, until=legs.until("decode"))
+                keys.FleetKey(None), grants.Grant(2, "decode", new(), legs.d.incarnation, of_p, until=d_end)
             ),
         ),
         "ended": ("D", legs.mint("decode", new(), until=0.5)),

@@ -139,6 +139,7 @@ class ScriptedEngine:
         self.nixl = False
         self.close_after = False  # close each connection after its answer, like a server whose patience is over
         self.probes = 0
+        self.refused = 0  # prefill legs
         self.port = 0
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -167,6 +168,10 @@ class ScriptedEngine:
         engine = Engine(self.incarnation + of, self.role, workers, self.layout, rank, two_way=self.two_way)  # type: ignore[arg-type]
         return msgspec.to_builtins(engine) | {"clock": self.clock}
 
+    def card(self, call: Call) -> dict[str, Any]:
+        """What the answer to a grant that does not hold says."""
+        return {what: said for what, said in self.facts(call.rank).items() if what in ("incarnation", "clock", "rank")}
+
     @property
     def clock(self) -> float:
         """Its own, which has nothing to do with the proxy's."""
@@ -175,7 +180,9 @@ class ScriptedEngine:
     def accepts(self, call: Call) -> bool:
         """As an engine does; the tests of who takes what come after."""
         grant = call.grant
-        return grant is None or (grant.leg == "probe" and not grant.engine) or self.clock <= grant.until < self.clock + MAX_VALIDITY
+        if grant is None or (grant.leg == "probe" and not grant.engine):
+            return True
+        return self.clock <= grant.until < self.clock + MAX_VALIDITY
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
@@ -252,7 +259,7 @@ class ScriptedEngine:
             return
         facts = self.facts(call.rank)
         if call.grant.engine != facts["incarnation"] or not self.accepts(call):
-            facts = {what: facts[what] for what in ("incarnation", "clock", "rank")}
+            facts = self.card(call)
         params = None if self.plain else {"disagg_engine": facts}
         if self.nixl:
             params = {"remote_engine_id": self.incarnation, "remote_block_ids": [[1]], "do_remote_prefill": True}
@@ -276,6 +283,9 @@ class ScriptedEngine:
             call.raw_write(f"HTTP/1.1 200 X\r\ncontent-type: text/plain\r\ncontent-length: {len(text)}\r\n\r\n{text}")
         elif call.path.endswith("tokenize"):
             await call.json({"tokens": [1]})
+        elif call.leg == "prefill" and not self.accepts(call):
+            self.refused += 1
+            await call.json({"choices": [{"text": "x"}], "kv_transfer_params": {"disagg_engine": self.card(call)}})
         else:
             assert self.accepts(call), (call.grant, self.clock)
             self.calls.append(call)

@@ -7,7 +7,9 @@ import time
 import pytest
 
 from proxy_world import KEY, Call, World, answer, answer_at_once, until, world
+from vllm_disagg.grants import MARGIN
 from vllm_disagg.keys import FleetKey
+from vllm_disagg.proxy import discovery
 from vllm_disagg.proxy.discovery import Discovery, engine_in
 from vllm_disagg.proxy.fleet import Instance
 
@@ -317,3 +319,46 @@ async def test_a_standstill_of_ours_is_not_an_instance_s_silence(caplog: pytest.
         await asyncio.sleep(0.1)
         assert "is not used" not in caplog.text
         assert all(row["usable"] for row in (await w.get("/disagg/instances")).json())
+
+
+async def test_grants_end_by_the_clock_of_the_engine_that_they_are_for() -> None:
+    """Which has begun at any time, and drifts: a grant that it refuses is minted anew, by what the refusal says."""
+    async with world() as w:
+        assert (await w.post()).json()["leg"] == "decode"
+        for call, engine in ((w.p.calls[-1], w.p), (w.d.calls[-1], w.d)):
+            assert call.grant and MARGIN < call.grant.until - engine.clock <= call.grant.patience + MARGIN + 1
+        w.p.began_at += 100_000.0
+        assert (await w.post()).status == 200 and w.p.refused == 1
+        assert (await w.post()).json()["leg"] == "decode" and w.p.refused == 1
+        assert w.p.calls[-1].grant
+
+
+async def test_an_engine_that_restarts_between_two_probes_is_probed_again() -> None:
+    """The second one names who has answered the first, and is refused."""
+    async with world() as w:
+        card, told = w.p.card, list[str]()
+
+        def once_of_before(call: Call) -> dict[str, object]:
+            told.append(call.grant.engine if call.grant else "")
+            return card(call) | ({"incarnation": "p0-before"} if len(told) == 1 else {})
+
+        w.p.card = once_of_before  # type: ignore[method-assign]
+        await w.p.stop()
+        await asyncio.sleep(0.1)
+        await w.p.start()
+        await until(lambda: len(told) == 3)
+
+        async def usable() -> bool:
+            return bool((await instance(w, w.p.url))["usable"])
+
+        await until(usable)
+        assert told == ["", "p0-before", ""]
+        assert (await w.post()).json()["leg"] == "decode"
+
+
+async def test_a_clock_that_was_told_long_ago_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world() as w:
+        assert w.p.probes == w.d.probes == 1
+        monkeypatch.setattr(discovery, "DRIFT", 0.2)
+        await until(lambda: w.p.probes > 2 and w.d.probes > 2)
+        assert (await w.post()).json()["leg"] == "decode"

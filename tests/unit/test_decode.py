@@ -55,6 +55,17 @@ def test_an_older_offer_changes_nothing(side: DecodeSide) -> None:
     assert (t.sources["p"].tokens, t.moved) == before
 
 
+@pytest.mark.parametrize(("tokens", "still", "ends"), [(0, 29.9, False), (4, 30.0, True), (8, 99.0, False)])
+def test_a_p_that_stands_still_is_given_up_if_it_owes_more_than_bytes(
+    side: DecodeSide, tokens: int, still: float, ends: bool
+) -> None:
+    side.handle(offer(tokens), 0.1)
+    actions = side.handle(msgspec.structs.replace(offer(tokens), still=still), 0.6)  # asked again, the same answer
+    assert [a.reason for a in actions if isinstance(a, Report)] == ([Reason.STALLED] if ends else [])
+    if ends:
+        assert said(actions) == ["Fail", "Report"] and not side.transfers
+
+
 def test_a_silent_p_is_asked_again_and_then_given_up(side: DecodeSide) -> None:
     for now in (0.5, 1.0, 1.5):
         assert said(side.handle(Tick(), now)) == ["Pull"]

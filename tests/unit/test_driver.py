@@ -111,6 +111,20 @@ def test_a_dead_source_is_noticed(start: Callable[..., Driver]) -> None:
     assert time.monotonic() - began < 4
 
 
+def test_a_source_whose_vllm_stands_still_is_given_up_and_one_that_steps_is_not(start: Callable[..., Driver]) -> None:
+    """Its driver lives and answers all the while."""
+    p, d = start(memory(64, 1)), start(memory(64, None), silence=0.9, retry=0.3, stall=1.5)
+    d.submit([wanted(p, d, "ef" * 16, [1, 2], 0, 20)])
+    p.submit([events.Scheduled("ef" * 16, 10, [[1]]), events.Computed("ef" * 16, LAYERS)])
+    end = time.monotonic() + 3
+    while time.monotonic() < end:  # steps of other requests
+        assert not p.take() and not d.take()
+        time.sleep(0.05)
+    report = outcome(d)
+    assert isinstance(report, events.Report) and report.reason is events.Reason.STALLED
+    assert 1.2 < time.monotonic() - end < 4
+
+
 def test_a_reader_may_come_back_while_its_old_connections_seem_alive(start: Callable[..., Driver]) -> None:
     """As after a freeze: P has not noticed yet that the old ones are dead."""
     p, d = start(memory(64, 1)), start(memory(64, None), silence=0.9, retry=0.3)

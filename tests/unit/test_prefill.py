@@ -188,3 +188,20 @@ def test_what_was_taken_back_is_not_confirmed(side: PrefillSide) -> None:
     side.handle(Withdrawn("t"), 0.1)
     (action,) = side.handle(wire.Done("t", "p", "d"), 0.2)
     assert isinstance(action, Send) and action.message == wire.Settled("t", "p", "d", intact=False)
+
+
+def still(side: PrefillSide, now: float, transfer: str = "t") -> float:
+    (action,) = side.handle(wire.Pull(transfer, "p", "d", "zmq:x"), now)
+    assert isinstance(action, Send) and isinstance(action.message, wire.Offer)
+    return action.message.still
+
+
+def test_an_offer_says_how_long_vllm_has_made_no_step_in_the_middle_of_a_prompt(side: PrefillSide) -> None:
+    assert still(side, 50.0) == 0, "nobody has said when it made one"
+    side.stepped = 10.0
+    assert still(side, 10.9) == 0 and still(side, 12.0) == 2.0
+    assert still(side, 40.0, "another, not begun") == 30.0
+    side.stepped = 41.0
+    assert still(side, 41.5) == 0
+    side.handle(Pinned("t"), 42.0)
+    assert still(side, 90.0) == still(side, 90.0, "another, not begun") == 0, "an idle vLLM makes no steps"

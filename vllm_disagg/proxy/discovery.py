@@ -244,6 +244,8 @@ class Discovery:
             answer = await self._ask_who(instance, model)
             if (card := card_in(answer)) and card.rank == instance.rank:  # now it can be asked by name
                 answer = await self._ask_who(instance, model, card)
+                if (again := card_in(answer)) is None or again.incarnation != card.incarnation:
+                    raise _Odd("it is another process than a moment ago")
         except TimeoutError:
             if not instance.up:  # else it is healthy and has much to do; it is asked again
                 instance.down("does not answer a probe in time")
@@ -253,10 +255,11 @@ class Discovery:
         else:
             instance.stepping.lived(asyncio.get_running_loop().time())
             names, engine = [m.id for m in models.data], engine_in(answer)
+            if card:
+                instance.tells_clock(engine.clock if engine else card.clock, asyncio.get_running_loop().time())
             if engine:
-                instance.tells_clock(engine.clock, asyncio.get_running_loop().time())
                 engine = msgspec.structs.replace(engine, clock=0.0)  # no fact of it: it would always seem to have changed
-            elif card and card.rank != instance.rank:  # another one of them may answer each time
+            elif card and card.rank != instance.rank:  # each time another one may answer
                 engine = Engine(card.incarnation, instance.role, [], {}, card.rank)
             instance.probed(model, engine, names, nixl=params_in(answer) is not None)
         self._note(instance)

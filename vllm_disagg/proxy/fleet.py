@@ -87,7 +87,7 @@ class Instance:
             return
         if engine is None:
             self.why_not = (
-                "serves no KV transfers: either it runs without a connector, or with another fleet key than this proxy"
+                "serves no KV transfers: either it runs without a connector, or with another fleet key or version than this proxy"
             )
         elif engine.role not in (self.role, "both"):
             self.why_not = f"is given as --{self.role}, but its connector's role is {engine.role}"

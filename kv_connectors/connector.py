@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .messages import StepMetadata
 
 # In vLLM's processes our log lines go where vLLM's go.
-logging.getLogger("vllm_disagg").handlers = logging.getLogger("vllm").handlers
+logging.getLogger("vllm_disagg").handlers = list(logging.getLogger("vllm").handlers)
 logging.getLogger("vllm_disagg").setLevel(logging.getLogger("vllm").level)
 
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}

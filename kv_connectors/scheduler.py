@@ -194,11 +194,10 @@ class SchedulerSide:
         if grant.leg != "probe":
             ours = self._next.loading if grant.leg == "decode" else self._next.serving
             ours[grant.transfer] = request.request_id
-            if not digest:
-                log.warning("request %s: nothing tells whose prompt this is; it is served here alone", request.request_id)
-                self._give_up(leg)
-            elif grant.leg == "prefill" and self._last and not one:  # more tokens would stand under the left-out one's hash
-                log.warning("request %s: a prefill leg of more than one token; it is served here alone", request.request_id)
+            if not digest or (grant.leg == "prefill" and self._last and not one):
+                # A second token would be cached under the hash of the one that is left out.
+                why = "a prefill leg of more than one token" if digest else "nothing tells whose prompt this is"
+                log.warning("request %s: %s; it is served here alone", request.request_id, why)
                 self._give_up(leg)
         return leg
 

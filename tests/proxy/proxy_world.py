@@ -283,13 +283,17 @@ class ScriptedEngine:
             call.raw_write(f"HTTP/1.1 200 X\r\ncontent-type: text/plain\r\ncontent-length: {len(text)}\r\n\r\n{text}")
         elif call.path.endswith("tokenize"):
             await call.json({"tokens": [1]})
-        elif call.leg == "prefill" and not self.accepts(call):
+        else:
+            await self._leg(call)
+
+    async def _leg(self, call: Call) -> None:
+        if call.leg == "prefill" and not self.accepts(call):
             self.refused += 1
             await call.json({"choices": [{"text": "x"}], "kv_transfer_params": {"disagg_engine": self.card(call)}})
-        else:
-            assert self.accepts(call), (call.grant, self.clock)
-            self.calls.append(call)
-            await self.script(call)
+            return
+        assert self.accepts(call), (call.grant, self.clock)
+        self.calls.append(call)
+        await self.script(call)
 
 
 class Reply:

@@ -135,7 +135,8 @@ class WorkerSide:
 
     def _take_back(self, name: str) -> None:
         """What readers were offered has changed, and they may have read it before."""
-        log.warning("%s was computed again in one step: its readers recompute %d prompts", name, len(self._computing))
+        count = len(self._computing)
+        log.warning("layer %s was computed again after its KV was offered; D recomputes the %d prompts of this step", name, count)
         self._announced = 0
         self.driver.submit([events.Recomputed(transfer) for transfer in self._computing])
 

@@ -227,9 +227,10 @@ class PrefillSide:
             reader = t.readers[event.reader] = Reader(event.address, event.prompt, now)
         reader.heard, reader.address = now, event.address
         t.deadline = max(t.deadline, now + self.lease)
-        if reader.is_active and (t.is_spoiled or (t.state is not State.WANTED and reader.prompt != t.prompt)):
-            why = Reason.WITHDRAWN if t.is_spoiled else Reason.DIFFERENT
-            return [self._refuse(event.transfer, t, event.reader, why), *self._release_if_over(event.transfer, t)]
+        if reader.is_active and t.is_spoiled:
+            return [self._refuse(event.transfer, t, event.reader, Reason.WITHDRAWN), *self._release_if_over(event.transfer, t)]
+        if reader.is_active and t.state is not State.WANTED and reader.prompt != t.prompt:
+            return [self._refuse(event.transfer, t, event.reader, Reason.DIFFERENT), *self._release_if_over(event.transfer, t)]
         if reader.is_active:
             return [self._offer(event.transfer, t, event.reader, self._still(now))]
         return [_fail(event)] if reader.gone else []

@@ -70,6 +70,17 @@ def test_layers_computed_again_are_served_to_nobody_and_held_while_they_are_sent
     assert side.handle(Sent("t", "d"), 0.3) == [Release("t", delivered=False)]
 
 
+def test_who_asks_after_layers_were_computed_again_is_refused() -> None:
+    side = PrefillSide("p", Shape([FULL], [0, 0]))
+    side.handle(Scheduled("t", 4, [[1]]), 0.0)
+    side.handle(Computed("t", 1), 0.0)
+    side.handle(Recomputed("t"), 0.0)
+    side.handle(Computed("t", 2), 0.0)
+    (told,) = side.handle(wire.Pull("t", "p", "d", "zmq:x"), 0.0)
+    assert isinstance(told, Send) and told.message == wire.Fail("t", "p", "d", "withdrawn")
+    assert side.handle(Pinned("t"), 0.1) == [Release("t", delivered=False)]
+
+
 def test_layers_that_were_final_stay_so(side: PrefillSide) -> None:
     """What has changed again must be withdrawn: readers may have it already."""
     side.handle(Scheduled("t", 22, [[12], [13], []]), 0.0)

@@ -111,7 +111,7 @@ async def test_a_prefill_engine_that_makes_no_steps() -> None:
         assert await w.metric("vllm_disagg_fallbacks_total", 'reason="prefill_stalled"') == 3
         assert await unusable(w, w.p)
         began = time.monotonic()
-        assert (await w.post()).json()["leg"] == "whole" and time.monotonic() - began < STILL / 2
+        assert (await w.post()).json()["leg"] == "whole" and time.monotonic() - began < STILL
         w.p.stuck = False
         w.d.script = answer
         await w.until_ready()

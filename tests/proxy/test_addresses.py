@@ -14,7 +14,7 @@ GOOD = [
 BAD = [
     "http://gpu1..cluster:8200", "http://.", "http://.a", "http://..", "http://127.1", "http://2852039166",
     "http://0xa9fea9fe", "http://1.2.3.4.5", "http://a.0x1", "http://h%41", "http://h:0", "http://h:65536",
-    "http://h:999999999999999999999", "http://h:", "http://h:-1", "http://h:1:2", "http://u@h", "http://@h",
+    "http://h:999999999999999999999", "http://h:0065535999", "http://h:", "http://h:-1", "http://h:1:2", "http://u@h", "http://@h",
     "http://u:p@h", "http://h?", "http://h?q", "http://h#", "http://h/p", "ftp://h", "h:1", "http://", "http://[::1",
     "http://[::1]x", "http://[]", "http://[127.0.0.1]", "http://[a]:1", "http://::1", "http://h\\x",
     "http://b\u00fccher", "", "http://a b", "http://h:8 0", "http://h\n", "http://h\u0000", f"http://{LONG}:80",

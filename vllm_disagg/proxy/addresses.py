@@ -44,7 +44,7 @@ def check_url(given: str, where: str) -> str:
 
 
 def is_port(text: str) -> bool:
-    return text.isascii() and text.isdigit() and 0 < int(text[:6]) < 65536
+    return text.isascii() and text.isdigit() and len(text) <= 5 and 0 < int(text) < 65536
 
 
 def bad_name(host: str) -> str:

@@ -22,7 +22,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kv_connectors import connector  # noqa: F401 - vLLM finds it by its name; loaded here, before tests capture what is logged
+import kv_connectors.connector  # noqa: F401 - vLLM finds it by its name; loaded here, before tests capture what is logged
 from kv_connectors import scheduler as ours
 from kv_connectors.messages import Handshake
 from vllm_disagg import grants, keys

@@ -235,17 +235,22 @@ class Discovery:
             self._report(instance)
             self._on_change()
 
+    async def _ask_all(self, instance: Instance) -> tuple[list[str], bytes, Card | None]:
+        """(its models, a probe's answer, its engine's card); _Odd, and what `_ask` and decoders raise."""
+        models = _models(await self._ask(instance, "GET", "/v1/models", timeout=PROBE_TIMEOUT))
+        if not models.data:
+            raise _Odd("it serves no model")
+        names = [model.id for model in models.data]
+        answer = await self._ask_who(instance, names[0])
+        if (card := card_in(answer)) and card.rank == instance.rank:  # now it can be asked by name
+            answer = await self._ask_who(instance, names[0], card)
+            if (again := card_in(answer)) is None or again.incarnation != card.incarnation:
+                raise _Odd("it is another process than a moment ago")
+        return names, answer, card
+
     async def _probe(self, instance: Instance) -> None:
         try:
-            models = _models(await self._ask(instance, "GET", "/v1/models", timeout=PROBE_TIMEOUT))
-            if not models.data:
-                raise _Odd("it serves no model")
-            model = models.data[0].id
-            answer = await self._ask_who(instance, model)
-            if (card := card_in(answer)) and card.rank == instance.rank:  # now it can be asked by name
-                answer = await self._ask_who(instance, model, card)
-                if (again := card_in(answer)) is None or again.incarnation != card.incarnation:
-                    raise _Odd("it is another process than a moment ago")
+            names, answer, card = await self._ask_all(instance)
         except TimeoutError:
             if not instance.up:  # else it is healthy and has much to do; it is asked again
                 instance.down("does not answer a probe in time")
@@ -254,14 +259,14 @@ class Discovery:
                 instance.down(f"does not answer a probe: {error}")
         else:
             instance.stepping.lived(asyncio.get_running_loop().time())
-            names, engine = [m.id for m in models.data], engine_in(answer)
+            engine = engine_in(answer)
             if card:
                 instance.tells_clock(engine.clock if engine else card.clock, asyncio.get_running_loop().time())
             if engine:
                 engine = msgspec.structs.replace(engine, clock=0.0)  # no fact of it: it would always seem to have changed
             elif card and card.rank != instance.rank:  # each time another one may answer
                 engine = Engine(card.incarnation, instance.role, [], {}, card.rank)
-            instance.probed(model, engine, names, nixl=params_in(answer) is not None)
+            instance.probed(names[0], engine, names, nixl=params_in(answer) is not None)
         self._note(instance)
 
     async def _ask_who(self, instance: Instance, model: str, card: Card | None = None) -> bytes:

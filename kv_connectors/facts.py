@@ -253,20 +253,20 @@ def prompt(request: Request) -> str:
 
 SETTINGS = "adapter_config.json"
 Files = list[tuple[str, int, int, int, int]]
-ADAPTERS = 4096  # remembered
+ADAPTERS = 65536  # remembered; those beyond are served alone
 _loaded: dict[tuple[str, int], Files] = {}  # the adapters' files as they were when vLLM loaded them
 
 
 def note_adapter(lora: Any) -> None:
     """Before vLLM loads an adapter.  Those that it was not told to load it loads for the first request that names them."""
+    key = lora.lora_path, lora.lora_int_id
+    if key in _loaded or len(_loaded) >= ADAPTERS:  # to forget one would make its files of now those that were loaded
+        return
     try:
-        files = _files(lora.lora_path)
+        _loaded[key] = _files(lora.lora_path)
     except OSError as error:
         log.warning("the LoRA adapter %s cannot be read: %s", lora.lora_name, error)
-        files = []
-    _loaded.setdefault((lora.lora_path, lora.lora_int_id), files)
-    while len(_loaded) > ADAPTERS:
-        del _loaded[next(iter(_loaded))]
+        _loaded[key] = []
 
 
 def _adapter(lora: Any) -> str | None:
@@ -274,7 +274,7 @@ def _adapter(lora: Any) -> str | None:
     neither the old nor the new ones are sure to be what it computes with."""
     note_adapter(lora)
     found = _read(lora.lora_path, lora.lora_int_id)
-    return found if _files(lora.lora_path) == _loaded[lora.lora_path, lora.lora_int_id] else None
+    return found if _files(lora.lora_path) == _loaded.get((lora.lora_path, lora.lora_int_id)) else None
 
 
 def _files(path: str) -> Files:

@@ -238,10 +238,10 @@ class SchedulerSide:
             raise BadGrant("names one worker twice")
         if names & {worker.name for worker in engine.workers}:
             raise BadGrant("names this engine's own workers: it cannot be both engines of a request")
+        if grant.leg != "decode":  # without what D has cached it is a prefill leg all the same: `_plan_back`
+            return
         if words := dialling.refusal(grant.sources, loopback_only=self._loopback_only):
             raise BadGrant(words)
-        if grant.leg != "decode":
-            return
         try:
             self._plan(grant.sources)
         except Unmappable as error:
@@ -268,7 +268,9 @@ class SchedulerSide:
         if len(self._used) >= USED:  # to forget one would make it new
             raise BadGrant("too many others are still good")
         self._used.add((use, transfer))
-        heapq.heappush(self._ends, (until, (use, transfer)))
+        # Without a key any client mints what it likes, also an end that comes before its transfer's.
+        ends = until if self._key.is_set else now + MAX_VALIDITY
+        heapq.heappush(self._ends, (ends, (use, transfer)))
 
     def _plan(self, sources: Sequence[Worker]) -> Plan:
         """Who of us reads what of these workers; Unmappable if that cannot be."""
@@ -284,6 +286,9 @@ class SchedulerSide:
     def _plan_back(self, grant: Grant) -> Plan | None:
         """For a prefill leg that may read what D has cached.  If it cannot, it is a prefill leg all the same."""
         if not grant.back:
+            return None
+        if words := dialling.refusal(grant.sources, loopback_only=self._loopback_only):
+            log.warning("what D has cached is not read: %s", words)
             return None
         try:
             return self._plan(grant.sources)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -141,9 +142,22 @@ class WorkerSide:
         self.driver.submit([events.Recomputed(transfer) for transfer in self._computing])
 
     def end(self) -> None:
+        if self._has_failed():
+            return
         if self._computing and self._config.overlap != "off":
             self._announce(self._computing, len(self._layers))
         self._computing = []
+
+    def _has_failed(self) -> bool:
+        """Whether this step's forward pass raised.  vLLM ends steps in a `finally`, and nothing of such a step is final."""
+        if sys.exc_info()[0] is None:
+            return False
+        spoiled = [*self._computing, *self._cached]
+        self._computing, self._cached = [], []
+        if spoiled:
+            log.error("a forward pass failed: the KV of its %d requests is offered to no other engine", len(spoiled))
+            self.driver.submit([events.Recomputed(transfer) for transfer in spoiled])
+        return True
 
     def _announce(self, transfers: list[str], layers: int) -> None:
         self._launched()
@@ -154,7 +168,7 @@ class WorkerSide:
         """Request ids: (sent, received, of these failed).  Each id once, and only ids that the scheduler awaits."""
         if self._computing:  # vLLM has not said that the step is over, as with drafts on all stages of a pipeline but the last
             self.end()
-        if self._cached:  # asked for after each step, also one that computes nothing
+        if self._cached and not self._has_failed():  # asked for after each step, also one that computes nothing
             self._announce(self._cached, len(self._layers))
             self._cached = []
         sent, received, failed = set[str](), set[str](), set[str]()

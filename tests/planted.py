@@ -161,7 +161,7 @@ MUTANTS: list[tuple[str, ...]] = [
     # grants, keys, the scheduler
     ("without a key every grant counts", "grants.py", "if not key.accepts_grants:", "if False:", "tests/unit/test_grants.py"),
     ("a keyless engine starts", "config.py", "if not self.key_file and not self.insecure:", "if False:", "tests/unit/test_grants.py"),
-    ("an address in IPv6 clothes passes", "dialling.py", "    address = _plain(address)\n    for", "    for", "tests/unit/test_grants.py"),
+    ("an address in IPv6 clothes passes", "config.py", "    address = plain(address)\n    for", "    for", "tests/unit/test_grants.py"),
     ("an engine on loopback dials all the world", "dialling.py", "if loopback_only and not address.is_loopback:", "if False:", "tests/unit/test_grants.py"),
     ("an engine connects to any UNIX socket", "dialling.py", "return bool(_SOCKET.fullmatch(path)) and", "return bool(path) and", "tests/unit/test_grants.py"),
     ("sources are not looked at", "kv_connectors/scheduler.py", "if words := dialling.refusal(grant.sources, loopback_only=self._loopback_only):", "if words := \"\":", "tests/unit/test_scheduler_side.py tests/unit/test_failed_loads.py"),

@@ -13,6 +13,25 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Bytes = Annotated[int, msgspec.Meta(ge=1024, le=1 << 32)]
 
 
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def plain(address: Address) -> Address:
+    """An IPv4 address written as an IPv6 one, as IPv4."""
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def unreachable(address: Address) -> str:
+    """Why no engine may have this address, in words; empty when one may."""
+    address = plain(address)
+    for name in ("unspecified", "multicast", "link_local"):
+        if getattr(address, f"is_{name}"):
+            return f"is {name.replace('_', '-')}"
+    if address.version == 4 and (address.is_reserved or address.packed[0] == 0):
+        return "is reserved"
+    return ""
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Each field says what more and less of it costs."""
 
@@ -61,6 +80,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"host {self.host!r} is not an IP address; name the one other engines connect to") from None
         if address.is_unspecified:
             raise ConfigError(f"host {self.host} is a wildcard; name the one address other engines connect to")
+        if words := unreachable(address):
+            raise ConfigError(f"host {self.host} {words}, and no engine connects to such; name another address of this machine")
         if not address.is_loopback and not self.key_file:
             raise ConfigError(f"host {self.host} is not loopback, so key_file must be set; make one with: vllm-disagg key FILE")
         if self.key_file and self.insecure:

@@ -10,17 +10,17 @@ import ipaddress
 import re
 from collections.abc import Iterable
 
+from .config import Address, plain, unreachable
 from .grants import Worker
 
 _TCP = re.compile(r"tcp://(?:\[([0-9A-Fa-f:.]{2,45})\]|([0-9.]{7,15})):([0-9]{1,5})", re.ASCII)
 _SOCKET = re.compile(r"(/[^/\0]+)*/vllm-disagg-[a-z0-9_]{8}/data")  # in a folder of tempfile.mkdtemp
 MAX_PATH = 107  # bytes of a UNIX socket's path
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def is_loopback(host: str) -> bool:
     """Whether an IP address is one of this machine's own, which no other machine reaches."""
-    return _plain(ipaddress.ip_address(host)).is_loopback
+    return plain(ipaddress.ip_address(host)).is_loopback
 
 
 def is_socket(path: str) -> bool:
@@ -54,13 +54,9 @@ def _refused(endpoint: str, loopback_only: bool) -> str:
     """What is wrong with an endpoint."""
     if (address := _address(endpoint)) is None:
         return "is not tcp://ADDRESS:PORT with an IP address"
-    address = _plain(address)
-    for name in ("unspecified", "multicast", "link_local"):
-        if getattr(address, f"is_{name}"):
-            return f"is {name.replace('_', '-')}"
-    if address.version == 4 and (address.is_reserved or address.packed[0] == 0):
-        return "is reserved"
-    if loopback_only and not address.is_loopback:
+    if words := unreachable(address):
+        return words
+    if loopback_only and not plain(address).is_loopback:
         return "is not loopback, and this engine's own host is"
     return ""
 
@@ -73,8 +69,3 @@ def _address(endpoint: str) -> Address | None:
         return ipaddress.IPv6Address(found[1]) if found[1] else ipaddress.IPv4Address(found[2])
     except ValueError:
         return None
-
-
-def _plain(address: Address) -> Address:
-    """An IPv4 address in the clothes of an IPv6 one is what it is."""
-    return getattr(address, "ipv4_mapped", None) or address

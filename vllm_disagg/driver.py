@@ -172,6 +172,7 @@ class Driver:
         for name, carrier in self._carriers.items():
             for event in carrier.happened(ready):
                 self._take(name, carrier, event)
+        self._control.bound_strangers()  # after all that members have said was read
         now = time.monotonic()
         for side, do in ((self._prefill, self._do_prefill), (self._decode, self._do_decode)):
             due = side.next_deadline()
@@ -205,7 +206,6 @@ class Driver:
                 self._woken.recv(4096)
         if control.zap in ready:
             control.answer_zap()
-        control.bound_strangers(ready)
         if control.router in ready:
             for _, *message in receive(control.router):
                 control.strangers.heard(message)

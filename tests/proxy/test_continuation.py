@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from proxy_world import Call, World, answer, world
+from vllm_disagg.proxy.continuation import form_of
 from vllm_disagg.proxy.streams import FOLD, Tape, aborted
 
 DONE = b"data: [DONE]\n\n"
@@ -589,6 +590,30 @@ def test_events_of_one_form_take_the_short_way(form: str) -> None:
         assert wire.tape.resumable and not wire.play(b"".join(again)), wire.stopped
         same(bytes(wire.out), b"".join(first), "A")
     assert short > 1
+
+
+@pytest.mark.parametrize("text", ["\\", "\\\\\\", "\\[", "a\\"])
+def test_a_token_of_backslashes_is_a_token(text: str) -> None:
+    said = b'data: {"id":"x","object":"o","created":1,"choices":[{"index":0,"text":%b}]}\n\n' % json.dumps(text).encode()
+    assert form_of(said) is None
+    got: list[bytes] = []
+    feed = Tape(got.append, keep=True, path="/v1/completions").source(lambda *_: pytest.fail("it was given up"))
+    for event in (said, said, said, DONE):
+        feed(event)
+    assert b"".join(got) == said * 3 + DONE
+
+
+def test_a_stream_that_said_nothing_yet_goes_on_under_its_own_id() -> None:
+    """Half of a character is an event without text."""
+    event = b'data: {"id":"%b","object":"o","created":1,"choices":[{"index":0,"text":"%b"}]}\n\n'
+    got: list[bytes] = []
+    tape = Tape(got.append, keep=True, path="/v1/completions")
+    tape.source(lambda *_: None)(event % (b"A", b""))
+    feed = tape.source(lambda *_: pytest.fail("it was given up"))
+    for text in (b"", b"x", b"y"):
+        feed(event % (b"B", text))
+    assert b'"B"' not in b"".join(got) and [b'"text":"x"' in said for said in got].count(True) == 1
+    assert tape.continued
 
 
 @pytest.mark.parametrize("last", ["abort", "error", "part", "two"])

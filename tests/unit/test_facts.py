@@ -264,6 +264,19 @@ def test_an_adapter_whose_files_have_changed_since_gives_no_kv(load: Any, tmp_pa
     assert facts.prompt(asked(load(lora)))
 
 
+def test_where_too_many_adapters_are_remembered_none_is_forgotten(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files of now would pass for those that were loaded."""
+    monkeypatch.setattr(facts, "_loaded", {})
+    monkeypatch.setattr(facts, "ADAPTERS", 1)
+    first, second = load(adapter(tmp_path / "a", b"a", 401)), load(adapter(tmp_path / "b", b"b", 402))
+    assert facts.prompt(asked(first)) and facts.prompt(asked(second)) == ""
+    adapter(tmp_path / "a", b"c", 0)
+    facts._read.cache_clear()
+    assert facts.prompt(asked(first)) == ""
+
+
 def test_an_adapter_in_a_home_folder_is_told_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = adapter(tmp_path / "a", b"a", 301)
     monkeypatch.setenv("HOME", str(tmp_path))

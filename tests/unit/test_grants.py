@@ -172,6 +172,8 @@ def test_key_files(tmp_path: Path) -> None:
         ({"silence": 1.0, "retry": 0.5}, "silence"),
         ({"host": "0.0.0.0"}, "wildcard"),
         ({"host": "::"}, "wildcard"),
+        *[({"host": host, "key_file": "k"}, "no engine connects")
+          for host in ("169.254.1.1", "fe80::1", "224.0.0.1", "240.0.0.1")],
         ({"host": "example.org"}, "IP address"),
         ({"host": "10.0.0.1"}, "key_file"),
         ({"host": "10.0.0.1", "insecure": True}, "key_file"),

@@ -168,6 +168,28 @@ def test_a_step_that_vllm_does_not_call_over_is_over_when_its_results_are_asked_
     assert len(driver.facts) == before, "said once"
 
 
+@pytest.mark.parametrize("saves", [True, False])  # with drafts vLLM asks for the results alone
+def test_a_step_whose_forward_pass_raised_is_offered_to_nobody(saves: bool) -> None:
+    """vLLM ends it in a `finally`, and P lives for some seconds after."""
+    worker, driver = started("layer")
+    step(worker, driver, "ab")  # teaches
+    seen = [events.Scheduled("t", 32, [[2]]), events.Scheduled("back", 16, [[3]], cached=True)]
+    worker.begin(StepMetadata(prefill=seen))
+    worker.layer_computed("a")
+    driver.facts.clear()
+    with pytest.raises(MemoryError):
+        try:
+            raise MemoryError
+        finally:
+            if saves:
+                worker.end()
+            worker.results()
+    assert driver.facts == [events.Recomputed("t"), events.Recomputed("back")]
+    driver.facts.clear()
+    worker.results()
+    assert not driver.facts
+
+
 def test_what_is_withdrawn_is_said_before_the_step_begins() -> None:
     worker, driver = started("layer")
     metadata = StepMetadata(prefill=[events.Scheduled("t", 32, [[1, 2]]), events.Withdrawn("gone")])

@@ -128,16 +128,16 @@ def test_who_does_not_know_the_fleets_key_comes_in_by_no_door(carrier: ZmqCarrie
         assert sent(carrier, 1, 5.0) == 1 and not carrier._port.counters.bytes_sent, "lost: there is no such reader"
 
 
-def heard(sockets: control.Control, seconds: float) -> int:
+def heard(sockets: control.Control, seconds: float, wanted: int = 1) -> int:
     """Messages that come in at the control port."""
     end, count = time.monotonic() + seconds, 0
-    while not count and time.monotonic() < end:
+    while count < wanted and time.monotonic() < end:
         sockets.poller.poll(10)
         sockets.answer_zap()
         for message in control.receive(sockets.router):
             sockets.strangers.heard(message)
             count += 1
-        sockets.bound_strangers([half_open.events for half_open in sockets._half_open])
+        sockets.bound_strangers()
     return count
 
 
@@ -191,6 +191,31 @@ def test_a_member_that_has_spoken_is_not_closed_for_the_strangers() -> None:
     for stranger in crowd:
         stranger.close()
     link.disable_monitor()
+    client.close()
+    sockets.close()
+
+
+def test_members_that_were_not_heard_yet_are_no_strangers() -> None:
+    """Many come at once, all have spoken, and our thread was elsewhere."""
+    sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.SIZE), "p/0")
+    client = control.Control(Config(), keys.FleetKey(b"k" * keys.SIZE), "d/0")
+    count = half_open.LIMIT + 20
+    links = [client.socket(zmq.DEALER, 1024, server=False) for _ in range(count)]
+    lost = [link.get_monitor_socket(zmq.EVENT_DISCONNECTED) for link in links]
+    for link in links:
+        link.connect(sockets.address)
+        link.send(b"hello")
+    end = time.monotonic() + 20
+    while len(sockets.strangers._young) < count:  # ZAP is answered, and nothing is read
+        assert time.monotonic() < end, len(sockets.strangers._young)
+        sockets.answer_zap()
+        sockets.strangers._learn()
+        time.sleep(0.01)
+    sockets.bound_strangers()
+    assert heard(sockets, 5.0, count) == count
+    assert not any(monitor.poll(0) for monitor in lost), "none was shut down"
+    for link in links:
+        link.disable_monitor()
     client.close()
     sockets.close()
 

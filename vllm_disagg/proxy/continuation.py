@@ -150,6 +150,8 @@ def form_of(event: bytes) -> Form | None:
     if not plain:
         return None
     index, kind, piece = plain
+    if "\\" in piece:  # in JSON it is two bytes, so the piece's end cannot be told
+        return None
     begin = event.find(b'"%b":"' % kind.encode()) + len(kind) + 4
     form = Form(event[:begin], event[begin + len(piece.encode()) :], index, kind)
     again = form.before + b"x" + form.after

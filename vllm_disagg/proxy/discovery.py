@@ -26,7 +26,7 @@ from .fleet import UNKNOWN, Fleet, Instance, mismatch
 from .headers import Headers
 from .standstill import patient
 from .stepping import LOOKS, Verdict, fingerprint
-from .upstream import Pool, Unreachable
+from .upstream import FULL, Pool, Unreachable
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,6 @@ MUTE = 30.0  # seconds that /health may take while streams show that the instanc
 STILL = 4  # an engine that owes an answer and makes no steps is down after a patience divided by this
 STALLED = "its engine makes no steps"
 AGAIN = 5.0  # seconds after which a watch that failed begins anew
-FULL = (429, 503)  # what an API server answers whose engine has as much to do as it may have
 
 
 class _Model(msgspec.Struct):

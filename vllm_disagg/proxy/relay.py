@@ -35,6 +35,7 @@ from .policies import Ask
 from .replies import Failed
 from .server import Connection, Request
 from .settings import Settings
+from .sse import ERROR
 from .streams import DONE, Tape, aborted, engine_failed, failure_in
 from .tracing import Tracing
 from .upstream import HOLD, Answer, Pool, Unreachable, pool_of
@@ -290,8 +291,8 @@ class Relay:
             engine = engine_in(content)
             if card := card_in(content):
                 instance.tells_clock(card.clock, _now())
-            if card and not engine:
-                instance.needs_probe = True
+            if card and not engine:  # if our notion of its clock is wrong, so may be that of D's, which says nothing
+                instance.needs_probe = pair.decode.needs_probe = True
                 return Failure("prefill", "stale", "the prefill instance has refused its grant")
             if not engine or engine.rank != instance.rank:
                 # As old versions of vLLM at new endpoints, or it was restarted without the connector, or with more ranks.
@@ -420,8 +421,9 @@ class Relay:
     async def _give_up(self, trip: Trip, failure: Failure) -> int:
         """Tell the client that it failed: in the instance's words if it said something."""
         if trip.client.started:
-            if trip.tape and trip.tape.error:
-                trip.client.write(trip.tape.error + b"\n\n" + DONE)
+            tape = trip.tape
+            if tape and tape.error and (not tape.continued or tape.error.startswith(ERROR)):  # others have that answer's ids
+                trip.client.write(tape.error + b"\n\n" + DONE)
                 trip.client.end()
                 return 500
             raise Failed(502, f"the {failure.leg} instance failed: {failure.detail}")

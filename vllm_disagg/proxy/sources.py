@@ -32,8 +32,8 @@ def parse_fleet(text: str, where: str) -> frozenset[Member]:
     """
     try:
         found = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
-        raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
+    except Exception as error:  # not only YAMLError: a date that is none is a ValueError, `!!bool x` a KeyError
+        raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split()) or type(error).__name__}") from None
     if not isinstance(found, dict) or not set(found) <= set(ROLES):
         raise ConfigError(f"{where}: must map `prefill` and `decode` to lists of URLs, and nothing else")
     members: dict[str, Member] = {}

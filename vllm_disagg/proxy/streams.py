@@ -148,6 +148,7 @@ class Tape:
         self._replay: AnyReplay | None = None
         self._last = b""  # what was written last
         self.error = b""  # the event in which the instance said that it failed
+        self.continued = False  # by a second instance
 
     def source(self, stop: Stop, raw: bool = False) -> Callable[[bytes], None]:
         """A new instance's answer begins: where its bytes go.  `stop` is called when they are of no use.  `raw`: its events
@@ -160,6 +161,7 @@ class Tape:
         self.error, self.held = b"", bytearray()
         self._rename, self._form = None, NO_FORM
         self._replay = self._told.replay() if self._begun else None
+        self.continued = self.continued or self._begun
         if raw:
             self._begun, self._keep = True, False
             return self._write
@@ -263,7 +265,7 @@ class Tape:
         news = []
         *events, _ = data.split(b"\n\n")
         for at, event in enumerate(events):
-            if not replay.lasts and replay.caught_up:
+            if not replay.lasts and replay.caught_up and replay.rename:
                 self._replay = None
                 news += events[at:]
                 break

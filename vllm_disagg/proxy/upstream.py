@@ -27,6 +27,7 @@ from .standstill import patient
 
 IDLE = 4.0  # seconds; below vLLM's VLLM_HTTP_TIMEOUT_KEEP_ALIVE
 CONNECT = 2.0  # seconds
+FULL = (429, 503)  # what an API server answers whose engine has as much to do as it may have
 QUICKACK: int = getattr(socket, "TCP_QUICKACK", 0)  # Linux has it
 MAX_HEAD_BYTES = 256 * 1024  # of an answer, with those of 1xx before it
 HOLD = 256 * 1024  # bytes of an answer held for someone who has not asked for its body yet
@@ -80,6 +81,7 @@ class Answer:
         """Give `enough` each piece of the body, and keep them, until it is content, the body is complete, or more than
         `most` bytes are here.  False only for a body that is complete."""
         self._hold, seen = most, 0
+        self.flow(paused=False)  # it may have held as much as it may have without this
         while True:
             for piece in self._held[seen:]:
                 seen += 1

@@ -16,7 +16,7 @@ import msgspec
 from .fleet import Instance
 from .headers import Headers
 from .streams import aborted
-from .upstream import Pool, Unreachable, pool_of
+from .upstream import FULL, Pool, Unreachable, pool_of
 
 log = logging.getLogger(__name__)
 
@@ -88,11 +88,14 @@ class Vouching:
     async def _ask(self, url: str, model: str) -> bool:
         body = msgspec.json.encode({"model": model, "prompt": "probe", "max_tokens": 1, "temperature": 0})
         try:
-            answer = await pool_of(self._pools, url).send("POST", "/v1/completions", self._headers, body)
-            try:
-                return answer.status == 200 and not aborted(await answer.read())
-            finally:
-                answer.close()
+            while True:
+                answer = await pool_of(self._pools, url).send("POST", "/v1/completions", self._headers, body)
+                try:
+                    if answer.status not in FULL:
+                        return answer.status == 200 and not aborted(await answer.read())
+                finally:
+                    answer.close()
+                await asyncio.sleep(LOOK)
         except Unreachable as error:
             log.warning("%s was asked for one more token: %s", url, error)
             return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 import zmq
 from zmq.utils import z85
@@ -73,11 +73,10 @@ class Control:
         self.close_socket(self.links.pop(oldest))
         return oldest
 
-    def bound_strangers(self, ready: Collection[object]) -> None:
+    def bound_strangers(self) -> None:
         """Close the connections that say nothing, where there are too many."""
         for half_open in self._half_open:
-            if half_open.events in ready:
-                half_open.look()
+            half_open.look()
 
     def answer_zap(self) -> None:
         """Let in whoever has the client key, or the password, of this fleet (RFC 27, one request a connection)."""

@@ -22,6 +22,7 @@ import zmq
 log = logging.getLogger("vllm_disagg.control")
 
 LIMIT = 128  # young connections at one socket
+GRACE = 0.25  # seconds for members to say something, after there were too many
 HANDSHAKE = 5.0  # seconds that ZMQ gives a handshake; a connection that is older has passed it
 DESCRIPTORS = 65536  # as vLLM allows its API server
 TELL = 60.0  # seconds between two lines of the log
@@ -32,8 +33,10 @@ class HalfOpen:
     """Of one listening socket.  Used by the thread that uses the socket."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], listener: zmq.Socket[bytes], port: int) -> None:
+        self._listener = listener
         self._port = port
         self._young: dict[int, float] = {}  # descriptor -> since when, the oldest first
+        self._crowded: float | None = None  # since when there are too many
         self._told = -TELL
         address = f"inproc://half-open-{port}"
         listener.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
@@ -42,20 +45,34 @@ class HalfOpen:
         self.events.connect(address)
 
     def look(self) -> None:
-        """Learn who has come and gone, and shut down the oldest of too many."""
-        while int(self.events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            event, fd = EVENT.unpack(self.events.recv_multipart()[0])
-            self._young.pop(fd, None)
-            if event == zmq.EVENT_ACCEPTED:
-                self._young[fd] = time.monotonic()
+        """Shut down the oldest of too many, once all messages that are here have been `heard`."""
+        self._learn()
+        if int(self._listener.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            return
+        now = time.monotonic()
+        if len(self._young) <= LIMIT:
+            self._crowded = None
+            return
+        self._crowded = self._crowded or now
+        if now < self._crowded + GRACE:  # while our thread was elsewhere no handshake went on
+            return
+        self._crowded = None
         while len(self._young) > LIMIT:
             fd = next(iter(self._young))
             if self._young.pop(fd) > time.monotonic() - HANDSHAKE:
                 self._shut_down(fd)
 
+    def _learn(self) -> None:
+        """Who has come and gone."""
+        while int(self.events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            event, fd = EVENT.unpack(self.events.recv_multipart()[0])
+            self._young.pop(fd, None)
+            if event == zmq.EVENT_ACCEPTED:
+                self._young[fd] = time.monotonic()
+
     def heard(self, message: Sequence[zmq.Frame]) -> None:
         """A message came by this connection, so it is a member's."""
-        self.look()
+        self._learn()
         with contextlib.suppress(zmq.ZMQError, IndexError):  # of what speaks an older ZMTP, ZMQ does not say it
             self._young.pop(int(message[-1].get(zmq.SRCFD)), None)
 

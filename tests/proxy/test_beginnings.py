@@ -37,6 +37,7 @@ CASES = [
     ("/v1/completions", [DEAD.replace("500", "400")], CONTENT),
     ("/v1/completions", [DEAD.replace("data: ", "data:")], FAILED),
     ("/v1/completions", ["data: {\n\n"], CONTENT),
+    ("/v1/completions", ['data: {"error": "a text, as other servers have it"}\n\n'], FAILED),
     ("/v1/completions", [COMPLETION, DEAD], CONTENT),
     ("/v1/chat/completions", [chat(role="assistant", content="")], NOT_YET),
     ("/v1/chat/completions", [chat(role="assistant", content=""), chat(content="a")], CONTENT),
@@ -46,6 +47,8 @@ CASES = [
     ("/v1/chat/completions", [chat(role="assistant"), chat("stop")], CONTENT),
     ("/v1/chat/completions", [chat(role="assistant", content=""), ": keep-alive\n\n", DEAD], FAILED),
     ("/v1/chat/completions", ['data: {"id":"c","choices":[],"usage":{}}\n\n'], CONTENT),
+    ("/v1/chat/completions", ['data: {"choices":[{"delta":{"role":"assistant","content":""},"token_ids":[7]}]}\n\n'], CONTENT),
+    ("/v1/chat/completions", ['data: {"choices":[{"delta":"of another form"}]}\n\n'], CONTENT),
     ("/v1/responses", [CREATED, typed("response.in_progress", response={}), ADDED, PART], NOT_YET),
     ("/v1/responses", [CREATED, typed("response.output_text.delta", delta="a")], CONTENT),
     ("/v1/responses", [CREATED, typed("response.reasoning_text.delta", delta="a")], CONTENT),
@@ -64,6 +67,7 @@ CASES = [
     ("/v1/messages", [typed("message_stop")], CONTENT),
     ("/v1/messages", [DEAD_MESSAGE], FAILED),
     ("/v1/messages", [START, DEAD_MESSAGE], FAILED),
+    ("/v1/messages", ['event: error\ndata: {"type":"error","error":"a text"}\n\n'], FAILED),
     ("/v1/messages", [typed("error", error={"type": "invalid_request_error", "message": "no"})], CONTENT),
     ("/inference/v1/generate", ['data: {"request_id":"r","choices":[]}\n\n'], CONTENT),
     ("/inference/v1/generate", [": keep-alive\n\n", DEAD], FAILED),
@@ -107,3 +111,11 @@ def test_a_large_event_is_searched_once(step: int) -> None:
     out = [cutter.feed(Counted(event[at : at + step])) for at in range(0, len(event), step)]
     assert b"".join(out) == event and out[-1] == event
     assert Counted.searched <= len(event)
+
+
+def test_events_in_parts_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is that of one event, and a stream may go on for hours."""
+    monkeypatch.setattr("vllm_disagg.proxy.sse.EVENT_LIMIT_BYTES", 1000)
+    cutter, event = Cutter(), b"data: " + b"a" * 600 + b"\n\n"
+    for _ in range(3):
+        assert (cutter.feed(event[:-1]), cutter.feed(event[-1:])) == (b"", event)

@@ -146,13 +146,25 @@ async def test_all_bodies_together_have_a_limit() -> None:
         assert (reply.status, reply.headers["retry-after"]) == (503, "1")
         second.writer.write(b"\r\n12c\r\n" + b"x" * 300)
         assert (await asyncio.wait_for(second.receive(), 2)).status == 503
-        await until(lambda: server.held_bytes == 600)
+        assert server.held_bytes == 600, "what was refused is let go before it is told"
         hand.go.set()
         assert (await first.receive()).status == 200
         await until(lambda: server.held_bytes == 0)
         first.writer.write(request(body=b"x" * 1000))  # there is room again
         assert (await first.receive()).status == 200 and server.held_bytes == 0
         for client in (first, second, third):
+            client.close()
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_of_just_the_limit_is_served(chunked: bool) -> None:
+    async with serving(Limits(body_bytes=1000)) as (_, hand, port):
+        hand.go.set()
+        for size, status in ((1000, 200), (1001, 413)):
+            client, body = await connect(port), b"x" * size
+            head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+            client.writer.write(head + b"%x\r\n%b\r\n0\r\n\r\n" % (size, body) if chunked else request(body=body))
+            assert (await asyncio.wait_for(client.receive(), 2)).status == status
             client.close()
 
 
@@ -231,6 +243,19 @@ async def test_a_departure_is_seen_behind_pipelined_bytes(early: int) -> None:
         assert await w.metric("vllm_disagg_requests_total", "cancelled") == 1
 
 
+async def test_a_body_is_no_part_of_the_next_head() -> None:
+    async with serving(Limits(header_bytes=1000)) as (_, hand, port):
+        hand.go.set()
+        client, text = await connect(port), request(body=b"x" * 2000)
+        for _ in range(2):
+            client.writer.write(text[:30])
+            await client.writer.drain()
+            await asyncio.sleep(0.05)
+            client.writer.write(text[30:])
+            assert (await asyncio.wait_for(client.receive(), 2)).status == 200
+        client.close()
+
+
 async def test_more_than_one_body_of_early_bytes_is_not_kept() -> None:
     async with serving(Limits(body_bytes=100_000)) as (server, hand, port):
         client = await connect(port)
@@ -246,6 +271,21 @@ async def test_more_than_one_body_of_early_bytes_is_not_kept() -> None:
         reply = await asyncio.wait_for(client.receive(), 2)
         assert (reply.status, reply.headers["connection"]) == (200, "close")
         assert await asyncio.wait_for(client.reader.read(), 5) == b"" and len(hand.bodies) == 1
+
+
+async def test_pipelined_bytes_are_counted_once() -> None:
+    """Else a client that keeps its connection would take ever more of what all may have."""
+    async with serving(Limits()) as (server, hand, port):
+        client = await connect(port)
+        client.writer.write(request())
+        await until(lambda: hand.bodies)
+        client.writer.write(request() + request())
+        await until(lambda: server.held_bytes > len(BODY))
+        hand.go.set()
+        for _ in range(3):
+            assert (await asyncio.wait_for(client.receive(), 2)).status == 200
+        await until(lambda: server.held_bytes == 0)
+        client.close()
 
 
 async def test_who_reads_no_answers_gets_no_more_requests_served() -> None:

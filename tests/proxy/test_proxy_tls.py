@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import trustme
 
 from proxy_world import Client, ScriptedEngine, World, until, world
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.proxy.addresses import check_url
+from vllm_disagg.proxy.addresses import Networks, check_url
 from vllm_disagg.proxy.upstream import Pool, Unreachable
 
 
@@ -59,6 +60,23 @@ class SecureEngine(ScriptedEngine):
     @property
     def url(self) -> str:
         return f"https://127.0.0.1:{self.port}"
+
+
+async def test_a_name_that_is_looked_up_here_has_its_own_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    authority, listener, trust = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("engine.example").configure_cert(listener)
+    authority.configure_trust(trust)
+
+    async def look_up(_: str, port: int, **__: object) -> list[object]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+    d = SecureEngine("d", "decode")
+    await d.start_secure(listener)
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+    answer = await Pool(f"https://engine.example:{d.port}", trust, Networks()).send("GET", "/health", [], b"")
+    assert answer.status == 200
+    answer.close()
+    await d.stop()
 
 
 async def test_instances_over_tls(papers: Papers) -> None:

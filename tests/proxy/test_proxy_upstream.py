@@ -1,6 +1,7 @@
 """Connections to engines: reuse, and what their ends mean."""
 
 import asyncio
+import socket
 import time
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from proxy_world import Call, ScriptedEngine, answer
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.proxy import upstream
+from vllm_disagg.proxy.addresses import Networks
 from vllm_disagg.proxy.standstill import patient
 from vllm_disagg.proxy.upstream import Pool, Unreachable
 
@@ -31,6 +33,22 @@ async def test_connections_are_reused() -> None:
     for _ in range(5):
         await ask(pool)
     assert (e.connections, len(e.calls)) == (1, 5)
+    await e.stop()
+
+
+async def test_heads_of_one_connection_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream, "MAX_HEAD_BYTES", 1000)
+
+    async def in_two_pieces(call: Call) -> None:
+        call.raw_write("HTTP/1.1 103 Early Hints\r\nx-a: " + "a" * 600 + "\r\n\r\n")
+        await call.writer.drain()
+        await asyncio.sleep(0.05)
+        await answer(call)
+
+    e, pool = await engine(in_two_pieces)
+    for _ in range(3):
+        assert b"whole" in await ask(pool)
+    assert e.connections == 1
     await e.stop()
 
 
@@ -239,3 +257,15 @@ async def test_patience_runs_out_when_we_run() -> None:
     with pytest.raises(TimeoutError):
         async with patient(0.1):
             await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("addresses", [("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1")])
+async def test_any_allowed_address_of_a_name_may_accept(monkeypatch: pytest.MonkeyPatch, addresses: tuple[str, str]) -> None:
+    e, _ = await engine()  # at the first of the two
+
+    async def look_up(_: str, port: int, **__: object) -> list[object]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+    assert b"whole" in await ask(Pool(f"http://engine.example:{e.port}", networks=Networks()))
+    await e.stop()

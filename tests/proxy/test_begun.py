@@ -134,6 +134,44 @@ async def test_d_that_fails_before_its_content_is_replaced(path: str, how: bytes
         assert sum(len(d.calls) for d in w.decodes) == 2
 
 
+@pytest.mark.parametrize("path", PREFACES)
+async def test_the_end_of_the_body_ends_its_last_event(path: str) -> None:
+    preface, content = PREFACES[path]
+    async with world(prefill=0) as w:
+
+        async def script(call: Call) -> None:
+            await call.stream()
+            await call.chunk(preface)
+            await call.chunk(content.rstrip(b"\n"))
+            await call.end()
+
+        w.d.script = script
+        reply = await post(w, path)
+        assert (reply.status, reply.body) == (200, preface + content.rstrip(b"\n"))
+
+
+async def test_a_compressed_stream_begins_with_its_first_byte() -> None:
+    asked: list[Call] = []
+
+    async def script(call: Call) -> None:
+        asked.append(call)
+        encoded = "content-type: text/event-stream\r\ncontent-encoding: gzip\r\ntransfer-encoding: chunked\r\n"
+        call.raw_write(f"HTTP/1.1 200 OK\r\n{encoded}\r\n")
+        await call.writer.drain()
+        if len(asked) == 1:
+            await asyncio.sleep(0.05)
+            call.reset()
+        else:
+            await call.chunk(b"packed")
+            await call.end()
+
+    async with world(prefill=0, decode=2) as w:
+        for d in w.decodes:
+            d.script = script
+        reply = await post(w, "/v1/completions")
+        assert (reply.status, reply.body, len(asked)) == (200, b"packed", 2)
+
+
 def ends_early(preface: bytes, content: bytes) -> Script:
     asked: list[Call] = []
 

@@ -559,6 +559,24 @@ async def test_a_burst_that_meets_a_full_queue_rests_nobody(prefill: int) -> Non
         assert all(row["usable"] for row in rows), rows
 
 
+async def test_streams_that_break_together_rest_nobody() -> None:
+    """Whatever broke them, it was one thing."""
+    async with world(prefill=0) as w:
+
+        async def broken(call: Call) -> None:
+            await call.stream()
+            await call.event({"text": "a"})
+            await until(lambda: len(w.d.calls) == 3)
+            await asyncio.sleep(0.05)
+            call.raw_write("no chunk\r\n")
+            await call.writer.drain()
+
+        w.d.script = broken
+        replies = await asyncio.gather(*(w.post(stream=True) for _ in range(3)))
+        assert all(reply.events()[0] == {"text": "a"} and "error" in reply.events()[1] for reply in replies)
+        assert all(row["usable"] for row in (await w.get("/disagg/instances")).json())
+
+
 async def test_one_engine_given_twice_serves_whole_requests(caplog: pytest.LogCaptureFixture) -> None:
     class Alias(ScriptedEngine):
         """Another name of D's address."""
@@ -619,6 +637,7 @@ async def test_when_every_prefill_instance_is_full_the_client_is_told() -> None:
         reply = await w.post()
         assert (reply.status, reply.headers["retry-after"]) == (429, "7")
         assert [len(p.calls) for p in w.prefills] == [1, 1] and all(c.leg == "decode" for c in w.d.calls)
+        assert await w.metric("vllm_disagg_failovers_total", 'rung="none"') == 0, "nothing has failed"
 
 
 async def test_another_prefill_instance_is_tried() -> None:

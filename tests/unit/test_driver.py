@@ -125,6 +125,19 @@ def test_a_source_whose_vllm_stands_still_is_given_up_and_one_that_steps_is_not(
     assert 1.2 < time.monotonic() - end < 4
 
 
+def test_a_member_is_no_stranger_at_either_port(start: Callable[..., Driver]) -> None:
+    """Of those who have said nothing the oldest are closed where there are many (`half_open`)."""
+    p, d = start(memory(64, 1)), start(memory(64, None))
+    prefill(p, "ab" * 16, [1, 2], 20)
+    d.submit([wanted(p, d, "ab" * 16, [1, 2], 0, 20)])
+    report = outcome(d)
+    assert isinstance(report, events.Report) and report.reason is None
+    end = time.monotonic() + 4
+    while any(strangers._young for strangers in p._control._half_open):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_a_reader_may_come_back_while_its_old_connections_seem_alive(start: Callable[..., Driver]) -> None:
     """As after a freeze: P has not noticed yet that the old ones are dead."""
     p, d = start(memory(64, 1)), start(memory(64, None), silence=0.9, retry=0.3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -217,6 +217,35 @@ def test_members_that_were_not_heard_yet_are_no_strangers() -> None:
     for link in links:
         link.disable_monitor()
     client.close()
+    sockets.close()
+
+
+def test_who_has_left_is_not_counted_and_lends_its_place_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Descriptors are used again: a newcomer with a low one is not the oldest."""
+    monkeypatch.setattr(half_open, "LIMIT", 2)
+    sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.SIZE), "p/0")
+    host, port = sockets.address.removeprefix("tcp://").split(":")
+
+    def serve(done: Callable[[], bool]) -> None:
+        end = time.monotonic() + 4
+        while not done():
+            assert time.monotonic() < end
+            heard(sockets, 0.01)
+
+    def come(young: int) -> socket.socket:
+        made = socket.create_connection((host, int(port)))
+        serve(lambda: len(sockets.strangers._young) == young)
+        return made
+
+    gone, oldest = come(1), come(2)
+    gone.close()
+    serve(lambda: len(sockets.strangers._young) == 1)
+    newer = come(2)
+    newest = socket.create_connection((host, int(port)))
+    serve(lambda: is_closed(oldest))
+    assert not is_closed(newer) and not is_closed(newest)
+    for stranger in (oldest, newer, newest):
+        stranger.close()
     sockets.close()
 
 

@@ -356,9 +356,13 @@ async def test_an_engine_that_restarts_between_two_probes_is_probed_again() -> N
         assert (await w.post()).json()["leg"] == "decode"
 
 
-async def test_a_clock_that_was_told_long_ago_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_clock_that_was_told_long_ago_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     async with world() as w:
         assert w.p.probes == w.d.probes == 1
         monkeypatch.setattr(discovery, "DRIFT", 0.2)
         await until(lambda: w.p.probes > 2 and w.d.probes > 2)
         assert (await w.post()).json()["leg"] == "decode"
+        assert caplog.text.count(f"{w.p.url} (prefill) is ready") == 1, "what it says now is no news"

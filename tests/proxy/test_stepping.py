@@ -245,3 +245,19 @@ async def test_the_only_decode_engine_is_waited_for_within_bounds() -> None:
         reply = await w.post()
         assert reply.status == 502 and "makes no steps" in reply.json()["error"]["message"]
         assert PATIENCE < time.monotonic() - began < 2 * PATIENCE + STILL
+
+
+async def test_who_has_answered_owes_nothing() -> None:
+    """It is idle, and makes no steps for anybody."""
+    async with world(patience=PATIENCE) as w:
+        nudged: list[Call] = []
+
+        async def one_more(call: Call) -> None:
+            nudged.append(call)
+            await call.json({"choices": [{"text": "x"}]})
+
+        for engine in (w.p, w.d):
+            engine.script, engine.one_more = answer_at_once, one_more
+        assert (await w.post()).json()["leg"] == "decode"
+        await asyncio.sleep(1.5 * STILL)
+        assert not nudged

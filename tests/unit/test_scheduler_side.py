@@ -358,11 +358,13 @@ def test_grants_of_others_are_refused() -> None:
     }
     for asked in (
         request("decode", None),
+        request("decode", d, incarnation=""),
         request("prefill", d),
         request("decode", d, key=keys.FleetKey(b"x" * keys.SIZE)),
         request("decode", d, prompt_token_ids=None),
         two,
     ):
+        asked.request_id = f"r{len(d._legs)}"  # not one that is known as refused
         assert d.tokens_to_load(asked, 0) == 0
 
 

@@ -237,10 +237,12 @@ def test_the_end_of_one_leg_leaves_the_other(what: str) -> None:
     worker.begin(StepMetadata(serving={"t": "p"}, loading={"t": "d"}))
     if what == "withdrawn":
         worker.begin(StepMetadata(prefill=[events.Withdrawn("t")]))
+        assert "t" not in worker._serving, "nothing will end for it"
         driver.outcomes = [events.Report("t", None)]
         assert worker.results() == (set(), {"d"}, set())
     else:
         worker.begin(StepMetadata(decode=[events.Unneeded("t", [], None)]))  # type: ignore[arg-type]
+        assert "t" not in worker._loading
         driver.outcomes = [events.Release("t", delivered=False)]
         assert worker.results() == ({"p"}, set(), set())
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from proxy_world import Call, Reply, Script, ScriptedEngine, World, answer, until, world
+from vllm_disagg.proxy.upstream import HOLD, Answer
 
 COMMENT = b": keep-alive\n\n"
 ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
@@ -250,6 +252,20 @@ async def test_what_is_held_is_bounded() -> None:
         async with asyncio.timeout(5):
             await client.reader.readuntil(COMMENT * 10)
         client.close()
+
+
+async def test_a_preface_that_came_at_once_is_not_waited_for() -> None:
+    """More of it than is held of other answers may be here before anybody has looked, and reading has stopped."""
+    flows: list[bool] = []
+    held = Answer(SimpleNamespace(flow=lambda paused: flows.append(paused)))  # type: ignore[arg-type]
+    held.chunk(b"x" * (HOLD + 1))
+    assert flows == [True]
+    waiting = asyncio.create_task(held.until(lambda data: b"!" in data, 1 << 20))
+    await asyncio.sleep(0)
+    assert flows[-1] is False
+    held.chunk(b"!")
+    async with asyncio.timeout(1):
+        assert await waiting
 
 
 async def test_the_first_content_is_the_first_token_whatever_comes_with_it() -> None:

@@ -53,7 +53,8 @@ def test_fleet_files() -> None:
     assert parse_fleet("prefill: [http://p1/]\ndecode:\n- http://d1\n", "f") == {P1, D1}
     assert parse_fleet("decode: [https://d1:8443]", "f") == {Member("https://d1:8443", "decode")}
     for text in ("", "[1]", "decode: x", "decode: [1]", "decode: ['ftp://x']", "decode: [http://x/path]", "other: []", "{",
-                 "decode: [http://a..b:80]", f"decode: ['http://{'x' * 64}']", "decode: 2026-13-45", "? [1]\n: 2"):
+                 "decode: [http://a..b:80]", f"decode: ['http://{'x' * 64}']", "decode: 2026-13-45", "? [1]\n: 2",
+                 "decode: !!bool x", "decode: !!int ''", "? !!timestamp x\n: 1"):
         with pytest.raises(ConfigError, match=r"^f: "):
             parse_fleet(text, "f")
     with pytest.raises(ConfigError, match="twice"):

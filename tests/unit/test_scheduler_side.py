@@ -18,6 +18,7 @@ from kv_connectors import facts, scheduler
 from kv_connectors.messages import Handshake
 from kv_connectors.scheduler import SchedulerSide
 from vllm_disagg import events, grants, keys, mapping
+from vllm_disagg.errors import BadGrant
 from vllm_disagg.shape import uniform
 
 KEY = keys.FleetKey(b"k" * keys.SIZE)
@@ -30,8 +31,8 @@ PLAN, NOBODY = mapping.plan([HOLDS], [HOLDS]), mapping.nothing(1, 1)
 GROUPS: Any = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))]
 
 
-def side(role: str, groups: Any = GROUPS) -> SchedulerSide:
-    made = SchedulerSide(KEY, role, {"dtype": "bf16"}, groups)
+def side(role: str, groups: Any = GROUPS, key: keys.FleetKey = KEY) -> SchedulerSide:
+    made = SchedulerSide(key, role, {"dtype": "bf16"}, groups)
     made.set_workers([Handshake(grants.Worker("me/0", "tcp://127.0.0.1:3", "tcp://127.0.0.1:4", holds=HOLDS), ["a", "b"])])
     return made
 
@@ -264,7 +265,7 @@ FAR = {"tcp://198.51.100.7:9999": "not loopback", "tcp://169.254.169.254:80": "l
 
 @pytest.mark.parametrize("leg", ["decode", "prefill"])
 def test_nothing_is_dialled_that_an_engine_may_not_dial(leg: str) -> None:
-    """For a prefill leg, these are where it would read back from.  D, which waits for it, is told at once."""
+    """For a prefill leg, these are where it would read back from: it serves D all the same."""
     for to in FAR:
         engine = side(leg)
         grant = grants.Grant(
@@ -276,8 +277,18 @@ def test_nothing_is_dialled_that_an_engine_may_not_dial(leg: str) -> None:
         assert engine.tokens_to_load(asked, 0) == 0
         engine.allocated(asked, ([4, 5, 6],), 0)
         said = engine.step(step())
-        assert not said.decode and not said.serving and not said.loading
-        assert said.prefill == ([events.Withdrawn(T)] if leg == "prefill" else [])
+        assert not said.decode and not said.loading and not said.prefill
+        assert list(said.serving) == ([T] if leg == "prefill" else [])
+
+
+def test_without_a_key_a_transfer_is_remembered_whatever_end_a_client_chose(clock: list[float]) -> None:
+    """Its blocks may still be held when the grant has ended."""
+    engine = side("prefill", key=keys.FleetKey(None, insecure=True))
+    clock[0] += 100
+    engine._use("prefill", T, 100.3)
+    clock[0] += 10
+    with pytest.raises(BadGrant, match="used before"):
+        engine._use("prefill", T, 200.0)
 
 
 def test_one_engine_is_not_both_engines_of_a_request() -> None:

@@ -139,6 +139,7 @@ class ScriptedEngine:
         self.nixl = False
         self.close_after = False  # close each connection after its answer, like a server whose patience is over
         self.probes = 0
+        self.told = 0  # probes that were answered in full
         self.refused = 0  # prefill legs
         self.port = 0
         self._server: asyncio.Server | None = None
@@ -258,6 +259,7 @@ class ScriptedEngine:
             await call.json({}, self.probe_status)
             return
         facts = self.facts(call.rank)
+        self.told += self.plain or self.nixl or call.grant.engine == facts["incarnation"]
         if call.grant.engine != facts["incarnation"] or not self.accepts(call):
             facts = self.card(call)
         params = None if self.plain else {"disagg_engine": facts}
@@ -420,6 +422,11 @@ class World:
     async def _ready(self) -> bool:
         return all(i["usable"] for i in await self.instances())
 
+    async def until_probed(self, *engines: ScriptedEngine) -> None:
+        """These, or all, have answered a probe in full, and the proxy has read it; perhaps they are not usable."""
+        await until(lambda: all(engine.told for engine in engines or self.prefills + self.decodes))
+        await asyncio.sleep(0.1)
+
     async def instances(self) -> list[dict[str, Any]]:
         """What the proxy says of each instance."""
         key = {"authorization": f"Bearer {self.admin_key}"} if self.admin_key else {}
@@ -428,7 +435,7 @@ class World:
         return reply.json()  # type: ignore[no-any-return]
 
 
-async def until(condition: Callable[[], Any], limit: float = 5.0) -> None:
+async def until(condition: Callable[[], Any], limit: float = 20.0) -> None:
     """Wait for a condition, plain or a coroutine."""
     async with asyncio.timeout(limit):
         while True:

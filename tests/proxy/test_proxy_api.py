@@ -91,7 +91,7 @@ async def down(w: object) -> bool:
 
 async def test_api_key() -> None:
     async with world(api_keys=["one", "two"], ready=False) as w:
-        await until(lambda: w.p.probes and w.d.probes)
+        await w.until_probed()
         for path in ("/v1/models", "/disagg/instances", "/v1/nothing"):
             reply = await w.get(path)
             assert (reply.status, reply.json()) == (401, {"error": "Unauthorized"})
@@ -285,7 +285,7 @@ async def down_prefill(w: Any) -> bool:
 
 async def test_keys_guard_all_that_costs() -> None:
     async with world(api_keys=["k"], ready=False) as w:
-        await until(lambda: w.p.probes and w.d.probes)
+        await w.until_probed()
         for path in ROUTES:
             free = path in UNGUARDED
             reply = await w.ask(ROUTES[path][0][0], path, b"")

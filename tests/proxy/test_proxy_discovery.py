@@ -21,7 +21,7 @@ async def instance(w: World, url: str) -> dict[str, object]:
 
 async def test_instances_may_start_later() -> None:
     async with world(ready=False, prepare=lambda w: setattr(w.p, "health", 503)) as w:
-        await until(lambda: w.d.probes)
+        await w.until_probed(w.d)
         assert not (await instance(w, w.p.url))["usable"]
         assert (await w.post()).json()["leg"] == "whole"
         w.p.health = 200
@@ -31,7 +31,7 @@ async def test_instances_may_start_later() -> None:
 
 async def test_who_waits_goes_to_a_prefill_instance_that_comes_up() -> None:
     async with world(prefill=2, prefill_concurrency=1, ready=False, prepare=lambda w: setattr(w.p, "health", 503)) as w:
-        await until(lambda: w.prefills[1].probes and w.d.probes)
+        await w.until_probed(w.prefills[1], w.d)
         w.prefills[1].script = w.d.script = Call.forever
         first = await w.start()
         await until(lambda: w.prefills[1].calls)
@@ -90,7 +90,7 @@ async def test_plain_vllm_serves_whole_requests(caplog: pytest.LogCaptureFixture
 
 async def test_plain_prefill_is_not_used() -> None:
     async with world(ready=False, prepare=lambda w: setattr(w.p, "plain", True)) as w:
-        await until(lambda: w.p.probes and w.d.probes)
+        await w.until_probed()
         assert not (await instance(w, w.p.url))["usable"]
         assert (await w.post()).json()["leg"] == "whole"
 
@@ -98,7 +98,7 @@ async def test_plain_prefill_is_not_used() -> None:
 async def test_wrong_role(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     async with world(ready=False, prepare=lambda w: setattr(w.p, "role", "decode")) as w:
-        await until(lambda: w.p.probes and w.d.probes)
+        await w.until_probed()
         assert (await w.post()).json()["leg"] == "whole"
         row = await instance(w, w.p.url)
         assert not row["usable"] and row["why_not"] == "is given as --prefill, but its connector's role is decode"
@@ -127,7 +127,7 @@ async def test_odd_probe_answers_are_survived() -> None:
 
     async with world(ready=False, prepare=lambda w: setattr(w.d, "layout", {"model": 7})) as w:
         w.d.script = odd
-        await until(lambda: w.p.probes and w.d.probes)
+        await w.until_probed()
         assert (await w.post()).json()["leg"] == "whole"
 
 

@@ -120,7 +120,7 @@ async def test_where_a_body_says_nothing_it_is_small(line: bytes, status: int) -
 
 async def test_a_refused_request_after_a_good_one() -> None:
     async with world(prefill=0, ready=False, api_keys=["k"]) as w:
-        await until(lambda: w.d.probes)
+        await w.until_probed()
         good = request(b"GET /v1/models HTTP/1.1", b"host: x\r\n" + KEY, b"")
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
         chunked = head + b"2\r\n{}\r\n0\r\n" + KEY + b"\r\n"
@@ -393,7 +393,7 @@ async def test_slashes_are_no_way_around_a_key() -> None:
 
 async def test_adapters_under_sagemakers_names() -> None:
     async with world(prefill=1, decode=2, api_keys=["k"], ready=False) as w:
-        await until(lambda: w.p.probes and all(d.probes for d in w.decodes))
+        await w.until_probed()
 
         async def load(call: Call) -> None:
             await call.json("Success")

@@ -319,7 +319,7 @@ async def test_pages_that_may(origin: str, origins: list[str]) -> None:
 
 async def test_keys() -> None:
     async with fleet(api_keys=["k"]) as w:
-        await until(lambda: the(w).probes)
+        await w.until_probed(the(w))
         with pytest.raises(InvalidStatus, match="401"):
             async with dial(w):
                 pass

@@ -42,7 +42,7 @@ async def test_clients_over_tls(papers: Papers) -> None:
         trust = ssl.create_default_context(cafile=papers.ca)
         connection = await asyncio.open_connection("127.0.0.1", w.port, ssl=trust)
         client = Client(*connection)
-        await until(lambda: w.d.probes and w.p.probes)
+        await w.until_probed()
         client.send("POST", "/v1/completions", b'{"model":"m","prompt":"hi","stream":true}')
         reply = await client.receive()
         assert (reply.status, reply.complete, reply.events()[-1]) == (200, True, "[DONE]")

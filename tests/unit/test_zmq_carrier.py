@@ -95,6 +95,34 @@ def test_a_reader_that_never_comes_costs_one_checksum_a_piece(carrier: ZmqCarrie
     assert len(sums) == 4
 
 
+def test_a_source_that_refuses_at_once_is_a_source_all_the_same(carrier: ZmqCarrier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZMQ takes no message for a connection whose handshake has just failed; that must not end the driver's thread."""
+    sockets = carrier._control
+    real = sockets.dial
+
+    class Refused:
+        def __init__(self, link: zmq.Socket[bytes]) -> None:
+            self.link = link
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.link, name)
+
+        def send(self, *_: object) -> None:
+            raise zmq.Again
+
+    made: list[zmq.Socket[bytes]] = []
+
+    def dial(*args: object, **options: object) -> Refused:
+        made.append(real(*args, **options))  # type: ignore[arg-type]
+        return Refused(made[-1])
+
+    monkeypatch.setattr(sockets, "dial", dial)
+    monkeypatch.setattr(carrier._port, "poller", zmq.Poller())
+    carrier.connect(Worker("p/9", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
+    assert "p/9" in carrier.links
+    made[0].close()
+
+
 def test_more_sources_than_there_is_room_for() -> None:
     """As after months of P's that were restarted: those unused for longest make room, and nothing runs out."""
     sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.SIZE), "d/0")

@@ -102,7 +102,8 @@ class ZmqCarrier:
         link = self._control.dial(endpoint, name, 2 * FRAME, encrypt=self._port.config.encrypt_data)
         if link is None:
             return
-        link.send(b"", zmq.NOBLOCK)  # who says nothing is taken for a stranger where there are many
+        with contextlib.suppress(zmq.Again):  # it was refused already
+            link.send(b"", zmq.NOBLOCK)  # a connection that says nothing is taken for a stranger's where there are many
         self._port.poller.register(link, zmq.POLLIN)
         self.links[worker.name] = link
 

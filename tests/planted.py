@@ -154,7 +154,6 @@ MUTANTS: list[tuple[str, ...]] = [
     ("D cuts out the first heads", "memory.py", "extent.head * stride : extent.head_end * stride", ": (extent.head_end - extent.head) * stride", "tests/unit/test_memory.py tests/unit/test_scatter.py tests/property/test_mapping.py"),
     ("P never confirms the first layers alone", "prefill.py", "not (t.tokens or t.layers)", "not t.tokens", "tests/unit/test_prefill.py"),
     ("final layers may become fewer", "prefill.py", "        assert event.layers >= t.layers,", "        assert True,", "tests/unit/test_prefill.py"),
-    ("a message overtakes what vLLM has said", "driver.py", "            return\n        self._drain()\n        do(decoded)", "            return\n        do(decoded)", "tests/unit/test_driver.py"),
     ("P serves on what was computed again", "prefill.py", "        t.is_spoiled = True\n", "", "tests/unit/test_prefill.py"),
     ("P lets go of what was computed again while it is sent", "prefill.py", "        t.is_spoiled = True\n        return [", "        t.is_spoiled = True\n        self._settle(transfer, frozenset())\n        del self.transfers[transfer]\n        return [", "tests/unit/test_prefill.py"),
     ("a new reader is served what was computed again", "prefill.py", "if reader.is_active and t.is_spoiled:", "if False:", "tests/unit/test_prefill.py"),

@@ -219,25 +219,6 @@ def test_what_has_ended_does_not_end_again_when_the_thread_fails(
         assert driver._is_broken and not driver.take()
 
 
-def test_what_vllm_has_taken_back_is_not_confirmed(start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM says so while D's Done is on its way through the driver: before the machine sees the one, it has the other."""
-    ours, theirs, transfer = memory(64, None), memory(64, 1), "31" * 16
-    p, d = start(theirs), start(ours)
-    decode = wire.decode_at_prefill
-
-    def meanwhile(frame: bytes) -> wire.AtPrefill:
-        message = decode(frame)
-        if isinstance(message, wire.Done):
-            p.submit([events.Withdrawn(transfer)])
-        return message
-
-    monkeypatch.setattr(wire, "decode_at_prefill", meanwhile)
-    p.submit([events.Scheduled(transfer, 3, [[1]]), events.Computed(transfer, LAYERS)])
-    d.submit([wanted(p, d, transfer, [1], 0, 3)])
-    report = outcome(d)
-    assert isinstance(report, events.Report) and report.reason in (events.Reason.LOST, events.Reason.WITHDRAWN), report
-
-
 def test_a_worker_reads_from_one_that_reads_from_it(start: Callable[..., Driver]) -> None:
     """P takes from D what D has cached, then D takes the rest from P."""
     at_p, at_d = memory(64, None), memory(64, 1)

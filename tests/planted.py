@@ -339,6 +339,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a failed forward pass is offered", "kv_connectors/worker.py", "        if sys.exc_info()[0] is None:", "        if True:", "tests/unit/test_worker_side.py"),
     ("what D has cached is final though its step failed", "kv_connectors/worker.py", "        spoiled = [*self._computing, *self._cached]", "        spoiled = [*self._computing]", "tests/unit/test_worker_side.py"),
     ("an adapter is forgotten to make room", "kv_connectors/facts.py", "if key in _loaded or len(_loaded) >= ADAPTERS:", "if key in _loaded:", "tests/unit/test_facts.py"),
+    ("nothing wakes the driver to bound strangers", "driver.py", "        looks.append(self._control.next_look())\n", "", "tests/unit/test_driver.py"),
     ("members are cut before they are heard", "transports/half_open.py", "        if now < self._crowded + GRACE:", "        if False:", "tests/unit/test_zmq_carrier.py"),
     ("without a key a grant's transfer is forgotten at its end", "kv_connectors/scheduler.py", "ends = until if self._key.is_set else now + MAX_VALIDITY", "ends = until", "tests/unit/test_scheduler_side.py"),
     ("an optional source fails a prefill leg", "kv_connectors/scheduler.py", "        if grant.leg != \"decode\":  # without", "        if False:  # without", "tests/unit/test_scheduler_side.py"),

@@ -184,6 +184,7 @@ class Driver:
         if self._inbox:
             return 0
         looks = [carrier.next_look() for carrier in self._carriers.values()]
+        looks.append(self._control.next_look())
         due = [at for at in (self._prefill.next_deadline(), self._decode.next_deadline(), *looks) if at is not None]
         return max(0, math.ceil((min(due) - time.monotonic()) * 1000)) if due else None
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
 from vllm_disagg.memory import HostMemory
 from vllm_disagg.shape import Kind, Region, Shape
+from vllm_disagg.transports import half_open
 
 LAYERS, BLOCKS, BLOCK_SIZE = 4, 32, 16
 KEY = keys.FleetKey(b"k" * keys.SIZE)
@@ -136,6 +139,34 @@ def test_a_member_is_no_stranger_at_either_port(start: Callable[..., Driver]) ->
     while any(strangers._young for strangers in p._control._half_open):
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_strangers_are_bounded_where_nothing_else_happens(start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No message and no deadline wakes the driver when their grace ends."""
+    monkeypatch.setattr(half_open, "LIMIT", 2)
+    p = start(memory(64, 1))
+    address = urlsplit(p.worker.control)
+    strangers = [socket.create_connection((str(address.hostname), int(address.port or 0))) for _ in range(6)]
+    try:
+        end = time.monotonic() + half_open.HANDSHAKE - 1  # then ZMQ ends them itself
+        while [has_ended(stranger) for stranger in strangers] != [True] * 4 + [False] * 2:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def has_ended(stranger: socket.socket) -> bool:
+    """Whether the other side has closed it; what it has said before that is thrown away."""
+    try:
+        while stranger.recv(1000, socket.MSG_DONTWAIT):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        pass
+    return True
 
 
 def test_a_reader_may_come_back_while_its_old_connections_seem_alive(start: Callable[..., Driver]) -> None:

@@ -78,6 +78,10 @@ class Control:
         for half_open in self._half_open:
             half_open.look()
 
+    def next_look(self) -> float | None:
+        """When strangers must be bounded at the latest, even if nothing happens."""
+        return min((at for one in self._half_open if (at := one.next_look()) is not None), default=None)
+
     def answer_zap(self) -> None:
         """Let in whoever has the client key, or the password, of this fleet (RFC 27, one request a connection)."""
         for message in receive(self.zap):

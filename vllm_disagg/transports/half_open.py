@@ -44,6 +44,10 @@ class HalfOpen:
         self.events.rcvhwm = self.events.linger = 0  # a full queue would stop ZMQ's own thread
         self.events.connect(address)
 
+    def next_look(self) -> float | None:
+        """When the grace of those who are too many is over; the socket may be quiet until then."""
+        return None if self._crowded is None else self._crowded + GRACE
+
     def look(self) -> None:
         """Shut down the oldest of too many, once all messages that are here have been `heard`."""
         self._learn()

@@ -20,12 +20,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from vllm_disagg import events, keys, mapping
-from vllm_disagg.compression import Fp8
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
-from vllm_disagg.memory import HostMemory, checksum
-from vllm_disagg.wire import Extent
+from vllm_disagg.fleet import keys
+from vllm_disagg.kv import reshard
+from vllm_disagg.kv.extents import Extent
+from vllm_disagg.kv.fp8 import Fp8
+from vllm_disagg.kv.memory import HostMemory, checksum
+from vllm_disagg.protocol import events
 
 LAYERS, ROW, BLOCKS, BLOCK_SIZE = 8, 256 << 10, 48, 128  # 100 MB of KV
 LINKS = (0.125, 0.25, 0.5, 1.25)  # GB/s: networks of 1, 2, 4 and 10 Gbit/s
@@ -93,7 +95,7 @@ def measure_link(rate: float) -> dict[str, float]:
         process = multiprocessing.Process(target=relay, args=(int(p.worker.data.rpartition(":")[2]), rate, said), daemon=True)
         process.start()
         source = msgspec.structs.replace(p.worker, data=f"tcp://127.0.0.1:{said.get()}", local="")
-        plan = mapping.plan([source.holds], [d.worker.holds])
+        plan = reshard.plan([source.holds], [d.worker.holds])
         tokens, blocks, times = BLOCKS * BLOCK_SIZE, list(range(BLOCKS)), []
         for turn in range(6):
             transfer = f"{turn:032x}"

@@ -20,8 +20,9 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from vllm_disagg.grants import Engine, Worker, verify
-from vllm_disagg.keys import FleetKey, load
+from vllm_disagg.fleet.grants import verify
+from vllm_disagg.fleet.keys import FleetKey, load
+from vllm_disagg.protocol.peers import Engine, Worker
 
 LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 GRANT = re.compile(rb'"disagg_grant": *"([^"]+)"')

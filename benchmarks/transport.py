@@ -44,11 +44,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kv_connectors import carriers
-from vllm_disagg import events, keys, mapping
+from kv_connectors import transports
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
-from vllm_disagg.memory import FRAME, HostMemory
+from vllm_disagg.fleet import keys
+from vllm_disagg.kv import reshard
+from vllm_disagg.kv.memory import FRAME, HostMemory
+from vllm_disagg.protocol import events
 
 LAYERS, BLOCK, BLOCK_SIZE, RUN = 24, 64 << 10, 16, 8
 KEY = keys.FleetKey(b"k" * keys.SIZE)
@@ -78,7 +80,7 @@ class Pool:
 # It yields the seconds of a transfer for each number of blocks that it is sent; the source yields when it is ready.
 def ours(name: str, pool: Pool, peer: Connection, is_source: bool) -> Iterator[float]:
     config = Config(transport=name)  # type: ignore[arg-type]
-    driver = Driver(config, KEY, pool.memory, 0, carriers.chosen(config))
+    driver = Driver(config, KEY, pool.memory, 0, transports.chosen(config))
     if is_source:
         peer.send(driver.worker)
         count = yield 0.0
@@ -91,7 +93,7 @@ def ours(name: str, pool: Pool, peer: Connection, is_source: bool) -> Iterator[f
                 time.sleep(0.0002)
             count = yield 0.0
     worker = peer.recv()
-    plan = mapping.plan([worker.holds], [driver.worker.holds])
+    plan = reshard.plan([worker.holds], [driver.worker.holds])
     count = yield 0.0
     while True:
         transfer = secrets.token_hex(16)
@@ -356,7 +358,7 @@ def metrics(url: str) -> dict[str, float]:
 
 def main() -> None:
     has_nixl = importlib.util.find_spec("nixl") is not None
-    known = ["zmq", *carriers.MODULES]
+    known = ["zmq", *transports.MODULES]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="a KV-heavy model, for the part with real engines")
     parser.add_argument("--transports", nargs="+", choices=known, default=["zmq", "tcp", "gloo", *(["nixl"] if has_nixl else [])])

@@ -25,10 +25,10 @@ from torch.distributed import Store, is_gloo_available
 
 from vllm_disagg.config import Config
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.transports.carrier import Port
-from vllm_disagg.transports.mover import HostStaging, Slot
-from vllm_disagg.transports.pairs import PAIRING, Ended, Failed, FromLink, Said, Up
-from vllm_disagg.transports.two_sided import TwoSidedCarrier
+from vllm_disagg.transports.base import Port
+from vllm_disagg.transports.collective.channel import PAIRING, Ended, Failed, FromLink, Said, Up
+from vllm_disagg.transports.collective.transport import TwoSidedCarrier
+from vllm_disagg.transports.collective.worker import HostStaging, Slot
 
 if is_gloo_available():
     from torch.distributed import ProcessGroupGloo
@@ -82,7 +82,7 @@ class NoteStore(Store):  # type: ignore[misc]
 
 
 class GlooLink:
-    """`device`: Gloo's, shared by the links of a worker.  See `mover.Link`."""
+    """`device`: Gloo's, shared by the links of a worker.  See `worker.Link`."""
 
     is_polled = False
 

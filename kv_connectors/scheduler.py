@@ -18,14 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_disagg import dialling, events, mapping
 from vllm_disagg.errors import BadGrant, Unmappable
-from vllm_disagg.grants import ANSWER_KEY, MAX_VALIDITY, REQUEST_KEY, Card, Engine, Grant, Worker, verify
-from vllm_disagg.keys import FleetKey
-from vllm_disagg.mapping import Plan
+from vllm_disagg.fleet import dialling
+from vllm_disagg.fleet.grants import ANSWER_KEY, MAX_VALIDITY, REQUEST_KEY, Grant, verify
+from vllm_disagg.fleet.keys import FleetKey
+from vllm_disagg.kv import reshard
+from vllm_disagg.kv.reshard import Plan
+from vllm_disagg.protocol import events
+from vllm_disagg.protocol.peers import Card, Engine, Worker
 
-from . import compat, facts
-from .messages import Handshake, StepMetadata
+from . import compat, prompt_digest
+from .metadata import Handshake, StepMetadata
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -181,7 +184,7 @@ class SchedulerSide:
             leg = self._legs[request.request_id] = Leg(grant, request.num_prompt_tokens, "", state=State.LOCAL, refused=True)
             return leg
         plan = self._plan(grant.sources) if grant.leg == "decode" else self._plan_back(grant)
-        digest = facts.prompt(request) if grant.leg != "probe" else ""
+        digest = prompt_digest.prompt(request) if grant.leg != "probe" else ""
         # With windows, when P's request ends, vLLM gives back what a token after the prompt would not look at any more.  D,
         # which computes the prompt's last token, looks at one token more, perhaps in one block more.
         leaves_out = self._has_states or (arrives and self._last)
@@ -278,7 +281,7 @@ class SchedulerSide:
         names = tuple(worker.name for worker in sources)
         if names not in self._plans:
             ours = [worker.holds for worker in self.engine.workers]
-            self._plans[names] = mapping.plan([worker.holds for worker in sources], ours)
+            self._plans[names] = reshard.plan([worker.holds for worker in sources], ours)
             if len(self._plans) > PEERS:
                 del self._plans[next(iter(self._plans))]
         return self._plans[names]
@@ -355,7 +358,7 @@ class SchedulerSide:
     def _make_local(self, leg: Leg) -> None:
         leg.state = State.LOCAL
         assert self.engine is not None  # or its grant had been refused
-        nobody = mapping.nothing(len(leg.grant.sources), len(self.engine.workers))
+        nobody = reshard.nothing(len(leg.grant.sources), len(self.engine.workers))
         self._next.decode.append(events.Unneeded(leg.grant.transfer, leg.grant.sources, nobody))
 
     # What D has cached -----------------------------------------------------------------------------------------

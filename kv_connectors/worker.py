@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_disagg import events
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
-from vllm_disagg.keys import FleetKey
-from vllm_disagg.memory import Memory
-from vllm_disagg.shape import NOTHING
+from vllm_disagg.fleet.keys import FleetKey
+from vllm_disagg.kv.layout import NOTHING
+from vllm_disagg.kv.memory import Memory
+from vllm_disagg.protocol import events
 
-from . import carriers, kvcache
+from . import kv_layout, transports
 from .layers import Layers
-from .messages import Handshake, StepMetadata, WorkerMetadata
-from .stats import Stats
+from .metadata import Handshake, StepMetadata, WorkerMetadata
+from .metrics import Stats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,7 +56,7 @@ class WorkerSide:
         memory, names = self._memory(caches)
         self._layers = Layers(names)
         self._shape = memory.shape
-        others = carriers.chosen(self._config, next(iter(caches.values())).device.type)
+        others = transports.chosen(self._config, next(iter(caches.values())).device.type)
         self._driver = Driver(self._config, self._key, memory, self._rank, others)
         self.handshake = Handshake(self._driver.worker, names)
         log.info("KV transfers at %s", self._driver.worker.control)
@@ -65,11 +65,11 @@ class WorkerSide:
         """And the layers' names, in its order."""
         parallel, model = self._vllm_config.parallel_config, self._vllm_config.model_config
         size = parallel.tensor_parallel_size
-        rank = kvcache.Rank(self._rank % size, size, kvcache.kv_heads(model))
+        rank = kv_layout.Rank(self._rank % size, size, kv_layout.kv_heads(model))
         config = self._kv_cache_config
         if next(iter(caches.values())).device.type == "cpu":
-            return kvcache.host_memory(caches, config.kv_cache_groups, config.num_blocks, rank, self._vllm_config)
-        from .device import device_memory  # noqa: PLC0415 - Triton, which CPUs need not have
+            return kv_layout.host_memory(caches, config.kv_cache_groups, config.num_blocks, rank, self._vllm_config)
+        from .gpu.device import device_memory  # noqa: PLC0415 - Triton, which CPUs need not have
 
         memory, names = device_memory(caches, config.kv_cache_groups, config.num_blocks, rank)
         self._launched = memory.launched

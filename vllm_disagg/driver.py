@@ -23,18 +23,18 @@ from typing import TypeVar, assert_never
 
 import zmq
 
-from . import events, wire
-from .compression import Fp8
 from .config import Config
-from .decode import DecodeSide
 from .errors import BadMessage
-from .grants import Worker
-from .keys import FleetKey
-from .memory import Memory
-from .prefill import PrefillSide
-from .transports.carrier import Carrier, Counters, Happened, Port
-from .transports.control import Control, receive
-from .transports.zmq import ZmqCarrier, machine
+from .fleet.keys import FleetKey
+from .kv.fp8 import Fp8
+from .kv.memory import Memory
+from .protocol import events, messages
+from .protocol.peers import Worker
+from .protocol.receiver import DecodeSide
+from .protocol.sender import PrefillSide
+from .transports.base import Carrier, Counters, Happened, Port, machine
+from .transports.zmq.control import Control, receive
+from .transports.zmq.transport import ZmqCarrier
 
 log = logging.getLogger("vllm_disagg.driver")
 
@@ -104,10 +104,10 @@ class Driver:
 
     def _port(self, carrier: str, config: Config, memory: Memory, fallback: str = "") -> Port:
         def to_reader(reader: str, data: bytes) -> None:
-            self._control.send_to_reader(reader, wire.Note(self.name, reader, carrier, data))
+            self._control.send_to_reader(reader, messages.Note(self.name, reader, carrier, data))
 
         def to_source(source: str, data: bytes) -> None:
-            self._control.send_to_source(source, wire.Note(source, self.name, carrier, data))
+            self._control.send_to_source(source, messages.Note(source, self.name, carrier, data))
 
         return Port(self.name, config, memory, self.counters, self._control.poller, to_reader, to_source, fallback)
 
@@ -210,10 +210,10 @@ class Driver:
         if control.router in ready:
             for _, *message in receive(control.router):
                 control.strangers.heard(message)
-                self._receive_one(message, wire.decode_at_prefill, self._at_prefill)
+                self._receive_one(message, messages.decode_at_prefill, self._at_prefill)
         for link in [link for link in control.links.values() if link in ready]:
             for message in receive(link):
-                self._receive_one(message, wire.decode_at_decode, self._at_decode)
+                self._receive_one(message, messages.decode_at_decode, self._at_decode)
 
     def _receive_one(self, message: list[zmq.Frame], decode: Callable[[bytes], T], do: Callable[[T], None]) -> None:
         try:
@@ -226,14 +226,14 @@ class Driver:
         self._drain()
         do(decoded)
 
-    def _at_prefill(self, message: wire.AtPrefill) -> None:
-        if not isinstance(message, wire.Note):
+    def _at_prefill(self, message: messages.AtPrefill) -> None:
+        if not isinstance(message, messages.Note):
             self._do_prefill(message)
         elif message.source == self.name and (carrier := self._carriers.get(message.carrier)) is not None:
             carrier.note_at_prefill(message.reader, message.data)
 
-    def _at_decode(self, message: wire.AtDecode) -> None:
-        if not isinstance(message, wire.Note):
+    def _at_decode(self, message: messages.AtDecode) -> None:
+        if not isinstance(message, messages.Note):
             self._do_decode(message)
         elif message.reader == self.name and (carrier := self._carriers.get(message.carrier)) is not None:
             carrier.note_at_decode(message.source, message.data)

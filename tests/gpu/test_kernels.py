@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from kv_connectors.kvcache import Rank
+from kv_connectors.kv_layout import Rank
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.events import Land, SendPiece
-from vllm_disagg.shape import uniform
-from vllm_disagg.wire import Extent
+from vllm_disagg.kv.extents import Extent
+from vllm_disagg.kv.layout import uniform
+from vllm_disagg.protocol.events import Land, SendPiece
 
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU here, and TRITON_INTERPRET=1 is not set", allow_module_level=True)
 pytest.importorskip("triton", reason="there is no Triton here")
-device = pytest.importorskip("kv_connectors.device")
+device = pytest.importorskip("kv_connectors.gpu.device")
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCKS, TOKENS, HEADS, DIM = 11, 4, 3, 8

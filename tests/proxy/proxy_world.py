@@ -14,8 +14,9 @@ from typing import Any
 import httptools
 import msgspec
 
-from vllm_disagg.grants import MAX_VALIDITY, Engine, Grant, Worker, verify
-from vllm_disagg.keys import FleetKey
+from vllm_disagg.fleet.grants import MAX_VALIDITY, Grant, verify
+from vllm_disagg.fleet.keys import FleetKey
+from vllm_disagg.protocol.peers import Engine, Worker
 from vllm_disagg.proxy.main import serve
 from vllm_disagg.proxy.settings import Settings
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from vllm_disagg.grants import Engine, Worker
+from vllm_disagg.protocol.peers import Engine, Worker
 from vllm_disagg.proxy.admission import Admission, QueueFull, QueueTimeout
 from vllm_disagg.proxy.fleet import Fleet, Instance
 from vllm_disagg.proxy.pairing import Pair

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from proxy_world import KEY, Call, World, answer, answer_at_once, until, world
-from vllm_disagg.grants import MARGIN
-from vllm_disagg.keys import FleetKey
+from vllm_disagg.fleet.grants import MARGIN
+from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.proxy import discovery
 from vllm_disagg.proxy.discovery import Discovery, engine_in
 from vllm_disagg.proxy.fleet import Instance

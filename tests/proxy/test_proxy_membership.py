@@ -11,12 +11,12 @@ import pytest
 
 from proxy_world import KEY, Call, ScriptedEngine, World, until, world
 from vllm_disagg.errors import BadGrant, ConfigError
-from vllm_disagg.keys import FleetKey
+from vllm_disagg.fleet.keys import FleetKey
+from vllm_disagg.fleet.registration import Note, Registration, sign
 from vllm_disagg.proxy.addresses import parse_networks
 from vllm_disagg.proxy.membership import Changes, Member, reconcile
 from vllm_disagg.proxy.registry import PATIENCE, Registry
 from vllm_disagg.proxy.sources import parse_fleet, parse_name
-from vllm_disagg.registration import Note, Registration, sign
 
 P1, P2 = Member("http://p1", "prefill"), Member("http://p2", "prefill")
 D1 = Member("http://d1", "decode")

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from vllm_disagg.grants import Engine, Worker
+from vllm_disagg.protocol.peers import Engine, Worker
 from vllm_disagg.proxy.fleet import Fleet, Instance, mismatch
 from vllm_disagg.proxy.pairing import Pair, choose, choose_decode
 from vllm_disagg.proxy.policies import Ask

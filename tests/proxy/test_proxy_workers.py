@@ -11,7 +11,8 @@ import pytest
 
 from proxy_world import ScriptedEngine, World, until
 from vllm_disagg.errors import BadGrant
-from vllm_disagg.keys import FleetKey
+from vllm_disagg.fleet.keys import FleetKey
+from vllm_disagg.fleet.registration import Note, sign
 from vllm_disagg.proxy import supervisor
 from vllm_disagg.proxy.crew import Message, Place
 from vllm_disagg.proxy.fleet import Instance
@@ -20,7 +21,6 @@ from vllm_disagg.proxy.metrics import merge
 from vllm_disagg.proxy.registry import Registry
 from vllm_disagg.proxy.shared_load import SharedLoad, size
 from vllm_disagg.proxy.supervisor import Hub, _live
-from vllm_disagg.registration import Note, sign
 
 
 def test_load_is_shared() -> None:

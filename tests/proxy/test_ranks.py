@@ -8,7 +8,7 @@ import pytest
 
 from proxy_world import Call, ScriptedEngine, World, answer, until, world
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.grants import Engine
+from vllm_disagg.protocol.peers import Engine
 from vllm_disagg.proxy.addresses import check_url
 from vllm_disagg.proxy.fleet import Instance
 

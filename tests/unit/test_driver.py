@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 import zmq
 
-from vllm_disagg import events, keys, mapping, wire
-from vllm_disagg.compression import DECODE, ENCODE
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
-from vllm_disagg.memory import HostMemory
-from vllm_disagg.shape import Kind, Region, Shape
-from vllm_disagg.transports import half_open
+from vllm_disagg.fleet import keys
+from vllm_disagg.kv import reshard
+from vllm_disagg.kv.fp8 import DECODE, ENCODE
+from vllm_disagg.kv.layout import Kind, Region, Shape
+from vllm_disagg.kv.memory import HostMemory
+from vllm_disagg.protocol import events, messages
+from vllm_disagg.transports.zmq import half_open
 
 LAYERS, BLOCKS, BLOCK_SIZE = 4, 32, 16
 KEY = keys.FleetKey(b"k" * keys.SIZE)
@@ -53,7 +55,7 @@ def outcome(driver: Driver, seconds: float = 10.0) -> events.Release | events.Re
 
 
 def wanted(p: Driver, d: Driver, transfer: str, blocks: list[int], token: int, token_end: int) -> events.Wanted:
-    plan = mapping.plan([p.worker.holds], [d.worker.holds])
+    plan = reshard.plan([p.worker.holds], [d.worker.holds])
     return events.Wanted(transfer, [p.worker], plan, [events.Blocks(token, blocks)], token_end, 60.0)
 
 
@@ -185,15 +187,15 @@ def test_a_reader_may_come_back_while_its_old_connections_seem_alive(start: Call
 def test_what_vllm_has_withdrawn_is_never_confirmed(start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even if it says so while D's last word is being read: facts go into the machine before any message (rule 3)."""
     p, d = start(memory(64, 1)), start(memory(64, None))
-    transfer, decode = "0a" * 16, wire.decode_at_prefill
+    transfer, decode = "0a" * 16, messages.decode_at_prefill
 
-    def decode_meanwhile(data: bytes) -> wire.AtPrefill:
+    def decode_meanwhile(data: bytes) -> messages.AtPrefill:
         message = decode(data)
-        if isinstance(message, wire.Done):
+        if isinstance(message, messages.Done):
             p.submit([events.Withdrawn(transfer)])
         return message
 
-    monkeypatch.setattr(wire, "decode_at_prefill", decode_meanwhile)
+    monkeypatch.setattr(messages, "decode_at_prefill", decode_meanwhile)
     p.submit([events.Scheduled(transfer, 3, [[1]]), events.Computed(transfer, LAYERS)])
     d.submit([wanted(p, d, transfer, [2], 0, 3)])
     report = outcome(d)
@@ -255,7 +257,7 @@ def test_a_worker_reads_from_one_that_reads_from_it(start: Callable[..., Driver]
     at_p, at_d = memory(64, None), memory(64, 1)
     p, d = start(at_p), start(at_d)
     back, transfer, cached, tokens = "be" * 16, "ef" * 16, 2 * BLOCK_SIZE, 3 * BLOCK_SIZE
-    plan = mapping.plan([d.worker.holds], [p.worker.holds])
+    plan = reshard.plan([d.worker.holds], [p.worker.holds])
     p.submit([events.Sought(back, [d.worker], plan)])
     d.submit([wanted(p, d, transfer, [7], cached, tokens)])
     d.submit([events.Scheduled(back, cached, [[3, 4]], cached=True), events.Computed(back, LAYERS)])
@@ -358,7 +360,7 @@ def test_ranks_of_any_two_topologies(
     theirs, ours = engine(*of_prefill, 7), engine(*of_decode, None)
     ps, ds = ([start(memory, rank=rank, **settings) for rank, memory in enumerate(side)] for side in (theirs, ours))
     tokens, begin, transfer = 101, 32, "ad" * 16
-    plan = mapping.plan([memory.shape for memory in theirs], [memory.shape for memory in ours])
+    plan = reshard.plan([memory.shape for memory in theirs], [memory.shape for memory in ours])
     workers = [p.worker for p in ps]
     there = list(range(40, 40 - -(-tokens // of_prefill[1]), -1))
     here = [2 * block for block in range(-(-tokens // of_decode[1]))]
@@ -396,7 +398,7 @@ def test_bytes_damaged_on_their_way_are_asked_for_again(
 
     def damaging(frames: list[object], *args: object, **more: object) -> object:
         address, header, first, *rest = frames
-        if not left[0] or wire.decode_header(bytes(header)).number:  # type: ignore[arg-type]
+        if not left[0] or messages.decode_header(bytes(header)).number:  # type: ignore[arg-type]
             return send(frames, *args, **more)
         left[0] -= 1  # before D can know
         try:

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from vllm_disagg.grants import Engine, Worker
 from vllm_disagg.launcher import guard
+from vllm_disagg.protocol.peers import Engine, Worker
 
 SECONDS = 20.0  # that anything here may take
 

@@ -20,8 +20,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..grants import ANSWER_KEY, REQUEST_KEY, VERSION, Card, Engine, Grant, mint, new_transfer
-from ..keys import FleetKey
+from ..fleet.grants import ANSWER_KEY, REQUEST_KEY, VERSION, Grant, mint, new_transfer
+from ..fleet.keys import FleetKey
+from ..protocol.peers import Card, Engine
 from .fleet import UNKNOWN, Fleet, Instance, mismatch
 from .headers import Headers
 from .standstill import patient

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..grants import Engine, difference
+from ..protocol.peers import Engine, difference
 from .dialects import RANKLESS
 from .policies import Policy
 from .stepping import Stepping

@@ -1,4 +1,4 @@
-"""The engines that have made themselves known (`vllm_disagg.registration`).  Pure: bytes and time are passed in."""
+"""The engines that have made themselves known (`vllm_disagg.fleet.registration`).  Pure: bytes and time are passed in."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import secrets
 from typing import Literal
 
 from ..errors import BadGrant, ConfigError
-from ..keys import FleetKey
-from ..registration import EVERY, Note, read
+from ..fleet.keys import FleetKey
+from ..fleet.registration import EVERY, Note, read
 from .addresses import Networks, check_url
 from .membership import Member
 

@@ -20,7 +20,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from ..grants import MARGIN, REQUEST_KEY, VERSION, Grant, mint, new_transfer
+from ..fleet.grants import MARGIN, REQUEST_KEY, VERSION, Grant, mint, new_transfer
 from .admission import Admission, QueueFull, QueueTimeout
 from .beginnings import Beginning, Begun
 from .bodies import Body

@@ -1,0 +1,218 @@
+"""What goes into the protocol machines and what comes out, besides wire messages.
+
+An event is a fact the machine could not know by itself; an action is a thing it may not do by itself.  All are
+plain values, so a run can be recorded, read by a person and replayed.  What a scheduler tells its workers in
+vLLM's step metadata *is* a list of these events.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+from ..kv.extents import Extent
+from ..kv.layout import Theirs
+from ..kv.reshard import Plan
+from . import messages
+from .peers import Worker
+
+
+class Reason(str, Enum):
+    """Why a transfer did not deliver; a closed set, because it labels metrics."""
+
+    CANCELLED = "cancelled"  # vLLM no longer wants it
+    WITHDRAWN = "withdrawn"  # P's request was aborted or preempted
+    DIFFERENT = "different"  # P computes another prompt under this name
+    REFUSED = "refused"  # P knows nothing (any more) of this transfer, or has no room for it
+    SILENT = "silent"  # P does not answer
+    LATE = "late"  # P answers, but nothing moves
+    STALLED = "stalled"  # P's worker answers, but its vLLM has made no step for long, and has work
+    CORRUPT = "corrupt"  # bytes did not match their checksum or size, again and again
+    BROKEN = "broken"  # our own driver failed
+    LOST = "lost"  # P let go of the blocks before we were done
+
+
+# Events, prefill side ----------------------------------------------------------------------------------------
+class Scheduled(msgspec.Struct, frozen=True, tag=True):
+    """This step computes the prompt up to `tokens`; `blocks` are the block ids added since the last such event, by group."""
+
+    transfer: str
+    tokens: int
+    blocks: list[list[int]]
+    cached: bool = False  # of a prefix-cache hit: computed by whatever this step or an earlier one computes
+    prompt: str = ""  # a digest of the whole of it: readers who have another are served nothing
+
+
+class Computed(msgspec.Struct, frozen=True, tag=True):
+    """The first `layers` layers of what the last Scheduled announced are in memory, and do not change any more."""
+
+    transfer: str
+    layers: int
+
+
+class Recomputed(msgspec.Struct, frozen=True, tag=True):
+    """Layers that this step has said to be final were computed again: readers may have what they were before."""
+
+    transfer: str
+
+
+class Pinned(msgspec.Struct, frozen=True, tag=True):
+    """The request has finished; its blocks stay until we Release them."""
+
+    transfer: str
+
+
+class Withdrawn(msgspec.Struct, frozen=True, tag=True):
+    """The blocks are vLLM's again (abort, preemption), whatever we were doing with them."""
+
+    transfer: str
+
+
+class Sent(msgspec.Struct, frozen=True, tag=True):
+    """A SendPiece has ended: the transport no longer reads our blocks for it."""
+
+    transfer: str
+    reader: str
+
+
+class LinkBroken(msgspec.Struct, frozen=True, tag=True):
+    """The reader's end of a connection has closed: its process has ended, or it will soon say something."""
+
+    reader: str
+
+
+# Events, decode side -----------------------------------------------------------------------------------------
+class Blocks(msgspec.Struct, frozen=True):
+    """Of one KV-cache group: the blocks of a prompt from `token`, a multiple of the group's block size."""
+
+    token: int
+    ids: list[int]
+
+
+class Wanted(msgspec.Struct, frozen=True, tag=True):
+    """vLLM has parked a request and allocated `blocks`, by group, for its tokens up to `token_end`."""
+
+    transfer: str
+    sources: list[Worker]  # P's workers by rank
+    plan: Plan
+    blocks: list[Blocks]
+    token_end: int
+    patience: float
+    prompt: str = ""  # a digest of the whole of it
+
+
+class Sought(msgspec.Struct, frozen=True, tag=True):
+    """How many tokens of a transfer do its sources have?  Until it is Wanted or Cancelled."""
+
+    transfer: str
+    sources: list[Worker]
+    plan: Plan
+    prompt: str = ""
+
+
+class Unneeded(msgspec.Struct, frozen=True, tag=True):
+    """We shall read nothing of this transfer (a full prefix hit, an abort in the queue): P may let go."""
+
+    transfer: str
+    sources: list[Worker]
+    plan: Plan  # in which nobody reads
+
+
+class Cancelled(msgspec.Struct, frozen=True, tag=True):
+    """vLLM no longer wants a transfer that it wanted or sought."""
+
+    transfer: str
+
+
+class Arrived(msgspec.Struct, frozen=True, tag=True):
+    """The bytes of a piece are here, in the transport's own memory."""
+
+    transfer: str
+    number: int
+
+
+class Landed(msgspec.Struct, frozen=True, tag=True):
+    """A Land has ended; `ok` says whether size and checksum were right."""
+
+    transfer: str
+    number: int
+    ok: bool
+
+
+class Routed(msgspec.Struct, frozen=True, tag=True):
+    """From now on pieces from this source come to `address`.  `lost`: what was asked for before will not come."""
+
+    source: str
+    address: str
+    lost: bool = False
+
+
+# Events, both sides ------------------------------------------------------------------------------------------
+class Tick(msgspec.Struct, frozen=True, tag=True):
+    """Time has passed."""
+
+
+# Actions -----------------------------------------------------------------------------------------------------
+class Send(msgspec.Struct, frozen=True, tag=True):
+    to: str
+    message: messages.ToPrefill | messages.ToDecode
+
+
+class SendPiece(msgspec.Struct, frozen=True, tag=True):
+    """Send the bytes of a piece; `blocks` hold the extent's tokens in order.  Ends in Sent."""
+
+    transfer: str
+    reader: str
+    address: str
+    number: int
+    extent: Extent
+    blocks: list[int]
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """Give the blocks back to vLLM."""
+
+    transfer: str
+    delivered: bool
+
+
+class Connect(msgspec.Struct, frozen=True, tag=True):
+    """Be ready to exchange messages with this worker."""
+
+    worker: Worker
+
+
+class Land(msgspec.Struct, frozen=True, tag=True):
+    """Check the piece that has just arrived and copy it into `blocks`.  Ends in Landed."""
+
+    transfer: str
+    number: int
+    extent: Extent  # in our own numbering; `token` need not start a block
+    blocks: list[int]
+    theirs: Theirs | None = None
+
+
+class Found(msgspec.Struct, frozen=True, tag=True):
+    """All sources of what was sought have at least so many tokens; 0 if one of them will not serve it."""
+
+    transfer: str
+    tokens: int
+
+
+class Report(msgspec.Struct, frozen=True, tag=True):
+    """Tell vLLM.  With a reason the load failed, and all of it is to be recomputed."""
+
+    transfer: str
+    reason: Reason | None
+    landed: int = 0  # bytes
+    early: int = 0  # bytes of these that landed while P still computed
+    seconds: float = 0.0  # since Wanted
+
+
+PrefillEvent = Scheduled | Computed | Recomputed | Pinned | Withdrawn | Sent | LinkBroken | Tick | messages.ToPrefill
+PrefillAction = Send | SendPiece | Release
+DecodeEvent = Wanted | Sought | Unneeded | Cancelled | Arrived | Landed | Routed | Tick | messages.ToDecode
+DecodeAction = Connect | Send | Land | Found | Report
+ForPrefill = Scheduled | Pinned | Withdrawn
+ForDecode = Wanted | Sought | Unneeded | Cancelled

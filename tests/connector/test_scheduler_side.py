@@ -499,7 +499,7 @@ def test_a_prefill_leg_asks_d_reads_back_and_computes_the_rest(clock: list[float
     p.loaded("r1")
     first = p.step(step(new={"r1": (64, 6, [4, 5, 6, 7, 8])}))
     assert first.prefill == [events.Scheduled(T, 70, [[4, 5, 6, 7, 8]], prompt=OF_70)] and not first.decode
-    assert p.finished(asked)[0]
+    assert p.finished(asked)[0] and not p.step(step()).decode, "nothing is open any more that could be cancelled"
 
 
 @pytest.mark.parametrize(("there", "local"), [(0, 0), (32, 32), (16, 32), (80, 0), (None, 0)])

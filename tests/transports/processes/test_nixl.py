@@ -184,6 +184,8 @@ def test_what_a_source_says_is_checked(start: Callable[..., Any], lie: str) -> N
     sink.pair(source)
     assert sink.expect_exact(source) == "zmq"
     assert sink.way(source) is nixl.Way.DOWN
+    bad = sink.driver.counters.bad_messages
+    assert bad == (lie == "outside"), "NIXL refuses what P has not registered; we what it has not told"
 
 
 @real

@@ -27,7 +27,8 @@ from vllm_disagg.transports.tcp import notes as tcp_notes
 from vllm_disagg.transports.tcp import sender as tcp_serving
 from vllm_disagg.transports.tcp import transport as tcp
 
-TCP = {"transport": "tcp", "silence": 0.9, "retry": 0.3}
+SILENCE = 0.9
+TCP = {"transport": "tcp", "silence": SILENCE, "retry": 0.3}
 ROW = 400_000  # about 100 MB in 8 planes
 TOKENS = BLOCKS * BLOCK_SIZE
 
@@ -442,16 +443,34 @@ def test_a_piece_whose_source_makes_room_for_another_as_it_comes_ends(
     assert not d._decode.transfers
 
 
-def test_a_piece_that_takes_too_long_ends_at_both_ends(start: Callable[..., Driver]) -> None:
-    """However often a byte comes: `due` is its number."""
+def test_a_piece_that_stops_in_the_middle_ends(start: Callable[..., Driver]) -> None:
+    """Long before the time that the whole piece has."""
     p, d = start(memory(4096, 1)), start(memory(4096, None))
+    source = by_tcp_once(p, d)
+    carrier, then = d._carriers["tcp"], time.monotonic() + 60  # so that D's own thread finds nothing to do
+    source.moved, source.due = then, then + 60
+    source.is_inside = True
+    carrier._look_at(source, then + SILENCE - 0.1)  # type: ignore[attr-defined]
+    assert source.way is tcp.Way.UP
+    carrier._look_at(source, then + SILENCE + 0.1)  # type: ignore[attr-defined]
+    assert source.connection is None and source.way is tcp.Way.DOWN
+
+
+def by_tcp_once(p: Driver, d: Driver) -> tcp.Source:
+    """Load until a piece has come by TCP; P as a source of D."""
     end = time.monotonic() + 15
     while not d.counters.received.get("tcp"):
         assert time.monotonic() < end
         prefill(p, transfer := name(), 48)
         want(d, transfer, 48, p.worker)
         assert outcome(d).reason is None and outcome(p)  # type: ignore[union-attr]
-    source = d._carriers["tcp"]._sources[p.worker.name]  # type: ignore[attr-defined]
+    return d._carriers["tcp"]._sources[p.worker.name]  # type: ignore[attr-defined,no-any-return]
+
+
+def test_a_piece_that_takes_too_long_ends_at_both_ends(start: Callable[..., Driver]) -> None:
+    """However often a byte comes: `due` is its number."""
+    p, d = start(memory(4096, 1)), start(memory(4096, None))
+    source = by_tcp_once(p, d)
     serving = p._carriers["tcp"]._serving  # type: ignore[attr-defined]
     (reader,), now = serving._readers.values(), time.monotonic()
     assert tcp_notes.due(now, 10**6, 2.0) == now + 2.0 + 10**6 / tcp_notes.SLOWEST

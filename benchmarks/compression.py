@@ -89,7 +89,7 @@ def measure_link(rate: float) -> dict[str, float]:
     """GB/s of KV, from Wanted to the report, through a link of `rate` bytes a second: median of 5."""
     found = {}
     for compress in ("off", "fp8"):
-        key, config = keys.FleetKey(b"k" * keys.SIZE), Config(compress=compress)  # type: ignore[arg-type]
+        key, config = keys.FleetKey(b"k" * keys.KEY_BYTES), Config(compress=compress)  # type: ignore[arg-type]
         p, d = Driver(config, key, cache(1), 0), Driver(config, key, cache(None), 0)
         said: Any = multiprocessing.Queue()
         process = multiprocessing.Process(target=relay, args=(int(p.worker.data.rpartition(":")[2]), rate, said), daemon=True)
@@ -99,15 +99,15 @@ def measure_link(rate: float) -> dict[str, float]:
         tokens, blocks, times = BLOCKS * BLOCK_SIZE, list(range(BLOCKS)), []
         for turn in range(6):
             transfer = f"{turn:032x}"
-            p.submit([events.Scheduled(transfer, tokens, [blocks]), events.Computed(transfer, LAYERS), events.Pinned(transfer)])
+            p.submit([events.BlocksScheduled(transfer, tokens, [blocks]), events.LayersComputed(transfer, LAYERS), events.PrefillFinished(transfer)])
             began = time.monotonic()
-            d.submit([events.Wanted(transfer, [source], plan, [events.Blocks(0, blocks)], tokens, 60.0)])
+            d.submit([events.LoadRequested(transfer, [source], plan, [events.GroupBlocks(0, blocks)], tokens, 60.0)])
             for driver in (d, p):
                 while not (ended := driver.take()):
                     time.sleep(0.0005)
                 if driver is d:
                     times.append(time.monotonic() - began)
-                    assert isinstance(ended[0], events.Report) and ended[0].reason is None, ended
+                    assert isinstance(ended[0], events.LoadResult) and ended[0].reason is None, ended
         for driver in (d, p):
             driver.close()
         process.terminate()

@@ -41,7 +41,7 @@ from vllm_disagg.kv.memory import HostMemory, Memory
 from vllm_disagg.protocol import events
 
 LAYERS, BLOCK_SIZE, BLOCK_BYTES = 36, 16, 2 * 16 * 8 * 128 * 2  # Qwen3-8B: keys and values, 8 heads of 128 in bfloat16
-KEY = keys.FleetKey(b"b" * keys.SIZE)
+KEY = keys.FleetKey(b"b" * keys.KEY_BYTES)
 GPU = torch.cuda.is_available()
 WARM = 3  # transfers before it counts: until then two workers meet
 
@@ -77,8 +77,8 @@ def serve(pipe: Connection, transport: str, piece: int, blocks: int) -> None:
     made = driver(transport, piece, store)
     pipe.send(made.worker)
     while (transfer := pipe.recv()) is not None:
-        made.submit([events.Scheduled(transfer, blocks * BLOCK_SIZE, [list(range(blocks))])])
-        made.submit([events.Computed(transfer, LAYERS), events.Pinned(transfer)])
+        made.submit([events.BlocksScheduled(transfer, blocks * BLOCK_SIZE, [list(range(blocks))])])
+        made.submit([events.LayersComputed(transfer, LAYERS), events.PrefillFinished(transfer)])
         outcome(made)
         pipe.send(time.process_time())
     made.close()
@@ -142,8 +142,8 @@ def measure(transport: str, piece: int, blocks: int, rounds: int) -> dict[str, A
     def move() -> tuple[Any, float]:
         """One transfer: its report, and the CPU seconds of the other process so far."""
         transfer = os.urandom(16).hex()
-        plan, wanted = reshard.plan([source.holds], [made.worker.holds]), events.Blocks(0, list(range(blocks)))
-        made.submit([events.Wanted(transfer, [source], plan, [wanted], blocks * BLOCK_SIZE, 60.0)])
+        plan, wanted = reshard.plan([source.holds], [made.worker.holds]), events.GroupBlocks(0, list(range(blocks)))
+        made.submit([events.LoadRequested(transfer, [source], plan, [wanted], blocks * BLOCK_SIZE, 60.0)])
         here.send(transfer)
         report = outcome(made)
         if report.reason is not None:

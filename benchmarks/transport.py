@@ -49,11 +49,11 @@ from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
 from vllm_disagg.fleet import keys
 from vllm_disagg.kv import reshard
-from vllm_disagg.kv.memory import FRAME, HostMemory
+from vllm_disagg.kv.memory import FRAME_BYTES, HostMemory
 from vllm_disagg.protocol import events
 
 LAYERS, BLOCK, BLOCK_SIZE, RUN = 24, 64 << 10, 16, 8
-KEY = keys.FleetKey(b"k" * keys.SIZE)
+KEY = keys.FleetKey(b"k" * keys.KEY_BYTES)
 ROUNDS = 3
 IDLE = 20.0  # seconds that idle engines are watched
 ASKED = 5  # times for each length of prompt
@@ -86,8 +86,8 @@ def ours(name: str, pool: Pool, peer: Connection, is_source: bool) -> Iterator[f
         count = yield 0.0
         while True:
             transfer, blocks = peer.recv(), pool.blocks(count)
-            driver.submit([events.Scheduled(transfer, count * BLOCK_SIZE, [blocks]), events.Computed(transfer, LAYERS)])
-            driver.submit([events.Pinned(transfer)])
+            driver.submit([events.BlocksScheduled(transfer, count * BLOCK_SIZE, [blocks]), events.LayersComputed(transfer, LAYERS)])
+            driver.submit([events.PrefillFinished(transfer)])
             peer.send(None)
             while not driver.take():
                 time.sleep(0.0002)
@@ -101,7 +101,7 @@ def ours(name: str, pool: Pool, peer: Connection, is_source: bool) -> Iterator[f
         peer.recv()
         before = driver.counters.received.get(name, 0)
         began = time.perf_counter()
-        driver.submit([events.Wanted(transfer, [worker], plan, [events.Blocks(0, pool.blocks(count))], count * BLOCK_SIZE, 60.0)])
+        driver.submit([events.LoadRequested(transfer, [worker], plan, [events.GroupBlocks(0, pool.blocks(count))], count * BLOCK_SIZE, 60.0)])
         while not (taken := driver.take()):
             time.sleep(0.0002)  # as vLLM would look
         seconds = time.perf_counter() - began
@@ -141,8 +141,8 @@ def pyzmq(name: str, pool: Pool, peer: Connection, is_source: bool) -> Iterator[
             for plane in pool.planes:
                 for first in pool.blocks(count)[::RUN]:
                     run = plane[first : first + min(RUN, count)].reshape(-1)
-                    for at in range(0, run.nbytes, FRAME):
-                        made.send(memoryview(run[at : at + FRAME]), copy=False)  # type: ignore[arg-type]
+                    for at in range(0, run.nbytes, FRAME_BYTES):
+                        made.send(memoryview(run[at : at + FRAME_BYTES]), copy=False)  # type: ignore[arg-type]
             count = yield 0.0
             continue
         left = count * LAYERS * BLOCK

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-OF_IMAGES = ("mm_processor_kwargs", "media_io_kwargs", "mm_hasher_algorithm", "mm_device_do_normalize", "mm_encoder_attn_dtype")
-NOT_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
+IMAGE_SETTINGS = ("mm_processor_kwargs", "media_io_kwargs", "mm_hasher_algorithm", "mm_device_do_normalize", "mm_encoder_attn_dtype")
+IGNORED_MODEL_FIELDS = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 
 
 def data_parallel_rank(vllm_config: VllmConfig) -> int | None:
@@ -55,7 +55,7 @@ def two_way(vllm_config: VllmConfig) -> bool:
 
 
 def _model_config(hf_config: Any) -> dict[str, Any]:
-    return {name: value for name, value in hf_config.to_dict().items() if name not in NOT_MODEL}
+    return {name: value for name, value in hf_config.to_dict().items() if name not in IGNORED_MODEL_FIELDS}
 
 
 def _weights(model: Any) -> str:
@@ -84,7 +84,7 @@ def _images(model: Any) -> str:
     settings = getattr(model, "multimodal_config", None)
     if settings is None:
         return "none"
-    of_engine = {name: str(getattr(settings, name, None)) for name in OF_IMAGES}
+    of_engine = {name: str(getattr(settings, name, None)) for name in IMAGE_SETTINGS}
     folder = Path(model.model)
     files = {name: (folder / name).read_text() for name in PROCESSORS if (folder / name).is_file()}
     return digest([of_engine, files])

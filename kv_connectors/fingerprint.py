@@ -9,21 +9,22 @@ from typing import Any
 
 # Of each weights file so many samples of so many bytes are read, evenly spread: of 5 GB every 20 MB, less than one matrix of a
 # model whose file is so large.  Reading all of it would cost a large model a minute at each start.
-SAMPLES, SAMPLE = 256, 4096
-ALL = 8192  # samples of all files: each may be a millisecond on a network's file system
+SAMPLES_PER_FILE = 256
+SAMPLE_BYTES = 4096
+MAX_SAMPLES = 8192  # samples of all files: each may be a millisecond on a network's file system
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 
 
 def sampled(folder: Path) -> list[tuple[str, int, str]]:
     seen = []
     files = sorted(file for pattern in WEIGHTS for file in folder.glob(pattern) if file.is_file())
-    samples = max(16, min(SAMPLES, ALL // max(1, len(files))))
+    samples = max(16, min(SAMPLES_PER_FILE, MAX_SAMPLES // max(1, len(files))))
     for file in files:
         size, digest = file.stat().st_size, hashlib.sha256()
         with file.open("rb", buffering=0) as opened:
             for at in range(samples):
-                opened.seek(at * max(0, size - SAMPLE) // (samples - 1))
-                digest.update(opened.read(SAMPLE))
+                opened.seek(at * max(0, size - SAMPLE_BYTES) // (samples - 1))
+                digest.update(opened.read(SAMPLE_BYTES))
         seen.append((file.name, size, digest.hexdigest()))
     return seen
 

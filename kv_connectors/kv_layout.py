@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.kv.layout import STATE, Axis, Kind, Region, Shape, hidden
+from vllm_disagg.kv.layout import STATE, Axis, LayerLayout, RankLayout, StridedRegion, opaque
 from vllm_disagg.kv.memory import HostMemory, Row, plane_at
 
 from . import compat
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankCache:
     """Where a worker stands among those that share out the heads of its layers."""
 
     rank: int
@@ -76,7 +76,7 @@ def in_computing_order(names: Sequence[str]) -> list[str]:
 
 
 def host_memory(
-    caches: Mapping[str, torch.Tensor], groups: Sequence[Any], num_blocks: int, rank: Rank, vllm_config: Any
+    caches: Mapping[str, torch.Tensor], groups: Sequence[Any], num_blocks: int, rank: RankCache, vllm_config: Any
 ) -> tuple[HostMemory, list[str]]:
     """The KV caches of all layers as memory of the protocol, and the layers' names in its order.
 
@@ -91,7 +91,7 @@ def host_memory(
     mixed = len({getattr(spec, "dtype", "state") for _, spec in specs.values()}) > 1
     names: list[str] = []
     planes: list[list[Row]] = []
-    kinds: list[Kind] = []
+    kinds: list[LayerLayout] = []
     layers: list[int] = []
     seen: set[tuple[int, int]] = set()
     for name in in_computing_order(list(caches)):
@@ -106,21 +106,21 @@ def host_memory(
         names.append(name)
         planes.append([_plane(part, num_blocks, name) for part in parts])
         layers.append(kinds.index(kind))
-    return HostMemory(planes, Shape(kinds, layers)), names
+    return HostMemory(planes, RankLayout(kinds, layers)), names
 
 
 def _kind(
-    parts: list[torch.Tensor], spec: Any, group: int, num_blocks: int, rank: Rank, vllm_config: Any, *, fixed: bool
-) -> Kind:
+    parts: list[torch.Tensor], spec: Any, group: int, num_blocks: int, rank: RankCache, vllm_config: Any, *, fixed: bool
+) -> LayerLayout:
     """`fixed`: another engine's blocks must be as large as ours."""
     rows = [_width(part) * (part.shape[0] // num_blocks) for part in parts]
     if compat.is_state(spec) or compat.is_latent(spec):
         made = [_describe(part) for part in parts] + [f"{getattr(spec, name, '')}" for name in ("shapes", "dtypes")]
         words = hashlib.sha256("; ".join(made).encode()).hexdigest()[:12]
-        form, regions = f"{type(spec).__name__} {sum(rows)} B a block, {words}", [hidden(row) for row in rows]
+        form, regions = f"{type(spec).__name__} {sum(rows)} B a block, {words}", [opaque(row) for row in rows]
         if compat.is_latent(spec):  # every rank has the same
-            return Kind(form, spec.block_size, rows, regions, group=group)
-        return Kind(form, STATE, rows, regions, 1, rank.rank, rank.size, group)
+            return LayerLayout(form, spec.block_size, rows, regions, group=group)
+        return LayerLayout(form, STATE, rows, regions, 1, rank.rank, rank.size, group)
     head, of = rank.share(spec.num_kv_heads)
     window, order = compat.window(spec), compat.kv_order(vllm_config, spec)
     form = f"keys and values of {spec.head_size}, {parts[0].dtype}".replace("torch.", "")
@@ -134,12 +134,12 @@ def _kind(
     if all(known):
         if fixed:
             form += f", {order}, blocks of {spec.block_size}"
-        return Kind(form, spec.block_size, rows, known, spec.num_kv_heads, head, of, group, window)
+        return LayerLayout(form, spec.block_size, rows, known, spec.num_kv_heads, head, of, group, window)
     if not all(_is_by_heads(part, spec, num_blocks) for part in parts):
         raise ConfigError(f"DisaggConnector does not know the KV layout {tuple(parts[0].shape)} {parts[0].stride()}")
     form += f", {order}, blocks of {spec.block_size}"
-    regions = [hidden(row, spec.num_kv_heads) for row in rows]
-    return Kind(form, spec.block_size, rows, regions, spec.num_kv_heads, head, of, group, window)
+    regions = [opaque(row, spec.num_kv_heads) for row in rows]
+    return LayerLayout(form, spec.block_size, rows, regions, spec.num_kv_heads, head, of, group, window)
 
 
 def _is_by_heads(part: torch.Tensor, spec: Any, num_blocks: int) -> bool:
@@ -147,7 +147,7 @@ def _is_by_heads(part: torch.Tensor, spec: Any, num_blocks: int) -> bool:
     return part.shape[0] == num_blocks and part.shape[1] == spec.num_kv_heads and part.is_contiguous()
 
 
-def _regions(part: torch.Tensor, spec: Any, num_blocks: int, parts: int, order: str) -> list[Region]:
+def _regions(part: torch.Tensor, spec: Any, num_blocks: int, parts: int, order: str) -> list[StridedRegion]:
     """Where keys and values lie in a block of (rows, heads, tokens, channels); empty when that is not known."""
     size = part.element_size()
     cuts = part.shape[0] // num_blocks  # rows of a block
@@ -162,11 +162,11 @@ def _regions(part: torch.Tensor, spec: Any, num_blocks: int, parts: int, order: 
     h: Axis = ("h", spec.num_kv_heads, heads)
     if order == "plain":
         axes: list[Axis] = [*front, h, ("t", count, tokens), ("c", width, 1)]
-        return [Region(n * width, axes) for n in range(both)]
+        return [StridedRegion(n * width, axes) for n in range(both)]
     if order == "keys transposed" and both == 2 and heads == count * both * width:
         keys: list[Axis] = [*front, h, ("c", spec.head_size, count * size), ("t", count, size), ("c", size, 1)]
         values: list[Axis] = [*front, h, ("t", count, width), ("c", width, 1)]
-        return [Region(0, keys), Region(count * width, values)]
+        return [StridedRegion(0, keys), StridedRegion(count * width, values)]
     return []
 
 

@@ -14,15 +14,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_disagg.protocol import events
-from vllm_disagg.protocol.peers import Worker
+from vllm_disagg.protocol.peers import WorkerInfo
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     """Scheduler to workers, with each step."""
 
-    prefill: list[events.ForPrefill] = field(default_factory=list)
-    decode: list[events.ForDecode] = field(default_factory=list)
+    prefill: list[events.ForSender] = field(default_factory=list)
+    decode: list[events.ForReceiver] = field(default_factory=list)
     # Transfer -> vLLM's id, for those that are new: apart, because both legs of a transfer may come to one engine.
     serving: dict[str, str] = field(default_factory=dict)
     loading: dict[str, str] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class StepMetadata(KVConnectorMetadata):
 class Handshake(KVConnectorHandshakeMetadata):
     """Worker to scheduler, once at start."""
 
-    worker: Worker
+    worker: WorkerInfo
     layers: list[str]  # names, in the order of `worker.holds`
 
 

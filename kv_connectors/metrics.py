@@ -11,7 +11,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm_disagg.protocol import events
 from vllm_disagg.transports.base import Counters
 
-SECONDS = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30]
+SECONDS_BUCKETS = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30]
 COUNTS = {
     "received_bytes": "KV bytes that arrived",
     "reused_bytes": "of these, KV bytes of earlier answers that a prefill engine read back from a decode engine",
@@ -22,7 +22,7 @@ COUNTS = {
     "bad_messages": "messages of peers that made no sense",
     "damaged_pieces": "pieces whose bytes did not match their checksum",
 }
-CARRIERS = ("zmq", "tcp", "gloo", "nccl", "nixl")
+TRANSPORTS = ("zmq", "tcp", "gloo", "nccl", "nixl")
 
 
 @dataclass
@@ -40,9 +40,9 @@ class Stats(KVConnectorStats):
         self.data: dict[str, Any] = {**dict.fromkeys(COUNTS, 0), "loads": [], "failures": {}, "carried": {}}
         self._seen = Counters()
 
-    def record(self, outcome: events.Release | events.Report, back: bool = False) -> None:
+    def record(self, outcome: events.ReleaseBlocks | events.LoadResult, back: bool = False) -> None:
         """`back`: what a prefill leg reads from the engine that will decode."""
-        if isinstance(outcome, events.Release):
+        if isinstance(outcome, events.ReleaseBlocks):
             self.data["released" if outcome.delivered else "unclaimed"] += 1
             return
         self.data["received_bytes"] += outcome.landed
@@ -112,7 +112,7 @@ class PromMetrics(KVConnectorPromMetrics):
             self._histogram_cls(
                 name="vllm:disagg_load_seconds",
                 documentation="Time from asking for a prompt's KV until it was here, P's computing included",
-                buckets=SECONDS,
+                buckets=SECONDS_BUCKETS,
                 labelnames=labelnames,
             )
         )
@@ -124,7 +124,7 @@ class PromMetrics(KVConnectorPromMetrics):
                     labelnames=labelnames,
                 )
             )
-            for carrier in CARRIERS
+            for carrier in TRANSPORTS
         }
         self._failures = {
             reason.value: per_engine(

@@ -42,16 +42,16 @@ def prompt(request: Request) -> str:
     return state.hexdigest()
 
 
-SETTINGS = "adapter_config.json"
+ADAPTER_SETTINGS = "adapter_config.json"
 Files = list[tuple[str, int, int, int, int]]
-ADAPTERS = 65536  # remembered; those beyond are served alone
+MAX_ADAPTERS = 65536  # remembered; those beyond are served alone
 _loaded: dict[tuple[str, int], Files] = {}  # the adapters' files as they were when vLLM loaded them
 
 
 def note_adapter(lora: Any) -> None:
     """Before vLLM loads an adapter.  Those that it was not told to load it loads for the first request that names them."""
     key = lora.lora_path, lora.lora_int_id
-    if key in _loaded or len(_loaded) >= ADAPTERS:  # to forget one would make its files of now those that were loaded
+    if key in _loaded or len(_loaded) >= MAX_ADAPTERS:  # to forget one would make its files of now those that were loaded
         return
     try:
         _loaded[key] = _files(lora.lora_path)
@@ -71,7 +71,7 @@ def _adapter(lora: Any) -> str | None:
 def _files(path: str) -> Files:
     """What vLLM reads of an adapter; none if it is on the hub."""
     folder = Path(path).expanduser()
-    stats = [(file.name, file.stat()) for pattern in (SETTINGS, *WEIGHTS) for file in folder.glob(pattern)]
+    stats = [(file.name, file.stat()) for pattern in (ADAPTER_SETTINGS, *WEIGHTS) for file in folder.glob(pattern)]
     return sorted((name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for name, s in stats)
 
 
@@ -81,5 +81,5 @@ def _read(path: str, loaded: int) -> str:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return digest(path)
-    settings = folder / SETTINGS
+    settings = folder / ADAPTER_SETTINGS
     return digest([settings.read_text() if settings.is_file() else "", sampled(folder)])

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 # Kinds of KV cache whose tests are exact, by vLLM's name.
-KNOWN = {"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "MambaSpec"}
-STATES = {"MAMBA2", "GDN_ATTN"}
-UNKNOWN = {
+KNOWN_SPECS = {"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "MambaSpec"}
+KNOWN_STATES = {"MAMBA2", "GDN_ATTN"}
+REFUSED_SPECS = {
     "ChunkedLocalAttentionSpec": "chunked local attention was never tried",
     "CrossAttentionSpec": "encoder-decoder models were never tried",
 }
 # KV caches in which all of a token's KV is in the blocks; what else turns it into numbers is in the weights.
-KEPT = {"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"}
+KNOWN_CACHE_DTYPES = {"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"}
 
 
 def refuse_unsupported(
@@ -47,7 +47,7 @@ def refuse_unsupported(
             raise ConfigError(f"DisaggConnector does not support {what} parallelism yet (size {size}); use 1")
     _refuse_settings(vllm_config)
     kept = str(vllm_config.cache_config.cache_dtype)
-    if kept not in KEPT:
+    if kept not in KNOWN_CACHE_DTYPES:
         raise ConfigError(f"DisaggConnector was never tried with a KV cache in {kept}; use --kv-cache-dtype auto or fp8")
     _refuse_kinds(kv_cache_config)
     if compress != "off":
@@ -76,9 +76,9 @@ def _refuse_kinds(kv_cache_config: KVCacheConfig) -> None:
     if len(groups) > 1 and not compat.can_load_groups():
         raise ConfigError(f"DisaggConnector needs vLLM 0.32 for models with several KV-cache groups (this has {len(groups)})")
     specs = _specs(kv_cache_config)
-    for name in sorted({type(spec).__name__ for spec in specs} - KNOWN):
-        raise ConfigError(f"DisaggConnector does not support this model: {UNKNOWN.get(name, name)}")
-    for name in sorted({spec.mamba_type.name for spec in specs if compat.is_state(spec)} - STATES):
+    for name in sorted({type(spec).__name__ for spec in specs} - KNOWN_SPECS):
+        raise ConfigError(f"DisaggConnector does not support this model: {REFUSED_SPECS.get(name, name)}")
+    for name in sorted({spec.mamba_type.name for spec in specs if compat.is_state(spec)} - KNOWN_STATES):
         raise ConfigError(f"DisaggConnector was never tried with states of the kind {name}")
     if any(getattr(spec, "mamba_cache_mode", "none") != "none" for spec in specs):
         raise ConfigError(

@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable
 
 from vllm_disagg.config import Config
-from vllm_disagg.transports.base import Carrier, Port
+from vllm_disagg.transports.base import DriverPort, Transport
 
 log = logging.getLogger("vllm_disagg.carriers")
 
-Make = Callable[[Port], Carrier]
+Make = Callable[[DriverPort], Transport]
 MODULES = {
     "nixl": "vllm_disagg.transports.nixl.transport",
     "tcp": "vllm_disagg.transports.tcp.transport",

@@ -25,13 +25,13 @@ import triton.language as tl
 
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.kv.extents import Extent
-from vllm_disagg.kv.layout import Kind, Shape, Theirs, hidden
-from vllm_disagg.kv.memory import FRAME
-from vllm_disagg.protocol.events import Land, SendPiece
+from vllm_disagg.kv.layout import LayerLayout, RankLayout, RemoteLayout, opaque
+from vllm_disagg.kv.memory import FRAME_BYTES
+from vllm_disagg.protocol.events import SendPiece, WritePiece
 from vllm_disagg.transports.collective.worker import Poll, Slot
 
 from .. import compat
-from ..kv_layout import Rank, in_computing_order
+from ..kv_layout import RankCache, in_computing_order
 
 WORDS = 4096  # of 8 bytes at most: what one program copies of a row
 
@@ -117,7 +117,7 @@ TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 class DeviceMemory:
     """`planes`: by layer.  Used by the driver's and the mover's thread, each on a stream of its own."""
 
-    def __init__(self, planes: Sequence[Sequence[Plane]], shape: Shape, device: torch.device) -> None:
+    def __init__(self, planes: Sequence[Sequence[Plane]], shape: RankLayout, device: torch.device) -> None:
         self.planes, self.shape, self.device = planes, shape, device
         self._launched: Any = None
         self._bounce = self.new_stream()
@@ -168,10 +168,10 @@ class DeviceMemory:
             host.copy_(wire, non_blocking=True)
         self._wait()
         bytes_ = memoryview(host.numpy())
-        return [bytes_[at : at + FRAME] for at in range(0, size, FRAME)]
+        return [bytes_[at : at + FRAME_BYTES] for at in range(0, size, FRAME_BYTES)]
 
     def write(
-        self, extent: Extent, blocks: Sequence[int], frames: Sequence[memoryview], theirs: Theirs | None = None
+        self, extent: Extent, blocks: Sequence[int], frames: Sequence[memoryview], theirs: RemoteLayout | None = None
     ) -> bool:
         """False, and nothing is written, unless the frames have exactly the extent's bytes, laid out as ours."""
         size = self._size(extent, blocks)
@@ -221,7 +221,7 @@ class DeviceStaging:
 
         return size, poll
 
-    def scatter(self, land: Land, slot: Slot, size: int, expected: int, link: Any) -> Poll:
+    def scatter(self, land: WritePiece, slot: Slot, size: int, expected: int, link: Any) -> Poll:
         """In two steps: what does not match is not scattered."""
         seed = int(land.transfer[:15], 16)
         summed = self._sum(slot[:size], self._scatters)
@@ -255,7 +255,7 @@ class DeviceStaging:
 
 
 def device_memory(
-    caches: Mapping[str, torch.Tensor], groups: Sequence[Any], num_blocks: int, rank: Rank
+    caches: Mapping[str, torch.Tensor], groups: Sequence[Any], num_blocks: int, rank: RankCache
 ) -> tuple[DeviceMemory, list[str]]:
     """As `kv_layout.host_memory`.  How a block's bytes are ordered is not looked into, so both sides' must be equal."""
     specs = {name: (number, group.kv_cache_spec) for number, group in enumerate(groups) for name in group.layer_names}
@@ -272,12 +272,12 @@ def device_memory(
         order = sorted(range(tensor.dim()), key=lambda axis: tensor.stride(axis), reverse=True)
         form = f"{type(spec).__name__} {tuple(tensor.shape[2:])} {tensor.dtype} order {order}, blocks of {spec.block_size}"
         of = (rank.rank, rank.size) if not compat.is_latent(spec) else (0, 1)
-        kind = Kind(form, spec.block_size, rows, [hidden(row) for row in rows], 1, *of, group, compat.window(spec))
+        kind = LayerLayout(form, spec.block_size, rows, [opaque(row) for row in rows], 1, *of, group, compat.window(spec))
         if kind not in kinds:
             kinds.append(kind)
         planes.append(parts)
         layers.append(kinds.index(kind))
-    memory = DeviceMemory(planes, Shape(kinds, layers), next(iter(caches.values())).device)
+    memory = DeviceMemory(planes, RankLayout(kinds, layers), next(iter(caches.values())).device)
     memory.warm_up()
     return memory, names
 

@@ -23,9 +23,9 @@ import torch
 
 from vllm_disagg.config import Config
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.transports.base import Port
-from vllm_disagg.transports.collective.channel import Ended, Failed, FromLink, Said, Up
-from vllm_disagg.transports.collective.transport import TwoSidedCarrier
+from vllm_disagg.transports.base import DriverPort
+from vllm_disagg.transports.collective.channel import LinkBlob, LinkEvent, LinkFailed, LinkUp, SlotCompleted
+from vllm_disagg.transports.collective.transport import CollectiveTransport
 from vllm_disagg.transports.collective.worker import Slot
 
 from .device import DeviceMemory, DeviceStaging
@@ -131,7 +131,7 @@ class NcclLink:
     is_polled = True
 
     def __init__(
-        self, library: Library, device: torch.device, rank: int, tell: Callable[[FromLink], None], epoch: int
+        self, library: Library, device: torch.device, rank: int, tell: Callable[[LinkEvent], None], epoch: int
     ) -> None:
         self._library, self._device, self._rank = library, device, rank
         self._tell, self._epoch = tell, epoch
@@ -144,7 +144,7 @@ class NcclLink:
         self._posted: deque[tuple[int, Any]] = deque()  # seq, the event behind it
         if rank == 0:
             unique_id = library.unique_id()
-            tell(Said(epoch, unique_id))
+            tell(LinkBlob(epoch, unique_id))
             self._open(unique_id)
 
     def hear(self, blob: bytes) -> None:
@@ -191,7 +191,7 @@ class NcclLink:
         try:
             return self._look()
         except NcclError as error:
-            self._tell(Failed(self._epoch, str(error)))
+            self._tell(LinkFailed(self._epoch, str(error)))
             self._has_failed = True  # said once
             return False
 
@@ -200,10 +200,10 @@ class NcclLink:
             if self._library.state(self._comm) == IN_PROGRESS:
                 return True
             self._is_open = True
-            self._tell(Up(self._epoch))
+            self._tell(LinkUp(self._epoch))
         self._go_on()
         while self._posted and self._posted[0][1].query():
-            self._tell(Ended(self._epoch, self._posted.popleft()[0]))
+            self._tell(SlotCompleted(self._epoch, self._posted.popleft()[0]))
         return bool(self._posted or self._todo or self._begun is not None)
 
     def close(self) -> None:
@@ -222,7 +222,7 @@ class NcclLink:
             log.error("aborting an NCCL communicator: %r; its memory stays taken", error)
 
 
-def carrier(config: Config) -> Callable[[Port], TwoSidedCarrier]:
+def carrier(config: Config) -> Callable[[DriverPort], CollectiveTransport]:
     """RuntimeError where there is no GPU or no NCCL."""
     if config.encrypt_data:
         raise ConfigError("transport nccl cannot encrypt KV: set encrypt_data to false, or transport to zmq")
@@ -231,15 +231,15 @@ def carrier(config: Config) -> Callable[[Port], TwoSidedCarrier]:
     library = load()
     log.info("NCCL %s", library.version())
 
-    def make(port: Port) -> TwoSidedCarrier:
+    def make(port: DriverPort) -> CollectiveTransport:
         memory = port.memory
         if not isinstance(memory, DeviceMemory):
             raise ConfigError("transport nccl moves KV in GPU memory; this engine's is in host memory: use zmq or gloo")
 
-        def make_link(rank: int, tell: Callable[[FromLink], None], epoch: int) -> NcclLink:
+        def make_link(rank: int, tell: Callable[[LinkEvent], None], epoch: int) -> NcclLink:
             return NcclLink(library, memory.device, rank, tell, epoch)
 
-        return TwoSidedCarrier("nccl", port, DeviceStaging(memory), make_link)
+        return CollectiveTransport("nccl", port, DeviceStaging(memory), make_link)
 
     return make
 

@@ -269,7 +269,7 @@ def test_where_too_many_adapters_are_remembered_none_is_forgotten(
 ) -> None:
     """Its files of now would pass for those that were loaded."""
     monkeypatch.setattr(prompt_digest, "_loaded", {})
-    monkeypatch.setattr(prompt_digest, "ADAPTERS", 1)
+    monkeypatch.setattr(prompt_digest, "MAX_ADAPTERS", 1)
     first, second = load(adapter(tmp_path / "a", b"a", 401)), load(adapter(tmp_path / "b", b"b", 402))
     assert prompt_digest.prompt(asked(first)) and prompt_digest.prompt(asked(second)) == ""
     adapter(tmp_path / "a", b"c", 0)

@@ -28,7 +28,7 @@ import kv_connectors.connector  # noqa: F401 - vLLM finds it by its name; loaded
 from kv_connectors import scheduler as ours
 from kv_connectors.metadata import Handshake
 from vllm_disagg.fleet import grants, keys
-from vllm_disagg.kv.layout import Kind, Region, Shape
+from vllm_disagg.kv.layout import LayerLayout, RankLayout, StridedRegion
 
 BLOCK, WINDOW, CHUNK = 16, 16, 128
 NOBODY: set[str] = set()
@@ -39,7 +39,7 @@ MODEL = {
     **{"vocab_size": 512, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
     **{"max_position_embeddings": 2048, "torch_dtype": "bfloat16"},
 }
-KIND = Kind("kv", BLOCK, [32], [[Region(0, [("h", 1, 32), ("t", BLOCK, 2), ("c", 2, 1)])]], 1, 0, 1)
+KIND = LayerLayout("kv", BLOCK, [32], [[StridedRegion(0, [("h", 1, 32), ("t", BLOCK, 2), ("c", 2, 1)])]], 1, 0, 1)
 
 
 class Decode:
@@ -65,9 +65,9 @@ class Decode:
             structured_output_manager=StructuredOutputManager(config),
         )  # fmt: skip
         monkeypatch.setattr(ours.time, "sleep", lambda _: None)
-        shape = Shape([KIND, Kind("window", *(getattr(KIND, f) for f in KIND.__struct_fields__[1:7]), 1, WINDOW)], [0, 1])
-        self.workers = [peers.Worker("p/0", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", holds=shape)]
-        mine = peers.Worker("d/0", "tcp://127.0.0.1:3", "tcp://127.0.0.1:4", holds=shape)
+        shape = RankLayout([KIND, LayerLayout("window", *(getattr(KIND, f) for f in KIND.__struct_fields__[1:7]), 1, WINDOW)], [0, 1])
+        self.workers = [peers.WorkerInfo("p/0", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", holds=shape)]
+        mine = peers.WorkerInfo("d/0", "tcp://127.0.0.1:3", "tcp://127.0.0.1:4", holds=shape)
         connector: Any = self.vllm.connector
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake(mine, ["0", "1"])})
         self.side: ours.SchedulerSide = connector._scheduler
@@ -96,7 +96,7 @@ class Decode:
             self.answered += [one.request_id for one in outputs.outputs if one.finish_reason is not None]
 
     def loading(self) -> set[str]:
-        return {name for name, leg in self.side._legs.items() if leg.state is ours.State.LOADING}
+        return {name for name, leg in self.side._legs.items() if leg.state is ours.LegState.LOADING}
 
 
 def parked(folder: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> Decode:

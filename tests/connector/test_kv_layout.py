@@ -17,9 +17,9 @@ from kv_connectors import compat, kv_layout
 from vllm_disagg.errors import ConfigError, Unmappable
 from vllm_disagg.kv import reshard
 from vllm_disagg.kv.memory import HostMemory
-from vllm_disagg.protocol.events import Blocks, Wanted
-from vllm_disagg.protocol.peers import Worker
-from vllm_disagg.protocol.read_plan import readings
+from vllm_disagg.protocol.events import GroupBlocks, LoadRequested
+from vllm_disagg.protocol.peers import WorkerInfo
+from vllm_disagg.protocol.read_plan import read_plans
 
 HEADS, SIZE, TOKENS = 4, 32, 200
 CONFIG: Any = SimpleNamespace(
@@ -47,7 +47,7 @@ def engine(block_size: int, ranks: int, written: bool) -> tuple[list[torch.Tenso
         spec = FullAttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=SIZE, dtype=torch.bfloat16)
         groups = [SimpleNamespace(layer_names=["model.layers.0.attn"], kv_cache_spec=spec)]
         memory, names = kv_layout.host_memory(
-            {"model.layers.0.attn": cache}, groups, blocks, kv_layout.Rank(rank, ranks, {HEADS}), CONFIG
+            {"model.layers.0.attn": cache}, groups, blocks, kv_layout.RankCache(rank, ranks, {HEADS}), CONFIG
         )
         assert names == ["model.layers.0.attn"]
         caches.append(cache)
@@ -68,10 +68,10 @@ def test_what_the_kernel_wrote_there_is_what_it_would_have_written_here(theirs: 
         plan = reshard.plan(sources, readers)
     except Unmappable:
         pytest.skip("this CPU's kernel has an order of its own")
-    workers = [Worker(str(n), "", "", holds=shape) for n, shape in enumerate(sources)]
-    wanted = Wanted("t", workers, plan, [Blocks(0, list(range(-(-TOKENS // ours[0]))))], TOKENS, 1.0)
+    workers = [WorkerInfo(str(n), "", "", holds=shape) for n, shape in enumerate(sources)]
+    wanted = LoadRequested("t", workers, plan, [GroupBlocks(0, list(range(-(-TOKENS // ours[0]))))], TOKENS, 1.0)
     for rank, memory in enumerate(memories):
-        for source, of_source in readings(wanted, rank, memory.shape).items():
+        for source, of_source in read_plans(wanted, rank, memory.shape).items():
             for reading in of_source:
                 for extent, _ in reading.cut(TOKENS, TOKENS, 0, TOKENS, 1 << 20):
                     blocks = list(range(extent.token // theirs[0], -(-extent.token_end // theirs[0])))
@@ -91,7 +91,7 @@ def test_layers_stand_in_computing_order() -> None:
     ("rank", "size", "of", "held", "head"), [(0, 1, 4, 4, 0), (1, 2, 4, 2, 2), (3, 4, 4, 1, 3), (3, 4, 2, 1, 1), (2, 8, 1, 1, 0)]
 )  # fmt: skip
 def test_how_ranks_share_out_heads(rank: int, size: int, of: int, held: int, head: int) -> None:
-    assert kv_layout.Rank(rank, size, {of}).share(held) == (head, of)
+    assert kv_layout.RankCache(rank, size, {of}).share(held) == (head, of)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 12])
@@ -103,21 +103,21 @@ def test_ranks_have_the_heads_whose_weights_vllm_loads_there(of: int, size: int)
     for rank in range(size):
         replicas = max(1, size // of)
         held = max(1, of // size)
-        assert kv_layout.Rank(rank, size, {of}).share(held) == (rank // replicas * held, of)
+        assert kv_layout.RankCache(rank, size, {of}).share(held) == (rank // replicas * held, of)
 
 
 def test_heads_that_are_shared_out_in_no_way_we_know() -> None:
     with pytest.raises(ConfigError, match="how 2 tensor parallel ranks share out 4 KV heads: this one has 3"):
-        kv_layout.Rank(0, 2, {4}).share(3)
+        kv_layout.RankCache(0, 2, {4}).share(3)
 
 
 def test_heads_that_differ_by_layer() -> None:
     """MiMo-V2: full attention has fewer KV heads than windows."""
-    assert [kv_layout.Rank(0, 1, {2, 4}).share(held) for held in (2, 4, 7)] == [(0, 2), (0, 4), (0, 7)]
-    assert [kv_layout.Rank(1, 2, {2, 4}).share(held) for held in (1, 2)] == [(1, 2), (2, 4)]
+    assert [kv_layout.RankCache(0, 1, {2, 4}).share(held) for held in (2, 4, 7)] == [(0, 2), (0, 4), (0, 7)]
+    assert [kv_layout.RankCache(1, 2, {2, 4}).share(held) for held in (1, 2)] == [(1, 2), (2, 4)]
     for size in (4, 8):
         with pytest.raises(ConfigError, match=r"have 2 or 4 KV heads, .* --tensor-parallel-size 2 or less"):
-            kv_layout.Rank(1, size, {2, 4}).share(1)
+            kv_layout.RankCache(1, size, {2, 4}).share(1)
 
 
 def test_where_configurations_name_kv_heads() -> None:
@@ -144,7 +144,7 @@ def of_window(window: int | None, monkeypatch: pytest.MonkeyPatch, order: str) -
     spec = SlidingWindowSpec(**fields, sliding_window=window) if window else FullAttentionSpec(**fields)
     cache = torch.zeros(2, 2, 32, 2 * SIZE, dtype=torch.bfloat16)
     groups = [SimpleNamespace(layer_names=["a"], kv_cache_spec=spec)]
-    return kv_layout.host_memory({"a": cache}, groups, 2, kv_layout.Rank(0, 1, {2}), CONFIG)[0].shape
+    return kv_layout.host_memory({"a": cache}, groups, 2, kv_layout.RankCache(0, 1, {2}), CONFIG)[0].shape
 
 
 def test_rearranged_blocks_have_no_clean_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_a_layer_that_uses_anothers_kv_is_not_there_twice() -> None:
     spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=SIZE, dtype=torch.bfloat16)
     caches = dict.fromkeys(("m.2.attn", "m.1.attn", "m.0.attn"), cache)
     groups = [SimpleNamespace(layer_names=names, kv_cache_spec=spec) for names in (["m.2.attn", "m.0.attn"], ["m.1.attn"])]
-    memory, names = kv_layout.host_memory(caches, groups, 2, kv_layout.Rank(0, 1, {2}), CONFIG)
+    memory, names = kv_layout.host_memory(caches, groups, 2, kv_layout.RankCache(0, 1, {2}), CONFIG)
     assert names == ["m.0.attn", "m.1.attn"]
     assert len(memory.planes) == len(memory.shape.layers) == 2
 
@@ -201,7 +201,7 @@ def hybrid(block_size: int) -> HostMemory:
     }
     groups = [SimpleNamespace(layer_names=[name], kv_cache_spec=spec) for name, spec in specs.items()]
     memory, names = kv_layout.host_memory(
-        dict(zip(specs, (states, attention), strict=True)), groups, blocks, kv_layout.Rank(0, 1, {1}), CONFIG
+        dict(zip(specs, (states, attention), strict=True)), groups, blocks, kv_layout.RankCache(0, 1, {1}), CONFIG
     )
     assert names == list(specs)
     memory.kept = buffer  # type: ignore[attr-defined] - it holds addresses only
@@ -213,9 +213,9 @@ def test_states_beside_attention() -> None:
     assert [kind.group for kind in ours.shape.kinds] == ours.shape.layers == [0, 1]
     theirs.kept[:] = torch.arange(theirs.kept.numel()) % 127  # type: ignore[attr-defined]
     plan = reshard.plan([theirs.shape], [ours.shape])
-    wanted = Wanted("t", [Worker("p", "", "", holds=theirs.shape)], plan, [Blocks(0, [3]), Blocks(0, [1, 0])], TOKENS, 1.0)
+    wanted = LoadRequested("t", [WorkerInfo("p", "", "", holds=theirs.shape)], plan, [GroupBlocks(0, [3]), GroupBlocks(0, [1, 0])], TOKENS, 1.0)
     moved = [0, 0]
-    for reading in readings(wanted, 0, ours.shape)[0]:
+    for reading in read_plans(wanted, 0, ours.shape)[0]:
         for extent, size in reading.cut(TOKENS, TOKENS, 0, TOKENS, 1 << 20):
             landing, into, other = reading.landing(extent)
             source = [2] if into == [3] else [0, 1]

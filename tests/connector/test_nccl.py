@@ -113,9 +113,9 @@ def slot() -> torch.Tensor:
 
 def test_a_link_opens_sends_in_order_and_says_when_each_has_ended(library: Scripted) -> None:
     made, told = link(library, 0)
-    assert told == [pairs.Said(3, library.unique_id())]
+    assert told == [pairs.LinkBlob(3, library.unique_id())]
     assert made.poll() and made.poll()  # type: ignore[attr-defined]
-    assert made.poll() is False and told[1:] == [pairs.Up(3)]  # type: ignore[attr-defined]
+    assert made.poll() is False and told[1:] == [pairs.LinkUp(3)]  # type: ignore[attr-defined]
     for seq in range(2):
         made.send(seq, slot(), 8)  # type: ignore[attr-defined]
     assert library.calls.count("ncclSend") == 1, "two calls at a time on one communicator"
@@ -124,9 +124,9 @@ def test_a_link_opens_sends_in_order_and_says_when_each_has_ended(library: Scrip
     assert library.calls.count("ncclSend") == 2
     assert told[2:] == []
     made.stream.ended = 1  # type: ignore[attr-defined]
-    assert made.poll() and told[2:] == [pairs.Ended(3, 0)]  # type: ignore[attr-defined]
+    assert made.poll() and told[2:] == [pairs.SlotCompleted(3, 0)]  # type: ignore[attr-defined]
     made.stream.ended = 2  # type: ignore[attr-defined]
-    assert not made.poll() and told[3:] == [pairs.Ended(3, 1)]  # type: ignore[attr-defined]
+    assert not made.poll() and told[3:] == [pairs.SlotCompleted(3, 1)]  # type: ignore[attr-defined]
 
 
 def test_the_reader_opens_when_it_hears_and_not_twice(library: Scripted) -> None:
@@ -135,7 +135,7 @@ def test_the_reader_opens_when_it_hears_and_not_twice(library: Scripted) -> None
     made.hear(b"i" * nccl.UNIQUE_ID), made.hear(b"i" * nccl.UNIQUE_ID)  # type: ignore[attr-defined]
     assert library.calls == ["ncclCommInitRankConfig"]
     made.poll(), made.poll(), made.poll()  # type: ignore[attr-defined]
-    assert told == [pairs.Up(3)]
+    assert told == [pairs.LinkUp(3)]
     with pytest.raises(nccl.NcclError, match="5 bytes"):
         link(library, 1)[0].hear(b"short")  # type: ignore[attr-defined]
 
@@ -146,7 +146,7 @@ def test_an_error_is_said_once_and_a_close_aborts(library: Scripted) -> None:
     made.send(0, slot(), 8)  # type: ignore[attr-defined]
     library.fails = "communicator: remote process exited"
     assert not made.poll() and not made.poll()  # type: ignore[attr-defined]
-    assert told[2:] == [pairs.Failed(3, "communicator: remote process exited")]
+    assert told[2:] == [pairs.LinkFailed(3, "communicator: remote process exited")]
     made.close()  # type: ignore[attr-defined]
     while not made.is_gone:  # type: ignore[attr-defined]
         pass

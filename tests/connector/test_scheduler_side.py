@@ -25,10 +25,10 @@ from vllm_disagg.kv import reshard
 from vllm_disagg.kv.layout import uniform
 from vllm_disagg.protocol import events
 
-KEY = keys.FleetKey(b"k" * keys.SIZE)
+KEY = keys.FleetKey(b"k" * keys.KEY_BYTES)
 BLOCK = 16
 HOLDS = uniform(layers=2, block_size=BLOCK, rows=[64])
-P_WORKER = peers.Worker("p/0", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", holds=HOLDS)
+P_WORKER = peers.WorkerInfo("p/0", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", holds=HOLDS)
 BACK, T = "cd" * 16, "ab" * 16
 NEAR = "tcp://127.0.0.1:1"
 PLAN, NOBODY = reshard.plan([HOLDS], [HOLDS]), reshard.nothing(1, 1)
@@ -37,7 +37,7 @@ GROUPS: Any = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))]
 
 def side(role: str, groups: Any = GROUPS, key: keys.FleetKey = KEY) -> SchedulerSide:
     made = SchedulerSide(key, role, {"dtype": "bf16"}, groups)
-    made.set_workers([Handshake(peers.Worker("me/0", "tcp://127.0.0.1:3", "tcp://127.0.0.1:4", holds=HOLDS), ["a", "b"])])
+    made.set_workers([Handshake(peers.WorkerInfo("me/0", "tcp://127.0.0.1:3", "tcp://127.0.0.1:4", holds=HOLDS), ["a", "b"])])
     return made
 
 
@@ -90,13 +90,13 @@ def test_a_prefill_leg_in_chunks() -> None:
     asked = request("prefill", p)
     assert p.tokens_to_load(asked, 0) == 0
     first = p.step(step(new={"r1": (0, 20, [7, 8])}))
-    assert first.prefill == [events.Scheduled("ab" * 16, 20, [[7, 8]], prompt=OF_40)]
+    assert first.prefill == [events.BlocksScheduled("ab" * 16, 20, [[7, 8]], prompt=OF_40)]
     assert first.serving == {"ab" * 16: "r1"} and not first.loading
-    assert p.step(step(cached={"r1": (20, 20, [9])})).prefill == [events.Scheduled("ab" * 16, 40, [[9]], prompt=OF_40)]
+    assert p.step(step(cached={"r1": (20, 20, [9])})).prefill == [events.BlocksScheduled("ab" * 16, 40, [[9]], prompt=OF_40)]
     assert p.step(step(cached={"r1": (40, 1, [])})).prefill == [], "what follows the prompt is no business of D"
     keep, answer = p.finished(asked)
     assert keep and answer is not None and answer[grants.ANSWER_KEY]["role"] == "prefill"
-    assert p.step(step()).prefill == [events.Pinned("ab" * 16)]
+    assert p.step(step()).prefill == [events.PrefillFinished("ab" * 16)]
 
 
 @pytest.mark.parametrize("end", ["abort", "preempt", "early"])
@@ -106,13 +106,13 @@ def test_a_prefill_leg_that_loses_its_blocks_keeps_nothing(end: str) -> None:
     p.tokens_to_load(asked, 0)
     p.step(step(new={"r1": (0, 20 if end == "early" else 40, [7, 8, 9])}))
     if end == "preempt":
-        assert p.step(step(preempted={"r1"})).prefill == [events.Withdrawn("ab" * 16)]
+        assert p.step(step(preempted={"r1"})).prefill == [events.BlocksRevoked("ab" * 16)]
         assert p.step(step(cached={"r1": (0, 40, [1, 2, 3])})).prefill == [], "computed again, but not for D"
     elif end == "abort":
         asked.status.name = "FINISHED_ABORTED"
     keep, _ = p.finished(asked)
     assert not keep
-    assert p.step(step()).prefill == ([] if end == "preempt" else [events.Withdrawn("ab" * 16)])
+    assert p.step(step()).prefill == ([] if end == "preempt" else [events.BlocksRevoked("ab" * 16)])
 
 
 def test_a_decode_leg_loads_what_its_own_cache_lacks() -> None:
@@ -122,7 +122,7 @@ def test_a_decode_leg_loads_what_its_own_cache_lacks() -> None:
     assert d.tokens_to_load(asked, 16) == 24, "asked again until there is room"
     d.allocated(asked, ([4, 5, 6],), 24)
     (wanted,) = d.step(step()).decode
-    assert wanted == events.Wanted("ab" * 16, [P_WORKER], PLAN, [events.Blocks(16, [5, 6])], 40, 60.0, OF_40)
+    assert wanted == events.LoadRequested("ab" * 16, [P_WORKER], PLAN, [events.GroupBlocks(16, [5, 6])], 40, 60.0, OF_40)
     assert d.tokens_to_load(asked, 0) == 0, "loaded once; after a failure or a preemption it is recomputed"
     d.allocated(asked, ([4, 5, 6],), 0)
     d.loaded("r1")
@@ -153,10 +153,10 @@ def test_a_prompt_that_is_all_but_cached_is_not_fetched_and_p_is_told() -> None:
     asked = request("decode", d)
     assert d.tokens_to_load(asked, 32) == 0
     d.allocated(asked, ([4, 5, 6],), 0)
-    assert d.step(step()).decode == [events.Unneeded("ab" * 16, [P_WORKER], NOBODY)]
+    assert d.step(step()).decode == [events.LoadSkipped("ab" * 16, [P_WORKER], NOBODY)]
 
 
-@pytest.mark.parametrize(("when", "event"), [("waiting", events.Unneeded), ("loading", events.Cancelled)])
+@pytest.mark.parametrize(("when", "event"), [("waiting", events.LoadSkipped), ("loading", events.LoadCancelled)])
 def test_a_decode_leg_that_is_aborted_says_so_once(when: str, event: type) -> None:
     d = side("decode")
     asked = request("decode", d)
@@ -219,8 +219,8 @@ def test_a_grant_ends_by_the_engines_clock_and_works_once_until_then(
     clock[0] += 0.2
     assert not accepted(**first) and not engine._used, "ended"
     assert not accepted(transfer="02" * 16, until=130.0) and accepted(transfer="02" * 16, until=131.0)
-    assert not accepted(transfer="03" * 16, until=130.1 + grants.MAX_VALIDITY + 1), "it would have to be remembered so long"
-    monkeypatch.setattr(scheduler, "USED", 2)
+    assert not accepted(transfer="03" * 16, until=130.1 + grants.MAX_VALIDITY_SECONDS + 1), "it would have to be remembered so long"
+    monkeypatch.setattr(scheduler, "MAX_USED_GRANTS", 2)
     assert accepted(transfer="04" * 16, until=131.0) and not accepted(transfer="05" * 16, until=131.0), "no room"
     assert not accepted(transfer="02" * 16, until=131.0), "none is forgotten to make room"
     clock[0] += 1
@@ -261,7 +261,7 @@ def test_whatever_else_a_client_writes_is_an_ordinary_request(_: str, params: An
     assert not metadata.prefill and not metadata.decode and not metadata.serving and not metadata.loading
 
 
-OTHER_BLOCKS = peers.Worker("p/1", NEAR, NEAR, holds=uniform(layers=2, block_size=2 * BLOCK, rows=[128]))
+OTHER_BLOCKS = peers.WorkerInfo("p/1", NEAR, NEAR, holds=uniform(layers=2, block_size=2 * BLOCK, rows=[128]))
 
 
 FAR = {"tcp://198.51.100.7:9999": "not loopback", "tcp://169.254.169.254:80": "link-local", "tcp://metadata:80": "IP address"}
@@ -273,7 +273,7 @@ def test_nothing_is_dialled_that_an_engine_may_not_dial(leg: str) -> None:
     for to in FAR:
         engine = side(leg)
         grant = grants.Grant(
-            2, leg, T, engine.engine.incarnation, [peers.Worker("p/0", NEAR, to, holds=HOLDS)],  # type: ignore
+            2, leg, T, engine.engine.incarnation, [peers.WorkerInfo("p/0", NEAR, to, holds=HOLDS)],  # type: ignore
             back=BACK, until=60.0,
         )  # fmt: skip
         asked = request(leg, engine, length=70, kv_transfer_params={grants.REQUEST_KEY: grants.mint(KEY, grant)})
@@ -298,7 +298,7 @@ def test_without_a_key_a_transfer_is_remembered_whatever_end_a_client_chose(cloc
 def test_one_engine_is_not_both_engines_of_a_request() -> None:
     """Nor reads it back from itself; D's leg is an ordinary request, and nothing of P's is mixed with it."""
     both = side("both")
-    me = peers.Worker("me/0", NEAR, NEAR, holds=HOLDS)
+    me = peers.WorkerInfo("me/0", NEAR, NEAR, holds=HOLDS)
     p, d = request("prefill", both, name="p"), request("decode", both, name="d", sources=[me])
     assert both.tokens_to_load(p, 0) == both.tokens_to_load(d, 0) == 0
     said = both.step(step(new={"p": (0, 40, [4, 5, 6])}))
@@ -306,13 +306,13 @@ def test_one_engine_is_not_both_engines_of_a_request() -> None:
     back = request("prefill", both, name="b", transfer="ef" * 16, back=BACK, sources=[me])
     both.arrived(back)
     said = both.step(step())
-    assert not said.decode and not said.serving and said.prefill == [events.Withdrawn("ef" * 16)]
+    assert not said.decode and not said.serving and said.prefill == [events.BlocksRevoked("ef" * 16)]
 
 
 def test_an_engine_that_others_reach_dials_others() -> None:
-    far = peers.Worker("p/0", "tcp://10.0.0.1:1", "tcp://10.0.0.1:2", holds=HOLDS)
+    far = peers.WorkerInfo("p/0", "tcp://10.0.0.1:1", "tcp://10.0.0.1:2", holds=HOLDS)
     made = SchedulerSide(KEY, "decode", {}, GROUPS, host="10.0.0.2")
-    made.set_workers([Handshake(peers.Worker("me/0", "", "", holds=HOLDS), ["a", "b"])])
+    made.set_workers([Handshake(peers.WorkerInfo("me/0", "", "", holds=HOLDS), ["a", "b"])])
     assert made.tokens_to_load(request("decode", made, sources=[far]), 0) == 40
     assert side("decode").tokens_to_load(request("decode", side("decode"), sources=[far]), 0) == 0
 
@@ -321,11 +321,11 @@ def test_an_engine_that_others_reach_dials_others() -> None:
 def test_without_a_key_no_grant_counts_unless_that_is_asked_for(insecure: bool, caplog: pytest.LogCaptureFixture) -> None:
     nobody = keys.FleetKey(None)
     made = SchedulerSide(keys.FleetKey(None, insecure=insecure), "decode", {}, GROUPS, host="10.0.0.2")
-    made.set_workers([Handshake(peers.Worker("me/0", "", "", holds=HOLDS), ["a", "b"])])
+    made.set_workers([Handshake(peers.WorkerInfo("me/0", "", "", holds=HOLDS), ["a", "b"])])
     logging.getLogger("vllm_disagg").propagate = True
     assert made.tokens_to_load(request("decode", made, key=nobody), 0) == (40 if insecure else 0)
     assert made.finished(request("probe", None, name="r2", key=nobody))[1] is None or insecure
-    far = peers.Worker("p/0", "tcp://10.0.0.1:1", NEAR, holds=HOLDS)
+    far = peers.WorkerInfo("p/0", "tcp://10.0.0.1:1", NEAR, holds=HOLDS)
     assert made.tokens_to_load(request("decode", made, key=nobody, name="r3", transfer=BACK, sources=[far]), 0) == 0
     assert ("not loopback" if insecure else "no fleet key") in caplog.text
 
@@ -333,7 +333,7 @@ def test_without_a_key_no_grant_counts_unless_that_is_asked_for(insecure: bool, 
 def test_stages_of_a_pipeline_are_numbered_on() -> None:
     """Two ranks hold the first layers, two the others."""
     made = SchedulerSide(KEY, "prefill", {}, GROUPS)
-    worker = peers.Worker("w", "", "", holds=HOLDS)
+    worker = peers.WorkerInfo("w", "", "", holds=HOLDS)
     made.set_workers([Handshake(worker, names) for names in (["a", "b"], ["a", "b"], ["c", "d"], ["c", "d"])])
     assert made.engine is not None
     assert [w.holds.first for w in made.engine.workers] == [0, 0, 2, 2]
@@ -345,15 +345,15 @@ def test_stages_of_a_pipeline_are_numbered_on() -> None:
     [
         ([OTHER_BLOCKS], "blocks of 32 tokens, 128 bytes at P and of 16 tokens, 64 bytes at D"),
         ([P_WORKER, P_WORKER], "names one worker twice"),
-        ([peers.Worker("me/0", NEAR, NEAR, holds=HOLDS)], "own workers"),
-        ([P_WORKER, peers.Worker("me/0", NEAR, NEAR, holds=HOLDS)], "own workers"),
-        *[([peers.Worker("p/0", to, to, holds=HOLDS)], words) for to, words in FAR.items()],
-        *[([peers.Worker("p/0", NEAR, to, holds=HOLDS)], words) for to, words in FAR.items()],
-        ([peers.Worker("p/0", NEAR, NEAR, "ipc:///run/docker.sock", holds=HOLDS)], "local address"),
+        ([peers.WorkerInfo("me/0", NEAR, NEAR, holds=HOLDS)], "own workers"),
+        ([P_WORKER, peers.WorkerInfo("me/0", NEAR, NEAR, holds=HOLDS)], "own workers"),
+        *[([peers.WorkerInfo("p/0", to, to, holds=HOLDS)], words) for to, words in FAR.items()],
+        *[([peers.WorkerInfo("p/0", NEAR, to, holds=HOLDS)], words) for to, words in FAR.items()],
+        ([peers.WorkerInfo("p/0", NEAR, NEAR, "ipc:///run/docker.sock", holds=HOLDS)], "local address"),
     ],
 )
 def test_sources_that_cannot_be_read_are_refused_in_words(
-    sources: list[peers.Worker], words: str, caplog: pytest.LogCaptureFixture
+    sources: list[peers.WorkerInfo], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     d = side("decode")
     grant = grants.Grant(2, "decode", "cd" * 16, d.engine.incarnation, sources, until=60.0)  # type: ignore[union-attr]
@@ -375,7 +375,7 @@ def test_grants_of_others_are_refused() -> None:
         request("decode", None),
         request("decode", d, incarnation=""),
         request("prefill", d),
-        request("decode", d, key=keys.FleetKey(b"x" * keys.SIZE)),
+        request("decode", d, key=keys.FleetKey(b"x" * keys.KEY_BYTES)),
         request("decode", d, prompt_token_ids=None),
         two,
     ):
@@ -404,7 +404,7 @@ def test_with_a_window_the_last_token_and_the_blocks_before_the_window_are_left_
     d.allocated(asked, ([4, 5, 6, 7, 8], [0, 0, 0, 9, 10]), 53)
     (wanted,) = d.step(step()).decode
     assert wanted.token_end == 69
-    assert wanted.blocks == [events.Blocks(16, [5, 6, 7, 8]), events.Blocks(48, [9, 10])]
+    assert wanted.blocks == [events.GroupBlocks(16, [5, 6, 7, 8]), events.GroupBlocks(48, [9, 10])]
 
 
 MORE: list[dict[str, Any]] = [{"max_tokens": 3}, {"sampling_params": None}, {"sampling_params": SimpleNamespace(n=2)}]
@@ -422,7 +422,7 @@ def test_a_prefill_leg_of_more_than_one_token_is_a_request_like_any_other(groups
     assert asked.num_prompt_tokens == len(asked.prompt_token_ids) == len(asked._all_token_ids) == 40
     scheduled = step(new={"r1": (0, 40, [])})
     scheduled.scheduled_new_reqs[0].block_ids = tuple([4, 5, 6] for _ in groups)
-    assert p.step(scheduled).prefill == [events.Withdrawn(T)]
+    assert p.step(scheduled).prefill == [events.BlocksRevoked(T)]
     assert not p.finished(asked)[0] and p.step(step()).prefill == []
 
 
@@ -430,7 +430,7 @@ def test_without_windows_a_prefill_leg_may_go_on() -> None:
     p = side("prefill")
     asked = request("prefill", p, max_tokens=3)
     p.tokens_to_load(asked, 0)
-    assert p.step(step(new={"r1": (0, 40, [7, 8, 9])})).prefill == [events.Scheduled(T, 40, [[7, 8, 9]], prompt=OF_40)]
+    assert p.step(step(new={"r1": (0, 40, [7, 8, 9])})).prefill == [events.BlocksScheduled(T, 40, [[7, 8, 9]], prompt=OF_40)]
 
 
 def test_of_one_token_nothing_is_left_to_load() -> None:
@@ -438,7 +438,7 @@ def test_of_one_token_nothing_is_left_to_load() -> None:
     asked = request("decode", d, length=1)
     assert d.tokens_to_load(asked, 0) == 0
     d.allocated(asked, ([4], [5]), 0)
-    assert isinstance(d.step(step()).decode[0], events.Unneeded)
+    assert isinstance(d.step(step()).decode[0], events.LoadSkipped)
 
 
 def test_with_a_state_p_computes_all_tokens_but_the_last() -> None:
@@ -454,7 +454,7 @@ def test_with_a_state_p_computes_all_tokens_but_the_last() -> None:
     assert d.tokens_to_load(other, 0) == 39
     d.allocated(other, ([3],), 39)
     (wanted,) = d.step(step()).decode
-    assert (wanted.token_end, wanted.blocks) == (39, [events.Blocks(0, [3])])
+    assert (wanted.token_end, wanted.blocks) == (39, [events.GroupBlocks(0, [3])])
 
 
 def test_an_engine_says_which_data_parallel_rank_it_is() -> None:
@@ -487,18 +487,18 @@ def test_a_prefill_leg_asks_d_reads_back_and_computes_the_rest(clock: list[float
     p = side("prefill")
     asked = arrived(p)
     assert p.tokens_to_load(asked, 16) is None, "ask again"
-    assert p.step(step()).decode == [events.Sought(BACK, [P_WORKER], PLAN, OF_70)]
+    assert p.step(step()).decode == [events.LookupRequested(BACK, [P_WORKER], PLAN, OF_70)]
     assert p.tokens_to_load(asked, 16) is None and p.step(step()).decode == [], "asked once"
     p.found({BACK: [64], "of another": [16]})
     assert p.tokens_to_load(asked, 16) == 48
     assert p.tokens_to_load(asked, 32) == 32, "no room yet, and more is cached here by now"
     p.allocated(asked, ([4, 5, 6, 7],), 32)
     metadata = p.step(step())
-    assert metadata.decode == [events.Wanted(BACK, [P_WORKER], PLAN, [events.Blocks(32, [6, 7])], 64, scheduler.STILL, OF_70)]
+    assert metadata.decode == [events.LoadRequested(BACK, [P_WORKER], PLAN, [events.GroupBlocks(32, [6, 7])], 64, scheduler.REUSE_STALL_SECONDS, OF_70)]
     assert metadata.loading == {BACK: "r1"}
     p.loaded("r1")
     first = p.step(step(new={"r1": (64, 6, [4, 5, 6, 7, 8])}))
-    assert first.prefill == [events.Scheduled(T, 70, [[4, 5, 6, 7, 8]], prompt=OF_70)] and not first.decode
+    assert first.prefill == [events.BlocksScheduled(T, 70, [[4, 5, 6, 7, 8]], prompt=OF_70)] and not first.decode
     assert p.finished(asked)[0] and not p.step(step()).decode, "nothing is open any more that could be cancelled"
 
 
@@ -508,14 +508,14 @@ def test_what_d_does_not_have_is_computed(clock: list[float], there: int | None,
     asked = arrived(p)
     p.tokens_to_load(asked, local)
     if there is None:
-        clock[0] += scheduler.WORD
+        clock[0] += scheduler.REUSE_LOOKUP_SECONDS
     else:
         p.found({BACK: [there]})
     assert p.tokens_to_load(asked, local) == 0
     p.allocated(asked, ([4, 5],), 0)
     assert p.step(step(new={"r1": (local, 70 - local, [4, 5, 6, 7, 8])})).decode == [
-        events.Sought(BACK, [P_WORKER], PLAN, OF_70),
-        events.Cancelled(BACK),
+        events.LookupRequested(BACK, [P_WORKER], PLAN, OF_70),
+        events.LoadCancelled(BACK),
     ]
     p.found({BACK: [64]})
     assert p.finished(asked)[0] and p.step(step()).decode == []
@@ -533,7 +533,7 @@ def test_a_load_back_that_fails_is_computed(clock: list[float]) -> None:
     assert p.tokens_to_load(asked, 0) == 0
     p.allocated(asked, ([1, 2, 3, 4, 5],), 0)
     metadata = p.step(step(new={"r1": (0, 70, [1, 2, 3, 4, 5])}))
-    assert metadata.decode == [] and metadata.prefill == [events.Scheduled(T, 70, [[1, 2, 3, 4, 5]], prompt=OF_70)]
+    assert metadata.decode == [] and metadata.prefill == [events.BlocksScheduled(T, 70, [[1, 2, 3, 4, 5]], prompt=OF_70)]
 
 
 @pytest.mark.parametrize("when", ["waiting", "asking", "reading"])
@@ -547,13 +547,13 @@ def test_a_prefill_leg_that_is_aborted_asks_no_more(clock: list[float], when: st
     asked.status.name = "FINISHED_ABORTED"
     assert not p.finished(asked)[0]
     metadata = p.step(step())
-    assert metadata.decode == ([] if when == "waiting" else [events.Cancelled(BACK)])
-    assert metadata.prefill == [events.Withdrawn(T)] and not p._seeking
+    assert metadata.decode == ([] if when == "waiting" else [events.LoadCancelled(BACK)])
+    assert metadata.prefill == [events.BlocksRevoked(T)] and not p._seeking
 
 
 def test_all_ranks_must_know_how_much_there_is(clock: list[float]) -> None:
     p = SchedulerSide(KEY, "prefill", {}, GROUPS)
-    halves = [peers.Worker(f"me/{at}", "", "", holds=HOLDS) for at in range(2)]
+    halves = [peers.WorkerInfo(f"me/{at}", "", "", holds=HOLDS) for at in range(2)]
     p.set_workers([Handshake(worker, ["a", "b"]) for worker in halves])
     asked = arrived(p)
     p.tokens_to_load(asked, 0)
@@ -569,7 +569,7 @@ def served(d: SchedulerSide, length: int = 70, local: int = 32) -> Any:
     missing = d.tokens_to_load(asked, local)
     d.allocated(asked, ([4, 5, 6, 7, 8],), missing or 0)
     (said,) = d.step(step()).prefill
-    assert said == events.Scheduled(BACK, local, [[4, 5]], cached=True, prompt={40: OF_40, 70: OF_70}[length])
+    assert said == events.BlocksScheduled(BACK, local, [[4, 5]], cached=True, prompt={40: OF_40, 70: OF_70}[length])
     return asked
 
 
@@ -580,10 +580,10 @@ def test_a_decode_leg_serves_what_it_has_cached_while_the_blocks_are_its_own(end
     if end == "loaded":
         d.loaded("r1")
     elif end == "preempted":
-        assert d.step(step(preempted={"r1"})).prefill == [events.Withdrawn(BACK)]
+        assert d.step(step(preempted={"r1"})).prefill == [events.BlocksRevoked(BACK)]
     else:
         d.finished(asked)
-    assert d.step(step()).prefill == ([] if end == "preempted" else [events.Withdrawn(BACK)])
+    assert d.step(step()).prefill == ([] if end == "preempted" else [events.BlocksRevoked(BACK)])
     d.finished(asked)
     assert d.step(step()).prefill == [], "said once"
 
@@ -597,7 +597,7 @@ def test_a_decode_leg_with_nothing_to_serve_says_so_at_once(why: str) -> None:
     else:
         d.tokens_to_load(asked, 0 if why == "nothing cached" else 32)
         d.allocated(asked, ([],) if why == "no blocks shown" else ([4, 5, 6, 7, 8],), 0 if why == "no blocks shown" else 70)
-    assert d.step(step()).prefill == [events.Withdrawn(BACK)]
+    assert d.step(step()).prefill == [events.BlocksRevoked(BACK)]
 
 
 @pytest.mark.parametrize("groups", [[FULL, WINDOW], [STATE]])
@@ -622,22 +622,22 @@ def test_a_prefill_leg_with_sources_that_cannot_be_read_is_one_all_the_same(sour
     assert p.tokens_to_load(asked, 0) == 0
     p.allocated(asked, ([4, 5, 6],), 0)
     metadata = p.step(step(new={"r1": (0, 40, [4, 5, 6])}))
-    assert not metadata.decode and metadata.prefill == [events.Scheduled(T, 40, [[4, 5, 6]], prompt=OF_40)]
+    assert not metadata.decode and metadata.prefill == [events.BlocksScheduled(T, 40, [[4, 5, 6]], prompt=OF_40)]
 
 
 def test_an_engine_says_whether_it_can() -> None:
     made = SchedulerSide(KEY, "decode", {}, GROUPS, two_way=False)
-    made.set_workers([Handshake(peers.Worker("me/0", "", "", holds=HOLDS), ["a", "b"])])
+    made.set_workers([Handshake(peers.WorkerInfo("me/0", "", "", holds=HOLDS), ["a", "b"])])
     assert made.engine and not made.engine.two_way and side("decode").engine.two_way  # type: ignore[union-attr]
 
 
 def test_a_prefill_leg_asks_when_it_arrives_and_waits_when_it_is_its_turn(clock: list[float]) -> None:
     p = side("prefill")
     asked = arrived(p)
-    assert p.step(step()).decode == [events.Sought(BACK, [P_WORKER], PLAN, OF_70)]
+    assert p.step(step()).decode == [events.LookupRequested(BACK, [P_WORKER], PLAN, OF_70)]
     clock[0] += 10  # in the queue
     assert p.tokens_to_load(asked, 0) is None
-    clock[0] += scheduler.WORD / 2
+    clock[0] += scheduler.REUSE_LOOKUP_SECONDS / 2
     assert p.tokens_to_load(asked, 0) is None
     p.found({BACK: [64]})
     assert p.tokens_to_load(asked, 0) == 64 and p.step(step()).decode == []
@@ -652,7 +652,7 @@ def test_a_way_back_is_used_once_and_is_not_the_way_there(role: str) -> None:
         engine.tokens_to_load(asked, 32)
         engine.allocated(asked, ([4, 5, 6, 7, 8],), 0)
     metadata = engine.step(step())
-    said = [e for e in [*metadata.prefill, *metadata.decode] if isinstance(e, events.Sought | events.Scheduled)]
+    said = [e for e in [*metadata.prefill, *metadata.decode] if isinstance(e, events.LookupRequested | events.BlocksScheduled)]
     assert [e.transfer for e in said] == [BACK]
 
 
@@ -666,7 +666,7 @@ def test_states_beside_attention() -> None:
     assert d.tokens_to_load(other, 0) == 39
     d.allocated(other, ([3], [4, 5, 6]), 39)
     (wanted,) = d.step(step()).decode
-    assert wanted.blocks == [events.Blocks(0, [3]), events.Blocks(0, [4, 5, 6])]
+    assert wanted.blocks == [events.GroupBlocks(0, [3]), events.GroupBlocks(0, [4, 5, 6])]
 
 
 # Of which prompt ---------------------------------------------------------------------------------------------
@@ -742,8 +742,8 @@ def test_a_prompt_that_cannot_be_told_is_computed_where_it_is_and_nobody_waits(c
         assert engine.tokens_to_load(asked, 0) == 0
         engine.allocated(asked, ([4, 5, 6],), 0)
         said = engine.step(step(new={"r1": (0, 40, [4, 5, 6])}))
-        assert said.prefill == ([events.Withdrawn(T)] if role == "prefill" else [])
-        assert said.decode == ([] if role == "prefill" else [events.Unneeded(T, [P_WORKER], NOBODY)])
+        assert said.prefill == ([events.BlocksRevoked(T)] if role == "prefill" else [])
+        assert said.decode == ([] if role == "prefill" else [events.LoadSkipped(T, [P_WORKER], NOBODY)])
         keep, answer = engine.finished(asked)
         assert not keep and bool(answer) == (role == "prefill"), "P says who it is, so the proxy goes on using it"
         said = engine.step(step())

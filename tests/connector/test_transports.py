@@ -33,9 +33,9 @@ def test_what_is_compressed_goes_by_zmq_whatever_auto_takes(monkeypatch: pytest.
 def test_auto_takes_the_fastest_that_can_be_here(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("vllm_disagg").propagate = True
     caplog.set_level("INFO", "vllm_disagg")
-    monkeypatch.setattr(nixl, "obstacle", lambda config: "")
+    monkeypatch.setattr(nixl, "unavailable_reason", lambda config: "")
     assert list(transports.chosen(Config())) == ["nixl", "tcp"]
-    monkeypatch.setattr(nixl, "obstacle", lambda config: "it is not installed")
+    monkeypatch.setattr(nixl, "unavailable_reason", lambda config: "it is not installed")
     assert list(transports.chosen(Config())) == ["tcp"]
     assert "transport is auto, without nixl: it is not installed" in caplog.text
     assert transports.chosen(Config(), "cuda") == {}

@@ -38,7 +38,7 @@ class Recorder:
 
 
 def started(overlap: str, layers: str = "ab") -> tuple[WorkerSide, Recorder]:
-    worker = WorkerSide(Config(overlap=overlap), keys.FleetKey(b"k" * keys.SIZE), 0, None, None)  # type: ignore[arg-type]
+    worker = WorkerSide(Config(overlap=overlap), keys.FleetKey(b"k" * keys.KEY_BYTES), 0, None, None)  # type: ignore[arg-type]
     driver = Recorder()
     worker._driver = driver  # type: ignore[assignment]
     worker._layers = Layers(layers)
@@ -48,7 +48,7 @@ def started(overlap: str, layers: str = "ab") -> tuple[WorkerSide, Recorder]:
 
 def step(worker: WorkerSide, driver: Recorder, calls: str) -> list[tuple[int, Any]]:
     """Compute layers in this order: (calls so far, how many layers are said to be final, or "Recomputed")."""
-    worker.begin(StepMetadata(prefill=[events.Scheduled("t", 16, [[1]])]))
+    worker.begin(StepMetadata(prefill=[events.BlocksScheduled("t", 16, [[1]])]))
     heard: list[tuple[int, Any]] = []
     for at, layer in enumerate([*calls, ""], 1):
         driver.facts.clear()
@@ -68,11 +68,11 @@ def prompt(overlap: str) -> list[str]:
     """What the machine hears of a prompt of two chunks and two layers."""
     worker, driver = started(overlap)
     for tokens in (16, 32):
-        worker.begin(StepMetadata(prefill=[events.Scheduled("t", tokens, [[tokens // 16]])]))
+        worker.begin(StepMetadata(prefill=[events.BlocksScheduled("t", tokens, [[tokens // 16]])]))
         for layer in ("a", "b"):
             worker.layer_computed(layer)
         worker.end()
-    worker.begin(StepMetadata(prefill=[events.Pinned("t")]))
+    worker.begin(StepMetadata(prefill=[events.PrefillFinished("t")]))
     return said(driver)
 
 
@@ -145,7 +145,7 @@ def test_no_order_of_layers_offers_what_is_computed_later() -> None:
 def test_what_is_cached_is_in_memory_when_the_step_ends_and_not_before(overlap: str) -> None:
     """Another request of the same step may compute the very blocks of the hit."""
     worker, driver = started(overlap)
-    worker.begin(StepMetadata(prefill=[events.Scheduled("back", 32, [[1, 2]], cached=True)]))
+    worker.begin(StepMetadata(prefill=[events.BlocksScheduled("back", 32, [[1, 2]], cached=True)]))
     for layer in ("a", "b"):
         worker.layer_computed(layer)
     worker.end()
@@ -160,7 +160,7 @@ def test_what_is_cached_is_in_memory_when_the_step_ends_and_not_before(overlap: 
 def test_a_step_that_vllm_does_not_call_over_is_over_when_its_results_are_asked_for(overlap: str) -> None:
     """With drafts, on all stages of a pipeline but the last."""
     worker, driver = started(overlap)
-    worker.begin(StepMetadata(prefill=[events.Scheduled("t", 32, [[1, 2]])]))
+    worker.begin(StepMetadata(prefill=[events.BlocksScheduled("t", 32, [[1, 2]])]))
     worker.layer_computed("a")
     worker.results()
     assert said(driver)[-1] == "Computed 2"
@@ -174,7 +174,7 @@ def test_a_step_whose_forward_pass_raised_is_offered_to_nobody(saves: bool) -> N
     """vLLM ends it in a `finally`, and P lives for some seconds after."""
     worker, driver = started("layer")
     step(worker, driver, "ab")  # teaches
-    seen = [events.Scheduled("t", 32, [[2]]), events.Scheduled("back", 16, [[3]], cached=True)]
+    seen = [events.BlocksScheduled("t", 32, [[2]]), events.BlocksScheduled("back", 16, [[3]], cached=True)]
     worker.begin(StepMetadata(prefill=seen))
     worker.layer_computed("a")
     driver.facts.clear()
@@ -185,7 +185,7 @@ def test_a_step_whose_forward_pass_raised_is_offered_to_nobody(saves: bool) -> N
             if saves:
                 worker.end()
             worker.results()
-    assert driver.facts == [events.Recomputed("t"), events.Recomputed("back")]
+    assert driver.facts == [events.LayersRecomputed("t"), events.LayersRecomputed("back")]
     driver.facts.clear()
     worker.results()
     assert not driver.facts
@@ -193,9 +193,9 @@ def test_a_step_whose_forward_pass_raised_is_offered_to_nobody(saves: bool) -> N
 
 def test_what_is_withdrawn_is_said_before_the_step_begins() -> None:
     worker, driver = started("layer")
-    metadata = StepMetadata(prefill=[events.Scheduled("t", 32, [[1, 2]]), events.Withdrawn("gone")])
+    metadata = StepMetadata(prefill=[events.BlocksScheduled("t", 32, [[1, 2]]), events.BlocksRevoked("gone")])
     worker.withdraw(metadata)
-    assert driver.facts == [events.Withdrawn("gone")]
+    assert driver.facts == [events.BlocksRevoked("gone")]
     worker.begin(metadata)
     assert said(driver) == ["Withdrawn", "Scheduled", "Withdrawn"]
 
@@ -205,14 +205,14 @@ def test_vllm_says_what_is_withdrawn_before_it_clears_blocks() -> None:
     worker, driver = started("layer")
     connector = DisaggConnector.__new__(DisaggConnector)
     connector._worker = worker
-    connector.handle_preemptions(StepMetadata(prefill=[events.Withdrawn("gone"), events.Pinned("over")]))
-    assert driver.facts == [events.Withdrawn("gone")]
+    connector.handle_preemptions(StepMetadata(prefill=[events.BlocksRevoked("gone"), events.PrefillFinished("over")]))
+    assert driver.facts == [events.BlocksRevoked("gone")]
 
 
 def test_what_was_found_goes_to_the_scheduler() -> None:
     worker, driver = started("layer")
     assert worker.take_found() is None
-    driver.outcomes = [events.Found("x", 32), events.Found("y", 0)]
+    driver.outcomes = [events.LookupResult("x", 32), events.LookupResult("y", 0)]
     assert worker.results() == (set(), set(), set())
     ours, theirs = worker.take_found(), WorkerMetadata({"x": [16]})
     assert ours is not None and ours.aggregate(theirs).found == {"x": [32, 16], "y": [0]}
@@ -223,10 +223,10 @@ def test_what_was_found_goes_to_the_scheduler() -> None:
 def test_two_legs_of_one_transfer_on_one_engine_are_two(ends: str) -> None:
     """Their outcomes are different requests', and each id is told once."""
     worker, driver = started("layer")
-    worker.begin(StepMetadata(prefill=[events.Scheduled("t", 16, [[1]])], serving={"t": "p"}))
-    wanted = events.Wanted("t", [], None, [events.Blocks(0, [2])], 16, 1.0)  # type: ignore[arg-type]
-    worker.begin(StepMetadata(prefill=[events.Pinned("t")], decode=[wanted], loading={"t": "d"}))
-    outcomes = [events.Report("t", events.Reason.LATE), events.Release("t", delivered=False)]
+    worker.begin(StepMetadata(prefill=[events.BlocksScheduled("t", 16, [[1]])], serving={"t": "p"}))
+    wanted = events.LoadRequested("t", [], None, [events.GroupBlocks(0, [2])], 16, 1.0)  # type: ignore[arg-type]
+    worker.begin(StepMetadata(prefill=[events.PrefillFinished("t")], decode=[wanted], loading={"t": "d"}))
+    outcomes = [events.LoadResult("t", events.Reason.LATE), events.ReleaseBlocks("t", delivered=False)]
     driver.outcomes = outcomes if ends == "load first" else outcomes[::-1]
     assert worker.results() == ({"p"}, {"d"}, {"d"})
     assert worker.results() == (set(), set(), set())
@@ -237,26 +237,26 @@ def test_the_end_of_one_leg_leaves_the_other(what: str) -> None:
     worker, driver = started("layer")
     worker.begin(StepMetadata(serving={"t": "p"}, loading={"t": "d"}))
     if what == "withdrawn":
-        worker.begin(StepMetadata(prefill=[events.Withdrawn("t")]))
+        worker.begin(StepMetadata(prefill=[events.BlocksRevoked("t")]))
         assert "t" not in worker._serving, "nothing will end for it"
-        driver.outcomes = [events.Report("t", None)]
+        driver.outcomes = [events.LoadResult("t", None)]
         assert worker.results() == (set(), {"d"}, set())
     else:
-        worker.begin(StepMetadata(decode=[events.Unneeded("t", [], None)]))  # type: ignore[arg-type]
+        worker.begin(StepMetadata(decode=[events.LoadSkipped("t", [], None)]))  # type: ignore[arg-type]
         assert "t" not in worker._loading
-        driver.outcomes = [events.Release("t", delivered=False)]
+        driver.outcomes = [events.ReleaseBlocks("t", delivered=False)]
         assert worker.results() == ({"p"}, set(), set())
 
 
 def test_bytes_that_were_read_back_are_counted_apart() -> None:
     worker, driver = started("layer")
     for transfer in ("back", "other", "given up"):
-        wanted = events.Wanted(transfer, [], None, [events.Blocks(0, [1])], 16, 1.0)  # type: ignore[arg-type]
-        sought = [] if transfer == "other" else [events.Sought(transfer, [], None)]  # type: ignore[arg-type]
+        wanted = events.LoadRequested(transfer, [], None, [events.GroupBlocks(0, [1])], 16, 1.0)  # type: ignore[arg-type]
+        sought = [] if transfer == "other" else [events.LookupRequested(transfer, [], None)]  # type: ignore[arg-type]
         worker.begin(StepMetadata(decode=sought))
-        end: Any = events.Cancelled(transfer) if transfer == "given up" else wanted
+        end: Any = events.LoadCancelled(transfer) if transfer == "given up" else wanted
         worker.begin(StepMetadata(decode=[end], loading={transfer: transfer}))
-    driver.outcomes = [events.Report(transfer, None, landed=10) for transfer in ("back", "other")]
+    driver.outcomes = [events.LoadResult(transfer, None, landed=10) for transfer in ("back", "other")]
     assert worker.results()[1] == {"back", "other"}
     assert (worker.stats.data["received_bytes"], worker.stats.data["reused_bytes"]) == (20, 10)
     assert not worker._sought

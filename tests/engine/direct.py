@@ -57,11 +57,11 @@ class Legs:
         self._pool.shutdown()
 
 
-def probe(key: keys.FleetKey, engine: Engine) -> peers.Engine:
+def probe(key: keys.FleetKey, engine: Engine) -> peers.EngineInfo:
     """What an engine says of itself: first only what the second probe must name."""
     card = _probe(key, engine, "", 0.0)
     assert not card.keys() - {"incarnation", "clock", "rank"}, card
-    return msgspec.convert(_probe(key, engine, card["incarnation"], card["clock"] + 60.0), peers.Engine)
+    return msgspec.convert(_probe(key, engine, card["incarnation"], card["clock"] + 60.0), peers.EngineInfo)
 
 
 def _probe(key: keys.FleetKey, engine: Engine, name: str, until: float) -> dict[str, Any]:

@@ -108,9 +108,9 @@ def test_grants_that_are_odd(main: Main) -> None:
     for name, sources in (
         ("nobody", []),
         ("twice", [worker, worker]),
-        ("not there", [peers.Worker("dead/0", "tcp://127.0.0.1:9", "tcp://127.0.0.1:9", holds=worker.holds)]),
+        ("not there", [peers.WorkerInfo("dead/0", "tcp://127.0.0.1:9", "tcp://127.0.0.1:9", holds=worker.holds)]),
         ("itself", main.legs.p.workers),
-        ("nothing", [peers.Worker("x", "x", "x")]),
+        ("nothing", [peers.WorkerInfo("x", "x", "x")]),
     ):
         prompt, right = warm(main, f"odd {name}", 300)
         transfer, back = grants.new_transfer(), grants.new_transfer()

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from vllm_disagg import config
 from vllm_disagg.errors import BadGrant, ConfigError
 from vllm_disagg.fleet import dialling, grants, keys
-from vllm_disagg.kv.layout import Kind, Region, Shape
+from vllm_disagg.kv.layout import LayerLayout, RankLayout, StridedRegion
 from vllm_disagg.protocol import peers
 
-KEY = keys.FleetKey(b"k" * keys.SIZE)
+KEY = keys.FleetKey(b"k" * keys.KEY_BYTES)
 GRANT = grants.Grant(
-    2, "decode", "ab" * 16, "engine", [peers.Worker("n", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "", "h")], 5.0
+    2, "decode", "ab" * 16, "engine", [peers.WorkerInfo("n", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "", "h")], 5.0
 )
 
 
@@ -26,7 +26,7 @@ def test_what_was_minted_verifies() -> None:
     assert grants.verify(KEY, grants.mint(KEY, GRANT)) == GRANT
 
 
-@pytest.mark.parametrize("other", [keys.FleetKey(b"x" * keys.SIZE), keys.FleetKey(None)])
+@pytest.mark.parametrize("other", [keys.FleetKey(b"x" * keys.KEY_BYTES), keys.FleetKey(None)])
 def test_another_key_mints_nothing_we_believe(other: keys.FleetKey) -> None:
     with pytest.raises(BadGrant, match="another key"):
         grants.verify(KEY, grants.mint(other, GRANT))
@@ -40,11 +40,11 @@ def test_without_a_key_nothing_is_believed_except_where_that_is_asked_for() -> N
     assert grants.verify(keys.load("", insecure=True), grants.mint(everybody, GRANT)) == GRANT
 
 
-def at(control: str = "tcp://127.0.0.1:1", data: str = "tcp://127.0.0.1:2", local: str = "") -> list[peers.Worker]:
-    return [P, peers.Worker("n", control, data, local)]
+def at(control: str = "tcp://127.0.0.1:1", data: str = "tcp://127.0.0.1:2", local: str = "") -> list[peers.WorkerInfo]:
+    return [P, peers.WorkerInfo("n", control, data, local)]
 
 
-P = peers.Worker("p", "tcp://127.0.0.1:1", "tcp://[::1]:2", "ipc:///tmp/vllm-disagg-ab12_xyz/data")
+P = peers.WorkerInfo("p", "tcp://127.0.0.1:1", "tcp://[::1]:2", "ipc:///tmp/vllm-disagg-ab12_xyz/data")
 
 
 @pytest.mark.parametrize("local", ["", "ipc:///tmp/vllm-disagg-ab12_xyz/data", "ipc:///var/tmp/a b/vllm-disagg-abcdefgh/data"])
@@ -105,14 +105,14 @@ def test_anything_else_is_a_bad_grant(token: object) -> None:
 def test_a_grant_for_64_ranks_is_a_token() -> None:
     """With two kinds of layers, as Gemma 3 has them, and eighty of them."""
     axes = [("h", 8, 1 << 15), ("c", 128, 256), ("t", 128, 2), ("c", 2, 1)]
-    regions = [[Region(0, axes), Region(1 << 14, axes)]]
-    kinds = [Kind("keys and values of 128, bfloat16", 128, [1 << 18], regions, 8, 504, 512, group) for group in (0, 1)]
-    holds = Shape(kinds, [0, 1] * 40, 80)
+    regions = [[StridedRegion(0, axes), StridedRegion(1 << 14, axes)]]
+    kinds = [LayerLayout("keys and values of 128, bfloat16", 128, [1 << 18], regions, 8, 504, 512, group) for group in (0, 1)]
+    holds = RankLayout(kinds, [0, 1] * 40, 80)
     host = "tcp://[2001:0db8:85a3:0000:0000:8a2e:0370:7334]:65535"
     local = "ipc:///tmp/vllm-disagg-12345678/data"
-    worker = peers.Worker("0123456789ab/63", host, host, local, "a" * 36, ["nixl", "nccl"], holds)
+    worker = peers.WorkerInfo("0123456789ab/63", host, host, local, "a" * 36, ["nixl", "nccl"], holds)
     token = grants.mint(KEY, msgspec.structs.replace(GRANT, sources=[worker] * 64))
-    assert len(token) <= grants.MAX_TOKEN and grants.verify(KEY, token).sources[63] == worker
+    assert len(token) <= grants.MAX_TOKEN_CHARACTERS and grants.verify(KEY, token).sources[63] == worker
 
 
 def test_every_flipped_bit_of_the_token_is_noticed() -> None:
@@ -145,7 +145,7 @@ def test_difference_names_the_fact() -> None:
 
 
 def test_uses_have_keys_of_their_own() -> None:
-    assert len({KEY.derive("grant"), KEY.derive("curve-server"), KEY.derive("curve-client"), b"k" * keys.SIZE}) == 4
+    assert len({KEY.derive("grant"), KEY.derive("curve-server"), KEY.derive("curve-client"), b"k" * keys.KEY_BYTES}) == 4
     assert "kkk" not in repr(KEY)
 
 

@@ -4,8 +4,8 @@ import logging
 import time
 
 import pytest
-import vllm_disagg.fleet.registration
 
+import vllm_disagg.fleet.registration
 from vllm_disagg.config import parse
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet.keys import FleetKey

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_disagg.kv.extents import Extent, blocks_of, size, split, whole_blocks
-from vllm_disagg.kv.layout import Shape, uniform
+from vllm_disagg.kv.layout import RankLayout, uniform
 from vllm_disagg.kv.memory import HostMemory, checksum, plane_at
 
 BLOCKS = 12
 
 
 @st.composite
-def extents(draw: st.DrawFn, shape: Shape) -> Extent:
+def extents(draw: st.DrawFn, shape: RankLayout) -> Extent:
     layers, block_size = len(shape.layers), shape.kinds[0].block_size
     layer = draw(st.integers(0, layers - 1))
     first = draw(st.integers(0, BLOCKS - 1))

@@ -15,41 +15,41 @@ import pytest
 
 from vllm_disagg.kv import relayout
 from vllm_disagg.kv.extents import Extent
-from vllm_disagg.kv.layout import Axis, Kind, Region, Shape, Theirs
+from vllm_disagg.kv.layout import Axis, LayerLayout, RankLayout, RemoteLayout, StridedRegion
 from vllm_disagg.kv.memory import HostMemory
 
 Rows = npt.NDArray[np.uint8]
 HEADS, WIDTH, TOKENS = 2, 8, 48  # WIDTH: bytes of keys, and of values, of a token of a head
 
 
-def plain(size: int) -> Kind:
+def plain(size: int) -> LayerLayout:
     axes: list[Axis] = [("h", HEADS, size * 2 * WIDTH), ("t", size, 2 * WIDTH), ("c", WIDTH, 1)]
-    return kind(size, [Region(0, axes), Region(WIDTH, axes)])
+    return kind(size, [StridedRegion(0, axes), StridedRegion(WIDTH, axes)])
 
 
-def transposed(size: int) -> Kind:
+def transposed(size: int) -> LayerLayout:
     """As AMX kernels have it: of keys, channels before tokens."""
     head = size * 2 * WIDTH
     keys: list[Axis] = [("h", HEADS, head), ("c", WIDTH // 2, size * 2), ("t", size, 2), ("c", 2, 1)]
-    return kind(size, [Region(0, keys), Region(size * WIDTH, [("h", HEADS, head), ("t", size, WIDTH), ("c", WIDTH, 1)])])
+    return kind(size, [StridedRegion(0, keys), StridedRegion(size * WIDTH, [("h", HEADS, head), ("t", size, WIDTH), ("c", WIDTH, 1)])])
 
 
-def in_two_rows(size: int) -> Kind:
+def in_two_rows(size: int) -> LayerLayout:
     row = size // 2 * 2 * WIDTH
     axes: list[Axis] = [("t", 2, HEADS * row), ("h", HEADS, row), ("t", size // 2, 2 * WIDTH), ("c", WIDTH, 1)]
-    return kind(size, [Region(0, axes), Region(WIDTH, axes)])
+    return kind(size, [StridedRegion(0, axes), StridedRegion(WIDTH, axes)])
 
 
-def kind(size: int, regions: list[Region]) -> Kind:
-    return Kind("kv", size, [HEADS * size * 2 * WIDTH], [regions], HEADS, 0, HEADS)
+def kind(size: int, regions: list[StridedRegion]) -> LayerLayout:
+    return LayerLayout("kv", size, [HEADS * size * 2 * WIDTH], [regions], HEADS, 0, HEADS)
 
 
-def offsets(kind: Kind, token: int) -> npt.NDArray[np.int64]:
+def offsets(kind: LayerLayout, token: int) -> npt.NDArray[np.int64]:
     """Where in a row the bytes of a token are, head by head, from the definition of a region alone."""
     return np.array([offset(r, h, token, b) for h in range(HEADS) for r in kind.regions[0] for b in range(WIDTH)])
 
 
-def offset(region: Region, head: int, token: int, byte: int) -> int:
+def offset(region: StridedRegion, head: int, token: int, byte: int) -> int:
     left, found = {"h": head, "t": token, "c": byte}, region.offset
     for name, size, step in reversed(region.axes):
         left[name], at = divmod(left[name], size)
@@ -57,11 +57,11 @@ def offset(region: Region, head: int, token: int, byte: int) -> int:
     return found
 
 
-def put(rows: Rows, kind: Kind, token: int, what: Any) -> None:
+def put(rows: Rows, kind: LayerLayout, token: int, what: Any) -> None:
     rows[token // kind.block_size, offsets(kind, token % kind.block_size)] = what
 
 
-def get(rows: Rows, kind: Kind, token: int) -> Rows:
+def get(rows: Rows, kind: LayerLayout, token: int) -> Rows:
     return rows[token // kind.block_size, offsets(kind, token % kind.block_size)]
 
 
@@ -96,12 +96,12 @@ def test_a_landing_writes_its_own_tokens_and_leaves_what_others_write_meanwhile(
             ours[others] = writes[0]
         return meanwhile
 
-    memory = HostMemory([[ours]], Shape([here], [0]))
+    memory = HostMemory([[ours]], RankLayout([here], [0]))
     frames = [memoryview(sent[origin // sizes[0] : -(-end // sizes[0])].reshape(-1))]  # type: ignore[arg-type]
     before = sys.gettrace()
     sys.settrace(meanwhile)
     try:
-        assert memory.write(Extent(0, 1, token, end), blocks, frames, Theirs(there, origin))
+        assert memory.write(Extent(0, 1, token, end), blocks, frames, RemoteLayout(there, origin))
     finally:
         sys.settrace(before)
     assert writes[0] and (ours[others] == writes[0]).all()
@@ -112,8 +112,8 @@ def test_a_landing_writes_its_own_tokens_and_leaves_what_others_write_meanwhile(
 def test_other_sizes_than_the_extents_write_nothing() -> None:
     there, here = plain(16), plain(8)
     ours = np.zeros((3, here.rows[0]), np.uint8)
-    memory = HostMemory([[ours]], Shape([here], [0]))
+    memory = HostMemory([[ours]], RankLayout([here], [0]))
     for size in (there.rows[0] - 1, there.rows[0] + 1, 2 * there.rows[0], 0):
         frame = memoryview(np.ones(size, np.uint8))  # type: ignore[arg-type]
-        assert not memory.write(Extent(0, 1, 0, 16), [0, 1], [frame], Theirs(there, 0)), size
+        assert not memory.write(Extent(0, 1, 0, 16), [0, 1], [frame], RemoteLayout(there, 0)), size
     assert not ours.any()

@@ -13,41 +13,41 @@ from hypothesis import strategies as st
 
 from vllm_disagg.errors import Unmappable
 from vllm_disagg.kv.extents import size
-from vllm_disagg.kv.layout import Kind, Region, Shape, hidden, uniform
+from vllm_disagg.kv.layout import LayerLayout, RankLayout, StridedRegion, opaque, uniform
 from vllm_disagg.kv.memory import HostMemory
-from vllm_disagg.kv.reshard import Share, nothing, plan
-from vllm_disagg.protocol.events import Blocks, Wanted
-from vllm_disagg.protocol.peers import Worker
-from vllm_disagg.protocol.read_plan import readings
+from vllm_disagg.kv.reshard import Shard, nothing, plan
+from vllm_disagg.protocol.events import GroupBlocks, LoadRequested
+from vllm_disagg.protocol.peers import WorkerInfo
+from vllm_disagg.protocol.read_plan import read_plans
 
 CHANNELS = 8  # bytes of keys, and of values, of one token of one head
 BLOCKS = 12
 ORDERS = ("heads first", "tokens first", "keys transposed", "apart")
 
 
-def kind(order: str, block_size: int, heads: int, head: int, of: int) -> Kind:
+def kind(order: str, block_size: int, heads: int, head: int, of: int) -> LayerLayout:
     """Keys and values of two bytes each."""
     width = CHANNELS
     both = 2 * width
     match order:
         case "tokens first":
             axes = [("t", block_size, heads * both), ("h", heads, both), ("c", width, 1)]
-            regions = [[Region(n * width, axes) for n in (0, 1)]]
+            regions = [[StridedRegion(n * width, axes) for n in (0, 1)]]
         case "keys transposed":
             h = ("h", heads, block_size * both)
-            keys = Region(0, [h, ("c", width // 2, 2 * block_size), ("t", block_size, 2), ("c", 2, 1)])
-            regions = [[keys, Region(block_size * width, [h, ("t", block_size, width), ("c", width, 1)])]]
+            keys = StridedRegion(0, [h, ("c", width // 2, 2 * block_size), ("t", block_size, 2), ("c", 2, 1)])
+            regions = [[keys, StridedRegion(block_size * width, [h, ("t", block_size, width), ("c", width, 1)])]]
         case "apart":
-            regions = [[Region(0, [("h", heads, block_size * width), ("t", block_size, width), ("c", width, 1)])]] * 2
+            regions = [[StridedRegion(0, [("h", heads, block_size * width), ("t", block_size, width), ("c", width, 1)])]] * 2
         case _:
             axes = [("h", heads, block_size * both), ("t", block_size, both), ("c", width, 1)]
-            regions = [[Region(n * width, axes) for n in (0, 1)]]
+            regions = [[StridedRegion(n * width, axes) for n in (0, 1)]]
     row = heads * block_size * both
-    return Kind("kv", block_size, [row // 2] * 2 if order == "apart" else [row], regions, heads, head, of)
+    return LayerLayout("kv", block_size, [row // 2] * 2 if order == "apart" else [row], regions, heads, head, of)
 
 
 @st.composite
-def engines(draw: st.DrawFn, layers: int, heads: int) -> list[Shape]:
+def engines(draw: st.DrawFn, layers: int, heads: int) -> list[RankLayout]:
     """Pipeline stages of any lengths, tensor parallel ranks in each; copies of heads where ranks are more."""
     order, block_size = draw(st.sampled_from(ORDERS)), draw(st.sampled_from([1, 2, 3, 4, 8]))
     tensor = draw(st.sampled_from([n for n in (1, 2, 4, 8) if heads % n == 0 or n % heads == 0]))
@@ -57,18 +57,18 @@ def engines(draw: st.DrawFn, layers: int, heads: int) -> list[Shape]:
         for rank in range(tensor):
             held = max(1, heads // tensor)
             head = rank * heads // tensor
-            shapes.append(Shape([kind(order, block_size, held, head, heads)], [0] * (end - first), first))
+            shapes.append(RankLayout([kind(order, block_size, held, head, heads)], [0] * (end - first), first))
     return shapes
 
 
 @st.composite
-def pairs(draw: st.DrawFn) -> tuple[list[Shape], list[Shape]]:
+def pairs(draw: st.DrawFn) -> tuple[list[RankLayout], list[RankLayout]]:
     layers, heads = draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 4]))
     return draw(engines(layers, heads)), draw(engines(layers, heads))
 
 
 @given(pairs())
-def test_every_layer_and_head_comes_once_from_a_rank_that_holds_it(pair: tuple[list[Shape], list[Shape]]) -> None:
+def test_every_layer_and_head_comes_once_from_a_rank_that_holds_it(pair: tuple[list[RankLayout], list[RankLayout]]) -> None:
     sources, readers = pair
     made = plan(sources, readers)
     for reader, shares in zip(readers, made.shares, strict=True):
@@ -90,7 +90,7 @@ def test_every_layer_and_head_comes_once_from_a_rank_that_holds_it(pair: tuple[l
 
 
 @given(pairs())
-def test_copies_share_the_work(pair: tuple[list[Shape], list[Shape]]) -> None:
+def test_copies_share_the_work(pair: tuple[list[RankLayout], list[RankLayout]]) -> None:
     """Equal engines read rank by rank; and no copy is read by two while another is idle."""
     sources, readers = pair
     same = plan(sources, sources)
@@ -102,7 +102,7 @@ def test_copies_share_the_work(pair: tuple[list[Shape], list[Shape]]) -> None:
                 assert abs(made.readers[one] - made.readers[other]) <= 1
 
 
-def fill(shape: Shape, ids: list[int], tokens: int) -> HostMemory:
+def fill(shape: RankLayout, ids: list[int], tokens: int) -> HostMemory:
     """A rank whose blocks hold the truth about these tokens."""
     memory = empty(shape)
     for layer in range(len(shape.layers)):
@@ -112,11 +112,11 @@ def fill(shape: Shape, ids: list[int], tokens: int) -> HostMemory:
     return memory
 
 
-def empty(shape: Shape) -> HostMemory:
+def empty(shape: RankLayout) -> HostMemory:
     return HostMemory([[np.zeros((BLOCKS * 8, row), np.uint8) for row in shape.kinds[0].rows] for _ in shape.layers], shape)
 
 
-def cells(shape: Shape, ids: list[int], tokens: int):  # type: ignore[no-untyped-def]
+def cells(shape: RankLayout, ids: list[int], tokens: int):  # type: ignore[no-untyped-def]
     """(token, head, keys or values, channel, (plane, block, byte)), one by one: a dumb reference for `relayout`."""
     k = shape.kinds[0]
     regions = [(plane, region) for plane, found in enumerate(k.regions) for region in found]
@@ -143,15 +143,15 @@ def test_every_byte_of_every_token_lands_once_and_nothing_else_is_touched(data: 
     draw_ids = lambda shape: data.draw(st.permutations(range(40)))[: -(-tokens // shape.kinds[0].block_size)]  # noqa: E731
     theirs, ours = draw_ids(sources[0]), draw_ids(readers[0])
     held = [fill(shape, theirs, tokens) for shape in sources]
-    wanted = Wanted(
-        "t", [Worker(str(n), "", "", holds=shape) for n, shape in enumerate(sources)], plan(sources, readers),
-        [Blocks(begin, ours[begin // readers[0].kinds[0].block_size :])], tokens, 1.0,
+    wanted = LoadRequested(
+        "t", [WorkerInfo(str(n), "", "", holds=shape) for n, shape in enumerate(sources)], plan(sources, readers),
+        [GroupBlocks(begin, ours[begin // readers[0].kinds[0].block_size :])], tokens, 1.0,
     )  # fmt: skip
     steps = [*sorted(data.draw(st.lists(st.integers(0, tokens), max_size=2))), tokens]
     for rank, shape in enumerate(readers):
         memory = empty(shape)
         moved = 0
-        for source, found in readings(wanted, rank, shape).items():
+        for source, found in read_plans(wanted, rank, shape).items():
             expected, got = sum(reading.bytes for reading in found), 0
             for step in steps:
                 for reading in found:
@@ -169,7 +169,7 @@ def test_every_byte_of_every_token_lands_once_and_nothing_else_is_touched(data: 
         check(memory, shape, ours, begin, tokens)
 
 
-def check(memory: HostMemory, shape: Shape, ids: list[int], begin: int, tokens: int) -> None:
+def check(memory: HostMemory, shape: RankLayout, ids: list[int], begin: int, tokens: int) -> None:
     for layer in range(len(shape.layers)):
         left: list[npt.NDArray[np.uint8]] = [plane.copy() for plane in memory.planes[layer]]
         for token, head, what, channel, (plane, block, at) in cells(shape, ids, tokens):
@@ -194,31 +194,31 @@ GOOD = kind("heads first", 4, 2, 0, 2)
         ({"form": "other"}, "KV of a token is other at P and kv at D"),
         ({"of": 4}, "KV heads are 4 at P and 2 at D"),
         ({"heads": 1, "rows": [64], "regions": kind("heads first", 4, 1, 0, 2).regions}, "head 1 of layer 0 is at none"),
-        ({"block_size": 8, "rows": [256], "regions": [hidden(256, 2)]}, "blocks of 8 tokens, 256 bytes at P and of 4"),
+        ({"block_size": 8, "rows": [256], "regions": [opaque(256, 2)]}, "blocks of 8 tokens, 256 bytes at P and of 4"),
         ({"rows": [130]}, "rows of 130 bytes"),
         ({"rows": [64]}, "rows of 64 bytes do not hold 2 heads"),
-        ({"regions": [[Region(2**30, GOOD.regions[0][0].axes)]]}, "a region leaves its row"),
-        ({"regions": [[Region(0, [("h", 2, 64), ("t", 4, 1), ("c", 8, 4)])]]}, "a token's bytes do not lie together"),
-        ({"regions": [[Region(0, [("h", 2, 64), ("t", 4, 1)])]]}, "a token's bytes do not lie together"),
+        ({"regions": [[StridedRegion(2**30, GOOD.regions[0][0].axes)]]}, "a region leaves its row"),
+        ({"regions": [[StridedRegion(0, [("h", 2, 64), ("t", 4, 1), ("c", 8, 4)])]]}, "a token's bytes do not lie together"),
+        ({"regions": [[StridedRegion(0, [("h", 2, 64), ("t", 4, 1)])]]}, "a token's bytes do not lie together"),
         ({"regions": []}, "its planes are not all described"),
         ({"block_size": 3}, "a region does not hold 3 tokens"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_in_words(change: dict[str, object], words: str) -> None:
     with pytest.raises(Unmappable, match=words):
-        plan([Shape([msgspec.structs.replace(GOOD, **change)], [0])], [Shape([GOOD], [0])])
+        plan([RankLayout([msgspec.structs.replace(GOOD, **change)], [0])], [RankLayout([GOOD], [0])])
 
 
 def test_a_missing_layer_is_refused() -> None:
     with pytest.raises(Unmappable, match="head 0 of layer 1 is at none of P's 0 ranks"):
-        plan([Shape([GOOD], [0])], [Shape([GOOD], [0, 0])])
+        plan([RankLayout([GOOD], [0])], [RankLayout([GOOD], [0, 0])])
     with pytest.raises(Unmappable, match="a layer has no kind"):
-        plan([Shape([GOOD], [1])], [Shape([GOOD], [0])])
+        plan([RankLayout([GOOD], [1])], [RankLayout([GOOD], [0])])
 
 
 def test_kinds_that_alternate_are_read_layer_by_layer() -> None:
     other = msgspec.structs.replace(GOOD, group=1)
-    mixed = Shape([GOOD, other], [0, 1, 1, 0])
+    mixed = RankLayout([GOOD, other], [0, 1, 1, 0])
     assert [(s.layer, s.layer_end) for s in plan([mixed], [mixed]).shares[0]] == [(0, 1), (1, 3), (3, 4)]
 
 
@@ -229,4 +229,4 @@ def test_nobody_reads() -> None:
 
 def test_equal_engines_read_in_one_share() -> None:
     whole = uniform(80, 16, [4096, 4096], heads=8)
-    assert plan([whole], [whole]).shares == [[Share(0, 0, 80, 0, 8, 0, 0)]]
+    assert plan([whole], [whole]).shares == [[Shard(0, 0, 80, 0, 8, 0, 0)]]

@@ -116,9 +116,9 @@ class Transfers(RuleBasedStateMachine):
         if p.frozen:
             return
         if kind == "pull":
-            message: messages.ToPrefill = messages.Pull("stranger", p.name, reader, "nowhere.0", numbers[0])
+            message: messages.ToSender = messages.TransferRequest("stranger", p.name, reader, "nowhere.0", numbers[0])
         else:
-            message = messages.Fetch(transfer, p.name, "stranger", numbers[0], extents.Extent(*numbers))
+            message = messages.ReadRequest(transfer, p.name, "stranger", numbers[0], extents.Extent(*numbers))
         p.receive("serving", messages.encode(message))
         self.world.network = [sent for sent in self.world.network if sent[0] in self.names()]
         p.serving.outgoing = [out for out in p.serving.outgoing if out[0].address in self.names()]

@@ -49,7 +49,7 @@ class World:
         self.log: list[str] = []
         self.network: list[tuple[str, str, Any]] = []  # (to, for which half of it, encoded message or piece)
         self.lengths = {f"t{i}": self.random.randint(1, 30) for i in range(transfers)}
-        self.wanted: dict[tuple[str, str], tuple[int, list[events.Blocks]]] = {}  # (rank, transfer) -> (end, by group)
+        self.wanted: dict[tuple[str, str], tuple[int, list[events.GroupBlocks]]] = {}  # (rank, transfer) -> (end, by group)
         self.outcomes: dict[tuple[str, str], Reason | None] = {}
         self.disturbed: set[str] = set()
         self.looped: set[str] = set()  # of which P has computed layers again that were final
@@ -183,7 +183,7 @@ class World:
             if engine.has(name):
                 self.disturbed.add(transfer)
                 engine.end_back(transfer + BACK)
-                engine.tell(events.Cancelled(transfer))
+                engine.tell(events.LoadCancelled(transfer))
 
     def preempt_at_decode(self) -> None:
         """What is cached there is somebody else's from now on."""
@@ -198,14 +198,14 @@ class World:
     def lie(self) -> None:
         """A reader asks for what it was never offered; a life of P that never was answers."""
         transfer, reader = self.random.choice(sorted(self.lengths)), self.random.choice(self.readers()).name
-        self.post(reader, "reading", wire.encode(wire.Settled(transfer, LIAR, reader, intact=True)))
-        self.post(reader, "reading", wire.encode(wire.Offer(transfer, LIAR, reader, self.lengths[transfer], 0, 0)))
+        self.post(reader, "reading", wire.encode(wire.Confirm(transfer, LIAR, reader, intact=True)))
+        self.post(reader, "reading", wire.encode(wire.Progress(transfer, LIAR, reader, self.lengths[transfer], 0, 0)))
         at_p = self.prefill.ranks[0].name
-        self.post(at_p, "reading", wire.encode(wire.Offer(transfer + BACK, LIAR, at_p, self.lengths[transfer], 0, 0)))
+        self.post(at_p, "reading", wire.encode(wire.Progress(transfer + BACK, LIAR, at_p, self.lengths[transfer], 0, 0)))
         p = self.random.choice(self.prefill.ranks)
         layer, block = self.random.randrange(LAYERS), self.random.randrange(4)
         extent = extents.Extent(layer, layer + 1, block * self.prefill.block_size, self.lengths[transfer])
-        self.post(p.name, "serving", wire.encode(wire.Fetch(transfer, p.name, reader, 10**6, extent)))
+        self.post(p.name, "serving", wire.encode(wire.ReadRequest(transfer, p.name, reader, 10**6, extent)))
 
     def reroute(self) -> None:
         """Another carrier takes over; the old one ends, perhaps with all that was on its way."""
@@ -215,14 +215,14 @@ class World:
             messages = [sent for sent in self.network if sent[1] != "piece"]
             pieces = [sent for sent in self.network if sent[1] == "piece"]
             self.network = messages + [sent for sent in pieces if sent[0].partition("+")[0] != side.name]
-        side.inbox.append(events.Routed(source.name, address, lost))
+        side.inbox.append(events.TransportChanged(source.name, address, lost))
 
     def unlink(self, reader: str) -> None:
         """A connection has ended, whether or not the reader has."""
         for side in self.sides.values():
             if not side.frozen:
                 side.drain()
-                side.serving.handle(events.LinkBroken(reader))
+                side.serving.handle(events.ConnectionLost(reader))
 
     def die(self, label: str) -> None:
         """An engine is gone with its memory and its state; another takes its place under new names."""

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from world_ranks import BACK, STATES, Rank
 
 from vllm_disagg.kv import reshard
-from vllm_disagg.kv.layout import Shape
+from vllm_disagg.kv.layout import RankLayout
 from vllm_disagg.protocol import events
-from vllm_disagg.protocol.peers import Worker
+from vllm_disagg.protocol.peers import WorkerInfo
 
 if TYPE_CHECKING:
     from world import World
@@ -24,14 +24,14 @@ Held = tuple[list[int], list[int]]  # blocks of all layers; of those with a wind
 class Engine:
     """What both kinds have."""
 
-    def __init__(self, world: World, labels: str, life: int, of_ranks: list[Shape]) -> None:
+    def __init__(self, world: World, labels: str, life: int, of_ranks: list[RankLayout]) -> None:
         self.world = world
         self.ranks = [Rank(world, f"{labels}{rank}", life, rank, shape, self) for rank, shape in enumerate(of_ranks)]
         world.sides |= {rank.label: rank for rank in self.ranks}
         self.block_size = self.ranks[0].kind.block_size
         self.free = list(range(1, 2 * POOL // self.block_size))
         self.owner: dict[int, str] = {}  # block -> transfer that is loaded into it
-        self.workers = [Worker(rank.name, "", "", holds=rank.shape) for rank in self.ranks]
+        self.workers = [WorkerInfo(rank.name, "", "", holds=rank.shape) for rank in self.ranks]
 
     @property
     def frozen(self) -> bool:
@@ -50,7 +50,7 @@ class Engine:
         for rank in self.ranks:
             rank.inbox.append(event)
 
-    def expect(self, event: events.Wanted) -> None:
+    def expect(self, event: events.LoadRequested) -> None:
         """Blocks are loaded into from now on."""
         for of_group in event.blocks:
             self.owner.update(dict.fromkeys(of_group.ids, event.transfer))
@@ -63,15 +63,15 @@ class Engine:
         name = transfer.removesuffix(BACK)
         return f"{name}*" if name in self.world.different and isinstance(self, DecodeEngine) else name
 
-    def plan(self, sources: list[Worker]) -> reshard.Plan:
+    def plan(self, sources: list[WorkerInfo]) -> reshard.ReshardPlan:
         return reshard.plan([source.holds for source in sources], [rank.shape for rank in self.ranks])
 
     # What ranks tell -------------------------------------------------------------------------------------------
-    def loaded(self, transfer: str, end: int, blocks: list[events.Blocks], good: bool) -> None:
+    def loaded(self, transfer: str, end: int, blocks: list[events.GroupBlocks], good: bool) -> None:
         """All ranks have reported."""
         raise NotImplementedError
 
-    def found(self, found: events.Found) -> None:
+    def found(self, found: events.LookupResult) -> None:
         raise AssertionError("nothing was sought here")
 
     def holder(self, transfer: str) -> object:
@@ -91,7 +91,7 @@ class Prompt:
 
     transfer: str
     length: int
-    sources: list[Worker] = field(default_factory=list)  # D's workers, if it may read back; empty when that is over
+    sources: list[WorkerInfo] = field(default_factory=list)  # D's workers, if it may read back; empty when that is over
     blocks: Held = field(default_factory=lambda: ([], []))
     computed: int = 0
     announced: int = 0  # blocks that the workers know
@@ -123,7 +123,7 @@ class PrefillEngine(Engine):
         """Whether vLLM's thread makes no step."""
         return self.frozen or self.standing
 
-    def submit(self, transfer: str, sources: list[Worker]) -> None:
+    def submit(self, transfer: str, sources: list[WorkerInfo]) -> None:
         length = self.world.lengths[transfer]
         self.prompts[transfer] = Prompt(transfer, max(1, length - 1) if self.world.window else length, sources)
 
@@ -145,7 +145,7 @@ class PrefillEngine(Engine):
         if not self.allocate(prompt, upto):
             return
         more = [blocks[prompt.announced :] for blocks in prompt.blocks]
-        self.tell(events.Scheduled(prompt.transfer, upto, more, prompt=self.prompt(prompt.transfer)))
+        self.tell(events.BlocksScheduled(prompt.transfer, upto, more, prompt=self.prompt(prompt.transfer)))
         prompt.announced = len(prompt.blocks[0])
         self.computing = True
         if self.world.roll("loop"):
@@ -156,7 +156,7 @@ class PrefillEngine(Engine):
         for rank, layer in steps:
             rank.compute(prompt.transfer, prompt.blocks, layer, range(prompt.computed, upto))
             if random.random() < 0.5 or layer == len(rank.shape.layers) - 1:
-                rank.inbox.append(events.Computed(prompt.transfer, layer + 1))
+                rank.inbox.append(events.LayersComputed(prompt.transfer, layer + 1))
                 self.meanwhile()
         prompt.computed = upto
         self.computing = False
@@ -171,9 +171,9 @@ class PrefillEngine(Engine):
                 for layer in range(layers):
                     rank.compute(prompt.transfer, prompt.blocks, layer, range(prompt.computed, upto), again)
                 if again and offered:
-                    rank.inbox.append(events.Computed(prompt.transfer, offered))
+                    rank.inbox.append(events.LayersComputed(prompt.transfer, offered))
                 self.meanwhile()
-            rank.inbox.append(events.Recomputed(prompt.transfer))
+            rank.inbox.append(events.LayersRecomputed(prompt.transfer))
 
     def allocate(self, prompt: Prompt, upto: int) -> bool:
         missing = [-(-upto // self.block_size) - len(prompt.blocks[0])] * 2  # by group
@@ -215,7 +215,7 @@ class PrefillEngine(Engine):
             if prompt.computed == prompt.length and not prompt.pinned:
                 prompt.pinned = True
                 self.leave_window(prompt)
-                self.tell(events.Pinned(prompt.transfer))
+                self.tell(events.PrefillFinished(prompt.transfer))
 
     def withdraw_one(self, again: bool) -> None:
         running = [p for p in self.prompts.values() if not p.pinned and not p.aborted]
@@ -225,8 +225,8 @@ class PrefillEngine(Engine):
     def withdraw(self, prompt: Prompt, again: bool) -> None:
         """Abort, or preempt and compute `again`: the blocks are free at once, workers hear before they are reused."""
         if prompt.until is not None and prompt.sources:
-            self.tell(events.Cancelled(prompt.back))
-        self.tell(events.Withdrawn(prompt.transfer))
+            self.tell(events.LoadCancelled(prompt.back))
+        self.tell(events.BlocksRevoked(prompt.transfer))
         self.world.disturbed.add(prompt.transfer)
         prompt.aborted = not again
         if prompt.loading:
@@ -241,25 +241,25 @@ class PrefillEngine(Engine):
         """Ask D how much there is, wait a little, read it; or compute it after all."""
         if prompt.until is None:
             prompt.until = self.world.now + WORD
-            self.tell(events.Sought(prompt.back, prompt.sources, self.plan(prompt.sources), self.prompt(prompt.back)))
+            self.tell(events.LookupRequested(prompt.back, prompt.sources, self.plan(prompt.sources), self.prompt(prompt.back)))
         is_known = len(prompt.there) == len(self.ranks)
         if not is_known and self.world.now < prompt.until:
             return
         there = min(prompt.there) if is_known else 0
         if not 0 < there < prompt.length or not self.allocate(prompt, there):
             prompt.sources = []
-            self.tell(events.Cancelled(prompt.back))
+            self.tell(events.LoadCancelled(prompt.back))
             return
         prompt.loading = True
-        blocks = [events.Blocks(0, list(ids)) for ids in prompt.blocks]
+        blocks = [events.GroupBlocks(0, list(ids)) for ids in prompt.blocks]
         plan, digest = self.plan(prompt.sources), self.prompt(prompt.back)
-        self.expect(events.Wanted(prompt.back, prompt.sources, plan, blocks, there, PATIENCE, digest))
+        self.expect(events.LoadRequested(prompt.back, prompt.sources, plan, blocks, there, PATIENCE, digest))
 
-    def found(self, found: events.Found) -> None:
+    def found(self, found: events.LookupResult) -> None:
         if (prompt := self.prompts.get(found.transfer.removesuffix(BACK))) is not None:
             prompt.there.append(found.tokens)
 
-    def loaded(self, transfer: str, end: int, blocks: list[events.Blocks], good: bool) -> None:
+    def loaded(self, transfer: str, end: int, blocks: list[events.GroupBlocks], good: bool) -> None:
         prompt = self.prompts[transfer.removesuffix(BACK)]
         prompt.sources, prompt.loading = [], False
         for of_group in blocks:
@@ -310,7 +310,7 @@ class DecodeEngine(Engine):
         super().__init__(world, label, life, world.decode_shapes)
         self.cached: dict[str, Cached] = {}  # by transfer back
 
-    def want(self, transfer: str, sources: list[Worker]) -> None:
+    def want(self, transfer: str, sources: list[WorkerInfo]) -> None:
         length, size = self.world.lengths[transfer], self.block_size
         states = self.world.window == STATES
         token = 0 if states else self.world.random.randrange(0, length, size)  # a local prefix hit
@@ -321,15 +321,15 @@ class DecodeEngine(Engine):
         if transfer in self.world.backs:
             self.serve_back(transfer + BACK, token, not is_local, 0 if is_local else sum(counts))
         if is_local:
-            self.tell(events.Unneeded(transfer, sources, reshard.nothing(len(sources), len(self.ranks))))
+            self.tell(events.LoadSkipped(transfer, sources, reshard.nothing(len(sources), len(self.ranks))))
             return
         blocks = [
-            events.Blocks(begin, [self.free.pop() for _ in range(count)])
+            events.GroupBlocks(begin, [self.free.pop() for _ in range(count)])
             for begin, count in zip((token, window), counts, strict=True)
         ]
-        self.expect(events.Wanted(transfer, sources, self.plan(sources), blocks, end, PATIENCE, self.prompt(transfer)))
+        self.expect(events.LoadRequested(transfer, sources, self.plan(sources), blocks, end, PATIENCE, self.prompt(transfer)))
 
-    def loaded(self, transfer: str, end: int, blocks: list[events.Blocks], good: bool) -> None:
+    def loaded(self, transfer: str, end: int, blocks: list[events.GroupBlocks], good: bool) -> None:
         self.end_back(transfer + BACK)
         for of_group in blocks:
             for block in of_group.ids:
@@ -347,11 +347,11 @@ class DecodeEngine(Engine):
         """`others`: blocks that the request needs besides."""
         count = tokens // self.block_size
         if not tokens or 2 * count + others > len(self.free):
-            self.tell(events.Withdrawn(back))
+            self.tell(events.BlocksRevoked(back))
             return
         blocks = [self.free.pop() for _ in range(count)], [self.free.pop() for _ in range(count)]
         self.cached[back] = Cached(blocks, tokens, parked)
-        self.tell(events.Scheduled(back, tokens, [list(ids) for ids in blocks], cached=True, prompt=self.prompt(back)))
+        self.tell(events.BlocksScheduled(back, tokens, [list(ids) for ids in blocks], cached=True, prompt=self.prompt(back)))
 
     def step(self) -> None:
         """The end of a step: what prefix-cache hits are made of has been computed.  Requests that do not wait may end."""
@@ -362,7 +362,7 @@ class DecodeEngine(Engine):
                 for rank in self.ranks:
                     for layer in range(len(rank.shape.layers)):
                         rank.compute(back, cached.blocks, layer, range(cached.tokens))
-                    rank.inbox.append(events.Computed(back, len(rank.shape.layers)))
+                    rank.inbox.append(events.LayersComputed(back, len(rank.shape.layers)))
             elif not cached.parked and self.world.random.random() < 0.1:
                 self.end_back(back)
 
@@ -370,7 +370,7 @@ class DecodeEngine(Engine):
         """Loaded, preempted, aborted: workers hear before the blocks are reused."""
         cached = self.cached.pop(back, None)
         if cached is not None:
-            self.tell(events.Withdrawn(back))
+            self.tell(events.BlocksRevoked(back))
             for ids in cached.blocks:
                 self.give_back(ids)
 

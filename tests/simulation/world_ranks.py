@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_disagg.kv import extents
-from vllm_disagg.kv.layout import STATE, Kind, Region, Shape, Theirs, hidden
+from vllm_disagg.kv.layout import STATE, LayerLayout, RankLayout, RemoteLayout, StridedRegion, opaque
 from vllm_disagg.protocol import events, messages
-from vllm_disagg.protocol.receiver import DecodeSide
-from vllm_disagg.protocol.sender import PrefillSide
+from vllm_disagg.protocol.receiver import Receiver
+from vllm_disagg.protocol.sender import Sender
 
 if TYPE_CHECKING:
     from world import World
@@ -23,24 +23,24 @@ Place = tuple[int, int, int, int]  # layer, head, block, slot
 LIAR = "p0.99"
 BACK = "b"  # ends the name of a transfer from D to P, of the same prompt
 STATES = -1  # in place of a window: a state of the whole prompt
-FOR_SERVING = (events.Scheduled, events.Computed, events.Recomputed, events.Pinned, events.Withdrawn)
+FOR_SERVING = (events.BlocksScheduled, events.LayersComputed, events.LayersRecomputed, events.PrefillFinished, events.BlocksRevoked)
 
 
-def shapes(heads: int, window: int, split: str, block_size: int) -> list[Shape]:
+def shapes(heads: int, window: int, split: str, block_size: int) -> list[RankLayout]:
     """What the ranks of an engine hold of a model of LAYERS layers with `heads` heads; copies, if those are too few.
 
     With a window, the layer in the middle has one, in a KV-cache group of its own; with STATES, it has a state.
     """
 
-    def shape(layers: int, first: int, held: int, head: int, rank: int = 0, ranks: int = 1) -> Shape:
+    def shape(layers: int, first: int, held: int, head: int, rank: int = 0, ranks: int = 1) -> RankLayout:
         axes = [("h", held, block_size * CELL), ("t", block_size, CELL), ("c", CELL, 1)]
-        kind = Kind("cells", block_size, [held * block_size * CELL], [[Region(0, axes)]], held, head, heads)  # type: ignore[arg-type]
+        kind = LayerLayout("cells", block_size, [held * block_size * CELL], [[StridedRegion(0, axes)]], held, head, heads)  # type: ignore[arg-type]
         if not window:
-            return Shape([kind], [0] * layers, first)
+            return RankLayout([kind], [0] * layers, first)
         other = msgspec.structs.replace(kind, form=f"cells, window {window}", group=1, window=max(0, window))
         if window == STATES:
-            other = Kind("state", STATE, [CELL], [hidden(CELL)], 1, rank, ranks, group=1)
-        return Shape([kind, other], [int(layer == 1) for layer in range(first, first + layers)], first)
+            other = LayerLayout("state", STATE, [CELL], [opaque(CELL)], 1, rank, ranks, group=1)
+        return RankLayout([kind, other], [int(layer == 1) for layer in range(first, first + layers)], first)
 
     if split == "tensor":
         held = max(1, heads // 2)
@@ -50,7 +50,7 @@ def shapes(heads: int, window: int, split: str, block_size: int) -> list[Shape]:
     return [shape(LAYERS, 0, heads, 0)]
 
 
-def slots(kind: Kind) -> range:
+def slots(kind: LayerLayout) -> range:
     """Of a block: a state has one."""
     return range(1 if kind.block_size == STATE else kind.block_size)
 
@@ -58,7 +58,7 @@ def slots(kind: Kind) -> range:
 class Rank:
     """A worker process: what vLLM's thread says goes into the inbox, and from there to one of two machines."""
 
-    def __init__(self, world: World, label: str, life: int, rank: int, shape: Shape, engine: Engine) -> None:
+    def __init__(self, world: World, label: str, life: int, rank: int, shape: RankLayout, engine: Engine) -> None:
         self.world, self.label, self.name, self.engine = world, label, f"{label}.{life}", engine
         self.life, self.rank, self.shape = life, rank, shape
         self.inbox: deque[Any] = deque()
@@ -73,7 +73,7 @@ class Rank:
         return self.world.now * self.rate
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> LayerLayout:
         return self.shape.kinds[0]
 
     def scribble(self, blocks: list[int]) -> None:
@@ -139,7 +139,7 @@ class Half:
     def tick(self) -> None:
         due = self.machine.next_deadline()
         if due is not None and due <= self.rank.now:
-            self.handle(events.Tick())
+            self.handle(events.ClockTick())
             after = self.machine.next_deadline()
             assert after is None or after > self.rank.now, "a Tick that does not move its deadline makes a busy loop"
 
@@ -152,11 +152,11 @@ class Serving(Half):
 
     def __init__(self, rank: Rank) -> None:
         super().__init__(rank)
-        self.machine = PrefillSide(rank.name, rank.shape, lease=LEASE)
+        self.machine = Sender(rank.name, rank.shape, lease=LEASE)
         self.outgoing: list[tuple[events.SendPiece, list[str], object]] = []
 
     def receive(self, raw: bytes) -> None:
-        message = messages.decode_at_prefill(raw)
+        message = messages.decode_at_sender(raw)
         self.handle_unless_stray(message, message.source != self.rank.name)
 
     def places(self, extent: extents.Extent, blocks: list[int]) -> list[Place]:
@@ -168,16 +168,16 @@ class Serving(Half):
     def contents(self, extent: extents.Extent, blocks: list[int]) -> list[str]:
         return [self.rank.memory.get(place, "never written") for place in self.places(extent, blocks)]
 
-    def carry_out(self, action: events.PrefillAction) -> None:
+    def carry_out(self, action: events.SenderAction) -> None:
         match action:
-            case events.Send():
+            case events.SendMessage():
                 self.world.post(action.to, "reading", messages.encode(action.message))
             case events.SendPiece():
                 holder = self.rank.engine.holder(action.transfer)
                 self.check_final(action, holder)
                 self.rank.engine.meanwhile_sending(holder)
                 self.outgoing.append((action, self.contents(action.extent, action.blocks), holder))
-            case events.Release():
+            case events.ReleaseBlocks():
                 self.rank.engine.released(self.rank, action.transfer)
 
     def is_sending_for(self, holder: object) -> bool:
@@ -205,7 +205,7 @@ class Serving(Half):
         if self.world.roll("damage"):
             bytes_now = [*bytes_now[:-1], "damaged"]
         self.world.network.append((action.address, "piece", (action.transfer, action.number, checksum, bytes_now)))
-        self.handle(events.Sent(action.transfer, action.reader))
+        self.handle(events.SendCompleted(action.transfer, action.reader))
 
 
 class Reading(Half):
@@ -214,39 +214,39 @@ class Reading(Half):
     def __init__(self, rank: Rank) -> None:
         super().__init__(rank)
         window = self.world.random.choice([10, 100])
-        self.machine = DecodeSide(
+        self.machine = Receiver(
             rank.name, rank.name, rank.rank, rank.shape, retry=RETRY, silence=SILENCE, stall=STALL, piece=40, window=window
         )
-        self.landing: list[tuple[events.Land, bool, list[str]]] = []
+        self.landing: list[tuple[events.WritePiece, bool, list[str]]] = []
         self.frames: tuple[list[str], list[str]] = ([], [])
 
     def receive(self, raw: bytes) -> None:
-        message = messages.decode_at_decode(raw)
+        message = messages.decode_at_receiver(raw)
         self.handle_unless_stray(message, message.reader != self.rank.name or message.source.endswith(LIAR))
 
-    def carry_out(self, action: events.DecodeAction) -> None:
+    def carry_out(self, action: events.ReceiverAction) -> None:
         match action:
-            case events.Send():
+            case events.SendMessage():
                 self.world.post(action.to, "serving", messages.encode(action.message))
-            case events.Land():
+            case events.WritePiece():
                 checksum, content = self.frames
                 self.landing.append((action, checksum == content and len(content) == self.cells(action), content))
-            case events.Found():
+            case events.LookupResult():
                 self.rank.engine.found(action)
-            case events.Report():
+            case events.LoadResult():
                 self.report(action)
 
     def arrive(self, data: tuple[str, int, list[str], list[str]]) -> None:
         transfer, number, *self.frames = data
         self.rank.drain()
-        self.handle(events.Arrived(transfer, number))
+        self.handle(events.PieceArrived(transfer, number))
 
-    def theirs(self, land: events.Land) -> Theirs:
+    def theirs(self, land: events.WritePiece) -> RemoteLayout:
         """How a piece is made."""
         kind, heads = self.rank.shape.kind(land.extent.layer), land.extent.head_end - land.extent.head
-        return land.theirs or Theirs(kind.cut(heads), land.extent.token - land.extent.token % kind.block_size)
+        return land.theirs or RemoteLayout(kind.cut(heads), land.extent.token - land.extent.token % kind.block_size)
 
-    def cells(self, land: events.Land) -> int:
+    def cells(self, land: events.WritePiece) -> int:
         """How many a piece must have."""
         theirs, extent = self.theirs(land), land.extent
         blocks = -(-(extent.token_end - theirs.token) // theirs.kind.block_size)
@@ -259,9 +259,9 @@ class Reading(Half):
         action, ok, content = self.landing.pop(self.world.random.randrange(len(self.landing)))
         if ok:
             self.write(action, content)
-        self.handle(events.Landed(action.transfer, action.number, ok))
+        self.handle(events.PieceWritten(action.transfer, action.number, ok))
 
-    def write(self, action: events.Land, content: list[str]) -> None:
+    def write(self, action: events.WritePiece, content: list[str]) -> None:
         extent, theirs = action.extent, self.theirs(action)
         size = self.rank.shape.kind(extent.layer).block_size
         first = extent.token - extent.token % size
@@ -277,7 +277,7 @@ class Reading(Half):
                             assert owner == action.transfer, "wrote into blocks of somebody else"
                             self.rank.memory[layer, head, block, token % size] = value
 
-    def report(self, report: events.Report) -> None:
+    def report(self, report: events.LoadResult) -> None:
         rank = self.rank
         end, blocks = self.world.wanted.pop((rank.name, report.transfer))
         assert all(a.transfer != report.transfer for a, _, _ in self.landing), "reported while a copy runs"
@@ -290,7 +290,7 @@ class Reading(Half):
                 self.check_right(one, report.transfer, end, blocks)
             rank.engine.loaded(report.transfer, end, blocks, not any(reasons))
 
-    def check_right(self, rank: Rank, transfer: str, end: int, blocks: list[events.Blocks]) -> None:
+    def check_right(self, rank: Rank, transfer: str, end: int, blocks: list[events.GroupBlocks]) -> None:
         """What its request would now be computed with."""
         for layer in range(len(rank.shape.layers)):
             kind = rank.shape.kind(layer)

@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterable
 
 from ..config import Address, plain, unreachable
-from ..protocol.peers import Worker
+from ..protocol.peers import WorkerInfo
 
 _TCP = re.compile(r"tcp://(?:\[([0-9A-Fa-f:.]{2,45})\]|([0-9.]{7,15})):([0-9]{1,5})", re.ASCII)
 _SOCKET = re.compile(r"(/[^/\0]+)*/vllm-disagg-[a-z0-9_]{8}/data")  # in a folder of tempfile.mkdtemp
-MAX_PATH = 107  # bytes of a UNIX socket's path
+MAX_SOCKET_PATH_BYTES = 107  # bytes of a UNIX socket's path
 
 
 def is_loopback(host: str) -> bool:
@@ -25,7 +25,7 @@ def is_loopback(host: str) -> bool:
 
 def is_socket(path: str) -> bool:
     """Whether a path has the form of the UNIX sockets that engines make."""
-    return bool(_SOCKET.fullmatch(path)) and not {"..", "."} & set(path.split("/")) and len(path.encode()) <= MAX_PATH
+    return bool(_SOCKET.fullmatch(path)) and not {"..", "."} & set(path.split("/")) and len(path.encode()) <= MAX_SOCKET_PATH_BYTES
 
 
 def is_at(endpoint: str, host: str) -> bool:
@@ -36,7 +36,7 @@ def is_at(endpoint: str, host: str) -> bool:
         return False
 
 
-def refusal(workers: Iterable[Worker], *, loopback_only: bool) -> str:
+def refusal(workers: Iterable[WorkerInfo], *, loopback_only: bool) -> str:
     """Why one of these workers must not be dialled, in words; empty when all may be.
 
     `loopback_only`: for an engine that other machines do not reach either, or that has no key.

@@ -24,16 +24,16 @@ from typing import Annotated, Literal
 import msgspec
 
 from ..errors import BadGrant
-from ..protocol.peers import Worker
+from ..protocol.peers import WorkerInfo
 from .keys import FleetKey
 
 REQUEST_KEY = "disagg_grant"
 ANSWER_KEY = "disagg_engine"
 VERSION: Literal[2] = 2  # of grants
-MARGIN = 60.0  # seconds that a leg's grant is good for besides its patience: on the way, in queues, for clocks that drift
-MAC_SIZE = 16
-MAX_VALIDITY = 25 * 3600.0  # seconds; a grant that is good for longer is refused, so that used ones need not be kept for ever
-MAX_TOKEN = 64 * 1024  # characters; 64 ranks of 80 layers need about 46 KiB
+MARGIN_SECONDS = 60.0  # seconds that a leg's grant is good for besides its patience: on the way, in queues, for clocks that drift
+MAC_BYTES = 16
+MAX_VALIDITY_SECONDS = 25 * 3600.0  # seconds; a grant that is good for longer is refused, so that used ones need not be kept for ever
+MAX_TOKEN_CHARACTERS = 64 * 1024  # characters; 64 ranks of 80 layers need about 46 KiB
 
 Text = Annotated[str, msgspec.Meta(max_length=256)]
 TransferId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
@@ -46,7 +46,7 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
     leg: Literal["probe", "prefill", "decode"]
     transfer: TransferId
     engine: Text  # incarnation of the engine that may use it; a first probe names none
-    sources: Annotated[list[Worker], msgspec.Meta(max_length=1024)] = []  # the other engine's workers, by rank
+    sources: Annotated[list[WorkerInfo], msgspec.Meta(max_length=1024)] = []  # the other engine's workers, by rank
     patience: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 60.0  # seconds without progress
     back: TransferId | None = None  # the transfer in which P reads what D has cached of this prompt
     until: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # by the engine's clock; a first probe has no end
@@ -70,7 +70,7 @@ def verify(key: FleetKey, token: object) -> Grant:
     """The grant in a token, or BadGrant.  Takes anything: what comes from a request has no type yet."""
     if not key.accepts_grants:
         raise BadGrant("this engine has no fleet key, so it believes no grant")
-    if not isinstance(token, str) or len(token) > MAX_TOKEN:
+    if not isinstance(token, str) or len(token) > MAX_TOKEN_CHARACTERS:
         raise BadGrant("not a token")
     body, _, mac = token.partition(".")
     try:
@@ -86,7 +86,7 @@ def verify(key: FleetKey, token: object) -> Grant:
 
 
 def _mac(key: FleetKey, payload: bytes) -> bytes:
-    return hashlib.blake2b(payload, key=key.derive("grant"), digest_size=MAC_SIZE).digest()
+    return hashlib.blake2b(payload, key=key.derive("grant"), digest_size=MAC_BYTES).digest()
 
 
 def _b64(data: bytes) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 
-SIZE = 32
+KEY_BYTES = 32
 ADMIN_KEY = "VLLM_DISAGG_ADMIN_KEY"  # variable of the environment: the key that changes a proxy's fleet over HTTP
 
 
@@ -24,8 +24,8 @@ class FleetKey:
     """
 
     def __init__(self, secret: bytes | None, *, insecure: bool = False) -> None:
-        if secret is not None and len(secret) != SIZE:
-            raise ConfigError(f"a fleet key has {SIZE} bytes, this one {len(secret)}")
+        if secret is not None and len(secret) != KEY_BYTES:
+            raise ConfigError(f"a fleet key has {KEY_BYTES} bytes, this one {len(secret)}")
         self._secret = secret
         self._insecure = insecure
         self._derived: dict[str, bytes] = {}
@@ -42,7 +42,7 @@ class FleetKey:
     def derive(self, use: str) -> bytes:
         """32 bytes for `use` (at most 16 ASCII characters)."""
         if use not in self._derived:
-            derived = hashlib.blake2b(key=self._secret or b"", person=use.encode(), digest_size=SIZE).digest()
+            derived = hashlib.blake2b(key=self._secret or b"", person=use.encode(), digest_size=KEY_BYTES).digest()
             self._derived[use] = derived
         return self._derived[use]
 
@@ -63,7 +63,7 @@ def load(path: str, *, insecure: bool = False) -> FleetKey:
     try:
         return FleetKey(bytes.fromhex(text))
     except (ValueError, ConfigError):
-        raise ConfigError(f"key file {path}: not {2 * SIZE} hexadecimal digits; make one with: vllm-disagg key {path}") from None
+        raise ConfigError(f"key file {path}: not {2 * KEY_BYTES} hexadecimal digits; make one with: vllm-disagg key {path}") from None
 
 
 def create(path: str) -> None:
@@ -75,4 +75,4 @@ def create(path: str) -> None:
     except OSError as error:
         raise ConfigError(f"key file {path}: {error.strerror}") from None
     with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_hex(SIZE) + "\n")
+        file.write(secrets.token_hex(KEY_BYTES) + "\n")

@@ -32,13 +32,13 @@ from .keys import FleetKey
 
 log = logging.getLogger("vllm_disagg.fleet.registration")
 
-PATH = "/disagg/register"
-EVERY = 2.0  # seconds
-TIMEOUT = 3.0  # seconds for one message
-MAX_NOTE = 4096  # bytes of a message
+REGISTER_PATH = "/disagg/register"
+REGISTER_SECONDS = 2.0  # seconds
+TIMEOUT_SECONDS = 3.0  # seconds for one message
+MAX_NOTE_BYTES = 4096  # bytes of a message
 
 
-class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RegistrationNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an engine says."""
 
     challenge: Text  # the proxy's
@@ -56,19 +56,19 @@ class _Envelope(msgspec.Struct, frozen=True):
 
 _encode = msgspec.json.Encoder().encode
 _envelope = msgspec.json.Decoder(_Envelope).decode
-_note = msgspec.json.Decoder(Note).decode
+_note = msgspec.json.Decoder(RegistrationNote).decode
 
 
-def sign(key: FleetKey, note: Note) -> bytes:
+def sign(key: FleetKey, note: RegistrationNote) -> bytes:
     text = _encode(note)
     return _encode(_Envelope(text.decode(), _mac(key, text)))
 
 
-def read(key: FleetKey, data: bytes) -> Note:
+def read(key: FleetKey, data: bytes) -> RegistrationNote:
     """The note in a message, or BadGrant."""
     if not key.is_set:
         raise BadGrant("this proxy has no fleet key, so it knows nobody")
-    if len(data) > MAX_NOTE:
+    if len(data) > MAX_NOTE_BYTES:
         raise BadGrant("too long")
     try:
         envelope = _envelope(data)
@@ -95,7 +95,7 @@ class Registration:
     """Tells one proxy of this engine until it is closed."""
 
     def __init__(self, proxy: str, key: FleetKey, incarnation: str, role: Literal["prefill", "decode"], url: str) -> None:
-        self._to = proxy.rstrip("/") + PATH
+        self._to = proxy.rstrip("/") + REGISTER_PATH
         self._key = key
         self._incarnation, self._role, self._url = incarnation, role, url
         self._challenge = ""
@@ -108,7 +108,7 @@ class Registration:
     def close(self) -> None:
         """Say goodbye and stop; waits for little."""
         self._over.set()
-        self._thread.join(TIMEOUT)
+        self._thread.join(TIMEOUT_SECONDS)
 
     def _run(self) -> None:
         while not self._over.is_set():
@@ -119,29 +119,29 @@ class Registration:
         """Seconds until the next note."""
         for _ in range(2):  # the first note, and the first after the proxy's restart, learn the challenge
             self._number += 1
-            note = Note(self._challenge, self._incarnation, self._number, self._role, self._url, leaving)
+            note = RegistrationNote(self._challenge, self._incarnation, self._number, self._role, self._url, leaving)
             try:
                 status, answer = self._post(sign(self._key, note))
                 if status == 200:
                     self._log("%s knows this engine as %s", self._to, self._url)
-                    return EVERY
+                    return REGISTER_SECONDS
                 if status != 409:
                     self._log("%s refuses this engine: %s", self._to, answer)
-                    return EVERY
+                    return REGISTER_SECONDS
                 self._challenge = str(answer["challenge"])
             except Exception as error:  # a thread inside vLLM: whatever it is, the engine goes on
                 self._log("%s is not reached: %s", self._to, error)
-                return EVERY
-        return EVERY
+                return REGISTER_SECONDS
+        return REGISTER_SECONDS
 
     def _post(self, data: bytes) -> tuple[int, dict[str, object]]:
         request = urllib.request.Request(self._to, data, {"content-type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-                return answer.status, json.loads(answer.read(MAX_NOTE))
+            with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
+                return answer.status, json.loads(answer.read(MAX_NOTE_BYTES))
         except urllib.error.HTTPError as error:
             with error:
-                body = error.read(MAX_NOTE)
+                body = error.read(MAX_NOTE_BYTES)
             return error.code, json.loads(body) if body.startswith(b"{") else {}
 
     def _log(self, words: str, *what: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .layout import Count, Kind
+from .layout import Count, LayerLayout
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True):
@@ -21,7 +21,7 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
     head_end: Count = 0  # 0: all that the rank has
 
 
-def heads_of(extent: Extent, kind: Kind) -> tuple[int, int]:
+def heads_of(extent: Extent, kind: LayerLayout) -> tuple[int, int]:
     """(first, end) of the rank's heads that the extent names."""
     return extent.head, extent.head_end or kind.heads
 
@@ -38,7 +38,7 @@ def blocks_of(extent: Extent, blocks: list[int], first: int, block_size: int) ->
     return blocks[start:stop]
 
 
-def split(extent: Extent, kind: Kind, limit: int) -> list[Extent]:
+def split(extent: Extent, kind: LayerLayout, limit: int) -> list[Extent]:
     """Cut an extent into pieces of at most `limit` bytes, or one block of one layer where that is more.
 
     Few layers with many blocks before many layers with few: blocks with neighbouring ids are one run in memory.
@@ -64,7 +64,7 @@ def split(extent: Extent, kind: Kind, limit: int) -> list[Extent]:
     ]
 
 
-def size(extent: Extent, kind: Kind) -> int:
+def size(extent: Extent, kind: LayerLayout) -> int:
     """Bytes of an extent on the wire: whole blocks, always."""
     head, head_end = heads_of(extent, kind)
     count = -(-(extent.token_end - extent.token) // kind.block_size)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .extents import Extent
-from .layout import Theirs
+from .layout import RemoteLayout
 from .memory import Memory
 
 log = logging.getLogger("vllm_disagg.kv.fp8")
@@ -61,7 +61,7 @@ class Fp8:
         return [self._encoded(frame) for frame in self._memory.read(extent, blocks)]
 
     def write(
-        self, extent: Extent, blocks: Sequence[int], frames: Sequence[memoryview], theirs: Theirs | None = None
+        self, extent: Extent, blocks: Sequence[int], frames: Sequence[memoryview], theirs: RemoteLayout | None = None
     ) -> bool:
         wide = [memoryview(DECODE.take(np.frombuffer(frame, np.uint8)).view(np.uint8)) for frame in frames]  # type: ignore[arg-type]
         return self._memory.write(extent, blocks, wide, theirs)

@@ -20,7 +20,7 @@ STATE = 1 << 30  # block size of what is no KV of tokens, but one state of the w
 Axis = tuple[Literal["h", "t", "c", "x"], Positive, Positive]
 
 
-class Region(msgspec.Struct, frozen=True, array_like=True):
+class StridedRegion(msgspec.Struct, frozen=True, array_like=True):
     """Keys, or values, in a row: axes from the slowest to the fastest, each (what it counts, its size, stride in bytes).
 
     `h` counts heads, `t` tokens, `c` bytes of one token of one head; `x` bytes whose order nobody knows.
@@ -33,13 +33,13 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         return math.prod(size for name, size, _ in self.axes if name == what)
 
 
-class Kind(msgspec.Struct, frozen=True, array_like=True):
+class LayerLayout(msgspec.Struct, frozen=True, array_like=True):
     """Layers whose blocks look the same."""
 
     form: Text  # what two engines must have alike, for people: "keys 64 B, values 64 B, bfloat16"
     block_size: Positive  # tokens
     rows: Annotated[list[Positive], msgspec.Meta(min_length=1, max_length=4)]  # by plane: bytes of a block in one layer
-    regions: Annotated[list[list[Region]], msgspec.Meta(max_length=4)]  # by plane
+    regions: Annotated[list[list[StridedRegion]], msgspec.Meta(max_length=4)]  # by plane
     heads: Positive = 1  # of this rank
     head: Count = 0  # the number of the first, in the model
     of: Positive = 1  # heads of the model
@@ -51,7 +51,7 @@ class Kind(msgspec.Struct, frozen=True, array_like=True):
         """Of one head in one block of one layer."""
         return sum(self.rows) // self.heads
 
-    def cut(self, heads: int) -> Kind:
+    def cut(self, heads: int) -> LayerLayout:
         """How blocks of only so many of the heads look on the wire: bytes in the same order, the others left out."""
         if heads == self.heads:
             return self
@@ -62,7 +62,7 @@ class Kind(msgspec.Struct, frozen=True, array_like=True):
             regions.append([_cut(region, stride, self.heads, heads) for region in plane])
         return msgspec.structs.replace(self, rows=rows, regions=regions, heads=heads)
 
-    def lies_as(self, other: Kind) -> bool:
+    def lies_as(self, other: LayerLayout) -> bool:
         """Whether bytes may be copied block by block."""
         return (self.block_size, self.rows, self.regions) == (other.block_size, other.rows, other.regions)
 
@@ -80,32 +80,32 @@ class Kind(msgspec.Struct, frozen=True, array_like=True):
                 return f"rows of {row} bytes do not hold {self.heads} heads"
             for region in plane:
                 last = region.offset + sum((size - 1) * step for _, size, step in region.axes)
-                hidden = region.size("x") > 1
+                opaque = region.size("x") > 1
                 if last >= row or region.size("h") != self.heads or _head_stride([region]) != stride:
                     return "a region leaves its row"
-                if region.size("t") != (1 if hidden else self.block_size):
+                if region.size("t") != (1 if opaque else self.block_size):
                     return f"a region does not hold {self.block_size} tokens"
                 steps = [step for name, _, step in region.axes if name == "c"]
-                if not hidden and (steps[-1:] != [1] or sum(name == "h" for name, _, _ in region.axes) > 1):
+                if not opaque and (steps[-1:] != [1] or sum(name == "h" for name, _, _ in region.axes) > 1):
                     return "a token's bytes do not lie together"
         return ""
 
 
-class Theirs(msgspec.Struct, frozen=True):
+class RemoteLayout(msgspec.Struct, frozen=True):
     """How the bytes of a piece lie, where not as in our own blocks."""
 
-    kind: Kind  # with no more heads than the piece has
+    kind: LayerLayout  # with no more heads than the piece has
     token: int  # the first in the piece: perhaps before the extent's
 
 
-class Shape(msgspec.Struct, frozen=True, array_like=True):
+class RankLayout(msgspec.Struct, frozen=True, array_like=True):
     """All layers of one rank, in an order that all ranks share: computing order, as far as names tell it."""
 
-    kinds: Annotated[list[Kind], msgspec.Meta(min_length=1, max_length=64)]
+    kinds: Annotated[list[LayerLayout], msgspec.Meta(min_length=1, max_length=64)]
     layers: Annotated[list[Count], msgspec.Meta(max_length=4096)]  # the kind of each
     first: Count = 0  # the number of our layer 0 in the model
 
-    def kind(self, layer: int) -> Kind:
+    def kind(self, layer: int) -> LayerLayout:
         return self.kinds[self.layers[layer]]
 
     @property
@@ -113,28 +113,28 @@ class Shape(msgspec.Struct, frozen=True, array_like=True):
         return self.first + len(self.layers)
 
 
-NOTHING = Shape([Kind("nothing", 1, [1], [[Region(0, [("h", 1, 1)])]])], [])
+NOTHING = RankLayout([LayerLayout("nothing", 1, [1], [[StridedRegion(0, [("h", 1, 1)])]])], [])
 
 
-def hidden(row: int, heads: int = 1) -> list[Region]:
+def opaque(row: int, heads: int = 1) -> list[StridedRegion]:
     """A row of which is known only that its heads lie one behind the other."""
-    return [Region(0, [("h", heads, row // heads), ("x", row // heads, 1)])]
+    return [StridedRegion(0, [("h", heads, row // heads), ("x", row // heads, 1)])]
 
 
-def uniform(layers: int, block_size: int, rows: Sequence[int], heads: int = 1) -> Shape:
+def uniform(layers: int, block_size: int, rows: Sequence[int], heads: int = 1) -> RankLayout:
     """Layers of one kind, all heads of the model, in an order that does not matter as long as nothing is cut."""
-    kind = Kind("bytes", block_size, list(rows), [hidden(row, heads) for row in rows], heads, 0, heads)
-    return Shape([kind], [0] * layers)
+    kind = LayerLayout("bytes", block_size, list(rows), [opaque(row, heads) for row in rows], heads, 0, heads)
+    return RankLayout([kind], [0] * layers)
 
 
-def _head_stride(plane: Sequence[Region]) -> int:
+def _head_stride(plane: Sequence[StridedRegion]) -> int:
     return next((stride for region in plane for name, _, stride in region.axes if name == "h"), 1)
 
 
-def _cut(region: Region, stride: int, heads: int, left: int) -> Region:
+def _cut(region: StridedRegion, stride: int, heads: int, left: int) -> StridedRegion:
     def scale(value: int) -> int:
         whole, rest = divmod(value, heads * stride)
         return whole * left * stride + rest
 
     axes = [(name, left if name == "h" else size, scale(step)) for name, size, step in region.axes]
-    return Region(scale(region.offset), axes)
+    return StridedRegion(scale(region.offset), axes)

@@ -16,11 +16,11 @@ import numpy.typing as npt
 import xxhash
 
 from .extents import Extent, heads_of
-from .layout import Kind, Shape, Theirs, uniform
+from .layout import LayerLayout, RankLayout, RemoteLayout, uniform
 from .relayout import scatter
 
-FRAME = 512 << 10  # bytes; larger frames fall out of the cache on their way, smaller ones cost a system call each
-SMALL = 64 << 10  # runs shorter than this are gathered into frames instead of being sent where they lie
+FRAME_BYTES = 512 << 10  # bytes; larger frames fall out of the cache on their way, smaller ones cost a system call each
+SMALL_RUN_BYTES = 64 << 10  # runs shorter than this are gathered into frames instead of being sent where they lie
 
 Row = npt.NDArray[np.uint8]
 
@@ -28,11 +28,11 @@ Row = npt.NDArray[np.uint8]
 class Memory(Protocol):
     """What a driver needs of a KV cache.  `read` may return views: they are true only as long as the blocks are ours."""
 
-    shape: Shape
+    shape: RankLayout
 
     def read(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]: ...
     def write(
-        self, extent: Extent, blocks: Sequence[int], frames: Sequence[memoryview], theirs: Theirs | None = None
+        self, extent: Extent, blocks: Sequence[int], frames: Sequence[memoryview], theirs: RemoteLayout | None = None
     ) -> bool: ...
 
 
@@ -42,7 +42,7 @@ class HostMemory:
     `shape` may be a block size: then all layers are of one kind, and how their rows are made does not matter.
     """
 
-    def __init__(self, planes: Sequence[Sequence[Row]], shape: Shape | int) -> None:
+    def __init__(self, planes: Sequence[Sequence[Row]], shape: RankLayout | int) -> None:
         self.planes = planes
         self._places = [[(plane.ctypes.data, *plane.shape, plane.strides[0]) for plane in layer] for layer in planes]
         if isinstance(shape, int):
@@ -51,12 +51,12 @@ class HostMemory:
 
     def read(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]:
         runs = list(self._runs(extent, blocks))
-        if sum(run.nbytes for run in runs) < SMALL * len(runs):
+        if sum(run.nbytes for run in runs) < SMALL_RUN_BYTES * len(runs):
             runs = [np.concatenate(runs)]
-        return [memoryview(run[at : at + FRAME]) for run in runs for at in range(0, run.nbytes, FRAME)]  # type: ignore[arg-type]
+        return [memoryview(run[at : at + FRAME_BYTES]) for run in runs for at in range(0, run.nbytes, FRAME_BYTES)]  # type: ignore[arg-type]
 
     def write(
-        self, extent: Extent, blocks: Sequence[int], frames: Sequence[memoryview], theirs: Theirs | None = None
+        self, extent: Extent, blocks: Sequence[int], frames: Sequence[memoryview], theirs: RemoteLayout | None = None
     ) -> bool:
         """False, and nothing is written, unless the frames have exactly the extent's bytes.
 
@@ -82,9 +82,9 @@ class HostMemory:
     def views(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]:
         """Where the extent's bytes lie, in wire order: to be written into."""
         return [
-            memoryview(run[at : at + FRAME])  # type: ignore[arg-type]
+            memoryview(run[at : at + FRAME_BYTES])  # type: ignore[arg-type]
             for run in self._runs(extent, blocks)
-            for at in range(0, run.nbytes, FRAME)
+            for at in range(0, run.nbytes, FRAME_BYTES)
         ]
 
     def runs(self, extent: Extent, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -110,7 +110,7 @@ class HostMemory:
             for plane in layer:
                 yield plane.ctypes.data, (len(plane) - 1) * plane.strides[0] + plane.shape[1]
 
-    def _convert(self, extent: Extent, blocks: Sequence[int], frames: Sequence[memoryview], theirs: Theirs) -> bool:
+    def _convert(self, extent: Extent, blocks: Sequence[int], frames: Sequence[memoryview], theirs: RemoteLayout) -> bool:
         kind, there = self.shape.kind(extent.layer), theirs.kind
         count = -(-(extent.token_end - theirs.token) // there.block_size)
         layers = extent.layer_end - extent.layer
@@ -143,7 +143,7 @@ class HostMemory:
                     else:
                         yield from (plane[block] for block in range(first, first + count))
 
-    def _cut_runs(self, extent: Extent, blocks: Sequence[int], kind: Kind) -> Iterator[Row]:
+    def _cut_runs(self, extent: Extent, blocks: Sequence[int], kind: LayerLayout) -> Iterator[Row]:
         """Of some heads: one stretch a block where heads lie one behind the other, one a token where tokens do."""
         for layer in range(extent.layer, extent.layer_end):
             for plane, regions in zip(self.planes[layer], kind.regions, strict=True):

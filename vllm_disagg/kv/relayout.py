@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from .extents import Extent, heads_of
-from .layout import Kind, Region, Theirs
+from .layout import LayerLayout, RemoteLayout, StridedRegion
 
 Rows = npt.NDArray[np.uint8]
 Words = npt.NDArray[Any]
 
 
 def scatter(
-    source: Sequence[Rows], theirs: Theirs, target: Sequence[Rows], kind: Kind, extent: Extent, blocks: Sequence[int]
+    source: Sequence[Rows], theirs: RemoteLayout, target: Sequence[Rows], kind: LayerLayout, extent: Extent, blocks: Sequence[int]
 ) -> None:
     """Write the tokens of `extent` (of one layer, its `head` to `head_end`) from their rows, in order, into our blocks."""
     places = [(p, r) for p, plane in enumerate(kind.regions) for r in range(len(plane))]
@@ -39,7 +39,7 @@ def scatter(
         _write(tokens, write, here, blocks, extent.token - first, kind.block_size)
 
 
-def _write(tokens: Words, write: Words, here: Region, blocks: Sequence[int], start: int, block_size: int) -> None:
+def _write(tokens: Words, write: Words, here: StridedRegion, blocks: Sequence[int], start: int, block_size: int) -> None:
     """`tokens`: (tokens, heads, channels); the first goes to place `start` of the first block.
 
     Not a byte of other tokens is written, nor read: another thread may be landing them, in the same block.
@@ -57,13 +57,13 @@ def _write(tokens: Words, write: Words, here: Region, blocks: Sequence[int], sta
         block[places] = tokens[low - start : high - start].reshape(high - low, *block.shape[outer:])
 
 
-def _tokens(blocks: Words, region: Region) -> Words:
+def _tokens(blocks: Words, region: StridedRegion) -> Words:
     """(tokens, heads, channels) of a view of blocks."""
     after = 1 + len(_sizes(region, "t"))
     return blocks.reshape(-1, blocks.shape[after], math.prod(blocks.shape[after + 1 :]))
 
 
-def _view(rows: Rows, region: Region, word: int) -> Words:
+def _view(rows: Rows, region: StridedRegion, word: int) -> Words:
     """All rows of a region as (rows, tokens..., heads, channels...), in words of so many bytes."""
     axes = [(size, step) for what in "thc" for name, size, step in region.axes if name == what]
     if not any(name == "h" for name, _, _ in region.axes):
@@ -86,11 +86,11 @@ def _bytes(rows: Rows) -> Rows:
     return np.lib.stride_tricks.as_strided(rows, ((len(rows) - 1) * rows.strides[0] + rows.shape[1],), (1,))
 
 
-def _sizes(region: Region, what: str) -> list[int]:
+def _sizes(region: StridedRegion, what: str) -> list[int]:
     return [size for name, size, _ in region.axes if name == what]
 
 
-def _word(region: Region) -> int:
+def _word(region: StridedRegion) -> int:
     """The largest word, up to 8 bytes, of which all of a region is made."""
     *outer, (_, size, _step) = [axis for what in "htc" for axis in region.axes if axis[0] == what]
     numbers = [region.offset, size, *(stride for _, _, stride in outer if stride > 1)]

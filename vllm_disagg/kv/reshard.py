@@ -13,10 +13,10 @@ from itertools import groupby
 import msgspec
 
 from ..errors import Unmappable
-from .layout import Kind, Shape
+from .layout import LayerLayout, RankLayout
 
 
-class Share(msgspec.Struct, frozen=True, array_like=True):
+class Shard(msgspec.Struct, frozen=True, array_like=True):
     """A rectangle of layers and heads, of one kind on either side, that a reader takes from one source."""
 
     source: int  # P's rank
@@ -28,10 +28,10 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
     head_there: int
 
 
-class Plan(msgspec.Struct, frozen=True, array_like=True):
+class ReshardPlan(msgspec.Struct, frozen=True, array_like=True):
     """A whole engine's reading."""
 
-    shares: list[list[Share]]  # by rank of D
+    shares: list[list[Shard]]  # by rank of D
     readers: list[int]  # by rank of P: how many ranks of D read from it
 
     def idle(self, rank: int) -> list[int]:
@@ -40,7 +40,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
         return [source for source, readers in enumerate(self.readers) if not readers and source % count == rank]
 
 
-def plan(sources: Sequence[Shape], readers: Sequence[Shape]) -> Plan:
+def plan(sources: Sequence[RankLayout], readers: Sequence[RankLayout]) -> ReshardPlan:
     """Unmappable, in words, if something that a reader holds is at no source in a form that can be read."""
     for shape in sources:
         if problem := next(filter(None, (kind.problem() for kind in shape.kinds)), ""):
@@ -48,17 +48,17 @@ def plan(sources: Sequence[Shape], readers: Sequence[Shape]) -> Plan:
         if any(layer >= len(shape.kinds) for layer in shape.layers):
             raise Unmappable("P's KV cache contradicts itself: a layer has no kind")
     readers_of = [0] * len(sources)
-    return Plan([_shares(sources, reader, readers_of) for reader in readers], readers_of)
+    return ReshardPlan([_shares(sources, reader, readers_of) for reader in readers], readers_of)
 
 
-def nothing(sources: int, readers: int) -> Plan:
+def nothing(sources: int, readers: int) -> ReshardPlan:
     """Nobody reads."""
-    return Plan([[] for _ in range(readers)], [0] * sources)
+    return ReshardPlan([[] for _ in range(readers)], [0] * sources)
 
 
-def _shares(sources: Sequence[Shape], reader: Shape, readers_of: list[int]) -> list[Share]:
+def _shares(sources: Sequence[RankLayout], reader: RankLayout, readers_of: list[int]) -> list[Shard]:
     """All that one rank reads; who is read by one more rank is noted in `readers_of`."""
-    found: list[Share] = []
+    found: list[Shard] = []
     mine: set[int] = set()
     columns = [(reader.layers[at], _column(sources, reader.first + at)) for at in range(len(reader.layers))]
     at = 0
@@ -78,18 +78,18 @@ def _shares(sources: Sequence[Shape], reader: Shape, readers_of: list[int]) -> l
             readers_of[source] += source not in mine
             mine.add(source)
             there = reader.first + at - sources[source].first
-            found.append(Share(source, at, at + count, head - ours.head, end - ours.head, there, head - theirs.head))
+            found.append(Shard(source, at, at + count, head - ours.head, end - ours.head, there, head - theirs.head))
             head = end
         at += count
     return found
 
 
-def _column(shapes: Sequence[Shape], layer: int) -> tuple[int | None, ...]:
+def _column(shapes: Sequence[RankLayout], layer: int) -> tuple[int | None, ...]:
     """Who holds a layer of the model, as which of their kinds."""
     return tuple(shape.layers[layer - shape.first] if shape.first <= layer < shape.end else None for shape in shapes)
 
 
-def _check(theirs: Kind, ours: Kind, heads: int) -> None:
+def _check(theirs: LayerLayout, ours: LayerLayout, heads: int) -> None:
     if theirs.form != ours.form:
         raise Unmappable(f"KV of a token is {theirs.form} at P and {ours.form} at D")
     if theirs.of != ours.of:
@@ -103,5 +103,5 @@ def _check(theirs: Kind, ours: Kind, heads: int) -> None:
         )
 
 
-def _channels(kind: Kind) -> list[int]:
+def _channels(kind: LayerLayout) -> list[int]:
     return [region.size("c") for plane in kind.regions for region in plane]

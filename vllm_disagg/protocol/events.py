@@ -12,10 +12,10 @@ from enum import Enum
 import msgspec
 
 from ..kv.extents import Extent
-from ..kv.layout import Theirs
-from ..kv.reshard import Plan
+from ..kv.layout import RemoteLayout
+from ..kv.reshard import ReshardPlan
 from . import messages
-from .peers import Worker
+from .peers import WorkerInfo
 
 
 class Reason(str, Enum):
@@ -34,7 +34,7 @@ class Reason(str, Enum):
 
 
 # Events, prefill side ----------------------------------------------------------------------------------------
-class Scheduled(msgspec.Struct, frozen=True, tag=True):
+class BlocksScheduled(msgspec.Struct, frozen=True, tag=True):
     """This step computes the prompt up to `tokens`; `blocks` are the block ids added since the last such event, by group."""
 
     transfer: str
@@ -44,95 +44,95 @@ class Scheduled(msgspec.Struct, frozen=True, tag=True):
     prompt: str = ""  # a digest of the whole of it: readers who have another are served nothing
 
 
-class Computed(msgspec.Struct, frozen=True, tag=True):
+class LayersComputed(msgspec.Struct, frozen=True, tag=True):
     """The first `layers` layers of what the last Scheduled announced are in memory, and do not change any more."""
 
     transfer: str
     layers: int
 
 
-class Recomputed(msgspec.Struct, frozen=True, tag=True):
+class LayersRecomputed(msgspec.Struct, frozen=True, tag=True):
     """Layers that this step has said to be final were computed again: readers may have what they were before."""
 
     transfer: str
 
 
-class Pinned(msgspec.Struct, frozen=True, tag=True):
+class PrefillFinished(msgspec.Struct, frozen=True, tag=True):
     """The request has finished; its blocks stay until we Release them."""
 
     transfer: str
 
 
-class Withdrawn(msgspec.Struct, frozen=True, tag=True):
+class BlocksRevoked(msgspec.Struct, frozen=True, tag=True):
     """The blocks are vLLM's again (abort, preemption), whatever we were doing with them."""
 
     transfer: str
 
 
-class Sent(msgspec.Struct, frozen=True, tag=True):
+class SendCompleted(msgspec.Struct, frozen=True, tag=True):
     """A SendPiece has ended: the transport no longer reads our blocks for it."""
 
     transfer: str
     reader: str
 
 
-class LinkBroken(msgspec.Struct, frozen=True, tag=True):
+class ConnectionLost(msgspec.Struct, frozen=True, tag=True):
     """The reader's end of a connection has closed: its process has ended, or it will soon say something."""
 
     reader: str
 
 
 # Events, decode side -----------------------------------------------------------------------------------------
-class Blocks(msgspec.Struct, frozen=True):
+class GroupBlocks(msgspec.Struct, frozen=True):
     """Of one KV-cache group: the blocks of a prompt from `token`, a multiple of the group's block size."""
 
     token: int
     ids: list[int]
 
 
-class Wanted(msgspec.Struct, frozen=True, tag=True):
+class LoadRequested(msgspec.Struct, frozen=True, tag=True):
     """vLLM has parked a request and allocated `blocks`, by group, for its tokens up to `token_end`."""
 
     transfer: str
-    sources: list[Worker]  # P's workers by rank
-    plan: Plan
-    blocks: list[Blocks]
+    sources: list[WorkerInfo]  # P's workers by rank
+    plan: ReshardPlan
+    blocks: list[GroupBlocks]
     token_end: int
     patience: float
     prompt: str = ""  # a digest of the whole of it
 
 
-class Sought(msgspec.Struct, frozen=True, tag=True):
+class LookupRequested(msgspec.Struct, frozen=True, tag=True):
     """How many tokens of a transfer do its sources have?  Until it is Wanted or Cancelled."""
 
     transfer: str
-    sources: list[Worker]
-    plan: Plan
+    sources: list[WorkerInfo]
+    plan: ReshardPlan
     prompt: str = ""
 
 
-class Unneeded(msgspec.Struct, frozen=True, tag=True):
+class LoadSkipped(msgspec.Struct, frozen=True, tag=True):
     """We shall read nothing of this transfer (a full prefix hit, an abort in the queue): P may let go."""
 
     transfer: str
-    sources: list[Worker]
-    plan: Plan  # in which nobody reads
+    sources: list[WorkerInfo]
+    plan: ReshardPlan  # in which nobody reads
 
 
-class Cancelled(msgspec.Struct, frozen=True, tag=True):
+class LoadCancelled(msgspec.Struct, frozen=True, tag=True):
     """vLLM no longer wants a transfer that it wanted or sought."""
 
     transfer: str
 
 
-class Arrived(msgspec.Struct, frozen=True, tag=True):
+class PieceArrived(msgspec.Struct, frozen=True, tag=True):
     """The bytes of a piece are here, in the transport's own memory."""
 
     transfer: str
     number: int
 
 
-class Landed(msgspec.Struct, frozen=True, tag=True):
+class PieceWritten(msgspec.Struct, frozen=True, tag=True):
     """A Land has ended; `ok` says whether size and checksum were right."""
 
     transfer: str
@@ -140,7 +140,7 @@ class Landed(msgspec.Struct, frozen=True, tag=True):
     ok: bool
 
 
-class Routed(msgspec.Struct, frozen=True, tag=True):
+class TransportChanged(msgspec.Struct, frozen=True, tag=True):
     """From now on pieces from this source come to `address`.  `lost`: what was asked for before will not come."""
 
     source: str
@@ -149,14 +149,14 @@ class Routed(msgspec.Struct, frozen=True, tag=True):
 
 
 # Events, both sides ------------------------------------------------------------------------------------------
-class Tick(msgspec.Struct, frozen=True, tag=True):
+class ClockTick(msgspec.Struct, frozen=True, tag=True):
     """Time has passed."""
 
 
 # Actions -----------------------------------------------------------------------------------------------------
-class Send(msgspec.Struct, frozen=True, tag=True):
+class SendMessage(msgspec.Struct, frozen=True, tag=True):
     to: str
-    message: messages.ToPrefill | messages.ToDecode
+    message: messages.ToSender | messages.ToReceiver
 
 
 class SendPiece(msgspec.Struct, frozen=True, tag=True):
@@ -170,37 +170,37 @@ class SendPiece(msgspec.Struct, frozen=True, tag=True):
     blocks: list[int]
 
 
-class Release(msgspec.Struct, frozen=True, tag=True):
+class ReleaseBlocks(msgspec.Struct, frozen=True, tag=True):
     """Give the blocks back to vLLM."""
 
     transfer: str
     delivered: bool
 
 
-class Connect(msgspec.Struct, frozen=True, tag=True):
+class ConnectPeer(msgspec.Struct, frozen=True, tag=True):
     """Be ready to exchange messages with this worker."""
 
-    worker: Worker
+    worker: WorkerInfo
 
 
-class Land(msgspec.Struct, frozen=True, tag=True):
+class WritePiece(msgspec.Struct, frozen=True, tag=True):
     """Check the piece that has just arrived and copy it into `blocks`.  Ends in Landed."""
 
     transfer: str
     number: int
     extent: Extent  # in our own numbering; `token` need not start a block
     blocks: list[int]
-    theirs: Theirs | None = None
+    theirs: RemoteLayout | None = None
 
 
-class Found(msgspec.Struct, frozen=True, tag=True):
+class LookupResult(msgspec.Struct, frozen=True, tag=True):
     """All sources of what was sought have at least so many tokens; 0 if one of them will not serve it."""
 
     transfer: str
     tokens: int
 
 
-class Report(msgspec.Struct, frozen=True, tag=True):
+class LoadResult(msgspec.Struct, frozen=True, tag=True):
     """Tell vLLM.  With a reason the load failed, and all of it is to be recomputed."""
 
     transfer: str
@@ -210,9 +210,9 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     seconds: float = 0.0  # since Wanted
 
 
-PrefillEvent = Scheduled | Computed | Recomputed | Pinned | Withdrawn | Sent | LinkBroken | Tick | messages.ToPrefill
-PrefillAction = Send | SendPiece | Release
-DecodeEvent = Wanted | Sought | Unneeded | Cancelled | Arrived | Landed | Routed | Tick | messages.ToDecode
-DecodeAction = Connect | Send | Land | Found | Report
-ForPrefill = Scheduled | Pinned | Withdrawn
-ForDecode = Wanted | Sought | Unneeded | Cancelled
+SenderEvent = BlocksScheduled | LayersComputed | LayersRecomputed | PrefillFinished | BlocksRevoked | SendCompleted | ConnectionLost | ClockTick | messages.ToSender
+SenderAction = SendMessage | SendPiece | ReleaseBlocks
+ReceiverEvent = LoadRequested | LookupRequested | LoadSkipped | LoadCancelled | PieceArrived | PieceWritten | TransportChanged | ClockTick | messages.ToReceiver
+ReceiverAction = ConnectPeer | SendMessage | WritePiece | LookupResult | LoadResult
+ForSender = BlocksScheduled | PrefillFinished | BlocksRevoked
+ForReceiver = LoadRequested | LookupRequested | LoadSkipped | LoadCancelled

@@ -24,15 +24,15 @@ from ..errors import BadMessage
 from ..kv.extents import Extent
 
 VERSION = 2
-MAX_PIECE = 64 << 20  # bytes
-MAX_FRAME = 64 * 1024  # bytes of a control message
-MAX_NOTE = 60 * 1024  # bytes of what a carrier says in one
+MAX_PIECE_BYTES = 64 << 20  # bytes
+MAX_FRAME_BYTES = 64 * 1024  # bytes of a control message
+MAX_NOTE_BYTES = 60 * 1024  # bytes of what a carrier says in one
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 
 
-class Pull(msgspec.Struct, frozen=True, tag="pull"):
+class TransferRequest(msgspec.Struct, frozen=True, tag="pull"):
     transfer: Name
     source: Name
     reader: Name
@@ -41,7 +41,7 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     prompt: Name = ""  # a digest of what the reader will compute on: P serves none but the same
 
 
-class Offer(msgspec.Struct, frozen=True, tag="offer"):
+class Progress(msgspec.Struct, frozen=True, tag="offer"):
     """Final: tokens [0, tokens) in all layers, and tokens [0, ahead) in the layers [0, layers).  Cumulative.
 
     `still`: seconds since P's vLLM has last begun or ended a step, while a prompt of this kind waits for its next one.
@@ -56,7 +56,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     still: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
-class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
+class ReadRequest(msgspec.Struct, frozen=True, tag="fetch"):
     transfer: Name
     source: Name
     reader: Name
@@ -64,13 +64,13 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
     extent: Extent
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
+class ReadComplete(msgspec.Struct, frozen=True, tag="done"):
     transfer: Name
     source: Name
     reader: Name
 
 
-class Settled(msgspec.Struct, frozen=True, tag="settled"):
+class Confirm(msgspec.Struct, frozen=True, tag="settled"):
     """`intact`: P held the blocks, without a break, until the reader had its bytes."""
 
     transfer: Name
@@ -79,23 +79,23 @@ class Settled(msgspec.Struct, frozen=True, tag="settled"):
     intact: bool
 
 
-class Fail(msgspec.Struct, frozen=True, tag="fail"):
+class Abort(msgspec.Struct, frozen=True, tag="fail"):
     transfer: Name
     source: Name
     reader: Name
     reason: Name
 
 
-class Note(msgspec.Struct, frozen=True, tag="note"):
+class TransportNote(msgspec.Struct, frozen=True, tag="note"):
     """What the carriers of two workers tell each other, by the carrier's name.  One that is lost is said again or missed."""
 
     source: Name
     reader: Name
     carrier: Name
-    data: Annotated[bytes, msgspec.Meta(max_length=MAX_NOTE)]
+    data: Annotated[bytes, msgspec.Meta(max_length=MAX_NOTE_BYTES)]
 
 
-class Header(msgspec.Struct, frozen=True, tag="header"):
+class PieceHeader(msgspec.Struct, frozen=True, tag="header"):
     """Precedes a piece on the data socket.  `checksum`: xxh3_64 of the bytes, seeded with the transfer."""
 
     transfer: Name
@@ -103,37 +103,37 @@ class Header(msgspec.Struct, frozen=True, tag="header"):
     checksum: int
 
 
-ToPrefill = Pull | Fetch | Done | Fail
-ToDecode = Offer | Settled | Fail
-AtPrefill = ToPrefill | Note  # what a worker takes from its readers
-AtDecode = ToDecode | Note  # what it takes from its sources
+ToSender = TransferRequest | ReadRequest | ReadComplete | Abort
+ToReceiver = Progress | Confirm | Abort
+AtSender = ToSender | TransportNote  # what a worker takes from its readers
+AtReceiver = ToReceiver | TransportNote  # what it takes from its sources
 
 _encode = msgspec.msgpack.Encoder().encode
-_to_prefill: msgspec.msgpack.Decoder[AtPrefill] = msgspec.msgpack.Decoder(AtPrefill)
-_to_decode: msgspec.msgpack.Decoder[AtDecode] = msgspec.msgpack.Decoder(AtDecode)
-_header = msgspec.msgpack.Decoder(Header)
+_at_sender: msgspec.msgpack.Decoder[AtSender] = msgspec.msgpack.Decoder(AtSender)
+_at_receiver: msgspec.msgpack.Decoder[AtReceiver] = msgspec.msgpack.Decoder(AtReceiver)
+_header = msgspec.msgpack.Decoder(PieceHeader)
 _PREFIX = bytes([VERSION])
 T = TypeVar("T")
 
 
-def encode(message: AtPrefill | AtDecode | Header) -> bytes:
+def encode(message: AtSender | AtReceiver | PieceHeader) -> bytes:
     return _PREFIX + _encode(message)
 
 
-def decode_at_prefill(frame: bytes) -> AtPrefill:
-    return _decode(_to_prefill, frame)
+def decode_at_sender(frame: bytes) -> AtSender:
+    return _decode(_at_sender, frame)
 
 
-def decode_at_decode(frame: bytes) -> AtDecode:
-    return _decode(_to_decode, frame)
+def decode_at_receiver(frame: bytes) -> AtReceiver:
+    return _decode(_at_receiver, frame)
 
 
-def decode_header(frame: bytes) -> Header:
+def decode_header(frame: bytes) -> PieceHeader:
     return _decode(_header, frame)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
-    if len(frame) > MAX_FRAME:
+    if len(frame) > MAX_FRAME_BYTES:
         raise BadMessage(f"a message of {len(frame)} bytes")
     if frame[:1] != _PREFIX:
         raise BadMessage(f"protocol version {frame[:1].hex() or 'missing'}, ours is {VERSION}")

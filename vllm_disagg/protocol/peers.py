@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..kv.layout import NOTHING, Shape, Text
+from ..kv.layout import NOTHING, RankLayout, Text
 
 
-class Worker(msgspec.Struct, frozen=True):
+class WorkerInfo(msgspec.Struct, frozen=True):
     """Where one rank of an engine listens.  `name` is unique to the process: a restarted worker has another."""
 
     name: Text
@@ -18,22 +18,22 @@ class Worker(msgspec.Struct, frozen=True):
     local: Text = ""  # ipc://PATH, the same data for readers on `host`
     host: Text = ""  # boot id of the machine
     carriers: Annotated[list[Text], msgspec.Meta(max_length=8)] = []  # what can carry its KV besides ZMQ
-    holds: Shape = NOTHING
+    holds: RankLayout = NOTHING
 
 
-class Engine(msgspec.Struct, frozen=True):
+class EngineInfo(msgspec.Struct, frozen=True):
     """What an engine says of itself in the answer to a probe."""
 
     incarnation: Text
     role: Literal["prefill", "decode", "both"]
-    workers: list[Worker]  # by rank: stage of the pipeline, then tensor parallel rank
+    workers: list[WorkerInfo]  # by rank: stage of the pipeline, then tensor parallel rank
     layout: dict[str, str]  # facts that two engines must share to exchange KV
     rank: int | None = None  # among the data parallel ranks behind one API server; None when it has only this engine
     two_way: bool = False  # whether it can read back what a decode engine has cached, and serve that
     clock: float = 0.0  # seconds since this incarnation began
 
 
-class Card(msgspec.Struct, frozen=True):
+class EngineCard(msgspec.Struct, frozen=True):
     """The part of it that the answer to a grant without an engine, or to a refused one, has: enough to mint another."""
 
     incarnation: Text

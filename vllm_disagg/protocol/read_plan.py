@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from ..kv.extents import Extent, blocks_of, size, split, whole_blocks
-from ..kv.layout import Kind, Shape, Theirs
-from ..kv.reshard import Share
-from .events import Blocks, Wanted
+from ..kv.layout import LayerLayout, RankLayout, RemoteLayout
+from ..kv.reshard import Shard
+from .events import GroupBlocks, LoadRequested
 
 
 @dataclass
-class Reading:
+class ReadPlan:
     """One share, for the tokens from `blocks.token` up to the prompt's end."""
 
-    share: Share
-    kind: Kind  # ours
-    there: Kind  # the source's
-    blocks: Blocks
+    share: Shard
+    kind: LayerLayout  # ours
+    there: LayerLayout  # the source's
+    blocks: GroupBlocks
     asked: list[int]  # by layer of the share: up to which token pieces have been cut
     bytes: int  # of all its pieces
-    other: Kind | None  # how its bytes lie in pieces, if not as in our blocks
+    other: LayerLayout | None  # how its bytes lie in pieces, if not as in our blocks
 
     def cut(self, tokens: int, ahead: int, layers: int, end: int, limit: int) -> Iterator[tuple[Extent, int]]:
         """(extent at the source, bytes) of what an Offer has made final since the last one, as large as it allows."""
@@ -43,14 +43,14 @@ class Reading:
                     self.asked[layer:layer_end] = [upto] * (layer_end - layer)
                 layer = layer_end
 
-    def landing(self, extent: Extent) -> tuple[Extent, list[int], Theirs | None]:
+    def landing(self, extent: Extent) -> tuple[Extent, list[int], RemoteLayout | None]:
         """Where a piece belongs here: our extent, our blocks, and how its bytes lie if not as here."""
         share = self.share
         layer = share.layer + extent.layer - share.layer_there
         token = max(extent.token, self.blocks.token)
         ours = Extent(layer, layer + extent.layer_end - extent.layer, token, extent.token_end, share.head, share.head_end)
         blocks = blocks_of(ours, self.blocks.ids, self.blocks.token, self.kind.block_size)
-        return ours, blocks, Theirs(self.other, extent.token) if self.other else None
+        return ours, blocks, RemoteLayout(self.other, extent.token) if self.other else None
 
     def _there(self, layer: int, layer_end: int, token: int, token_end: int) -> Extent:
         """A part of the share in the source's numbering."""
@@ -61,9 +61,9 @@ class Reading:
         )
 
 
-def readings(event: Wanted, rank: int, shape: Shape) -> dict[int, list[Reading]]:
+def read_plans(event: LoadRequested, rank: int, shape: RankLayout) -> dict[int, list[ReadPlan]]:
     """By source, all that this rank takes from it."""
-    found: dict[int, list[Reading]] = {}
+    found: dict[int, list[ReadPlan]] = {}
     for share in event.plan.shares[rank]:
         kind = shape.kind(share.layer)
         there = event.sources[share.source].holds.kind(share.layer_there)
@@ -72,7 +72,7 @@ def readings(event: Wanted, rank: int, shape: Shape) -> dict[int, list[Reading]]
         heads = share.head_end - share.head
         cut = there.cut(heads)
         other = None if cut.lies_as(kind.cut(heads)) else cut
-        reading = Reading(share, kind, there, blocks, [start] * (share.layer_end - share.layer), 0, other)
+        reading = ReadPlan(share, kind, there, blocks, [start] * (share.layer_end - share.layer), 0, other)
         reading.bytes = size(reading._there(0, len(reading.asked), start, event.token_end), there)
         found.setdefault(share.source, []).append(reading)
     return found

@@ -25,7 +25,7 @@ import msgspec
 
 from ..errors import BadGrant, ConfigError
 from ..fleet.keys import ADMIN_KEY
-from ..fleet.registration import PATH as REGISTER
+from ..fleet.registration import REGISTER_PATH as REGISTER
 from .addresses import Networks, check_url
 from .crew import Crew
 from .headers import Headers, find

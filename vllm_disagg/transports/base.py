@@ -18,10 +18,18 @@ import zmq
 
 from ..config import Config
 from ..kv.memory import Memory
-from ..protocol.events import Arrived, Land, Landed, LinkBroken, Routed, SendPiece, Sent
-from ..protocol.peers import Worker
+from ..protocol.events import (
+    ConnectionLost,
+    PieceArrived,
+    PieceWritten,
+    SendCompleted,
+    SendPiece,
+    TransportChanged,
+    WritePiece,
+)
+from ..protocol.peers import WorkerInfo
 
-Happened = Sent | LinkBroken | Arrived | Landed | Routed
+TransportEvent = SendCompleted | ConnectionLost | PieceArrived | PieceWritten | TransportChanged
 
 
 class Counters(msgspec.Struct):
@@ -37,7 +45,7 @@ class Counters(msgspec.Struct):
 
 
 @dataclass
-class Port:
+class DriverPort:
     """What a carrier has of its driver.  Notes are for the carrier at the other end; one may be lost."""
 
     name: str  # of this worker
@@ -50,10 +58,10 @@ class Port:
     fallback: str = ""  # where ZMQ takes our pieces: what to say in a Routed when this carrier breaks
 
 
-class Carrier(Protocol):
+class Transport(Protocol):
     """One per worker and kind; made by vLLM's thread, then used and closed by the driver's."""
 
-    def connect(self, worker: Worker) -> None:
+    def connect(self, worker: WorkerInfo) -> None:
         """Pieces will be asked of this worker.  Said each time, so it must be cheap when nothing is to do."""
 
     def disconnect(self, source: str) -> None:
@@ -62,10 +70,10 @@ class Carrier(Protocol):
     def send(self, piece: SendPiece) -> None:
         """Ends in a Sent, whatever happens: until then the blocks are not given back."""
 
-    def land(self, land: Land) -> bool | None:
+    def land(self, land: WritePiece) -> bool | None:
         """Put the piece of the Arrived just yielded into its blocks.  None: it ends in a Landed later."""
 
-    def happened(self, ready: Collection[object]) -> Iterator[Happened]:
+    def happened(self, ready: Collection[object]) -> Iterator[TransportEvent]:
         """What has happened since the last call; `ready` is what the poller found."""
 
     def next_look(self) -> float | None:
@@ -77,7 +85,7 @@ class Carrier(Protocol):
         """When this returns, nothing is written into blocks any more; it raises where that cannot be said in time."""
 
 
-def machine() -> str:
+def machine_id() -> str:
     """Names this machine until its next boot, so that workers on it know each other for neighbours."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

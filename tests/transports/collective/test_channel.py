@@ -41,11 +41,11 @@ class World:
         self.is_eager = self.random.random() < 0.5
         self.chaos = {what: often * self.random.choice([0, 1, 1, 8]) for what, often in CHAOS.items()}
         self.now = 0.0
-        self.p, self.d = pairs.SourceEnd(PATIENCE), pairs.ReaderEnd(PATIENCE, slot=SLOT)
+        self.p, self.d = pairs.SenderEnd(PATIENCE), pairs.ReceiverEnd(PATIENCE, slot=SLOT)
         self.wires: dict[str, deque[bytes]] = {"p": deque(), "d": deque()}  # to whom
         self.epochs: dict[int, Posted] = {}
-        self.gathers: list[tuple[pairs.Transmit, bool]] = []
-        self.gathered: deque[tuple[pairs.Transmit, bool]] = deque()  # and P has not looked yet
+        self.gathers: list[tuple[pairs.TransmitSlot, bool]] = []
+        self.gathered: deque[tuple[pairs.TransmitSlot, bool]] = deque()  # and P has not looked yet
         self.routed: int | None = None
         self.asked: dict[int, SendPiece] = {}  # not finished, by number
         self.number = 0
@@ -68,35 +68,35 @@ class World:
 
     def do(self, who: str, action: object) -> None:
         match action:
-            case pairs.Tell():
+            case pairs.SendNote():
                 if not self.roll("lose"):
                     self.wires["d" if who == "p" else "p"].append(pairs.encode(action.note))
-            case pairs.Open():
+            case pairs.OpenLink():
                 self.epochs.setdefault(action.epoch, Posted()).open_ends.add(who)
-            case pairs.Hear():
+            case pairs.PassBlob():
                 pass
-            case pairs.Close():
+            case pairs.CloseLink():
                 self.epochs[action.epoch].is_broken = True
-            case pairs.Transmit():
+            case pairs.TransmitSlot():
                 epoch = self.epochs[action.epoch]
                 assert action.seq == len(epoch.sends), "not in order"
                 epoch.sends.append((action.seq, None))
                 self.gathers.append((action, self.roll("oversize")))
-            case pairs.Receive():
+            case pairs.ReceiveSlot():
                 epoch = self.epochs[action.epoch]
                 assert action.seq == len(epoch.receives), "not in order"
                 assert action.size <= SLOT, "into a slot that does not hold it"
                 assert (action.epoch, action.slot) not in self.landing, "into a slot that is being read"
                 epoch.receives.append((action.seq, action.slot))
-            case pairs.Finished():
+            case pairs.SendFinished():
                 assert all(gather.piece is not action.piece for gather, _ in self.gathers), "finished while it is read"
                 del self.asked[action.piece.number]
-            case pairs.Deliver():
+            case pairs.DeliverSlot():
                 _, content = self.epochs[action.epoch].sends[action.piece.seq]
                 assert content == (action.piece.transfer, action.piece.number), "bytes of another piece"
                 self.delivered.add(action.piece.number)
                 self.landing.append((action.epoch, action.slot))
-            case pairs.Route():
+            case pairs.ChangeRoute():
                 self.routed = action.epoch
             case _:
                 raise AssertionError(action)
@@ -108,7 +108,7 @@ class World:
             number, self.number = self.number, self.number + 1
             piece = SendPiece("t", "d", f"x:{self.routed}", number, Extent(0, 1, 0, 1), [0])
             self.asked[number] = piece
-            self.at("p", pairs.Ask(piece, self.routed))
+            self.at("p", pairs.SendRequested(piece, self.routed))
 
     def gather(self) -> None:
         if self.gathers:
@@ -119,7 +119,7 @@ class World:
             self.gathered.append((action, too_large))
         if self.gathered and self.random.random() < 0.7:
             action, too_large = self.gathered.popleft()
-            self.at("p", pairs.Gathered(action.epoch, action.seq, -1 if too_large else self.size(), 0))
+            self.at("p", pairs.SlotGathered(action.epoch, action.seq, -1 if too_large else self.size(), 0))
 
     def size(self) -> int:
         """P may think that D's slots are larger."""
@@ -130,24 +130,24 @@ class World:
         for number, epoch in list(self.epochs.items()):
             if epoch.is_broken:
                 if self.random.random() < 0.3:
-                    self.at(self.random.choice("pd"), pairs.Failed(number, "the peer is gone"))
+                    self.at(self.random.choice("pd"), pairs.LinkFailed(number, "the peer is gone"))
                 continue
             if epoch.open_ends == {"p", "d"}:
-                self.at("p", pairs.Up(number)), self.at("d", pairs.Up(number))
+                self.at("p", pairs.LinkUp(number)), self.at("d", pairs.LinkUp(number))
                 epoch.open_ends.add("up")
             if self.is_eager and epoch.sent < len(epoch.sends) and epoch.sends[epoch.sent][1]:
                 epoch.sent += 1  # into buffers of the library, before anybody receives
-                self.at("p", pairs.Ended(number, epoch.sent - 1))
+                self.at("p", pairs.SlotCompleted(number, epoch.sent - 1))
             if epoch.received < min(len(epoch.sends), len(epoch.receives)) and epoch.sends[epoch.received][1]:
                 at, epoch.received = epoch.received, epoch.received + 1
                 if epoch.sent == at:
                     epoch.sent += 1
-                    self.at("p", pairs.Ended(number, at))
-                self.at("d", pairs.Ended(number, at))
+                    self.at("p", pairs.SlotCompleted(number, at))
+                self.at("d", pairs.SlotCompleted(number, at))
 
     def free(self) -> None:
         if self.landing:
-            self.at("d", pairs.Freed(*self.landing.pop(self.random.randrange(len(self.landing)))))
+            self.at("d", pairs.SlotFreed(*self.landing.pop(self.random.randrange(len(self.landing)))))
 
     def hear(self, who: str) -> None:
         if self.wires[who] and who not in self.frozen:
@@ -159,7 +159,7 @@ class World:
         for who, end in (("p", self.p), ("d", self.d)):
             due = end.next_deadline()
             if due is not None and due <= self.now and who not in self.frozen:
-                self.at(who, pairs.Tick())
+                self.at(who, pairs.ChannelTick())
                 after = end.next_deadline()
                 assert after is None or after > self.now, "a Tick that moves no deadline makes a busy loop"
 
@@ -170,12 +170,12 @@ class World:
             self.frozen ^= {self.random.choice("pd")}
         if self.roll("fail"):
             end = self.random.choice([self.p, self.d])
-            self.at("p" if end is self.p else "d", pairs.Failed(end.epoch, "broke"))
+            self.at("p" if end is self.p else "d", pairs.LinkFailed(end.epoch, "broke"))
         if self.roll("refuse"):
-            self.do("p", pairs.Tell(pairs.Broken(self.d.epoch, "busy")))
+            self.do("p", pairs.SendNote(pairs.ChannelBroken(self.d.epoch, "busy")))
         self.pass_time(12.0 if self.roll("leap") else self.random.choice([0.0, 0.01, 0.1]))
         if self.random.random() < 0.1:
-            self.at("d", pairs.Connect())
+            self.at("d", pairs.ConnectChannel())
 
     def run(self) -> None:
         for _ in range(250):
@@ -186,7 +186,7 @@ class World:
             if turn == 130:  # by now all failures are behind it
                 target = self.number
             if turn % 5 == 0:
-                self.at("d", pairs.Connect())
+                self.at("d", pairs.ConnectChannel())
             for do in (self.ask, self.gather, self.gather, self.move, self.free, self.free):
                 do()
             while self.wires["p"] or self.wires["d"]:
@@ -214,22 +214,22 @@ def test_both_ends_execute_one_order_or_abort(part: int) -> None:
 def test_a_full_ring_delays_and_never_grows() -> None:
     world = World(0)
     world.chaos, world.is_eager = {}, False
-    world.at("d", pairs.Connect())
+    world.at("d", pairs.ConnectChannel())
     world.hear("p"), world.move(), world.hear("d")
     for _ in range(12):
         world.ask()
-    assert len(world.gathers) == pairs.SLOTS and len(world.p.waiting) == 12 - pairs.SLOTS
+    assert len(world.gathers) == pairs.SLOTS_PER_CHANNEL and len(world.p.waiting) == 12 - pairs.SLOTS_PER_CHANNEL
     for _ in range(200):
         world.gather(), world.hear("d"), world.move(), world.free()
     assert world.delivered == set(range(12)) and not world.asked
 
 
 def test_words_for_what_ends_an_epoch() -> None:
-    d = pairs.ReaderEnd(PATIENCE, slot=SLOT)
-    d.handle(pairs.Connect(), 0.0)
-    d.handle(pairs.Up(1), 0.1), d.handle(pairs.Ready(1), 0.2)
-    close, told, route = d.handle(pairs.Piece(1, 1, "t", 0, SIZE, 0), 1.0)
-    assert isinstance(close, pairs.Close) and close.why == "heard of piece 1 where 0 was due"
-    assert isinstance(told, pairs.Tell) and route == pairs.Route(None)
-    assert d.handle(pairs.Connect(), 1.5) == [], "pairs again at once"
-    assert d.handle(pairs.Connect(), 2.1)
+    d = pairs.ReceiverEnd(PATIENCE, slot=SLOT)
+    d.handle(pairs.ConnectChannel(), 0.0)
+    d.handle(pairs.LinkUp(1), 0.1), d.handle(pairs.ChannelReady(1), 0.2)
+    close, told, route = d.handle(pairs.ChannelPiece(1, 1, "t", 0, SIZE, 0), 1.0)
+    assert isinstance(close, pairs.CloseLink) and close.why == "heard of piece 1 where 0 was due"
+    assert isinstance(told, pairs.SendNote) and route == pairs.ChangeRoute(None)
+    assert d.handle(pairs.ConnectChannel(), 1.5) == [], "pairs again at once"
+    assert d.handle(pairs.ConnectChannel(), 2.1)

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from vllm_disagg.kv.extents import Extent
-from vllm_disagg.protocol.events import Land
+from vllm_disagg.protocol.events import WritePiece
 from vllm_disagg.transports.nixl import reads as nixl_reads
 from vllm_disagg.transports.nixl.agent import NixlError
 from vllm_disagg.transports.nixl.reads import Closings
 
-LAND = Land("t", 0, Extent(0, 1, 0, 16), [0])
+LAND = WritePiece("t", 0, Extent(0, 1, 0, 16), [0])
 
 
-def reads(close: Any, land: Land | None = LAND) -> Any:
+def reads(close: Any, land: WritePiece | None = LAND) -> Any:
     return SimpleNamespace(agent=SimpleNamespace(close=close), open=[SimpleNamespace(land=land)])
 
 
@@ -44,7 +44,7 @@ def test_an_agent_that_does_not_go_is_said_also_if_that_was_long_ago(looked: boo
 
 
 def test_the_wait_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_reads, "CLOSING", 0.05)
+    monkeypatch.setattr(nixl_reads, "CLOSE_SECONDS", 0.05)
     closings = Closings()
     closings.give_up(reads(lambda: time.sleep(30), None))  # of a test region: nothing of vLLM's is written
     closings.finish()

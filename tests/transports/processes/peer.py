@@ -32,11 +32,11 @@ from vllm_disagg.kv import reshard
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.memory import HostMemory
 from vllm_disagg.protocol import events
-from vllm_disagg.protocol.peers import Worker
+from vllm_disagg.protocol.peers import WorkerInfo
 from vllm_disagg.transports.nixl import transport as nixl
 
 LAYERS, BLOCKS, BLOCK_SIZE = 4, 32, 16
-KEY = keys.FleetKey(b"k" * keys.SIZE)
+KEY = keys.FleetKey(b"k" * keys.KEY_BYTES)
 HERE = Path(__file__).resolve()
 
 
@@ -61,7 +61,7 @@ class Peer:
             cwd=HERE.parents[3],
             env={**os.environ, "PYTHONPATH": str(HERE.parents[3]), **(env or {})},
         )
-        self.worker = msgspec.convert(self._answer(), Worker)
+        self.worker = msgspec.convert(self._answer(), WorkerInfo)
 
     def __call__(self, command: str) -> object:
         assert self.process.stdin is not None
@@ -102,8 +102,8 @@ class Liar(HostMemory):
         if self.how == "unregistered":  # its card claims it all the same
             from vllm_disagg.transports.nixl import notes as nixl_notes
 
-            honest = nixl_notes.Card
-            nixl_notes.Card = lambda agent, metadata, regions, *rest: honest(agent, metadata, [*regions, (1, 1 << 40)], *rest)
+            honest = nixl_notes.AgentInfo
+            nixl_notes.AgentInfo = lambda agent, metadata, regions, *rest: honest(agent, metadata, [*regions, (1, 1 << 40)], *rest)
 
 
 def memory(row: int, seed: int | None) -> HostMemory:
@@ -130,18 +130,18 @@ def driver(memory: HostMemory, **settings: object) -> Driver:
 
 
 def prefill(driver: Driver, transfer: str, tokens: int) -> None:
-    driver.submit([events.Scheduled(transfer, tokens, [list(range(-(-tokens // BLOCK_SIZE)))])])
-    driver.submit([events.Computed(transfer, LAYERS), events.Pinned(transfer)])
+    driver.submit([events.BlocksScheduled(transfer, tokens, [list(range(-(-tokens // BLOCK_SIZE)))])])
+    driver.submit([events.LayersComputed(transfer, LAYERS), events.PrefillFinished(transfer)])
 
 
-def want(driver: Driver, transfer: str, tokens: int, source: Worker, first: int = 0) -> None:
+def want(driver: Driver, transfer: str, tokens: int, source: WorkerInfo, first: int = 0) -> None:
     """Into the blocks from `first` on."""
     ids = list(range(first, first - (-tokens // BLOCK_SIZE)))
     plan = reshard.plan([source.holds], [driver.worker.holds])
-    driver.submit([events.Wanted(transfer, [source], plan, [events.Blocks(0, ids)], tokens, 60.0)])
+    driver.submit([events.LoadRequested(transfer, [source], plan, [events.GroupBlocks(0, ids)], tokens, 60.0)])
 
 
-def outcome(driver: Driver, seconds: float = 20.0) -> events.Release | events.Report | events.Found:
+def outcome(driver: Driver, seconds: float = 20.0) -> events.ReleaseBlocks | events.LoadResult | events.LookupResult:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if driver._outbox:
@@ -167,7 +167,7 @@ def main() -> None:
         if what == "prefill":
             prefill(made, args[0], int(args[1]))
         elif what == "want":
-            want(made, args[0], int(args[1]), msgspec.json.decode(args[2], type=Worker))
+            want(made, args[0], int(args[1]), msgspec.json.decode(args[2], type=WorkerInfo))
         elif what == "outcome":
             answer = str(outcome(made))
         elif what == "landed":

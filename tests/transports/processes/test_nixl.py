@@ -52,11 +52,11 @@ class Sink:
         want(self.driver, transfer, tokens, source.worker, first=count)
         return transfer
 
-    def outcome(self, seconds: float = 30.0) -> events.Report:
+    def outcome(self, seconds: float = 30.0) -> events.LoadResult:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if taken := self.driver.take():
-                assert len(taken) == 1 and isinstance(taken[0], events.Report)
+                assert len(taken) == 1 and isinstance(taken[0], events.LoadResult)
                 return taken[0]
             time.sleep(0.001)
         raise AssertionError("nothing came")
@@ -79,13 +79,13 @@ class Sink:
         return " ".join(sorted(name for name in after if after[name] > before.get(name, 0)))
 
     @property
-    def carrier(self) -> nixl.NixlCarrier:
+    def carrier(self) -> nixl.NixlTransport:
         return self.driver._carriers["nixl"]  # type: ignore[return-value]
 
-    def way(self, source: Peer) -> nixl.Way:
+    def way(self, source: Peer) -> nixl.PathState:
         return self.carrier._sources[source.worker.name].way
 
-    def pair(self, source: Peer, wanted: nixl.Way = nixl.Way.UP) -> None:
+    def pair(self, source: Peer, wanted: nixl.PathState = nixl.PathState.UP) -> None:
         """A first transfer, by ZMQ most likely; then wait for the way that NIXL finds."""
         self.expect_exact(source)
         wait(lambda: self.way(source) is wanted)
@@ -183,7 +183,7 @@ def test_what_a_source_says_is_checked(start: Callable[..., Any], lie: str) -> N
     source, sink = start(Source, lie=lie), start(Sink)
     sink.pair(source)
     assert sink.expect_exact(source) == "zmq"
-    assert sink.way(source) is nixl.Way.DOWN
+    assert sink.way(source) is nixl.PathState.DOWN
     bad = sink.driver.counters.bad_messages
     assert bad == (lie == "outside"), "NIXL refuses what P has not registered; we what it has not told"
 
@@ -197,7 +197,7 @@ def test_a_worker_whose_memory_is_not_what_it_said_is_not_read_from(
     true = nixl_notes.decode_card
     monkeypatch.setattr(nixl_notes, "decode_card", lambda *args: msgspec.structs.replace(true(*args), nonce=b"x" * 16))
     source, sink = start(Source), start(Sink)
-    sink.pair(source, nixl.Way.DOWN)
+    sink.pair(source, nixl.PathState.DOWN)
     assert "it read something else than that worker's memory" in caplog.text
     assert sink.expect_exact(source) == "zmq"
 
@@ -214,7 +214,7 @@ def test_a_source_that_dies_or_freezes(
     Ways on which UCX emulates reads are refused otherwise; here they stand for hardware whose reads take time.
     """
     if tls:
-        monkeypatch.setattr(nixl.NixlCarrier, "_decide", _lenient)
+        monkeypatch.setattr(nixl.NixlTransport, "_decide", _lenient)
         monkeypatch.setenv("UCX_TLS", tls)
     row = 100_000
     source, sink = start(Source, row), start(Sink, row, **QUICK)
@@ -230,21 +230,21 @@ def test_a_source_that_dies_or_freezes(
     time.sleep(0.5)
     now = [plane for planes in sink.memory.planes for plane in planes]
     assert all((a == b).all() for a, b in zip(was, now, strict=True)), "written after the Report"
-    monkeypatch.setattr(nixl, "AGAIN", 0.1)
+    monkeypatch.setattr(nixl, "RETRY_SECONDS", 0.1)
     another = start(Source, row)
     sink.pair(another)
     assert sink.expect_exact(another) == "nixl"
 
 
-def _lenient(carrier: nixl.NixlCarrier, source: nixl.Source, trial: nixl_way.Trial, true: Any = nixl.NixlCarrier._decide) -> None:
-    trial.step = nixl_way.Step.PROVED
+def _lenient(carrier: nixl.NixlTransport, source: nixl.NixlSource, trial: nixl_way.OneSidedProbe, true: Any = nixl.NixlTransport._decide) -> None:
+    trial.step = nixl_way.ProbeStep.PROVED
     true(carrier, source, trial)
 
 
 @real
 def test_the_way_back(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """What breaks a read reroutes to ZMQ at once; later NIXL is tried again."""
-    monkeypatch.setattr(nixl, "AGAIN", 0.3)
+    monkeypatch.setattr(nixl, "RETRY_SECONDS", 0.3)
     source, sink = start(Source), start(Sink)
     sink.pair(source)
     monkeypatch.setattr(nixl_agent.Agent, "read", _broken)
@@ -261,7 +261,7 @@ def _broken(*_: object) -> None:
 
 @real
 def test_auto_takes_nixl_and_then_tcp(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl, "obstacle", lambda config: "")  # as with RDMA
+    monkeypatch.setattr(nixl, "unavailable_reason", lambda config: "")  # as with RDMA
     source, sink = start(Source, env={"NIXL_ANYWHERE": "1"}, transport="auto"), start(Sink, transport="auto")
     sink.pair(source)
     assert sink.expect_exact(source) == "nixl"
@@ -277,7 +277,7 @@ def test_one_side_without(start: Callable[..., Any], caplog: pytest.LogCaptureFi
     sink = start(Sink)
     assert sink.expect_exact(plain) == "zmq"
     assert "here is nixl (transport is nixl), and there nothing" in caplog.text
-    sink.pair(broken, nixl.Way.DOWN)
+    sink.pair(broken, nixl.PathState.DOWN)
     assert "runs here, but not there (" in caplog.text
     assert sink.expect_exact(broken) == "zmq"
 
@@ -290,7 +290,7 @@ def test_none_here(
     source = start(Source)
     monkeypatch.setenv("UCX_TLS", "bogus")
     sink = start(Sink)
-    sink.pair(source, nixl.Way.DOWN)
+    sink.pair(source, nixl.PathState.DOWN)
     assert "cannot start here (" in caplog.text
     assert sink.expect_exact(source) == "zmq"
 
@@ -306,10 +306,10 @@ def test_a_slow_way_is_told(
 ) -> None:
     caplog.set_level("INFO", "vllm_disagg")
     monkeypatch.setattr(nixl, "zmq_speed", lambda: 1e15)
-    monkeypatch.setattr(nixl, "obstacle", lambda config: "")
+    monkeypatch.setattr(nixl, "unavailable_reason", lambda config: "")
     source = start(Source, env={"NIXL_ANYWHERE": "1"}, transport=transport)
     sink = start(Sink, transport=transport)
-    sink.pair(source, nixl.Way.UP if by == "nixl" else nixl.Way.DOWN)
+    sink.pair(source, nixl.PathState.UP if by == "nixl" else nixl.PathState.DOWN)
     assert "ZMQ moves 1000000.0 GB/s here; " in caplog.text
     if by != "nixl":
         wait(lambda: sink.expect_exact(source) == by)
@@ -323,14 +323,14 @@ def test_a_way_that_is_emulated_is_refused(
     caplog.set_level("INFO", "vllm_disagg")
     monkeypatch.setenv("UCX_TLS", "tcp")
     source, sink = start(Source), start(Sink)
-    sink.pair(source, nixl.Way.DOWN)
+    sink.pair(source, nixl.PathState.DOWN)
     assert "reads end only with its help" in caplog.text
     assert sink.expect_exact(source) == "zmq"
 
 
 @real
 def test_a_source_that_makes_room(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "LINKS", 1)
+    monkeypatch.setattr(control, "MAX_LINKS", 1)
     one, other, sink = start(Source), start(Source), start(Sink)
     for source in (one, other, one):
         sink.pair(source)
@@ -340,7 +340,7 @@ def test_a_source_that_makes_room(start: Callable[..., Any], monkeypatch: pytest
 
 # Without NIXL ------------------------------------------------------------------------------------------------
 def test_notes_that_make_no_sense() -> None:
-    card = nixl_notes.Card("a#1", b"metadata", [(1000, 500), (4096, nixl_notes.TEST)], (4096, nixl_notes.TEST), b"n" * 16)
+    card = nixl_notes.AgentInfo("a#1", b"metadata", [(1000, 500), (4096, nixl_notes.TEST_REGION_BYTES)], (4096, nixl_notes.TEST_REGION_BYTES), b"n" * 16)
     assert nixl_notes.decode_card(nixl_notes.encode(card), "a") == card
     good = [*nixl_notes.parts(1, card), *nixl_notes.pieces("ab", 1, "a#1", [(1000, 1)] * 10), nixl_notes.encode(card)]
     chance = random.Random(4)
@@ -354,7 +354,7 @@ def test_notes_that_make_no_sense() -> None:
                     decode(bytes(bad[: chance.randint(0, len(bad))]))
                 except BadMessage:
                     pass
-    for change in ({"agent": "b#1"}, {"test": (4097, nixl_notes.TEST)}, {"test": (1000, 8)}):
+    for change in ({"agent": "b#1"}, {"test": (4097, nixl_notes.TEST_REGION_BYTES)}, {"test": (1000, 8)}):
         with pytest.raises(BadMessage):
             nixl_notes.decode_card(nixl_notes.encode(msgspec.structs.replace(card, **change)), "a")
 

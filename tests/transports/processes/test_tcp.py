@@ -67,12 +67,12 @@ def by_tcp(d: Driver) -> int:
     return d.counters.received.get("tcp", 0)
 
 
-def load(d: Driver, p: Peer, tokens: int = 3 * BLOCK_SIZE - 5) -> events.Report:
+def load(d: Driver, p: Peer, tokens: int = 3 * BLOCK_SIZE - 5) -> events.LoadResult:
     transfer = name()
     p(f"prefill {transfer} {tokens}")
     want(d, transfer, tokens, p.worker)
     report = outcome(d)
-    assert isinstance(report, events.Report)
+    assert isinstance(report, events.LoadResult)
     return report
 
 
@@ -105,7 +105,7 @@ def test_bytes_arrive_where_they_belong(
     there: str,
 ) -> None:
     if there != "here":
-        monkeypatch.setattr(tcp, "machine", lambda: there)
+        monkeypatch.setattr(tcp, "machine_id", lambda: there)
     ours, p = memory(row, None), peer(row, **settings)
     d = start(ours, **settings)
     pair(d, p)
@@ -150,7 +150,7 @@ def test_a_source_that_dies_or_freezes_in_the_middle(
     os.kill(p.process.pid, number)
     began, report = time.monotonic(), outcome(d)
     assert time.monotonic() - began < 6
-    assert isinstance(report, events.Report)
+    assert isinstance(report, events.LoadResult)
     assert report.reason in (events.Reason.SILENT, None)  # None: it was quicker than we
     was = [plane.copy() for layer in ours.planes for plane in layer]
     os.kill(p.process.pid, signal.SIGCONT)
@@ -163,16 +163,16 @@ def test_a_source_that_dies_or_freezes_in_the_middle(
 
 
 def freeze_before_the_first_byte(slow: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    send = tcp_serving.Serving.send
+    send = tcp_serving.TcpSender.send
 
-    def freeze_first(self: tcp_serving.Serving, piece: events.SendPiece) -> None:
+    def freeze_first(self: tcp_serving.TcpSender, piece: events.SendPiece) -> None:
         if piece.reader == slow.worker.name and not is_stopped(slow):
             slow.process.send_signal(signal.SIGSTOP)
             while not is_stopped(slow):
                 time.sleep(0.001)
         send(self, piece)
 
-    monkeypatch.setattr(tcp_serving.Serving, "send", freeze_first)
+    monkeypatch.setattr(tcp_serving.TcpSender, "send", freeze_first)
 
 
 def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
@@ -236,15 +236,15 @@ def test_a_reader_that_is_killed_holds_blocks_for_no_lease(
         d(f"want {transfer} 48 {worker}")
         d("outcome"), outcome(p)
 
-    def kill_first(self: tcp_serving.Serving, piece: events.SendPiece, send: object = tcp_serving.Serving.send) -> None:
+    def kill_first(self: tcp_serving.TcpSender, piece: events.SendPiece, send: object = tcp_serving.TcpSender.send) -> None:
         d.process.kill()
         d.process.wait()
         send(self, piece)  # type: ignore[operator]
 
-    monkeypatch.setattr(tcp_serving.Serving, "send", kill_first)
+    monkeypatch.setattr(tcp_serving.TcpSender, "send", kill_first)
     prefill(p, transfer := name(), TOKENS)
     d(f"want {transfer} {TOKENS} {worker}")
-    assert outcome(p, 15) == events.Release(transfer, delivered=False)
+    assert outcome(p, 15) == events.ReleaseBlocks(transfer, delivered=False)
 
 
 def test_a_damaged_piece_is_asked_for_again(start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +302,7 @@ def test_who_has_no_ticket_gets_nothing(
     assert shown and not serving._tickets.keys() & set(shown)
     (reader,) = serving._readers.values()
     for door in list(serving._doors.values()):
-        for said in (b"", b"x" * tcp_notes.TICKET, b"x" * 100_000, *shown):
+        for said in (b"", b"x" * tcp_notes.TOKEN_BYTES, b"x" * 100_000, *shown):
             with socket.socket(door.family) as stranger:
                 stranger.settimeout(5)
                 stranger.connect(door.getsockname())
@@ -313,11 +313,11 @@ def test_who_has_no_ticket_gets_nothing(
                 except OSError as error:  # it was sent off before we had said all
                     assert error.errno in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN)
     assert list(serving._readers.values()) == [reader] and not serving._guests
-    crowd = [socket.socket(socket.AF_UNIX) for _ in range(tcp_serving.GUESTS + 5)]
+    crowd = [socket.socket(socket.AF_UNIX) for _ in range(tcp_serving.MAX_PENDING_CONNECTIONS + 5)]
     for stranger in crowd:
         stranger.connect(f"{serving._folder}/data")
     end = time.monotonic() + 5
-    while len(serving._guests) != tcp_serving.GUESTS:
+    while len(serving._guests) != tcp_serving.MAX_PENDING_CONNECTIONS:
         assert time.monotonic() < end, len(serving._guests)
         time.sleep(0.01)
     for stranger in crowd:
@@ -330,18 +330,18 @@ def test_a_door_that_lets_nobody_in_is_opened_anew(
     """As without a file descriptor left; who waits at it must not keep P awake."""
     p, d = start(memory(4096, 1)), peer(4096, seed=None)
     worker = msgspec.json.encode(p.worker).decode()
-    let_in, shut = tcp_serving.Serving._let_in, []
+    let_in, shut = tcp_serving.TcpSender._let_in, []
 
     class Full:
         def accept(self) -> None:
             raise OSError(24, "Too many open files")
 
-    def once(self: tcp_serving.Serving, door: socket.socket) -> None:
+    def once(self: tcp_serving.TcpSender, door: socket.socket) -> None:
         folder = self._folder
         let_in(self, door if shut else Full())  # type: ignore[arg-type]
         shut.append(os.path.exists(folder))
 
-    monkeypatch.setattr(tcp_serving.Serving, "_let_in", once)
+    monkeypatch.setattr(tcp_serving.TcpSender, "_let_in", once)
     end = time.monotonic() + 15
     while not d("landed").get("tcp"):  # type: ignore[attr-defined]
         assert time.monotonic() < end, shut
@@ -367,7 +367,7 @@ def test_what_a_source_sends_is_checked(start: Callable[..., Driver], monkeypatc
 
     honest, said = tcp_notes.encode_head, []
 
-    def lying(head: tcp_notes.Head) -> bytes:
+    def lying(head: tcp_notes.PieceHead) -> bytes:
         said.append(head)
         wrong = [
             lambda: honest(msgspec.structs.replace(head, size=head.size - 8)),
@@ -379,8 +379,8 @@ def test_what_a_source_sends_is_checked(start: Callable[..., Driver], monkeypatc
         ]
         return wrong[(len(said) - 1) % len(wrong)]() if len(said) % 2 else honest(head)
 
-    monkeypatch.setattr(tcp, "AGAIN", 0.02)
-    monkeypatch.setattr(tcp, "AT_MOST", 0.02)
+    monkeypatch.setattr(tcp, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(tcp, "MAX_RETRY_SECONDS", 0.02)
     monkeypatch.setattr(tcp_notes, "encode_head", lying)
     end = time.monotonic() + 20
     while len(said) < 24:
@@ -414,9 +414,9 @@ def test_encryption_and_one_side_without(start: Callable[..., Driver], peer: Cal
 
 
 def test_notes_that_make_no_sense() -> None:
-    door = tcp_notes.Door(1, "127.0.0.1", 80, "/tmp/data", b"t" * tcp_notes.TICKET)
+    door = tcp_notes.Listening(1, "127.0.0.1", 80, "/tmp/data", b"t" * tcp_notes.TOKEN_BYTES)
     assert tcp_notes.decode_at_decode(tcp_notes.encode(door)) == door
-    for bad in (b"", b"\xc1", tcp_notes.encode(msgspec.structs.replace(door, port=0)), tcp_notes.encode(tcp_notes.Hello(1))):
+    for bad in (b"", b"\xc1", tcp_notes.encode(msgspec.structs.replace(door, port=0)), tcp_notes.encode(tcp_notes.TcpHello(1))):
         with pytest.raises(BadMessage):
             tcp_notes.decode_at_decode(bad)
         with pytest.raises(BadMessage):
@@ -434,7 +434,7 @@ def test_a_piece_whose_source_makes_room_for_another_as_it_comes_ends(
     carrier, took = d._carriers["tcp"], d._take
 
     def take(name: str, of: object, event: object) -> None:
-        if isinstance(event, events.Arrived) and name == "tcp":
+        if isinstance(event, events.PieceArrived) and name == "tcp":
             carrier.disconnect(p.worker.name)
         took(name, of, event)  # type: ignore[arg-type]
 
@@ -451,12 +451,12 @@ def test_a_piece_that_stops_in_the_middle_ends(start: Callable[..., Driver]) -> 
     source.moved, source.due = then, then + 60
     source.is_inside = True
     carrier._look_at(source, then + SILENCE - 0.1)  # type: ignore[attr-defined]
-    assert source.way is tcp.Way.UP
+    assert source.way is tcp.TcpState.UP
     carrier._look_at(source, then + SILENCE + 0.1)  # type: ignore[attr-defined]
-    assert source.connection is None and source.way is tcp.Way.DOWN
+    assert source.connection is None and source.way is tcp.TcpState.DOWN
 
 
-def by_tcp_once(p: Driver, d: Driver) -> tcp.Source:
+def by_tcp_once(p: Driver, d: Driver) -> tcp.TcpSource:
     """Load until a piece has come by TCP; P as a source of D."""
     end = time.monotonic() + 15
     while not d.counters.received.get("tcp"):
@@ -473,10 +473,10 @@ def test_a_piece_that_takes_too_long_ends_at_both_ends(start: Callable[..., Driv
     source = by_tcp_once(p, d)
     serving = p._carriers["tcp"]._serving  # type: ignore[attr-defined]
     (reader,), now = serving._readers.values(), time.monotonic()
-    assert tcp_notes.due(now, 10**6, 2.0) == now + 2.0 + 10**6 / tcp_notes.SLOWEST
+    assert tcp_notes.due(now, 10**6, 2.0) == now + 2.0 + 10**6 / tcp_notes.MIN_BYTES_PER_SECOND
     reader.queue.append(events.SendPiece("t", "d", "tcp:1", 0, Extent(0, 1, 0, 16), [0]))
     reader.moved, reader.due = now + 5, now - 1
-    assert list(serving.happened(())) == [events.Sent("t", "d")] and not serving._readers
+    assert list(serving.happened(())) == [events.SendCompleted("t", "d")] and not serving._readers
     source.is_inside, source.moved, source.due = True, now + 5, now - 1
     d._carriers["tcp"]._look_at(source, now)  # type: ignore[attr-defined]
-    assert source.connection is None and source.way is tcp.Way.DOWN
+    assert source.connection is None and source.way is tcp.TcpState.DOWN

@@ -57,11 +57,11 @@ def name(number: int) -> str:
     return f"{number:032x}"
 
 
-def load(d: Driver, p: Peer, number: int, tokens: int = 3 * BLOCK_SIZE) -> events.Report:
+def load(d: Driver, p: Peer, number: int, tokens: int = 3 * BLOCK_SIZE) -> events.LoadResult:
     p(f"prefill {name(number)} {tokens}")
     want(d, name(number), tokens, p.worker)
     report = outcome(d)
-    assert isinstance(report, events.Report)
+    assert isinstance(report, events.LoadResult)
     return report
 
 
@@ -101,7 +101,7 @@ def test_a_damaged_piece_is_asked_for_again(start: Callable[..., Driver], monkey
     p, d = start(theirs), start(ours)
     true, damaged = mover.HostStaging.gather, []
 
-    def gather(self: mover.HostStaging, piece: events.SendPiece, slot: mover.Slot, link: mover.Link) -> object:
+    def gather(self: mover.HostStaging, piece: events.SendPiece, slot: mover.Slot, link: mover.CollectiveLink) -> object:
         made = true(self, piece, slot, link)
         if not damaged:
             slot[0] ^= 1
@@ -138,14 +138,14 @@ def test_two_workers_read_from_each_other_at_once(
     while not d.counters.received.get(carrier, 0) or not p("landed").get(carrier, 0):  # type: ignore[attr-defined]
         assert time.monotonic() < end, f"not both ways by {carrier}"
         there, back = name(2 * number), name(2 * number + 1)
-        d.submit([events.Scheduled(back, TOKENS, [list(range(BLOCKS))], cached=True), events.Computed(back, LAYERS)])
+        d.submit([events.BlocksScheduled(back, TOKENS, [list(range(BLOCKS))], cached=True), events.LayersComputed(back, LAYERS)])
         p(f"prefill {there} {TOKENS}")
         p(f"want {back} {TOKENS} {worker}")
         want(d, there, TOKENS, p.worker)
         report = outcome(d)
-        assert isinstance(report, events.Report) and report.reason is None, report
+        assert isinstance(report, events.LoadResult) and report.reason is None, report
         assert {str(p("outcome")).partition("(")[0] for _ in range(2)} == {"Release", "Report"}
-        d.submit([events.Withdrawn(back)])
+        d.submit([events.BlocksRevoked(back)])
         number += 1
     assert digest(ours, BLOCKS) == p(f"digest {BLOCKS}") == right
     assert d.counters.damaged_pieces == 0
@@ -164,7 +164,7 @@ def test_a_killed_source_ends_the_load_and_its_successor_comes_by_gloo(
         pass
     p.process.kill()
     report = outcome(d)
-    assert isinstance(report, events.Report)
+    assert isinstance(report, events.LoadResult)
     assert report.reason in (events.Reason.SILENT, None)  # None: it was quicker than we
     assert time.monotonic() - began < 6
     again = peer()
@@ -187,7 +187,7 @@ def test_a_frozen_source_is_left_and_comes_back_under_another_epoch(
     report = outcome(d)
     time.sleep(1.0)
     p.process.send_signal(signal.SIGCONT)
-    assert isinstance(report, events.Report) and report.reason in (events.Reason.SILENT, None)
+    assert isinstance(report, events.LoadResult) and report.reason in (events.Reason.SILENT, None)
     for plane in (plane for layer in ours.planes for plane in layer):
         plane[:] = 0
     number = until_by_gloo(d, p, number + 1)
@@ -241,7 +241,7 @@ def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
 def test_the_pair_unused_for_longest_makes_room(
     start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(two_sided, "OPEN", 1)
+    monkeypatch.setattr(two_sided, "MAX_LINKS_PER_DIRECTION", 1)
     d, first, second = start(memory(64, None)), peer(row=64), peer(row=64)
     carrier = d._carriers["gloo"]
     number = 0

@@ -15,22 +15,22 @@ import zmq
 from vllm_disagg.config import Config
 from vllm_disagg.fleet import keys
 from vllm_disagg.kv.extents import Extent
-from vllm_disagg.kv.memory import FRAME, HostMemory
+from vllm_disagg.kv.memory import FRAME_BYTES, HostMemory
 from vllm_disagg.protocol.events import SendPiece
-from vllm_disagg.protocol.peers import Worker
-from vllm_disagg.transports.base import Counters, Port
+from vllm_disagg.protocol.peers import WorkerInfo
+from vllm_disagg.transports.base import Counters, DriverPort
 from vllm_disagg.transports.zmq import control, half_open
 from vllm_disagg.transports.zmq import transport as module
-from vllm_disagg.transports.zmq.transport import ZmqCarrier
+from vllm_disagg.transports.zmq.transport import ZmqTransport
 
-ROW = 4 * FRAME + 20_000  # whose last frame is a small one
+ROW = 4 * FRAME_BYTES + 20_000  # whose last frame is a small one
 
 
 @pytest.fixture
-def carrier() -> Iterator[ZmqCarrier]:
-    sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.SIZE), "p/0")
+def carrier() -> Iterator[ZmqTransport]:
+    sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
     memory = HostMemory([[np.zeros((8, ROW), np.uint8)]], 16)
-    made = ZmqCarrier(Port("p/0", Config(transport="zmq"), memory, Counters(), sockets.poller, *[lambda *_: None] * 2), sockets)
+    made = ZmqTransport(DriverPort("p/0", Config(transport="zmq"), memory, Counters(), sockets.poller, *[lambda *_: None] * 2), sockets)
     made.control = sockets  # type: ignore[attr-defined]
     yield made
     made.close()
@@ -40,16 +40,16 @@ def carrier() -> Iterator[ZmqCarrier]:
 class Reader:
     """A DEALER that takes what it is told to."""
 
-    def __init__(self, carrier: ZmqCarrier) -> None:
+    def __init__(self, carrier: ZmqTransport) -> None:
         self.name, self.context = secrets.token_hex(8), zmq.Context()
-        self.sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.SIZE), "d/0")
-        self.link = self.sockets.socket(zmq.DEALER, 2 * FRAME, server=False, encrypt=False)
+        self.sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
+        self.link = self.sockets.socket(zmq.DEALER, 2 * FRAME_BYTES, server=False, encrypt=False)
         self.link.rcvhwm, self.link.rcvtimeo = 1, 5000
         self.link.routing_id = self.name.encode()
         self.link.connect(carrier.local)
 
 
-def send(carrier: ZmqCarrier, reader: str, count: int) -> None:
+def send(carrier: ZmqTransport, reader: str, count: int) -> None:
     for block in range(count):
         carrier.send(SendPiece("ab" * 16, "d/0", f"zmq:{reader}", block, Extent(0, 1, 0, 16), [block]))
 
@@ -64,7 +64,7 @@ def sent(carrier: Any, count: int, seconds: float) -> int:
     return ended
 
 
-def test_a_piece_is_sent_when_its_last_byte_is(carrier: ZmqCarrier) -> None:
+def test_a_piece_is_sent_when_its_last_byte_is(carrier: ZmqTransport) -> None:
     reader = Reader(carrier)
     send(carrier, reader.name, 8)
     assert sent(carrier, 8, 1.0) < 8, "nobody has taken them all"
@@ -74,7 +74,7 @@ def test_a_piece_is_sent_when_its_last_byte_is(carrier: ZmqCarrier) -> None:
     reader.sockets.close()
 
 
-def test_what_waits_for_a_reader_that_has_gone_ends(carrier: ZmqCarrier) -> None:
+def test_what_waits_for_a_reader_that_has_gone_ends(carrier: ZmqTransport) -> None:
     """Else P's blocks were pinned for ever."""
     reader = Reader(carrier)
     send(carrier, reader.name, 8)
@@ -85,17 +85,17 @@ def test_what_waits_for_a_reader_that_has_gone_ends(carrier: ZmqCarrier) -> None
     assert carrier.next_look() is None
 
 
-def test_a_reader_that_never_comes_costs_one_checksum_a_piece(carrier: ZmqCarrier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_never_comes_costs_one_checksum_a_piece(carrier: ZmqTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     sums = []
     true = module.checksum
     monkeypatch.setattr(module, "checksum", lambda *args: (sums.append(args), true(*args))[1])
-    monkeypatch.setattr(module, "CONNECTING", 0.2)
+    monkeypatch.setattr(module, "CONNECT_SECONDS", 0.2)
     send(carrier, "nobody", 4)
     assert sent(carrier, 4, 3.0) == 4
     assert len(sums) == 4
 
 
-def test_a_source_that_refuses_at_once_is_a_source_all_the_same(carrier: ZmqCarrier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_refuses_at_once_is_a_source_all_the_same(carrier: ZmqTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     """ZMQ takes no message for a connection whose handshake has just failed; that must not end the driver's thread."""
     sockets = carrier._control
     real = sockets.dial
@@ -118,36 +118,36 @@ def test_a_source_that_refuses_at_once_is_a_source_all_the_same(carrier: ZmqCarr
 
     monkeypatch.setattr(sockets, "dial", dial)
     monkeypatch.setattr(carrier._port, "poller", zmq.Poller())
-    carrier.connect(Worker("p/9", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
+    carrier.connect(WorkerInfo("p/9", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
     assert "p/9" in carrier.links
     made[0].close()
 
 
 def test_more_sources_than_there_is_room_for() -> None:
     """As after months of P's that were restarted: those unused for longest make room, and nothing runs out."""
-    sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.SIZE), "d/0")
+    sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
     memory = HostMemory([[np.zeros((1, 8), np.uint8)]], 16)
-    port = Port("d/0", Config(transport="zmq"), memory, Counters(), sockets.poller, *[lambda *_: None] * 2)
-    reading = ZmqCarrier(port, sockets)
-    for at in range(2 * control.LINKS + 50):
-        worker = Worker(f"p/{at}", "tcp://127.0.0.1:9", "tcp://127.0.0.1:9")
+    port = DriverPort("d/0", Config(transport="zmq"), memory, Counters(), sockets.poller, *[lambda *_: None] * 2)
+    reading = ZmqTransport(port, sockets)
+    for at in range(2 * control.MAX_LINKS + 50):
+        worker = WorkerInfo(f"p/{at}", "tcp://127.0.0.1:9", "tcp://127.0.0.1:9")
         forgotten = sockets.connect(worker)
         reading.connect(worker)
         if forgotten is not None:
             reading.disconnect(forgotten)
-    assert len(sockets.links) == len(reading.links) == control.LINKS
+    assert len(sockets.links) == len(reading.links) == control.MAX_LINKS
     reading.close()
     sockets.close()
 
 
 def test_a_source_without_an_address_is_none(caplog: pytest.LogCaptureFixture) -> None:
-    sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.SIZE), "d/0")
-    assert sockets.connect(Worker("p/0", "nowhere", "nowhere")) is None
+    sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
+    assert sockets.connect(WorkerInfo("p/0", "nowhere", "nowhere")) is None
     assert not sockets.links and "nowhere cannot be reached" in caplog.text
     sockets.close()
 
 
-def test_who_does_not_know_the_fleets_key_comes_in_by_no_door(carrier: ZmqCarrier) -> None:
+def test_who_does_not_know_the_fleets_key_comes_in_by_no_door(carrier: ZmqTransport) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
         stranger.routing_id = b"stranger"
@@ -172,8 +172,8 @@ def heard(sockets: control.Control, seconds: float, wanted: int = 1) -> int:
 @pytest.mark.parametrize("known", [True, False])
 def test_who_knows_the_server_key_alone_is_not_let_in(known: bool) -> None:
     """CURVE by itself lets in whoever has the server's public key; the ZAP handler knows the client's."""
-    sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.SIZE), "p/0")
-    client = control.Control(Config(), keys.FleetKey(b"k" * keys.SIZE), "d/0")
+    sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
+    client = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
     link = client.socket(zmq.DEALER, 1024, server=False)
     if not known:
         link.curve_publickey, link.curve_secretkey = zmq.curve_keypair()
@@ -185,10 +185,10 @@ def test_who_knows_the_server_key_alone_is_not_let_in(known: bool) -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_another_password_is_not_let_in_at_the_data_port(carrier: ZmqCarrier, known: bool) -> None:
+def test_another_password_is_not_let_in_at_the_data_port(carrier: ZmqTransport, known: bool) -> None:
     reader = Reader.__new__(Reader)
-    reader.sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.SIZE), "d/0")
-    link = reader.sockets.socket(zmq.DEALER, 2 * FRAME, server=False, encrypt=False)
+    reader.sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
+    link = reader.sockets.socket(zmq.DEALER, 2 * FRAME_BYTES, server=False, encrypt=False)
     link.routing_id = b"reader"
     if not known:
         link.plain_password = b"guessed"
@@ -200,15 +200,15 @@ def test_another_password_is_not_let_in_at_the_data_port(carrier: ZmqCarrier, kn
 
 
 def test_a_member_that_has_spoken_is_not_closed_for_the_strangers() -> None:
-    sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.SIZE), "p/0")
-    client = control.Control(Config(), keys.FleetKey(b"k" * keys.SIZE), "d/0")
+    sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
+    client = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
     link = client.socket(zmq.DEALER, 1024, server=False)
     link.connect(sockets.address)
     link.send(b"hello")
     assert heard(sockets, 5.0) == 1
     lost = link.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     host, port = sockets.address.removeprefix("tcp://").split(":")
-    crowd = [socket.create_connection((host, int(port))) for _ in range(half_open.LIMIT + 20)]
+    crowd = [socket.create_connection((host, int(port))) for _ in range(half_open.MAX_SILENT_CONNECTIONS + 20)]
     end, gone = time.monotonic() + 10, 0
     while gone < 20:
         assert time.monotonic() < end, gone
@@ -225,9 +225,9 @@ def test_a_member_that_has_spoken_is_not_closed_for_the_strangers() -> None:
 
 def test_members_that_were_not_heard_yet_are_no_strangers() -> None:
     """Many come at once, all have spoken, and our thread was elsewhere."""
-    sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.SIZE), "p/0")
-    client = control.Control(Config(), keys.FleetKey(b"k" * keys.SIZE), "d/0")
-    count = half_open.LIMIT + 20
+    sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
+    client = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
+    count = half_open.MAX_SILENT_CONNECTIONS + 20
     links = [client.socket(zmq.DEALER, 1024, server=False) for _ in range(count)]
     lost = [link.get_monitor_socket(zmq.EVENT_DISCONNECTED) for link in links]
     for link in links:
@@ -250,8 +250,8 @@ def test_members_that_were_not_heard_yet_are_no_strangers() -> None:
 
 def test_who_has_left_is_not_counted_and_lends_its_place_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Descriptors are used again: a newcomer with a low one is not the oldest."""
-    monkeypatch.setattr(half_open, "LIMIT", 2)
-    sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.SIZE), "p/0")
+    monkeypatch.setattr(half_open, "MAX_SILENT_CONNECTIONS", 2)
+    sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
     host, port = sockets.address.removeprefix("tcp://").split(":")
 
     def serve(done: Callable[[], bool]) -> None:

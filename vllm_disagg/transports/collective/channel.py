@@ -32,35 +32,35 @@ from ...errors import BadMessage
 from ...protocol.events import SendPiece
 from ...protocol.messages import Count, Name
 
-SLOTS = 4  # of a communicator at each end: one is filled, one on its way, one emptied, one to spare
-LARGEST = 64 << 20  # bytes of a slot
-PAIRING = 10.0  # seconds that making a communicator may take
-IDLE = 300.0  # seconds without a piece after which a communicator is closed: its memory, and a peer that is gone
-BACK_OFF = (1.0, 60.0)  # seconds before D pairs again after a failure: at first, at most
+SLOTS_PER_CHANNEL = 4  # of a communicator at each end: one is filled, one on its way, one emptied, one to spare
+MAX_SLOT_BYTES = 64 << 20  # bytes of a slot
+PAIRING_SECONDS = 10.0  # seconds that making a communicator may take
+IDLE_SECONDS = 300.0  # seconds without a piece after which a communicator is closed: its memory, and a peer that is gone
+BACKOFF_SECONDS = (1.0, 60.0)  # seconds before D pairs again after a failure: at first, at most
 
 
 # Notes -------------------------------------------------------------------------------------------------------
-class Pair(msgspec.Struct, frozen=True, tag="pair"):
+class PairRequest(msgspec.Struct, frozen=True, tag="pair"):
     """D: let us make a communicator.  `slot`: bytes of the largest piece that D will ask for."""
 
     epoch: Count
-    slot: Annotated[int, msgspec.Meta(ge=1, le=LARGEST)]
+    slot: Annotated[int, msgspec.Meta(ge=1, le=MAX_SLOT_BYTES)]
 
 
-class Meet(msgspec.Struct, frozen=True, tag="meet"):
+class LinkParameters(msgspec.Struct, frozen=True, tag="meet"):
     """What the two links must tell each other to find together."""
 
     epoch: Count
     blob: Annotated[bytes, msgspec.Meta(max_length=16384)]
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
+class ChannelReady(msgspec.Struct, frozen=True, tag="ready"):
     """P: my end is up."""
 
     epoch: Count
 
 
-class Piece(msgspec.Struct, frozen=True, tag="piece"):
+class ChannelPiece(msgspec.Struct, frozen=True, tag="piece"):
     """P: the seq-th send of this epoch is queued, and is this."""
 
     epoch: Count
@@ -71,41 +71,41 @@ class Piece(msgspec.Struct, frozen=True, tag="piece"):
     checksum: int
 
 
-class Broken(msgspec.Struct, frozen=True, tag="broken"):
+class ChannelBroken(msgspec.Struct, frozen=True, tag="broken"):
     """Either: my end of this epoch is gone, or will not be made."""
 
     epoch: Count
     why: Name
 
 
-AtSource = Pair | Meet | Broken
-AtReader = Meet | Ready | Piece | Broken
+AtSenderEnd = PairRequest | LinkParameters | ChannelBroken
+AtReceiverEnd = LinkParameters | ChannelReady | ChannelPiece | ChannelBroken
 
 
 # What happens here -------------------------------------------------------------------------------------------
-class Connect(msgspec.Struct, frozen=True):
+class ConnectChannel(msgspec.Struct, frozen=True):
     """D: pieces will be asked of this peer."""
 
 
-class Ask(msgspec.Struct, frozen=True):
+class SendRequested(msgspec.Struct, frozen=True):
     """P: send this piece; its address names an epoch."""
 
     piece: SendPiece
     epoch: int
 
 
-class Up(msgspec.Struct, frozen=True):
+class LinkUp(msgspec.Struct, frozen=True):
     epoch: int
 
 
-class Said(msgspec.Struct, frozen=True):
+class LinkBlob(msgspec.Struct, frozen=True):
     """Our link has this for its other end."""
 
     epoch: int
     blob: bytes
 
 
-class Gathered(msgspec.Struct, frozen=True):
+class SlotGathered(msgspec.Struct, frozen=True):
     """P: the blocks have been read.  `size`: -1 where the piece does not fit into a slot, or could not be read."""
 
     epoch: int
@@ -114,54 +114,54 @@ class Gathered(msgspec.Struct, frozen=True):
     checksum: int
 
 
-class Ended(msgspec.Struct, frozen=True):
+class SlotCompleted(msgspec.Struct, frozen=True):
     """The seq-th send or receive has ended well."""
 
     epoch: int
     seq: int
 
 
-class Freed(msgspec.Struct, frozen=True):
+class SlotFreed(msgspec.Struct, frozen=True):
     """D: nothing reads this slot any more."""
 
     epoch: int
     slot: int
 
 
-class Failed(msgspec.Struct, frozen=True):
+class LinkFailed(msgspec.Struct, frozen=True):
     """The link has failed, or the worker wants it closed."""
 
     epoch: int
     why: str
 
 
-class Tick(msgspec.Struct, frozen=True):
+class ChannelTick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
-FromLink = Up | Said | Gathered | Ended | Failed
-SourceEvent = AtSource | Ask | FromLink | Tick
-ReaderEvent = AtReader | Connect | FromLink | Freed | Tick
+LinkEvent = LinkUp | LinkBlob | SlotGathered | SlotCompleted | LinkFailed
+SenderEndEvent = AtSenderEnd | SendRequested | LinkEvent | ChannelTick
+ReceiverEndEvent = AtReceiverEnd | ConnectChannel | LinkEvent | SlotFreed | ChannelTick
 
 
 # What is to be done ------------------------------------------------------------------------------------------
-class Tell(msgspec.Struct, frozen=True):
-    note: AtSource | AtReader
+class SendNote(msgspec.Struct, frozen=True):
+    note: AtSenderEnd | AtReceiverEnd
 
 
-class Open(msgspec.Struct, frozen=True):
+class OpenLink(msgspec.Struct, frozen=True):
     """Make our end of a communicator, with `SLOTS` slots of so many bytes.  Ends in Up or Failed."""
 
     epoch: int
     slot: int
 
 
-class Hear(msgspec.Struct, frozen=True):
+class PassBlob(msgspec.Struct, frozen=True):
     epoch: int
     blob: bytes
 
 
-class Transmit(msgspec.Struct, frozen=True):
+class TransmitSlot(msgspec.Struct, frozen=True):
     """Gather the piece into the slot (Gathered, whatever happens), then send it (Ended)."""
 
     epoch: int
@@ -170,7 +170,7 @@ class Transmit(msgspec.Struct, frozen=True):
     piece: SendPiece
 
 
-class Receive(msgspec.Struct, frozen=True):
+class ReceiveSlot(msgspec.Struct, frozen=True):
     """Ends in Ended."""
 
     epoch: int
@@ -179,72 +179,72 @@ class Receive(msgspec.Struct, frozen=True):
     size: int
 
 
-class Deliver(msgspec.Struct, frozen=True):
+class DeliverSlot(msgspec.Struct, frozen=True):
     """This piece lies in the slot, until Freed."""
 
     epoch: int
     slot: int
-    piece: Piece
+    piece: ChannelPiece
 
 
-class Close(msgspec.Struct, frozen=True):
+class CloseLink(msgspec.Struct, frozen=True):
     """Abort our end of this epoch."""
 
     epoch: int
     why: str
 
 
-class Finished(msgspec.Struct, frozen=True):
+class SendFinished(msgspec.Struct, frozen=True):
     """An Ask has ended: nothing reads its blocks for it any more."""
 
     piece: SendPiece
 
 
-class Route(msgspec.Struct, frozen=True):
+class ChangeRoute(msgspec.Struct, frozen=True):
     """Pieces come by this epoch from now on; None: by ZMQ, and what was asked for here will not come."""
 
     epoch: int | None
 
 
-SourceAction = Tell | Open | Hear | Transmit | Close | Finished
-ReaderAction = Tell | Open | Hear | Receive | Close | Deliver | Route
+SenderEndAction = SendNote | OpenLink | PassBlob | TransmitSlot | CloseLink | SendFinished
+ReceiverEndAction = SendNote | OpenLink | PassBlob | ReceiveSlot | CloseLink | DeliverSlot | ChangeRoute
 
 
-class State(Enum):
+class ChannelState(Enum):
     CLOSED = auto()
     OPENING = auto()
     UP = auto()
 
 
 @dataclass
-class End:
+class ChannelEnd:
     """What both ends have.  `patience`: seconds without progress after which an epoch is given up."""
 
     patience: float
-    state: State = State.CLOSED
+    state: ChannelState = ChannelState.CLOSED
     epoch: int = 0
     moved: float = 0.0  # when it last made progress
     seq: int = 0  # of the next piece
     free: list[int] = field(default_factory=list)  # slots
 
     def begin(self, epoch: int, now: float) -> None:
-        self.state, self.epoch, self.moved, self.seq, self.free = State.OPENING, epoch, now, 0, list(range(SLOTS))
+        self.state, self.epoch, self.moved, self.seq, self.free = ChannelState.OPENING, epoch, now, 0, list(range(SLOTS_PER_CHANNEL))
 
     def due(self, busy: bool) -> float | None:
         """When this epoch is over for want of progress; `busy`: something is on its way."""
-        if self.state is State.CLOSED:
+        if self.state is ChannelState.CLOSED:
             return None
-        return self.moved + (PAIRING if self.state is State.OPENING else self.patience if busy else IDLE)
+        return self.moved + (PAIRING_SECONDS if self.state is ChannelState.OPENING else self.patience if busy else IDLE_SECONDS)
 
     def overdue(self, busy: bool) -> str:
         """In words."""
-        if self.state is State.OPENING:
-            return f"no communicator after {PAIRING:g} s"
-        return f"nothing moved for {self.patience:g} s" if busy else f"unused for {IDLE:g} s"
+        if self.state is ChannelState.OPENING:
+            return f"no communicator after {PAIRING_SECONDS:g} s"
+        return f"nothing moved for {self.patience:g} s" if busy else f"unused for {IDLE_SECONDS:g} s"
 
 
 @dataclass
-class SourceEnd(End):
+class SenderEnd(ChannelEnd):
     """P's end."""
 
     waiting: deque[SendPiece] = field(default_factory=deque)
@@ -252,35 +252,35 @@ class SourceEnd(End):
     slots: dict[int, int] = field(default_factory=dict)  # by seq, of what is gathered or on its way
     told: set[int] = field(default_factory=set)  # seqs that D has been told of
 
-    def handle(self, event: SourceEvent, now: float) -> list[SourceAction]:
+    def handle(self, event: SenderEndEvent, now: float) -> list[SenderEndAction]:
         match event:
-            case Pair():
+            case PairRequest():
                 return self._pair(event, now)
-            case Ask():
+            case SendRequested():
                 return self._ask(event, now)
-            case Gathered():
+            case SlotGathered():
                 return self._gathered(event, now)
-            case Tick():
+            case ChannelTick():
                 due = self.next_deadline()
                 return self._break(self.overdue(bool(self.told))) if due is not None and due <= now else []
-        if event.epoch != self.epoch or self.state is State.CLOSED:
+        if event.epoch != self.epoch or self.state is ChannelState.CLOSED:
             return []
         match event:
-            case Meet():
-                return [Hear(event.epoch, event.blob)]
-            case Said():
-                return [Tell(Meet(event.epoch, event.blob))]
-            case Up():
-                self.state, self.moved = State.UP, now
-                return [Tell(Ready(self.epoch))]
-            case Ended():
+            case LinkParameters():
+                return [PassBlob(event.epoch, event.blob)]
+            case LinkBlob():
+                return [SendNote(LinkParameters(event.epoch, event.blob))]
+            case LinkUp():
+                self.state, self.moved = ChannelState.UP, now
+                return [SendNote(ChannelReady(self.epoch))]
+            case SlotCompleted():
                 self.told.discard(event.seq)
                 self.free.append(self.slots.pop(event.seq))
                 self.moved = now
                 return self._pump()
-            case Failed():
+            case LinkFailed():
                 return self._break(event.why)
-            case Broken():
+            case ChannelBroken():
                 return self._break(event.why, tell=False)
             case _:
                 assert_never(event)
@@ -292,105 +292,105 @@ class SourceEnd(End):
     def is_idle(self) -> bool:
         return not self.waiting and not self.slots
 
-    def _pair(self, event: Pair, now: float) -> list[SourceAction]:
+    def _pair(self, event: PairRequest, now: float) -> list[SenderEndAction]:
         if event.epoch <= self.epoch:
             return []  # of the past
         ended = self._break("the reader pairs anew", tell=False)
         self.begin(event.epoch, now)
-        return [*ended, Open(event.epoch, event.slot)]
+        return [*ended, OpenLink(event.epoch, event.slot)]
 
-    def _ask(self, event: Ask, now: float) -> list[SourceAction]:
-        if event.epoch != self.epoch or self.state is not State.UP:
-            return [Finished(event.piece)]  # D knows, or will, that this epoch is over, and asks again
+    def _ask(self, event: SendRequested, now: float) -> list[SenderEndAction]:
+        if event.epoch != self.epoch or self.state is not ChannelState.UP:
+            return [SendFinished(event.piece)]  # D knows, or will, that this epoch is over, and asks again
         self.moved = max(self.moved, now) if self.is_idle else self.moved
         self.waiting.append(event.piece)
         return self._pump()
 
-    def _pump(self) -> list[SourceAction]:
-        actions: list[SourceAction] = []
+    def _pump(self) -> list[SenderEndAction]:
+        actions: list[SenderEndAction] = []
         while self.waiting and self.free:
             piece, slot = self.waiting.popleft(), self.free.pop()
             self.gathering[self.epoch, self.seq], self.slots[self.seq] = piece, slot
-            actions.append(Transmit(self.epoch, self.seq, slot, piece))
+            actions.append(TransmitSlot(self.epoch, self.seq, slot, piece))
             self.seq += 1
         return actions
 
-    def _gathered(self, event: Gathered, now: float) -> list[SourceAction]:
+    def _gathered(self, event: SlotGathered, now: float) -> list[SenderEndAction]:
         piece = self.gathering.pop((event.epoch, event.seq))
-        if event.epoch != self.epoch or self.state is not State.UP:
-            return [Finished(piece)]
+        if event.epoch != self.epoch or self.state is not ChannelState.UP:
+            return [SendFinished(piece)]
         if event.size < 0:
-            return [Finished(piece), *self._break(f"piece {piece.number} of {piece.transfer} does not fit into a slot")]
+            return [SendFinished(piece), *self._break(f"piece {piece.number} of {piece.transfer} does not fit into a slot")]
         if not self.told:
             self.moved = now
         if event.seq in self.slots:  # else its send has ended before we looked
             self.told.add(event.seq)
-        note = Piece(self.epoch, event.seq, piece.transfer, piece.number, event.size, event.checksum)
-        return [Tell(note), Finished(piece)]
+        note = ChannelPiece(self.epoch, event.seq, piece.transfer, piece.number, event.size, event.checksum)
+        return [SendNote(note), SendFinished(piece)]
 
-    def _break(self, why: str, *, tell: bool = True) -> list[SourceAction]:
-        if self.state is State.CLOSED:
+    def _break(self, why: str, *, tell: bool = True) -> list[SenderEndAction]:
+        if self.state is ChannelState.CLOSED:
             return []
-        actions: list[SourceAction] = [Close(self.epoch, why), *(Finished(piece) for piece in self.waiting)]
-        self.state = State.CLOSED
+        actions: list[SenderEndAction] = [CloseLink(self.epoch, why), *(SendFinished(piece) for piece in self.waiting)]
+        self.state = ChannelState.CLOSED
         self.waiting.clear()
         self.slots.clear()
         self.told.clear()
-        return [*actions, Tell(Broken(self.epoch, why[:256]))] if tell else actions
+        return [*actions, SendNote(ChannelBroken(self.epoch, why[:256]))] if tell else actions
 
     def validate(self) -> None:
         """Raise if the state contradicts itself.  Tests call it after each event."""
-        assert self.state is State.UP or self.is_idle, self
-        if self.state is State.UP:
-            assert sorted([*self.free, *self.slots.values()]) == list(range(SLOTS)), self
+        assert self.state is ChannelState.UP or self.is_idle, self
+        if self.state is ChannelState.UP:
+            assert sorted([*self.free, *self.slots.values()]) == list(range(SLOTS_PER_CHANNEL)), self
             assert not (self.waiting and self.free), self
         assert self.told <= self.slots.keys(), self
 
 
 @dataclass
-class ReaderEnd(End):
+class ReceiverEnd(ChannelEnd):
     """D's end.  `slot`: bytes of its landing slots."""
 
     slot: int = 4 << 20
     retry: float = 0.0  # when to pair again
-    wait: float = BACK_OFF[0]
+    wait: float = BACKOFF_SECONDS[0]
     is_up: bool = False  # our link
     is_ready: bool = False  # P's
-    queued: deque[Piece] = field(default_factory=deque)  # that wait for a slot
-    posted: dict[int, tuple[Piece, int]] = field(default_factory=dict)  # by seq: the piece and its slot
+    queued: deque[ChannelPiece] = field(default_factory=deque)  # that wait for a slot
+    posted: dict[int, tuple[ChannelPiece, int]] = field(default_factory=dict)  # by seq: the piece and its slot
 
-    def handle(self, event: ReaderEvent, now: float) -> list[ReaderAction]:
+    def handle(self, event: ReceiverEndEvent, now: float) -> list[ReceiverEndAction]:
         match event:
-            case Connect():
+            case ConnectChannel():
                 return self._connect(now)
-            case Tick():
+            case ChannelTick():
                 due = self.next_deadline()
                 return self._break(self.overdue(bool(self.posted)), now) if due is not None and due <= now else []
-        if event.epoch != self.epoch or self.state is State.CLOSED:
+        if event.epoch != self.epoch or self.state is ChannelState.CLOSED:
             return []
         match event:
-            case Meet():
-                return [Hear(event.epoch, event.blob)]
-            case Said():
-                return [Tell(Meet(event.epoch, event.blob))]
-            case Up():
+            case LinkParameters():
+                return [PassBlob(event.epoch, event.blob)]
+            case LinkBlob():
+                return [SendNote(LinkParameters(event.epoch, event.blob))]
+            case LinkUp():
                 self.is_up = True
                 return self._use_if_up(now)
-            case Ready():
+            case ChannelReady():
                 self.is_ready = True
                 return self._use_if_up(now)
-            case Piece():
+            case ChannelPiece():
                 return self._piece(event, now)
-            case Ended():
+            case SlotCompleted():
                 return self._ended(event, now)
-            case Freed():
+            case SlotFreed():
                 self.free.append(event.slot)
                 return self._post(now)
-            case Failed():
+            case LinkFailed():
                 return self._break(event.why, now)
-            case Broken():
+            case ChannelBroken():
                 return self._break(event.why, now, tell=False)
-            case Gathered():
+            case SlotGathered():
                 raise AssertionError("a reader gathers nothing")
             case _:
                 assert_never(event)
@@ -400,23 +400,23 @@ class ReaderEnd(End):
 
     @property
     def is_idle(self) -> bool:
-        return self.state is not State.OPENING and len(self.free) == SLOTS and not self.queued
+        return self.state is not ChannelState.OPENING and len(self.free) == SLOTS_PER_CHANNEL and not self.queued
 
-    def _connect(self, now: float) -> list[ReaderAction]:
-        if self.state is not State.CLOSED or now < self.retry:
+    def _connect(self, now: float) -> list[ReceiverEndAction]:
+        if self.state is not ChannelState.CLOSED or now < self.retry:
             return []
         self.begin(self.epoch + 1, now)
         self.is_up = self.is_ready = False
-        return [Open(self.epoch, self.slot), Tell(Pair(self.epoch, self.slot))]
+        return [OpenLink(self.epoch, self.slot), SendNote(PairRequest(self.epoch, self.slot))]
 
-    def _use_if_up(self, now: float) -> list[ReaderAction]:
-        if not (self.is_up and self.is_ready and self.state is State.OPENING):
+    def _use_if_up(self, now: float) -> list[ReceiverEndAction]:
+        if not (self.is_up and self.is_ready and self.state is ChannelState.OPENING):
             return []
-        self.state, self.moved = State.UP, now
-        return [Route(self.epoch)]
+        self.state, self.moved = ChannelState.UP, now
+        return [ChangeRoute(self.epoch)]
 
-    def _piece(self, event: Piece, now: float) -> list[ReaderAction]:
-        if self.state is not State.UP:
+    def _piece(self, event: ChannelPiece, now: float) -> list[ReceiverEndAction]:
+        if self.state is not ChannelState.UP:
             return self._break("a piece before its time", now)
         if event.seq != self.seq:
             return self._break(f"heard of piece {event.seq} where {self.seq} was due", now)
@@ -426,57 +426,57 @@ class ReaderEnd(End):
         self.queued.append(event)
         return self._post(now)
 
-    def _post(self, now: float) -> list[ReaderAction]:
-        actions: list[ReaderAction] = []
+    def _post(self, now: float) -> list[ReceiverEndAction]:
+        actions: list[ReceiverEndAction] = []
         while self.queued and self.free:
             piece, slot = self.queued.popleft(), self.free.pop()
             if not self.posted:
                 self.moved = now
             self.posted[piece.seq] = piece, slot
-            actions.append(Receive(self.epoch, piece.seq, slot, piece.size))
+            actions.append(ReceiveSlot(self.epoch, piece.seq, slot, piece.size))
         return actions
 
-    def _ended(self, event: Ended, now: float) -> list[ReaderAction]:
+    def _ended(self, event: SlotCompleted, now: float) -> list[ReceiverEndAction]:
         piece, slot = self.posted.pop(event.seq)
-        self.moved, self.wait = now, BACK_OFF[0]
-        return [Deliver(self.epoch, slot, piece)]
+        self.moved, self.wait = now, BACKOFF_SECONDS[0]
+        return [DeliverSlot(self.epoch, slot, piece)]
 
-    def _break(self, why: str, now: float, *, tell: bool = True) -> list[ReaderAction]:
-        actions: list[ReaderAction] = [Close(self.epoch, why)]
+    def _break(self, why: str, now: float, *, tell: bool = True) -> list[ReceiverEndAction]:
+        actions: list[ReceiverEndAction] = [CloseLink(self.epoch, why)]
         if tell:
-            actions.append(Tell(Broken(self.epoch, why[:256])))
-        if self.state is State.UP:
-            actions.append(Route(None))
-        self.state = State.CLOSED
+            actions.append(SendNote(ChannelBroken(self.epoch, why[:256])))
+        if self.state is ChannelState.UP:
+            actions.append(ChangeRoute(None))
+        self.state = ChannelState.CLOSED
         self.queued.clear()
         self.posted.clear()
-        self.retry, self.wait = now + self.wait, min(2 * self.wait, BACK_OFF[1])
+        self.retry, self.wait = now + self.wait, min(2 * self.wait, BACKOFF_SECONDS[1])
         return actions
 
     def validate(self) -> None:
         """Raise if the state contradicts itself.  Tests call it after each event."""
-        assert self.state is State.UP or not (self.queued or self.posted), self
+        assert self.state is ChannelState.UP or not (self.queued or self.posted), self
         used = [slot for _, slot in self.posted.values()]
-        assert len({*self.free, *used}) == len(self.free) + len(used) <= SLOTS, self
+        assert len({*self.free, *used}) == len(self.free) + len(used) <= SLOTS_PER_CHANNEL, self
         assert not (self.queued and self.free), self
 
 
 T = TypeVar("T")
 
 _encode = msgspec.msgpack.Encoder().encode
-_at_source: msgspec.msgpack.Decoder[AtSource] = msgspec.msgpack.Decoder(AtSource)
-_at_reader: msgspec.msgpack.Decoder[AtReader] = msgspec.msgpack.Decoder(AtReader)
+_at_source: msgspec.msgpack.Decoder[AtSenderEnd] = msgspec.msgpack.Decoder(AtSenderEnd)
+_at_reader: msgspec.msgpack.Decoder[AtReceiverEnd] = msgspec.msgpack.Decoder(AtReceiverEnd)
 
 
-def encode(note: AtSource | AtReader) -> bytes:
+def encode(note: AtSenderEnd | AtReceiverEnd) -> bytes:
     return _encode(note)
 
 
-def decode_at_source(data: bytes) -> AtSource:
+def decode_at_source(data: bytes) -> AtSenderEnd:
     return _decode(_at_source, data)
 
 
-def decode_at_reader(data: bytes) -> AtReader:
+def decode_at_reader(data: bytes) -> AtReceiverEnd:
     return _decode(_at_reader, data)
 
 

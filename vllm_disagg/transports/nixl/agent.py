@@ -31,10 +31,10 @@ import numpy.typing as npt
 import zmq
 
 from ...config import Config
-from ...kv.memory import FRAME
+from ...kv.memory import FRAME_BYTES
 from .notes import Run
 
-RDMA = Path("/sys/class/infiniband")
+RDMA_DEVICES_PATH = Path("/sys/class/infiniband")
 
 _environment = threading.Lock()
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class NixlError(Exception):
     """NIXL or UCX cannot; the text says what."""
 
 
-def obstacle(config: Config) -> str:
+def unavailable_reason(config: Config) -> str:
     """Why there can be no NIXL here; empty where there can."""
     if importlib.util.find_spec("nixl") is None:
         return "nixl is not installed (pip install 'vllm-disagg[nixl]')"
@@ -58,7 +58,7 @@ def obstacle(config: Config) -> str:
 
 
 def rdma_devices() -> list[str]:
-    return sorted(os.listdir(RDMA)) if RDMA.is_dir() else []
+    return sorted(os.listdir(RDMA_DEVICES_PATH)) if RDMA_DEVICES_PATH.is_dir() else []
 
 
 def environment(config: Config, given: Mapping[str, str]) -> dict[str, str]:
@@ -125,7 +125,7 @@ class Agent:
                 remote = self._agent.get_xfer_descs(_rows(theirs), "DRAM")
                 handle = self._agent.initialize_xfer("READ", local, remote, peer)
         except NixlError as error:
-            raise Refused(str(error)) from None
+            raise NixlRefused(str(error)) from None
         read = Read(handle)
         self._open.add(read)
         with _translated():
@@ -168,7 +168,7 @@ class Agent:
         self._kept.clear()
 
 
-class Refused(NixlError):
+class NixlRefused(NixlError):
     """Nothing was read."""
 
 
@@ -206,8 +206,8 @@ def zmq_speed(size: int = 8 << 20, times: int = 3) -> float:
 
     An upper bound of what ZMQ will do between two workers: nothing is checked, copied into blocks or shared with others.
     """
-    data = memoryview(np.zeros(FRAME, np.uint8))  # type: ignore[arg-type]
-    count, best = size // FRAME, float("inf")
+    data = memoryview(np.zeros(FRAME_BYTES, np.uint8))  # type: ignore[arg-type]
+    count, best = size // FRAME_BYTES, float("inf")
     with (
         tempfile.TemporaryDirectory(prefix="vllm-disagg-") as folder,
         zmq.Context(io_threads=1) as context,

@@ -19,72 +19,72 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from ...errors import BadMessage
-from ...protocol.messages import MAX_NOTE, Count, Name
+from ...protocol.messages import MAX_NOTE_BYTES, Count, Name
 
-TEST = 4 << 20  # bytes of the region by which a reader measures the way
-NONCE = 16  # bytes at both ends of it, by which the reader knows that it reads from whom it thinks
-RUNS = 3000  # in one note: two numbers of at most 9 bytes each, and room
-PARTS = 256  # of a card or a piece
+TEST_REGION_BYTES = 4 << 20  # bytes of the region by which a reader measures the way
+NONCE_BYTES = 16  # bytes at both ends of it, by which the reader knows that it reads from whom it thinks
+MAX_RUNS_PER_NOTE = 3000  # in one note: two numbers of at most 9 bytes each, and room
+MAX_PARTS = 256  # of a card or a piece
 Run = tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**62)], Annotated[int, msgspec.Meta(gt=0, le=2**40)]]  # address, bytes
-Index = Annotated[int, msgspec.Meta(ge=0, lt=PARTS)]
-Parts = Annotated[int, msgspec.Meta(gt=0, le=PARTS)]
+Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)]
+Parts = Annotated[int, msgspec.Meta(gt=0, le=MAX_PARTS)]
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
+class NixlHello(msgspec.Struct, frozen=True, tag="hello"):
     attempt: Count
 
 
-class Look(msgspec.Struct, frozen=True, tag="look"):
+class ProbeLook(msgspec.Struct, frozen=True, tag="look"):
     pass
 
 
-class Still(msgspec.Struct, frozen=True, tag="still"):
+class ProbeProgress(msgspec.Struct, frozen=True, tag="still"):
     attempt: Count
     turn: Count
 
 
-class Stood(msgspec.Struct, frozen=True, tag="stood"):
+class ProbeProgressReply(msgspec.Struct, frozen=True, tag="stood"):
     attempt: Count
     turn: Count
     count: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Part(msgspec.Struct, frozen=True, tag="part"):
+class AgentInfoPart(msgspec.Struct, frozen=True, tag="part"):
     attempt: Count
     index: Index
     count: Parts
     data: bytes
 
 
-class Cannot(msgspec.Struct, frozen=True, tag="cannot"):
+class NixlUnavailable(msgspec.Struct, frozen=True, tag="cannot"):
     attempt: Count
     reason: Annotated[str, msgspec.Meta(max_length=1000)]
 
 
-class Lies(msgspec.Struct, frozen=True, tag="lies"):
+class PieceRuns(msgspec.Struct, frozen=True, tag="lies"):
     transfer: Name
     number: Count
     agent: Name  # of whose memory the addresses are
     index: Index
     count: Parts
-    runs: Annotated[list[Run], msgspec.Meta(max_length=RUNS)]
+    runs: Annotated[list[Run], msgspec.Meta(max_length=MAX_RUNS_PER_NOTE)]
 
 
-class Card(msgspec.Struct, frozen=True):
+class AgentInfo(msgspec.Struct, frozen=True):
     """An agent that may be read from."""
 
     agent: Name
     metadata: bytes
     regions: Annotated[list[Run], msgspec.Meta(max_length=100_000)]  # as `whole` makes them
     test: Run
-    nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE, max_length=NONCE)]
+    nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
-AtPrefill = Hello | Look | Still
-AtDecode = Part | Cannot | Stood | Lies
+AtPrefill = NixlHello | ProbeLook | ProbeProgress
+AtDecode = AgentInfoPart | NixlUnavailable | ProbeProgressReply | PieceRuns
 _at_prefill: msgspec.msgpack.Decoder[AtPrefill] = msgspec.msgpack.Decoder(AtPrefill)
 _at_decode: msgspec.msgpack.Decoder[AtDecode] = msgspec.msgpack.Decoder(AtDecode)
-_card = msgspec.msgpack.Decoder(Card)
+_card = msgspec.msgpack.Decoder(AgentInfo)
 encode = msgspec.msgpack.Encoder().encode
 T = TypeVar("T")
 
@@ -97,13 +97,13 @@ def decode_at_decode(data: bytes) -> AtDecode:
     return _decoded(_at_decode, data)
 
 
-def decode_card(data: bytes, source: str) -> Card:
+def decode_card(data: bytes, source: str) -> AgentInfo:
     """Whose card it is must be who gave it."""
     card = _decoded(_card, data)
     if not card.agent.startswith(f"{source}#"):
         raise BadMessage(f"an agent {card.agent!r} from {source}")
     card = msgspec.structs.replace(card, regions=whole(card.regions))
-    if card.test[1] != TEST or not is_inside([card.test], card.regions):
+    if card.test[1] != TEST_REGION_BYTES or not is_inside([card.test], card.regions):
         raise BadMessage(f"a test region that {source} has not registered")
     return card
 
@@ -115,16 +115,16 @@ def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
         raise BadMessage(f"NIXL's note: {error}") from None
 
 
-def parts(attempt: int, card: Card) -> list[bytes]:
-    data, size = encode(card), MAX_NOTE - 256
+def parts(attempt: int, card: AgentInfo) -> list[bytes]:
+    data, size = encode(card), MAX_NOTE_BYTES - 256
     count = -(-len(data) // size)
-    return [encode(Part(attempt, at, count, data[at * size : (at + 1) * size])) for at in range(count)]
+    return [encode(AgentInfoPart(attempt, at, count, data[at * size : (at + 1) * size])) for at in range(count)]
 
 
 def pieces(transfer: str, number: int, agent: str, runs: Sequence[Run]) -> list[bytes]:
-    count = -(-len(runs) // RUNS)
+    count = -(-len(runs) // MAX_RUNS_PER_NOTE)
     return [
-        encode(Lies(transfer, number, agent, at, count, list(runs[at * RUNS : (at + 1) * RUNS]))) for at in range(count)
+        encode(PieceRuns(transfer, number, agent, at, count, list(runs[at * MAX_RUNS_PER_NOTE : (at + 1) * MAX_RUNS_PER_NOTE]))) for at in range(count)
     ]
 
 

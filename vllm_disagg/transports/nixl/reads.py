@@ -14,31 +14,31 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...protocol.events import Land, Landed
-from .agent import Agent, Job, NixlError, Read, Refused
-from .notes import TEST, Run
+from ...protocol.events import PieceWritten, WritePiece
+from .agent import Agent, Job, NixlError, NixlRefused, Read
+from .notes import TEST_REGION_BYTES, Run
 
 log = logging.getLogger("vllm_disagg.nixl")
 
-CLOSING = 10.0  # seconds that the end of a worker waits for agents of which reads are open
-SLOWEST = 20e6  # bytes a second: a read that is slower than that is taken for dead
+CLOSE_SECONDS = 10.0  # seconds that the end of a worker waits for agents of which reads are open
+MIN_BYTES_PER_SECOND = 20e6  # bytes a second: a read that is slower than that is taken for dead
 
 Buffer = npt.NDArray[np.uint8]
 
 
-class Broken(NixlError):
+class ReadFailed(NixlError):
     """No read of this agent can be trusted to be over."""
 
 
 @dataclass
-class Open:
+class OpenRead:
     """A read, of a piece (`land`) or of a test region."""
 
     source: str
     size: int
     began: float
     until: float
-    land: Land | None
+    land: WritePiece | None
     buffer: Buffer | None
     read: Read | None = None  # None: it has ended
 
@@ -46,31 +46,31 @@ class Open:
 class Reads:
     def __init__(self, agent: Agent, silence: float) -> None:
         self.agent = agent
-        self.open: list[Open] = []
+        self.open: list[OpenRead] = []
         self._silence = silence
         self._looked_at = 0.0
         self._buffers: list[Buffer] = []  # registered and free
 
     def begin(
-        self, source: str, peer: str, runs: tuple[Sequence[Run], Sequence[Run]], land: Land | None, buffer: Buffer | None
-    ) -> Open:
+        self, source: str, peer: str, runs: tuple[Sequence[Run], Sequence[Run]], land: WritePiece | None, buffer: Buffer | None
+    ) -> OpenRead:
         """`runs`: ours and theirs, of common lengths.  Refused: nothing was read; Broken: all must be given up."""
         began, size = time.monotonic(), sum(size for _, size in runs[0])
         waiting = sum(one.size for one in self.open)
-        opened = Open(source, size, began, began + self._silence + (size + waiting) / SLOWEST, land, buffer)
+        opened = OpenRead(source, size, began, began + self._silence + (size + waiting) / MIN_BYTES_PER_SECOND, land, buffer)
         try:
             opened.read = self.agent.read(peer, *runs)
-        except Refused:
+        except NixlRefused:
             raise
         except NixlError as error:
             opened.read = Read(None)  # of which some may be under way
             self.open.append(opened)
-            raise Broken(f"reading from {source} failed ({error})") from None
+            raise ReadFailed(f"reading from {source} failed ({error})") from None
         if opened.read is not None:
             self.open.append(opened)
         return opened
 
-    def ended(self, now: float) -> Iterator[Open]:
+    def ended(self, now: float) -> Iterator[OpenRead]:
         """Those that have, since the last call."""
         slept = now - self._looked_at if self.open and now - self._looked_at > 1 else 0.0
         self._looked_at = now
@@ -79,13 +79,13 @@ class Reads:
             try:
                 done = opened.read is not None and self.agent.is_done(opened.read)
             except NixlError as error:
-                raise Broken(f"reading from {opened.source} failed ({error})") from None
+                raise ReadFailed(f"reading from {opened.source} failed ({error})") from None
             if done:
                 self.open.remove(opened)
                 opened.read = None
                 yield opened
             elif now >= opened.until:
-                raise Broken(f"a read from {opened.source} does not end")
+                raise ReadFailed(f"a read from {opened.source} does not end")
 
     def next_look(self, now: float) -> float | None:
         if not self.open:
@@ -99,7 +99,7 @@ class Reads:
             if buffer.size >= size:
                 return self._buffers.pop(at)
         try:
-            return self.agent.buffer(max(size, TEST))
+            return self.agent.buffer(max(size, TEST_REGION_BYTES))
         except NixlError as error:
             log.warning("%d bytes cannot be registered: %s", size, error)
             return None
@@ -113,15 +113,15 @@ class Closings:
     """Agents that are given up, and what lands, badly, when they are gone."""
 
     def __init__(self) -> None:
-        self._doomed: list[tuple[Agent, list[Land]]] = []
-        self._closing: list[tuple[Job[None], list[Land]]] = []
+        self._doomed: list[tuple[Agent, list[WritePiece]]] = []
+        self._closing: list[tuple[Job[None], list[WritePiece]]] = []
         self._stuck = 0  # reads whose agent did not go: their blocks are never given back, and their requests wait
 
     def give_up(self, reads: Reads) -> None:
         """Not closed at once: the exception that brought us here still holds the agent."""
         self._doomed.append((reads.agent, [opened.land for opened in reads.open if opened.land is not None]))
 
-    def look(self) -> Iterator[Landed]:
+    def look(self) -> Iterator[PieceWritten]:
         self._closing += [(Job(agent.close), lands) for agent, lands in self._doomed]
         self._doomed.clear()
         for closing in [closing for closing in self._closing if closing[0].is_over]:
@@ -130,13 +130,13 @@ class Closings:
                 self._stuck += len(closing[1])
                 log.error("%d reads may still write: %s", len(closing[1]), closing[0].error)
                 continue
-            yield from (Landed(land.transfer, land.number, False) for land in closing[1])
+            yield from (PieceWritten(land.transfer, land.number, False) for land in closing[1])
 
     def finish(self) -> None:
         """Until all agents of which reads are open are gone; NixlError if one does not go, or did not."""
         doomed, self._doomed = self._doomed, []
         jobs = [(Job(agent.close), lands) for agent, lands in doomed] + self._closing
-        end = time.monotonic() + CLOSING
+        end = time.monotonic() + CLOSE_SECONDS
         for job, lands in jobs:
             self._stuck += len(lands) if lands and not job.ends(end - time.monotonic()) else 0
         if self._stuck:

@@ -12,35 +12,35 @@ import numpy as np
 
 from ...errors import BadMessage
 from ...kv.memory import HostMemory
-from ...protocol.events import SendPiece, Sent
-from ..base import Port
+from ...protocol.events import SendCompleted, SendPiece
+from ..base import DriverPort
 from . import notes
 from .agent import Agent, Job, NixlError
 
 log = logging.getLogger("vllm_disagg.nixl")
 
-LOOKS = 0.3  # seconds that UCX may work after a Look
-AGAIN = 300.0  # seconds until we try once more to make an agent
-READERS = 64  # that wait for our card
+PROGRESS_SECONDS = 0.3  # seconds that UCX may work after a Look
+AGENT_RETRY_SECONDS = 300.0  # seconds until we try once more to make an agent
+MAX_WAITING_RECEIVERS = 64  # that wait for our card
 
 
-class Serving:
+class NixlSender:
     """Its agent is made at the start, and stays."""
 
-    def __init__(self, port: Port, memory: HostMemory) -> None:
+    def __init__(self, port: DriverPort, memory: HostMemory) -> None:
         self._port, self._memory = port, memory
         self._made = Job(self._make)
         self._asked: dict[str, int] = {}  # readers that wait for our card, and their attempt
         self._looking = 0.0  # until then UCX may have something to do for a reader
         self._helped = 0  # times that we have let it
-        self._sent: deque[Sent] = deque()
+        self._sent: deque[SendCompleted] = deque()
 
     @property
-    def _ready(self) -> tuple[Agent, notes.Card] | None:
+    def _ready(self) -> tuple[Agent, notes.AgentInfo] | None:
         return self._made.result if self._made.is_over else None
 
     def send(self, piece: SendPiece) -> None:
-        self._sent.append(Sent(piece.transfer, piece.reader))
+        self._sent.append(SendCompleted(piece.transfer, piece.reader))
         if (ready := self._ready) is None:
             log.warning("%s asks for pieces by NIXL, which is not ready here", piece.reader)
             return
@@ -57,27 +57,27 @@ class Serving:
             log.warning("dropped a note of %s: %s", reader, error)
             return
         now = time.monotonic()
-        if isinstance(note, notes.Look):
-            self._looking = now + LOOKS
+        if isinstance(note, notes.ProbeLook):
+            self._looking = now + PROGRESS_SECONDS
             return
-        if isinstance(note, notes.Still):
-            self._port.to_reader(reader, notes.encode(notes.Stood(note.attempt, note.turn, self._helped)))
+        if isinstance(note, notes.ProbeProgress):
+            self._port.to_reader(reader, notes.encode(notes.ProbeProgressReply(note.attempt, note.turn, self._helped)))
             return
-        if self._made.is_over and self._made.error and now > self._made.began + AGAIN:
+        if self._made.is_over and self._made.error and now > self._made.began + AGENT_RETRY_SECONDS:
             self._made = Job(self._make)
         self._asked[reader] = note.attempt
-        while len(self._asked) > READERS:
+        while len(self._asked) > MAX_WAITING_RECEIVERS:
             del self._asked[next(iter(self._asked))]
 
-    def _make(self) -> tuple[Agent, notes.Card]:
+    def _make(self) -> tuple[Agent, notes.AgentInfo]:
         regions = notes.whole(self._memory.regions())
         agent = Agent(f"{self._port.name}#{os.urandom(4).hex()}", self._port.config, regions)
-        nonce, test = os.urandom(notes.NONCE), agent.buffer(notes.TEST)
-        test[: notes.NONCE] = test[-notes.NONCE :] = np.frombuffer(nonce, np.uint8)
-        run = (test.ctypes.data, notes.TEST)
-        return agent, notes.Card(agent.name, agent.metadata(), [*regions, run], run, nonce)
+        nonce, test = os.urandom(notes.NONCE_BYTES), agent.buffer(notes.TEST_REGION_BYTES)
+        test[: notes.NONCE_BYTES] = test[-notes.NONCE_BYTES :] = np.frombuffer(nonce, np.uint8)
+        run = (test.ctypes.data, notes.TEST_REGION_BYTES)
+        return agent, notes.AgentInfo(agent.name, agent.metadata(), [*regions, run], run, nonce)
 
-    def happened(self) -> Iterator[Sent]:
+    def happened(self) -> Iterator[SendCompleted]:
         while self._sent:
             yield self._sent.popleft()
         if not self._made.is_over:
@@ -96,7 +96,7 @@ class Serving:
     def _answer(self, attempt: int) -> list[bytes]:
         if (ready := self._ready) is not None:
             return notes.parts(attempt, ready[1])
-        return [notes.encode(notes.Cannot(attempt, self._made.error[:500]))]
+        return [notes.encode(notes.NixlUnavailable(attempt, self._made.error[:500]))]
 
     def next_look(self, now: float) -> float | None:
         if self._sent:

@@ -21,22 +21,22 @@ import zmq
 
 from ...errors import BadMessage
 from ...kv.memory import hasher
-from ...protocol.events import LinkBroken, SendPiece, Sent
-from ..base import Port
+from ...protocol.events import ConnectionLost, SendCompleted, SendPiece
+from ..base import DriverPort
 from . import notes
 
 log = logging.getLogger("vllm_disagg.tcp")
 
-GUESTS = 64  # connections that have shown no ticket yet; a newer one takes the place of the oldest
-TICKETS = 1024  # given and not shown
-SHOWING = 5.0  # seconds until a ticket must have been shown
-BUFFER = 4 << 20  # bytes between us and a reader on this machine (no more than net.core.wmem_max); TCP finds its own
+MAX_PENDING_CONNECTIONS = 64  # connections that have shown no ticket yet; a newer one takes the place of the oldest
+MAX_TOKENS = 1024  # given and not shown
+TOKEN_SECONDS = 5.0  # seconds until a ticket must have been shown
+SEND_BUFFER_BYTES = 4 << 20  # bytes between us and a reader on this machine (no more than net.core.wmem_max); TCP finds its own
 NOTHING = memoryview(b"")
-TURN = 32  # frames sent to one reader before the others have their turn
+FRAMES_PER_TURN = 32  # frames sent to one reader before the others have their turn
 
 
 @dataclass
-class Reader:
+class TcpReceiver:
     """Its connection, and what it is being sent."""
 
     name: str
@@ -50,21 +50,21 @@ class Reader:
     due: float = math.inf  # when all of the first must have been taken
 
 
-class Serving:
-    def __init__(self, port: Port) -> None:
+class TcpSender:
+    def __init__(self, port: DriverPort) -> None:
         self._port = port
         self._folder = ""
         self._doors: dict[int, socket.socket] = {}
         self._tickets: dict[bytes, tuple[str, int]] = {}  # -> whose, for which attempt
         self._guests: dict[int, tuple[socket.socket, float]] = {}
-        self._readers: dict[str, Reader] = {}
-        self._ended: deque[Sent | LinkBroken] = deque()
+        self._readers: dict[str, TcpReceiver] = {}
+        self._ended: deque[SendCompleted | ConnectionLost] = deque()
 
     def send(self, piece: SendPiece) -> None:
         reader = self._readers.get(piece.reader)
         if reader is None or piece.address != notes.address(reader.attempt):
-            self._ended.append(Sent(piece.transfer, piece.reader))
-            self._port.to_reader(piece.reader, notes.encode(notes.Gone(piece.address)))
+            self._ended.append(SendCompleted(piece.transfer, piece.reader))
+            self._port.to_reader(piece.reader, notes.encode(notes.NotListening(piece.address)))
             return
         if not reader.queue:
             reader.moved = time.monotonic()
@@ -86,14 +86,14 @@ class Serving:
             log.warning("no TCP from here: %s", error)
             return
         host, port, *_ = next(iter(self._doors.values())).getsockname()
-        ticket = secrets.token_bytes(notes.TICKET)
+        ticket = secrets.token_bytes(notes.TOKEN_BYTES)
         self._tickets[ticket] = reader, note.attempt
-        while len(self._tickets) > TICKETS:
+        while len(self._tickets) > MAX_TOKENS:
             del self._tickets[next(iter(self._tickets))]
-        door = notes.Door(note.attempt, host, port, f"{self._folder}/data", ticket)
+        door = notes.Listening(note.attempt, host, port, f"{self._folder}/data", ticket)
         self._port.to_reader(reader, notes.encode(door))
 
-    def happened(self, ready: Collection[object]) -> Iterator[Sent | LinkBroken]:
+    def happened(self, ready: Collection[object]) -> Iterator[SendCompleted | ConnectionLost]:
         for fd, door in list(self._doors.items()):
             if fd in ready and fd in self._doors:
                 self._let_in(door)
@@ -133,7 +133,7 @@ class Serving:
             nearby.bind(f"{self._folder}/data")
             for door in (anywhere, nearby):
                 door.setblocking(False)
-                door.listen(GUESTS)
+                door.listen(MAX_PENDING_CONNECTIONS)
             undo.pop_all()
         for door in (anywhere, nearby):
             self._doors[door.fileno()] = door
@@ -160,28 +160,28 @@ class Serving:
                 self._shut()
                 return
             guest.setblocking(False)
-            self._guests[guest.fileno()] = guest, time.monotonic() + SHOWING
+            self._guests[guest.fileno()] = guest, time.monotonic() + TOKEN_SECONDS
             self._port.poller.register(guest.fileno(), zmq.POLLIN)
-            if len(self._guests) > GUESTS:
+            if len(self._guests) > MAX_PENDING_CONNECTIONS:
                 self._send_off(next(iter(self._guests)))
 
     def _greet(self, fd: int) -> None:
         """A ticket is so short that it comes whole; who shows another thing, or half of one, may ask again."""
         guest, until = self._guests.pop(fd)
         try:
-            reader, attempt = self._tickets.pop(guest.recv(notes.TICKET))
-            guest.send(notes.WELCOME)
+            reader, attempt = self._tickets.pop(guest.recv(notes.TOKEN_BYTES))
+            guest.send(notes.ACCEPTED)
         except (OSError, KeyError):
             self._guests[fd] = guest, until
             self._send_off(fd)
             return
         if guest.family == socket.AF_UNIX:
-            guest.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+            guest.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         else:
             guest.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if (known := self._readers.get(reader)) is not None:
             self._close(known, "has come in anew")
-        self._readers[reader] = Reader(reader, attempt, guest, time.monotonic())
+        self._readers[reader] = TcpReceiver(reader, attempt, guest, time.monotonic())
 
     def _send_off(self, fd: int) -> None:
         guest, _ = self._guests.pop(fd)
@@ -189,7 +189,7 @@ class Serving:
         guest.close()
 
     # Sending -------------------------------------------------------------------------------------------------
-    def _look_at(self, reader: Reader) -> None:
+    def _look_at(self, reader: TcpReceiver) -> None:
         """It can take more, or it has gone: readers never say anything here."""
         try:
             if reader.connection.recv(1):
@@ -201,9 +201,9 @@ class Serving:
         except OSError as error:
             self._close(reader, str(error), broken=True)
 
-    def _push(self, reader: Reader) -> None:
+    def _push(self, reader: TcpReceiver) -> None:
         try:
-            for _ in range(TURN):
+            for _ in range(FRAMES_PER_TURN):
                 if not reader.left and not self._next_part(reader):
                     break
                 sent = reader.connection.send(reader.left)
@@ -219,7 +219,7 @@ class Serving:
             reader.is_full = is_full
             self._port.poller.modify(reader.connection.fileno(), zmq.POLLIN | (zmq.POLLOUT if is_full else 0))
 
-    def _next_part(self, reader: Reader) -> bool:
+    def _next_part(self, reader: TcpReceiver) -> bool:
         while reader.queue:
             if reader.parts is None:
                 reader.parts = self._parts(reader, reader.queue[0])
@@ -227,14 +227,14 @@ class Serving:
                 reader.left = part
                 return True
             piece, reader.parts, reader.due = reader.queue.popleft(), None, math.inf
-            self._ended.append(Sent(piece.transfer, piece.reader))
+            self._ended.append(SendCompleted(piece.transfer, piece.reader))
         return False
 
-    def _parts(self, reader: Reader, piece: SendPiece) -> Iterator[memoryview]:
+    def _parts(self, reader: TcpReceiver, piece: SendPiece) -> Iterator[memoryview]:
         frames = self._port.memory.read(piece.extent, piece.blocks)
         size = sum(len(frame) for frame in frames)
         reader.due = notes.due(time.monotonic(), size, self._port.config.silence)
-        yield memoryview(notes.encode_head(notes.Head(piece.transfer, piece.number, size)))
+        yield memoryview(notes.encode_head(notes.PieceHead(piece.transfer, piece.number, size)))
         state = hasher(piece.transfer)
         for frame in frames:
             state.update(frame)
@@ -242,12 +242,12 @@ class Serving:
         yield memoryview(state.digest())
         self._port.counters.bytes_sent += size
 
-    def _close(self, reader: Reader, why: str, *, broken: bool = False) -> None:
+    def _close(self, reader: TcpReceiver, why: str, *, broken: bool = False) -> None:
         """What it was being sent is lost, as on any network: it asks again, by another way.  `broken`: the reader closed it."""
         log.info("closed the connection of %s, which %s; %d pieces were on their way", reader.name, why, len(reader.queue))
         del self._readers[reader.name]
         self._port.poller.unregister(reader.connection.fileno())
         reader.connection.close()
-        self._ended += [Sent(piece.transfer, piece.reader) for piece in reader.queue]
+        self._ended += [SendCompleted(piece.transfer, piece.reader) for piece in reader.queue]
         if broken:
-            self._ended.append(LinkBroken(reader.name))
+            self._ended.append(ConnectionLost(reader.name))

@@ -33,23 +33,24 @@ import zmq
 from ...config import Config
 from ...errors import BadMessage
 from ...fleet import dialling
-from ...kv.memory import FRAME, SMALL, HostMemory, hasher
-from ...protocol.events import Arrived, Land, Landed, Routed, SendPiece
-from ...protocol.peers import Worker
-from ..base import Happened, Port, machine
+from ...kv.memory import FRAME_BYTES, SMALL_RUN_BYTES, HostMemory, hasher
+from ...protocol.events import PieceArrived, PieceWritten, SendPiece, TransportChanged, WritePiece
+from ...protocol.peers import WorkerInfo
+from ..base import DriverPort, TransportEvent, machine_id
 from . import notes
-from .sender import Serving
+from .sender import TcpSender
 
 log = logging.getLogger("vllm_disagg.tcp")
 
-HELLO = 0.5  # seconds between two
-PAIRING = 10.0  # seconds until an attempt is given up for now
-AGAIN, AT_MOST = 1.0, 60.0  # seconds until the next attempt: after the first failure, after many
+HELLO_SECONDS = 0.5  # seconds between two
+PAIRING_SECONDS = 10.0  # seconds until an attempt is given up for now
+RETRY_SECONDS = 1.0  # until the next attempt, after the first failure; doubles
+MAX_RETRY_SECONDS = 60.0
 NOTHING = memoryview(b"")
-TURN = 8 << 20  # bytes taken from one source before the others have their turn
+BYTES_PER_TURN = 8 << 20  # bytes taken from one source before the others have their turn
 
 
-class Way(Enum):
+class TcpState(Enum):
     DOWN = auto()
     ASKING = auto()
     CONNECTING = auto()
@@ -58,32 +59,32 @@ class Way(Enum):
 
 
 @dataclass
-class Source:
-    worker: Worker
-    way: Way = Way.DOWN
+class TcpSource:
+    worker: WorkerInfo
+    way: TcpState = TcpState.DOWN
     attempt: int = 0
     again: float = 0.0  # next Hello, or next attempt
     until: float = 0.0  # of an attempt
     failures: int = 0
     ticket: bytes = b""
     connection: socket.socket | None = None
-    steps: Iterator[memoryview | Happened] | None = None
+    steps: Iterator[memoryview | TransportEvent] | None = None
     want: memoryview = NOTHING  # to be filled next
     is_inside: bool = False  # a piece of which not all is here
     moved: float = 0.0
     due: float = math.inf  # when all of the piece must be here
-    landing: Land | None = None
+    landing: WritePiece | None = None
 
 
-class TcpCarrier:
-    def __init__(self, port: Port) -> None:
+class TcpTransport:
+    def __init__(self, port: DriverPort) -> None:
         self._port = port
-        self._serving = Serving(port)
-        self._sources: dict[str, Source] = {}
-        self._by_fd: dict[int, Source] = {}
-        self._current: Source | None = None  # of the Arrived just yielded
-        self._scratch = memoryview(bytearray(FRAME))  # for what nobody wants
-        self._said: deque[Happened] = deque()
+        self._serving = TcpSender(port)
+        self._sources: dict[str, TcpSource] = {}
+        self._by_fd: dict[int, TcpSource] = {}
+        self._current: TcpSource | None = None  # of the Arrived just yielded
+        self._scratch = memoryview(bytearray(FRAME_BYTES))  # for what nobody wants
+        self._said: deque[TransportEvent] = deque()
 
     # P's side ------------------------------------------------------------------------------------------------
     def send(self, piece: SendPiece) -> None:
@@ -93,16 +94,16 @@ class TcpCarrier:
         self._serving.note(reader, data)
 
     # D's side: connections -----------------------------------------------------------------------------------
-    def connect(self, worker: Worker) -> None:
+    def connect(self, worker: WorkerInfo) -> None:
         now = time.monotonic()
-        source = self._sources.setdefault(worker.name, Source(worker))
-        if source.way is Way.DOWN and now >= source.again:
-            source.way, source.attempt = Way.ASKING, source.attempt + 1
-            source.again, source.until = now, now + PAIRING
+        source = self._sources.setdefault(worker.name, TcpSource(worker))
+        if source.way is TcpState.DOWN and now >= source.again:
+            source.way, source.attempt = TcpState.ASKING, source.attempt + 1
+            source.again, source.until = now, now + PAIRING_SECONDS
 
     def disconnect(self, source: str) -> None:
         if (known := self._sources.get(source)) is not None:
-            if known.way is not Way.DOWN:
+            if known.way is not TcpState.DOWN:
                 self._lose(known, "it makes room for another")
             del self._sources[source]
 
@@ -116,15 +117,15 @@ class TcpCarrier:
             self._bad(known, error)
             return
         match note:
-            case notes.Door():
-                if known.way is Way.ASKING and note.attempt == known.attempt:
+            case notes.Listening():
+                if known.way is TcpState.ASKING and note.attempt == known.attempt:
                     self._dial(known, note)
-            case notes.Gone():
-                if known.way is Way.UP and note.address == notes.address(known.attempt):
+            case notes.NotListening():
+                if known.way is TcpState.UP and note.address == notes.address(known.attempt):
                     self._lose(known, "its end has been closed")
 
-    def _dial(self, source: Source, door: notes.Door) -> None:
-        here = source.worker.host == machine() and dialling.is_socket(door.path) and os.path.exists(door.path)
+    def _dial(self, source: TcpSource, door: notes.Listening) -> None:
+        here = source.worker.host == machine_id() and dialling.is_socket(door.path) and os.path.exists(door.path)
         if not here and not dialling.is_at(source.worker.control, door.host):
             self._lose(source, "its door is at another address than itself")
             return
@@ -138,11 +139,11 @@ class TcpCarrier:
             return
         self._by_fd[made.fileno()] = source
         self._port.poller.register(made.fileno(), zmq.POLLOUT)
-        source.way, source.ticket = Way.CONNECTING, door.ticket
+        source.way, source.ticket = TcpState.CONNECTING, door.ticket
         if error not in (0, errno.EINPROGRESS):
             self._lose(source, os.strerror(error))
 
-    def _show_ticket(self, source: Source) -> None:
+    def _show_ticket(self, source: TcpSource) -> None:
         assert source.connection is not None
         try:
             if error := source.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -152,40 +153,40 @@ class TcpCarrier:
             self._lose(source, failed.strerror or str(failed))
             return
         self._port.poller.modify(source.connection.fileno(), zmq.POLLIN)
-        source.way, source.steps, source.want = Way.WAITING, self._pieces(source), NOTHING
+        source.way, source.steps, source.want = TcpState.WAITING, self._pieces(source), NOTHING
 
-    def _lose(self, source: Source, why: str) -> None:
+    def _lose(self, source: TcpSource, why: str) -> None:
         """No way by TCP, until the next attempt; from here on nothing is written for this source."""
         if source.connection is not None:
             if self._by_fd.pop(source.connection.fileno(), None) is not None:
                 self._port.poller.unregister(source.connection.fileno())
             source.connection.close()
             source.connection = None
-        if source.way is Way.UP:
-            self._said.append(Routed(source.worker.name, self._port.fallback, lost=True))
+        if source.way is TcpState.UP:
+            self._said.append(TransportChanged(source.worker.name, self._port.fallback, lost=True))
         if source.landing is not None:
-            self._said.append(Landed(source.landing.transfer, source.landing.number, False))
+            self._said.append(PieceWritten(source.landing.transfer, source.landing.number, False))
         source.failures += 1
-        pause = min(AT_MOST, AGAIN * 2 ** (source.failures - 1))
-        source.way, source.again = Way.DOWN, time.monotonic() + pause
+        pause = min(MAX_RETRY_SECONDS, RETRY_SECONDS * 2 ** (source.failures - 1))
+        source.way, source.again = TcpState.DOWN, time.monotonic() + pause
         source.landing, source.is_inside, source.due = None, False, math.inf
         log.warning("no pieces of %s by TCP for %.0f s at least: %s", source.worker.name, pause, why)
 
-    def _bad(self, source: Source, error: BadMessage) -> None:
+    def _bad(self, source: TcpSource, error: BadMessage) -> None:
         self._port.counters.bad_messages += 1
         log.warning("dropped what %s said: %s", source.worker.name, error)
 
     # D's side: pieces ----------------------------------------------------------------------------------------
-    def land(self, land: Land) -> bool | None:
+    def land(self, land: WritePiece) -> bool | None:
         assert self._current is not None
         if self._current.connection is None:  # it was lost since the piece's head came: nothing would ever end this
             return False
         self._current.landing = land
         return None
 
-    def _receive(self, source: Source) -> Iterator[Happened]:
+    def _receive(self, source: TcpSource) -> Iterator[TransportEvent]:
         taken = 0
-        while taken < TURN and source.connection is not None and source.steps is not None:
+        while taken < BYTES_PER_TURN and source.connection is not None and source.steps is not None:
             try:
                 if not source.want:
                     step = next(source.steps)
@@ -211,16 +212,16 @@ class TcpCarrier:
             source.moved = time.monotonic()
             taken += count
 
-    def _pieces(self, source: Source) -> Iterator[memoryview | Happened]:
+    def _pieces(self, source: TcpSource) -> Iterator[memoryview | TransportEvent]:
         """What is to be filled next, and what has happened by then."""
-        welcome = bytearray(len(notes.WELCOME))
+        welcome = bytearray(len(notes.ACCEPTED))
         yield memoryview(welcome)
-        if welcome != notes.WELCOME:
+        if welcome != notes.ACCEPTED:
             raise BadMessage(f"TCP: {bytes(welcome)!r} instead of a welcome")
-        source.way = Way.UP
+        source.way = TcpState.UP
         log.info("pieces of %s come by TCP", source.worker.name)
-        yield Routed(source.worker.name, notes.address(source.attempt))
-        length, told = bytearray(notes.LENGTH), bytearray(notes.CHECKSUM)
+        yield TransportChanged(source.worker.name, notes.address(source.attempt))
+        length, told = bytearray(notes.HEADER_LENGTH_BYTES), bytearray(notes.CHECKSUM_BYTES)
         while True:
             yield memoryview(length)
             source.is_inside = True
@@ -229,11 +230,11 @@ class TcpCarrier:
             head = notes.decode_head(raw)
             source.due = notes.due(time.monotonic(), head.size, self._port.config.silence)
             self._current = source
-            yield Arrived(head.transfer, head.number)
+            yield PieceArrived(head.transfer, head.number)
             self._current = None
             if (land := source.landing) is None:
-                for at in range(0, head.size, FRAME):
-                    yield self._scratch[: min(FRAME, head.size - at)]
+                for at in range(0, head.size, FRAME_BYTES):
+                    yield self._scratch[: min(FRAME_BYTES, head.size - at)]
                 yield memoryview(told)
             else:
                 buffer, views = self._room(land, head.size)
@@ -249,26 +250,26 @@ class TcpCarrier:
                     self._port.counters.landed("tcp", head.size)
                     source.failures = 0
                 source.landing = None
-                yield Landed(head.transfer, head.number, ok)
+                yield PieceWritten(head.transfer, head.number, ok)
             source.is_inside, source.due = False, math.inf
 
-    def _room(self, land: Land, size: int) -> tuple[memoryview | None, list[memoryview]]:
+    def _room(self, land: WritePiece, size: int) -> tuple[memoryview | None, list[memoryview]]:
         """Where a piece's bytes go: into the blocks, or into a buffer that is written into them when all is there."""
         memory = self._port.memory
         if land.theirs is None and isinstance(memory, HostMemory):
             views = memory.views(land.extent, land.blocks)
-            if sum(len(view) for view in views) == size >= SMALL * len(views):
+            if sum(len(view) for view in views) == size >= SMALL_RUN_BYTES * len(views):
                 return None, views
         buffer = memoryview(np.empty(size, np.uint8))  # type: ignore[arg-type]
-        return buffer, [buffer[at : at + FRAME] for at in range(0, size, FRAME)]
+        return buffer, [buffer[at : at + FRAME_BYTES] for at in range(0, size, FRAME_BYTES)]
 
     # What happens --------------------------------------------------------------------------------------------
-    def happened(self, ready: Collection[object]) -> Iterator[Happened]:
+    def happened(self, ready: Collection[object]) -> Iterator[TransportEvent]:
         yield from self._serving.happened(ready)
         for fd in [fd for fd in self._by_fd if fd in ready]:
             if (source := self._by_fd.get(fd)) is None:
                 continue
-            if source.way is Way.CONNECTING:
+            if source.way is TcpState.CONNECTING:
                 self._show_ticket(source)
             else:
                 yield from self._receive(source)
@@ -278,16 +279,16 @@ class TcpCarrier:
         while self._said:
             yield self._said.popleft()
 
-    def _look_at(self, source: Source, now: float) -> None:
+    def _look_at(self, source: TcpSource, now: float) -> None:
         if source.is_inside and now > source.moved + self._port.config.silence:
             self._lose(source, "it has stopped in the middle of a piece")
         elif now > source.due:
             self._lose(source, "a piece takes too long")
-        elif source.way in (Way.ASKING, Way.CONNECTING, Way.WAITING) and now >= source.until:
+        elif source.way in (TcpState.ASKING, TcpState.CONNECTING, TcpState.WAITING) and now >= source.until:
             self._lose(source, "it does not let us in")
-        elif source.way is Way.ASKING and now >= source.again:
-            self._port.to_source(source.worker.name, notes.encode(notes.Hello(source.attempt)))
-            source.again = now + HELLO
+        elif source.way is TcpState.ASKING and now >= source.again:
+            self._port.to_source(source.worker.name, notes.encode(notes.TcpHello(source.attempt)))
+            source.again = now + HELLO_SECONDS
 
     def next_look(self) -> float | None:
         if self._said:
@@ -295,8 +296,8 @@ class TcpCarrier:
         silence = self._port.config.silence
         due = [min(source.moved + silence, source.due) for source in self._sources.values() if source.is_inside]
         for source in self._sources.values():
-            if source.way in (Way.ASKING, Way.CONNECTING, Way.WAITING):
-                due.append(min(source.until, source.again) if source.way is Way.ASKING else source.until)
+            if source.way in (TcpState.ASKING, TcpState.CONNECTING, TcpState.WAITING):
+                due.append(min(source.until, source.again) if source.way is TcpState.ASKING else source.until)
         if (serving := self._serving.next_look()) is not None:
             due.append(serving)
         return min(due, default=None)
@@ -308,8 +309,8 @@ class TcpCarrier:
                 source.connection.close()
 
 
-def carrier(config: Config) -> Callable[[Port], TcpCarrier]:
+def carrier(config: Config) -> Callable[[DriverPort], TcpTransport]:
     """RuntimeError where bytes must not go by it, in words."""
     if config.encrypt_data:
         raise RuntimeError("encrypt_data is on, and plain sockets do not encrypt")
-    return TcpCarrier
+    return TcpTransport

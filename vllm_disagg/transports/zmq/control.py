@@ -18,14 +18,14 @@ from ...config import Config
 from ...errors import ConfigError
 from ...fleet.keys import FleetKey
 from ...protocol import messages
-from ...protocol.peers import Worker
-from .half_open import HANDSHAKE, HalfOpen, raise_limit
+from ...protocol.peers import WorkerInfo
+from .half_open import HANDSHAKE_SECONDS, SilentConnections, raise_limit
 
 log = logging.getLogger("vllm_disagg.control")
 
-DOMAIN = b"vllm-disagg"
-LINKS = 256  # workers we read from; the one unused for longest makes room
-SOCKETS = 4 * LINKS  # two a link; ZMQ itself allows 1023
+ZAP_DOMAIN = b"vllm-disagg"
+MAX_LINKS = 256  # workers we read from; the one unused for longest makes room
+MAX_SOCKETS = 4 * MAX_LINKS  # two a link; ZMQ itself allows 1023
 
 
 class Control:
@@ -36,13 +36,13 @@ class Control:
         self.name = name
         self.config, self._key = config, key
         self.context = zmq.Context(io_threads=1)
-        self.context.set(zmq.MAX_SOCKETS, SOCKETS)
+        self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self.poller = zmq.Poller()
-        self._half_open: list[HalfOpen] = []  # of each socket that listens
+        self._half_open: list[SilentConnections] = []  # of each socket that listens
         self.zap: zmq.Socket[bytes] = self.context.socket(zmq.REP)
         self.zap.linger = 0
         self.zap.bind("inproc://zeromq.zap.01")
-        self.router = self.socket(zmq.ROUTER, messages.MAX_FRAME, server=True)
+        self.router = self.socket(zmq.ROUTER, messages.MAX_FRAME_BYTES, server=True)
         self.router.router_mandatory = True
         self.router.router_handover = True  # a reader that lost its connection comes back under its name
         self.address, self.strangers = self.bind(self.router)
@@ -50,24 +50,24 @@ class Control:
         for receiver in (self.router, self.zap):
             self.poller.register(receiver, zmq.POLLIN)
 
-    def send_to_reader(self, reader: str, message: messages.AtDecode) -> None:
+    def send_to_reader(self, reader: str, message: messages.AtReceiver) -> None:
         _send(self.router, [reader.encode(), messages.encode(message)])
 
-    def send_to_source(self, source: str, message: messages.AtPrefill) -> None:
+    def send_to_source(self, source: str, message: messages.AtSender) -> None:
         link = self.links.get(source)
         if link is not None:
             _send(link, [messages.encode(message)])
 
-    def connect(self, worker: Worker) -> str | None:
+    def connect(self, worker: WorkerInfo) -> str | None:
         """Be ready to exchange messages with this worker; the name of the one that had to make room, if one had."""
         link = self.links.pop(worker.name, None)
         if link is None:
-            link = self.dial(worker.control, self.name.encode(), messages.MAX_FRAME)
+            link = self.dial(worker.control, self.name.encode(), messages.MAX_FRAME_BYTES)
             if link is None:
                 return None  # this worker is silent, as one that is not there
             self.poller.register(link, zmq.POLLIN)
         self.links[worker.name] = link  # the youngest, at the end
-        if len(self.links) <= LINKS:
+        if len(self.links) <= MAX_LINKS:
             return None
         oldest = next(iter(self.links))
         self.close_socket(self.links.pop(oldest))
@@ -120,23 +120,23 @@ class Control:
         made: zmq.Socket[bytes] = self.context.socket(kind)
         made.maxmsgsize = largest
         made.linger = 0
-        made.handshake_ivl = round(HANDSHAKE * 1000)
+        made.handshake_ivl = round(HANDSHAKE_SECONDS * 1000)
         made.heartbeat_ivl, made.heartbeat_timeout, made.heartbeat_ttl = 1000, 3000, 3000
         if self._key.is_set and not encrypt:  # a password keeps strangers out, if not those who listen
             if server:
-                made.zap_domain, made.plain_server = DOMAIN, True
+                made.zap_domain, made.plain_server = ZAP_DOMAIN, True
             else:
                 made.plain_username, made.plain_password = b"reader", self._password()
         elif self._key.is_set:
             public, secret = _pair(self._key.derive("curve-server"))
             if server:
-                made.zap_domain, made.curve_server, made.curve_secretkey = DOMAIN, True, secret
+                made.zap_domain, made.curve_server, made.curve_secretkey = ZAP_DOMAIN, True, secret
             else:
                 made.curve_serverkey = public
                 made.curve_publickey, made.curve_secretkey = self._client()
         return made
 
-    def bind(self, router: zmq.Socket[bytes]) -> tuple[str, HalfOpen]:
+    def bind(self, router: zmq.Socket[bytes]) -> tuple[str, SilentConnections]:
         """Bind to a free port of the configured address; the endpoint, and what is to hear of each message there."""
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         router.ipv6 = ":" in self.config.host
@@ -147,7 +147,7 @@ class Control:
         endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         if not endpoint.startswith(f"tcp://{host}:"):
             raise ConfigError(f"host {self.config.host}: listens at {endpoint} instead")
-        strangers = HalfOpen(self.context, router, int(endpoint.rpartition(":")[2]))
+        strangers = SilentConnections(self.context, router, int(endpoint.rpartition(":")[2]))
         self.poller.register(strangers.events, zmq.POLLIN)
         self._half_open.append(strangers)
         return endpoint, strangers

@@ -21,15 +21,15 @@ import zmq
 
 log = logging.getLogger("vllm_disagg.control")
 
-LIMIT = 128  # young connections at one socket
-GRACE = 0.25  # seconds for members to say something, after there were too many
-HANDSHAKE = 5.0  # seconds that ZMQ gives a handshake; a connection that is older has passed it
-DESCRIPTORS = 65536  # as vLLM allows its API server
-TELL = 60.0  # seconds between two lines of the log
-EVENT = struct.Struct("=hi")  # as zmq_socket_monitor has it: what happened, and to which descriptor
+MAX_SILENT_CONNECTIONS = 128  # young connections at one socket
+GRACE_SECONDS = 0.25  # seconds for members to say something, after there were too many
+HANDSHAKE_SECONDS = 5.0  # seconds that ZMQ gives a handshake; a connection that is older has passed it
+WANTED_DESCRIPTORS = 65536  # as vLLM allows its API server
+LOG_INTERVAL_SECONDS = 60.0  # seconds between two lines of the log
+MONITOR_EVENT = struct.Struct("=hi")  # as zmq_socket_monitor has it: what happened, and to which descriptor
 
 
-class HalfOpen:
+class SilentConnections:
     """Of one listening socket.  Used by the thread that uses the socket."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], listener: zmq.Socket[bytes], port: int) -> None:
@@ -37,7 +37,7 @@ class HalfOpen:
         self._port = port
         self._young: dict[int, float] = {}  # descriptor -> since when, the oldest first
         self._crowded: float | None = None  # since when there are too many
-        self._told = -TELL
+        self._told = -LOG_INTERVAL_SECONDS
         address = f"inproc://half-open-{port}"
         listener.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self.events: zmq.Socket[bytes] = context.socket(zmq.PAIR)
@@ -46,7 +46,7 @@ class HalfOpen:
 
     def next_look(self) -> float | None:
         """When the grace of those who are too many is over; the socket may be quiet until then."""
-        return None if self._crowded is None else self._crowded + GRACE
+        return None if self._crowded is None else self._crowded + GRACE_SECONDS
 
     def look(self) -> None:
         """Shut down the oldest of too many, once all messages that are here have been `heard`."""
@@ -54,22 +54,22 @@ class HalfOpen:
         if int(self._listener.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return
         now = time.monotonic()
-        if len(self._young) <= LIMIT:
+        if len(self._young) <= MAX_SILENT_CONNECTIONS:
             self._crowded = None
             return
         self._crowded = self._crowded or now
-        if now < self._crowded + GRACE:  # while our thread was elsewhere no handshake went on
+        if now < self._crowded + GRACE_SECONDS:  # while our thread was elsewhere no handshake went on
             return
         self._crowded = None
-        while len(self._young) > LIMIT:
+        while len(self._young) > MAX_SILENT_CONNECTIONS:
             fd = next(iter(self._young))
-            if self._young.pop(fd) > time.monotonic() - HANDSHAKE:
+            if self._young.pop(fd) > time.monotonic() - HANDSHAKE_SECONDS:
                 self._shut_down(fd)
 
     def _learn(self) -> None:
         """Who has come and gone."""
         while int(self.events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            event, fd = EVENT.unpack(self.events.recv_multipart()[0])
+            event, fd = MONITOR_EVENT.unpack(self.events.recv_multipart()[0])
             self._young.pop(fd, None)
             if event == zmq.EVENT_ACCEPTED:
                 self._young[fd] = time.monotonic()
@@ -86,15 +86,15 @@ class HalfOpen:
             here = connection.getsockname()
             if connection.family != socket.AF_UNIX and here[1] == self._port:
                 connection.shutdown(socket.SHUT_RDWR)
-        if time.monotonic() > self._told + TELL:
+        if time.monotonic() > self._told + LOG_INTERVAL_SECONDS:
             self._told = time.monotonic()
-            log.warning("more than %d connections at port %d say nothing: the oldest are closed", LIMIT, self._port)
+            log.warning("more than %d connections at port %d say nothing: the oldest are closed", MAX_SILENT_CONNECTIONS, self._port)
 
 
 def raise_limit() -> None:
     """Let this process have as many descriptors as it may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    wanted = WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, WANTED_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -19,21 +19,21 @@ from pathlib import Path
 import zmq
 
 from ...errors import BadMessage
-from ...kv.memory import FRAME, checksum
+from ...kv.memory import FRAME_BYTES, checksum
 from ...protocol import messages
-from ...protocol.events import Arrived, Land, SendPiece, Sent
-from ...protocol.peers import Worker
-from ..base import Happened, Port, machine
+from ...protocol.events import PieceArrived, SendCompleted, SendPiece, WritePiece
+from ...protocol.peers import WorkerInfo
+from ..base import DriverPort, TransportEvent, machine_id
 from .control import Control, receive
 
 log = logging.getLogger("vllm_disagg.zmq")
 
-UNSENT = 0.002  # seconds between looks at sends that wait for a connection or have not ended
-CONNECTING = 2.0  # seconds that a piece waits for a reader's connection
+UNSENT_POLL_SECONDS = 0.002  # seconds between looks at sends that wait for a connection or have not ended
+CONNECT_SECONDS = 2.0  # seconds that a piece waits for a reader's connection
 
 
-class ZmqCarrier:
-    def __init__(self, port: Port, control: Control) -> None:
+class ZmqTransport:
+    def __init__(self, port: DriverPort, control: Control) -> None:
         self._port, self._control = port, control
         self.address = f"zmq:{secrets.token_hex(8)}"
         encrypt = port.config.encrypt_data
@@ -55,9 +55,9 @@ class ZmqCarrier:
     # Sending -------------------------------------------------------------------------------------------------
     def send(self, piece: SendPiece) -> None:
         frames = self._port.memory.read(piece.extent, piece.blocks)
-        header = messages.Header(piece.transfer, piece.number, checksum(piece.transfer, frames))
+        header = messages.PieceHeader(piece.transfer, piece.number, checksum(piece.transfer, frames))
         address = piece.address.removeprefix("zmq:").encode()
-        self._send(piece, [address, messages.encode(header), *frames], time.monotonic() + CONNECTING)
+        self._send(piece, [address, messages.encode(header), *frames], time.monotonic() + CONNECT_SECONDS)
 
     def _send(self, piece: SendPiece, message: list[bytes | memoryview], until: float) -> None:
         try:
@@ -72,9 +72,9 @@ class ZmqCarrier:
         self._sending.append((piece, tracker))
 
     def next_look(self) -> float | None:
-        return time.monotonic() + UNSENT if self._unsent or self._sending else None
+        return time.monotonic() + UNSENT_POLL_SECONDS if self._unsent or self._sending else None
 
-    def happened(self, ready: Collection[object]) -> Iterator[Happened]:
+    def happened(self, ready: Collection[object]) -> Iterator[TransportEvent]:
         for link in [link for link in self.links.values() if link in ready]:
             for message in receive(link):
                 yield from self._received(message)
@@ -86,19 +86,19 @@ class ZmqCarrier:
             if now < until:
                 self._send(piece, waiting, until)
             else:  # lost, as on any network: the reader asks again
-                yield Sent(piece.transfer, piece.reader)
+                yield SendCompleted(piece.transfer, piece.reader)
         ended = [piece for piece, tracker in self._sending if tracker.done]
         self._sending = [(piece, tracker) for piece, tracker in self._sending if not tracker.done]
         for piece in ended:
-            yield Sent(piece.transfer, piece.reader)
+            yield SendCompleted(piece.transfer, piece.reader)
 
     # Reading -------------------------------------------------------------------------------------------------
-    def connect(self, worker: Worker) -> None:
+    def connect(self, worker: WorkerInfo) -> None:
         if worker.name in self.links:
             return
-        here = worker.host == machine() and os.path.exists(worker.local.removeprefix("ipc://"))
+        here = worker.host == machine_id() and os.path.exists(worker.local.removeprefix("ipc://"))
         endpoint, name = worker.local if here else worker.data, self.address.removeprefix("zmq:").encode()
-        link = self._control.dial(endpoint, name, 2 * FRAME, encrypt=self._port.config.encrypt_data)
+        link = self._control.dial(endpoint, name, 2 * FRAME_BYTES, encrypt=self._port.config.encrypt_data)
         if link is None:
             return
         with contextlib.suppress(zmq.Again):  # it was refused already
@@ -110,7 +110,7 @@ class ZmqCarrier:
         if (link := self.links.pop(source, None)) is not None:
             self._control.close_socket(link)
 
-    def _received(self, message: list[zmq.Frame]) -> Iterator[Happened]:
+    def _received(self, message: list[zmq.Frame]) -> Iterator[TransportEvent]:
         try:
             header = messages.decode_header(message[0].bytes)
         except BadMessage as error:
@@ -118,10 +118,10 @@ class ZmqCarrier:
             log.warning("dropped a piece: %s", error)
             return
         self._frames, self._checksum = [frame.buffer for frame in message[1:]], header.checksum
-        yield Arrived(header.transfer, header.number)
+        yield PieceArrived(header.transfer, header.number)
         self._frames = []
 
-    def land(self, land: Land) -> bool | None:
+    def land(self, land: WritePiece) -> bool | None:
         ok = checksum(land.transfer, self._frames) == self._checksum
         ok = ok and self._port.memory.write(land.extent, land.blocks, self._frames, land.theirs)
         if ok:

@@ -84,7 +84,7 @@ class Driver:
         self._up: dict[str, dict[str, str]] = {}  # source -> carriers that have come up beside ZMQ, and their addresses
         others = {name: make(self._port(name, config, memory, self._fallback)) for name, make in (carriers or {}).items()}
         self._carriers: dict[str, Transport] = {"zmq": zmq_carrier, **others}
-        self._arriving: Transport = zmq_carrier  # whose Arrived is in the machine just now
+        self._arriving: Transport = zmq_carrier  # whose PieceArrived is in the machine just now
         self.worker = WorkerInfo(
             self.name, self._control.address, zmq_carrier.endpoint, zmq_carrier.local, machine_id(), list(others), memory.shape
         )
@@ -312,7 +312,7 @@ class Driver:
                     assert_never(action)
 
     def _connect(self, worker: WorkerInfo) -> None:
-        """Messages and ZMQ at once; the carriers that both have come up beside it, and say so with Routed."""
+        """Messages and ZMQ at once; the carriers that both have come up beside it, and say so with TransportChanged."""
         is_new = worker.name not in self._control.links
         forgotten = self._control.connect(worker)
         self._carriers["zmq"].connect(worker)

@@ -2,13 +2,13 @@
 
 Not run on a GPU yet: the kernels are checked in Triton's interpreter, on the CPU, against numpy.
 
-Order with the forward pass.  vLLM's thread only *launches* kernels, and says Computed, and lets blocks go, as soon as
+Order with the forward pass.  vLLM's thread only *launches* kernels, and says LayersComputed, and lets blocks go, as soon as
 it has.  So whatever reads or writes blocks here first waits, on its stream, for everything launched on the compute
-stream so far: `launched` records an event there, and the connector calls it before each `Computed` (what a gather
-reads has been written) and before each step's Wanted (a step launched earlier may still write, for a request that has
+stream so far: `launched` records an event there, and the connector calls it before each `LayersComputed` (what a gather
+reads has been written) and before each step's LoadRequested (a step launched earlier may still write, for a request that has
 ended, into blocks that are now this one's).  An event recorded later than needed costs time, never exactness.  The
-other direction needs nothing: vLLM launches what reads loaded blocks only after Landed, which is said when the
-scatter's own event has been seen to be over; and blocks that a gather reads are not freed before Sent.
+other direction needs nothing: vLLM launches what reads loaded blocks only after PieceWritten, which is said when the
+scatter's own event has been seen to be over; and blocks that a gather reads are not freed before SendCompleted.
 """
 
 from __future__ import annotations

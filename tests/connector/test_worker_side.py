@@ -47,7 +47,7 @@ def started(overlap: str, layers: str = "ab") -> tuple[WorkerSide, Recorder]:
 
 
 def step(worker: WorkerSide, driver: Recorder, calls: str) -> list[tuple[int, Any]]:
-    """Compute layers in this order: (calls so far, how many layers are said to be final, or "Recomputed")."""
+    """Compute layers in this order: (calls so far, how many layers are said to be final, or "LayersRecomputed")."""
     worker.begin(StepMetadata(prefill=[events.BlocksScheduled("t", 16, [[1]])]))
     heard: list[tuple[int, Any]] = []
     for at, layer in enumerate([*calls, ""], 1):
@@ -79,13 +79,13 @@ def prompt(overlap: str) -> list[str]:
 @pytest.mark.parametrize(
     ("overlap", "step", "end"),
     [
-        ("layer", ["Scheduled", "Computed 1", "Computed 2"], ["Pinned"]),
-        ("chunk", ["Scheduled", "Computed 2"], ["Pinned"]),
-        ("off", ["Scheduled"], ["Computed 2", "Pinned"]),
+        ("layer", ["BlocksScheduled", "LayersComputed 1", "LayersComputed 2"], ["PrefillFinished"]),
+        ("chunk", ["BlocksScheduled", "LayersComputed 2"], ["PrefillFinished"]),
+        ("off", ["BlocksScheduled"], ["LayersComputed 2", "PrefillFinished"]),
     ],
 )
 def test_overlap(overlap: str, step: list[str], end: list[str]) -> None:
-    first = [one for one in step if one != "Computed 1"]  # how often a layer is computed in a step is not known yet
+    first = [one for one in step if one != "LayersComputed 1"]  # how often a layer is computed in a step is not known yet
     assert prompt(overlap) == [*first, *step, *end]
 
 
@@ -119,7 +119,7 @@ def test_a_layer_computed_less_often_than_ever_waits_for_the_end() -> None:
 def test_an_offer_that_has_changed_is_taken_back_once() -> None:
     worker, driver = started("layer", "abcd")
     step(worker, driver, "abcd")
-    assert step(worker, driver, "abcabcd") == [(1, 1), (2, 2), (3, 3), (4, "Recomputed"), (8, 4)]
+    assert step(worker, driver, "abcabcd") == [(1, 1), (2, 2), (3, 3), (4, "LayersRecomputed"), (8, 4)]
     assert step(worker, driver, "abcabcd") == [(4, 1), (5, 2), (6, 3), (8, 4)], "and learned from"
 
 
@@ -133,8 +133,8 @@ def test_no_order_of_layers_offers_what_is_computed_later() -> None:
         for calls in random.choices(orders, k=6):
             heard = step(worker, driver, calls)
             assert heard[-1] == (len(calls) + 1, len(layers)), "at the end, all of it"
-            again = [at for at, what in heard if what == "Recomputed"]
-            said = [(at, what) for at, what in heard[:-1] if what != "Recomputed"]
+            again = [at for at, what in heard if what == "LayersRecomputed"]
+            said = [(at, what) for at, what in heard[:-1] if what != "LayersRecomputed"]
             assert [what for _, what in said] == sorted(what for _, what in said), "never back"
             changed = [at for at, what in said if set(layers[:what]) & set(calls[at:])]
             assert len(again) == 1 or not (again or changed), (calls, heard)
@@ -149,9 +149,9 @@ def test_what_is_cached_is_in_memory_when_the_step_ends_and_not_before(overlap: 
     for layer in ("a", "b"):
         worker.layer_computed(layer)
     worker.end()
-    assert said(driver) == ["Scheduled"]
+    assert said(driver) == ["BlocksScheduled"]
     worker.results()
-    assert said(driver) == ["Scheduled", "Computed 2"]
+    assert said(driver) == ["BlocksScheduled", "LayersComputed 2"]
     worker.results()
     assert len(driver.facts) == 2, "said once"
 
@@ -163,7 +163,7 @@ def test_a_step_that_vllm_does_not_call_over_is_over_when_its_results_are_asked_
     worker.begin(StepMetadata(prefill=[events.BlocksScheduled("t", 32, [[1, 2]])]))
     worker.layer_computed("a")
     worker.results()
-    assert said(driver)[-1] == "Computed 2"
+    assert said(driver)[-1] == "LayersComputed 2"
     before = len(driver.facts)
     worker.results()
     assert len(driver.facts) == before, "said once"
@@ -197,7 +197,7 @@ def test_what_is_withdrawn_is_said_before_the_step_begins() -> None:
     worker.withdraw(metadata)
     assert driver.facts == [events.BlocksRevoked("gone")]
     worker.begin(metadata)
-    assert said(driver) == ["Withdrawn", "Scheduled", "Withdrawn"]
+    assert said(driver) == ["BlocksRevoked", "BlocksScheduled", "BlocksRevoked"]
 
 
 def test_vllm_says_what_is_withdrawn_before_it_clears_blocks() -> None:

@@ -58,7 +58,7 @@ def test_nothing_is_settled_before_all_bytes_have_landed(side: Receiver) -> None
 
 
 def test_an_older_offer_changes_nothing(side: Receiver) -> None:
-    assert said(side.handle(offer(8), 0.1)) == ["Fetch"]
+    assert said(side.handle(offer(8), 0.1)) == ["ReadRequest"]
     t = side.transfers["t"]
     before = t.sources["p"].tokens, t.moved
     assert side.handle(offer(4), 0.2) == []
@@ -73,33 +73,33 @@ def test_a_p_that_stands_still_is_given_up_if_it_owes_more_than_bytes(
     actions = side.handle(msgspec.structs.replace(offer(tokens), still=still), 0.6)  # asked again, the same answer
     assert [a.reason for a in actions if isinstance(a, LoadResult)] == ([Reason.STALLED] if ends else [])
     if ends:
-        assert said(actions) == ["Fail", "Report"] and not side.transfers
+        assert said(actions) == ["Abort", "LoadResult"] and not side.transfers
 
 
 def test_a_silent_p_is_asked_again_and_then_given_up(side: Receiver) -> None:
     for now in (0.5, 1.0, 1.5):
-        assert said(side.handle(ClockTick(), now)) == ["Pull"]
+        assert said(side.handle(ClockTick(), now)) == ["TransferRequest"]
     *_, report = side.handle(ClockTick(), 2.0)
     assert isinstance(report, LoadResult) and report.reason is Reason.SILENT
 
 
 def test_a_p_that_was_frozen_hears_later_that_it_was_given_up(side: Receiver) -> None:
-    """The first Fail may be lost with the link: P would hold the blocks for its lease."""
+    """The first Abort may be lost with the link: P would hold the blocks for its lease."""
     side.handle(ClockTick(), 0.5)
     side.handle(ClockTick(), 1.0)
     side.handle(ClockTick(), 1.5)
-    assert said(side.handle(ClockTick(), 2.0)) == ["Fail", "Report"]
+    assert said(side.handle(ClockTick(), 2.0)) == ["Abort", "LoadResult"]
     told, now = 0, 2.0
     while (due := side.next_deadline()) is not None:
         assert now < due < 12.0
         now = due
-        assert said(side.handle(ClockTick(), now)) == ["Fail"]
+        assert said(side.handle(ClockTick(), now)) == ["Abort"]
         told += 1
     assert told == 19
 
 
 def test_who_slept_asks_once_more_before_blaming_p(side: Receiver) -> None:
-    assert said(side.handle(ClockTick(), 60.0 - 35.0)) == ["Pull"]
+    assert said(side.handle(ClockTick(), 60.0 - 35.0)) == ["TransferRequest"]
     side.handle(offer(4), 25.1)
     assert "t" in side.transfers
 
@@ -109,7 +109,7 @@ def test_when_a_carrier_breaks_what_it_owed_is_asked_for_along_the_new_way(side:
     pull, fetch = side.handle(TransportChanged("p", "fast:1", lost=True), 0.2)
     assert isinstance(pull, SendMessage) and isinstance(pull.message, messages.TransferRequest) and pull.message.address == "fast:1"
     assert isinstance(fetch, SendMessage) and isinstance(fetch.message, messages.ReadRequest) and fetch.message.number == 0
-    assert said(side.handle(TransportChanged("p", "", lost=False), 0.3)) == ["Pull"]
+    assert said(side.handle(TransportChanged("p", "", lost=False), 0.3)) == ["TransferRequest"]
     assert not side.routes, "our own address is no route"
     assert side.handle(TransportChanged("q", "fast:1", lost=True), 0.4) == []
 
@@ -119,11 +119,11 @@ def test_when_a_carrier_breaks_what_it_owed_is_asked_for_along_the_new_way(side:
 def two() -> Receiver:
     """It waits for a layer of `p` and a layer of `q`, and has all bytes of `p`, which says that it held them."""
     side = Receiver("d", "", 0, SHAPE, retry=0.5, silence=2.0)
-    assert said(side.handle(wanted("p", "q"), 0.0)) == ["Connect", "Pull", "Connect", "Pull"]
+    assert said(side.handle(wanted("p", "q"), 0.0)) == ["ConnectPeer", "TransferRequest", "ConnectPeer", "TransferRequest"]
     (fetch,) = side.handle(offer(8), 0.1)
     assert isinstance(fetch, SendMessage) and fetch.to == "p"
     side.handle(PieceArrived("t", 0), 0.2)
-    assert said(side.handle(PieceWritten("t", 0, ok=True), 0.3)) == ["Done"]
+    assert said(side.handle(PieceWritten("t", 0, ok=True), 0.3)) == ["ReadComplete"]
     assert side.handle(settled("p"), 0.4) == []
     return side
 
@@ -137,7 +137,7 @@ def test_one_of_two_sources_is_not_success(two: Receiver) -> None:
     assert two.handle(settled("p"), 0.5) == [], "said twice"
     two.handle(messages.Progress("t", "q", "d", 8, 8, 0), 0.5)
     two.handle(PieceArrived("t", 1), 0.6)
-    assert said(two.handle(PieceWritten("t", 1, ok=True), 0.7)) == ["Done"]
+    assert said(two.handle(PieceWritten("t", 1, ok=True), 0.7)) == ["ReadComplete"]
     (report,) = two.handle(settled("q"), 0.8)
     assert isinstance(report, LoadResult) and report.reason is None and report.landed == 40
 
@@ -145,7 +145,7 @@ def test_one_of_two_sources_is_not_success(two: Receiver) -> None:
 def test_a_source_that_has_settled_owes_no_sign_of_life_and_is_asked_no_more(two: Receiver) -> None:
     (pull,) = two.handle(ClockTick(), 0.5)
     assert isinstance(pull, SendMessage) and pull.to == "q"
-    assert two.handle(messages.Abort("t", "p", "d", "refused"), 0.6) == [], "an answer to a Pull that was late"
+    assert two.handle(messages.Abort("t", "p", "d", "refused"), 0.6) == [], "an answer to a TransferRequest that was late"
     assert two.transfers
 
 

@@ -141,7 +141,7 @@ class Half:
         if due is not None and due <= self.rank.now:
             self.handle(events.ClockTick())
             after = self.machine.next_deadline()
-            assert after is None or after > self.rank.now, "a Tick that does not move its deadline makes a busy loop"
+            assert after is None or after > self.rank.now, "a ClockTick that does not move its deadline makes a busy loop"
 
     def carry_out(self, action: Any) -> None:
         raise NotImplementedError

@@ -425,7 +425,7 @@ def test_bytes_damaged_on_their_way_are_asked_for_again(
 
 
 def test_a_reader_that_wants_its_pieces_by_what_is_not_here_harms_nobody(start: Callable[..., Driver]) -> None:
-    """As after a carrier has broken at P alone; the next Pull says another way."""
+    """As after a carrier has broken at P alone; the next TransferRequest says another way."""
     ours, theirs = memory(64, None), memory(64, 1)
     p, d = start(theirs), start(ours, silence=0.9, retry=0.3)
     d._decode.routes[p.name] = "pigeon:1"

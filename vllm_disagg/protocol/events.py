@@ -45,7 +45,7 @@ class BlocksScheduled(msgspec.Struct, frozen=True, tag=True):
 
 
 class LayersComputed(msgspec.Struct, frozen=True, tag=True):
-    """The first `layers` layers of what the last Scheduled announced are in memory, and do not change any more."""
+    """The first `layers` layers of what the last BlocksScheduled announced are in memory, and do not change any more."""
 
     transfer: str
     layers: int
@@ -58,7 +58,7 @@ class LayersRecomputed(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrefillFinished(msgspec.Struct, frozen=True, tag=True):
-    """The request has finished; its blocks stay until we Release them."""
+    """The request has finished; its blocks stay until we ReleaseBlocks them."""
 
     transfer: str
 
@@ -103,7 +103,7 @@ class LoadRequested(msgspec.Struct, frozen=True, tag=True):
 
 
 class LookupRequested(msgspec.Struct, frozen=True, tag=True):
-    """How many tokens of a transfer do its sources have?  Until it is Wanted or Cancelled."""
+    """How many tokens of a transfer do its sources have?  Until it is LoadRequested or LoadCancelled."""
 
     transfer: str
     sources: list[WorkerInfo]
@@ -160,7 +160,7 @@ class SendMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class SendPiece(msgspec.Struct, frozen=True, tag=True):
-    """Send the bytes of a piece; `blocks` hold the extent's tokens in order.  Ends in Sent."""
+    """Send the bytes of a piece; `blocks` hold the extent's tokens in order.  Ends in SendCompleted."""
 
     transfer: str
     reader: str
@@ -184,7 +184,7 @@ class ConnectPeer(msgspec.Struct, frozen=True, tag=True):
 
 
 class WritePiece(msgspec.Struct, frozen=True, tag=True):
-    """Check the piece that has just arrived and copy it into `blocks`.  Ends in Landed."""
+    """Check the piece that has just arrived and copy it into `blocks`.  Ends in PieceWritten."""
 
     transfer: str
     number: int
@@ -207,7 +207,7 @@ class LoadResult(msgspec.Struct, frozen=True, tag=True):
     reason: Reason | None
     landed: int = 0  # bytes
     early: int = 0  # bytes of these that landed while P still computed
-    seconds: float = 0.0  # since Wanted
+    seconds: float = 0.0  # since LoadRequested
 
 
 SenderEvent = BlocksScheduled | LayersComputed | LayersRecomputed | PrefillFinished | BlocksRevoked | SendCompleted | ConnectionLost | ClockTick | messages.ToSender

@@ -1,6 +1,6 @@
 """What a rank asks of its sources before vLLM can say what it wants: how many tokens do you have?
 
-A Pull asks, the first Offer of more than nothing answers.  Pulls go on until the transfer is wanted or cancelled, so that
+A TransferRequest asks, the first Progress of more than nothing answers.  Pulls go on until the transfer is wanted or cancelled, so that
 the sources do not forget the reader meanwhile.  Nobody waits for an answer here: how long to, vLLM's side decides.
 """
 

@@ -4,12 +4,12 @@ This is the only file that knows the wire.  A message is one frame: a version by
 named in each message, and a name holds the process's incarnation: what was meant for another life of a process
 has no effect.  There is one union per direction, so a message for the wrong side does not even decode.
 
-    D -> P   Pull     I want this transfer (repeated: it is also the sign of life)
-    P -> D   Offer    so much is final
-    D -> P   Fetch    send me this piece (a credit: P never sends what was not asked for)
+    D -> P   TransferRequest     I want this transfer (repeated: it is also the sign of life)
+    P -> D   Progress    so much is final
+    D -> P   ReadRequest    send me this piece (a credit: P never sends what was not asked for)
     P -> D   Header   before the bytes of a piece, on the data socket
     D -> P   Done     all my bytes are in place.  Did you hold the blocks until now?
-    P -> D   Settled  the answer
+    P -> D   Confirm  the answer
     both     Fail     this transfer will not happen
     both     Note     from the one's carrier of bytes to the other's, which alone know what it says
 """

@@ -28,7 +28,7 @@ class ReadPlan:
     other: LayerLayout | None  # how its bytes lie in pieces, if not as in our blocks
 
     def cut(self, tokens: int, ahead: int, layers: int, end: int, limit: int) -> Iterator[tuple[Extent, int]]:
-        """(extent at the source, bytes) of what an Offer has made final since the last one, as large as it allows."""
+        """(extent at the source, bytes) of what an Progress has made final since the last one, as large as it allows."""
         full = whole_blocks(tokens, end, self.there.block_size)
         more = max(full, whole_blocks(ahead, end, self.there.block_size))
         early = min(max(0, layers - self.share.layer_there), len(self.asked))  # layers that are ahead

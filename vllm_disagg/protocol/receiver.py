@@ -1,17 +1,17 @@
 """The decode side of transfers, as a state machine that does no I/O.
 
-    of one source:   MOVING --last piece landed--> SETTLING --Settled(intact)--> SETTLED
-    of a transfer:   all sources SETTLED --> Report
-                     any failure of any source, cancel --> DRAINING --nothing is being written any more--> Report(reason)
+    of one source:   MOVING --last piece landed--> SETTLING --Confirm(intact)--> SETTLED
+    of a transfer:   all sources SETTLED --> LoadResult
+                     any failure of any source, cancel --> DRAINING --nothing is being written any more--> LoadResult(reason)
 
-MOVING asks (Pull, repeated), hears what is final (Offer), asks for pieces of it (Fetch: the credits, so that at
+MOVING asks (TransferRequest, repeated), hears what is final (Progress), asks for pieces of it (ReadRequest: the credits, so that at
 most `window` bytes are on their way, whatever the prompt's length), and lands them.  DRAINING is the state that
 costs others people's tokens: the transfer is over, but a copy into our blocks may still run, so nothing may be
 reported before its end.  What is only sought yet (`lookup.py`) has no blocks, and asks nothing but how much there is.
 
 Rules, checked by `validate` and by the property tests:
-  1. Each Wanted comes back in exactly one Report.
-  2. No Report, and no use of the blocks by anybody else, while a copy into them runs.
+  1. Each LoadRequested comes back in exactly one LoadResult.
+  2. No LoadResult, and no use of the blocks by anybody else, while a copy into them runs.
   3. Report without a reason only after every P rank that we read from has confirmed that it held its blocks until our
      bytes were in place.
   4. Only what was asked for and has not landed yet is ever landed.
@@ -89,7 +89,7 @@ class SourceRecord:
     left: int  # bytes still to land
     heard: float
     state: SourceState = SourceState.MOVING
-    tokens: int = 0  # the last Offer
+    tokens: int = 0  # the last Progress
     ahead: int = 0
     layers: int = 0
 
@@ -183,7 +183,7 @@ class Receiver:
                 assert_never(event)
 
     def next_deadline(self) -> float | None:
-        """When the next Tick is due."""
+        """When the next ClockTick is due."""
         due = [min(t.retry, *(s.heard + self.silence for s in t.open)) for t in self.transfers.values() if t.open]
         if (search := self.searches.next_deadline()) is not None:
             due.append(search)

@@ -1,16 +1,16 @@
 """The prefill side of transfers, as a state machine that does no I/O.
 
 Put an event in with `handle`, carry out the actions that come back.  The machine never sleeps, sends or reads a
-clock: `now` comes with each call, and Tick is the passing of time.
+clock: `now` comes with each call, and ClockTick is the passing of time.
 
-    (nothing) --Pull--> WANTED --Scheduled--> COMPUTING --Pinned--> HELD --all readers done or gone--> Release
-        |                  |lease                 |                   |lease, nobody reads: Release
-        +--Scheduled-------|------->--------------+--Withdrawn-->(settled: nobody is served any more)
+    (nothing) --TransferRequest--> WANTED --BlocksScheduled--> COMPUTING --PrefillFinished--> HELD --all readers done or gone--> ReleaseBlocks
+        |                  |lease                 |                   |lease, nobody reads: ReleaseBlocks
+        +--BlocksScheduled-------|------->--------------+--BlocksRevoked-->(settled: nobody is served any more)
                            v (nothing)
 
 Rules, checked by `validate` and by the property tests:
-  1. A Pinned is answered by exactly one Release, and nothing else is.
-  2. No Release while the transport still reads the blocks for somebody.
+  1. A PrefillFinished is answered by exactly one ReleaseBlocks, and nothing else is.
+  2. No ReleaseBlocks while the transport still reads the blocks for somebody.
   3. Done is answered `intact` only if the blocks were ours without a break until then.  So the driver must put
      everything vLLM has said into the machine before it puts in a message from the network.
   4. A message for another life of this process has no effect.
@@ -51,7 +51,7 @@ STEP_GAP_SECONDS = 1.0  # seconds between two steps that are not worth a look
 class SendState(Enum):
     WANTED = auto()  # a reader asked, nothing is scheduled
     COMPUTING = auto()  # the blocks are the running request's
-    HELD = auto()  # the request is over, the blocks wait for our Release
+    HELD = auto()  # the request is over, the blocks wait for our ReleaseBlocks
 
 
 @dataclass
@@ -78,7 +78,7 @@ class OutgoingTransfer:
     ahead: int = 0  # final in the first `layers` layers
     layers: int = 0
     is_spoiled: bool = False  # final layers have changed: nobody is served any more
-    expected: int | None = None  # how many readers there will be; the first Pull says
+    expected: int | None = None  # how many readers there will be; the first TransferRequest says
     readers: dict[str, ReceiverRecord] = field(default_factory=dict)
 
     def is_over(self) -> bool:
@@ -141,7 +141,7 @@ class Sender:
                 assert_never(event)
 
     def next_deadline(self) -> float | None:
-        """When the next Tick is due."""
+        """When the next ClockTick is due."""
         return min((due for t in self.transfers.values() if (due := self._due(t)) is not None), default=None)
 
     # What vLLM says ------------------------------------------------------------------------------------------

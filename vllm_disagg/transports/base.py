@@ -1,7 +1,7 @@
 """What moves the bytes of pieces between two workers.  Messages go by `control`, whatever carries the bytes.
 
-A reader says in its Pull under which address it takes its bytes, `<carrier>:<what the carrier needs>`.  ZMQ is always
-there; another carrier comes up beside it (`Routed`), and when it breaks, ZMQ takes over.  Nothing here ever blocks,
+A reader says in its TransferRequest under which address it takes its bytes, `<carrier>:<what the carrier needs>`.  ZMQ is always
+there; another carrier comes up beside it (`TransportChanged`), and when it breaks, ZMQ takes over.  Nothing here ever blocks,
 and nothing raises for what a peer does.
 """
 
@@ -55,7 +55,7 @@ class DriverPort:
     poller: zmq.Poller  # register here what shall wake the driver
     to_reader: Callable[[str, bytes], None]  # a note to the carrier of a worker that reads from us
     to_source: Callable[[str, bytes], None]  # a note to the carrier of a worker that we read from
-    fallback: str = ""  # where ZMQ takes our pieces: what to say in a Routed when this carrier breaks
+    fallback: str = ""  # where ZMQ takes our pieces: what to say in a TransportChanged when this carrier breaks
 
 
 class Transport(Protocol):
@@ -68,10 +68,10 @@ class Transport(Protocol):
         """Nothing more will be asked of this worker."""
 
     def send(self, piece: SendPiece) -> None:
-        """Ends in a Sent, whatever happens: until then the blocks are not given back."""
+        """Ends in a SendCompleted, whatever happens: until then the blocks are not given back."""
 
     def land(self, land: WritePiece) -> bool | None:
-        """Put the piece of the Arrived just yielded into its blocks.  None: it ends in a Landed later."""
+        """Put the piece of the PieceArrived just yielded into its blocks.  None: it ends in a PieceWritten later."""
 
     def happened(self, ready: Collection[object]) -> Iterator[TransportEvent]:
         """What has happened since the last call; `ready` is what the poller found."""

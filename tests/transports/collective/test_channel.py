@@ -103,7 +103,7 @@ class World:
 
     # What happens
     def ask(self) -> None:
-        """D's Fetch, over the same channel: P knows its address by D's last Pull."""
+        """D's ReadRequest, over the same channel: P knows its address by D's last TransferRequest."""
         if self.routed is not None and len(self.asked) < 12:
             number, self.number = self.number, self.number + 1
             piece = SendPiece("t", "d", f"x:{self.routed}", number, Extent(0, 1, 0, 1), [0])

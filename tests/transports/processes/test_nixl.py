@@ -62,7 +62,7 @@ class Sink:
         raise AssertionError("nothing came")
 
     def expect_exact(self, source: Peer, count: int = 5) -> str:
-        """Fetch some blocks, find them right, and say what carried them."""
+        """ReadRequest some blocks, find them right, and say what carried them."""
         for planes in self.memory.planes:
             for plane in planes:
                 plane[:] = 0
@@ -209,7 +209,7 @@ def test_a_worker_whose_memory_is_not_what_it_said_is_not_read_from(
 def test_a_source_that_dies_or_freezes(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tls: str, number: signal.Signals
 ) -> None:
-    """Over TCP in the middle of a read; nothing is written after the Report, whatever the source still does.
+    """Over TCP in the middle of a read; nothing is written after the LoadResult, whatever the source still does.
 
     Ways on which UCX emulates reads are refused otherwise; here they stand for hardware whose reads take time.
     """
@@ -229,7 +229,7 @@ def test_a_source_that_dies_or_freezes(
     os.kill(source.process.pid, signal.SIGCONT)
     time.sleep(0.5)
     now = [plane for planes in sink.memory.planes for plane in planes]
-    assert all((a == b).all() for a, b in zip(was, now, strict=True)), "written after the Report"
+    assert all((a == b).all() for a, b in zip(was, now, strict=True)), "written after the LoadResult"
     monkeypatch.setattr(nixl, "RETRY_SECONDS", 0.1)
     another = start(Source, row)
     sink.pair(another)

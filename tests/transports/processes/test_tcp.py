@@ -138,7 +138,7 @@ def test_an_idle_pair_does_not_wake_up(start: Callable[..., Driver], peer: Calla
 def test_a_source_that_dies_or_freezes_in_the_middle(
     start: Callable[..., Driver], peer: Callable[..., Peer], number: signal.Signals
 ) -> None:
-    """Nothing is written after the Report, whatever the source still does; afterwards TCP is taken again."""
+    """Nothing is written after the LoadResult, whatever the source still does; afterwards TCP is taken again."""
     ours, p = memory(ROW, None), peer(ROW)
     d = start(ours)
     pair(d, p)
@@ -156,7 +156,7 @@ def test_a_source_that_dies_or_freezes_in_the_middle(
     os.kill(p.process.pid, signal.SIGCONT)
     time.sleep(0.5)
     now = [plane for layer in ours.planes for plane in layer]
-    assert all((a == b).all() for a, b in zip(was, now, strict=True)), "written after the Report"
+    assert all((a == b).all() for a, b in zip(was, now, strict=True)), "written after the LoadResult"
     again = peer(ROW) if number is signal.SIGKILL else p
     pair(d, again)
     assert digest(ours, 3) == again("digest 3")

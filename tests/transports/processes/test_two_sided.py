@@ -144,7 +144,7 @@ def test_two_workers_read_from_each_other_at_once(
         want(d, there, TOKENS, p.worker)
         report = outcome(d)
         assert isinstance(report, events.LoadResult) and report.reason is None, report
-        assert {str(p("outcome")).partition("(")[0] for _ in range(2)} == {"Release", "Report"}
+        assert {str(p("outcome")).partition("(")[0] for _ in range(2)} == {"ReleaseBlocks", "LoadResult"}
         d.submit([events.BlocksRevoked(back)])
         number += 1
     assert digest(ours, BLOCKS) == p(f"digest {BLOCKS}") == right

@@ -3,11 +3,11 @@
 NCCL and Gloo match sends and receives by their order alone.  So the reader's end starts everything, and both ends do
 the same things in the same order, which P says over the (ordered, authenticated) control channel:
 
-    D: Connect ---- Pair(epoch) ----> P      a communicator is wanted; both make it, with Meet for what they must swap
-                 <--- Ready ---------        P's end is up; when D's is too, D asks for its pieces here (Route)
-    P: a Fetch: gather into a slot of the ring
+    D: Connect ---- PairRequest(epoch) ----> P      a communicator is wanted; both make it, with LinkParameters for what they must swap
+                 <--- ChannelReady ---------        P's end is up; when D's is too, D asks for its pieces here (Route)
+    P: a ReadRequest: gather into a slot of the ring
                  <--- Piece(seq) ----        the gather has ended (Sent); the send of that slot is queued, in order of seq
-    D: receive into a slot, in order of seq; when it has ended: Deliver
+    D: receive into a slot, in order of seq; when it has ended: DeliverSlot
 
 Whatever does not fit (a gap in seq, a size, an epoch that makes no progress in time) breaks the epoch: both abort
 their end, D takes its pieces by ZMQ at once and pairs again later, under the next epoch.
@@ -15,7 +15,7 @@ their end, D takes its pieces by ZMQ at once and pairs again later, under the ne
 Rules, checked by `validate` and by tests/transports/collective/test_channel.py:
   1. Both ends execute one order: the n-th receive of an epoch is for the bytes of the n-th send.
   2. A slot has one user at a time; nothing is queued beyond the slots, and what waits for one is not lost.
-  3. Each Ask ends in exactly one Finished, and not while its blocks are being read.
+  3. Each SendRequested ends in exactly one SendFinished, and not while its blocks are being read.
   4. What belongs to another epoch has no effect, except that a gather that has ended gives its blocks back.
 """
 
@@ -171,7 +171,7 @@ class TransmitSlot(msgspec.Struct, frozen=True):
 
 
 class ReceiveSlot(msgspec.Struct, frozen=True):
-    """Ends in Ended."""
+    """Ends in SlotCompleted."""
 
     epoch: int
     seq: int
@@ -180,7 +180,7 @@ class ReceiveSlot(msgspec.Struct, frozen=True):
 
 
 class DeliverSlot(msgspec.Struct, frozen=True):
-    """This piece lies in the slot, until Freed."""
+    """This piece lies in the slot, until SlotFreed."""
 
     epoch: int
     slot: int
@@ -195,7 +195,7 @@ class CloseLink(msgspec.Struct, frozen=True):
 
 
 class SendFinished(msgspec.Struct, frozen=True):
-    """An Ask has ended: nothing reads its blocks for it any more."""
+    """An SendRequested has ended: nothing reads its blocks for it any more."""
 
     piece: SendPiece
 

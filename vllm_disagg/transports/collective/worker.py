@@ -122,7 +122,7 @@ class CollectiveWorker:
         self._jobs.put(lambda: self._with(key, lambda pair: pair.link.hear(blob)))
 
     def transmit(self, key: Key, seq: int, slot: int, piece: SendPiece, tell: Callable[[LinkEvent], None]) -> None:
-        """Ends in Gathered, always; in Ended, perhaps."""
+        """Ends in SlotGathered, always; in SlotCompleted, perhaps."""
         self._jobs.put(lambda: self._transmit(key, seq, slot, piece, tell))
 
     def receive(self, key: Key, seq: int, slot: int, size: int) -> None:

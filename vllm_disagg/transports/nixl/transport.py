@@ -4,13 +4,13 @@
     connect   Hello ------------------------>  makes its agent, once
               <------------------------ Card   whom to read from, and what is registered
     tries the way (path.py): reads of a test region        (Look: P lets UCX work; Still: how often it has)
-    Routed("nixl:...")
-              Fetch, answered by SendPiece --> Lies: (address, bytes) of the piece's runs.  Sent, at once.
-    Arrived, Land: READ into the blocks; Landed
+    TransportChanged("nixl:...")
+              ReadRequest, answered by SendPiece --> Lies: (address, bytes) of the piece's runs.  Sent, at once.
+    Arrived, WritePiece: READ into the blocks; PieceWritten
 
-P does not know when it is read, and need not: bytes that were read too late are rejected by Settled.  D's side is the
+P does not know when it is read, and need not: bytes that were read too late are rejected by Confirm.  D's side is the
 dangerous one, because a read that hangs may still write into blocks (reads.py).  So when one fails or does not end
-in time, all of this worker's reads are given up with the whole agent, and end in Landed when it is gone.  Until then,
+in time, all of this worker's reads are given up with the whole agent, and end in PieceWritten when it is gone.  Until then,
 and until the ways have been tried again, pieces come by another carrier.  To serve others this worker has a second
 agent, which none of that touches.
 
@@ -97,7 +97,7 @@ class NixlTransport:
         self._sources: dict[str, NixlSource] = {}
         self._gone: set[str] = set()  # peers to remove once nothing reads from them
         self._lie: deque[tuple[NixlSource, str, int, list[Run]]] = deque()
-        self._current: tuple[NixlSource, list[Run]] | None = None  # of the Arrived just yielded
+        self._current: tuple[NixlSource, list[Run]] | None = None  # of the PieceArrived just yielded
         self._said: deque[TransportChanged] = deque()
         self._closings = Closings()
 

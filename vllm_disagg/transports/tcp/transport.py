@@ -5,12 +5,12 @@
               <----------------------------------- Door  where it is, and a ticket for this reader (control: CURVE)
     connects, shows the ticket ========================> knows whose connection this is
               <=============================== welcome
-    Routed("tcp:<attempt>")
-              Fetch, answered by SendPiece ============> head, bytes, checksum
-    Arrived, Land: the bytes go into the blocks; Landed
+    TransportChanged("tcp:<attempt>")
+              ReadRequest, answered by SendPiece ============> head, bytes, checksum
+    Arrived, WritePiece: the bytes go into the blocks; PieceWritten
 
 ZMQ would take the bytes into memory of its own first, by threads of its own: that is most of what ZMQ costs.  Bytes
-that come too late or are not right are in the blocks already, as with NIXL; they are not used, because no Report says
+that come too late or are not right are in the blocks already, as with NIXL; they are not used, because no LoadResult says
 so.  What breaks or stands still ends the connection, and with it all writing; ZMQ takes over at once.
 """
 
@@ -82,7 +82,7 @@ class TcpTransport:
         self._serving = TcpSender(port)
         self._sources: dict[str, TcpSource] = {}
         self._by_fd: dict[int, TcpSource] = {}
-        self._current: TcpSource | None = None  # of the Arrived just yielded
+        self._current: TcpSource | None = None  # of the PieceArrived just yielded
         self._scratch = memoryview(bytearray(FRAME_BYTES))  # for what nobody wants
         self._said: deque[TransportEvent] = deque()
 

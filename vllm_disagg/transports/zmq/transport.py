@@ -2,7 +2,7 @@
 
 Each worker binds a ROUTER; a reader connects a DEALER to every worker it reads from and is known there under a random
 address, told over control.  It says nothing to the ROUTER but an empty greeting, and the bytes are worth nothing without the
-checksum and the Settled that goes over control.  On one machine a UNIX socket takes them.
+checksum and the Confirm that goes over control.  On one machine a UNIX socket takes them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ZmqTransport:
         self.local = f"ipc://{self._folder}/data"
         self._router.bind(self.local)
         self.links: dict[str, zmq.Socket[bytes]] = {}
-        self._frames: list[memoryview] = []  # of the Arrived just yielded
+        self._frames: list[memoryview] = []  # of the PieceArrived just yielded
         self._checksum = 0
         self._unsent: list[tuple[SendPiece, list[bytes | memoryview], float]] = []
         self._sending: list[tuple[SendPiece, zmq.MessageTracker]] = []

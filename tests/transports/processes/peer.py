@@ -154,7 +154,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO)
     settings, row, seed, lie = json.loads(sys.argv[1])
     if os.environ.get("NIXL_ANYWHERE"):  # `auto` would leave it out without RDMA
-        nixl.obstacle = lambda config: ""
+        nixl.unavailable_reason = lambda config: ""
     ours = memory(row, seed)
     if lie:
         ours = Liar(ours.planes, BLOCK_SIZE)

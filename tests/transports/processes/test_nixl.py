@@ -373,7 +373,7 @@ def test_runs() -> None:
     long = [(at * 10, 5) for at in range(7000)]
     said = [nixl_notes.decode_at_decode(note) for note in nixl_notes.pieces("ab", 1, "a#1", long)]
     assert [run for note in said for run in note.runs] == long  # type: ignore[union-attr]
-    assert max(map(len, nixl_notes.pieces("a" * 256, 1, "a" * 256, [(2**62 - 1, 2**40)] * 7000))) < nixl_notes.MAX_NOTE
+    assert max(map(len, nixl_notes.pieces("a" * 256, 1, "a" * 256, [(2**62 - 1, 2**40)] * 7000))) < nixl_notes.MAX_NOTE_BYTES
 
 
 def test_what_ucx_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,12 +20,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from vllm_disagg import events, keys, mapping
-from vllm_disagg.compression import Fp8
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
-from vllm_disagg.memory import HostMemory, checksum
-from vllm_disagg.wire import Extent
+from vllm_disagg.fleet import keys
+from vllm_disagg.kv import reshard
+from vllm_disagg.kv.extents import Extent
+from vllm_disagg.kv.fp8 import Fp8
+from vllm_disagg.kv.memory import HostMemory, checksum
+from vllm_disagg.protocol import events
 
 LAYERS, ROW, BLOCKS, BLOCK_SIZE = 8, 256 << 10, 48, 128  # 100 MB of KV
 LINKS = (0.125, 0.25, 0.5, 1.25)  # GB/s: networks of 1, 2, 4 and 10 Gbit/s
@@ -87,25 +89,25 @@ def measure_link(rate: float) -> dict[str, float]:
     """GB/s of KV, from Wanted to the report, through a link of `rate` bytes a second: median of 5."""
     found = {}
     for compress in ("off", "fp8"):
-        key, config = keys.FleetKey(b"k" * keys.SIZE), Config(compress=compress)  # type: ignore[arg-type]
+        key, config = keys.FleetKey(b"k" * keys.KEY_BYTES), Config(compress=compress)  # type: ignore[arg-type]
         p, d = Driver(config, key, cache(1), 0), Driver(config, key, cache(None), 0)
         said: Any = multiprocessing.Queue()
         process = multiprocessing.Process(target=relay, args=(int(p.worker.data.rpartition(":")[2]), rate, said), daemon=True)
         process.start()
         source = msgspec.structs.replace(p.worker, data=f"tcp://127.0.0.1:{said.get()}", local="")
-        plan = mapping.plan([source.holds], [d.worker.holds])
+        plan = reshard.plan([source.holds], [d.worker.holds])
         tokens, blocks, times = BLOCKS * BLOCK_SIZE, list(range(BLOCKS)), []
         for turn in range(6):
             transfer = f"{turn:032x}"
-            p.submit([events.Scheduled(transfer, tokens, [blocks]), events.Computed(transfer, LAYERS), events.Pinned(transfer)])
+            p.submit([events.BlocksScheduled(transfer, tokens, [blocks]), events.LayersComputed(transfer, LAYERS), events.PrefillFinished(transfer)])
             began = time.monotonic()
-            d.submit([events.Wanted(transfer, [source], plan, [events.Blocks(0, blocks)], tokens, 60.0)])
+            d.submit([events.LoadRequested(transfer, [source], plan, [events.GroupBlocks(0, blocks)], tokens, 60.0)])
             for driver in (d, p):
                 while not (ended := driver.take()):
                     time.sleep(0.0005)
                 if driver is d:
                     times.append(time.monotonic() - began)
-                    assert isinstance(ended[0], events.Report) and ended[0].reason is None, ended
+                    assert isinstance(ended[0], events.LoadResult) and ended[0].reason is None, ended
         for driver in (d, p):
             driver.close()
         process.terminate()

@@ -29,16 +29,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from kv_connectors import carriers
-from vllm_disagg import config, events, keys, mapping
+from kv_connectors import transports
+from vllm_disagg import config
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.memory import HostMemory, Memory
-from vllm_disagg.shape import uniform
+from vllm_disagg.fleet import keys
+from vllm_disagg.kv import reshard
+from vllm_disagg.kv.layout import uniform
+from vllm_disagg.kv.memory import HostMemory, Memory
+from vllm_disagg.protocol import events
 
 LAYERS, BLOCK_SIZE, BLOCK_BYTES = 36, 16, 2 * 16 * 8 * 128 * 2  # Qwen3-8B: keys and values, 8 heads of 128 in bfloat16
-KEY = keys.FleetKey(b"b" * keys.SIZE)
+KEY = keys.FleetKey(b"b" * keys.KEY_BYTES)
 GPU = torch.cuda.is_available()
 WARM = 3  # transfers before it counts: until then two workers meet
 
@@ -47,7 +50,7 @@ def memory(blocks: int, fill: int) -> tuple[Memory, list[torch.Tensor]]:
     device = torch.device("cuda" if GPU else "cpu")
     tensors = [torch.full((blocks, BLOCK_BYTES), fill, dtype=torch.uint8, device=device) for _ in range(LAYERS)]
     if GPU:
-        from kv_connectors.device import DeviceMemory, planes_of  # noqa: PLC0415 - Triton
+        from kv_connectors.gpu.device import DeviceMemory, planes_of  # noqa: PLC0415 - Triton
 
         planes = [list(planes_of(tensor, blocks)) for tensor in tensors]
         return DeviceMemory(planes, uniform(LAYERS, BLOCK_SIZE, [BLOCK_BYTES]), device), tensors
@@ -56,7 +59,7 @@ def memory(blocks: int, fill: int) -> tuple[Memory, list[torch.Tensor]]:
 
 def driver(transport: str, piece: int, store: Memory) -> Driver:
     settings = Config(transport=transport, piece=piece, window=32 << 20, silence=10.0, lease=60.0)  # type: ignore[arg-type]
-    return Driver(settings, KEY, store, 0, carriers.chosen(settings, "cuda" if GPU else "cpu"))
+    return Driver(settings, KEY, store, 0, transports.chosen(settings, "cuda" if GPU else "cpu"))
 
 
 def outcome(made: Driver) -> Any:
@@ -74,8 +77,8 @@ def serve(pipe: Connection, transport: str, piece: int, blocks: int) -> None:
     made = driver(transport, piece, store)
     pipe.send(made.worker)
     while (transfer := pipe.recv()) is not None:
-        made.submit([events.Scheduled(transfer, blocks * BLOCK_SIZE, [list(range(blocks))])])
-        made.submit([events.Computed(transfer, LAYERS), events.Pinned(transfer)])
+        made.submit([events.BlocksScheduled(transfer, blocks * BLOCK_SIZE, [list(range(blocks))])])
+        made.submit([events.LayersComputed(transfer, LAYERS), events.PrefillFinished(transfer)])
         outcome(made)
         pipe.send(time.process_time())
     made.close()
@@ -139,8 +142,8 @@ def measure(transport: str, piece: int, blocks: int, rounds: int) -> dict[str, A
     def move() -> tuple[Any, float]:
         """One transfer: its report, and the CPU seconds of the other process so far."""
         transfer = os.urandom(16).hex()
-        plan, wanted = mapping.plan([source.holds], [made.worker.holds]), events.Blocks(0, list(range(blocks)))
-        made.submit([events.Wanted(transfer, [source], plan, [wanted], blocks * BLOCK_SIZE, 60.0)])
+        plan, wanted = reshard.plan([source.holds], [made.worker.holds]), events.GroupBlocks(0, list(range(blocks)))
+        made.submit([events.LoadRequested(transfer, [source], plan, [wanted], blocks * BLOCK_SIZE, 60.0)])
         here.send(transfer)
         report = outcome(made)
         if report.reason is not None:
@@ -191,7 +194,7 @@ def kernels(blocks: int) -> list[dict[str, Any]]:
 
 def kernel(tensors: list[torch.Tensor], blocks: int) -> dict[str, Any]:
     """`blocks` of four times as many, at random."""
-    from kv_connectors import device  # noqa: PLC0415 - Triton
+    from kv_connectors.gpu import device  # noqa: PLC0415 - Triton
 
     planes = [plane for tensor in tensors for plane in device.planes_of(tensor, 4 * blocks)]
     ids = torch.randperm(4 * blocks, device="cuda")[:blocks]

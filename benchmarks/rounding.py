@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from vllm_disagg import keys
+from vllm_disagg.fleet import keys
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/engine"))
 from asking import TEXT, Record, ask, body

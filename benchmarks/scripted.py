@@ -20,8 +20,9 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from vllm_disagg.grants import Engine, Worker, verify
-from vllm_disagg.keys import FleetKey, load
+from vllm_disagg.fleet.grants import verify
+from vllm_disagg.fleet.keys import FleetKey, load
+from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
 
 LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 GRANT = re.compile(rb'"disagg_grant": *"([^"]+)"')
@@ -152,8 +153,8 @@ class Instance(asyncio.Protocol):
 
 def answers(role: str, name: str) -> bytes:
     """The one JSON that this instance answers to health, models, probes and completions."""
-    worker = Worker("w0", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
-    engine = Engine(name, role, [worker], {"model": "m"})  # type: ignore[arg-type]
+    worker = WorkerInfo("w0", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
+    engine = EngineInfo(name, role, [worker], {"model": "m"})  # type: ignore[arg-type]
     nixl = {
         "do_remote_prefill": True,
         "do_remote_decode": False,

@@ -44,14 +44,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kv_connectors import carriers
-from vllm_disagg import events, keys, mapping
+from kv_connectors import transports
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
-from vllm_disagg.memory import FRAME, HostMemory
+from vllm_disagg.fleet import keys
+from vllm_disagg.kv import reshard
+from vllm_disagg.kv.memory import FRAME_BYTES, HostMemory
+from vllm_disagg.protocol import events
 
 LAYERS, BLOCK, BLOCK_SIZE, RUN = 24, 64 << 10, 16, 8
-KEY = keys.FleetKey(b"k" * keys.SIZE)
+KEY = keys.FleetKey(b"k" * keys.KEY_BYTES)
 ROUNDS = 3
 IDLE = 20.0  # seconds that idle engines are watched
 ASKED = 5  # times for each length of prompt
@@ -78,20 +80,20 @@ class Pool:
 # It yields the seconds of a transfer for each number of blocks that it is sent; the source yields when it is ready.
 def ours(name: str, pool: Pool, peer: Connection, is_source: bool) -> Iterator[float]:
     config = Config(transport=name)  # type: ignore[arg-type]
-    driver = Driver(config, KEY, pool.memory, 0, carriers.chosen(config))
+    driver = Driver(config, KEY, pool.memory, 0, transports.chosen(config))
     if is_source:
         peer.send(driver.worker)
         count = yield 0.0
         while True:
             transfer, blocks = peer.recv(), pool.blocks(count)
-            driver.submit([events.Scheduled(transfer, count * BLOCK_SIZE, [blocks]), events.Computed(transfer, LAYERS)])
-            driver.submit([events.Pinned(transfer)])
+            driver.submit([events.BlocksScheduled(transfer, count * BLOCK_SIZE, [blocks]), events.LayersComputed(transfer, LAYERS)])
+            driver.submit([events.PrefillFinished(transfer)])
             peer.send(None)
             while not driver.take():
                 time.sleep(0.0002)
             count = yield 0.0
     worker = peer.recv()
-    plan = mapping.plan([worker.holds], [driver.worker.holds])
+    plan = reshard.plan([worker.holds], [driver.worker.holds])
     count = yield 0.0
     while True:
         transfer = secrets.token_hex(16)
@@ -99,7 +101,7 @@ def ours(name: str, pool: Pool, peer: Connection, is_source: bool) -> Iterator[f
         peer.recv()
         before = driver.counters.received.get(name, 0)
         began = time.perf_counter()
-        driver.submit([events.Wanted(transfer, [worker], plan, [events.Blocks(0, pool.blocks(count))], count * BLOCK_SIZE, 60.0)])
+        driver.submit([events.LoadRequested(transfer, [worker], plan, [events.GroupBlocks(0, pool.blocks(count))], count * BLOCK_SIZE, 60.0)])
         while not (taken := driver.take()):
             time.sleep(0.0002)  # as vLLM would look
         seconds = time.perf_counter() - began
@@ -139,8 +141,8 @@ def pyzmq(name: str, pool: Pool, peer: Connection, is_source: bool) -> Iterator[
             for plane in pool.planes:
                 for first in pool.blocks(count)[::RUN]:
                     run = plane[first : first + min(RUN, count)].reshape(-1)
-                    for at in range(0, run.nbytes, FRAME):
-                        made.send(memoryview(run[at : at + FRAME]), copy=False)  # type: ignore[arg-type]
+                    for at in range(0, run.nbytes, FRAME_BYTES):
+                        made.send(memoryview(run[at : at + FRAME_BYTES]), copy=False)  # type: ignore[arg-type]
             count = yield 0.0
             continue
         left = count * LAYERS * BLOCK
@@ -356,7 +358,7 @@ def metrics(url: str) -> dict[str, float]:
 
 def main() -> None:
     has_nixl = importlib.util.find_spec("nixl") is not None
-    known = ["zmq", *carriers.MODULES]
+    known = ["zmq", *transports.MODULES]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="a KV-heavy model, for the part with real engines")
     parser.add_argument("--transports", nargs="+", choices=known, default=["zmq", "tcp", "gloo", *(["nixl"] if has_nixl else [])])

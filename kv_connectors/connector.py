@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
-from vllm_disagg import config, keys
+from vllm_disagg import config
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.registration import Registration, register_all
+from vllm_disagg.fleet import keys
+from vllm_disagg.fleet.registration import Registration, register_all
 
-from . import compat, facts
-from .messages import Handshake, WorkerMetadata
+from . import compat, compatibility, prompt_digest, supported
+from .metadata import Handshake, WorkerMetadata
+from .metrics import PromMetrics, Stats
 from .scheduler import SchedulerSide
-from .stats import PromMetrics, Stats
 from .worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from .messages import StepMetadata
+    from .metadata import StepMetadata
 
 # In vLLM's processes our log lines go where vLLM's go.
 logging.getLogger("vllm_disagg").handlers = list(logging.getLogger("vllm").handlers)
@@ -45,15 +46,15 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
                 raise ConfigError(problem)
             logging.getLogger("vllm_disagg").warning("%s; it is tried all the same (gpu)", problem)
         key = keys.load(settings.key_file, insecure=settings.insecure)
-        facts.refuse_unsupported(vllm_config, kv_cache_config, gpu=settings.gpu, compress=settings.compress)
+        supported.refuse_unsupported(vllm_config, kv_cache_config, gpu=settings.gpu, compress=settings.compress)
         self._scheduler: SchedulerSide
         self._worker: WorkerSide
         self._registrations: list[Registration] = []
         if role is KVConnectorRole.SCHEDULER:
             kind = ROLES[str(self._kv_transfer_config.kv_role)]
-            layout, among = facts.layout(vllm_config, settings.compress), facts.data_parallel_rank(vllm_config)
-            compat.before_adapters_load(facts.note_adapter)
-            two_way, groups = facts.two_way(vllm_config), kv_cache_config.kv_cache_groups
+            layout, among = compatibility.layout(vllm_config, settings.compress), compatibility.data_parallel_rank(vllm_config)
+            compat.before_adapters_load(prompt_digest.note_adapter)
+            two_way, groups = compatibility.two_way(vllm_config), kv_cache_config.kv_cache_groups
             self._scheduler = SchedulerSide(key, kind, layout, groups, rank=among, two_way=two_way, host=settings.host)
             if settings.insecure:
                 logging.getLogger("vllm_disagg").warning(

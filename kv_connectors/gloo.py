@@ -25,10 +25,17 @@ from torch.distributed import Store, is_gloo_available
 
 from vllm_disagg.config import Config
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.transports.carrier import Port
-from vllm_disagg.transports.mover import HostStaging, Slot
-from vllm_disagg.transports.pairs import PAIRING, Ended, Failed, FromLink, Said, Up
-from vllm_disagg.transports.two_sided import TwoSidedCarrier
+from vllm_disagg.transports.base import DriverPort
+from vllm_disagg.transports.collective.channel import (
+    PAIRING_SECONDS,
+    LinkBlob,
+    LinkEvent,
+    LinkFailed,
+    LinkUp,
+    SlotCompleted,
+)
+from vllm_disagg.transports.collective.transport import CollectiveTransport
+from vllm_disagg.transports.collective.worker import HostStaging, Slot
 
 if is_gloo_available():
     from torch.distributed import ProcessGroupGloo
@@ -72,7 +79,7 @@ class NoteStore(Store):  # type: ignore[misc]
         self.wait([key])
         return self._values[key]
 
-    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=PAIRING)) -> None:
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=PAIRING_SECONDS)) -> None:
         with self._changed:
             there = self._changed.wait_for(
                 lambda: self._is_closed or all(key in self._values for key in keys), timeout.total_seconds()
@@ -82,14 +89,14 @@ class NoteStore(Store):  # type: ignore[misc]
 
 
 class GlooLink:
-    """`device`: Gloo's, shared by the links of a worker.  See `mover.Link`."""
+    """`device`: Gloo's, shared by the links of a worker.  See `worker.Link`."""
 
     is_polled = False
 
-    def __init__(self, device: Any, rank: int, tell: Callable[[FromLink], None], epoch: int) -> None:
+    def __init__(self, device: Any, rank: int, tell: Callable[[LinkEvent], None], epoch: int) -> None:
         self._device, self._rank, self._tell, self._epoch = device, rank, tell, epoch
         self._is_closing = False
-        self._store = NoteStore(lambda blob: tell(Said(epoch, blob)))
+        self._store = NoteStore(lambda blob: tell(LinkBlob(epoch, blob)))
         self._group: Any = None
         self._posted: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
         self._waiting: deque[Any] = deque()  # what was posted and has not ended
@@ -139,23 +146,23 @@ class GlooLink:
     def _run(self) -> None:
         try:
             options = ProcessGroupGloo._Options()
-            options._devices, options._threads, options._timeout = [self._device], 1, timedelta(seconds=PAIRING)
+            options._devices, options._threads, options._timeout = [self._device], 1, timedelta(seconds=PAIRING_SECONDS)
             self._group = ProcessGroupGloo(self._store, self._rank, 2, options)
-            self._tell(Up(self._epoch))
+            self._tell(LinkUp(self._epoch))
             while (posted := self._posted.get()) is not None:
                 seq, work = posted
                 work.wait(NEVER)
                 self._waiting.popleft()
-                self._tell(Ended(self._epoch, seq))
+                self._tell(SlotCompleted(self._epoch, seq))
         except Exception as error:  # Gloo has one kind
             if not self._is_closing:
-                self._tell(Failed(self._epoch, f"gloo: {str(error).rpartition('] ')[2]:.120}"))
+                self._tell(LinkFailed(self._epoch, f"gloo: {str(error).rpartition('] ')[2]:.120}"))
         finally:
             self._waiting.clear()
             self._group = None
 
 
-def carrier(config: Config) -> Callable[[Port], TwoSidedCarrier]:
+def carrier(config: Config) -> Callable[[DriverPort], CollectiveTransport]:
     """RuntimeError if this torch has no Gloo, or none for this host."""
     if not is_gloo_available():
         raise RuntimeError(f"torch {torch.__version__} was built without Gloo")
@@ -163,7 +170,7 @@ def carrier(config: Config) -> Callable[[Port], TwoSidedCarrier]:
         raise ConfigError("transport gloo cannot encrypt KV: set encrypt_data to false, or transport to zmq")
     device = ProcessGroupGloo.create_device(hostname=config.host)
 
-    def make_link(rank: int, tell: Callable[[FromLink], None], epoch: int) -> GlooLink:
+    def make_link(rank: int, tell: Callable[[LinkEvent], None], epoch: int) -> GlooLink:
         return GlooLink(device, rank, tell, epoch)
 
-    return lambda port: TwoSidedCarrier("gloo", port, HostStaging(port.memory), make_link)
+    return lambda port: CollectiveTransport("gloo", port, HostStaging(port.memory), make_link)

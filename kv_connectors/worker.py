@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_disagg import events
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
-from vllm_disagg.keys import FleetKey
-from vllm_disagg.memory import Memory
-from vllm_disagg.shape import NOTHING
+from vllm_disagg.fleet.keys import FleetKey
+from vllm_disagg.kv.layout import NOTHING
+from vllm_disagg.kv.memory import Memory
+from vllm_disagg.protocol import events
 
-from . import carriers, kvcache
+from . import kv_layout, transports
 from .layers import Layers
-from .messages import Handshake, StepMetadata, WorkerMetadata
-from .stats import Stats
+from .metadata import Handshake, StepMetadata, WorkerMetadata
+from .metrics import Stats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm_disagg.worker")
 
-OFFER = 2 << 20  # bytes: layers are offered in groups that hold so much, so that messages stay few
+PROGRESS_BYTES = 2 << 20  # bytes: layers are offered in groups that hold so much, so that messages stay few
 
 
 class WorkerSide:
@@ -56,7 +56,7 @@ class WorkerSide:
         memory, names = self._memory(caches)
         self._layers = Layers(names)
         self._shape = memory.shape
-        others = carriers.chosen(self._config, next(iter(caches.values())).device.type)
+        others = transports.chosen(self._config, next(iter(caches.values())).device.type)
         self._driver = Driver(self._config, self._key, memory, self._rank, others)
         self.handshake = Handshake(self._driver.worker, names)
         log.info("KV transfers at %s", self._driver.worker.control)
@@ -65,11 +65,11 @@ class WorkerSide:
         """And the layers' names, in its order."""
         parallel, model = self._vllm_config.parallel_config, self._vllm_config.model_config
         size = parallel.tensor_parallel_size
-        rank = kvcache.Rank(self._rank % size, size, kvcache.kv_heads(model))
+        rank = kv_layout.RankCache(self._rank % size, size, kv_layout.kv_heads(model))
         config = self._kv_cache_config
         if next(iter(caches.values())).device.type == "cpu":
-            return kvcache.host_memory(caches, config.kv_cache_groups, config.num_blocks, rank, self._vllm_config)
-        from .device import device_memory  # noqa: PLC0415 - Triton, which CPUs need not have
+            return kv_layout.host_memory(caches, config.kv_cache_groups, config.num_blocks, rank, self._vllm_config)
+        from .gpu.device import device_memory  # noqa: PLC0415 - Triton, which CPUs need not have
 
         memory, names = device_memory(caches, config.kv_cache_groups, config.num_blocks, rank)
         self._launched = memory.launched
@@ -84,25 +84,25 @@ class WorkerSide:
     # A step --------------------------------------------------------------------------------------------------
     def withdraw(self, metadata: StepMetadata) -> None:
         """At once, before this step clears blocks or copies into them; `begin` says it again, which changes nothing."""
-        if withdrawn := [event for event in metadata.prefill if isinstance(event, events.Withdrawn)]:
+        if withdrawn := [event for event in metadata.prefill if isinstance(event, events.BlocksRevoked)]:
             self.driver.submit(withdrawn)
 
     def begin(self, metadata: StepMetadata) -> None:
         self._serving.update(metadata.serving)
         self._loading.update(metadata.loading)
         for event in metadata.decode:
-            if isinstance(event, events.Wanted):
+            if isinstance(event, events.LoadRequested):
                 self._blocks[event.transfer] = [block for blocks in event.blocks for block in blocks.ids]
-            elif isinstance(event, events.Sought):
+            elif isinstance(event, events.LookupRequested):
                 self._sought.add(event.transfer)
-            elif isinstance(event, events.Unneeded):
+            elif isinstance(event, events.LoadSkipped):
                 self._loading.pop(event.transfer, None)
             elif event.transfer not in self._blocks:  # cancelled before it was wanted
                 self._sought.discard(event.transfer)
         for withdrawn in metadata.prefill:
-            if isinstance(withdrawn, events.Withdrawn):
+            if isinstance(withdrawn, events.BlocksRevoked):
                 self._serving.pop(withdrawn.transfer, None)
-        scheduled = [e for e in metadata.prefill if isinstance(e, events.Scheduled)]
+        scheduled = [e for e in metadata.prefill if isinstance(e, events.BlocksScheduled)]
         self._cached = [e.transfer for e in scheduled if e.cached]
         scheduled = [e for e in scheduled if not e.cached]
         self._computing = [e.transfer for e in scheduled]
@@ -110,17 +110,17 @@ class WorkerSide:
             self._layers.begin()
             self._announced = 0
         per_layer = max(sum(k.rows) * sum(len(e.blocks[k.group]) for e in scheduled) for k in self._shape.kinds)
-        self._group = -(-OFFER // per_layer) if per_layer else len(self._layers) + 1
+        self._group = -(-PROGRESS_BYTES // per_layer) if per_layer else len(self._layers) + 1
         if metadata.decode:
             self._launched()
         if metadata.prefill or metadata.decode:
             self.driver.submit([*self._offered(metadata.prefill), *metadata.decode])
 
-    def _offered(self, prefill: list[events.ForPrefill]) -> Iterator[events.ForPrefill | events.Computed]:
+    def _offered(self, prefill: list[events.ForSender]) -> Iterator[events.ForSender | events.LayersComputed]:
         """Without overlap a prompt's KV is offered when all of it is there."""
         for event in prefill:
-            if isinstance(event, events.Pinned) and self._config.overlap == "off":
-                yield events.Computed(event.transfer, len(self._layers))
+            if isinstance(event, events.PrefillFinished) and self._config.overlap == "off":
+                yield events.LayersComputed(event.transfer, len(self._layers))
             yield event
 
     def layer_computed(self, name: str) -> None:
@@ -139,7 +139,7 @@ class WorkerSide:
         count = len(self._computing)
         log.warning("layer %s was computed again after its KV was offered; D recomputes the %d prompts of this step", name, count)
         self._announced = 0
-        self.driver.submit([events.Recomputed(transfer) for transfer in self._computing])
+        self.driver.submit([events.LayersRecomputed(transfer) for transfer in self._computing])
 
     def end(self) -> None:
         if self._has_failed():
@@ -156,12 +156,12 @@ class WorkerSide:
         self._computing, self._cached = [], []
         if spoiled:
             log.error("a forward pass failed: the KV of its %d requests is offered to no other engine", len(spoiled))
-            self.driver.submit([events.Recomputed(transfer) for transfer in spoiled])
+            self.driver.submit([events.LayersRecomputed(transfer) for transfer in spoiled])
         return True
 
     def _announce(self, transfers: list[str], layers: int) -> None:
         self._launched()
-        self.driver.submit([events.Computed(transfer, layers) for transfer in transfers])
+        self.driver.submit([events.LayersComputed(transfer, layers) for transfer in transfers])
 
     # What has ended ------------------------------------------------------------------------------------------
     def results(self) -> tuple[set[str], set[str], set[str]]:
@@ -173,17 +173,17 @@ class WorkerSide:
             self._cached = []
         sent, received, failed = set[str](), set[str](), set[str]()
         for outcome in self.driver.take():
-            if isinstance(outcome, events.Found):
+            if isinstance(outcome, events.LookupResult):
                 self._found.setdefault(outcome.transfer, []).append(outcome.tokens)
                 continue
             self.stats.record(outcome, back=outcome.transfer in self._sought)
-            ours, ended = (self._serving, sent) if isinstance(outcome, events.Release) else (self._loading, received)
+            ours, ended = (self._serving, sent) if isinstance(outcome, events.ReleaseBlocks) else (self._loading, received)
             request = ours.pop(outcome.transfer, None)
             if request is None:
                 log.error("transfer %s has ended, but belongs to no request", outcome.transfer)
             else:
                 ended.add(request)
-            if isinstance(outcome, events.Report):
+            if isinstance(outcome, events.LoadResult):
                 self._sought.discard(outcome.transfer)
                 blocks = self._blocks.pop(outcome.transfer, [])
                 if request is not None and outcome.reason is not None:

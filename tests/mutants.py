@@ -32,6 +32,9 @@ LIMIT = 600.0  # seconds of one run of pytest with few seeds: a fault by which t
 FEW, MORE, MANY = 100, 1000, int(os.environ.get("SEEDS", "10000"))  # worlds
 
 
+LUCK = ("tests/simulation", "tests/property", "tests/kv/test_reshard.py", "tests/transports/collective")  # seeded
+
+
 class Mutant(NamedTuple):
     what: str
     file: str  # of vllm_disagg, or from the root
@@ -47,47 +50,45 @@ class Run(NamedTuple):
     seeds: int = FEW
 
 
-
-MACHINES = ("prefill.py", "decode.py", "search.py", "reading.py", "layout.py", "mapping.py")
-OF_MACHINES = ["tests/unit/test_prefill.py", "tests/unit/test_decode.py", "tests/unit/test_search.py"]
-WORLD = ["tests/property/test_world.py"]
+MACHINES = ("protocol/sender.py", "protocol/receiver.py", "protocol/lookup.py", "protocol/read_plan.py", "kv/extents.py", "kv/reshard.py")
+OF_MACHINES = ["tests/protocol/test_sender.py", "tests/protocol/test_receiver.py", "tests/protocol/test_lookup.py"]
+WORLD = ["tests/simulation/test_world.py"]
 TESTS = {
     **{file: [Run(OF_MACHINES), *(Run(WORLD, seeds) for seeds in (FEW, MORE, MANY))] for file in MACHINES},
     "driver.py": [Run(["tests/unit/test_driver.py"])],
-    "scatter.py": [Run(["tests/unit/test_memory.py", "tests/unit/test_kvcache.py"]), Run(["tests/property/test_mapping.py"])],
-    "transports/pairs.py": [Run(["tests/property/test_pairs.py"], 160)],
-    "transports/nixl_way.py": [Run(["tests/unit/test_nixl_way.py"])],
-    "transports/nixl_reads.py": [Run(["tests/unit/test_nixl_reads.py"]), Run(["tests/transports/test_nixl.py"])],
-    "transports/nixl_notes.py": [Run(["tests/transports/test_nixl.py"])],
-    "transports/nixl_agent.py": [Run(["tests/transports/test_nixl.py"])],
-    "transports/nixl_serving.py": [Run(["tests/transports/test_nixl.py"])],
-    "transports/nixl.py": [Run(["tests/transports/test_nixl.py"])],
-    "transports/tcp.py": [Run(["tests/transports/test_tcp.py"])],
-    "transports/tcp_serving.py": [Run(["tests/transports/test_tcp.py"])],
-    "transports/tcp_notes.py": [Run(["tests/transports/test_tcp.py"])],
-    "transports/two_sided.py": [Run(["tests/transports/test_two_sided.py"])],
-    "transports/mover.py": [Run(["tests/transports/test_two_sided.py"])],
-    "transports/control.py": [Run(["tests/unit/test_zmq_carrier.py", "tests/unit/test_driver.py"])],
-    "transports/zmq.py": [Run(["tests/unit/test_zmq_carrier.py", "tests/unit/test_driver.py"])],
-    "transports/half_open.py": [Run(["tests/unit/test_zmq_carrier.py", "tests/transports/test_floods.py"])],
-    "kv_connectors/scheduler.py": [Run(["tests/unit/test_scheduler_side.py", "tests/unit/test_worker_side.py"])],
-    "kv_connectors/worker.py": [Run(["tests/unit/test_scheduler_side.py", "tests/unit/test_worker_side.py"])],
+    "kv/relayout.py": [Run(["tests/kv/test_memory.py", "tests/connector/test_kv_layout.py"]), Run(["tests/kv/test_reshard.py"])],
+    "transports/collective/channel.py": [Run(["tests/transports/collective/test_channel.py"], 160)],
+    "transports/nixl/path.py": [Run(["tests/transports/nixl/test_nixl_path.py"])],
+    "transports/nixl/reads.py": [Run(["tests/transports/nixl/test_nixl_reads.py"]), Run(["tests/transports/processes/test_nixl.py"])],
+    "transports/nixl/notes.py": [Run(["tests/transports/processes/test_nixl.py"])],
+    "transports/nixl/agent.py": [Run(["tests/transports/processes/test_nixl.py"])],
+    "transports/nixl/sender.py": [Run(["tests/transports/processes/test_nixl.py"])],
+    "transports/nixl/transport.py": [Run(["tests/transports/processes/test_nixl.py"])],
+    "transports/tcp/transport.py": [Run(["tests/transports/processes/test_tcp.py"])],
+    "transports/tcp/sender.py": [Run(["tests/transports/processes/test_tcp.py"])],
+    "transports/tcp/notes.py": [Run(["tests/transports/processes/test_tcp.py"])],
+    "transports/collective/transport.py": [Run(["tests/transports/processes/test_two_sided.py"])],
+    "transports/collective/worker.py": [Run(["tests/transports/processes/test_two_sided.py"])],
+    "transports/zmq/control.py": [Run(["tests/transports/zmq/test_zmq_transport.py", "tests/unit/test_driver.py"])],
+    "transports/zmq/transport.py": [Run(["tests/transports/zmq/test_zmq_transport.py", "tests/unit/test_driver.py"])],
+    "transports/zmq/half_open.py": [Run(["tests/transports/zmq/test_zmq_transport.py", "tests/transports/processes/test_floods.py"])],
+    "kv_connectors/scheduler.py": [Run(["tests/connector/test_scheduler_side.py", "tests/connector/test_worker_side.py"])],
+    "kv_connectors/worker.py": [Run(["tests/connector/test_scheduler_side.py", "tests/connector/test_worker_side.py"])],
 }
 
 
 def runs(mutant: Mutant) -> list[Run]:
     """Of pytest, until one fails."""
     if named := mutant.tests.split():
-        by_luck = any(test.startswith("tests/property") for test in named)
+        by_luck = any(test.startswith(LUCK) for test in named)
         return [Run(named), *([Run(named, MANY)] if by_luck else [])]
     if mutant.file in TESTS:
         return TESTS[mutant.file]
     path = Path(mutant.file)
-    folder = "tests/proxy" if "proxy" in path.parts else "tests/unit"
-    names = [name for name in (f"test_{path.stem}.py", f"test_proxy_{path.stem}.py") if (ROOT / folder / name).exists()]
-    if "launcher" in path.parts:
-        names = [found.name for found in sorted((ROOT / folder).glob("test_launcher*.py"))]
-    return [*([Run([f"{folder}/{name}" for name in names])] if names else []), Run([folder])]
+    room = "connector" if path.parts[0] == "kv_connectors" else path.parts[0]
+    folder = Path("tests", room) if (ROOT / "tests" / room).is_dir() else Path("tests/unit")
+    nearest = [str(found.relative_to(ROOT)) for found in sorted((ROOT / folder).rglob(f"test_{path.stem}.py"))]
+    return [*([Run(nearest)] if nearest else []), Run([str(folder)])]
 
 
 def source(root: Path, file: str) -> Path:

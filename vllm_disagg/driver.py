@@ -23,24 +23,24 @@ from typing import TypeVar, assert_never
 
 import zmq
 
-from . import events, wire
-from .compression import Fp8
 from .config import Config
-from .decode import DecodeSide
 from .errors import BadMessage
-from .grants import Worker
-from .keys import FleetKey
-from .memory import Memory
-from .prefill import PrefillSide
-from .transports.carrier import Carrier, Counters, Happened, Port
-from .transports.control import Control, receive
-from .transports.zmq import ZmqCarrier, machine
+from .fleet.keys import FleetKey
+from .kv.fp8 import Fp8
+from .kv.memory import Memory
+from .protocol import events, messages
+from .protocol.peers import WorkerInfo
+from .protocol.receiver import Receiver
+from .protocol.sender import Sender
+from .transports.base import Counters, DriverPort, Transport, TransportEvent, machine_id
+from .transports.zmq.control import Control, receive
+from .transports.zmq.transport import ZmqTransport
 
 log = logging.getLogger("vllm_disagg.driver")
 
-Outcome = events.Release | events.Report | events.Found
-Fact = events.ForPrefill | events.Computed | events.Recomputed | events.ForDecode
-OWED: dict[type, type[Outcome]] = {events.Wanted: events.Report, events.Pinned: events.Release}
+Outcome = events.ReleaseBlocks | events.LoadResult | events.LookupResult
+Fact = events.ForSender | events.LayersComputed | events.LayersRecomputed | events.ForReceiver
+OWED: dict[type, type[Outcome]] = {events.LoadRequested: events.LoadResult, events.PrefillFinished: events.ReleaseBlocks}
 STORY = 4000  # events and actions remembered, for the story of a transfer that failed
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class Driver:
         key: FleetKey,
         memory: Memory,
         rank: int,
-        carriers: Mapping[str, Callable[[Port], Carrier]] | None = None,
+        carriers: Mapping[str, Callable[[DriverPort], Transport]] | None = None,
     ) -> None:
         """`carriers`: what can carry pieces besides ZMQ, the preferred one first."""
         self.name = f"{secrets.token_hex(6)}/{rank}"
@@ -79,17 +79,17 @@ class Driver:
         self._control = Control(config, key, self.name)
         self._control.poller.register(self._woken, zmq.POLLIN)
         carried = Fp8(memory) if config.compress == "fp8" else memory
-        zmq_carrier = ZmqCarrier(self._port("zmq", config, carried), self._control)
+        zmq_carrier = ZmqTransport(self._port("zmq", config, carried), self._control)
         self._fallback = zmq_carrier.address
         self._up: dict[str, dict[str, str]] = {}  # source -> carriers that have come up beside ZMQ, and their addresses
         others = {name: make(self._port(name, config, memory, self._fallback)) for name, make in (carriers or {}).items()}
-        self._carriers: dict[str, Carrier] = {"zmq": zmq_carrier, **others}
-        self._arriving: Carrier = zmq_carrier  # whose Arrived is in the machine just now
-        self.worker = Worker(
-            self.name, self._control.address, zmq_carrier.endpoint, zmq_carrier.local, machine(), list(others), memory.shape
+        self._carriers: dict[str, Transport] = {"zmq": zmq_carrier, **others}
+        self._arriving: Transport = zmq_carrier  # whose PieceArrived is in the machine just now
+        self.worker = WorkerInfo(
+            self.name, self._control.address, zmq_carrier.endpoint, zmq_carrier.local, machine_id(), list(others), memory.shape
         )
-        self._prefill = PrefillSide(self.name, memory.shape, lease=config.lease, grace=2 * config.retry)
-        self._decode = DecodeSide(
+        self._prefill = Sender(self.name, memory.shape, lease=config.lease, grace=2 * config.retry)
+        self._decode = Receiver(
             self.name,
             zmq_carrier.address,
             rank,
@@ -102,14 +102,14 @@ class Driver:
         )
         self._thread.start()
 
-    def _port(self, carrier: str, config: Config, memory: Memory, fallback: str = "") -> Port:
+    def _port(self, carrier: str, config: Config, memory: Memory, fallback: str = "") -> DriverPort:
         def to_reader(reader: str, data: bytes) -> None:
-            self._control.send_to_reader(reader, wire.Note(self.name, reader, carrier, data))
+            self._control.send_to_reader(reader, messages.TransportNote(self.name, reader, carrier, data))
 
         def to_source(source: str, data: bytes) -> None:
-            self._control.send_to_source(source, wire.Note(source, self.name, carrier, data))
+            self._control.send_to_source(source, messages.TransportNote(source, self.name, carrier, data))
 
-        return Port(self.name, config, memory, self.counters, self._control.poller, to_reader, to_source, fallback)
+        return DriverPort(self.name, config, memory, self.counters, self._control.poller, to_reader, to_source, fallback)
 
     # vLLM's thread -------------------------------------------------------------------------------------------
     def submit(self, facts: Iterable[Fact]) -> None:
@@ -177,7 +177,7 @@ class Driver:
         for side, do in ((self._prefill, self._do_prefill), (self._decode, self._do_decode)):
             due = side.next_deadline()
             if due is not None and due <= now:
-                do(events.Tick())
+                do(events.ClockTick())
 
     def _timeout(self) -> int | None:
         """Milliseconds until something is due; None: until something happens."""
@@ -192,9 +192,9 @@ class Driver:
         while self._inbox:
             fact = self._inbox.popleft()
             match fact:
-                case events.Scheduled() | events.Computed() | events.Recomputed() | events.Pinned() | events.Withdrawn():
+                case events.BlocksScheduled() | events.LayersComputed() | events.LayersRecomputed() | events.PrefillFinished() | events.BlocksRevoked():
                     self._do_prefill(fact)
-                case events.Wanted() | events.Sought() | events.Unneeded() | events.Cancelled():
+                case events.LoadRequested() | events.LookupRequested() | events.LoadSkipped() | events.LoadCancelled():
                     self._do_decode(fact)
                 case _:
                     assert_never(fact)
@@ -210,10 +210,10 @@ class Driver:
         if control.router in ready:
             for _, *message in receive(control.router):
                 control.strangers.heard(message)
-                self._receive_one(message, wire.decode_at_prefill, self._at_prefill)
+                self._receive_one(message, messages.decode_at_sender, self._at_prefill)
         for link in [link for link in control.links.values() if link in ready]:
             for message in receive(link):
-                self._receive_one(message, wire.decode_at_decode, self._at_decode)
+                self._receive_one(message, messages.decode_at_receiver, self._at_decode)
 
     def _receive_one(self, message: list[zmq.Frame], decode: Callable[[bytes], T], do: Callable[[T], None]) -> None:
         try:
@@ -226,33 +226,33 @@ class Driver:
         self._drain()
         do(decoded)
 
-    def _at_prefill(self, message: wire.AtPrefill) -> None:
-        if not isinstance(message, wire.Note):
+    def _at_prefill(self, message: messages.AtSender) -> None:
+        if not isinstance(message, messages.TransportNote):
             self._do_prefill(message)
         elif message.source == self.name and (carrier := self._carriers.get(message.carrier)) is not None:
             carrier.note_at_prefill(message.reader, message.data)
 
-    def _at_decode(self, message: wire.AtDecode) -> None:
-        if not isinstance(message, wire.Note):
+    def _at_decode(self, message: messages.AtReceiver) -> None:
+        if not isinstance(message, messages.TransportNote):
             self._do_decode(message)
         elif message.reader == self.name and (carrier := self._carriers.get(message.carrier)) is not None:
             carrier.note_at_decode(message.source, message.data)
 
-    def _take(self, name: str, carrier: Carrier, event: Happened) -> None:
+    def _take(self, name: str, carrier: Transport, event: TransportEvent) -> None:
         self._drain()
-        if isinstance(event, events.Sent | events.LinkBroken):
+        if isinstance(event, events.SendCompleted | events.ConnectionLost):
             self._do_prefill(event)
             return
         self._arriving = carrier
         match event:
-            case events.Landed():
+            case events.PieceWritten():
                 self._landed(event)
-            case events.Routed():
+            case events.TransportChanged():
                 self._do_decode(self._preferred(name, event))
             case _:
                 self._do_decode(event)
 
-    def _preferred(self, name: str, event: events.Routed) -> events.Routed:
+    def _preferred(self, name: str, event: events.TransportChanged) -> events.TransportChanged:
         """Of the carriers that are up, the first one takes the pieces."""
         up = self._up.setdefault(event.source, {})
         if event.address == self._fallback:
@@ -262,9 +262,9 @@ class Driver:
         best = next((up[name] for name in self._carriers if name in up), self._fallback)
         if not up:
             del self._up[event.source]
-        return events.Routed(event.source, best, event.lost)
+        return events.TransportChanged(event.source, best, event.lost)
 
-    def _landed(self, event: events.Landed) -> None:
+    def _landed(self, event: events.PieceWritten) -> None:
         self.counters.damaged_pieces += not event.ok
         self._do_decode(event)
 
@@ -273,46 +273,46 @@ class Driver:
         log.warning("dropped a message: %s", error)
 
     # Actions -------------------------------------------------------------------------------------------------
-    def _do_prefill(self, event: events.PrefillEvent) -> None:
+    def _do_prefill(self, event: events.SenderEvent) -> None:
         now, self._prefill.stepped = time.monotonic(), self._stepped
         self._remember(now, event)
         for action in self._prefill.handle(event, now):
             self._remember(now, action)
             match action:
-                case events.Send():
+                case events.SendMessage():
                     self._control.send_to_reader(action.to, action.message)  # type: ignore[arg-type]
                 case events.SendPiece():
                     self._send_piece(action)
-                case events.Release():
+                case events.ReleaseBlocks():
                     self._settle(action)
                 case _:
                     assert_never(action)
 
-    def _do_decode(self, event: events.DecodeEvent) -> None:
+    def _do_decode(self, event: events.ReceiverEvent) -> None:
         now = time.monotonic()
         self._remember(now, event)
         for action in self._decode.handle(event, now):
             self._remember(now, action)
             match action:
-                case events.Send():
+                case events.SendMessage():
                     self._control.send_to_source(action.to, action.message)  # type: ignore[arg-type]
-                case events.Connect():
+                case events.ConnectPeer():
                     self._connect(action.worker)
-                case events.Land():
+                case events.WritePiece():
                     ok = self._arriving.land(action)
                     if ok is not None:
-                        self._landed(events.Landed(action.transfer, action.number, ok))
-                case events.Found():
+                        self._landed(events.PieceWritten(action.transfer, action.number, ok))
+                case events.LookupResult():
                     self._outbox.append(action)
-                case events.Report():
+                case events.LoadResult():
                     if action.reason not in (None, events.Reason.CANCELLED):
                         self._tell(action)
                     self._settle(action)
                 case _:
                     assert_never(action)
 
-    def _connect(self, worker: Worker) -> None:
-        """Messages and ZMQ at once; the carriers that both have come up beside it, and say so with Routed."""
+    def _connect(self, worker: WorkerInfo) -> None:
+        """Messages and ZMQ at once; the carriers that both have come up beside it, and say so with TransportChanged."""
         is_new = worker.name not in self._control.links
         forgotten = self._control.connect(worker)
         self._carriers["zmq"].connect(worker)
@@ -334,7 +334,7 @@ class Driver:
         carrier = self._carriers.get(action.address.partition(":")[0])
         if carrier is None:
             self._bad(BadMessage(f"{action.reader} asks for pieces by {action.address!r}, which is not here"))
-            self._do_prefill(events.Sent(action.transfer, action.reader))
+            self._do_prefill(events.SendCompleted(action.transfer, action.reader))
         else:
             carrier.send(action)
 
@@ -344,10 +344,10 @@ class Driver:
 
     # When things go wrong ------------------------------------------------------------------------------------
     def _remember(self, now: float, what: object) -> None:
-        message = what.message if isinstance(what, events.Send) else what
+        message = what.message if isinstance(what, events.SendMessage) else what
         self._story.append((now, getattr(message, "transfer", ""), what))
 
-    def _tell(self, report: events.Report) -> None:
+    def _tell(self, report: events.LoadResult) -> None:
         story = [f"{at:.3f} {what}" for at, transfer, what in self._story if transfer == report.transfer]
         log.warning("transfer %s failed (%s), the prompt is recomputed here", report.transfer, report.reason)
         log.info("its story:\n%s", "\n".join(story[-50:]))
@@ -355,9 +355,9 @@ class Driver:
     def _give_up(self) -> None:
         """Give every answer that is owed, as a failure.  Both threads may be in here: each takes what it finds."""
         for kind, transfer in list(self._owed):
-            if kind is events.Report and transfer in self._landing:
+            if kind is events.LoadResult and transfer in self._landing:
                 continue  # who hears that a load has failed gives its blocks to others
             with contextlib.suppress(KeyError):
                 self._owed.remove((kind, transfer))
-                failed = events.Report(transfer, events.Reason.BROKEN)
-                self._outbox.append(failed if kind is events.Report else events.Release(transfer, delivered=False))
+                failed = events.LoadResult(transfer, events.Reason.BROKEN)
+                self._outbox.append(failed if kind is events.LoadResult else events.ReleaseBlocks(transfer, delivered=False))

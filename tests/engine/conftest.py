@@ -17,7 +17,7 @@ from asking import Record, ask, at_once, body, expect_same, tally, tokens
 from direct import Legs
 from engines import ROOT, Engine, Process, Proxy, free_port, get, wait
 
-from vllm_disagg import keys
+from vllm_disagg.fleet import keys
 
 STALL = 12.0  # seconds; the default is longer than any step, and this than any step here
 ORDER = ["test_exact", "test_prefixes", "test_api", "test_grants", "test_cancel", "test_sensitive", "test_preempt"]

@@ -12,7 +12,8 @@ import msgspec
 from asking import TIMEOUT, Body, Record, ask
 from engines import Engine
 
-from vllm_disagg import grants, keys
+from vllm_disagg.fleet import grants, keys
+from vllm_disagg.protocol import peers
 
 
 class Legs:
@@ -23,7 +24,7 @@ class Legs:
         self.prefill, self.decode = prefill, decode
         self._began = time.monotonic()
         self.p, self.d = probe(self.key, prefill), probe(self.key, decode)
-        assert not grants.difference(self.p.layout, self.d.layout)
+        assert not peers.difference(self.p.layout, self.d.layout)
         self._pool = ThreadPoolExecutor(64)
 
     def mint(self, leg: str, transfer: str, **more: object) -> str:
@@ -56,11 +57,11 @@ class Legs:
         self._pool.shutdown()
 
 
-def probe(key: keys.FleetKey, engine: Engine) -> grants.Engine:
+def probe(key: keys.FleetKey, engine: Engine) -> peers.EngineInfo:
     """What an engine says of itself: first only what the second probe must name."""
     card = _probe(key, engine, "", 0.0)
     assert not card.keys() - {"incarnation", "clock", "rank"}, card
-    return msgspec.convert(_probe(key, engine, card["incarnation"], card["clock"] + 60.0), grants.Engine)
+    return msgspec.convert(_probe(key, engine, card["incarnation"], card["clock"] + 60.0), peers.EngineInfo)
 
 
 def _probe(key: keys.FleetKey, engine: Engine, name: str, until: float) -> dict[str, Any]:

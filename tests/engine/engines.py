@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_disagg import keys
+from vllm_disagg.fleet import keys
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

@@ -9,7 +9,7 @@ from asking import Body, ask_and_leave, at_once, body, tally, tokens
 from conftest import Main
 from direct import with_grant
 
-from vllm_disagg import grants
+from vllm_disagg.fleet import grants
 
 DELAYS = [0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64]
 

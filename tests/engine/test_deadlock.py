@@ -1,6 +1,6 @@
 """Loads hold nearly all of D's pool, and P dies: a failed load of a model with windows stops nobody, itself included.
 
-`tests/unit/test_failed_loads.py` has the same with vLLM's scheduler alone.
+`tests/connector/test_failed_loads.py` has the same with vLLM's scheduler alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from direct import Legs
 from engines import Engine, wait
 from test_models import FLOAT32, model
 
-from vllm_disagg import grants
+from vllm_disagg.fleet import grants
 
 LEGS, LENGTH = 14, 1000  # about nine of these loads fit
 FLAGS = ["--num-gpu-blocks-override", "94", "--max-num-batched-tokens", "1024", *FLOAT32]

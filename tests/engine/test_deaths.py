@@ -11,7 +11,7 @@ from asking import Record, ask, at_once, body, expect_same, tokens
 from conftest import STALL, Main
 from engines import wait
 
-from vllm_disagg import grants
+from vllm_disagg.fleet import grants
 
 
 def while_running(main: Main, count: int, length: int, do: object, after: float = 0.05) -> list[float]:

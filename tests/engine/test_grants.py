@@ -13,7 +13,8 @@ from direct import with_grant
 from engines import wait
 from test_exact import BLOCK_BYTES
 
-from vllm_disagg import grants, keys
+from vllm_disagg.fleet import grants, keys
+from vllm_disagg.protocol import peers
 
 GARBAGE: list[Any] = [
     {},
@@ -51,12 +52,12 @@ def test_garbage(main: Main, params: object) -> None:
 
 def refused(main: Main) -> dict[str, tuple[str, str]]:
     """(role, grant) of grants that must count for nothing."""
-    legs, stranger = main.legs, keys.FleetKey(b"s" * keys.SIZE)
+    legs, stranger = main.legs, keys.FleetKey(b"s" * keys.KEY_BYTES)
     new = grants.new_transfer
     good = legs.mint("decode", new())
     p_end, d_end, of_p = legs.until("prefill"), legs.until("decode"), legs.p.workers
     payload, mac = good.split(".")
-    dead = grants.Worker("dead/0", "tcp://127.0.0.1:9", "tcp://127.0.0.1:9")
+    dead = peers.WorkerInfo("dead/0", "tcp://127.0.0.1:9", "tcp://127.0.0.1:9")
     return {
         "another key": (
             "D",
@@ -82,15 +83,15 @@ def refused(main: Main) -> dict[str, tuple[str, str]]:
         "no sources": ("D", legs.mint("decode", new(), sources=[])),
         "too many sources": ("D", legs.mint("decode", new(), sources=legs.p.workers * 2)),
         "a source that is not there": ("D", legs.mint("decode", new(), sources=[dead])),
-        "a source that is no address": ("D", legs.mint("decode", new(), sources=[grants.Worker("x", "x", "x")])),
+        "a source that is no address": ("D", legs.mint("decode", new(), sources=[peers.WorkerInfo("x", "x", "x")])),
         "a source that is no port": (
             "D",
-            legs.mint("decode", new(), sources=[grants.Worker("y", "tcp://127.0.0.1:999999", "ipc://")]),
+            legs.mint("decode", new(), sources=[peers.WorkerInfo("y", "tcp://127.0.0.1:999999", "ipc://")]),
         ),
         "P's address before its restart": (
             "D",
             legs.mint(
-                "decode", new(), sources=[grants.Worker("gone/0", legs.p.workers[0].control, legs.p.workers[0].data)]
+                "decode", new(), sources=[peers.WorkerInfo("gone/0", legs.p.workers[0].control, legs.p.workers[0].data)]
             ),
         ),
         "itself as source": ("D", legs.mint("decode", new(), sources=legs.d.workers, patience=3.0)),

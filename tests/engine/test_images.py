@@ -16,7 +16,7 @@ from engines import Proxy, wait
 from PIL import Image
 from test_models import AT_ONCE, FLOAT32, Pair
 
-from vllm_disagg import grants
+from vllm_disagg.fleet import grants
 
 pytestmark = pytest.mark.wide
 

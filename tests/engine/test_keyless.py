@@ -11,7 +11,8 @@ from conftest import Main
 from direct import probe, with_grant
 from engines import Engine
 
-from vllm_disagg import grants, keys
+from vllm_disagg.fleet import grants, keys
+from vllm_disagg.protocol import peers
 
 EVERYBODY = keys.FleetKey(None)  # what has no key can be minted by everybody
 
@@ -25,9 +26,9 @@ def test_an_engine_without_a_key_does_not_start(main: Main) -> None:
     assert said and all("key_file" in line and "vllm-disagg key FILE" in line and '"insecure": true' in line for line in said)
 
 
-def forged(engine: grants.Engine, *to: str) -> str:
+def forged(engine: peers.EngineInfo, *to: str) -> str:
     """A decode grant that a client without any key has made: its own worker, which says it holds what P's do."""
-    source = grants.Worker("evil/0", *to, holds=engine.workers[0].holds)
+    source = peers.WorkerInfo("evil/0", *to, holds=engine.workers[0].holds)
     until = engine.clock + 600.0
     return grants.mint(EVERYBODY, grants.Grant(2, "decode", grants.new_transfer(), engine.incarnation, [source], until=until))
 

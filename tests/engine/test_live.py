@@ -15,7 +15,8 @@ from asking import body, tokens
 from conftest import Main
 from engines import ADMIN, CHUNK
 
-from vllm_disagg import cli, keys
+from vllm_disagg import cli
+from vllm_disagg.fleet import keys
 
 PROMPT, ANSWER = 300, 12  # tokens
 WINDOW = 12  # seconds

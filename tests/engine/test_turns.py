@@ -23,7 +23,8 @@ from direct import with_grant
 from engines import BLOCK, wait
 from test_exact import BLOCK_BYTES
 
-from vllm_disagg import grants
+from vllm_disagg.fleet import grants
+from vllm_disagg.protocol import peers
 
 CONVERSATIONS, TURNS = 16, 6
 
@@ -107,9 +108,9 @@ def test_grants_that_are_odd(main: Main) -> None:
     for name, sources in (
         ("nobody", []),
         ("twice", [worker, worker]),
-        ("not there", [grants.Worker("dead/0", "tcp://127.0.0.1:9", "tcp://127.0.0.1:9", holds=worker.holds)]),
+        ("not there", [peers.WorkerInfo("dead/0", "tcp://127.0.0.1:9", "tcp://127.0.0.1:9", holds=worker.holds)]),
         ("itself", main.legs.p.workers),
-        ("nothing", [grants.Worker("x", "x", "x")]),
+        ("nothing", [peers.WorkerInfo("x", "x", "x")]),
     ):
         prompt, right = warm(main, f"odd {name}", 300)
         transfer, back = grants.new_transfer(), grants.new_transfer()

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from kv_connectors.kvcache import Rank
+from kv_connectors.kv_layout import RankCache
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.events import Land, SendPiece
-from vllm_disagg.shape import uniform
-from vllm_disagg.wire import Extent
+from vllm_disagg.kv.extents import Extent
+from vllm_disagg.kv.layout import uniform
+from vllm_disagg.protocol.events import SendPiece, WritePiece
 
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU here, and TRITON_INTERPRET=1 is not set", allow_module_level=True)
 pytest.importorskip("triton", reason="there is no Triton here")
-device = pytest.importorskip("kv_connectors.device")
+device = pytest.importorskip("kv_connectors.gpu.device")
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCKS, TOKENS, HEADS, DIM = 11, 4, 3, 8
@@ -119,7 +119,7 @@ def test_staging_there_and_back_and_what_a_checksum_finds() -> None:
     size, poll = out.gather(SendPiece(transfer, "d", "x:1", 0, extent, [3, 1, 8]), slot, Link())
     found = ended(poll)
     untouched = ours.clone()
-    land = Land(transfer, 0, extent, [0, 2, 5])
+    land = WritePiece(transfer, 0, extent, [0, 2, 5])
     for damage in ("byte", "swap", "size", "transfer"):
         bad, length, of = slot.clone(), size, transfer
         if damage == "byte":
@@ -130,7 +130,7 @@ def test_staging_there_and_back_and_what_a_checksum_finds() -> None:
             length -= 16
         else:
             of = "cd" * 16
-        result = ended(into.scatter(Land(of, 0, extent, [0, 2, 5]), bad, length, found, Link()))
+        result = ended(into.scatter(WritePiece(of, 0, extent, [0, 2, 5]), bad, length, found, Link()))
         assert result is False, damage
         assert torch.equal(ours, untouched)
     assert ended(into.scatter(land, slot, size, found, Link())) is True
@@ -151,9 +151,9 @@ def test_the_memory_of_a_model_and_that_warming_up_changes_nothing() -> None:
     caches = {f"layer {at}": cache((2, BLOCKS, TOKENS, HEADS, DIM), (1, 0, 2, 3, 4), torch.float16, at) for at in range(3)}
     before = [tensor.clone() for tensor in caches.values()]
     groups = [SimpleNamespace(layer_names=list(caches), kv_cache_spec=SimpleNamespace(block_size=TOKENS))]
-    made, names = device.device_memory(caches, groups, BLOCKS, Rank(0, 1, {HEADS}))
+    made, names = device.device_memory(caches, groups, BLOCKS, RankCache(0, 1, {HEADS}))
     assert names == list(caches) and len(made.shape.layers) == 3
     assert {sum(kind.rows) for kind in made.shape.kinds} == {2 * TOKENS * HEADS * DIM * 2}
     assert all(torch.equal(tensor, old) for tensor, old in zip(caches.values(), before, strict=True))
     with pytest.raises(ConfigError, match="cannot move a KV tensor of shape"):
-        device.device_memory(caches, groups, BLOCKS + 1, Rank(0, 1, {HEADS}))
+        device.device_memory(caches, groups, BLOCKS + 1, RankCache(0, 1, {HEADS}))

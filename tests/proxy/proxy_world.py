@@ -14,8 +14,9 @@ from typing import Any
 import httptools
 import msgspec
 
-from vllm_disagg.grants import MAX_VALIDITY, Engine, Grant, Worker, verify
-from vllm_disagg.keys import FleetKey
+from vllm_disagg.fleet.grants import MAX_VALIDITY_SECONDS, Grant, verify
+from vllm_disagg.fleet.keys import FleetKey
+from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
 from vllm_disagg.proxy.main import serve
 from vllm_disagg.proxy.settings import Settings
 
@@ -165,8 +166,8 @@ class ScriptedEngine:
 
     def facts(self, rank: int | None = None) -> dict[str, Any]:
         of = "" if rank is None else f"@{rank}"
-        workers = [Worker(f"{self.name}-w{i}{of}", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2") for i in range(self.workers)]
-        engine = Engine(self.incarnation + of, self.role, workers, self.layout, rank, two_way=self.two_way)  # type: ignore[arg-type]
+        workers = [WorkerInfo(f"{self.name}-w{i}{of}", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2") for i in range(self.workers)]
+        engine = EngineInfo(self.incarnation + of, self.role, workers, self.layout, rank, two_way=self.two_way)  # type: ignore[arg-type]
         return msgspec.to_builtins(engine) | {"clock": self.clock}
 
     def card(self, call: Call) -> dict[str, Any]:
@@ -183,7 +184,7 @@ class ScriptedEngine:
         grant = call.grant
         if grant is None or (grant.leg == "probe" and not grant.engine):
             return True
-        return self.clock <= grant.until < self.clock + MAX_VALIDITY
+        return self.clock <= grant.until < self.clock + MAX_VALIDITY_SECONDS
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)

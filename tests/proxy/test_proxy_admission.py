@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from vllm_disagg.grants import Engine, Worker
+from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
 from vllm_disagg.proxy.admission import Admission, QueueFull, QueueTimeout
 from vllm_disagg.proxy.fleet import Fleet, Instance
 from vllm_disagg.proxy.pairing import Pair
@@ -14,7 +14,7 @@ from vllm_disagg.proxy.policies import Ask
 def queue(concurrency: int = 1, size: int = 9, patience: float = 9.0) -> tuple[Admission, Instance, Instance]:
     p, d = Instance("p", "prefill"), Instance("d", "decode")
     for instance in (p, d):
-        instance.probed("m", Engine(instance.url, "both", [Worker(instance.url, "a", "b")], {}))
+        instance.probed("m", EngineInfo(instance.url, "both", [WorkerInfo(instance.url, "a", "b")], {}))
     return Admission(Fleet([p, d]), concurrency, size, patience), p, d
 
 
@@ -81,7 +81,7 @@ async def test_a_full_instance_holds_up_only_its_own_model() -> None:
     fleet = Fleet([Instance("p1", "prefill"), Instance("d1", "decode"), Instance("p2", "prefill"), Instance("d2", "decode")])
     for instance in fleet.instances:
         model = f"m{instance.url[1]}"
-        instance.probed(model, Engine(instance.url, "both", [Worker(instance.url, "a", "b")], {"model": model}))
+        instance.probed(model, EngineInfo(instance.url, "both", [WorkerInfo(instance.url, "a", "b")], {"model": model}))
     admission = Admission(fleet, 1, 9, 9.0)
 
     def ask(model: str, path: str = "/v1/completions") -> asyncio.Task[Pair | None]:

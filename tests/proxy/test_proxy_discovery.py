@@ -7,8 +7,8 @@ import time
 import pytest
 
 from proxy_world import KEY, Call, World, answer, answer_at_once, until, world
-from vllm_disagg.grants import MARGIN
-from vllm_disagg.keys import FleetKey
+from vllm_disagg.fleet.grants import MARGIN_SECONDS
+from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.proxy import discovery
 from vllm_disagg.proxy.discovery import Discovery, engine_in
 from vllm_disagg.proxy.fleet import Instance
@@ -336,7 +336,7 @@ async def test_grants_end_by_the_clock_of_the_engine_that_they_are_for() -> None
     async with world() as w:
         assert (await w.post()).json()["leg"] == "decode"
         for call, engine in ((w.p.calls[-1], w.p), (w.d.calls[-1], w.d)):
-            assert call.grant and MARGIN < call.grant.until - engine.clock <= call.grant.patience + MARGIN + 1
+            assert call.grant and MARGIN_SECONDS < call.grant.until - engine.clock <= call.grant.patience + MARGIN_SECONDS + 1
         w.p.began_at += 100_000.0
         assert (await w.post()).status == 200 and w.p.refused == 1
         assert (await w.post()).json()["leg"] == "decode" and w.p.refused == 1

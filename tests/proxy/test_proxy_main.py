@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from proxy_world import Call, ScriptedEngine, World
-from vllm_disagg import keys
+from vllm_disagg.fleet import keys
 from vllm_disagg.proxy.main import add_arguments, run
 from vllm_disagg.proxy.settings import from_arguments
 

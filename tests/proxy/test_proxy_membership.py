@@ -11,12 +11,12 @@ import pytest
 
 from proxy_world import KEY, Call, ScriptedEngine, World, until, world
 from vllm_disagg.errors import BadGrant, ConfigError
-from vllm_disagg.keys import FleetKey
+from vllm_disagg.fleet.keys import FleetKey
+from vllm_disagg.fleet.registration import Registration, RegistrationNote, sign
 from vllm_disagg.proxy.addresses import parse_networks
 from vllm_disagg.proxy.membership import Changes, Member, reconcile
 from vllm_disagg.proxy.registry import PATIENCE, Registry
 from vllm_disagg.proxy.sources import parse_fleet, parse_name
-from vllm_disagg.registration import Note, Registration, sign
 
 P1, P2 = Member("http://p1", "prefill"), Member("http://p2", "prefill")
 D1 = Member("http://d1", "decode")
@@ -338,9 +338,9 @@ async def test_a_name_with_addresses() -> None:
 def test_registrations_cannot_be_forged_or_repeated() -> None:
     registry = Registry(KEY)
 
-    def note(number: int, **other: Any) -> Note:
+    def note(number: int, **other: Any) -> RegistrationNote:
         fields = {"challenge": registry.challenge, "incarnation": "i", "role": "decode", "url": "http://d1"}
-        return Note(**{**fields, "number": number, **other})
+        return RegistrationNote(**{**fields, "number": number, **other})
 
     assert registry.tell(sign(KEY, note(0, challenge="")), 0.0) == "again" and not registry.members(0.0)
     first = sign(KEY, note(1))
@@ -373,8 +373,8 @@ async def test_a_registration_that_nobody_can_reach_changes_nothing() -> None:
     """A host name that cannot be encoded once ended the proxy."""
     async with world(prefill=0, registration=True) as w:
         for number, url in enumerate(("http://gpu1..cluster:8200", f"http://{'x' * 64}:80", "http://169.254.169.254")):
-            again = await w.ask("POST", "/disagg/register", sign(KEY, Note("", "i", number, "decode", url)))
-            note = Note(again.json()["challenge"], "i", number, "decode", url)
+            again = await w.ask("POST", "/disagg/register", sign(KEY, RegistrationNote("", "i", number, "decode", url)))
+            note = RegistrationNote(again.json()["challenge"], "i", number, "decode", url)
             assert (await w.ask("POST", "/disagg/register", sign(KEY, note))).status == 403
         assert len(await rows(w)) == 1 and (await w.post()).status == 200
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from vllm_disagg.grants import Engine, Worker
+from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
 from vllm_disagg.proxy.fleet import Fleet, Instance, mismatch
 from vllm_disagg.proxy.pairing import Pair, choose, choose_decode
 from vllm_disagg.proxy.policies import Ask
@@ -12,13 +12,13 @@ from vllm_disagg.proxy.policies import Ask
 _names = itertools.count()
 
 
-def engine(role: str = "both", workers: int = 1, **layout: str) -> Engine:
+def engine(role: str = "both", workers: int = 1, **layout: str) -> EngineInfo:
     name = f"i{next(_names)}"
-    listening = [Worker(f"{name}.{k}", "tcp://a:1", "tcp://a:2") for k in range(workers)]
-    return Engine(name, role, listening, layout)  # type: ignore[arg-type]
+    listening = [WorkerInfo(f"{name}.{k}", "tcp://a:1", "tcp://a:2") for k in range(workers)]
+    return EngineInfo(name, role, listening, layout)  # type: ignore[arg-type]
 
 
-def instance(role: str, name: str = "", of: Engine | None = None) -> Instance:
+def instance(role: str, name: str = "", of: EngineInfo | None = None) -> Instance:
     made = Instance(f"http://{role}{name}", role)  # type: ignore[arg-type]
     made.probed("m", of or engine())
     return made
@@ -187,9 +187,9 @@ def test_an_engine_is_never_paired_with_itself() -> None:
 def test_workers_of_two_engines_are_never_the_same() -> None:
     """One process's workers under two incarnations: a lie or a mistake, but a load that would never end."""
     one = engine()
-    other = Engine("another", "both", one.workers, {})
+    other = EngineInfo("another", "both", one.workers, {})
     assert "one engine" in mismatch(instance("prefill", of=one), instance("decode", of=other))
-    bare = Engine("i", "both", [], {})
+    bare = EngineInfo("i", "both", [], {})
     assert "one engine" in mismatch(instance("prefill", of=bare), instance("decode", of=bare))
 
 

@@ -10,7 +10,7 @@ import pytest
 from test_proxy_pairing import instance
 
 from proxy_world import World, world
-from vllm_disagg.grants import Grant
+from vllm_disagg.fleet.grants import Grant
 from vllm_disagg.proxy.fleet import Fleet, Instance
 from vllm_disagg.proxy.pairing import Pair, choose
 from vllm_disagg.proxy.policies import NAMES, Ask, Name, Policy

@@ -11,7 +11,8 @@ import pytest
 
 from proxy_world import ScriptedEngine, World, until
 from vllm_disagg.errors import BadGrant
-from vllm_disagg.keys import FleetKey
+from vllm_disagg.fleet.keys import FleetKey
+from vllm_disagg.fleet.registration import RegistrationNote, sign
 from vllm_disagg.proxy import supervisor
 from vllm_disagg.proxy.crew import Message, Place
 from vllm_disagg.proxy.fleet import Instance
@@ -20,7 +21,6 @@ from vllm_disagg.proxy.metrics import merge
 from vllm_disagg.proxy.registry import Registry
 from vllm_disagg.proxy.shared_load import SharedLoad, size
 from vllm_disagg.proxy.supervisor import Hub, _live
-from vllm_disagg.registration import Note, sign
 
 
 def test_load_is_shared() -> None:
@@ -198,9 +198,9 @@ def test_what_a_dead_worker_had_counted_stays_counted() -> None:
 def test_a_new_worker_refuses_registrations_that_the_others_have_heard() -> None:
     key, hub, said = FleetKey(b"k" * 32), Hub(2), list[Message]()
     registry = Registry(key, "c")
-    old = sign(key, Note("c", "i", 1, "decode", "http://d"))
+    old = sign(key, RegistrationNote("c", "i", 1, "decode", "http://d"))
     for number in (1, 2):
-        note = sign(key, Note("c", "i", number, "decode", "http://d"))
+        note = sign(key, RegistrationNote("c", "i", number, "decode", "http://d"))
         assert registry.tell(note, 0.0) == "ok"
         hub.heard(hub.workers[0], Message("note", text=note.decode(), numbers=registry.last), 0.0)
     hub.workers[1].say = said.append  # type: ignore[method-assign]
@@ -211,7 +211,7 @@ def test_a_new_worker_refuses_registrations_that_the_others_have_heard() -> None
         new.knows(message.numbers)
     with pytest.raises(BadGrant, match="heard before"):
         new.tell(old, 3600.0)
-    assert new.tell(sign(key, Note("c", "i", 3, "decode", "http://d")), 3600.0) == "ok"
+    assert new.tell(sign(key, RegistrationNote("c", "i", 3, "decode", "http://d")), 3600.0) == "ok"
 
 
 LARGE_SCRAPE = """

@@ -8,7 +8,7 @@ import pytest
 
 from proxy_world import Call, ScriptedEngine, World, answer, until, world
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.grants import Engine
+from vllm_disagg.protocol.peers import EngineInfo
 from vllm_disagg.proxy.addresses import check_url
 from vllm_disagg.proxy.fleet import Instance
 
@@ -92,7 +92,7 @@ async def test_ranks_that_are_not_named_transfer_nothing(caplog: pytest.LogCaptu
 
 def test_a_rank_of_an_engine_that_has_none() -> None:
     made = Instance("http://h:1@0", "decode")
-    made.probed("m", Engine("i", "decode", [], {}))
+    made.probed("m", EngineInfo("i", "decode", [], {}))
     assert not made.transfers and made.why_not == "is no data parallel rank: give it as http://h:1"
 
 

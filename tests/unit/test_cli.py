@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import vllm_disagg
-from vllm_disagg import cli, keys
+from vllm_disagg import cli
+from vllm_disagg.fleet import keys
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

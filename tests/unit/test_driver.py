@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 import zmq
 
-from vllm_disagg import events, keys, mapping, wire
-from vllm_disagg.compression import DECODE, ENCODE
 from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
-from vllm_disagg.memory import HostMemory
-from vllm_disagg.shape import Kind, Region, Shape
-from vllm_disagg.transports import half_open
+from vllm_disagg.fleet import keys
+from vllm_disagg.kv import reshard
+from vllm_disagg.kv.fp8 import DECODE, ENCODE
+from vllm_disagg.kv.layout import LayerLayout, RankLayout, StridedRegion
+from vllm_disagg.kv.memory import HostMemory
+from vllm_disagg.protocol import events, messages
+from vllm_disagg.transports.zmq import half_open
 
 LAYERS, BLOCKS, BLOCK_SIZE = 4, 32, 16
-KEY = keys.FleetKey(b"k" * keys.SIZE)
+KEY = keys.FleetKey(b"k" * keys.KEY_BYTES)
 
 
 def memory(row: int, seed: int | None) -> HostMemory:
@@ -42,7 +44,7 @@ def start() -> Iterator[Callable[..., Driver]]:
         driver.close()
 
 
-def outcome(driver: Driver, seconds: float = 10.0) -> events.Release | events.Report | events.Found:
+def outcome(driver: Driver, seconds: float = 10.0) -> events.ReleaseBlocks | events.LoadResult | events.LookupResult:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if taken := driver.take():
@@ -52,15 +54,15 @@ def outcome(driver: Driver, seconds: float = 10.0) -> events.Release | events.Re
     raise AssertionError("nothing came")
 
 
-def wanted(p: Driver, d: Driver, transfer: str, blocks: list[int], token: int, token_end: int) -> events.Wanted:
-    plan = mapping.plan([p.worker.holds], [d.worker.holds])
-    return events.Wanted(transfer, [p.worker], plan, [events.Blocks(token, blocks)], token_end, 60.0)
+def wanted(p: Driver, d: Driver, transfer: str, blocks: list[int], token: int, token_end: int) -> events.LoadRequested:
+    plan = reshard.plan([p.worker.holds], [d.worker.holds])
+    return events.LoadRequested(transfer, [p.worker], plan, [events.GroupBlocks(token, blocks)], token_end, 60.0)
 
 
 def prefill(driver: Driver, transfer: str, blocks: list[int], tokens: int) -> None:
-    driver.submit([events.Scheduled(transfer, tokens, [blocks])])
-    driver.submit([events.Computed(transfer, LAYERS)])
-    driver.submit([events.Pinned(transfer)])
+    driver.submit([events.BlocksScheduled(transfer, tokens, [blocks])])
+    driver.submit([events.LayersComputed(transfer, LAYERS)])
+    driver.submit([events.PrefillFinished(transfer)])
 
 
 def rounded(kv: np.ndarray) -> np.ndarray:
@@ -83,8 +85,8 @@ def test_bytes_arrive_where_they_belong(start: Callable[..., Driver], row: int, 
     d.submit([wanted(p, d, transfer, target[1:], BLOCK_SIZE, tokens)])
     prefill(p, transfer, source, tokens)
     report = outcome(d)
-    assert isinstance(report, events.Report) and report.reason is None, report
-    assert outcome(p) == events.Release(transfer, delivered=True)
+    assert isinstance(report, events.LoadResult) and report.reason is None, report
+    assert outcome(p) == events.ReleaseBlocks(transfer, delivered=True)
     carried = d.counters.received["zmq"]
     assert carried == p.counters.bytes_sent == report.landed // (2 if "compress" in settings else 1)
     for layer in range(LAYERS):
@@ -97,11 +99,11 @@ def test_bytes_arrive_where_they_belong(start: Callable[..., Driver], row: int, 
 
 def test_another_fleets_key_gets_nothing(start: Callable[..., Driver]) -> None:
     p = start(memory(64, 1))
-    d = start(memory(64, None), keys.FleetKey(b"x" * keys.SIZE), silence=0.9, retry=0.3)
+    d = start(memory(64, None), keys.FleetKey(b"x" * keys.KEY_BYTES), silence=0.9, retry=0.3)
     prefill(p, "cd" * 16, [1, 2], 20)
     d.submit([wanted(p, d, "cd" * 16, [1, 2], 0, 20)])
     report = outcome(d)
-    assert isinstance(report, events.Report) and report.reason is events.Reason.SILENT
+    assert isinstance(report, events.LoadResult) and report.reason is events.Reason.SILENT
 
 
 def test_a_dead_source_is_noticed(start: Callable[..., Driver]) -> None:
@@ -110,7 +112,7 @@ def test_a_dead_source_is_noticed(start: Callable[..., Driver]) -> None:
     began = time.monotonic()
     d.submit([wanted(p, d, "ef" * 16, [1], 0, 3)])
     report = outcome(d)
-    assert isinstance(report, events.Report) and report.reason is events.Reason.SILENT
+    assert isinstance(report, events.LoadResult) and report.reason is events.Reason.SILENT
     assert time.monotonic() - began < 4
 
 
@@ -118,13 +120,13 @@ def test_a_source_whose_vllm_stands_still_is_given_up_and_one_that_steps_is_not(
     """Its driver lives and answers all the while."""
     p, d = start(memory(64, 1)), start(memory(64, None), silence=0.9, retry=0.3, stall=1.5)
     d.submit([wanted(p, d, "ef" * 16, [1, 2], 0, 20)])
-    p.submit([events.Scheduled("ef" * 16, 10, [[1]]), events.Computed("ef" * 16, LAYERS)])
+    p.submit([events.BlocksScheduled("ef" * 16, 10, [[1]]), events.LayersComputed("ef" * 16, LAYERS)])
     end = time.monotonic() + 3
     while time.monotonic() < end:  # steps of other requests
         assert not p.take() and not d.take()
         time.sleep(0.05)
     report = outcome(d)
-    assert isinstance(report, events.Report) and report.reason is events.Reason.STALLED
+    assert isinstance(report, events.LoadResult) and report.reason is events.Reason.STALLED
     assert 1.2 < time.monotonic() - end < 4
 
 
@@ -134,7 +136,7 @@ def test_a_member_is_no_stranger_at_either_port(start: Callable[..., Driver]) ->
     prefill(p, "ab" * 16, [1, 2], 20)
     d.submit([wanted(p, d, "ab" * 16, [1, 2], 0, 20)])
     report = outcome(d)
-    assert isinstance(report, events.Report) and report.reason is None
+    assert isinstance(report, events.LoadResult) and report.reason is None
     end = time.monotonic() + 4
     while any(strangers._young for strangers in p._control._half_open):
         assert time.monotonic() < end
@@ -143,12 +145,12 @@ def test_a_member_is_no_stranger_at_either_port(start: Callable[..., Driver]) ->
 
 def test_strangers_are_bounded_where_nothing_else_happens(start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> None:
     """No message and no deadline wakes the driver when their grace ends."""
-    monkeypatch.setattr(half_open, "LIMIT", 2)
+    monkeypatch.setattr(half_open, "MAX_SILENT_CONNECTIONS", 2)
     p = start(memory(64, 1))
     address = urlsplit(p.worker.control)
     strangers = [socket.create_connection((str(address.hostname), int(address.port or 0))) for _ in range(6)]
     try:
-        end = time.monotonic() + half_open.HANDSHAKE - 1  # then ZMQ ends them itself
+        end = time.monotonic() + half_open.HANDSHAKE_SECONDS - 1  # then ZMQ ends them itself
         while [has_ended(stranger) for stranger in strangers] != [True] * 4 + [False] * 2:
             assert time.monotonic() < end
             time.sleep(0.01)
@@ -177,7 +179,7 @@ def test_a_reader_may_come_back_while_its_old_connections_seem_alive(start: Call
         prefill(p, transfer, [1], 3)
         d.submit([wanted(p, d, transfer, [1], 0, 3)])
         report = outcome(d)
-        assert isinstance(report, events.Report) and report.reason is None, (turn, report)
+        assert isinstance(report, events.LoadResult) and report.reason is None, (turn, report)
         outcome(p)
         held += [links.pop(p.name) for links in (d._control.links, d._carriers["zmq"].links)]  # type: ignore[attr-defined]
 
@@ -185,19 +187,19 @@ def test_a_reader_may_come_back_while_its_old_connections_seem_alive(start: Call
 def test_what_vllm_has_withdrawn_is_never_confirmed(start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even if it says so while D's last word is being read: facts go into the machine before any message (rule 3)."""
     p, d = start(memory(64, 1)), start(memory(64, None))
-    transfer, decode = "0a" * 16, wire.decode_at_prefill
+    transfer, decode = "0a" * 16, messages.decode_at_sender
 
-    def decode_meanwhile(data: bytes) -> wire.AtPrefill:
+    def decode_meanwhile(data: bytes) -> messages.AtSender:
         message = decode(data)
-        if isinstance(message, wire.Done):
-            p.submit([events.Withdrawn(transfer)])
+        if isinstance(message, messages.ReadComplete):
+            p.submit([events.BlocksRevoked(transfer)])
         return message
 
-    monkeypatch.setattr(wire, "decode_at_prefill", decode_meanwhile)
-    p.submit([events.Scheduled(transfer, 3, [[1]]), events.Computed(transfer, LAYERS)])
+    monkeypatch.setattr(messages, "decode_at_sender", decode_meanwhile)
+    p.submit([events.BlocksScheduled(transfer, 3, [[1]]), events.LayersComputed(transfer, LAYERS)])
     d.submit([wanted(p, d, transfer, [2], 0, 3)])
     report = outcome(d)
-    assert isinstance(report, events.Report)
+    assert isinstance(report, events.LoadResult)
     assert report.landed and report.reason in (events.Reason.WITHDRAWN, events.Reason.LOST), report
 
 
@@ -229,10 +231,10 @@ def test_a_broken_driver_becomes_a_plain_vllm(
     p = start(memory(64, 1))
     d.submit([wanted(p, d, "23" * 16, [1], 0, 3)])
     d._thread.join(5)
-    d.submit([wanted(p, d, "45" * 16, [1], 0, 3), events.Pinned("67" * 16)])
+    d.submit([wanted(p, d, "45" * 16, [1], 0, 3), events.PrefillFinished("67" * 16)])
     assert len(told) == (lands == "nothing")
-    failed = [events.Report(t * 16, events.Reason.BROKEN) for t in ("23", "45") if t == "45" or lands != "for ever"]
-    assert sorted(map(str, d.take())) == sorted(map(str, [*failed, events.Release("67" * 16, delivered=False)]))
+    failed = [events.LoadResult(t * 16, events.Reason.BROKEN) for t in ("23", "45") if t == "45" or lands != "for ever"]
+    assert sorted(map(str, d.take())) == sorted(map(str, [*failed, events.ReleaseBlocks("67" * 16, delivered=False)]))
 
 
 def test_what_has_ended_does_not_end_again_when_the_thread_fails(
@@ -242,10 +244,10 @@ def test_what_has_ended_does_not_end_again_when_the_thread_fails(
     prefill(p, "21" * 16, [1], 3)
     d.submit([wanted(p, d, "21" * 16, [1], 0, 3)])
     assert outcome(d).reason is None  # type: ignore[union-attr]
-    assert outcome(p) == events.Release("21" * 16, delivered=True)
+    assert outcome(p) == events.ReleaseBlocks("21" * 16, delivered=True)
     for driver in (p, d):
         monkeypatch.setattr(driver, "_turn", lambda: 1 / 0)
-        driver.submit([events.Cancelled("nothing")])
+        driver.submit([events.LoadCancelled("nothing")])
         driver._thread.join(5)
         assert driver._is_broken and not driver.take()
 
@@ -255,35 +257,35 @@ def test_a_worker_reads_from_one_that_reads_from_it(start: Callable[..., Driver]
     at_p, at_d = memory(64, None), memory(64, 1)
     p, d = start(at_p), start(at_d)
     back, transfer, cached, tokens = "be" * 16, "ef" * 16, 2 * BLOCK_SIZE, 3 * BLOCK_SIZE
-    plan = mapping.plan([d.worker.holds], [p.worker.holds])
-    p.submit([events.Sought(back, [d.worker], plan)])
+    plan = reshard.plan([d.worker.holds], [p.worker.holds])
+    p.submit([events.LookupRequested(back, [d.worker], plan)])
     d.submit([wanted(p, d, transfer, [7], cached, tokens)])
-    d.submit([events.Scheduled(back, cached, [[3, 4]], cached=True), events.Computed(back, LAYERS)])
-    assert outcome(p) == events.Found(back, cached)
-    p.submit([events.Wanted(back, [d.worker], plan, [events.Blocks(0, [8, 5])], cached, 1.0)])
+    d.submit([events.BlocksScheduled(back, cached, [[3, 4]], cached=True), events.LayersComputed(back, LAYERS)])
+    assert outcome(p) == events.LookupResult(back, cached)
+    p.submit([events.LoadRequested(back, [d.worker], plan, [events.GroupBlocks(0, [8, 5])], cached, 1.0)])
     report = outcome(p)
-    assert isinstance(report, events.Report) and report.reason is None, report
+    assert isinstance(report, events.LoadResult) and report.reason is None, report
     for layer in range(LAYERS):
         for here, there in zip(at_p.planes[layer], at_d.planes[layer], strict=True):
             assert (here[[8, 5]] == there[[3, 4]]).all()
     prefill(p, transfer, [8, 5, 6], tokens)
     report = outcome(d)
-    assert isinstance(report, events.Report) and report.reason is None, report
-    d.submit([events.Withdrawn(back)])
-    assert outcome(p) == events.Release(transfer, delivered=True)
-    wanted_late = events.Wanted("bf" * 16, [d.worker], plan, [events.Blocks(0, [8, 5])], cached, 1.0)
-    p.submit([events.Sought(back, [d.worker], plan)])
-    assert outcome(p) == events.Found(back, 0), "it is over"
-    d.submit([events.Withdrawn("bf" * 16)])
+    assert isinstance(report, events.LoadResult) and report.reason is None, report
+    d.submit([events.BlocksRevoked(back)])
+    assert outcome(p) == events.ReleaseBlocks(transfer, delivered=True)
+    wanted_late = events.LoadRequested("bf" * 16, [d.worker], plan, [events.GroupBlocks(0, [8, 5])], cached, 1.0)
+    p.submit([events.LookupRequested(back, [d.worker], plan)])
+    assert outcome(p) == events.LookupResult(back, 0), "it is over"
+    d.submit([events.BlocksRevoked("bf" * 16)])
     p.submit([wanted_late])
     report = outcome(p)
-    assert isinstance(report, events.Report) and report.reason is not None
+    assert isinstance(report, events.LoadResult) and report.reason is not None
     wait_until_idle(p, d)
 
 
 def wait_until_idle(*drivers: Driver) -> None:
     for driver in drivers:
-        driver.submit([events.Cancelled("be" * 16)])
+        driver.submit([events.LoadCancelled("be" * 16)])
         end = time.monotonic() + 5
         while driver._decode.transfers or driver._prefill.transfers or driver._decode.searches.open:
             assert time.monotonic() < end, "something is left"
@@ -296,7 +298,7 @@ def test_the_first_carrier_that_is_up_takes_the_pieces(start: Callable[..., Driv
     d._carriers = dict.fromkeys(("zmq", "fast", "slow"), d._carriers["zmq"])
 
     def say(carrier: str, address: str = "", *, lost: bool = False) -> tuple[str, bool]:
-        told = d._preferred(carrier, events.Routed("p", address or d._fallback, lost))
+        told = d._preferred(carrier, events.TransportChanged("p", address or d._fallback, lost))
         return told.address, told.lost
 
     assert say("slow", "slow:1") == ("slow:1", False)
@@ -315,13 +317,13 @@ def engine(split: str, block_size: int, seed: int | None) -> list[HostMemory]:
     def rank(layers: int, first: int, heads: int, head: int) -> HostMemory:
         width = 96  # bytes of keys, and of values, of a token of a head
         axes = [("h", heads, block_size * 2 * width), ("t", block_size, 2 * width), ("c", width, 1)]
-        regions = [[Region(0, axes), Region(width, axes)]]
-        kind = Kind("kv", block_size, [heads * block_size * 2 * width], regions, heads, head, 4)
+        regions = [[StridedRegion(0, axes), StridedRegion(width, axes)]]
+        kind = LayerLayout("kv", block_size, [heads * block_size * 2 * width], regions, heads, head, 4)
         shape = (BLOCKS * 8, heads * block_size * 2 * width)
         random = np.random.default_rng(seed)
         random_bytes = lambda: random.integers(0, 255, shape, np.uint8)  # noqa: E731
         planes = [random_bytes() if seed is not None else np.zeros(shape, np.uint8) for _ in range(layers)]
-        return HostMemory([[plane] for plane in planes], Shape([kind], [0] * layers, first))
+        return HostMemory([[plane] for plane in planes], RankLayout([kind], [0] * layers, first))
 
     match split:
         case "tensor":
@@ -358,23 +360,23 @@ def test_ranks_of_any_two_topologies(
     theirs, ours = engine(*of_prefill, 7), engine(*of_decode, None)
     ps, ds = ([start(memory, rank=rank, **settings) for rank, memory in enumerate(side)] for side in (theirs, ours))
     tokens, begin, transfer = 101, 32, "ad" * 16
-    plan = mapping.plan([memory.shape for memory in theirs], [memory.shape for memory in ours])
+    plan = reshard.plan([memory.shape for memory in theirs], [memory.shape for memory in ours])
     workers = [p.worker for p in ps]
     there = list(range(40, 40 - -(-tokens // of_prefill[1]), -1))
     here = [2 * block for block in range(-(-tokens // of_decode[1]))]
-    blocks = events.Blocks(begin, here[begin // of_decode[1] :])
+    blocks = events.GroupBlocks(begin, here[begin // of_decode[1] :])
     for d in ds:
-        d.submit([events.Wanted(transfer, workers, plan, [blocks], tokens, 60.0)])
+        d.submit([events.LoadRequested(transfer, workers, plan, [blocks], tokens, 60.0)])
     for p, memory in zip(ps, theirs, strict=True):
         first, layers = 64 // of_prefill[1], len(memory.planes)
-        p.submit([events.Scheduled(transfer, 64, [there[:first]]), events.Computed(transfer, layers)])
-        p.submit([events.Scheduled(transfer, tokens, [there[first:]]), events.Computed(transfer, 1)])
-        p.submit([events.Computed(transfer, layers), events.Pinned(transfer)])
+        p.submit([events.BlocksScheduled(transfer, 64, [there[:first]]), events.LayersComputed(transfer, layers)])
+        p.submit([events.BlocksScheduled(transfer, tokens, [there[first:]]), events.LayersComputed(transfer, 1)])
+        p.submit([events.LayersComputed(transfer, layers), events.PrefillFinished(transfer)])
     for d in ds:
         report = outcome(d)
-        assert isinstance(report, events.Report) and report.reason is None, report
+        assert isinstance(report, events.LoadResult) and report.reason is None, report
     for p, readers in zip(ps, plan.readers, strict=True):
-        assert outcome(p) == events.Release(transfer, delivered=True), readers
+        assert outcome(p) == events.ReleaseBlocks(transfer, delivered=True), readers
     for layer in range(4):
         for head in range(4):
             for token in range(begin, tokens):
@@ -396,7 +398,7 @@ def test_bytes_damaged_on_their_way_are_asked_for_again(
 
     def damaging(frames: list[object], *args: object, **more: object) -> object:
         address, header, first, *rest = frames
-        if not left[0] or wire.decode_header(bytes(header)).number:  # type: ignore[arg-type]
+        if not left[0] or messages.decode_header(bytes(header)).number:  # type: ignore[arg-type]
             return send(frames, *args, **more)
         left[0] -= 1  # before D can know
         try:
@@ -415,7 +417,7 @@ def test_bytes_damaged_on_their_way_are_asked_for_again(
     prefill(p, "ba" * 16, [1], 3)
     d.submit([wanted(p, d, "ba" * 16, [2], 0, 3)])
     report = outcome(d)
-    assert isinstance(report, events.Report) and report.reason is (events.Reason.CORRUPT if times == 3 else None), report
+    assert isinstance(report, events.LoadResult) and report.reason is (events.Reason.CORRUPT if times == 3 else None), report
     assert d.counters.damaged_pieces == times and not left[0]
     if times == 1:
         sent = theirs.planes[0][0][1]
@@ -423,7 +425,7 @@ def test_bytes_damaged_on_their_way_are_asked_for_again(
 
 
 def test_a_reader_that_wants_its_pieces_by_what_is_not_here_harms_nobody(start: Callable[..., Driver]) -> None:
-    """As after a carrier has broken at P alone; the next Pull says another way."""
+    """As after a carrier has broken at P alone; the next TransferRequest says another way."""
     ours, theirs = memory(64, None), memory(64, 1)
     p, d = start(theirs), start(ours, silence=0.9, retry=0.3)
     d._decode.routes[p.name] = "pigeon:1"
@@ -435,6 +437,6 @@ def test_a_reader_that_wants_its_pieces_by_what_is_not_here_harms_nobody(start: 
         time.sleep(0.01)
     d._decode.routes.clear()
     report = outcome(d)
-    assert isinstance(report, events.Report) and report.reason is None
+    assert isinstance(report, events.LoadResult) and report.reason is None
     assert (ours.planes[0][0][2] == theirs.planes[0][0][1]).all()
-    assert outcome(p) == events.Release("ac" * 16, delivered=True)
+    assert outcome(p) == events.ReleaseBlocks("ac" * 16, delivered=True)

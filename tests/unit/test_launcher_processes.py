@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from vllm_disagg.grants import Engine, Worker
 from vllm_disagg.launcher import guard
+from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
 
 SECONDS = 20.0  # that anything here may take
 
@@ -50,7 +50,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--por
 
 FACTS = json.dumps(
     {
-        role: msgspec.to_builtins(Engine(role, role, [Worker(role, "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")], {}))  # type: ignore[arg-type]
+        role: msgspec.to_builtins(EngineInfo(role, role, [WorkerInfo(role, "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")], {}))  # type: ignore[arg-type]
         for role in ("prefill", "decode")
     }
 )

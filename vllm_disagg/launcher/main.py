@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from .. import keys
 from ..errors import DisaggError
+from ..fleet import keys
 from ..proxy import settings as proxy_settings
 from . import machine, plan
 from .plan import Command, Options, Plan

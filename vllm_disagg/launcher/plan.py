@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import msgspec
 
-from .. import keys
 from ..errors import ConfigError
+from ..fleet import keys
 from .machine import Machine
 
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}

@@ -20,7 +20,7 @@ import msgspec
 
 from .. import lengths, pages
 from ..errors import ConfigError
-from ..keys import ADMIN_KEY
+from ..fleet.keys import ADMIN_KEY
 from . import flags, search, workload
 from .advice import WORTH, describe
 from .setting import Choice, Placement, Setting

@@ -4,7 +4,7 @@
     POST   /disagg/instances        {"url": ..., "role": "prefill" | "decode"}   add; also ends a drain
     POST   /disagg/instances/drain  {"url": ...}                                 no new requests; it stays listed
     DELETE /disagg/instances        {"url": ..., "now": false}                   drain, then remove; now: cut what runs
-    POST   /disagg/register         an engine makes itself known (`vllm_disagg.registration`)
+    POST   /disagg/register         an engine makes itself known (`vllm_disagg.fleet.registration`)
 
 Changes need the admin key, always: a reverse proxy on this machine makes every client look local.  Instances are shown to
 the holder of the admin key or of a client's key.  Where there is neither key, only this machine sees them: the peer's
@@ -24,8 +24,8 @@ from typing import Literal
 import msgspec
 
 from ..errors import BadGrant, ConfigError
-from ..keys import ADMIN_KEY
-from ..registration import PATH as REGISTER
+from ..fleet.keys import ADMIN_KEY
+from ..fleet.registration import REGISTER_PATH as REGISTER
 from .addresses import Networks, check_url
 from .crew import Crew
 from .headers import Headers, find

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from ..registration import PATH as REGISTER
+from ..fleet.registration import REGISTER_PATH as REGISTER
 from . import bodies, routes
 from .admin import DRAIN, INSTANCES, Admin
 from .admission import QueueFull, QueueTimeout

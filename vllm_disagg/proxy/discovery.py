@@ -20,8 +20,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..grants import ANSWER_KEY, REQUEST_KEY, VERSION, Card, Engine, Grant, mint, new_transfer
-from ..keys import FleetKey
+from ..fleet.grants import ANSWER_KEY, REQUEST_KEY, VERSION, Grant, mint, new_transfer
+from ..fleet.keys import FleetKey
+from ..protocol.peers import EngineCard, EngineInfo
 from .fleet import UNKNOWN, Fleet, Instance, mismatch
 from .headers import Headers
 from .standstill import patient
@@ -67,11 +68,11 @@ _KV_USE = re.compile(rb"^vllm:kv_cache_usage_perc(\{[^\n]*\})? (\S+)$", re.MULTI
 
 _models = msgspec.json.Decoder(_Models).decode
 _completion = msgspec.json.Decoder(_Completion).decode
-_engine = msgspec.json.Decoder(Engine).decode
-_card = msgspec.json.Decoder(Card).decode
+_engine = msgspec.json.Decoder(EngineInfo).decode
+_card = msgspec.json.Decoder(EngineCard).decode
 
 
-def engine_in(answer: bytes) -> Engine | None:
+def engine_in(answer: bytes) -> EngineInfo | None:
     """What an engine says of itself in a completion's answer; None when it says nothing that we understand."""
     try:
         return _engine((_completion(answer).kv_transfer_params or {})[ANSWER_KEY])
@@ -79,7 +80,7 @@ def engine_in(answer: bytes) -> Engine | None:
         return None
 
 
-def card_in(answer: bytes) -> Card | None:
+def card_in(answer: bytes) -> EngineCard | None:
     """The least that an engine says there, also when it has refused a grant; None when it says nothing."""
     try:
         return _card((_completion(answer).kv_transfer_params or {})[ANSWER_KEY])
@@ -234,7 +235,7 @@ class Discovery:
             self._report(instance)
             self._on_change()
 
-    async def _ask_all(self, instance: Instance) -> tuple[list[str], bytes, Card | None]:
+    async def _ask_all(self, instance: Instance) -> tuple[list[str], bytes, EngineCard | None]:
         """(its models, a probe's answer, its engine's card); _Odd, and what `_ask` and decoders raise."""
         models = _models(await self._ask(instance, "GET", "/v1/models", timeout=PROBE_TIMEOUT))
         if not models.data:
@@ -264,11 +265,11 @@ class Discovery:
             if engine:
                 engine = msgspec.structs.replace(engine, clock=0.0)  # no fact of it: it would always seem to have changed
             elif card and card.rank != instance.rank:  # each time another one may answer
-                engine = Engine(card.incarnation, instance.role, [], {}, card.rank)
+                engine = EngineInfo(card.incarnation, instance.role, [], {}, card.rank)
             instance.probed(names[0], engine, names, nixl=params_in(answer) is not None)
         self._note(instance)
 
-    async def _ask_who(self, instance: Instance, model: str, card: Card | None = None) -> bytes:
+    async def _ask_who(self, instance: Instance, model: str, card: EngineCard | None = None) -> bytes:
         """A probe's answer.  Without an engine's card all we learn is the card."""
         name, until = (card.incarnation, card.clock + 2 * PROBE_TIMEOUT) if card else ("", 0.0)
         grant = mint(self._key, Grant(VERSION, "probe", new_transfer(), name, until=until))

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..grants import Engine, difference
+from ..protocol.peers import EngineInfo, difference
 from .dialects import RANKLESS
 from .policies import Policy
 from .stepping import Stepping
@@ -41,7 +41,7 @@ class Instance:
     role: Role
     rank: int | None = field(init=False)
     model: str = ""
-    engine: Engine | None = None
+    engine: EngineInfo | None = None
     up: bool = False
     why_not: str = UNKNOWN  # for people: what keeps it from being used, or from being used in full
     needs_probe: bool = True
@@ -69,7 +69,7 @@ class Instance:
     def __post_init__(self) -> None:
         self.rank = split_rank(self.url)[1]
 
-    def probed(self, model: str, engine: Engine | None, models: Iterable[str] = (), nixl: bool = False) -> None:
+    def probed(self, model: str, engine: EngineInfo | None, models: Iterable[str] = (), nixl: bool = False) -> None:
         """It answered a probe."""
         if not self.up or not self.engine or not engine or self.engine.incarnation != engine.incarnation:
             self.cache, self.deaf = object(), set() if self.rank is None else set(RANKLESS)

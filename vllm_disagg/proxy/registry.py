@@ -1,4 +1,4 @@
-"""The engines that have made themselves known (`vllm_disagg.registration`).  Pure: bytes and time are passed in."""
+"""The engines that have made themselves known (`vllm_disagg.fleet.registration`).  Pure: bytes and time are passed in."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import secrets
 from typing import Literal
 
 from ..errors import BadGrant, ConfigError
-from ..keys import FleetKey
-from ..registration import EVERY, Note, read
+from ..fleet.keys import FleetKey
+from ..fleet.registration import REGISTER_SECONDS, RegistrationNote, read
 from .addresses import Networks, check_url
 from .membership import Member
 
-PATIENCE = 5 * EVERY  # seconds without a word, until an engine is no longer wanted
+PATIENCE = 5 * REGISTER_SECONDS  # seconds without a word, until an engine is no longer wanted
 MAX_LIVES = 4096  # incarnations whose numbers are remembered
 
 
@@ -54,7 +54,7 @@ class Registry:
         self._heard = {member: heard for member, heard in self._heard.items() if now - heard[0] < PATIENCE}
         return frozenset(self._heard)
 
-    def _remember(self, note: Note) -> None:
+    def _remember(self, note: RegistrationNote) -> None:
         self._numbers[note.incarnation] = note.number
         self.last = {note.incarnation: note.number}
         if len(self._numbers) > MAX_LIVES:  # what we forget must not be said again

@@ -20,7 +20,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from ..grants import MARGIN, REQUEST_KEY, VERSION, Grant, mint, new_transfer
+from ..fleet.grants import MARGIN_SECONDS, REQUEST_KEY, VERSION, Grant, mint, new_transfer
 from .admission import Admission, QueueFull, QueueTimeout
 from .beginnings import Beginning, Begun
 from .bodies import Body
@@ -239,7 +239,7 @@ class Relay:
             raise TypeError("a pair without engines")
         transfer, back = new_transfer(), new_transfer() if pair.reads_back else None
         there = decode_engine.workers if back else []
-        p_end, d_end = (each.clock_after(self._patience + MARGIN, _now()) for each in (pair.prefill, pair.decode))
+        p_end, d_end = (each.clock_after(self._patience + MARGIN_SECONDS, _now()) for each in (pair.prefill, pair.decode))
         for_p = Grant(VERSION, "prefill", transfer, prefill_engine.incarnation, there, self._patience, back, p_end)
         of_p = prefill_engine.workers
         for_d = Grant(VERSION, "decode", transfer, decode_engine.incarnation, of_p, self._patience, back, d_end)

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from .. import keys
 from ..errors import ConfigError
-from ..keys import FleetKey
+from ..fleet import keys
+from ..fleet.keys import FleetKey
 from .addresses import Network, check_url, parse_networks
 from .crew import Place, parse_place
 from .fleet import Role

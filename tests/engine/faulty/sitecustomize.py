@@ -8,7 +8,7 @@ Two blocks that trade places are no fault that anybody could see: attention does
 import os
 from pathlib import Path
 
-from vllm_disagg.memory import HostMemory
+from vllm_disagg.kv.memory import HostMemory
 
 BLOCK = 128
 write = HostMemory.write

@@ -1,0 +1,775 @@
+"""The scheduler's half of the connector: which events follow from which of vLLM's calls."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_disagg.protocol import peers
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+
+from kv_connectors import prompt_digest, scheduler
+from kv_connectors.metadata import Handshake
+from kv_connectors.scheduler import SchedulerSide
+from vllm_disagg.errors import BadGrant
+from vllm_disagg.fleet import grants, keys
+from vllm_disagg.kv import reshard
+from vllm_disagg.kv.layout import uniform
+from vllm_disagg.protocol import events
+
+KEY = keys.FleetKey(b"k" * keys.KEY_BYTES)
+BLOCK = 16
+HOLDS = uniform(layers=2, block_size=BLOCK, rows=[64])
+P_WORKER = peers.WorkerInfo("p/0", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", holds=HOLDS)
+BACK, T = "cd" * 16, "ab" * 16
+NEAR = "tcp://127.0.0.1:1"
+PLAN, NOBODY = reshard.plan([HOLDS], [HOLDS]), reshard.nothing(1, 1)
+GROUPS: Any = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))]
+
+
+def side(role: str, groups: Any = GROUPS, key: keys.FleetKey = KEY) -> SchedulerSide:
+    made = SchedulerSide(key, role, {"dtype": "bf16"}, groups)
+    made.set_workers([Handshake(peers.WorkerInfo("me/0", "tcp://127.0.0.1:3", "tcp://127.0.0.1:4", holds=HOLDS), ["a", "b"])])
+    return made
+
+
+def request(leg: str, engine: SchedulerSide | None, length: int = 40, name: str = "r1", **change: Any) -> SimpleNamespace:
+    incarnation = engine.engine.incarnation if engine and engine.engine else "nobody"
+    values: dict[str, Any] = {"sources": change.pop("sources", [P_WORKER])} if leg == "decode" else {}
+    if back := change.pop("back", None):
+        values = {"sources": values.get("sources") or change.pop("sources", [P_WORKER]), "back": back}
+    values["until"] = change.pop("until", 60.0 + (engine.clock if engine else 0.0))
+    incarnation = change.pop("incarnation", incarnation)
+    grant = grants.Grant(2, leg, change.pop("transfer", "ab" * 16), incarnation, **values)  # type: ignore[arg-type]
+    token = grants.mint(change.pop("key", KEY), grant)
+    fields: dict[str, Any] = {
+        "request_id": name,
+        "kv_transfer_params": {grants.REQUEST_KEY: token},
+        "num_prompt_tokens": length,
+        "prompt_token_ids": [0] * length,
+        "status": SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
+        "prompt_embeds": None,
+        "mm_features": [],
+        "lora_request": None,
+        "sampling_params": SimpleNamespace(n=1),
+        "max_tokens": 1 if leg == "prefill" else 16,
+    }
+    return SimpleNamespace(**fields | change)
+
+
+OF_40, OF_70 = (prompt_digest.prompt(request("probe", None, length)) for length in (40, 70))  # type: ignore[arg-type]
+
+
+def step(new: dict[str, tuple[int, int, list[int]]] | None = None, cached: Any = None, preempted: Any = None) -> SimpleNamespace:
+    """`new` and `cached`: id -> (computed before, scheduled, block ids)."""
+    new, cached = new or {}, cached or {}
+    return SimpleNamespace(
+        preempted_req_ids=preempted,
+        num_scheduled_tokens={name: n for name, (_, n, _) in {**new, **cached}.items()},
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, num_computed_tokens=c, block_ids=(b,)) for name, (c, _, b) in new.items()
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(cached),
+            num_computed_tokens=[c for c, _, _ in cached.values()],
+            new_block_ids=[(b,) if b else None for _, _, b in cached.values()],
+        ),
+    )
+
+
+def test_a_prefill_leg_in_chunks() -> None:
+    p = side("prefill")
+    asked = request("prefill", p)
+    assert p.tokens_to_load(asked, 0) == 0
+    first = p.step(step(new={"r1": (0, 20, [7, 8])}))
+    assert first.prefill == [events.BlocksScheduled("ab" * 16, 20, [[7, 8]], prompt=OF_40)]
+    assert first.serving == {"ab" * 16: "r1"} and not first.loading
+    assert p.step(step(cached={"r1": (20, 20, [9])})).prefill == [events.BlocksScheduled("ab" * 16, 40, [[9]], prompt=OF_40)]
+    assert p.step(step(cached={"r1": (40, 1, [])})).prefill == [], "what follows the prompt is no business of D"
+    keep, answer = p.finished(asked)
+    assert keep and answer is not None and answer[grants.ANSWER_KEY]["role"] == "prefill"
+    assert p.step(step()).prefill == [events.PrefillFinished("ab" * 16)]
+
+
+@pytest.mark.parametrize("end", ["abort", "preempt", "early"])
+def test_a_prefill_leg_that_loses_its_blocks_keeps_nothing(end: str) -> None:
+    p = side("prefill")
+    asked = request("prefill", p)
+    p.tokens_to_load(asked, 0)
+    p.step(step(new={"r1": (0, 20 if end == "early" else 40, [7, 8, 9])}))
+    if end == "preempt":
+        assert p.step(step(preempted={"r1"})).prefill == [events.BlocksRevoked("ab" * 16)]
+        assert p.step(step(cached={"r1": (0, 40, [1, 2, 3])})).prefill == [], "computed again, but not for D"
+    elif end == "abort":
+        asked.status.name = "FINISHED_ABORTED"
+    keep, _ = p.finished(asked)
+    assert not keep
+    assert p.step(step()).prefill == ([] if end == "preempt" else [events.BlocksRevoked("ab" * 16)])
+
+
+def test_a_decode_leg_loads_what_its_own_cache_lacks() -> None:
+    d = side("decode")
+    asked = request("decode", d)
+    assert d.tokens_to_load(asked, 16) == 24
+    assert d.tokens_to_load(asked, 16) == 24, "asked again until there is room"
+    d.allocated(asked, ([4, 5, 6],), 24)
+    (wanted,) = d.step(step()).decode
+    assert wanted == events.LoadRequested("ab" * 16, [P_WORKER], PLAN, [events.GroupBlocks(16, [5, 6])], 40, 60.0, OF_40)
+    assert d.tokens_to_load(asked, 0) == 0, "loaded once; after a failure or a preemption it is recomputed"
+    d.allocated(asked, ([4, 5, 6],), 0)
+    d.loaded("r1")
+    assert d.finished(asked) == (False, None)
+    assert d.step(step()).decode == []
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_load_that_failed_lets_all_others_go_first_and_once_only(back: bool) -> None:
+    """vLLM asks again, with no blocks left, in front of those that still hold some.  A stream of other loads starves it not."""
+    engine = side("prefill" if back else "decode")
+    loading = [request("prefill" if back else "decode", engine, 70, f"r{at}", transfer=f"{at:032x}",
+                       **({"back": f"{at + 9:032x}"} if back else {})) for at in range(3)]  # fmt: skip
+    for at, asked in enumerate(loading):
+        engine.arrived(asked)
+        engine.found({f"{at + 9:032x}": [64]} if back else {})
+        count = engine.tokens_to_load(asked, 0)
+        engine.allocated(asked, ([4, 5, 6, 7, 8],), count or 0)
+        assert count == (64 if back else 70)
+    engine.loaded("r0")
+    assert [engine.tokens_to_load(loading[0], 0) for _ in range(3)] == [None, 0, 0]
+    engine.allocated(loading[0], ([4, 5, 6, 7, 8],), 0)
+    assert engine.tokens_to_load(request("decode", None, name="plain", kv_transfer_params=None), 0) == 0
+
+
+def test_a_prompt_that_is_all_but_cached_is_not_fetched_and_p_is_told() -> None:
+    d = side("decode")
+    asked = request("decode", d)
+    assert d.tokens_to_load(asked, 32) == 0
+    d.allocated(asked, ([4, 5, 6],), 0)
+    assert d.step(step()).decode == [events.LoadSkipped("ab" * 16, [P_WORKER], NOBODY)]
+
+
+@pytest.mark.parametrize(("when", "event"), [("waiting", events.LoadSkipped), ("loading", events.LoadCancelled)])
+def test_a_decode_leg_that_is_aborted_says_so_once(when: str, event: type) -> None:
+    d = side("decode")
+    asked = request("decode", d)
+    if when == "loading":
+        d.tokens_to_load(asked, 0)
+        d.allocated(asked, ([4, 5, 6],), 40)
+        d.step(step())
+    d.finished(asked)
+    assert [type(e) for e in d.step(step()).decode] == [event]
+    d.finished(asked)
+    assert d.step(step()).decode == []
+
+
+def test_a_probe_learns_who_we_are_whatever_our_role() -> None:
+    for role in ("prefill", "decode", "both"):
+        engine = side(role)
+        keep, answer = engine.finished(request("probe", engine))
+        assert not keep and answer is not None
+        layout = answer[grants.ANSWER_KEY]["layout"]
+        assert layout["dtype"] == "bf16" and layout["KV of a token"] == "2 layers of 1 heads of bytes"
+        said = engine.step(step())
+        assert not said.serving and not said.loading
+
+
+def test_a_probe_that_names_no_engine_learns_what_the_next_one_needs_and_no_address(clock: list[float]) -> None:
+    engine = side("decode")
+    assert engine.engine is not None
+    clock[0] += 7
+    expected = {"incarnation": engine.engine.incarnation, "clock": 7.0, "rank": None}
+    asked = request("probe", None, incarnation="", until=0.0)
+    assert engine.finished(asked) == (False, {grants.ANSWER_KEY: expected})
+    assert engine.finished(asked) == (False, {grants.ANSWER_KEY: expected}), "it has no end"
+    named = request("probe", engine)
+    answer = engine.finished(named)[1]
+    assert answer and answer[grants.ANSWER_KEY]["clock"] == 7.0 and answer[grants.ANSWER_KEY]["workers"]
+    for again in (request("probe", engine, until=6.9), request("probe", None), request("probe", engine, until=1e6)):
+        assert engine.finished(again) == (False, {grants.ANSWER_KEY: expected}), "ended, another engine's, never to end"
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+def test_a_grant_ends_by_the_engines_clock_and_works_once_until_then(
+    leg: str, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = side(leg)
+    names = iter(range(1000))
+
+    def accepted(**change: Any) -> bool:
+        name = f"r{next(names)}"
+        engine.tokens_to_load(request(leg, engine, name=name, **change), 0)
+        return not engine._legs[name].refused
+
+    clock[0] += 100
+    first = {"transfer": "01" * 16, "until": 130.0}
+    assert accepted(**first) and not accepted(**first)
+    for at in range(200):
+        assert accepted(transfer=f"{at:032x}", until=110.0)
+    assert not accepted(**first), "whatever has come since"
+    clock[0] += 29.9
+    assert not accepted(**first) and len(engine._used) == len(engine._ends) == 1, "the others have ended, and are forgotten"
+    clock[0] += 0.2
+    assert not accepted(**first) and not engine._used, "ended"
+    assert not accepted(transfer="02" * 16, until=130.0) and accepted(transfer="02" * 16, until=131.0)
+    assert not accepted(transfer="03" * 16, until=130.1 + grants.MAX_VALIDITY_SECONDS + 1), "it would have to be remembered so long"
+    monkeypatch.setattr(scheduler, "MAX_USED_GRANTS", 2)
+    assert accepted(transfer="04" * 16, until=131.0) and not accepted(transfer="05" * 16, until=131.0), "no room"
+    assert not accepted(transfer="02" * 16, until=131.0), "none is forgotten to make room"
+    clock[0] += 1
+    assert accepted(transfer="05" * 16, until=140.0)
+
+
+def test_a_prefill_leg_whose_grant_does_not_hold_says_so(clock: list[float]) -> None:
+    """Who minted it learns the clock, so that the next one holds."""
+    p = side("prefill")
+    clock[0] += 100
+    for name, change in (("r1", {"until": 99.0}), ("r2", {"incarnation": "of before"})):
+        asked = request("prefill", p, name=name, **change)
+        p.arrived(asked)
+        assert p.tokens_to_load(asked, 0) == 0
+        p.allocated(asked, ([1, 2, 3],), 0)
+        assert p.step(step(new={name: (0, 40, [7, 8, 9])})).prefill == []
+        assert p.engine is not None
+        expected = {grants.ANSWER_KEY: {"incarnation": p.engine.incarnation, "clock": 100.0, "rank": None}}
+        assert p.finished(asked) == (False, expected) and not p._legs
+
+
+def refused() -> list[tuple[str, Any]]:
+    d = side("decode")
+    good = request("decode", d).kv_transfer_params[grants.REQUEST_KEY]
+    shapes: list[Any] = [None, [], "x", 5, {}, {"do_remote_prefill": True}, {grants.REQUEST_KEY: None}]
+    shapes += [{grants.REQUEST_KEY: x} for x in (5, [], {}, "", ".", "a.b", good[:-2], good + "x", "é")]
+    return [(repr(shape)[:40], shape) for shape in shapes]
+
+
+@pytest.mark.parametrize(("_", "params"), refused())
+def test_whatever_else_a_client_writes_is_an_ordinary_request(_: str, params: Any) -> None:
+    d = side("decode")
+    asked = request("decode", d, kv_transfer_params=params)
+    assert d.tokens_to_load(asked, 0) == 0
+    d.allocated(asked, ([1, 2, 3],), 0)
+    assert d.finished(asked) == (False, None)
+    metadata = d.step(step())
+    assert not metadata.prefill and not metadata.decode and not metadata.serving and not metadata.loading
+
+
+OTHER_BLOCKS = peers.WorkerInfo("p/1", NEAR, NEAR, holds=uniform(layers=2, block_size=2 * BLOCK, rows=[128]))
+
+
+FAR = {"tcp://198.51.100.7:9999": "not loopback", "tcp://169.254.169.254:80": "link-local", "tcp://metadata:80": "IP address"}
+
+
+@pytest.mark.parametrize("leg", ["decode", "prefill"])
+def test_nothing_is_dialled_that_an_engine_may_not_dial(leg: str) -> None:
+    """For a prefill leg, these are where it would read back from: it serves D all the same."""
+    for to in FAR:
+        engine = side(leg)
+        grant = grants.Grant(
+            2, leg, T, engine.engine.incarnation, [peers.WorkerInfo("p/0", NEAR, to, holds=HOLDS)],  # type: ignore
+            back=BACK, until=60.0,
+        )  # fmt: skip
+        asked = request(leg, engine, length=70, kv_transfer_params={grants.REQUEST_KEY: grants.mint(KEY, grant)})
+        engine.arrived(asked)
+        assert engine.tokens_to_load(asked, 0) == 0
+        engine.allocated(asked, ([4, 5, 6],), 0)
+        said = engine.step(step())
+        assert not said.decode and not said.loading and not said.prefill
+        assert list(said.serving) == ([T] if leg == "prefill" else [])
+
+
+def test_without_a_key_a_transfer_is_remembered_whatever_end_a_client_chose(clock: list[float]) -> None:
+    """Its blocks may still be held when the grant has ended."""
+    engine = side("prefill", key=keys.FleetKey(None, insecure=True))
+    clock[0] += 100
+    engine._use("prefill", T, 100.3)
+    clock[0] += 10
+    with pytest.raises(BadGrant, match="used before"):
+        engine._use("prefill", T, 200.0)
+
+
+def test_one_engine_is_not_both_engines_of_a_request() -> None:
+    """Nor reads it back from itself; D's leg is an ordinary request, and nothing of P's is mixed with it."""
+    both = side("both")
+    me = peers.WorkerInfo("me/0", NEAR, NEAR, holds=HOLDS)
+    p, d = request("prefill", both, name="p"), request("decode", both, name="d", sources=[me])
+    assert both.tokens_to_load(p, 0) == both.tokens_to_load(d, 0) == 0
+    said = both.step(step(new={"p": (0, 40, [4, 5, 6])}))
+    assert said.serving == {T: "p"} and not said.loading and not said.decode
+    back = request("prefill", both, name="b", transfer="ef" * 16, back=BACK, sources=[me])
+    both.arrived(back)
+    said = both.step(step())
+    assert not said.decode and not said.serving and said.prefill == [events.BlocksRevoked("ef" * 16)]
+
+
+def test_an_engine_that_others_reach_dials_others() -> None:
+    far = peers.WorkerInfo("p/0", "tcp://10.0.0.1:1", "tcp://10.0.0.1:2", holds=HOLDS)
+    made = SchedulerSide(KEY, "decode", {}, GROUPS, host="10.0.0.2")
+    made.set_workers([Handshake(peers.WorkerInfo("me/0", "", "", holds=HOLDS), ["a", "b"])])
+    assert made.tokens_to_load(request("decode", made, sources=[far]), 0) == 40
+    assert side("decode").tokens_to_load(request("decode", side("decode"), sources=[far]), 0) == 0
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+def test_without_a_key_no_grant_counts_unless_that_is_asked_for(insecure: bool, caplog: pytest.LogCaptureFixture) -> None:
+    nobody = keys.FleetKey(None)
+    made = SchedulerSide(keys.FleetKey(None, insecure=insecure), "decode", {}, GROUPS, host="10.0.0.2")
+    made.set_workers([Handshake(peers.WorkerInfo("me/0", "", "", holds=HOLDS), ["a", "b"])])
+    logging.getLogger("vllm_disagg").propagate = True
+    assert made.tokens_to_load(request("decode", made, key=nobody), 0) == (40 if insecure else 0)
+    assert made.finished(request("probe", None, name="r2", key=nobody))[1] is None or insecure
+    far = peers.WorkerInfo("p/0", "tcp://10.0.0.1:1", NEAR, holds=HOLDS)
+    assert made.tokens_to_load(request("decode", made, key=nobody, name="r3", transfer=BACK, sources=[far]), 0) == 0
+    assert ("not loopback" if insecure else "no fleet key") in caplog.text
+
+
+def test_stages_of_a_pipeline_are_numbered_on() -> None:
+    """Two ranks hold the first layers, two the others."""
+    made = SchedulerSide(KEY, "prefill", {}, GROUPS)
+    worker = peers.WorkerInfo("w", "", "", holds=HOLDS)
+    made.set_workers([Handshake(worker, names) for names in (["a", "b"], ["a", "b"], ["c", "d"], ["c", "d"])])
+    assert made.engine is not None
+    assert [w.holds.first for w in made.engine.workers] == [0, 0, 2, 2]
+    assert made.engine.layout["KV of a token"].startswith("4 layers of")
+
+
+@pytest.mark.parametrize(
+    ("sources", "words"),
+    [
+        ([OTHER_BLOCKS], "blocks of 32 tokens, 128 bytes at P and of 16 tokens, 64 bytes at D"),
+        ([P_WORKER, P_WORKER], "names one worker twice"),
+        ([peers.WorkerInfo("me/0", NEAR, NEAR, holds=HOLDS)], "own workers"),
+        ([P_WORKER, peers.WorkerInfo("me/0", NEAR, NEAR, holds=HOLDS)], "own workers"),
+        *[([peers.WorkerInfo("p/0", to, to, holds=HOLDS)], words) for to, words in FAR.items()],
+        *[([peers.WorkerInfo("p/0", NEAR, to, holds=HOLDS)], words) for to, words in FAR.items()],
+        ([peers.WorkerInfo("p/0", NEAR, NEAR, "ipc:///run/docker.sock", holds=HOLDS)], "local address"),
+    ],
+)
+def test_sources_that_cannot_be_read_are_refused_in_words(
+    sources: list[peers.WorkerInfo], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    d = side("decode")
+    grant = grants.Grant(2, "decode", "cd" * 16, d.engine.incarnation, sources, until=60.0)  # type: ignore[union-attr]
+    asked = request("decode", d, kv_transfer_params={grants.REQUEST_KEY: grants.mint(KEY, grant)})
+    logging.getLogger("vllm_disagg").propagate = True
+    assert d.tokens_to_load(asked, 0) == 0
+    assert words in caplog.text
+
+
+def test_grants_of_others_are_refused() -> None:
+    d = side("decode")
+    two = request("decode", d)
+    two.kv_transfer_params = {
+        grants.REQUEST_KEY: grants.mint(
+            KEY, grants.Grant(2, "decode", "cd" * 16, d.engine.incarnation, [OTHER_BLOCKS], until=60.0)  # type: ignore
+        )
+    }
+    for asked in (
+        request("decode", None),
+        request("decode", d, incarnation=""),
+        request("prefill", d),
+        request("decode", d, key=keys.FleetKey(b"x" * keys.KEY_BYTES)),
+        request("decode", d, prompt_token_ids=None),
+        two,
+    ):
+        asked.request_id = f"r{len(d._legs)}"  # not one that is known as refused
+        assert d.tokens_to_load(asked, 0) == 0
+
+
+def test_a_grant_works_once() -> None:
+    d = side("decode")
+    assert d.tokens_to_load(request("decode", d), 0) == 40
+    assert d.tokens_to_load(request("decode", d, name="r2"), 0) == 0
+    assert d.tokens_to_load(request("decode", d, name="r3", transfer="cd" * 16), 0) == 40
+
+
+# Several KV-cache groups -------------------------------------------------------------------------------------
+HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
+FULL = SimpleNamespace(kv_cache_spec=FullAttentionSpec(block_size=BLOCK, **HEADS))
+WINDOW = SimpleNamespace(kv_cache_spec=SlidingWindowSpec(block_size=BLOCK, sliding_window=20, **HEADS))
+STATE = SimpleNamespace(kv_cache_spec=MambaSpec(block_size=2048, shapes=((4,),), dtypes=(torch.float32,)))
+
+
+def test_with_a_window_the_last_token_and_the_blocks_before_the_window_are_left_out() -> None:
+    d = side("decode", [FULL, WINDOW])
+    asked = request("decode", d, length=70)
+    assert d.tokens_to_load(asked, 16) == 53
+    d.allocated(asked, ([4, 5, 6, 7, 8], [0, 0, 0, 9, 10]), 53)
+    (wanted,) = d.step(step()).decode
+    assert wanted.token_end == 69
+    assert wanted.blocks == [events.GroupBlocks(16, [5, 6, 7, 8]), events.GroupBlocks(48, [9, 10])]
+
+
+MORE: list[dict[str, Any]] = [{"max_tokens": 3}, {"sampling_params": None}, {"sampling_params": SimpleNamespace(n=2)}]
+
+
+@pytest.mark.parametrize("more", [*MORE, {"resumable": True}], ids=str)
+@pytest.mark.parametrize("groups", [[FULL, WINDOW], [STATE]], ids=["window", "state"])
+def test_a_prefill_leg_of_more_than_one_token_is_a_request_like_any_other(groups: Any, more: dict[str, Any]) -> None:
+    """Its next token would be computed, and cached under the hash of the one that is left out.  D is told."""
+    p = side("prefill", groups)
+    asked = request("prefill", p, **more)
+    asked._all_token_ids = list(asked.prompt_token_ids)
+    p.arrived(asked)
+    assert p.tokens_to_load(asked, 0) == 0
+    assert asked.num_prompt_tokens == len(asked.prompt_token_ids) == len(asked._all_token_ids) == 40
+    scheduled = step(new={"r1": (0, 40, [])})
+    scheduled.scheduled_new_reqs[0].block_ids = tuple([4, 5, 6] for _ in groups)
+    assert p.step(scheduled).prefill == [events.BlocksRevoked(T)]
+    assert not p.finished(asked)[0] and p.step(step()).prefill == []
+
+
+def test_without_windows_a_prefill_leg_may_go_on() -> None:
+    p = side("prefill")
+    asked = request("prefill", p, max_tokens=3)
+    p.tokens_to_load(asked, 0)
+    assert p.step(step(new={"r1": (0, 40, [7, 8, 9])})).prefill == [events.BlocksScheduled(T, 40, [[7, 8, 9]], prompt=OF_40)]
+
+
+def test_of_one_token_nothing_is_left_to_load() -> None:
+    d = side("decode", [FULL, WINDOW])
+    asked = request("decode", d, length=1)
+    assert d.tokens_to_load(asked, 0) == 0
+    d.allocated(asked, ([4], [5]), 0)
+    assert isinstance(d.step(step()).decode[0], events.LoadSkipped)
+
+
+def test_with_a_state_p_computes_all_tokens_but_the_last() -> None:
+    p, d = side("prefill", [STATE]), side("decode", [STATE])
+    asked = request("prefill", p, length=40)
+    asked._all_token_ids = list(asked.prompt_token_ids)
+    p.tokens_to_load(asked, 0)
+    p.tokens_to_load(asked, 0)  # asked again until there is room
+    assert asked.num_prompt_tokens == len(asked.prompt_token_ids) == len(asked._all_token_ids) == 39
+    p.step(step(new={"r1": (0, 39, [7])}))
+    assert p.finished(asked)[0], "kept for D"
+    other = request("decode", d, length=40)
+    assert d.tokens_to_load(other, 0) == 39
+    d.allocated(other, ([3],), 39)
+    (wanted,) = d.step(step()).decode
+    assert (wanted.token_end, wanted.blocks) == (39, [events.GroupBlocks(0, [3])])
+
+
+def test_an_engine_says_which_data_parallel_rank_it_is() -> None:
+    made = SchedulerSide(KEY, "decode", {}, GROUPS, rank=1)
+    made.set_workers([Handshake(P_WORKER, ["a", "b"])])
+    assert made.engine is not None and made.engine.rank == 1
+    alone = side("decode").engine
+    assert alone is not None and alone.rank is None
+
+
+# Two-way reuse -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, and no sleeping."""
+    now = [100.0]
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None))
+    return now
+
+
+def arrived(p: SchedulerSide) -> Any:
+    """A prefill leg that may read back."""
+    asked = request("prefill", p, length=70, back=BACK)
+    p.arrived(asked)
+    return asked
+
+
+def test_a_prefill_leg_asks_d_reads_back_and_computes_the_rest(clock: list[float]) -> None:
+    p = side("prefill")
+    asked = arrived(p)
+    assert p.tokens_to_load(asked, 16) is None, "ask again"
+    assert p.step(step()).decode == [events.LookupRequested(BACK, [P_WORKER], PLAN, OF_70)]
+    assert p.tokens_to_load(asked, 16) is None and p.step(step()).decode == [], "asked once"
+    p.found({BACK: [64], "of another": [16]})
+    assert p.tokens_to_load(asked, 16) == 48
+    assert p.tokens_to_load(asked, 32) == 32, "no room yet, and more is cached here by now"
+    p.allocated(asked, ([4, 5, 6, 7],), 32)
+    metadata = p.step(step())
+    assert metadata.decode == [events.LoadRequested(BACK, [P_WORKER], PLAN, [events.GroupBlocks(32, [6, 7])], 64, scheduler.REUSE_STALL_SECONDS, OF_70)]
+    assert metadata.loading == {BACK: "r1"}
+    p.loaded("r1")
+    first = p.step(step(new={"r1": (64, 6, [4, 5, 6, 7, 8])}))
+    assert first.prefill == [events.BlocksScheduled(T, 70, [[4, 5, 6, 7, 8]], prompt=OF_70)] and not first.decode
+    assert p.finished(asked)[0] and not p.step(step()).decode, "nothing is open any more that could be cancelled"
+
+
+@pytest.mark.parametrize(("there", "local"), [(0, 0), (32, 32), (16, 32), (80, 0), (None, 0)])
+def test_what_d_does_not_have_is_computed(clock: list[float], there: int | None, local: int) -> None:
+    p = side("prefill")
+    asked = arrived(p)
+    p.tokens_to_load(asked, local)
+    if there is None:
+        clock[0] += scheduler.REUSE_LOOKUP_SECONDS
+    else:
+        p.found({BACK: [there]})
+    assert p.tokens_to_load(asked, local) == 0
+    p.allocated(asked, ([4, 5],), 0)
+    assert p.step(step(new={"r1": (local, 70 - local, [4, 5, 6, 7, 8])})).decode == [
+        events.LookupRequested(BACK, [P_WORKER], PLAN, OF_70),
+        events.LoadCancelled(BACK),
+    ]
+    p.found({BACK: [64]})
+    assert p.finished(asked)[0] and p.step(step()).decode == []
+
+
+def test_a_load_back_that_fails_is_computed(clock: list[float]) -> None:
+    p = side("prefill")
+    asked = arrived(p)
+    p.tokens_to_load(asked, 0)
+    p.found({BACK: [64]})
+    p.allocated(asked, ([4, 5, 6, 7],), p.tokens_to_load(asked, 0))  # type: ignore[arg-type]
+    p.step(step())
+    p.loaded("r1")  # vLLM frees the blocks and asks again
+    assert p.tokens_to_load(asked, 0) is None, "all others first"
+    assert p.tokens_to_load(asked, 0) == 0
+    p.allocated(asked, ([1, 2, 3, 4, 5],), 0)
+    metadata = p.step(step(new={"r1": (0, 70, [1, 2, 3, 4, 5])}))
+    assert metadata.decode == [] and metadata.prefill == [events.BlocksScheduled(T, 70, [[1, 2, 3, 4, 5]], prompt=OF_70)]
+
+
+@pytest.mark.parametrize("when", ["waiting", "asking", "reading"])
+def test_a_prefill_leg_that_is_aborted_asks_no_more(clock: list[float], when: str) -> None:
+    p = side("prefill")
+    asked = arrived(p) if when != "waiting" else request("prefill", p, length=70, back=BACK)
+    if when == "reading":
+        p.found({BACK: [64]})
+        p.allocated(asked, ([4, 5, 6, 7],), p.tokens_to_load(asked, 0))  # type: ignore[arg-type]
+    p.step(step())
+    asked.status.name = "FINISHED_ABORTED"
+    assert not p.finished(asked)[0]
+    metadata = p.step(step())
+    assert metadata.decode == ([] if when == "waiting" else [events.LoadCancelled(BACK)])
+    assert metadata.prefill == [events.BlocksRevoked(T)] and not p._seeking
+
+
+def test_all_ranks_must_know_how_much_there_is(clock: list[float]) -> None:
+    p = SchedulerSide(KEY, "prefill", {}, GROUPS)
+    halves = [peers.WorkerInfo(f"me/{at}", "", "", holds=HOLDS) for at in range(2)]
+    p.set_workers([Handshake(worker, ["a", "b"]) for worker in halves])
+    asked = arrived(p)
+    p.tokens_to_load(asked, 0)
+    p.found({BACK: [64]})
+    assert p.tokens_to_load(asked, 0) is None
+    p.found({BACK: [48]})
+    assert p.tokens_to_load(asked, 0) == 48
+
+
+def served(d: SchedulerSide, length: int = 70, local: int = 32) -> Any:
+    """A decode leg of which D has two blocks cached, and which waits for the rest if that is worth it."""
+    asked = request("decode", d, length=length, back=BACK)
+    missing = d.tokens_to_load(asked, local)
+    d.allocated(asked, ([4, 5, 6, 7, 8],), missing or 0)
+    (said,) = d.step(step()).prefill
+    assert said == events.BlocksScheduled(BACK, local, [[4, 5]], cached=True, prompt={40: OF_40, 70: OF_70}[length])
+    return asked
+
+
+@pytest.mark.parametrize("end", ["loaded", "aborted", "preempted", "finished"])
+def test_a_decode_leg_serves_what_it_has_cached_while_the_blocks_are_its_own(end: str) -> None:
+    d = side("decode")
+    asked = served(d, length=40 if end in ("preempted", "finished") else 70)
+    if end == "loaded":
+        d.loaded("r1")
+    elif end == "preempted":
+        assert d.step(step(preempted={"r1"})).prefill == [events.BlocksRevoked(BACK)]
+    else:
+        d.finished(asked)
+    assert d.step(step()).prefill == ([] if end == "preempted" else [events.BlocksRevoked(BACK)])
+    d.finished(asked)
+    assert d.step(step()).prefill == [], "said once"
+
+
+@pytest.mark.parametrize("why", ["nothing cached", "no blocks shown", "aborted early"])
+def test_a_decode_leg_with_nothing_to_serve_says_so_at_once(why: str) -> None:
+    d = side("decode")
+    asked = request("decode", d, length=70, back=BACK)
+    if why == "aborted early":
+        d.finished(asked)
+    else:
+        d.tokens_to_load(asked, 0 if why == "nothing cached" else 32)
+        d.allocated(asked, ([],) if why == "no blocks shown" else ([4, 5, 6, 7, 8],), 0 if why == "no blocks shown" else 70)
+    assert d.step(step()).prefill == [events.BlocksRevoked(BACK)]
+
+
+@pytest.mark.parametrize("groups", [[FULL, WINDOW], [STATE]])
+def test_with_windows_or_states_nothing_goes_back(groups: Any) -> None:
+    p, d = side("prefill", groups), side("decode", groups)
+    assert p.engine and not p.engine.two_way
+    asked = request("prefill", p, back=BACK)
+    asked._all_token_ids = list(asked.prompt_token_ids)
+    p.arrived(asked)
+    assert p.tokens_to_load(asked, 0) == 0
+    other = request("decode", d, length=70, back=BACK)
+    d.tokens_to_load(other, 16)
+    d.allocated(other, tuple([4, 5, 6, 7, 8] for _ in groups), 53)
+    assert not p.step(step()).decode and not d.step(step()).prefill
+
+
+@pytest.mark.parametrize("sources", [[], [OTHER_BLOCKS]])
+def test_a_prefill_leg_with_sources_that_cannot_be_read_is_one_all_the_same(sources: Any) -> None:
+    p = side("prefill")
+    asked = request("prefill", p, back=BACK, sources=sources)
+    p.arrived(asked)
+    assert p.tokens_to_load(asked, 0) == 0
+    p.allocated(asked, ([4, 5, 6],), 0)
+    metadata = p.step(step(new={"r1": (0, 40, [4, 5, 6])}))
+    assert not metadata.decode and metadata.prefill == [events.BlocksScheduled(T, 40, [[4, 5, 6]], prompt=OF_40)]
+
+
+def test_an_engine_says_whether_it_can() -> None:
+    made = SchedulerSide(KEY, "decode", {}, GROUPS, two_way=False)
+    made.set_workers([Handshake(peers.WorkerInfo("me/0", "", "", holds=HOLDS), ["a", "b"])])
+    assert made.engine and not made.engine.two_way and side("decode").engine.two_way  # type: ignore[union-attr]
+
+
+def test_a_prefill_leg_asks_when_it_arrives_and_waits_when_it_is_its_turn(clock: list[float]) -> None:
+    p = side("prefill")
+    asked = arrived(p)
+    assert p.step(step()).decode == [events.LookupRequested(BACK, [P_WORKER], PLAN, OF_70)]
+    clock[0] += 10  # in the queue
+    assert p.tokens_to_load(asked, 0) is None
+    clock[0] += scheduler.REUSE_LOOKUP_SECONDS / 2
+    assert p.tokens_to_load(asked, 0) is None
+    p.found({BACK: [64]})
+    assert p.tokens_to_load(asked, 0) == 64 and p.step(step()).decode == []
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_way_back_is_used_once_and_is_not_the_way_there(role: str) -> None:
+    engine = side(role)
+    for name, transfer, back in (("r1", "01" * 16, BACK), ("r2", "02" * 16, BACK), ("r3", "03" * 16, "03" * 16)):
+        asked = request(role, engine, length=70, name=name, transfer=transfer, back=back)
+        engine.arrived(asked)
+        engine.tokens_to_load(asked, 32)
+        engine.allocated(asked, ([4, 5, 6, 7, 8],), 0)
+    metadata = engine.step(step())
+    said = [e for e in [*metadata.prefill, *metadata.decode] if isinstance(e, events.LookupRequested | events.BlocksScheduled)]
+    assert [e.transfer for e in said] == [BACK]
+
+
+def test_states_beside_attention() -> None:
+    p, d = side("prefill", [STATE, FULL]), side("decode", [STATE, FULL])
+    asked = request("prefill", p, length=40)
+    asked._all_token_ids = list(asked.prompt_token_ids)
+    p.tokens_to_load(asked, 0)
+    assert asked.num_prompt_tokens == 39
+    other = request("decode", d, length=40)
+    assert d.tokens_to_load(other, 0) == 39
+    d.allocated(other, ([3], [4, 5, 6]), 39)
+    (wanted,) = d.step(step()).decode
+    assert wanted.blocks == [events.GroupBlocks(0, [3]), events.GroupBlocks(0, [4, 5, 6])]
+
+
+# Of which prompt ---------------------------------------------------------------------------------------------
+def adapter(folder: Path, weights: bytes, loaded: int = 1) -> SimpleNamespace:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return SimpleNamespace(lora_name="one", lora_path=str(folder), lora_int_id=loaded)
+
+
+def image(identifier: str, offset: int = 4) -> SimpleNamespace:
+    return SimpleNamespace(modality="image", identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=8))
+
+
+def told(role: str, **change: Any) -> str:
+    """The digest that goes to the workers with a leg."""
+    engine = side(role)
+    asked = request(role, engine, **change)
+    engine.allocated(asked, ([4, 5, 6],), engine.tokens_to_load(asked, 0) or 0)
+    said = engine.step(step(new={"r1": (0, 40, [7, 8, 9])}))
+    (event,) = said.prefill if role == "prefill" else said.decode
+    return event.prompt
+
+
+def test_both_legs_of_one_prompt_have_one_digest() -> None:
+    assert told("prefill") == told("decode") != ""
+
+
+def test_every_token_and_image_tells_prompts_apart() -> None:
+    changes: list[dict[str, Any]] = [
+        {},
+        {"prompt_token_ids": [0] * 39 + [1]},
+        {"prompt_token_ids": [1] + [0] * 39},
+        *({"mm_features": features} for features in ([image("a")], [image("b")], [image("a", 5)], [image("a"), image("a", 20)])),
+    ]
+    assert len({told("decode", **change) for change in changes}) == len(changes)
+
+
+def test_adapters_of_one_name_are_told_apart_by_their_files(tmp_path: Path) -> None:
+    ours, same, other = (adapter(tmp_path / name, name[:1].encode()) for name in ("a", "also", "b"))
+    assert told("prefill", lora_request=ours) == told("decode", lora_request=same)
+    assert len({told("decode", lora_request=lora) for lora in (None, same, other)}) == 3
+
+
+def test_an_adapter_that_was_loaded_anew_is_read_anew(tmp_path: Path) -> None:
+    before = told("decode", lora_request=adapter(tmp_path / "a", b"a"))
+    assert before != told("decode", lora_request=adapter(tmp_path / "a", b"b", loaded=2))
+
+
+def test_what_is_sought_and_served_back_is_of_one_prompt() -> None:
+    p, d = side("prefill"), side("decode")
+    p.arrived(request("prefill", p, length=70, back=BACK))
+    (sought,) = p.step(step()).decode
+    asked = request("decode", d, length=70, back=BACK)
+    d.allocated(asked, ([4, 5, 6, 7, 8],), d.tokens_to_load(asked, 32) or 0)
+    (served,) = d.step(step()).prefill
+    assert sought.transfer == served.transfer and sought.prompt == served.prompt != ""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt_embeds": torch.zeros(1)},
+        {"prompt_token_ids": None},
+        {"lora_request": SimpleNamespace(lora_name="one", lora_path="/", load_inplace=True)},
+    ],
+)
+def test_a_prompt_that_cannot_be_told_is_computed_where_it_is_and_nobody_waits(change: dict[str, Any]) -> None:
+    p, d = side("prefill"), side("decode")
+    for engine, role in ((p, "prefill"), (d, "decode")):
+        asked = request(role, engine, **change)
+        engine.arrived(asked)
+        assert engine.tokens_to_load(asked, 0) == 0
+        engine.allocated(asked, ([4, 5, 6],), 0)
+        said = engine.step(step(new={"r1": (0, 40, [4, 5, 6])}))
+        assert said.prefill == ([events.BlocksRevoked(T)] if role == "prefill" else [])
+        assert said.decode == ([] if role == "prefill" else [events.LoadSkipped(T, [P_WORKER], NOBODY)])
+        keep, answer = engine.finished(asked)
+        assert not keep and bool(answer) == (role == "prefill"), "P says who it is, so the proxy goes on using it"
+        said = engine.step(step())
+        assert not said.prefill and not said.decode
+
+
+@pytest.mark.parametrize("groups", ["windows", "states", "all"])
+def test_what_p_leaves_out_before_vllm_looks_at_the_prompt(groups: str) -> None:
+    p = side("prefill", {"windows": [FULL, WINDOW], "states": [STATE], "all": GROUPS}[groups])
+    asked = request("prefill", p)
+    asked._all_token_ids = list(asked.prompt_token_ids)
+    p.arrived(asked)
+    assert asked.num_prompt_tokens == len(asked.prompt_token_ids) == len(asked._all_token_ids) == (40 if groups == "all" else 39)
+    odd = request("prefill", p, name="r3", transfer="de" * 16, prompt_embeds=torch.zeros(40, 1))
+    p.arrived(odd)  # ids and embeddings must stay of one length, or the engine dies
+    assert odd.num_prompt_tokens == len(odd.prompt_token_ids) == 40
+    late = request("prefill", p, name="r2", transfer="ef" * 16)
+    late._all_token_ids = list(late.prompt_token_ids)
+    p.tokens_to_load(late, 0)  # with windows too late: vLLM may have found all of the shorter prompt in its cache
+    assert late.num_prompt_tokens == (39 if groups == "states" else 40)
+
+
+def test_an_adapter_that_cannot_be_read_is_served_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(folder: Path) -> None:
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(prompt_digest, "sampled", gone)
+    d = side("decode")
+    assert d.tokens_to_load(request("decode", d, lora_request=adapter(tmp_path / "a", b"")), 0) == 0

@@ -1,0 +1,262 @@
+"""The worker's half of the connector: when KV is offered."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kv_connectors.connector import DisaggConnector
+from kv_connectors.layers import Layers
+from kv_connectors.metadata import StepMetadata, WorkerMetadata
+from kv_connectors.worker import WorkerSide
+from vllm_disagg.config import Config
+from vllm_disagg.fleet import keys
+from vllm_disagg.kv.layout import uniform
+from vllm_disagg.protocol import events
+from vllm_disagg.transports.base import Counters
+
+
+class Recorder:
+    """In the place of a driver."""
+
+    def __init__(self) -> None:
+        self.facts: list[Any] = []
+
+        self.outcomes: list[Any] = []
+        self.counters = Counters()
+
+    def submit(self, facts: Any) -> None:
+        self.facts += facts
+
+    def take(self) -> list[Any]:
+        taken, self.outcomes = self.outcomes, []
+        return taken
+
+
+def started(overlap: str, layers: str = "ab") -> tuple[WorkerSide, Recorder]:
+    worker = WorkerSide(Config(overlap=overlap), keys.FleetKey(b"k" * keys.KEY_BYTES), 0, None, None)  # type: ignore[arg-type]
+    driver = Recorder()
+    worker._driver = driver  # type: ignore[assignment]
+    worker._layers = Layers(layers)
+    worker._shape = uniform(len(layers), block_size=16, rows=[4 << 20])  # so large that each layer is worth an offer
+    return worker, driver
+
+
+def step(worker: WorkerSide, driver: Recorder, calls: str) -> list[tuple[int, Any]]:
+    """Compute layers in this order: (calls so far, how many layers are said to be final, or "LayersRecomputed")."""
+    worker.begin(StepMetadata(prefill=[events.BlocksScheduled("t", 16, [[1]])]))
+    heard: list[tuple[int, Any]] = []
+    for at, layer in enumerate([*calls, ""], 1):
+        driver.facts.clear()
+        if layer:
+            worker.layer_computed(layer)
+        else:
+            worker.end()
+        heard += [(at, getattr(fact, "layers", type(fact).__name__)) for fact in driver.facts]
+    return heard
+
+
+def said(driver: Recorder) -> list[str]:
+    return [f"{type(f).__name__} {getattr(f, 'layers', '')}".strip() for f in driver.facts]
+
+
+def prompt(overlap: str) -> list[str]:
+    """What the machine hears of a prompt of two chunks and two layers."""
+    worker, driver = started(overlap)
+    for tokens in (16, 32):
+        worker.begin(StepMetadata(prefill=[events.BlocksScheduled("t", tokens, [[tokens // 16]])]))
+        for layer in ("a", "b"):
+            worker.layer_computed(layer)
+        worker.end()
+    worker.begin(StepMetadata(prefill=[events.PrefillFinished("t")]))
+    return said(driver)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "step", "end"),
+    [
+        ("layer", ["BlocksScheduled", "LayersComputed 1", "LayersComputed 2"], ["PrefillFinished"]),
+        ("chunk", ["BlocksScheduled", "LayersComputed 2"], ["PrefillFinished"]),
+        ("off", ["BlocksScheduled"], ["LayersComputed 2", "PrefillFinished"]),
+    ],
+)
+def test_overlap(overlap: str, step: list[str], end: list[str]) -> None:
+    first = [one for one in step if one != "LayersComputed 1"]  # how often a layer is computed in a step is not known yet
+    assert prompt(overlap) == [*first, *step, *end]
+
+
+@pytest.mark.parametrize(
+    ("calls", "heard"),
+    [
+        ("abcd", [(1, 1), (2, 2), (3, 3), (5, 4)]),
+        ("cabd", [(2, 1), (3, 3), (5, 4)]),  # Zamba2: blocks of attention in turn
+        ("dcba", [(4, 3), (5, 4)]),
+        ("bcd", [(4, 4)]),  # `a` is a state, computed without a call
+        ("abd", [(1, 1), (2, 2), (4, 4)]),
+        ("abxcd", [(1, 1), (2, 2), (4, 3), (6, 4)]),  # `x` uses another layer's KV
+        ("abcdabcd", [(5, 1), (6, 2), (7, 3), (9, 4)]),  # a loop: the last one counts
+        ("", [(1, 4)]),  # a CUDA graph
+    ],
+)
+def test_layers_are_offered_when_each_before_them_has_been_computed(calls: str, heard: list[tuple[int, Any]]) -> None:
+    worker, driver = started("layer", "abcd")
+    assert step(worker, driver, calls) == [(len(calls) + 1, 4)], "the first step teaches"
+    for _ in range(3):
+        assert step(worker, driver, calls) == heard
+
+
+def test_a_layer_computed_less_often_than_ever_waits_for_the_end() -> None:
+    worker, driver = started("layer", "abcd")
+    step(worker, driver, "aabbccdd")
+    assert step(worker, driver, "abcd") == [(5, 4)]
+    assert step(worker, driver, "aabbcd") == [(2, 1), (4, 2), (7, 4)]
+
+
+def test_an_offer_that_has_changed_is_taken_back_once() -> None:
+    worker, driver = started("layer", "abcd")
+    step(worker, driver, "abcd")
+    assert step(worker, driver, "abcabcd") == [(1, 1), (2, 2), (3, 3), (4, "LayersRecomputed"), (8, 4)]
+    assert step(worker, driver, "abcabcd") == [(4, 1), (5, 2), (6, 3), (8, 4)], "and learned from"
+
+
+def test_no_order_of_layers_offers_what_is_computed_later() -> None:
+    """Or it is said.  Orders as no model has them, one after the other."""
+    random, layers = Random(1), "abcdef"
+    for _ in range(300):
+        worker, driver = started("layer", layers)
+        worker._shape = uniform(len(layers), block_size=16, rows=[random.choice([1 << 20, 4 << 20])])
+        orders = [layers[: random.randint(0, 6)] + "".join(random.choices(layers, k=random.randint(0, 6))) for _ in range(2)]
+        for calls in random.choices(orders, k=6):
+            heard = step(worker, driver, calls)
+            assert heard[-1] == (len(calls) + 1, len(layers)), "at the end, all of it"
+            again = [at for at, what in heard if what == "LayersRecomputed"]
+            said = [(at, what) for at, what in heard[:-1] if what != "LayersRecomputed"]
+            assert [what for _, what in said] == sorted(what for _, what in said), "never back"
+            changed = [at for at, what in said if set(layers[:what]) & set(calls[at:])]
+            assert len(again) == 1 or not (again or changed), (calls, heard)
+            assert all(at < again[0] for at, _ in said if again), "nothing is offered after that"
+
+
+@pytest.mark.parametrize("overlap", ["layer", "chunk", "off"])
+def test_what_is_cached_is_in_memory_when_the_step_ends_and_not_before(overlap: str) -> None:
+    """Another request of the same step may compute the very blocks of the hit."""
+    worker, driver = started(overlap)
+    worker.begin(StepMetadata(prefill=[events.BlocksScheduled("back", 32, [[1, 2]], cached=True)]))
+    for layer in ("a", "b"):
+        worker.layer_computed(layer)
+    worker.end()
+    assert said(driver) == ["BlocksScheduled"]
+    worker.results()
+    assert said(driver) == ["BlocksScheduled", "LayersComputed 2"]
+    worker.results()
+    assert len(driver.facts) == 2, "said once"
+
+
+@pytest.mark.parametrize("overlap", ["layer", "chunk"])
+def test_a_step_that_vllm_does_not_call_over_is_over_when_its_results_are_asked_for(overlap: str) -> None:
+    """With drafts, on all stages of a pipeline but the last."""
+    worker, driver = started(overlap)
+    worker.begin(StepMetadata(prefill=[events.BlocksScheduled("t", 32, [[1, 2]])]))
+    worker.layer_computed("a")
+    worker.results()
+    assert said(driver)[-1] == "LayersComputed 2"
+    before = len(driver.facts)
+    worker.results()
+    assert len(driver.facts) == before, "said once"
+
+
+@pytest.mark.parametrize("saves", [True, False])  # with drafts vLLM asks for the results alone
+def test_a_step_whose_forward_pass_raised_is_offered_to_nobody(saves: bool) -> None:
+    """vLLM ends it in a `finally`, and P lives for some seconds after."""
+    worker, driver = started("layer")
+    step(worker, driver, "ab")  # teaches
+    seen = [events.BlocksScheduled("t", 32, [[2]]), events.BlocksScheduled("back", 16, [[3]], cached=True)]
+    worker.begin(StepMetadata(prefill=seen))
+    worker.layer_computed("a")
+    driver.facts.clear()
+    with pytest.raises(MemoryError):
+        try:
+            raise MemoryError
+        finally:
+            if saves:
+                worker.end()
+            worker.results()
+    assert driver.facts == [events.LayersRecomputed("t"), events.LayersRecomputed("back")]
+    driver.facts.clear()
+    worker.results()
+    assert not driver.facts
+
+
+def test_what_is_withdrawn_is_said_before_the_step_begins() -> None:
+    worker, driver = started("layer")
+    metadata = StepMetadata(prefill=[events.BlocksScheduled("t", 32, [[1, 2]]), events.BlocksRevoked("gone")])
+    worker.withdraw(metadata)
+    assert driver.facts == [events.BlocksRevoked("gone")]
+    worker.begin(metadata)
+    assert said(driver) == ["BlocksRevoked", "BlocksScheduled", "BlocksRevoked"]
+
+
+def test_vllm_says_what_is_withdrawn_before_it_clears_blocks() -> None:
+    """By `handle_preemptions`, the only hook before the step zeroes and copies blocks."""
+    worker, driver = started("layer")
+    connector = DisaggConnector.__new__(DisaggConnector)
+    connector._worker = worker
+    connector.handle_preemptions(StepMetadata(prefill=[events.BlocksRevoked("gone"), events.PrefillFinished("over")]))
+    assert driver.facts == [events.BlocksRevoked("gone")]
+
+
+def test_what_was_found_goes_to_the_scheduler() -> None:
+    worker, driver = started("layer")
+    assert worker.take_found() is None
+    driver.outcomes = [events.LookupResult("x", 32), events.LookupResult("y", 0)]
+    assert worker.results() == (set(), set(), set())
+    ours, theirs = worker.take_found(), WorkerMetadata({"x": [16]})
+    assert ours is not None and ours.aggregate(theirs).found == {"x": [32, 16], "y": [0]}
+    assert worker.take_found() is None
+
+
+@pytest.mark.parametrize("ends", ["load first", "release first"])
+def test_two_legs_of_one_transfer_on_one_engine_are_two(ends: str) -> None:
+    """Their outcomes are different requests', and each id is told once."""
+    worker, driver = started("layer")
+    worker.begin(StepMetadata(prefill=[events.BlocksScheduled("t", 16, [[1]])], serving={"t": "p"}))
+    wanted = events.LoadRequested("t", [], None, [events.GroupBlocks(0, [2])], 16, 1.0)  # type: ignore[arg-type]
+    worker.begin(StepMetadata(prefill=[events.PrefillFinished("t")], decode=[wanted], loading={"t": "d"}))
+    outcomes = [events.LoadResult("t", events.Reason.LATE), events.ReleaseBlocks("t", delivered=False)]
+    driver.outcomes = outcomes if ends == "load first" else outcomes[::-1]
+    assert worker.results() == ({"p"}, {"d"}, {"d"})
+    assert worker.results() == (set(), set(), set())
+
+
+@pytest.mark.parametrize("what", ["withdrawn", "unneeded"])
+def test_the_end_of_one_leg_leaves_the_other(what: str) -> None:
+    worker, driver = started("layer")
+    worker.begin(StepMetadata(serving={"t": "p"}, loading={"t": "d"}))
+    if what == "withdrawn":
+        worker.begin(StepMetadata(prefill=[events.BlocksRevoked("t")]))
+        assert "t" not in worker._serving, "nothing will end for it"
+        driver.outcomes = [events.LoadResult("t", None)]
+        assert worker.results() == (set(), {"d"}, set())
+    else:
+        worker.begin(StepMetadata(decode=[events.LoadSkipped("t", [], None)]))  # type: ignore[arg-type]
+        assert "t" not in worker._loading
+        driver.outcomes = [events.ReleaseBlocks("t", delivered=False)]
+        assert worker.results() == ({"p"}, set(), set())
+
+
+def test_bytes_that_were_read_back_are_counted_apart() -> None:
+    worker, driver = started("layer")
+    for transfer in ("back", "other", "given up"):
+        wanted = events.LoadRequested(transfer, [], None, [events.GroupBlocks(0, [1])], 16, 1.0)  # type: ignore[arg-type]
+        sought = [] if transfer == "other" else [events.LookupRequested(transfer, [], None)]  # type: ignore[arg-type]
+        worker.begin(StepMetadata(decode=sought))
+        end: Any = events.LoadCancelled(transfer) if transfer == "given up" else wanted
+        worker.begin(StepMetadata(decode=[end], loading={transfer: transfer}))
+    driver.outcomes = [events.LoadResult(transfer, None, landed=10) for transfer in ("back", "other")]
+    assert worker.results()[1] == {"back", "other"}
+    assert (worker.stats.data["received_bytes"], worker.stats.data["reused_bytes"]) == (20, 10)
+    assert not worker._sought

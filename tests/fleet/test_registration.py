@@ -1,0 +1,52 @@
+"""An engine's side of registration: its settings, and a proxy that is not there."""
+
+import logging
+import time
+
+import pytest
+
+import vllm_disagg.fleet.registration
+from vllm_disagg.config import parse
+from vllm_disagg.errors import ConfigError
+from vllm_disagg.fleet.keys import FleetKey
+from vllm_disagg.fleet.registration import register_all
+
+WHERE = {"register": "http://127.0.0.1:9, http://127.0.0.1:10", "advertise": "http://127.0.0.1:8100"}
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"register": WHERE["register"], "key_file": "k"},
+        {"advertise": WHERE["advertise"], "key_file": "k"},
+        WHERE,
+        {**WHERE, "key_file": "k", "register": "127.0.0.1:9"},
+        {**WHERE, "key_file": "k", "advertise": "127.0.0.1:8100"},
+    ],
+)
+def test_settings_that_cannot_work(extra: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="register"):
+        parse(extra)
+
+
+def test_an_engine_without_settings_registers_nowhere() -> None:
+    assert register_all(parse({"insecure": True}), FleetKey(None), "i", "both") == []
+
+
+def test_a_data_parallel_rank_registers_as_an_instance_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(vllm_disagg.fleet.registration, "Registration", lambda *args: told.append(args[-1]))
+    config = parse({**WHERE, "key_file": "k", "register": "http://127.0.0.1:9", "advertise": "http://127.0.0.1:8100/"})
+    for rank in (None, 0, 1):
+        register_all(config, FleetKey(b"k" * 32), "i", "prefill", rank)
+    assert told == ["http://127.0.0.1:8100/", "http://127.0.0.1:8100@0", "http://127.0.0.1:8100@1"]
+
+
+def test_a_proxy_that_is_not_there_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    began = time.monotonic()
+    made = register_all(parse({**WHERE, "key_file": "k"}), FleetKey(b"k" * 32), "i", "prefill")
+    assert time.monotonic() - began < 0.5 and len(made) == 2
+    for registration in made:
+        registration.close()
+    assert time.monotonic() - began < 5 and "is not reached" in caplog.text

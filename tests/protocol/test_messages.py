@@ -1,0 +1,88 @@
+"""Bytes of a peer: whatever they are, they decode or are BadMessage."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_disagg.errors import BadMessage
+from vllm_disagg.kv import extents
+from vllm_disagg.protocol import messages
+
+DECODERS = [messages.decode_at_sender, messages.decode_at_receiver, messages.decode_header]
+EXTENT = extents.Extent(0, 2, 128, 200)
+FOR_PREFILL = [
+    messages.TransferRequest("t", "p", "d", "a", 2),
+    messages.ReadRequest("t", "p", "d", 3, EXTENT),
+    messages.ReadComplete("t", "p", "d"),
+    messages.Abort("t", "p", "d", "cancelled"),
+    messages.TransportNote("p", "d", "nixl", b"\0\xff"),
+]
+FOR_DECODE = [
+    messages.Progress("t", "p", "d", 128, 200, 1),
+    messages.Confirm("t", "p", "d", True),
+    messages.Abort("t", "p", "d", "refused"),
+    messages.TransportNote("p", "d", "nixl", b"x"),
+]
+
+
+@pytest.mark.parametrize("message", FOR_PREFILL)
+def test_round_trip_to_prefill(message: messages.ToSender) -> None:
+    assert messages.decode_at_sender(messages.encode(message)) == message
+
+
+@pytest.mark.parametrize("message", FOR_DECODE)
+def test_round_trip_to_decode(message: messages.ToReceiver) -> None:
+    assert messages.decode_at_receiver(messages.encode(message)) == message
+
+
+@pytest.mark.parametrize("message", FOR_PREFILL[:3])
+def test_a_message_for_the_other_side_does_not_decode(message: messages.ToSender) -> None:
+    with pytest.raises(BadMessage):
+        messages.decode_at_receiver(messages.encode(message))
+
+
+@pytest.mark.parametrize("decode", DECODERS)
+@given(data=st.binary(max_size=200))
+def test_any_bytes_are_bad_messages_and_nothing_else(decode, data: bytes) -> None:  # type: ignore[no-untyped-def]
+    for frame in (data, messages._PREFIX + data):
+        try:
+            decode(frame)
+        except BadMessage:
+            pass
+
+
+@pytest.mark.parametrize("message", [*FOR_PREFILL, *FOR_DECODE])
+def test_truncated_or_flipped_messages_do_not_raise_anything_else(message: messages.ToSender | messages.ToReceiver) -> None:
+    whole = messages.encode(message)
+    damaged = [whole[:n] for n in range(len(whole))]
+    damaged += [bytes([*whole[:i], whole[i] ^ 1 << bit, *whole[i + 1 :]]) for i in range(len(whole)) for bit in range(8)]
+    for frame in damaged:
+        for decode in DECODERS:
+            try:
+                decode(frame)
+            except BadMessage:
+                pass
+
+
+def test_what_is_refused() -> None:
+    nested = messages._PREFIX + b"\x91" * 60_000
+    other_version = b"\x01" + messages.encode(FOR_PREFILL[0])[1:]
+    huge = messages.encode(messages.ReadComplete("x" * 70_000, "p", "d"))
+    fetch = {"type": "fetch", "transfer": "t", "source": "p", "reader": "d", "number": -1}
+    negative = messages._PREFIX + msgspec.msgpack.encode(fetch)
+    for frame in (nested, other_version, huge, negative, b""):
+        with pytest.raises(BadMessage):
+            messages.decode_at_sender(frame)
+
+
+def test_unknown_fields_are_ignored_so_that_fields_may_be_added() -> None:
+    later = {"type": "done", "transfer": "t", "source": "p", "reader": "d", "new": 1}
+    assert messages.decode_at_sender(messages._PREFIX + msgspec.msgpack.encode(later)) == messages.ReadComplete("t", "p", "d")
+
+
+def test_the_largest_note_fits_into_a_message() -> None:
+    note = messages.TransportNote("p" * 256, "d" * 256, "c" * 256, b"x" * messages.MAX_NOTE_BYTES)
+    assert messages.decode_at_receiver(messages.encode(note)) == note

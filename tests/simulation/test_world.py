@@ -1,0 +1,92 @@
+"""The protocol in thousands of bad worlds.  SEEDS sets how many; SEED=n replays one and prints its story."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from world_ranks import BACK, RETRY, STALL
+
+from vllm_disagg.protocol.events import Reason
+from world import CHAOS, EQUAL, World
+
+SEEDS = int(os.environ.get("SEEDS", "2000"))
+NETWORK = frozenset({"drop", "repeat", "reorder", "damage"})
+BATCHES = 20
+GONE = (Reason.WITHDRAWN, Reason.REFUSED, Reason.LOST)  # D's request has ended, and P reads no more
+
+
+def run(seed: int, chaos: frozenset[str]) -> World:
+    world = World(seed, chaos)
+    try:
+        return world.run()
+    except AssertionError as error:
+        raise AssertionError(f"seed {seed}: {error}\n" + "\n".join(world.log[-60:])) from error
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_whatever_happens_nothing_is_wrong_and_everything_ends(batch: int) -> None:
+    for seed in range(batch, SEEDS, BATCHES):
+        run(seed, frozenset(CHAOS))
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_a_network_that_loses_little_delivers_everything(batch: int) -> None:
+    """Safety alone would be kept by a machine that never delivers."""
+    for seed in range(batch, SEEDS // 10, BATCHES):
+        world = run(seed, NETWORK)
+        bad = {key: reason for key, reason in world.outcomes.items() if reason not in (None, Reason.CORRUPT)}
+        assert not [key for key, reason in bad.items() if not (key[1].endswith(BACK) and reason in GONE)], (seed, bad)
+
+
+def test_without_mischief_every_transfer_is_exact_and_some_bytes_overlap_with_prefill() -> None:
+    delivered, back = 0, 0
+    for seed in range(200):
+        world = run(seed, frozenset())
+        assert {why for (_, transfer), why in world.outcomes.items() if not transfer.endswith(BACK)} <= {None}, seed
+        delivered += len(world.outcomes)
+        back += sum(transfer.endswith(BACK) and why is None for (_, transfer), why in world.outcomes.items())
+    assert delivered > 600 and back > 100
+
+
+@pytest.mark.parametrize("batch", range(4))
+def test_whatever_happens_beside_a_vllm_that_stands_still_everything_ends(batch: int) -> None:
+    for seed in range(batch, SEEDS // 5, 4):
+        run(seed, frozenset(CHAOS) | {"stand"})
+
+
+def test_a_p_whose_vllm_stands_still_in_the_middle_of_a_prompt_is_given_up_in_time() -> None:
+    """Its workers' threads live and answer: long before the patience is over, D computes, and not before `stall`."""
+    stalled = 0
+    for seed in range(150):
+        world = World(seed, frozenset(), topology=EQUAL)
+        for _ in range(40):
+            world.step()
+        world.prefill.standing, before = True, set(world.outcomes)
+        until = world.now + STALL + 4 * RETRY
+        works = any(prompt.announced and not prompt.pinned for prompt in world.prefill.prompts.values())
+        for at in range(200):
+            for _ in range(len(world.network)):
+                world.deliver()
+            world.copy()
+            world.pass_time(0.1)
+            if world.now > until:
+                break
+            if at < 60:
+                assert Reason.STALLED not in world.outcomes.values(), (seed, world.log[-20:])
+        if works:
+            assert not world.wanted, (seed, world.wanted, world.log[-20:])
+        ended = world.outcomes.keys() - before
+        after = [world.outcomes[key] for key in ended if not (key[1].endswith(BACK) and world.outcomes[key] in GONE)]
+        assert set(after) <= {None, Reason.STALLED} and (works or not any(after)), (seed, after)
+        stalled += after.count(Reason.STALLED)
+        world.settle()
+    assert stalled > 50
+
+
+def test_a_seed_replays_bit_for_bit() -> None:
+    assert run(7, frozenset(CHAOS)).log == run(7, frozenset(CHAOS)).log
+
+
+if __name__ == "__main__":
+    print("\n".join(run(int(os.environ["SEED"]), frozenset(CHAOS)).log))

@@ -1,0 +1,269 @@
+"""A seeded world for the protocol: engines of one or two ranks, a bad network, real memory, a model of vLLM's schedulers.
+
+Memory is a dict (layer, head, block, slot) -> content.  A freed block is overwritten the next time the engine runs, as
+vLLM would; a piece is read from memory *while* it is being sent and checked against the checksum taken before; a copy
+into D's blocks happens when it ends.  So "exact" is checked against the truth, not against what machines believe.
+
+Each world has a topology: how the model's layers and heads are shared out on either side, and the sizes of blocks.
+Of half of the transfers D has a part cached, and P may read it back first.
+
+Everything is drawn from one `random.Random(seed)`: a failing seed replays bit for bit, and `World.log` is its story.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from world_ranks import BACK, LAYERS, LIAR, STATES, Rank, shapes
+
+from vllm_disagg.kv import extents
+from vllm_disagg.protocol import events
+from vllm_disagg.protocol import messages as wire
+from vllm_disagg.protocol.events import Reason
+from world_engines import DecodeEngine, PrefillEngine
+
+SPLITS = ("one", "tensor", "pipeline")
+CHAOS = {  # percent, each time it may happen; a leap is a long time in which nothing else does
+    **{"drop": 6, "repeat": 4, "reorder": 10, "damage": 2},
+    **{"abort": 2, "preempt": 2, "cancel": 2, "die": 1, "freeze": 1, "leap": 1, "lie": 2, "reroute": 2},
+    **{"differ": 10, "unlink": 2, "loop": 2},
+}
+CHANCES = {**CHAOS, "stand": 4}  # P's vLLM stands still while its workers' threads live: in worlds of their own
+MOODS = (0, 1, 1, 5)  # a world has much of some mischief and none of other: rare faults meet only so (swarm testing)
+Topology = tuple[int, int, tuple[str, int], tuple[str, int]]  # heads, window; of P and of D: split, block size
+EQUAL: Topology = (2, 0, ("one", 4), ("one", 4))
+
+
+class World:
+    """One run.  `chaos` names what may go wrong; without any, every transfer must arrive."""
+
+    def __init__(
+        self, seed: int, chaos: frozenset[str] = frozenset(CHAOS), transfers: int = 4, topology: Topology | None = None
+    ) -> None:
+        self.random = random.Random(seed)
+        self.chaos = {
+            what: CHANCES[what] * (self.random.choice(MOODS) if "die" in chaos else 1) for what in sorted(chaos)
+        }
+        self.now = 0.0
+        self.log: list[str] = []
+        self.network: list[tuple[str, str, Any]] = []  # (to, for which half of it, encoded message or piece)
+        self.lengths = {f"t{i}": self.random.randint(1, 30) for i in range(transfers)}
+        self.wanted: dict[tuple[str, str], tuple[int, list[events.GroupBlocks]]] = {}  # (rank, transfer) -> (end, by group)
+        self.outcomes: dict[tuple[str, str], Reason | None] = {}
+        self.disturbed: set[str] = set()
+        self.looped: set[str] = set()  # of which P has computed layers again that were final
+        self.different = {transfer for transfer in self.lengths if self.roll("differ")}  # D makes other tokens of the body
+        self.sides: dict[str, Rank] = {}  # all ranks of all engines
+        heads, self.window, of_prefill, of_decode = topology or self.topology()
+        of_backs = sorted(self.lengths) if not self.window else []  # windows: never offered
+        self.backs = {transfer for transfer in of_backs if self.random.random() < 0.5}
+        self.prefill_shapes = shapes(heads, self.window, *of_prefill)
+        self.decode_shapes = shapes(heads, self.window, *of_decode)
+        self.prefill = PrefillEngine(self)
+        self.decodes = {label: DecodeEngine(self, label) for label in ("d", "e")}
+        self.to_decode = [(t, self.random.choice(["d", "e"]), self.prefill.workers) for t in self.lengths]
+        self.to_prefill = [(t, self.decodes[d].workers if t in self.backs else []) for t, d, _ in self.to_decode]
+        # A gentle network loses less than it takes to seem dead, and is quick beside the retries.
+        self.drops_left, self.pace = (1000, 1.0) if "die" in chaos else (2, 0.1)
+
+    def topology(self) -> Topology:
+        """Half of the worlds have equal engines."""
+        if self.random.random() < 0.5:
+            return EQUAL
+        (split, size), of_decode = ((self.random.choice(SPLITS), self.random.choice([2, 4, 8])) for _ in "pd")
+        window = self.random.choice([0, 0, 3, 6, STATES])  # with one, blocks must be of one size
+        if window == STATES and "tensor" in (split, of_decode[0]):
+            split = of_decode[0]  # states are shared out in the same way
+        return self.random.choice([1, 2]), window, (split, of_decode[1] if window else size), of_decode
+
+    def note(self, who: str, what: object) -> None:
+        self.log.append(f"{self.now:7.2f} {who}: {what}")
+
+    def roll(self, what: str) -> bool:
+        return self.random.randrange(100) < self.chaos.get(what, 0)
+
+    def post(self, to: str, half: str, raw: bytes) -> None:
+        self.network.append((to, half, raw))
+
+    # One thing happens --------------------------------------------------------------------------------------------
+    def step(self) -> None:
+        p, kind = self.prefill, self.random.randrange(12)
+        if kind <= 4:
+            self.deliver()
+        elif kind == 5 and not p.stands:
+            p.midway = self.random.random() < 0.5
+            p.compute()
+        elif kind == 6 and not p.stands:
+            p.finish()
+        elif kind == 7:
+            self.dispatch()
+        elif kind == 8:
+            self.copy()
+        elif kind == 9:
+            self.pass_time(11.0 if self.roll("leap") else self.random.choice([0.01, 0.1, 0.6]) * self.pace)
+        elif kind == 10:
+            side = self.random.choice(list(self.sides.values()))
+            if not side.frozen:
+                side.drain()
+        else:
+            self.mischief()
+
+    def copy(self) -> None:
+        """Sends and copies go on, and those who decode."""
+        for side in self.sides.values():
+            if not side.frozen:
+                side.serving.transmit()
+                side.reading.land()
+        for engine in self.decodes.values():
+            if not engine.frozen:
+                engine.step()
+
+    def dispatch(self) -> None:
+        p = self.prefill
+        if self.to_prefill and self.random.random() < 0.5 and not p.frozen:
+            p.submit(*self.to_prefill.pop())
+        elif self.to_decode:
+            transfer, label, sources = self.to_decode.pop()
+            if not self.decodes[label].frozen:
+                self.decodes[label].want(transfer, sources)
+
+    def deliver(self) -> None:
+        if not self.network:
+            return
+        index = self.random.randrange(len(self.network)) if self.roll("reorder") else 0
+        if self.drops_left and self.roll("drop"):
+            self.drops_left -= 1
+            self.network.pop(index)
+            return
+        if self.roll("repeat"):
+            self.network.append(self.network[index])
+        to, half, payload = self.network[index]
+        side = self.sides[to.partition(".")[0]]
+        if side.frozen:
+            return
+        self.network.pop(index)
+        if half != "piece":
+            side.receive(half, payload)
+        elif side.name == to.partition("+")[0]:  # else the socket died with the process
+            side.reading.arrive(payload)
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        for side in self.sides.values():
+            if not side.frozen:
+                side.tick()
+
+    def mischief(self) -> None:
+        p = self.prefill
+        if "stand" in self.chaos and self.roll("stand"):
+            p.standing = not p.standing
+        if self.roll("lie"):
+            self.lie()
+        if self.roll("reroute"):
+            self.reroute()
+        if self.roll("unlink"):
+            self.unlink(self.random.choice(sorted(side.name for side in self.sides.values())))
+        if self.roll("abort"):
+            p.withdraw_one(again=False)
+        if self.roll("preempt"):
+            p.withdraw_one(again=True)
+            self.preempt_at_decode()
+        if self.wanted and self.roll("cancel"):
+            self.cancel(*self.random.choice(sorted(self.wanted)))
+        if self.roll("die"):
+            self.die(self.random.choice(["p", *self.decodes]))
+        if self.roll("freeze"):
+            side = self.random.choice(list(self.sides.values()))
+            side.frozen = not side.frozen
+
+    def cancel(self, name: str, transfer: str) -> None:
+        """The client leaves: all ranks of that engine hear of it."""
+        for engine in self.decodes.values():
+            if engine.has(name):
+                self.disturbed.add(transfer)
+                engine.end_back(transfer + BACK)
+                engine.tell(events.LoadCancelled(transfer))
+
+    def preempt_at_decode(self) -> None:
+        """What is cached there is somebody else's from now on."""
+        if held := [(engine, back) for engine in self.decodes.values() for back in engine.cached]:
+            engine, back = self.random.choice(held)
+            self.disturbed.add(back.removesuffix(BACK))
+            engine.end_back(back)
+
+    def readers(self) -> list[Rank]:
+        return [rank for engine in self.decodes.values() for rank in engine.ranks]
+
+    def lie(self) -> None:
+        """A reader asks for what it was never offered; a life of P that never was answers."""
+        transfer, reader = self.random.choice(sorted(self.lengths)), self.random.choice(self.readers()).name
+        self.post(reader, "reading", wire.encode(wire.Confirm(transfer, LIAR, reader, intact=True)))
+        self.post(reader, "reading", wire.encode(wire.Progress(transfer, LIAR, reader, self.lengths[transfer], 0, 0)))
+        at_p = self.prefill.ranks[0].name
+        self.post(at_p, "reading", wire.encode(wire.Progress(transfer + BACK, LIAR, at_p, self.lengths[transfer], 0, 0)))
+        p = self.random.choice(self.prefill.ranks)
+        layer, block = self.random.randrange(LAYERS), self.random.randrange(4)
+        extent = extents.Extent(layer, layer + 1, block * self.prefill.block_size, self.lengths[transfer])
+        self.post(p.name, "serving", wire.encode(wire.ReadRequest(transfer, p.name, reader, 10**6, extent)))
+
+    def reroute(self) -> None:
+        """Another carrier takes over; the old one ends, perhaps with all that was on its way."""
+        side, source = self.random.choice(self.readers()), self.random.choice(self.prefill.ranks)
+        lost, address = self.random.random() < 0.5, side.name + self.random.choice(["", "+fast"])
+        if lost:
+            messages = [sent for sent in self.network if sent[1] != "piece"]
+            pieces = [sent for sent in self.network if sent[1] == "piece"]
+            self.network = messages + [sent for sent in pieces if sent[0].partition("+")[0] != side.name]
+        side.inbox.append(events.TransportChanged(source.name, address, lost))
+
+    def unlink(self, reader: str) -> None:
+        """A connection has ended, whether or not the reader has."""
+        for side in self.sides.values():
+            if not side.frozen:
+                side.drain()
+                side.serving.handle(events.ConnectionLost(reader))
+
+    def die(self, label: str) -> None:
+        """An engine is gone with its memory and its state; another takes its place under new names."""
+        old = self.prefill if label == "p" else self.decodes[label]
+        life = old.ranks[0].life + 1
+        if isinstance(old, PrefillEngine):
+            self.prefill = PrefillEngine(self, life)
+        else:
+            self.decodes[label] = DecodeEngine(self, label, life)
+        for name, transfer in [key for key in self.wanted if old.has(key[0])]:
+            del self.wanted[name, transfer]
+        for rank in old.ranks:
+            self.note(rank.name, "dies")
+            self.unlink(rank.name)
+        self.disturbed |= set(self.lengths)
+
+    # The whole run ------------------------------------------------------------------------------------------------
+    def run(self, steps: int = 250) -> World:
+        for _ in range(steps):
+            self.step()
+        self.settle()
+        return self
+
+    def settle(self) -> None:
+        """From now on nothing goes wrong; then everything must come to its end."""
+        self.chaos = {}
+        self.prefill.standing = False
+        for side in self.sides.values():
+            side.frozen = False
+        for _ in range(400):
+            self.dispatch()
+            self.prefill.compute()
+            self.prefill.finish()
+            for _ in range(len(self.network)):
+                self.deliver()
+            self.copy()
+            self.pass_time(0.3)
+        assert not self.wanted, f"never reported: {self.wanted}"
+        for side in self.sides.values():
+            assert not side.serving.machine.transfers, f"{side.name} still holds {side.serving.machine.transfers}"
+            left = side.reading.machine.transfers or side.reading.machine.searches.open
+            assert not left, f"{side.name} still reads {left}"
+        assert not self.prefill.prompts, f"never released: {self.prefill.prompts}"
+        assert not any(engine.cached for engine in self.decodes.values()), "served for ever"

@@ -1,0 +1,303 @@
+"""The workers of a seeded world (`world.py`): a memory, a clock, and both machines behind one inbox, as in the driver."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm_disagg.kv import extents
+from vllm_disagg.kv.layout import STATE, LayerLayout, RankLayout, RemoteLayout, StridedRegion, opaque
+from vllm_disagg.protocol import events, messages
+from vllm_disagg.protocol.receiver import Receiver
+from vllm_disagg.protocol.sender import Sender
+
+if TYPE_CHECKING:
+    from world import World
+    from world_engines import Engine
+
+LAYERS, CELL = 3, 2  # of the model; bytes of a token of a head
+LEASE, RETRY, SILENCE, STALL = 10.0, 0.5, 2.0, 8.0
+Place = tuple[int, int, int, int]  # layer, head, block, slot
+LIAR = "p0.99"
+BACK = "b"  # ends the name of a transfer from D to P, of the same prompt
+STATES = -1  # in place of a window: a state of the whole prompt
+FOR_SERVING = (events.BlocksScheduled, events.LayersComputed, events.LayersRecomputed, events.PrefillFinished, events.BlocksRevoked)
+
+
+def shapes(heads: int, window: int, split: str, block_size: int) -> list[RankLayout]:
+    """What the ranks of an engine hold of a model of LAYERS layers with `heads` heads; copies, if those are too few.
+
+    With a window, the layer in the middle has one, in a KV-cache group of its own; with STATES, it has a state.
+    """
+
+    def shape(layers: int, first: int, held: int, head: int, rank: int = 0, ranks: int = 1) -> RankLayout:
+        axes = [("h", held, block_size * CELL), ("t", block_size, CELL), ("c", CELL, 1)]
+        kind = LayerLayout("cells", block_size, [held * block_size * CELL], [[StridedRegion(0, axes)]], held, head, heads)  # type: ignore[arg-type]
+        if not window:
+            return RankLayout([kind], [0] * layers, first)
+        other = msgspec.structs.replace(kind, form=f"cells, window {window}", group=1, window=max(0, window))
+        if window == STATES:
+            other = LayerLayout("state", STATE, [CELL], [opaque(CELL)], 1, rank, ranks, group=1)
+        return RankLayout([kind, other], [int(layer == 1) for layer in range(first, first + layers)], first)
+
+    if split == "tensor":
+        held = max(1, heads // 2)
+        return [shape(LAYERS, 0, held, rank * held % heads, rank, 2) for rank in range(2)]
+    if split == "pipeline":
+        return [shape(1, 0, heads, 0), shape(LAYERS - 1, 1, heads, 0)]
+    return [shape(LAYERS, 0, heads, 0)]
+
+
+def slots(kind: LayerLayout) -> range:
+    """Of a block: a state has one."""
+    return range(1 if kind.block_size == STATE else kind.block_size)
+
+
+class Rank:
+    """A worker process: what vLLM's thread says goes into the inbox, and from there to one of two machines."""
+
+    def __init__(self, world: World, label: str, life: int, rank: int, shape: RankLayout, engine: Engine) -> None:
+        self.world, self.label, self.name, self.engine = world, label, f"{label}.{life}", engine
+        self.life, self.rank, self.shape = life, rank, shape
+        self.inbox: deque[Any] = deque()
+        self.memory: dict[Place, str] = {}
+        self.frozen = False
+        self.rate = world.random.choice([0.9, 1.0, 1.1])
+        self.serving, self.reading = Serving(self), Reading(self)
+        self.halves: dict[str, Serving | Reading] = {"serving": self.serving, "reading": self.reading}
+
+    @property
+    def now(self) -> float:
+        return self.world.now * self.rate
+
+    @property
+    def kind(self) -> LayerLayout:
+        return self.shape.kinds[0]
+
+    def scribble(self, blocks: list[int]) -> None:
+        for layer in range(len(self.shape.layers)):
+            for head in range(self.shape.kind(layer).heads):
+                for block in blocks:
+                    for slot in slots(self.shape.kind(layer)):
+                        self.memory[layer, head, block, slot] = "overwritten"
+
+    def truth(self, transfer: str, layer: int, head: int, token: int) -> str:
+        """Of a state: after so many tokens."""
+        return f"{self.engine.prompt(transfer)}:{self.shape.first + layer}:{self.shape.kind(layer).head + head}:{token}"
+
+    def compute(self, transfer: str, blocks: tuple[list[int], list[int]], layer: int, tokens: range, wrong: str = "") -> None:
+        """Write the right KV of one layer, or a wrong one; a state is changed where it is."""
+        kind = self.shape.kind(layer)
+        of_layer = blocks[kind.group]
+        for token in tokens:
+            place, truth = (of_layer[token // kind.block_size], token % kind.block_size), token
+            if kind.block_size == STATE:
+                place, truth = (of_layer[0], 0), token + 1
+            for head in range(kind.heads):
+                self.memory[layer, head, *place] = self.truth(transfer, layer, head, truth) + wrong
+
+    def drain(self) -> None:
+        while self.inbox:
+            fact = self.inbox.popleft()
+            (self.serving if isinstance(fact, FOR_SERVING) else self.reading).handle(fact)
+
+    def receive(self, half: str, raw: bytes) -> None:
+        self.drain()  # rule 3 of the prefill side: what vLLM has said comes first
+        self.halves[half].receive(raw)
+
+    def tick(self) -> None:
+        self.drain()
+        for half in self.halves.values():
+            half.tick()
+
+
+class Half:
+    """A machine, and how its actions are carried out here."""
+
+    machine: Any
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank, self.world = rank, rank.world
+
+    def handle(self, event: object) -> None:
+        self.world.note(self.rank.name, event)
+        for action in self.machine.handle(event, self.rank.now):
+            self.world.note(self.rank.name, action)
+            self.carry_out(action)
+        self.machine.validate()
+
+    def handle_unless_stray(self, message: object, is_stray: bool) -> None:
+        before = self.state() if is_stray else ""
+        self.handle(message)
+        assert not is_stray or before == self.state(), "a message for another life had an effect"
+
+    def state(self) -> str:
+        return repr([self.machine.transfers, *([self.machine.searches.open] if self is self.rank.reading else [])])
+
+    def tick(self) -> None:
+        due = self.machine.next_deadline()
+        if due is not None and due <= self.rank.now:
+            self.handle(events.ClockTick())
+            after = self.machine.next_deadline()
+            assert after is None or after > self.rank.now, "a ClockTick that does not move its deadline makes a busy loop"
+
+    def carry_out(self, action: Any) -> None:
+        raise NotImplementedError
+
+
+class Serving(Half):
+    """What a rank does for those who read from it."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank)
+        self.machine = Sender(rank.name, rank.shape, lease=LEASE)
+        self.outgoing: list[tuple[events.SendPiece, list[str], object]] = []
+
+    def receive(self, raw: bytes) -> None:
+        message = messages.decode_at_sender(raw)
+        self.handle_unless_stray(message, message.source != self.rank.name)
+
+    def places(self, extent: extents.Extent, blocks: list[int]) -> list[Place]:
+        """In the order of the wire."""
+        layers, heads = range(extent.layer, extent.layer_end), range(extent.head, extent.head_end)
+        places = slots(self.rank.shape.kind(extent.layer))
+        return [(layer, head, block, slot) for layer in layers for block in blocks for head in heads for slot in places]
+
+    def contents(self, extent: extents.Extent, blocks: list[int]) -> list[str]:
+        return [self.rank.memory.get(place, "never written") for place in self.places(extent, blocks)]
+
+    def carry_out(self, action: events.SenderAction) -> None:
+        match action:
+            case events.SendMessage():
+                self.world.post(action.to, "reading", messages.encode(action.message))
+            case events.SendPiece():
+                holder = self.rank.engine.holder(action.transfer)
+                self.check_final(action, holder)
+                self.rank.engine.meanwhile_sending(holder)
+                self.outgoing.append((action, self.contents(action.extent, action.blocks), holder))
+            case events.ReleaseBlocks():
+                self.rank.engine.released(self.rank, action.transfer)
+
+    def is_sending_for(self, holder: object) -> bool:
+        return any(sent is holder for _, _, sent in self.outgoing)
+
+    def check_final(self, action: events.SendPiece, holder: object) -> None:
+        """Unless vLLM has taken the blocks away meanwhile, what is about to be sent has been computed."""
+        extent, size = action.extent, self.rank.shape.kind(action.extent.layer).block_size
+        if holder is None or action.transfer.removesuffix(BACK) in self.world.disturbed:
+            return
+        for layer, head, block, slot in self.places(extent, action.blocks):
+            token = extent.token + action.blocks.index(block) * size + slot
+            if size == STATE:
+                token = extent.token_end
+            if token < extent.token_end or size == STATE:
+                found = self.rank.memory.get((layer, head, block, slot))
+                expected = self.rank.truth(action.transfer, layer, head, token)
+                assert found == expected, (action, found, expected)
+
+    def transmit(self) -> None:
+        if not self.outgoing:
+            return
+        action, checksum, _ = self.outgoing.pop(0)
+        bytes_now = self.contents(action.extent, action.blocks)
+        if self.world.roll("damage"):
+            bytes_now = [*bytes_now[:-1], "damaged"]
+        self.world.network.append((action.address, "piece", (action.transfer, action.number, checksum, bytes_now)))
+        self.handle(events.SendCompleted(action.transfer, action.reader))
+
+
+class Reading(Half):
+    """What a rank does with those it reads from."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank)
+        window = self.world.random.choice([10, 100])
+        self.machine = Receiver(
+            rank.name, rank.name, rank.rank, rank.shape, retry=RETRY, silence=SILENCE, stall=STALL, piece=40, window=window
+        )
+        self.landing: list[tuple[events.WritePiece, bool, list[str]]] = []
+        self.frames: tuple[list[str], list[str]] = ([], [])
+
+    def receive(self, raw: bytes) -> None:
+        message = messages.decode_at_receiver(raw)
+        self.handle_unless_stray(message, message.reader != self.rank.name or message.source.endswith(LIAR))
+
+    def carry_out(self, action: events.ReceiverAction) -> None:
+        match action:
+            case events.SendMessage():
+                self.world.post(action.to, "serving", messages.encode(action.message))
+            case events.WritePiece():
+                checksum, content = self.frames
+                self.landing.append((action, checksum == content and len(content) == self.cells(action), content))
+            case events.LookupResult():
+                self.rank.engine.found(action)
+            case events.LoadResult():
+                self.report(action)
+
+    def arrive(self, data: tuple[str, int, list[str], list[str]]) -> None:
+        transfer, number, *self.frames = data
+        self.rank.drain()
+        self.handle(events.PieceArrived(transfer, number))
+
+    def theirs(self, land: events.WritePiece) -> RemoteLayout:
+        """How a piece is made."""
+        kind, heads = self.rank.shape.kind(land.extent.layer), land.extent.head_end - land.extent.head
+        return land.theirs or RemoteLayout(kind.cut(heads), land.extent.token - land.extent.token % kind.block_size)
+
+    def cells(self, land: events.WritePiece) -> int:
+        """How many a piece must have."""
+        theirs, extent = self.theirs(land), land.extent
+        blocks = -(-(extent.token_end - theirs.token) // theirs.kind.block_size)
+        return (extent.layer_end - extent.layer) * blocks * theirs.kind.heads * len(slots(theirs.kind))
+
+    def land(self) -> None:
+        """A copy into the blocks ends."""
+        if not self.landing:
+            return
+        action, ok, content = self.landing.pop(self.world.random.randrange(len(self.landing)))
+        if ok:
+            self.write(action, content)
+        self.handle(events.PieceWritten(action.transfer, action.number, ok))
+
+    def write(self, action: events.WritePiece, content: list[str]) -> None:
+        extent, theirs = action.extent, self.theirs(action)
+        size = self.rank.shape.kind(extent.layer).block_size
+        first = extent.token - extent.token % size
+        values = iter(content)
+        for layer in range(extent.layer, extent.layer_end):
+            for begin in range(theirs.token, extent.token_end, theirs.kind.block_size):
+                for head in range(extent.head, extent.head_end):
+                    for token in range(begin, begin + len(slots(theirs.kind))):
+                        value = next(values)
+                        if extent.token <= token < extent.token_end:
+                            block = action.blocks[(token - first) // size]
+                            owner = self.rank.engine.owner.get(block)
+                            assert owner == action.transfer, "wrote into blocks of somebody else"
+                            self.rank.memory[layer, head, block, token % size] = value
+
+    def report(self, report: events.LoadResult) -> None:
+        rank = self.rank
+        end, blocks = self.world.wanted.pop((rank.name, report.transfer))
+        assert all(a.transfer != report.transfer for a, _, _ in self.landing), "reported while a copy runs"
+        if report.reason is None and report.transfer not in self.world.looped:
+            self.check_right(rank, report.transfer, end, blocks)
+        self.world.outcomes[rank.name, report.transfer] = report.reason
+        if all(key[1] != report.transfer for key in self.world.wanted if rank.engine.has(key[0])):
+            reasons = [self.world.outcomes.get((one.name, report.transfer)) for one in rank.engine.ranks]
+            for one in rank.engine.ranks if not any(reasons) else []:
+                self.check_right(one, report.transfer, end, blocks)
+            rank.engine.loaded(report.transfer, end, blocks, not any(reasons))
+
+    def check_right(self, rank: Rank, transfer: str, end: int, blocks: list[events.GroupBlocks]) -> None:
+        """What its request would now be computed with."""
+        for layer in range(len(rank.shape.layers)):
+            kind = rank.shape.kind(layer)
+            mine, size = blocks[kind.group], kind.block_size
+            for head in range(kind.heads):
+                for at in range(mine.token, end) if size < STATE else [end]:
+                    block, slot = (mine.ids[(at - mine.token) // size], at % size) if size < STATE else (mine.ids[0], 0)
+                    found = rank.memory.get((layer, head, block, slot))
+                    expected = rank.truth(transfer, layer, head, at)
+                    assert found == expected, (rank.name, expected, found)

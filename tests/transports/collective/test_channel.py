@@ -1,0 +1,235 @@
+"""Two ends of a communicator without tags, a control channel that loses notes, peers that freeze, links that fail.
+
+The link here knows what NCCL and Gloo know: the n-th send of an epoch goes into the n-th receive.  What a receive got
+is compared with what D was told it would be.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+
+from vllm_disagg.kv.extents import Extent
+from vllm_disagg.protocol.events import SendPiece
+from vllm_disagg.transports.collective import channel as pairs
+
+SEEDS = int(os.environ.get("SEEDS", "160"))
+FIRST = int(os.environ.get("SEED", "0"))
+SIZE, SLOT, PATIENCE = 10, 12, 2.0
+CHAOS = {"lose": 2, "fail": 1, "freeze": 2, "refuse": 1, "leap": 1, "oversize": 1}  # percent
+
+
+@dataclass
+class Posted:
+    """What one end of one epoch has been asked to do."""
+
+    sends: list[tuple[int, tuple[str, int] | None]] = field(default_factory=list)  # seq, what lies in the slot
+    receives: list[tuple[int, int]] = field(default_factory=list)  # seq, slot
+    sent: int = 0  # so many sends have ended
+    received: int = 0
+    open_ends: set[str] = field(default_factory=set)
+    is_broken: bool = False
+
+
+class World:
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.is_eager = self.random.random() < 0.5
+        self.chaos = {what: often * self.random.choice([0, 1, 1, 8]) for what, often in CHAOS.items()}
+        self.now = 0.0
+        self.p, self.d = pairs.SenderEnd(PATIENCE), pairs.ReceiverEnd(PATIENCE, slot=SLOT)
+        self.wires: dict[str, deque[bytes]] = {"p": deque(), "d": deque()}  # to whom
+        self.epochs: dict[int, Posted] = {}
+        self.gathers: list[tuple[pairs.TransmitSlot, bool]] = []
+        self.gathered: deque[tuple[pairs.TransmitSlot, bool]] = deque()  # and P has not looked yet
+        self.routed: int | None = None
+        self.asked: dict[int, SendPiece] = {}  # not finished, by number
+        self.number = 0
+        self.landing: list[tuple[int, int]] = []  # epoch, slot: D reads it
+        self.delivered: set[int] = set()
+        self.frozen: set[str] = set()
+        self.log: list[str] = []
+
+    def roll(self, what: str) -> bool:
+        return self.random.randrange(100) < self.chaos.get(what, 0)
+
+    # The two ends
+    def at(self, who: str, event: object) -> None:
+        end = self.p if who == "p" else self.d
+        self.log.append(f"{self.now:6.2f} {who} <- {event}")
+        for action in end.handle(event, self.now):  # type: ignore[arg-type]
+            self.log.append(f"{self.now:6.2f} {who} -> {action}")
+            self.do(who, action)
+        end.validate()
+
+    def do(self, who: str, action: object) -> None:
+        match action:
+            case pairs.SendNote():
+                if not self.roll("lose"):
+                    self.wires["d" if who == "p" else "p"].append(pairs.encode(action.note))
+            case pairs.OpenLink():
+                self.epochs.setdefault(action.epoch, Posted()).open_ends.add(who)
+            case pairs.PassBlob():
+                pass
+            case pairs.CloseLink():
+                self.epochs[action.epoch].is_broken = True
+            case pairs.TransmitSlot():
+                epoch = self.epochs[action.epoch]
+                assert action.seq == len(epoch.sends), "not in order"
+                epoch.sends.append((action.seq, None))
+                self.gathers.append((action, self.roll("oversize")))
+            case pairs.ReceiveSlot():
+                epoch = self.epochs[action.epoch]
+                assert action.seq == len(epoch.receives), "not in order"
+                assert action.size <= SLOT, "into a slot that does not hold it"
+                assert (action.epoch, action.slot) not in self.landing, "into a slot that is being read"
+                epoch.receives.append((action.seq, action.slot))
+            case pairs.SendFinished():
+                assert all(gather.piece is not action.piece for gather, _ in self.gathers), "finished while it is read"
+                del self.asked[action.piece.number]
+            case pairs.DeliverSlot():
+                _, content = self.epochs[action.epoch].sends[action.piece.seq]
+                assert content == (action.piece.transfer, action.piece.number), "bytes of another piece"
+                self.delivered.add(action.piece.number)
+                self.landing.append((action.epoch, action.slot))
+            case pairs.ChangeRoute():
+                self.routed = action.epoch
+            case _:
+                raise AssertionError(action)
+
+    # What happens
+    def ask(self) -> None:
+        """D's ReadRequest, over the same channel: P knows its address by D's last TransferRequest."""
+        if self.routed is not None and len(self.asked) < 12:
+            number, self.number = self.number, self.number + 1
+            piece = SendPiece("t", "d", f"x:{self.routed}", number, Extent(0, 1, 0, 1), [0])
+            self.asked[number] = piece
+            self.at("p", pairs.SendRequested(piece, self.routed))
+
+    def gather(self) -> None:
+        if self.gathers:
+            action, too_large = self.gathers.pop(0)
+            if not too_large:
+                sends = self.epochs[action.epoch].sends
+                sends[action.seq] = (action.seq, (action.piece.transfer, action.piece.number))
+            self.gathered.append((action, too_large))
+        if self.gathered and self.random.random() < 0.7:
+            action, too_large = self.gathered.popleft()
+            self.at("p", pairs.SlotGathered(action.epoch, action.seq, -1 if too_large else self.size(), 0))
+
+    def size(self) -> int:
+        """P may think that D's slots are larger."""
+        return SLOT + 1 if self.roll("oversize") else SIZE
+
+    def move(self) -> None:
+        """One send meets its receive; what a link that is up does by itself."""
+        for number, epoch in list(self.epochs.items()):
+            if epoch.is_broken:
+                if self.random.random() < 0.3:
+                    self.at(self.random.choice("pd"), pairs.LinkFailed(number, "the peer is gone"))
+                continue
+            if epoch.open_ends == {"p", "d"}:
+                self.at("p", pairs.LinkUp(number)), self.at("d", pairs.LinkUp(number))
+                epoch.open_ends.add("up")
+            if self.is_eager and epoch.sent < len(epoch.sends) and epoch.sends[epoch.sent][1]:
+                epoch.sent += 1  # into buffers of the library, before anybody receives
+                self.at("p", pairs.SlotCompleted(number, epoch.sent - 1))
+            if epoch.received < min(len(epoch.sends), len(epoch.receives)) and epoch.sends[epoch.received][1]:
+                at, epoch.received = epoch.received, epoch.received + 1
+                if epoch.sent == at:
+                    epoch.sent += 1
+                    self.at("p", pairs.SlotCompleted(number, at))
+                self.at("d", pairs.SlotCompleted(number, at))
+
+    def free(self) -> None:
+        if self.landing:
+            self.at("d", pairs.SlotFreed(*self.landing.pop(self.random.randrange(len(self.landing)))))
+
+    def hear(self, who: str) -> None:
+        if self.wires[who] and who not in self.frozen:
+            data = self.wires[who].popleft()
+            self.at(who, pairs.decode_at_source(data) if who == "p" else pairs.decode_at_reader(data))
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        for who, end in (("p", self.p), ("d", self.d)):
+            due = end.next_deadline()
+            if due is not None and due <= self.now and who not in self.frozen:
+                self.at(who, pairs.ChannelTick())
+                after = end.next_deadline()
+                assert after is None or after > self.now, "a Tick that moves no deadline makes a busy loop"
+
+    def step(self) -> None:
+        self.random.choice([self.ask, self.ask, self.gather, self.gather, self.free, self.free, self.move, self.move])()
+        self.hear("p"), self.hear("d")
+        if self.roll("freeze"):
+            self.frozen ^= {self.random.choice("pd")}
+        if self.roll("fail"):
+            end = self.random.choice([self.p, self.d])
+            self.at("p" if end is self.p else "d", pairs.LinkFailed(end.epoch, "broke"))
+        if self.roll("refuse"):
+            self.do("p", pairs.SendNote(pairs.ChannelBroken(self.d.epoch, "busy")))
+        self.pass_time(12.0 if self.roll("leap") else self.random.choice([0.0, 0.01, 0.1]))
+        if self.random.random() < 0.1:
+            self.at("d", pairs.ConnectChannel())
+
+    def run(self) -> None:
+        for _ in range(250):
+            self.step()
+        self.chaos, self.frozen = {}, set()
+        target = 0
+        for turn in range(160):
+            if turn == 130:  # by now all failures are behind it
+                target = self.number
+            if turn % 5 == 0:
+                self.at("d", pairs.ConnectChannel())
+            for do in (self.ask, self.gather, self.gather, self.move, self.free, self.free):
+                do()
+            while self.wires["p"] or self.wires["d"]:
+                self.hear("p"), self.hear("d")
+            self.pass_time(1.0)
+        assert max(self.delivered, default=-1) >= target, "a quiet world does not pair again"
+        for _ in range(60):
+            self.gather(), self.move(), self.free()
+            while self.wires["p"] or self.wires["d"]:
+                self.hear("p"), self.hear("d")
+        assert not self.asked, f"never finished: {self.asked}"
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_both_ends_execute_one_order_or_abort(part: int) -> None:
+    for seed in range(FIRST + part, FIRST + SEEDS, 4):
+        world = World(seed)
+        try:
+            world.run()
+        except Exception:
+            print(f"SEED={seed}", *world.log[-60:], sep="\n")
+            raise
+
+
+def test_a_full_ring_delays_and_never_grows() -> None:
+    world = World(0)
+    world.chaos, world.is_eager = {}, False
+    world.at("d", pairs.ConnectChannel())
+    world.hear("p"), world.move(), world.hear("d")
+    for _ in range(12):
+        world.ask()
+    assert len(world.gathers) == pairs.SLOTS_PER_CHANNEL and len(world.p.waiting) == 12 - pairs.SLOTS_PER_CHANNEL
+    for _ in range(200):
+        world.gather(), world.hear("d"), world.move(), world.free()
+    assert world.delivered == set(range(12)) and not world.asked
+
+
+def test_words_for_what_ends_an_epoch() -> None:
+    d = pairs.ReceiverEnd(PATIENCE, slot=SLOT)
+    d.handle(pairs.ConnectChannel(), 0.0)
+    d.handle(pairs.LinkUp(1), 0.1), d.handle(pairs.ChannelReady(1), 0.2)
+    close, told, route = d.handle(pairs.ChannelPiece(1, 1, "t", 0, SIZE, 0), 1.0)
+    assert isinstance(close, pairs.CloseLink) and close.why == "heard of piece 1 where 0 was due"
+    assert isinstance(told, pairs.SendNote) and route == pairs.ChangeRoute(None)
+    assert d.handle(pairs.ConnectChannel(), 1.5) == [], "pairs again at once"
+    assert d.handle(pairs.ConnectChannel(), 2.1)

@@ -1,0 +1,97 @@
+"""Whether reads need the other end's hands: what is proved, and what only looks like it."""
+
+from __future__ import annotations
+
+import random
+
+from vllm_disagg.transports.nixl.path import (
+    LARGE_READS,
+    MAX_PROBE_TRIES,
+    QUIET_SECONDS,
+    UNAIDED_READ_SECONDS,
+    OneSidedProbe,
+    ProbeAction,
+    ProbeStep,
+)
+
+
+class Other:
+    """A worker whose reads end by themselves, or only when it lets UCX work; others may ask it to at any time."""
+
+    def __init__(self, emulated: bool, others: float = 0.0, seed: int = 0, starts: int = 0) -> None:
+        self.emulated, self.others, self.random = emulated, others, random.Random(seed)
+        self.count, self.until = 0, -1.0
+        self.starts = starts  # reads that need help all the same: the end of a connection coming up
+
+    def work(self, now: float) -> None:
+        if now < self.until or self.random.random() < self.others:
+            self.count += 1
+
+
+def run(other: Other, seconds: float = 60.0, lost: float = 0.0) -> OneSidedProbe:
+    trial, now, began, counted, chance = OneSidedProbe(0.0), 0.0, None, 0, random.Random(1)
+    while now < seconds and trial.step not in (ProbeStep.PROVED, ProbeStep.EMULATED):
+        now += 0.01
+        other.work(now)
+        if began is not None:
+            needs_hands = other.emulated or trial.step is ProbeStep.CONNECTING or other.starts > 0
+            if not needs_hands or other.count > counted:
+                other.starts -= trial.step is ProbeStep.READING and other.starts > 0
+                trial.read_ended(now, now - began)
+                began = None
+            elif trial.needs_help(now - began):
+                trial.help_asked()
+                other.until = now + 0.3
+        while began is None and (do := trial.next(now)) is not None:
+            if do is ProbeAction.ASK_STILL:
+                if chance.random() >= lost:
+                    trial.stood(trial.turn, other.count, now)
+                continue
+            began, counted = now, other.count
+    return trial
+
+
+def test_a_way_that_needs_nobody_is_proved() -> None:
+    trial = run(Other(emulated=False))
+    assert trial.step is ProbeStep.PROVED and trial.best <= 0.011 and trial.tries == 0
+
+
+def test_the_end_of_a_connection_coming_up_is_not_emulation() -> None:
+    assert run(Other(emulated=False, starts=MAX_PROBE_TRIES - 1)).step is ProbeStep.PROVED
+
+
+def test_answers_that_are_lost_are_asked_for_again() -> None:
+    assert run(Other(emulated=False), lost=0.6).step is ProbeStep.PROVED
+
+
+def test_an_emulated_way_is_never_taken_for_another() -> None:
+    """Whoever else lets P's UCX work meanwhile, and however often."""
+    assert run(Other(emulated=True)).step is ProbeStep.EMULATED
+    for seed in range(100):
+        trial = run(Other(emulated=True, others=random.Random(seed).choice([0.0, 0.01, 0.1, 0.5, 1.0]), seed=seed))
+        assert trial.step is not ProbeStep.PROVED, seed
+
+
+def test_help_for_others_proves_nothing_and_blames_nobody() -> None:
+    assert run(Other(emulated=False, others=1.0)).step not in (ProbeStep.PROVED, ProbeStep.EMULATED)
+    assert run(Other(emulated=False, others=0.02), 600).step is ProbeStep.PROVED
+
+
+def test_an_answer_to_an_earlier_question_is_none() -> None:
+    trial = OneSidedProbe(0.0)
+    assert trial.next(0.0) is ProbeAction.READ_SMALL
+    trial.read_ended(0.1, 0.1)
+    assert trial.next(0.1) is None
+    assert trial.next(0.1 + QUIET_SECONDS) is ProbeAction.ASK_STILL
+    trial.stood(trial.turn - 1, 7, 1.0)
+    assert trial.step is ProbeStep.COUNTING
+    trial.stood(trial.turn, 7, 1.0)
+    asked = [trial.next(1.0)]
+    for _ in range(LARGE_READS):
+        trial.read_ended(1.0, UNAIDED_READ_SECONDS / 2)
+        asked.append(trial.next(1.0))
+    assert asked == [ProbeAction.READ_SMALL, *[ProbeAction.READ_LARGE] * LARGE_READS]
+    trial.read_ended(1.0, UNAIDED_READ_SECONDS / 4)
+    assert trial.next(1.0) is ProbeAction.ASK_STILL and trial.best == UNAIDED_READ_SECONDS / 4
+    trial.stood(trial.turn, 8, 1.0)
+    assert trial.step is ProbeStep.QUIET and trial.tries == 0

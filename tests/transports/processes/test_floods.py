@@ -1,0 +1,98 @@
+"""Strangers who connect and say nothing: they must not take the descriptors that a worker needs for itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import msgspec
+import pytest
+from peer import Peer
+
+from vllm_disagg.transports.zmq import half_open
+
+CROWD = 1000  # connections of strangers, renewed as they are closed
+SECONDS = 4.0
+
+
+@pytest.fixture
+def peers() -> Iterator[tuple[Peer, Peer]]:
+    made = Peer(settings={"transport": "zmq"}), Peer(seed=None, settings={"transport": "zmq"})
+    yield made
+    for one in made:
+        one.stop()
+
+
+def descriptors(p: Peer) -> int:
+    return len(os.listdir(f"/proc/{p.process.pid}/fd"))
+
+
+def load(p: Peer, d: Peer) -> str:
+    transfer = secrets.token_hex(16)
+    p(f"prefill {transfer} 48")
+    d(f"want {transfer} 48 {msgspec.json.encode(p.worker).decode()}")
+    said = str(d("outcome"))
+    p("outcome")
+    return said
+
+
+class Crowd:
+    """So many silent connections at each of the addresses; who is sent away comes again."""
+
+    def __init__(self, addresses: list[tuple[str, int]]) -> None:
+        self._open = selectors.DefaultSelector()
+        for at in range(CROWD):
+            self._come(addresses[at % len(addresses)])
+
+    def _come(self, address: tuple[str, int]) -> None:
+        stranger = socket.socket()
+        stranger.setblocking(False)
+        stranger.connect_ex(address)
+        self._open.register(stranger, selectors.EVENT_READ, address)
+
+    def renew(self) -> None:
+        for key, _ in self._open.select(0):
+            stranger: socket.socket = key.fileobj  # type: ignore[assignment]
+            with contextlib.suppress(OSError):
+                if stranger.recv(100):
+                    continue  # the greeting
+            self._open.unregister(stranger)
+            stranger.close()
+            self._come(key.data)
+
+    def has_arrived(self) -> bool:
+        """Whether most have been greeted, or sent away."""
+        return len(self._open.select(0)) > CROWD / 2
+
+    def leave(self) -> None:
+        for key in list(self._open.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        self._open.close()
+
+
+def test_a_flood_of_silent_connections_is_bounded(peers: tuple[Peer, Peer]) -> None:
+    p, d = peers
+    before, bound = descriptors(p), descriptors(p) + 2 * half_open.MAX_SILENT_CONNECTIONS + 20
+    began = time.monotonic()
+    crowd = Crowd([(at.hostname or "", at.port or 0) for at in map(urlsplit, (p.worker.control, p.worker.data))])
+    try:
+        while not crowd.has_arrived() or descriptors(p) > bound:
+            assert time.monotonic() < began + half_open.HANDSHAKE_SECONDS - 0.5, "only the end of ZMQ's handshake closes them"
+        end = time.monotonic() + SECONDS
+        while time.monotonic() < end:
+            crowd.renew()
+            if time.monotonic() > end - SECONDS / 2 and not d("landed"):
+                assert "reason=None" in load(p, d), "a member that comes in the middle of it"
+    finally:
+        crowd.leave()
+    assert "reason=None" in load(p, d)
+    end = time.monotonic() + 10
+    while descriptors(p) > before + 20:
+        assert time.monotonic() < end, (before, descriptors(p))
+        time.sleep(0.05)

@@ -1,0 +1,443 @@
+"""Pieces over real NIXL between two processes: exact, killed, frozen, lied to, and the way back to ZMQ."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from listening import beyond_loopback, listening
+from peer import BLOCK_SIZE, BLOCKS, LAYERS, Peer, driver, memory, want
+
+from kv_connectors import transports
+from vllm_disagg.config import Config
+from vllm_disagg.errors import BadMessage, ConfigError
+from vllm_disagg.kv.memory import HostMemory
+from vllm_disagg.protocol import events
+from vllm_disagg.transports.nixl import agent as nixl_agent
+from vllm_disagg.transports.nixl import notes as nixl_notes
+from vllm_disagg.transports.nixl import path as nixl_way
+from vllm_disagg.transports.nixl import transport as nixl
+from vllm_disagg.transports.zmq import control
+
+real = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+QUICK = {"silence": 0.9, "retry": 0.3}
+
+
+def Source(row: int = 4096, lie: str = "", env: dict[str, str] | None = None, **settings: object) -> Peer:
+    return Peer(row, settings={"transport": "nixl", **settings}, lie=lie, env=env)
+
+
+class Sink:
+    """A decode worker's driver in this process."""
+
+    def __init__(self, row: int = 4096, **settings: object) -> None:
+        self.memory = memory(row, None)
+        self.driver = driver(self.memory, **{"transport": "nixl", **settings})
+
+    def want(self, source: Peer, count: int = 5, *, prefill: bool = True) -> str:
+        transfer, tokens = secrets.token_hex(16), count * BLOCK_SIZE - 5
+        if prefill:
+            source(f"prefill {transfer} {tokens}")
+        want(self.driver, transfer, tokens, source.worker, first=count)
+        return transfer
+
+    def outcome(self, seconds: float = 30.0) -> events.LoadResult:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if taken := self.driver.take():
+                assert len(taken) == 1 and isinstance(taken[0], events.LoadResult)
+                return taken[0]
+            time.sleep(0.001)
+        raise AssertionError("nothing came")
+
+    def expect_exact(self, source: Peer, count: int = 5) -> str:
+        """ReadRequest some blocks, find them right, and say what carried them."""
+        for planes in self.memory.planes:
+            for plane in planes:
+                plane[:] = 0
+        before = dict(self.driver.counters.received)
+        self.want(source, count)
+        report = self.outcome()
+        assert report.reason is None, report
+        expected: HostMemory = memory(source.row, 1)
+        for ours, theirs in zip(self.memory.planes, expected.planes, strict=True):
+            for plane, reference in zip(ours, theirs, strict=True):
+                assert (plane[count : 2 * count] == reference[:count]).all()
+                assert not plane[:count].any() and not plane[2 * count :].any(), "wrote into blocks of somebody else"
+        after = self.driver.counters.received
+        return " ".join(sorted(name for name in after if after[name] > before.get(name, 0)))
+
+    @property
+    def carrier(self) -> nixl.NixlTransport:
+        return self.driver._carriers["nixl"]  # type: ignore[return-value]
+
+    def way(self, source: Peer) -> nixl.PathState:
+        return self.carrier._sources[source.worker.name].way
+
+    def pair(self, source: Peer, wanted: nixl.PathState = nixl.PathState.UP) -> None:
+        """A first transfer, by ZMQ most likely; then wait for the way that NIXL finds."""
+        self.expect_exact(source)
+        wait(lambda: self.way(source) is wanted)
+
+
+def wait(done: Callable[[], bool], seconds: float = 40.0) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Any]]:
+    made: list[Peer | Sink] = []
+
+    def make(kind: Callable[..., Peer | Sink], *args: Any, **settings: Any) -> Peer | Sink:
+        made.append(kind(*args, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop() if isinstance(one, Peer) else one.driver.close()
+
+
+@real
+@pytest.mark.parametrize(("row", "piece"), [(48, 4 << 20), (4096, 10_000), (200_000, 4 << 20)])
+def test_bytes_arrive_where_they_belong(start: Callable[..., Any], row: int, piece: int) -> None:
+    source, sink = start(Source, row), start(Sink, row, piece=piece)
+    sink.pair(source)
+    assert sink.expect_exact(source) == "nixl"
+    assert sink.expect_exact(source, 16) == "nixl"
+
+
+@real
+def test_it_starts_before_anybody_asks(start: Callable[..., Any]) -> None:
+    """UCX takes a second and more beside busy engines: the first request shall not wait for it."""
+    carrier = start(Sink).carrier
+    wait(lambda: carrier._serving._ready is not None)
+    wait(lambda: bool(carrier._ready or (carrier._making and carrier._making.is_over)))
+    assert carrier._ready or (carrier._making and carrier._making.result)
+
+
+@real
+def test_it_listens_on_the_loopback_only(start: Callable[..., Any]) -> None:
+    """Both agents of a worker, the one that reads and the one that is read from: UCX lets in whatever reaches it."""
+    source, sink = start(Source), start(Sink)
+    sink.pair(source)
+    assert sink.expect_exact(source) == "nixl"
+    assert len(listening(source.process.pid)[source.process.pid]) == 4, "control, data, two agents"
+    assert not beyond_loopback(source.process.pid) and not beyond_loopback(os.getpid())
+
+
+@pytest.mark.parametrize(("transport", "count"), [("zmq", 2), ("auto", 3), ("tcp", 3), ("gloo", 3)])
+def test_what_listens_is_known_and_on_the_loopback(start: Callable[..., Any], transport: str, count: int) -> None:
+    """Control, data; TCP's door, or Gloo's device."""
+    source, other = start(Source, transport=transport), start(Source, transport=transport)
+    worker = msgspec.json.encode(source.worker).decode()
+    for _ in range(2):
+        transfer = secrets.token_hex(16)
+        source(f"prefill {transfer} 48")
+        other(f"want {transfer} 48 {worker}")
+        assert "reason=None" in str(other("outcome"))
+        source("outcome")
+    pid = source.process.pid
+    wait(lambda: len(listening(pid)[pid]) == count)
+    assert not beyond_loopback(pid) and list(listening(pid)) == [pid]
+
+
+@real
+def test_an_idle_pair_costs_nothing(start: Callable[..., Any]) -> None:
+    source, sink = start(Source), start(Sink)
+    sink.pair(source)
+    assert sink.expect_exact(source) == "nixl"
+    time.sleep(1.0)
+    wait(lambda: sink.driver._timeout() is None)
+    ours, theirs, switches = time.process_time(), source.cpu(), _switches()
+    time.sleep(2.0)
+    assert _switches() - switches < 10, "the driver's thread wakes up"
+    assert time.process_time() - ours < 0.05 and source.cpu() - theirs < 0.05
+
+
+def _switches() -> int:
+    """Times that the threads of transfers in this process gave up their core."""
+    counts = 0
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().startswith("vllm-disagg"):
+            counts += int((task / "status").read_text().partition("voluntary_ctxt_switches:")[2].split()[0])
+    return counts
+
+
+@real
+@pytest.mark.parametrize("lie", ["outside", "short", "unregistered"])
+def test_what_a_source_says_is_checked(start: Callable[..., Any], lie: str) -> None:
+    source, sink = start(Source, lie=lie), start(Sink)
+    sink.pair(source)
+    assert sink.expect_exact(source) == "zmq"
+    assert sink.way(source) is nixl.PathState.DOWN
+    bad = sink.driver.counters.bad_messages
+    assert bad == (lie == "outside"), "NIXL refuses what P has not registered; we what it has not told"
+
+
+@real
+def test_a_worker_whose_memory_is_not_what_it_said_is_not_read_from(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where its address leads to another process: the nonce that it told is not in the region that is read."""
+    caplog.set_level("INFO", "vllm_disagg")
+    true = nixl_notes.decode_card
+    monkeypatch.setattr(nixl_notes, "decode_card", lambda *args: msgspec.structs.replace(true(*args), nonce=b"x" * 16))
+    source, sink = start(Source), start(Sink)
+    sink.pair(source, nixl.PathState.DOWN)
+    assert "it read something else than that worker's memory" in caplog.text
+    assert sink.expect_exact(source) == "zmq"
+
+
+@real
+@pytest.mark.parametrize(
+    ("tls", "number"), [("", signal.SIGKILL), ("tcp", signal.SIGKILL), ("tcp", signal.SIGSTOP)]
+)
+def test_a_source_that_dies_or_freezes(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tls: str, number: signal.Signals
+) -> None:
+    """Over TCP in the middle of a read; nothing is written after the LoadResult, whatever the source still does.
+
+    Ways on which UCX emulates reads are refused otherwise; here they stand for hardware whose reads take time.
+    """
+    if tls:
+        monkeypatch.setattr(nixl.NixlTransport, "_decide", _lenient)
+        monkeypatch.setenv("UCX_TLS", tls)
+    row = 100_000
+    source, sink = start(Source, row), start(Sink, row, **QUICK)
+    sink.pair(source)
+    sink.want(source, 16, prefill=bool(tls))
+    if tls:
+        wait(lambda: bool(sink.carrier._ready and sink.carrier._ready.reads.open))
+    os.kill(source.process.pid, number)
+    report = sink.outcome()
+    assert report.reason is events.Reason.SILENT, report
+    was = [plane.copy() for planes in sink.memory.planes for plane in planes]
+    os.kill(source.process.pid, signal.SIGCONT)
+    time.sleep(0.5)
+    now = [plane for planes in sink.memory.planes for plane in planes]
+    assert all((a == b).all() for a, b in zip(was, now, strict=True)), "written after the LoadResult"
+    monkeypatch.setattr(nixl, "RETRY_SECONDS", 0.1)
+    another = start(Source, row)
+    sink.pair(another)
+    assert sink.expect_exact(another) == "nixl"
+
+
+def _lenient(carrier: nixl.NixlTransport, source: nixl.NixlSource, trial: nixl_way.OneSidedProbe, true: Any = nixl.NixlTransport._decide) -> None:
+    trial.step = nixl_way.ProbeStep.PROVED
+    true(carrier, source, trial)
+
+
+@real
+def test_the_way_back(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What breaks a read reroutes to ZMQ at once; later NIXL is tried again."""
+    monkeypatch.setattr(nixl, "RETRY_SECONDS", 0.3)
+    source, sink = start(Source), start(Sink)
+    sink.pair(source)
+    monkeypatch.setattr(nixl_agent.Agent, "read", _broken)
+    assert sink.expect_exact(source) == "zmq"
+    monkeypatch.undo()
+    time.sleep(0.4)
+    sink.pair(source)
+    assert sink.expect_exact(source) == "nixl"
+
+
+def _broken(*_: object) -> None:
+    raise nixl_agent.NixlError("a scripted failure")
+
+
+@real
+def test_auto_takes_nixl_and_then_tcp(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "unavailable_reason", lambda config: "")  # as with RDMA
+    source, sink = start(Source, env={"NIXL_ANYWHERE": "1"}, transport="auto"), start(Sink, transport="auto")
+    sink.pair(source)
+    assert sink.expect_exact(source) == "nixl"
+    monkeypatch.setattr(nixl_agent.Agent, "read", _broken)
+    assert "nixl" not in sink.expect_exact(source)
+    assert sink.expect_exact(source) == "tcp"
+
+
+@real
+def test_one_side_without(start: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "vllm_disagg")
+    plain, broken = start(Source, transport="zmq"), start(Source, env={"UCX_TLS": "bogus"})
+    sink = start(Sink)
+    assert sink.expect_exact(plain) == "zmq"
+    assert "here is nixl (transport is nixl), and there nothing" in caplog.text
+    sink.pair(broken, nixl.PathState.DOWN)
+    assert "runs here, but not there (" in caplog.text
+    assert sink.expect_exact(broken) == "zmq"
+
+
+@real
+def test_none_here(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "vllm_disagg")
+    source = start(Source)
+    monkeypatch.setenv("UCX_TLS", "bogus")
+    sink = start(Sink)
+    sink.pair(source, nixl.PathState.DOWN)
+    assert "cannot start here (" in caplog.text
+    assert sink.expect_exact(source) == "zmq"
+
+
+@real
+@pytest.mark.parametrize(("transport", "by"), [("auto", "tcp"), ("nixl", "nixl")])
+def test_a_slow_way_is_told(
+    start: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    transport: str,
+    by: str,
+) -> None:
+    caplog.set_level("INFO", "vllm_disagg")
+    monkeypatch.setattr(nixl, "zmq_speed", lambda: 1e15)
+    monkeypatch.setattr(nixl, "unavailable_reason", lambda config: "")
+    source = start(Source, env={"NIXL_ANYWHERE": "1"}, transport=transport)
+    sink = start(Sink, transport=transport)
+    sink.pair(source, nixl.PathState.UP if by == "nixl" else nixl.PathState.DOWN)
+    assert "ZMQ moves 1000000.0 GB/s here; " in caplog.text
+    if by != "nixl":
+        wait(lambda: sink.expect_exact(source) == by)
+    assert sink.expect_exact(source) == by
+
+
+@real
+def test_a_way_that_is_emulated_is_refused(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "vllm_disagg")
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    source, sink = start(Source), start(Sink)
+    sink.pair(source, nixl.PathState.DOWN)
+    assert "reads end only with its help" in caplog.text
+    assert sink.expect_exact(source) == "zmq"
+
+
+@real
+def test_a_source_that_makes_room(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "MAX_LINKS", 1)
+    one, other, sink = start(Source), start(Source), start(Sink)
+    for source in (one, other, one):
+        sink.pair(source)
+        assert sink.expect_exact(source) == "nixl"
+        assert list(sink.carrier._sources) == [source.worker.name]
+
+
+# Without NIXL ------------------------------------------------------------------------------------------------
+def test_notes_that_make_no_sense() -> None:
+    card = nixl_notes.AgentInfo("a#1", b"metadata", [(1000, 500), (4096, nixl_notes.TEST_REGION_BYTES)], (4096, nixl_notes.TEST_REGION_BYTES), b"n" * 16)
+    assert nixl_notes.decode_card(nixl_notes.encode(card), "a") == card
+    good = [*nixl_notes.parts(1, card), *nixl_notes.pieces("ab", 1, "a#1", [(1000, 1)] * 10), nixl_notes.encode(card)]
+    chance = random.Random(4)
+    for note in good:
+        for _ in range(300):
+            bad = bytearray(note)
+            for _ in range(chance.randint(1, 4)):
+                bad[chance.randrange(len(bad))] = chance.randrange(256)
+            for decode in (nixl_notes.decode_at_prefill, nixl_notes.decode_at_decode, lambda d: nixl_notes.decode_card(d, "a")):
+                try:
+                    decode(bytes(bad[: chance.randint(0, len(bad))]))
+                except BadMessage:
+                    pass
+    for change in ({"agent": "b#1"}, {"test": (4097, nixl_notes.TEST_REGION_BYTES)}, {"test": (1000, 8)}):
+        with pytest.raises(BadMessage):
+            nixl_notes.decode_card(nixl_notes.encode(msgspec.structs.replace(card, **change)), "a")
+
+
+def test_runs() -> None:
+    assert nixl_notes.merged([(0, 4), (4, 4), (10, 2)]) == [(0, 8), (10, 2)]
+    assert nixl_notes.cut([(0, 8), (100, 4)], [(50, 3), (60, 9)]) == (
+        [(0, 3), (3, 5), (100, 4)],
+        [(50, 3), (60, 5), (65, 4)],
+    )
+    regions = nixl_notes.whole([(4, 4), (100, 1), (0, 4)])
+    assert regions == [(0, 8), (100, 1)]
+    assert nixl_notes.is_inside([(5, 3), (0, 8), (100, 1)], regions)
+    for run in ((5, 4), (8, 1), (2**62, 2**40), (99, 1)):
+        assert not nixl_notes.is_inside([run], regions)
+    long = [(at * 10, 5) for at in range(7000)]
+    said = [nixl_notes.decode_at_decode(note) for note in nixl_notes.pieces("ab", 1, "a#1", long)]
+    assert [run for note in said for run in note.runs] == long  # type: ignore[union-attr]
+    assert max(map(len, nixl_notes.pieces("a" * 256, 1, "a" * 256, [(2**62 - 1, 2**40)] * 7000))) < nixl_notes.MAX_NOTE_BYTES
+
+
+def test_what_ucx_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nixl_agent.environment(Config(), {}) == {"UCX_NET_DEVICES": "lo"}
+    assert nixl_agent.environment(Config(), {"UCX_TLS": "tcp"}) == {}
+    assert nixl_agent.environment(Config(host="10.0.0.1"), {}) == {"UCX_TLS": "^tcp"}
+    assert nixl_agent.environment(Config(host="10.0.0.1", transport="nixl"), {}) == {}
+
+
+def test_two_agents_made_at_once_are_both_kept_to_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX reads its environment when an agent is made: the second must not take the first one's settings for the user's."""
+    for name in ("UCX_TLS", "UCX_NET_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    told: list[str | None] = []
+    waiting = threading.Semaphore(0)  # how many have come as far as the lock
+
+    class Lock:
+        true = threading.Lock()
+
+        def __enter__(self) -> None:
+            waiting.release()
+            self.true.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.true.release()
+
+    def make_agent(name: str, config: object) -> object:
+        if not told:  # the first waits until the second wants to begin
+            assert all(waiting.acquire(timeout=10) for _ in range(2))
+        told.append(os.environ.get("UCX_NET_DEVICES"))
+        return SimpleNamespace(backends=["UCX"], register_memory=lambda *_: None)
+
+    api = SimpleNamespace(nixl_agent=make_agent, nixl_agent_config=lambda **_: None)
+    monkeypatch.setattr(nixl_agent, "_environment", Lock())
+    monkeypatch.setattr(nixl_agent.importlib, "import_module", lambda _: api)
+    make = lambda: nixl_agent.Agent("a", Config(), [])  # noqa: E731
+    jobs = [threading.Thread(target=make) for _ in range(2)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(20)
+    assert told == ["lo", "lo"] and "UCX_NET_DEVICES" not in os.environ
+
+
+def test_auto_leaves_nixl_out_without_rdma(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Within a machine TCP is as fast, and UCX listens for strangers."""
+    caplog.set_level("INFO", "vllm_disagg")
+    monkeypatch.setattr(nixl_agent.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(nixl_agent, "rdma_devices", lambda: [])
+    for host in ("127.0.0.1", "10.0.0.1"):
+        assert list(transports.chosen(Config(host=host))) == ["tcp"]
+        assert "transport is auto, without nixl: this machine has no RDMA device" in caplog.text
+        assert list(transports.chosen(Config(host=host, transport="nixl"))) == ["nixl"]
+        caplog.clear()
+    monkeypatch.setattr(nixl_agent, "rdma_devices", lambda: ["mlx5_0"])
+    assert list(transports.chosen(Config(host="10.0.0.1"))) == ["nixl", "tcp"]
+    assert list(transports.chosen(Config())) == ["tcp"], "RDMA is not for the loopback"
+    assert "without nixl: host is loopback" in caplog.text
+
+
+def test_encryption_and_nixl() -> None:
+    with pytest.raises(ConfigError, match="encrypt"):
+        Config(encrypt_data=True, transport="nixl").validate()
+
+
+def test_the_layers_and_blocks_of_a_peer() -> None:
+    assert memory(8, 1).shape.layers == [0] * LAYERS and len(memory(8, 1).planes[0][0]) == BLOCKS

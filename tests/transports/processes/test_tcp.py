@@ -1,0 +1,482 @@
+"""Pieces over plain sockets between two processes: exact, killed, frozen on either side, strangers, and the way back."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from peer import BLOCK_SIZE, BLOCKS, Peer, digest, driver, memory, outcome, prefill, want
+
+from kv_connectors import transports
+from vllm_disagg.config import Config
+from vllm_disagg.driver import Driver
+from vllm_disagg.errors import BadMessage, ConfigError
+from vllm_disagg.kv.extents import Extent
+from vllm_disagg.kv.memory import HostMemory
+from vllm_disagg.protocol import events
+from vllm_disagg.transports.tcp import notes as tcp_notes
+from vllm_disagg.transports.tcp import sender as tcp_serving
+from vllm_disagg.transports.tcp import transport as tcp
+
+SILENCE = 0.9
+TCP = {"transport": "tcp", "silence": SILENCE, "retry": 0.3}
+ROW = 400_000  # about 100 MB in 8 planes
+TOKENS = BLOCKS * BLOCK_SIZE
+
+
+@pytest.fixture
+def peer() -> Iterator[Callable[..., Peer]]:
+    made: list[Peer] = []
+
+    def start(row: int = 4096, **settings: object) -> Peer:
+        made.append(Peer(row, settings.pop("seed", 1), {**TCP, **settings}))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.stop()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Driver]]:
+    made: list[Driver] = []
+
+    def make(memory: HostMemory, **settings: object) -> Driver:
+        made.append(driver(memory, **{**TCP, **settings}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def name() -> str:
+    return secrets.token_hex(16)
+
+
+def by_tcp(d: Driver) -> int:
+    return d.counters.received.get("tcp", 0)
+
+
+def load(d: Driver, p: Peer, tokens: int = 3 * BLOCK_SIZE - 5) -> events.LoadResult:
+    transfer = name()
+    p(f"prefill {transfer} {tokens}")
+    want(d, transfer, tokens, p.worker)
+    report = outcome(d)
+    assert isinstance(report, events.LoadResult)
+    return report
+
+
+def pair(d: Driver, p: Peer, seconds: float = 15.0) -> None:
+    """Load until bytes come by TCP; all of it is right whatever carries it."""
+    before, end = by_tcp(d), time.monotonic() + seconds
+    while by_tcp(d) == before:
+        assert time.monotonic() < end, f"no byte came by TCP in {seconds} s: {d.counters.received}"
+        assert load(d, p).reason is None
+        time.sleep(0.01)
+
+
+def is_stopped(p: Peer) -> bool:
+    return Path(f"/proc/{p.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def wipe(memory: HostMemory) -> None:
+    for plane in (plane for layer in memory.planes for plane in layer):
+        plane[:] = 0
+
+
+@pytest.mark.parametrize("there", ["here", "on another machine"])
+@pytest.mark.parametrize(("row", "settings"), [(48, {}), (4096, {"piece": 4096, "window": 8192}), (70_000, {}), (ROW, {})])
+def test_bytes_arrive_where_they_belong(
+    start: Callable[..., Driver],
+    peer: Callable[..., Peer],
+    monkeypatch: pytest.MonkeyPatch,
+    row: int,
+    settings: dict[str, object],
+    there: str,
+) -> None:
+    if there != "here":
+        monkeypatch.setattr(tcp, "machine_id", lambda: there)
+    ours, p = memory(row, None), peer(row, **settings)
+    d = start(ours, **settings)
+    pair(d, p)
+    families = [source.connection.family for source in d._carriers["tcp"]._sources.values()]  # type: ignore[attr-defined]
+    assert families == [socket.AF_UNIX if there == "here" else socket.AF_INET]
+    for tokens in (TOKENS, 5 * BLOCK_SIZE - 5):
+        wipe(ours)
+        before = dict(d.counters.received)
+        assert load(d, p, tokens).reason is None
+        blocks = -(-tokens // BLOCK_SIZE)
+        assert digest(ours, blocks) == p(f"digest {blocks}")
+        assert not any(plane[blocks:].any() for layer in ours.planes for plane in layer), "wrote into blocks of somebody else"
+        assert by_tcp(d) - before["tcp"] == 8 * blocks * row and d.counters.received["zmq"] == before["zmq"]
+    assert not d.counters.damaged_pieces and not d.counters.bad_messages
+    p.process.stdin.close()
+    assert p.process.wait(10) == 0, "a worker that ends while a connection is open must end in order"
+
+
+def test_an_idle_pair_does_not_wake_up(start: Callable[..., Driver], peer: Callable[..., Peer]) -> None:
+    d, p = start(memory(64, None)), peer(64)
+    pair(d, p)
+    time.sleep(1.0)
+    assert d._timeout() is None, "polls although nothing is due"
+    cpu = p.cpu()
+    time.sleep(1.0)
+    assert p.cpu() - cpu < 0.05
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_source_that_dies_or_freezes_in_the_middle(
+    start: Callable[..., Driver], peer: Callable[..., Peer], number: signal.Signals
+) -> None:
+    """Nothing is written after the LoadResult, whatever the source still does; afterwards TCP is taken again."""
+    ours, p = memory(ROW, None), peer(ROW)
+    d = start(ours)
+    pair(d, p)
+    before, transfer = by_tcp(d), name()
+    p(f"prefill {transfer} {TOKENS}")
+    want(d, transfer, TOKENS, p.worker)
+    while by_tcp(d) == before:
+        pass
+    os.kill(p.process.pid, number)
+    began, report = time.monotonic(), outcome(d)
+    assert time.monotonic() - began < 6
+    assert isinstance(report, events.LoadResult)
+    assert report.reason in (events.Reason.SILENT, None)  # None: it was quicker than we
+    was = [plane.copy() for layer in ours.planes for plane in layer]
+    os.kill(p.process.pid, signal.SIGCONT)
+    time.sleep(0.5)
+    now = [plane for layer in ours.planes for plane in layer]
+    assert all((a == b).all() for a, b in zip(was, now, strict=True)), "written after the LoadResult"
+    again = peer(ROW) if number is signal.SIGKILL else p
+    pair(d, again)
+    assert digest(ours, 3) == again("digest 3")
+
+
+def freeze_before_the_first_byte(slow: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    send = tcp_serving.TcpSender.send
+
+    def freeze_first(self: tcp_serving.TcpSender, piece: events.SendPiece) -> None:
+        if piece.reader == slow.worker.name and not is_stopped(slow):
+            slow.process.send_signal(signal.SIGSTOP)
+            while not is_stopped(slow):
+                time.sleep(0.001)
+        send(self, piece)
+
+    monkeypatch.setattr(tcp_serving.TcpSender, "send", freeze_first)
+
+
+def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
+    start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = memory(ROW, 1)
+    p, slow, other = start(theirs), peer(ROW, seed=None, piece=16 << 20), peer(ROW, seed=None)  # more than a socket holds
+    worker = msgspec.json.encode(p.worker).decode()
+
+    def read(d: Peer, tokens: int) -> None:
+        transfer = name()
+        prefill(p, transfer, tokens)
+        d(f"want {transfer} {tokens} {worker}")
+
+    for d in (slow, other):
+        end = time.monotonic() + 15
+        while not d("landed").get("tcp"):  # type: ignore[attr-defined]
+            assert time.monotonic() < end
+            read(d, 48)
+            d("outcome"), outcome(p)
+
+    def sending() -> int:
+        return sum(r.sending for t in list(p._prefill.transfers.values()) for r in t.readers.values())
+
+    freeze_before_the_first_byte(slow, monkeypatch)
+    read(slow, TOKENS)
+    end = time.monotonic() + 15
+    while not is_stopped(slow) or not sending():
+        assert time.monotonic() < end, "P sends nothing"
+    monkeypatch.undo()
+    began = time.monotonic()
+    read(other, TOKENS)
+    assert "reason=None" in str(other("outcome"))
+    assert other(f"digest {BLOCKS}") == digest(theirs, BLOCKS)
+    outcome(p)
+    end = time.monotonic() + 5
+    while sending():
+        assert time.monotonic() < end, "P's blocks are held by a send that does not move"
+        time.sleep(0.05)
+    assert time.monotonic() - began < 5
+    slow.process.send_signal(signal.SIGCONT)
+    slow("outcome"), outcome(p)
+    before, end = slow("landed").get("tcp"), time.monotonic() + 15  # type: ignore[attr-defined]
+    while slow("landed").get("tcp") == before:  # type: ignore[attr-defined]
+        assert time.monotonic() < end, "not back to TCP"
+        read(slow, 48)
+        assert "reason=None" in str(slow("outcome"))
+        outcome(p)
+    assert slow("digest 3") == digest(theirs, 3)
+
+
+def test_a_reader_that_is_killed_holds_blocks_for_no_lease(
+    start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = start(memory(ROW, 1), lease=60.0), peer(ROW, seed=None)
+    worker = msgspec.json.encode(p.worker).decode()
+    end = time.monotonic() + 15
+    while not d("landed").get("tcp"):  # type: ignore[attr-defined]
+        assert time.monotonic() < end
+        prefill(p, transfer := name(), 48)
+        d(f"want {transfer} 48 {worker}")
+        d("outcome"), outcome(p)
+
+    def kill_first(self: tcp_serving.TcpSender, piece: events.SendPiece, send: object = tcp_serving.TcpSender.send) -> None:
+        d.process.kill()
+        d.process.wait()
+        send(self, piece)  # type: ignore[operator]
+
+    monkeypatch.setattr(tcp_serving.TcpSender, "send", kill_first)
+    prefill(p, transfer := name(), TOKENS)
+    d(f"want {transfer} {TOKENS} {worker}")
+    assert outcome(p, 15) == events.ReleaseBlocks(transfer, delivered=False)
+
+
+def test_a_damaged_piece_is_asked_for_again(start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = memory(4096, None), memory(4096, 1)
+    p, d = start(theirs), start(ours)
+    end = time.monotonic() + 15
+    while not by_tcp(d):
+        assert time.monotonic() < end
+        prefill(p, transfer := name(), 48)
+        want(d, transfer, 48, p.worker)
+        assert outcome(d).reason is None and outcome(p)  # type: ignore[union-attr]
+    true, damaged = tcp_serving.hasher, []
+
+    def hasher(transfer: str) -> object:
+        damaged.append(transfer)
+        state = true(transfer)
+        if len(damaged) == 1:
+            state.update(b"another byte")
+        return state
+
+    monkeypatch.setattr(tcp_serving, "hasher", hasher)
+    wipe(ours)
+    prefill(p, transfer := name(), TOKENS)
+    want(d, transfer, TOKENS, p.worker)
+    assert outcome(d).reason is None and outcome(p)  # type: ignore[union-attr]
+    assert d.counters.damaged_pieces == 1
+    assert digest(ours, BLOCKS) == digest(theirs, BLOCKS)
+
+
+def given_tickets(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    given: list[bytes] = []
+
+    def token_bytes(size: int) -> bytes:
+        given.append(os.urandom(size))
+        return given[-1]
+
+    monkeypatch.setattr(tcp_serving, "secrets", SimpleNamespace(token_bytes=token_bytes))
+    return given
+
+
+def test_who_has_no_ticket_gets_nothing(
+    start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ticket that has been shown is none any more."""
+    shown = given_tickets(monkeypatch)
+    p, d = start(memory(4096, 1)), peer(4096, seed=None)
+    prefill(p, transfer := name(), 48)
+    d(f"want {transfer} 48 {msgspec.json.encode(p.worker).decode()}")
+    d("outcome"), outcome(p)
+    serving = p._carriers["tcp"]._serving  # type: ignore[attr-defined]
+    end = time.monotonic() + 10
+    while not serving._readers:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert shown and not serving._tickets.keys() & set(shown)
+    (reader,) = serving._readers.values()
+    for door in list(serving._doors.values()):
+        for said in (b"", b"x" * tcp_notes.TOKEN_BYTES, b"x" * 100_000, *shown):
+            with socket.socket(door.family) as stranger:
+                stranger.settimeout(5)
+                stranger.connect(door.getsockname())
+                try:
+                    stranger.sendall(said)
+                    stranger.shutdown(socket.SHUT_WR)
+                    assert stranger.recv(100) == b""
+                except OSError as error:  # it was sent off before we had said all
+                    assert error.errno in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN)
+    assert list(serving._readers.values()) == [reader] and not serving._guests
+    crowd = [socket.socket(socket.AF_UNIX) for _ in range(tcp_serving.MAX_PENDING_CONNECTIONS + 5)]
+    for stranger in crowd:
+        stranger.connect(f"{serving._folder}/data")
+    end = time.monotonic() + 5
+    while len(serving._guests) != tcp_serving.MAX_PENDING_CONNECTIONS:
+        assert time.monotonic() < end, len(serving._guests)
+        time.sleep(0.01)
+    for stranger in crowd:
+        stranger.close()
+
+
+def test_a_door_that_lets_nobody_in_is_opened_anew(
+    start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without a file descriptor left; who waits at it must not keep P awake."""
+    p, d = start(memory(4096, 1)), peer(4096, seed=None)
+    worker = msgspec.json.encode(p.worker).decode()
+    let_in, shut = tcp_serving.TcpSender._let_in, []
+
+    class Full:
+        def accept(self) -> None:
+            raise OSError(24, "Too many open files")
+
+    def once(self: tcp_serving.TcpSender, door: socket.socket) -> None:
+        folder = self._folder
+        let_in(self, door if shut else Full())  # type: ignore[arg-type]
+        shut.append(os.path.exists(folder))
+
+    monkeypatch.setattr(tcp_serving.TcpSender, "_let_in", once)
+    end = time.monotonic() + 15
+    while not d("landed").get("tcp"):  # type: ignore[attr-defined]
+        assert time.monotonic() < end, shut
+        prefill(p, transfer := name(), 48)
+        d(f"want {transfer} 48 {worker}")
+        assert "reason=None" in str(d("outcome"))
+        outcome(p)
+        time.sleep(0.05)
+    assert shut[:2] == [False, True], "it was not shut, or not opened anew"
+
+
+def test_what_a_source_sends_is_checked(start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that are not the piece's, heads that make no sense, pieces that nobody asked for: never a byte elsewhere."""
+    theirs, ours = memory(4096, 1), memory(4096, None)
+    p, d = start(theirs), start(ours)
+
+    def one() -> None:
+        prefill(p, transfer := name(), 48)
+        want(d, transfer, 48, p.worker)
+        assert outcome(d).reason is None and outcome(p)  # type: ignore[union-attr]
+        assert digest(ours, 3) == digest(theirs, 3)
+        assert not any(plane[3:].any() for layer in ours.planes for plane in layer)
+
+    honest, said = tcp_notes.encode_head, []
+
+    def lying(head: tcp_notes.PieceHead) -> bytes:
+        said.append(head)
+        wrong = [
+            lambda: honest(msgspec.structs.replace(head, size=head.size - 8)),
+            lambda: honest(msgspec.structs.replace(head, transfer="not hexadecimal")) + bytes(head.size + 8) + honest(head),
+            lambda: honest(msgspec.structs.replace(head, number=10**6)) + bytes(head.size + 8) + honest(head),
+            lambda: b"\0\5again",
+            lambda: b"\0\0",
+            lambda: honest(msgspec.structs.replace(head, size=1 << 40)),
+        ]
+        return wrong[(len(said) - 1) % len(wrong)]() if len(said) % 2 else honest(head)
+
+    monkeypatch.setattr(tcp, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(tcp, "MAX_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(tcp_notes, "encode_head", lying)
+    end = time.monotonic() + 20
+    while len(said) < 24:
+        assert time.monotonic() < end, said
+        one()
+        time.sleep(0.01)
+    assert d.counters.bad_messages >= 3
+
+
+def test_the_way_back(start: Callable[..., Driver], peer: Callable[..., Peer]) -> None:
+    """A connection that ends takes nothing with it."""
+    ours, p = memory(4096, None), peer()
+    d = start(ours)
+    pair(d, p)
+    (source,) = d._carriers["tcp"]._sources.values()  # type: ignore[attr-defined]
+    source.connection.shutdown(socket.SHUT_RDWR)
+    wipe(ours)
+    assert load(d, p).reason is None
+    assert digest(ours, 3) == p("digest 3")
+    pair(d, p)
+
+
+def test_encryption_and_one_side_without(start: Callable[..., Driver], peer: Callable[..., Peer]) -> None:
+    assert "tcp" not in transports.chosen(Config(encrypt_data=True))
+    with pytest.raises(ConfigError, match="encrypt"):
+        Config(encrypt_data=True, transport="tcp").validate()
+    p, d = peer(transport="zmq"), start(memory(4096, None))
+    for _ in range(3):
+        assert load(d, p).reason is None
+    assert not by_tcp(d)
+
+
+def test_notes_that_make_no_sense() -> None:
+    door = tcp_notes.Listening(1, "127.0.0.1", 80, "/tmp/data", b"t" * tcp_notes.TOKEN_BYTES)
+    assert tcp_notes.decode_at_decode(tcp_notes.encode(door)) == door
+    for bad in (b"", b"\xc1", tcp_notes.encode(msgspec.structs.replace(door, port=0)), tcp_notes.encode(tcp_notes.TcpHello(1))):
+        with pytest.raises(BadMessage):
+            tcp_notes.decode_at_decode(bad)
+        with pytest.raises(BadMessage):
+            tcp_notes.decode_head(bad)
+    with pytest.raises(BadMessage):
+        tcp_notes.decode_at_prefill(tcp_notes.encode(door))
+
+
+def test_a_piece_whose_source_makes_room_for_another_as_it_comes_ends(
+    start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the head of a piece and its landing the driver hears what vLLM says, which may forget the source."""
+    d, p = start(memory(4096, None)), peer()
+    pair(d, p)
+    carrier, took = d._carriers["tcp"], d._take
+
+    def take(name: str, of: object, event: object) -> None:
+        if isinstance(event, events.PieceArrived) and name == "tcp":
+            carrier.disconnect(p.worker.name)
+        took(name, of, event)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(d, "_take", take)
+    assert load(d, p).reason is None, "by another way"
+    assert not d._decode.transfers
+
+
+def test_a_piece_that_stops_in_the_middle_ends(start: Callable[..., Driver]) -> None:
+    """Long before the time that the whole piece has."""
+    p, d = start(memory(4096, 1)), start(memory(4096, None))
+    source = by_tcp_once(p, d)
+    carrier, then = d._carriers["tcp"], time.monotonic() + 60  # so that D's own thread finds nothing to do
+    source.moved, source.due = then, then + 60
+    source.is_inside = True
+    carrier._look_at(source, then + SILENCE - 0.1)  # type: ignore[attr-defined]
+    assert source.way is tcp.TcpState.UP
+    carrier._look_at(source, then + SILENCE + 0.1)  # type: ignore[attr-defined]
+    assert source.connection is None and source.way is tcp.TcpState.DOWN
+
+
+def by_tcp_once(p: Driver, d: Driver) -> tcp.TcpSource:
+    """Load until a piece has come by TCP; P as a source of D."""
+    end = time.monotonic() + 15
+    while not d.counters.received.get("tcp"):
+        assert time.monotonic() < end
+        prefill(p, transfer := name(), 48)
+        want(d, transfer, 48, p.worker)
+        assert outcome(d).reason is None and outcome(p)  # type: ignore[union-attr]
+    return d._carriers["tcp"]._sources[p.worker.name]  # type: ignore[attr-defined,no-any-return]
+
+
+def test_a_piece_that_takes_too_long_ends_at_both_ends(start: Callable[..., Driver]) -> None:
+    """However often a byte comes: `due` is its number."""
+    p, d = start(memory(4096, 1)), start(memory(4096, None))
+    source = by_tcp_once(p, d)
+    serving = p._carriers["tcp"]._serving  # type: ignore[attr-defined]
+    (reader,), now = serving._readers.values(), time.monotonic()
+    assert tcp_notes.due(now, 10**6, 2.0) == now + 2.0 + 10**6 / tcp_notes.MIN_BYTES_PER_SECOND
+    reader.queue.append(events.SendPiece("t", "d", "tcp:1", 0, Extent(0, 1, 0, 16), [0]))
+    reader.moved, reader.due = now + 5, now - 1
+    assert list(serving.happened(())) == [events.SendCompleted("t", "d")] and not serving._readers
+    source.is_inside, source.moved, source.due = True, now + 5, now - 1
+    d._carriers["tcp"]._look_at(source, now)  # type: ignore[attr-defined]
+    assert source.connection is None and source.way is tcp.TcpState.DOWN

@@ -1,0 +1,269 @@
+"""Real Gloo between two processes: the bytes, and what happens when one of them dies, freezes or comes back."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+from peer import BLOCK_SIZE, BLOCKS, LAYERS, Peer, digest, driver, memory, outcome, prefill, want
+
+from kv_connectors import transports
+from vllm_disagg.config import Config
+from vllm_disagg.driver import Driver
+from vllm_disagg.errors import ConfigError
+from vllm_disagg.protocol import events
+from vllm_disagg.transports.collective import transport as two_sided
+from vllm_disagg.transports.collective import worker as mover
+
+ROW = 400_000  # about 100 MB in 8 planes
+TOKENS = BLOCKS * BLOCK_SIZE
+GLOO = {"transport": "gloo", "silence": 0.9, "retry": 0.3, "piece": 1 << 20}
+
+
+@pytest.fixture
+def peer() -> Iterator[Callable[..., Peer]]:
+    made: list[Peer] = []
+
+    def start(**how: object) -> Peer:
+        made.append(Peer(**{"row": ROW, "settings": GLOO, **how}))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.stop()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Driver]]:
+    made: list[Driver] = []
+
+    def make(memory: object, **settings: object) -> Driver:
+        made.append(driver(memory, **{**GLOO, **settings}))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def by_gloo(driver: Driver) -> int:
+    return driver.counters.received.get("gloo", 0)
+
+
+def name(number: int) -> str:
+    return f"{number:032x}"
+
+
+def load(d: Driver, p: Peer, number: int, tokens: int = 3 * BLOCK_SIZE) -> events.LoadResult:
+    p(f"prefill {name(number)} {tokens}")
+    want(d, name(number), tokens, p.worker)
+    report = outcome(d)
+    assert isinstance(report, events.LoadResult)
+    return report
+
+
+def until_by_gloo(d: Driver, p: Peer, first: int, seconds: float = 15.0) -> int:
+    """Load until bytes come by Gloo; all of it is right whatever carries it."""
+    before, end, number = by_gloo(d), time.monotonic() + seconds, first
+    while by_gloo(d) == before:
+        assert time.monotonic() < end, f"no byte came by Gloo in {seconds} s: {d.counters.received}"
+        assert load(d, p, number).reason is None
+        number += 1
+        time.sleep(0.02)
+    return number
+
+
+@pytest.mark.parametrize("settings", [{}, {"piece": 4096, "window": 8192}, {"piece": 8 << 20, "window": 256 << 20}])
+def test_bytes_arrive_by_gloo(
+    start: Callable[..., Driver], peer: Callable[..., Peer], settings: dict[str, object]
+) -> None:
+    row = 40_000 if "window" in settings and settings["window"] == 8192 else ROW
+    ours, p = memory(row, None), peer(row=row, settings={**GLOO, **settings})
+    d = start(ours, **settings)
+    number = until_by_gloo(d, p, 0)
+    for plane in (plane for layer in ours.planes for plane in layer):
+        plane[:] = 0
+    before = dict(d.counters.received)
+    assert load(d, p, number, TOKENS).reason is None
+    assert by_gloo(d) - before["gloo"] == 8 * BLOCKS * row and d.counters.received["zmq"] == before["zmq"]
+    assert digest(ours, BLOCKS) == p(f"digest {BLOCKS}")
+    assert d.counters.damaged_pieces == 0
+    p.process.stdin.close()
+    assert p.process.wait(10) == 0, "a worker that ends while a pair is open must end in order"
+
+
+def test_a_damaged_piece_is_asked_for_again(start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit, after P has made its checksum."""
+    ours, theirs = memory(4096, None), memory(4096, 1)
+    p, d = start(theirs), start(ours)
+    true, damaged = mover.HostStaging.gather, []
+
+    def gather(self: mover.HostStaging, piece: events.SendPiece, slot: mover.Slot, link: mover.CollectiveLink) -> object:
+        made = true(self, piece, slot, link)
+        if not damaged:
+            slot[0] ^= 1
+            damaged.append(piece)
+        return made
+
+    monkeypatch.setattr(mover.HostStaging, "gather", gather)
+    end, number = time.monotonic() + 15, 0
+    while not by_gloo(d):
+        assert time.monotonic() < end
+        for plane in (plane for layer in ours.planes for plane in layer):
+            plane[:] = 0
+        prefill(p, name(number), TOKENS)
+        want(d, name(number), TOKENS, p.worker)
+        assert outcome(d).reason is None and outcome(p)  # type: ignore[union-attr]
+        assert digest(ours, BLOCKS) == digest(theirs, BLOCKS)
+        number += 1
+        time.sleep(0.02)
+    assert damaged and d.counters.damaged_pieces == 1
+
+
+@pytest.mark.parametrize("carrier", ["gloo", "tcp", "nixl"])
+def test_two_workers_read_from_each_other_at_once(
+    start: Callable[..., Driver], peer: Callable[..., Peer], carrier: str
+) -> None:
+    """As with two-way reuse.  Both hold the same bytes, so that each may write over what the other reads."""
+    if carrier == "nixl":
+        pytest.importorskip("nixl", reason="NIXL is not installed")
+    settings = {**GLOO, "transport": carrier}
+    ours, p = memory(ROW, 1), peer(settings=settings)
+    d = start(ours, **settings)
+    right, worker = digest(ours, BLOCKS), msgspec.json.encode(d.worker).decode()
+    end, number = time.monotonic() + 30, 0
+    while not d.counters.received.get(carrier, 0) or not p("landed").get(carrier, 0):  # type: ignore[attr-defined]
+        assert time.monotonic() < end, f"not both ways by {carrier}"
+        there, back = name(2 * number), name(2 * number + 1)
+        d.submit([events.BlocksScheduled(back, TOKENS, [list(range(BLOCKS))], cached=True), events.LayersComputed(back, LAYERS)])
+        p(f"prefill {there} {TOKENS}")
+        p(f"want {back} {TOKENS} {worker}")
+        want(d, there, TOKENS, p.worker)
+        report = outcome(d)
+        assert isinstance(report, events.LoadResult) and report.reason is None, report
+        assert {str(p("outcome")).partition("(")[0] for _ in range(2)} == {"ReleaseBlocks", "LoadResult"}
+        d.submit([events.BlocksRevoked(back)])
+        number += 1
+    assert digest(ours, BLOCKS) == p(f"digest {BLOCKS}") == right
+    assert d.counters.damaged_pieces == 0
+
+
+def test_a_killed_source_ends_the_load_and_its_successor_comes_by_gloo(
+    start: Callable[..., Driver], peer: Callable[..., Peer]
+) -> None:
+    ours, p = memory(ROW, None), peer()
+    d = start(ours)
+    number = until_by_gloo(d, p, 0)
+    before, began = by_gloo(d), time.monotonic()
+    p(f"prefill {name(number)} {TOKENS}")
+    want(d, name(number), TOKENS, p.worker)
+    while by_gloo(d) == before:
+        pass
+    p.process.kill()
+    report = outcome(d)
+    assert isinstance(report, events.LoadResult)
+    assert report.reason in (events.Reason.SILENT, None)  # None: it was quicker than we
+    assert time.monotonic() - began < 6
+    again = peer()
+    until_by_gloo(d, again, 1000)
+    assert digest(ours, 3) == again("digest 3")
+
+
+def test_a_frozen_source_is_left_and_comes_back_under_another_epoch(
+    start: Callable[..., Driver], peer: Callable[..., Peer]
+) -> None:
+    ours, p = memory(ROW, None), peer()
+    d = start(ours)
+    number = until_by_gloo(d, p, 0)
+    before = by_gloo(d)
+    p(f"prefill {name(number)} {TOKENS}")
+    want(d, name(number), TOKENS, p.worker)
+    while by_gloo(d) == before:
+        pass
+    p.process.send_signal(signal.SIGSTOP)
+    report = outcome(d)
+    time.sleep(1.0)
+    p.process.send_signal(signal.SIGCONT)
+    assert isinstance(report, events.LoadResult) and report.reason in (events.Reason.SILENT, None)
+    for plane in (plane for layer in ours.planes for plane in layer):
+        plane[:] = 0
+    number = until_by_gloo(d, p, number + 1)
+    assert load(d, p, number, TOKENS).reason is None
+    assert digest(ours, BLOCKS) == p(f"digest {BLOCKS}")
+
+
+def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
+    start: Callable[..., Driver], peer: Callable[..., Peer]
+) -> None:
+    theirs = memory(ROW, 1)
+    p, slow, other = start(theirs), peer(seed=None), peer(seed=None)
+    worker = msgspec.json.encode(p.worker).decode()
+
+    def read(d: Peer, number: int, tokens: int) -> None:
+        prefill(p, name(number), tokens)
+        d(f"want {name(number)} {tokens} {worker}")
+
+    number = 0
+    for d in (slow, other):
+        end = time.monotonic() + 15
+        while not d("landed").get("gloo"):  # type: ignore[attr-defined]
+            assert time.monotonic() < end
+            read(d, number, 48)
+            d("outcome"), outcome(p)
+            number += 1
+    read(slow, number, TOKENS)
+    slow.process.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    before = other("landed")["gloo"]  # type: ignore[index]
+    prefill(p, name(9999), TOKENS)
+    other(f"want {name(9999)} {TOKENS} {worker}")
+    assert "reason=None" in str(other("outcome"))
+    took = time.monotonic() - began
+    assert other("landed")["gloo"] - before == 8 * BLOCKS * ROW  # type: ignore[index]
+    assert other(f"digest {BLOCKS}") == digest(theirs, BLOCKS)
+    outcome(p)
+    slow.process.send_signal(signal.SIGCONT)
+    slow("outcome"), outcome(p)
+    end = time.monotonic() + 15
+    before = slow("landed").get("gloo")  # type: ignore[attr-defined]
+    while slow("landed").get("gloo") == before:  # type: ignore[attr-defined]
+        assert time.monotonic() < end, f"not back to Gloo; the other took {took:.1f} s"
+        number += 1
+        read(slow, number, 48)
+        assert "reason=None" in str(slow("outcome"))
+        outcome(p)
+    assert slow("digest 3") == digest(theirs, 3)
+
+
+def test_the_pair_unused_for_longest_makes_room(
+    start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(two_sided, "MAX_LINKS_PER_DIRECTION", 1)
+    d, first, second = start(memory(64, None)), peer(row=64), peer(row=64)
+    carrier = d._carriers["gloo"]
+    number = 0
+    for p in (first, second, first):
+        number = until_by_gloo(d, p, number)
+        up = [source for source, end in carrier._sources.items() if end.state.name == "UP"]  # type: ignore[attr-defined]
+        assert up == [p.worker.name]
+        time.sleep(1.1)  # the back-off of the one that was closed
+
+
+def test_a_peer_without_gloo_is_served_by_zmq_and_the_log_says_why(
+    start: Callable[..., Driver], peer: Callable[..., Peer], caplog: pytest.LogCaptureFixture
+) -> None:
+    p = peer(settings={"transport": "zmq"})
+    d = start(memory(ROW, None))
+    for number in range(2):
+        assert load(d, p, number).reason is None
+    assert not by_gloo(d) and d.counters.received["zmq"]
+    said = [record.getMessage() for record in caplog.records if p.worker.name in record.getMessage()]
+    assert said == [f"pieces of {p.worker.name} come by ZMQ: besides it, here is gloo (transport is gloo), and there nothing"]
+
+
+def test_settings_that_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match="cannot encrypt"):
+        transports.chosen(Config(transport="gloo", encrypt_data=True))

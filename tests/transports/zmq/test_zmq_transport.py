@@ -1,0 +1,300 @@
+"""Pieces over ZMQ to a reader that takes nothing, has gone, or never comes: the real sockets of P's side alone."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from vllm_disagg.config import Config
+from vllm_disagg.fleet import keys
+from vllm_disagg.kv.extents import Extent
+from vllm_disagg.kv.memory import FRAME_BYTES, HostMemory
+from vllm_disagg.protocol.events import SendPiece
+from vllm_disagg.protocol.peers import WorkerInfo
+from vllm_disagg.transports.base import Counters, DriverPort
+from vllm_disagg.transports.zmq import control, half_open
+from vllm_disagg.transports.zmq import transport as module
+from vllm_disagg.transports.zmq.transport import ZmqTransport
+
+ROW = 4 * FRAME_BYTES + 20_000  # whose last frame is a small one
+
+
+@pytest.fixture
+def carrier() -> Iterator[ZmqTransport]:
+    sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
+    memory = HostMemory([[np.zeros((8, ROW), np.uint8)]], 16)
+    made = ZmqTransport(DriverPort("p/0", Config(transport="zmq"), memory, Counters(), sockets.poller, *[lambda *_: None] * 2), sockets)
+    made.control = sockets  # type: ignore[attr-defined]
+    yield made
+    made.close()
+    sockets.close()
+
+
+class Reader:
+    """A DEALER that takes what it is told to."""
+
+    def __init__(self, carrier: ZmqTransport) -> None:
+        self.name, self.context = secrets.token_hex(8), zmq.Context()
+        self.sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
+        self.link = self.sockets.socket(zmq.DEALER, 2 * FRAME_BYTES, server=False, encrypt=False)
+        self.link.rcvhwm, self.link.rcvtimeo = 1, 5000
+        self.link.routing_id = self.name.encode()
+        self.link.connect(carrier.local)
+
+
+def send(carrier: ZmqTransport, reader: str, count: int) -> None:
+    for block in range(count):
+        carrier.send(SendPiece("ab" * 16, "d/0", f"zmq:{reader}", block, Extent(0, 1, 0, 16), [block]))
+
+
+def sent(carrier: Any, count: int, seconds: float) -> int:
+    """How many have ended by then, or before if these are all."""
+    ended, end = 0, time.monotonic() + seconds
+    while ended < count and time.monotonic() < end:
+        carrier.control.answer_zap()
+        ended += len(list(carrier.happened(())))
+        time.sleep(0.005)
+    return ended
+
+
+def test_a_piece_is_sent_when_its_last_byte_is(carrier: ZmqTransport) -> None:
+    reader = Reader(carrier)
+    send(carrier, reader.name, 8)
+    assert sent(carrier, 8, 1.0) < 8, "nobody has taken them all"
+    for _ in range(8):
+        reader.link.recv_multipart()
+    assert sent(carrier, 8, 5.0) > 0 and not carrier._sending
+    reader.sockets.close()
+
+
+def test_what_waits_for_a_reader_that_has_gone_ends(carrier: ZmqTransport) -> None:
+    """Else P's blocks were pinned for ever."""
+    reader = Reader(carrier)
+    send(carrier, reader.name, 8)
+    ended = sent(carrier, 8, 1.0)
+    assert ended < 8
+    reader.sockets.close()
+    assert ended + sent(carrier, 8 - ended, 5.0) == 8
+    assert carrier.next_look() is None
+
+
+def test_a_reader_that_never_comes_costs_one_checksum_a_piece(carrier: ZmqTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = []
+    true = module.checksum
+    monkeypatch.setattr(module, "checksum", lambda *args: (sums.append(args), true(*args))[1])
+    monkeypatch.setattr(module, "CONNECT_SECONDS", 0.2)
+    send(carrier, "nobody", 4)
+    assert sent(carrier, 4, 3.0) == 4
+    assert len(sums) == 4
+
+
+def test_a_source_that_refuses_at_once_is_a_source_all_the_same(carrier: ZmqTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZMQ takes no message for a connection whose handshake has just failed; that must not end the driver's thread."""
+    sockets = carrier._control
+    real = sockets.dial
+
+    class Refused:
+        def __init__(self, link: zmq.Socket[bytes]) -> None:
+            self.link = link
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.link, name)
+
+        def send(self, *_: object) -> None:
+            raise zmq.Again
+
+    made: list[zmq.Socket[bytes]] = []
+
+    def dial(*args: object, **options: object) -> Refused:
+        made.append(real(*args, **options))  # type: ignore[arg-type]
+        return Refused(made[-1])
+
+    monkeypatch.setattr(sockets, "dial", dial)
+    monkeypatch.setattr(carrier._port, "poller", zmq.Poller())
+    carrier.connect(WorkerInfo("p/9", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
+    assert "p/9" in carrier.links
+    made[0].close()
+
+
+def test_more_sources_than_there_is_room_for() -> None:
+    """As after months of P's that were restarted: those unused for longest make room, and nothing runs out."""
+    sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
+    memory = HostMemory([[np.zeros((1, 8), np.uint8)]], 16)
+    port = DriverPort("d/0", Config(transport="zmq"), memory, Counters(), sockets.poller, *[lambda *_: None] * 2)
+    reading = ZmqTransport(port, sockets)
+    for at in range(2 * control.MAX_LINKS + 50):
+        worker = WorkerInfo(f"p/{at}", "tcp://127.0.0.1:9", "tcp://127.0.0.1:9")
+        forgotten = sockets.connect(worker)
+        reading.connect(worker)
+        if forgotten is not None:
+            reading.disconnect(forgotten)
+    assert len(sockets.links) == len(reading.links) == control.MAX_LINKS
+    reading.close()
+    sockets.close()
+
+
+def test_a_source_without_an_address_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
+    assert sockets.connect(WorkerInfo("p/0", "nowhere", "nowhere")) is None
+    assert not sockets.links and "nowhere cannot be reached" in caplog.text
+    sockets.close()
+
+
+def test_who_does_not_know_the_fleets_key_comes_in_by_no_door(carrier: ZmqTransport) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.routing_id = b"stranger"
+        stranger.connect(carrier.local)
+        send(carrier, "stranger", 1)
+        assert sent(carrier, 1, 5.0) == 1 and not carrier._port.counters.bytes_sent, "lost: there is no such reader"
+
+
+def heard(sockets: control.Control, seconds: float, wanted: int = 1) -> int:
+    """Messages that come in at the control port."""
+    end, count = time.monotonic() + seconds, 0
+    while count < wanted and time.monotonic() < end:
+        sockets.poller.poll(10)
+        sockets.answer_zap()
+        for message in control.receive(sockets.router):
+            sockets.strangers.heard(message)
+            count += 1
+        sockets.bound_strangers()
+    return count
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_who_knows_the_server_key_alone_is_not_let_in(known: bool) -> None:
+    """CURVE by itself lets in whoever has the server's public key; the ZAP handler knows the client's."""
+    sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
+    client = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
+    link = client.socket(zmq.DEALER, 1024, server=False)
+    if not known:
+        link.curve_publickey, link.curve_secretkey = zmq.curve_keypair()
+    link.connect(sockets.address)
+    link.send(b"hello")
+    assert heard(sockets, 5.0 if known else 1.0) == known
+    client.close()
+    sockets.close()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_another_password_is_not_let_in_at_the_data_port(carrier: ZmqTransport, known: bool) -> None:
+    reader = Reader.__new__(Reader)
+    reader.sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
+    link = reader.sockets.socket(zmq.DEALER, 2 * FRAME_BYTES, server=False, encrypt=False)
+    link.routing_id = b"reader"
+    if not known:
+        link.plain_password = b"guessed"
+    link.connect(carrier.endpoint)
+    send(carrier, "reader", 1)
+    assert sent(carrier, 1, 5.0) == 1
+    assert bool(carrier._port.counters.bytes_sent) == known
+    reader.sockets.close()
+
+
+def test_a_member_that_has_spoken_is_not_closed_for_the_strangers() -> None:
+    sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
+    client = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
+    link = client.socket(zmq.DEALER, 1024, server=False)
+    link.connect(sockets.address)
+    link.send(b"hello")
+    assert heard(sockets, 5.0) == 1
+    lost = link.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    host, port = sockets.address.removeprefix("tcp://").split(":")
+    crowd = [socket.create_connection((host, int(port))) for _ in range(half_open.MAX_SILENT_CONNECTIONS + 20)]
+    end, gone = time.monotonic() + 10, 0
+    while gone < 20:
+        assert time.monotonic() < end, gone
+        heard(sockets, 0.01)
+        gone = sum(is_closed(stranger) for stranger in crowd)
+    assert gone == 20 and all(map(is_closed, crowd[:20])), "the oldest"
+    assert not lost.poll(200), "a member is not"
+    for stranger in crowd:
+        stranger.close()
+    link.disable_monitor()
+    client.close()
+    sockets.close()
+
+
+def test_members_that_were_not_heard_yet_are_no_strangers() -> None:
+    """Many come at once, all have spoken, and our thread was elsewhere."""
+    sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
+    client = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
+    count = half_open.MAX_SILENT_CONNECTIONS + 20
+    links = [client.socket(zmq.DEALER, 1024, server=False) for _ in range(count)]
+    lost = [link.get_monitor_socket(zmq.EVENT_DISCONNECTED) for link in links]
+    for link in links:
+        link.connect(sockets.address)
+        link.send(b"hello")
+    end = time.monotonic() + 20
+    while len(sockets.strangers._young) < count:  # ZAP is answered, and nothing is read
+        assert time.monotonic() < end, len(sockets.strangers._young)
+        sockets.answer_zap()
+        sockets.strangers._learn()
+        time.sleep(0.01)
+    sockets.bound_strangers()
+    assert heard(sockets, 5.0, count) == count
+    assert not any(monitor.poll(0) for monitor in lost), "none was shut down"
+    for link in links:
+        link.disable_monitor()
+    client.close()
+    sockets.close()
+
+
+def test_who_has_left_is_not_counted_and_lends_its_place_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Descriptors are used again: a newcomer with a low one is not the oldest."""
+    monkeypatch.setattr(half_open, "MAX_SILENT_CONNECTIONS", 2)
+    sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
+    host, port = sockets.address.removeprefix("tcp://").split(":")
+
+    def serve(done: Callable[[], bool]) -> None:
+        end = time.monotonic() + 4
+        while not done():
+            assert time.monotonic() < end
+            heard(sockets, 0.01)
+
+    def come(young: int) -> socket.socket:
+        made = socket.create_connection((host, int(port)))
+        serve(lambda: len(sockets.strangers._young) == young)
+        return made
+
+    gone, oldest = come(1), come(2)
+    gone.close()
+    serve(lambda: len(sockets.strangers._young) == 1)
+    newer = come(2)
+    newest = socket.create_connection((host, int(port)))
+    serve(lambda: is_closed(oldest))
+    assert not is_closed(newer) and not is_closed(newest)
+    for stranger in (oldest, newer, newest):
+        stranger.close()
+    sockets.close()
+
+
+def test_what_speaks_an_older_zmtp_harms_nobody() -> None:
+    """Without a key ZMQ lets it in; of its messages ZMQ does not tell all that it tells of others."""
+    sockets = control.Control(Config(), keys.FleetKey(None), "p/0")
+    host, port = sockets.address.removeprefix("tcp://").split(":")
+    for greeting in (b"\x01\x00", b"\xff" + bytes(8) + b"\x7f" + b"\x01\x05" + b"\x00\x00"):  # ZMTP 1.0, 2.0
+        with socket.create_connection((host, int(port))) as old:
+            old.sendall(greeting + (b"\x02\x00x" if len(greeting) == 2 else b"\x00\x01x"))
+            assert heard(sockets, 5.0) == 1
+    sockets.close()
+
+
+def is_closed(stranger: socket.socket) -> bool:
+    stranger.setblocking(False)
+    try:
+        while stranger.recv(100):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True

@@ -1,0 +1,1 @@
+"""Who may talk to whom: the fleet key, grants, registration."""

@@ -1,0 +1,78 @@
+"""The fleet key, and the keys derived from it.
+
+One secret of 32 bytes makes a fleet: who has it may mint grants and open control connections.  Each use has its
+own derived key (BLAKE2b with the use as personalisation), so that none gives away another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from pathlib import Path
+
+from ..errors import ConfigError
+
+KEY_BYTES = 32
+ADMIN_KEY = "VLLM_DISAGG_ADMIN_KEY"  # variable of the environment: the key that changes a proxy's fleet over HTTP
+
+
+class FleetKey:
+    """A fleet's secret.  `FleetKey(None)` is the key of a fleet without one: it authenticates nobody.
+
+    `insecure`: without a secret, an engine accepts grants all the same, and everybody can make those.
+    """
+
+    def __init__(self, secret: bytes | None, *, insecure: bool = False) -> None:
+        if secret is not None and len(secret) != KEY_BYTES:
+            raise ConfigError(f"a fleet key has {KEY_BYTES} bytes, this one {len(secret)}")
+        self._secret = secret
+        self._insecure = insecure
+        self._derived: dict[str, bytes] = {}
+
+    @property
+    def is_set(self) -> bool:
+        return self._secret is not None
+
+    @property
+    def accepts_grants(self) -> bool:
+        """Whether a grant minted with this key counts for anything."""
+        return self.is_set or self._insecure
+
+    def derive(self, use: str) -> bytes:
+        """32 bytes for `use` (at most 16 ASCII characters)."""
+        if use not in self._derived:
+            derived = hashlib.blake2b(key=self._secret or b"", person=use.encode(), digest_size=KEY_BYTES).digest()
+            self._derived[use] = derived
+        return self._derived[use]
+
+    def __repr__(self) -> str:
+        return f"FleetKey({'set' if self.is_set else None})"
+
+
+def load(path: str, *, insecure: bool = False) -> FleetKey:
+    """The key in a file as `create` writes it; an empty path is a fleet without a key."""
+    if not path:
+        return FleetKey(None, insecure=insecure)
+    try:
+        text = Path(path).read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"key file {path}: {error.strerror}; make one with: vllm-disagg key {path}") from None
+    except UnicodeDecodeError:
+        text = ""
+    try:
+        return FleetKey(bytes.fromhex(text))
+    except (ValueError, ConfigError):
+        raise ConfigError(f"key file {path}: not {2 * KEY_BYTES} hexadecimal digits; make one with: vllm-disagg key {path}") from None
+
+
+def create(path: str) -> None:
+    """Write a new key to `path`, readable by its owner alone.  Never overwrites."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise ConfigError(f"key file {path} exists already; it is left as it is") from None
+    except OSError as error:
+        raise ConfigError(f"key file {path}: {error.strerror}") from None
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(KEY_BYTES) + "\n")

@@ -1,0 +1,1 @@
+"""KV by collective sends: what Gloo and NCCL share."""

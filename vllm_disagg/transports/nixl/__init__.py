@@ -1,0 +1,1 @@
+"""KV by one-sided reads with NIXL."""

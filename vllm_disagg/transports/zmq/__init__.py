@@ -1,0 +1,1 @@
+"""Messages between workers, and KV over ZMQ."""

@@ -1,10 +1,10 @@
 """Every path that clients may ask for, and how it is served: the routes of vLLM 0.32, in one table.
 
-    generate   both legs, where the body allows it (`dialects.py`)
+    generate   both legs, where the body allows it (`endpoint_schema.py`)
     forward    one instance answers, another one if it dies first; bodies are checked for what only the proxy may send
     look up    decode instances are asked in turn until one knows the id in the path or in the body
     models     one instance answers, or one of each kind, if they serve different models
-    session    a WebSocket, joined to one instance (`tunnel.py`)
+    session    a WebSocket, joined to one instance (`websocket.py`)
     all        every instance must do it
     own        the proxy answers
 

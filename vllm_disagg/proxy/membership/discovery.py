@@ -6,7 +6,7 @@ instance of which any stream still gets bytes lives.  With the defaults a frozen
 its last byte.  Its requests then fail over at once, if there is somebody to go to; else they wait for it, for `LOST`
 seconds at most.  It is not used until a probe succeeds, since whoever comes back may be another process.
 
-An instance whose API server lives and whose engine makes no steps (`stepping.py`) is down in the same way, after
+An instance whose API server lives and whose engine makes no steps (`engine_steps.py`) is down in the same way, after
 `Settings.patience` / `STILL` seconds.  A time in which this process itself stood still counts for no instance.
 """
 

@@ -1,4 +1,4 @@
-"""Carries out what `membership` decides: instances join, leave and are forgotten, while requests run."""
+"""Carries out what `reconcile` decides: instances join, leave and are forgotten, while requests run."""
 
 from __future__ import annotations
 

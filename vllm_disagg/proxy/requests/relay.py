@@ -8,7 +8,7 @@
   nothing is left          -> the last failure as an answer, or as an event in the stream and [DONE]
   client left, or out of time: both legs are cancelled
 
-A decode answer has begun when it is complete, or a stream's first event of content is here (`beginnings.py`).  What an
+A decode answer has begun when it is complete, or a stream's first event of content is here (`first_content.py`).  What an
 engine sends before, as comments and `response.created`, says nothing about how it ends: that is held back, up to a bound,
 so that until then P's failure or refusal counts, and any other answer may take its place.
 """

@@ -1,4 +1,4 @@
-"""The queue: requests wait here, in the order of `waiting`, until a prefill instance can start them.
+"""The queue: requests wait here, in the order of `priority_queue`, until a prefill instance can start them.
 
 Engines hold blocks only for work that runs.  A request leaves with a pair, with None (no two instances fit: serve it
 whole), with an error, or because its client left.  There is a queue for each model and path, since other instances may

@@ -52,10 +52,10 @@ async def serve(
 
     `must_fit`: ConfigError if, the first time that all instances answer, no two of them can work together.
     """
-    fleet, pools = Fleet(policy=Policy(settings.policy)), dict[str, Pool]()
+    fleet, policy, pools = Fleet(), Policy(settings.policy), dict[str, Pool]()
     tls = ssl.create_default_context(cafile=settings.upstream_ca) if settings.upstream_ca else None
     networks = Networks(settings.instance_networks)
-    admission = Admission(fleet, settings.prefill_concurrency, settings.queue_size, settings.queue_timeout)
+    admission = Admission(fleet, policy, settings.prefill_concurrency, settings.queue_size, settings.queue_timeout)
     discovery = Discovery(
         fleet, pools, settings.key, admission.wake, next(iter(settings.api_keys), ""), settings.silence, settings.patience
     )
@@ -72,7 +72,7 @@ async def serve(
     crew = Crew(place, fleet, metrics.render, admission.wake) if place else None
     metrics.crew = crew.texts if crew else None
     admin = Admin(members, registry, crew.broadcast if crew else None, networks, settings.admin_key, settings.api_keys)
-    relay = Relay(fleet, pools, admission, metrics, settings)
+    relay = Relay(fleet, policy, pools, admission, metrics, settings)
     gate = Gate(settings.max_requests, settings.queue_size, settings.queue_timeout)
     metrics.waiting = {"work": lambda: len(gate), "prefill": lambda: len(admission)}
     books = Books(metrics, relay.tracing, AccessLog(settings.access_log))

@@ -19,26 +19,27 @@ from vllm_disagg.proxy.routing.prefixes import Prefix, Prefixes
 QUESTION, ANSWER, NEXT = "What is it? " * 100, "It is this. " * 200, "And why?"
 
 
-def fleet(name: Name = "prefix_aware", two_way: str = "prefill decode", prefills: int = 1) -> Fleet:
+def fleet(name: Name = "prefix_aware", two_way: str = "prefill decode", prefills: int = 1) -> tuple[Fleet, Policy]:
     made = [instance("prefill", str(at)) for at in range(prefills)] + [instance("decode", "0")]
     for one in made:
         if one.engine is not None:
             one.engine = msgspec.structs.replace(one.engine, two_way=one.role in two_way)
-    return Fleet(made, Policy(name, random.Random(1)))
+    return Fleet(made), Policy(name, random.Random(1))
 
 
 def ask(prompt: str) -> Ask:
     return Ask(len(prompt), Prefix(prompt.encode()))
 
 
-def turn(it: Fleet, prompt: str, avoid: list[Instance] | None = None) -> Pair:
+def turn(it: tuple[Fleet, Policy], prompt: str, avoid: list[Instance] | None = None) -> Pair:
     """A request from its choice to its answer."""
-    pair = choose(it, 9, ask(prompt), 0.0, avoid or [])
+    instances, policy = it
+    pair = choose(instances, policy, 9, ask(prompt), 0.0, avoid or [])
     assert isinstance(pair, Pair)
-    pair.take(it, 0.0)
+    pair.take(instances, policy, 0.0)
     pair.release_prefill()
     pair.release_decode()
-    it.policy.answered(pair.ask, pair.decode)
+    policy.answered(pair.ask, pair.decode)
     return pair
 
 

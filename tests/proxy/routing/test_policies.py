@@ -14,9 +14,9 @@ from vllm_disagg.proxy.routing.policies import NAMES, REQUEST, Ask, Name, Policy
 from vllm_disagg.proxy.routing.prefixes import HOLDERS, SHORT, Prefix, Prefixes
 
 
-def world(name: Name, prefills: int, decodes: int, **kinds: str) -> Fleet:
+def world(name: Name, prefills: int, decodes: int, **kinds: str) -> tuple[Fleet, Policy]:
     made = [instance("prefill", str(i)) for i in range(prefills)] + [instance("decode", str(i)) for i in range(decodes)]
-    return Fleet(made, Policy(name, random.Random(1)))
+    return Fleet(made), Policy(name, random.Random(1))
 
 
 def ask(prompt: str, **fields: bytes) -> Ask:
@@ -44,10 +44,10 @@ def test_never_someone_who_cannot(data: st.DataObject) -> None:
         member.resting_until = data.draw(st.sampled_from([0.0, 5.0]))
         member.legs, member.kv_use = data.draw(st.integers(0, 2)), data.draw(st.sampled_from([0.1, 0.95]))
         members.append(member)
-    it = Fleet(members, Policy(data.draw(st.sampled_from(NAMES)), random.Random(0)))
+    it, policy = Fleet(members), Policy(data.draw(st.sampled_from(NAMES)), random.Random(0))
     avoid = data.draw(st.lists(st.sampled_from(members), max_size=2)) if members else []
     session = data.draw(st.sampled_from([b"", b"s"]))
-    choice = choose(it, 2, ask("x" * 2000, session=session), 1.0, avoid)
+    choice = choose(it, policy, 2, ask("x" * 2000, session=session), 1.0, avoid)
     fitting = [
         (p, d) for p in it.of("prefill") for d in it.of("decode")
         if p.up and d.up and p.usable(1.0) and p.kin == d.kin and p.kin and p not in avoid and d not in avoid
@@ -57,7 +57,7 @@ def test_never_someone_who_cannot(data: st.DataObject) -> None:
         assert not any(p.legs < 2 for p, _ in fitting)
     else:
         assert (choice.prefill, choice.decode) in fitting and choice.prefill.legs < 2
-    alone = choose_decode(it, 1.0, avoid, ask("x"))
+    alone = choose_decode(it, policy, 1.0, avoid, ask("x"))
     up = [d for d in it.of("decode") if d.up and d not in avoid]
     assert (alone in up) if up else alone is None
     if alone and not alone.usable(1.0):
@@ -66,9 +66,9 @@ def test_never_someone_who_cannot(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_requests_are_spread_evenly(name: Name) -> None:
-    it = world(name, 3, 4)
+    it, policy = world(name, 3, 4)
     for i in range(240):
-        pair(choose(it, 1000, ask(f"{i}" * 600), 0.0)).take(it, 0.0)
+        pair(choose(it, policy, 1000, ask(f"{i}" * 600), 0.0)).take(it, policy, 0.0)
     legs = [p.legs for p in it.of("prefill")]
     running = [d.in_flight for d in it.of("decode")]
     assert max(legs) - min(legs) <= 24 and max(running) - min(running) <= 24
@@ -76,134 +76,134 @@ def test_equal_requests_are_spread_evenly(name: Name) -> None:
 
 @pytest.mark.parametrize("name", ["least_loaded", "prefix_aware"])
 def test_long_prompts_count_for_more(name: Name) -> None:
-    it = world(name, 2, 2)
-    long = pair(choose(it, 9, ask("x" * 100_000), 0.0))
-    long.take(it, 0.0)
+    it, policy = world(name, 2, 2)
+    long = pair(choose(it, policy, 9, ask("x" * 100_000), 0.0))
+    long.take(it, policy, 0.0)
     for i in range(4):
-        short = pair(choose(it, 9, ask(f"{i}" * 1000), 0.0))
-        short.take(it, 0.0)
+        short = pair(choose(it, policy, 9, ask(f"{i}" * 1000), 0.0))
+        short.take(it, policy, 0.0)
         assert short.prefill is not long.prefill and short.decode is not long.decode
 
 
 def test_running_requests_count_beside_their_context() -> None:
-    it = world("least_loaded", 1, 2)
+    it, policy = world("least_loaded", 1, 2)
     a, b = it.of("decode")
     a.enter(REQUEST)
     b.enter(10)
     b.enter(10)
     b.enter(10)
-    assert choose_decode(it, 0.0) is a
+    assert choose_decode(it, policy, 0.0) is a
 
 
 def test_a_full_kv_cache_comes_last() -> None:
-    it = world("least_loaded", 1, 2)
+    it, policy = world("least_loaded", 1, 2)
     a, b = it.of("decode")
     a.kv_use = 0.95
     b.enter(10**6)
-    assert choose_decode(it, 0.0) is b
+    assert choose_decode(it, policy, 0.0) is b
 
 
 def test_round_robin() -> None:
-    it = world("round_robin", 2, 3)
+    it, policy = world("round_robin", 2, 3)
     it.of("prefill")[0].prompt_bytes = 10**9
     chosen = []
     for _ in range(6):
-        one = pair(choose(it, 9, Ask(1), 0.0))
-        one.take(it, 0.0)
+        one = pair(choose(it, policy, 9, Ask(1), 0.0))
+        one.take(it, policy, 0.0)
         chosen.append((one.prefill.url[-1], one.decode.url[-1]))
     assert chosen == [("0", "0"), ("1", "1"), ("0", "2"), ("1", "0"), ("0", "1"), ("1", "2")]
 
 
 def test_power_of_two_never_takes_the_worst() -> None:
-    it = world("power_of_two", 4, 1)
+    it, policy = world("power_of_two", 4, 1)
     it.of("prefill")[2].prompt_bytes = 10**9
-    counts = Counter(pair(choose(it, 9, Ask(1), 0.0)).prefill for _ in range(200))
+    counts = Counter(pair(choose(it, policy, 9, Ask(1), 0.0)).prefill for _ in range(200))
     assert len(counts) == 3 and it.of("prefill")[2] not in counts
 
 
 def test_a_prefix_is_found_again() -> None:
-    it = world("prefix_aware", 4, 4)
+    it, policy = world("prefix_aware", 4, 4)
     history = "system" * 1000
-    first = pair(choose(it, 9, ask(history), 0.0))
-    first.take(it, 0.0)
+    first = pair(choose(it, policy, 9, ask(history), 0.0))
+    first.take(it, policy, 0.0)
     first.release_prefill()
     first.release_decode()
     for i in range(20):
-        other = pair(choose(it, 9, ask(f"{i}other" * 1000), 0.0))
-        other.take(it, 0.0)
+        other = pair(choose(it, policy, 9, ask(f"{i}other" * 1000), 0.0))
+        other.take(it, policy, 0.0)
         other.release_prefill()
         other.release_decode()
-    again = pair(choose(it, 9, ask(history + "next turn" * 100), 0.0))
+    again = pair(choose(it, policy, 9, ask(history + "next turn" * 100), 0.0))
     assert (again.prefill, again.decode) == (first.prefill, first.decode)
 
 
 def test_a_prefix_attracts_as_far_as_it_saves_work() -> None:
-    it = world("prefix_aware", 2, 1)
+    it, policy = world("prefix_aware", 2, 1)
     history = "h" * 10_000
-    first = pair(choose(it, 9, ask(history), 0.0))
-    first.take(it, 0.0)
+    first = pair(choose(it, policy, 9, ask(history), 0.0))
+    first.take(it, policy, 0.0)
     first.release_prefill()
     first.prefill.prompt_bytes = 8_000
-    assert pair(choose(it, 9, ask(history + "x"), 0.0)).prefill is first.prefill
+    assert pair(choose(it, policy, 9, ask(history + "x"), 0.0)).prefill is first.prefill
     first.prefill.prompt_bytes = 12_000
-    assert pair(choose(it, 9, ask(history + "x"), 0.0)).prefill is not first.prefill, "the queue costs more than it saves"
+    assert pair(choose(it, policy, 9, ask(history + "x"), 0.0)).prefill is not first.prefill, "the queue costs more than it saves"
 
 
 def test_a_restart_empties_a_cache() -> None:
-    it = world("prefix_aware", 2, 1)
+    it, policy = world("prefix_aware", 2, 1)
     history = ask("h" * 10_000)
-    first = pair(choose(it, 9, history, 0.0))
-    first.take(it, 0.0)
+    first = pair(choose(it, policy, 9, history, 0.0))
+    first.take(it, policy, 0.0)
     first.release_prefill()
-    assert it.policy.seen([first.prefill], history)
+    assert policy.seen([first.prefill], history)
     first.prefill.down("killed")
     first.prefill.probed("m", engine())
-    assert not it.policy.seen([first.prefill], history)
+    assert not policy.seen([first.prefill], history)
 
 
 def test_salts_keep_prompts_apart() -> None:
-    it = world("prefix_aware", 1, 1)
-    pair(choose(it, 9, ask("p" * 5000, salt=b"mine"), 0.0)).take(it, 0.0)
-    assert it.policy.seen(it.instances, ask("p" * 5000, salt=b"mine"))
-    assert not it.policy.seen(it.instances, ask("p" * 5000, salt=b"yours"))
-    assert not it.policy.seen(it.instances, ask("p" * 5000))
+    it, policy = world("prefix_aware", 1, 1)
+    pair(choose(it, policy, 9, ask("p" * 5000, salt=b"mine"), 0.0)).take(it, policy, 0.0)
+    assert policy.seen(it.instances, ask("p" * 5000, salt=b"mine"))
+    assert not policy.seen(it.instances, ask("p" * 5000, salt=b"yours"))
+    assert not policy.seen(it.instances, ask("p" * 5000))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sessions_stay_and_are_spread(name: Name) -> None:
-    it = world(name, 3, 3)
+    it, policy = world(name, 3, 3)
     homes = {}
     for turn in range(3):
         for s in range(60):
-            one = pair(choose(it, 10**6, ask("x" * 100, session=b"%d" % s), 0.0))
-            one.take(it, 0.0)
+            one = pair(choose(it, policy, 10**6, ask("x" * 100, session=b"%d" % s), 0.0))
+            one.take(it, policy, 0.0)
             assert homes.setdefault(s, (one.prefill, one.decode)) == (one.prefill, one.decode), turn
     assert min(Counter(d for _, d in homes.values()).values()) >= 8
     gone = it.of("decode")[0]
     gone.down("killed")
     for s, (p, d) in homes.items():
-        one = pair(choose(it, 10**6, ask("x" * 100, session=b"%d" % s), 0.0))
+        one = pair(choose(it, policy, 10**6, ask("x" * 100, session=b"%d" % s), 0.0))
         assert one.prefill is p and (one.decode is d or d is gone), "only its own sessions move"
 
 
 def test_a_session_leaves_an_instance_that_is_nearly_full() -> None:
-    it = world("least_loaded", 1, 2)
-    home = choose_decode(it, 0.0, (), ask("x", session=b"s"))
+    it, policy = world("least_loaded", 1, 2)
+    home = choose_decode(it, policy, 0.0, (), ask("x", session=b"s"))
     assert home
     home.kv_use = 0.99
-    assert choose_decode(it, 0.0, (), ask("x", session=b"s")) is not home
+    assert choose_decode(it, policy, 0.0, (), ask("x", session=b"s")) is not home
 
 
 def test_only_like_is_paired_with_like() -> None:
     ours, theirs = instance("prefill", "0"), nixl("prefill", "1")
     d_theirs = nixl("decode", "1")
-    it = fleet(ours, theirs, d_theirs)
+    it, policy = fleet(ours, theirs, d_theirs), Policy()
     for _ in range(3):
-        one = pair(choose(it, 9, Ask(1), 0.0))
-        one.take(it, 0.0)
+        one = pair(choose(it, policy, 9, Ask(1), 0.0))
+        one.take(it, policy, 0.0)
         assert (one.prefill, one.decode) == (theirs, d_theirs)
     d_theirs.down("gone")
-    assert choose(it, 9, Ask(1), 0.0) == "none"
+    assert choose(it, policy, 9, Ask(1), 0.0) == "none"
 
 
 def test_kin_is_one_decision() -> None:
@@ -212,35 +212,35 @@ def test_kin_is_one_decision() -> None:
     b = [instance("prefill", "b", engine(dtype="b")), instance("decode", "b", engine(dtype="b"))]
     a[1].enter(100_000)
     b[0].prompt_bytes = 500
-    one = pair(choose(fleet(*a, *b), 9, Ask(1), 0.0))
+    one = pair(choose(fleet(*a, *b), Policy(), 9, Ask(1), 0.0))
     assert [one.prefill, one.decode] == b
 
 
 def test_models() -> None:
-    it = world("least_loaded", 1, 2)
+    it, policy = world("least_loaded", 1, 2)
     it.instances[2].models = frozenset(("other", "lora"))
     for model, place in (("m", 1), ("lora", 2), ("other", 2)):
-        assert choose_decode(it, 0.0, (), Ask(1, model=model)) is it.instances[place]
-    assert choose_decode(it, 0.0, (), Ask(1, model="nobody's")), "for an answer in an engine's words"
+        assert choose_decode(it, policy, 0.0, (), Ask(1, model=model)) is it.instances[place]
+    assert choose_decode(it, policy, 0.0, (), Ask(1, model="nobody's")), "for an answer in an engine's words"
 
 
 def test_short_or_known_prompts_are_served_whole() -> None:
-    it = world("prefix_aware", 1, 2)
-    assert better_whole(it, ask("x" * 99), 100) and not better_whole(it, ask("x" * 100), 100)
-    assert not better_whole(it, ask(""), 0)
+    it, policy = world("prefix_aware", 1, 2)
+    assert better_whole(it, policy, ask("x" * 99), 100) and not better_whole(it, policy, ask("x" * 100), 100)
+    assert not better_whole(it, policy, ask(""), 0)
     long = ask("y" * 20_000)
-    assert not better_whole(it, long, 4000)
-    pair(choose(it, 9, long, 0.0)).take(it, 0.0)
-    assert better_whole(it, long, 4000) and not better_whole(it, ask("z" * 20_000), 4000)
+    assert not better_whole(it, policy, long, 4000)
+    pair(choose(it, policy, 9, long, 0.0)).take(it, policy, 0.0)
+    assert better_whole(it, policy, long, 4000) and not better_whole(it, policy, ask("z" * 20_000), 4000)
 
 
 def test_spilling_takes_one_prompt_at_a_time() -> None:
-    it = world("least_loaded", 1, 2)
+    it, policy = world("least_loaded", 1, 2)
     a, b = it.of("decode")
     a.whole = 1
-    assert spill(it, 0.0, Ask(1)) is b
+    assert spill(it, policy, 0.0, Ask(1)) is b
     b.whole = 1
-    assert spill(it, 0.0, Ask(1)) is None
+    assert spill(it, policy, 0.0, Ask(1)) is None
 
 
 # Prefixes ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 from vllm_disagg.grants import Engine, Worker
 from vllm_disagg.proxy.routing.fleet import Fleet, Instance
 from vllm_disagg.proxy.routing.pairing import Pair
-from vllm_disagg.proxy.routing.policies import Ask
+from vllm_disagg.proxy.routing.policies import Ask, Policy
 from vllm_disagg.proxy.routing.prefill_queue import Admission, QueueFull, QueueTimeout
 
 
@@ -15,7 +15,7 @@ def queue(concurrency: int = 1, size: int = 9, patience: float = 9.0) -> tuple[A
     p, d = Instance("p", "prefill"), Instance("d", "decode")
     for instance in (p, d):
         instance.probed("m", Engine(instance.url, "both", [Worker(instance.url, "a", "b")], {}))
-    return Admission(Fleet([p, d]), concurrency, size, patience), p, d
+    return Admission(Fleet([p, d]), Policy(), concurrency, size, patience), p, d
 
 
 async def taken(admission: Admission) -> Pair:
@@ -82,7 +82,7 @@ async def test_a_full_instance_holds_up_only_its_own_model() -> None:
     for instance in fleet.instances:
         model = f"m{instance.url[1]}"
         instance.probed(model, Engine(instance.url, "both", [Worker(instance.url, "a", "b")], {"model": model}))
-    admission = Admission(fleet, 1, 9, 9.0)
+    admission = Admission(fleet, Policy(), 1, 9, 9.0)
 
     def ask(model: str, path: str = "/v1/completions") -> asyncio.Task[Pair | None]:
         return asyncio.create_task(admission.acquire(Ask(1, model=model, path=path)))

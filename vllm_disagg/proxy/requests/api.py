@@ -229,7 +229,7 @@ class Api:
         """Who can answer, best first; prefill instances only when no decode instance is up."""
         fleet, now = self._relay.fleet, asyncio.get_running_loop().time()
         found: list[Instance] = []
-        while len(found) <= RETRIES and (decode := choose_decode(fleet, now, found, ask)):
+        while len(found) <= RETRIES and (decode := choose_decode(fleet, self._relay.policy, now, found, ask)):
             found.append(decode)
         return found or [p for p in fleet.of("prefill") if p.up]
 

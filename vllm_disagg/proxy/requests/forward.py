@@ -17,7 +17,7 @@ from ..http.upstream import Answer, Pool, Unreachable, pool_of
 from ..http.websocket import join
 from ..routing.fleet import Fleet, Instance
 from ..routing.pairing import chosen
-from ..routing.policies import Ask
+from ..routing.policies import Ask, Policy
 from .completeness import ENDS, Vouching, doubtful
 from .streams import Tape, aborted
 
@@ -41,8 +41,9 @@ _models = msgspec.json.Decoder(_Models).decode
 class Passing:
     """Passes requests on."""
 
-    def __init__(self, fleet: Fleet, pools: dict[str, Pool], vouching: Vouching) -> None:
+    def __init__(self, fleet: Fleet, policy: Policy, pools: dict[str, Pool], vouching: Vouching) -> None:
         self.fleet = fleet
+        self._policy = policy
         self._pools = pools
         self._vouching = vouching
 
@@ -51,7 +52,7 @@ class Passing:
         say that it has no such thing."""
         error: Unreachable | None = None
         for at, instance in enumerate(candidates):
-            chosen(self.fleet, Ask(0), _now(), instance)
+            chosen(self.fleet, self._policy, Ask(0), _now(), instance)
             with _counted(instance):
                 answer: Answer | None = None
                 try:

@@ -30,7 +30,7 @@ from ..http.upstream import HOLD, Answer, Pool, Unreachable, pool_of
 from ..membership.discovery import NIXL_PREFILL, card_in, engine_in, params_in
 from ..routing.fleet import Fleet, Instance
 from ..routing.pairing import Choice, Pair, better_whole, choose, choose_decode, chosen, spill
-from ..routing.policies import Ask
+from ..routing.policies import Ask, Policy
 from ..routing.prefill_queue import Admission, QueueFull, QueueTimeout
 from ..settings import Settings
 from ..telemetry.meter import Meter
@@ -96,9 +96,16 @@ class Relay:
     """Runs requests on a fleet."""
 
     def __init__(
-        self, fleet: Fleet, pools: dict[str, Pool], admission: Admission, metrics: Metrics, settings: Settings
+        self,
+        fleet: Fleet,
+        policy: Policy,
+        pools: dict[str, Pool],
+        admission: Admission,
+        metrics: Metrics,
+        settings: Settings,
     ) -> None:
         self.fleet = fleet
+        self.policy = policy
         self.metrics = metrics
         self.tracing = Tracing(settings.traces_endpoint)
         self._pools = pools
@@ -110,11 +117,11 @@ class Relay:
         self._spill = settings.spill
         self._budget = Budget()
         self._vouching = Vouching(pools, next(iter(settings.api_keys), ""))
-        self.passing = Passing(fleet, pools, self._vouching)
+        self.passing = Passing(fleet, policy, pools, self._vouching)
 
     async def generate(self, trip: Trip) -> int:
         """The whole journey; the status it ended with.  Afterwards nothing of the request is left anywhere."""
-        trip.ask = trip.body.ask(find(trip.request.headers, SESSION), self.fleet.policy.name == "prefix_aware")
+        trip.ask = trip.body.ask(find(trip.request.headers, SESSION), self.policy.name == "prefix_aware")
         trip.ask.rank = find(trip.request.headers, RANK)
         trip.ask.path = trip.request.path
         self._budget.earn()
@@ -134,7 +141,7 @@ class Relay:
                 self._leave(trip)
                 plan = following
                 if isinstance(plan, Pair):
-                    plan.take(self.fleet, _now())
+                    plan.take(self.fleet, self.policy, _now())
                     trip.place, trip.decode = plan, plan.decode
         finally:
             self._leave(trip)
@@ -142,10 +149,10 @@ class Relay:
     async def _first(self, trip: Trip) -> Plan:
         """How a request is to be served if nothing goes wrong."""
         # A client that names a rank means one of one instance, which two legs cannot both honour.
-        if trip.body.whole or trip.ask.rank or better_whole(self.fleet, trip.ask, self._threshold):
+        if trip.body.whole or trip.ask.rank or better_whole(self.fleet, self.policy, trip.ask, self._threshold):
             return self._other(trip)
-        full = self._spill and choose(self.fleet, self._concurrency, trip.ask, _now()) == "busy"
-        if full and (idle := spill(self.fleet, _now(), trip.ask)):
+        full = self._spill and choose(self.fleet, self.policy, self._concurrency, trip.ask, _now()) == "busy"
+        if full and (idle := spill(self.fleet, self.policy, _now(), trip.ask)):
             self.metrics.fell_back("prefill_full")
             return idle
         return await self._queue(trip) or self._other(trip)
@@ -168,7 +175,7 @@ class Relay:
 
     def _answered(self, trip: Trip, status: int) -> None:
         if status == 200 and trip.decode and not trip.body.one_token:
-            self.fleet.policy.answered(trip.ask, trip.decode)
+            self.policy.answered(trip.ask, trip.decode)
 
     def _leave(self, trip: Trip) -> None:
         """End whatever runs for the request, and give back its places."""
@@ -210,7 +217,7 @@ class Relay:
         if not trip.client.started:
             trip.request.mode = "whole"
             trip.meter.paired("", instance.url)
-        chosen(self.fleet, trip.ask, _now(), instance)
+        chosen(self.fleet, self.policy, trip.ask, _now(), instance)
         instance.enter(trip.ask.size)
         trip.decode = instance
         instance.whole += 1
@@ -403,8 +410,8 @@ class Relay:
         decode = plan.decode if isinstance(plan, Pair) else plan
         pair: Choice = "none"
         if isinstance(plan, Pair):
-            pair = choose(self.fleet, self._concurrency, trip.ask, now, trip.failed)
-        other = choose_decode(self.fleet, now, trip.failed, trip.ask)
+            pair = choose(self.fleet, self.policy, self._concurrency, trip.ask, now, trip.failed)
+        other = choose_decode(self.fleet, self.policy, now, trip.failed, trip.ask)
         todo = step(failure.leg, failure.reason, past, Left(isinstance(pair, Pair), decode.up, other is not None))
         if todo is Step.GIVE_UP or (failure.reason in CHARGED and not self._budget.spend(now)):
             if failure.reason != "busy":  # then the client is told to come back, and nothing has failed
@@ -431,7 +438,7 @@ class Relay:
         raise Failed(502, f"the {failure.leg} instance failed: {failure.detail}")
 
     def _other(self, trip: Trip) -> Instance:
-        decode = choose_decode(self.fleet, _now(), trip.failed, trip.ask)
+        decode = choose_decode(self.fleet, self.policy, _now(), trip.failed, trip.ask)
         if not decode:
             raise Failed(503, "no decode instance can be used at the moment", retry_after=5)
         return decode

@@ -16,7 +16,6 @@ from ...grants import Engine, difference
 from ..http.addresses import split_rank
 from ..http.endpoint_schema import RANKLESS
 from .engine_steps import Stepping
-from .policies import Policy
 
 Role = Literal["prefill", "decode"]
 Kind = Literal["disagg", "nixl", "plain"]  # its connector: ours, NixlConnector, none that we know
@@ -196,7 +195,6 @@ class Fleet:
     """All instances."""
 
     instances: list[Instance] = field(default_factory=list)
-    policy: Policy = field(default_factory=Policy)
     turns: int = 0  # how many choices were made
     leaving: list[Instance] = field(default_factory=list)  # chosen no more, until their requests have ended
 

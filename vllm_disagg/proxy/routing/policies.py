@@ -22,14 +22,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import xxhash
 
+from .fleet import Instance
 from .prefixes import Prefix, Prefixes
-
-if TYPE_CHECKING:
-    from .fleet import Instance
 
 Name = Literal["prefix_aware", "least_loaded", "power_of_two", "round_robin"]
 NAMES: tuple[Name, ...] = get_args(Name)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ...errors import DisaggError
 from .fleet import Fleet
 from .pairing import Pair, choose
-from .policies import Ask
+from .policies import Ask, Policy
 from .priority_queue import Waiting
 
 
@@ -38,8 +38,9 @@ class _Turn:
 class Admission:
     """Gives out places at prefill instances."""
 
-    def __init__(self, fleet: Fleet, concurrency: int, max_waiting: int, patience: float) -> None:
+    def __init__(self, fleet: Fleet, policy: Policy, concurrency: int, max_waiting: int, patience: float) -> None:
         self._fleet = fleet
+        self._policy = policy
         self._concurrency = concurrency
         self._max_waiting = max_waiting
         self._patience = patience
@@ -52,11 +53,11 @@ class Admission:
         """A pair whose places are taken, or None when no two instances fit."""
         loop = asyncio.get_running_loop()
         if not self._waiting or self._kind(ask) not in self._waiting:
-            choice = choose(self._fleet, self._concurrency, ask, loop.time())
+            choice = choose(self._fleet, self._policy, self._concurrency, ask, loop.time())
             if choice == "none":
                 return None
             if choice != "busy":
-                choice.take(self._fleet, loop.time())
+                choice.take(self._fleet, self._policy, loop.time())
                 return choice
         if len(self) >= self._max_waiting:
             raise QueueFull(f"{len(self)} requests wait already")
@@ -88,7 +89,7 @@ class Admission:
         while queues:
             queue = min(queues, key=lambda q: q.rank)
             turn = queue.next()
-            choice = choose(self._fleet, self._concurrency, turn.ask, now) if turn else "busy"
+            choice = choose(self._fleet, self._policy, self._concurrency, turn.ask, now) if turn else "busy"
             if not turn or choice == "busy":
                 queues.remove(queue)
                 continue
@@ -98,7 +99,7 @@ class Admission:
             if choice == "none":
                 turn.pair.set_result(None)
             else:
-                choice.take(self._fleet, now)
+                choice.take(self._fleet, self._policy, now)
                 turn.pair.set_result(choice)
 
     def _kind(self, ask: Ask) -> Kind:

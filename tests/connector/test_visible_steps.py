@@ -1,4 +1,4 @@
-"""Each step of vLLM's own scheduler can be seen on its page of metrics, as `vllm_disagg.proxy.stepping` assumes."""
+"""Each step of vLLM's own scheduler can be seen on its page of metrics, as `vllm_disagg.proxy.routing.engine_steps` assumes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_disagg.proxy.stepping import fingerprint
+from vllm_disagg.proxy.routing.engine_steps import fingerprint
 
 BLOCK, CHUNK, PROMPT = 128, 256, 1900  # tokens
 HEADS: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from named_scripts import hear_message, hear_response
-from vllm_disagg.proxy.streams import Tape
+from vllm_disagg.proxy.requests.streams import Tape
 
 pytest.importorskip("vllm.entrypoints.generate.base.protocol")  # of another vLLM they are elsewhere
 THOUGHT = ["Let", " me", " sée", "."]

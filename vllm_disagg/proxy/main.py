@@ -16,27 +16,28 @@ from functools import partial
 import uvloop
 
 from ..errors import ConfigError
-from . import kubernetes, supervisor
-from .access_log import AccessLog
-from .addresses import Networks
-from .admin import Admin
-from .admission import Admission
-from .api import Api
-from .books import Books
-from .crew import Crew
-from .discovery import Discovery
-from .fleet import Fleet, Role
-from .gate import Gate
-from .members import Members
-from .membership import Member
-from .metrics import Metrics
-from .policies import Policy
-from .registry import Registry
-from .relay import Relay
-from .server import Server
+from .http.addresses import Networks
+from .http.server import Server
+from .http.upstream import Pool
+from .membership import kubernetes
+from .membership.discovery import Discovery
+from .membership.members import Members
+from .membership.reconcile import Member
+from .membership.registry import Registry
+from .membership.sources import follow_file, follow_names, within
+from .requests.admin import Admin
+from .requests.api import Api
+from .requests.relay import Relay
+from .routing.concurrency_limit import Gate
+from .routing.fleet import Fleet, Role
+from .routing.policies import Policy
+from .routing.prefill_queue import Admission
 from .settings import Settings, add_arguments, from_arguments
-from .sources import follow_file, follow_names, within
-from .upstream import Pool
+from .telemetry.access_log import AccessLog
+from .telemetry.metrics import Metrics
+from .telemetry.record import Books
+from .workers import supervisor
+from .workers.bus import Crew
 
 __all__ = ["add_arguments", "run", "serve"]
 
@@ -51,10 +52,10 @@ async def serve(
 
     `must_fit`: ConfigError if, the first time that all instances answer, no two of them can work together.
     """
-    fleet, pools = Fleet(policy=Policy(settings.policy)), dict[str, Pool]()
+    fleet, policy, pools = Fleet(), Policy(settings.policy), dict[str, Pool]()
     tls = ssl.create_default_context(cafile=settings.upstream_ca) if settings.upstream_ca else None
     networks = Networks(settings.instance_networks)
-    admission = Admission(fleet, settings.prefill_concurrency, settings.queue_size, settings.queue_timeout)
+    admission = Admission(fleet, policy, settings.prefill_concurrency, settings.queue_size, settings.queue_timeout)
     discovery = Discovery(
         fleet, pools, settings.key, admission.wake, next(iter(settings.api_keys), ""), settings.silence, settings.patience
     )
@@ -70,8 +71,8 @@ async def serve(
     registry = Registry(settings.key, place.challenge if place else "", networks) if settings.registration else None
     crew = Crew(place, fleet, metrics.render, admission.wake) if place else None
     metrics.crew = crew.texts if crew else None
-    admin = Admin(members, registry, crew, networks, settings.admin_key, settings.api_keys)
-    relay = Relay(fleet, pools, admission, metrics, settings)
+    admin = Admin(members, registry, crew.broadcast if crew else None, networks, settings.admin_key, settings.api_keys)
+    relay = Relay(fleet, policy, pools, admission, metrics, settings)
     gate = Gate(settings.max_requests, settings.queue_size, settings.queue_timeout)
     metrics.waiting = {"work": lambda: len(gate), "prefill": lambda: len(admission)}
     books = Books(metrics, relay.tracing, AccessLog(settings.access_log))

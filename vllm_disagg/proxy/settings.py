@@ -14,13 +14,13 @@ import msgspec
 from ..errors import ConfigError
 from ..fleet import keys
 from ..fleet.keys import FleetKey
-from .addresses import Network, check_url, parse_networks
-from .crew import Place, parse_place
-from .fleet import Role
-from .metrics import Objectives
-from .policies import NAMES, Name
-from .server import Limits
-from .sources import parse_name, read_fleet
+from .http.addresses import Network, check_url, parse_networks
+from .http.server import Limits
+from .membership.sources import parse_name, read_fleet
+from .routing.fleet import Role
+from .routing.policies import NAMES, Name
+from .telemetry.metrics import Objectives
+from .workers.bus import Place, parse_place
 
 MAX_PATIENCE = 86400.0  # seconds; engines refuse grants with more
 

@@ -1,0 +1,549 @@
+"""What strangers, slow and careless clients may cost the proxy, and the rules of HTTP that it holds them to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import tracemalloc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from proxy_world import Call, Client, answer, until, world
+from vllm_disagg.proxy.http.server import Connection, Limits, Request, Server
+from vllm_disagg.proxy.routing.fleet import Fleet
+from vllm_disagg.proxy.telemetry.metrics import Metrics
+from vllm_disagg.proxy.telemetry.record import Books
+
+BODY = b'{"model":"m","prompt":"hi"}'
+STATUS = re.compile(rb"HTTP/1.1 (\d{3}) ")
+KEY = b"authorization: Bearer k\r\n"
+
+
+def request(line: bytes = b"POST /v1/completions HTTP/1.1", fields: bytes = b"host: x\r\n", body: bytes = BODY) -> bytes:
+    return line + b"\r\n" + fields + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+class Hand:
+    """A handler that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.bodies: list[int] = []
+        self.gone = 0
+
+    async def __call__(self, asked: Request, client: Connection) -> None:
+        self.bodies.append(len(asked.body))
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.gone += 1
+            raise
+        client.answer(200, [], b"x" * 1000)
+
+
+@asynccontextmanager
+async def serving(limits: Limits, limit: int | None = None) -> AsyncIterator[tuple[Server, Hand, int]]:
+    hand = Hand()
+    server = Server(hand, limits, None if limit is None else lambda _: limit)
+    port = await server.start("127.0.0.1", 0)
+    try:
+        yield server, hand, port
+    finally:
+        await server.stop(0.1)
+
+
+async def connect(port: int) -> Client:
+    return Client(*await asyncio.open_connection("127.0.0.1", port))
+
+
+# -- what is refused for its head ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framing", [b"content-length: 30000000\r\n", b"transfer-encoding: chunked\r\n"])
+@pytest.mark.parametrize("expect", [b"", b"expect: 100-continue\r\n"])
+@pytest.mark.parametrize(
+    ("line", "key", "status"),
+    [
+        (b"POST /v1/completions", b"", 401),
+        (b"POST /v1/completions", b"authorization: Bearer other\r\n", 401),
+        (b"POST /nothing", KEY, 404),
+        (b"POST /nothing", b"", 401),
+        (b"POST /pause", KEY, 404),
+        (b"PUT /v1/completions", KEY, 405),
+        (b"POST /health", KEY, 405),
+    ],
+)
+async def test_a_head_that_is_refused_is_answered_before_its_body(
+    line: bytes, key: bytes, status: int, expect: bytes, framing: bytes
+) -> None:
+    async with world(prefill=0, ready=False, api_keys=["k"], origins=["http://page"]) as w:
+        client = await w.connect()
+        client.writer.write(line + b" HTTP/1.1\r\nhost: x\r\norigin: http://page\r\n" + key + expect + framing + b"\r\n")
+        reply = await asyncio.wait_for(client.receive(), 2)
+        assert (reply.status, reply.complete, reply.headers["connection"]) == (status, True, "close")
+        assert reply.headers["access-control-allow-origin"] == "http://page"
+        client.writer.write(b"x" * 200_000)  # is not read as a request
+        assert await asyncio.wait_for(client.reader.read(), 5) == b""
+
+
+async def test_no_byte_of_a_refused_body_is_kept() -> None:
+    async with serving(Limits(), limit=0) as (server, hand, port):
+        client = await connect(port)
+        client.writer.write(request(body=b"x" * 1_000_000))
+        await until(lambda: hand.bodies)
+        client.writer.write(b"x" * 1_000_000)
+        await asyncio.sleep(0.05)
+        (connection,) = server.connections
+        assert hand.bodies == [0] and server.held_bytes == 0 and not connection._body and not connection._early
+        hand.go.set()
+        assert (await client.receive()).status == 200
+        client.close()
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [(b"POST /ping", 200), (b"GET /health", 200), (b"GET /v1/models", 200), (b"POST /disagg/register", 404)],
+)
+async def test_where_a_body_says_nothing_it_is_small(line: bytes, status: int) -> None:
+    """Some of these paths are for strangers too."""
+    async with world(prefill=0) as w:
+        assert (await w.raw(request(line + b" HTTP/1.1", body=b"x" * 60_000))).status == status
+        chunk = b"8000\r\n" + b"x" * 32768 + b"\r\n"
+        for rest in (b"content-length: 70000\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n" + 2 * chunk + b"8\r\n"):
+            reply = await w.raw(line + b" HTTP/1.1\r\nhost: x\r\n" + rest + b"12345678")
+            assert (reply.status, reply.complete) == (413, True)
+
+
+async def test_a_refused_request_after_a_good_one() -> None:
+    async with world(prefill=0, ready=False, api_keys=["k"]) as w:
+        await w.until_probed()
+        good = request(b"GET /v1/models HTTP/1.1", b"host: x\r\n" + KEY, b"")
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        chunked = head + b"2\r\n{}\r\n0\r\n" + KEY + b"\r\n"
+        for refused in (request(), chunked):  # neither a later head nor a trailer lends it a key
+            client = await w.connect()
+            client.writer.write(good + refused + good)
+            text = await asyncio.wait_for(client.reader.read(), 5)
+            assert STATUS.findall(text) == [b"200", b"401"], text
+
+
+# -- what all requests hold together ---------------------------------------------------------------------------------
+
+
+async def test_all_bodies_together_have_a_limit() -> None:
+    async with serving(Limits(all_bodies_bytes=1000)) as (server, hand, port):
+        first, second, third = [await connect(port) for _ in range(3)]
+        first.writer.write(request(body=b"x" * 600))  # runs
+        chunked = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        second.writer.write(chunked + b"12c\r\n" + b"x" * 300)  # is read
+        await until(lambda: server.held_bytes == 900)
+        third.writer.write(request(fields=b"host: x\r\nexpect: 100-continue\r\n", body=b"x" * 101))
+        reply = await asyncio.wait_for(third.receive(), 2)
+        assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+        second.writer.write(b"\r\n12c\r\n" + b"x" * 300)
+        assert (await asyncio.wait_for(second.receive(), 2)).status == 503
+        assert server.held_bytes == 600, "what was refused is let go before it is told"
+        hand.go.set()
+        assert (await first.receive()).status == 200
+        await until(lambda: server.held_bytes == 0)
+        first.writer.write(request(body=b"x" * 1000))  # there is room again
+        assert (await first.receive()).status == 200 and server.held_bytes == 0
+        for client in (first, second, third):
+            client.close()
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_of_just_the_limit_is_served(chunked: bool) -> None:
+    async with serving(Limits(body_bytes=1000)) as (_, hand, port):
+        hand.go.set()
+        for size, status in ((1000, 200), (1001, 413)):
+            client, body = await connect(port), b"x" * size
+            head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+            client.writer.write(head + b"%x\r\n%b\r\n0\r\n\r\n" % (size, body) if chunked else request(body=body))
+            assert (await asyncio.wait_for(client.receive(), 2)).status == status
+            client.close()
+
+
+@pytest.mark.parametrize("sent", [request(body=b"x" * 600), request(body=b"x" * 600)[:-1], request() + request()])
+async def test_what_a_client_held_is_given_back_when_it_goes(sent: bytes) -> None:
+    async with serving(Limits()) as (server, hand, port):
+        client = await connect(port)
+        client.writer.write(sent)
+        await until(lambda: server.held_bytes)
+        client.writer.write(b"x" * 100_000 if hand.bodies else b"")
+        await asyncio.sleep(0.02)
+        client.close()
+        await until(lambda: not server.connections)
+        assert server.held_bytes == 0
+        await until(lambda: hand.gone == len(hand.bodies))
+        assert server.held_bytes == 0
+
+
+async def test_small_chunks_cost_their_bytes() -> None:
+    async with serving(Limits()) as (server, _, port):
+        client = await connect(port)
+        client.writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        tracemalloc.start()
+        try:
+            for _ in range(100):
+                client.writer.write(b"2\r\nxx\r\n" * 1000)
+                await client.writer.drain()
+            await until(lambda: server.held_bytes == 200_000)
+            assert tracemalloc.get_traced_memory()[0] < 2_000_000
+        finally:
+            tracemalloc.stop()
+            client.close()
+
+
+# -- a drain ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("half", [b"POST /v1/comp", request()[:-1]])
+async def test_only_whole_requests_hold_a_drain(half: bytes) -> None:
+    async with serving(Limits()) as (server, hand, port):
+        whole, stranger, idle = [await connect(port) for _ in range(3)]
+        whole.writer.write(request())
+        stranger.writer.write(half)
+        await until(lambda: hand.bodies and len(server.connections) == 3)
+        await asyncio.sleep(0.02)
+        stopping = asyncio.create_task(server.stop(15.0))
+        reply = await asyncio.wait_for(stranger.receive(), 1)
+        assert (reply.status, reply.headers["connection"], reply.headers["retry-after"]) == (503, "close", "1")
+        assert await asyncio.wait_for(idle.reader.read(), 1) == b""
+        assert not stopping.done()
+        hand.go.set()
+        assert (await whole.receive()).status == 200
+        await asyncio.wait_for(stopping, 4)
+
+
+# -- pipelined requests ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("early", [60_000, 300_000, 5_000_000])
+async def test_a_departure_is_seen_behind_pipelined_bytes(early: int) -> None:
+    """Both legs end."""
+    async with world() as w:
+
+        async def forever(call: Call) -> None:
+            await call.forever()
+
+        w.p.script = w.d.script = forever
+        client = await w.connect()
+        client.writer.write(request())
+        await until(lambda: w.p.calls and w.d.calls)
+        client.writer.write(request(body=b"x" * early))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.reader.read(1), 0.2)
+        client.writer.close()
+        await until(lambda: w.p.calls[0].gone.is_set() and w.d.calls[0].gone.is_set(), 3)
+        assert await w.metric("vllm_disagg_requests_total", "cancelled") == 1
+
+
+async def test_a_body_is_no_part_of_the_next_head() -> None:
+    async with serving(Limits(header_bytes=1000)) as (_, hand, port):
+        hand.go.set()
+        client, text = await connect(port), request(body=b"x" * 2000)
+        for _ in range(2):
+            client.writer.write(text[:30])
+            await client.writer.drain()
+            await asyncio.sleep(0.05)
+            client.writer.write(text[30:])
+            assert (await asyncio.wait_for(client.receive(), 2)).status == 200
+        client.close()
+
+
+async def test_more_than_one_body_of_early_bytes_is_not_kept() -> None:
+    async with serving(Limits(body_bytes=100_000)) as (server, hand, port):
+        client = await connect(port)
+        client.writer.write(request())
+        await until(lambda: hand.bodies)
+        for _ in range(40):
+            client.writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 200)
+            await asyncio.sleep(0)
+        await until(lambda: server.held_bytes <= len(BODY))
+        (connection,) = server.connections
+        assert not connection._early
+        hand.go.set()
+        reply = await asyncio.wait_for(client.receive(), 2)
+        assert (reply.status, reply.headers["connection"]) == (200, "close")
+        assert await asyncio.wait_for(client.reader.read(), 5) == b"" and len(hand.bodies) == 1
+
+
+async def test_pipelined_bytes_are_counted_once() -> None:
+    """Else a client that keeps its connection would take ever more of what all may have."""
+    async with serving(Limits()) as (server, hand, port):
+        client = await connect(port)
+        client.writer.write(request())
+        await until(lambda: hand.bodies)
+        client.writer.write(request() + request())
+        await until(lambda: server.held_bytes > len(BODY))
+        hand.go.set()
+        for _ in range(3):
+            assert (await asyncio.wait_for(client.receive(), 2)).status == 200
+        await until(lambda: server.held_bytes == 0)
+        client.close()
+
+
+async def test_who_reads_no_answers_gets_no_more_requests_served() -> None:
+    async with serving(Limits()) as (server, hand, port):
+        hand.go.set()
+        client = await connect(port)
+        client.writer.transport.pause_reading()
+        for _ in range(400):
+            client.writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 100)
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.2)
+        (connection,) = server.connections
+        served = len(hand.bodies)
+        assert served < 30_000 and connection._transport.get_write_buffer_size() < 256 * 1024
+        client.writer.transport.resume_reading()
+        while len(hand.bodies) < 40_000:
+            assert await client.reader.read(1 << 20)
+        client.close()
+
+
+# -- heads -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "fields", "status"),
+    [
+        (b"GET /health HTTP/1.1", b"", 400),
+        (b"GET /health HTTP/1.1", b"host: a\r\nhost: a\r\n", 400),
+        (b"GET /health HTTP/1.0", b"host: a\r\nhost: b\r\n", 400),
+        (b"GET /health HTTP/1.1", b"host: a b\r\n", 400),
+        (b"GET /health HTTP/1.1", b"host: a/b\r\n", 400),
+        (b"GET /health HTTP/1.1", b"host: user@a\r\n", 400),
+        (b"GET /health HTTP/1.1", b"host: a:b\r\n", 400),
+        (b"GET http://u@a/health HTTP/1.1", b"host: a\r\n", 400),
+        (b"GET http://a/health HTTP/1.1", b"host: b\r\nhost: c\r\n", 400),
+        (b"GET /health HTTP/2.0", b"host: a\r\n", 505),
+        (b"GET /health HTTP/0.9", b"host: a\r\n", 505),
+        (b"GET /health RTSP/1.0", b"host: a\r\n", 400),
+        (b"GET /health RTSP/1.1", b"host: a\r\n", 400),
+        (b"GET /health RTSP/1.0", b"", 400),
+        (b"GET /" + b"a" * 100_000 + b" HTTP/1.1", b"host: a\r\n", 431),
+        (b"GET /health HTTP/1.1", b"host: a\r\n" + b"a: b\r\n" * 240, 431),
+        (b"GET /health HTTP/1.1", b"host: a\r\n" + b"a%d:\r\n" * 20_000, 431),
+        (b"GET /health HTTP/1.1", b"host: a\r\n" + b"a: b\r\n" * 239, 200),
+        (b"GET /health HTTP/1.1", b"host: [::1]:80\r\n", 200),
+        (b"GET /health HTTP/1.1", b"host: a.example:8000\r\n", 200),
+        (b"GET /health HTTP/1.1", b"host:\r\n", 200),
+        (b"GET /health HTTP/1.0", b"", 200),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("after", [b"", b"GET /first HTTP/1.1\r\nhost: b\r\na: /x HTTP/1.1\r\n\r\n"])
+@pytest.mark.parametrize("pieces", [1, 7])
+async def test_heads(line: bytes, fields: bytes, status: int, after: bytes, pieces: int) -> None:
+    async with serving(Limits()) as (_, hand, port):
+        hand.go.set()
+        client = await connect(port)
+        text = after + line + b"\r\n" + fields + b"\r\n"
+        step = len(text) // pieces + 1
+        for at in range(0, len(text), step):
+            client.writer.write(text[at : at + step])
+            await asyncio.sleep(0.002 if pieces > 1 else 0)
+        expected = [200] * bool(after) + [status]
+        data = b""
+        while len(found := STATUS.findall(data)) < len(expected):
+            more = await asyncio.wait_for(client.reader.read(65536), 3)
+            assert more, data
+            data += more
+        assert [int(status) for status in found] == expected
+        client.close()
+
+
+async def test_a_head_of_an_instance_has_a_limit() -> None:
+    async with world(prefill=0) as w:
+
+        async def endless(call: Call) -> None:
+            call.raw_write("HTTP/1.1 200 OK\r\n")
+            while not call.gone.is_set():
+                call.raw_write("x-a: " + "a" * 1000 + "\r\n")
+                await asyncio.wait_for(call.writer.drain(), 1)
+                await asyncio.sleep(0)
+
+        w.d.script = endless
+        reply = await asyncio.wait_for(w.get("/version"), 3)
+        assert reply.status == 502 and "head is larger" in reply.json()["error"]["message"]
+
+
+# -- paths -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/completions/", "//v1/completions", "///v1/completions//", "/v1/completions/?a=b"])
+async def test_slashes_around_a_path(path: str) -> None:
+    async with world() as w:
+        reply = await w.ask("POST", path, BODY)
+        assert reply.json() == {"text": "d0", "leg": "decode"}
+        assert {c.target for c in (*w.p.calls, *w.d.calls)} == {"/v1/completions" + ("?a=b" if "?" in path else "")}
+        assert (await w.ask("POST", "//pause/", b"{}")).json()["error"]["message"].startswith("/pause is about one engine")
+
+
+async def test_slashes_are_no_way_around_a_key() -> None:
+    async with world(prefill=0, ready=False, api_keys=["k"]) as w:
+        for path in ("//v1/models", "/v1/models/", "//health/../v1/models", "/v1/responses/a/"):
+            assert (await w.get(path)).status == 401
+        assert (await w.get("//health/")).status == 200
+
+
+async def test_adapters_under_sagemakers_names() -> None:
+    async with world(prefill=1, decode=2, api_keys=["k"], ready=False) as w:
+        await w.until_probed()
+
+        async def load(call: Call) -> None:
+            await call.json("Success")
+
+        for e in w.prefills + w.decodes:
+            e.script = load
+        assert (await w.ask("POST", "/adapters", b'{"name":"l","src":"/l"}')).status == 401
+        for method, path in (("POST", "/adapters"), ("DELETE", "/adapters/l.2:a_b")):
+            assert (await w.ask(method, path, b'{"name":"l"}', authorization="Bearer k")).json() == "Success"
+            assert [[(c.method, c.target) for c in e.calls[-1:]] for e in w.prefills + w.decodes] == [[(method, path)]] * 3
+        sly = b'{"kv_transfer_params":{}}'
+        assert (await w.ask("POST", "/adapters", sly, authorization="Bearer k")).status == 400
+
+
+async def test_tokens_rendered_by_vllm_can_be_generated_from() -> None:
+    """Its `/render` says `null` of both fields, and its clients send that on; so do answers, to `/derender`."""
+    async with world() as w:
+        rendered = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 9}, "kv_transfer_params": None,
+                    "ec_transfer_params": None}  # fmt: skip
+        reply = await w.ask("POST", "/inference/v1/generate", json.dumps(rendered).encode())
+        assert reply.json() == {"text": "d0", "leg": "decode"} and w.p.calls[0].grant and w.d.calls[0].grant
+        body = {"generate_response": {"choices": [], "kv_transfer_params": None}}
+        assert (await w.ask("POST", "/v1/chat/completions/derender", json.dumps(body).encode())).status == 200
+        for path in ("/inference/v1/generate", "/v1/chat/completions/derender"):
+            assert (await w.ask("POST", path, b'{"a":{"kv_transfer_params":{}}}')).status == 400
+
+
+NAMES = [
+    'name*0="vllm_"; name*1="xargs"',
+    "name*=utf-8''vllm%5Fxargs",
+    "NAME*0*=utf-8''vllm%5F; name*1=xargs",
+    'filename="a";name*0 ="vllm_";name*1="xargs"',
+    'filename="a";\tname*00="vllm_xargs"',
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [0, 3_000_000])
+async def test_names_in_parts_are_refused_in_forms(name: str, size: int) -> None:
+    """Some versions of python-multipart put them together (RFC 2231), others leave them out (RFC 7578)."""
+    async with world(prefill=0) as w:
+
+        def form(of: str) -> bytes:
+            head = f"--x\r\nContent-Disposition: form-data; {of}\r\n\r\n"
+            return b"x" * size + b"\r\n" + head.encode() + b'{"a":1}\r\n--x--\r\n'
+
+        kind = {"content_type": "multipart/form-data; boundary=x"}
+        assert (await w.ask("POST", "/v1/audio/transcriptions", form(name), **kind)).status == 400
+        for fine in ('name="file"; filename*=utf-8\'\'a.mp3', 'name="a*0"'):
+            assert (await w.ask("POST", "/v1/audio/transcriptions", form(fine), **kind)).status == 200
+
+
+# -- what is noted ---------------------------------------------------------------------------------------------------
+
+
+def series(text: bytes) -> set[str]:
+    return {line.rpartition(" ")[0] for line in text.decode().splitlines() if not line.startswith("#")}
+
+
+def test_ten_thousand_paths_are_a_few_series() -> None:
+    class Silent:
+        is_on = False
+        peer = ""
+
+        def end(self, *_: object) -> None:
+            pass
+
+    metrics = Metrics(Fleet())
+    books = Books(metrics, Silent(), Silent())  # type: ignore[arg-type]
+
+    def close(path: str) -> None:
+        request = Request("GET", path, mode="passthrough")
+        books.close(request, Silent(), metrics.meter(), "ok", 200)  # type: ignore[arg-type]
+
+    kinds = ("/v1/responses/{}", "/v1/responses/{}/cancel", "/adapters/{}", "/{}", "/v1/{}/x")
+    for kind in kinds:
+        close(kind.format("first"))
+    before = series(metrics.render())
+    for n in range(10_000):
+        close(kinds[n % len(kinds)].format(f"r{n}" + "x" * (n % 100)))
+    assert series(metrics.render()) == before
+
+
+async def test_no_client_chooses_a_label(tmp_path: Path) -> None:
+    """Whatever it sends: the second time no new series appears."""
+    async with world() as w:
+
+        async def barrage(word: str) -> bytes:
+            fields = {"model": word, "priority": len(word), "user": word, "cache_salt": word}
+            head = {"x_session_id": word, "x_request_id": word, "x_vllm_priority": f"{len(word)}", "user_agent": word}
+            body = json.dumps({"prompt": word, **fields}).encode()
+            for method, path in (("POST", "/v1/completions"), ("POST", "/v1/embeddings"), ("GET", f"/v1/responses/{word}"),
+                                 ("POST", f"/v1/responses/{word}/cancel"), ("DELETE", f"/adapters/{word}"),
+                                 ("GET", f"/{word}"), ("POST", f"/v1/models?{word}={word}")):  # fmt: skip
+                await w.ask(method, path, body, **head)
+            await w.ask("POST", "/v1/completions", b"{", **head)
+            await w.raw(f"GET /{word} HTTP/2.0\r\nhost: {word}\r\n\r\n".encode())
+            return (await w.get("/metrics")).body
+
+        first, second = await barrage("one"), await barrage("twenty-two")
+        assert b"twenty-two" not in second
+        assert series(second) == series(first)
+
+
+async def test_refusals_are_counted_and_logged(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with world(prefill=0, ready=False, api_keys=["k"], access_log=str(log)) as w:
+        statuses = [
+            (await w.raw(request())).status,
+            (await w.raw(request(body=b""))).status,
+            (await w.raw(request(b"PUT /v1/models HTTP/1.1", b"host: x\r\n" + KEY))).status,
+            (await w.raw(request(b"POST /no" + b"o" * 5000 + b" HTTP/1.1", b"host: x\r\n" + KEY))).status,
+            (await w.raw(b"NONSENSE\r\n\r\n")).status,
+            (await w.raw(request(fields=b""))).status,
+        ]
+        assert statuses == [401, 401, 405, 404, 400, 400]
+        assert await w.metric("vllm_disagg_requests_total", 'mode="refused"', 'outcome="client_error"') == 6
+        assert await w.metric("vllm_disagg_requests_total", 'mode="refused"', 'path="/v1/completions"') == 3
+        assert await w.metric("vllm_disagg_requests_total", 'mode="refused"', 'path="other"') == 2
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["status"] for line in lines] == statuses and {line["client"] for line in lines} == {"127.0.0.1"}
+    assert max(len(line["path"]) for line in lines) == 1024
+
+
+async def test_a_request_without_an_id_gets_one(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with world(access_log=str(log)) as w:
+        ids = []
+        for given in ({}, {}, {"x_request_id": ""}, {"x_request_id": "mine"}):
+            reply = await w.ask("POST", "/v1/completions", BODY, **given)
+            ids.append(reply.headers["x-request-id"])
+            assert {c.headers["x-request-id"] for c in (w.p.calls[-1], w.d.calls[-1])} == {ids[-1]}
+        assert ids[3] == "mine" and len(set(ids)) == 4 and all(len(made) == 32 for made in ids[:3])
+
+        async def named(call: Call) -> None:
+            await call.json({}, 200, f"x-request-id: {call.headers['x-request-id']}\r\n")
+
+        w.d.script = named
+        client = await w.connect()
+        client.send("GET", "/version")
+        assert (await client.reader.readuntil(b"\r\n\r\n")).count(b"x-request-id") == 1
+    assert [json.loads(line)["id"] for line in log.read_text().splitlines()][:4] == ids
+
+
+async def test_large_bodies_are_served(tmp_path: Path) -> None:
+    async with world() as w:
+        body = json.dumps({"model": "m", "prompt": "漢" * 1_000_000, "x": {"y": "*" * 10}}).encode()
+        w.p.script = w.d.script = answer
+        assert (await w.ask("POST", "/v1/completions", body)).json() == {"text": "d0", "leg": "decode"}
+        assert w.d.calls[0].body["prompt"] == "漢" * 1_000_000
+        for sly in (b'{"a":"%b","b":[{"ec_transfer_params":1}]}', b'{"a":"%b","b":[{"\\u0065c_transfer_params":1}]}'):
+            reply = await w.ask("POST", "/v1/completions", sly % (b"x" * 2_000_000))
+            assert (reply.status, reply.json()["error"]["param"]) == (400, "ec_transfer_params")

@@ -1,0 +1,132 @@
+"""TLS on both sides, and cross-origin requests."""
+
+import asyncio
+import json
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trustme
+
+from proxy_world import Client, ScriptedEngine, World, until, world
+from vllm_disagg.errors import ConfigError
+from vllm_disagg.proxy.http.addresses import Networks, check_url
+from vllm_disagg.proxy.http.upstream import Pool, Unreachable
+
+
+class Papers:
+    """Certificates for 127.0.0.1, as files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.authority = trustme.CA()
+        self.cert = self.authority.issue_cert("127.0.0.1")
+        self.ca, self.chain = str(folder / "ca.pem"), str(folder / "chain.pem")
+        self.authority.cert_pem.write_to_path(self.ca)
+        self.cert.private_key_and_cert_chain_pem.write_to_path(self.chain)
+
+    def listener(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.cert.configure_cert(context)
+        return context
+
+
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Papers]:
+    yield Papers(tmp_path_factory.mktemp("papers"))
+
+
+async def test_clients_over_tls(papers: Papers) -> None:
+    async with world(certfile=papers.chain, ready=False) as w:
+        trust = ssl.create_default_context(cafile=papers.ca)
+        connection = await asyncio.open_connection("127.0.0.1", w.port, ssl=trust)
+        client = Client(*connection)
+        await w.until_probed()
+        client.send("POST", "/v1/completions", b'{"model":"m","prompt":"hi","stream":true}')
+        reply = await client.receive()
+        assert (reply.status, reply.complete, reply.events()[-1]) == (200, True, "[DONE]")
+        client.writer.write(b"nonsense\r\n\r\n")
+        assert (await client.receive()).status == 400
+        client.close()
+        assert not (await w.raw(b"GET /health HTTP/1.1\r\n\r\n")).status, "plain HTTP"
+
+
+class SecureEngine(ScriptedEngine):
+    async def start_secure(self, tls: ssl.SSLContext) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=tls)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    @property
+    def url(self) -> str:
+        return f"https://127.0.0.1:{self.port}"
+
+
+async def test_a_name_that_is_looked_up_here_has_its_own_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    authority, listener, trust = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("engine.example").configure_cert(listener)
+    authority.configure_trust(trust)
+
+    async def look_up(_: str, port: int, **__: object) -> list[object]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+    d = SecureEngine("d", "decode")
+    await d.start_secure(listener)
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+    answer = await Pool(f"https://engine.example:{d.port}", trust, Networks()).send("GET", "/health", [], b"")
+    assert answer.status == 200
+    answer.close()
+    await d.stop()
+
+
+async def test_instances_over_tls(papers: Papers) -> None:
+    d = SecureEngine("d", "decode")
+    await d.start_secure(papers.listener())
+    for ca in (papers.ca, ""):
+        async with world(prefill=0, decode=0, ready=False, upstream_ca=ca, admin_key="root") as w:
+            body = json.dumps({"url": d.url, "role": "decode"}).encode()
+            root = {"authorization": "Bearer root", "content_type": "application/json"}
+            added = await w.ask("POST", "/disagg/instances", body, **root)
+            assert added.status == 200
+            if ca:
+                await w.until_ready()
+                reply = await w.post(stream=True)
+                assert reply.complete and reply.events()[-1] == "[DONE]"
+            else:
+                await until(lambda w=w: _not_trusted(w))
+    with pytest.raises(Unreachable, match="TLS"):
+        await Pool(d.url).send("GET", "/health", [])
+    await d.stop()
+
+
+async def _not_trusted(w: World) -> bool:
+    (row,) = await w.instances()
+    return "TLS" in row["why_not"] and not row["usable"]
+
+
+def test_urls() -> None:
+    assert check_url("https://h:1/", "x") == "https://h:1"
+    for url in ("h", "ftp://h", "http://", "http://h/p", "http://h?q", "http://h#f", "http://u@h", "http://h:99999", "http://h:0",
+                "http://a b", "http://h\n", "http://h\u00e9"):  # fmt: skip
+        with pytest.raises(ConfigError):
+            check_url(url, "x")
+
+
+PREFLIGHT = {"origin": "https://a", "access_control_request_method": "POST", "access_control_request_headers": "x-y"}
+
+
+async def test_cors_is_off_by_default() -> None:
+    async with world(prefill=0) as w:
+        assert "access-control-allow-origin" not in (await w.get("/health", origin="https://a")).headers
+        assert (await w.ask("OPTIONS", "/v1/completions", b"", **PREFLIGHT)).status == 405
+
+
+@pytest.mark.parametrize(("origins", "allowed"), [(["https://a"], True), (["*"], True), (["https://b"], False)])
+async def test_cors(origins: list[str], allowed: bool) -> None:
+    async with world(prefill=0, ready=False, origins=origins, api_keys=["k"]) as w:
+        reply = await w.ask("OPTIONS", "/v1/completions", b"", **PREFLIGHT)
+        assert reply.status == (204 if allowed else 403)
+        assert reply.headers.get("access-control-allow-headers") == ("x-y" if allowed else None)
+        reply = await w.get("/v1/models", origin="https://a")
+        assert reply.status == 401
+        assert reply.headers.get("access-control-allow-origin") == ("https://a" if allowed else None)

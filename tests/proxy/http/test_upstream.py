@@ -1,0 +1,271 @@
+"""Connections to engines: reuse, and what their ends mean."""
+
+import asyncio
+import socket
+import time
+
+import pytest
+
+from proxy_world import Call, ScriptedEngine, answer
+from vllm_disagg.errors import ConfigError
+from vllm_disagg.proxy.http import upstream
+from vllm_disagg.proxy.http.addresses import Networks
+from vllm_disagg.proxy.http.stall_timer import patient
+from vllm_disagg.proxy.http.upstream import Pool, Unreachable
+
+
+async def engine(script: object = answer) -> tuple[ScriptedEngine, Pool]:
+    made = ScriptedEngine("e", "decode", script)  # type: ignore[arg-type]
+    await made.start()
+    return made, Pool(made.url)
+
+
+async def ask(pool: Pool) -> bytes:
+    reply = await pool.send("POST", "/x", [], b'{"a":1}')
+    try:
+        return await reply.read()
+    finally:
+        reply.close()
+
+
+async def test_connections_are_reused() -> None:
+    e, pool = await engine()
+    for _ in range(5):
+        await ask(pool)
+    assert (e.connections, len(e.calls)) == (1, 5)
+    await e.stop()
+
+
+async def test_heads_of_one_connection_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream, "MAX_HEAD_BYTES", 1000)
+
+    async def in_two_pieces(call: Call) -> None:
+        call.raw_write("HTTP/1.1 103 Early Hints\r\nx-a: " + "a" * 600 + "\r\n\r\n")
+        await call.writer.drain()
+        await asyncio.sleep(0.05)
+        await answer(call)
+
+    e, pool = await engine(in_two_pieces)
+    for _ in range(3):
+        assert b"whole" in await ask(pool)
+    assert e.connections == 1
+    await e.stop()
+
+
+async def test_old_connections_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    e, pool = await engine()
+    monkeypatch.setattr(upstream, "IDLE", 0.05)
+    await ask(pool)
+    await asyncio.sleep(0.1)
+    await ask(pool)
+    assert e.connections == 2
+    await e.stop()
+
+
+async def test_a_reused_connection_that_is_reset_is_tried_once_more() -> None:
+    async def close_second(call: Call) -> None:
+        if len(call.engine.calls) == 2:
+            call.reset()
+        else:
+            await answer(call)
+
+    e, pool = await engine(close_second)
+    await ask(pool)
+    assert b"whole" in await ask(pool)
+    assert (e.connections, len(e.calls)) == (2, 3)
+    await e.stop()
+
+
+async def test_a_fresh_connection_that_is_reset_is_not_tried_again() -> None:
+    async def reset(call: Call) -> None:
+        call.reset()
+
+    e, pool = await engine(reset)
+    with pytest.raises(Unreachable, match="reset"):
+        await ask(pool)
+    assert len(e.calls) == 1
+    await e.stop()
+
+
+async def test_a_reset_after_the_first_byte_is_not_tried_again() -> None:
+    async def part(call: Call) -> None:
+        if len(call.engine.calls) == 1:
+            return await answer(call)
+        call.raw_write("HTTP/1.1 2")
+        await call.writer.drain()
+        await asyncio.sleep(0.02)
+        call.reset()
+
+    e, pool = await engine(part)
+    await ask(pool)
+    with pytest.raises(Unreachable, match="reset"):
+        await ask(pool)
+    assert len(e.calls) == 2
+    await e.stop()
+
+
+@pytest.mark.parametrize("reply", ["NONSENSE\r\n\r\n", "HTTP/1.1 101 X\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n"])
+async def test_garbled(reply: str) -> None:
+    async def garble(call: Call) -> None:
+        call.raw_write(reply)
+        await call.forever()
+
+    e, pool = await engine(garble)
+    with pytest.raises(Unreachable, match="garbled"):
+        await ask(pool)
+    await e.stop()
+
+
+async def test_interim_answers_are_skipped() -> None:
+    async def interim(call: Call) -> None:
+        call.raw_write("HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n")
+        await answer(call)
+
+    e, pool = await engine(interim)
+    assert b"whole" in await ask(pool)
+    assert b"whole" in await ask(pool) and e.connections == 1
+    await e.stop()
+
+
+@pytest.mark.parametrize(("length", "complete"), [("", True), ("content-length: 99\r\n", False)])
+async def test_the_end_of_the_connection(length: str, complete: bool) -> None:
+    async def close(call: Call) -> None:
+        call.raw_write(f"HTTP/1.1 200 OK\r\n{length}\r\nabc")
+        await call.writer.drain()
+        call.writer.close()
+
+    e, pool = await engine(close)
+    if complete:
+        assert await ask(pool) == b"abc"
+    else:
+        with pytest.raises(Unreachable):
+            await ask(pool)
+    await e.stop()
+
+
+async def test_an_answer_that_nobody_asked_for_ends_the_connection() -> None:
+    async def twice(call: Call) -> None:
+        await answer(call)
+        await answer(call)
+
+    e, pool = await engine(twice)
+    await ask(pool)
+    await asyncio.sleep(0.05)
+    await ask(pool)
+    assert e.connections == 2
+    await e.stop()
+
+
+async def test_refused() -> None:
+    e, pool = await engine()
+    await e.stop()
+    with pytest.raises(Unreachable, match="refused"):
+        await ask(pool)
+
+
+async def test_giving_up_closes_the_connection() -> None:
+    e, pool = await engine(Call.forever)
+    asking = asyncio.create_task(ask(pool))
+    while not e.calls:
+        await asyncio.sleep(0.01)
+    asking.cancel()
+    async with asyncio.timeout(1):
+        await e.calls[0].gone.wait()
+    assert not pool.wires
+    await e.stop()
+
+
+@pytest.mark.parametrize("url", ["", "host:80", "http://", "http://h/path", "http://h:x", "http://u:p@h"])
+def test_bad_urls(url: str) -> None:
+    with pytest.raises(ConfigError):
+        Pool(url)
+
+
+async def test_a_connection_that_is_reset_before_anything_is_said() -> None:
+    """As by a listener that dies with it in its queue: this must not be an endless wait."""
+    e, pool = await engine()
+    wire = await pool._connect()
+    wire.close()
+    await asyncio.sleep(0.01)
+    answer = wire.ask(b"GET / HTTP/1.1\r\n\r\n", b"")
+    with pytest.raises(Unreachable, match="reset"):
+        await asyncio.wait_for(answer.head(), 1)
+    await e.stop()
+
+
+async def test_an_answer_without_a_length_that_we_cut_is_not_complete() -> None:
+    async def endless(call: Call) -> None:
+        call.raw_write("HTTP/1.1 200 OK\r\n\r\nabc")
+        await call.forever()
+
+    e, pool = await engine(endless)
+    asking = asyncio.create_task(ask(pool))
+    while not pool.heard:
+        await asyncio.sleep(0.01)
+    pool.abort()
+    with pytest.raises(Unreachable):
+        await asking
+    await e.stop()
+
+
+async def test_trailers_of_an_answer_are_no_headers() -> None:
+    async def trail(call: Call) -> None:
+        await call.stream()
+        await call.chunk(b"a")
+        call.raw_write("0\r\nx-late: 1\r\n\r\n")
+
+    e, pool = await engine(trail)
+    answer = await pool.send("POST", "/x", [], b"{}")
+    assert await answer.read() == b"a" and b"x-late" not in dict(answer.headers)
+    await e.stop()
+
+
+@pytest.mark.parametrize("host", ["gpu1..cluster", "a" * 64 + ".cluster", "."])
+async def test_a_name_that_no_host_can_have_is_not_reached(host: str) -> None:
+    pool = Pool("http://127.0.0.1:8200")
+    pool._address = (host, 8200)
+    with pytest.raises(Unreachable, match="refused"):
+        await pool.send("GET", "/health", [])
+
+
+async def test_a_standstill_of_ours_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has accepted long ago; it is we who did not look."""
+    monkeypatch.setattr(upstream, "CONNECT", 0.2)
+    e, pool = await engine()
+    for pause in range(6):  # at several moments of a connection's beginning
+        pool.abort()
+        asking = asyncio.create_task(ask(pool))
+        for _ in range(pause):
+            await asyncio.sleep(0)
+        time.sleep(0.4)  # a big body, or other work, holds the loop
+        assert b"whole" in await asking
+    await e.stop()
+
+
+async def test_patience_runs_out_when_we_run() -> None:
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        async with patient(0.2):
+            time.sleep(0.3)
+            await asyncio.sleep(9)
+    assert 0.4 < time.monotonic() - began < 2
+    async with patient(0.8):
+        await asyncio.sleep(0.75)
+        time.sleep(0.4)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.03)  # what came meanwhile is read now
+    with pytest.raises(TimeoutError):
+        async with patient(0.1):
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("addresses", [("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1")])
+async def test_any_allowed_address_of_a_name_may_accept(monkeypatch: pytest.MonkeyPatch, addresses: tuple[str, str]) -> None:
+    e, _ = await engine()  # at the first of the two
+
+    async def look_up(_: str, port: int, **__: object) -> list[object]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+    assert b"whole" in await ask(Pool(f"http://engine.example:{e.port}", networks=Networks()))
+    await e.stop()

@@ -1,0 +1,378 @@
+"""What the proxy learns about instances, and when."""
+
+import asyncio
+import inspect
+import time
+
+import pytest
+
+from proxy_world import KEY, Call, World, answer, answer_at_once, until, world
+from vllm_disagg.fleet.grants import MARGIN_SECONDS
+from vllm_disagg.fleet.keys import FleetKey
+from vllm_disagg.proxy.membership import discovery
+from vllm_disagg.proxy.membership.discovery import Discovery, engine_in
+from vllm_disagg.proxy.routing.fleet import Instance
+
+
+async def instance(w: World, url: str) -> dict[str, object]:
+    rows = (await w.get("/disagg/instances")).json()
+    return next(row for row in rows if row["url"] == url)
+
+
+async def test_instances_may_start_later() -> None:
+    async with world(ready=False, prepare=lambda w: setattr(w.p, "health", 503)) as w:
+        await w.until_probed(w.d)
+        assert not (await instance(w, w.p.url))["usable"]
+        assert (await w.post()).json()["leg"] == "whole"
+        w.p.health = 200
+        await w.until_ready()
+        assert (await w.post()).json()["leg"] == "decode"
+
+
+async def test_who_waits_goes_to_a_prefill_instance_that_comes_up() -> None:
+    async with world(prefill=2, prefill_concurrency=1, ready=False, prepare=lambda w: setattr(w.p, "health", 503)) as w:
+        await w.until_probed(w.prefills[1], w.d)
+        w.prefills[1].script = w.d.script = Call.forever
+        first = await w.start()
+        await until(lambda: w.prefills[1].calls)
+        second = await w.start()
+        await asyncio.sleep(0.05)
+        assert not w.p.calls
+        w.d.script = answer
+        w.p.health = 200
+        assert (await second.receive()).json()["leg"] == "decode" and len(w.p.calls) == 1
+        first.close()
+
+
+async def test_restart_is_noticed() -> None:
+    async with world() as w:
+        await w.d.stop()
+        w.d.incarnation = "d0-2"
+        await asyncio.sleep(0.1)
+        await w.d.start()
+
+        async def back() -> bool:
+            row = await instance(w, w.d.url)
+            return row["incarnation"] == "d0-2" and bool(row["usable"])
+
+        await until(back)
+        assert (await w.post()).json()["leg"] == "decode"
+        grant = w.d.calls[-1].grant
+        assert grant and grant.engine == "d0-2"
+
+
+async def test_two_missed_health_checks(caplog: pytest.LogCaptureFixture) -> None:
+    async with world(decode=2) as w:
+        w.d.health = 500
+
+        async def out() -> bool:
+            return not (await instance(w, w.d.url))["usable"]
+
+        await until(out)
+        for _ in range(4):
+            assert (await w.post()).json()["text"] == "d1"
+        assert f"{w.d.url} (decode) is not used" in caplog.text
+        probes = w.d.probes
+        w.d.health = 200
+        await w.until_ready()
+        assert w.d.probes == probes + 1
+
+
+async def test_plain_vllm_serves_whole_requests(caplog: pytest.LogCaptureFixture) -> None:
+    async with world(prepare=lambda w: setattr(w.d, "plain", True)) as w:
+        assert (await w.post()).json()["leg"] == "whole"
+        assert not w.p.calls
+        row = await instance(w, w.d.url)
+        assert row["usable"] and "connector" in str(row["why_not"]) and "key" in str(row["why_not"])
+        assert caplog.text.count(f"{w.d.url} (decode) serves whole requests only") == 1
+        assert (await w.get("/readiness")).status == 503
+
+
+async def test_plain_prefill_is_not_used() -> None:
+    async with world(ready=False, prepare=lambda w: setattr(w.p, "plain", True)) as w:
+        await w.until_probed()
+        assert not (await instance(w, w.p.url))["usable"]
+        assert (await w.post()).json()["leg"] == "whole"
+
+
+async def test_wrong_role(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with world(ready=False, prepare=lambda w: setattr(w.p, "role", "decode")) as w:
+        await w.until_probed()
+        assert (await w.post()).json()["leg"] == "whole"
+        row = await instance(w, w.p.url)
+        assert not row["usable"] and row["why_not"] == "is given as --prefill, but its connector's role is decode"
+        assert caplog.text.count("its connector's role is decode") == 1
+
+
+async def test_incompatible_layouts_are_never_paired(caplog: pytest.LogCaptureFixture) -> None:
+    async with world(prefill=2, prepare=lambda w: w.p.layout.update(dtype="fp8")) as w:
+        for _ in range(6):
+            assert (await w.post()).json()["leg"] == "decode"
+        assert not w.p.calls and len(w.prefills[1].calls) == 6
+        words = f"{w.p.url} and {w.d.url} are never paired: dtype is fp8 on one side and bf16 on the other"
+        assert words in caplog.text
+
+
+async def test_worker_counts_may_differ() -> None:
+    """Who reads what of whom is the engines' business."""
+    async with world(prepare=lambda w: setattr(w.p, "workers", 2)) as w:
+        assert (await w.post()).json()["leg"] == "decode"
+        assert len(w.p.calls) == 1
+
+
+async def test_odd_probe_answers_are_survived() -> None:
+    async def odd(call: Call) -> None:
+        await answer(call)
+
+    async with world(ready=False, prepare=lambda w: setattr(w.d, "layout", {"model": 7})) as w:
+        w.d.script = odd
+        await w.until_probed()
+        assert (await w.post()).json()["leg"] == "whole"
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"[]", b"{}", b'{"kv_transfer_params":null}', b'{"kv_transfer_params":{"disagg_engine":7}}',
+            b'{"kv_transfer_params":{"disagg_engine":{"role":"x"}}}', b'\xff', b'{"kv_transfer_params":' + b"[" * 99999]
+)  # fmt: skip
+def test_answers_without_an_engine(raw: bytes) -> None:
+    assert engine_in(raw) is None
+
+
+def test_keys_differ() -> None:
+    assert KEY.derive("grant") != FleetKey(None).derive("grant")
+
+
+QUICK = {"silence": 0.15, "probe_interval": 0.03}
+
+
+async def usable(w: World, url: str) -> bool:
+    return bool((await instance(w, url))["usable"])
+
+
+async def test_a_frozen_instance_is_down_and_its_requests_go_on() -> None:
+    async with world(prefill=2, decode=2, **QUICK) as w:
+        for d in w.decodes:
+            d.script = answer_at_once
+        for p in w.prefills:
+            p.script = Call.forever
+        w.prefills[0].frozen = True
+        w.decodes[0].frozen = True
+        asks = [asyncio.create_task(w.post()) for _ in range(8)]
+        await until(lambda: sum(r.done() for r in asks) >= 2)
+        for p in w.prefills:
+            p.script = answer
+        for reply in await asyncio.gather(*asks):
+            assert reply.status == 200 and reply.json()["text"] == "d1"
+        assert not await usable(w, w.d.url) and not await usable(w, w.p.url)
+        assert (await instance(w, w.d.url))["why_not"] == "is silent"
+        w.p.frozen = w.d.frozen = False
+        await w.until_ready()
+
+
+async def test_streams_show_that_an_instance_lives() -> None:
+    """Its API server has no time for /health, but streams."""
+    async with world(decode=2, **QUICK) as w:
+
+        async def slow_stream(call: Call) -> None:
+            await call.stream()
+            for i in range(25):
+                await call.event({"text": str(i)})
+                await asyncio.sleep(0.03)
+            await call.event("[DONE]")
+            await call.end()
+
+        w.p.script = answer_at_once
+        for d in w.decodes:
+            d.script = slow_stream
+        stream = await w.start(stream=True)
+        await until(lambda: w.d.calls or w.decodes[1].calls)
+        busy = w.d if w.d.calls else w.decodes[1]
+        busy.frozen = True  # for all new requests
+        reply = await stream.receive()
+        assert reply.complete and reply.events()[-1] == "[DONE]" and len(reply.events()) == 26
+        stream.close()
+
+        async def down() -> bool:
+            return not await usable(w, busy.url)
+
+        await until(down)
+
+
+async def test_who_has_nowhere_to_go_waits_for_a_frozen_instance() -> None:
+    async with world(**QUICK) as w:
+        go = asyncio.Event()
+
+        async def wait(call: Call) -> None:
+            await go.wait()
+            await answer_at_once(call)
+
+        w.p.script, w.d.script = answer_at_once, wait
+        client = await w.start()
+        await until(lambda: w.d.calls)
+        w.d.frozen = True
+
+        async def down() -> bool:
+            return not await usable(w, w.d.url)
+
+        await until(down)
+        assert (await w.post()).status == 503, "new ones are told to come back"
+        await asyncio.sleep(0.1)
+        go.set()
+        assert (await client.receive()).status == 200
+        client.close()
+
+
+async def test_a_probe_that_hangs_does_not_blind_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(decode=2, **QUICK) as w:
+        monkeypatch.setattr("vllm_disagg.proxy.membership.discovery.PROBE_TIMEOUT", 0.03)  # the engine has much to do
+        w.d.probe_hangs = True
+        w.d.script = Call.forever
+        w.p.script = answer_at_once
+
+        async def reset(call: Call) -> None:
+            call.reset()
+
+        w.d.script = reset
+        while not w.d.calls:
+            assert (await w.post()).status == 200  # a reset makes the proxy probe it
+        await asyncio.sleep(0.1)
+        assert await usable(w, w.d.url)
+        w.d.frozen = True
+
+        async def down() -> bool:
+            return not await usable(w, w.d.url)
+
+        await until(down)
+
+
+async def test_an_engine_that_is_too_full_for_a_probe_lives() -> None:
+    """It is probed because a connection broke; vLLM's admission answers 503 to whatever comes."""
+    async with world(decode=2) as w:
+
+        async def reset(call: Call) -> None:
+            call.reset()
+
+        w.d.script, w.d.probe_status = reset, 503
+        probes = w.d.probes
+        while not w.d.calls:
+            assert (await w.post()).status == 200
+        await until(lambda: w.d.probes > probes + 2)
+        assert await usable(w, w.d.url)
+        w.d.probe_status = 200
+        await until(lambda: w.d.probes > probes + 3)
+
+
+async def test_a_full_kv_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_disagg.proxy.membership.discovery.WEIGH", 0.03)
+    async with world(decode=2) as w:
+        w.d.kv_use = 0.95
+
+        async def elsewhere() -> bool:
+            return (await w.post()).json()["text"] == "d1"
+
+        await until(elsewhere)
+        await asyncio.sleep(0.1)
+        assert {(await w.post()).json()["text"] for _ in range(4)} == {"d1"}
+
+
+@pytest.mark.parametrize("part", ["_ask", "_note", "_probe"])
+async def test_a_mistake_in_one_watch_ends_that_watch_only(
+    part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("vllm_disagg.proxy.membership.discovery.AGAIN", 0.05)
+    async with world(decode=2) as w:
+        real = getattr(Discovery, part)
+
+        def broken(self: Discovery, of: Instance, *args: object, **fields: object) -> object:
+            if of.url != w.d.url:
+                return real(self, of, *args, **fields)
+            if inspect.iscoroutinefunction(real):
+                return failing()
+            raise ZeroDivisionError("unforeseen")
+
+        async def failing() -> None:
+            raise ZeroDivisionError("unforeseen")
+
+        monkeypatch.setattr(Discovery, part, broken)
+        if part == "_probe":
+            w.d.health = 500  # when it is healthy again it is probed
+            await asyncio.sleep(0.2)
+            w.d.health = 200
+
+        async def out() -> bool:
+            return (await instance(w, w.d.url))["why_not"] == "its watch failed: ZeroDivisionError: unforeseen"
+
+        await until(out)
+        assert "ZeroDivisionError: unforeseen" in caplog.text and "Traceback" in caplog.text
+        for _ in range(4):
+            assert (await w.post()).json()["text"] == "d1"
+        monkeypatch.undo()
+        await w.until_ready()
+
+
+async def test_a_standstill_of_ours_is_not_an_instance_s_silence(caplog: pytest.LogCaptureFixture) -> None:
+    """The engine shares our loop: while a question about its health is under way, both stand still."""
+    async with world(decode=2, **QUICK) as w:
+        route, asked = w.d._route, 0
+
+        async def stand_still(call: Call) -> None:
+            nonlocal asked
+            if call.path == "/health":
+                asked += 1
+                time.sleep(0.3)  # twice the silence after which an instance counts as down
+                await asyncio.sleep(0.02)  # the proxy looks before the answer is here
+            await route(call)
+
+        w.d._route = stand_still  # type: ignore[method-assign]
+        await until(lambda: asked >= 5)
+        await asyncio.sleep(0.1)
+        assert "is not used" not in caplog.text
+        assert all(row["usable"] for row in (await w.get("/disagg/instances")).json())
+
+
+async def test_grants_end_by_the_clock_of_the_engine_that_they_are_for() -> None:
+    """Which has begun at any time, and drifts: a grant that it refuses is minted anew, by what the refusal says."""
+    async with world() as w:
+        assert (await w.post()).json()["leg"] == "decode"
+        for call, engine in ((w.p.calls[-1], w.p), (w.d.calls[-1], w.d)):
+            assert call.grant and MARGIN_SECONDS < call.grant.until - engine.clock <= call.grant.patience + MARGIN_SECONDS + 1
+        w.p.began_at += 100_000.0
+        assert (await w.post()).status == 200 and w.p.refused == 1
+        assert (await w.post()).json()["leg"] == "decode" and w.p.refused == 1
+        assert w.p.calls[-1].grant
+
+
+async def test_an_engine_that_restarts_between_two_probes_is_probed_again() -> None:
+    """The second one names who has answered the first, and is refused."""
+    async with world() as w:
+        card, told = w.p.card, list[str]()
+
+        def once_of_before(call: Call) -> dict[str, object]:
+            told.append(call.grant.engine if call.grant else "")
+            return card(call) | ({"incarnation": "p0-before"} if len(told) == 1 else {})
+
+        w.p.card = once_of_before  # type: ignore[method-assign]
+        await w.p.stop()
+        await asyncio.sleep(0.1)
+        await w.p.start()
+        await until(lambda: len(told) == 3)
+
+        async def usable() -> bool:
+            return bool((await instance(w, w.p.url))["usable"])
+
+        await until(usable)
+        assert told == ["", "p0-before", ""]
+        assert (await w.post()).json()["leg"] == "decode"
+
+
+async def test_a_clock_that_was_told_long_ago_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with world() as w:
+        assert w.p.probes == w.d.probes == 1
+        monkeypatch.setattr(discovery, "DRIFT", 0.2)
+        await until(lambda: w.p.probes > 2 and w.d.probes > 2)
+        assert (await w.post()).json()["leg"] == "decode"
+        assert caplog.text.count(f"{w.p.url} (prefill) is ready") == 1, "what it says now is no news"

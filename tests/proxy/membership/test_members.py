@@ -1,0 +1,474 @@
+"""Which instances there are: what is decided, by whom, and what happens to requests meanwhile."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy_world import KEY, Call, ScriptedEngine, World, until, world
+from vllm_disagg.errors import BadGrant, ConfigError
+from vllm_disagg.fleet.keys import FleetKey
+from vllm_disagg.fleet.registration import Registration, RegistrationNote, sign
+from vllm_disagg.proxy.http.addresses import parse_networks
+from vllm_disagg.proxy.membership.reconcile import Changes, Member, reconcile
+from vllm_disagg.proxy.membership.registry import PATIENCE, Registry
+from vllm_disagg.proxy.membership.sources import parse_fleet, parse_name
+
+P1, P2 = Member("http://p1", "prefill"), Member("http://p2", "prefill")
+D1 = Member("http://d1", "decode")
+P1_AS_D = Member("http://p1", "decode")
+
+
+@pytest.mark.parametrize(
+    ("here", "leaving", "wanted", "drained", "changes"),
+    [
+        ([], [], {"a": [P1], "b": [P1, D1]}, [], Changes(add=[P1, D1])),
+        ([P1, D1], [], {"a": [P1], "b": [D1]}, [], Changes()),
+        ([P1, D1], [], {"a": [P1], "b": []}, [], Changes(leave=[D1])),
+        ([P1], [], {"a": [P1]}, ["http://p1"], Changes(leave=[P1])),
+        ([], [P1], {"a": [P1]}, ["http://p1"], Changes()),
+        ([], [P1], {"a": [P1]}, [], Changes(resume=[P1])),
+        ([], [], {"a": [P1, P2]}, ["http://p1"], Changes(add=[P2])),
+        ([P1], [], {"a": [P1_AS_D]}, [], Changes(leave=[P1])),  # leaves first
+        ([], [P1], {"a": [P1_AS_D]}, [], Changes()),  # not gone yet
+        ([], [], {"a": [P1_AS_D]}, [], Changes(add=[P1_AS_D])),
+    ],
+)
+def test_reconcile(
+    here: list[Member], leaving: list[Member], wanted: dict[str, list[Member]], drained: list[str], changes: Changes
+) -> None:
+    assert reconcile(here, leaving, wanted, drained) == changes
+
+
+def test_the_first_of_sources_that_disagree_is_believed() -> None:
+    changes = reconcile([], [], {"flags": [P1], "dns": [P1_AS_D]}, [])
+    assert changes.add == [P1] and "by flags" in changes.conflicts[0] and "by dns" in changes.conflicts[0]
+
+
+def test_fleet_files() -> None:
+    assert parse_fleet("prefill: [http://p1/]\ndecode:\n- http://d1\n", "f") == {P1, D1}
+    assert parse_fleet("decode: [https://d1:8443]", "f") == {Member("https://d1:8443", "decode")}
+    for text in ("", "[1]", "decode: x", "decode: [1]", "decode: ['ftp://x']", "decode: [http://x/path]", "other: []", "{",
+                 "decode: [http://a..b:80]", f"decode: ['http://{'x' * 64}']", "decode: 2026-13-45", "? [1]\n: 2",
+                 "decode: !!bool x", "decode: !!int ''", "? !!timestamp x\n: 1"):
+        with pytest.raises(ConfigError, match=r"^f: "):
+            parse_fleet(text, "f")
+    with pytest.raises(ConfigError, match="twice"):
+        parse_fleet("prefill: [http://x]\ndecode: [http://x]", "f")
+    assert parse_name("name:80", "--x") == ("name", 80) and parse_name("[::1]:80", "--x") == ("::1", 80)
+    assert parse_name("b\u00fccher.example:80", "--x") == ("xn--bcher-kva.example", 80)
+    for text in ("name", "name:", ":80", "name:x", "name:0", "name:65536", "a..b:80", f"{'x' * 64}:80", ".:80", "127.1:80"):
+        with pytest.raises(ConfigError, match=r"^--x: "):
+            parse_name(text, "--x")
+
+
+# -- the fleet changes while requests run ------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def engines(*roles: str) -> AsyncIterator[list[ScriptedEngine]]:
+    made = [ScriptedEngine(f"x{i}", role) for i, role in enumerate(roles)]
+    for engine in made:
+        await engine.start()
+    try:
+        yield made
+    finally:
+        for engine in made:
+            await engine.stop()
+
+
+ADMIN = {"authorization": "Bearer root", "content_type": "application/json"}
+
+
+async def change(w: World, method: str, path: str, **body: Any) -> Any:
+    reply = await w.ask(method, path, json.dumps(body).encode(), **ADMIN)
+    return reply.status, reply.json()
+
+
+async def rows(w: World) -> dict[str, Any]:
+    return {row["url"]: row for row in await w.instances()}
+
+
+async def test_instances_are_added_drained_and_removed() -> None:
+    async with world(prefill=1, decode=1, admin_key="root") as w, engines("decode") as (d,):
+        release = asyncio.Event()
+
+        async def slow(call: Call) -> None:
+            await call.stream()
+            await call.event("a")
+            await release.wait()
+            await call.event("[DONE]")
+            await call.end()
+
+        w.d.script = slow
+        client = await w.start(stream=True)
+        await until(lambda: w.d.calls)
+        assert (await change(w, "POST", "/disagg/instances", url=d.url, role="decode"))[0] == 200
+        await w.until_ready()
+        status, facts = await change(w, "POST", "/disagg/instances/drain", url=w.d.url)
+        assert (status, facts["drained"], facts["sources"]) == (200, True, ["flags"])
+        for _ in range(3):
+            assert (await w.post()).json()["text"] == d.name
+        assert (await rows(w))[w.d.url]["leaving"] and len(w.d.calls) == 1
+        await asyncio.sleep(0.3)
+        assert w.d.url in await rows(w), "it has a request still"
+        release.set()
+        assert (await client.receive()).complete
+        await until(lambda: gone(w, w.d.url))
+        assert (await change(w, "POST", "/disagg/instances", url=w.d.url, role="decode"))[0] == 200
+        await until(lambda: usable(w, w.d.url))
+        assert (await change(w, "DELETE", "/disagg/instances", url=d.url))[0] == 200
+        await until(lambda: gone(w, d.url))
+        assert (await change(w, "DELETE", "/disagg/instances", url=d.url))[0] == 404
+
+
+async def test_who_waits_for_an_instance_that_leaves_is_told() -> None:
+    async with world(prefill_concurrency=1, admin_key="root") as w:
+
+        async def endless(call: Call) -> None:
+            await call.forever()
+
+        w.p.script = endless
+        await w.start()
+        await until(lambda: w.p.calls)
+        waiting = asyncio.create_task(w.post())
+        await until(lambda: queued(w))
+        assert (await change(w, "POST", "/disagg/instances/drain", url=w.p.url))[0] == 200
+        reply = await waiting
+        assert (reply.status, reply.json()["leg"]) == (200, "whole")
+
+
+async def queued(w: World) -> bool:
+    return await w.metric("vllm_disagg_waiting", '"prefill"') == 1
+
+
+async def test_removing_at_once_cuts() -> None:
+    async def endless(call: Call) -> None:
+        await call.stream()
+        await call.event("a")
+        await call.forever()
+
+    async with world(prefill=0, decode=1, admin_key="root") as w:
+        w.d.script = endless
+        client = await w.start(stream=True)
+        await client.reader.readuntil(b"data: a\n\n")
+        assert (await change(w, "DELETE", "/disagg/instances", url=w.d.url, now=True))[0] == 200
+        rest = await client.reader.readuntil(b"0\r\n\r\n")
+        assert b'"error"' in rest and await gone(w, w.d.url)
+
+
+async def gone(w: World, url: str) -> bool:
+    return url not in await rows(w)
+
+
+async def usable(w: World, url: str) -> bool:
+    return bool((await rows(w)).get(url, {}).get("usable"))
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"url": "file:///etc/passwd", "role": "decode"}, 400),
+        ({"url": "http://u:p@h", "role": "decode"}, 400),
+        ({"url": "http://h/path", "role": "decode"}, 400),
+        ({"url": "http://h", "role": "both"}, 400),
+        ({"url": "http://gpu1..cluster:8200", "role": "decode"}, 400),
+        ({"url": f"http://{'x' * 64}:80", "role": "decode"}, 400),
+        ({"url": "http://.:80", "role": "decode"}, 400),
+        ({"url": "http://169.254.169.254", "role": "decode"}, 400),
+        ({"url": "http://[fe80::1]:80", "role": "decode"}, 400),
+        ({"url": "http://[::ffff:169.254.169.254]", "role": "decode"}, 400),
+        ({"url": "http://2852039166", "role": "decode"}, 400),
+        ({"url": "http://0.0.0.0:8000", "role": "decode"}, 400),
+        ({"url": 1}, 400),
+        ({}, 400),
+    ],
+)
+async def test_what_is_no_instance_is_refused(body: Any, status: int) -> None:
+    async with world(prefill=0, admin_key="root") as w:
+        assert (await change(w, "POST", "/disagg/instances", **body))[0] == status
+        assert len(await rows(w)) == 1
+        assert (await w.post()).status == 200
+
+
+async def test_one_url_has_one_role() -> None:
+    async with world(prefill=0, admin_key="root") as w:
+        assert (await change(w, "POST", "/disagg/instances", url=w.d.url, role="prefill"))[0] == 409
+
+
+JSON_TYPE = {"content_type": "application/json"}
+CHANGES = [("POST", "/disagg/instances"), ("DELETE", "/disagg/instances"), ("POST", "/disagg/instances/drain")]
+
+
+@pytest.mark.parametrize(("method", "path"), CHANGES)
+async def test_changes_need_an_admin_key_always(method: str, path: str) -> None:
+    """A reverse proxy on this machine may send nothing that tells it from an operator: nginx's plain proxy_pass."""
+    async with world(prefill=0, api_keys=["user"], ready=False) as w:
+        body = json.dumps({"url": w.d.url, **({"role": "decode"} if path == CHANGES[0][1] and method == "POST" else {})}).encode()
+        for given in ({}, {"authorization": "Bearer user"}, {"authorization": "Bearer "}):
+            for host in ("127.0.0.1", "localhost", "api.example"):
+                reply = await w.ask(method, path, body, host=host, **JSON_TYPE, **given)
+                assert reply.status == 403 and "--admin-key" in reply.json()["error"]["message"]
+        rows = (await w.get("/disagg/instances", authorization="Bearer user")).json()
+        assert [row["leaving"] for row in rows] == [False]
+
+
+async def test_the_admin_key_is_not_a_clients_key() -> None:
+    async with world(prefill=0, ready=False, admin_key="root", api_keys=["user"]) as w:
+        body = json.dumps({"url": w.d.url}).encode()
+        for given in ("user", "", "roo", "root2"):
+            reply = await w.ask("DELETE", "/disagg/instances", body, authorization=f"Bearer {given}", **JSON_TYPE)
+            assert reply.status == 401
+        assert (await w.ask("DELETE", "/disagg/instances", body, **JSON_TYPE)).status == 401
+        root = {"authorization": "Bearer root"}
+        assert (await w.ask("DELETE", "/disagg/instances", body, content_type="text/plain", **root)).status == 415
+        assert (await w.ask("DELETE", "/disagg/instances", body, **JSON_TYPE, **root)).status == 200
+        assert (await w.get("/v1/models", **root)).status == 401
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "example.org"},
+        {"host": "127.0.0.1.example.org"},
+        {"x_forwarded_for": "1.2.3.4"},
+        {"x_forwarded_host": "example.org"},
+        {"x_envoy_external_address": "1.2.3.4"},
+        {"true_client_ip": "1.2.3.4"},
+        {"via": "1.1 x"},
+        {"origin": "http://localhost"},
+    ],
+)
+async def test_only_this_machine_sees_the_instances_without_a_key(headers: dict[str, str]) -> None:
+    async with world(prefill=0) as w:
+        assert (await w.get("/disagg/instances", **{"host": "localhost:8000"})).status == 200
+        assert (await w.get("/disagg/instances", **{"host": "[::1]:8000"})).status == 200
+        assert (await w.get("/disagg/instances", **{"host": "127.0.0.1", **headers})).status == 403
+
+
+async def test_nginx_s_plain_proxy_pass_does_not_see_the_instances() -> None:
+    """It speaks HTTP/1.0, and its Host is the address that it connects to."""
+    async with world(prefill=0) as w:
+        head = b"GET /disagg/instances HTTP/1.0\r\nHost: 127.0.0.1:%d\r\nConnection: close\r\n\r\n" % w.port
+        assert (await w.raw(head)).status == 403
+
+
+async def test_with_an_admin_key_the_instances_need_one() -> None:
+    async with world(prefill=0, ready=False, admin_key="root", api_keys=["user"]) as w:
+        for given, status in (("user", 200), ("root", 200), ("x", 401)):
+            assert (await w.get("/disagg/instances", authorization=f"Bearer {given}")).status == status
+        assert (await w.get("/disagg/instances")).status == 401
+    async with world(prefill=0, ready=False, admin_key="root") as w:
+        assert (await w.get("/disagg/instances")).status == 401
+
+
+async def test_instances_are_added_in_allowed_networks_only() -> None:
+    """A name is looked up and checked at each connection; localhost may have an IPv6 address, which is passed over."""
+    networks = parse_networks("127.0.0.1/32")
+    async with (
+        engines("decode") as (d,),
+        world(prefill=0, decode=0, ready=False, admin_key="root", instance_networks=networks) as w,
+    ):
+        named = f"http://localhost:{d.port}"
+        for url in (f"http://127.0.0.2:{d.port}", f"http://[::1]:{d.port}"):
+            status, said = await change(w, "POST", "/disagg/instances", url=url, role="decode")
+            assert status == 400 and "--instance-networks" in said["error"]["message"]
+        assert (await change(w, "POST", "/disagg/instances", url=named, role="decode"))[0] == 200
+        await until(lambda: usable(w, named))
+        assert (await w.post()).status == 200
+
+
+async def test_a_name_in_no_allowed_network_is_never_connected_to() -> None:
+    networks = parse_networks("10.0.0.0/8")
+    async with engines("decode") as (added,), world(prefill=0, admin_key="root", instance_networks=networks) as w:
+        flagged, named = w.d, f"http://localhost:{added.port}"  # what a flag names may be anywhere
+        assert (await change(w, "POST", "/disagg/instances", url=named, role="decode"))[0] == 200
+        await until(lambda: refused(w, named))
+        assert not added.connections
+        assert (await change(w, "POST", "/disagg/instances/drain", url=flagged.url))[0] == 200
+        assert (await change(w, "POST", "/disagg/instances", url=flagged.url, role="decode"))[0] == 200
+
+
+async def refused(w: World, url: str) -> bool:
+    row = (await rows(w))[url]
+    return "--instance-networks" in row["why_not"] and not row["usable"]
+
+
+async def test_names_in_dns_and_their_networks(caplog: pytest.LogCaptureFixture) -> None:
+    async with engines("decode") as (a,):
+        names = [("decode", "localhost", a.port)]
+        networks = parse_networks("10.0.0.0/8")
+        settings = {"names": names, "lookup_interval": 0.02, "instance_networks": networks}
+        async with world(prefill=0, decode=0, ready=False, **settings) as w:
+            await until(lambda: "--instance-networks" in caplog.text)
+            await asyncio.sleep(0.1)
+            assert not await rows(w) and not a.connections
+        assert caplog.text.count(f"http://127.0.0.1:{a.port}") == 1, "one line"
+
+
+async def test_a_watched_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with engines("decode", "decode") as (a, b):
+        path = tmp_path / "fleet.yaml"
+        path.write_text(f"decode: [{a.url}]")
+        async with world(prefill=0, decode=0, ready=False, fleet_file=str(path)) as w:
+            await until(lambda: usable(w, a.url))
+            for mistake in ("decode: nonsense", f"decode: [{a.url}, 'http://gpu1..cluster:8200']"):
+                caplog.clear()
+                path.write_text(mistake)
+                await until(lambda: "the fleet stays as it is" in caplog.text)
+                assert await usable(w, a.url) and len(await rows(w)) == 1
+                assert (await w.post()).status == 200
+            path.write_text(f"decode: ['{b.url}']")
+            await until(lambda: gone(w, a.url))
+            await until(lambda: usable(w, b.url))
+
+
+async def test_a_name_with_addresses() -> None:
+    async with engines("decode") as (a,):
+        names = [("decode", "localhost", a.port), ("decode", "name.invalid", 80), ("decode", "gpu1..cluster", 80)]
+        async with world(prefill=0, decode=0, ready=False, names=names, lookup_interval=0.05) as w:
+            await until(lambda: usable(w, a.url))
+            assert (await w.post()).status == 200
+
+
+def test_registrations_cannot_be_forged_or_repeated() -> None:
+    registry = Registry(KEY)
+
+    def note(number: int, **other: Any) -> RegistrationNote:
+        fields = {"challenge": registry.challenge, "incarnation": "i", "role": "decode", "url": "http://d1"}
+        return RegistrationNote(**{**fields, "number": number, **other})
+
+    assert registry.tell(sign(KEY, note(0, challenge="")), 0.0) == "again" and not registry.members(0.0)
+    first = sign(KEY, note(1))
+    assert registry.tell(first, 0.0) == "ok" and registry.members(0.0) == {D1}
+    for bad in (first, sign(KEY, note(0)), sign(FleetKey(b"x" * 32), note(2)), sign(FleetKey(None), note(2)), b"{}", b"x",
+                sign(KEY, note(2, url="file:///x")), sign(KEY, note(2, url="http://gpu1..cluster:8200")),
+                sign(KEY, note(2, url="http://169.254.169.254")), first.replace(b"d1", b"d2"), b"x" * 5000):  # fmt: skip
+        with pytest.raises(BadGrant):
+            registry.tell(bad, 0.0)
+    with pytest.raises(BadGrant):
+        Registry(FleetKey(None)).tell(sign(FleetKey(None), note(2)), 0.0)
+    assert registry.tell(sign(KEY, note(2, incarnation="old", leaving=True)), 1.0) == "ok"
+    assert registry.members(1.0) == {D1}, "another incarnation's goodbye"
+    assert registry.members(PATIENCE + 1) == frozenset()
+    assert registry.tell(sign(KEY, note(3)), 20.0) == "ok"
+    assert registry.tell(sign(KEY, note(4, leaving=True)), 21.0) == "ok" and not registry.members(21.0)
+    assert Registry(KEY).tell(first, 0.0) == "again", "a proxy's restart"
+
+
+async def test_an_engine_registers_itself_and_says_goodbye() -> None:
+    async with engines("decode") as (d,), world(prefill=0, decode=0, ready=False, registration=True) as w:
+        registration = Registration(f"http://127.0.0.1:{w.port}", KEY, d.incarnation, "decode", d.url)
+        await until(lambda: usable(w, d.url))
+        assert (await w.post()).json()["text"] == d.name
+        await asyncio.to_thread(registration.close)
+        await until(lambda: gone(w, d.url))
+
+
+async def test_a_registration_that_nobody_can_reach_changes_nothing() -> None:
+    """A host name that cannot be encoded once ended the proxy."""
+    async with world(prefill=0, registration=True) as w:
+        for number, url in enumerate(("http://gpu1..cluster:8200", f"http://{'x' * 64}:80", "http://169.254.169.254")):
+            again = await w.ask("POST", "/disagg/register", sign(KEY, RegistrationNote("", "i", number, "decode", url)))
+            note = RegistrationNote(again.json()["challenge"], "i", number, "decode", url)
+            assert (await w.ask("POST", "/disagg/register", sign(KEY, note))).status == 403
+        assert len(await rows(w)) == 1 and (await w.post()).status == 200
+
+
+async def test_registration_is_off_by_default() -> None:
+    async with world(prefill=0) as w:
+        assert (await w.ask("POST", "/disagg/register", b"{}")).status == 404
+
+
+class ScriptedCluster:
+    """A Kubernetes API server that lists pods."""
+
+    def __init__(self) -> None:
+        self.pods: dict[str, list[dict[str, Any]]] = {}
+        self.broken = False
+        self.asked: list[str] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                path = (await reader.readuntil(b"\r\n\r\n")).decode().split(" ")[1]
+                self.asked.append(path)
+                selector = path.partition("labelSelector=")[2].partition("&")[0]
+                body = json.dumps({"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": self.pods.get(selector, [])})
+                status = "500 X" if self.broken else "200 OK"
+                head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+                writer.write((head + body).encode())
+        writer.close()
+
+
+def pod(ip: str, ready: str = "True", leaving: bool = False) -> dict[str, Any]:
+    metadata = {"name": "x", **({"deletionTimestamp": "2026-11-20T00:00:00Z"} if leaving else {})}
+    return {"metadata": metadata, "status": {"podIP": ip, "conditions": [{"type": "Ready", "status": ready}]}}
+
+
+@contextlib.asynccontextmanager
+async def a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ScriptedCluster]:
+    """One that the library finds."""
+    pytest.importorskip("kubernetes")
+    cluster = ScriptedCluster()
+    server = await asyncio.start_server(cluster.serve, "127.0.0.1", 0)
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"}}],
+        "users": [{"name": "u", "user": {}}],
+        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+        "current-context": "x",
+    }
+    (tmp_path / "kubeconfig").write_text(json.dumps(config))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig"))
+    yield cluster
+    server.close()
+
+
+async def test_pods_by_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_cluster(tmp_path, monkeypatch) as cluster, engines("decode") as (d,):
+        settings = {"selectors": {"decode": "role=decode"}, "namespace": "ns", "pod_port": d.port}
+        cluster.pods["role%3Ddecode"] = [pod("127.0.0.1"), pod("127.0.0.2", ready="False"), pod("127.0.0.3", leaving=True)]
+        async with world(prefill=0, decode=0, ready=False, lookup_interval=0.05, **settings) as w:
+            await until(lambda: usable(w, d.url))
+            assert cluster.asked[0].startswith("/api/v1/namespaces/ns/pods?") and len(await rows(w)) == 1
+            cluster.broken = True
+            await asyncio.sleep(0.3)
+            assert await usable(w, d.url)
+            cluster.broken = False
+            cluster.pods["role%3Ddecode"] = [pod("127.0.0.1", leaving=True)]
+            await until(lambda: gone(w, d.url))
+
+
+def endpoints(kind: str, *found: tuple[str, dict[str, bool], str], ports: tuple[int, ...] = (), **more: Any) -> dict[str, Any]:
+    rows = [{"addresses": [ip], "conditions": state, "targetRef": {"uid": uid}} for ip, state, uid in found]
+    return {"addressType": kind, "endpoints": rows, "ports": [{"port": port} for port in ports], **more}
+
+
+async def test_endpoint_slices_by_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_cluster(tmp_path, monkeypatch) as cluster, engines("decode") as (d,):
+        settings = {"selectors": {"decode": "kubernetes.io/service-name=d"}, "namespace": "ns", "pod_port": 9, "slices": True}
+        selector = "kubernetes.io/service-name%3Dd"
+        ready, leaving = {"ready": True, "serving": True}, {"ready": False, "serving": True, "terminating": True}
+        out_of_service = {"ready": True, "terminating": True}  # of a Service that publishes what is not ready
+        v4 = endpoints("IPv4", ("127.0.0.1", ready, "a"), ("127.0.0.2", {"ready": False}, "b"), ("127.0.0.3", leaving, "c"),
+                       ("127.0.0.4", out_of_service, "d"), ports=(d.port,))  # fmt: skip
+        v6 = endpoints("IPv6", ("::1", ready, "a"), ports=(d.port,))
+        cluster.pods[selector] = [v6, v4, endpoints("FQDN", ("h", ready, "h")), endpoints("IPv4", endpoints=None)]
+        async with world(prefill=0, decode=0, ready=False, lookup_interval=0.05, **settings) as w:
+            await until(lambda: usable(w, d.url))
+            assert cluster.asked[0].startswith("/apis/discovery.k8s.io/v1/namespaces/ns/endpointslices?")
+            assert len(await rows(w)) == 1
+            cluster.pods[selector] = [endpoints("IPv4", ("127.0.0.5", {}, "e"), ports=(1, 2))]
+            await until(lambda: gone(w, d.url))
+            assert list(await rows(w)) == ["http://127.0.0.5:9"]
+            cluster.pods[selector] = [endpoints("IPv4", ("127.0.0.1", ready, "a"), ports=(d.port,))]
+            await until(lambda: usable(w, d.url))
+            cluster.pods[selector] = [endpoints("IPv4", ("127.0.0.1", leaving, "a"), ports=(d.port,))]
+            await until(lambda: gone(w, d.url))

@@ -1,0 +1,172 @@
+"""Answers that look complete although their engine, which is being stopped, gave them up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from proxy_world import Call, ScriptedEngine, World, answer, world
+from vllm_disagg.proxy.requests import completeness
+from vllm_disagg.proxy.requests.completeness import doubtful
+from vllm_disagg.proxy.routing.fleet import Instance
+
+PARTS = {  # of a stream: its middle, its end
+    "/v1/responses": (
+        b'event: response.output_text.delta\ndata: {"delta":"a"}\n\n',
+        b'event: response.completed\ndata: {"type":"response.completed","response":{"status":"completed"}}\n\n',
+    ),
+    "/cohere/v2/chat": (
+        b'data: {"type":"content-delta","delta":{}}\n\n',
+        b'data: {"type":"message-end","delta":{"finish_reason":"COMPLETE"}}\n\ndata: [DONE]\n\n',
+    ),
+}
+
+
+async def as_vllm(call: Call, obj: object) -> None:
+    """JSON without spaces."""
+    data = json.dumps(obj, separators=(",", ":"))
+    call.raw_write(f"HTTP/1.1 200 X\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n{data}")
+
+
+class Stopping:
+    """Engines of which the first one that gets a client's request is being stopped: it answers, and is asked again."""
+
+    def __init__(self, w: World, living: int = 0) -> None:
+        self.victim: ScriptedEngine | None = None
+        self.asked: list[Call] = []  # for one more token
+        self.living = living  # of so many questions the engine gives tokens still
+        for engine in w.prefills + w.decodes:
+            engine.script, engine.one_more = self.serve, self.one_more
+
+    async def one_more(self, call: Call) -> None:
+        self.asked.append(call)
+        await asyncio.sleep(0.02)
+        stopped = call.engine is self.victim and len(self.asked) > self.living
+        await as_vllm(call, {"choices": [{"finish_reason": "abort" if stopped else "length"}]})
+
+    async def serve(self, call: Call) -> None:
+        if call.leg == "prefill":
+            await answer(call)
+        else:
+            self.victim = self.victim or call.engine
+            await self.tell(call)
+
+    async def tell(self, call: Call) -> None:
+        if call.body.get("stream"):
+            await call.stream()
+            for part in PARTS[call.path]:
+                await call.chunk(part[:30])  # events do not come in whole pieces
+                await call.chunk(part[30:])
+            await call.end()
+        else:
+            await call.json({"status": call.body.get("status", "completed"), "who": call.engine.name})
+
+
+def body(**fields: object) -> bytes:
+    return json.dumps({"model": "m", "input": "hi", "messages": [], **fields}).encode()
+
+
+@pytest.mark.parametrize("path", PARTS)
+async def test_a_cut_answer_that_says_completed_is_no_answer(path: str) -> None:
+    async with world(decode=2) as w:
+        engines = Stopping(w)
+        reply = await w.ask("POST", path, body())
+        assert engines.victim and reply.status == 200
+        assert reply.json()["who"] in {d.name for d in w.decodes} - {engines.victim.name}
+
+
+@pytest.mark.parametrize("path", PARTS)
+async def test_a_stream_is_not_complete_until_somebody_vouches_for_it(path: str) -> None:
+    async with world(decode=2) as w:
+        engines = Stopping(w)
+        reply = await w.ask("POST", path, body(stream=True))
+        middle, end = PARTS[path]
+        assert middle in reply.body and end not in reply.body and b'"error"' in reply.body and reply.complete
+        engines.victim = None
+        engines.living = 9
+        reply = await w.ask("POST", path, body(stream=True))
+        assert reply.body == middle + end and reply.complete
+
+
+async def test_one_question_serves_all_answers_before_it() -> None:
+    async with world(prefill=0) as w:
+        engines = Stopping(w, living=99)
+        replies = await asyncio.gather(*(w.ask("POST", "/v1/responses", body()) for _ in range(20)))
+        assert all(reply.status == 200 for reply in replies)
+        assert 1 <= len(engines.asked) <= 10
+
+
+@pytest.mark.parametrize("status", ["cancelled", "incomplete"])
+async def test_gpt_oss_calls_what_is_cut_otherwise(status: str) -> None:
+    async with world(decode=2) as w:
+        engines = Stopping(w)
+        reply = await w.ask("POST", "/v1/responses", body(status=status))
+        assert engines.victim and reply.json()["who"] in {d.name for d in w.decodes} - {engines.victim.name}
+        engines.living = 99
+        reply = await w.ask("POST", "/v1/responses", body(status=status))
+        assert reply.status == 200 and reply.json()["status"] == status, "an answer that ended so is one"
+
+
+async def test_who_says_in_progress_is_believed() -> None:
+    async with world(prefill=0) as w:
+        engines = Stopping(w)
+        assert (await w.ask("POST", "/v1/responses", body(status="in_progress"))).status == 200
+        assert not engines.asked
+
+
+async def test_an_engine_with_much_to_do_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its queue says nothing against it."""
+    monkeypatch.setattr(completeness, "LOOK", 0.02)
+    async with world(prefill=0) as w:
+        engines = Stopping(w, living=99)
+
+        async def busy(call: Call) -> None:
+            engines.asked.append(call)
+            await asyncio.sleep(0.3)
+            await as_vllm(call, {"choices": [{"finish_reason": "length"}]})
+
+        w.d.one_more = busy
+        assert (await w.ask("POST", "/v1/responses", body())).status == 200
+        assert len(engines.asked) == 1
+
+
+async def test_an_engine_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silent(url: str, model: str) -> bool:
+        instance.down("it is frozen")
+        await asyncio.sleep(30)
+        return True
+
+    instance, asks = Instance("http://d", "decode", up=True), completeness.Vouching({}, "")
+    monkeypatch.setattr(completeness, "LOOK", 0.02)
+    monkeypatch.setattr(asks, "_ask", silent)
+    assert not await asyncio.wait_for(asks.works(instance), 5)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions/batch"])
+async def test_what_is_passed_on_whole_is_looked_at_too(path: str) -> None:
+    """The one instance that knows an id cannot be replaced: the client is told so."""
+    async with world(prefill=0, decode=2) as w:
+        engines = Stopping(w)
+
+        async def tell(call: Call) -> None:
+            if call.path != "/v1/responses":
+                finish = "abort" if call.engine is engines.victim else "stop"
+                await as_vllm(call, {"choices": [{"finish_reason": finish}]})
+            elif call.engine is engines.victim:
+                await call.json({"status": "completed"})
+            else:
+                await call.json({"error": {}}, 404)
+
+        engines.tell = tell  # type: ignore[method-assign]
+        reply = await w.ask("POST", path, body(previous_response_id="x"))
+        assert b"abort" not in reply.body
+        assert reply.status == (502 if path == "/v1/responses" else 200)
+
+
+def test_doubtful() -> None:
+    assert doubtful("/v1/responses", b'{"status":"completed","output":[{"status":"incomplete"}]}')
+    assert doubtful("/v1/responses", b'{"status":"incomplete"}') and not doubtful("/v1/responses", b'{"status":"queued"}')
+    assert doubtful("/v1/audio/transcriptions", b"just a text")
+    assert not doubtful("/v1/completions", b'{"status":"completed"}')

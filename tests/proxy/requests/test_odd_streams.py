@@ -1,0 +1,216 @@
+"""Streams that are not made as vLLM makes them: whatever they look like, a second answer is never appended to a first."""
+
+import asyncio
+import json
+from collections.abc import Callable
+
+import pytest
+
+from proxy_world import Call, answer, world
+from vllm_disagg.proxy.http.endpoint_schema import DIALECTS
+from vllm_disagg.proxy.requests.streams import Tape
+
+SAID = ("START", "MIDDLE", "END")
+
+
+def chunk(said: str) -> str:
+    choices = [{"index": 0, "text": said}]
+    event = {"id": "c-1", "object": "text_completion", "created": 7, "choices": choices}
+    return json.dumps(event, separators=(",", ":"))
+
+
+def named(kind: str) -> Callable[[str], str]:
+    return lambda said: f'event: {kind}\ndata: {{"type":"{kind}","delta":"{said}"}}\n\n'
+
+
+FRAMINGS: dict[str, Callable[[str], str]] = {
+    "as vLLM's": lambda said: f"data: {chunk(said)}\n\n",
+    "no space": lambda said: f"data:{chunk(said)}\n\n",
+    "two spaces": lambda said: f"data:  {chunk(said)}\n\n",
+    "named": lambda said: f"event: message\ndata: {chunk(said)}\n\n",
+    "numbered": lambda said: f"id: 1\ndata: {chunk(said)}\n\n",
+    "name last": lambda said: f"data: {chunk(said)}\nevent: message\n\n",
+    "comment within": lambda said: f": x\ndata: {chunk(said)}\n\n",
+    "two lines": lambda said: f"data: {chunk(said)[:-1]}\ndata: }}\n\n",
+    "CRLF": lambda said: f"data: {chunk(said)}\r\n\r\n",
+    "CR": lambda said: f"data: {chunk(said)}\r\r",
+    "blank lines": lambda said: f"\n\ndata: {chunk(said)}\n\n",
+    "byte order mark": lambda said: f"\ufeffdata: {chunk(said)}\n\n",
+    "text": lambda said: f"data: {said}\n\n",
+    "a JSON text": lambda said: f'data: "{said}"\n\n',
+    "no choices": lambda said: f'data: {{"said":"{said}"}}\n\n',
+    "after [DONE]": lambda said: f"data: [DONE]\n\ndata: {chunk(said)}\n\n",
+    "of another endpoint": named("response.output_text.delta"),
+    "of an unknown kind": named("novelty"),
+    "the name differs": lambda said: f'event: message_stop\ndata: {{"type":"content_block_stop","said":"{said}"}}\n\n',
+    "no blank line": lambda said: f"data: {chunk(said)}\n",
+}
+
+
+UNDERSTOOD = ("as vLLM's", "CRLF", "CR", "blank lines", "no blank line")  # of the last nothing is sent before the end
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+@pytest.mark.parametrize("framing", FRAMINGS)
+async def test_a_second_answer_is_never_appended(framing: str, path: str) -> None:
+    made = [FRAMINGS[framing](said).encode() for said in SAID]
+    asked: list[Call] = []
+
+    async def script(call: Call) -> None:
+        if call.leg == "prefill":
+            await answer(call)
+            return
+        asked.append(call)
+        first = len(asked) == 1
+        await call.stream()
+        for event in made[: 2 if first else 3]:
+            await call.chunk(event)
+            await asyncio.sleep(0.002)
+        if first:
+            call.reset()
+        else:
+            await call.end()
+
+    async with world(decode=2) as w:
+        for engine in w.prefills + w.decodes:
+            engine.script = script
+        prompt = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x", "token_ids": [1]}
+        body = {"model": "m", "stream": True, "temperature": 0, "max_tokens": 9, "sampling_params": {"temperature": 0}}
+        reply = await w.post(path, json.dumps({**prompt, **body}).encode())
+    said = [reply.body.count(word.encode()) for word in SAID]
+    assert reply.status == 200 and reply.complete and max(said) <= 1, reply.body
+    assert (b'"error"' in reply.body) == (said != [1, 1, 1]), reply.body
+    if path == "/v1/completions":
+        assert (said == [1, 1, 1]) == (framing in UNDERSTOOD), reply.body
+    elif path != "/v1/chat/completions":  # these are not its events
+        assert (said == [1, 1, 1]) == (framing == "no blank line"), reply.body
+
+
+class Counted(bytes):
+    """Bytes that count how many of them were searched, joined to others, or copied."""
+
+    touched = 0
+
+    def rfind(self, *args: object) -> int:  # type: ignore[override]
+        Counted.touched += len(self)
+        return super().rfind(*args)  # type: ignore[arg-type]
+
+    def split(self, *args: object, **more: object) -> list[bytes]:  # type: ignore[override]
+        Counted.touched += len(self)
+        return super().split(*args, **more)  # type: ignore[arg-type]
+
+    def __add__(self, other: bytes) -> "Counted":
+        Counted.touched += len(self) + len(other)
+        return Counted(super().__add__(other))
+
+    def __radd__(self, other: bytes) -> "Counted":
+        Counted.touched += len(self) + len(other)
+        return Counted(other + bytes(self))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_large_event_costs_its_size_and_not_its_square(again: bool) -> None:
+    begin, text, out = f"data: {chunk('a')}\n\n".encode(), b"x" * 3_000_000, bytearray()
+    tape = Tape(out.extend, keep=again, path="/v1/completions")
+    sink = tape.source(lambda *_: None)
+    sink(begin)
+    if again:
+        sink = tape.source(lambda *_: None)
+    event = begin + f"data: {chunk(text.decode())}\n\n".encode()
+    Counted.touched = 0
+    for at in range(0, len(event), 10_000):
+        sink(Counted(event[at : at + 10_000]))
+    assert out.count(b"x") > len(text) / 2 and Counted.touched <= 3 * len(event)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_event_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch, again: bool) -> None:
+    monkeypatch.setattr("vllm_disagg.proxy.http.sse.EVENT_LIMIT_BYTES", 100_000)
+    begin, out, stopped = f"data: {chunk('a')}\n\n".encode(), bytearray(), []
+    tape = Tape(out.extend, keep=again, path="/v1/completions")
+    sink = tape.source(lambda *said: stopped.append(said))
+    sink(begin)
+    if again:
+        sink = tape.source(lambda *said: stopped.append(said))
+    for _ in range(10):
+        sink(b"x" * 10_000)
+    assert not stopped
+    sink(b"x")
+    assert [reason for reason, _ in stopped] == ["garbled"] and bytes(out) == begin
+
+
+ENDS_OF_LINES = ["\n", "\r\n", "\r"]
+
+
+@pytest.mark.parametrize("end", ENDS_OF_LINES)
+@pytest.mark.parametrize("step", [1, 2, 3, 1000])
+def test_each_event_is_passed_on_as_soon_as_it_is_whole(end: str, step: int) -> None:
+    out = bytearray()
+    tape = Tape(out.extend, keep=False, path="/v1/completions")
+    sink = tape.source(lambda *_: None)
+    for said in SAID:
+        event = f": x{end}data: {chunk(said)}{end}{end}".encode()
+        for at in range(0, len(event), step):
+            sink(event[at : at + step])
+        assert out.endswith(f"data: {chunk(said)}\n\n".encode())
+    assert tape.flush() and out.count(b"data: ") == 3
+
+
+@pytest.mark.parametrize("end", ENDS_OF_LINES)
+def test_failures_are_seen_whatever_the_line_ends(end: str) -> None:
+    for last in ('data: {"error": {"code": 500}}\n\n', 'data: {"choices":[{"finish_reason":"abort"}]}\n\n',
+                 'event: error\ndata: {"type":"error","error":{"type":"internal_error"}}\n\n',
+                 'event: response.failed\ndata: {"type":"response.failed","response":{}}\n\n'):  # fmt: skip
+        for step in (1, 5, 1000):
+            out, stopped = bytearray(), []
+            tape = Tape(out.extend, keep=False)
+            sink = tape.source(lambda *said, to=stopped: to.append(said))
+            data = (f"data: {chunk('a')}\n\n" + last).replace("\n", end).encode()
+            for at in range(0, len(data), step):
+                sink(data[at : at + step])
+            assert len(stopped) == 1 and bytes(out) == f"data: {chunk('a')}\n\n".encode()
+
+
+def test_what_another_instance_would_say_too_is_no_failure() -> None:
+    for last in (b'event: error\ndata: {"type":"error","error":{"type":"invalid_request_error"}}\n\n',
+                 b'data: {"error": {"code": 400}}\n\n'):  # fmt: skip
+        out, stopped = bytearray(), []
+        Tape(out.extend, keep=False).source(lambda *said, to=stopped: to.append(said))(last)
+        assert not stopped and bytes(out) == last
+
+
+@pytest.mark.parametrize("compressed", [(True, True), (True, False), (False, True)])
+async def test_what_cannot_be_seen_is_not_continued(compressed: tuple[bool, bool]) -> None:
+    """Nor does it continue anything."""
+    asked: list[Call] = []
+
+    async def script(call: Call) -> None:
+        first = not asked
+        asked.append(call)
+        encoding = "content-encoding: gzip\r\n" if compressed[not first] else ""
+        call.raw_write(f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n{encoding}transfer-encoding: chunked\r\n\r\n")
+        for said in SAID[: 2 if first else 3]:
+            await call.chunk(f"data: {chunk(said)}\n\n".encode())
+        await asyncio.sleep(0.005)
+        call.reset() if first else await call.end()
+
+    async with world(prefill=0, decode=2) as w:
+        for engine in w.decodes:
+            engine.script = script
+        reply = await w.post(stream=True, temperature=0)
+    assert reply.complete and [reply.body.count(word.encode()) for word in SAID] == [1, 1, 0] and b'"error"' in reply.body
+
+
+@pytest.mark.parametrize("framing", FRAMINGS)
+def test_one_odd_event_is_enough(framing: str) -> None:
+    out = bytearray()
+    tape = Tape(out.extend, keep=True, path="/v1/completions")
+    sink = tape.source(lambda *_: None)
+    sink(f"data: {chunk('START')}\n\n".encode() + FRAMINGS[framing]("MIDDLE").encode())
+    assert tape.resumable == (framing in UNDERSTOOD)
+
+
+def test_an_event_of_another_answer_is_odd() -> None:
+    tape = Tape(bytearray().extend, keep=True, path="/v1/completions")
+    tape.source(lambda *_: None)((f"data: {chunk('a')}\n\n" + f"data: {chunk('b')}\n\n".replace("c-1", "c-2")).encode())
+    assert not tape.resumable

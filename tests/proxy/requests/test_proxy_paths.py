@@ -1,0 +1,304 @@
+"""Routes, keys, readiness and metrics."""
+
+import asyncio
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy_world import Call, ScriptedEngine, answer, until, world
+from vllm_disagg.proxy.http.routes import REFUSED, ROUTES, UNGUARDED, find
+
+
+async def test_unknown_paths_never_reach_an_engine() -> None:
+    async with world() as w:
+        for path in ("/", "//", "/v1//completions", "/v1/models/../../pause", "/static/x", "/adapters/..", "/adapters/a/b",
+                     "/adapters/%2e%2e", "/v1/responses//cancel", "/v1/responses/a/b", "/v1/responses/a/cancel/x",
+                     "/v1/responses/../../pause", "/v1/responses/%2e%2e/cancel"):  # fmt: skip
+            reply = await w.ask("POST", path, b"{}")
+            assert (reply.status, reply.json()) == (404, {"detail": "Not Found"})
+        for path, why in REFUSED.items():
+            for method in ("GET", "POST"):
+                reply = await w.ask(method, path, b"{}")
+                assert reply.status == 404 and reply.json()["error"]["message"] == f"{path} {why}"
+        reply = await w.get("/v1/completions")
+        assert (reply.status, reply.headers["allow"]) == (405, "POST")
+        assert (await w.ask("POST", "/health", b"")).status == 405
+        assert not w.p.calls and not w.d.calls
+
+
+def test_every_route_of_vllm_is_decided() -> None:
+    """Read in the installed vLLM's source, without importing it."""
+    spec = importlib.util.find_spec("vllm")
+    if not spec or not spec.submodule_search_locations:
+        pytest.skip("vLLM is not installed")
+    entrypoints = Path(spec.submodule_search_locations[0], "entrypoints")
+    called = re.compile(r"@?\w*(?:router|app)\.(?:get|post|put|delete|websocket|add_api_route)\(\s*\"(/[^\"]*)\"")
+    found = {path for file in entrypoints.rglob("*.py") if "launchers" not in file.parts and "cli" not in file.parts
+             for path in called.findall(file.read_text())}  # fmt: skip
+    assert len(found) > 60, "routes are written in another way now"
+    assert not {p for p in found if not find(p.replace("{response_id}", "resp_1")) and p not in REFUSED}
+    assert not REFUSED.keys() & ROUTES.keys()
+
+
+async def test_load_is_what_works_and_waits() -> None:
+    async with world(decode=2, max_requests=2) as w:
+        go = asyncio.Event()
+
+        async def wait(call: Call) -> None:
+            await go.wait()
+            await answer(call)
+
+        for e in w.prefills + w.decodes:
+            e.script = wait
+        assert (await w.get("/load")).json() == {"server_load": 0}
+        asked = [asyncio.create_task(w.post()) for _ in range(2)]
+        await until(lambda: sum(len(d.calls) for d in w.decodes) == 2)
+        asked.append(asyncio.create_task(w.ask("POST", "/v1/embeddings", b'{"input":"a"}')))
+        await until(lambda: load_is(w, 3))
+        go.set()
+        await asyncio.gather(*asked)
+        assert (await w.get("/load")).json() == {"server_load": 0}
+
+
+async def load_is(w: Any, load: int) -> bool:
+    return bool((await w.get("/load")).json() == {"server_load": load})
+
+
+async def test_passed_through() -> None:
+    async with world() as w:
+        assert (await w.get("/v1/models?x=1")).json() == {"data": [{"id": "m"}]}
+        assert (await w.ask("POST", "/tokenize", b'{"prompt":"a"}')).json() == {"tokens": [1]}
+        assert (await w.get("/version")).status == 200
+        assert w.d.calls[0].path == "/version"
+        assert await w.metric("vllm_disagg_requests_total", 'mode="passthrough"', 'outcome="ok"') == 3
+
+
+async def test_passed_through_to_prefill_when_no_decode_is_up() -> None:
+    async with world() as w:
+        await w.d.stop()
+        await until(lambda: down(w))
+        assert (await w.get("/v1/models")).status == 200
+        assert (await w.post()).status == 503
+
+
+async def down(w: object) -> bool:
+    return await w.metric("vllm_disagg_instance_up", 'role="decode"') == 0  # type: ignore[attr-defined, no-any-return]
+
+
+async def test_api_key() -> None:
+    async with world(api_keys=["one", "two"], ready=False) as w:
+        await w.until_probed()
+        for path in ("/v1/models", "/disagg/instances", "/v1/nothing"):
+            reply = await w.get(path)
+            assert (reply.status, reply.json()) == (401, {"error": "Unauthorized"})
+            assert (await w.get(path, authorization="Bearer three")).status == 401
+            assert (await w.get(path, authorization="Basic one")).status == 401
+        for given in ("Bearer one", "bearer two"):
+            assert (await w.get("/disagg/instances", authorization=given)).status == 200
+        assert (await w.get("/health")).status == 200
+
+
+async def test_readiness_and_metrics() -> None:
+    def closed(w: object) -> None:
+        w.d.health = 503  # type: ignore[attr-defined]
+
+    async with world(ready=False, prepare=closed) as w:
+        assert (await w.get("/health")).status == 200
+        reply = await w.get("/readiness")
+        assert reply.status == 503 and reply.json()["decode"] == 0 and w.d.url in reply.json()["instances"]
+        w.d.health = 200
+        await w.until_ready()
+        assert (await w.get("/readiness")).json() == {"prefill": 1, "decode": 1}
+
+        async def late(call: Call) -> None:
+            await asyncio.sleep(0.05)
+            await answer(call)
+
+        w.d.script = late
+        await w.post(stream=True)
+        text = (await w.get("/metrics")).body.decode()
+        for name in ("ttft_seconds_count 1.0", "queue_seconds_count 1.0", "prefill_leg_seconds_count 1.0"):
+            assert f"vllm_disagg_{name}" in text
+        labels = 'requests_total{mode="disaggregated",outcome="ok",path="/v1/completions"} 1.0'
+        assert f"vllm_disagg_{labels}" in text
+        assert f'vllm_disagg_instance_up{{role="prefill",url="{w.p.url}"}} 1.0' in text
+
+
+@pytest.mark.parametrize("method", ["HEAD", "OPTIONS", "DELETE"])
+async def test_other_methods(method: str) -> None:
+    async with world(prefill=0) as w:
+        client = await w.connect()
+        client.writer.write(f"{method} /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        text = await client.reader.read()
+        assert text.startswith(b"HTTP/1.1 405") and text.endswith(b"\r\n\r\n") is (method == "HEAD")
+
+
+async def test_an_engine_that_fails_a_forwarded_request() -> None:
+    async def reset(call: Call) -> None:
+        call.reset()
+
+    async with world(prefill=0) as w:
+        w.d.script = reset
+        assert (await w.get("/version")).status == 502
+        assert isinstance(w.d, ScriptedEngine)
+
+
+FORWARDED = [path for path, (methods, how) in ROUTES.items() if how == "forward" and methods == ("POST",)]
+
+
+@pytest.mark.parametrize("path", FORWARDED)
+async def test_everything_else_is_passed_to_one_instance_as_it_is(path: str) -> None:
+    async with world(decode=2) as w:
+        raw = b'{ "model":"m", "input": ["a"],\t"novelty":1.50, "\\u00e9":null }'
+
+        async def echo(call: Call) -> None:
+            await call.json({"id": call.headers["x-request-id"], "url": call.target}, 200, "x-engine: 1\r\n")
+
+        for d in w.decodes:
+            d.script = echo
+        if path.endswith("tokenize"):
+            return  # of the scripted engine's own
+        headers = {"x_request_id": "r", "authorization": "Bearer k", "traceparent": "t", "content_type": "a/b"}
+        reply = await w.ask("POST", f"{path}?beta=true&x=%2F", raw, **headers)
+        assert reply.json() == {"id": "r", "url": f"{path}?beta=true&x=%2F"} and reply.headers["x-engine"] == "1"
+        (call,) = [c for d in w.decodes for c in d.calls]
+        assert call.raw == raw and [call.headers[n] for n in ("authorization", "traceparent", "content-type")] == [
+            "bearer k", "t", "a/b"]  # fmt: skip
+        assert not w.p.calls
+        if not path.startswith("/v1/audio/"):
+            sly = b'{"kv_transfer_params":{"do_remote_prefill":true}}'
+            assert (await w.ask("POST", path, sly)).status == 400
+
+
+async def test_forms_are_passed_as_they_are() -> None:
+    async with world() as w:
+        form = b'--x\r\ncontent-disposition: form-data; name="file"\r\n\r\n\x00\xff\r\n--x--\r\n'
+        kind = "multipart/form-data; boundary=x"
+        assert (await w.ask("POST", "/v1/audio/transcriptions", form, content_type=kind)).status == 200
+        assert w.d.calls[0].raw == form
+
+
+async def test_a_forwarded_request_goes_to_another_instance() -> None:
+    async with world(decode=3, probe_interval=60.0) as w:
+
+        async def reset(call: Call) -> None:
+            call.reset()
+
+        async def fine(call: Call) -> None:
+            await call.json({"by": call.engine.name})
+
+        for d, script in zip(w.decodes, (reset, reset, fine), strict=True):
+            d.script = script
+        for _ in range(3):
+            assert (await w.ask("POST", "/v1/embeddings", b'{"input":"a"}')).json() == {"by": "d2"}
+
+        async def bad(call: Call) -> None:
+            await call.json({"error": "of the request"}, 500)
+
+        w.decodes[2].script = bad
+        assert (await w.ask("POST", "/v1/embeddings", b'{"input":"a"}')).status in (500, 502)
+
+
+async def test_a_forwarded_stream() -> None:
+    async with world() as w:
+
+        async def stream(call: Call) -> None:
+            await call.stream()
+            for i in range(3):
+                await call.event({"text": str(i)})
+            if call.body.get("die"):
+                await asyncio.sleep(0.01)
+                call.reset()
+            else:
+                await call.end()
+
+        w.d.script = stream
+        reply = await w.ask("POST", "/cohere/v2/chat", b'{"stream":true}')
+        assert reply.events() == [{"text": "0"}, {"text": "1"}, {"text": "2"}]
+        reply = await w.ask("POST", "/cohere/v2/chat", b'{"stream":true,"die":true}')
+        assert reply.complete and reply.events()[3]["error"]["code"] == 502
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/inference/v1/generate"])
+async def test_other_generating_endpoints_use_both_legs(path: str) -> None:
+    async with world() as w:
+        prompt = {"/v1/responses": {"input": "x"}, "/v1/messages": {"messages": [], "max_tokens": 9},
+                  "/inference/v1/generate": {"token_ids": [1], "sampling_params": {"max_tokens": 9}}}[path]  # fmt: skip
+        reply = await w.ask("POST", f"{path}?beta=true", json.dumps({"model": "m", **prompt}).encode())
+        assert reply.json() == {"text": "d0", "leg": "decode"}
+        assert w.p.calls[0].target == w.d.calls[0].target == f"{path}?beta=true"
+        assert w.d.calls[0].body == {"model": "m", **prompt, "kv_transfer_params": w.d.calls[0].body["kv_transfer_params"]}
+
+
+async def test_a_response_is_looked_up_where_it_is() -> None:
+    async with world(decode=3) as w:
+
+        async def knows(call: Call) -> None:
+            known = call.engine.name == "d1"
+            await call.json({"by": call.engine.name} if known else {"error": {"code": 404}}, 200 if known else 404)
+
+        async def knows_nothing(call: Call) -> None:
+            await call.json({"error": {"code": 404}}, 404)
+
+        for d in w.decodes:
+            d.script = knows
+        assert (await w.get("/v1/responses/resp_1")).json() == {"by": "d1"}
+        assert (await w.ask("POST", "/v1/responses/resp_1/cancel", b"")).json() == {"by": "d1"}
+        body = b'{"input":"x","previous_response_id":"resp_1"}'
+        assert (await w.ask("POST", "/v1/responses", body)).json() == {"by": "d1"}
+        for d in w.decodes:
+            d.script = knows_nothing
+        assert (await w.get("/v1/responses/resp_1")).status == 404
+        assert (await w.ask("DELETE", "/v1/responses/resp_1", b"")).status == 405
+
+
+async def test_adapters_are_loaded_everywhere() -> None:
+    async with world(prefill=2, decode=2) as w:
+        engines = w.prefills + w.decodes
+
+        async def load(call: Call) -> None:
+            await call.json("Success", 200)
+
+        for e in engines:
+            e.script = load
+        assert (await w.ask("POST", "/v1/load_lora_adapter", b'{"lora_name":"l"}')).json() == "Success"
+        assert [len(e.calls) for e in engines] == [1] * 4
+        await until(lambda: all(e.probes == 2 for e in engines))
+
+        async def refuse(call: Call) -> None:
+            await call.json({"error": {"message": "no such path"}}, 400)
+
+        w.decodes[1].script = refuse
+        assert (await w.ask("POST", "/v1/unload_lora_adapter", b'{"lora_name":"l"}')).status == 400
+        await w.p.stop()
+        await until(lambda: down_prefill(w))
+        assert (await w.ask("POST", "/v1/load_lora_adapter", b"{}")).status == 503
+
+
+async def down_prefill(w: Any) -> bool:
+    return any(not row["usable"] for row in (await w.get("/disagg/instances")).json())
+
+
+async def test_keys_guard_all_that_costs() -> None:
+    async with world(api_keys=["k"], ready=False) as w:
+        await w.until_probed()
+        for path in ROUTES:
+            free = path in UNGUARDED
+            reply = await w.ask(ROUTES[path][0][0], path, b"")
+            assert (reply.status == 401) is not free, path
+        assert (await w.ask("POST", "/v1/embeddings", b"{}", authorization="Bearer k")).status == 200
+
+
+async def test_two_models() -> None:
+    def prepare(w: Any) -> None:
+        w.decodes[1].models = ["other", "adapter"]
+
+    async with world(prefill=0, decode=3, prepare=prepare) as w:
+        reply = await w.get("/v1/models")
+        assert reply.json() == {"object": "list", "data": [{"id": "m"}, {"id": "other"}, {"id": "adapter"}]}
+        for model, names in (("m", {"d0", "d2"}), ("adapter", {"d1"}), ("nobody's", {"d0", "d1", "d2"})):
+            assert {(await w.post(model=model)).json()["text"] for _ in range(6)} == names

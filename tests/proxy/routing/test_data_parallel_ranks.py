@@ -1,0 +1,160 @@
+"""Data parallel engines: each rank is an instance, URL@RANK, and whatever is sent there says so."""
+
+import asyncio
+import json
+from collections.abc import Callable
+
+import pytest
+
+from proxy_world import Call, ScriptedEngine, World, answer, until, world
+from vllm_disagg.errors import ConfigError
+from vllm_disagg.protocol.peers import EngineInfo
+from vllm_disagg.proxy.http.addresses import check_url
+from vllm_disagg.proxy.routing.fleet import Instance
+
+
+def ranks(*engines: str) -> Callable[[World], None]:
+    """Two for each of these engines (p0, d0 ...)."""
+
+    def prepare(w: World) -> None:
+        for engine in w.prefills + w.decodes:
+            engine.ranks = 2 * (engine.name in engines)
+
+    return prepare
+
+
+def expect_own_rank(engine: ScriptedEngine) -> None:
+    """Each leg came to the rank that its grant is for."""
+    for call in engine.calls:
+        assert call.grant and call.grant.engine == engine.facts(call.rank)["incarnation"]
+
+
+@pytest.mark.parametrize("engines", [("p0",), ("d0",), ("p0", "d0")])
+async def test_every_leg_goes_to_the_rank_that_its_grant_names(engines: tuple[str, ...]) -> None:
+    async with world(prepare=ranks(*engines)) as w:
+        for at in range(12):
+            assert (await w.post(prompt=f"{at} different")).json()["leg"] == "decode"
+        expect_own_rank(w.p)
+        expect_own_rank(w.d)
+        for engine in (w.p, w.d):
+            assert {call.rank for call in engine.calls} == ({0, 1} if engine.name in engines else {None})
+        sources = {call.grant.transfer: call.rank for call in w.p.calls if call.grant}
+        for grant in (call.grant for call in w.d.calls):
+            assert grant
+            served = w.p.facts(sources[grant.transfer])
+            assert [worker.name for worker in grant.sources] == [worker["name"] for worker in served["workers"]]
+
+
+async def test_one_rank_dies_with_all_others() -> None:
+    """vLLM ends them together; the next life of each has an incarnation of its own."""
+    async with world(prepare=ranks("d0")) as w:
+        await w.d.stop()
+        await until(lambda: down(w))
+        w.d.incarnation = "d0-2"
+        await w.d.start()
+        await w.until_ready()
+        w.d.calls.clear()
+        for at in range(6):
+            assert (await w.post(prompt=f"{at} different")).json()["leg"] == "decode"
+        expect_own_rank(w.d)
+
+
+async def down(w: World) -> bool:
+    rows = (await w.get("/disagg/instances")).json()
+    return sum(not row["usable"] for row in rows) == 2
+
+
+async def test_a_clients_rank_that_nobody_has_turns_no_leg_away_from_its_instance() -> None:
+    async with world(prepare=ranks("p0", "d0")) as w:
+        for at in range(4):
+            body = json.dumps({"model": "m", "prompt": f"{at}"}).encode()
+            assert (await w.ask("POST", "/v1/completions", body, x_data_parallel_rank="7")).json()["leg"] == "whole"
+        assert not w.p.calls and {call.headers["x-data-parallel-rank"] for call in w.d.calls} == {"0", "1"}
+
+
+async def test_a_clients_rank_is_the_one_that_serves() -> None:
+    async with world(prepare=ranks("p0", "d0")) as w:
+        for at in range(4):
+            body = json.dumps({"model": "m", "prompt": f"{at}"}).encode()
+            assert (await w.ask("POST", "/v1/completions", body, x_data_parallel_rank="1")).json()["leg"] == "whole"
+        assert not w.p.calls and [call.headers["x-data-parallel-rank"] for call in w.d.calls] == ["1"] * 4
+
+
+async def test_ranks_that_are_not_named_transfer_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def prepare(w: World) -> None:
+        w.d.ranks, w.d.names_ranks = 2, False
+
+    async with world(prepare=prepare) as w:
+        assert (await w.post()).json()["leg"] == "whole" and not w.p.calls
+        words = f"it has several data parallel ranks: give each as an instance, {w.d.url}@0 and so on"
+        assert f"{w.d.url} (decode) serves whole requests only: {words}" in caplog.text
+
+
+def test_a_rank_of_an_engine_that_has_none() -> None:
+    made = Instance("http://h:1@0", "decode")
+    made.probed("m", EngineInfo("i", "decode", [], {}))
+    assert not made.transfers and made.why_not == "is no data parallel rank: give it as http://h:1"
+
+
+async def test_responses_are_split_between_others_only() -> None:
+    """vLLM gives them to any rank, whatever the header says."""
+    body = json.dumps({"model": "m", "input": "hi"}).encode()
+    async with world(decode=2, prepare=ranks("d0")) as w:
+        for _ in range(4):
+            assert (await w.post("/v1/responses", body)).json() == {"text": "d1", "leg": "decode"}
+        assert not w.d.calls
+    async with world(prepare=ranks("d0")) as w:
+        assert (await w.post("/v1/responses", body)).json()["leg"] == "whole"
+
+
+async def test_each_ranks_kv_cache_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_disagg.proxy.membership.discovery.WEIGH", 0.03)
+    async with world(prepare=ranks("d0")) as w:
+        w.d.kv_use = 0.95  # rank 0's
+
+        async def elsewhere() -> bool:
+            assert (await w.post()).status == 200
+            return w.d.calls[-1].rank == 1
+
+        await until(elsewhere)
+        await asyncio.sleep(0.1)
+        w.d.calls.clear()
+        for at in range(6):
+            assert (await w.post(prompt=f"{at} different")).status == 200
+        assert {call.rank for call in w.d.calls} == {1}
+
+
+async def test_where_the_header_has_no_effect_prompts_are_not_split_any_more() -> None:
+    """As in versions of vLLM whose endpoint does not know it."""
+
+    def prepare(w: World) -> None:
+        w.p.ranks, w.p.rankless = 2, ("/v1/chat/completions",)
+
+    async with world(prepare=prepare) as w:
+        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
+        for _ in range(8):
+            assert (await w.post("/v1/chat/completions", body)).status == 200
+        assert await w.metric("vllm_disagg_fallbacks_total", 'reason="prefill_stale"') >= 1
+        legs = len(w.p.calls)
+        assert (await w.post("/v1/chat/completions", body)).json()["leg"] == "whole" and len(w.p.calls) == legs
+        assert (await w.post()).json()["leg"] == "decode"
+
+
+async def test_adapters_are_loaded_once_for_all_ranks() -> None:
+    async with world(prepare=ranks("p0", "d0")) as w:
+
+        async def load(call: Call) -> None:
+            await call.json("Success")
+
+        w.p.script = w.d.script = load
+        assert (await w.ask("POST", "/v1/load_lora_adapter", b'{"lora_name":"l"}')).status == 200
+        assert len(w.p.calls) == len(w.d.calls) == 1
+        await until(lambda: w.p.probes == w.d.probes == 4)
+        w.p.script = w.d.script = answer
+
+
+def test_urls() -> None:
+    assert check_url("http://h:1@3", "x") == check_url("http://h:1/@3", "x") == check_url("http://h:1@3/", "x") == "http://h:1@3"
+    for url in ("http://h:1@", "http://h:1@x", "http://h:1@-1", "http://h:1@12345", "http://u@h:1@2", "@1", "h:1@1"):
+        with pytest.raises(ConfigError, match=r"^x: "):
+            check_url(url, "x")

@@ -1,0 +1,263 @@
+"""Engines that make no steps while their API server lives, and engines that only seem to."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from proxy_world import Call, ScriptedEngine, World, answer, answer_at_once, until, world
+from vllm_disagg.proxy.routing.engine_steps import LOOKS, NUDGE, Stepping, Verdict, fingerprint
+
+PATIENCE = 3.2  # an engine is down after a quarter of it, 0.8 s, without a step
+STILL = PATIENCE / 4
+
+PAGE = b"""# HELP vllm:num_requests_running x
+vllm:num_requests_running{engine="0",model_name="m"} 1.0
+vllm:num_requests_running{engine="1",model_name="m"} 2.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 3.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 3.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:iteration_tokens_total_count{engine="0",model_name="m"} 7.0
+vllm:iteration_tokens_total_bucket{engine="0",le="1.0"} 7.0
+http_requests_total{handler="/metrics"} 99.0
+process_cpu_seconds_total 12.3
+"""
+
+
+def test_what_of_a_page_shows_steps() -> None:
+    found = fingerprint(PAGE, 0).decode().splitlines()
+    names = [line.partition("{")[0] for line in found]
+    assert names == [
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:iteration_tokens_total_count",
+    ]
+    assert fingerprint(PAGE, 1).decode().count("\n") == 0 and len(fingerprint(PAGE).splitlines()) == 5
+    other = PAGE.replace(b"99.0", b"100.0").replace(b"12.3", b"13.0")  # what changes without a step
+    assert fingerprint(other) == fingerprint(PAGE)
+    assert fingerprint(b"vllm:other 1\n") == b""
+
+
+def looks(it: Stepping, pages: list[bytes], busy: bool = True, began: float = 0.0) -> list[Verdict]:
+    """What is concluded of a look each second."""
+    found = []
+    for at, page in enumerate(pages):
+        now = began + 1.0 + at
+        assert it.is_due(now, busy, 1.0)
+        found.append(it.saw(page, now))
+    return found
+
+
+def test_an_engine_without_steps() -> None:
+    it = Stepping()
+    it.asked(0.5)
+    found = looks(it, [b"x"] * (LOOKS + 1))
+    assert found[NUDGE] is Verdict.NUDGE and found.count(Verdict.NUDGE) == 1
+    assert found[-1] is Verdict.STALLED and found.count(Verdict.STALLED) == 1 and it.stalled
+
+
+def test_each_step_is_a_new_beginning() -> None:
+    it = Stepping()
+    pages = [b"x"] * LOOKS + [b"y"] * LOOKS + [b"z"] * LOOKS
+    assert Verdict.STALLED not in looks(it, pages)
+    it.lived(99.0)
+    assert Verdict.STALLED not in looks(it, [b"z"] * (LOOKS - 1), began=99.0)
+
+
+def test_a_request_that_was_given_up_is_owed_still() -> None:
+    """As when D computes a prompt itself after some seconds, again and again: P is found all the same."""
+    it = Stepping()
+    found = []
+    for round_ in range(5):
+        it.asked(round_ * 4.0 + 0.5)
+        found += looks(it, [b"x"] * 4, busy=False, began=round_ * 4.0)
+    assert Verdict.STALLED in found
+
+
+def test_who_owes_nothing_is_not_looked_at() -> None:
+    it = Stepping()
+    it.asked(1.0)
+    it.lived(2.0)
+    assert not it.is_due(99.0, False, 1.0)
+    assert not it.is_due(99.5, True, 1.0) and it.is_due(100.0, True, 1.0), "the time begins with the request"
+
+
+def test_without_its_numbers_nothing_is_concluded() -> None:
+    it = Stepping()
+    assert set(looks(it, [b""] * 3 * LOOKS)) == {Verdict.UNKNOWN}
+
+
+async def only_whole(call: Call) -> None:
+    await (answer(call) if call.leg == "whole" else call.forever())
+
+
+async def unusable(w: World, engine: ScriptedEngine) -> bool:
+    rows = {row["url"]: row for row in (await w.get("/disagg/instances")).json()}
+    return not rows[engine.url]["usable"]
+
+
+async def test_a_prefill_engine_that_makes_no_steps() -> None:
+    """It is down long before `patience`, its requests go on, no other goes there, and it comes back."""
+    async with world(patience=PATIENCE) as w:
+        w.d.script = only_whole
+        w.p.stuck = True
+        began = time.monotonic()
+        replies = await asyncio.gather(*(w.post() for _ in range(3)))
+        assert [r.json()["leg"] for r in replies] == ["whole"] * 3
+        assert STILL / 2 < time.monotonic() - began < PATIENCE
+        assert await w.metric("vllm_disagg_fallbacks_total", 'reason="prefill_stalled"') == 3
+        assert await unusable(w, w.p)
+        began = time.monotonic()
+        assert (await w.post()).json()["leg"] == "whole" and time.monotonic() - began < STILL
+        w.p.stuck = False
+        w.d.script = answer
+        await w.until_ready()
+        assert (await w.post()).json()["leg"] == "decode"
+
+
+async def test_a_prefill_engine_whose_requests_are_always_given_up() -> None:
+    """D does not wait for it as long as the proxy does."""
+    async with world(patience=PATIENCE) as w:
+
+        async def impatient(call: Call) -> None:
+            await asyncio.sleep(STILL / 5)
+            await answer_at_once(call)
+
+        w.d.script = impatient
+        w.p.stuck = True
+
+        async def found() -> bool:
+            assert (await w.post()).status == 200
+            return await unusable(w, w.p)
+
+        await until(found, limit=4 * STILL)
+
+
+async def chunks(engine: ScriptedEngine) -> None:
+    """A long prompt, in chunks: a request of one token waits behind all of them."""
+    for _ in range(40):
+        await asyncio.sleep(STILL / 16)
+        engine.kv_use += 0.01
+
+
+async def window(engine: ScriptedEngine) -> None:
+    """The same, by a model that holds a window of it only: all that moves is who waits."""
+    for _ in range(40):
+        await asyncio.sleep(STILL / 16)
+        engine.waiting = sum(not call.gone.is_set() for call in asked.get(engine.name, ()))
+
+
+async def parked(engine: ScriptedEngine) -> None:
+    """A request that waits for something else: one of one token is answered."""
+    await asyncio.sleep(2.5 * STILL)
+
+
+async def mute(engine: ScriptedEngine) -> None:
+    """--disable-log-stats: nothing is known."""
+    engine.steps = None
+    await asyncio.sleep(2.5 * STILL)
+
+
+asked: dict[str, list[Call]] = {}
+
+
+@pytest.mark.parametrize("work", [chunks, window, parked, mute])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_an_engine_at_work_is_left_alone(work: object, role: str) -> None:
+    async with world(decode=2, patience=PATIENCE) as w:
+        busy: list[ScriptedEngine] = []
+
+        async def slow(call: Call) -> None:
+            if call.engine.role == role:
+                busy.append(call.engine)
+                await work(call.engine)  # type: ignore[operator]
+            await answer_at_once(call)
+
+        async def one_more(call: Call) -> None:
+            asked.setdefault(call.engine.name, []).append(call)
+            await (call.forever() if work is not parked else call.json({"choices": [{"text": "x"}]}))
+
+        asked.clear()
+        for engine in (w.p, *w.decodes):  # a healthy D answers one token at once, also while it waits for KV
+            engine.script = slow if engine.role == role else answer
+            if engine.role == role:
+                engine.one_more = one_more
+            if role == "decode" and engine is w.p:
+                engine.script = answer_at_once
+        reply = await w.post()
+        assert reply.json()["leg"] == "decode" and len(busy) == 1
+        assert await w.metric("vllm_disagg_fallbacks_total") == 0
+        assert not await unusable(w, busy[0])
+        nudges = len(asked.get(busy[0].name, ()))
+        assert nudges == 0 if work in (chunks, mute) else 1 <= nudges <= 8
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_decode_engine_that_makes_no_steps(begun: bool) -> None:
+    async with world(decode=2, patience=PATIENCE) as w:
+        stuck: list[ScriptedEngine] = []
+
+        async def stand_still(call: Call) -> None:
+            if stuck:
+                await answer(call)
+                return
+            if begun:
+                await call.stream()
+                await call.event({"text": "a"})
+                call.engine.steps = 1
+            stuck.append(call.engine)
+            call.engine.stuck = True
+            await call.forever()
+
+        for d in w.decodes:
+            d.script = stand_still
+        began = time.monotonic()
+        reply = await w.post(stream=begun)
+        assert time.monotonic() - began < PATIENCE
+        if begun:
+            assert reply.events()[0] == {"text": "a"} and reply.events()[1]["error"]["code"] == 502
+        else:
+            assert reply.json()["text"] != stuck[0].name
+        assert await unusable(w, stuck[0])
+        for _ in range(3):
+            assert (await w.post()).json()["text"] != stuck[0].name
+
+
+async def test_the_only_decode_engine_is_waited_for() -> None:
+    async with world(patience=PATIENCE) as w:
+        w.p.script = answer_at_once
+        w.d.script = answer_at_once
+        w.d.stuck = True
+        client = await w.start()
+        await until(lambda: unusable(w, w.d))
+        w.d.stuck = False
+        assert (await client.receive()).status == 200
+        await w.until_ready()
+
+
+async def test_the_only_decode_engine_is_waited_for_within_bounds() -> None:
+    async with world(prefill=0, patience=PATIENCE) as w:
+        w.d.stuck = True
+        began = time.monotonic()
+        reply = await w.post()
+        assert reply.status == 502 and "makes no steps" in reply.json()["error"]["message"]
+        assert PATIENCE < time.monotonic() - began < 2 * PATIENCE + STILL
+
+
+async def test_who_has_answered_owes_nothing() -> None:
+    """It is idle, and makes no steps for anybody."""
+    async with world(patience=PATIENCE) as w:
+        nudged: list[Call] = []
+
+        async def one_more(call: Call) -> None:
+            nudged.append(call)
+            await call.json({"choices": [{"text": "x"}]})
+
+        for engine in (w.p, w.d):
+            engine.script, engine.one_more = answer_at_once, one_more
+        assert (await w.post()).json()["leg"] == "decode"
+        await asyncio.sleep(1.5 * STILL)
+        assert not nudged

@@ -1,0 +1,241 @@
+"""Fleet state and who is chosen."""
+
+import itertools
+
+import pytest
+
+from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
+from vllm_disagg.proxy.routing.fleet import Fleet, Instance, mismatch
+from vllm_disagg.proxy.routing.pairing import Pair, choose, choose_decode
+from vllm_disagg.proxy.routing.policies import Ask, Policy
+
+POLICY = Policy()
+_names = itertools.count()
+
+
+def engine(role: str = "both", workers: int = 1, **layout: str) -> EngineInfo:
+    name = f"i{next(_names)}"
+    listening = [WorkerInfo(f"{name}.{k}", "tcp://a:1", "tcp://a:2") for k in range(workers)]
+    return EngineInfo(name, role, listening, layout)  # type: ignore[arg-type]
+
+
+def instance(role: str, name: str = "", of: EngineInfo | None = None) -> Instance:
+    made = Instance(f"http://{role}{name}", role)  # type: ignore[arg-type]
+    made.probed("m", of or engine())
+    return made
+
+
+def fleet(*instances: Instance) -> Fleet:
+    return Fleet(list(instances))
+
+
+def pair(choice: object) -> Pair:
+    assert isinstance(choice, Pair)
+    return choice
+
+
+def test_least_prompt_bytes_then_turns() -> None:
+    p = [instance("prefill", str(i)) for i in range(3)]
+    world = fleet(*p, instance("decode"))
+    p[0].prompt_bytes = 10
+    chosen = []
+    for _ in range(4):
+        choice = pair(choose(world, POLICY, 9, Ask(0), 0.0))
+        choice.take(world, POLICY, 0.0)
+        chosen.append(choice.prefill)
+    assert chosen == [p[1], p[2], p[1], p[2]]
+
+
+def test_fewest_running_decode() -> None:
+    d = [instance("decode", str(i)) for i in range(2)]
+    d[0].in_flight = 1
+    world = fleet(instance("prefill"), *d)
+    first = pair(choose(world, POLICY, 9, Ask(5), 0.0))
+    first.take(world, POLICY, 0.0)
+    assert first.decode is d[1] and d[1].in_flight == 1 and first.prefill.prompt_bytes == 5
+    second = pair(choose(world, POLICY, 9, Ask(5), 0.0))
+    assert second.decode is d[0], "equals take turns"
+    first.release_prefill()
+    assert (first.prefill.legs, first.prefill.prompt_bytes) == (0, 0)
+
+
+def test_busy_and_none() -> None:
+    p, d = instance("prefill"), instance("decode")
+    world = fleet(p, d)
+    pair(choose(world, POLICY, 1, Ask(1), 0.0)).take(world, POLICY, 0.0)
+    assert choose(world, POLICY, 1, Ask(1), 0.0) == "busy"
+    d.down("gone")
+    assert choose(world, POLICY, 1, Ask(1), 0.0) == "none"
+
+
+def test_only_fitting_pairs() -> None:
+    a, b = instance("prefill", of=engine(dtype="a")), instance("prefill", of=engine(dtype="b"))
+    d = instance("decode", of=engine(dtype="b"))
+    world = fleet(a, b, d)
+    for _ in range(3):
+        choice = pair(choose(world, POLICY, 9, Ask(1), 0.0))
+        choice.take(world, POLICY, 0.0)
+        assert choice.prefill is b
+    assert mismatch(a, d) == "dtype is a on one side and b on the other"
+
+
+def test_any_number_of_workers() -> None:
+    p, d = instance("prefill", of=engine(workers=2)), instance("decode")
+    assert pair(choose(fleet(p, d), POLICY, 9, Ask(1), 0.0)).prefill is p
+    assert mismatch(p, d) == ""
+
+
+@pytest.mark.parametrize(("role", "told", "fits"), [("prefill", "decode", False), ("decode", "prefill", False),
+                                                    ("prefill", "both", True), ("decode", "decode", True)])  # fmt: skip
+def test_roles(role: str, told: str, fits: bool) -> None:
+    odd = instance(role, of=engine(told))
+    other = instance("decode" if role == "prefill" else "prefill")
+    assert isinstance(choose(fleet(odd, other), POLICY, 9, Ask(1), 0.0), Pair) is fits
+    assert bool(odd.why_not) is not fits
+    assert (choose_decode(fleet(odd), POLICY, 0.0) is odd) is (role == "decode"), "any decode instance serves whole requests"
+
+
+def test_plain_decode_serves_whole_only() -> None:
+    d = Instance("u", "decode")
+    d.probed("m", None)
+    world = fleet(instance("prefill"), d)
+    assert choose(world, POLICY, 9, Ask(1), 0.0) == "none" and choose_decode(world, POLICY, 0.0) is d
+    assert "connector" in d.why_not and "key" in d.why_not
+
+
+def test_two_misses_and_back() -> None:
+    d = instance("decode")
+    d.missed("quiet")
+    assert d.usable(0.0)
+    d.missed("quiet")
+    assert not d.usable(0.0) and d.needs_probe and d.why_not == "quiet"
+    d.probed("m", engine())
+    assert d.usable(0.0) and d.misses == 0
+
+
+def test_failing_instances_rest_longer_each_time() -> None:
+    p = instance("prefill")
+    p.leg_failed("5xx", 0.0)
+    assert p.can_prefill(0.0), "one failure may be its request's fault"
+    rests = []
+    for _ in range(8):
+        p.leg_failed("5xx", 0.0)
+        rests.append(p.resting_until)
+    assert rests == [1, 2, 4, 8, 16, 30, 30, 30]
+    assert not p.can_prefill(29.9) and p.can_prefill(30.0)
+    p.leg_succeeded(35.0)
+    p.leg_failed("5xx", 40.0)
+    assert p.can_prefill(40.0)
+
+
+def test_failures_of_one_moment_count_once() -> None:
+    p = instance("prefill")
+    for _ in range(20):
+        p.leg_failed("5xx", 1.0, began=0.5)
+    assert p.failures == 1 and p.usable(1.0), "a burst that met a full queue"
+    p.leg_failed("5xx", 1.5, began=1.2)
+    assert p.failures == 2 and not p.usable(1.6), "and one that was sent after that"
+
+
+def test_a_failure_counts_from_when_it_came() -> None:
+    """That it was the instance's fault is known when another one has answered, which may take long."""
+    d = instance("decode")
+    d.leg_failed("5xx", 60.0, began=0.5, ended=1.0)
+    d.leg_failed("5xx", 61.0, began=2.0, ended=2.5)
+    assert d.failures == 2 and not d.usable(61.5)
+
+
+def test_a_failure_beside_a_success_does_not_count() -> None:
+    """As of a burst of which some are served: the others are known to have failed there when another has served them."""
+    d = instance("decode")
+    d.leg_failed("5xx", 1.0, began=0.5)
+    d.leg_succeeded(2.0)
+    for k in range(20):
+        d.leg_failed("5xx", 3.0 + k, began=1.5)
+    assert d.usable(3.0) and d.failures == 0
+
+
+def test_a_dead_engine_is_down_at_once() -> None:
+    d = instance("decode")
+    d.leg_succeeded(2.0)
+    d.leg_failed("died", 3.0, began=1.0)
+    assert not d.up
+
+
+def test_an_engine_is_never_paired_with_itself() -> None:
+    """As when it is given under two names of its address."""
+    one = engine()
+    p, d = instance("prefill", of=one), instance("decode", of=one)
+    world = fleet(p, d)
+    assert choose(world, POLICY, 9, Ask(1), 0.0) == "none" and choose_decode(world, POLICY, 0.0) is d
+    assert mismatch(p, d) == "they are one engine, and no engine is paired with itself"
+    assert world.unpaired(p) == f"{p.url} and {d.url} do not fit: {mismatch(p, d)}"
+    other = instance("decode", "2")
+    world = fleet(p, d, other)
+    d.turn, other.in_flight = 0, 5  # by its load the other is worse
+    for _ in range(3):
+        choice = pair(choose(world, POLICY, 9, Ask(1), 0.0))
+        assert choice.decode is other
+    assert not world.unpaired(p)
+    third = instance("prefill", "3")
+    world = fleet(p, d, third)
+    assert pair(choose(world, POLICY, 1, Ask(1), 0.0)).prefill is third
+    third.legs = 1
+    assert choose(world, POLICY, 1, Ask(1), 0.0) == "busy"
+    assert choose(fleet(p, d), POLICY, 0, Ask(1), 0.0) == "none", "who waits for it would wait in vain"
+
+
+def test_workers_of_two_engines_are_never_the_same() -> None:
+    """One process's workers under two incarnations: a lie or a mistake, but a load that would never end."""
+    one = engine()
+    other = EngineInfo("another", "both", one.workers, {})
+    assert "one engine" in mismatch(instance("prefill", of=one), instance("decode", of=other))
+    bare = EngineInfo("i", "both", [], {})
+    assert "one engine" in mismatch(instance("prefill", of=bare), instance("decode", of=bare))
+
+
+def test_one_request_at_a_time_tries_an_instance_that_rested() -> None:
+    p = instance("prefill")
+    world = fleet(p, instance("decode"))
+    for _ in range(3):
+        p.leg_failed("5xx", 0.0)
+    assert choose(world, POLICY, 9, Ask(1), 1.9) == "none"
+    pair(choose(world, POLICY, 9, Ask(1), 2.0)).take(world, POLICY, 2.0)
+    assert choose(world, POLICY, 9, Ask(1), 2.0) == "none", "the others wait for how that one ends"
+    assert isinstance(choose(world, POLICY, 9, Ask(1), 4.0), Pair), "and not for ever"
+    p.leg_succeeded(2.1)
+    assert isinstance(choose(world, POLICY, 9, Ask(1), 2.1), Pair)
+
+
+def test_resting_decodes_are_better_than_none() -> None:
+    a, b = instance("decode", "a"), instance("decode", "b")
+    a.resting_until = 10.0
+    b.in_flight = 99
+    world = fleet(a, b)
+    assert choose_decode(world, POLICY, 0.0) is b
+    assert choose_decode(world, POLICY, 0.0, [b]) is a
+    assert choose_decode(world, POLICY, 0.0, [a, b]) is None
+    world = fleet(instance("prefill"), a)
+    assert pair(choose(world, POLICY, 9, Ask(1), 0.0)).decode is a
+
+
+def test_refused_is_down_and_reset_is_doubt() -> None:
+    p, d = instance("prefill"), instance("decode")
+    p.leg_failed("refused", 0.0)
+    d.leg_failed("reset", 0.0)
+    assert not p.up and d.up and d.needs_probe
+
+
+def test_readiness_says_why() -> None:
+    p, d = instance("prefill", of=engine(dtype="a")), instance("decode", of=engine(dtype="b"))
+    assert fleet(p, d).readiness(0.0)[0] is False
+    assert fleet(d).readiness(0.0) == (True, {"prefill": 0, "decode": 1})
+    d.down("why not")
+    ready, facts = fleet(d).readiness(0.0)
+    assert not ready and "why not" in str(facts)
+
+
+def test_never_empty_handed_errors() -> None:
+    for prefills, decodes in itertools.product(range(2), range(2)):
+        world = fleet(*[instance("prefill") for _ in range(prefills)], *[instance("decode") for _ in range(decodes)])
+        assert isinstance(choose(world, POLICY, 1, Ask(1), 0.0), Pair) is bool(prefills and decodes)

@@ -1,0 +1,182 @@
+"""Figures that are true: each is compared with what a scripted engine did."""
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy_world import Call, until, world
+from vllm_disagg.proxy.telemetry.meter import Buckets, Meter
+from vllm_disagg.proxy.telemetry.metrics import Objectives
+
+USAGE = {"prompt_tokens": 7, "total_tokens": 10, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
+STEP = 0.05
+
+
+async def paced(call: Call) -> None:
+    """Prefill takes 2 steps, hand-off one, each token one."""
+    if call.leg == "prefill":
+        await asyncio.sleep(2 * STEP)
+        await call.json({"choices": [{"text": "x"}], "kv_transfer_params": {"disagg_engine": call.engine.facts()}})
+        return
+    await call.stream()
+    await asyncio.sleep(3 * STEP)
+    for word in ("a", "b", "c"):
+        await call.event({"text": word})
+        await asyncio.sleep(STEP)
+    await call.event({"choices": [], "usage": USAGE})
+    await call.event("[DONE]")
+    await call.end()
+
+
+async def test_a_streams_times_and_tokens() -> None:
+    async with world(objectives=Objectives(ttft=60.0, tpot=STEP / 10)) as w:
+        w.p.script = w.d.script = paced
+        await w.post(stream=True)
+
+        async def seconds(name: str) -> float:
+            return await w.metric(f"vllm_disagg_{name}_seconds_sum")
+
+        assert await w.metric("vllm_disagg_ttft_seconds_count") == 1
+        took = {name: await seconds(name) for name in ("ttft", "prefill_leg", "handoff", "first_decode_step", "tpot", "e2e")}
+        least = {"ttft": 3, "prefill_leg": 2, "handoff": 0.5, "first_decode_step": 1, "tpot": 1.5, "e2e": 6}
+        assert {name: took[name] for name in least if took[name] < 0.9 * STEP * least[name]} == {}
+        assert took["prefill_leg"] + took["handoff"] <= took["ttft"] + 0.01, "phases are parts of the whole"
+        assert took["ttft"] + 2 * took["tpot"] <= took["e2e"] + 0.01
+        assert await w.metric("vllm_disagg_itl_seconds_count") in (3, 4)  # usage and [DONE] came together, or not quite
+        for kind, tokens in (("prompt", 7), ("completion", 3), ("cached", 2)):
+            assert await w.metric("vllm_disagg_tokens_total", f'"{kind}"') == tokens
+        assert await w.metric("vllm_disagg_pair_requests_total", w.p.url, w.d.url) == 1
+        assert await w.metric("vllm_disagg_pair_seconds_total", 'phase="prefill"') == pytest.approx(took["prefill_leg"])
+        assert await w.metric("vllm_disagg_goodput_total") == 0
+        assert await w.metric("vllm_disagg_missed_total", 'objective="tpot"') == 1
+        assert await w.metric("vllm_disagg_missed_total", 'objective="ttft"') == 0
+        assert await w.metric("vllm_disagg_bytes_total", "sent") > 200
+
+
+async def test_whole_answers_have_no_first_token() -> None:
+    async with world(prefill=0) as w:
+
+        async def reply(call: Call) -> None:
+            choices = [{"text": '"usage":{"prompt_tokens":99}'}]
+            await call.json({"choices": choices, "usage": {"prompt_tokens": 5, "completion_tokens": 2}})
+
+        w.d.script = reply
+        await w.post()
+        assert await w.metric("vllm_disagg_ttft_seconds_count") == 0
+        assert await w.metric("vllm_disagg_e2e_seconds_count") == 1
+        assert await w.metric("vllm_disagg_tokens_total", '"prompt"') == 5
+        assert await w.metric("vllm_disagg_goodput_total") == 1
+
+
+@pytest.mark.parametrize(
+    ("tail", "usage"),
+    [
+        (b'data: {"text":"\\"usage\\":{\\"prompt_tokens\\":1}"}\n\n', {}),
+        (b'data: {"usage":null}\n\ndata: [DONE]\n\n', {}),
+        (b'data: {"usage":{"input_tokens": 4,"output_tokens": 5}}\n\n', {"prompt": 4, "completion": 5}),
+    ],
+)
+def test_usage(tail: bytes, usage: dict[str, int]) -> None:
+    meter = Meter(Buckets((1.0,)))
+    meter.wrote(b"data: {}\n\n")
+    meter.wrote(tail)
+    assert meter.usage() == usage
+
+
+def test_comments_are_no_tokens() -> None:
+    meter = Meter(Buckets((1.0,)))
+    meter.wrote(b": keep-alive\n\n")
+    assert meter.ttft is None and meter.events == 0 and meter.sent == 14
+
+
+def test_buckets() -> None:
+    buckets = Buckets((1.0, 2.0))
+    for value, times in ((0.5, 1), (1.0, 2), (1.5, 1), (9.0, 1)):
+        buckets.observe(value, times)
+    assert buckets.counts == [3, 1, 1] and buckets.sum == 13.0
+
+
+async def test_the_access_log(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    async with world(access_log=str(path)) as w:
+        w.p.script = w.d.script = paced
+        body = json.dumps({"model": "m", "prompt": "hi", "stream": True}).encode()
+        await w.ask("POST", "/v1/completions", body, x_request_id="r1")
+        await w.post(_body=b"{")
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    expected = {
+        "id": "r1", "client": "127.0.0.1", "method": "POST", "path": "/v1/completions", "status": 200, "mode": "disaggregated",
+        "outcome": "ok", "prefill": w.p.url, "decode": w.d.url, "prompt_tokens": 7, "completion_tokens": 3,
+        "bytes_in": len(body), "events": 5,
+    }  # fmt: skip
+    assert {name: first[name] for name in expected} == expected
+    assert first["ttft_seconds"] >= first["prefill_seconds"] >= 1.9 * STEP
+    assert (second["status"], second["outcome"]) == (400, "client_error")
+
+
+async def test_no_figure_of_those_who_left() -> None:
+    async with world(prefill=0) as w:
+
+        async def endless(call: Call) -> None:
+            await call.stream()
+            await call.event("a")
+            await call.forever()
+
+        w.d.script = endless
+        client = await w.start(stream=True)
+        await until(lambda: w.d.calls)
+        await client.reader.readuntil(b"data: a\n\n")
+        client.close()
+        await until(lambda: _cancelled(w))
+        assert await w.metric("vllm_disagg_e2e_seconds_count") == 0 and await w.metric("vllm_disagg_goodput_total") == 0
+
+
+async def _cancelled(w: Any) -> bool:
+    return bool(await w.metric("vllm_disagg_requests_total", "cancelled") == 1)
+
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+async def test_trace_context_goes_to_both_legs_as_it_is() -> None:
+    async with world() as w:
+        await w.ask("POST", "/v1/completions", b'{"model":"m","prompt":"hi"}', traceparent=PARENT, tracestate="a=b")
+        for engine in (w.p, w.d):
+            assert engine.calls[0].headers["traceparent"] == PARENT and engine.calls[0].headers["tracestate"] == "a=b"
+
+
+async def test_spans() -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    received: list[bytes] = []
+
+    async def collect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                received.append(await reader.readexactly(int(head.partition("content-length: ")[2].partition("\r")[0])))
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+
+    collector = await asyncio.start_server(collect, "127.0.0.1", 0)
+    port = collector.sockets[0].getsockname()[1]
+    async with world(traces_endpoint=f"http://127.0.0.1:{port}/v1/traces") as w:
+        await w.ask("POST", "/v1/completions", b'{"model":"m","prompt":"hi","stream":true}', traceparent=PARENT)
+        given = {leg: engine.calls[0].headers["traceparent"] for leg, engine in (("prefill", w.p), ("decode", w.d))}
+    import gzip
+
+    message = ExportTraceServiceRequest()
+    message.ParseFromString(gzip.decompress(received[0]) if received[0][:2] == b"\x1f\x8b" else received[0])
+    spans = {span.name: span for span in message.resource_spans[0].scope_spans[0].spans}
+    root = spans["POST /v1/completions"]
+    assert root.trace_id.hex() == PARENT[3:35] and root.parent_span_id.hex() == PARENT[36:52]
+    for leg in ("prefill", "decode"):
+        assert spans[leg].parent_span_id == root.span_id
+        assert given[leg] == f"00-{PARENT[3:35]}-{spans[leg].span_id.hex()}-01"
+    assert {a.key: a.value.string_value for a in root.attributes}["mode"] == "disaggregated"
+    collector.close()

@@ -1,0 +1,80 @@
+"""Cases that a fresh reader of the proxy found, each of which once went wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from proxy_world import Call, answer, world
+from vllm_disagg.proxy.http.upstream import Pool, Unreachable, pool_of
+from vllm_disagg.proxy.membership.discovery import Discovery
+from vllm_disagg.proxy.membership.members import Change, Members
+from vllm_disagg.proxy.requests import bodies
+from vllm_disagg.proxy.routing.fleet import Fleet
+
+EVENT = b'data: {"id":"x","object":"c","created":1,"choices":[{"index":0,"delta":%s%s}]}\n\n'
+ROLE = EVENT % (b'{"role":"assistant","content":""}', b"")
+ENDINGS = {
+    "abort": EVENT % (b'{"content":""}', b',"finish_reason":"abort"'),
+    "error": b'data: {"error":{"message":"EngineCore died","code":500}}\n\n',
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
+async def test_a_failed_stream_that_came_in_one_piece_is_no_answer(ending: bytes) -> None:
+    """It is complete before anybody looks into it."""
+    async with world(decode=2) as w:
+
+        async def stopping(call: Call) -> None:
+            if call.leg == "prefill" or sum(len(d.calls) for d in w.decodes) > 1:
+                await answer(call)
+                return
+            chunks = "".join(f"{len(piece):x}\r\n{piece.decode()}\r\n" for piece in (ROLE, ending, b"data: [DONE]\n\n"))
+            head = "HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+            call.raw_write(f"{head}{chunks}0\r\n\r\n")
+
+        for e in w.prefills + w.decodes:
+            e.script = stopping
+        messages = [{"role": "user", "content": "a"}]
+        reply = await w.post("/v1/chat/completions", messages=messages, stream=True, temperature=0)
+        assert sum(len(d.calls) for d in w.decodes) == 2, "nobody else was asked"
+        assert b"abort" not in reply.body and b"EngineCore died" not in reply.body
+
+
+@pytest.mark.parametrize("kind", [b"multipart/form-data; boundary=x", b"multipart/form-data; boundary=x; charset=utf-16"])
+def test_a_form_cannot_carry_what_json_must_not(kind: bytes) -> None:
+    name = b"other" if b"charset" in kind else b"vllm_xargs"
+    part = b'--x\r\nContent-Disposition: form-data; name="%s"\r\n\r\n{"kv_transfer_params":"x"}\r\n--x--' % name
+    with pytest.raises(bodies.BadBody):
+        asyncio.run(bodies.check_form(kind, part))
+    asyncio.run(bodies.check_form(b"multipart/form-data; boundary=x", part.replace(name, b"model")))
+
+
+async def test_a_drain_ends_with_its_instance() -> None:
+    members = Members(Fleet(), {}, Pool, Discovery.watch, lambda: None)  # type: ignore[arg-type]  # not started: it only listens
+    members.apply(Change("add", "http://a"))
+    for kind in ("drain", "remove"):
+        members.apply(Change(kind, "http://a"))  # type: ignore[arg-type]
+    assert not members.is_drained("http://a")
+
+
+async def test_a_refusal_is_in_words_about_what_the_client_asked() -> None:
+    """P is asked for one token; D for as many as the client wants, and its refusal comes a little later."""
+    async with world() as w:
+
+        async def refuse(call: Call) -> None:
+            if call.leg != "prefill":
+                await asyncio.sleep(0.05)
+            data = json.dumps({"error": {"message": f"{call.leg} refuses", "code": 400}})
+            call.raw_write(f"HTTP/1.1 400 X\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n{data}")
+
+        w.p.script = w.d.script = refuse
+        reply = await w.post()
+        assert reply.status == 400 and reply.json()["error"]["message"] == "decode refuses"
+
+
+def test_who_was_cut_from_the_fleet_is_not_reached() -> None:
+    with pytest.raises(Unreachable):
+        pool_of({}, "http://a")

@@ -1,0 +1,257 @@
+"""Several processes that are one proxy."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy_world import ScriptedEngine, World, until
+from vllm_disagg.errors import BadGrant
+from vllm_disagg.fleet.keys import FleetKey
+from vllm_disagg.fleet.registration import RegistrationNote, sign
+from vllm_disagg.proxy.membership.members import Change
+from vllm_disagg.proxy.membership.registry import Registry
+from vllm_disagg.proxy.routing.fleet import Instance
+from vllm_disagg.proxy.telemetry.metrics import merge
+from vllm_disagg.proxy.workers import supervisor
+from vllm_disagg.proxy.workers.bus import Message, Place
+from vllm_disagg.proxy.workers.shared_load import SharedLoad, size
+from vllm_disagg.proxy.workers.supervisor import Hub, _live
+
+
+def test_load_is_shared() -> None:
+    fd = os.memfd_create("test")
+    os.truncate(fd, size(3))
+    tables = [SharedLoad(fd, row, 3) for row in range(3)]
+    seen = [Instance("http://d", "decode") for _ in tables]
+    seen[0].in_flight, seen[1].in_flight, seen[1].prompt_bytes = 2, 3, 100
+
+    def sync() -> list[bool]:
+        return [table.sync([instance]) for table, instance in zip(tables, seen, strict=True)]
+
+    for _ in range(3):  # whoever syncs when, nothing is counted twice
+        sync()
+    assert [i.in_flight for i in seen] == [5, 5, 5] and [i.prompt_bytes for i in seen] == [100, 100, 100]
+    seen[1].in_flight -= 3  # one's own requests end
+    assert any(sync() + sync()), "who waits is told that there is room"
+    assert [i.in_flight for i in seen] == [2, 2, 2]
+    tables[0].sync([])  # it left
+    sync_rest = [table.sync([instance]) for table, instance in zip(tables[1:], seen[1:], strict=True)]
+    assert all(sync_rest) and [i.in_flight for i in seen[1:]] == [0, 0]
+    seen[2].legs = 4
+    tables[2].sync([seen[2]])
+    SharedLoad(fd, 2, 3)  # the worker died, and another one took its place
+    tables[1].sync([seen[1]])
+    assert seen[1].legs == 0
+    os.close(fd)
+
+
+def test_metrics_of_all() -> None:
+    one = """# HELP a_total x
+# TYPE a_total counter
+a_total{k="1"} 2.0
+# TYPE vllm_disagg_waiting gauge
+vllm_disagg_waiting{place="work"} 1.0
+# TYPE vllm_disagg_in_flight gauge
+vllm_disagg_in_flight{url="u"} 5.0
+# TYPE h_seconds histogram
+h_seconds_bucket{le="1.0"} 1.0
+h_seconds_bucket{le="+Inf"} 3.0
+h_seconds_count 3.0
+h_seconds_sum 7.0
+"""
+    two = one.replace('k="1"', 'k="2"')
+    lines = merge([one, two, one]).decode().splitlines()
+    for line in (
+        'a_total{k="1"} 4.0',
+        'a_total{k="2"} 2.0',
+        'vllm_disagg_waiting{place="work"} 3.0',
+        'vllm_disagg_in_flight{url="u"} 5.0',
+        'h_seconds_bucket{le="+Inf"} 9.0',
+        "h_seconds_sum 21.0",
+    ):
+        assert line in lines, lines
+
+
+def test_a_new_worker_learns_how_things_are() -> None:
+    hub = Hub(2)
+    said: list[Message] = []
+    hub.workers[1].say = said.append  # type: ignore[method-assign]
+    add, drain = Change("add", "u", "prefill"), Change("drain", "v")
+    for change in (Change("drain", "u"), add, Change("cut", "w"), drain):
+        hub.heard(hub.workers[0], Message("change", change=change), 0.0)
+    hub.heard(hub.workers[0], Message("note", text="old"), 0.0)
+    hub.heard(hub.workers[0], Message("note", text="new"), 20.0)
+    said.clear()
+    hub.heard(hub.workers[1], Message("ready"), 21.0)
+    assert [m.change for m in said if m.change] == [Change("drain", "u"), add, drain]
+    assert [m.text for m in said if m.kind == "note"] == ["new"]
+
+
+async def start(tmp_path: Path, *flags: str) -> asyncio.subprocess.Process:
+    key = tmp_path / "key"
+    key.write_text((b"k" * 32).hex())
+    root = str(Path(__file__).parents[3])
+    command = [sys.executable, "-m", "vllm_disagg.cli", "proxy", "--workers", "2", "--port", "0", "--key-file", str(key)]
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(*command, *flags, stdout=pipe, stderr=pipe, cwd=root)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def test_two_workers_are_one_proxy(tmp_path: Path) -> None:
+    d, e = ScriptedEngine("d", "decode"), ScriptedEngine("e", "decode")
+    await d.start()
+    await e.start()
+    process = await start(tmp_path, "--decode", d.url, "--admin-key", "root")
+    w = World([], [d])
+    w.admin_key = "root"
+    try:
+        assert process.stdout and process.stderr
+        line = (await process.stdout.readline()).decode()
+        assert line.startswith("listening on http://127.0.0.1:"), (await process.stderr.read()).decode()
+        w.port = int(line.rsplit(":", 1)[1])
+
+        async def everywhere(url: str, **facts: Any) -> bool:
+            """Whether every worker says so; a new connection reaches any of them."""
+            for _ in range(12):
+                rows = {row["url"]: row for row in await w.instances()}
+                if url not in rows or any(rows[url][name] != value for name, value in facts.items()):
+                    return False
+            return True
+
+        await until(lambda: everywhere(d.url, usable=True), 10)
+        for _ in range(12):
+            assert (await w.post()).status == 200
+        assert await w.metric("vllm_disagg_requests_total") == 12
+        body = b'{"url": "%b", "role": "decode"}' % e.url.encode()
+        as_json = {"authorization": "Bearer root", "content_type": "application/json"}
+        assert (await w.ask("POST", "/disagg/instances", body, **as_json)).status == 200
+        await until(lambda: everywhere(e.url, usable=True))
+        victim, other = children(process.pid)
+        os.kill(victim, signal.SIGKILL)
+        await until(lambda: len(children(process.pid)) == 2 and victim not in children(process.pid), 10)
+        await until(lambda: everywhere(e.url, usable=True), 10)
+        assert other in children(process.pid)
+        assert await w.metric("vllm_disagg_requests_total") == 12, "no sum falls"
+        workers = children(process.pid)
+        process.terminate()
+        assert await asyncio.wait_for(process.wait(), 10) == 0
+        assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        w.close()
+        await d.stop()
+        await e.stop()
+
+
+@pytest.mark.parametrize("slip", ["taken", "setting"])
+async def test_what_no_worker_can_do_ends_all(tmp_path: Path, slip: str) -> None:
+    async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as taken:
+        port = taken.sockets[0].getsockname()[1]
+        flags = ["--port", str(port)] if slip == "taken" else ["--queue-timeout", "0"]
+        process = await start(tmp_path, "--decode", "http://127.0.0.1:1", *flags)
+        _, error = await asyncio.wait_for(process.communicate(), 15)
+        assert process.returncode == (1 if slip == "taken" else 2)
+        assert error.count(b"\n") == 1 and error.startswith(b"vllm-disagg proxy: "), error
+
+
+def counted(value: int) -> str:
+    return f"# TYPE a_total counter\na_total {value}.0\n# TYPE up gauge\nup 1.0\n"
+
+
+def test_what_a_dead_worker_had_counted_stays_counted() -> None:
+    hub = Hub(2)
+    said: list[Message] = []
+    first, second = hub.workers
+    first.say = second.say = said.append  # type: ignore[method-assign]
+
+    async def scrape(*counts: int) -> list[str]:
+        said.clear()
+        hub.heard(first, Message("ask"), 0.0)
+        for worker, count in zip(hub.workers, counts, strict=True):
+            hub.heard(worker, Message("rendered", text=counted(count)), 0.0)
+        return merge(next(m.texts for m in said if m.kind == "texts")).decode().splitlines()
+
+    async def lives() -> None:
+        for worker in hub.workers:
+            worker.ready.set()
+        assert "a_total 7.0" in await scrape(3, 4)
+        for count in (5, 6):  # two lives of the second, each of which was asked before it died
+            hub.died(second)
+            lines = await scrape(3, count)
+            assert f"a_total {3 + 4 + count + (5 if count == 6 else 0)}.0" in lines and "up 1.0" in lines
+        hub.died(first)
+        hub.died(second)
+        assert "up" not in hub._past and "a_total 18.0" in hub._past
+
+    asyncio.run(lives())
+
+
+def test_a_new_worker_refuses_registrations_that_the_others_have_heard() -> None:
+    key, hub, said = FleetKey(b"k" * 32), Hub(2), list[Message]()
+    registry = Registry(key, "c")
+    old = sign(key, RegistrationNote("c", "i", 1, "decode", "http://d"))
+    for number in (1, 2):
+        note = sign(key, RegistrationNote("c", "i", number, "decode", "http://d"))
+        assert registry.tell(note, 0.0) == "ok"
+        hub.heard(hub.workers[0], Message("note", text=note.decode(), numbers=registry.last), 0.0)
+    hub.workers[1].say = said.append  # type: ignore[method-assign]
+    hub.heard(hub.workers[1], Message("ready"), 3600.0)
+    new = Registry(key, "c")
+    for message in said:
+        assert not message.text
+        new.knows(message.numbers)
+    with pytest.raises(BadGrant, match="heard before"):
+        new.tell(old, 3600.0)
+    assert new.tell(sign(key, RegistrationNote("c", "i", 3, "decode", "http://d")), 3600.0) == "ok"
+
+
+LARGE_SCRAPE = """
+import asyncio, sys
+from vllm_disagg.proxy.routing.fleet import Fleet
+from vllm_disagg.proxy.workers import supervisor
+from vllm_disagg.proxy.workers.bus import Crew, parse_place
+
+async def main():
+    crew = Crew(parse_place(sys.argv[2]), Fleet(), lambda: b"#" * (65 << 20), lambda: None)
+    await crew.listen(None, None, lambda: None)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_large_scrape_kills_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics of a large fleet are longer than any line."""
+    monkeypatch.setattr(supervisor, "PATIENCE", 15.0)
+    table = os.memfd_create("test")
+    os.truncate(table, size(1))
+    hub, asking = Hub(1), asyncio.Event()
+    (worker,) = hub.workers
+    said: list[Message] = []
+    life = asyncio.create_task(_live(worker, hub, [sys.executable, "-c", LARGE_SCRAPE], Place(0, 1, 0, table, 0, "c")))
+    await asyncio.wait((asyncio.create_task(worker.ready.wait()), life), timeout=10, return_when="FIRST_COMPLETED")
+    assert worker.process and worker.ready.is_set()
+
+    def note(message: Message, say: Any = worker.say) -> None:
+        said.append(message)
+        say(message)
+        if message.kind == "texts":
+            asking.set()
+
+    worker.say = note  # type: ignore[method-assign]
+    hub.heard(worker, Message("ask"), 0.0)
+    await asyncio.wait((asyncio.create_task(asking.wait()), life), timeout=10, return_when="FIRST_COMPLETED")
+    await until(lambda: hub._texts)
+    assert len(hub._texts[worker]) == 65 << 20 and not life.done()
+    assert worker.writer
+    worker.writer.close()
+    assert await asyncio.wait_for(life, 10) == 0
+    os.close(table)

@@ -1,0 +1,1 @@
+"""HTTP towards clients and instances.  Knows no fleet: connections, heads, streams, paths, addresses."""

@@ -1,0 +1,42 @@
+"""Errors of ours, in the form that a client of that path and at that moment can understand."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .server import JSON, Connection, error_body
+from .sse import DONE
+
+
+class Failed(Exception):
+    """The request ends with this error of ours."""
+
+    def __init__(self, status: int, message: str, retry_after: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after = retry_after
+
+
+def end_stream(client: Connection, status: int, message: str) -> None:
+    """End a stream that has begun with an error that no client can miss."""
+    if client.last_words:
+        client.write(client.last_words(status, message))
+    elif client.path == "/v1/messages":
+        error = {"type": "error", "error": {"type": "api_error", "message": message}}
+        client.write(b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n")
+    else:
+        client.write(b"data: " + error_body(status, message) + b"\n\n" + DONE)
+    client.end()
+
+
+def answer_error(client: Connection, status: int, message: str, param: str | None = None, retry_after: int = 0) -> None:
+    """An error of ours, in the form that is still possible."""
+    if client.ended:
+        return
+    if client.started:
+        end_stream(client, status, message)
+        return
+    headers = [JSON]
+    if retry_after:
+        headers.append((b"retry-after", b"%d" % retry_after))
+    client.answer(status, headers, error_body(status, message, param))

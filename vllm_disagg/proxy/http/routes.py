@@ -1,0 +1,140 @@
+"""Every path that clients may ask for, and how it is served: the routes of vLLM 0.32, in one table.
+
+    generate   both legs, where the body allows it (`endpoint_schema.py`)
+    forward    one instance answers, another one if it dies first; bodies are checked for what only the proxy may send
+    look up    decode instances are asked in turn until one knows the id in the path or in the body
+    models     one instance answers, or one of each kind, if they serve different models
+    session    a WebSocket, joined to one instance (`websocket.py`)
+    all        every instance must do it
+    own        the proxy answers
+
+What is not here is a 404 and reaches no engine.  Of vLLM's own routes `REFUSED` says why.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from .endpoint_schema import DIALECTS
+
+How = Literal["generate", "forward", "look up", "models", "session", "all", "own"]
+
+ROUTES: dict[str, tuple[tuple[str, ...], How]] = {
+    **dict.fromkeys(DIALECTS, (("POST",), "generate")),
+    **dict.fromkeys(
+        (
+            # generation whose bodies or answers are not made for two legs
+            "/v1/chat/completions/batch",
+            "/cohere/v2/chat",
+            # texts and tokens
+            "/tokenize",
+            "/detokenize",
+            "/v1/messages/count_tokens",
+            "/v1/completions/render",
+            "/v1/chat/completions/render",
+            "/v1/responses/render",
+            "/v1/messages/render",
+            "/cohere/v2/chat/render",
+            "/v1/completions/derender",
+            "/v1/chat/completions/derender",
+            # models that do not generate
+            "/v1/embeddings",
+            "/v2/embed",
+            "/pooling",
+            "/classify",
+            "/score",
+            "/v1/score",
+            "/rerank",
+            "/v1/rerank",
+            "/v2/rerank",
+            "/generative_scoring",
+            "/v1/systemone",
+            # sound
+            "/v1/audio/transcriptions",
+            "/v1/audio/translations",
+        ),
+        (("POST",), "forward"),
+    ),
+    "/v1/models": (("GET",), "models"),
+    "/v1/realtime": (("GET",), "session"),
+    "/version": (("GET",), "forward"),
+    "/tokenizer_info": (("GET",), "forward"),
+    "/v1/load_lora_adapter": (("POST",), "all"),
+    "/v1/unload_lora_adapter": (("POST",), "all"),
+    "/adapters": (("POST",), "all"),  # SageMaker's names for both, which vLLM's app has too
+    "/health": (("GET",), "own"),
+    "/ping": (("GET", "POST"), "own"),
+    "/readiness": (("GET",), "own"),
+    "/metrics": (("GET",), "own"),
+    "/load": (("GET",), "own"),
+    "/disagg/instances": (("GET",), "own"),
+}
+
+_ONE = "is about one engine: ask that instance itself"
+_DOCS = "describes one engine's own routes: ask that instance itself"
+_ABORT = "would let clients abort each other's requests: to abort yours, close its connection"
+REFUSED = {  # what vLLM 0.32 serves and no client of a proxy may ask for, and why
+    **dict.fromkeys(
+        (
+            # development and administration
+            "/sleep", "/wake_up", "/is_sleeping", "/release_kv_cache_memory", "/collective_rpc", "/server_info",
+            "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/start_profile", "/stop_profile",
+            "/scale_elastic_ep", "/is_scaling_elastic_ep", "/fault_tolerance/apply", "/fault_tolerance/status",
+            "/kv_event_sources",
+            # weights, for training
+            "/pause", "/resume", "/is_paused", "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine",
+            "/start_weight_update", "/start_draft_weight_update", "/update_weights", "/finish_weight_update",
+            "/update_weight_version", "/weight_info", "/weight_checker", "/get_world_size",
+        ),
+        _ONE,
+    ),
+    **dict.fromkeys(("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"), _DOCS),
+    **dict.fromkeys(("/abort_requests", "/inference/v1/abort_requests"), _ABORT),
+    "/invocations": "carries any endpoint's body past its checks: ask that endpoint by its own path",
+}  # fmt: skip
+
+UNGUARDED = frozenset(("/health", "/ping", "/readiness", "/metrics", "/version", "/load"))  # as in vLLM
+
+RESPONSES = "/v1/responses/"
+ADAPTERS = "/adapters/"
+OTHER = "other"  # the template of all paths that are not served
+_NAME = re.compile(r"[A-Za-z0-9_-]+")  # of a response
+_ADAPTER = re.compile(r"[A-Za-z0-9_:-][A-Za-z0-9_.:-]*")
+
+
+def find(path: str) -> tuple[tuple[str, ...], How] | None:
+    """The methods of a path and how it is served; None when it is not."""
+    if path in ROUTES:
+        return ROUTES[path]
+    return _BY_TEMPLATE.get(template(path))
+
+
+_BY_TEMPLATE: dict[str, tuple[tuple[str, ...], How]] = {
+    "/v1/responses/{id}": (("GET",), "look up"),
+    "/v1/responses/{id}/cancel": (("POST",), "look up"),
+    "/adapters/{name}": (("DELETE",), "all"),
+}
+
+
+def template(path: str) -> str:
+    """A path without what clients choose of it, for metrics: one of a few."""
+    if path in ROUTES:
+        return path
+    if path.startswith(RESPONSES):
+        name, slash, rest = path[len(RESPONSES) :].partition("/")
+        if _NAME.fullmatch(name) and (rest == "cancel" or not slash):
+            return "/v1/responses/{id}/cancel" if slash else "/v1/responses/{id}"
+    if path.startswith(ADAPTERS) and _ADAPTER.fullmatch(path, len(ADAPTERS)):
+        return "/adapters/{name}"
+    return OTHER
+
+
+def is_form(path: str) -> bool:
+    """Whether its bodies are forms, not JSON."""
+    return path.startswith("/v1/audio/")
+
+
+def guarded(path: str) -> bool:
+    """Whether a client needs a key.  vLLM guards only some prefixes; here it is all that costs an engine something."""
+    return path not in UNGUARDED and path != "/disagg/instances"  # admin.py guards that

@@ -1,0 +1,1 @@
+"""One request from its body to the last byte of its answer, and the API that clients and admins use."""

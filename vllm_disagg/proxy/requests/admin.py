@@ -1,0 +1,210 @@
+"""The admin API: who may see and change the fleet over HTTP, and how.
+
+    GET    /disagg/instances        what is known of each instance (answered by `api.py`)
+    POST   /disagg/instances        {"url": ..., "role": "prefill" | "decode"}   add; also ends a drain
+    POST   /disagg/instances/drain  {"url": ...}                                 no new requests; it stays listed
+    DELETE /disagg/instances        {"url": ..., "now": false}                   drain, then remove; now: cut what runs
+    POST   /disagg/register         an engine makes itself known (`vllm_disagg.fleet.registration`)
+
+Changes need the admin key, always: a reverse proxy on this machine makes every client look local.  Instances are shown to
+the holder of the admin key or of a client's key.  Where there is neither key, only this machine sees them: the peer's
+address and the Host field must be loopback, the request HTTP/1.1 and not forwarded.  Registrations carry their own proof.
+URLs are http or https to a host and port, nothing more, within `Networks`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import logging
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from ...errors import BadGrant, ConfigError
+from ...fleet.keys import ADMIN_KEY
+from ...fleet.registration import REGISTER_PATH as REGISTER
+from ..http.addresses import Networks, check_url
+from ..http.headers import Headers, find
+from ..http.server import JSON, Connection, Request, error_body
+from ..membership.members import Change, Members
+from ..membership.registry import Registered, Registry
+
+log = logging.getLogger(__name__)
+
+INSTANCES = "/disagg/instances"
+DRAIN = "/disagg/instances/drain"
+CHANGES = (("POST", INSTANCES), ("DELETE", INSTANCES), ("POST", DRAIN))
+FORWARDED = (b"forwarded", b"x-real-ip", b"true-client-ip", b"cf-connecting-ip", b"via", b"origin")
+FORWARDED_PREFIXES = (b"x-forwarded-", b"x-envoy-", b"x-original-")
+OFF = f"changes over HTTP are off: start the proxy with --admin-key, or with {ADMIN_KEY} in its environment"
+LOCAL = "only this machine may see the instances, as long as the proxy has no --admin-key and no --api-key"
+
+
+class _Add(msgspec.Struct, forbid_unknown_fields=True):
+    url: str
+    role: Literal["prefill", "decode"]
+
+
+class _Drain(msgspec.Struct, forbid_unknown_fields=True):
+    url: str
+
+
+class _Remove(msgspec.Struct, forbid_unknown_fields=True):
+    url: str
+    now: bool = False
+
+
+class Admin:
+    """Answers what changes the fleet, and refuses what may not see or change it."""
+
+    def __init__(
+        self,
+        members: Members,
+        registry: Registry | None,
+        broadcast: Callable[[Change | Registered], None] | None,
+        networks: Networks,
+        admin_key: str,
+        api_keys: list[str],
+    ) -> None:
+        self._members = members
+        self._registry = registry
+        self._broadcast = broadcast  # tells the other workers
+        self._networks = networks
+        self._admin_keys = [admin_key.encode()] if admin_key else []
+        self._api_keys = [key.encode() for key in api_keys]
+
+    def handle(self, request: Request, client: Connection) -> bool:
+        """Answer a request if it is one of ours; whether it was."""
+        what = (request.method, request.path)
+        if refused := self.refusal(request, client.peer):
+            client.answer(*refused)
+        elif what == ("POST", REGISTER) and self._registry:
+            self._register(self._registry, request, client)
+        elif what in CHANGES:
+            self._change(request, client)
+        else:
+            return False
+        return True
+
+    def refusal(self, request: Request, peer: str) -> tuple[int, Headers, bytes] | None:
+        """The answer to a request that may not see or change the fleet, known from its head; None for any other."""
+        what = (request.method, request.path)
+        if what in CHANGES:
+            if not self._admin_keys:
+                return _error(403, OFF)
+            if not _has_key(request, self._admin_keys):
+                return 401, [JSON], b'{"error":"Unauthorized"}'
+            if find(request.headers, b"content-type").partition(b";")[0].strip().lower() != JSON[1]:
+                return _error(415, "content-type must be application/json")
+        elif what == ("GET", INSTANCES):
+            keys = self._admin_keys + self._api_keys
+            if keys and not _has_key(request, keys):
+                return 401, [JSON], b'{"error":"Unauthorized"}'
+            if not keys and not _is_local(request, peer):
+                return _error(403, LOCAL)
+        return None
+
+    def _change(self, request: Request, client: Connection) -> None:
+        try:
+            if request.method == "DELETE":
+                url = self._remove(msgspec.json.decode(request.body, type=_Remove))
+            elif request.path == DRAIN:
+                url = self._drain(msgspec.json.decode(request.body, type=_Drain))
+            else:
+                url = self._add(msgspec.json.decode(request.body, type=_Add))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigError) as error:
+            _refuse(client, 400, str(error))
+        except KeyError as error:
+            _refuse(client, 404, f"no instance has the URL {error.args[0]}")
+        except _Conflict as error:
+            _refuse(client, 409, str(error))
+        else:
+            facts = {"url": url, "sources": self._members.sources(url), "drained": self._members.is_drained(url)}
+            client.answer(200, [JSON], json.dumps(facts).encode())
+
+    def _add(self, body: _Add) -> str:
+        url = check_url(body.url, "url")
+        if not self._members.is_named(url):
+            self._networks.check(url, "url")
+        if (role := self._members.role(url)) not in (None, body.role):
+            raise _Conflict(f"{url} is a {role} instance")
+        return self._apply(Change("add", url, body.role))
+
+    def _drain(self, body: _Drain) -> str:
+        return self._apply(Change("drain", self._known(body.url)))
+
+    def _remove(self, body: _Remove) -> str:
+        url = self._apply(Change("remove", self._known(body.url)))
+        if self._members.is_drained(url):  # said in so many words, for a worker that starts later and hears of it first
+            self._apply(Change("drain", url))
+        return self._apply(Change("cut", url)) if body.now else url
+
+    def _apply(self, change: Change) -> str:
+        log.info("admin: %s %s", change.kind, change.url)
+        self._members.apply(change)
+        if self._broadcast:
+            self._broadcast(change)
+        return change.url
+
+    def _known(self, url: str) -> str:
+        url = url.rstrip("/")
+        if self._members.role(url) is None and not self._members.sources(url):
+            raise KeyError(url)
+        return url
+
+    def _register(self, registry: Registry, request: Request, client: Connection) -> None:
+        now = asyncio.get_running_loop().time()
+        try:
+            said = registry.tell(request.body, now)
+        except BadGrant as error:
+            log.warning("a registration from %s was refused: %s", client.peer, error)
+            _refuse(client, 403, str(error))
+            return
+        if said == "again":
+            client.answer(409, [JSON], json.dumps({"challenge": registry.challenge}).encode())
+            return
+        self._members.set("registration", registry.members(now))
+        if self._broadcast:
+            self._broadcast(Registered(request.body, registry.last))
+        client.answer(200, [JSON], b"{}")
+
+
+class _Conflict(Exception):
+    """What is asked for contradicts what is."""
+
+
+def _refuse(client: Connection, status: int, message: str) -> None:
+    client.answer(status, [JSON], error_body(status, message))
+
+
+def _error(status: int, message: str) -> tuple[int, Headers, bytes]:
+    return status, [JSON], error_body(status, message)
+
+
+def _has_key(request: Request, keys: list[bytes]) -> bool:
+    scheme, _, given = find(request.headers, b"authorization").partition(b" ")
+    return scheme.lower() == b"bearer" and any(hmac.compare_digest(given, key) for key in keys)
+
+
+def _is_local(request: Request, peer: str) -> bool:
+    """Whether a request comes from this machine, as far as it can be seen: forwarders that keep quiet about it speak
+    HTTP/1.0, as nginx does unless told otherwise, or keep the Host that the client gave."""
+    host = find(request.headers, b"host").decode("latin-1")
+    name = host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]
+    return (
+        is_loopback(peer)
+        and (name == "localhost" or is_loopback(name))
+        and request.chunked_ok  # HTTP/1.1
+        and not any(field in FORWARDED or field.startswith(FORWARDED_PREFIXES) for field, _ in request.headers)
+    )
+
+
+def is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,1 @@
+"""Meters, metrics, spans and the access log."""

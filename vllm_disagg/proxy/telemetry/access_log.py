@@ -1,0 +1,41 @@
+"""One JSON line for each request that has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import TextIO
+
+import msgspec
+
+from ...errors import ConfigError
+
+FLUSH = 0.5  # seconds until a line is written
+
+
+class AccessLog:
+    """Lines to a file, or to standard output for "-"; an empty path is no log."""
+
+    def __init__(self, path: str) -> None:
+        self._lines: list[bytes] = []
+        self._file: TextIO | None = None
+        try:
+            if path:
+                self._file = sys.stdout if path == "-" else open(path, "a")  # noqa: SIM115  open as long as we are
+        except OSError as error:
+            raise ConfigError(f"--access-log {path}: {error.strerror}") from None
+
+    @property
+    def is_on(self) -> bool:
+        return self._file is not None
+
+    def write(self, line: dict[str, object]) -> None:
+        if not self._lines:
+            asyncio.get_running_loop().call_later(FLUSH, self.flush)
+        self._lines.append(msgspec.json.encode(line))
+
+    def flush(self) -> None:
+        lines, self._lines = self._lines, []
+        if lines and self._file:
+            self._file.write(b"\n".join(lines).decode() + "\n")
+            self._file.flush()

@@ -1,0 +1,221 @@
+"""What the proxy counts, for Prometheus.  Every label has few values: roles, routes, reasons and the fleet's URLs."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from ..routing.fleet import Fleet
+from .meter import Buckets, Meter, now
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
+
+_HISTOGRAMS = {
+    "ttft": ("From a request to the first byte of its stream, as its client sees it.", _SECONDS),
+    "itl": ("Between the events of a stream; events that came together share their gap.", _TOKEN_SECONDS),
+    "tpot": ("For each token of a stream after the first.", _TOKEN_SECONDS),
+    "e2e": ("From a request to the end of its answer.", _SECONDS),
+    "queue": ("Phase 1: waiting in this proxy.", _SECONDS),
+    "prefill_leg": ("Phase 2: a prefill leg, from its request to its answer.", _SECONDS),
+    "handoff": ("Phase 3: from the prefill leg's answer to the stream's first byte.", _SECONDS),
+    "first_decode_step": ("Phase 4: from a stream's first byte to its next event.", _TOKEN_SECONDS),
+}
+
+
+class Objectives(msgspec.Struct, frozen=True):
+    """What a stream must keep to count as goodput, in seconds; 0: nothing."""
+
+    ttft: float = 0.0
+    tpot: float = 0.0
+
+
+class Metrics:
+    """One registry per proxy, so that several can live in one process."""
+
+    def __init__(self, fleet: Fleet, objectives: Objectives | None = None) -> None:
+        self._fleet = fleet
+        self._objectives = objectives or Objectives()
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "vllm_disagg_requests", "Requests by how they ended.", ["path", "mode", "outcome"], registry=self._registry
+        )
+        self._fallbacks = Counter(
+            "vllm_disagg_fallbacks", "Requests that did not run as first planned.", ["reason"], registry=self._registry
+        )
+        self._failovers = Counter(
+            "vllm_disagg_failovers", "What was tried after a failure.", ["rung"], registry=self._registry
+        )
+        self._request: dict[tuple[str, str, str], Counter] = {}
+        self.histograms = {name: Buckets(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self.queue = self.histograms["queue"]
+        self.prefill_leg = self.histograms["prefill_leg"]
+        self.crew: Callable[[], Awaitable[list[str]]] | None = None  # asks all workers for theirs
+        self.waiting: dict[str, Callable[[], int]] = {}  # by where: who can say how many
+        self._amounts: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._pairs: dict[tuple[str, str], dict[str, float]] = {}
+        self._registry.register(_Views([self._instances, self._phases, self._counts, self._pairings]))
+
+    def meter(self) -> Meter:
+        """For a request that begins."""
+        return Meter(self.histograms["itl"])
+
+    def ended(self, path: str, mode: str, outcome: str, meter: Meter | None = None, received: int = 0) -> dict[str, int]:
+        """A request is over; the token counts that its answer stated."""
+        key = (path, mode, outcome)
+        if key not in self._request:
+            self._request[key] = self._requests.labels(*key)
+        self._request[key].inc()
+        if not meter:
+            return {}
+        usage = meter.usage()
+        self._observe(meter, outcome == "ok", usage)
+        for kind, tokens in usage.items():
+            self._amounts["tokens", kind] += tokens
+        self._amounts["bytes", "received"] += received + meter.received
+        self._amounts["bytes", "sent"] += meter.sent
+        self._amounts["events", "sent"] += meter.events
+        return usage
+
+    def fell_back(self, reason: str) -> None:
+        self._fallbacks.labels(reason).inc()
+
+    def failed_over(self, rung: str) -> None:
+        self._failovers.labels(rung).inc()
+
+    def now_waiting(self) -> int:
+        """Requests that wait in this process, wherever."""
+        return sum(count() for count in self.waiting.values())
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+    async def everything(self) -> bytes:
+        """Of all workers together."""
+        return merge(await self.crew()) if self.crew else self.render()
+
+    def _observe(self, meter: Meter, ok: bool, usage: dict[str, int]) -> None:
+        ttft, tpot = meter.ttft, meter.tpot(usage)
+        if ok and not meter.is_session:
+            self.histograms["e2e"].observe(now() - meter.began)
+            self._judge(ttft, tpot)
+        for name, value in (("ttft", ttft), ("tpot", tpot), ("handoff", meter.handoff)):
+            if value is not None:
+                self.histograms[name].observe(value)
+        if meter.second:
+            self.histograms["first_decode_step"].observe(meter.second - meter.first)
+        if meter.prefill:
+            sums = self._pairs.setdefault((meter.prefill, meter.decode), defaultdict(float))
+            sums["requests"] += 1
+            for phase, seconds in (("prefill", meter.prefill_seconds), ("handoff", meter.handoff), ("ttft", ttft)):
+                sums[phase] += seconds or 0.0
+
+    def _judge(self, ttft: float | None, tpot: float | None) -> None:
+        limits = self._objectives
+        missed = [
+            name
+            for name, value, limit in (("ttft", ttft, limits.ttft), ("tpot", tpot, limits.tpot))
+            if limit and value is not None and value > limit
+        ]
+        for name in missed:
+            self._amounts["missed", name] += 1
+        if not missed:
+            self._amounts["goodput", ""] += 1
+
+    # -- what is read when it is asked for ----------------------------------------------------------------------
+
+    def _instances(self) -> Iterator[Metric]:
+        labels, at = ["url", "role"], now()
+        up = GaugeMetricFamily("vllm_disagg_instance_up", "Whether an instance answers.", labels=labels)
+        rests = GaugeMetricFamily("vllm_disagg_breaker_open", "Whether an instance rests after failures.", labels=labels)
+        leaves = GaugeMetricFamily("vllm_disagg_instance_leaving", "Whether an instance is drained.", labels=labels)
+        busy = GaugeMetricFamily("vllm_disagg_in_flight", "Requests at an instance.", labels=labels)
+        for instance in (*self._fleet.instances, *self._fleet.leaving):
+            names = [instance.url, instance.role]
+            up.add_metric(names, float(instance.up))
+            rests.add_metric(names, float(instance.up and not instance.usable(at)))
+            leaves.add_metric(names, float(instance in self._fleet.leaving))
+            busy.add_metric(names, float(instance.busy))
+        yield from (up, rests, leaves, busy)
+        waiting = GaugeMetricFamily("vllm_disagg_waiting", "Requests that wait, by what for.", labels=["place"])
+        for place, count in self.waiting.items():
+            waiting.add_metric([place], count())
+        yield waiting
+
+    def _phases(self) -> Iterator[Metric]:
+        for name, (text, _) in _HISTOGRAMS.items():
+            made, rows, total = self.histograms[name], [], 0
+            for bound, count in zip((*made.bounds, math.inf), made.counts, strict=True):
+                total += count
+                rows.append((str(float(bound)).replace("inf", "+Inf"), total))
+            yield HistogramMetricFamily(f"vllm_disagg_{name}_seconds", text, buckets=rows, sum_value=made.sum)
+
+    def _counts(self) -> Iterator[Metric]:
+        for name, label, text in (
+            ("tokens", "kind", "Tokens, as the answers' usage stated them."),
+            ("events", "direction", "Events of streams."),
+            ("bytes", "direction", "Bytes of bodies, from and to clients."),
+            ("missed", "objective", "Requests that missed an objective."),
+        ):
+            family = CounterMetricFamily(f"vllm_disagg_{name}", text, labels=[label])
+            for (of, kind), amount in self._amounts.items():
+                if of == name:
+                    family.add_metric([kind], amount)
+            yield family
+        good = CounterMetricFamily("vllm_disagg_goodput", "Requests that ended well and missed no objective.")
+        good.add_metric([], self._amounts["goodput", ""])
+        yield good
+
+    def _pairings(self) -> Iterator[Metric]:
+        labels = ["prefill", "decode"]
+        requests = CounterMetricFamily("vllm_disagg_pair_requests", "Requests by the pair that served them.", labels=labels)
+        spent = CounterMetricFamily("vllm_disagg_pair_seconds", "Time spent, by pair and phase.", labels=[*labels, "phase"])
+        here = {instance.url for instance in (*self._fleet.instances, *self._fleet.leaving)}
+        self._pairs = {pair: sums for pair, sums in self._pairs.items() if here.issuperset(pair)}
+        for pair, sums in self._pairs.items():
+            requests.add_metric(list(pair), sums["requests"])
+            for phase in ("prefill", "handoff", "ttft"):
+                spent.add_metric([*pair, phase], sums[phase])
+        yield from (requests, spent)
+
+
+def merge(texts: list[str], gauges: bool = True) -> bytes:
+    """Metrics of several workers as those of one: what is counted is added, what each sees of the same thing is not.
+    Without `gauges` only what is counted."""
+    families: dict[str, Metric] = {}
+    values: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = {}
+    for text in texts:
+        for family in text_string_to_metric_families(text):
+            if family.type == "gauge" and not gauges:
+                continue
+            families.setdefault(family.name, family)
+            added = family.type != "gauge" or family.name == "vllm_disagg_waiting"
+            for sample in family.samples:
+                key = (family.name, sample.name, tuple(sorted(sample.labels.items())))
+                before = values.get(key, 0.0)
+                values[key] = before + sample.value if added else max(before, sample.value)
+    for family in families.values():
+        family.samples = []
+    for (family_name, name, labels), value in values.items():
+        families[family_name].add_sample(name, dict(labels), value)
+    registry = CollectorRegistry()
+    registry.register(_Views([families.values]))
+    return generate_latest(registry)
+
+
+class _Views(Collector):
+    """Metrics that are made when they are asked for."""
+
+    def __init__(self, views: Iterable[Callable[[], Iterable[Metric]]]) -> None:
+        self._views = list(views)
+
+    def collect(self) -> Iterable[Metric]:
+        for view in self._views:
+            yield from view()

@@ -1,0 +1,77 @@
+"""What is noted of a request that has ended: metrics, a span, a line in the access log."""
+
+from __future__ import annotations
+
+import time
+
+from ..http.headers import find
+from ..http.routes import template
+from ..http.server import Connection, Request
+from .access_log import AccessLog
+from .meter import Meter, now
+from .metrics import Metrics
+from .tracing import Tracing
+
+MAX_LOGGED = 1024  # characters of a path that is not served
+
+
+class Books:
+    """Closes requests."""
+
+    def __init__(self, metrics: Metrics, tracing: Tracing, log: AccessLog) -> None:
+        self._metrics = metrics
+        self._tracing = tracing
+        self._log = log
+
+    def close(self, request: Request, client: Connection, meter: Meter, outcome: str, status: int) -> None:
+        """`status`: what was answered, or would have been; 499 when the client left."""
+        usage = self._metrics.ended(template(request.path), request.mode, outcome, meter, len(request.body))
+        if not (request.spans or self._log.is_on):
+            return
+        facts: dict[str, object] = {
+            "mode": request.mode,
+            "outcome": outcome,
+            "prefill": meter.prefill,
+            "decode": meter.decode,
+            "priority": request.priority,
+            "seconds": round(now() - meter.began, 6),
+            "queue_seconds": round(meter.queue_seconds, 6),
+            "prefill_seconds": round(meter.prefill_seconds, 6),
+            "events": meter.events,
+            **{f"{kind}_tokens": count for kind, count in usage.items()},
+        }
+        for name, value in (("ttft", meter.ttft), ("tpot", meter.tpot(usage)), ("handoff", meter.handoff)):
+            if value is not None:
+                facts[f"{name}_seconds"] = round(value, 6)
+        self._tracing.end(request, status, facts)
+        if self._log.is_on:
+            about = {
+                "time": round(time.time(), 3),
+                "id": find(request.headers, b"x-request-id").decode("latin-1"),
+                "client": client.peer,
+                "method": request.method,
+                "path": request.path,
+                "status": status,
+                "bytes_in": len(request.body) + meter.received,
+                "bytes_out": meter.sent,
+            }
+            self._log.write({**about, **facts})
+
+    def refused(self, request: Request, client: Connection, outcome: str, status: int) -> None:
+        """A request was refused before anything of it was read but its head."""
+        self._metrics.ended(template(request.path), "refused", outcome)
+        if self._log.is_on:
+            self._log.write({
+                "time": round(time.time(), 3),
+                "client": client.peer,
+                "method": request.method,
+                "path": request.path[:MAX_LOGGED],
+                "status": status,
+                "mode": "refused",
+                "outcome": outcome,
+            })  # fmt: skip
+
+    def shut(self) -> None:
+        """Nothing comes any more."""
+        self._log.flush()
+        self._tracing.close()

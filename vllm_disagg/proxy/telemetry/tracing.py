@@ -1,0 +1,81 @@
+"""OpenTelemetry spans: one for a request, one for each leg, which an engine's own spans become children of.
+
+An extra (`pip install vllm-disagg[otel]`, `--otlp-traces-endpoint`).  Without it a client's `traceparent` goes to both
+legs as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from ...errors import ConfigError
+from ..http.headers import Headers
+from ..http.routes import template
+from ..http.server import Request
+
+CONTEXT = (b"traceparent", b"tracestate")
+
+
+class Tracing:
+    """Makes spans, or nothing without an endpoint."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._tracer: Any = None
+        if not endpoint:
+            return
+        try:
+            from opentelemetry import trace  # noqa: PLC0415  an extra, this and the following
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
+            from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
+            from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator  # noqa: PLC0415
+        except ImportError:
+            raise ConfigError("--otlp-traces-endpoint needs the library: pip install 'vllm-disagg[otel]'") from None
+        self._provider: Any = TracerProvider(resource=Resource.create({"service.name": "vllm-disagg-proxy"}))
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+        self._tracer = self._provider.get_tracer("vllm_disagg.proxy")
+        self._trace: Any = trace
+        self._propagator: Any = TraceContextTextMapPropagator()
+
+    def begin(self, request: Request) -> None:
+        """A request came."""
+        if self._tracer:
+            carrier = {name.decode(): value.decode("latin-1") for name, value in request.headers if name in CONTEXT}
+            parent = self._propagator.extract(carrier)
+            kind = self._trace.SpanKind.SERVER
+            name = f"{request.method} {template(request.path)}"
+            request.spans = [self._tracer.start_span(name, context=parent, kind=kind)]
+
+    def leg(self, request: Request, leg: Literal["prefill", "decode"], url: str) -> Headers:
+        """A leg begins; the headers to send."""
+        if not request.spans:
+            return request.headers
+        parent = self._trace.set_span_in_context(request.spans[0])
+        span = self._tracer.start_span(leg, context=parent, kind=self._trace.SpanKind.CLIENT, attributes={"server.url": url})
+        request.spans.append(span)
+        carrier: dict[str, str] = {}
+        self._propagator.inject(carrier, self._trace.set_span_in_context(span))
+        headers = [header for header in request.headers if header[0] not in CONTEXT]
+        return headers + [(name.encode(), value.encode()) for name, value in carrier.items()]
+
+    def prefilled(self, request: Request) -> None:
+        """The latest prefill leg is over."""
+        for span in reversed(request.spans):
+            if getattr(span, "name", "") == "prefill":  # one that is not sampled has none
+                span.end()
+                return
+
+    def end(self, request: Request, status: int, facts: dict[str, object]) -> None:
+        """A request is over, and its legs with it."""
+        spans, request.spans = request.spans, []
+        for span in reversed(spans):
+            if span is spans[0]:
+                known = {name: value for name, value in facts.items() if isinstance(value, str | int | float)}
+                span.set_attributes({"http.response.status_code": status, **known})
+            if span.is_recording():
+                span.end()
+
+    def close(self) -> None:
+        if self._tracer:
+            self._provider.shutdown()

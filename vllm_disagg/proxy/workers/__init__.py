@@ -1,0 +1,1 @@
+"""Several processes that serve one port: their supervisor, and the bus between them."""

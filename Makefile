@@ -58,7 +58,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy vllm_disagg kv_connectors
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest tests/unit tests/property tests/proxy
+	$(BIN)/python -m pytest tests/unit tests/property tests/proxy tests/planner tests/bench tests/launcher tests/workloads
 
 test: check
 	$(BIN)/python -m pytest tests/transports
@@ -75,7 +75,7 @@ versions:
 		venv=.venv-$$version; test $$version = $(VLLM) && venv=.venv; \
 		$(MAKE) --no-print-directory setup VENV=$$venv VLLM=$$version && \
 		echo "versions: vLLM $$version" && \
-		$$venv/bin/python -m pytest tests/unit tests/engine/test_exact.py || exit 1; \
+		$$venv/bin/python -m pytest tests/unit tests/planner tests/bench tests/launcher tests/workloads tests/engine/test_exact.py || exit 1; \
 	done
 	@echo "versions: prefill and decode engines of $(OLDEST) and $(VLLM)"
 	DISAGG_OTHER_VLLM=$(CURDIR)/.venv-$(OLDEST) $(BIN)/python -m pytest tests/engine/test_versions.py

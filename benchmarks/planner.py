@@ -16,13 +16,15 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from vllm_disagg.planner import closed_forms, distserve, model, search, workload
-from vllm_disagg.planner.catalogue import GIB, LINKS
-from vllm_disagg.planner.engine import Rules
-from vllm_disagg.planner.latency import Linear, unloaded_prefill
-from vllm_disagg.planner.setting import Choice, Placement, Setting, Source
-from vllm_disagg.planner.simulator import Deployment, Handoff, Objective, Side, simulate
-from vllm_disagg.planner.workload import Arrivals, Sample
+from vllm_disagg.planner.cost import distserve, model, queueing
+from vllm_disagg.planner.cost.hardware import GIB, LINKS
+from vllm_disagg.planner.cost.latency import Linear, unloaded_prefill
+from vllm_disagg.planner.search import optimizer
+from vllm_disagg.planner.search.scenario import Choice, Placement, Setting, Source
+from vllm_disagg.planner.simulation import workload
+from vllm_disagg.planner.simulation.replica import Rules
+from vllm_disagg.planner.simulation.simulator import Deployment, Handoff, Objective, Side, simulate
+from vllm_disagg.planner.simulation.workload import Arrivals, Sample
 
 LARGE = 1 << 40
 GRID = 0.078125  # req/s per GPU: the width of the bracket at which DistServe's search stops, and reports its lower end
@@ -60,7 +62,7 @@ def setting(name: str, ttft: float, gpus: int, requests: int, seeds: int, kv_lim
     )  # fmt: skip
 
 
-def quiet(done: int, total: int, best: search.Score | None) -> None:
+def quiet(done: int, total: int, best: optimizer.Score | None) -> None:
     """No progress: these take seconds."""
 
 
@@ -77,21 +79,21 @@ def speed() -> None:
     runs = [timed(lambda: simulate(deployment, sample, 4.68))[0] for _ in range(20)]
     note("simulation_300_requests_s", min(runs), "OPT-13B TP2 + TP1 at 4.68 req/s; target 0.10 s (DistServe's: 0.33)")
     for name, sought in (("opt_13b", thirteen), ("opt_66b", setting("opt-66b", 0.4, 8, 300, 1))):
-        everything = search.disaggregated(sought)
+        everything = optimizer.disaggregated(sought)
         single = [p for p in everything if p.prefill.n == 1 and p.decode and p.decode.n == 1]
         for what, placements in (("one_each", single), ("all", everything)):
-            seconds, _ = timed(lambda p=placements, s=sought: search.search(s, p, 3, 1, quiet))  # type: ignore[misc]
+            seconds, _ = timed(lambda p=placements, s=sought: optimizer.search(s, p, 3, 1, quiet))  # type: ignore[misc]
             note(f"search_{name}_{what}_s", seconds, f"{len(placements)} placements, 300 requests, one seed, CPU time")
     sixteen = setting("opt-66b", 0.4, 16, 300, 5)
-    placements = search.disaggregated(sixteen)
-    seconds, _ = timed(lambda: search.search(sixteen, placements, 3, 1, quiet))
+    placements = optimizer.disaggregated(sixteen)
+    seconds, _ = timed(lambda: optimizer.search(sixteen, placements, 3, 1, quiet))
     note("search_opt_66b_16_gpus_5_seeds_s", seconds, f"{len(placements)} placements; target 120 s")
 
 
 def opt_13b() -> None:
     for name, kv_limit in (("opt_13b", 0), ("opt_13b_kv_50000", 50_000)):
         sought = setting("opt-13b", 0.2, 4, 1000, 5, kv_limit)
-        found = search.search(sought, search.disaggregated(sought), 3, 1, quiet)
+        found = optimizer.search(sought, optimizer.disaggregated(sought), 3, 1, quiet)
         note(f"{name}_best", str(found[0].placement), f"next: {found[1].placement}, {found[1].goodput:.3f}")
         low, high = found[0].ci
         note(
@@ -101,7 +103,7 @@ def opt_13b() -> None:
         )
     sought = setting("opt-13b", 0.2, 4, 1000, 20)
     for decode in (1, 2):
-        score = search.evaluate(sought, Placement(Choice(2, 1, 1), Choice(decode, 1, 1)), sought.samples(), -1.0)
+        score = optimizer.evaluate(sought, Placement(Choice(2, 1, 1), Choice(decode, 1, 1)), sought.samples(), -1.0)
         if not score:
             raise AssertionError("nothing is pruned below zero")
         low, high = score.ci
@@ -115,10 +117,10 @@ def opt_66b() -> None:
     for name, kv_limit in (("opt_66b", 0), ("opt_66b_kv_50000", 50_000)):
         sought = setting("opt-66b", 0.4, 8, 1000, 5, kv_limit)
         samples = sought.samples()
-        found = search.search(sought, search.disaggregated(sought), 3, 1, quiet)
+        found = optimizer.search(sought, optimizer.disaggregated(sought), 3, 1, quiet)
         note(f"{name}_best", str(found[0].placement), "OPT-66B at 0.4/0.1 s, up to 8 GPUs")
         note(f"{name}_goodput_per_gpu", found[0].goodput, "")
-        two = search.evaluate(sought, Placement(Choice(4, 1, 1), Choice(2, 1, 1)), samples, -1.0)
+        two = optimizer.evaluate(sought, Placement(Choice(4, 1, 1), Choice(2, 1, 1)), samples, -1.0)
         note(f"{name}_decode_tp2", two.goodput if two else 0.0, "prefill TP4, decode TP2 on two GPUs")
 
 
@@ -133,7 +135,7 @@ def queues() -> None:
             rate = load / (service / pp)
             sample = workload.load("512:1").sample(50_000, 1, Arrivals("poisson"))
             found = simulate(deployment, sample, rate).ttft
-            worst = max(worst, abs(sum(found) / len(found) / closed_forms.mean_ttft(service, rate, pp) - 1))
+            worst = max(worst, abs(sum(found) / len(found) / queueing.mean_ttft(service, rate, pp) - 1))
         note(f"m_d_1_worst_error_pp{pp}", worst, "mean TTFT, load 0.3 to 0.85, 50,000 arrivals")
 
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_disagg.planner.catalogue import Link
-from vllm_disagg.planner.engine import Engine, Rules
-from vllm_disagg.planner.latency import Linear
-from vllm_disagg.planner.simulator import POLICIES, Deployment, Handoff, Side, _Run
-from vllm_disagg.planner.workload import Sample
+from vllm_disagg.planner.cost.hardware import Link
+from vllm_disagg.planner.cost.latency import Linear
+from vllm_disagg.planner.simulation.replica import Engine, Rules
+from vllm_disagg.planner.simulation.simulator import POLICIES, Deployment, Handoff, Side, _Run
+from vllm_disagg.planner.simulation.workload import Sample
 
 rules = st.builds(
     Rules, budget=st.sampled_from([64, 300, 2048, 1 << 40]), sequences=st.integers(1, 20), mixed=st.booleans()

@@ -7,7 +7,7 @@ import re
 import msgspec
 
 from ..errors import ConfigError
-from ..pages import get
+from ..http_client import get
 
 
 class Model(msgspec.Struct, frozen=True):

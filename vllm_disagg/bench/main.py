@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from .. import lengths, pages, traces
+from .. import http_client
 from ..errors import ConfigError
+from ..workloads import lengths, traces
 from . import instance, load, report, workload
 from .load import Generator, Target
 from .report import Measured
@@ -180,7 +181,7 @@ def _targets(words: Sequence[str], gpus: Sequence[str]) -> list[Target]:
             raise ConfigError(f"--target {word}: it must be NAME=URL, such as ours=http://127.0.0.1:8000")
         if name in urls:
             raise ConfigError(f"--target {name} is given twice")
-        urls[name] = pages.address(f"--target {name}", url)
+        urls[name] = http_client.address(f"--target {name}", url)
     counts = _gpus(gpus, list(urls))
     targets = [Target(name, url, counts.get(name), instance.model(url)) for name, url in urls.items()]
     models = {target.model.root or target.model.id for target in targets}

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from .. import pages
+from .. import http_client
 from ..errors import ConfigError, DisaggError
 from . import instance, neighbours, steps
 from .steps import TOKENS, Decode, Prefill, Step
@@ -113,12 +113,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    url = pages.address("URL", args.url)
+    url = http_client.address("URL", args.url)
     _check(args)
     model, kv_tokens, version = instance.model(url), instance.kv_tokens(url), instance.version(url)
     if not model.max_model_len:
         raise ConfigError(f"{url}/v1/models does not say max_model_len, which every vLLM does")
-    others = [pages.address("--beside", other) for other in args.beside]
+    others = [http_client.address("--beside", other) for other in args.beside]
     if url in others:
         raise ConfigError(f"--beside: {url} is the instance that is measured")
     beside = [(other, instance.model(other)) for other in others]

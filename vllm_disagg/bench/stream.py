@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ..errors import ConfigError, DisaggError
-from ..pages import connect, headers, reason
+from ..http_client import connect, headers, reason
 from .steps import Event
 
 PATIENCE = 120.0  # seconds without a byte

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from ..lengths import Lengths
-from ..traces import Request, Trace
+from ..workloads.lengths import Lengths
+from ..workloads.traces import Request, Trace
 
 WHOLE = 1 << 24  # a hash id for a whole prompt: longer than any
 

@@ -1,0 +1,143 @@
+"""`vllm-disagg plan`: how many P and D, with which parallelism, for the most goodput per GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+from ...errors import ConfigError
+from ..cost import model, queueing
+from ..cost.latency import unloaded_decode, unloaded_prefill
+from ..search import advice, optimizer
+from ..search.scenario import Setting
+from ..simulation import workload
+from ..simulation.simulator import quantile
+from . import flags, live, report
+
+KEEP = 3  # placements of a kind that are evaluated to the end
+LOADS = (0.5, 0.8)  # of a prefill GPU, for waiting times
+TELL = 2.0  # seconds between two lines of progress
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    flags.add_arguments(parser)
+    add = parser.add_argument_group("what is searched").add_argument
+    add("--gpus", metavar="N", type=int, default=4, help="at most so many, P and D together (default: %(default)s)")
+    add("--jobs", metavar="N", type=int, default=0, help="processes (default: one for each core)")
+    add("--report", metavar="DIR", help="write report.html and plots there")
+    add = parser.add_argument_group("closed form only").add_argument
+    add("--capacity-prefill", metavar="R", type=float, help="requests/s of one GPU that only prefills")
+    add("--capacity-decode", metavar="R", type=float, help="requests/s of one GPU that only decodes")
+    live.add_arguments(parser.add_argument_group("a running deployment"))
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.capacity_prefill is not None or args.capacity_decode is not None:
+        return _closed(args)
+    if args.live:
+        return live.run(args)
+    if args.gpus < 2:
+        raise ConfigError(f"--gpus: {args.gpus} is too few: prefill and decode need 2 or more")
+    if args.jobs < 0:
+        raise ConfigError(f"--jobs: {args.jobs} is not a number of processes")
+    if args.report:
+        report.check(args.report)
+    planned = flags.read(args, args.gpus, "--gpus")
+    setting = planned.setting
+    began = time.monotonic()
+    jobs = optimizer.processes(args.jobs)
+    split = optimizer.search(setting, optimizer.disaggregated(setting), KEEP, jobs, _progress("disaggregated"))
+    together = optimizer.search(setting, optimizer.colocated(setting), KEEP, jobs, _progress("colocated"))
+    if not split and not together:
+        raise ConfigError(_nothing(setting))
+    found = advice.advise(setting, split, together)
+    document = advice.as_json(found, planned.model)
+    document["seconds"] = round(time.monotonic() - began, 2)
+    document["fits"] = {
+        path: {"worst_error": {phase: fit.worst(phase) for phase in ("prefill", "decode")}}
+        for path, fit in planned.fits
+    }
+    if args.report:
+        document["report"] = report.write(args.report, found, document, planned.fits)
+    print(json.dumps(document) if args.json else report.text(found, document, planned.fits))
+    return 0
+
+
+def _closed(args: argparse.Namespace) -> int:
+    prefill, decode = args.capacity_prefill, args.capacity_decode
+    for flag, value in (("--capacity-prefill", prefill), ("--capacity-decode", decode)):
+        if value is None:
+            raise ConfigError(f"--capacity-prefill and --capacity-decode go together: give {flag}, in requests/s of one GPU")
+        if not 0 < value < float("inf"):
+            raise ConfigError(f"{flag}: {value} is not a rate: give requests/s of one GPU, more than 0")
+    if args.gpus < 2:
+        raise ConfigError(f"--gpus: {args.gpus} is too few: prefill and decode need 2 or more")
+    ratios = sorted(queueing.ratios(prefill, decode, args.gpus), key=lambda r: -r.rate_per_gpu)
+    best = queueing.best_ratio(prefill, decode, args.gpus)
+    one = min(prefill, decode) / 2
+    rate = best.rate_per_gpu * (best.prefill + best.decode)
+    waits = {load: queueing.mean_ttft(1 / prefill, load * prefill) for load in LOADS}
+    document: dict[str, Any] = {
+        "gpus": args.gpus,
+        "best": {"prefill": {"n": best.prefill}, "decode": {"n": best.decode}, "goodput_per_gpu": best.rate_per_gpu},
+        "one_to_one": one,
+        "limit": queueing.limit(prefill, decode),
+        "alternatives": [
+            {"prefill": {"n": r.prefill}, "decode": {"n": r.decode}, "goodput_per_gpu": r.rate_per_gpu}
+            for r in ratios[:8]
+        ],
+        "ttft_mean": {f"{load:g}": wait for load, wait in waits.items()},  # by load of a prefill GPU
+        "bandwidth": _bandwidth(args, rate) if args.model else None,
+    }
+    if args.json:
+        print(json.dumps(document))
+        return 0
+    print(f"best of up to {args.gpus} GPUs: {best.prefill}P{best.decode}D, {best.rate_per_gpu:.3f} req/s per GPU")
+    print(f"1P1D: {one:.3f}; limit for any number of GPUs: {document['limit']:.3f}")
+    words = (f"{wait:.3f} s at {load:.0%}" for load, wait in waits.items())
+    print(f"mean TTFT of equal prompts, one at a time (M/D/1), by load of a prefill GPU: {', '.join(words)}")
+    if args.model:
+        print(f"between prefill and decode at {rate:.3g} req/s: {document['bandwidth'] / 1e9:.3g} GB/s ({args.workload})")
+    return 0
+
+
+def _bandwidth(args: argparse.Namespace, rate: float) -> float:
+    """Bytes/s from prefill to decode, all instances together."""
+    sample = workload.load(args.workload).sample(1000, 0, workload.Arrivals("poisson"))
+    return queueing.bandwidth(model.load(args.model).kv_per_token, sum(sample.prompts) / len(sample), rate)
+
+
+def _progress(kind: str) -> optimizer.Told:
+    last = time.monotonic()
+
+    def told(done: int, total: int, best: optimizer.Score | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= TELL or done == total:
+            last = now
+            words = f"; best so far {best.goodput:.3f} req/s per GPU: {best.placement}" if best else ""
+            print(f"plan: {kind}: {done} of {total} placements{words}", file=sys.stderr)
+
+    return told
+
+
+def _nothing(setting: Setting) -> str:
+    """Which objective nothing meets, and what would be met on an idle deployment."""
+    sample, objective = setting.samples()[0], setting.objective
+    firsts = [setting.prefill.latency(*shape) for shape in setting.prefill.shapes(setting.gpus)]
+    laters = [setting.decode.latency(*shape) for shape in setting.decode.shapes(setting.gpus)]
+    prompts, share = sample.prompts, objective.attainment
+    ttft = min(quantile([unloaded_prefill(latency, p) for p in prompts], share) for latency in firsts)
+    tpot = min(quantile([unloaded_decode(latency, p) for p in prompts], share) for latency in laters)
+    most = f"{share:.0%} of the requests"
+    if ttft > objective.ttft:
+        return f"nothing meets --ttft {objective.ttft:g}: alone on the fastest instance {most} take {ttft:.3g} s; give more"
+    if tpot > objective.tpot:
+        return f"nothing meets --tpot {objective.tpot:g}: alone on the fastest instance {most} take {tpot:.3g} s; give more"
+    return (
+        f"nothing meets --ttft {objective.ttft:g} and --tpot {objective.tpot:g} together on {setting.gpus} GPUs at any rate:"
+        f" give more than --ttft {ttft:.3g} and --tpot {tpot:.3g}, or more GPUs"
+    )

@@ -1,0 +1,136 @@
+"""How long a step of an engine takes: one form, filled from published coefficients, from measured points or a roofline.
+
+A step computes `tokens` prompt tokens and one token for each of `n` decoding sequences that together have `contexts`
+tokens before it.  For a pipeline stage
+
+    decode only:   base(n) + slope(n) * contexts
+    with prompts:  linear(tokens, n) + square * squares + slope(n) * contexts
+
+`squares` is the sum of (done + chunk)^2 - done^2 over the chunks, so that the chunks of a prompt add up to its length
+squared.  A decode step is linear in `contexts`: that is what lets the simulator take many steps in one go.
+All times are seconds.  The first stage may take longer than the others (DistServe's engine dispatches there).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from .hardware import Gpu
+from .model import Model, touched
+
+STEP = 1e-3  # seconds of a step that are neither arithmetic nor memory: launches, scheduling; vLLM's order of magnitude
+ALL_REDUCE = 10e-6  # seconds of an all-reduce without bytes (AIConfigurator's P2P latency)
+HOP = 20e-6  # seconds to the next pipeline stage without bytes
+
+
+class Latency(Protocol):
+    """The times of one instance, for a pipeline stage each."""
+
+    @property
+    def pp(self) -> int: ...
+
+    def decode(self, n: int, first: bool) -> tuple[float, float]:
+        """base and slope of a step that only decodes; each sequence attends to its own new token as well."""
+
+    def mixed(self, tokens: int, squares: float, n: int, contexts: int, first: bool) -> float:
+        """Seconds of a step with `tokens` > 0 prompt tokens."""
+
+
+def unloaded_prefill(latency: Latency, tokens: int) -> float:
+    """Seconds that a prompt takes alone, through all stages, in one chunk."""
+    stages = [latency.mixed(tokens, float(tokens) ** 2, 0, 0, first) for first in (True, False)]
+    return stages[0] + (latency.pp - 1) * stages[1]
+
+
+def unloaded_decode(latency: Latency, context: int) -> float:
+    """Seconds of a token of a sequence alone, through all stages."""
+    (a, b), (c, d) = latency.decode(1, True), latency.decode(1, False)
+    return a + b * context + (latency.pp - 1) * (c + d * context)
+
+
+class Linear(msgspec.Struct, frozen=True):
+    """Coefficients: prefill a + b*tokens + c*squares, decode A + B*contexts + C*n; a whole pass, divided over stages.
+
+    `large` replaces `small` from `threshold` sequences on.  `stage` is what each stage of a prefill adds, `overhead`
+    what the first stage adds to any step, and `overhead_token` what it adds for each token in the batch.
+    """
+
+    pp: int
+    prefill: tuple[float, float, float]
+    small: tuple[float, float, float]
+    large: tuple[float, float, float]
+    threshold: int = 1 << 30
+    stage: float = 0.0
+    overhead: float = 0.0
+    overhead_token: float = 0.0
+    chunk: int = 1 << 60  # tokens of a step: longer prompts pay `a` for each
+
+    def decode(self, n: int, first: bool) -> tuple[float, float]:
+        a, b, c = self.small if n < self.threshold else self.large
+        base, slope = (a + (b + c) * n) / self.pp, b / self.pp
+        return (base + self.overhead, slope + self.overhead_token) if first else (base, slope)
+
+    def mixed(self, tokens: int, squares: float, n: int, contexts: int, first: bool) -> float:
+        a, b, c = self.prefill
+        whole = a * -(-tokens // self.chunk) + b * tokens + c * squares
+        if n:  # the weights are read once for both
+            floor, per_context, per_sequence = self.small if n < self.threshold else self.large
+            whole += max(0.0, floor - a) + per_context * (contexts + n) + per_sequence * n
+        time = whole / self.pp + self.stage
+        return time + self.overhead + self.overhead_token * (tokens + contexts) if first else time
+
+
+class Roofline:
+    """A bound from FLOPs, bytes and the interconnect, with the GPU's assumed efficiencies: nothing here was measured."""
+
+    def __init__(self, model: Model, gpu: Gpu, tp: int, pp: int) -> None:
+        self.pp = pp
+        self._model = model
+        ranks = tp * pp
+        flops, speed = gpu.flops * gpu.prefill * ranks, gpu.bandwidth * gpu.decode * ranks
+        self._weights = (model.dense + model.head) * model.weight_bytes / speed
+        self._expert = model.expert * model.weight_bytes / speed
+        self._token = 2 * (model.dense + model.expert * model.active) / flops
+        self._sequence = 2 * model.head / flops
+        self._square = model.attention * model.layers / 2 / flops  # causal: half the square
+        kv_read = model.kv_per_token / (gpu.bandwidth * gpu.decode * min(tp, model.kv_heads) * pp)
+        self._slope = max(kv_read, model.latent * model.layers / flops)
+        self._fixed, wire = HOP * (pp > 1), model.hidden * 2 / gpu.peer
+        self._token_wire = wire * (pp > 1)
+        if tp > 1:  # two all-reduces a layer, rings: each rank sends 2(tp-1)/tp of the activations
+            layers = model.layers / pp
+            self._fixed += 2 * layers * ALL_REDUCE
+            self._token_wire += 2 * layers * wire * 2 * (tp - 1) / tp
+
+    def _linear(self, tokens: int, sequences: int) -> float:
+        """Seconds of all that is linear in tokens, for a step of `tokens` of `sequences`."""
+        memory = self._weights + self._expert * touched(self._model, tokens)
+        compute = self._token * tokens + self._sequence * sequences
+        return max(memory, compute) + self._fixed + self._token_wire * tokens
+
+    def decode(self, n: int, first: bool) -> tuple[float, float]:
+        return self._linear(n, n) + self._slope * n + STEP * first, self._slope
+
+    def mixed(self, tokens: int, squares: float, n: int, contexts: int, first: bool) -> float:
+        attention = self._square * squares + self._slope * (contexts + n)
+        return self._linear(tokens + n, n + 1) + attention + STEP * first
+
+
+class Scaled(msgspec.Struct, frozen=True):
+    """Another model's times, all by one factor: what a refit to a running deployment changes."""
+
+    model: Latency
+    factor: float
+
+    @property
+    def pp(self) -> int:
+        return self.model.pp
+
+    def decode(self, n: int, first: bool) -> tuple[float, float]:
+        base, slope = self.model.decode(n, first)
+        return base * self.factor, slope * self.factor
+
+    def mixed(self, tokens: int, squares: float, n: int, contexts: int, first: bool) -> float:
+        return self.model.mixed(tokens, squares, n, contexts, first) * self.factor

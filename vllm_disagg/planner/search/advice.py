@@ -1,0 +1,312 @@
+"""From scores to words: what to run, what it gains over colocation, where the answer flips, how to start it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ..cost import queueing
+from ..simulation.simulator import Objective, Outcome, simulate
+from ..simulation.workload import Sample
+from .optimizer import Score, colocated, disaggregated, estimate, interval
+from .scenario import Choice, Placement, Setting
+
+WORTH = 1.10  # the ratio from which on we say "disaggregate": the models' own error is 7 to 20 %
+SWEEP = tuple(0.1 * 1.33**n for n in range(12))  # of the rate it is made for: 0.1 to 2.3
+REACH = 8.0  # flips are looked for between objective / REACH and objective * REACH
+FINE = 12  # steps for each doubling
+LASTING = 5.0  # times as long as one request takes: for less, traffic is a burst whose queue has no time to grow
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """A placement simulated over a range of rates with the first seed, without stopping early."""
+
+    placement: Placement
+    rates: list[float]  # requests/s per GPU
+    outcomes: list[Outcome]
+
+    def attainment(self, objective: Objective) -> list[float]:
+        return [outcome.attainment(objective) for outcome in self.outcomes]
+
+    def goodput(self, objective: Objective) -> float:
+        """Requests/s per GPU where attainment falls below the objective's, between two rates by line."""
+        shares = self.attainment(objective)
+        if shares[0] < objective.attainment:
+            return 0.0
+        for n in range(1, len(shares)):
+            if shares[n] < objective.attainment:
+                part = (shares[n - 1] - objective.attainment) / (shares[n - 1] - shares[n])
+                return self.rates[n - 1] + part * (self.rates[n] - self.rates[n - 1])
+        return self.rates[-1]
+
+
+class Flip(msgspec.Struct, frozen=True):
+    """`at` seconds (None: nowhere in reach) the ratio to colocation crosses WORTH."""
+
+    at: float | None
+    words: str
+
+
+class Advice(msgspec.Struct, frozen=True, kw_only=True):
+    """What the search says; `best` is the best disaggregated placement, whether or not it is recommended."""
+
+    setting: Setting
+    best: Score | None
+    runner_up: Score | None
+    alternatives: list[Score]
+    colocated: Score | None
+    ratio: float | None
+    ratio_ci: tuple[float, float] | None
+    curves: list[Curve]
+    flips: dict[str, Flip]
+    considered: int
+
+    @property
+    def disaggregate(self) -> bool:
+        return self.best is not None and (self.ratio is None or self.ratio > WORTH)
+
+    @property
+    def chosen(self) -> Score:
+        found = self.best if self.disaggregate else self.colocated
+        if not found:
+            raise AssertionError("advice is given only when something meets the objective")
+        return found
+
+
+def advise(setting: Setting, split: Sequence[Score], together: Sequence[Score]) -> Advice:
+    """`split` and `together` are the best of each kind, best first; at least one of them has some goodput."""
+    best, base = (split[0] if split else None), (together[0] if together else None)
+    ratio = ratio_ci = None
+    if best and base:
+        ratio = best.goodput / base.goodput
+        pairs = [a / b for a, b in zip(best.rates, base.rates, strict=True) if b > 0]
+        ratio_ci = interval(pairs) if pairs else None
+    curves = curves_of(setting, [*split, *together])
+    return Advice(
+        setting=setting,
+        best=best,
+        runner_up=split[1] if len(split) > 1 else None,
+        alternatives=list(split[1:]),
+        colocated=base,
+        ratio=ratio,
+        ratio_ci=ratio_ci,
+        curves=curves,
+        flips={name: flip(curves, setting.objective, name) for name in ("tpot", "ttft")},
+        considered=len(disaggregated(setting)) + len(colocated(setting)),
+    )
+
+
+def curves_of(setting: Setting, scores: Sequence[Score]) -> list[Curve]:
+    """The best placements and, because others lead under other objectives, for each decode shape and each schedule that is
+    not among them the one whose closed form promises most."""
+    sample = setting.samples()[0]
+    rates = {score.placement: score.goodput for score in scores}
+    seen = {_kind(placement) for placement in rates}
+    others: dict[tuple[object, ...], tuple[float, Placement]] = {}
+    for placement in (*disaggregated(setting), *colocated(setting)):
+        if _kind(placement) not in seen and _pipes(placement) == 1:
+            promise = estimate(setting, placement, sample), placement
+            others[_kind(placement)] = max(others.get(_kind(placement), promise), promise)
+    rates |= {placement: promise for promise, placement in others.values()}
+    return [_sweep(setting, placement, rate, sample) for placement, rate in rates.items()]
+
+
+def _kind(placement: Placement) -> tuple[object, ...]:
+    if placement.decode:
+        return placement.decode.tp, placement.decode.pp
+    return placement.prefill.tp, placement.prefill.pp, placement.mixed, placement.budget
+
+
+def _pipes(placement: Placement) -> int:
+    return max(placement.prefill.pp, placement.decode.pp if placement.decode else 1)
+
+
+def _sweep(setting: Setting, placement: Placement, rate: float, sample: Sample) -> Curve:
+    """Simulate around `rate`; objectives do not influence a simulation, so one sweep serves for all of them."""
+    deployment = setting.deployment(placement)
+    rates = [rate * part for part in SWEEP]
+    return Curve(placement, rates, [simulate(deployment, sample, r * placement.gpus) for r in rates])
+
+
+def ratio_at(curves: Sequence[Curve], objective: Objective) -> float | None:
+    """The best disaggregated goodput over the best colocated one, among these placements."""
+    split = max((c.goodput(objective) for c in curves if c.placement.decode), default=0.0)
+    base = max((c.goodput(objective) for c in curves if not c.placement.decode), default=0.0)
+    if base > 0:
+        return split / base
+    return float("inf") if split > 0 else None
+
+
+def flip(curves: Sequence[Curve], objective: Objective, name: str) -> Flip:
+    """The TPOT or TTFT nearest to the objective's at which the answer changes, the other held."""
+    here: float = getattr(objective, name)
+    other = "colocate" if _worth(curves, objective) else "disaggregate"
+    for step in range(1, int(FINE * 3) + 1):
+        for factor in (2 ** (-step / FINE), 2 ** (step / FINE)):
+            changed = msgspec.structs.replace(objective, **{name: here * factor})
+            answer = _worth(curves, changed)
+            if answer is not None and answer != (other == "colocate"):
+                side = "below" if factor < 1 else "above"
+                return Flip(here * factor, f"{name.upper()} {side} {here * factor:.3g} s: {other}")
+    low, high = here / REACH, here * REACH
+    return Flip(None, f"{name.upper()} between {low:.3g} and {high:.3g} s: the answer stays")
+
+
+def _worth(curves: Sequence[Curve], objective: Objective) -> bool | None:
+    ratio = ratio_at(curves, objective)
+    return None if ratio is None else ratio > WORTH
+
+
+# --- commands ---
+
+
+def commands(setting: Setting, placement: Placement, model: str) -> list[str]:
+    """What to type for `placement`, one a line; instances on one machine are given by ports, as an example."""
+    if not placement.decode:
+        return _colocated(placement, model)
+    lines = []
+    p, d = placement.prefill, placement.decode
+    if (p.tp, p.pp) == (d.tp, d.pp) and p.pp == 1:
+        parallel = ["--tensor-parallel-size", str(p.tp)] if p.tp > 1 else []
+        words = ["vllm-disagg", "up", "--model", model, "--prefill", str(p.n), "--decode", str(d.n), *parallel]
+        lines.append(shlex.join(words))
+    lines.append("vllm-disagg key fleet.key")
+    proxy = ["vllm-disagg", "proxy", "--key-file", "fleet.key"]
+    for role, flag, choice, base in (("kv_producer", "--prefill", p, 8100), ("kv_consumer", "--decode", d, 8200)):
+        for n in range(choice.n):
+            transfer = {
+                "kv_connector": "DisaggConnector",
+                "kv_role": role,
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"key_file": "fleet.key"},
+            }
+            extra = ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
+            lines.append(shlex.join([*_serve(model, choice, base + n), *extra]))
+            proxy += [flag, f"http://127.0.0.1:{base + n}"]
+    return [*lines, shlex.join(proxy)]
+
+
+def remarks(placement: Placement) -> list[str]:
+    """What the reader of the commands must know."""
+    p, d = placement.prefill, placement.decode
+    if d and ((p.tp, p.pp) != (d.tp, d.pp) or p.pp > 1):
+        return [
+            "prefill and decode differ in parallelism, or use pipelines: see README, what is not supported yet, before you"
+            " start it"
+        ]
+    return []
+
+
+def short(setting: Setting, score: Score) -> list[str]:
+    """Whether the requests are too few to tell what a placement sustains."""
+    sample, rate = setting.samples()[0], score.goodput * score.placement.gpus
+    served = [t for t in simulate(setting.deployment(score.placement), sample, rate).latency if t >= 0]
+    one, lasts = sum(served) / len(served), len(sample) / rate
+    if lasts >= LASTING * one:
+        return []
+    enough = math.ceil(LASTING * one * rate)
+    return [
+        f"{len(sample)} requests last {lasts:.2g} s at this rate and one takes {one:.2g} s, so no queue has time to grow:"
+        f" these rates are too high; give --requests {enough} or more"
+    ]
+
+
+def _colocated(placement: Placement, model: str) -> list[str]:
+    lines, proxy = [], ["vllm-disagg", "proxy"]
+    for n in range(placement.prefill.n):
+        budget = ["--max-num-batched-tokens", str(placement.budget)] if placement.mixed else []
+        chunked = [] if placement.mixed else ["--no-enable-chunked-prefill"]
+        lines.append(shlex.join([*_serve(model, placement.prefill, 8200 + n), *budget, *chunked]))
+        proxy += ["--decode", f"http://127.0.0.1:{8200 + n}"]
+    return lines if placement.prefill.n == 1 else [*lines, shlex.join(proxy)]
+
+
+def _serve(model: str, choice: Choice, port: int) -> list[str]:
+    words = ["vllm", "serve", model, "--port", str(port)]
+    for flag, value in (("--tensor-parallel-size", choice.tp), ("--pipeline-parallel-size", choice.pp)):
+        if value > 1:
+            words += [flag, str(value)]
+    return words
+
+
+# --- JSON ---
+
+
+def as_json(advice: Advice, model: str) -> dict[str, Any]:
+    """The document that `plan --json` prints."""
+    setting, placement = advice.setting, advice.chosen.placement
+    return {
+        "recommendation": "disaggregate" if advice.disaggregate else "colocate",
+        "best": _score(setting, advice.best),
+        "runner_up": _score(setting, advice.runner_up),
+        "colocated": _score(setting, advice.colocated),
+        "ratio": advice.ratio,
+        "ratio_ci": advice.ratio_ci,
+        "alternatives": [_score(setting, score) for score in advice.alternatives],
+        "flips": {name: {"at": f.at, "words": f.words} for name, f in advice.flips.items()},
+        "commands": commands(setting, placement, model),
+        "remarks": [*remarks(placement), *short(setting, advice.chosen)],
+        "considered": advice.considered,
+        "setting": describe(setting),
+    }
+
+
+def describe(setting: Setting) -> dict[str, Any]:
+    objective = setting.objective
+    return {
+        "latency": {"prefill": setting.prefill.words(), "decode": setting.decode.words()},
+        "workload": setting.workload.name,
+        "arrivals": setting.arrivals.kind,
+        "ttft": objective.ttft,
+        "tpot": objective.tpot,
+        "attainment": objective.attainment,
+        "attainment_of": "each request, TTFT and TPOT jointly" if objective.joint else "TTFT and TPOT separately",
+        "rules": "DistServe's" if setting.distserve else "vLLM's",
+        "gpus": setting.gpus,
+        "requests": setting.requests,
+        "seeds": setting.seeds,
+        "link": setting.link.name,
+        "overlap": setting.overlap,
+        "policy": setting.policy,
+        "kv_limit": setting.kv_limit or None,
+    }
+
+
+def _score(setting: Setting, score: Score | None) -> dict[str, Any] | None:
+    if not score:
+        return None
+    placement = score.placement
+    found: dict[str, Any] = {"gpus": placement.gpus, "goodput_per_gpu": score.goodput, "ci": score.ci}
+    found |= {"rates": score.rates, "closed_form": closed_form(setting, placement)}
+    if placement.decode:
+        return {"prefill": _choice(placement.prefill), "decode": _choice(placement.decode), **found}
+    schedule = {"schedule": "chunked" if placement.mixed else "prefill-first", "budget": placement.budget}
+    return {**_choice(placement.prefill), **schedule, **found}
+
+
+def _choice(choice: Choice) -> dict[str, int]:
+    return {"tp": choice.tp, "pp": choice.pp, "n": choice.n}
+
+
+def closed_form(setting: Setting, placement: Placement) -> dict[str, Any]:
+    """The sanity check beside a simulation: capacities, and for P:D the wait and the bandwidth at that rate."""
+    sample = setting.samples()[0]
+    prefill, decode = setting.capacities(placement, sample)
+    both = min(prefill, decode) if placement.decode else 1 / (1 / prefill + 1 / decode)
+    found = {"prefill": prefill, "decode": decode, "rate_per_gpu": both / placement.gpus}
+    model = setting.prefill.model
+    if placement.decode and model:
+        mean_prompt = sum(sample.prompts) / len(sample)
+        found["bandwidth"] = queueing.bandwidth(model.kv_per_token, mean_prompt, both)
+        found["transfer"] = queueing.transfer(
+            model.kv_per_token, mean_prompt, setting.link.bandwidth, setting.link.latency
+        )
+    if placement.decode:
+        one = placement.prefill.n / prefill
+        found["ttft_mean_half_load"] = queueing.mean_ttft(one, 0.5 / one, 1)
+    return found

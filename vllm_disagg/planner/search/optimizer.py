@@ -1,0 +1,240 @@
+"""Every placement within a GPU budget, its goodput, and the best ones.
+
+Goodput of a placement: for each seed a bisection on the rate per GPU, whose probes depend on nothing but the placement
+and the seed; the mean of the last rates that met the objective.
+
+Pruning keeps the optimum, whatever the simulated system does.  Proof: a bisection keeps an interval [lo, hi), and its
+result is the last lo, so it is below each hi it has ever had.  The mean over seeds of the present hi is therefore above
+the placement's goodput at any time.  As soon as it is not above `floor`, the goodput of a placement that was evaluated to
+its end (the `keep`-th best so far, less the tolerance of a bisection), this placement cannot be among the `keep` best or
+their equals; giving it up changes nothing for the others, because their probes do not depend on it.  Nothing is assumed of
+how attainment depends on the rate.  The same `keep` best come out for any order and any number of processes; `tests`
+compare with brute force.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from itertools import product
+from math import sqrt
+from multiprocessing import get_context
+from statistics import mean, stdev
+
+import msgspec
+
+from ...errors import ConfigError
+from ..simulation.simulator import simulate
+from ..simulation.workload import Sample
+from .scenario import Choice, Placement, Setting, Source
+
+BUDGETS = (512, 2048, 8192)  # tokens of a step that the chunked baseline is tried with
+GIVE_UP = 1 / 256  # of the first probe: a placement that fails there has no goodput
+FIRST = 1.25  # of the estimated capacity: the first probe
+GROW = 1.5
+CEILING = 64.0  # times the first probe: a sample that still meets the objective never overloads the placement
+
+# Student's t for a two-sided interval of 95 %, by degrees of freedom.
+_T = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 14: 2.145, 19: 2.093}
+
+
+class Score(msgspec.Struct, frozen=True):
+    """A placement and its goodput in requests/s per GPU, for each seed."""
+
+    placement: Placement
+    rates: list[float]
+
+    @property
+    def goodput(self) -> float:
+        return mean(self.rates)
+
+    @property
+    def ci(self) -> tuple[float, float]:
+        return interval(self.rates)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % confidence interval of the mean of what is not negative; of one value that value."""
+    if len(values) < 2:
+        return values[0], values[0]
+    free = len(values) - 1
+    t = _T[max((f for f in _T if f <= free), default=1)]
+    half = t * stdev(values) / sqrt(len(values))
+    return max(0.0, mean(values) - half), mean(values) + half
+
+
+def disaggregated(setting: Setting) -> list[Placement]:
+    """All (TP, PP) and numbers of P and D that use at most the budget."""
+    prefills = list(_choices(setting.prefill, setting.gpus - 1))
+    decodes = list(_choices(setting.decode, setting.gpus - 1))
+    return [Placement(p, d) for p, d in product(prefills, decodes) if p.gpus + d.gpus <= setting.gpus]
+
+
+def colocated(setting: Setting) -> list[Placement]:
+    """All (TP, PP) with as many replicas as the budget allows, chunked with several budgets and prefill first."""
+    found = []
+    for second, source in enumerate([setting.prefill] + [setting.decode] * (setting.decode != setting.prefill)):
+        budgets = sorted({source.budget} if source.budget else BUDGETS)
+        for tp, pp in source.shapes(setting.gpus):
+            choice = Choice(tp, pp, setting.gpus // (tp * pp))
+            found += [Placement(choice, None, budget, True, bool(second)) for budget in budgets]
+            found.append(Placement(choice, None, max(budgets), False, bool(second)))
+    return found
+
+
+def _choices(source: Source, gpus: int) -> Iterator[Choice]:
+    for tp, pp in source.shapes(gpus):
+        yield from (Choice(tp, pp, n) for n in range(1, gpus // (tp * pp) + 1))
+
+
+class Bisection:
+    """The rate per GPU at which one seed stops meeting the objective: in [low, high)."""
+
+    __slots__ = ("first", "high", "low", "over", "tolerance")
+
+    def __init__(self, first: float, tolerance: float) -> None:
+        self.first, self.tolerance = first, tolerance
+        self.low, self.high, self.over = 0.0, float("inf"), False
+
+    def probe(self) -> float:
+        if self.high == float("inf"):
+            return max(self.first, self.low * GROW)
+        return (self.low + self.high) / 2
+
+    def told(self, rate: float, met: bool) -> None:
+        if met:
+            self.low = rate
+        else:
+            self.high = rate
+        if self.high < float("inf"):
+            self.over = self.high - self.low <= self.tolerance * self.high or self.high <= self.first * GIVE_UP
+
+
+def evaluate(setting: Setting, placement: Placement, samples: Sequence[Sample], floor: float) -> Score | None:
+    """The placement's goodput, or None as soon as it is certain not to be above `floor`.
+
+    ConfigError when the samples are too short to overload it.
+    """
+    sample = samples[0]
+    if all(setting.hopeless(placement, s) for s in samples):
+        return Score(placement, [0.0] * len(samples)) if floor < 0 else None
+    deployment, gpus = setting.deployment(placement), placement.gpus
+    first = FIRST * estimate(setting, placement, sample)
+    searches = [Bisection(first, setting.tolerance) for _ in samples]
+    while not all(search.over for search in searches):
+        for seed, search in enumerate(searches):
+            if search.over:
+                continue
+            rate = search.probe()
+            outcome = simulate(deployment, samples[seed], rate * gpus, setting.objective, seed)
+            search.told(rate, not outcome.stopped)
+            if rate > CEILING * first and not outcome.stopped:
+                raise ConfigError(
+                    f"--requests: {len(sample)} are too few: even all at once they meet the objective on {placement}; give more"
+                )
+            if not search.over and mean(s.low if s.over else s.high for s in searches) <= floor:
+                return None
+    score = Score(placement, [s.low for s in searches])
+    return score if score.goodput > floor else None
+
+
+def estimate(setting: Setting, placement: Placement, sample: Sample) -> float:
+    """Requests/s per GPU by closed form."""
+    prefill, decode = setting.capacities(placement, sample)
+    both = min(prefill, decode) if placement.decode else 1 / (1 / prefill + 1 / decode)
+    return both / placement.gpus
+
+
+Told = Callable[[int, int, Score | None], None]  # done, of how many, the best so far
+
+
+def search(setting: Setting, placements: Iterable[Placement], keep: int, jobs: int, told: Told) -> list[Score]:
+    """The `keep` best, best first; those without any goodput are left out.  `keep` 0: all, without pruning."""
+    samples = setting.samples()
+    todo = sorted(placements, key=lambda p: (_stages(p), -estimate(setting, p, samples[0]), p))
+    found: list[Score] = []
+    total, done = len(todo), 0
+
+    def take(score: Score | None) -> None:
+        nonlocal done
+        done += 1
+        if score and score.goodput > 0:
+            found.append(score)
+            found.sort(key=lambda s: (-s.goodput, s.placement))
+        told(done, total, found[0] if found else None)
+
+    def floor() -> float:
+        return found[keep - 1].goodput * (1 - setting.tolerance) if 0 < keep <= len(found) else 0.0
+
+    if jobs <= 1 or total < 4:
+        for placement in todo:
+            take(evaluate(setting, placement, samples, floor()))
+    else:
+        _spread(setting, todo, jobs, floor, take)
+    return _ranked(setting, found, keep)
+
+
+def _spread(
+    setting: Setting,
+    todo: Iterable[Placement],
+    jobs: int,
+    floor: Callable[[], float],
+    take: Callable[[Score | None], None],
+) -> None:
+    """Evaluate in `jobs` processes, each placement with the floor of the moment."""
+    context = get_context("spawn")  # no locks or threads of ours come along
+    pending: set[Future[Score | None]] = set()
+    waiting = iter(todo)
+    with ProcessPoolExecutor(jobs, context, _set_up, (setting,)) as pool:
+        try:
+            while True:
+                for placement in waiting:
+                    pending.add(pool.submit(_evaluate, placement, floor()))
+                    if len(pending) > jobs:
+                        break
+                if not pending:
+                    return
+                finished, pending = wait(pending, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    take(future.result())
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _ranked(setting: Setting, found: Sequence[Score], keep: int) -> list[Score]:
+    """The best first; what a bisection cannot tell apart is equal, and the one with the fewest GPUs, then instances, leads."""
+    if not found:
+        return []
+    top = found[0].goodput * (1 - setting.tolerance)
+    first = min(
+        (s for s in found if s.goodput >= top), key=lambda s: (s.placement.gpus, s.placement.instances, -s.goodput)
+    )
+    return [first, *(s for s in found if s is not first)][: keep or len(found)]
+
+
+def _stages(placement: Placement) -> int:
+    """Cheap simulations first: pipelines take no leaps."""
+    return max(placement.prefill.pp, placement.decode.pp if placement.decode else 1)
+
+
+def processes(wanted: int) -> int:
+    """How many to use: as many as asked for, else one for each core this process may run on."""
+    if wanted:
+        return wanted
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_worker: list[tuple[Setting, list[Sample]]] = []  # of a worker process
+
+
+def _set_up(setting: Setting) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers it, and ends us
+    _worker.append((setting, setting.samples()))
+
+
+def _evaluate(placement: Placement, floor: float) -> Score | None:
+    setting, samples = _worker[0]
+    return evaluate(setting, placement, samples, floor)

@@ -1,0 +1,422 @@
+"""One simulated vLLM instance: continuous batching over a paged KV cache, chunked prefill, preemption, pipelining.
+
+A batch holds one token of every sequence that decodes and, within the token budget, chunks of prompts, oldest first.
+While nothing but decoding happens, a batch is many steps at once: a step takes base + slope * contexts and contexts
+grow by n a step, so j steps take a sum in closed form.  Whoever hands the engine work calls `poke`, which ends such a
+batch after the step that runs.  `tests/property/test_planner.py` holds this against one step at a time.
+
+Pipelining (pp > 1) is vLLM's: up to pp batches are in flight, each with sequences of its own; a stage works first come,
+first served, so a batch's end is known when it starts.
+
+KV is counted in tokens (vLLM: in blocks of 16).  A prompt's KV is reserved whole before its first chunk (vLLM's
+scheduler_reserve_full_isl) or, where it comes from a prefill instance, before its transfer.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from math import ceil, sqrt
+from typing import Protocol
+
+import msgspec
+
+from ..cost.latency import Latency
+from .workload import Sample
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """How an instance schedules; the defaults are vLLM's."""
+
+    budget: int = 8192  # tokens of a step: max_num_batched_tokens
+    sequences: int = 256  # that run at once: max_num_seqs
+    mixed: bool = True  # chunks ride with decodes (Sarathi); False: whole prompts first, alone (vLLM of 2023)
+    leap: bool = True  # many decode steps at once; False only to test that it changes nothing
+
+
+class Requests:
+    """The state of all requests, by number."""
+
+    def __init__(self, sample: Sample) -> None:
+        prompts, count = sample.prompts, len(sample)
+        self.prompts, self.outputs = prompts, sample.outputs
+        self.prefixes, self.block = sample.prefixes, sample.block
+        self.length = prompts.copy()  # tokens to prefill: the prompt; after a preemption also what was generated
+        self.left = [0] * count  # tokens to generate
+        self.computed = [0] * count  # of `length`
+        self.base = [0] * count  # context less the steps of its group
+        self.joined = [0] * count  # order, for preemption
+        self.started = [-1.0] * count  # prefill
+        self.first = [-1.0] * count  # token
+
+
+class Owner(Protocol):
+    """What an engine tells."""
+
+    def prefilled(self, engine: Engine, now: float, r: int) -> None: ...
+    def reserved(self, engine: Engine, now: float, r: int) -> None: ...
+    def first_token(self, now: float, r: int) -> None: ...
+    def finished(self, engine: Engine, now: float, r: int) -> None: ...
+    def at(self, time: float, engine: Engine, batch: Batch | None) -> None: ...
+
+
+class Group:
+    """Sequences that decode together."""
+
+    __slots__ = ("contexts", "ends", "fresh", "n", "steps")
+
+    def __init__(self) -> None:
+        self.n = self.steps = self.contexts = 0
+        self.ends: list[tuple[int, int]] = []  # heap of (step at which it ends, request)
+        self.fresh: list[int] = []  # without a first token
+
+
+class Batch:
+    """Work in flight."""
+
+    __slots__ = ("end", "first", "group", "growth", "prompts", "start", "steps")
+
+    def __init__(self, group: Group, prompts: list[int], start: float) -> None:
+        self.group, self.prompts, self.start = group, prompts, start  # prompts: those whose last chunk this is
+        self.steps = 1
+        self.first = self.growth = self.end = 0.0  # seconds of the first step, and more of each next one
+
+    def elapsed(self, steps: int) -> float:
+        return steps * self.first + self.growth * (steps * (steps - 1) // 2)
+
+    def steps_until(self, time: float) -> int:
+        """Steps after which `time` seconds have passed."""
+        if self.growth > 0:
+            b = self.first - self.growth / 2
+            steps = ceil((sqrt(b * b + 2 * self.growth * time) - b) / self.growth)
+        else:
+            steps = ceil(time / self.first)
+        steps = min(self.steps, max(1, steps))
+        while steps > 1 and self.elapsed(steps - 1) >= time:
+            steps -= 1
+        while steps < self.steps and self.elapsed(steps) < time:
+            steps += 1
+        return steps
+
+
+class Engine:
+    """An instance of tp*pp GPUs that holds `kv` tokens."""
+
+    def __init__(self, owner: Owner, requests: Requests, latency: Latency, kv: int, rules: Rules) -> None:
+        self.owner, self.requests, self.latency, self.kv, self.rules = owner, requests, latency, kv, rules
+        self.used = 0  # tokens of KV that running and parked requests hold
+        self.running = 0  # requests that hold KV
+        self.load = 0  # for who chooses: requests at a decode instance, else tokens of their prompts
+        self.legs = 0
+        self.waiting: deque[int] = deque()  # without KV
+        self._expected: set[int] = set()  # those whose KV a prefill instance computes
+        self.prefilling: deque[int] = deque()  # with KV, chunks left
+        self.ready = Group()  # decodes that are not in flight
+        self.cache = PrefixCache(requests.block) if requests.prefixes else None
+        self._flying: deque[Batch] = deque()
+        self._free = [0.0] * latency.pp  # when each stage is
+        self.preemptions = 0
+        self._woken = 0.0  # when the first stage will be free and we asked for a launch
+        self._joins = 0
+        self._decode_times: dict[int, tuple[float, float, float, float]] = {}
+
+    # --- what others do ---
+
+    def submit(self, now: float, r: int) -> None:
+        """A request whose prompt is computed here."""
+        self.waiting.append(r)
+        self.poke(now)
+
+    def expect(self, now: float, r: int) -> None:
+        """A request whose KV will come from a prefill instance: room for it is reserved as soon as there is any."""
+        self._expected.add(r)
+        self.waiting.append(r)
+        self._reserve(now)
+
+    def join(self, now: float, r: int) -> None:
+        """Its KV is here."""
+        self._expected.discard(r)
+        self.decode(r)
+        self.poke(now)
+
+    def release(self, now: float, r: int) -> None:
+        """Nobody needs its KV any more."""
+        self.used -= self.requests.length[r]
+        self.running -= 1
+        self._reserve(now)
+        self.poke(now)
+
+    def poke(self, now: float) -> None:
+        """Something changed: take it up as soon as the step that runs is over."""
+        if not self._cut(now):
+            self.launch(now)
+
+    def _cut(self, now: float) -> bool:
+        """End a batch of many steps after the one that runs; whether there is one."""
+        batch = self._flying[0] if self._flying else None
+        if not batch or batch.steps == 1:
+            return False
+        steps = batch.steps_until(now - batch.start)
+        if steps < batch.steps:
+            batch.steps = steps
+            batch.end = batch.start + batch.elapsed(steps)
+            self.owner.at(batch.end, self, batch)
+        return True
+
+    # --- batches ---
+
+    def launch(self, now: float) -> None:
+        """Start a batch if there is work, the first stage is free and fewer than pp are in flight."""
+        flying = self._flying
+        if len(flying) >= self.latency.pp:
+            return
+        if now < self._free[0]:
+            if self._woken < self._free[0] and (self.ready.n or self.prefilling or self.waiting):
+                self._woken = self._free[0]
+                self.owner.at(self._woken, self, None)
+            return
+        batch = self._compose(now)
+        if not batch:
+            return
+        flying.append(batch)
+        self.owner.at(batch.end, self, batch)
+        if self.latency.pp > 1:
+            self.launch(now)  # asks to be woken
+
+    def over(self, now: float, batch: Batch) -> None:
+        """A batch has passed the last stage."""
+        self._flying.popleft()
+        requests, owner, group = self.requests, self.owner, batch.group
+        if group.n:
+            first = batch.start + batch.first if batch.steps > 1 else now
+            for r in group.fresh:
+                owner.first_token(first, r)
+            group.fresh.clear()
+            grown = group.n * batch.steps
+            group.steps += batch.steps
+            group.contexts += grown
+            self.used += grown
+            ends = group.ends
+            while ends and ends[0][0] <= group.steps:
+                r = heappop(ends)[1]
+                self._leave(group, r)
+                owner.finished(self, now, r)
+            self._merge(group)
+        for r in batch.prompts:
+            if self.cache and requests.prefixes:
+                self.cache.add(requests.prefixes[r])
+            owner.prefilled(self, now, r)
+        self._reserve(now)
+        self.launch(now)
+
+    def _compose(self, now: float) -> Batch | None:
+        group, rules = self.ready, self.rules
+        if group.n and self.used + group.n > self.kv:
+            self._preempt(group)
+        finishing: list[int] = []
+        tokens, squares = 0, 0
+        if self.prefilling or self.waiting:
+            tokens, squares = self._chunks(now, finishing, rules.budget - group.n if rules.mixed else rules.budget)
+        if tokens and not rules.mixed:
+            group = Group()  # the others wait
+        elif tokens or group.n:
+            self.ready = Group()
+        else:
+            return None
+        batch = Batch(group, finishing, now)
+        if tokens:
+            self._time_mixed(batch, tokens, squares)
+        else:
+            self._time_decode(batch)
+        return batch
+
+    def _chunks(self, now: float, finishing: list[int], budget: int) -> tuple[int, int]:
+        """Chunks for this step: their tokens and squares; prompts that they complete go to `finishing`."""
+        requests, tokens, squares = self.requests, 0, 0
+        whole = not self.rules.mixed
+        while budget > 0:
+            if not self.prefilling and not self._admit():
+                break
+            r = self.prefilling[0]
+            done = requests.computed[r]
+            todo = requests.length[r] - done
+            take = todo if todo <= budget or (whole and not tokens) else budget
+            if take < todo and whole:
+                break
+            if requests.started[r] < 0:
+                requests.started[r] = now
+            tokens += take
+            squares += take * (2 * done + take)
+            requests.computed[r] = done + take
+            budget -= take
+            if take == todo:
+                finishing.append(self.prefilling.popleft())
+        return tokens, squares
+
+    def _time_mixed(self, batch: Batch, tokens: int, squares: int) -> None:
+        group, latency = batch.group, self.latency
+        first = latency.mixed(tokens, squares, group.n, group.contexts, True)
+        rest = latency.mixed(tokens, squares, group.n, group.contexts, False) if latency.pp > 1 else 0.0
+        self._flow(batch, first, rest)
+
+    def _time_decode(self, batch: Batch) -> None:
+        group = batch.group
+        n = group.n
+        times = self._decode_times.get(n)
+        if not times:
+            times = self._decode_times[n] = (*self.latency.decode(n, True), *self.latency.decode(n, False))
+        first = times[0] + times[1] * group.contexts
+        if self.latency.pp > 1:
+            self._flow(batch, first, times[2] + times[3] * group.contexts)
+            return
+        if self.rules.leap:
+            batch.steps = max(1, min(group.ends[0][0] - group.steps, (self.kv - self.used) // n))
+        batch.first, batch.growth = first, times[1] * n
+        batch.end = batch.start + batch.elapsed(batch.steps)
+
+    def _flow(self, batch: Batch, first: float, rest: float) -> None:
+        """Through the stages, each first come, first served."""
+        free, end = self._free, batch.start + first
+        batch.first = first
+        if len(free) > 1:
+            free[0] = end
+            for stage in range(1, len(free)):
+                end = max(end, free[stage]) + rest
+                free[stage] = end
+        batch.end = end
+
+    # --- KV ---
+
+    def _admit(self) -> bool:
+        """Reserve KV for the oldest waiting prompt, and let it start."""
+        if not self.waiting:
+            return False
+        requests, r = self.requests, self.waiting[0]
+        if r in self._expected or not self._fits(r):
+            return False
+        self._take(r)
+        requests.computed[r] = 0
+        if self.cache and requests.prefixes:
+            hit = self.cache.hit(requests.prefixes[r])  # these blocks are among those the request now holds
+            self.cache.shrink((self.kv - self.used) // self.cache.block + hit)
+            requests.computed[r] = min(hit * self.cache.block, requests.length[r] - 1)
+        self.prefilling.append(r)
+        return True
+
+    def _reserve(self, now: float) -> None:
+        """Reserve KV for those at the head of the queue that come from a prefill instance."""
+        if not self.waiting or self.waiting[0] not in self._expected:
+            return
+        grown, took = self._grown(now), False
+        while self.waiting and self.waiting[0] in self._expected and self._fits(self.waiting[0], grown):
+            r, took = self.waiting[0], True
+            self._take(r)
+            self.owner.reserved(self, now, r)
+        if took:
+            self._cut(now)  # it may have counted on that room
+
+    def _grown(self, now: float) -> int:
+        """Tokens that the steps which are over of the batch in flight have added to `used`."""
+        batch = self._flying[0] if self._flying else None
+        if not batch or batch.steps == 1:
+            return 0
+        over = batch.steps_until(now - batch.start)
+        return batch.group.n * (over if batch.elapsed(over) <= now - batch.start else over - 1)
+
+    def _fits(self, r: int, grown: int = 0) -> bool:
+        # one more token for each that runs, so that nobody is let in only to be preempted at once
+        held = self.used + grown + self.requests.length[r] + self.running
+        return self.running < self.rules.sequences and held < self.kv
+
+    def _take(self, r: int) -> None:
+        self.waiting.popleft()
+        self.used += self.requests.length[r]
+        self.running += 1
+
+    def _preempt(self, group: Group) -> None:
+        """The latest go back to the queue's head until a step fits; they compute prompt and answer again."""
+        requests = self.requests
+        while group.n and self.used + group.n > self.kv:
+            end, r = max(group.ends, key=lambda entry: requests.joined[entry[1]])
+            group.ends.remove((end, r))
+            heapify(group.ends)
+            if r in group.fresh:
+                group.fresh.remove(r)
+            requests.length[r] = requests.base[r] + group.steps
+            requests.left[r] = end - group.steps
+            self._leave(group, r)
+            self.waiting.appendleft(r)
+            self.preemptions += 1
+
+    # --- decoding ---
+
+    def decode(self, r: int) -> None:
+        """Its KV is here; from the next batch on its tokens."""
+        group, requests = self.ready, self.requests
+        requests.base[r] = requests.length[r] - group.steps
+        requests.joined[r] = self._joins
+        self._joins += 1
+        group.n += 1
+        group.contexts += requests.length[r]
+        heappush(group.ends, (group.steps + requests.left[r], r))
+        if requests.first[r] < 0:
+            group.fresh.append(r)
+
+    def _leave(self, group: Group, r: int) -> None:
+        context = self.requests.base[r] + group.steps
+        group.n -= 1
+        group.contexts -= context
+        self.used -= context
+        self.running -= 1
+
+    def _merge(self, group: Group) -> None:
+        """A group that comes back and those that became ready meanwhile are one."""
+        ready = self.ready
+        if not ready.n:
+            self.ready = group
+            return
+        if ready.n > group.n:
+            group, ready = ready, group
+        shift, base = group.steps - ready.steps, self.requests.base
+        for end, r in ready.ends:
+            heappush(group.ends, (end + shift, r))
+            base[r] -= shift
+        group.n += ready.n
+        group.contexts += ready.contexts
+        group.fresh += ready.fresh
+        self.ready = group
+
+
+class PrefixCache:
+    """Blocks of prompts computed here, least recently used first; what requests that run share with
+    it is counted twice, except for the one that is let in."""
+
+    def __init__(self, block: int) -> None:
+        self.block = block  # tokens
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def hit(self, ids: Sequence[int]) -> int:
+        """Leading blocks that are here, now used."""
+        count = self.match(ids)
+        for block in ids[:count]:
+            self._blocks.move_to_end(block)
+        return count
+
+    def match(self, ids: Sequence[int]) -> int:
+        """Leading blocks that are here."""
+        blocks, count = self._blocks, 0
+        for block in ids:
+            if block not in blocks:
+                break
+            count += 1
+        return count
+
+    def add(self, ids: Sequence[int]) -> None:
+        for block in ids:
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+
+    def shrink(self, blocks: int) -> None:
+        while len(self._blocks) > max(0, blocks):
+            self._blocks.popitem(last=False)

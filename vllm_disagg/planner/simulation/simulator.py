@@ -1,0 +1,340 @@
+"""A whole deployment, simulated: the proxy in front of P and D, or of colocated instances.
+
+Disaggregated, as this project does it (`Disaggregation.overlap`): the proxy keeps a request until a prefill instance has
+a free place, then both legs go at once.  D reserves KV for the prompt; layers move while P computes, so what is left
+after the prefill is the last layer, unless the link is the slower one; P's KV is held until D has it; D computes the last
+prompt token and with it the first of the answer.  Without overlap (NixlConnector, DistServe) the decode leg begins when
+the prefill is over: D is chosen then, reserves then, and all of the KV moves then.  Each P sends and each D receives one
+prompt after the other.
+
+Deterministic: no random numbers are drawn here but for the policy power_of_two, whose are seeded.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+from random import Random
+from typing import Literal
+
+import msgspec
+
+from ...errors import ConfigError
+from ..cost.hardware import LINKS, Link
+from ..cost.latency import Latency
+from .replica import Batch, Engine, Requests, Rules
+from .workload import Sample
+
+Policy = Literal["least_loaded", "round_robin", "power_of_two", "prefix_aware"]
+POLICIES: tuple[Policy, ...] = ("least_loaded", "round_robin", "power_of_two", "prefix_aware")
+
+Event = tuple[float, int, int, Engine | None, Batch | None]  # time, order, request or -1, whose, of what
+
+
+class Side(msgspec.Struct, frozen=True):
+    """`count` equal instances, each with its times and the tokens of KV it holds."""
+
+    count: int
+    latency: Latency
+    kv: int
+    rules: Rules = Rules()
+
+
+class Handoff(msgspec.Struct, frozen=True):
+    """How KV gets from P to D."""
+
+    link: Link = LINKS["none"]
+    bytes_per_token: float = 0.0
+    layers: int = 1
+    overlap: bool = True
+    concurrency: int = 8  # legs at one prefill instance: the proxy's --prefill-concurrency
+
+
+class Deployment(msgspec.Struct, frozen=True):
+    """`decode` None: colocated."""
+
+    prefill: Side
+    decode: Side | None = None
+    handoff: Handoff = Handoff()
+    policy: Policy = "least_loaded"
+    distserve: bool = (
+        False  # DistServe's clock: TTFT when the prefill ends, `output` steps after it, TPOT over `output`
+    )
+
+
+class Objective(msgspec.Struct, frozen=True):
+    """Seconds to the first token, seconds for each later token, and the share of requests that must meet both.
+
+    `joint`: one request must meet both (what users feel).  Else each is met by that share of requests by itself, as
+    DistServe's simulator counts.
+    """
+
+    ttft: float
+    tpot: float
+    attainment: float = 0.9
+    joint: bool = True
+
+    def allowed(self, requests: int) -> int:
+        """Requests that may miss."""
+        return int(requests * (1 - self.attainment) + 1e-9)
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Seconds for each request; -1 where it never came to that."""
+
+    ttft: list[float]
+    tpot: list[float]
+    latency: list[float]  # end to end
+    transfer: list[float]  # from the end of the prefill to D's having the KV
+    preemptions: int
+    stopped: bool  # early, because too many had missed
+
+    def attainment(self, objective: Objective) -> float:
+        """The share that met the objective; for separate objectives the smaller of the two shares."""
+        first = [0 <= t <= objective.ttft for t in self.ttft]
+        later = [0 <= t <= objective.tpot for t in self.tpot]
+        if objective.joint:
+            return sum(a and b for a, b in zip(first, later, strict=True)) / len(first)
+        return min(sum(first), sum(later)) / len(first)
+
+
+def simulate(
+    deployment: Deployment, sample: Sample, rate: float, objective: Objective | None = None, seed: int = 0
+) -> Outcome:
+    """Run all requests of `sample`, arriving at `rate` requests/s, to their end.
+
+    With `objective`, stop as soon as more requests have missed it than may: the result says only that.
+    """
+    return _Run(deployment, sample, rate, objective, seed).run()
+
+
+class _Run:
+    """One simulation; the engines' owner."""
+
+    def __init__(
+        self, deployment: Deployment, sample: Sample, rate: float, objective: Objective | None, seed: int
+    ) -> None:
+        self._deployment, self._objective = deployment, objective
+        self._count = len(sample)
+        self._arrivals = sample.arrivals(rate)
+        self._requests = requests = Requests(sample)
+        self._events: list[Event] = [(time, r, r, None, None) for r, time in enumerate(self._arrivals)]
+        heapify(self._events)
+        self._order = self._count
+        self._random = Random(seed)
+        self._turn = 0
+        self._prefills = self._engines(deployment.prefill, requests)
+        self._decodes = self._engines(deployment.decode, requests) if deployment.decode else []
+        self._whose: list[Engine | None] = [None] * self._count  # prefill instance
+        self._where: list[Engine | None] = [None] * self._count  # decode instance
+        self._queue: list[int] = []  # in the proxy
+        self._queued = 0  # how many of them have left
+        self._ended = [-1.0] * self._count
+        self._done = [-1.0] * self._count  # prefill
+        self._parked = [-1.0] * self._count  # D has room
+        self._transfer = [0.0] * self._count
+        self._link_free: dict[int, float] = {}
+        self._arrived = [False] * self._count  # KV at D
+        self._missed = [0, 0]
+        self._late = bytearray(self._count)
+        self._stop = False
+        self._limit = objective.allowed(self._count) if objective else self._count
+
+    def _engines(self, side: Side, requests: Requests) -> list[Engine]:
+        return [Engine(self, requests, side.latency, side.kv, side.rules) for _ in range(side.count)]
+
+    def run(self) -> Outcome:
+        events = self._events
+        while events and not self._stop:
+            now, _, r, engine, batch = heappop(events)
+            if engine is None:
+                self._arrive(now, r)
+            elif batch is not None:
+                if batch.end == now:  # else it was cut short
+                    engine.over(now, batch)
+            elif r >= 0:
+                self._landed(now, r, engine)
+            else:
+                engine.launch(now)
+        if not self._stop and any(e.waiting or e.running for e in (*self._prefills, *self._decodes)):
+            raise AssertionError("a simulation ended with requests in it")
+        return self._outcome()
+
+    # --- the proxy ---
+
+    def _arrive(self, now: float, r: int) -> None:
+        requests, deployment = self._requests, self._deployment
+        prompt, answer = requests.prompts[r], requests.outputs[r] + 1  # with a token to spare
+        last = deployment.decode or deployment.prefill
+        if prompt + 1 > deployment.prefill.kv or prompt + answer > last.kv:
+            self._miss(r, 0)  # no instance can hold it, ever: vLLM refuses it
+            self._miss(r, 1)
+            return
+        if self._decodes:
+            self._queue.append(r)
+            self._dispatch(now)
+            return
+        requests.left[r] = requests.outputs[r] - (not self._deployment.distserve)
+        engine = self._choose(self._prefills, r)
+        engine.load += requests.prompts[r]
+        self._whose[r] = engine
+        engine.submit(now, r)
+
+    def _dispatch(self, now: float) -> None:
+        """Both legs of whoever is next, while a prefill instance has a free place."""
+        handoff = self._deployment.handoff
+        while self._queued < len(self._queue):
+            free = [p for p in self._prefills if p.legs < handoff.concurrency]
+            if not free:
+                return
+            r = self._queue[self._queued]
+            self._queued += 1
+            prefill = self._choose(free, r)
+            prefill.legs += 1
+            prefill.load += self._requests.prompts[r]
+            self._whose[r] = prefill
+            self._requests.left[r] = self._requests.outputs[r]
+            if handoff.overlap:
+                self._decode_leg(now, r)
+            prefill.submit(now, r)
+
+    def _decode_leg(self, now: float, r: int) -> None:
+        decode = min(self._decodes, key=_load) if len(self._decodes) > 1 else self._decodes[0]
+        decode.load += 1
+        self._where[r] = decode
+        decode.expect(now, r)
+
+    def _choose(self, engines: list[Engine], r: int) -> Engine:
+        policy = self._deployment.policy
+        if len(engines) == 1:
+            return engines[0]
+        if policy == "round_robin":
+            self._turn += 1
+            return engines[self._turn % len(engines)]
+        if policy == "power_of_two":
+            return min(self._random.sample(engines, 2), key=_load)
+        prefixes = self._requests.prefixes
+        if policy == "prefix_aware" and prefixes:
+            ids = prefixes[r]
+            return min(engines, key=lambda e: e.load - (e.cache.match(ids) * e.cache.block if e.cache else 0))
+        return min(engines, key=_load)
+
+    # --- what engines tell ---
+
+    def at(self, time: float, engine: Engine, batch: Batch | None) -> None:
+        self._order += 1
+        heappush(self._events, (time, self._order, -1, engine, batch))
+
+    def prefilled(self, engine: Engine, now: float, r: int) -> None:
+        requests, distserve = self._requests, self._deployment.distserve
+        if not self._decodes or self._arrived[r]:  # computed where it is decoded; or preempted there, and again
+            if self._arrived[r] or requests.first[r] >= 0:
+                requests.left[r] -= 1  # else it was not counted
+            self.first_token(now, r)
+            if requests.left[r] > 0:
+                engine.decode(r)
+                return
+            engine.used -= requests.length[r]
+            engine.running -= 1
+            self.finished(engine, now, r)
+            return
+        if distserve:
+            self.first_token(now, r)
+        self._done[r] = now
+        engine.legs -= 1
+        engine.load -= requests.prompts[r]
+        if not self._deployment.handoff.overlap:
+            self._decode_leg(now, r)
+        elif self._parked[r] >= 0:
+            self._move(now, r)
+        self._dispatch(now)
+
+    def reserved(self, engine: Engine, now: float, r: int) -> None:
+        self._parked[r] = now
+        if self._done[r] >= 0:
+            self._move(now, r)
+
+    def first_token(self, now: float, r: int) -> None:
+        if self._requests.first[r] >= 0:
+            return
+        self._requests.first[r] = now
+        if self._objective and now - self._arrivals[r] > self._objective.ttft:
+            self._miss(r, 0)
+
+    def finished(self, engine: Engine, now: float, r: int) -> None:
+        engine.load -= 1 if self._decodes else self._requests.prompts[r]
+        self._ended[r] = now
+        if self._objective and self._tpot(r) > self._objective.tpot:
+            self._miss(r, 1)
+
+    # --- hand-off ---
+
+    def _move(self, now: float, r: int) -> None:
+        """P has computed, D has room: when has D the KV?"""
+        handoff, prefill, decode = self._deployment.handoff, self._whose[r], self._where[r]
+        if prefill is None or decode is None:
+            raise AssertionError("a request that moves has both instances")
+        prompt = self._requests.prompts[r]
+        wire = handoff.bytes_per_token * prompt / handoff.link.bandwidth
+        begin = max(self._requests.started[r], self._parked[r]) if handoff.overlap else now
+        free, out, into = self._link_free, id(prefill), id(decode)
+        start = max(begin, free.get(out, 0.0), free.get(into, 0.0))
+        free[out] = free[into] = start + wire
+        last = wire / handoff.layers  # what cannot move before the prefill ends
+        end = max(start + wire, self._done[r] + last, now) + handoff.link.latency
+        self._transfer[r] = end - self._done[r]
+        if end > now:
+            self._order += 1
+            heappush(self._events, (end, self._order, r, decode, None))
+        else:
+            self._landed(now, r, decode)
+
+    def _landed(self, now: float, r: int, decode: Engine) -> None:
+        prefill = self._whose[r]
+        self._arrived[r] = True
+        if prefill:
+            prefill.release(now, r)
+        decode.join(now, r)
+
+    # --- results ---
+
+    def _miss(self, r: int, which: int) -> None:
+        """Count a request that misses TTFT (0) or TPOT (1); stop when it is certain that too many do."""
+        if self._objective is None:
+            return
+        if self._objective.joint:
+            if self._late[r]:
+                return
+            self._late[r] = 1
+            which = 0
+        self._missed[which] += 1
+        self._stop = self._stop or self._missed[which] > self._limit
+
+    def _tpot(self, r: int) -> float:
+        """Seconds per token after the first; of a single token 0."""
+        output, distserve = self._requests.outputs[r], self._deployment.distserve
+        steps = output if distserve else output - 1
+        return (self._ended[r] - self._requests.first[r]) / steps if steps else 0.0
+
+    def _outcome(self) -> Outcome:
+        first, ended, arrivals = self._requests.first, self._ended, self._arrivals
+        numbers = range(self._count)
+        return Outcome(
+            [first[r] - arrivals[r] if first[r] >= 0 else -1.0 for r in numbers],
+            [self._tpot(r) if ended[r] >= 0 else -1.0 for r in numbers],
+            [ended[r] - arrivals[r] if ended[r] >= 0 else -1.0 for r in numbers],
+            self._transfer,
+            sum(e.preemptions for e in (*self._prefills, *self._decodes)),
+            self._stop,
+        )
+
+
+def _load(engine: Engine) -> int:
+    return engine.load
+
+
+def quantile(values: list[float], share: float) -> float:
+    """The smallest value that `share` of all requests stay within; infinite when fewer came to that."""
+    if not values:
+        raise ConfigError("a quantile of nothing")
+    ordered = sorted(v if v >= 0 else float("inf") for v in values)
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_disagg.errors import ConfigError
+from vllm_disagg.planner.commands import output
 from vllm_disagg.planner.cost import hardware, model
 from vllm_disagg.planner.search import advice, optimizer
 from vllm_disagg.planner.search.optimizer import Bisection
@@ -114,19 +115,19 @@ def test_advice_on_tight_tokens_and_loose_first_tokens_and_the_other_way_round()
     assert tight.disaggregate and tight.ratio and tight.ratio > 1.1
     assert not loose.disaggregate
     for found_advice in (tight, loose):
-        document = advice.as_json(found_advice, "qwen3-32b")
+        document = output.as_json(found_advice, "qwen3-32b")
         assert document["recommendation"] == ("disaggregate" if found_advice.disaggregate else "colocate")
         assert document["commands"] and document["flips"].keys() == {"ttft", "tpot"}
 
 
 def test_commands_start_what_was_planned() -> None:
     setting = _distserve("opt-13b", 0.2, 4, 10, 1)
-    same = advice.commands(setting, Placement(Choice(2, 1, 2), Choice(2, 1, 1)), "facebook/opt-13b")
+    same = output.commands(setting, Placement(Choice(2, 1, 2), Choice(2, 1, 1)), "facebook/opt-13b")
     assert same[0] == "vllm-disagg up --model facebook/opt-13b --prefill 2 --decode 1 --tensor-parallel-size 2"
     assert sum("kv_producer" in line for line in same) == 2 and sum("kv_consumer" in line for line in same) == 1
     assert same[-1].count("--prefill") == 2 and same[-1].count("--decode") == 1
     mixed = Placement(Choice(2, 1, 1), Choice(1, 1, 1))
-    assert not any("vllm-disagg up" in line for line in advice.commands(setting, mixed, "m"))
-    assert advice.remarks(mixed)
-    colocated = advice.commands(setting, Placement(Choice(2, 1, 2), None, 2048), "m")
+    assert not any("vllm-disagg up" in line for line in output.commands(setting, mixed, "m"))
+    assert output.remarks(mixed)
+    colocated = output.commands(setting, Placement(Choice(2, 1, 2), None, 2048), "m")
     assert "--max-num-batched-tokens 2048" in colocated[0] and colocated[-1].count("--decode") == 2

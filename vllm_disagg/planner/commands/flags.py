@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...errors import ConfigError
 from ...workloads import lengths
-from ..cost import distserve, hardware, model, profile
+from ..cost import distserve, hardware, known_models, model, profile
 from ..search.scenario import Setting, Source, check_model
 from ..simulation import workload
 from ..simulation.simulator import POLICIES, Objective
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--profile", metavar="FILE", help="points that vllm-disagg profile measured; an instance counts as one GPU")
     add("--coefficients", metavar="NAME", help=f"published fits: {', '.join(distserve.TABLE)}")
     add = parser.add_argument_group("what").add_argument
-    add("--model", metavar="MODEL", help=f"a folder with a config.json, or one of {', '.join(hardware.MODELS)}")
+    add("--model", metavar="MODEL", help=f"a folder with a config.json, or one of {', '.join(known_models.MODELS)}")
     add("--decode-gpu", metavar="NAME", help="the decode instances' GPU (default: as --gpu)")
     add("--decode-profile", metavar="FILE", help="the decode instances' points (default: as --profile)")
     add("--workload", metavar="W", default=WORKLOAD,
@@ -134,7 +134,7 @@ def _sources(args: argparse.Namespace) -> tuple[str, Source, Source, list[tuple[
     if args.decode_profile:
         raise ConfigError("--decode-profile goes with --profile")
     if not args.model:
-        raise ConfigError(f"give --model: a folder with a config.json, or one of {', '.join(hardware.MODELS)}")
+        raise ConfigError(f"give --model: a folder with a config.json, or one of {', '.join(known_models.MODELS)}")
     loaded = model.load(args.model)
     if args.coefficients:
         if args.decode_gpu:

@@ -23,11 +23,12 @@ from ...errors import ConfigError
 from ...keys import ADMIN_KEY
 from ...workloads import lengths
 from ..search import optimizer
-from ..search.advice import WORTH, describe
+from ..search.advice import WORTH
 from ..search.scenario import Choice, Placement, Setting
 from ..simulation import workload
 from ..simulation.simulator import simulate
 from . import flags
+from .output import describe
 
 SIGMA = 0.8  # of the lengths' logarithm; between DistServe's ShareGPT and Azure's traces
 ROUNDS = 3  # of refitting

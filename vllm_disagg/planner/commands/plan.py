@@ -15,7 +15,7 @@ from ..search import advice, optimizer
 from ..search.scenario import Setting
 from ..simulation import workload
 from ..simulation.simulator import quantile
-from . import flags, live, report
+from . import flags, live, output, report
 
 KEEP = 3  # placements of a kind that are evaluated to the end
 LOADS = (0.5, 0.8)  # of a prefill GPU, for waiting times
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if not split and not together:
         raise ConfigError(_nothing(setting))
     found = advice.advise(setting, split, together)
-    document = advice.as_json(found, planned.model)
+    document = output.as_json(found, planned.model)
     document["seconds"] = round(time.monotonic() - began, 2)
     document["fits"] = {
         path: {"worst_error": {phase: fit.worst(phase) for phase in ("prefill", "decode")}}

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from ...errors import ConfigError
-from ..search.advice import closed_form, describe
 from ..search.scenario import Choice, Placement, Setting, Source
 from ..simulation.simulator import Outcome, quantile, simulate
 from . import flags
+from .output import closed_form, describe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ...errors import ConfigError
-from .hardware import MODELS
+from .known_models import MODELS
 
 USABLE = 0.94  # of the GPU's memory: DistServe's 0.95 less 1 % at the peak
 RUNTIME = 1.25 * (1 << 30)  # bytes per GPU for activations, graphs and NCCL; fits DistServe's table within 2 %

@@ -1,20 +1,16 @@
-"""From scores to words: what to run, what it gains over colocation, where the answer flips, how to start it."""
+"""Advice from scores: the best placement, its gain over colocation, and where the answer changes."""
 
 from __future__ import annotations
 
-import json
 import math
-import shlex
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
-from ..cost import queueing
 from ..simulation.simulator import Objective, Outcome, simulate
 from ..simulation.workload import Sample
 from .optimizer import Score, colocated, disaggregated, estimate, interval
-from .scenario import Choice, Placement, Setting
+from .scenario import Placement, Setting
 
 WORTH = 1.10  # the ratio from which on we say "disaggregate": the models' own error is 7 to 20 %
 SWEEP = tuple(0.1 * 1.33**n for n in range(12))  # of the rate it is made for: 0.1 to 2.3
@@ -162,46 +158,6 @@ def _worth(curves: Sequence[Curve], objective: Objective) -> bool | None:
     return None if ratio is None else ratio > WORTH
 
 
-# --- commands ---
-
-
-def commands(setting: Setting, placement: Placement, model: str) -> list[str]:
-    """What to type for `placement`, one a line; instances on one machine are given by ports, as an example."""
-    if not placement.decode:
-        return _colocated(placement, model)
-    lines = []
-    p, d = placement.prefill, placement.decode
-    if (p.tp, p.pp) == (d.tp, d.pp) and p.pp == 1:
-        parallel = ["--tensor-parallel-size", str(p.tp)] if p.tp > 1 else []
-        words = ["vllm-disagg", "up", "--model", model, "--prefill", str(p.n), "--decode", str(d.n), *parallel]
-        lines.append(shlex.join(words))
-    lines.append("vllm-disagg key fleet.key")
-    proxy = ["vllm-disagg", "proxy", "--key-file", "fleet.key"]
-    for role, flag, choice, base in (("kv_producer", "--prefill", p, 8100), ("kv_consumer", "--decode", d, 8200)):
-        for n in range(choice.n):
-            transfer = {
-                "kv_connector": "DisaggConnector",
-                "kv_role": role,
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"key_file": "fleet.key"},
-            }
-            extra = ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
-            lines.append(shlex.join([*_serve(model, choice, base + n), *extra]))
-            proxy += [flag, f"http://127.0.0.1:{base + n}"]
-    return [*lines, shlex.join(proxy)]
-
-
-def remarks(placement: Placement) -> list[str]:
-    """What the reader of the commands must know."""
-    p, d = placement.prefill, placement.decode
-    if d and ((p.tp, p.pp) != (d.tp, d.pp) or p.pp > 1):
-        return [
-            "prefill and decode differ in parallelism, or use pipelines: see README, what is not supported yet, before you"
-            " start it"
-        ]
-    return []
-
-
 def short(setting: Setting, score: Score) -> list[str]:
     """Whether the requests are too few to tell what a placement sustains."""
     sample, rate = setting.samples()[0], score.goodput * score.placement.gpus
@@ -214,99 +170,3 @@ def short(setting: Setting, score: Score) -> list[str]:
         f"{len(sample)} requests last {lasts:.2g} s at this rate and one takes {one:.2g} s, so no queue has time to grow:"
         f" these rates are too high; give --requests {enough} or more"
     ]
-
-
-def _colocated(placement: Placement, model: str) -> list[str]:
-    lines, proxy = [], ["vllm-disagg", "proxy"]
-    for n in range(placement.prefill.n):
-        budget = ["--max-num-batched-tokens", str(placement.budget)] if placement.mixed else []
-        chunked = [] if placement.mixed else ["--no-enable-chunked-prefill"]
-        lines.append(shlex.join([*_serve(model, placement.prefill, 8200 + n), *budget, *chunked]))
-        proxy += ["--decode", f"http://127.0.0.1:{8200 + n}"]
-    return lines if placement.prefill.n == 1 else [*lines, shlex.join(proxy)]
-
-
-def _serve(model: str, choice: Choice, port: int) -> list[str]:
-    words = ["vllm", "serve", model, "--port", str(port)]
-    for flag, value in (("--tensor-parallel-size", choice.tp), ("--pipeline-parallel-size", choice.pp)):
-        if value > 1:
-            words += [flag, str(value)]
-    return words
-
-
-# --- JSON ---
-
-
-def as_json(advice: Advice, model: str) -> dict[str, Any]:
-    """The document that `plan --json` prints."""
-    setting, placement = advice.setting, advice.chosen.placement
-    return {
-        "recommendation": "disaggregate" if advice.disaggregate else "colocate",
-        "best": _score(setting, advice.best),
-        "runner_up": _score(setting, advice.runner_up),
-        "colocated": _score(setting, advice.colocated),
-        "ratio": advice.ratio,
-        "ratio_ci": advice.ratio_ci,
-        "alternatives": [_score(setting, score) for score in advice.alternatives],
-        "flips": {name: {"at": f.at, "words": f.words} for name, f in advice.flips.items()},
-        "commands": commands(setting, placement, model),
-        "remarks": [*remarks(placement), *short(setting, advice.chosen)],
-        "considered": advice.considered,
-        "setting": describe(setting),
-    }
-
-
-def describe(setting: Setting) -> dict[str, Any]:
-    objective = setting.objective
-    return {
-        "latency": {"prefill": setting.prefill.words(), "decode": setting.decode.words()},
-        "workload": setting.workload.name,
-        "arrivals": setting.arrivals.kind,
-        "ttft": objective.ttft,
-        "tpot": objective.tpot,
-        "attainment": objective.attainment,
-        "attainment_of": "each request, TTFT and TPOT jointly" if objective.joint else "TTFT and TPOT separately",
-        "rules": "DistServe's" if setting.distserve else "vLLM's",
-        "gpus": setting.gpus,
-        "requests": setting.requests,
-        "seeds": setting.seeds,
-        "link": setting.link.name,
-        "overlap": setting.overlap,
-        "policy": setting.policy,
-        "kv_limit": setting.kv_limit or None,
-    }
-
-
-def _score(setting: Setting, score: Score | None) -> dict[str, Any] | None:
-    if not score:
-        return None
-    placement = score.placement
-    found: dict[str, Any] = {"gpus": placement.gpus, "goodput_per_gpu": score.goodput, "ci": score.ci}
-    found |= {"rates": score.rates, "closed_form": closed_form(setting, placement)}
-    if placement.decode:
-        return {"prefill": _choice(placement.prefill), "decode": _choice(placement.decode), **found}
-    schedule = {"schedule": "chunked" if placement.mixed else "prefill-first", "budget": placement.budget}
-    return {**_choice(placement.prefill), **schedule, **found}
-
-
-def _choice(choice: Choice) -> dict[str, int]:
-    return {"tp": choice.tp, "pp": choice.pp, "n": choice.n}
-
-
-def closed_form(setting: Setting, placement: Placement) -> dict[str, Any]:
-    """The sanity check beside a simulation: capacities, and for P:D the wait and the bandwidth at that rate."""
-    sample = setting.samples()[0]
-    prefill, decode = setting.capacities(placement, sample)
-    both = min(prefill, decode) if placement.decode else 1 / (1 / prefill + 1 / decode)
-    found = {"prefill": prefill, "decode": decode, "rate_per_gpu": both / placement.gpus}
-    model = setting.prefill.model
-    if placement.decode and model:
-        mean_prompt = sum(sample.prompts) / len(sample)
-        found["bandwidth"] = queueing.bandwidth(model.kv_per_token, mean_prompt, both)
-        found["transfer"] = queueing.transfer(
-            model.kv_per_token, mean_prompt, setting.link.bandwidth, setting.link.latency
-        )
-    if placement.decode:
-        one = placement.prefill.n / prefill
-        found["ttft_mean_half_load"] = queueing.mean_ttft(one, 0.5 / one, 1)
-    return found

@@ -18,13 +18,13 @@ from typing import Any
 
 from vllm_disagg.planner.cost import distserve, model, queueing
 from vllm_disagg.planner.cost.hardware import GIB, LINKS
-from vllm_disagg.planner.cost.latency import Linear, unloaded_prefill
+from vllm_disagg.planner.cost.latency import LinearLatency, unloaded_prefill
 from vllm_disagg.planner.search import optimizer
-from vllm_disagg.planner.search.scenario import Choice, Placement, Setting, Source
+from vllm_disagg.planner.search.scenario import PerformanceSource, Placement, ReplicaGroup, Scenario
 from vllm_disagg.planner.simulation import workload
-from vllm_disagg.planner.simulation.replica import Rules
-from vllm_disagg.planner.simulation.simulator import Deployment, Handoff, Objective, Side, simulate
-from vllm_disagg.planner.simulation.workload import Arrivals, Sample
+from vllm_disagg.planner.simulation.replica import SchedulingRules
+from vllm_disagg.planner.simulation.simulator import Deployment, Handoff, Objective, ReplicaPool, simulate
+from vllm_disagg.planner.simulation.workload import Arrivals, WorkloadSample
 
 LARGE = 1 << 40
 GRID = 0.078125  # req/s per GPU: the width of the bracket at which DistServe's search stops, and reports its lower end
@@ -52,17 +52,17 @@ def note(name: str, value: Any, words: str) -> None:
     )
 
 
-def setting(name: str, ttft: float, gpus: int, requests: int, seeds: int, kv_limit: int = 0) -> Setting:
+def setting(name: str, ttft: float, gpus: int, requests: int, seeds: int, kv_limit: int = 0) -> Scenario:
     """DistServe's rules, coefficients and lengths."""
-    source = Source("coefficients", "distserve-a100", model.load(name))
-    return Setting(
+    source = PerformanceSource("coefficients", "distserve-a100", model.load(name))
+    return Scenario(
         prefill=source, decode=source, workload=workload.load("sharegpt-like"), arrivals=Arrivals("poisson"),
         objective=Objective(ttft, 0.1, 0.9, joint=False), requests=requests, seeds=seeds, gpus=gpus, overlap=False,
         distserve=True, kv_limit=kv_limit,
     )  # fmt: skip
 
 
-def quiet(done: int, total: int, best: optimizer.Score | None) -> None:
+def quiet(done: int, total: int, best: optimizer.PlacementScore | None) -> None:
     """No progress: these take seconds."""
 
 
@@ -74,7 +74,7 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
 
 def speed() -> None:
     thirteen = setting("opt-13b", 0.2, 4, 300, 1)
-    placement, sample = Placement(Choice(2, 1, 1), Choice(1, 1, 1)), thirteen.samples()[0]
+    placement, sample = Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(1, 1, 1)), thirteen.samples()[0]
     deployment = thirteen.deployment(placement)
     runs = [timed(lambda: simulate(deployment, sample, 4.68))[0] for _ in range(20)]
     note("simulation_300_requests_s", min(runs), "OPT-13B TP2 + TP1 at 4.68 req/s; target 0.10 s (DistServe's: 0.33)")
@@ -103,7 +103,7 @@ def opt_13b() -> None:
         )
     sought = setting("opt-13b", 0.2, 4, 1000, 20)
     for decode in (1, 2):
-        score = optimizer.evaluate(sought, Placement(Choice(2, 1, 1), Choice(decode, 1, 1)), sought.samples(), -1.0)
+        score = optimizer.evaluate(sought, Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(decode, 1, 1)), sought.samples(), -1.0)
         if not score:
             raise AssertionError("nothing is pruned below zero")
         low, high = score.ci
@@ -120,16 +120,16 @@ def opt_66b() -> None:
         found = optimizer.search(sought, optimizer.disaggregated(sought), 3, 1, quiet)
         note(f"{name}_best", str(found[0].placement), "OPT-66B at 0.4/0.1 s, up to 8 GPUs")
         note(f"{name}_goodput_per_gpu", found[0].goodput, "")
-        two = optimizer.evaluate(sought, Placement(Choice(4, 1, 1), Choice(2, 1, 1)), samples, -1.0)
+        two = optimizer.evaluate(sought, Placement(ReplicaGroup(4, 1, 1), ReplicaGroup(2, 1, 1)), samples, -1.0)
         note(f"{name}_decode_tp2", two.goodput if two else 0.0, "prefill TP4, decode TP2 on two GPUs")
 
 
 def queues() -> None:
     """Mean TTFT against M/D/1; 50,000 equal prompts, one at a time."""
     for pp in (1, 2):
-        latency = Linear(pp, (0.02, 1e-4, 1e-8), (0.01, 1e-6, 1e-4), (0.01, 1e-6, 1e-4))
+        latency = LinearLatency(pp, (0.02, 1e-4, 1e-8), (0.01, 1e-6, 1e-4), (0.01, 1e-6, 1e-4))
         service, worst = unloaded_prefill(latency, 512), 0.0
-        side = Side(1, latency, LARGE, Rules(budget=512, sequences=LARGE))
+        side = ReplicaPool(1, latency, LARGE, SchedulingRules(budget=512, sequences=LARGE))
         deployment = Deployment(side, side, Handoff(overlap=False, concurrency=LARGE), distserve=True)
         for load in (0.3, 0.5, 0.7, 0.85):
             rate = load / (service / pp)
@@ -151,8 +151,8 @@ def capacities() -> None:
 
 
 def links() -> None:
-    opt, sample = model.load("opt-66b"), Sample([512], [64], [0.0])
-    side = Side(1, distserve.latency("distserve-a100", "opt-66b", 4, 1), 78_496, Rules(LARGE, LARGE))
+    opt, sample = model.load("opt-66b"), WorkloadSample([512], [64], [0.0])
+    side = ReplicaPool(1, distserve.latency("distserve-a100", "opt-66b", 4, 1), 78_496, SchedulingRules(LARGE, LARGE))
 
     def latency(handoff: Handoff) -> float:
         return simulate(Deployment(side, side, handoff, distserve=True), sample, 1.0).latency[0]

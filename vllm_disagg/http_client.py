@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from .errors import ConfigError
 
-TIMEOUT = 10.0  # seconds for a page
-BIGGEST = 16 << 20  # bytes of it
+PAGE_TIMEOUT_SECONDS = 10.0  # seconds for a page
+MAX_PAGE_BYTES = 16 << 20  # bytes of it
 
 
 def address(flag: str, url: str) -> str:
@@ -42,11 +42,11 @@ def headers(key: str = "") -> dict[str, str]:
 def get(url: str, path: str, server: str = "a vLLM, or a proxy in front of one", key_name: str = "") -> bytes:
     """A page of what should be a `server`, or ConfigError.  `key_name`: a variable of the environment whose key is better
     than OPENAI_API_KEY's."""
-    connection = connect(url, TIMEOUT)
+    connection = connect(url, PAGE_TIMEOUT_SECONDS)
     try:
         connection.request("GET", path, headers=headers(os.environ.get(key_name, "")))
         answer = connection.getresponse()
-        content = answer.read(BIGGEST)
+        content = answer.read(MAX_PAGE_BYTES)
     except (OSError, http.client.HTTPException, UnicodeError) as error:  # the last: no name of a host
         raise ConfigError(f"cannot reach {url}: {reason(error)}: is it running?") from None
     finally:

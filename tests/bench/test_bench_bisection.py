@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_disagg.bench.bisection import REACH, Bracket, Tried, bracket, next_rate
+from vllm_disagg.bench.bisection import REACH, RateBracket, TriedRate, bracket, next_rate
 
 
-def search(border: float, first: float, precision: float) -> list[Tried]:
-    tried: list[Tried] = []
+def search(border: float, first: float, precision: float) -> list[TriedRate]:
+    tried: list[TriedRate] = []
     while (rate := next_rate(tried, first, precision)) is not None:
         assert all(rate != t.rate for t in tried)
         assert len(tried) < 40
-        tried.append(Tried(rate, rate <= border))
+        tried.append(TriedRate(rate, rate <= border))
     return tried
 
 
@@ -42,10 +42,10 @@ def test_a_rate_that_nothing_meets_is_found_to_be_one_after_a_few_tries() -> Non
 @pytest.mark.parametrize(
     ("tried", "expected"),
     [
-        ([], Bracket(None, None)),
-        ([Tried(2, True), Tried(1, False)], Bracket(None, 1)),
-        ([Tried(1, True), Tried(2, False), Tried(4, True)], Bracket(1, 2)),
+        ([], RateBracket(None, None)),
+        ([TriedRate(2, True), TriedRate(1, False)], RateBracket(None, 1)),
+        ([TriedRate(1, True), TriedRate(2, False), TriedRate(4, True)], RateBracket(1, 2)),
     ],
 )
-def test_a_miss_counts_for_all_higher_rates(tried: list[Tried], expected: Bracket) -> None:
+def test_a_miss_counts_for_all_higher_rates(tried: list[TriedRate], expected: RateBracket) -> None:
     assert bracket(tried) == expected

@@ -15,7 +15,7 @@ import pytest
 
 from vllm_disagg import cli
 from vllm_disagg.bench import neighbours, profile
-from vllm_disagg.bench.steps import Decode, Prefill, Step
+from vllm_disagg.bench.steps import DecodeProbe, PrefillProbe, StepSample
 
 INFO = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="20"} 1.0\n'
 STEP, TOKEN = 0.003, 5e-5  # seconds: of any step, and for each token of a prompt in it
@@ -189,23 +189,23 @@ def test_bad_words(words: list[str], expected: str, capsys: pytest.CaptureFixtur
 def test_rounds_end_in_time_and_say_what_they_had_no_time_for(capsys: pytest.CaptureFixture[str]) -> None:
     now = 0.0
 
-    def measure(what: Prefill | Decode) -> Step:
+    def measure(what: PrefillProbe | DecodeProbe) -> StepSample:
         nonlocal now
-        now += sum(what.prompts) if isinstance(what, Prefill) else 0
-        return Step((1,), 1.0)
+        now += sum(what.prompts) if isinstance(what, PrefillProbe) else 0
+        return StepSample((1,), 1.0)
 
-    small, large = Prefill((1,)), Prefill((50,))
+    small, large = PrefillProbe((1,)), PrefillProbe((50,))
     profile._rounds([small, large], measure, 60, lambda: now)
     assert now == 59  # the large one once, the small one for as long as there is time
     now = 0.0
-    profile._rounds([small, large, Prefill((2,))], measure, 20, lambda: now)
+    profile._rounds([small, large, PrefillProbe((2,))], measure, 20, lambda: now)
     assert "no time for 1 of 3 points" in capsys.readouterr().err
 
 
 def test_the_way_to_the_engine_is_added_to_what_waited_for_its_step() -> None:
-    samples = profile.Samples()
-    samples.add(Prefill((32,)), Step((32,), 0.010))
-    samples.add(Prefill((32,), 64), Step((32,), 0.008))
-    samples.add(Prefill((32, 32), 64), Step((32, 32), 0.012))
-    samples.add(Prefill((32, 32), 64), Step((32,), 0.008))  # the other one was in an earlier step
+    samples = profile.ProfileSamples()
+    samples.add(PrefillProbe((32,)), StepSample((32,), 0.010))
+    samples.add(PrefillProbe((32,), 64), StepSample((32,), 0.008))
+    samples.add(PrefillProbe((32, 32), 64), StepSample((32, 32), 0.012))
+    samples.add(PrefillProbe((32, 32), 64), StepSample((32,), 0.008))  # the other one was in an earlier step
     assert samples.prefill() == [{"tokens": [32], "seconds": 0.01}, {"tokens": [32, 32], "seconds": 0.014}]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from vllm_disagg.bench import results
-from vllm_disagg.bench.results import Objectives, wilson
+from vllm_disagg.bench.results import GoodputObjectives, wilson
 from vllm_disagg.errors import DisaggError
 
-OBJECTIVES = Objectives(ttft=0.2, tpot=0.05, attainment=0.5)
+OBJECTIVES = GoodputObjectives(ttft=0.2, tpot=0.05, attainment=0.5)
 
 
 def detailed(**changed: Any) -> bytes:
@@ -32,7 +32,7 @@ def detailed(**changed: Any) -> bytes:
 def test_a_request_is_good_if_it_meets_both_objectives() -> None:
     run = results.parse(detailed(), 2.0, [3] * 4, OBJECTIVES)
     assert (run.good, run.failed, run.attainment) == (2, 0, 0.5)
-    assert run.met(OBJECTIVES) and not run.met(Objectives(0.2, 0.05, 0.51))
+    assert run.met(OBJECTIVES) and not run.met(GoodputObjectives(0.2, 0.05, 0.51))
     assert run.qps == 2.0 and run.output_tokens_per_s == 6.0 and run.prompt_tokens_per_s == 20.0
     assert run.ttft.median == pytest.approx(0.15) and run.tpot.median == pytest.approx(0.035)
     assert run.offered == 2.0 and not run.is_late()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_disagg.bench import steps
-from vllm_disagg.bench.steps import WINDOW, Decode, Event, Prefill, Step
+from vllm_disagg.bench.steps import WINDOW, DecodeProbe, PrefillProbe, StepSample, TokenEvent
 
 
 def test_the_last_step_of_several_is_timed_from_the_one_before() -> None:
@@ -23,8 +23,8 @@ def test_when_all_came_together_nobody_knows_when_their_step_began() -> None:
     assert steps.batch_step((512, 32), [0.1, 0.101], gap=0.01) is None
 
 
-def answers(*starts: float, every: float, count: int) -> list[list[Event]]:
-    return [[Event(start + every * at, 1) for at in range(count)] for start in starts]
+def answers(*starts: float, every: float, count: int) -> list[list[TokenEvent]]:
+    return [[TokenEvent(start + every * at, 1) for at in range(count)] for start in starts]
 
 
 def test_steps_of_decode_are_those_in_which_all_run() -> None:
@@ -35,14 +35,14 @@ def test_steps_of_decode_are_those_in_which_all_run() -> None:
 
 
 def test_tokens_that_come_together_count_one_by_one() -> None:
-    step = steps.decode_step(0, [[Event(0.2 * at, 2) for at in range(40)]])
+    step = steps.decode_step(0, [[TokenEvent(0.2 * at, 2) for at in range(40)]])
     assert step is not None and step.seconds == pytest.approx(0.1)
 
 
 def test_tokens_of_a_reader_that_had_stopped_are_no_step() -> None:
     """Ten at their time, and thirty together after a second."""
     times = [0.01 * at for at in range(10)] + [1.1 + 1e-5 * at for at in range(30)]
-    assert steps.decode_step(0, [[Event(time, 1) for time in times]]) is None
+    assert steps.decode_step(0, [[TokenEvent(time, 1) for time in times]]) is None
 
 
 def test_sequences_that_hardly_met_are_no_batch() -> None:
@@ -57,12 +57,12 @@ def test_a_plan_fits_the_instance(limit: int, kv_tokens: int, budget: int | None
     plan = steps.plan(limit, kv_tokens, budget)
     assert len(set(plan)) == len(plan)
     for what in plan:
-        if isinstance(what, Decode):
+        if isinstance(what, DecodeProbe):
             assert what.context + what.answer <= limit and what.batch * (what.context + what.answer) <= kv_tokens
         elif what.ahead:
             assert sum(what.prompts) + what.ahead <= min(budget or steps.USUAL_BUDGET, kv_tokens)
         else:
             assert what.prompts[0] < limit
-    assert sum(isinstance(what, Decode) for what in plan) >= 3
-    assert sum(isinstance(what, Prefill) for what in plan) >= 3
-    assert WINDOW > 2 and Step((1,), 0.1).lengths == (1,)
+    assert sum(isinstance(what, DecodeProbe) for what in plan) >= 3
+    assert sum(isinstance(what, PrefillProbe) for what in plan) >= 3
+    assert WINDOW > 2 and StepSample((1,), 0.1).lengths == (1,)

@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 
 from vllm_disagg.bench import workload
-from vllm_disagg.bench.workload import Request, Workload
-from vllm_disagg.workloads.lengths import KNOWN
+from vllm_disagg.bench.workload import RequestSchedule, TraceRequest
+from vllm_disagg.workloads.lengths import NAMED_DISTRIBUTIONS
 from vllm_disagg.workloads.traces import Trace
 
 
@@ -25,13 +25,13 @@ def test_poisson_arrivals_are_the_same_at_every_rate_but_for_the_scale() -> None
 
 
 def test_a_traces_own_arrivals_are_only_scaled() -> None:
-    asked = Workload(tuple(Request(time, 1, 1) for time in (0.0, 1.0, 9.0)))
+    asked = RequestSchedule(tuple(TraceRequest(time, 1, 1) for time in (0.0, 1.0, 9.0)))
     assert [r.arrival for r in asked.at_rate(2.0, seed=None).requests] == pytest.approx([0, 1 / 9, 1])
 
 
 def test_every_prompt_is_whole_and_shares_only_what_its_trace_says() -> None:
-    asked = Workload(
-        (Request(0, 600, 5, (7, 8)), Request(1, 600, 5, (7, 9)), Request(2, 600, 5), Request(3, 90, 5)), 512
+    asked = RequestSchedule(
+        (TraceRequest(0, 600, 5, (7, 8)), TraceRequest(1, 600, 5, (7, 9)), TraceRequest(2, 600, 5), TraceRequest(3, 90, 5)), 512
     )
     lines = [json.loads(line) for line in asked.lines()]
     assert [len(line["hash_ids"]) for line in lines] == [2, 2, 2, 1]
@@ -40,19 +40,19 @@ def test_every_prompt_is_whole_and_shares_only_what_its_trace_says() -> None:
 
 
 def test_what_is_longer_than_the_model_takes_is_left_out() -> None:
-    asked = Workload((Request(0, 90, 10), Request(0, 90, 11)))
+    asked = RequestSchedule((TraceRequest(0, 90, 10), TraceRequest(0, 90, 11)))
     assert asked.fitting(100).requests == asked.requests[:1]
     assert asked.fitting(None) == asked
 
 
 def test_sharegpt_like_lengths_have_sharegpts_means() -> None:
-    requests = workload.drawn(KNOWN["sharegpt-like"], 20_000, seed=3).requests
+    requests = workload.drawn(NAMED_DISTRIBUTIONS["sharegpt-like"], 20_000, seed=3).requests
     assert statistics.mean(r.prompt for r in requests) == pytest.approx(755.5, rel=0.02)
     assert statistics.mean(r.answer for r in requests) == pytest.approx(200.3, rel=0.03)
     assert max(r.prompt + r.answer for r in requests) < 2048
-    assert workload.drawn(KNOWN["sharegpt-like"], 5, seed=3).requests == requests[:5]
+    assert workload.drawn(NAMED_DISTRIBUTIONS["sharegpt-like"], 5, seed=3).requests == requests[:5]
 
 
 def test_a_trace_without_hash_ids_has_prompts_of_one_piece() -> None:
-    assert workload.of(Trace((Request(0, 2000, 5),))).block > 2000
-    assert workload.of(Trace((Request(0, 20, 5, (1, 2)),), 16)).block == 16
+    assert workload.of(Trace((TraceRequest(0, 2000, 5),))).block > 2000
+    assert workload.of(Trace((TraceRequest(0, 20, 5, (1, 2)),), 16)).block == 16

@@ -18,22 +18,22 @@ import pytest
 from vllm_disagg import cli
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.launcher import machine, plan
-from vllm_disagg.launcher.machine import Machine
-from vllm_disagg.launcher.plan import Options
+from vllm_disagg.launcher.machine import MachineFacts
+from vllm_disagg.launcher.plan import UpOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def cpus(count: int, memory: float = 64.0, kv_space: str = "") -> Machine:
-    return Machine(tuple(range(count)), None, memory, "vllm", "vllm-disagg", kv_space=kv_space)
+def cpus(count: int, memory: float = 64.0, kv_space: str = "") -> MachineFacts:
+    return MachineFacts(tuple(range(count)), None, memory, "vllm", "vllm-disagg", kv_space=kv_space)
 
 
-def gpus(count: int) -> Machine:
-    return Machine(tuple(range(8)), tuple(map(str, range(count))), 64.0, "vllm", "vllm-disagg")
+def gpus(count: int) -> MachineFacts:
+    return MachineFacts(tuple(range(8)), tuple(map(str, range(count))), 64.0, "vllm", "vllm-disagg")
 
 
-def planned(facts: Machine, **flags: object) -> plan.Plan:
-    options = Options(model="m", **flags)  # type: ignore[arg-type]
+def planned(facts: MachineFacts, **flags: object) -> plan.LaunchPlan:
+    options = UpOptions(model="m", **flags)  # type: ignore[arg-type]
     ports = list(range(9100, 9100 + options.prefill + options.decode))
     return plan.make(options, facts, ports, "fleet.key")
 
@@ -61,7 +61,7 @@ def test_cores(cores: int, flags: dict[str, object], bound: list[str]) -> None:
 
 
 def test_cores_that_are_not_consecutive() -> None:
-    facts = Machine((0, 2, 4, 5, 6, 9), None, 8.0, "vllm", "vllm-disagg")
+    facts = MachineFacts((0, 2, 4, 5, 6, 9), None, 8.0, "vllm", "vllm-disagg")
     assert [e.env["VLLM_CPU_OMP_THREADS_BIND"] for e in planned(facts).engines] == ["0,2,4", "5-6,9"]
 
 
@@ -120,7 +120,7 @@ def test_what_is_printed_can_be_typed(tmp_path: Path) -> None:
         script = tmp_path / name
         script.write_text('#!/bin/sh\nprintf "%s\\n" "$VLLM_CPU_OMP_THREADS_BIND" "$@"\n')
         script.chmod(0o755)
-    options = Options(model="my model", extra=["--served-model-name", "it's"], tensor_parallel=2)
+    options = UpOptions(model="my model", extra=["--served-model-name", "it's"], tensor_parallel=2)
     made = plan.make(options, cpus(4), [9100, 9101], "a key")
     lines = plan.by_hand(made, cpus(4), "a key").splitlines()
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -142,7 +142,7 @@ def test_what_is_printed_can_be_typed(tmp_path: Path) -> None:
     ],
 )
 def test_the_example_names_the_model_that_is_served(extra: list[str], name: str) -> None:
-    options = Options(model="m", extra=extra)
+    options = UpOptions(model="m", extra=extra)
     made = plan.make(options, cpus(2), [9100, 9101], "a key")
     assert json.loads(shlex.split(plan.example(options, made))[-1])["model"] == name
 
@@ -157,7 +157,7 @@ def test_the_fleet_commands_hold_the_admin_key(key_file: str, key: str, tmp_path
     if key_file:
         key_file = str(tmp_path / "admin key")
         Path(key_file).write_text(f"{key}\n")
-    made = plan.make(Options(model="m"), cpus(2), [9100, 9101], "a key")
+    made = plan.make(UpOptions(model="m"), cpus(2), [9100, 9101], "a key")
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VLLM_DISAGG_ADMIN_KEY": "of the user"}
     seen, drain = plan.fleet_commands(made, key_file)
     assert key not in seen + drain

@@ -11,7 +11,7 @@ import pytest
 
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.workloads import traces
-from vllm_disagg.workloads.traces import ALIBABA, MOONCAKE, Request, Trace
+from vllm_disagg.workloads.traces import ALIBABA_BLOCK_TOKENS, MOONCAKE_BLOCK_TOKENS, Trace, TraceRequest
 
 
 def write(folder: Path, *lines: str) -> str:
@@ -27,12 +27,12 @@ def record(**changed: object) -> str:
 
 def test_mooncake_is_in_milliseconds_with_512_tokens_to_an_id(tmp_path: Path) -> None:
     read = traces.read(write(tmp_path, record(timestamp=500), record(hash_ids=[7, 9]), ""), "--trace")
-    assert read == Trace((Request(0.0, 600, 5, (7, 8)), Request(1.0, 600, 5, (7, 9))), MOONCAKE)
+    assert read == Trace((TraceRequest(0.0, 600, 5, (7, 8)), TraceRequest(1.0, 600, 5, (7, 9))), MOONCAKE_BLOCK_TOKENS)
 
 
 def test_alibaba_is_in_seconds_with_16_tokens_to_an_id(tmp_path: Path) -> None:
     read = traces.read(write(tmp_path, record(timestamp=3, input_length=30), record(timestamp=4.5, input_length=20)), "--trace")
-    assert read.block == ALIBABA
+    assert read.block == ALIBABA_BLOCK_TOKENS
     assert [request.arrival for request in read.requests] == [0.0, 1.5]
 
 
@@ -70,7 +70,7 @@ def test_formats_are_told_by_their_fields(tmp_path: Path, name: str, compress: C
 
 def test_vidurs_lengths_have_no_times(tmp_path: Path) -> None:
     read = traces.read(write(tmp_path, "num_prefill_tokens,num_decode_tokens,pd_ratio", "600,5,120", "700,6,1"), "--trace")
-    assert read == Trace((Request(0.0, 600, 5), Request(0.0, 700, 6)), timed=False)
+    assert read == Trace((TraceRequest(0.0, 600, 5), TraceRequest(0.0, 700, 6)), timed=False)
 
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"

@@ -13,27 +13,27 @@ from typing import NamedTuple
 REACH = 64.0  # the search stays within this factor of its first guess, up and down
 
 
-class Tried(NamedTuple):
+class TriedRate(NamedTuple):
     rate: float  # requests a second
     met: bool  # whether enough requests met their objectives
 
 
-class Bracket(NamedTuple):
+class RateBracket(NamedTuple):
     """The goodput lies between the two; None: no such rate was found."""
 
     met: float | None
     missed: float | None
 
 
-def bracket(tried: Iterable[Tried]) -> Bracket:
+def bracket(tried: Iterable[TriedRate]) -> RateBracket:
     """What the tries say.  Where they contradict each other, a miss counts for all higher rates."""
     tried = list(tried)
     missed = min((t.rate for t in tried if not t.met), default=None)
     met = max((t.rate for t in tried if t.met and (missed is None or t.rate < missed)), default=None)
-    return Bracket(met, missed)
+    return RateBracket(met, missed)
 
 
-def next_rate(tried: Iterable[Tried], first: float, precision: float) -> float | None:
+def next_rate(tried: Iterable[TriedRate], first: float, precision: float) -> float | None:
     """The next rate to try, or None when the ends of the bracket are within `precision` (0.1: ten percent), or when
     the goodput is out of `REACH` of the first guess."""
     met, missed = bracket(tried)

@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from ..http_client import get
 
 
-class Model(msgspec.Struct, frozen=True):
+class ServedModel(msgspec.Struct, frozen=True):
     """The first model of /v1/models."""
 
     id: str
@@ -18,17 +18,17 @@ class Model(msgspec.Struct, frozen=True):
     max_model_len: int | None = None
 
 
-class _Models(msgspec.Struct):
-    data: list[Model]
+class _ModelList(msgspec.Struct):
+    data: list[ServedModel]
 
 
-class _Version(msgspec.Struct):
+class _ServerVersion(msgspec.Struct):
     version: str
 
 
-def model(url: str) -> Model:
+def model(url: str) -> ServedModel:
     try:
-        models = msgspec.json.decode(get(url, "/v1/models"), type=_Models).data
+        models = msgspec.json.decode(get(url, "/v1/models"), type=_ModelList).data
     except msgspec.DecodeError:
         raise ConfigError(f"{url}/v1/models does not answer as vLLM does") from None
     if not models:
@@ -38,7 +38,7 @@ def model(url: str) -> Model:
 
 def version(url: str) -> str:
     try:
-        return msgspec.json.decode(get(url, "/version"), type=_Version).version
+        return msgspec.json.decode(get(url, "/version"), type=_ServerVersion).version
     except msgspec.DecodeError:
         raise ConfigError(f"{url}/version does not answer as vLLM does") from None
 

@@ -15,9 +15,9 @@ import msgspec
 
 from ..errors import ConfigError, DisaggError
 from . import results
-from .instance import Model
-from .results import Objectives, Run
-from .workload import Workload
+from .instance import ServedModel
+from .results import BenchRun, GoodputObjectives
+from .workload import RequestSchedule
 
 START = 300.0  # seconds that vLLM may take to start and to write its results
 DRAIN = 300.0  # seconds, from the last request sent, after which a run counts as missed
@@ -25,23 +25,30 @@ LONGEST = 120.0  # seconds that a request may take when it is alone, on average
 CAUSE = re.compile(r"^\w*(Error|Exception|Interrupt)\b|^\S+(\.\w+)*Error: |: error: ")
 
 
-class Target(msgspec.Struct, frozen=True):
+class BenchTarget(msgspec.Struct, frozen=True):
     """A running deployment."""
 
     name: str
     url: str
     gpus: int | None
-    model: Model
+    model: ServedModel
 
 
-class Generator(msgspec.Struct, frozen=True):
+class LoadGenerator(msgspec.Struct, frozen=True):
     """How to start `vllm bench serve`, and where it writes."""
 
     vllm: str
     tokenizer: str  # empty: the model's own
     folder: Path
 
-    def run(self, target: Target, workload: Workload, rate: float | None, objectives: Objectives, seed: int) -> Run:
+    def run(
+        self,
+        target: BenchTarget,
+        workload: RequestSchedule,
+        rate: float | None,
+        objectives: GoodputObjectives,
+        seed: int,
+    ) -> BenchRun:
         """Send the workload, at its times, or one request after the other when `rate` is None."""
         trace, result, log = (self.folder / name for name in ("trace.jsonl", "result.json", "log"))
         trace.write_text("".join((workload if rate else workload.at_once()).lines()))
@@ -61,7 +68,7 @@ class Generator(msgspec.Struct, frozen=True):
         answers = [request.answer for request in workload.requests]
         return results.parse(result.read_bytes(), rate, answers, objectives)
 
-    def _argv(self, target: Target, workload: Workload, trace: Path, result: Path) -> list[str]:
+    def _argv(self, target: BenchTarget, workload: RequestSchedule, trace: Path, result: Path) -> list[str]:
         root = target.model.root or target.model.id
         what = ["--backend", "openai", "--base-url", target.url, "--endpoint", "/v1/completions"]
         what += ["--model", root, "--served-model-name", target.model.id, "--tokenizer", self.tokenizer or root]

@@ -21,10 +21,10 @@ from .. import http_client
 from ..errors import ConfigError
 from ..workloads import lengths, traces
 from . import instance, load, report, workload
-from .load import Generator, Target
-from .report import Measured
-from .results import Objectives, Run
-from .workload import Workload
+from .load import BenchTarget, LoadGenerator
+from .report import TargetRuns
+from .results import BenchRun, GoodputObjectives
+from .workload import RequestSchedule
 
 ALONE = 20  # requests sent one at a time, to begin with
 EPILOG = """One of --trace, --input-len with --output-len, and --workload says what is asked.  An API key is taken from
@@ -42,10 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="objective: mean time for each further token of a request")  # fmt: skip
     add("--attainment", metavar="SHARE", type=_share, default=0.9,
         help="share of requests that must meet both objectives (default: %(default)s)")  # fmt: skip
-    add("--trace", metavar="FILE", help=f"lengths and arrivals: {traces.ACCEPTED}")
+    add("--trace", metavar="FILE", help=f"lengths and arrivals: {traces.ACCEPTED_FORMATS}")
     add("--input-len", metavar="TOKENS", type=_count, help="every prompt's length")
     add("--output-len", metavar="TOKENS", type=_count, help="every answer's length")
-    add("--workload", choices=lengths.KNOWN, help="lengths drawn from a distribution, as vllm-disagg plan has them")
+    add("--workload", choices=lengths.NAMED_DISTRIBUTIONS, help="lengths drawn from a distribution, as vllm-disagg plan has them")
     add("--arrivals", choices=["poisson", "trace"], default="poisson",
         help="trace: the trace's own times, scaled to each rate (default: %(default)s)")  # fmt: skip
     add("--requests", metavar="N", type=_count, default=200, help="sent at each rate (default: %(default)s)")
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    objectives = Objectives(args.ttft, args.tpot, args.attainment)
+    objectives = GoodputObjectives(args.ttft, args.tpot, args.attainment)
     asked = _workload(args)
     vllm = load.find(args.vllm)
     if args.save:
@@ -68,11 +68,11 @@ def run(args: argparse.Namespace) -> int:
     asked = _fitting(asked, targets, args.requests)
     if args.arrivals == "trace" and asked.requests[0].arrival == asked.requests[-1].arrival:
         raise ConfigError(f"--arrivals trace: the first {len(asked.requests)} requests of the trace arrive at once")
-    measured = [Measured(target) for target in targets]
+    measured = [TargetRuns(target) for target in targets]
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the load generator ends with us
     try:
         with tempfile.TemporaryDirectory(prefix="vllm-disagg-bench-") as folder:
-            bench = Bench(Generator(vllm, args.tokenizer, Path(folder)), asked, objectives, args, measured)
+            bench = GoodputBench(LoadGenerator(vllm, args.tokenizer, Path(folder)), asked, objectives, args, measured)
             bench.alone()
             while bench.round():
                 pass
@@ -86,12 +86,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-class Bench:
+class GoodputBench:
     """The runs, and what is told of them on the way."""
 
     def __init__(
-        self, generator: Generator, asked: Workload, objectives: Objectives, args: argparse.Namespace,
-        measured: Sequence[Measured],
+        self, generator: LoadGenerator, asked: RequestSchedule, objectives: GoodputObjectives, args: argparse.Namespace,
+        measured: Sequence[TargetRuns],
     ) -> None:  # fmt: skip
         self._generator, self._asked, self._objectives, self._measured = generator, asked, objectives, measured
         self._seed, self._precision, self._save = args.seed, args.precision, args.save
@@ -118,7 +118,7 @@ class Bench:
                 self._keep()
         return any(rate is not None for _, rate in rates)
 
-    def _run(self, one: Measured, asked: Workload, rate: float | None) -> Run:
+    def _run(self, one: TargetRuns, asked: RequestSchedule, rate: float | None) -> BenchRun:
         count = len(asked.requests)
         how = f"{count} requests, one at a time" if rate is None else f"{count} requests at {rate:.3g} a second"
         about = f" (about {count / rate:.0f} s)" if rate else ""
@@ -137,7 +137,7 @@ class Bench:
             report.save(self._save, report.result(self._measured, self._objectives, done=False))
 
 
-def _workload(args: argparse.Namespace) -> Workload:
+def _workload(args: argparse.Namespace) -> RequestSchedule:
     fixed = args.input_len is not None or args.output_len is not None
     if [bool(args.trace), fixed, bool(args.workload)].count(True) != 1:
         raise ConfigError("give exactly one of --trace, --input-len with --output-len, and --workload")
@@ -149,13 +149,13 @@ def _workload(args: argparse.Namespace) -> Workload:
             raise ConfigError(f"--arrivals trace: {args.trace} has no arrival times")
         return workload.of(trace)
     if args.workload:
-        return workload.drawn(lengths.KNOWN[args.workload], args.requests, args.seed)
+        return workload.drawn(lengths.NAMED_DISTRIBUTIONS[args.workload], args.requests, args.seed)
     if args.input_len is None or args.output_len is None:
         raise ConfigError("--input-len and --output-len go together")
     return workload.fixed(args.input_len, args.output_len, args.requests)
 
 
-def _fitting(asked: Workload, targets: Sequence[Target], count: int) -> Workload:
+def _fitting(asked: RequestSchedule, targets: Sequence[BenchTarget], count: int) -> RequestSchedule:
     """The first `count` requests that every target's model takes."""
     limits = [target.model.max_model_len for target in targets if target.model.max_model_len]
     limit = min(limits, default=None)
@@ -173,7 +173,7 @@ def _fitting(asked: Workload, targets: Sequence[Target], count: int) -> Workload
     return fitting.first(count)
 
 
-def _targets(words: Sequence[str], gpus: Sequence[str]) -> list[Target]:
+def _targets(words: Sequence[str], gpus: Sequence[str]) -> list[BenchTarget]:
     urls: dict[str, str] = {}
     for word in words:
         name, _, url = word.partition("=")
@@ -183,7 +183,7 @@ def _targets(words: Sequence[str], gpus: Sequence[str]) -> list[Target]:
             raise ConfigError(f"--target {name} is given twice")
         urls[name] = http_client.address(f"--target {name}", url)
     counts = _gpus(gpus, list(urls))
-    targets = [Target(name, url, counts.get(name), instance.model(url)) for name, url in urls.items()]
+    targets = [BenchTarget(name, url, counts.get(name), instance.model(url)) for name, url in urls.items()]
     models = {target.model.root or target.model.id for target in targets}
     if len(models) > 1:
         print(f"bench: warning: the targets serve different models: {', '.join(sorted(models))}", file=sys.stderr)

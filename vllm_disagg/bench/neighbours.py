@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ..errors import DisaggError
-from .instance import Model
+from .instance import ServedModel
 from .steps import TOKENS
 from .stream import complete
 
@@ -20,11 +20,11 @@ PROMPT, ANSWER = 256, 32  # tokens of what a neighbour is asked, again and again
 
 
 @contextmanager
-def busy(neighbours: Sequence[tuple[str, Model]]) -> Iterator[None]:
+def busy(neighbours: Sequence[tuple[str, ServedModel]]) -> Iterator[None]:
     """Each has one request, and after it the next, until the end; DisaggError then, where one failed."""
     over, failed = threading.Event(), list[DisaggError]()
 
-    def ask(url: str, model: Model) -> None:
+    def ask(url: str, model: ServedModel) -> None:
         chance, length = random.Random(), min(PROMPT, (model.max_model_len or PROMPT + ANSWER) - ANSWER)
         while not over.is_set():
             try:

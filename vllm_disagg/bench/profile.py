@@ -24,23 +24,23 @@ from urllib.parse import urlsplit
 from .. import http_client
 from ..errors import ConfigError, DisaggError
 from . import instance, neighbours, steps
-from .steps import TOKENS, Decode, Prefill, Step
+from .steps import TOKENS, DecodeProbe, PrefillProbe, StepSample
 from .stream import complete
 
 ENOUGH = 3  # measurements of a point, below which a median means little; points of each kind, below which a fit does
 TELL = 5.0  # seconds between two lines of progress
 
 
-class Samples:
+class ProfileSamples:
     """What was measured, and the points that come of it."""
 
     def __init__(self) -> None:
         self._alone: dict[int, list[float]] = {}  # one prompt, from its arrival on, by its length
         self._behind: dict[tuple[int, ...], list[float]] = {}  # the step alone, of prompts that waited for it
-        self._decode: dict[Decode, list[Step]] = {}
+        self._decode: dict[DecodeProbe, list[StepSample]] = {}
 
-    def add(self, what: Prefill | Decode, step: Step) -> None:
-        if isinstance(what, Decode):
+    def add(self, what: PrefillProbe | DecodeProbe, step: StepSample) -> None:
+        if isinstance(what, DecodeProbe):
             self._decode.setdefault(what, []).append(step)
         elif what.ahead:
             self._behind.setdefault(step.lengths, []).append(step.seconds)
@@ -69,7 +69,7 @@ class Samples:
         return [{"contexts": list(step.lengths), "seconds": round(step.seconds, 6)} for step in middle]
 
 
-class Profile:
+class InstanceProfiler:
     """Measures one instance."""
 
     def __init__(self, url: str, model: str) -> None:
@@ -81,13 +81,13 @@ class Profile:
         """Also finds out how long the shortest step is."""
         self._gap = max(0.001, min(self._first_tokens([16])[0] for _ in range(5)) / 4)
 
-    def measure(self, what: Prefill | Decode) -> Step | None:
+    def measure(self, what: PrefillProbe | DecodeProbe) -> StepSample | None:
         """Once; None when it was not computed together."""
-        if isinstance(what, Decode):
+        if isinstance(what, DecodeProbe):
             prompts = [self._prompt(what.context) for _ in range(what.batch)]
             return steps.decode_step(what.context, complete(self._url, self._model, prompts, what.answer))
         if not what.ahead:
-            return Step(what.prompts, self._first_tokens(what.prompts)[0])
+            return StepSample(what.prompts, self._first_tokens(what.prompts)[0])
         lengths = (what.ahead, *what.prompts)
         return steps.batch_step(lengths, self._first_tokens(lengths), self._gap)
 
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--beside: {url} is the instance that is measured")
     beside = [(other, instance.model(other)) for other in others]
     plan = steps.plan(model.max_model_len, kv_tokens, args.max_num_batched_tokens)
-    profile = Profile(url, model.id)
+    profile = InstanceProfiler(url, model.id)
     with neighbours.busy(beside):
         profile.warm_up()
         samples = _rounds(plan, profile.measure, args.seconds, time.monotonic)
@@ -158,13 +158,13 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _rounds(
-    plan: Sequence[Prefill | Decode],
-    measure: Callable[[Prefill | Decode], Step | None],
+    plan: Sequence[PrefillProbe | DecodeProbe],
+    measure: Callable[[PrefillProbe | DecodeProbe], StepSample | None],
     seconds: float,
     clock: Callable[[], float],
-) -> Samples:
+) -> ProfileSamples:
     """Measure all of the plan again and again; from the second round on only what ends in time."""
-    samples, took = Samples(), dict[Prefill | Decode, float]()
+    samples, took = ProfileSamples(), dict[PrefillProbe | DecodeProbe, float]()
     began = told = clock()
     number, skipped = 0, 0
     while skipped < len(plan) and clock() - began < seconds:

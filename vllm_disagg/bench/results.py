@@ -13,7 +13,7 @@ from ..errors import DisaggError
 Z = 1.96  # standard deviations to either side of a 95 % interval
 
 
-class Objectives(msgspec.Struct, frozen=True):
+class GoodputObjectives(msgspec.Struct, frozen=True):
     """A request is good if it meets both times; a rate is met if enough requests are good."""
 
     ttft: float  # seconds to the first token
@@ -27,7 +27,7 @@ class Objectives(msgspec.Struct, frozen=True):
         )
 
 
-class Latency(msgspec.Struct, frozen=True):
+class LatencyPercentiles(msgspec.Struct, frozen=True):
     """Seconds, over the requests that were answered in full (over all gaps, for `itl`); None where there is none."""
 
     median: float | None
@@ -35,7 +35,7 @@ class Latency(msgspec.Struct, frozen=True):
     p99: float | None
 
 
-class Run(msgspec.Struct, frozen=True):
+class BenchRun(msgspec.Struct, frozen=True):
     """One run of `vllm bench serve`."""
 
     rate: float | None  # requests a second as asked for; None: one request at a time
@@ -48,13 +48,13 @@ class Run(msgspec.Struct, frozen=True):
     qps: float  # answered requests a second, over the whole run
     prompt_tokens_per_s: float
     output_tokens_per_s: float
-    ttft: Latency
-    tpot: Latency  # of a request: mean time between its tokens
-    itl: Latency  # between two tokens that follow each other
+    ttft: LatencyPercentiles
+    tpot: LatencyPercentiles  # of a request: mean time between its tokens
+    itl: LatencyPercentiles  # between two tokens that follow each other
     mean_latency: float | None  # of a whole request, seconds
     error: str = ""  # one of the failed requests' errors, or why there are no results at all
 
-    def met(self, objectives: Objectives) -> bool:
+    def met(self, objectives: GoodputObjectives) -> bool:
         return self.attainment >= objectives.attainment
 
     def is_late(self) -> bool:
@@ -62,7 +62,7 @@ class Run(msgspec.Struct, frozen=True):
         return bool(self.rate and self.offered and self.offered < 0.9 * self.rate)
 
 
-class _Detailed(msgspec.Struct):
+class _DetailedResults(msgspec.Struct):
     """The fields we read of vLLM's result file (`vllm/benchmarks/serve.py`, 0.28 to 0.33)."""
 
     duration: float
@@ -74,10 +74,10 @@ class _Detailed(msgspec.Struct):
     errors: list[str]
 
 
-def parse(content: bytes, rate: float | None, answers: Sequence[int], objectives: Objectives) -> Run:
+def parse(content: bytes, rate: float | None, answers: Sequence[int], objectives: GoodputObjectives) -> BenchRun:
     """`answers`: tokens that each request asked for, in order.  DisaggError when it is not such a file."""
     try:
-        raw = msgspec.json.decode(content, type=_Detailed)
+        raw = msgspec.json.decode(content, type=_DetailedResults)
     except msgspec.DecodeError as error:
         raise DisaggError(f"what vllm bench serve wrote is not understood: {error}") from None
     columns = (raw.output_lens, raw.ttfts, raw.itls, raw.errors, raw.input_lens, raw.start_times)
@@ -93,7 +93,7 @@ def parse(content: bytes, rate: float | None, answers: Sequence[int], objectives
     good = sum(ttft[at] <= objectives.ttft and tpot[at] <= objectives.tpot for at in done)
     begun = sorted(time for time in raw.start_times if time > 0)
     span = begun[-1] - begun[0] if begun else 0.0
-    return Run(
+    return BenchRun(
         rate=rate,
         sent=len(answers),
         good=good,
@@ -112,10 +112,10 @@ def parse(content: bytes, rate: float | None, answers: Sequence[int], objectives
     )
 
 
-def nothing(rate: float, sent: int, why: str) -> Run:
+def nothing(rate: float, sent: int, why: str) -> BenchRun:
     """A run that had to be ended: all its requests count as missed."""
-    none = Latency(None, None, None)
-    return Run(rate, sent, 0, sent, 0.0, wilson(0, sent), None, 0.0, 0.0, 0.0, none, none, none, None, why)
+    none = LatencyPercentiles(None, None, None)
+    return BenchRun(rate, sent, 0, sent, 0.0, wilson(0, sent), None, 0.0, 0.0, 0.0, none, none, none, None, why)
 
 
 def _error(errors: list[str], whole: list[bool]) -> str:
@@ -124,10 +124,10 @@ def _error(errors: list[str], whole: list[bool]) -> str:
     return told or ("" if all(whole) else "an answer ended before its last token")
 
 
-def latency(values: list[float]) -> Latency:
+def latency(values: list[float]) -> LatencyPercentiles:
     if not values:
-        return Latency(None, None, None)
-    return Latency(*(float(p) for p in np.percentile(values, (50, 90, 99))))
+        return LatencyPercentiles(None, None, None)
+    return LatencyPercentiles(*(float(p) for p in np.percentile(values, (50, 90, 99))))
 
 
 def wilson(good: int, sent: int) -> tuple[float, float]:

@@ -20,48 +20,48 @@ LONGEST = 16_384  # tokens of a prompt that is measured
 SMALLEST_CHUNK = 256  # tokens of a prompt that a step computes at least, while others decode already
 
 
-class Event(NamedTuple):
+class TokenEvent(NamedTuple):
     """A piece of an answer."""
 
     time: float  # seconds
     tokens: int
 
 
-class Prefill(NamedTuple):
+class PrefillProbe(NamedTuple):
     """Prompts sent together, in front of which one may go that keeps the engine busy until all are there."""
 
     prompts: tuple[int, ...]  # tokens of each
     ahead: int = 0  # tokens
 
 
-class Decode(NamedTuple):
+class DecodeProbe(NamedTuple):
     batch: int
     context: int  # tokens of each prompt
     answer: int  # tokens of each answer
 
 
-class Step(NamedTuple):
+class StepSample(NamedTuple):
     """A measurement: the lengths of what a step worked on, and how long it took."""
 
     lengths: tuple[int, ...]
     seconds: float
 
 
-def plan(limit: int, kv_tokens: int, budget: int | None) -> list[Prefill | Decode]:
+def plan(limit: int, kv_tokens: int, budget: int | None) -> list[PrefillProbe | DecodeProbe]:
     """What to measure on an instance, small first: `limit` is its longest request, `budget` its tokens a step."""
     fits = min(limit, kv_tokens)
     longest = min(fits - 1, LONGEST)
-    singles = [Prefill((length,)) for length in _doubling(16, longest)]
+    singles = [PrefillProbe((length,)) for length in _doubling(16, longest)]
     room = min(budget or USUAL_BUDGET, kv_tokens)
     ahead = min(room // 2, longest)
     batches = [
-        Prefill((length,) * count, ahead)
+        PrefillProbe((length,) * count, ahead)
         for length in (32, 128, 512)
         for count in (1, 2, 4, 8, 16)
         if length * count <= room - ahead and length < fits
     ]
     decodes = [
-        Decode(batch, context, answer)
+        DecodeProbe(batch, context, answer)
         for batch in (1, 2, 4, 8, 16, 64)
         for context in (32, 512, 4096)
         for answer in [2 * WINDOW + batch * context // SMALLEST_CHUNK]
@@ -79,14 +79,14 @@ def _doubling(first: int, last: int) -> list[int]:
     return [*lengths, last] if last > 0 else []
 
 
-def _size(what: Prefill | Decode) -> float:
+def _size(what: PrefillProbe | DecodeProbe) -> float:
     """About how long it takes, relative to others: a step of decode costs about as much as 64 tokens of a prompt."""
-    if isinstance(what, Prefill):
+    if isinstance(what, PrefillProbe):
         return sum(what.prompts) + what.ahead
     return what.batch * what.context + 64 * what.answer
 
 
-def batch_step(prompts: Sequence[int], first: Sequence[float], gap: float) -> Step | None:
+def batch_step(prompts: Sequence[int], first: Sequence[float], gap: float) -> StepSample | None:
     """The last step among those that gave the first tokens, at times `first`, of `prompts`; None when all came in one:
     then it is not known when it began.  Tokens come in one step when they are less than `gap` seconds apart."""
     order = sorted(range(len(first)), key=lambda at: first[at])
@@ -94,7 +94,7 @@ def batch_step(prompts: Sequence[int], first: Sequence[float], gap: float) -> St
     if not cut:
         return None
     end, start = (statistics.median(first[at] for at in part) for part in (order[cut:], _last(order[:cut], first, gap)))
-    return Step(tuple(prompts[at] for at in order[cut:]), end - start)
+    return StepSample(tuple(prompts[at] for at in order[cut:]), end - start)
 
 
 def _last(order: Sequence[int], first: Sequence[float], gap: float) -> list[int]:
@@ -107,7 +107,7 @@ def _last(order: Sequence[int], first: Sequence[float], gap: float) -> list[int]
     return members
 
 
-def decode_step(context: int, answers: Sequence[Sequence[Event]]) -> Step | None:
+def decode_step(context: int, answers: Sequence[Sequence[TokenEvent]]) -> StepSample | None:
     """The median time of a step in which all sequences decode, and their contexts' lengths in the middle of that
     time; None when they did so for too few steps, or when most tokens came in bursts: then somebody on the way had
     stopped, and the gaps say nothing of steps."""
@@ -128,4 +128,4 @@ def decode_step(context: int, answers: Sequence[Sequence[Event]]) -> Step | None
         gaps += [seconds / count for seconds, count in inside for _ in range(count)]
     if statistics.median(gaps) < BURST * statistics.mean(gaps):
         return None
-    return Step(tuple(lengths), statistics.median(gaps))
+    return StepSample(tuple(lengths), statistics.median(gaps))

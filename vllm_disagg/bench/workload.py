@@ -9,29 +9,29 @@ from collections.abc import Iterator
 
 import msgspec
 
-from ..workloads.lengths import Lengths
-from ..workloads.traces import Request, Trace
+from ..workloads.lengths import LengthDistribution
+from ..workloads.traces import Trace, TraceRequest
 
 WHOLE = 1 << 24  # a hash id for a whole prompt: longer than any
 
 
-class Workload(msgspec.Struct, frozen=True):
-    requests: tuple[Request, ...]
+class RequestSchedule(msgspec.Struct, frozen=True):
+    requests: tuple[TraceRequest, ...]
     block: int = WHOLE  # tokens that a hash id stands for
 
-    def fitting(self, limit: int | None) -> Workload:
+    def fitting(self, limit: int | None) -> RequestSchedule:
         """Without the requests that are longer than the model takes."""
         kept = tuple(r for r in self.requests if limit is None or r.prompt + r.answer <= limit)
         return msgspec.structs.replace(self, requests=kept)
 
-    def first(self, count: int) -> Workload:
+    def first(self, count: int) -> RequestSchedule:
         return msgspec.structs.replace(self, requests=self.requests[:count])
 
-    def at_once(self) -> Workload:
+    def at_once(self) -> RequestSchedule:
         now = tuple(msgspec.structs.replace(r, arrival=0.0) for r in self.requests)
         return msgspec.structs.replace(self, requests=now)
 
-    def at_rate(self, rate: float, seed: int | None) -> Workload:
+    def at_rate(self, rate: float, seed: int | None) -> RequestSchedule:
         """The same requests at `rate` a second over the whole run: Poisson arrivals drawn from `seed`, the same at
         every rate but for the scale; None: the trace's own arrivals, scaled."""
         if seed is None:
@@ -61,15 +61,15 @@ def _own_ids(number: int, tokens: int, block: int) -> list[int]:
     return [-(number * WHOLE + at + 1) for at in range(math.ceil(tokens / block))]
 
 
-def fixed(prompt: int, answer: int, count: int) -> Workload:
-    return Workload((Request(0.0, prompt, answer),) * count)
+def fixed(prompt: int, answer: int, count: int) -> RequestSchedule:
+    return RequestSchedule((TraceRequest(0.0, prompt, answer),) * count)
 
 
-def drawn(lengths: Lengths, count: int, seed: int) -> Workload:
+def drawn(lengths: LengthDistribution, count: int, seed: int) -> RequestSchedule:
     chance = random.Random(seed)
-    return Workload(tuple(Request(0.0, *lengths.draw(chance)) for _ in range(count)))
+    return RequestSchedule(tuple(TraceRequest(0.0, *lengths.draw(chance)) for _ in range(count)))
 
 
-def of(trace: Trace) -> Workload:
+def of(trace: Trace) -> RequestSchedule:
     whole = not any(request.hash_ids for request in trace.requests)
-    return Workload(trace.requests, WHOLE if whole else trace.block)
+    return RequestSchedule(trace.requests, WHOLE if whole else trace.block)

@@ -20,7 +20,7 @@ OLDEST, NEWEST = Version("0.28"), Version("0.33")  # the same as in kv_connector
 GIB = 1 << 30
 
 
-class Machine(msgspec.Struct, frozen=True):
+class MachineFacts(msgspec.Struct, frozen=True):
     """What a plan depends on besides the user's flags."""
 
     cores: tuple[int, ...]  # logical CPUs that we may use, one of each physical core
@@ -32,12 +32,12 @@ class Machine(msgspec.Struct, frozen=True):
     kv_space: str = ""  # VLLM_CPU_KVCACHE_SPACE, if the user has set it
 
 
-def examine() -> Machine:
+def examine() -> MachineFacts:
     """This machine, or ConfigError for what keeps vLLM with our plugin from running on it."""
     version = _vllm_version()
     _check_plugin()
     allowed = sorted(os.sched_getaffinity(0))
-    return Machine(
+    return MachineFacts(
         cores=tuple(cpu for cpu in allowed if cpu == min(_siblings(cpu).intersection(allowed), default=cpu)),
         gpus=None if version.local == "cpu" else _gpus(),
         memory=_free_memory(),

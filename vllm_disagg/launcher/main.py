@@ -17,8 +17,8 @@ from .. import keys
 from ..errors import DisaggError
 from ..proxy import settings as proxy_settings
 from . import machine, plan
-from .plan import Command, Options, Plan
-from .processes import Console, Died, Family
+from .plan import ChildCommand, LaunchPlan, UpOptions
+from .processes import ChildExited, ChildProcesses, SharedConsole
 
 POLL = 0.2
 TELL = 5.0  # seconds between two lines of progress
@@ -28,11 +28,11 @@ ADMIN_KEY_FILE = "admin.key"  # in the run directory
 EPILOG = "Arguments after -- go to each vllm serve as they are."
 
 
-class Stopped(Exception):
+class StopRequested(Exception):
     """Somebody has asked us to stop."""
 
 
-class Signals:
+class StopSignals:
     """SIGINT, SIGTERM and SIGHUP, counted: the first one stops, a second one while stopping hurries."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Signals:
 
     def check(self) -> None:
         if self.count:
-            raise Stopped
+            raise StopRequested
 
     def hurry(self) -> bool:
         return self.count > 1
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    console = Console(sys.stderr)
+    console = SharedConsole(sys.stderr)
     options = _options(args)
     machine.check_model(options.model)
     facts = machine.examine()
@@ -82,9 +82,9 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(commands)
         return 0
-    signals = Signals()
+    signals = StopSignals()
     try:
-        with Family(console, signals.hurry) as family:
+        with ChildProcesses(console, signals.hurry) as family:
             key_file = os.path.join(family.directory, KEY_FILE)
             keys.create(key_file)
             admin_key_file, admin = _admin_key(family.directory)
@@ -94,16 +94,16 @@ def run(args: argparse.Namespace) -> int:
             _announce(todo, plan.example(options, todo), plan.fleet_commands(todo, admin_key_file), commands)
             while True:
                 _pause(family, signals)
-    except Stopped:
+    except StopRequested:
         console.say("vllm-disagg up: stopped")
         return 0
-    except (Died, TimeoutError) as error:
+    except (ChildExited, TimeoutError) as error:
         console.say(f"vllm-disagg up: {error}; everything is stopped")
         return 1
 
 
-def _options(args: argparse.Namespace) -> Options:
-    return Options(
+def _options(args: argparse.Namespace) -> UpOptions:
+    return UpOptions(
         model=args.model,
         prefill=args.prefill,
         decode=args.decode,
@@ -125,15 +125,17 @@ def _admin_key(directory: str) -> tuple[str, dict[str, str]]:
     return path, {keys.ADMIN_KEY: Path(path).read_text().strip()}
 
 
-def _check_proxy(proxy: Command) -> None:
+def _check_proxy(proxy: ChildCommand) -> None:
     """Let the proxy itself say now what it would refuse later; its key file does not exist yet."""
     parser = argparse.ArgumentParser()
     proxy_settings.add_arguments(parser)
     proxy_settings.from_arguments(parser.parse_args([*proxy.argv[2:], "--key-file", ""]))
 
 
-def _start(todo: Plan, family: Family, signals: Signals, console: Console) -> None:
-    console.say("vllm-disagg up: each instance loads its model, and compiles it at the first start: this may take minutes")
+def _start(todo: LaunchPlan, family: ChildProcesses, signals: StopSignals, console: SharedConsole) -> None:
+    console.say(
+        "vllm-disagg up: each instance loads its model, and compiles it at the first start: this may take minutes"
+    )
     for engine in todo.engines:
         family.start(engine, engine.argv)
     _wait(todo.engines, family, signals, console)
@@ -142,7 +144,11 @@ def _start(todo: Plan, family: Family, signals: Signals, console: Console) -> No
 
 
 def _wait(
-    commands: Sequence[Command], family: Family, signals: Signals, console: Console, limit: float = float("inf")
+    commands: Sequence[ChildCommand],
+    family: ChildProcesses,
+    signals: StopSignals,
+    console: SharedConsole,
+    limit: float = float("inf"),
 ) -> None:
     """Return once all are ready; tell on each change, and every few seconds, so that nobody thinks we hang."""
     began = told = time.monotonic()
@@ -163,13 +169,13 @@ def _wait(
             raise TimeoutError(f"{late} is not ready after {limit:.0f} s: {answers[late]}")
 
 
-def _pause(family: Family, signals: Signals) -> None:
+def _pause(family: ChildProcesses, signals: StopSignals) -> None:
     signals.check()
     family.check()
     time.sleep(POLL)
 
 
-def _ask(command: Command) -> tuple[bool, str]:
+def _ask(command: ChildCommand) -> tuple[bool, str]:
     """Whether a child is ready, and what it answered."""
     connection = http.client.HTTPConnection(command.host, command.port, timeout=2)
     try:
@@ -182,11 +188,13 @@ def _ask(command: Command) -> tuple[bool, str]:
         connection.close()
 
 
-def _announce(todo: Plan, example: str, fleet: list[str], commands: str) -> None:
+def _announce(todo: LaunchPlan, example: str, fleet: list[str], commands: str) -> None:
     """To standard output, in one piece, for people and for scripts."""
     shown = "See the instances, and drain one (with the admin key):\n" + "\n".join(fleet)
     try:
-        print(f"\nready: {todo.proxy.url}\n\nTry it:\n{example}\n\n{shown}\n\nThe same by hand:\n{commands}\n", flush=True)
+        print(
+            f"\nready: {todo.proxy.url}\n\nTry it:\n{example}\n\n{shown}\n\nThe same by hand:\n{commands}\n", flush=True
+        )
     except OSError as error:
         raise DisaggError(f"cannot write to standard output: {error.strerror}") from None
 

@@ -11,7 +11,7 @@ import msgspec
 
 from .. import keys
 from ..errors import ConfigError
-from .machine import Machine
+from .machine import MachineFacts
 
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 OURS = {  # what vLLM is told by us, and the flag of ours that sets it
@@ -27,7 +27,7 @@ QUIET = "--disable-access-log-for-endpoints=/health,/metrics"  # of which the pr
 OWN_MEMORY = 2  # GiB that an instance takes besides weights and KV cache
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The flags of `up`."""
 
     model: str
@@ -41,7 +41,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     extra: list[str] = []  # for `vllm serve`, as they are
 
 
-class Command(msgspec.Struct, frozen=True):
+class ChildCommand(msgspec.Struct, frozen=True):
     """One child process."""
 
     name: str  # prefill-0, decode-0, proxy
@@ -60,14 +60,14 @@ class Command(msgspec.Struct, frozen=True):
         return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.env.items()), shlex.join(self.argv)])
 
 
-class Plan(msgspec.Struct, frozen=True):
-    engines: list[Command]
-    proxy: Command
+class LaunchPlan(msgspec.Struct, frozen=True):
+    engines: list[ChildCommand]
+    proxy: ChildCommand
     notes: list[str]
     warnings: list[str]
 
 
-def make(options: Options, machine: Machine, ports: list[int], key_file: str) -> Plan:
+def make(options: UpOptions, machine: MachineFacts, ports: list[int], key_file: str) -> LaunchPlan:
     """The plan, or ConfigError; `ports` are the engines'."""
     _refuse_ours(options.extra)
     names = [
@@ -81,19 +81,19 @@ def make(options: Options, machine: Machine, ports: list[int], key_file: str) ->
     else:
         envs, notes = _gpu(names, options.tensor_parallel, machine.gpus)
     engines = [
-        Command(name, _serve(options, machine, name, port, key_file), env, "127.0.0.1", port, "/health")
+        ChildCommand(name, _serve(options, machine, name, port, key_file), env, "127.0.0.1", port, "/health")
         for name, port, env in zip(names, ports, envs, strict=True)
     ]
-    return Plan(engines, _proxy(options, machine, engines, key_file), notes, warnings)
+    return LaunchPlan(engines, _proxy(options, machine, engines, key_file), notes, warnings)
 
 
-def by_hand(plan: Plan, machine: Machine, key_file: str) -> str:
+def by_hand(plan: LaunchPlan, machine: MachineFacts, key_file: str) -> str:
     """The commands that do the same, one a line."""
     key = shlex.join([machine.ours, "key", key_file])
     return "\n".join([key, *(f"{engine.shell()} &" for engine in plan.engines), plan.proxy.shell()])
 
 
-def example(options: Options, plan: Plan) -> str:
+def example(options: UpOptions, plan: LaunchPlan) -> str:
     """A request to try it with."""
     body = json.dumps({"model": _served_name(options), "prompt": "Once upon a time", "max_tokens": 32})
     headers = ["Content-Type: application/json", *(f"Authorization: Bearer {key}" for key in options.api_keys[:1])]
@@ -102,7 +102,7 @@ def example(options: Options, plan: Plan) -> str:
     )
 
 
-def fleet_commands(plan: Plan, admin_key_file: str) -> list[str]:
+def fleet_commands(plan: LaunchPlan, admin_key_file: str) -> list[str]:
     """How to see the instances and how to drain one.  The key is read from its file, else from the environment."""
     key = f"$(cat {shlex.quote(admin_key_file)})" if admin_key_file else f"${keys.ADMIN_KEY}"
     url = shlex.quote(f"{plan.proxy.url}/disagg/instances")
@@ -112,7 +112,7 @@ def fleet_commands(plan: Plan, admin_key_file: str) -> list[str]:
     return [seen, f"{drain} -H 'Content-Type: application/json' -d {body}"]
 
 
-def _serve(options: Options, machine: Machine, name: str, port: int, key_file: str) -> list[str]:
+def _serve(options: UpOptions, machine: MachineFacts, name: str, port: int, key_file: str) -> list[str]:
     transfer = {
         "kv_connector": "DisaggConnector",
         "kv_role": ROLES[name.partition("-")[0]],
@@ -125,7 +125,7 @@ def _serve(options: Options, machine: Machine, name: str, port: int, key_file: s
     return [machine.vllm, "serve", options.model, *where, *parallel, *config, QUIET, *options.extra]
 
 
-def _proxy(options: Options, machine: Machine, engines: list[Command], key_file: str) -> Command:
+def _proxy(options: UpOptions, machine: MachineFacts, engines: list[ChildCommand], key_file: str) -> ChildCommand:
     argv = [machine.ours, "proxy", "--host", options.host, "--port", str(options.port), "--key-file", key_file]
     for engine in engines:
         argv += [f"--{engine.name.partition('-')[0]}", engine.url]
@@ -134,7 +134,7 @@ def _proxy(options: Options, machine: Machine, engines: list[Command], key_file:
     if options.no_api_key:
         argv.append("--no-api-key")
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
-    return Command("proxy", argv, {}, reachable, options.port, "/readiness")
+    return ChildCommand("proxy", argv, {}, reachable, options.port, "/readiness")
 
 
 def _refuse_ours(extra: list[str]) -> None:
@@ -144,7 +144,7 @@ def _refuse_ours(extra: list[str]) -> None:
             raise ConfigError(f"{flag} cannot be given after --: {OURS[flag]}")
 
 
-def _served_name(options: Options) -> str:
+def _served_name(options: UpOptions) -> str:
     for word, following in pairwise([*options.extra, ""]):
         flag, _, value = word.partition("=")
         if flag.replace("_", "-") == "--served-model-name":
@@ -152,7 +152,7 @@ def _served_name(options: Options) -> str:
     return options.model
 
 
-def _cpu(names: list[str], ranks: int, machine: Machine, warnings: list[str]) -> tuple[list[dict[str, str]], list[str]]:
+def _cpu(names: list[str], ranks: int, machine: MachineFacts, warnings: list[str]) -> tuple[list[dict[str, str]], list[str]]:
     """Cores for each rank of each instance, so that nobody's OpenMP threads run into another's."""
     total = len(names) * ranks
     if len(machine.cores) < total:

@@ -17,7 +17,7 @@ from typing import IO
 
 from ..errors import ConfigError
 from . import guard
-from .plan import Command
+from .plan import ChildCommand
 
 COLOURS = (36, 33, 35, 32, 34)  # of prefixes, on a terminal
 # A cause; vLLM's last errors only point back at it.
@@ -26,11 +26,11 @@ HARMLESS = re.compile(r"(^|\) )(DEBUG|INFO|WARNING) \d\d-\d\d ")  # as vLLM logs
 TROUBLE = re.compile(r"error|killed", re.IGNORECASE)
 
 
-class Died(Exception):
+class ChildExited(Exception):
     """A child has ended that should not have."""
 
 
-class Console:
+class SharedConsole:
     """Lines from several threads, each whole.  A reader who is gone does not stop the children."""
 
     def __init__(self, stream: IO[str]) -> None:
@@ -43,14 +43,14 @@ class Console:
             self._stream.flush()
 
 
-class Child:
+class ChildProcess:
     """One process, leader of its own group, and the thread that reads what it says.
 
     Not of a session: Linux (autogroups) makes a session one party to the sharing of a core, and an API server, which
     rarely runs, would wait for up to a second while another instance's worker spins (docs/goodput.md).
     """
 
-    def __init__(self, command: Command, argv: list[str], console: Console, prefix: str) -> None:
+    def __init__(self, command: ChildCommand, argv: list[str], console: SharedConsole, prefix: str) -> None:
         self.name, self.cause = command.name, ""
         self._weight = 0
         self.process = subprocess.Popen(
@@ -78,7 +78,7 @@ class Child:
         """Read its last words; a descendant that outlives it may hold the pipe, so not for ever."""
         self._reader.join(2)
 
-    def _read(self, console: Console, prefix: str) -> None:
+    def _read(self, console: SharedConsole, prefix: str) -> None:
         assert self.process.stdout
         for raw in self.process.stdout:
             line = raw.decode(errors="replace").rstrip().rpartition("\r")[2]
@@ -88,14 +88,14 @@ class Child:
                 self._weight, self.cause = weight, line.strip()
 
 
-class Family:
+class ChildProcesses:
     """All children; leaving it ends them.  Its run directory holds the fleet key and goes with it."""
 
-    def __init__(self, console: Console, hurry: Callable[[], bool]) -> None:
+    def __init__(self, console: SharedConsole, hurry: Callable[[], bool]) -> None:
         self._console, self._hurry = console, hurry
-        self._children: list[Child] = []
+        self._children: list[ChildProcess] = []
 
-    def __enter__(self) -> Family:
+    def __enter__(self) -> ChildProcesses:
         self.directory = tempfile.mkdtemp(prefix="vllm-disagg-up-")
         self._guard = subprocess.Popen(
             [sys.executable, "-m", "vllm_disagg.launcher.guard", self.directory],
@@ -106,11 +106,11 @@ class Family:
         )
         return self
 
-    def start(self, command: Command, argv: list[str]) -> None:
+    def start(self, command: ChildCommand, argv: list[str]) -> None:
         colour = COLOURS[len(self._children) % len(COLOURS)]
         prefix = f"\033[{colour}m[{command.name}]\033[0m " if self._console.is_terminal else f"[{command.name}] "
         try:
-            child = Child(command, argv, self._console, prefix)
+            child = ChildProcess(command, argv, self._console, prefix)
         except OSError as error:
             raise ConfigError(f"cannot start {argv[0]}: {error.strerror}") from None
         self._children.append(child)
@@ -124,7 +124,7 @@ class Family:
         for child in self._children:
             if child.process.poll() is not None:
                 child.join()
-                raise Died(child.ending())
+                raise ChildExited(child.ending())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -7,7 +7,7 @@ from random import Random
 import msgspec
 
 
-class Lengths(msgspec.Struct, frozen=True):
+class LengthDistribution(msgspec.Struct, frozen=True):
     """Log-normal prompts and answers, drawn again while prompt + answer reaches `limit`.
 
     The location parameters are solved so that the means after truncation are those of the paper.
@@ -31,8 +31,8 @@ class Lengths(msgspec.Struct, frozen=True):
 
 # Mean tokens in/out 755.5/200.3, 171.3/98.2 and 1738.3/90.7 with the OPT tokenizer (DistServe, figure 7); the shapes
 # are ours: the paper prints no medians.
-KNOWN = {
-    "sharegpt-like": Lengths((6.805711, 1.0), (4.945537, 1.0)),
-    "humaneval-like": Lengths((5.020300, 0.5), (4.406787, 0.6)),
-    "longbench-like": Lengths((8.077833, 0.6), (4.520791, 0.7), cut=(1750, 2039)),
+NAMED_DISTRIBUTIONS = {
+    "sharegpt-like": LengthDistribution((6.805711, 1.0), (4.945537, 1.0)),
+    "humaneval-like": LengthDistribution((5.020300, 0.5), (4.406787, 0.6)),
+    "longbench-like": LengthDistribution((8.077833, 0.6), (4.520791, 0.7), cut=(1750, 2039)),
 }

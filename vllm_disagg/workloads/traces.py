@@ -22,11 +22,14 @@ import msgspec
 
 from ..errors import ConfigError
 
-MOONCAKE, ALIBABA = 512, 16  # tokens that a hash id stands for; Mooncake's times are milliseconds, Alibaba's seconds
-GZIP = b"\x1f\x8b"
+MOONCAKE_BLOCK_TOKENS, ALIBABA_BLOCK_TOKENS = (
+    512,
+    16,
+)  # tokens that a hash id stands for; Mooncake's times are milliseconds, Alibaba's seconds
+GZIP_MAGIC = b"\x1f\x8b"
 
 
-class Format(NamedTuple):
+class TraceFormat(NamedTuple):
     """The names of its fields."""
 
     time: str  # seconds or a date; empty: it has none
@@ -38,17 +41,17 @@ class Format(NamedTuple):
         return ",".join(filter(None, self))
 
 
-FORMATS = (
-    Format("timestamp", "input_length", "output_length", "hash_ids"),  # Mooncake, Alibaba; vLLM's timed traces
-    Format("TIMESTAMP", "ContextTokens", "GeneratedTokens"),  # Azure
-    Format("arrival_s", "input_tokens", "output_tokens"),  # LLMServingSim's lengths
-    Format("start_time", "prompt_len", "output_len"),  # DistServe
-    Format("", "num_prefill_tokens", "num_decode_tokens"),  # Vidur
+TRACE_FORMATS = (
+    TraceFormat("timestamp", "input_length", "output_length", "hash_ids"),  # Mooncake, Alibaba; vLLM's timed traces
+    TraceFormat("TIMESTAMP", "ContextTokens", "GeneratedTokens"),  # Azure
+    TraceFormat("arrival_s", "input_tokens", "output_tokens"),  # LLMServingSim's lengths
+    TraceFormat("start_time", "prompt_len", "output_len"),  # DistServe
+    TraceFormat("", "num_prefill_tokens", "num_decode_tokens"),  # Vidur
 )
-ACCEPTED = f"JSON lines, a JSON array or CSV (also .gz) with the fields {'; or '.join(map(str, FORMATS))}"
+ACCEPTED_FORMATS = f"JSON lines, a JSON array or CSV (also .gz) with the fields {'; or '.join(map(str, TRACE_FORMATS))}"
 
 
-class Request(msgspec.Struct, frozen=True):
+class TraceRequest(msgspec.Struct, frozen=True):
     arrival: float  # seconds after the trace's first; 0 where the trace has no times
     prompt: int  # tokens
     answer: int  # tokens
@@ -58,8 +61,8 @@ class Request(msgspec.Struct, frozen=True):
 class Trace(msgspec.Struct, frozen=True):
     """Requests by arrival, one or more."""
 
-    requests: tuple[Request, ...]
-    block: int = MOONCAKE  # tokens that a hash id stands for
+    requests: tuple[TraceRequest, ...]
+    block: int = MOONCAKE_BLOCK_TOKENS  # tokens that a hash id stands for
     timed: bool = True
 
 
@@ -67,22 +70,25 @@ def read(path: str, flag: str) -> Trace:
     """A trace, or ConfigError that names the flag, the file, the line and the field."""
     where = f"{flag} {path}"
     names, records = _records(where, _text(where, path))
-    form = next((f for f in FORMATS if f.prompt in names or f.answer in names), None)
+    form = next((f for f in TRACE_FORMATS if f.prompt in names or f.answer in names), None)
     if not form:
-        raise ConfigError(f"{where}: its first line is of no format known here; it can be {ACCEPTED}")
-    requests, blocks = [], {MOONCAKE, ALIBABA}
+        raise ConfigError(f"{where}: its first line is of no format known here; it can be {ACCEPTED_FORMATS}")
+    requests, blocks = [], {MOONCAKE_BLOCK_TOKENS, ALIBABA_BLOCK_TOKENS}
     for place, record in records:
         request = _request(f"{where}, {place}", record, form)
         if request.hash_ids:
             blocks = {b for b in blocks if math.ceil(request.prompt / b) == len(request.hash_ids)}
             if not blocks:
                 words = f"{len(request.hash_ids)} {form.ids} for {request.prompt} tokens"
-                raise ConfigError(f"{where}, {place}: {words}: one id must stand for {MOONCAKE} tokens, or for {ALIBABA}")
+                raise ConfigError(
+                    f"{where}, {place}: {words}: one id must stand for {MOONCAKE_BLOCK_TOKENS} tokens,"
+                    f" or for {ALIBABA_BLOCK_TOKENS}"
+                )
         requests.append(request)
     if not requests:
         raise ConfigError(f"{where}: it holds no requests")
     block = max(blocks)  # Mooncake unless the ids say Alibaba
-    unit = 1e-3 if form.ids and block == MOONCAKE else 1.0
+    unit = 1e-3 if form.ids and block == MOONCAKE_BLOCK_TOKENS else 1.0
     requests.sort(key=lambda r: r.arrival)
     began = requests[0].arrival
     shifted = (msgspec.structs.replace(r, arrival=(r.arrival - began) * unit) for r in requests)
@@ -92,11 +98,11 @@ def read(path: str, flag: str) -> Trace:
 def _text(where: str, path: str) -> str:
     try:
         raw = Path(path).read_bytes()
-        text = (gzip.decompress(raw) if raw.startswith(GZIP) else raw).decode()
+        text = (gzip.decompress(raw) if raw.startswith(GZIP_MAGIC) else raw).decode()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}: {getattr(error, 'strerror', None) or 'it is not text'}") from None
     if not text.strip():
-        raise ConfigError(f"{where}: it is empty; it can be {ACCEPTED}")
+        raise ConfigError(f"{where}: it is empty; it can be {ACCEPTED_FORMATS}")
     return text
 
 
@@ -123,7 +129,7 @@ def _json(where: str, text: str, kind: str) -> object:
         raise ConfigError(f"{where}: it is not a JSON {kind}: {error}") from None
 
 
-def _request(where: str, record: object, form: Format) -> Request:
+def _request(where: str, record: object, form: TraceFormat) -> TraceRequest:
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: it is not a JSON object")
     for name in filter(None, form[:3]):
@@ -133,7 +139,9 @@ def _request(where: str, record: object, form: Format) -> Request:
     if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
         raise ConfigError(f"{where}: {form.ids} must be a list of whole numbers of 0 or more")
     prompt, answer = (_length(f"{where}: {name}", record[name]) for name in (form.prompt, form.answer))
-    return Request(_seconds(f"{where}: {form.time}", record[form.time]) if form.time else 0.0, prompt, answer, tuple(ids))
+    return TraceRequest(
+        _seconds(f"{where}: {form.time}", record[form.time]) if form.time else 0.0, prompt, answer, tuple(ids)
+    )
 
 
 def _length(what: str, value: object) -> int:

@@ -15,8 +15,8 @@ import pytest
 from vllm_disagg import cli
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.planner.commands import flags, live
-from vllm_disagg.planner.commands.live import Traffic, between, parse
-from vllm_disagg.planner.search.scenario import Choice, Placement
+from vllm_disagg.planner.commands.live import ObservedTraffic, between, parse
+from vllm_disagg.planner.search.scenario import Placement, ReplicaGroup
 from vllm_disagg.planner.simulation.simulator import simulate
 
 INSTANCES = [
@@ -123,7 +123,7 @@ def test_a_refit_finds_how_much_slower_the_deployment_is() -> None:
     flags.add_arguments(parser)
     words = ["--coefficients", "distserve-a100", "--model", "opt-13b", "--workload", "300:100", "--requests", "300"]
     setting = flags.read(parser.parse_args(words), 4, "").setting
-    present = Placement(Choice(1, 1, 2), Choice(1, 1, 2))
+    present = Placement(ReplicaGroup(1, 1, 2), ReplicaGroup(1, 1, 2))
     slow = msgspec.structs.replace(
         setting,
         prefill=msgspec.structs.replace(setting.prefill, scale=1.5),
@@ -131,7 +131,7 @@ def test_a_refit_finds_how_much_slower_the_deployment_is() -> None:
     )
     outcome = simulate(slow.deployment(present), slow.samples()[0], 4.0)
     means = sum(outcome.ttft) / 300, sum(outcome.tpot) / 300
-    found = live.refit(setting, present, Traffic(60.0, 240, 4.0, 300.0, 100.0, *means))
+    found = live.refit(setting, present, ObservedTraffic(60.0, 240, 4.0, 300.0, 100.0, *means))
     assert found.prefill.scale == pytest.approx(1.5, rel=0.02)
     assert found.decode.scale == pytest.approx(2.0, rel=0.02)
 
@@ -152,7 +152,7 @@ def test_little_traffic_a_restart_and_answers_without_usage_are_said() -> None:
 
 
 def test_what_a_window_held() -> None:
-    assert between(parse(_metrics(0)), parse(_metrics(50)), 25.0) == Traffic(
+    assert between(parse(_metrics(0)), parse(_metrics(50)), 25.0) == ObservedTraffic(
         25.0, 50, 2.0, 60.0, 60.0, pytest.approx(0.06), pytest.approx(0.05)
     )  # fmt: skip
 

@@ -8,7 +8,13 @@ import pytest
 
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.planner.cost import distserve, hardware, model, profile, queueing
-from vllm_disagg.planner.cost.latency import Latency, Linear, Roofline, unloaded_decode, unloaded_prefill
+from vllm_disagg.planner.cost.latency import (
+    LatencyModel,
+    LinearLatency,
+    RooflineLatency,
+    unloaded_decode,
+    unloaded_prefill,
+)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +71,7 @@ def test_a_moe_reads_more_experts_with_more_tokens() -> None:
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "mixtral-8x7b", "deepseek-v3"])
 def test_a_roofline_gets_slower_with_work_and_faster_with_ranks(name: str) -> None:
     found, gpu = model.load(name), hardware.gpu("H100")
-    one, four = (Roofline(found, gpu, tp, 1) for tp in (1, 4))
+    one, four = (RooflineLatency(found, gpu, tp, 1) for tp in (1, 4))
     assert unloaded_prefill(one, 4096) > unloaded_prefill(one, 1024) > unloaded_decode(one, 1024) > 0
     assert unloaded_prefill(four, 4096) < unloaded_prefill(one, 4096)
     assert one.decode(64, True)[0] > one.decode(1, True)[0]
@@ -75,7 +81,7 @@ def test_a_roofline_gets_slower_with_work_and_faster_with_ranks(name: str) -> No
 
 def test_distserves_coefficients_give_its_times() -> None:
     """13B TP1: 18.10 + 0.10191*512 + 7.12e-6*512^2 + 1 (stage) + 2 + 0.0001*512 (first stage), in ms."""
-    latency: Latency = distserve.latency("distserve-a100", "opt-13b", 1, 1)
+    latency: LatencyModel = distserve.latency("distserve-a100", "opt-13b", 1, 1)
     assert unloaded_prefill(latency, 512) == pytest.approx(0.0751999, rel=1e-4)
     base, slope = latency.decode(1, True)
     assert base + slope * 512 == pytest.approx(0.0223459, rel=1e-4)  # 19.935 + 0.000627*513 + 0.0385 + 2 + 0.0512
@@ -114,7 +120,7 @@ def _points(**changed: object) -> dict[str, object]:
 
 
 def test_a_fit_finds_the_coefficients_behind_exact_points() -> None:
-    points = profile.Points(
+    points = profile.ProfilePoints(
         version=1, model="m", kv_tokens=1,
         prefill=[profile.PrefillPoint([n] * k, 0.02 + 1e-4 * n * k + 1e-8 * n * n * k) for n in (64, 512, 2048) for k in (1, 3)],
         decode=[profile.DecodePoint([n] * k, 0.01 + 1e-6 * (n + 1) * k + 1e-4 * k) for n in (64, 512, 2048) for k in (1, 8)],
@@ -155,7 +161,7 @@ def test_a_points_file_that_is_wrong_is_refused_by_field(tmp_path, changed, word
 def test_a_points_file_is_read(tmp_path) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "points.json"
     path.write_text(json.dumps(_points(max_num_batched_tokens=2048)))
-    assert isinstance(profile.fit(profile.load(str(path))).latency, Linear)
+    assert isinstance(profile.fit(profile.load(str(path))).latency, LinearLatency)
 
 
 def test_a_config_json_that_lacks_a_field_is_refused() -> None:

@@ -6,19 +6,27 @@ import pytest
 
 from vllm_disagg.planner.cost import distserve, queueing
 from vllm_disagg.planner.cost.hardware import LINKS
-from vllm_disagg.planner.cost.latency import Linear, unloaded_prefill
+from vllm_disagg.planner.cost.latency import LinearLatency, unloaded_prefill
 from vllm_disagg.planner.simulation import workload
-from vllm_disagg.planner.simulation.replica import Rules
-from vllm_disagg.planner.simulation.simulator import POLICIES, Deployment, Handoff, Objective, Side, quantile, simulate
-from vllm_disagg.planner.simulation.workload import Arrivals, Sample
+from vllm_disagg.planner.simulation.replica import SchedulingRules
+from vllm_disagg.planner.simulation.simulator import (
+    POLICIES,
+    Deployment,
+    Handoff,
+    Objective,
+    ReplicaPool,
+    quantile,
+    simulate,
+)
+from vllm_disagg.planner.simulation.workload import Arrivals, WorkloadSample
 
 LARGE = 1 << 40
-PLAIN = Linear(1, (0.02, 1e-4, 1e-8), (0.01, 1e-6, 1e-4), (0.01, 1e-6, 1e-4))
+PLAIN = LinearLatency(1, (0.02, 1e-4, 1e-8), (0.01, 1e-6, 1e-4), (0.01, 1e-6, 1e-4))
 SHAREGPT = workload.load("sharegpt-like")
 
 
-def _linear(pp: int) -> Linear:
-    return Linear(pp, PLAIN.prefill, PLAIN.small, PLAIN.large)
+def _linear(pp: int) -> LinearLatency:
+    return LinearLatency(pp, PLAIN.prefill, PLAIN.small, PLAIN.large)
 
 
 @pytest.mark.parametrize(("pp", "tolerance"), [(1, 0.02), (2, 0.05)])
@@ -29,8 +37,8 @@ def test_mean_ttft_is_that_of_an_m_d_1_queue(pp: int, tolerance: float, load: fl
     service = unloaded_prefill(latency, 512)
     rate = load / (service / pp)
     sample = workload.load("512:1").sample(50_000, 1, Arrivals("poisson"))
-    prefill = Side(1, latency, LARGE, Rules(budget=512, sequences=LARGE))
-    decode = Side(1, latency, LARGE, Rules(sequences=LARGE))
+    prefill = ReplicaPool(1, latency, LARGE, SchedulingRules(budget=512, sequences=LARGE))
+    decode = ReplicaPool(1, latency, LARGE, SchedulingRules(sequences=LARGE))
     outcome = simulate(
         Deployment(prefill, decode, Handoff(overlap=False, concurrency=LARGE), distserve=True), sample, rate
     )
@@ -39,18 +47,18 @@ def test_mean_ttft_is_that_of_an_m_d_1_queue(pp: int, tolerance: float, load: fl
 
 def _deployments() -> dict[str, Deployment]:
     small, large = 9_000, 60_000
-    tight = Rules(budget=512, sequences=24)
+    tight = SchedulingRules(budget=512, sequences=24)
     link = Handoff(LINKS["eth-10"], 200_000, 40)
     return {
-        "P:D": Deployment(Side(2, PLAIN, large), Side(1, PLAIN, large), link),
-        "P:D with little KV": Deployment(Side(2, PLAIN, small, tight), Side(2, PLAIN, small, tight), link),
+        "P:D": Deployment(ReplicaPool(2, PLAIN, large), ReplicaPool(1, PLAIN, large), link),
+        "P:D with little KV": Deployment(ReplicaPool(2, PLAIN, small, tight), ReplicaPool(2, PLAIN, small, tight), link),
         "P:D without overlap": Deployment(
-            Side(1, PLAIN, small), Side(2, PLAIN, small), Handoff(LINKS["eth-10"], 200_000, 40, False)
+            ReplicaPool(1, PLAIN, small), ReplicaPool(2, PLAIN, small), Handoff(LINKS["eth-10"], 200_000, 40, False)
         ),
-        "pipelines": Deployment(Side(1, _linear(2), large), Side(1, _linear(3), small), link),
-        "colocated": Deployment(Side(2, PLAIN, large, Rules(budget=512))),
-        "colocated with little KV": Deployment(Side(2, PLAIN, small, tight)),
-        "prefill first": Deployment(Side(2, PLAIN, small, Rules(budget=2048, mixed=False))),
+        "pipelines": Deployment(ReplicaPool(1, _linear(2), large), ReplicaPool(1, _linear(3), small), link),
+        "colocated": Deployment(ReplicaPool(2, PLAIN, large, SchedulingRules(budget=512))),
+        "colocated with little KV": Deployment(ReplicaPool(2, PLAIN, small, tight)),
+        "prefill first": Deployment(ReplicaPool(2, PLAIN, small, SchedulingRules(budget=2048, mixed=False))),
     }
 
 
@@ -68,9 +76,9 @@ def test_leaps_change_nothing(name: str, rate: float) -> None:
 
 
 def _slow(deployment: Deployment) -> Deployment:
-    def side(s: Side) -> Side:
+    def side(s: ReplicaPool) -> ReplicaPool:
         rules = s.rules
-        return Side(s.count, s.latency, s.kv, Rules(rules.budget, rules.sequences, rules.mixed, False))
+        return ReplicaPool(s.count, s.latency, s.kv, SchedulingRules(rules.budget, rules.sequences, rules.mixed, False))
 
     decode = side(deployment.decode) if deployment.decode else None
     return Deployment(side(deployment.prefill), decode, deployment.handoff, deployment.policy, deployment.distserve)
@@ -84,7 +92,7 @@ def test_little_kv_preempts_and_still_finishes() -> None:
 def test_the_same_seed_gives_the_same_result() -> None:
     sample = SHAREGPT.sample(100, 0, Arrivals("gamma", 2.0))
     for policy in POLICIES:
-        deployment = Deployment(Side(3, PLAIN, 60_000), Side(2, PLAIN, 60_000), policy=policy)
+        deployment = Deployment(ReplicaPool(3, PLAIN, 60_000), ReplicaPool(2, PLAIN, 60_000), policy=policy)
         assert simulate(deployment, sample, 20.0) == simulate(deployment, sample, 20.0)
 
 
@@ -92,10 +100,10 @@ def test_the_same_seed_gives_the_same_result() -> None:
 def test_what_a_link_adds_to_a_request(link: str, least: float, most: float) -> None:
     """OPT-66B, 512 tokens: 1.208e9 bytes, after the prefill as DistServe moves them."""
     latency = distserve.latency("distserve-a100", "opt-66b", 4, 1)
-    sample = Sample([512], [64], [0.0])
+    sample = WorkloadSample([512], [64], [0.0])
 
     def time(handoff: Handoff) -> float:
-        side = Side(1, latency, 78_496, Rules(LARGE, LARGE))
+        side = ReplicaPool(1, latency, 78_496, SchedulingRules(LARGE, LARGE))
         return simulate(Deployment(side, side, handoff, distserve=True), sample, 1.0).latency[0]
 
     added = time(Handoff(LINKS[link], 2_359_296, 64, overlap=False)) - time(Handoff(overlap=False))
@@ -104,25 +112,25 @@ def test_what_a_link_adds_to_a_request(link: str, least: float, most: float) -> 
 
 def test_overlap_hides_the_transfer_behind_the_prefill() -> None:
     """A transfer that takes half as long as the prefill: what is left is the last layer of 40."""
-    sample = Sample([2048], [10], [0.0])
+    sample = WorkloadSample([2048], [10], [0.0])
     prefill = unloaded_prefill(PLAIN, 2048)
     handoff = Handoff(LINKS["eth-100"], 0.5 * prefill * LINKS["eth-100"].bandwidth / 2048, 40)
-    outcome = simulate(Deployment(Side(1, PLAIN, 60_000), Side(1, PLAIN, 60_000), handoff), sample, 1.0)
+    outcome = simulate(Deployment(ReplicaPool(1, PLAIN, 60_000), ReplicaPool(1, PLAIN, 60_000), handoff), sample, 1.0)
     assert outcome.transfer[0] == pytest.approx(0.5 * prefill / 40 + LINKS["eth-100"].latency)
 
 
 def test_d_reserves_kv_for_prompts_in_transfer() -> None:
     """D has room for one prompt: the second transfer waits for the first request's end."""
-    sample = Sample([1000, 1000], [100, 100], [0.0, 0.001])
+    sample = WorkloadSample([1000, 1000], [100, 100], [0.0, 0.001])
     handoff = Handoff(LINKS["ib-100"], 100_000, 32)
-    narrow = Deployment(Side(1, PLAIN, 60_000), Side(1, PLAIN, 1_500), handoff)
-    wide = Deployment(Side(1, PLAIN, 60_000), Side(1, PLAIN, 60_000), handoff)
+    narrow = Deployment(ReplicaPool(1, PLAIN, 60_000), ReplicaPool(1, PLAIN, 1_500), handoff)
+    wide = Deployment(ReplicaPool(1, PLAIN, 60_000), ReplicaPool(1, PLAIN, 60_000), handoff)
     one, two = simulate(narrow, sample, 1.0), simulate(wide, sample, 1.0)
     assert one.ttft[1] > one.latency[0] > 1.0 > 2 * two.ttft[1]
 
 
 def test_a_prompt_that_fits_nowhere_is_refused_and_missed() -> None:
-    outcome = simulate(Deployment(Side(1, PLAIN, 500)), Sample([1000, 100], [10, 10], [0.0, 1.0]), 1.0)
+    outcome = simulate(Deployment(ReplicaPool(1, PLAIN, 500)), WorkloadSample([1000, 100], [10, 10], [0.0, 1.0]), 1.0)
     assert outcome.ttft[0] == -1 and outcome.ttft[1] > 0
     assert outcome.attainment(Objective(1, 1, 0.9)) == 0.5
 
@@ -130,9 +138,9 @@ def test_a_prompt_that_fits_nowhere_is_refused_and_missed() -> None:
 def test_shared_prefixes_save_prefill() -> None:
     prompts, ids = [2048] * 40, [[1, 2, 3, 100 + n] for n in range(40)]
     gaps = [0.0, *[1.0] * 39]
-    deployment = Deployment(Side(1, PLAIN, 60_000), Side(1, PLAIN, 60_000))
-    cold = simulate(deployment, Sample(prompts, [10] * 40, gaps), 0.5)
-    warm = simulate(deployment, Sample(prompts, [10] * 40, gaps, ids), 0.5)
+    deployment = Deployment(ReplicaPool(1, PLAIN, 60_000), ReplicaPool(1, PLAIN, 60_000))
+    cold = simulate(deployment, WorkloadSample(prompts, [10] * 40, gaps), 0.5)
+    warm = simulate(deployment, WorkloadSample(prompts, [10] * 40, gaps, ids), 0.5)
     assert warm.ttft[0] == cold.ttft[0]
     assert warm.ttft[1] < 0.5 * cold.ttft[1]
 
@@ -140,11 +148,11 @@ def test_shared_prefixes_save_prefill() -> None:
 def test_prefix_aware_finds_the_instance_that_has_it() -> None:
     """Two conversations, alternating in pairs: taking turns mixes them up, looking for prefixes does not."""
     ids = [[100 * (n % 4 // 2) + block for block in range(20)] for n in range(40)]
-    sample = Sample([20 * 512] * 40, [4] * 40, [0.0, *[1.0] * 39], ids)
+    sample = WorkloadSample([20 * 512] * 40, [4] * 40, [0.0, *[1.0] * 39], ids)
 
     def mean(policy: str) -> float:
-        side = Side(2, PLAIN, 13_000)
-        outcome = simulate(Deployment(side, Side(1, PLAIN, 60_000), policy=policy), sample, 0.1)  # type: ignore[arg-type]
+        side = ReplicaPool(2, PLAIN, 13_000)
+        outcome = simulate(Deployment(side, ReplicaPool(1, PLAIN, 60_000), policy=policy), sample, 0.1)  # type: ignore[arg-type]
         return sum(outcome.ttft) / 40
 
     assert mean("prefix_aware") < 0.6 * mean("round_robin")
@@ -152,9 +160,9 @@ def test_prefix_aware_finds_the_instance_that_has_it() -> None:
 
 def test_chunks_let_decodes_go_on_and_prefill_first_does_not() -> None:
     """A short answer runs when a long prompt comes: each of its tokens waits for a chunk, or one waits for the prompt."""
-    sample = Sample([100, 8000], [10, 2], [0.0, 0.05])
-    chunked = simulate(Deployment(Side(1, PLAIN, 200_000, Rules(budget=512))), sample, 1.0)
-    first = simulate(Deployment(Side(1, PLAIN, 200_000, Rules(budget=512, mixed=False))), sample, 1.0)
+    sample = WorkloadSample([100, 8000], [10, 2], [0.0, 0.05])
+    chunked = simulate(Deployment(ReplicaPool(1, PLAIN, 200_000, SchedulingRules(budget=512))), sample, 1.0)
+    first = simulate(Deployment(ReplicaPool(1, PLAIN, 200_000, SchedulingRules(budget=512, mixed=False))), sample, 1.0)
     assert chunked.tpot[0] < 0.6 * first.tpot[0]
     assert chunked.ttft[1] > first.ttft[1]
 

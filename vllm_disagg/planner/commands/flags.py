@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...errors import ConfigError
 from ...workloads import lengths
 from ..cost import distserve, hardware, known_models, model, profile
-from ..search.scenario import Setting, Source, check_model
+from ..search.scenario import PerformanceSource, Scenario, check_model
 from ..simulation import workload
 from ..simulation.simulator import POLICIES, Objective
 
@@ -18,12 +18,12 @@ LINK = {"coefficients": "none", "profile": "none", "roofline": "ib-400"}
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlanInputs:
     """A setting, the model's name for commands, and the fits to show."""
 
-    setting: Setting
+    setting: Scenario
     model: str
-    fits: list[tuple[str, profile.Fit]]
+    fits: list[tuple[str, profile.LatencyFit]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--decode-gpu", metavar="NAME", help="the decode instances' GPU (default: as --gpu)")
     add("--decode-profile", metavar="FILE", help="the decode instances' points (default: as --profile)")
     add("--workload", metavar="W", default=WORKLOAD,
-        help=f"{', '.join(lengths.KNOWN)}, IN:OUT tokens, or a trace (.jsonl, .json, .csv) (default: %(default)s)")  # fmt: skip
+        help=f"{', '.join(lengths.NAMED_DISTRIBUTIONS)}, IN:OUT tokens, or a trace (.jsonl, .json, .csv)"
+             " (default: %(default)s)")  # fmt: skip
     add(
         "--arrivals",
         metavar="A",
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object")
 
 
-def read(args: argparse.Namespace, gpus: int, flag: str) -> Planned:
+def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
     """ConfigError with one line for whatever cannot be."""
     _check(args)
     kind, prefill, decode, fits = _sources(args)
@@ -83,7 +84,7 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> Planned:
         check_model(source, gpus, flag)
     arrivals = workload.arrivals(args.arrivals, work)
     requests, seeds = workload.extent(work, arrivals, args.requests, args.seeds)
-    setting = Setting(
+    setting = Scenario(
         prefill=prefill,
         decode=decode,
         workload=work,
@@ -101,7 +102,7 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> Planned:
         sequences=args.max_num_seqs,
         distserve=like_distserve,
     )
-    return Planned(setting, args.model or prefill.name, fits)
+    return PlanInputs(setting, args.model or prefill.name, fits)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -119,7 +120,9 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--kv-limit: {args.kv_limit} is not a number of tokens")
 
 
-def _sources(args: argparse.Namespace) -> tuple[str, Source, Source, list[tuple[str, profile.Fit]]]:
+def _sources(
+    args: argparse.Namespace,
+) -> tuple[str, PerformanceSource, PerformanceSource, list[tuple[str, profile.LatencyFit]]]:
     given = [name for name in ("gpu", "profile", "coefficients") if getattr(args, name)]
     if len(given) != 1:
         raise ConfigError("give one of --gpu, --profile and --coefficients: how fast are the instances?")
@@ -140,15 +143,19 @@ def _sources(args: argparse.Namespace) -> tuple[str, Source, Source, list[tuple[
         if args.decode_gpu:
             raise ConfigError("--decode-gpu goes with --gpu: the coefficients are of one GPU")
         distserve.degrees(args.coefficients, loaded.name)
-        source = Source("coefficients", args.coefficients, loaded)
+        source = PerformanceSource("coefficients", args.coefficients, loaded)
         return "coefficients", source, source, []
     names = args.gpu, args.decode_gpu or args.gpu
-    prefill, decode = (Source("roofline", name, loaded, hardware.gpu(name)) for name in names)
+    prefill, decode = (PerformanceSource("roofline", name, loaded, hardware.gpu(name)) for name in names)
     return "roofline", prefill, decode, []
 
 
-def _profiled(path: str, loaded: model.Model | None) -> tuple[Source, list[tuple[str, profile.Fit]]]:
+def _profiled(
+    path: str, loaded: model.ModelCosts | None
+) -> tuple[PerformanceSource, list[tuple[str, profile.LatencyFit]]]:
     points = profile.load(path)
     fit = profile.fit(points)
     budget = points.max_num_batched_tokens or 0
-    return Source("profile", path, loaded, None, fit.latency, points.kv_tokens, budget, points.beside), [(path, fit)]
+    return PerformanceSource("profile", path, loaded, None, fit.latency, points.kv_tokens, budget, points.beside), [
+        (path, fit)
+    ]

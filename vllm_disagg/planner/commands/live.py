@@ -24,7 +24,7 @@ from ...keys import ADMIN_KEY
 from ...workloads import lengths
 from ..search import optimizer
 from ..search.advice import WORTH
-from ..search.scenario import Choice, Placement, Setting
+from ..search.scenario import Placement, ReplicaGroup, Scenario
 from ..simulation import workload
 from ..simulation.simulator import simulate
 from . import flags
@@ -43,10 +43,10 @@ COUNTERS = {
     "tpot": "vllm_disagg_tpot_seconds",
 }
 
-Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
+MetricSamples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-class Traffic(msgspec.Struct, frozen=True):
+class ObservedTraffic(msgspec.Struct, frozen=True):
     """Of one window: requests/s, mean tokens, mean seconds."""
 
     seconds: float
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None] | None = None) -> i
     tell(f"plan: {prefills} prefill and {decodes} decode instances; looking at {args.window:g} s of traffic")
     time.sleep(args.window)
     traffic = between(before, parse(_page(url, "/metrics")), time.monotonic() - began)
-    present = Placement(Choice(tp, pp, prefills), Choice(tp, pp, decodes))
+    present = Placement(ReplicaGroup(tp, pp, prefills), ReplicaGroup(tp, pp, decodes))
     setting = refit(_under(planned.setting, traffic, args.workload), present, traffic)
     document = judge(setting, present, traffic, optimizer.processes(args.jobs))
     print(json.dumps(document) if args.json else _text(document))
@@ -106,7 +106,7 @@ def count(body: bytes) -> tuple[int, int]:
     return roles.count("prefill"), roles.count("decode")
 
 
-def parse(body: bytes) -> Values:
+def parse(body: bytes) -> MetricSamples:
     """Samples by name and labels."""
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415
 
@@ -117,7 +117,7 @@ def parse(body: bytes) -> Values:
     return {(s.name, frozenset(s.labels.items())): s.value for f in families for s in f.samples}
 
 
-def between(before: Values, after: Values, seconds: float) -> Traffic:
+def between(before: MetricSamples, after: MetricSamples, seconds: float) -> ObservedTraffic:
     """What happened; ConfigError with one line when that is not known or too little."""
     names = {name for name, _ in after}
     for counter in COUNTERS.values():
@@ -146,7 +146,7 @@ def between(before: Values, after: Values, seconds: float) -> Traffic:
         )
     if not all(n for _, n in times.values()):
         raise ConfigError("--live: no answer was streamed, so TTFT and TPOT are not known")
-    return Traffic(
+    return ObservedTraffic(
         seconds, int(requests), requests / seconds, prompt / requests, output / requests,
         *(total / n for total, n in times.values()),
     )  # fmt: skip
@@ -155,11 +155,11 @@ def between(before: Values, after: Values, seconds: float) -> Traffic:
 # --- what follows ---
 
 
-def _under(setting: Setting, traffic: Traffic, asked: str) -> Setting:
+def _under(setting: Scenario, traffic: ObservedTraffic, asked: str) -> Scenario:
     """The setting with that traffic's lengths, unless a workload was asked for."""
     if asked != flags.WORKLOAD:
         return setting
-    spread = lengths.Lengths(
+    spread = lengths.LengthDistribution(
         (math.log(traffic.prompt) - SIGMA**2 / 2, SIGMA),
         (math.log(max(1.0, traffic.output)) - SIGMA**2 / 2, SIGMA),
         limit=1 << 40,
@@ -168,7 +168,7 @@ def _under(setting: Setting, traffic: Traffic, asked: str) -> Setting:
     return msgspec.structs.replace(setting, workload=work)
 
 
-def refit(setting: Setting, present: Placement, traffic: Traffic) -> Setting:
+def refit(setting: Scenario, present: Placement, traffic: ObservedTraffic) -> Scenario:
     """Factors on prefill and decode times with which the simulation has the measured mean TTFT and TPOT.
 
     Both means grow with their phase's factor, so each is found by bisection; in turns, for a first token takes a step of
@@ -176,7 +176,7 @@ def refit(setting: Setting, present: Placement, traffic: Traffic) -> Setting:
     """
     sample = setting.samples()[0]
 
-    def means(tried: Setting) -> dict[str, float]:
+    def means(tried: Scenario) -> dict[str, float]:
         outcome = simulate(tried.deployment(present), sample, traffic.rate)
         found = {"prefill": [t for t in outcome.ttft if t >= 0], "decode": [t for t in outcome.tpot if t > 0]}
         if not all(found.values()):
@@ -193,15 +193,15 @@ def refit(setting: Setting, present: Placement, traffic: Traffic) -> Setting:
     return setting
 
 
-def _scaled(setting: Setting, phase: str, factor: float) -> Setting:
+def _scaled(setting: Scenario, phase: str, factor: float) -> Scenario:
     return msgspec.structs.replace(setting, **{phase: msgspec.structs.replace(getattr(setting, phase), scale=factor)})
 
 
-def judge(setting: Setting, present: Placement, traffic: Traffic, jobs: int) -> dict[str, Any]:
+def judge(setting: Scenario, present: Placement, traffic: ObservedTraffic, jobs: int) -> dict[str, Any]:
     """The present split's goodput beside that of each other one of as many instances, and of one instance more."""
     tp, pp, decode = present.prefill.tp, present.prefill.pp, present.decode
     total = present.prefill.n + (decode.n if decode else 0)
-    splits = [Placement(Choice(tp, pp, n), Choice(tp, pp, total - n)) for n in range(1, total)]
+    splits = [Placement(ReplicaGroup(tp, pp, n), ReplicaGroup(tp, pp, total - n)) for n in range(1, total)]
     scores = optimizer.search(setting, splits, 0, jobs, lambda *_: None)
     now = next((score for score in scores if score.placement == present), None)
     best = scores[0] if scores else None
@@ -227,7 +227,7 @@ def judge(setting: Setting, present: Placement, traffic: Traffic, jobs: int) -> 
     }
 
 
-def _one_more(setting: Setting, present: Placement, role: str, held: float, jobs: int) -> dict[str, Any]:
+def _one_more(setting: Scenario, present: Placement, role: str, held: float, jobs: int) -> dict[str, Any]:
     choice = getattr(present, role)
     grown = msgspec.structs.replace(present, **{role: msgspec.structs.replace(choice, n=choice.n + 1)})
     scores = optimizer.search(setting, [grown], 0, jobs, lambda *_: None)
@@ -235,7 +235,7 @@ def _one_more(setting: Setting, present: Placement, role: str, held: float, jobs
     return found | {"gain": found["goodput"] / held if held else None}
 
 
-def _split(placement: Placement, score: optimizer.Score | None) -> dict[str, Any]:
+def _split(placement: Placement, score: optimizer.PlacementScore | None) -> dict[str, Any]:
     return {
         "prefill": placement.prefill.n,
         "decode": placement.decode.n if placement.decode else 0,

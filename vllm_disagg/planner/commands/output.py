@@ -8,13 +8,13 @@ from typing import Any
 
 from ..cost import queueing
 from ..search.advice import Advice, short
-from ..search.optimizer import Score
-from ..search.scenario import Choice, Placement, Setting
+from ..search.optimizer import PlacementScore
+from ..search.scenario import Placement, ReplicaGroup, Scenario
 
 # --- commands ---
 
 
-def commands(setting: Setting, placement: Placement, model: str) -> list[str]:
+def commands(setting: Scenario, placement: Placement, model: str) -> list[str]:
     """What to type for `placement`, one a line; instances on one machine are given by ports, as an example."""
     if not placement.decode:
         return _colocated(placement, model)
@@ -61,7 +61,7 @@ def _colocated(placement: Placement, model: str) -> list[str]:
     return lines if placement.prefill.n == 1 else [*lines, shlex.join(proxy)]
 
 
-def _serve(model: str, choice: Choice, port: int) -> list[str]:
+def _serve(model: str, choice: ReplicaGroup, port: int) -> list[str]:
     words = ["vllm", "serve", model, "--port", str(port)]
     for flag, value in (("--tensor-parallel-size", choice.tp), ("--pipeline-parallel-size", choice.pp)):
         if value > 1:
@@ -91,7 +91,7 @@ def as_json(advice: Advice, model: str) -> dict[str, Any]:
     }
 
 
-def describe(setting: Setting) -> dict[str, Any]:
+def describe(setting: Scenario) -> dict[str, Any]:
     objective = setting.objective
     return {
         "latency": {"prefill": setting.prefill.words(), "decode": setting.decode.words()},
@@ -112,7 +112,7 @@ def describe(setting: Setting) -> dict[str, Any]:
     }
 
 
-def _score(setting: Setting, score: Score | None) -> dict[str, Any] | None:
+def _score(setting: Scenario, score: PlacementScore | None) -> dict[str, Any] | None:
     if not score:
         return None
     placement = score.placement
@@ -124,11 +124,11 @@ def _score(setting: Setting, score: Score | None) -> dict[str, Any] | None:
     return {**_choice(placement.prefill), **schedule, **found}
 
 
-def _choice(choice: Choice) -> dict[str, int]:
+def _choice(choice: ReplicaGroup) -> dict[str, int]:
     return {"tp": choice.tp, "pp": choice.pp, "n": choice.n}
 
 
-def closed_form(setting: Setting, placement: Placement) -> dict[str, Any]:
+def closed_form(setting: Scenario, placement: Placement) -> dict[str, Any]:
     """The sanity check beside a simulation: capacities, and for P:D the wait and the bandwidth at that rate."""
     sample = setting.samples()[0]
     prefill, decode = setting.capacities(placement, sample)

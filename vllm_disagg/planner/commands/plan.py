@@ -12,7 +12,7 @@ from ...errors import ConfigError
 from ..cost import model, queueing
 from ..cost.latency import unloaded_decode, unloaded_prefill
 from ..search import advice, optimizer
-from ..search.scenario import Setting
+from ..search.scenario import Scenario
 from ..simulation import workload
 from ..simulation.simulator import quantile
 from . import flags, live, output, report
@@ -110,10 +110,10 @@ def _bandwidth(args: argparse.Namespace, rate: float) -> float:
     return queueing.bandwidth(model.load(args.model).kv_per_token, sum(sample.prompts) / len(sample), rate)
 
 
-def _progress(kind: str) -> optimizer.Told:
+def _progress(kind: str) -> optimizer.ProgressCallback:
     last = time.monotonic()
 
-    def told(done: int, total: int, best: optimizer.Score | None) -> None:
+    def told(done: int, total: int, best: optimizer.PlacementScore | None) -> None:
         nonlocal last
         now = time.monotonic()
         if now - last >= TELL or done == total:
@@ -124,7 +124,7 @@ def _progress(kind: str) -> optimizer.Told:
     return told
 
 
-def _nothing(setting: Setting) -> str:
+def _nothing(setting: Scenario) -> str:
     """Which objective nothing meets, and what would be met on an idle deployment."""
     sample, objective = setting.samples()[0], setting.objective
     firsts = [setting.prefill.latency(*shape) for shape in setting.prefill.shapes(setting.gpus)]

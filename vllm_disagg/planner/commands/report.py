@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ..cost.profile import Fit
-from ..search.advice import Advice, Curve
+from ..cost.profile import LatencyFit
+from ..search.advice import Advice, RateCurve
 from ..simulation.simulator import Objective
 
 PLOTS = ("goodput.png", "attainment.png", "frontier.png")
@@ -31,7 +31,7 @@ def check(directory: str) -> None:
         raise ConfigError(f"--report: {directory} cannot be written to")
 
 
-def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, Fit]]) -> str:
+def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, LatencyFit]]) -> str:
     """For a terminal."""
     setting, objective = found.setting, found.setting.objective
     times, traffic = setting.words()
@@ -79,7 +79,7 @@ def _verdict(found: Advice) -> str:
     return f"colocate: {str(base.placement).removeprefix('colocated ')}: {base.goodput:.3f} req/s per GPU; {why}"
 
 
-def _fit_lines(fits: Sequence[tuple[str, Fit]]) -> list[str]:
+def _fit_lines(fits: Sequence[tuple[str, LatencyFit]]) -> list[str]:
     lines = []
     for path, fit in fits:
         for phase in ("prefill", "decode"):
@@ -94,7 +94,7 @@ def _fit_lines(fits: Sequence[tuple[str, Fit]]) -> list[str]:
 # --- files ---
 
 
-def write(directory: str, found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, Fit]]) -> list[str]:
+def write(directory: str, found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, LatencyFit]]) -> list[str]:
     """report.html (with the plots inside) and the plots; the paths written."""
     import matplotlib as mpl  # noqa: PLC0415
 
@@ -150,7 +150,7 @@ def _frontier(found: Advice, path: Path) -> None:
     _save(figure, axes, path)
 
 
-def _shown(found: Advice) -> list[Curve]:
+def _shown(found: Advice) -> list[RateCurve]:
     """The best three of each kind; the other curves are there for the flips only."""
     split = [c for c in found.curves if c.placement.decode]
     return split[:3] + [c for c in found.curves if not c.placement.decode][:3]
@@ -160,7 +160,7 @@ def _joint(objective: Objective) -> Objective:
     return Objective(objective.ttft, objective.tpot, objective.attainment, True)
 
 
-def _style(curve: Curve) -> str:
+def _style(curve: RateCurve) -> str:
     return "-" if curve.placement.decode else "--"
 
 
@@ -184,7 +184,7 @@ def _save(figure: Any, axes: Any, path: Path) -> None:
         raise ConfigError(f"--report: {path} cannot be written: {error.strerror}") from None
 
 
-def _page(folder: Path, found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, Fit]]) -> str:
+def _page(folder: Path, found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, LatencyFit]]) -> str:
     pictures = []
     for name, title in zip(PLOTS, TITLES, strict=True):
         data = base64.b64encode((folder / name).read_bytes()).decode()

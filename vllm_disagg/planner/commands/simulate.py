@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from ...errors import ConfigError
-from ..search.scenario import Choice, Placement, Setting, Source
-from ..simulation.simulator import Outcome, quantile, simulate
+from ..search.scenario import PerformanceSource, Placement, ReplicaGroup, Scenario
+from ..simulation.simulator import SimulationResult, quantile, simulate
 from . import flags
 from .output import closed_form, describe
 
@@ -59,7 +59,7 @@ def _placement(args: argparse.Namespace) -> Placement:
     return Placement(_choice("--prefill", args.prefill), _choice("--decode", args.decode))
 
 
-def _scaled(setting: Setting, text: str) -> Setting:
+def _scaled(setting: Scenario, text: str) -> Scenario:
     try:
         first, later = map(float, text.split(":"))
     except ValueError:
@@ -73,16 +73,16 @@ def _scaled(setting: Setting, text: str) -> Setting:
     return msgspec.structs.replace(setting, prefill=prefill, decode=decode)
 
 
-def _choice(flag: str, text: str) -> Choice:
+def _choice(flag: str, text: str) -> ReplicaGroup:
     match = re.fullmatch(r"(\d{1,4})x(\d{1,4})(?:x(\d{1,4}))?", text)
     if not match or "0" in match.groups():
         raise ConfigError(f"{flag}: {text} is not TPxPP or TPxPPxN with numbers of 1 or more, as 4x1 or 4x1x2")
     tp, pp, n = match.groups()
-    return Choice(int(tp), int(pp), int(n or 1))
+    return ReplicaGroup(int(tp), int(pp), int(n or 1))
 
 
-def _check(setting: Setting, placement: Placement) -> None:
-    sides: list[tuple[str, Source, Choice]] = [("--prefill", setting.prefill, placement.prefill)]
+def _check(setting: Scenario, placement: Placement) -> None:
+    sides: list[tuple[str, PerformanceSource, ReplicaGroup]] = [("--prefill", setting.prefill, placement.prefill)]
     if placement.decode:
         sides.append(("--decode", setting.decode, placement.decode))
     else:
@@ -96,7 +96,7 @@ def _check(setting: Setting, placement: Placement) -> None:
             )
 
 
-def _document(setting: Setting, placement: Placement, rate: float, outcomes: list[Outcome]) -> dict[str, Any]:
+def _document(setting: Scenario, placement: Placement, rate: float, outcomes: list[SimulationResult]) -> dict[str, Any]:
     ttft = [t for o in outcomes for t in o.ttft]
     tpot = [t for o in outcomes for t in o.tpot]
     served = [t for o in outcomes for t in o.latency if t >= 0]
@@ -125,7 +125,7 @@ def _document(setting: Setting, placement: Placement, rate: float, outcomes: lis
     return document
 
 
-def _text(document: dict[str, Any], setting: Setting, placement: Placement) -> str:
+def _text(document: dict[str, Any], setting: Scenario, placement: Placement) -> str:
     gpus = f"{placement.gpus} GPU{'s' if placement.gpus > 1 else ''}"
     objective = setting.objective
     lines = [

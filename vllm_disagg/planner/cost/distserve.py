@@ -9,14 +9,14 @@ base/worker.py.  There is no profile of OPT-175B.
 from __future__ import annotations
 
 from ...errors import ConfigError
-from .latency import Linear
+from .latency import LinearLatency
 
 THRESHOLD = 95  # sequences from which on the second decode fit holds
 
-Row = tuple[float, float, float]
+FitRow = tuple[float, float, float]
 
 # {engine: {model: {tp: (prefill a b c, decode of small batches A B C, decode of large batches A B C)}}}
-TABLE: dict[str, dict[str, dict[int, tuple[Row, Row, Row]]]] = {
+TABLE: dict[str, dict[str, dict[int, tuple[FitRow, FitRow, FitRow]]]] = {
     "distserve-a100": {
         "opt-13b": {
             1: ((18.10254647486372, 0.1019122572698738, 7.122264314252114e-06),
@@ -84,10 +84,10 @@ def degrees(coefficients: str, model: str) -> list[int]:
     return list(table[model])
 
 
-def latency(coefficients: str, model: str, tp: int, pp: int) -> Linear:
+def latency(coefficients: str, model: str, tp: int, pp: int) -> LinearLatency:
     """The fit for one instance, in seconds."""
     prefill, small, large = TABLE[coefficients][model][tp]
-    return Linear(
+    return LinearLatency(
         pp,
         _seconds(prefill),
         _seconds(small),
@@ -99,5 +99,5 @@ def latency(coefficients: str, model: str, tp: int, pp: int) -> Linear:
     )
 
 
-def _seconds(row: Row) -> Row:
+def _seconds(row: FitRow) -> FitRow:
     return row[0] / 1e3, row[1] / 1e3, row[2] / 1e3

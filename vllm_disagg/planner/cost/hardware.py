@@ -10,7 +10,7 @@ import msgspec
 from ...errors import ConfigError
 
 
-class Gpu(msgspec.Struct, frozen=True):
+class GpuType(msgspec.Struct, frozen=True):
     """One GPU; `flops` are dense BF16 FLOP/s, bandwidths in bytes/s, `memory` in bytes.
 
     `prefill` is the share of `flops` and `decode` the share of `bandwidth` that a serving engine reaches.
@@ -33,21 +33,21 @@ GIB = float(1 << 30)
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100", 312e12, 2.039e12, 80 * GIB, 300e9, 0.60, 0.60),  # A100-SXM4-80GB data sheet
-        Gpu("a100-40", 312e12, 1.555e12, 40 * GIB, 300e9, 0.60, 0.60),  # A100-SXM4-40GB data sheet
-        Gpu("h100", 989e12, 3.35e12, 80 * GIB, 450e9),  # H100-SXM5 data sheet
-        Gpu("h800", 989e12, 3.35e12, 80 * GIB, 200e9),  # as H100, NVLink cut to 400 GB/s both ways
-        Gpu("h200", 989e12, 4.8e12, 141e9, 450e9),  # H200-SXM data sheet
-        Gpu("h20", 148e12, 4.0e12, 96e9, 450e9),  # H20: bandwidth-heavy
-        Gpu("b200", 2250e12, 8.0e12, 180e9, 900e9),  # HGX B200 data sheet
-        Gpu("l40s", 362e12, 0.864e12, 48e9, 32e9),  # L40S data sheet; PCIe 4 x16 between GPUs
-        Gpu("a10", 125e12, 0.6e12, 24e9, 32e9),  # A10 data sheet; PCIe 4
-        Gpu("l4", 121e12, 0.3e12, 24e9, 32e9),  # L4 data sheet; PCIe 4
+        GpuType("a100", 312e12, 2.039e12, 80 * GIB, 300e9, 0.60, 0.60),  # A100-SXM4-80GB data sheet
+        GpuType("a100-40", 312e12, 1.555e12, 40 * GIB, 300e9, 0.60, 0.60),  # A100-SXM4-40GB data sheet
+        GpuType("h100", 989e12, 3.35e12, 80 * GIB, 450e9),  # H100-SXM5 data sheet
+        GpuType("h800", 989e12, 3.35e12, 80 * GIB, 200e9),  # as H100, NVLink cut to 400 GB/s both ways
+        GpuType("h200", 989e12, 4.8e12, 141e9, 450e9),  # H200-SXM data sheet
+        GpuType("h20", 148e12, 4.0e12, 96e9, 450e9),  # H20: bandwidth-heavy
+        GpuType("b200", 2250e12, 8.0e12, 180e9, 900e9),  # HGX B200 data sheet
+        GpuType("l40s", 362e12, 0.864e12, 48e9, 32e9),  # L40S data sheet; PCIe 4 x16 between GPUs
+        GpuType("a10", 125e12, 0.6e12, 24e9, 32e9),  # A10 data sheet; PCIe 4
+        GpuType("l4", 121e12, 0.3e12, 24e9, 32e9),  # L4 data sheet; PCIe 4
     )
 }
 
 
-class Link(msgspec.Struct, frozen=True):
+class NetworkLink(msgspec.Struct, frozen=True):
     """What is between a prefill and a decode instance: bytes/s each direction, and seconds for a first byte."""
 
     name: str
@@ -58,25 +58,25 @@ class Link(msgspec.Struct, frozen=True):
 LINKS = {
     link.name: link
     for link in (
-        Link("none", float("inf"), 0.0),  # DistServe's simulator has no transfer
-        Link("nvlink", 300e9, 20e-6),  # A100: 600 GB/s both directions together
-        Link("pcie-4", 25e9, 20e-6),  # x16, 32 GB/s on paper
-        Link("ib-400", 50e9, 50e-6),
-        Link("ib-200", 25e9, 50e-6),
-        Link("ib-100", 12.5e9, 50e-6),
-        Link("eth-100", 12.5e9, 200e-6),
-        Link("eth-25", 3.125e9, 200e-6),  # between the nodes of DistServe's cluster
-        Link("eth-10", 1.25e9, 200e-6),
+        NetworkLink("none", float("inf"), 0.0),  # DistServe's simulator has no transfer
+        NetworkLink("nvlink", 300e9, 20e-6),  # A100: 600 GB/s both directions together
+        NetworkLink("pcie-4", 25e9, 20e-6),  # x16, 32 GB/s on paper
+        NetworkLink("ib-400", 50e9, 50e-6),
+        NetworkLink("ib-200", 25e9, 50e-6),
+        NetworkLink("ib-100", 12.5e9, 50e-6),
+        NetworkLink("eth-100", 12.5e9, 200e-6),
+        NetworkLink("eth-25", 3.125e9, 200e-6),  # between the nodes of DistServe's cluster
+        NetworkLink("eth-10", 1.25e9, 200e-6),
     )
 }
 
 
-def gpu(name: str) -> Gpu:
+def gpu(name: str) -> GpuType:
     """The GPU of that name, or ConfigError that lists the names."""
     return _named(GPUS, name, "GPU")
 
 
-def link(text: str) -> Link:
+def link(text: str) -> NetworkLink:
     """A link by name or by GB/s."""
     try:
         speed = float(text)
@@ -88,10 +88,10 @@ def link(text: str) -> Link:
         return LINKS[text]
     if not 0 < speed < float("inf"):
         raise ConfigError(f"--link: {text} GB/s is not a speed: give more than 0")
-    return Link(f"{text} GB/s", speed * 1e9, 50e-6)
+    return NetworkLink(f"{text} GB/s", speed * 1e9, 50e-6)
 
 
-def _named(table: dict[str, Gpu], name: str, what: str) -> Gpu:
+def _named(table: dict[str, GpuType], name: str, what: str) -> GpuType:
     key = name.lower()
     if key not in table:
         raise ConfigError(f"{name} is not a {what} we know: give one of {', '.join(table)}")

@@ -17,15 +17,15 @@ from typing import Protocol
 
 import msgspec
 
-from .hardware import Gpu
-from .model import Model, touched
+from .hardware import GpuType
+from .model import ModelCosts, touched
 
 STEP = 1e-3  # seconds of a step that are neither arithmetic nor memory: launches, scheduling; vLLM's order of magnitude
 ALL_REDUCE = 10e-6  # seconds of an all-reduce without bytes (AIConfigurator's P2P latency)
 HOP = 20e-6  # seconds to the next pipeline stage without bytes
 
 
-class Latency(Protocol):
+class LatencyModel(Protocol):
     """The times of one instance, for a pipeline stage each."""
 
     @property
@@ -38,19 +38,19 @@ class Latency(Protocol):
         """Seconds of a step with `tokens` > 0 prompt tokens."""
 
 
-def unloaded_prefill(latency: Latency, tokens: int) -> float:
+def unloaded_prefill(latency: LatencyModel, tokens: int) -> float:
     """Seconds that a prompt takes alone, through all stages, in one chunk."""
     stages = [latency.mixed(tokens, float(tokens) ** 2, 0, 0, first) for first in (True, False)]
     return stages[0] + (latency.pp - 1) * stages[1]
 
 
-def unloaded_decode(latency: Latency, context: int) -> float:
+def unloaded_decode(latency: LatencyModel, context: int) -> float:
     """Seconds of a token of a sequence alone, through all stages."""
     (a, b), (c, d) = latency.decode(1, True), latency.decode(1, False)
     return a + b * context + (latency.pp - 1) * (c + d * context)
 
 
-class Linear(msgspec.Struct, frozen=True):
+class LinearLatency(msgspec.Struct, frozen=True):
     """Coefficients: prefill a + b*tokens + c*squares, decode A + B*contexts + C*n; a whole pass, divided over stages.
 
     `large` replaces `small` from `threshold` sequences on.  `stage` is what each stage of a prefill adds, `overhead`
@@ -82,10 +82,10 @@ class Linear(msgspec.Struct, frozen=True):
         return time + self.overhead + self.overhead_token * (tokens + contexts) if first else time
 
 
-class Roofline:
+class RooflineLatency:
     """A bound from FLOPs, bytes and the interconnect, with the GPU's assumed efficiencies: nothing here was measured."""
 
-    def __init__(self, model: Model, gpu: Gpu, tp: int, pp: int) -> None:
+    def __init__(self, model: ModelCosts, gpu: GpuType, tp: int, pp: int) -> None:
         self.pp = pp
         self._model = model
         ranks = tp * pp
@@ -118,10 +118,10 @@ class Roofline:
         return self._linear(tokens + n, n + 1) + attention + STEP * first
 
 
-class Scaled(msgspec.Struct, frozen=True):
+class ScaledLatency(msgspec.Struct, frozen=True):
     """Another model's times, all by one factor: what a refit to a running deployment changes."""
 
-    model: Latency
+    model: LatencyModel
     factor: float
 
     @property

@@ -18,7 +18,7 @@ RUNTIME = 1.25 * (1 << 30)  # bytes per GPU for activations, graphs and NCCL; fi
 _WIDTH = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True):
+class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
     """What of a model costs time and memory; counts of parameters are for the whole model."""
 
     name: str
@@ -60,7 +60,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         return self.heads % tp == 0 and self.layers % pp == 0
 
 
-def load(text: str) -> Model:
+def load(text: str) -> ModelCosts:
     """A model by name, by folder or by the path of its config.json; ConfigError says what would be accepted."""
     name = text.lower().removeprefix("facebook/").removeprefix("meta-llama/").removeprefix("qwen/")
     if name in MODELS:
@@ -79,10 +79,10 @@ def load(text: str) -> Model:
     return parse(text, config)
 
 
-def parse(name: str, config: dict[str, Any]) -> Model:
+def parse(name: str, config: dict[str, Any]) -> ModelCosts:
     """From the fields of a config.json; models that nest their language model under text_config are understood."""
     nested = config.get("text_config")
-    read = _Reader(name, {**config, **nested} if isinstance(nested, dict) else config)
+    read = _ConfigReader(name, {**config, **nested} if isinstance(nested, dict) else config)
     layers, hidden = read.need("num_hidden_layers", "n_layer"), read.need("hidden_size", "n_embd")
     heads = read.need("num_attention_heads", "n_head")
     kv_heads = read.number("num_key_value_heads", heads)
@@ -111,7 +111,7 @@ def parse(name: str, config: dict[str, Any]) -> Model:
     vocab = read.need("vocab_size")
     tied = read.flag("tie_word_embeddings", True)
     positions = hidden * (read.number("max_position_embeddings", 0) + 2) if read.text("model_type") == "opt" else 0
-    return Model(
+    return ModelCosts(
         name=name,
         layers=layers,
         hidden=hidden,
@@ -130,7 +130,7 @@ def parse(name: str, config: dict[str, Any]) -> Model:
     )
 
 
-class _Reader:
+class _ConfigReader:
     """Typed access to a config.json; what is wrong is named."""
 
     def __init__(self, name: str, config: dict[str, Any]) -> None:
@@ -172,7 +172,7 @@ class _Reader:
         return float(_WIDTH[kind])
 
 
-def touched(model: Model, tokens: int) -> float:
+def touched(model: ModelCosts, tokens: int) -> float:
     """Experts that a batch of `tokens` reads in a layer, if each token picks its own at random."""
     if not model.experts:
         return 0.0

@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 
 from ...errors import ConfigError
-from .latency import Linear
+from .latency import LinearLatency
 
 Coefficients = tuple[float, float, float]
 
@@ -34,7 +34,7 @@ class DecodePoint(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Points(msgspec.Struct, frozen=True, kw_only=True):
+class ProfilePoints(msgspec.Struct, frozen=True, kw_only=True):
     """The file; one instance, as it was started."""
 
     version: int
@@ -48,7 +48,7 @@ class Points(msgspec.Struct, frozen=True, kw_only=True):
     decode: list[DecodePoint]
 
 
-class Residual(msgspec.Struct, frozen=True):
+class FitResidual(msgspec.Struct, frozen=True):
     """A point and what the fit says of it; `error` is relative."""
 
     phase: str
@@ -58,9 +58,9 @@ class Residual(msgspec.Struct, frozen=True):
     error: float
 
 
-class Fit(msgspec.Struct, frozen=True):
-    latency: Linear
-    residuals: list[Residual]
+class LatencyFit(msgspec.Struct, frozen=True):
+    latency: LinearLatency
+    residuals: list[FitResidual]
 
     def worst(self, phase: str) -> float:
         return max(abs(r.error) for r in self.residuals if r.phase == phase)
@@ -70,10 +70,10 @@ class Fit(msgspec.Struct, frozen=True):
         return sum(errors) / len(errors)
 
 
-def load(path: str) -> Points:
+def load(path: str) -> ProfilePoints:
     """The points of a file, each field checked; ConfigError names the field."""
     try:
-        points = msgspec.json.decode(Path(path).read_bytes(), type=Points)
+        points = msgspec.json.decode(Path(path).read_bytes(), type=ProfilePoints)
     except OSError as error:
         raise ConfigError(f"--profile: {path} cannot be read: {error.strerror}") from None
     except msgspec.DecodeError as error:
@@ -83,7 +83,7 @@ def load(path: str) -> Points:
     return points
 
 
-def _wrong(points: Points) -> str:
+def _wrong(points: ProfilePoints) -> str:
     if points.version != 1:
         return f"version is {points.version}; this release reads 1"
     for field, value in (("kv_tokens", points.kv_tokens), ("max_num_batched_tokens", points.max_num_batched_tokens)):
@@ -104,7 +104,7 @@ def _wrong(points: Points) -> str:
     return ""
 
 
-def fit(points: Points) -> Fit:
+def fit(points: ProfilePoints) -> LatencyFit:
     """The two fits; a prompt longer than the engine's token budget pays a step's constant for each step."""
     chunk = points.max_num_batched_tokens or 1 << 60
     prefill_rows = [[-(-sum(p.tokens) // chunk), sum(p.tokens), sum(t * t for t in p.tokens)] for p in points.prefill]
@@ -119,12 +119,12 @@ def fit(points: Points) -> Fit:
         _residual("decode", d.contexts, d.seconds, decode, row)
         for d, row in zip(points.decode, decode_rows, strict=True)
     ]
-    return Fit(Linear(1, prefill, decode, decode, chunk=chunk), residuals)
+    return LatencyFit(LinearLatency(1, prefill, decode, decode, chunk=chunk), residuals)
 
 
-def _residual(phase: str, sizes: list[int], seconds: float, found: Coefficients, row: Sequence[int]) -> Residual:
+def _residual(phase: str, sizes: list[int], seconds: float, found: Coefficients, row: Sequence[int]) -> FitResidual:
     fitted = sum(c * x for c, x in zip(found, row, strict=True))
-    return Residual(phase, sizes, seconds, fitted, fitted / seconds - 1)
+    return FitResidual(phase, sizes, seconds, fitted, fitted / seconds - 1)
 
 
 def non_negative(rows: Sequence[Sequence[int]], seconds: Sequence[float]) -> Coefficients:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import msgspec
 
 
-class Ratio(msgspec.Struct, frozen=True):
+class InstanceRatio(msgspec.Struct, frozen=True):
     """`prefill` and `decode` instances (GPUs) and the requests/s per GPU they sustain."""
 
     prefill: int
@@ -18,7 +18,7 @@ class Ratio(msgspec.Struct, frozen=True):
     rate_per_gpu: float
 
 
-def ratios(capacity_prefill: float, capacity_decode: float, gpus: int) -> Iterator[Ratio]:
+def ratios(capacity_prefill: float, capacity_decode: float, gpus: int) -> Iterator[InstanceRatio]:
     """All splits of up to `gpus` GPUs; capacities in requests/s of one GPU doing only that phase.
 
     A chain of two stages runs at the slower one's rate: min(p*P, d*D) / (p+d) (DistServe, section 2).
@@ -26,10 +26,10 @@ def ratios(capacity_prefill: float, capacity_decode: float, gpus: int) -> Iterat
     for prefill in range(1, gpus):
         for decode in range(1, gpus - prefill + 1):
             rate = min(prefill * capacity_prefill, decode * capacity_decode)
-            yield Ratio(prefill, decode, rate / (prefill + decode))
+            yield InstanceRatio(prefill, decode, rate / (prefill + decode))
 
 
-def best_ratio(capacity_prefill: float, capacity_decode: float, gpus: int) -> Ratio:
+def best_ratio(capacity_prefill: float, capacity_decode: float, gpus: int) -> InstanceRatio:
     """The highest rate per GPU; of equals the fewest GPUs."""
     found = ratios(capacity_prefill, capacity_decode, gpus)
     return max(found, key=lambda r: (round(r.rate_per_gpu, 9), -r.prefill - r.decode))

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..simulation.simulator import Objective, Outcome, simulate
-from ..simulation.workload import Sample
-from .optimizer import Score, colocated, disaggregated, estimate, interval
-from .scenario import Placement, Setting
+from ..simulation.simulator import Objective, SimulationResult, simulate
+from ..simulation.workload import WorkloadSample
+from .optimizer import PlacementScore, colocated, disaggregated, estimate, interval
+from .scenario import Placement, Scenario
 
 WORTH = 1.10  # the ratio from which on we say "disaggregate": the models' own error is 7 to 20 %
 SWEEP = tuple(0.1 * 1.33**n for n in range(12))  # of the rate it is made for: 0.1 to 2.3
@@ -19,12 +19,12 @@ FINE = 12  # steps for each doubling
 LASTING = 5.0  # times as long as one request takes: for less, traffic is a burst whose queue has no time to grow
 
 
-class Curve(msgspec.Struct, frozen=True):
+class RateCurve(msgspec.Struct, frozen=True):
     """A placement simulated over a range of rates with the first seed, without stopping early."""
 
     placement: Placement
     rates: list[float]  # requests/s per GPU
-    outcomes: list[Outcome]
+    outcomes: list[SimulationResult]
 
     def attainment(self, objective: Objective) -> list[float]:
         return [outcome.attainment(objective) for outcome in self.outcomes]
@@ -41,7 +41,7 @@ class Curve(msgspec.Struct, frozen=True):
         return self.rates[-1]
 
 
-class Flip(msgspec.Struct, frozen=True):
+class Crossover(msgspec.Struct, frozen=True):
     """`at` seconds (None: nowhere in reach) the ratio to colocation crosses WORTH."""
 
     at: float | None
@@ -51,15 +51,15 @@ class Flip(msgspec.Struct, frozen=True):
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """What the search says; `best` is the best disaggregated placement, whether or not it is recommended."""
 
-    setting: Setting
-    best: Score | None
-    runner_up: Score | None
-    alternatives: list[Score]
-    colocated: Score | None
+    setting: Scenario
+    best: PlacementScore | None
+    runner_up: PlacementScore | None
+    alternatives: list[PlacementScore]
+    colocated: PlacementScore | None
     ratio: float | None
     ratio_ci: tuple[float, float] | None
-    curves: list[Curve]
-    flips: dict[str, Flip]
+    curves: list[RateCurve]
+    flips: dict[str, Crossover]
     considered: int
 
     @property
@@ -67,14 +67,14 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         return self.best is not None and (self.ratio is None or self.ratio > WORTH)
 
     @property
-    def chosen(self) -> Score:
+    def chosen(self) -> PlacementScore:
         found = self.best if self.disaggregate else self.colocated
         if not found:
             raise AssertionError("advice is given only when something meets the objective")
         return found
 
 
-def advise(setting: Setting, split: Sequence[Score], together: Sequence[Score]) -> Advice:
+def advise(setting: Scenario, split: Sequence[PlacementScore], together: Sequence[PlacementScore]) -> Advice:
     """`split` and `together` are the best of each kind, best first; at least one of them has some goodput."""
     best, base = (split[0] if split else None), (together[0] if together else None)
     ratio = ratio_ci = None
@@ -97,7 +97,7 @@ def advise(setting: Setting, split: Sequence[Score], together: Sequence[Score]) 
     )
 
 
-def curves_of(setting: Setting, scores: Sequence[Score]) -> list[Curve]:
+def curves_of(setting: Scenario, scores: Sequence[PlacementScore]) -> list[RateCurve]:
     """The best placements and, because others lead under other objectives, for each decode shape and each schedule that is
     not among them the one whose closed form promises most."""
     sample = setting.samples()[0]
@@ -122,14 +122,14 @@ def _pipes(placement: Placement) -> int:
     return max(placement.prefill.pp, placement.decode.pp if placement.decode else 1)
 
 
-def _sweep(setting: Setting, placement: Placement, rate: float, sample: Sample) -> Curve:
+def _sweep(setting: Scenario, placement: Placement, rate: float, sample: WorkloadSample) -> RateCurve:
     """Simulate around `rate`; objectives do not influence a simulation, so one sweep serves for all of them."""
     deployment = setting.deployment(placement)
     rates = [rate * part for part in SWEEP]
-    return Curve(placement, rates, [simulate(deployment, sample, r * placement.gpus) for r in rates])
+    return RateCurve(placement, rates, [simulate(deployment, sample, r * placement.gpus) for r in rates])
 
 
-def ratio_at(curves: Sequence[Curve], objective: Objective) -> float | None:
+def ratio_at(curves: Sequence[RateCurve], objective: Objective) -> float | None:
     """The best disaggregated goodput over the best colocated one, among these placements."""
     split = max((c.goodput(objective) for c in curves if c.placement.decode), default=0.0)
     base = max((c.goodput(objective) for c in curves if not c.placement.decode), default=0.0)
@@ -138,7 +138,7 @@ def ratio_at(curves: Sequence[Curve], objective: Objective) -> float | None:
     return float("inf") if split > 0 else None
 
 
-def flip(curves: Sequence[Curve], objective: Objective, name: str) -> Flip:
+def flip(curves: Sequence[RateCurve], objective: Objective, name: str) -> Crossover:
     """The TPOT or TTFT nearest to the objective's at which the answer changes, the other held."""
     here: float = getattr(objective, name)
     other = "colocate" if _worth(curves, objective) else "disaggregate"
@@ -148,17 +148,17 @@ def flip(curves: Sequence[Curve], objective: Objective, name: str) -> Flip:
             answer = _worth(curves, changed)
             if answer is not None and answer != (other == "colocate"):
                 side = "below" if factor < 1 else "above"
-                return Flip(here * factor, f"{name.upper()} {side} {here * factor:.3g} s: {other}")
+                return Crossover(here * factor, f"{name.upper()} {side} {here * factor:.3g} s: {other}")
     low, high = here / REACH, here * REACH
-    return Flip(None, f"{name.upper()} between {low:.3g} and {high:.3g} s: the answer stays")
+    return Crossover(None, f"{name.upper()} between {low:.3g} and {high:.3g} s: the answer stays")
 
 
-def _worth(curves: Sequence[Curve], objective: Objective) -> bool | None:
+def _worth(curves: Sequence[RateCurve], objective: Objective) -> bool | None:
     ratio = ratio_at(curves, objective)
     return None if ratio is None else ratio > WORTH
 
 
-def short(setting: Setting, score: Score) -> list[str]:
+def short(setting: Scenario, score: PlacementScore) -> list[str]:
     """Whether the requests are too few to tell what a placement sustains."""
     sample, rate = setting.samples()[0], score.goodput * score.placement.gpus
     served = [t for t in simulate(setting.deployment(score.placement), sample, rate).latency if t >= 0]

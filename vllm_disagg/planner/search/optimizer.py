@@ -27,8 +27,8 @@ import msgspec
 
 from ...errors import ConfigError
 from ..simulation.simulator import simulate
-from ..simulation.workload import Sample
-from .scenario import Choice, Placement, Setting, Source
+from ..simulation.workload import WorkloadSample
+from .scenario import PerformanceSource, Placement, ReplicaGroup, Scenario
 
 BUDGETS = (512, 2048, 8192)  # tokens of a step that the chunked baseline is tried with
 GIVE_UP = 1 / 256  # of the first probe: a placement that fails there has no goodput
@@ -40,7 +40,7 @@ CEILING = 64.0  # times the first probe: a sample that still meets the objective
 _T = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 14: 2.145, 19: 2.093}
 
 
-class Score(msgspec.Struct, frozen=True):
+class PlacementScore(msgspec.Struct, frozen=True):
     """A placement and its goodput in requests/s per GPU, for each seed."""
 
     placement: Placement
@@ -65,31 +65,31 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return max(0.0, mean(values) - half), mean(values) + half
 
 
-def disaggregated(setting: Setting) -> list[Placement]:
+def disaggregated(setting: Scenario) -> list[Placement]:
     """All (TP, PP) and numbers of P and D that use at most the budget."""
     prefills = list(_choices(setting.prefill, setting.gpus - 1))
     decodes = list(_choices(setting.decode, setting.gpus - 1))
     return [Placement(p, d) for p, d in product(prefills, decodes) if p.gpus + d.gpus <= setting.gpus]
 
 
-def colocated(setting: Setting) -> list[Placement]:
+def colocated(setting: Scenario) -> list[Placement]:
     """All (TP, PP) with as many replicas as the budget allows, chunked with several budgets and prefill first."""
     found = []
     for second, source in enumerate([setting.prefill] + [setting.decode] * (setting.decode != setting.prefill)):
         budgets = sorted({source.budget} if source.budget else BUDGETS)
         for tp, pp in source.shapes(setting.gpus):
-            choice = Choice(tp, pp, setting.gpus // (tp * pp))
+            choice = ReplicaGroup(tp, pp, setting.gpus // (tp * pp))
             found += [Placement(choice, None, budget, True, bool(second)) for budget in budgets]
             found.append(Placement(choice, None, max(budgets), False, bool(second)))
     return found
 
 
-def _choices(source: Source, gpus: int) -> Iterator[Choice]:
+def _choices(source: PerformanceSource, gpus: int) -> Iterator[ReplicaGroup]:
     for tp, pp in source.shapes(gpus):
-        yield from (Choice(tp, pp, n) for n in range(1, gpus // (tp * pp) + 1))
+        yield from (ReplicaGroup(tp, pp, n) for n in range(1, gpus // (tp * pp) + 1))
 
 
-class Bisection:
+class RateBisection:
     """The rate per GPU at which one seed stops meeting the objective: in [low, high)."""
 
     __slots__ = ("first", "high", "low", "over", "tolerance")
@@ -112,17 +112,19 @@ class Bisection:
             self.over = self.high - self.low <= self.tolerance * self.high or self.high <= self.first * GIVE_UP
 
 
-def evaluate(setting: Setting, placement: Placement, samples: Sequence[Sample], floor: float) -> Score | None:
+def evaluate(
+    setting: Scenario, placement: Placement, samples: Sequence[WorkloadSample], floor: float
+) -> PlacementScore | None:
     """The placement's goodput, or None as soon as it is certain not to be above `floor`.
 
     ConfigError when the samples are too short to overload it.
     """
     sample = samples[0]
-    if all(setting.hopeless(placement, s) for s in samples):
-        return Score(placement, [0.0] * len(samples)) if floor < 0 else None
+    if all(setting.infeasible(placement, s) for s in samples):
+        return PlacementScore(placement, [0.0] * len(samples)) if floor < 0 else None
     deployment, gpus = setting.deployment(placement), placement.gpus
     first = FIRST * estimate(setting, placement, sample)
-    searches = [Bisection(first, setting.tolerance) for _ in samples]
+    searches = [RateBisection(first, setting.tolerance) for _ in samples]
     while not all(search.over for search in searches):
         for seed, search in enumerate(searches):
             if search.over:
@@ -136,28 +138,30 @@ def evaluate(setting: Setting, placement: Placement, samples: Sequence[Sample], 
                 )
             if not search.over and mean(s.low if s.over else s.high for s in searches) <= floor:
                 return None
-    score = Score(placement, [s.low for s in searches])
+    score = PlacementScore(placement, [s.low for s in searches])
     return score if score.goodput > floor else None
 
 
-def estimate(setting: Setting, placement: Placement, sample: Sample) -> float:
+def estimate(setting: Scenario, placement: Placement, sample: WorkloadSample) -> float:
     """Requests/s per GPU by closed form."""
     prefill, decode = setting.capacities(placement, sample)
     both = min(prefill, decode) if placement.decode else 1 / (1 / prefill + 1 / decode)
     return both / placement.gpus
 
 
-Told = Callable[[int, int, Score | None], None]  # done, of how many, the best so far
+ProgressCallback = Callable[[int, int, PlacementScore | None], None]  # done, of how many, the best so far
 
 
-def search(setting: Setting, placements: Iterable[Placement], keep: int, jobs: int, told: Told) -> list[Score]:
+def search(
+    setting: Scenario, placements: Iterable[Placement], keep: int, jobs: int, told: ProgressCallback
+) -> list[PlacementScore]:
     """The `keep` best, best first; those without any goodput are left out.  `keep` 0: all, without pruning."""
     samples = setting.samples()
     todo = sorted(placements, key=lambda p: (_stages(p), -estimate(setting, p, samples[0]), p))
-    found: list[Score] = []
+    found: list[PlacementScore] = []
     total, done = len(todo), 0
 
-    def take(score: Score | None) -> None:
+    def take(score: PlacementScore | None) -> None:
         nonlocal done
         done += 1
         if score and score.goodput > 0:
@@ -177,15 +181,15 @@ def search(setting: Setting, placements: Iterable[Placement], keep: int, jobs: i
 
 
 def _spread(
-    setting: Setting,
+    setting: Scenario,
     todo: Iterable[Placement],
     jobs: int,
     floor: Callable[[], float],
-    take: Callable[[Score | None], None],
+    take: Callable[[PlacementScore | None], None],
 ) -> None:
     """Evaluate in `jobs` processes, each placement with the floor of the moment."""
     context = get_context("spawn")  # no locks or threads of ours come along
-    pending: set[Future[Score | None]] = set()
+    pending: set[Future[PlacementScore | None]] = set()
     waiting = iter(todo)
     with ProcessPoolExecutor(jobs, context, _set_up, (setting,)) as pool:
         try:
@@ -204,7 +208,7 @@ def _spread(
             raise
 
 
-def _ranked(setting: Setting, found: Sequence[Score], keep: int) -> list[Score]:
+def _ranked(setting: Scenario, found: Sequence[PlacementScore], keep: int) -> list[PlacementScore]:
     """The best first; what a bisection cannot tell apart is equal, and the one with the fewest GPUs, then instances, leads."""
     if not found:
         return []
@@ -227,14 +231,14 @@ def processes(wanted: int) -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_worker: list[tuple[Setting, list[Sample]]] = []  # of a worker process
+_worker: list[tuple[Scenario, list[WorkloadSample]]] = []  # of a worker process
 
 
-def _set_up(setting: Setting) -> None:
+def _set_up(setting: Scenario) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers it, and ends us
     _worker.append((setting, setting.samples()))
 
 
-def _evaluate(placement: Placement, floor: float) -> Score | None:
+def _evaluate(placement: Placement, floor: float) -> PlacementScore | None:
     setting, samples = _worker[0]
     return evaluate(setting, placement, samples, floor)

@@ -8,25 +8,32 @@ import msgspec
 
 from ...errors import ConfigError
 from ..cost import distserve
-from ..cost.hardware import GIB, LINKS, Gpu, Link
-from ..cost.latency import Latency, Linear, Roofline, Scaled, unloaded_decode, unloaded_prefill
-from ..cost.model import Model
-from ..simulation.replica import Rules
-from ..simulation.simulator import Deployment, Handoff, Objective, Policy, Side
-from ..simulation.workload import Arrivals, Sample, Workload
+from ..cost.hardware import GIB, LINKS, GpuType, NetworkLink
+from ..cost.latency import (
+    LatencyModel,
+    LinearLatency,
+    RooflineLatency,
+    ScaledLatency,
+    unloaded_decode,
+    unloaded_prefill,
+)
+from ..cost.model import ModelCosts
+from ..simulation.replica import SchedulingRules
+from ..simulation.simulator import Deployment, Handoff, Objective, ReplicaPool, SimulatedPolicy
+from ..simulation.workload import Arrivals, Workload, WorkloadSample
 
 UNLIMITED = 1 << 40
 PER_NODE = 8  # GPUs that tensor parallelism may span
 
 
-class Source(msgspec.Struct, frozen=True):
+class PerformanceSource(msgspec.Struct, frozen=True):
     """Where step times and memory of one GPU type come from: published coefficients, measured points or a roofline."""
 
     kind: str  # coefficients | profile | roofline
     name: str  # the set of coefficients, the file, or the GPU
-    model: Model | None = None
-    gpu: Gpu | None = None
-    fitted: Linear | None = None
+    model: ModelCosts | None = None
+    gpu: GpuType | None = None
+    fitted: LinearLatency | None = None
     kv_tokens: int = 0  # of the profiled instance
     budget: int = 0  # its token budget
     beside: int = 0  # instances that worked on its machine meanwhile
@@ -43,11 +50,11 @@ class Source(msgspec.Struct, frozen=True):
         pairs = [(tp, pp) for tp in degrees for pp in range(1, gpus // tp + 1) if self.model.splits(tp, pp)]
         return [(tp, pp) for tp, pp in pairs if self.kv(tp, pp) >= 16]
 
-    def latency(self, tp: int, pp: int) -> Latency:
+    def latency(self, tp: int, pp: int) -> LatencyModel:
         found = self._unscaled(tp, pp)
-        return found if self.scale == 1 else Scaled(found, self.scale)
+        return found if self.scale == 1 else ScaledLatency(found, self.scale)
 
-    def _unscaled(self, tp: int, pp: int) -> Latency:
+    def _unscaled(self, tp: int, pp: int) -> LatencyModel:
         if self.fitted:
             return self.fitted
         if not self.model:
@@ -56,7 +63,7 @@ class Source(msgspec.Struct, frozen=True):
             return distserve.latency(self.name, self.model.name, tp, pp)
         if not self.gpu:
             raise AssertionError("a roofline has a GPU")
-        return Roofline(self.model, self.gpu, tp, pp)
+        return RooflineLatency(self.model, self.gpu, tp, pp)
 
     def kv(self, tp: int, pp: int) -> int:
         """Tokens of KV an instance holds."""
@@ -79,7 +86,7 @@ class Source(msgspec.Struct, frozen=True):
         return f"roofline of {self.name}, assuming {share}: nothing was measured, expect 20 % or more of error"
 
 
-class Choice(msgspec.Struct, frozen=True, order=True):
+class ReplicaGroup(msgspec.Struct, frozen=True, order=True):
     """`n` instances of TP*PP GPUs."""
 
     tp: int
@@ -97,8 +104,8 @@ class Choice(msgspec.Struct, frozen=True, order=True):
 class Placement(msgspec.Struct, frozen=True, order=True):
     """Disaggregated, or colocated (`decode` None) with a schedule and a token budget a step."""
 
-    prefill: Choice
-    decode: Choice | None = None
+    prefill: ReplicaGroup
+    decode: ReplicaGroup | None = None
     budget: int = 0
     mixed: bool = True
     second: bool = False  # colocated on the decode side's GPU type
@@ -118,20 +125,20 @@ class Placement(msgspec.Struct, frozen=True, order=True):
         return f"colocated {self.prefill}, {schedule}"
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """All that a search or a simulation is told."""
 
-    prefill: Source
-    decode: Source
+    prefill: PerformanceSource
+    decode: PerformanceSource
     workload: Workload
     arrivals: Arrivals
     objective: Objective
     requests: int = 1000
     seeds: int = 5
     gpus: int = 4
-    link: Link = LINKS["none"]
+    link: NetworkLink = LINKS["none"]
     overlap: bool = True
-    policy: Policy = "least_loaded"
+    policy: SimulatedPolicy = "least_loaded"
     concurrency: int = 8
     kv_limit: int = 0  # tokens of KV of each instance, instead of what its memory holds
     budget: int = 8192
@@ -139,7 +146,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     distserve: bool = False  # DistServe's rules and clock
     tolerance: float = 0.01
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[WorkloadSample]:
         return [self.workload.sample(self.requests, seed, self.arrivals) for seed in range(self.seeds)]
 
     def deployment(self, placement: Placement) -> Deployment:
@@ -170,15 +177,15 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             self.distserve,
         )
 
-    def _side(self, source: Source, choice: Choice, rules: Rules) -> Side:
+    def _side(self, source: PerformanceSource, choice: ReplicaGroup, rules: SchedulingRules) -> ReplicaPool:
         kv = self.kv_limit or source.kv(choice.tp, choice.pp)
-        return Side(choice.n, _latency(source, choice.tp, choice.pp), kv, rules)
+        return ReplicaPool(choice.n, _latency(source, choice.tp, choice.pp), kv, rules)
 
-    def _rules(self, budget: int, mixed: bool) -> Rules:
+    def _rules(self, budget: int, mixed: bool) -> SchedulingRules:
         """`budget` 0: the setting's own."""
         if self.distserve:
-            return Rules(budget if budget and mixed else UNLIMITED, UNLIMITED, mixed)
-        return Rules(budget or self.budget, self.sequences, mixed)
+            return SchedulingRules(budget if budget and mixed else UNLIMITED, UNLIMITED, mixed)
+        return SchedulingRules(budget or self.budget, self.sequences, mixed)
 
     def words(self) -> list[str]:
         """For people: where the times come from, and what is asked."""
@@ -191,7 +198,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     # --- closed forms ---
 
-    def capacities(self, placement: Placement, sample: Sample) -> tuple[float, float]:
+    def capacities(self, placement: Placement, sample: WorkloadSample) -> tuple[float, float]:
         """Requests/s that the prefill and the decode instances sustain, each alone; an estimate, not a bound.
 
         Prefill: prompts one after the other.  Decode: the largest batch whose step stays within TPOT and whose KV fits,
@@ -200,12 +207,12 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         decode = placement.decode or placement.prefill
         return self.prefill_capacity(placement.prefill, sample, placement.second), self.decode_capacity(decode, sample)
 
-    def prefill_capacity(self, choice: Choice, sample: Sample, second: bool = False) -> float:
+    def prefill_capacity(self, choice: ReplicaGroup, sample: WorkloadSample, second: bool = False) -> float:
         latency = _latency(self.decode if second else self.prefill, choice.tp, choice.pp)
         work = sum(latency.mixed(p, float(p) ** 2, 0, 0, True) for p in sample.prompts[:200])
         return choice.n * min(200, len(sample)) / work
 
-    def decode_capacity(self, choice: Choice, sample: Sample) -> float:
+    def decode_capacity(self, choice: ReplicaGroup, sample: WorkloadSample) -> float:
         latency = _latency(self.decode, choice.tp, choice.pp)
         output = sum(sample.outputs) / len(sample)
         context = sum(sample.prompts) / len(sample) + output / 2
@@ -222,7 +229,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
                 low, high = (middle, high) if step(middle) <= self.objective.tpot else (low, middle - 1)
         return choice.n * latency.pp * high / (step(high) * output)
 
-    def hopeless(self, placement: Placement, sample: Sample) -> str:
+    def infeasible(self, placement: Placement, sample: WorkloadSample) -> str:
         """Why no rate can meet the objective: too many requests miss it even alone, on an idle instance.
 
         Work added to a batch never makes it faster, and a prompt in chunks is not faster than in one.
@@ -241,11 +248,11 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @cache
-def _latency(source: Source, tp: int, pp: int) -> Latency:
+def _latency(source: PerformanceSource, tp: int, pp: int) -> LatencyModel:
     return source.latency(tp, pp)
 
 
-def check_model(source: Source, gpus: int, flag: str) -> None:
+def check_model(source: PerformanceSource, gpus: int, flag: str) -> None:
     """ConfigError if the model fits on no instance of up to `gpus` GPUs."""
     if source.shapes(gpus):
         return

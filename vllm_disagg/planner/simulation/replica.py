@@ -22,11 +22,11 @@ from typing import Protocol
 
 import msgspec
 
-from ..cost.latency import Latency
-from .workload import Sample
+from ..cost.latency import LatencyModel
+from .workload import WorkloadSample
 
 
-class Rules(msgspec.Struct, frozen=True):
+class SchedulingRules(msgspec.Struct, frozen=True):
     """How an instance schedules; the defaults are vLLM's."""
 
     budget: int = 8192  # tokens of a step: max_num_batched_tokens
@@ -35,10 +35,10 @@ class Rules(msgspec.Struct, frozen=True):
     leap: bool = True  # many decode steps at once; False only to test that it changes nothing
 
 
-class Requests:
+class RequestTable:
     """The state of all requests, by number."""
 
-    def __init__(self, sample: Sample) -> None:
+    def __init__(self, sample: WorkloadSample) -> None:
         prompts, count = sample.prompts, len(sample)
         self.prompts, self.outputs = prompts, sample.outputs
         self.prefixes, self.block = sample.prefixes, sample.block
@@ -51,17 +51,17 @@ class Requests:
         self.first = [-1.0] * count  # token
 
 
-class Owner(Protocol):
+class ReplicaListener(Protocol):
     """What an engine tells."""
 
-    def prefilled(self, engine: Engine, now: float, r: int) -> None: ...
-    def reserved(self, engine: Engine, now: float, r: int) -> None: ...
+    def prefilled(self, engine: Replica, now: float, r: int) -> None: ...
+    def reserved(self, engine: Replica, now: float, r: int) -> None: ...
     def first_token(self, now: float, r: int) -> None: ...
-    def finished(self, engine: Engine, now: float, r: int) -> None: ...
-    def at(self, time: float, engine: Engine, batch: Batch | None) -> None: ...
+    def finished(self, engine: Replica, now: float, r: int) -> None: ...
+    def at(self, time: float, engine: Replica, batch: Batch | None) -> None: ...
 
 
-class Group:
+class DecodeGroup:
     """Sequences that decode together."""
 
     __slots__ = ("contexts", "ends", "fresh", "n", "steps")
@@ -77,7 +77,7 @@ class Batch:
 
     __slots__ = ("end", "first", "group", "growth", "prompts", "start", "steps")
 
-    def __init__(self, group: Group, prompts: list[int], start: float) -> None:
+    def __init__(self, group: DecodeGroup, prompts: list[int], start: float) -> None:
         self.group, self.prompts, self.start = group, prompts, start  # prompts: those whose last chunk this is
         self.steps = 1
         self.first = self.growth = self.end = 0.0  # seconds of the first step, and more of each next one
@@ -100,10 +100,12 @@ class Batch:
         return steps
 
 
-class Engine:
+class Replica:
     """An instance of tp*pp GPUs that holds `kv` tokens."""
 
-    def __init__(self, owner: Owner, requests: Requests, latency: Latency, kv: int, rules: Rules) -> None:
+    def __init__(
+        self, owner: ReplicaListener, requests: RequestTable, latency: LatencyModel, kv: int, rules: SchedulingRules
+    ) -> None:
         self.owner, self.requests, self.latency, self.kv, self.rules = owner, requests, latency, kv, rules
         self.used = 0  # tokens of KV that running and parked requests hold
         self.running = 0  # requests that hold KV
@@ -112,7 +114,7 @@ class Engine:
         self.waiting: deque[int] = deque()  # without KV
         self._expected: set[int] = set()  # those whose KV a prefill instance computes
         self.prefilling: deque[int] = deque()  # with KV, chunks left
-        self.ready = Group()  # decodes that are not in flight
+        self.ready = DecodeGroup()  # decodes that are not in flight
         self.cache = PrefixCache(requests.block) if requests.prefixes else None
         self._flying: deque[Batch] = deque()
         self._free = [0.0] * latency.pp  # when each stage is
@@ -219,9 +221,9 @@ class Engine:
         if self.prefilling or self.waiting:
             tokens, squares = self._chunks(now, finishing, rules.budget - group.n if rules.mixed else rules.budget)
         if tokens and not rules.mixed:
-            group = Group()  # the others wait
+            group = DecodeGroup()  # the others wait
         elif tokens or group.n:
-            self.ready = Group()
+            self.ready = DecodeGroup()
         else:
             return None
         batch = Batch(group, finishing, now)
@@ -334,7 +336,7 @@ class Engine:
         self.used += self.requests.length[r]
         self.running += 1
 
-    def _preempt(self, group: Group) -> None:
+    def _preempt(self, group: DecodeGroup) -> None:
         """The latest go back to the queue's head until a step fits; they compute prompt and answer again."""
         requests = self.requests
         while group.n and self.used + group.n > self.kv:
@@ -363,14 +365,14 @@ class Engine:
         if requests.first[r] < 0:
             group.fresh.append(r)
 
-    def _leave(self, group: Group, r: int) -> None:
+    def _leave(self, group: DecodeGroup, r: int) -> None:
         context = self.requests.base[r] + group.steps
         group.n -= 1
         group.contexts -= context
         self.used -= context
         self.running -= 1
 
-    def _merge(self, group: Group) -> None:
+    def _merge(self, group: DecodeGroup) -> None:
         """A group that comes back and those that became ready meanwhile are one."""
         ready = self.ready
         if not ready.n:

@@ -19,30 +19,30 @@ from typing import Literal
 import msgspec
 
 from ...errors import ConfigError
-from ..cost.hardware import LINKS, Link
-from ..cost.latency import Latency
-from .replica import Batch, Engine, Requests, Rules
-from .workload import Sample
+from ..cost.hardware import LINKS, NetworkLink
+from ..cost.latency import LatencyModel
+from .replica import Batch, Replica, RequestTable, SchedulingRules
+from .workload import WorkloadSample
 
-Policy = Literal["least_loaded", "round_robin", "power_of_two", "prefix_aware"]
-POLICIES: tuple[Policy, ...] = ("least_loaded", "round_robin", "power_of_two", "prefix_aware")
+SimulatedPolicy = Literal["least_loaded", "round_robin", "power_of_two", "prefix_aware"]
+POLICIES: tuple[SimulatedPolicy, ...] = ("least_loaded", "round_robin", "power_of_two", "prefix_aware")
 
-Event = tuple[float, int, int, Engine | None, Batch | None]  # time, order, request or -1, whose, of what
+SimulationEvent = tuple[float, int, int, Replica | None, Batch | None]  # time, order, request or -1, whose, of what
 
 
-class Side(msgspec.Struct, frozen=True):
+class ReplicaPool(msgspec.Struct, frozen=True):
     """`count` equal instances, each with its times and the tokens of KV it holds."""
 
     count: int
-    latency: Latency
+    latency: LatencyModel
     kv: int
-    rules: Rules = Rules()
+    rules: SchedulingRules = SchedulingRules()
 
 
 class Handoff(msgspec.Struct, frozen=True):
     """How KV gets from P to D."""
 
-    link: Link = LINKS["none"]
+    link: NetworkLink = LINKS["none"]
     bytes_per_token: float = 0.0
     layers: int = 1
     overlap: bool = True
@@ -52,10 +52,10 @@ class Handoff(msgspec.Struct, frozen=True):
 class Deployment(msgspec.Struct, frozen=True):
     """`decode` None: colocated."""
 
-    prefill: Side
-    decode: Side | None = None
+    prefill: ReplicaPool
+    decode: ReplicaPool | None = None
     handoff: Handoff = Handoff()
-    policy: Policy = "least_loaded"
+    policy: SimulatedPolicy = "least_loaded"
     distserve: bool = (
         False  # DistServe's clock: TTFT when the prefill ends, `output` steps after it, TPOT over `output`
     )
@@ -78,7 +78,7 @@ class Objective(msgspec.Struct, frozen=True):
         return int(requests * (1 - self.attainment) + 1e-9)
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class SimulationResult(msgspec.Struct, frozen=True):
     """Seconds for each request; -1 where it never came to that."""
 
     ttft: list[float]
@@ -98,34 +98,34 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def simulate(
-    deployment: Deployment, sample: Sample, rate: float, objective: Objective | None = None, seed: int = 0
-) -> Outcome:
+    deployment: Deployment, sample: WorkloadSample, rate: float, objective: Objective | None = None, seed: int = 0
+) -> SimulationResult:
     """Run all requests of `sample`, arriving at `rate` requests/s, to their end.
 
     With `objective`, stop as soon as more requests have missed it than may: the result says only that.
     """
-    return _Run(deployment, sample, rate, objective, seed).run()
+    return Simulation(deployment, sample, rate, objective, seed).run()
 
 
-class _Run:
+class Simulation:
     """One simulation; the engines' owner."""
 
     def __init__(
-        self, deployment: Deployment, sample: Sample, rate: float, objective: Objective | None, seed: int
+        self, deployment: Deployment, sample: WorkloadSample, rate: float, objective: Objective | None, seed: int
     ) -> None:
         self._deployment, self._objective = deployment, objective
         self._count = len(sample)
         self._arrivals = sample.arrivals(rate)
-        self._requests = requests = Requests(sample)
-        self._events: list[Event] = [(time, r, r, None, None) for r, time in enumerate(self._arrivals)]
+        self._requests = requests = RequestTable(sample)
+        self._events: list[SimulationEvent] = [(time, r, r, None, None) for r, time in enumerate(self._arrivals)]
         heapify(self._events)
         self._order = self._count
         self._random = Random(seed)
         self._turn = 0
         self._prefills = self._engines(deployment.prefill, requests)
         self._decodes = self._engines(deployment.decode, requests) if deployment.decode else []
-        self._whose: list[Engine | None] = [None] * self._count  # prefill instance
-        self._where: list[Engine | None] = [None] * self._count  # decode instance
+        self._whose: list[Replica | None] = [None] * self._count  # prefill instance
+        self._where: list[Replica | None] = [None] * self._count  # decode instance
         self._queue: list[int] = []  # in the proxy
         self._queued = 0  # how many of them have left
         self._ended = [-1.0] * self._count
@@ -139,10 +139,10 @@ class _Run:
         self._stop = False
         self._limit = objective.allowed(self._count) if objective else self._count
 
-    def _engines(self, side: Side, requests: Requests) -> list[Engine]:
-        return [Engine(self, requests, side.latency, side.kv, side.rules) for _ in range(side.count)]
+    def _engines(self, side: ReplicaPool, requests: RequestTable) -> list[Replica]:
+        return [Replica(self, requests, side.latency, side.kv, side.rules) for _ in range(side.count)]
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationResult:
         events = self._events
         while events and not self._stop:
             now, _, r, engine, batch = heappop(events)
@@ -203,7 +203,7 @@ class _Run:
         self._where[r] = decode
         decode.expect(now, r)
 
-    def _choose(self, engines: list[Engine], r: int) -> Engine:
+    def _choose(self, engines: list[Replica], r: int) -> Replica:
         policy = self._deployment.policy
         if len(engines) == 1:
             return engines[0]
@@ -220,11 +220,11 @@ class _Run:
 
     # --- what engines tell ---
 
-    def at(self, time: float, engine: Engine, batch: Batch | None) -> None:
+    def at(self, time: float, engine: Replica, batch: Batch | None) -> None:
         self._order += 1
         heappush(self._events, (time, self._order, -1, engine, batch))
 
-    def prefilled(self, engine: Engine, now: float, r: int) -> None:
+    def prefilled(self, engine: Replica, now: float, r: int) -> None:
         requests, distserve = self._requests, self._deployment.distserve
         if not self._decodes or self._arrived[r]:  # computed where it is decoded; or preempted there, and again
             if self._arrived[r] or requests.first[r] >= 0:
@@ -248,7 +248,7 @@ class _Run:
             self._move(now, r)
         self._dispatch(now)
 
-    def reserved(self, engine: Engine, now: float, r: int) -> None:
+    def reserved(self, engine: Replica, now: float, r: int) -> None:
         self._parked[r] = now
         if self._done[r] >= 0:
             self._move(now, r)
@@ -260,7 +260,7 @@ class _Run:
         if self._objective and now - self._arrivals[r] > self._objective.ttft:
             self._miss(r, 0)
 
-    def finished(self, engine: Engine, now: float, r: int) -> None:
+    def finished(self, engine: Replica, now: float, r: int) -> None:
         engine.load -= 1 if self._decodes else self._requests.prompts[r]
         self._ended[r] = now
         if self._objective and self._tpot(r) > self._objective.tpot:
@@ -288,7 +288,7 @@ class _Run:
         else:
             self._landed(now, r, decode)
 
-    def _landed(self, now: float, r: int, decode: Engine) -> None:
+    def _landed(self, now: float, r: int, decode: Replica) -> None:
         prefill = self._whose[r]
         self._arrived[r] = True
         if prefill:
@@ -315,10 +315,10 @@ class _Run:
         steps = output if distserve else output - 1
         return (self._ended[r] - self._requests.first[r]) / steps if steps else 0.0
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> SimulationResult:
         first, ended, arrivals = self._requests.first, self._ended, self._arrivals
         numbers = range(self._count)
-        return Outcome(
+        return SimulationResult(
             [first[r] - arrivals[r] if first[r] >= 0 else -1.0 for r in numbers],
             [self._tpot(r) if ended[r] >= 0 else -1.0 for r in numbers],
             [ended[r] - arrivals[r] if ended[r] >= 0 else -1.0 for r in numbers],
@@ -328,7 +328,7 @@ class _Run:
         )
 
 
-def _load(engine: Engine) -> int:
+def _load(engine: Replica) -> int:
     return engine.load
 
 

@@ -13,18 +13,18 @@ import msgspec
 
 from ...errors import ConfigError
 from ...workloads import traces
-from ...workloads.lengths import KNOWN, Lengths
-from ...workloads.traces import Request, Trace
+from ...workloads.lengths import NAMED_DISTRIBUTIONS, LengthDistribution
+from ...workloads.traces import Trace, TraceRequest
 
 
-class Sample(msgspec.Struct, frozen=True):
+class WorkloadSample(msgspec.Struct, frozen=True):
     """Requests of one seed; `gaps` are the times between arrivals in units of their mean, the first is 0."""
 
     prompts: list[int]
     outputs: list[int]
     gaps: list[float]
     prefixes: list[tuple[int, ...]] | None = None  # ids of each prompt's blocks
-    block: int = traces.MOONCAKE  # tokens of a block
+    block: int = traces.MOONCAKE_BLOCK_TOKENS  # tokens of a block
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -42,7 +42,7 @@ class Workload(msgspec.Struct, frozen=True):
     """Where requests come from: a distribution or a trace."""
 
     name: str
-    lengths: Lengths | None = None
+    lengths: LengthDistribution | None = None
     trace: Trace | None = None
     fixed: tuple[int, int] | None = None
 
@@ -50,7 +50,7 @@ class Workload(msgspec.Struct, frozen=True):
     def timed(self) -> bool:
         return self.trace is not None and self.trace.timed
 
-    def sample(self, requests: int, seed: int, arrivals: Arrivals) -> Sample:
+    def sample(self, requests: int, seed: int, arrivals: Arrivals) -> WorkloadSample:
         """`requests` requests; of a trace, the window that starts at seed * requests."""
         random = Random(f"{self.name}/{seed}")
         rows = self._window(requests, seed)
@@ -62,10 +62,10 @@ class Workload(msgspec.Struct, frozen=True):
             pairs = [self.fixed or (1, 1)] * requests
         gaps = _gaps_of(rows) if arrivals.kind == "trace" else [0.0, *arrivals.draw(random, len(pairs) - 1)]
         prefixes = [row.hash_ids for row in rows] if any(row.hash_ids for row in rows) else None
-        block = self.trace.block if self.trace else traces.MOONCAKE
-        return Sample([p for p, _ in pairs], [o for _, o in pairs], gaps, prefixes, block)
+        block = self.trace.block if self.trace else traces.MOONCAKE_BLOCK_TOKENS
+        return WorkloadSample([p for p, _ in pairs], [o for _, o in pairs], gaps, prefixes, block)
 
-    def _window(self, requests: int, seed: int) -> Sequence[Request]:
+    def _window(self, requests: int, seed: int) -> Sequence[TraceRequest]:
         rows = self.trace.requests if self.trace else ()
         start = seed * requests % max(1, len(rows) - requests + 1)
         return rows[start : start + requests]
@@ -87,8 +87,8 @@ class Arrivals(msgspec.Struct, frozen=True):
 
 def load(text: str) -> Workload:
     """A workload by name, as IN:OUT, or the path of a trace; ConfigError says what would be accepted."""
-    if text in KNOWN:
-        return Workload(text, lengths=KNOWN[text])
+    if text in NAMED_DISTRIBUTIONS:
+        return Workload(text, lengths=NAMED_DISTRIBUTIONS[text])
     if (fixed := text.replace("/", ":").split(":")) and len(fixed) == 2 and all(f.isdecimal() for f in fixed):
         if min(map(int, fixed)) < 1:
             raise ConfigError(f"--workload: {text} has a length of 0")
@@ -96,7 +96,8 @@ def load(text: str) -> Workload:
     path = Path(text)
     if not path.is_file():
         raise ConfigError(
-            f"--workload: {text} is neither a file nor known: give one of {', '.join(KNOWN)}, IN:OUT in tokens, or a trace"
+            f"--workload: {text} is neither a file nor known: give one of {', '.join(NAMED_DISTRIBUTIONS)},"
+            " IN:OUT in tokens, or a trace"
         )
     trace = traces.read(text, "--workload")
     if len(trace.requests) < 2:
@@ -133,7 +134,7 @@ def extent(workload: Workload, arrivals: Arrivals, requests: int, seeds: int) ->
     return requests, min(seeds, there // requests) if arrivals.kind == "trace" else seeds
 
 
-def _gaps_of(rows: Sequence[Request]) -> list[float]:
+def _gaps_of(rows: Sequence[TraceRequest]) -> list[float]:
     times = [row.arrival for row in rows]
     mean = (times[-1] - times[0]) / max(1, len(times) - 1)
     if mean <= 0:

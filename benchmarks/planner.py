@@ -52,7 +52,7 @@ def note(name: str, value: Any, words: str) -> None:
     )
 
 
-def setting(name: str, ttft: float, gpus: int, requests: int, seeds: int, kv_limit: int = 0) -> Scenario:
+def scenario(name: str, ttft: float, gpus: int, requests: int, seeds: int, kv_limit: int = 0) -> Scenario:
     """DistServe's rules, coefficients and lengths."""
     source = PerformanceSource("coefficients", "distserve-a100", model.load(name))
     return Scenario(
@@ -73,18 +73,18 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def speed() -> None:
-    thirteen = setting("opt-13b", 0.2, 4, 300, 1)
+    thirteen = scenario("opt-13b", 0.2, 4, 300, 1)
     placement, sample = Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(1, 1, 1)), thirteen.samples()[0]
     deployment = thirteen.deployment(placement)
     runs = [timed(lambda: simulate(deployment, sample, 4.68))[0] for _ in range(20)]
     note("simulation_300_requests_s", min(runs), "OPT-13B TP2 + TP1 at 4.68 req/s; target 0.10 s (DistServe's: 0.33)")
-    for name, sought in (("opt_13b", thirteen), ("opt_66b", setting("opt-66b", 0.4, 8, 300, 1))):
+    for name, sought in (("opt_13b", thirteen), ("opt_66b", scenario("opt-66b", 0.4, 8, 300, 1))):
         everything = optimizer.disaggregated(sought)
         single = [p for p in everything if p.prefill.n == 1 and p.decode and p.decode.n == 1]
         for what, placements in (("one_each", single), ("all", everything)):
             seconds, _ = timed(lambda p=placements, s=sought: optimizer.search(s, p, 3, 1, quiet))  # type: ignore[misc]
             note(f"search_{name}_{what}_s", seconds, f"{len(placements)} placements, 300 requests, one seed, CPU time")
-    sixteen = setting("opt-66b", 0.4, 16, 300, 5)
+    sixteen = scenario("opt-66b", 0.4, 16, 300, 5)
     placements = optimizer.disaggregated(sixteen)
     seconds, _ = timed(lambda: optimizer.search(sixteen, placements, 3, 1, quiet))
     note("search_opt_66b_16_gpus_5_seeds_s", seconds, f"{len(placements)} placements; target 120 s")
@@ -92,7 +92,7 @@ def speed() -> None:
 
 def opt_13b() -> None:
     for name, kv_limit in (("opt_13b", 0), ("opt_13b_kv_50000", 50_000)):
-        sought = setting("opt-13b", 0.2, 4, 1000, 5, kv_limit)
+        sought = scenario("opt-13b", 0.2, 4, 1000, 5, kv_limit)
         found = optimizer.search(sought, optimizer.disaggregated(sought), 3, 1, quiet)
         note(f"{name}_best", str(found[0].placement), f"next: {found[1].placement}, {found[1].goodput:.3f}")
         low, high = found[0].ci
@@ -101,7 +101,7 @@ def opt_13b() -> None:
             found[0].goodput,
             f"95 % interval {low:.3f} .. {high:.3f}; DistServe's 1.55 +-10 %",
         )
-    sought = setting("opt-13b", 0.2, 4, 1000, 20)
+    sought = scenario("opt-13b", 0.2, 4, 1000, 20)
     for decode in (1, 2):
         score = optimizer.evaluate(sought, Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(decode, 1, 1)), sought.samples(), -1.0)
         if not score:
@@ -115,7 +115,7 @@ def opt_13b() -> None:
 
 def opt_66b() -> None:
     for name, kv_limit in (("opt_66b", 0), ("opt_66b_kv_50000", 50_000)):
-        sought = setting("opt-66b", 0.4, 8, 1000, 5, kv_limit)
+        sought = scenario("opt-66b", 0.4, 8, 1000, 5, kv_limit)
         samples = sought.samples()
         found = optimizer.search(sought, optimizer.disaggregated(sought), 3, 1, quiet)
         note(f"{name}_best", str(found[0].placement), "OPT-66B at 0.4/0.1 s, up to 8 GPUs")

@@ -76,8 +76,8 @@ def test_everybody_is_served_and_kv_is_bounded(deployment: Deployment, sample: W
             return batch
 
         patch.setattr(Replica, "_compose", watched)
-        outcome = run.run()
-    assert min(outcome.latency) > 0 and all(t >= 0 for t in (*outcome.ttft, *outcome.tpot, *outcome.transfer))
+        result = run.run()
+    assert min(result.latency) > 0 and all(t >= 0 for t in (*result.ttft, *result.tpot, *result.transfer))
     for engine in engines:
         assert (engine.used, engine.running, engine.load, engine.legs, engine.ready.n) == (0, 0, 0, 0, 0)
 

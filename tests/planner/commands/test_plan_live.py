@@ -122,16 +122,16 @@ def test_a_refit_finds_how_much_slower_the_deployment_is() -> None:
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
     words = ["--coefficients", "distserve-a100", "--model", "opt-13b", "--workload", "300:100", "--requests", "300"]
-    setting = flags.read(parser.parse_args(words), 4, "").setting
+    scenario = flags.read(parser.parse_args(words), 4, "").scenario
     present = Placement(ReplicaGroup(1, 1, 2), ReplicaGroup(1, 1, 2))
     slow = msgspec.structs.replace(
-        setting,
-        prefill=msgspec.structs.replace(setting.prefill, scale=1.5),
-        decode=msgspec.structs.replace(setting.decode, scale=2.0),
+        scenario,
+        prefill=msgspec.structs.replace(scenario.prefill, scale=1.5),
+        decode=msgspec.structs.replace(scenario.decode, scale=2.0),
     )
     outcome = simulate(slow.deployment(present), slow.samples()[0], 4.0)
     means = sum(outcome.ttft) / 300, sum(outcome.tpot) / 300
-    found = live.refit(setting, present, ObservedTraffic(60.0, 240, 4.0, 300.0, 100.0, *means))
+    found = live.refit(scenario, present, ObservedTraffic(60.0, 240, 4.0, 300.0, 100.0, *means))
     assert found.prefill.scale == pytest.approx(1.5, rel=0.02)
     assert found.decode.scale == pytest.approx(2.0, rel=0.02)
 

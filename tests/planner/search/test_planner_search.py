@@ -30,35 +30,35 @@ def _told(done: int, total: int, best: optimizer.PlacementScore | None) -> None:
 
 def test_opt_13b_gets_prefill_tp2_and_decode_tp1() -> None:
     """DistServe's README: 1.56 req/s per GPU; 1.55 over six seeds of 1000.  Five seeds: benchmarks/planner.py."""
-    setting = _distserve("opt-13b", 0.2, 4, 1000, 2)
-    best = optimizer.search(setting, optimizer.disaggregated(setting), 1, 1, _told)[0]
+    scenario = _distserve("opt-13b", 0.2, 4, 1000, 2)
+    best = optimizer.search(scenario, optimizer.disaggregated(scenario), 1, 1, _told)[0]
     assert best.placement == Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(1, 1, 1))
     assert best.goodput == pytest.approx(1.55, rel=0.10)
     assert best.ci[0] < best.goodput < best.ci[1]
 
 
 def test_opt_66b_does_not_decode_on_two_gpus_when_memory_counts() -> None:
-    setting = _distserve("opt-66b", 0.4, 8, 300, 3)
-    best = optimizer.search(setting, optimizer.disaggregated(setting), 1, 1, _told)[0]
+    scenario = _distserve("opt-66b", 0.4, 8, 300, 3)
+    best = optimizer.search(scenario, optimizer.disaggregated(scenario), 1, 1, _told)[0]
     assert best.placement.decode and best.placement.decode.gpus > 2
-    two = optimizer.evaluate(setting, Placement(ReplicaGroup(4, 1, 1), ReplicaGroup(2, 1, 1)), setting.samples(), -1.0)
+    two = optimizer.evaluate(scenario, Placement(ReplicaGroup(4, 1, 1), ReplicaGroup(2, 1, 1)), scenario.samples(), -1.0)
     assert two and two.goodput < 0.7 * best.goodput
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_pruning_keeps_what_brute_force_finds(seed: int) -> None:
-    setting = _distserve("opt-66b", 0.2 + 0.2 * seed, 7, 60, seed)
-    for placements in (optimizer.disaggregated(setting), optimizer.colocated(setting)):
-        brute = optimizer.search(setting, placements, 0, 1, _told)
-        pruned = optimizer.search(setting, placements, 3, 1, _told)
-        assert pruned == optimizer._ranked(setting, brute, 3)
-        assert pruned == optimizer.search(setting, placements[::-1], 3, 1, _told)
+    scenario = _distserve("opt-66b", 0.2 + 0.2 * seed, 7, 60, seed)
+    for placements in (optimizer.disaggregated(scenario), optimizer.colocated(scenario)):
+        brute = optimizer.search(scenario, placements, 0, 1, _told)
+        pruned = optimizer.search(scenario, placements, 3, 1, _told)
+        assert pruned == optimizer._ranked(scenario, brute, 3)
+        assert pruned == optimizer.search(scenario, placements[::-1], 3, 1, _told)
 
 
 def test_processes_change_nothing() -> None:
-    setting = _distserve("opt-13b", 0.2, 3, 60, 2)
-    placements = optimizer.disaggregated(setting)
-    assert optimizer.search(setting, placements, 2, 2, _told) == optimizer.search(setting, placements, 2, 1, _told)
+    scenario = _distserve("opt-13b", 0.2, 3, 60, 2)
+    placements = optimizer.disaggregated(scenario)
+    assert optimizer.search(scenario, placements, 2, 2, _told) == optimizer.search(scenario, placements, 2, 1, _told)
 
 
 def test_a_bisection_ends_only_after_a_failure_and_brackets_the_threshold() -> None:
@@ -72,24 +72,24 @@ def test_a_bisection_ends_only_after_a_failure_and_brackets_the_threshold() -> N
 
 
 def test_what_nothing_can_meet_has_no_goodput_and_costs_nothing() -> None:
-    setting = _distserve("opt-13b", 0.01, 4, 100, 2)
-    assert optimizer.search(setting, optimizer.disaggregated(setting), 3, 1, _told) == []
+    scenario = _distserve("opt-13b", 0.01, 4, 100, 2)
+    assert optimizer.search(scenario, optimizer.disaggregated(scenario), 3, 1, _told) == []
 
 
 def test_two_gpu_types() -> None:
     """Compute-heavy H100 for prefill, bandwidth-heavy H20 for decode."""
     found = model.load("llama-3.1-8b")
     prefill, decode = (PerformanceSource("roofline", name, found, hardware.gpu(name)) for name in ("h100", "h20"))
-    setting = Scenario(
+    scenario = Scenario(
         prefill=prefill, decode=decode, workload=workload.load("2000:100"), arrivals=Arrivals("poisson"),
         objective=Objective(0.5, 0.03), requests=60, seeds=1, gpus=3, link=hardware.link("ib-400"),
     )  # fmt: skip
     swapped = Scenario(
-        **{f: getattr(setting, f) for f in setting.__struct_fields__} | {"prefill": decode, "decode": prefill}
+        **{f: getattr(scenario, f) for f in scenario.__struct_fields__} | {"prefill": decode, "decode": prefill}
     )
-    right, wrong = (optimizer.search(s, optimizer.disaggregated(s), 1, 1, _told)[0].goodput for s in (setting, swapped))
+    right, wrong = (optimizer.search(s, optimizer.disaggregated(s), 1, 1, _told)[0].goodput for s in (scenario, swapped))
     assert right > 1.2 * wrong
-    assert {p.second for p in optimizer.colocated(setting)} == {False, True}
+    assert {p.second for p in optimizer.colocated(scenario)} == {False, True}
 
 
 def test_a_model_that_fits_nowhere_is_refused_with_what_would_fit() -> None:
@@ -104,12 +104,12 @@ def test_advice_on_tight_tokens_and_loose_first_tokens_and_the_other_way_round()
     source = PerformanceSource("roofline", "h200", found, hardware.gpu("h200"))
 
     def ask(ttft: float, tpot: float) -> advice.Advice:
-        setting = Scenario(
+        scenario = Scenario(
             prefill=source, decode=source, workload=workload.load("4000:300"), arrivals=Arrivals("poisson"),
             objective=Objective(ttft, tpot), requests=80, seeds=2, gpus=6, link=hardware.link("ib-400"),
         )  # fmt: skip
-        split = optimizer.search(setting, optimizer.disaggregated(setting), 2, 1, _told)
-        return advice.advise(setting, split, optimizer.search(setting, optimizer.colocated(setting), 2, 1, _told))
+        split = optimizer.search(scenario, optimizer.disaggregated(scenario), 2, 1, _told)
+        return advice.advise(scenario, split, optimizer.search(scenario, optimizer.colocated(scenario), 2, 1, _told))
 
     tight, loose = ask(8.0, 0.012), ask(0.8, 0.1)
     assert tight.disaggregate and tight.ratio and tight.ratio > 1.1
@@ -121,13 +121,13 @@ def test_advice_on_tight_tokens_and_loose_first_tokens_and_the_other_way_round()
 
 
 def test_commands_start_what_was_planned() -> None:
-    setting = _distserve("opt-13b", 0.2, 4, 10, 1)
-    same = output.commands(setting, Placement(ReplicaGroup(2, 1, 2), ReplicaGroup(2, 1, 1)), "facebook/opt-13b")
+    scenario = _distserve("opt-13b", 0.2, 4, 10, 1)
+    same = output.commands(scenario, Placement(ReplicaGroup(2, 1, 2), ReplicaGroup(2, 1, 1)), "facebook/opt-13b")
     assert same[0] == "vllm-disagg up --model facebook/opt-13b --prefill 2 --decode 1 --tensor-parallel-size 2"
     assert sum("kv_producer" in line for line in same) == 2 and sum("kv_consumer" in line for line in same) == 1
     assert same[-1].count("--prefill") == 2 and same[-1].count("--decode") == 1
     mixed = Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(1, 1, 1))
-    assert not any("vllm-disagg up" in line for line in output.commands(setting, mixed, "m"))
+    assert not any("vllm-disagg up" in line for line in output.commands(scenario, mixed, "m"))
     assert output.remarks(mixed)
-    colocated = output.commands(setting, Placement(ReplicaGroup(2, 1, 2), None, 2048), "m")
+    colocated = output.commands(scenario, Placement(ReplicaGroup(2, 1, 2), None, 2048), "m")
     assert "--max-num-batched-tokens 2048" in colocated[0] and colocated[-1].count("--decode") == 2

@@ -39,10 +39,10 @@ def test_mean_ttft_is_that_of_an_m_d_1_queue(pp: int, tolerance: float, load: fl
     sample = workload.load("512:1").sample(50_000, 1, Arrivals("poisson"))
     prefill = ReplicaPool(1, latency, LARGE, SchedulingRules(budget=512, sequences=LARGE))
     decode = ReplicaPool(1, latency, LARGE, SchedulingRules(sequences=LARGE))
-    outcome = simulate(
+    result = simulate(
         Deployment(prefill, decode, Handoff(overlap=False, concurrency=LARGE), distserve=True), sample, rate
     )
-    assert sum(outcome.ttft) / len(sample) == pytest.approx(queueing.mean_ttft(service, rate, pp), rel=tolerance)
+    assert sum(result.ttft) / len(sample) == pytest.approx(queueing.mean_ttft(service, rate, pp), rel=tolerance)
 
 
 def _deployments() -> dict[str, Deployment]:
@@ -85,8 +85,8 @@ def _slow(deployment: Deployment) -> Deployment:
 
 
 def test_little_kv_preempts_and_still_finishes() -> None:
-    outcome = simulate(_deployments()["P:D with little KV"], SHAREGPT.sample(200, 0, Arrivals("poisson")), 20.0)
-    assert outcome.preemptions > 0 and min(outcome.latency) > 0
+    result = simulate(_deployments()["P:D with little KV"], SHAREGPT.sample(200, 0, Arrivals("poisson")), 20.0)
+    assert result.preemptions > 0 and min(result.latency) > 0
 
 
 def test_the_same_seed_gives_the_same_result() -> None:
@@ -115,8 +115,8 @@ def test_overlap_hides_the_transfer_behind_the_prefill() -> None:
     sample = WorkloadSample([2048], [10], [0.0])
     prefill = unloaded_prefill(PLAIN, 2048)
     handoff = Handoff(LINKS["eth-100"], 0.5 * prefill * LINKS["eth-100"].bandwidth / 2048, 40)
-    outcome = simulate(Deployment(ReplicaPool(1, PLAIN, 60_000), ReplicaPool(1, PLAIN, 60_000), handoff), sample, 1.0)
-    assert outcome.transfer[0] == pytest.approx(0.5 * prefill / 40 + LINKS["eth-100"].latency)
+    result = simulate(Deployment(ReplicaPool(1, PLAIN, 60_000), ReplicaPool(1, PLAIN, 60_000), handoff), sample, 1.0)
+    assert result.transfer[0] == pytest.approx(0.5 * prefill / 40 + LINKS["eth-100"].latency)
 
 
 def test_d_reserves_kv_for_prompts_in_transfer() -> None:
@@ -130,9 +130,9 @@ def test_d_reserves_kv_for_prompts_in_transfer() -> None:
 
 
 def test_a_prompt_that_fits_nowhere_is_refused_and_missed() -> None:
-    outcome = simulate(Deployment(ReplicaPool(1, PLAIN, 500)), WorkloadSample([1000, 100], [10, 10], [0.0, 1.0]), 1.0)
-    assert outcome.ttft[0] == -1 and outcome.ttft[1] > 0
-    assert outcome.attainment(Objective(1, 1, 0.9)) == 0.5
+    result = simulate(Deployment(ReplicaPool(1, PLAIN, 500)), WorkloadSample([1000, 100], [10, 10], [0.0, 1.0]), 1.0)
+    assert result.ttft[0] == -1 and result.ttft[1] > 0
+    assert result.attainment(Objective(1, 1, 0.9)) == 0.5
 
 
 def test_shared_prefixes_save_prefill() -> None:
@@ -152,8 +152,8 @@ def test_prefix_aware_finds_the_instance_that_has_it() -> None:
 
     def mean(policy: str) -> float:
         side = ReplicaPool(2, PLAIN, 13_000)
-        outcome = simulate(Deployment(side, ReplicaPool(1, PLAIN, 60_000), policy=policy), sample, 0.1)  # type: ignore[arg-type]
-        return sum(outcome.ttft) / 40
+        result = simulate(Deployment(side, ReplicaPool(1, PLAIN, 60_000), policy=policy), sample, 0.1)  # type: ignore[arg-type]
+        return sum(result.ttft) / 40
 
     assert mean("prefix_aware") < 0.6 * mean("round_robin")
 

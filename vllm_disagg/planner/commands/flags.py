@@ -21,7 +21,7 @@ LINK = {"coefficients": "none", "profile": "none", "roofline": "ib-400"}
 class PlanInputs:
     """A setting, the model's name for commands, and the fits to show."""
 
-    setting: Scenario
+    scenario: Scenario
     model: str
     fits: list[tuple[str, profile.LatencyFit]]
 
@@ -84,7 +84,7 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
         check_model(source, gpus, flag)
     arrivals = workload.arrivals(args.arrivals, work)
     requests, seeds = workload.extent(work, arrivals, args.requests, args.seeds)
-    setting = Scenario(
+    scenario = Scenario(
         prefill=prefill,
         decode=decode,
         workload=work,
@@ -102,7 +102,7 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
         sequences=args.max_num_seqs,
         distserve=like_distserve,
     )
-    return PlanInputs(setting, args.model or prefill.name, fits)
+    return PlanInputs(scenario, args.model or prefill.name, fits)
 
 
 def _check(args: argparse.Namespace) -> None:

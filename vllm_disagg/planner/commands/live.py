@@ -73,15 +73,15 @@ def run(args: argparse.Namespace, say: Callable[[str], None] | None = None) -> i
     url = http_client.address("--live", args.live)
     prefills, decodes = count(_page(url, "/disagg/instances"))
     planned = flags.read(args, (prefills + decodes) * tp * pp, "more GPUs, as an --instance of")
-    if (tp, pp) not in planned.setting.prefill.shapes(max(8, tp * pp)):
-        raise ConfigError(f"--instance: {args.instance} cannot be simulated with {planned.setting.prefill.name}")
+    if (tp, pp) not in planned.scenario.prefill.shapes(max(8, tp * pp)):
+        raise ConfigError(f"--instance: {args.instance} cannot be simulated with {planned.scenario.prefill.name}")
     before, began = parse(_page(url, "/metrics")), time.monotonic()
     tell(f"plan: {prefills} prefill and {decodes} decode instances; looking at {args.window:g} s of traffic")
     time.sleep(args.window)
     traffic = between(before, parse(_page(url, "/metrics")), time.monotonic() - began)
     present = Placement(ReplicaGroup(tp, pp, prefills), ReplicaGroup(tp, pp, decodes))
-    setting = refit(_under(planned.setting, traffic, args.workload), present, traffic)
-    document = judge(setting, present, traffic, optimizer.processes(args.jobs))
+    scenario = refit(_under(planned.scenario, traffic, args.workload), present, traffic)
+    document = judge(scenario, present, traffic, optimizer.processes(args.jobs))
     print(json.dumps(document) if args.json else _text(document))
     return 0
 
@@ -155,26 +155,26 @@ def between(before: MetricSamples, after: MetricSamples, seconds: float) -> Obse
 # --- what follows ---
 
 
-def _under(setting: Scenario, traffic: ObservedTraffic, asked: str) -> Scenario:
+def _under(scenario: Scenario, traffic: ObservedTraffic, asked: str) -> Scenario:
     """The setting with that traffic's lengths, unless a workload was asked for."""
     if asked != flags.WORKLOAD:
-        return setting
+        return scenario
     spread = lengths.LengthDistribution(
         (math.log(traffic.prompt) - SIGMA**2 / 2, SIGMA),
         (math.log(max(1.0, traffic.output)) - SIGMA**2 / 2, SIGMA),
         limit=1 << 40,
     )
     work = workload.Workload(f"{traffic.prompt:.0f}:{traffic.output:.0f} as seen", lengths=spread)
-    return msgspec.structs.replace(setting, workload=work)
+    return msgspec.structs.replace(scenario, workload=work)
 
 
-def refit(setting: Scenario, present: Placement, traffic: ObservedTraffic) -> Scenario:
+def refit(scenario: Scenario, present: Placement, traffic: ObservedTraffic) -> Scenario:
     """Factors on prefill and decode times with which the simulation has the measured mean TTFT and TPOT.
 
     Both means grow with their phase's factor, so each is found by bisection; in turns, for a first token takes a step of
     decode, too, and decodes that last longer keep KV that prompts wait for.
     """
-    sample = setting.samples()[0]
+    sample = scenario.samples()[0]
 
     def means(tried: Scenario) -> dict[str, float]:
         outcome = simulate(tried.deployment(present), sample, traffic.rate)
@@ -188,26 +188,26 @@ def refit(setting: Scenario, present: Placement, traffic: ObservedTraffic) -> Sc
             low, high = 1 / REACH, REACH
             while high / low > CLOSE:
                 middle = math.sqrt(low * high)
-                low, high = (low, middle) if means(_scaled(setting, phase, middle))[phase] > seen else (middle, high)
-            setting = _scaled(setting, phase, math.sqrt(low * high))
-    return setting
+                low, high = (low, middle) if means(_scaled(scenario, phase, middle))[phase] > seen else (middle, high)
+            scenario = _scaled(scenario, phase, math.sqrt(low * high))
+    return scenario
 
 
-def _scaled(setting: Scenario, phase: str, factor: float) -> Scenario:
-    return msgspec.structs.replace(setting, **{phase: msgspec.structs.replace(getattr(setting, phase), scale=factor)})
+def _scaled(scenario: Scenario, phase: str, factor: float) -> Scenario:
+    return msgspec.structs.replace(scenario, **{phase: msgspec.structs.replace(getattr(scenario, phase), scale=factor)})
 
 
-def judge(setting: Scenario, present: Placement, traffic: ObservedTraffic, jobs: int) -> dict[str, Any]:
+def judge(scenario: Scenario, present: Placement, traffic: ObservedTraffic, jobs: int) -> dict[str, Any]:
     """The present split's goodput beside that of each other one of as many instances, and of one instance more."""
     tp, pp, decode = present.prefill.tp, present.prefill.pp, present.decode
     total = present.prefill.n + (decode.n if decode else 0)
     splits = [Placement(ReplicaGroup(tp, pp, n), ReplicaGroup(tp, pp, total - n)) for n in range(1, total)]
-    scores = optimizer.search(setting, splits, 0, jobs, lambda *_: None)
+    scores = optimizer.search(scenario, splits, 0, jobs, lambda *_: None)
     now = next((score for score in scores if score.placement == present), None)
     best = scores[0] if scores else None
     if not best:
         raise ConfigError(
-            f"--live: no split meets --ttft {setting.objective.ttft:g} and --tpot {setting.objective.tpot:g} at any rate;"
+            f"--live: no split meets --ttft {scenario.objective.ttft:g} and --tpot {scenario.objective.tpot:g} at any rate;"
             f" means now are {traffic.ttft:.3g} and {traffic.tpot:.3g} s: give more"
         )
     gain = best.goodput / now.goodput if now else None
@@ -219,18 +219,18 @@ def judge(setting: Scenario, present: Placement, traffic: ObservedTraffic, jobs:
         "present": _split(present, now),
         "best": _split(best.placement, best),
         "alternatives": [_split(score.placement, score) for score in scores],
-        "one_more": {role: _one_more(setting, present, role, held, jobs) for role in ("prefill", "decode")},
+        "one_more": {role: _one_more(scenario, present, role, held, jobs) for role in ("prefill", "decode")},
         "traffic": msgspec.to_builtins(traffic),
-        "refit": {"prefill": setting.prefill.scale, "decode": setting.decode.scale},
+        "refit": {"prefill": scenario.prefill.scale, "decode": scenario.decode.scale},
         "headroom": held / traffic.rate,
-        "setting": describe(setting),
+        "setting": describe(scenario),
     }
 
 
-def _one_more(setting: Scenario, present: Placement, role: str, held: float, jobs: int) -> dict[str, Any]:
-    choice = getattr(present, role)
-    grown = msgspec.structs.replace(present, **{role: msgspec.structs.replace(choice, n=choice.n + 1)})
-    scores = optimizer.search(setting, [grown], 0, jobs, lambda *_: None)
+def _one_more(scenario: Scenario, present: Placement, role: str, held: float, jobs: int) -> dict[str, Any]:
+    group = getattr(present, role)
+    grown = msgspec.structs.replace(present, **{role: msgspec.structs.replace(group, n=group.n + 1)})
+    scores = optimizer.search(scenario, [grown], 0, jobs, lambda *_: None)
     found = _split(grown, scores[0] if scores else None)
     return found | {"gain": found["goodput"] / held if held else None}
 

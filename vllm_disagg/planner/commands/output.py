@@ -14,7 +14,7 @@ from ..search.scenario import Placement, ReplicaGroup, Scenario
 # --- commands ---
 
 
-def commands(setting: Scenario, placement: Placement, model: str) -> list[str]:
+def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
     """What to type for `placement`, one a line; instances on one machine are given by ports, as an example."""
     if not placement.decode:
         return _colocated(placement, model)
@@ -26,8 +26,8 @@ def commands(setting: Scenario, placement: Placement, model: str) -> list[str]:
         lines.append(shlex.join(words))
     lines.append("vllm-disagg key fleet.key")
     proxy = ["vllm-disagg", "proxy", "--key-file", "fleet.key"]
-    for role, flag, choice, base in (("kv_producer", "--prefill", p, 8100), ("kv_consumer", "--decode", d, 8200)):
-        for n in range(choice.n):
+    for role, flag, group, base in (("kv_producer", "--prefill", p, 8100), ("kv_consumer", "--decode", d, 8200)):
+        for n in range(group.n):
             transfer = {
                 "kv_connector": "DisaggConnector",
                 "kv_role": role,
@@ -35,7 +35,7 @@ def commands(setting: Scenario, placement: Placement, model: str) -> list[str]:
                 "kv_connector_extra_config": {"key_file": "fleet.key"},
             }
             extra = ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
-            lines.append(shlex.join([*_serve(model, choice, base + n), *extra]))
+            lines.append(shlex.join([*_serve(model, group, base + n), *extra]))
             proxy += [flag, f"http://127.0.0.1:{base + n}"]
     return [*lines, shlex.join(proxy)]
 
@@ -61,9 +61,9 @@ def _colocated(placement: Placement, model: str) -> list[str]:
     return lines if placement.prefill.n == 1 else [*lines, shlex.join(proxy)]
 
 
-def _serve(model: str, choice: ReplicaGroup, port: int) -> list[str]:
+def _serve(model: str, group: ReplicaGroup, port: int) -> list[str]:
     words = ["vllm", "serve", model, "--port", str(port)]
-    for flag, value in (("--tensor-parallel-size", choice.tp), ("--pipeline-parallel-size", choice.pp)):
+    for flag, value in (("--tensor-parallel-size", group.tp), ("--pipeline-parallel-size", group.pp)):
         if value > 1:
             words += [flag, str(value)]
     return words
@@ -74,72 +74,72 @@ def _serve(model: str, choice: ReplicaGroup, port: int) -> list[str]:
 
 def as_json(advice: Advice, model: str) -> dict[str, Any]:
     """The document that `plan --json` prints."""
-    setting, placement = advice.setting, advice.chosen.placement
+    scenario, placement = advice.scenario, advice.chosen.placement
     return {
         "recommendation": "disaggregate" if advice.disaggregate else "colocate",
-        "best": _score(setting, advice.best),
-        "runner_up": _score(setting, advice.runner_up),
-        "colocated": _score(setting, advice.colocated),
+        "best": _score(scenario, advice.best),
+        "runner_up": _score(scenario, advice.runner_up),
+        "colocated": _score(scenario, advice.colocated),
         "ratio": advice.ratio,
         "ratio_ci": advice.ratio_ci,
-        "alternatives": [_score(setting, score) for score in advice.alternatives],
+        "alternatives": [_score(scenario, score) for score in advice.alternatives],
         "flips": {name: {"at": f.at, "words": f.words} for name, f in advice.flips.items()},
-        "commands": commands(setting, placement, model),
-        "remarks": [*remarks(placement), *short(setting, advice.chosen)],
+        "commands": commands(scenario, placement, model),
+        "remarks": [*remarks(placement), *short(scenario, advice.chosen)],
         "considered": advice.considered,
-        "setting": describe(setting),
+        "setting": describe(scenario),
     }
 
 
-def describe(setting: Scenario) -> dict[str, Any]:
-    objective = setting.objective
+def describe(scenario: Scenario) -> dict[str, Any]:
+    objective = scenario.objective
     return {
-        "latency": {"prefill": setting.prefill.words(), "decode": setting.decode.words()},
-        "workload": setting.workload.name,
-        "arrivals": setting.arrivals.kind,
+        "latency": {"prefill": scenario.prefill.words(), "decode": scenario.decode.words()},
+        "workload": scenario.workload.name,
+        "arrivals": scenario.arrivals.kind,
         "ttft": objective.ttft,
         "tpot": objective.tpot,
         "attainment": objective.attainment,
         "attainment_of": "each request, TTFT and TPOT jointly" if objective.joint else "TTFT and TPOT separately",
-        "rules": "DistServe's" if setting.distserve else "vLLM's",
-        "gpus": setting.gpus,
-        "requests": setting.requests,
-        "seeds": setting.seeds,
-        "link": setting.link.name,
-        "overlap": setting.overlap,
-        "policy": setting.policy,
-        "kv_limit": setting.kv_limit or None,
+        "rules": "DistServe's" if scenario.distserve else "vLLM's",
+        "gpus": scenario.gpus,
+        "requests": scenario.requests,
+        "seeds": scenario.seeds,
+        "link": scenario.link.name,
+        "overlap": scenario.overlap,
+        "policy": scenario.policy,
+        "kv_limit": scenario.kv_limit or None,
     }
 
 
-def _score(setting: Scenario, score: PlacementScore | None) -> dict[str, Any] | None:
+def _score(scenario: Scenario, score: PlacementScore | None) -> dict[str, Any] | None:
     if not score:
         return None
     placement = score.placement
     found: dict[str, Any] = {"gpus": placement.gpus, "goodput_per_gpu": score.goodput, "ci": score.ci}
-    found |= {"rates": score.rates, "closed_form": closed_form(setting, placement)}
+    found |= {"rates": score.rates, "closed_form": closed_form(scenario, placement)}
     if placement.decode:
-        return {"prefill": _choice(placement.prefill), "decode": _choice(placement.decode), **found}
+        return {"prefill": _replica_group(placement.prefill), "decode": _replica_group(placement.decode), **found}
     schedule = {"schedule": "chunked" if placement.mixed else "prefill-first", "budget": placement.budget}
-    return {**_choice(placement.prefill), **schedule, **found}
+    return {**_replica_group(placement.prefill), **schedule, **found}
 
 
-def _choice(choice: ReplicaGroup) -> dict[str, int]:
-    return {"tp": choice.tp, "pp": choice.pp, "n": choice.n}
+def _replica_group(group: ReplicaGroup) -> dict[str, int]:
+    return {"tp": group.tp, "pp": group.pp, "n": group.n}
 
 
-def closed_form(setting: Scenario, placement: Placement) -> dict[str, Any]:
+def closed_form(scenario: Scenario, placement: Placement) -> dict[str, Any]:
     """The sanity check beside a simulation: capacities, and for P:D the wait and the bandwidth at that rate."""
-    sample = setting.samples()[0]
-    prefill, decode = setting.capacities(placement, sample)
+    sample = scenario.samples()[0]
+    prefill, decode = scenario.capacities(placement, sample)
     both = min(prefill, decode) if placement.decode else 1 / (1 / prefill + 1 / decode)
     found = {"prefill": prefill, "decode": decode, "rate_per_gpu": both / placement.gpus}
-    model = setting.prefill.model
+    model = scenario.prefill.model
     if placement.decode and model:
         mean_prompt = sum(sample.prompts) / len(sample)
         found["bandwidth"] = queueing.bandwidth(model.kv_per_token, mean_prompt, both)
         found["transfer"] = queueing.transfer(
-            model.kv_per_token, mean_prompt, setting.link.bandwidth, setting.link.latency
+            model.kv_per_token, mean_prompt, scenario.link.bandwidth, scenario.link.latency
         )
     if placement.decode:
         one = placement.prefill.n / prefill

@@ -46,14 +46,14 @@ def run(args: argparse.Namespace) -> int:
     if args.report:
         report.check(args.report)
     planned = flags.read(args, args.gpus, "--gpus")
-    setting = planned.setting
+    scenario = planned.scenario
     began = time.monotonic()
     jobs = optimizer.processes(args.jobs)
-    split = optimizer.search(setting, optimizer.disaggregated(setting), KEEP, jobs, _progress("disaggregated"))
-    together = optimizer.search(setting, optimizer.colocated(setting), KEEP, jobs, _progress("colocated"))
+    split = optimizer.search(scenario, optimizer.disaggregated(scenario), KEEP, jobs, _progress("disaggregated"))
+    together = optimizer.search(scenario, optimizer.colocated(scenario), KEEP, jobs, _progress("colocated"))
     if not split and not together:
-        raise ConfigError(_nothing(setting))
-    found = advice.advise(setting, split, together)
+        raise ConfigError(_nothing(scenario))
+    found = advice.advise(scenario, split, together)
     document = output.as_json(found, planned.model)
     document["seconds"] = round(time.monotonic() - began, 2)
     document["fits"] = {
@@ -124,11 +124,11 @@ def _progress(kind: str) -> optimizer.ProgressCallback:
     return told
 
 
-def _nothing(setting: Scenario) -> str:
+def _nothing(scenario: Scenario) -> str:
     """Which objective nothing meets, and what would be met on an idle deployment."""
-    sample, objective = setting.samples()[0], setting.objective
-    firsts = [setting.prefill.latency(*shape) for shape in setting.prefill.shapes(setting.gpus)]
-    laters = [setting.decode.latency(*shape) for shape in setting.decode.shapes(setting.gpus)]
+    sample, objective = scenario.samples()[0], scenario.objective
+    firsts = [scenario.prefill.latency(*shape) for shape in scenario.prefill.shapes(scenario.gpus)]
+    laters = [scenario.decode.latency(*shape) for shape in scenario.decode.shapes(scenario.gpus)]
     prompts, share = sample.prompts, objective.attainment
     ttft = min(quantile([unloaded_prefill(latency, p) for p in prompts], share) for latency in firsts)
     tpot = min(quantile([unloaded_decode(latency, p) for p in prompts], share) for latency in laters)
@@ -138,6 +138,6 @@ def _nothing(setting: Scenario) -> str:
     if tpot > objective.tpot:
         return f"nothing meets --tpot {objective.tpot:g}: alone on the fastest instance {most} take {tpot:.3g} s; give more"
     return (
-        f"nothing meets --ttft {objective.ttft:g} and --tpot {objective.tpot:g} together on {setting.gpus} GPUs at any rate:"
+        f"nothing meets --ttft {objective.ttft:g} and --tpot {objective.tpot:g} together on {scenario.gpus} GPUs at any rate:"
         f" give more than --ttft {ttft:.3g} and --tpot {tpot:.3g}, or more GPUs"
     )

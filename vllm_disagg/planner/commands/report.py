@@ -33,8 +33,8 @@ def check(directory: str) -> None:
 
 def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, LatencyFit]]) -> str:
     """For a terminal."""
-    setting, objective = found.setting, found.setting.objective
-    times, traffic = setting.words()
+    scenario, objective = found.scenario, found.scenario.objective
+    times, traffic = scenario.words()
     how = "in one request" if objective.joint else "each by itself"
     lines = [
         times,
@@ -52,7 +52,7 @@ def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, Late
         if row and score:
             low, high = row["ci"]
             form = row["closed_form"]["rate_per_gpu"]
-            interval = f"{low:.3f} .. {high:.3f}" if setting.seeds > 1 else "one sample"
+            interval = f"{low:.3f} .. {high:.3f}" if scenario.seeds > 1 else "one sample"
             lines.append(f"{name:11}{row['goodput_per_gpu']:14.3f}  {interval:16}{form:12.3f}  {score.placement}")
         else:
             lines.append(f"{name:11}{'none':>14}")
@@ -113,7 +113,7 @@ def write(directory: str, found: Advice, document: dict[str, Any], fits: Sequenc
 def _goodput(found: Advice, path: Path) -> None:
     """Requests/s that met the objective, over requests/s that came."""
     figure, axes = _axes("requests/s per GPU that came", "requests/s per GPU within both objectives")
-    joint = _joint(found.setting.objective)
+    joint = _joint(found.scenario.objective)
     for curve in _shown(found):
         axes.plot(curve.rates, [r * a for r, a in zip(curve.rates, curve.attainment(joint), strict=True)],
                   label=str(curve.placement), linestyle=_style(curve))  # fmt: skip
@@ -122,7 +122,7 @@ def _goodput(found: Advice, path: Path) -> None:
 
 def _attainment(found: Advice, path: Path) -> None:
     figure, axes = _axes("requests/s per GPU", "share of requests that meet the objective")
-    objective = found.setting.objective
+    objective = found.scenario.objective
     for curve in _shown(found):
         axes.plot(curve.rates, curve.attainment(objective), label=str(curve.placement), linestyle=_style(curve))
     axes.axhline(objective.attainment, color="grey", linewidth=0.8)
@@ -134,8 +134,8 @@ def _frontier(found: Advice, path: Path) -> None:
     figure, axes = _axes("prefill GPUs / all GPUs", "requests/s per GPU")
     best = found.best
     if best and best.placement.decode:
-        sample = found.setting.samples()[0]
-        prefill, decode = found.setting.capacities(best.placement, sample)
+        sample = found.scenario.samples()[0]
+        prefill, decode = found.scenario.capacities(best.placement, sample)
         per_p, per_d = prefill / best.placement.prefill.gpus, decode / best.placement.decode.gpus
         shares = [n / 100 for n in range(1, 100)]
         rates = [min(s * per_p, (1 - s) * per_d) for s in shares]

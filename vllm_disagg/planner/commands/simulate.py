@@ -32,16 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     placement = _placement(args)
-    setting = _scaled(flags.read(args, placement.gpus, "instances of").setting, args.scale)
-    _check(setting, placement)
+    scenario = _scaled(flags.read(args, placement.gpus, "instances of").scenario, args.scale)
+    _check(scenario, placement)
     if not placement.decode:
-        placement = msgspec.structs.replace(placement, budget=setting.budget)
+        placement = msgspec.structs.replace(placement, budget=scenario.budget)
     if not 0 < args.rate < float("inf"):
         raise ConfigError(f"--rate: {args.rate} is not a rate: give requests/s, more than 0")
-    deployment = setting.deployment(placement)
-    outcomes = [simulate(deployment, s, args.rate, None, seed) for seed, s in enumerate(setting.samples())]
-    document = _document(setting, placement, args.rate, outcomes)
-    print(json.dumps(document) if args.json else _text(document, setting, placement))
+    deployment = scenario.deployment(placement)
+    results = [simulate(deployment, s, args.rate, None, seed) for seed, s in enumerate(scenario.samples())]
+    document = _document(scenario, placement, args.rate, results)
+    print(json.dumps(document) if args.json else _text(document, scenario, placement))
     return 0
 
 
@@ -50,16 +50,16 @@ def _placement(args: argparse.Namespace) -> Placement:
         if args.prefill or args.decode:
             raise ConfigError("--colocated takes the place of --prefill and --decode")
         return Placement(
-            _choice("--colocated", args.colocated), None, args.max_num_batched_tokens, not args.prefill_first
+            _replica_group("--colocated", args.colocated), None, args.max_num_batched_tokens, not args.prefill_first
         )
     if not args.prefill or not args.decode:
         raise ConfigError("give --prefill and --decode, or --colocated, as TPxPP: 4x1")
     if args.prefill_first:
         raise ConfigError("--prefill-first goes with --colocated")
-    return Placement(_choice("--prefill", args.prefill), _choice("--decode", args.decode))
+    return Placement(_replica_group("--prefill", args.prefill), _replica_group("--decode", args.decode))
 
 
-def _scaled(setting: Scenario, text: str) -> Scenario:
+def _scaled(scenario: Scenario, text: str) -> Scenario:
     try:
         first, later = map(float, text.split(":"))
     except ValueError:
@@ -68,12 +68,12 @@ def _scaled(setting: Scenario, text: str) -> Scenario:
         raise ConfigError(f"--scale: {text} is not P:D, two factors above 0, as 1.6:1")
     prefill, decode = (
         msgspec.structs.replace(side, scale=factor)
-        for side, factor in ((setting.prefill, first), (setting.decode, later))
+        for side, factor in ((scenario.prefill, first), (scenario.decode, later))
     )
-    return msgspec.structs.replace(setting, prefill=prefill, decode=decode)
+    return msgspec.structs.replace(scenario, prefill=prefill, decode=decode)
 
 
-def _choice(flag: str, text: str) -> ReplicaGroup:
+def _replica_group(flag: str, text: str) -> ReplicaGroup:
     match = re.fullmatch(r"(\d{1,4})x(\d{1,4})(?:x(\d{1,4}))?", text)
     if not match or "0" in match.groups():
         raise ConfigError(f"{flag}: {text} is not TPxPP or TPxPPxN with numbers of 1 or more, as 4x1 or 4x1x2")
@@ -81,32 +81,32 @@ def _choice(flag: str, text: str) -> ReplicaGroup:
     return ReplicaGroup(int(tp), int(pp), int(n or 1))
 
 
-def _check(setting: Scenario, placement: Placement) -> None:
-    sides: list[tuple[str, PerformanceSource, ReplicaGroup]] = [("--prefill", setting.prefill, placement.prefill)]
+def _check(scenario: Scenario, placement: Placement) -> None:
+    sides: list[tuple[str, PerformanceSource, ReplicaGroup]] = [("--prefill", scenario.prefill, placement.prefill)]
     if placement.decode:
-        sides.append(("--decode", setting.decode, placement.decode))
+        sides.append(("--decode", scenario.decode, placement.decode))
     else:
-        sides = [("--colocated", setting.prefill, placement.prefill)]
-    for flag, source, choice in sides:
-        shapes = source.shapes(max(8, choice.gpus))
-        if (choice.tp, choice.pp) not in shapes:
+        sides = [("--colocated", scenario.prefill, placement.prefill)]
+    for flag, source, group in sides:
+        shapes = source.shapes(max(8, group.gpus))
+        if (group.tp, group.pp) not in shapes:
             known = ", ".join(f"{tp}x{pp}" for tp, pp in shapes[:12])
             raise ConfigError(
-                f"{flag}: {choice.tp}x{choice.pp} cannot be simulated with {source.name}: give one of {known}"
+                f"{flag}: {group.tp}x{group.pp} cannot be simulated with {source.name}: give one of {known}"
             )
 
 
-def _document(setting: Scenario, placement: Placement, rate: float, outcomes: list[SimulationResult]) -> dict[str, Any]:
-    ttft = [t for o in outcomes for t in o.ttft]
-    tpot = [t for o in outcomes for t in o.tpot]
-    served = [t for o in outcomes for t in o.latency if t >= 0]
-    transfers = [t for o in outcomes for t in o.transfer]
+def _document(scenario: Scenario, placement: Placement, rate: float, results: list[SimulationResult]) -> dict[str, Any]:
+    ttft = [t for o in results for t in o.ttft]
+    tpot = [t for o in results for t in o.tpot]
+    served = [t for o in results for t in o.latency if t >= 0]
+    transfers = [t for o in results for t in o.transfer]
     document: dict[str, Any] = {
         "rate": rate,
         "gpus": placement.gpus,
-        "attainment": mean(o.attainment(setting.objective) for o in outcomes),
-        "attainment_ttft": mean(float(0 <= t <= setting.objective.ttft) for t in ttft),
-        "attainment_tpot": mean(float(0 <= t <= setting.objective.tpot) for t in tpot),
+        "attainment": mean(o.attainment(scenario.objective) for o in results),
+        "attainment_ttft": mean(float(0 <= t <= scenario.objective.ttft) for t in ttft),
+        "attainment_tpot": mean(float(0 <= t <= scenario.objective.tpot) for t in tpot),
     }
     for name, values in (("ttft", ttft), ("tpot", tpot)):
         came = [v for v in values if v >= 0]
@@ -117,19 +117,19 @@ def _document(setting: Scenario, placement: Placement, rate: float, outcomes: li
     document |= {
         "latency_mean": mean(served) if served else None,
         "transfer_mean": mean(transfers),
-        "refused": sum(t < 0 for o in outcomes for t in o.latency),
-        "preemptions": sum(o.preemptions for o in outcomes),
-        "closed_form": closed_form(setting, placement),
-        "setting": describe(setting),
+        "refused": sum(t < 0 for o in results for t in o.latency),
+        "preemptions": sum(o.preemptions for o in results),
+        "closed_form": closed_form(scenario, placement),
+        "setting": describe(scenario),
     }
     return document
 
 
-def _text(document: dict[str, Any], setting: Scenario, placement: Placement) -> str:
+def _text(document: dict[str, Any], scenario: Scenario, placement: Placement) -> str:
     gpus = f"{placement.gpus} GPU{'s' if placement.gpus > 1 else ''}"
-    objective = setting.objective
+    objective = scenario.objective
     lines = [
-        *setting.words(),
+        *scenario.words(),
         f"{placement} at {document['rate']:g} req/s on {gpus}",
         f"  attainment     {document['attainment']:.1%} within TTFT {objective.ttft:g} s and TPOT {objective.tpot:g} s",
     ]

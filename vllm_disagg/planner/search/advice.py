@@ -24,10 +24,10 @@ class RateCurve(msgspec.Struct, frozen=True):
 
     placement: Placement
     rates: list[float]  # requests/s per GPU
-    outcomes: list[SimulationResult]
+    results: list[SimulationResult]
 
     def attainment(self, objective: Objective) -> list[float]:
-        return [outcome.attainment(objective) for outcome in self.outcomes]
+        return [result.attainment(objective) for result in self.results]
 
     def goodput(self, objective: Objective) -> float:
         """Requests/s per GPU where attainment falls below the objective's, between two rates by line."""
@@ -51,7 +51,7 @@ class Crossover(msgspec.Struct, frozen=True):
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """What the search says; `best` is the best disaggregated placement, whether or not it is recommended."""
 
-    setting: Scenario
+    scenario: Scenario
     best: PlacementScore | None
     runner_up: PlacementScore | None
     alternatives: list[PlacementScore]
@@ -74,7 +74,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-def advise(setting: Scenario, split: Sequence[PlacementScore], together: Sequence[PlacementScore]) -> Advice:
+def advise(scenario: Scenario, split: Sequence[PlacementScore], together: Sequence[PlacementScore]) -> Advice:
     """`split` and `together` are the best of each kind, best first; at least one of them has some goodput."""
     best, base = (split[0] if split else None), (together[0] if together else None)
     ratio = ratio_ci = None
@@ -82,9 +82,9 @@ def advise(setting: Scenario, split: Sequence[PlacementScore], together: Sequenc
         ratio = best.goodput / base.goodput
         pairs = [a / b for a, b in zip(best.rates, base.rates, strict=True) if b > 0]
         ratio_ci = interval(pairs) if pairs else None
-    curves = curves_of(setting, [*split, *together])
+    curves = curves_of(scenario, [*split, *together])
     return Advice(
-        setting=setting,
+        scenario=scenario,
         best=best,
         runner_up=split[1] if len(split) > 1 else None,
         alternatives=list(split[1:]),
@@ -92,24 +92,24 @@ def advise(setting: Scenario, split: Sequence[PlacementScore], together: Sequenc
         ratio=ratio,
         ratio_ci=ratio_ci,
         curves=curves,
-        flips={name: flip(curves, setting.objective, name) for name in ("tpot", "ttft")},
-        considered=len(disaggregated(setting)) + len(colocated(setting)),
+        flips={name: flip(curves, scenario.objective, name) for name in ("tpot", "ttft")},
+        considered=len(disaggregated(scenario)) + len(colocated(scenario)),
     )
 
 
-def curves_of(setting: Scenario, scores: Sequence[PlacementScore]) -> list[RateCurve]:
+def curves_of(scenario: Scenario, scores: Sequence[PlacementScore]) -> list[RateCurve]:
     """The best placements and, because others lead under other objectives, for each decode shape and each schedule that is
     not among them the one whose closed form promises most."""
-    sample = setting.samples()[0]
+    sample = scenario.samples()[0]
     rates = {score.placement: score.goodput for score in scores}
     seen = {_kind(placement) for placement in rates}
     others: dict[tuple[object, ...], tuple[float, Placement]] = {}
-    for placement in (*disaggregated(setting), *colocated(setting)):
+    for placement in (*disaggregated(scenario), *colocated(scenario)):
         if _kind(placement) not in seen and _pipes(placement) == 1:
-            promise = estimate(setting, placement, sample), placement
+            promise = estimate(scenario, placement, sample), placement
             others[_kind(placement)] = max(others.get(_kind(placement), promise), promise)
     rates |= {placement: promise for promise, placement in others.values()}
-    return [_sweep(setting, placement, rate, sample) for placement, rate in rates.items()]
+    return [_sweep(scenario, placement, rate, sample) for placement, rate in rates.items()]
 
 
 def _kind(placement: Placement) -> tuple[object, ...]:
@@ -122,9 +122,9 @@ def _pipes(placement: Placement) -> int:
     return max(placement.prefill.pp, placement.decode.pp if placement.decode else 1)
 
 
-def _sweep(setting: Scenario, placement: Placement, rate: float, sample: WorkloadSample) -> RateCurve:
+def _sweep(scenario: Scenario, placement: Placement, rate: float, sample: WorkloadSample) -> RateCurve:
     """Simulate around `rate`; objectives do not influence a simulation, so one sweep serves for all of them."""
-    deployment = setting.deployment(placement)
+    deployment = scenario.deployment(placement)
     rates = [rate * part for part in SWEEP]
     return RateCurve(placement, rates, [simulate(deployment, sample, r * placement.gpus) for r in rates])
 
@@ -158,10 +158,10 @@ def _worth(curves: Sequence[RateCurve], objective: Objective) -> bool | None:
     return None if ratio is None else ratio > WORTH
 
 
-def short(setting: Scenario, score: PlacementScore) -> list[str]:
+def short(scenario: Scenario, score: PlacementScore) -> list[str]:
     """Whether the requests are too few to tell what a placement sustains."""
-    sample, rate = setting.samples()[0], score.goodput * score.placement.gpus
-    served = [t for t in simulate(setting.deployment(score.placement), sample, rate).latency if t >= 0]
+    sample, rate = scenario.samples()[0], score.goodput * score.placement.gpus
+    served = [t for t in simulate(scenario.deployment(score.placement), sample, rate).latency if t >= 0]
     one, lasts = sum(served) / len(served), len(sample) / rate
     if lasts >= LASTING * one:
         return []

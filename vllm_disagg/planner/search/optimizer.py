@@ -65,26 +65,26 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return max(0.0, mean(values) - half), mean(values) + half
 
 
-def disaggregated(setting: Scenario) -> list[Placement]:
+def disaggregated(scenario: Scenario) -> list[Placement]:
     """All (TP, PP) and numbers of P and D that use at most the budget."""
-    prefills = list(_choices(setting.prefill, setting.gpus - 1))
-    decodes = list(_choices(setting.decode, setting.gpus - 1))
-    return [Placement(p, d) for p, d in product(prefills, decodes) if p.gpus + d.gpus <= setting.gpus]
+    prefills = list(_replica_groups(scenario.prefill, scenario.gpus - 1))
+    decodes = list(_replica_groups(scenario.decode, scenario.gpus - 1))
+    return [Placement(p, d) for p, d in product(prefills, decodes) if p.gpus + d.gpus <= scenario.gpus]
 
 
-def colocated(setting: Scenario) -> list[Placement]:
+def colocated(scenario: Scenario) -> list[Placement]:
     """All (TP, PP) with as many replicas as the budget allows, chunked with several budgets and prefill first."""
     found = []
-    for second, source in enumerate([setting.prefill] + [setting.decode] * (setting.decode != setting.prefill)):
+    for second, source in enumerate([scenario.prefill] + [scenario.decode] * (scenario.decode != scenario.prefill)):
         budgets = sorted({source.budget} if source.budget else BUDGETS)
-        for tp, pp in source.shapes(setting.gpus):
-            choice = ReplicaGroup(tp, pp, setting.gpus // (tp * pp))
-            found += [Placement(choice, None, budget, True, bool(second)) for budget in budgets]
-            found.append(Placement(choice, None, max(budgets), False, bool(second)))
+        for tp, pp in source.shapes(scenario.gpus):
+            group = ReplicaGroup(tp, pp, scenario.gpus // (tp * pp))
+            found += [Placement(group, None, budget, True, bool(second)) for budget in budgets]
+            found.append(Placement(group, None, max(budgets), False, bool(second)))
     return found
 
 
-def _choices(source: PerformanceSource, gpus: int) -> Iterator[ReplicaGroup]:
+def _replica_groups(source: PerformanceSource, gpus: int) -> Iterator[ReplicaGroup]:
     for tp, pp in source.shapes(gpus):
         yield from (ReplicaGroup(tp, pp, n) for n in range(1, gpus // (tp * pp) + 1))
 
@@ -113,26 +113,26 @@ class RateBisection:
 
 
 def evaluate(
-    setting: Scenario, placement: Placement, samples: Sequence[WorkloadSample], floor: float
+    scenario: Scenario, placement: Placement, samples: Sequence[WorkloadSample], floor: float
 ) -> PlacementScore | None:
     """The placement's goodput, or None as soon as it is certain not to be above `floor`.
 
     ConfigError when the samples are too short to overload it.
     """
     sample = samples[0]
-    if all(setting.infeasible(placement, s) for s in samples):
+    if all(scenario.infeasible(placement, s) for s in samples):
         return PlacementScore(placement, [0.0] * len(samples)) if floor < 0 else None
-    deployment, gpus = setting.deployment(placement), placement.gpus
-    first = FIRST * estimate(setting, placement, sample)
-    searches = [RateBisection(first, setting.tolerance) for _ in samples]
+    deployment, gpus = scenario.deployment(placement), placement.gpus
+    first = FIRST * estimate(scenario, placement, sample)
+    searches = [RateBisection(first, scenario.tolerance) for _ in samples]
     while not all(search.over for search in searches):
         for seed, search in enumerate(searches):
             if search.over:
                 continue
             rate = search.probe()
-            outcome = simulate(deployment, samples[seed], rate * gpus, setting.objective, seed)
-            search.told(rate, not outcome.stopped)
-            if rate > CEILING * first and not outcome.stopped:
+            result = simulate(deployment, samples[seed], rate * gpus, scenario.objective, seed)
+            search.told(rate, not result.stopped)
+            if rate > CEILING * first and not result.stopped:
                 raise ConfigError(
                     f"--requests: {len(sample)} are too few: even all at once they meet the objective on {placement}; give more"
                 )
@@ -142,9 +142,9 @@ def evaluate(
     return score if score.goodput > floor else None
 
 
-def estimate(setting: Scenario, placement: Placement, sample: WorkloadSample) -> float:
+def estimate(scenario: Scenario, placement: Placement, sample: WorkloadSample) -> float:
     """Requests/s per GPU by closed form."""
-    prefill, decode = setting.capacities(placement, sample)
+    prefill, decode = scenario.capacities(placement, sample)
     both = min(prefill, decode) if placement.decode else 1 / (1 / prefill + 1 / decode)
     return both / placement.gpus
 
@@ -153,11 +153,11 @@ ProgressCallback = Callable[[int, int, PlacementScore | None], None]  # done, of
 
 
 def search(
-    setting: Scenario, placements: Iterable[Placement], keep: int, jobs: int, told: ProgressCallback
+    scenario: Scenario, placements: Iterable[Placement], keep: int, jobs: int, told: ProgressCallback
 ) -> list[PlacementScore]:
     """The `keep` best, best first; those without any goodput are left out.  `keep` 0: all, without pruning."""
-    samples = setting.samples()
-    todo = sorted(placements, key=lambda p: (_stages(p), -estimate(setting, p, samples[0]), p))
+    samples = scenario.samples()
+    todo = sorted(placements, key=lambda p: (_stages(p), -estimate(scenario, p, samples[0]), p))
     found: list[PlacementScore] = []
     total, done = len(todo), 0
 
@@ -170,18 +170,18 @@ def search(
         told(done, total, found[0] if found else None)
 
     def floor() -> float:
-        return found[keep - 1].goodput * (1 - setting.tolerance) if 0 < keep <= len(found) else 0.0
+        return found[keep - 1].goodput * (1 - scenario.tolerance) if 0 < keep <= len(found) else 0.0
 
     if jobs <= 1 or total < 4:
         for placement in todo:
-            take(evaluate(setting, placement, samples, floor()))
+            take(evaluate(scenario, placement, samples, floor()))
     else:
-        _spread(setting, todo, jobs, floor, take)
-    return _ranked(setting, found, keep)
+        _spread(scenario, todo, jobs, floor, take)
+    return _ranked(scenario, found, keep)
 
 
 def _spread(
-    setting: Scenario,
+    scenario: Scenario,
     todo: Iterable[Placement],
     jobs: int,
     floor: Callable[[], float],
@@ -191,7 +191,7 @@ def _spread(
     context = get_context("spawn")  # no locks or threads of ours come along
     pending: set[Future[PlacementScore | None]] = set()
     waiting = iter(todo)
-    with ProcessPoolExecutor(jobs, context, _set_up, (setting,)) as pool:
+    with ProcessPoolExecutor(jobs, context, _set_up, (scenario,)) as pool:
         try:
             while True:
                 for placement in waiting:
@@ -208,11 +208,11 @@ def _spread(
             raise
 
 
-def _ranked(setting: Scenario, found: Sequence[PlacementScore], keep: int) -> list[PlacementScore]:
+def _ranked(scenario: Scenario, found: Sequence[PlacementScore], keep: int) -> list[PlacementScore]:
     """The best first; what a bisection cannot tell apart is equal, and the one with the fewest GPUs, then instances, leads."""
     if not found:
         return []
-    top = found[0].goodput * (1 - setting.tolerance)
+    top = found[0].goodput * (1 - scenario.tolerance)
     first = min(
         (s for s in found if s.goodput >= top), key=lambda s: (s.placement.gpus, s.placement.instances, -s.goodput)
     )
@@ -234,11 +234,11 @@ def processes(wanted: int) -> int:
 _worker: list[tuple[Scenario, list[WorkloadSample]]] = []  # of a worker process
 
 
-def _set_up(setting: Scenario) -> None:
+def _set_up(scenario: Scenario) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers it, and ends us
-    _worker.append((setting, setting.samples()))
+    _worker.append((scenario, scenario.samples()))
 
 
 def _evaluate(placement: Placement, floor: float) -> PlacementScore | None:
-    setting, samples = _worker[0]
-    return evaluate(setting, placement, samples, floor)
+    scenario, samples = _worker[0]
+    return evaluate(scenario, placement, samples, floor)

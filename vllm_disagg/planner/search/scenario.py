@@ -177,9 +177,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             self.distserve,
         )
 
-    def _side(self, source: PerformanceSource, choice: ReplicaGroup, rules: SchedulingRules) -> ReplicaPool:
-        kv = self.kv_limit or source.kv(choice.tp, choice.pp)
-        return ReplicaPool(choice.n, _latency(source, choice.tp, choice.pp), kv, rules)
+    def _side(self, source: PerformanceSource, group: ReplicaGroup, rules: SchedulingRules) -> ReplicaPool:
+        kv = self.kv_limit or source.kv(group.tp, group.pp)
+        return ReplicaPool(group.n, _latency(source, group.tp, group.pp), kv, rules)
 
     def _rules(self, budget: int, mixed: bool) -> SchedulingRules:
         """`budget` 0: the setting's own."""
@@ -207,16 +207,16 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         decode = placement.decode or placement.prefill
         return self.prefill_capacity(placement.prefill, sample, placement.second), self.decode_capacity(decode, sample)
 
-    def prefill_capacity(self, choice: ReplicaGroup, sample: WorkloadSample, second: bool = False) -> float:
-        latency = _latency(self.decode if second else self.prefill, choice.tp, choice.pp)
+    def prefill_capacity(self, group: ReplicaGroup, sample: WorkloadSample, second: bool = False) -> float:
+        latency = _latency(self.decode if second else self.prefill, group.tp, group.pp)
         work = sum(latency.mixed(p, float(p) ** 2, 0, 0, True) for p in sample.prompts[:200])
-        return choice.n * min(200, len(sample)) / work
+        return group.n * min(200, len(sample)) / work
 
-    def decode_capacity(self, choice: ReplicaGroup, sample: WorkloadSample) -> float:
-        latency = _latency(self.decode, choice.tp, choice.pp)
+    def decode_capacity(self, group: ReplicaGroup, sample: WorkloadSample) -> float:
+        latency = _latency(self.decode, group.tp, group.pp)
         output = sum(sample.outputs) / len(sample)
         context = sum(sample.prompts) / len(sample) + output / 2
-        room = (self.kv_limit or self.decode.kv(choice.tp, choice.pp)) / context
+        room = (self.kv_limit or self.decode.kv(group.tp, group.pp)) / context
 
         def step(n: int) -> float:
             base, slope = latency.decode(n, True)
@@ -227,7 +227,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             while low < high:
                 middle = (low + high + 1) // 2
                 low, high = (middle, high) if step(middle) <= self.objective.tpot else (low, middle - 1)
-        return choice.n * latency.pp * high / (step(high) * output)
+        return group.n * latency.pp * high / (step(high) * output)
 
     def infeasible(self, placement: Placement, sample: WorkloadSample) -> str:
         """Why no rate can meet the objective: too many requests miss it even alone, on an idle instance.
@@ -237,8 +237,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         objective, allowed = self.objective, self.objective.allowed(len(sample))
         source = self.decode if placement.second else self.prefill
         first = _latency(source, placement.prefill.tp, placement.prefill.pp)
-        choice = placement.decode or placement.prefill
-        later = _latency(self.decode if placement.decode else source, choice.tp, choice.pp)
+        group = placement.decode or placement.prefill
+        later = _latency(self.decode if placement.decode else source, group.tp, group.pp)
         if not sample.prefixes and sum(unloaded_prefill(first, p) > objective.ttft for p in sample.prompts) > allowed:
             return "ttft"
         pairs = zip(sample.prompts, sample.outputs, strict=True)

@@ -157,7 +157,7 @@ class Simulation:
                 engine.launch(now)
         if not self._stop and any(e.waiting or e.running for e in (*self._prefills, *self._decodes)):
             raise AssertionError("a simulation ended with requests in it")
-        return self._outcome()
+        return self._result()
 
     # --- the proxy ---
 
@@ -315,7 +315,7 @@ class Simulation:
         steps = output if distserve else output - 1
         return (self._ended[r] - self._requests.first[r]) / steps if steps else 0.0
 
-    def _outcome(self) -> SimulationResult:
+    def _result(self) -> SimulationResult:
         first, ended, arrivals = self._requests.first, self._ended, self._arrivals
         numbers = range(self._count)
         return SimulationResult(

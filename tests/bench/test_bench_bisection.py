@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_disagg.bench.bisection import REACH, RateBracket, TriedRate, bracket, next_rate
+from vllm_disagg.bench.bisection import MAX_SEARCH_RATIO, RateBracket, TriedRate, bracket, next_rate
 
 
 def search(border: float, first: float, precision: float) -> list[TriedRate]:
@@ -23,9 +23,9 @@ def test_it_brackets_the_border_as_closely_as_asked(border: float, first: float,
     tried = search(border, first, precision)
     met, missed = bracket(tried)
     if met is None:
-        assert missed is not None and missed <= 2 * first / REACH and border < missed
+        assert missed is not None and missed <= 2 * first / MAX_SEARCH_RATIO and border < missed
     elif missed is None:
-        assert met > first * REACH / 2
+        assert met > first * MAX_SEARCH_RATIO / 2
     else:
         assert met <= border < missed <= met * (1 + precision) * (1 + 1e-9)
 

@@ -124,7 +124,7 @@ def test_neighbours_work_meanwhile(
     assert cli.main(["profile", engine[0], *words]) == 0
     assert json.loads(path.read_text())["beside"] == 1
     asked = neighbour[1].asked
-    assert len(asked) >= 3 and set(asked) == {96 - neighbours.ANSWER}  # one after the other; as long as it takes them
+    assert len(asked) >= 3 and set(asked) == {96 - neighbours.ANSWER_TOKENS}  # one after the other; as long as it takes them
 
 
 def test_a_neighbour_that_fails_is_said(

@@ -54,5 +54,5 @@ def test_sharegpt_like_lengths_have_sharegpts_means() -> None:
 
 
 def test_a_trace_without_hash_ids_has_prompts_of_one_piece() -> None:
-    assert workload.of(Trace((TraceRequest(0, 2000, 5),))).block > 2000
-    assert workload.of(Trace((TraceRequest(0, 20, 5, (1, 2)),), 16)).block == 16
+    assert workload.from_trace(Trace((TraceRequest(0, 2000, 5),))).block > 2000
+    assert workload.from_trace(Trace((TraceRequest(0, 20, 5, (1, 2)),), 16)).block == 16

@@ -66,7 +66,7 @@ class Up:
         (folder / "vllm").chmod(0o755)
         code = (  # the checks have their own tests
             "import sys; from packaging.version import Version; from vllm_disagg import cli; "
-            f"from vllm_disagg.launcher import machine, main; main.READY_LIMIT = {ready_limit}; "
+            f"from vllm_disagg.launcher import machine, main; main.READY_TIMEOUT_SECONDS = {ready_limit}; "
             "machine._vllm_version, machine._check_plugin = lambda: Version('0.32.0+cpu'), lambda: None; "
             f"machine._executable = lambda name: {str(folder)!r} + '/' + name; sys.exit(cli.main(sys.argv[1:]))"
         )
@@ -148,7 +148,7 @@ def test_kill_9_leaves_nothing(up: Callable[..., Up]) -> None:
 
 
 def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "GRACE", 0.3)
+    monkeypatch.setattr(guard, "GRACE_SECONDS", 0.3)
     deaf = subprocess.Popen(
         ["sh", "-c", "trap '' TERM; echo deaf; sleep 300"], stdout=subprocess.PIPE, start_new_session=True
     )

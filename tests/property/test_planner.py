@@ -16,7 +16,7 @@ from vllm_disagg.planner.simulation.simulator import POLICIES, Deployment, Hando
 from vllm_disagg.planner.simulation.workload import WorkloadSample
 
 rules = st.builds(
-    SchedulingRules, budget=st.sampled_from([64, 300, 2048, 1 << 40]), sequences=st.integers(1, 20), mixed=st.booleans()
+    SchedulingRules, budget=st.sampled_from([64, 300, 2048, 1 << 40]), sequences=st.integers(1, 20), chunked=st.booleans()
 )
 
 
@@ -66,8 +66,8 @@ def _run(deployment: Deployment, sample: WorkloadSample, rate: float) -> Simulat
 @given(deployments, samples, rates)
 def test_everybody_is_served_and_kv_is_bounded(deployment: Deployment, sample: WorkloadSample, rate: float) -> None:
     run = _run(deployment, sample, rate)
-    engines = [*run._prefills, *run._decodes]
-    compose = Replica._compose
+    replicas = [*run._prefills, *run._decodes]
+    compose = Replica._compose_batch
     with pytest.MonkeyPatch.context() as patch:
 
         def watched(self: Replica, now: float) -> object:
@@ -75,11 +75,11 @@ def test_everybody_is_served_and_kv_is_bounded(deployment: Deployment, sample: W
             assert 0 <= self.used <= self.kv and 0 <= self.running <= self.rules.sequences + len(self.prefilling)
             return batch
 
-        patch.setattr(Replica, "_compose", watched)
+        patch.setattr(Replica, "_compose_batch", watched)
         result = run.run()
     assert min(result.latency) > 0 and all(t >= 0 for t in (*result.ttft, *result.tpot, *result.transfer))
-    for engine in engines:
-        assert (engine.used, engine.running, engine.load, engine.legs, engine.ready.n) == (0, 0, 0, 0, 0)
+    for replica in replicas:
+        assert (replica.used, replica.running, replica.load, replica.active_legs, replica.ready.n) == (0, 0, 0, 0, 0)
 
 
 @settings(max_examples=300)
@@ -102,7 +102,7 @@ def test_reservations_that_come_while_many_steps_are_under_way(seed: int) -> Non
 
 def _compare(deployment: Deployment, sample: WorkloadSample, rate: float) -> None:
     def slow(side: ReplicaPool) -> ReplicaPool:
-        return msgspec.structs.replace(side, rules=msgspec.structs.replace(side.rules, leap=False))
+        return msgspec.structs.replace(side, rules=msgspec.structs.replace(side.rules, multi_step=False))
 
     decode = slow(deployment.decode) if deployment.decode else None
     steps = _run(

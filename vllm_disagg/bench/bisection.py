@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-REACH = 64.0  # the search stays within this factor of its first guess, up and down
+MAX_SEARCH_RATIO = 64.0  # the search stays within this factor of its first guess, up and down
 
 
 class TriedRate(NamedTuple):
@@ -35,12 +35,12 @@ def bracket(tried: Iterable[TriedRate]) -> RateBracket:
 
 def next_rate(tried: Iterable[TriedRate], first: float, precision: float) -> float | None:
     """The next rate to try, or None when the ends of the bracket are within `precision` (0.1: ten percent), or when
-    the goodput is out of `REACH` of the first guess."""
+    the goodput is out of `MAX_SEARCH_RATIO` of the first guess."""
     met, missed = bracket(tried)
     if met is None and missed is None:
         return first
     if missed is None:
-        return 2 * met if met and 2 * met <= first * REACH else None
+        return 2 * met if met and 2 * met <= first * MAX_SEARCH_RATIO else None
     if met is None:
-        return missed / 2 if missed / 2 >= first / REACH else None
+        return missed / 2 if missed / 2 >= first / MAX_SEARCH_RATIO else None
     return math.sqrt(met * missed) if missed / met > 1 + precision else None

@@ -19,10 +19,10 @@ from .instance import ServedModel
 from .results import BenchRun, GoodputObjectives
 from .workload import RequestSchedule
 
-START = 300.0  # seconds that vLLM may take to start and to write its results
-DRAIN = 300.0  # seconds, from the last request sent, after which a run counts as missed
-LONGEST = 120.0  # seconds that a request may take when it is alone, on average
-CAUSE = re.compile(r"^\w*(Error|Exception|Interrupt)\b|^\S+(\.\w+)*Error: |: error: ")
+START_TIMEOUT_SECONDS = 300.0  # seconds that vLLM may take to start and to write its results
+DRAIN_TIMEOUT_SECONDS = 300.0  # seconds, from the last request sent, after which a run counts as missed
+MAX_REQUEST_SECONDS = 120.0  # seconds that a request may take when it is alone, on average
+CAUSE_PATTERN = re.compile(r"^\w*(Error|Exception|Interrupt)\b|^\S+(\.\w+)*Error: |: error: ")
 
 
 class BenchTarget(msgspec.Struct, frozen=True):
@@ -58,11 +58,17 @@ class LoadGenerator(msgspec.Struct, frozen=True):
         # that no prefix cache knows them, and each target the same.
         env = {**os.environ, "PYTHONHASHSEED": str(seed % 2**32), "VLLM_NO_USAGE_STATS": "1"}
         count = len(workload.requests)
-        code = _wait(argv, env, log, START + (workload.requests[-1].arrival + DRAIN if rate else count * LONGEST))
+        if rate:
+            limit = START_TIMEOUT_SECONDS + workload.requests[-1].arrival + DRAIN_TIMEOUT_SECONDS
+        else:
+            limit = START_TIMEOUT_SECONDS + count * MAX_REQUEST_SECONDS
+        code = _wait(argv, env, log, limit)
         if code is None and rate:
-            return results.nothing(rate, count, f"not over {DRAIN:.0f} s after the last request was sent")
+            return results.aborted_run(rate, count, f"not over {DRAIN_TIMEOUT_SECONDS:.0f} s after the last request was sent")
         if code is None:
-            raise DisaggError(f"{target.name}: {count} requests, one at a time, take more than {count * LONGEST:.0f} s")
+            raise DisaggError(
+                f"{target.name}: {count} requests, one at a time, take more than {count * MAX_REQUEST_SECONDS:.0f} s"
+            )
         if code or not result.exists():
             raise DisaggError(f"vllm bench serve failed on {target.name}: {cause(log.read_text(errors='replace'))}")
         answers = [request.answer for request in workload.requests]
@@ -111,6 +117,6 @@ def _wait(argv: list[str], env: dict[str, str], log: Path, limit: float) -> int 
 def cause(log: str) -> str:
     """The line of a log that says most."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    found = next((line for line in reversed(lines) if CAUSE.search(line)), lines[-1] if lines else "it said nothing")
+    found = next((line for line in reversed(lines) if CAUSE_PATTERN.search(line)), lines[-1] if lines else "it said nothing")
     is_tokenizer = re.search(r"tokenizer|hub|huggingface|model identifier", found, re.IGNORECASE)
     return found[:300] + (": name the model's tokenizer with --tokenizer" if is_tokenizer else "")

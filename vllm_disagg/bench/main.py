@@ -26,7 +26,7 @@ from .report import TargetRuns
 from .results import BenchRun, GoodputObjectives
 from .workload import RequestSchedule
 
-ALONE = 20  # requests sent one at a time, to begin with
+SEQUENTIAL_REQUESTS = 20  # requests sent one at a time, to begin with
 EPILOG = """One of --trace, --input-len with --output-len, and --workload says what is asked.  An API key is taken from
 the environment, as OPENAI_API_KEY."""
 
@@ -100,7 +100,7 @@ class GoodputBench:
 
     def alone(self) -> None:
         """One request at a time: whether the objectives can be met at all, and where to start."""
-        few = self._asked.first(ALONE)
+        few = self._asked.first(SEQUENTIAL_REQUESTS)
         for one in self._measured:
             one.alone = self._run(one, few, None)
             self._keep()
@@ -147,7 +147,7 @@ def _workload(args: argparse.Namespace) -> RequestSchedule:
         trace = traces.read(args.trace, "--trace")
         if args.arrivals == "trace" and not trace.timed:
             raise ConfigError(f"--arrivals trace: {args.trace} has no arrival times")
-        return workload.of(trace)
+        return workload.from_trace(trace)
     if args.workload:
         return workload.drawn(lengths.NAMED_DISTRIBUTIONS[args.workload], args.requests, args.seed)
     if args.input_len is None or args.output_len is None:

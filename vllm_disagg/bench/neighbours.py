@@ -13,10 +13,11 @@ from contextlib import contextmanager
 
 from ..errors import DisaggError
 from .instance import ServedModel
-from .steps import TOKENS
+from .steps import PROBE_TOKEN_IDS
 from .stream import complete
 
-PROMPT, ANSWER = 256, 32  # tokens of what a neighbour is asked, again and again
+PROMPT_TOKENS = 256  # of each request to a neighbour
+ANSWER_TOKENS = 32
 
 
 @contextmanager
@@ -25,10 +26,12 @@ def busy(neighbours: Sequence[tuple[str, ServedModel]]) -> Iterator[None]:
     over, failed = threading.Event(), list[DisaggError]()
 
     def ask(url: str, model: ServedModel) -> None:
-        chance, length = random.Random(), min(PROMPT, (model.max_model_len or PROMPT + ANSWER) - ANSWER)
+        chance = random.Random()
+        limit = model.max_model_len or PROMPT_TOKENS + ANSWER_TOKENS
+        length = min(PROMPT_TOKENS, limit - ANSWER_TOKENS)
         while not over.is_set():
             try:
-                complete(url, model.id, [chance.choices(TOKENS, k=length)], ANSWER)
+                complete(url, model.id, [chance.choices(PROBE_TOKEN_IDS, k=length)], ANSWER_TOKENS)
             except DisaggError as error:
                 failed.append(error)
                 return

@@ -24,11 +24,11 @@ from urllib.parse import urlsplit
 from .. import http_client
 from ..errors import ConfigError, DisaggError
 from . import instance, neighbours, steps
-from .steps import TOKENS, DecodeProbe, PrefillProbe, StepSample
+from .steps import PROBE_TOKEN_IDS, DecodeProbe, PrefillProbe, StepSample
 from .stream import complete
 
-ENOUGH = 3  # measurements of a point, below which a median means little; points of each kind, below which a fit does
-TELL = 5.0  # seconds between two lines of progress
+MIN_MEASUREMENTS = 3  # measurements of a point, below which a median means little; points of each kind, below which a fit does
+PROGRESS_INTERVAL_SECONDS = 5.0  # seconds between two lines of progress
 
 
 class ProfileSamples:
@@ -96,7 +96,7 @@ class InstanceProfiler:
         return [events[0].time for events in complete(self._url, self._model, prompts, 1)]
 
     def _prompt(self, length: int) -> list[int]:
-        return self._random.choices(TOKENS, k=length)
+        return self._random.choices(PROBE_TOKEN_IDS, k=length)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
         "decode": samples.decode(),
     }
     for kind in ("prefill", "decode"):
-        if len(points[kind]) < ENOUGH:
+        if len(points[kind]) < MIN_MEASUREMENTS:
             words = f"only {len(points[kind])} points of {kind} in {args.seconds:g} s"
             raise DisaggError(f"{words}: give --seconds more, and the instance no other traffic")
     Path(args.output).write_text(json.dumps(points, indent=1) + "\n")
@@ -177,7 +177,7 @@ def _rounds(
             if step := measure(what):
                 samples.add(what, step)
             took[what] = clock() - start
-            if clock() - told >= TELL:
+            if clock() - told >= PROGRESS_INTERVAL_SECONDS:
                 told = clock()
                 _say(f"round {number}: {at + 1} of {len(plan)} points, {told - began:.0f} of {seconds:.0f} s")
     if missing := len(plan) - len(took):
@@ -194,8 +194,8 @@ def _report(points: dict[str, Any], fewest: int, path: str) -> None:
     print(
         f"{len(prefill)} points of prefill, {len(decode)} of decode, KV cache of {points['kv_tokens']} tokens: {path}"
     )
-    if fewest < ENOUGH:
-        _say(f"warning: some points were measured fewer than {ENOUGH} times: give --seconds more")
+    if fewest < MIN_MEASUREMENTS:
+        _say(f"warning: some points were measured fewer than {MIN_MEASUREMENTS} times: give --seconds more")
 
 
 def _say(line: str) -> None:

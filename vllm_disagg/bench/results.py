@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import DisaggError
 
-Z = 1.96  # standard deviations to either side of a 95 % interval
+Z_SCORE_95 = 1.96  # standard deviations to either side of a 95 % interval
 
 
 class GoodputObjectives(msgspec.Struct, frozen=True):
@@ -112,7 +112,7 @@ def parse(content: bytes, rate: float | None, answers: Sequence[int], objectives
     )
 
 
-def nothing(rate: float, sent: int, why: str) -> BenchRun:
+def aborted_run(rate: float, sent: int, why: str) -> BenchRun:
     """A run that had to be ended: all its requests count as missed."""
     none = LatencyPercentiles(None, None, None)
     return BenchRun(rate, sent, 0, sent, 0.0, wilson(0, sent), None, 0.0, 0.0, 0.0, none, none, none, None, why)
@@ -132,7 +132,7 @@ def latency(values: list[float]) -> LatencyPercentiles:
 
 def wilson(good: int, sent: int) -> tuple[float, float]:
     """95 % interval of a share (E. B. Wilson, 1927)."""
-    share, z2 = good / sent, Z * Z
+    share, z2 = good / sent, Z_SCORE_95 * Z_SCORE_95
     middle = (share + z2 / (2 * sent)) / (1 + z2 / sent)
-    half = Z / (1 + z2 / sent) * math.sqrt(share * (1 - share) / sent + z2 / (4 * sent * sent))
+    half = Z_SCORE_95 / (1 + z2 / sent) * math.sqrt(share * (1 - share) / sent + z2 / (4 * sent * sent))
     return max(0.0, middle - half), min(1.0, middle + half)

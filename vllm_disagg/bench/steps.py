@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-TOKENS = range(10, 1000)  # ids that nearly every vocabulary has, and that hardly one gives a meaning of its own
-WINDOW = 16  # steps, at least, that sequences decode beside each other
-BURST = 0.25  # of the mean gap between tokens: a median below it
-USUAL_BUDGET = 2048  # tokens a step, where it is not known
-LONGEST = 16_384  # tokens of a prompt that is measured
-SMALLEST_CHUNK = 256  # tokens of a prompt that a step computes at least, while others decode already
+PROBE_TOKEN_IDS = range(10, 1000)  # ids that nearly every vocabulary has, and that hardly one gives a meaning of its own
+MIN_SHARED_STEPS = 16  # steps, at least, that sequences decode beside each other
+BURST_GAP_RATIO = 0.25  # of the mean gap between tokens: a median below it
+DEFAULT_BUDGET_TOKENS = 2048  # tokens a step, where it is not known
+MAX_PROMPT_TOKENS = 16_384  # tokens of a prompt that is measured
+MIN_CHUNK_TOKENS = 256  # tokens of a prompt that a step computes at least, while others decode already
 
 
 class TokenEvent(NamedTuple):
@@ -50,9 +50,9 @@ class StepSample(NamedTuple):
 def plan(limit: int, kv_tokens: int, budget: int | None) -> list[PrefillProbe | DecodeProbe]:
     """What to measure on an instance, small first: `limit` is its longest request, `budget` its tokens a step."""
     fits = min(limit, kv_tokens)
-    longest = min(fits - 1, LONGEST)
+    longest = min(fits - 1, MAX_PROMPT_TOKENS)
     singles = [PrefillProbe((length,)) for length in _doubling(16, longest)]
-    room = min(budget or USUAL_BUDGET, kv_tokens)
+    room = min(budget or DEFAULT_BUDGET_TOKENS, kv_tokens)
     ahead = min(room // 2, longest)
     batches = [
         PrefillProbe((length,) * count, ahead)
@@ -64,7 +64,7 @@ def plan(limit: int, kv_tokens: int, budget: int | None) -> list[PrefillProbe | 
         DecodeProbe(batch, context, answer)
         for batch in (1, 2, 4, 8, 16, 64)
         for context in (32, 512, 4096)
-        for answer in [2 * WINDOW + batch * context // SMALLEST_CHUNK]
+        for answer in [2 * MIN_SHARED_STEPS + batch * context // MIN_CHUNK_TOKENS]
         if context + answer <= limit and batch * (context + answer) <= 0.9 * kv_tokens
     ]
     return sorted([*singles, *batches, *decodes], key=_size)
@@ -122,10 +122,10 @@ def decode_step(context: int, answers: Sequence[Sequence[TokenEvent]]) -> StepSa
             if start <= previous.time and event.time <= end
         ]
         tokens = sum(count for _, count in inside)
-        if tokens < WINDOW // 2:
+        if tokens < MIN_SHARED_STEPS // 2:
             return None
         lengths.append(context + before + tokens // 2)
         gaps += [seconds / count for seconds, count in inside for _ in range(count)]
-    if statistics.median(gaps) < BURST * statistics.mean(gaps):
+    if statistics.median(gaps) < BURST_GAP_RATIO * statistics.mean(gaps):
         return None
     return StepSample(tuple(lengths), statistics.median(gaps))

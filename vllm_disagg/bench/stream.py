@@ -12,7 +12,7 @@ from ..errors import ConfigError, DisaggError
 from ..http_client import connect, headers, reason
 from .steps import TokenEvent
 
-PATIENCE = 120.0  # seconds without a byte
+READ_TIMEOUT_SECONDS = 120.0  # seconds without a byte
 
 
 class _CompletionChoice(msgspec.Struct):
@@ -41,7 +41,7 @@ def complete(url: str, model: str, prompts: Sequence[Sequence[int]], answer: int
             "return_token_ids": True,
         }
     )
-    connection = connect(url, PATIENCE)
+    connection = connect(url, READ_TIMEOUT_SECONDS)
     try:
         connection.connect()
         began = time.monotonic()

@@ -12,12 +12,12 @@ import msgspec
 from ..workloads.lengths import LengthDistribution
 from ..workloads.traces import Trace, TraceRequest
 
-WHOLE = 1 << 24  # a hash id for a whole prompt: longer than any
+WHOLE_PROMPT_TOKENS = 1 << 24  # a hash id for a whole prompt: longer than any
 
 
 class RequestSchedule(msgspec.Struct, frozen=True):
     requests: tuple[TraceRequest, ...]
-    block: int = WHOLE  # tokens that a hash id stands for
+    block: int = WHOLE_PROMPT_TOKENS  # tokens that a hash id stands for
 
     def fitting(self, limit: int | None) -> RequestSchedule:
         """Without the requests that are longer than the model takes."""
@@ -58,7 +58,7 @@ class RequestSchedule(msgspec.Struct, frozen=True):
 
 def _own_ids(number: int, tokens: int, block: int) -> list[int]:
     """Ids that nobody else has; a trace's own are not negative."""
-    return [-(number * WHOLE + at + 1) for at in range(math.ceil(tokens / block))]
+    return [-(number * WHOLE_PROMPT_TOKENS + at + 1) for at in range(math.ceil(tokens / block))]
 
 
 def fixed(prompt: int, answer: int, count: int) -> RequestSchedule:
@@ -70,6 +70,6 @@ def drawn(lengths: LengthDistribution, count: int, seed: int) -> RequestSchedule
     return RequestSchedule(tuple(TraceRequest(0.0, *lengths.draw(chance)) for _ in range(count)))
 
 
-def of(trace: Trace) -> RequestSchedule:
+def from_trace(trace: Trace) -> RequestSchedule:
     whole = not any(request.hash_ids for request in trace.requests)
-    return RequestSchedule(trace.requests, WHOLE if whole else trace.block)
+    return RequestSchedule(trace.requests, WHOLE_PROMPT_TOKENS if whole else trace.block)

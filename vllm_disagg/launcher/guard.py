@@ -16,9 +16,9 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
-GRACE = 10.0  # seconds between SIGTERM and SIGKILL
-KILL_WAIT = 5.0  # seconds that the kernel may take to end what SIGKILL hit
-POLL = 0.05
+GRACE_SECONDS = 10.0  # seconds between SIGTERM and SIGKILL
+KILL_WAIT_SECONDS = 5.0  # seconds that the kernel may take to end what SIGKILL hit
+POLL_SECONDS = 0.05
 
 
 def members(leaders: Collection[int]) -> list[int]:
@@ -37,13 +37,13 @@ def members(leaders: Collection[int]) -> list[int]:
 def end(leaders: Collection[int], hurry: Callable[[], bool] = lambda: False) -> None:
     """SIGTERM to the groups, and SIGKILL to what is left after the grace, or as soon as `hurry` says so."""
     _signal(members(leaders), signal.SIGTERM)
-    deadline = time.monotonic() + GRACE
+    deadline = time.monotonic() + GRACE_SECONDS
     while (left := members(leaders)) and time.monotonic() < deadline and not hurry():
-        time.sleep(POLL)
-    deadline = time.monotonic() + KILL_WAIT
+        time.sleep(POLL_SECONDS)
+    deadline = time.monotonic() + KILL_WAIT_SECONDS
     while left and time.monotonic() < deadline:
         _signal(left, signal.SIGKILL)
-        time.sleep(POLL)
+        time.sleep(POLL_SECONDS)
         left = members(leaders)
 
 

@@ -20,9 +20,9 @@ from . import machine, plan
 from .plan import ChildCommand, LaunchPlan, UpOptions
 from .processes import ChildExited, ChildProcesses, SharedConsole
 
-POLL = 0.2
-TELL = 5.0  # seconds between two lines of progress
-READY_LIMIT = 60.0  # seconds that the proxy may take to pair instances that are already up
+POLL_SECONDS = 0.2
+PROGRESS_INTERVAL_SECONDS = 5.0  # seconds between two lines of progress
+READY_TIMEOUT_SECONDS = 60.0  # seconds that the proxy may take to pair instances that are already up
 KEY_FILE = "fleet.key"  # in commands to type
 ADMIN_KEY_FILE = "admin.key"  # in the run directory
 EPILOG = "Arguments after -- go to each vllm serve as they are."
@@ -140,7 +140,7 @@ def _start(todo: LaunchPlan, family: ChildProcesses, signals: StopSignals, conso
         family.start(engine, engine.argv)
     _wait(todo.engines, family, signals, console)
     family.start(todo.proxy, [sys.executable, "-m", "vllm_disagg.cli", *todo.proxy.argv[1:]])
-    _wait([todo.proxy], family, signals, console, READY_LIMIT)
+    _wait([todo.proxy], family, signals, console, READY_TIMEOUT_SECONDS)
 
 
 def _wait(
@@ -160,7 +160,7 @@ def _wait(
             if command.name not in ready:
                 is_ready, answers[command.name] = _ask(command)
                 ready |= {command.name} if is_ready else set()
-        if len(ready) > before or now - told >= TELL:
+        if len(ready) > before or now - told >= PROGRESS_INTERVAL_SECONDS:
             told = now
             states = (f"{c.name} {'ready' if c.name in ready else 'starting'}" for c in commands)
             console.say(f"vllm-disagg up: {now - began:.0f} s: {', '.join(states)}")
@@ -172,7 +172,7 @@ def _wait(
 def _pause(family: ChildProcesses, signals: StopSignals) -> None:
     signals.check()
     family.check()
-    time.sleep(POLL)
+    time.sleep(POLL_SECONDS)
 
 
 def _ask(command: ChildCommand) -> tuple[bool, str]:

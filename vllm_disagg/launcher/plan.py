@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from .machine import MachineFacts
 
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
-OURS = {  # what vLLM is told by us, and the flag of ours that sets it
+REFUSED_FLAGS = {  # what vLLM is told by us, and the flag of ours that sets it
     "--kv-transfer-config": "it is what this command is about",
     "--model": "give it before --",
     "--host": "instances listen on loopback only",
@@ -22,9 +22,9 @@ OURS = {  # what vLLM is told by us, and the flag of ours that sets it
     "--tensor-parallel-size": "give it before --",
     "-tp": "give --tensor-parallel-size before --",
 }
-ROOMY = 4  # cores of a rank from which on one is left to what is not OpenMP
-QUIET = "--disable-access-log-for-endpoints=/health,/metrics"  # of which the proxy asks four times a second
-OWN_MEMORY = 2  # GiB that an instance takes besides weights and KV cache
+MIN_CORES_TO_SPARE_ONE = 4  # cores of a rank from which on one is left to what is not OpenMP
+QUIET_ACCESS_LOG_FLAG = "--disable-access-log-for-endpoints=/health,/metrics"  # of which the proxy asks four times a second
+OVERHEAD_GIB = 2  # GiB that an instance takes besides weights and KV cache
 
 
 class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +122,7 @@ def _serve(options: UpOptions, machine: MachineFacts, name: str, port: int, key_
     parallel = ["--tensor-parallel-size", str(options.tensor_parallel)] if options.tensor_parallel > 1 else []
     where = ["--host", "127.0.0.1", "--port", str(port)]
     config = ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
-    return [machine.vllm, "serve", options.model, *where, *parallel, *config, QUIET, *options.extra]
+    return [machine.vllm, "serve", options.model, *where, *parallel, *config, QUIET_ACCESS_LOG_FLAG, *options.extra]
 
 
 def _proxy(options: UpOptions, machine: MachineFacts, engines: list[ChildCommand], key_file: str) -> ChildCommand:
@@ -140,8 +140,8 @@ def _proxy(options: UpOptions, machine: MachineFacts, engines: list[ChildCommand
 def _refuse_ours(extra: list[str]) -> None:
     for word in extra:
         flag = word.partition("=")[0].partition(".")[0].replace("_", "-")
-        if flag in OURS:
-            raise ConfigError(f"{flag} cannot be given after --: {OURS[flag]}")
+        if flag in REFUSED_FLAGS:
+            raise ConfigError(f"{flag} cannot be given after --: {REFUSED_FLAGS[flag]}")
 
 
 def _served_name(options: UpOptions) -> str:
@@ -161,7 +161,7 @@ def _cpu(names: list[str], ranks: int, machine: MachineFacts, warnings: list[str
     space = machine.kv_space or str(max(1, min(16, int(machine.memory / 4 / total))))
     if not space.isdecimal():
         raise ConfigError(f"VLLM_CPU_KVCACHE_SPACE={space} is not a whole number of GiB: set it to one, or unset it")
-    if machine.memory < (needed := total * (int(space) + OWN_MEMORY)):
+    if machine.memory < (needed := total * (int(space) + OVERHEAD_GIB)):
         workers = _count(total, "worker")
         warnings.append(
             f"{machine.memory:.0f} GiB of memory are free; {workers} may take {needed} GiB and their weights"
@@ -182,7 +182,7 @@ def _shares(cores: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
         if not size:
             yield (cores[n % len(cores)],)
         else:
-            yield cores[n * size : (n + 1) * size - (size >= ROOMY)]
+            yield cores[n * size : (n + 1) * size - (size >= MIN_CORES_TO_SPARE_ONE)]
 
 
 def _ranges(cores: tuple[int, ...]) -> str:

@@ -19,11 +19,11 @@ from ..errors import ConfigError
 from . import guard
 from .plan import ChildCommand
 
-COLOURS = (36, 33, 35, 32, 34)  # of prefixes, on a terminal
+PREFIX_COLOURS = (36, 33, 35, 32, 34)  # of prefixes, on a terminal
 # A cause; vLLM's last errors only point back at it.
 CAUSE = re.compile(r"died unexpectedly|\b\w*(Error|Exception): (?!cancelled$|.*root cause)")
 HARMLESS = re.compile(r"(^|\) )(DEBUG|INFO|WARNING) \d\d-\d\d ")  # as vLLM logs: a warning may name an error
-TROUBLE = re.compile(r"error|killed", re.IGNORECASE)
+TROUBLE_PATTERN = re.compile(r"error|killed", re.IGNORECASE)
 
 
 class ChildExited(Exception):
@@ -83,7 +83,7 @@ class ChildProcess:
         for raw in self.process.stdout:
             line = raw.decode(errors="replace").rstrip().rpartition("\r")[2]
             console.say(prefix + line)
-            weight = 1 if HARMLESS.search(line) else 3 if CAUSE.search(line) else 2 if TROUBLE.search(line) else 1
+            weight = 1 if HARMLESS.search(line) else 3 if CAUSE.search(line) else 2 if TROUBLE_PATTERN.search(line) else 1
             if line.strip() and weight >= self._weight:
                 self._weight, self.cause = weight, line.strip()
 
@@ -107,7 +107,7 @@ class ChildProcesses:
         return self
 
     def start(self, command: ChildCommand, argv: list[str]) -> None:
-        colour = COLOURS[len(self._children) % len(COLOURS)]
+        colour = PREFIX_COLOURS[len(self._children) % len(PREFIX_COLOURS)]
         prefix = f"\033[{colour}m[{command.name}]\033[0m " if self._console.is_terminal else f"[{command.name}] "
         try:
             child = ChildProcess(command, argv, self._console, prefix)

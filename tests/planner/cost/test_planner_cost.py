@@ -51,9 +51,9 @@ def test_parameters_and_kv_bytes_of_known_models(name: str, parameters: float, k
 def test_kv_of_512_tokens_of_opt_66b_and_the_bandwidth_it_needs() -> None:
     per_token = model.load("opt-66b").kv_per_token
     assert per_token * 512 == 1_207_959_552
-    assert queueing.bandwidth(per_token, 512, 10) * 8 == pytest.approx(96.6e9, rel=1e-3)
-    assert queueing.transfer(per_token, 512, 25e9 / 8, 0) >= 0.386
-    assert queueing.transfer(per_token, 512, 300e9, 0) <= 0.005
+    assert queueing.handoff_bandwidth(per_token, 512, 10) * 8 == pytest.approx(96.6e9, rel=1e-3)
+    assert queueing.handoff_seconds(per_token, 512, 25e9 / 8, 0) >= 0.386
+    assert queueing.handoff_seconds(per_token, 512, 300e9, 0) <= 0.005
 
 
 def test_an_mla_cache_is_not_split_by_tensor_parallelism() -> None:
@@ -94,7 +94,7 @@ def test_worked_example_of_distserve() -> None:
     assert [(r.prefill, r.decode, round(r.rate_per_gpu, 3)) for r in (best(5.6, 10, n) for n in (2, 4, 8, 14))] == [
         (1, 1, 2.8), (2, 1, 3.333), (5, 3, 3.5), (9, 5, 3.571),
     ]  # fmt: skip
-    assert queueing.limit(5.6, 10) == pytest.approx(3.590, abs=1e-3)
+    assert queueing.rate_limit_per_gpu(5.6, 10) == pytest.approx(3.590, abs=1e-3)
 
 
 def test_mean_ttft_is_distserves_formula() -> None:

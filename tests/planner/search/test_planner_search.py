@@ -64,9 +64,9 @@ def test_processes_change_nothing() -> None:
 def test_a_bisection_ends_only_after_a_failure_and_brackets_the_threshold() -> None:
     for threshold in (0.03, 0.9, 7.0, 1000.0):
         bisection = RateBisection(1.0, 0.01)
-        while not bisection.over:
+        while not bisection.converged:
             rate = bisection.probe()
-            bisection.told(rate, rate < threshold)
+            bisection.record(rate, rate < threshold)
         assert bisection.low <= threshold <= bisection.high
         assert bisection.high - bisection.low <= 0.01 * bisection.high
 
@@ -89,7 +89,7 @@ def test_two_gpu_types() -> None:
     )
     right, wrong = (optimizer.search(s, optimizer.disaggregated(s), 1, 1, _told)[0].goodput for s in (scenario, swapped))
     assert right > 1.2 * wrong
-    assert {p.second for p in optimizer.colocated(scenario)} == {False, True}
+    assert {p.on_decode_gpus for p in optimizer.colocated(scenario)} == {False, True}
 
 
 def test_a_model_that_fits_nowhere_is_refused_with_what_would_fit() -> None:

@@ -58,7 +58,7 @@ def _deployments() -> dict[str, Deployment]:
         "pipelines": Deployment(ReplicaPool(1, _linear(2), large), ReplicaPool(1, _linear(3), small), link),
         "colocated": Deployment(ReplicaPool(2, PLAIN, large, SchedulingRules(budget=512))),
         "colocated with little KV": Deployment(ReplicaPool(2, PLAIN, small, tight)),
-        "prefill first": Deployment(ReplicaPool(2, PLAIN, small, SchedulingRules(budget=2048, mixed=False))),
+        "prefill first": Deployment(ReplicaPool(2, PLAIN, small, SchedulingRules(budget=2048, chunked=False))),
     }
 
 
@@ -78,7 +78,7 @@ def test_leaps_change_nothing(name: str, rate: float) -> None:
 def _slow(deployment: Deployment) -> Deployment:
     def side(s: ReplicaPool) -> ReplicaPool:
         rules = s.rules
-        return ReplicaPool(s.count, s.latency, s.kv, SchedulingRules(rules.budget, rules.sequences, rules.mixed, False))
+        return ReplicaPool(s.count, s.latency, s.kv, SchedulingRules(rules.budget, rules.sequences, rules.chunked, False))
 
     decode = side(deployment.decode) if deployment.decode else None
     return Deployment(side(deployment.prefill), decode, deployment.handoff, deployment.policy, deployment.distserve)
@@ -162,7 +162,7 @@ def test_chunks_let_decodes_go_on_and_prefill_first_does_not() -> None:
     """A short answer runs when a long prompt comes: each of its tokens waits for a chunk, or one waits for the prompt."""
     sample = WorkloadSample([100, 8000], [10, 2], [0.0, 0.05])
     chunked = simulate(Deployment(ReplicaPool(1, PLAIN, 200_000, SchedulingRules(budget=512))), sample, 1.0)
-    first = simulate(Deployment(ReplicaPool(1, PLAIN, 200_000, SchedulingRules(budget=512, mixed=False))), sample, 1.0)
+    first = simulate(Deployment(ReplicaPool(1, PLAIN, 200_000, SchedulingRules(budget=512, chunked=False))), sample, 1.0)
     assert chunked.tpot[0] < 0.6 * first.tpot[0]
     assert chunked.ttft[1] > first.ttft[1]
 

@@ -12,9 +12,9 @@ from ..search.scenario import PerformanceSource, Scenario, check_model
 from ..simulation import workload
 from ..simulation.simulator import POLICIES, Objective
 
-WORKLOAD = "sharegpt-like"  # unless another is given
-BUDGET = 8192  # tokens of a step, unless given or in the profile
-LINK = {"coefficients": "none", "profile": "none", "roofline": "ib-400"}
+DEFAULT_WORKLOAD = "sharegpt-like"  # unless another is given
+DEFAULT_BUDGET_TOKENS = 8192  # tokens of a step, unless given or in the profile
+DEFAULT_LINKS = {"coefficients": "none", "profile": "none", "roofline": "ib-400"}
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("how fast: one of these three").add_argument
     add("--gpu", metavar="NAME", help=f"roofline of a GPU: {', '.join(hardware.GPUS)}")
     add("--profile", metavar="FILE", help="points that vllm-disagg profile measured; an instance counts as one GPU")
-    add("--coefficients", metavar="NAME", help=f"published fits: {', '.join(distserve.TABLE)}")
+    add("--coefficients", metavar="NAME", help=f"published fits: {', '.join(distserve.COEFFICIENTS)}")
     add = parser.add_argument_group("what").add_argument
     add("--model", metavar="MODEL", help=f"a folder with a config.json, or one of {', '.join(known_models.MODELS)}")
     add("--decode-gpu", metavar="NAME", help="the decode instances' GPU (default: as --gpu)")
     add("--decode-profile", metavar="FILE", help="the decode instances' points (default: as --profile)")
-    add("--workload", metavar="W", default=WORKLOAD,
+    add("--workload", metavar="W", default=DEFAULT_WORKLOAD,
         help=f"{', '.join(lengths.NAMED_DISTRIBUTIONS)}, IN:OUT tokens, or a trace (.jsonl, .json, .csv)"
              " (default: %(default)s)")  # fmt: skip
     add(
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--policy", choices=POLICIES, default="least_loaded", help="the proxy's choice (default: %(default)s)")
     add("--prefill-concurrency", metavar="N", type=int, default=8, help="as the proxy's flag (default: %(default)s)")
     add("--max-num-batched-tokens", metavar="N", type=int,
-        help=f"token budget of a step (default: {BUDGET}, or the profile's)")  # fmt: skip
+        help=f"token budget of a step (default: {DEFAULT_BUDGET_TOKENS}, or the profile's)")  # fmt: skip
     add("--max-num-seqs", metavar="N", type=int, default=256, help="sequences at once (default: %(default)s)")
     add("--kv-limit", metavar="TOKENS", type=int, default=0, help="KV of an instance (default: what its memory holds)")
     add("--rules", choices=("vllm", "distserve"),
@@ -93,12 +93,12 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
         requests=requests,
         seeds=seeds,
         gpus=gpus,
-        link=hardware.link(args.link or LINK[kind]),
+        link=hardware.link(args.link or DEFAULT_LINKS[kind]),
         overlap=overlap,
         policy=args.policy,
         concurrency=args.prefill_concurrency,
         kv_limit=args.kv_limit,
-        budget=args.max_num_batched_tokens or prefill.budget or BUDGET,
+        budget=args.max_num_batched_tokens or prefill.budget or DEFAULT_BUDGET_TOKENS,
         sequences=args.max_num_seqs,
         distserve=like_distserve,
     )

@@ -23,18 +23,18 @@ from ...errors import ConfigError
 from ...keys import ADMIN_KEY
 from ...workloads import lengths
 from ..search import optimizer
-from ..search.advice import WORTH
+from ..search.advice import MIN_GAIN_RATIO
 from ..search.scenario import Placement, ReplicaGroup, Scenario
 from ..simulation import workload
 from ..simulation.simulator import simulate
 from . import flags
 from .output import describe
 
-SIGMA = 0.8  # of the lengths' logarithm; between DistServe's ShareGPT and Azure's traces
-ROUNDS = 3  # of refitting
-REACH = 64.0  # a refit's factors are between 1 / REACH and REACH
-CLOSE = 1.01  # and as close to what is right
-LEAST = 20  # requests in a window, for means that mean something
+LENGTH_LOG_SIGMA = 0.8  # of the lengths' logarithm; between DistServe's ShareGPT and Azure's traces
+REFIT_ROUNDS = 3  # of refitting
+MAX_REFIT_FACTOR = 64.0  # a refit's factors are between 1 / REACH and REACH
+REFIT_PRECISION_RATIO = 1.01  # and as close to what is right
+MIN_WINDOW_REQUESTS = 20  # requests in a window, for means that mean something
 
 COUNTERS = {
     "requests": "vllm_disagg_requests_total",
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None] | None = None) -> i
     traffic = between(before, parse(_page(url, "/metrics")), time.monotonic() - began)
     present = Placement(ReplicaGroup(tp, pp, prefills), ReplicaGroup(tp, pp, decodes))
     scenario = refit(_under(planned.scenario, traffic, args.workload), present, traffic)
-    document = judge(scenario, present, traffic, optimizer.processes(args.jobs))
+    document = judge(scenario, present, traffic, optimizer.process_count(args.jobs))
     print(json.dumps(document) if args.json else _text(document))
     return 0
 
@@ -131,9 +131,10 @@ def between(before: MetricSamples, after: MetricSamples, seconds: float) -> Obse
         return sum(v - before.get(key, 0.0) for key, v in after.items() if key[0] == name and key[1] >= wanted)
 
     requests = gained(COUNTERS["requests"], outcome="ok")
-    if requests < LEAST:
+    if requests < MIN_WINDOW_REQUESTS:
         raise ConfigError(
-            f"--live: {requests:.0f} requests ended well in {seconds:.0f} s; {LEAST} or more are needed: give more --window"
+            f"--live: {requests:.0f} requests ended well in {seconds:.0f} s;"
+            f" {MIN_WINDOW_REQUESTS} or more are needed: give more --window"
         )
     if any(after[key] < value for key, value in before.items() if key in after and key[0] == COUNTERS["requests"]):
         raise ConfigError("--live: the proxy was started again meanwhile: ask once more")
@@ -157,11 +158,11 @@ def between(before: MetricSamples, after: MetricSamples, seconds: float) -> Obse
 
 def _under(scenario: Scenario, traffic: ObservedTraffic, asked: str) -> Scenario:
     """The setting with that traffic's lengths, unless a workload was asked for."""
-    if asked != flags.WORKLOAD:
+    if asked != flags.DEFAULT_WORKLOAD:
         return scenario
     spread = lengths.LengthDistribution(
-        (math.log(traffic.prompt) - SIGMA**2 / 2, SIGMA),
-        (math.log(max(1.0, traffic.output)) - SIGMA**2 / 2, SIGMA),
+        (math.log(traffic.prompt) - LENGTH_LOG_SIGMA**2 / 2, LENGTH_LOG_SIGMA),
+        (math.log(max(1.0, traffic.output)) - LENGTH_LOG_SIGMA**2 / 2, LENGTH_LOG_SIGMA),
         limit=1 << 40,
     )
     work = workload.Workload(f"{traffic.prompt:.0f}:{traffic.output:.0f} as seen", lengths=spread)
@@ -183,10 +184,10 @@ def refit(scenario: Scenario, present: Placement, traffic: ObservedTraffic) -> S
             raise ConfigError("--live: these instances cannot hold such requests, by the model given: check --instance")
         return {phase: sum(times) / len(times) for phase, times in found.items()}
 
-    for _ in range(ROUNDS):
+    for _ in range(REFIT_ROUNDS):
         for phase, seen in (("decode", traffic.tpot), ("prefill", traffic.ttft)):
-            low, high = 1 / REACH, REACH
-            while high / low > CLOSE:
+            low, high = 1 / MAX_REFIT_FACTOR, MAX_REFIT_FACTOR
+            while high / low > REFIT_PRECISION_RATIO:
                 middle = math.sqrt(low * high)
                 low, high = (low, middle) if means(_scaled(scenario, phase, middle))[phase] > seen else (middle, high)
             scenario = _scaled(scenario, phase, math.sqrt(low * high))
@@ -211,7 +212,7 @@ def judge(scenario: Scenario, present: Placement, traffic: ObservedTraffic, jobs
             f" means now are {traffic.ttft:.3g} and {traffic.tpot:.3g} s: give more"
         )
     gain = best.goodput / now.goodput if now else None
-    right = gain is not None and gain <= WORTH
+    right = gain is not None and gain <= MIN_GAIN_RATIO
     held = now.goodput * present.gpus if now else 0.0
     return {
         "right": right,

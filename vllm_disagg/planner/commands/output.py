@@ -7,7 +7,7 @@ import shlex
 from typing import Any
 
 from ..cost import queueing
-from ..search.advice import Advice, short
+from ..search.advice import Advice, too_few_requests
 from ..search.optimizer import PlacementScore
 from ..search.scenario import Placement, ReplicaGroup, Scenario
 
@@ -54,8 +54,8 @@ def remarks(placement: Placement) -> list[str]:
 def _colocated(placement: Placement, model: str) -> list[str]:
     lines, proxy = [], ["vllm-disagg", "proxy"]
     for n in range(placement.prefill.n):
-        budget = ["--max-num-batched-tokens", str(placement.budget)] if placement.mixed else []
-        chunked = [] if placement.mixed else ["--no-enable-chunked-prefill"]
+        budget = ["--max-num-batched-tokens", str(placement.budget)] if placement.chunked else []
+        chunked = [] if placement.chunked else ["--no-enable-chunked-prefill"]
         lines.append(shlex.join([*_serve(model, placement.prefill, 8200 + n), *budget, *chunked]))
         proxy += ["--decode", f"http://127.0.0.1:{8200 + n}"]
     return lines if placement.prefill.n == 1 else [*lines, shlex.join(proxy)]
@@ -83,9 +83,9 @@ def as_json(advice: Advice, model: str) -> dict[str, Any]:
         "ratio": advice.ratio,
         "ratio_ci": advice.ratio_ci,
         "alternatives": [_score(scenario, score) for score in advice.alternatives],
-        "flips": {name: {"at": f.at, "words": f.words} for name, f in advice.flips.items()},
+        "flips": {name: {"at": f.at, "words": f.words} for name, f in advice.crossovers.items()},
         "commands": commands(scenario, placement, model),
-        "remarks": [*remarks(placement), *short(scenario, advice.chosen)],
+        "remarks": [*remarks(placement), *too_few_requests(scenario, advice.chosen)],
         "considered": advice.considered,
         "setting": describe(scenario),
     }
@@ -120,7 +120,7 @@ def _score(scenario: Scenario, score: PlacementScore | None) -> dict[str, Any] |
     found |= {"rates": score.rates, "closed_form": closed_form(scenario, placement)}
     if placement.decode:
         return {"prefill": _replica_group(placement.prefill), "decode": _replica_group(placement.decode), **found}
-    schedule = {"schedule": "chunked" if placement.mixed else "prefill-first", "budget": placement.budget}
+    schedule = {"schedule": "chunked" if placement.chunked else "prefill-first", "budget": placement.budget}
     return {**_replica_group(placement.prefill), **schedule, **found}
 
 
@@ -137,8 +137,8 @@ def closed_form(scenario: Scenario, placement: Placement) -> dict[str, Any]:
     model = scenario.prefill.model
     if placement.decode and model:
         mean_prompt = sum(sample.prompts) / len(sample)
-        found["bandwidth"] = queueing.bandwidth(model.kv_per_token, mean_prompt, both)
-        found["transfer"] = queueing.transfer(
+        found["bandwidth"] = queueing.handoff_bandwidth(model.kv_per_token, mean_prompt, both)
+        found["transfer"] = queueing.handoff_seconds(
             model.kv_per_token, mean_prompt, scenario.link.bandwidth, scenario.link.latency
         )
     if placement.decode:

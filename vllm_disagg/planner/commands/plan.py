@@ -17,9 +17,9 @@ from ..simulation import workload
 from ..simulation.simulator import quantile
 from . import flags, live, output, report
 
-KEEP = 3  # placements of a kind that are evaluated to the end
-LOADS = (0.5, 0.8)  # of a prefill GPU, for waiting times
-TELL = 2.0  # seconds between two lines of progress
+KEPT_PLACEMENTS = 3  # placements of a kind that are evaluated to the end
+PREFILL_LOADS = (0.5, 0.8)  # of a prefill GPU, for waiting times
+PROGRESS_INTERVAL_SECONDS = 2.0  # seconds between two lines of progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
     planned = flags.read(args, args.gpus, "--gpus")
     scenario = planned.scenario
     began = time.monotonic()
-    jobs = optimizer.processes(args.jobs)
-    split = optimizer.search(scenario, optimizer.disaggregated(scenario), KEEP, jobs, _progress("disaggregated"))
-    together = optimizer.search(scenario, optimizer.colocated(scenario), KEEP, jobs, _progress("colocated"))
+    jobs = optimizer.process_count(args.jobs)
+    split = optimizer.search(scenario, optimizer.disaggregated(scenario), KEPT_PLACEMENTS, jobs, _progress("disaggregated"))
+    together = optimizer.search(scenario, optimizer.colocated(scenario), KEPT_PLACEMENTS, jobs, _progress("colocated"))
     if not split and not together:
         raise ConfigError(_nothing(scenario))
     found = advice.advise(scenario, split, together)
@@ -79,12 +79,12 @@ def _closed(args: argparse.Namespace) -> int:
     best = queueing.best_ratio(prefill, decode, args.gpus)
     one = min(prefill, decode) / 2
     rate = best.rate_per_gpu * (best.prefill + best.decode)
-    waits = {load: queueing.mean_ttft(1 / prefill, load * prefill) for load in LOADS}
+    waits = {load: queueing.mean_ttft(1 / prefill, load * prefill) for load in PREFILL_LOADS}
     document: dict[str, Any] = {
         "gpus": args.gpus,
         "best": {"prefill": {"n": best.prefill}, "decode": {"n": best.decode}, "goodput_per_gpu": best.rate_per_gpu},
         "one_to_one": one,
-        "limit": queueing.limit(prefill, decode),
+        "limit": queueing.rate_limit_per_gpu(prefill, decode),
         "alternatives": [
             {"prefill": {"n": r.prefill}, "decode": {"n": r.decode}, "goodput_per_gpu": r.rate_per_gpu}
             for r in ratios[:8]
@@ -107,7 +107,7 @@ def _closed(args: argparse.Namespace) -> int:
 def _bandwidth(args: argparse.Namespace, rate: float) -> float:
     """Bytes/s from prefill to decode, all instances together."""
     sample = workload.load(args.workload).sample(1000, 0, workload.Arrivals("poisson"))
-    return queueing.bandwidth(model.load(args.model).kv_per_token, sum(sample.prompts) / len(sample), rate)
+    return queueing.handoff_bandwidth(model.load(args.model).kv_per_token, sum(sample.prompts) / len(sample), rate)
 
 
 def _progress(kind: str) -> optimizer.ProgressCallback:
@@ -116,7 +116,7 @@ def _progress(kind: str) -> optimizer.ProgressCallback:
     def told(done: int, total: int, best: optimizer.PlacementScore | None) -> None:
         nonlocal last
         now = time.monotonic()
-        if now - last >= TELL or done == total:
+        if now - last >= PROGRESS_INTERVAL_SECONDS or done == total:
             last = now
             words = f"; best so far {best.goodput:.3f} req/s per GPU: {best.placement}" if best else ""
             print(f"plan: {kind}: {done} of {total} placements{words}", file=sys.stderr)

@@ -52,11 +52,11 @@ def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, Late
         if row and score:
             low, high = row["ci"]
             form = row["closed_form"]["rate_per_gpu"]
-            interval = f"{low:.3f} .. {high:.3f}" if scenario.seeds > 1 else "one sample"
-            lines.append(f"{name:11}{row['goodput_per_gpu']:14.3f}  {interval:16}{form:12.3f}  {score.placement}")
+            confidence_interval = f"{low:.3f} .. {high:.3f}" if scenario.seeds > 1 else "one sample"
+            lines.append(f"{name:11}{row['goodput_per_gpu']:14.3f}  {confidence_interval:16}{form:12.3f}  {score.placement}")
         else:
             lines.append(f"{name:11}{'none':>14}")
-    lines += ["", *(f.words for f in found.flips.values()), "", "run it:", *(f"  {c}" for c in document["commands"])]
+    lines += ["", *(f.words for f in found.crossovers.values()), "", "run it:", *(f"  {c}" for c in document["commands"])]
     return "\n".join([*lines, *(f"note: {r}" for r in document["remarks"])])
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from ...errors import ConfigError
 from .latency import LinearLatency
 
-THRESHOLD = 95  # sequences from which on the second decode fit holds
+LARGE_BATCH_SEQUENCES = 95  # sequences from which on the second decode fit holds
 
 FitRow = tuple[float, float, float]
 
 # {engine: {model: {tp: (prefill a b c, decode of small batches A B C, decode of large batches A B C)}}}
-TABLE: dict[str, dict[str, dict[int, tuple[FitRow, FitRow, FitRow]]]] = {
+COEFFICIENTS: dict[str, dict[str, dict[int, tuple[FitRow, FitRow, FitRow]]]] = {
     "distserve-a100": {
         "opt-13b": {
             1: ((18.10254647486372, 0.1019122572698738, 7.122264314252114e-06),
@@ -76,9 +76,9 @@ TABLE: dict[str, dict[str, dict[int, tuple[FitRow, FitRow, FitRow]]]] = {
 
 def degrees(coefficients: str, model: str) -> list[int]:
     """The tensor parallel sizes that were measured; ConfigError for a set or a model that was not."""
-    if coefficients not in TABLE:
-        raise ConfigError(f"--coefficients: {coefficients} is not known: give one of {', '.join(TABLE)}")
-    table = TABLE[coefficients]
+    if coefficients not in COEFFICIENTS:
+        raise ConfigError(f"--coefficients: {coefficients} is not known: give one of {', '.join(COEFFICIENTS)}")
+    table = COEFFICIENTS[coefficients]
     if model not in table:
         raise ConfigError(f"--coefficients {coefficients} has no {model}: give --model {' or '.join(table)}")
     return list(table[model])
@@ -86,13 +86,13 @@ def degrees(coefficients: str, model: str) -> list[int]:
 
 def latency(coefficients: str, model: str, tp: int, pp: int) -> LinearLatency:
     """The fit for one instance, in seconds."""
-    prefill, small, large = TABLE[coefficients][model][tp]
+    prefill, small, large = COEFFICIENTS[coefficients][model][tp]
     return LinearLatency(
         pp,
         _seconds(prefill),
         _seconds(small),
         _seconds(large),
-        THRESHOLD,
+        LARGE_BATCH_SEQUENCES,
         stage=1e-3 * pp,
         overhead=2e-3,
         overhead_token=1e-7,

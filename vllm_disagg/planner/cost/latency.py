@@ -20,9 +20,10 @@ import msgspec
 from .hardware import GpuType
 from .model import ModelCosts, touched
 
-STEP = 1e-3  # seconds of a step that are neither arithmetic nor memory: launches, scheduling; vLLM's order of magnitude
-ALL_REDUCE = 10e-6  # seconds of an all-reduce without bytes (AIConfigurator's P2P latency)
-HOP = 20e-6  # seconds to the next pipeline stage without bytes
+# Kernel launches and scheduling of one step: neither arithmetic nor memory; the order of magnitude of vLLM.
+STEP_OVERHEAD_SECONDS = 1e-3
+ALL_REDUCE_SECONDS = 10e-6  # seconds of an all-reduce without bytes (AIConfigurator's P2P latency)
+STAGE_HOP_SECONDS = 20e-6  # seconds to the next pipeline stage without bytes
 
 
 class LatencyModel(Protocol):
@@ -97,11 +98,11 @@ class RooflineLatency:
         self._square = model.attention * model.layers / 2 / flops  # causal: half the square
         kv_read = model.kv_per_token / (gpu.bandwidth * gpu.decode * min(tp, model.kv_heads) * pp)
         self._slope = max(kv_read, model.latent * model.layers / flops)
-        self._fixed, wire = HOP * (pp > 1), model.hidden * 2 / gpu.peer
+        self._fixed, wire = STAGE_HOP_SECONDS * (pp > 1), model.hidden * 2 / gpu.peer
         self._token_wire = wire * (pp > 1)
         if tp > 1:  # two all-reduces a layer, rings: each rank sends 2(tp-1)/tp of the activations
             layers = model.layers / pp
-            self._fixed += 2 * layers * ALL_REDUCE
+            self._fixed += 2 * layers * ALL_REDUCE_SECONDS
             self._token_wire += 2 * layers * wire * 2 * (tp - 1) / tp
 
     def _linear(self, tokens: int, sequences: int) -> float:
@@ -111,11 +112,11 @@ class RooflineLatency:
         return max(memory, compute) + self._fixed + self._token_wire * tokens
 
     def decode(self, n: int, first: bool) -> tuple[float, float]:
-        return self._linear(n, n) + self._slope * n + STEP * first, self._slope
+        return self._linear(n, n) + self._slope * n + STEP_OVERHEAD_SECONDS * first, self._slope
 
     def mixed(self, tokens: int, squares: float, n: int, contexts: int, first: bool) -> float:
         attention = self._square * squares + self._slope * (contexts + n)
-        return self._linear(tokens + n, n + 1) + attention + STEP * first
+        return self._linear(tokens + n, n + 1) + attention + STEP_OVERHEAD_SECONDS * first
 
 
 class ScaledLatency(msgspec.Struct, frozen=True):

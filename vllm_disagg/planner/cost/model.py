@@ -12,10 +12,10 @@ import msgspec
 from ...errors import ConfigError
 from .known_models import MODELS
 
-USABLE = 0.94  # of the GPU's memory: DistServe's 0.95 less 1 % at the peak
-RUNTIME = 1.25 * (1 << 30)  # bytes per GPU for activations, graphs and NCCL; fits DistServe's table within 2 %
+USABLE_MEMORY_SHARE = 0.94  # of the GPU's memory: DistServe's 0.95 less 1 % at the peak
+RUNTIME_BYTES = 1.25 * (1 << 30)  # bytes per GPU for activations, graphs and NCCL; fits DistServe's table within 2 %
 
-_WIDTH = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
+_ELEMENT_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
 
 
 class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +52,7 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
 
         DistServe's profile_memory.py: what is left of the usable memory, divided by a rank's bytes of KV per token.
         """
-        left = USABLE * memory - RUNTIME - self.parameters * self.weight_bytes / (tp * pp)
+        left = USABLE_MEMORY_SHARE * memory - RUNTIME_BYTES - self.parameters * self.weight_bytes / (tp * pp)
         return max(0, int(left / (self.kv_per_token / (min(tp, self.kv_heads) * pp)) // 16 * 16))
 
     def splits(self, tp: int, pp: int) -> bool:
@@ -167,9 +167,9 @@ class _ConfigReader:
                 return 0.5
             return 1.0  # fp8 and int8
         kind = self.text("torch_dtype") or self.text("dtype") or "bfloat16"
-        if kind not in _WIDTH:
-            raise ConfigError(f"--model: torch_dtype {kind} of {self._name} is not one of {', '.join(_WIDTH)}")
-        return float(_WIDTH[kind])
+        if kind not in _ELEMENT_BYTES:
+            raise ConfigError(f"--model: torch_dtype {kind} of {self._name} is not one of {', '.join(_ELEMENT_BYTES)}")
+        return float(_ELEMENT_BYTES[kind])
 
 
 def touched(model: ModelCosts, tokens: int) -> float:

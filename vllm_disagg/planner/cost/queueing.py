@@ -35,7 +35,7 @@ def best_ratio(capacity_prefill: float, capacity_decode: float, gpus: int) -> In
     return max(found, key=lambda r: (round(r.rate_per_gpu, 9), -r.prefill - r.decode))
 
 
-def limit(capacity_prefill: float, capacity_decode: float) -> float:
+def rate_limit_per_gpu(capacity_prefill: float, capacity_decode: float) -> float:
     """Requests/s per GPU when instances could be split at will: 1 / (1/P + 1/D)."""
     return 1 / (1 / capacity_prefill + 1 / capacity_decode)
 
@@ -51,11 +51,11 @@ def mean_ttft(service: float, rate: float, pp: int = 1) -> float:
     return service + rate * stage**2 / (2 * (1 - load)) if load < 1 else float("inf")
 
 
-def bandwidth(kv_per_token: float, mean_prompt: float, rate: float) -> float:
+def handoff_bandwidth(kv_per_token: float, mean_prompt: float, rate: float) -> float:
     """Bytes/s that all prefill instances together send at `rate` requests/s."""
     return kv_per_token * mean_prompt * rate
 
 
-def transfer(kv_per_token: float, prompt: float, link_bandwidth: float, link_latency: float) -> float:
+def handoff_seconds(kv_per_token: float, prompt: float, link_bandwidth: float, link_latency: float) -> float:
     """Seconds to move one prompt's KV over an idle link."""
     return link_latency + kv_per_token * prompt / link_bandwidth

@@ -9,14 +9,14 @@ import msgspec
 
 from ..simulation.simulator import Objective, SimulationResult, simulate
 from ..simulation.workload import WorkloadSample
-from .optimizer import PlacementScore, colocated, disaggregated, estimate, interval
+from .optimizer import PlacementScore, colocated, confidence_interval, disaggregated, estimate
 from .scenario import Placement, Scenario
 
-WORTH = 1.10  # the ratio from which on we say "disaggregate": the models' own error is 7 to 20 %
-SWEEP = tuple(0.1 * 1.33**n for n in range(12))  # of the rate it is made for: 0.1 to 2.3
-REACH = 8.0  # flips are looked for between objective / REACH and objective * REACH
-FINE = 12  # steps for each doubling
-LASTING = 5.0  # times as long as one request takes: for less, traffic is a burst whose queue has no time to grow
+MIN_GAIN_RATIO = 1.10  # the ratio from which on we say "disaggregate": the models' own error is 7 to 20 %
+SWEEP_RATIOS = tuple(0.1 * 1.33**n for n in range(12))  # of the rate it is made for: 0.1 to 2.3
+MAX_OBJECTIVE_FACTOR = 8.0  # flips are looked for between objective / REACH and objective * REACH
+STEPS_PER_DOUBLING = 12  # steps for each doubling
+MIN_LATENCIES_PER_RUN = 5.0  # times as long as one request takes: for less, traffic is a burst whose queue has no time to grow
 
 
 class RateCurve(msgspec.Struct, frozen=True):
@@ -59,12 +59,12 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     ratio: float | None
     ratio_ci: tuple[float, float] | None
     curves: list[RateCurve]
-    flips: dict[str, Crossover]
+    crossovers: dict[str, Crossover]
     considered: int
 
     @property
     def disaggregate(self) -> bool:
-        return self.best is not None and (self.ratio is None or self.ratio > WORTH)
+        return self.best is not None and (self.ratio is None or self.ratio > MIN_GAIN_RATIO)
 
     @property
     def chosen(self) -> PlacementScore:
@@ -81,7 +81,7 @@ def advise(scenario: Scenario, split: Sequence[PlacementScore], together: Sequen
     if best and base:
         ratio = best.goodput / base.goodput
         pairs = [a / b for a, b in zip(best.rates, base.rates, strict=True) if b > 0]
-        ratio_ci = interval(pairs) if pairs else None
+        ratio_ci = confidence_interval(pairs) if pairs else None
     curves = curves_of(scenario, [*split, *together])
     return Advice(
         scenario=scenario,
@@ -92,7 +92,7 @@ def advise(scenario: Scenario, split: Sequence[PlacementScore], together: Sequen
         ratio=ratio,
         ratio_ci=ratio_ci,
         curves=curves,
-        flips={name: flip(curves, scenario.objective, name) for name in ("tpot", "ttft")},
+        crossovers={name: crossover(curves, scenario.objective, name) for name in ("tpot", "ttft")},
         considered=len(disaggregated(scenario)) + len(colocated(scenario)),
     )
 
@@ -105,7 +105,7 @@ def curves_of(scenario: Scenario, scores: Sequence[PlacementScore]) -> list[Rate
     seen = {_kind(placement) for placement in rates}
     others: dict[tuple[object, ...], tuple[float, Placement]] = {}
     for placement in (*disaggregated(scenario), *colocated(scenario)):
-        if _kind(placement) not in seen and _pipes(placement) == 1:
+        if _kind(placement) not in seen and _pipeline_stages(placement) == 1:
             promise = estimate(scenario, placement, sample), placement
             others[_kind(placement)] = max(others.get(_kind(placement), promise), promise)
     rates |= {placement: promise for promise, placement in others.values()}
@@ -115,17 +115,17 @@ def curves_of(scenario: Scenario, scores: Sequence[PlacementScore]) -> list[Rate
 def _kind(placement: Placement) -> tuple[object, ...]:
     if placement.decode:
         return placement.decode.tp, placement.decode.pp
-    return placement.prefill.tp, placement.prefill.pp, placement.mixed, placement.budget
+    return placement.prefill.tp, placement.prefill.pp, placement.chunked, placement.budget
 
 
-def _pipes(placement: Placement) -> int:
+def _pipeline_stages(placement: Placement) -> int:
     return max(placement.prefill.pp, placement.decode.pp if placement.decode else 1)
 
 
 def _sweep(scenario: Scenario, placement: Placement, rate: float, sample: WorkloadSample) -> RateCurve:
     """Simulate around `rate`; objectives do not influence a simulation, so one sweep serves for all of them."""
     deployment = scenario.deployment(placement)
-    rates = [rate * part for part in SWEEP]
+    rates = [rate * part for part in SWEEP_RATIOS]
     return RateCurve(placement, rates, [simulate(deployment, sample, r * placement.gpus) for r in rates])
 
 
@@ -138,34 +138,34 @@ def ratio_at(curves: Sequence[RateCurve], objective: Objective) -> float | None:
     return float("inf") if split > 0 else None
 
 
-def flip(curves: Sequence[RateCurve], objective: Objective, name: str) -> Crossover:
+def crossover(curves: Sequence[RateCurve], objective: Objective, name: str) -> Crossover:
     """The TPOT or TTFT nearest to the objective's at which the answer changes, the other held."""
     here: float = getattr(objective, name)
-    other = "colocate" if _worth(curves, objective) else "disaggregate"
-    for step in range(1, int(FINE * 3) + 1):
-        for factor in (2 ** (-step / FINE), 2 ** (step / FINE)):
+    other = "colocate" if _worth_disaggregating(curves, objective) else "disaggregate"
+    for step in range(1, int(STEPS_PER_DOUBLING * 3) + 1):
+        for factor in (2 ** (-step / STEPS_PER_DOUBLING), 2 ** (step / STEPS_PER_DOUBLING)):
             changed = msgspec.structs.replace(objective, **{name: here * factor})
-            answer = _worth(curves, changed)
+            answer = _worth_disaggregating(curves, changed)
             if answer is not None and answer != (other == "colocate"):
                 side = "below" if factor < 1 else "above"
                 return Crossover(here * factor, f"{name.upper()} {side} {here * factor:.3g} s: {other}")
-    low, high = here / REACH, here * REACH
+    low, high = here / MAX_OBJECTIVE_FACTOR, here * MAX_OBJECTIVE_FACTOR
     return Crossover(None, f"{name.upper()} between {low:.3g} and {high:.3g} s: the answer stays")
 
 
-def _worth(curves: Sequence[RateCurve], objective: Objective) -> bool | None:
+def _worth_disaggregating(curves: Sequence[RateCurve], objective: Objective) -> bool | None:
     ratio = ratio_at(curves, objective)
-    return None if ratio is None else ratio > WORTH
+    return None if ratio is None else ratio > MIN_GAIN_RATIO
 
 
-def short(scenario: Scenario, score: PlacementScore) -> list[str]:
+def too_few_requests(scenario: Scenario, score: PlacementScore) -> list[str]:
     """Whether the requests are too few to tell what a placement sustains."""
     sample, rate = scenario.samples()[0], score.goodput * score.placement.gpus
     served = [t for t in simulate(scenario.deployment(score.placement), sample, rate).latency if t >= 0]
     one, lasts = sum(served) / len(served), len(sample) / rate
-    if lasts >= LASTING * one:
+    if lasts >= MIN_LATENCIES_PER_RUN * one:
         return []
-    enough = math.ceil(LASTING * one * rate)
+    enough = math.ceil(MIN_LATENCIES_PER_RUN * one * rate)
     return [
         f"{len(sample)} requests last {lasts:.2g} s at this rate and one takes {one:.2g} s, so no queue has time to grow:"
         f" these rates are too high; give --requests {enough} or more"

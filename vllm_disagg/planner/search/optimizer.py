@@ -30,14 +30,14 @@ from ..simulation.simulator import simulate
 from ..simulation.workload import WorkloadSample
 from .scenario import PerformanceSource, Placement, ReplicaGroup, Scenario
 
-BUDGETS = (512, 2048, 8192)  # tokens of a step that the chunked baseline is tried with
-GIVE_UP = 1 / 256  # of the first probe: a placement that fails there has no goodput
-FIRST = 1.25  # of the estimated capacity: the first probe
-GROW = 1.5
-CEILING = 64.0  # times the first probe: a sample that still meets the objective never overloads the placement
+BASELINE_BUDGETS_TOKENS = (512, 2048, 8192)  # tokens of a step that the chunked baseline is tried with
+MIN_PROBE_RATIO = 1 / 256  # of the first probe: a placement that fails there has no goodput
+FIRST_PROBE_RATIO = 1.25  # of the estimated capacity: the first probe
+PROBE_GROWTH_RATIO = 1.5
+MAX_PROBE_RATIO = 64.0  # times the first probe: a sample that still meets the objective never overloads the placement
 
 # Student's t for a two-sided interval of 95 %, by degrees of freedom.
-_T = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 14: 2.145, 19: 2.093}
+STUDENT_T_95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 14: 2.145, 19: 2.093}
 
 
 class PlacementScore(msgspec.Struct, frozen=True):
@@ -52,15 +52,15 @@ class PlacementScore(msgspec.Struct, frozen=True):
 
     @property
     def ci(self) -> tuple[float, float]:
-        return interval(self.rates)
+        return confidence_interval(self.rates)
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
+def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
     """The 95 % confidence interval of the mean of what is not negative; of one value that value."""
     if len(values) < 2:
         return values[0], values[0]
     free = len(values) - 1
-    t = _T[max((f for f in _T if f <= free), default=1)]
+    t = STUDENT_T_95[max((f for f in STUDENT_T_95 if f <= free), default=1)]
     half = t * stdev(values) / sqrt(len(values))
     return max(0.0, mean(values) - half), mean(values) + half
 
@@ -75,12 +75,12 @@ def disaggregated(scenario: Scenario) -> list[Placement]:
 def colocated(scenario: Scenario) -> list[Placement]:
     """All (TP, PP) with as many replicas as the budget allows, chunked with several budgets and prefill first."""
     found = []
-    for second, source in enumerate([scenario.prefill] + [scenario.decode] * (scenario.decode != scenario.prefill)):
-        budgets = sorted({source.budget} if source.budget else BUDGETS)
+    for on_decode_gpus, source in enumerate([scenario.prefill] + [scenario.decode] * (scenario.decode != scenario.prefill)):
+        budgets = sorted({source.budget} if source.budget else BASELINE_BUDGETS_TOKENS)
         for tp, pp in source.shapes(scenario.gpus):
             group = ReplicaGroup(tp, pp, scenario.gpus // (tp * pp))
-            found += [Placement(group, None, budget, True, bool(second)) for budget in budgets]
-            found.append(Placement(group, None, max(budgets), False, bool(second)))
+            found += [Placement(group, None, budget, True, bool(on_decode_gpus)) for budget in budgets]
+            found.append(Placement(group, None, max(budgets), False, bool(on_decode_gpus)))
     return found
 
 
@@ -92,24 +92,27 @@ def _replica_groups(source: PerformanceSource, gpus: int) -> Iterator[ReplicaGro
 class RateBisection:
     """The rate per GPU at which one seed stops meeting the objective: in [low, high)."""
 
-    __slots__ = ("first", "high", "low", "over", "tolerance")
+    __slots__ = ("converged", "first", "high", "low", "tolerance")
 
     def __init__(self, first: float, tolerance: float) -> None:
-        self.first, self.tolerance = first, tolerance
-        self.low, self.high, self.over = 0.0, float("inf"), False
+        self.first = first
+        self.tolerance = tolerance
+        self.low = 0.0
+        self.high = float("inf")
+        self.converged = False
 
     def probe(self) -> float:
         if self.high == float("inf"):
-            return max(self.first, self.low * GROW)
+            return max(self.first, self.low * PROBE_GROWTH_RATIO)
         return (self.low + self.high) / 2
 
-    def told(self, rate: float, met: bool) -> None:
+    def record(self, rate: float, met: bool) -> None:
         if met:
             self.low = rate
         else:
             self.high = rate
         if self.high < float("inf"):
-            self.over = self.high - self.low <= self.tolerance * self.high or self.high <= self.first * GIVE_UP
+            self.converged = self.high - self.low <= self.tolerance * self.high or self.high <= self.first * MIN_PROBE_RATIO
 
 
 def evaluate(
@@ -123,20 +126,20 @@ def evaluate(
     if all(scenario.infeasible(placement, s) for s in samples):
         return PlacementScore(placement, [0.0] * len(samples)) if floor < 0 else None
     deployment, gpus = scenario.deployment(placement), placement.gpus
-    first = FIRST * estimate(scenario, placement, sample)
+    first = FIRST_PROBE_RATIO * estimate(scenario, placement, sample)
     searches = [RateBisection(first, scenario.tolerance) for _ in samples]
-    while not all(search.over for search in searches):
+    while not all(search.converged for search in searches):
         for seed, search in enumerate(searches):
-            if search.over:
+            if search.converged:
                 continue
             rate = search.probe()
             result = simulate(deployment, samples[seed], rate * gpus, scenario.objective, seed)
-            search.told(rate, not result.stopped)
-            if rate > CEILING * first and not result.stopped:
+            search.record(rate, not result.stopped)
+            if rate > MAX_PROBE_RATIO * first and not result.stopped:
                 raise ConfigError(
                     f"--requests: {len(sample)} are too few: even all at once they meet the objective on {placement}; give more"
                 )
-            if not search.over and mean(s.low if s.over else s.high for s in searches) <= floor:
+            if not search.converged and mean(s.low if s.converged else s.high for s in searches) <= floor:
                 return None
     score = PlacementScore(placement, [s.low for s in searches])
     return score if score.goodput > floor else None
@@ -153,56 +156,56 @@ ProgressCallback = Callable[[int, int, PlacementScore | None], None]  # done, of
 
 
 def search(
-    scenario: Scenario, placements: Iterable[Placement], keep: int, jobs: int, told: ProgressCallback
+    scenario: Scenario, placements: Iterable[Placement], keep: int, jobs: int, progress: ProgressCallback
 ) -> list[PlacementScore]:
     """The `keep` best, best first; those without any goodput are left out.  `keep` 0: all, without pruning."""
     samples = scenario.samples()
-    todo = sorted(placements, key=lambda p: (_stages(p), -estimate(scenario, p, samples[0]), p))
+    ordered = sorted(placements, key=lambda p: (_pipeline_stages(p), -estimate(scenario, p, samples[0]), p))
     found: list[PlacementScore] = []
-    total, done = len(todo), 0
+    total, done = len(ordered), 0
 
-    def take(score: PlacementScore | None) -> None:
+    def record_score(score: PlacementScore | None) -> None:
         nonlocal done
         done += 1
         if score and score.goodput > 0:
             found.append(score)
             found.sort(key=lambda s: (-s.goodput, s.placement))
-        told(done, total, found[0] if found else None)
+        progress(done, total, found[0] if found else None)
 
     def floor() -> float:
         return found[keep - 1].goodput * (1 - scenario.tolerance) if 0 < keep <= len(found) else 0.0
 
     if jobs <= 1 or total < 4:
-        for placement in todo:
-            take(evaluate(scenario, placement, samples, floor()))
+        for placement in ordered:
+            record_score(evaluate(scenario, placement, samples, floor()))
     else:
-        _spread(scenario, todo, jobs, floor, take)
+        _search_in_processes(scenario, ordered, jobs, floor, record_score)
     return _ranked(scenario, found, keep)
 
 
-def _spread(
+def _search_in_processes(
     scenario: Scenario,
-    todo: Iterable[Placement],
+    ordered: Iterable[Placement],
     jobs: int,
     floor: Callable[[], float],
-    take: Callable[[PlacementScore | None], None],
+    record_score: Callable[[PlacementScore | None], None],
 ) -> None:
     """Evaluate in `jobs` processes, each placement with the floor of the moment."""
     context = get_context("spawn")  # no locks or threads of ours come along
     pending: set[Future[PlacementScore | None]] = set()
-    waiting = iter(todo)
-    with ProcessPoolExecutor(jobs, context, _set_up, (scenario,)) as pool:
+    waiting = iter(ordered)
+    with ProcessPoolExecutor(jobs, context, _init_worker, (scenario,)) as pool:
         try:
             while True:
                 for placement in waiting:
-                    pending.add(pool.submit(_evaluate, placement, floor()))
+                    pending.add(pool.submit(_evaluate_in_worker, placement, floor()))
                     if len(pending) > jobs:
                         break
                 if not pending:
                     return
                 finished, pending = wait(pending, return_when=FIRST_COMPLETED)
                 for future in finished:
-                    take(future.result())
+                    record_score(future.result())
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -219,26 +222,26 @@ def _ranked(scenario: Scenario, found: Sequence[PlacementScore], keep: int) -> l
     return [first, *(s for s in found if s is not first)][: keep or len(found)]
 
 
-def _stages(placement: Placement) -> int:
+def _pipeline_stages(placement: Placement) -> int:
     """Cheap simulations first: pipelines take no leaps."""
     return max(placement.prefill.pp, placement.decode.pp if placement.decode else 1)
 
 
-def processes(wanted: int) -> int:
+def process_count(wanted: int) -> int:
     """How many to use: as many as asked for, else one for each core this process may run on."""
     if wanted:
         return wanted
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_worker: list[tuple[Scenario, list[WorkloadSample]]] = []  # of a worker process
+_worker_state: list[tuple[Scenario, list[WorkloadSample]]] = []  # of a worker process
 
 
-def _set_up(scenario: Scenario) -> None:
+def _init_worker(scenario: Scenario) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers it, and ends us
-    _worker.append((scenario, scenario.samples()))
+    _worker_state.append((scenario, scenario.samples()))
 
 
-def _evaluate(placement: Placement, floor: float) -> PlacementScore | None:
-    scenario, samples = _worker[0]
+def _evaluate_in_worker(placement: Placement, floor: float) -> PlacementScore | None:
+    scenario, samples = _worker_state[0]
     return evaluate(scenario, placement, samples, floor)

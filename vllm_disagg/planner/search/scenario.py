@@ -23,7 +23,7 @@ from ..simulation.simulator import Deployment, Handoff, Objective, ReplicaPool, 
 from ..simulation.workload import Arrivals, Workload, WorkloadSample
 
 UNLIMITED = 1 << 40
-PER_NODE = 8  # GPUs that tensor parallelism may span
+GPUS_PER_NODE = 8  # GPUs that tensor parallelism may span
 
 
 class PerformanceSource(msgspec.Struct, frozen=True):
@@ -46,7 +46,7 @@ class PerformanceSource(msgspec.Struct, frozen=True):
         if self.kind == "coefficients":
             degrees = distserve.degrees(self.name, self.model.name)
         else:
-            degrees = [tp for tp in range(1, PER_NODE + 1) if self.model.heads % tp == 0 and tp & (tp - 1) == 0]
+            degrees = [tp for tp in range(1, GPUS_PER_NODE + 1) if self.model.heads % tp == 0 and tp & (tp - 1) == 0]
         pairs = [(tp, pp) for tp in degrees for pp in range(1, gpus // tp + 1) if self.model.splits(tp, pp)]
         return [(tp, pp) for tp, pp in pairs if self.kv(tp, pp) >= 16]
 
@@ -107,8 +107,8 @@ class Placement(msgspec.Struct, frozen=True, order=True):
     prefill: ReplicaGroup
     decode: ReplicaGroup | None = None
     budget: int = 0
-    mixed: bool = True
-    second: bool = False  # colocated on the decode side's GPU type
+    chunked: bool = True
+    on_decode_gpus: bool = False  # colocated on the decode side's GPU type
 
     @property
     def gpus(self) -> int:
@@ -121,7 +121,7 @@ class Placement(msgspec.Struct, frozen=True, order=True):
     def __str__(self) -> str:
         if self.decode:
             return f"prefill {self.prefill}, decode {self.decode}"
-        schedule = f"chunked prefill of {self.budget} tokens" if self.mixed else "prefill first"
+        schedule = f"chunked prefill of {self.budget} tokens" if self.chunked else "prefill first"
         return f"colocated {self.prefill}, {schedule}"
 
 
@@ -157,8 +157,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         budget.
         """
         if not placement.decode:
-            source = self.decode if placement.second else self.prefill
-            rules = self._rules(placement.budget, placement.mixed)
+            source = self.decode if placement.on_decode_gpus else self.prefill
+            rules = self._rules(placement.budget, placement.chunked)
             side = self._side(source, placement.prefill, rules)
             return Deployment(side, distserve=self.distserve, policy=self.policy)
         rules = self._rules(0, True)
@@ -181,11 +181,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         kv = self.kv_limit or source.kv(group.tp, group.pp)
         return ReplicaPool(group.n, _latency(source, group.tp, group.pp), kv, rules)
 
-    def _rules(self, budget: int, mixed: bool) -> SchedulingRules:
+    def _rules(self, budget: int, chunked: bool) -> SchedulingRules:
         """`budget` 0: the setting's own."""
         if self.distserve:
-            return SchedulingRules(budget if budget and mixed else UNLIMITED, UNLIMITED, mixed)
-        return SchedulingRules(budget or self.budget, self.sequences, mixed)
+            return SchedulingRules(budget if budget and chunked else UNLIMITED, UNLIMITED, chunked)
+        return SchedulingRules(budget or self.budget, self.sequences, chunked)
 
     def words(self) -> list[str]:
         """For people: where the times come from, and what is asked."""
@@ -205,10 +205,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         at the mean context.
         """
         decode = placement.decode or placement.prefill
-        return self.prefill_capacity(placement.prefill, sample, placement.second), self.decode_capacity(decode, sample)
+        return self.prefill_capacity(placement.prefill, sample, placement.on_decode_gpus), self.decode_capacity(decode, sample)
 
-    def prefill_capacity(self, group: ReplicaGroup, sample: WorkloadSample, second: bool = False) -> float:
-        latency = _latency(self.decode if second else self.prefill, group.tp, group.pp)
+    def prefill_capacity(self, group: ReplicaGroup, sample: WorkloadSample, on_decode_gpus: bool = False) -> float:
+        latency = _latency(self.decode if on_decode_gpus else self.prefill, group.tp, group.pp)
         work = sum(latency.mixed(p, float(p) ** 2, 0, 0, True) for p in sample.prompts[:200])
         return group.n * min(200, len(sample)) / work
 
@@ -235,7 +235,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         Work added to a batch never makes it faster, and a prompt in chunks is not faster than in one.
         """
         objective, allowed = self.objective, self.objective.allowed(len(sample))
-        source = self.decode if placement.second else self.prefill
+        source = self.decode if placement.on_decode_gpus else self.prefill
         first = _latency(source, placement.prefill.tp, placement.prefill.pp)
         group = placement.decode or placement.prefill
         later = _latency(self.decode if placement.decode else source, group.tp, group.pp)

@@ -2,7 +2,7 @@
 
 A batch holds one token of every sequence that decodes and, within the token budget, chunks of prompts, oldest first.
 While nothing but decoding happens, a batch is many steps at once: a step takes base + slope * contexts and contexts
-grow by n a step, so j steps take a sum in closed form.  Whoever hands the engine work calls `poke`, which ends such a
+grow by n a step, so j steps take a sum in closed form.  Whoever hands the engine work calls `wake`, which ends such a
 batch after the step that runs.  `tests/property/test_planner.py` holds this against one step at a time.
 
 Pipelining (pp > 1) is vLLM's: up to pp batches are in flight, each with sequences of its own; a stage works first come,
@@ -31,8 +31,8 @@ class SchedulingRules(msgspec.Struct, frozen=True):
 
     budget: int = 8192  # tokens of a step: max_num_batched_tokens
     sequences: int = 256  # that run at once: max_num_seqs
-    mixed: bool = True  # chunks ride with decodes (Sarathi); False: whole prompts first, alone (vLLM of 2023)
-    leap: bool = True  # many decode steps at once; False only to test that it changes nothing
+    chunked: bool = True  # chunks ride with decodes (Sarathi); False: whole prompts first, alone (vLLM of 2023)
+    multi_step: bool = True  # many decode steps at once; False only to test that it changes nothing
 
 
 class RequestTable:
@@ -42,34 +42,34 @@ class RequestTable:
         prompts, count = sample.prompts, len(sample)
         self.prompts, self.outputs = prompts, sample.outputs
         self.prefixes, self.block = sample.prefixes, sample.block
-        self.length = prompts.copy()  # tokens to prefill: the prompt; after a preemption also what was generated
-        self.left = [0] * count  # tokens to generate
+        self.prefill_tokens = prompts.copy()  # tokens to prefill: the prompt; after a preemption also what was generated
+        self.tokens_left = [0] * count  # tokens to generate
         self.computed = [0] * count  # of `length`
-        self.base = [0] * count  # context less the steps of its group
-        self.joined = [0] * count  # order, for preemption
-        self.started = [-1.0] * count  # prefill
-        self.first = [-1.0] * count  # token
+        self.context_base = [0] * count  # context less the steps of its group
+        self.join_order = [0] * count  # order, for preemption
+        self.prefill_started_at = [-1.0] * count  # prefill
+        self.first_token_at = [-1.0] * count  # token
 
 
 class ReplicaListener(Protocol):
     """What an engine tells."""
 
-    def prefilled(self, engine: Replica, now: float, r: int) -> None: ...
-    def reserved(self, engine: Replica, now: float, r: int) -> None: ...
-    def first_token(self, now: float, r: int) -> None: ...
-    def finished(self, engine: Replica, now: float, r: int) -> None: ...
-    def at(self, time: float, engine: Replica, batch: Batch | None) -> None: ...
+    def on_prefill_complete(self, replica: Replica, now: float, r: int) -> None: ...
+    def on_kv_reserved(self, replica: Replica, now: float, r: int) -> None: ...
+    def on_first_token(self, now: float, r: int) -> None: ...
+    def on_finished(self, replica: Replica, now: float, r: int) -> None: ...
+    def schedule(self, time: float, replica: Replica, batch: Batch | None) -> None: ...
 
 
 class DecodeGroup:
     """Sequences that decode together."""
 
-    __slots__ = ("contexts", "ends", "fresh", "n", "steps")
+    __slots__ = ("contexts", "ends", "n", "steps", "without_first_token")
 
     def __init__(self) -> None:
         self.n = self.steps = self.contexts = 0
         self.ends: list[tuple[int, int]] = []  # heap of (step at which it ends, request)
-        self.fresh: list[int] = []  # without a first token
+        self.without_first_token: list[int] = []  # without a first token
 
 
 class Batch:
@@ -104,23 +104,23 @@ class Replica:
     """An instance of tp*pp GPUs that holds `kv` tokens."""
 
     def __init__(
-        self, owner: ReplicaListener, requests: RequestTable, latency: LatencyModel, kv: int, rules: SchedulingRules
+        self, listener: ReplicaListener, requests: RequestTable, latency: LatencyModel, kv: int, rules: SchedulingRules
     ) -> None:
-        self.owner, self.requests, self.latency, self.kv, self.rules = owner, requests, latency, kv, rules
+        self.listener, self.requests, self.latency, self.kv, self.rules = listener, requests, latency, kv, rules
         self.used = 0  # tokens of KV that running and parked requests hold
         self.running = 0  # requests that hold KV
         self.load = 0  # for who chooses: requests at a decode instance, else tokens of their prompts
-        self.legs = 0
+        self.active_legs = 0
         self.waiting: deque[int] = deque()  # without KV
-        self._expected: set[int] = set()  # those whose KV a prefill instance computes
+        self._awaiting_kv: set[int] = set()  # those whose KV a prefill instance computes
         self.prefilling: deque[int] = deque()  # with KV, chunks left
         self.ready = DecodeGroup()  # decodes that are not in flight
         self.cache = PrefixCache(requests.block) if requests.prefixes else None
-        self._flying: deque[Batch] = deque()
-        self._free = [0.0] * latency.pp  # when each stage is
+        self._in_flight: deque[Batch] = deque()
+        self._stage_free_at = [0.0] * latency.pp  # when each stage is
         self.preemptions = 0
-        self._woken = 0.0  # when the first stage will be free and we asked for a launch
-        self._joins = 0
+        self._wake_at = 0.0  # when the first stage will be free and we asked for a launch
+        self._join_count = 0
         self._decode_times: dict[int, tuple[float, float, float, float]] = {}
 
     # --- what others do ---
@@ -128,73 +128,73 @@ class Replica:
     def submit(self, now: float, r: int) -> None:
         """A request whose prompt is computed here."""
         self.waiting.append(r)
-        self.poke(now)
+        self.wake(now)
 
-    def expect(self, now: float, r: int) -> None:
+    def expect_kv(self, now: float, r: int) -> None:
         """A request whose KV will come from a prefill instance: room for it is reserved as soon as there is any."""
-        self._expected.add(r)
+        self._awaiting_kv.add(r)
         self.waiting.append(r)
-        self._reserve(now)
+        self._reserve_kv(now)
 
-    def join(self, now: float, r: int) -> None:
+    def on_kv_arrived(self, now: float, r: int) -> None:
         """Its KV is here."""
-        self._expected.discard(r)
-        self.decode(r)
-        self.poke(now)
+        self._awaiting_kv.discard(r)
+        self.start_decoding(r)
+        self.wake(now)
 
-    def release(self, now: float, r: int) -> None:
+    def release_kv(self, now: float, r: int) -> None:
         """Nobody needs its KV any more."""
-        self.used -= self.requests.length[r]
+        self.used -= self.requests.prefill_tokens[r]
         self.running -= 1
-        self._reserve(now)
-        self.poke(now)
+        self._reserve_kv(now)
+        self.wake(now)
 
-    def poke(self, now: float) -> None:
+    def wake(self, now: float) -> None:
         """Something changed: take it up as soon as the step that runs is over."""
-        if not self._cut(now):
-            self.launch(now)
+        if not self._shorten_batch(now):
+            self.start_batch(now)
 
-    def _cut(self, now: float) -> bool:
+    def _shorten_batch(self, now: float) -> bool:
         """End a batch of many steps after the one that runs; whether there is one."""
-        batch = self._flying[0] if self._flying else None
+        batch = self._in_flight[0] if self._in_flight else None
         if not batch or batch.steps == 1:
             return False
         steps = batch.steps_until(now - batch.start)
         if steps < batch.steps:
             batch.steps = steps
             batch.end = batch.start + batch.elapsed(steps)
-            self.owner.at(batch.end, self, batch)
+            self.listener.schedule(batch.end, self, batch)
         return True
 
     # --- batches ---
 
-    def launch(self, now: float) -> None:
+    def start_batch(self, now: float) -> None:
         """Start a batch if there is work, the first stage is free and fewer than pp are in flight."""
-        flying = self._flying
-        if len(flying) >= self.latency.pp:
+        in_flight = self._in_flight
+        if len(in_flight) >= self.latency.pp:
             return
-        if now < self._free[0]:
-            if self._woken < self._free[0] and (self.ready.n or self.prefilling or self.waiting):
-                self._woken = self._free[0]
-                self.owner.at(self._woken, self, None)
+        if now < self._stage_free_at[0]:
+            if self._wake_at < self._stage_free_at[0] and (self.ready.n or self.prefilling or self.waiting):
+                self._wake_at = self._stage_free_at[0]
+                self.listener.schedule(self._wake_at, self, None)
             return
-        batch = self._compose(now)
+        batch = self._compose_batch(now)
         if not batch:
             return
-        flying.append(batch)
-        self.owner.at(batch.end, self, batch)
+        in_flight.append(batch)
+        self.listener.schedule(batch.end, self, batch)
         if self.latency.pp > 1:
-            self.launch(now)  # asks to be woken
+            self.start_batch(now)  # asks to be woken
 
-    def over(self, now: float, batch: Batch) -> None:
+    def complete_batch(self, now: float, batch: Batch) -> None:
         """A batch has passed the last stage."""
-        self._flying.popleft()
-        requests, owner, group = self.requests, self.owner, batch.group
+        self._in_flight.popleft()
+        requests, listener, group = self.requests, self.listener, batch.group
         if group.n:
             first = batch.start + batch.first if batch.steps > 1 else now
-            for r in group.fresh:
-                owner.first_token(first, r)
-            group.fresh.clear()
+            for r in group.without_first_token:
+                listener.on_first_token(first, r)
+            group.without_first_token.clear()
             grown = group.n * batch.steps
             group.steps += batch.steps
             group.contexts += grown
@@ -202,25 +202,25 @@ class Replica:
             ends = group.ends
             while ends and ends[0][0] <= group.steps:
                 r = heappop(ends)[1]
-                self._leave(group, r)
-                owner.finished(self, now, r)
-            self._merge(group)
+                self._leave_group(group, r)
+                listener.on_finished(self, now, r)
+            self._merge_ready(group)
         for r in batch.prompts:
             if self.cache and requests.prefixes:
                 self.cache.add(requests.prefixes[r])
-            owner.prefilled(self, now, r)
-        self._reserve(now)
-        self.launch(now)
+            listener.on_prefill_complete(self, now, r)
+        self._reserve_kv(now)
+        self.start_batch(now)
 
-    def _compose(self, now: float) -> Batch | None:
+    def _compose_batch(self, now: float) -> Batch | None:
         group, rules = self.ready, self.rules
         if group.n and self.used + group.n > self.kv:
             self._preempt(group)
         finishing: list[int] = []
         tokens, squares = 0, 0
         if self.prefilling or self.waiting:
-            tokens, squares = self._chunks(now, finishing, rules.budget - group.n if rules.mixed else rules.budget)
-        if tokens and not rules.mixed:
+            tokens, squares = self._schedule_chunks(now, finishing, rules.budget - group.n if rules.chunked else rules.budget)
+        if tokens and not rules.chunked:
             group = DecodeGroup()  # the others wait
         elif tokens or group.n:
             self.ready = DecodeGroup()
@@ -233,21 +233,21 @@ class Replica:
             self._time_decode(batch)
         return batch
 
-    def _chunks(self, now: float, finishing: list[int], budget: int) -> tuple[int, int]:
+    def _schedule_chunks(self, now: float, finishing: list[int], budget: int) -> tuple[int, int]:
         """Chunks for this step: their tokens and squares; prompts that they complete go to `finishing`."""
         requests, tokens, squares = self.requests, 0, 0
-        whole = not self.rules.mixed
+        whole = not self.rules.chunked
         while budget > 0:
-            if not self.prefilling and not self._admit():
+            if not self.prefilling and not self._admit_waiting():
                 break
             r = self.prefilling[0]
             done = requests.computed[r]
-            todo = requests.length[r] - done
+            todo = requests.prefill_tokens[r] - done
             take = todo if todo <= budget or (whole and not tokens) else budget
             if take < todo and whole:
                 break
-            if requests.started[r] < 0:
-                requests.started[r] = now
+            if requests.prefill_started_at[r] < 0:
+                requests.prefill_started_at[r] = now
             tokens += take
             squares += take * (2 * done + take)
             requests.computed[r] = done + take
@@ -260,7 +260,7 @@ class Replica:
         group, latency = batch.group, self.latency
         first = latency.mixed(tokens, squares, group.n, group.contexts, True)
         rest = latency.mixed(tokens, squares, group.n, group.contexts, False) if latency.pp > 1 else 0.0
-        self._flow(batch, first, rest)
+        self._pass_stages(batch, first, rest)
 
     def _time_decode(self, batch: Batch) -> None:
         group = batch.group
@@ -270,16 +270,16 @@ class Replica:
             times = self._decode_times[n] = (*self.latency.decode(n, True), *self.latency.decode(n, False))
         first = times[0] + times[1] * group.contexts
         if self.latency.pp > 1:
-            self._flow(batch, first, times[2] + times[3] * group.contexts)
+            self._pass_stages(batch, first, times[2] + times[3] * group.contexts)
             return
-        if self.rules.leap:
+        if self.rules.multi_step:
             batch.steps = max(1, min(group.ends[0][0] - group.steps, (self.kv - self.used) // n))
         batch.first, batch.growth = first, times[1] * n
         batch.end = batch.start + batch.elapsed(batch.steps)
 
-    def _flow(self, batch: Batch, first: float, rest: float) -> None:
+    def _pass_stages(self, batch: Batch, first: float, rest: float) -> None:
         """Through the stages, each first come, first served."""
-        free, end = self._free, batch.start + first
+        free, end = self._stage_free_at, batch.start + first
         batch.first = first
         if len(free) > 1:
             free[0] = end
@@ -290,89 +290,89 @@ class Replica:
 
     # --- KV ---
 
-    def _admit(self) -> bool:
+    def _admit_waiting(self) -> bool:
         """Reserve KV for the oldest waiting prompt, and let it start."""
         if not self.waiting:
             return False
         requests, r = self.requests, self.waiting[0]
-        if r in self._expected or not self._fits(r):
+        if r in self._awaiting_kv or not self._kv_fits(r):
             return False
-        self._take(r)
+        self._take_kv(r)
         requests.computed[r] = 0
         if self.cache and requests.prefixes:
             hit = self.cache.hit(requests.prefixes[r])  # these blocks are among those the request now holds
             self.cache.shrink((self.kv - self.used) // self.cache.block + hit)
-            requests.computed[r] = min(hit * self.cache.block, requests.length[r] - 1)
+            requests.computed[r] = min(hit * self.cache.block, requests.prefill_tokens[r] - 1)
         self.prefilling.append(r)
         return True
 
-    def _reserve(self, now: float) -> None:
+    def _reserve_kv(self, now: float) -> None:
         """Reserve KV for those at the head of the queue that come from a prefill instance."""
-        if not self.waiting or self.waiting[0] not in self._expected:
+        if not self.waiting or self.waiting[0] not in self._awaiting_kv:
             return
-        grown, took = self._grown(now), False
-        while self.waiting and self.waiting[0] in self._expected and self._fits(self.waiting[0], grown):
+        grown, took = self._tokens_grown(now), False
+        while self.waiting and self.waiting[0] in self._awaiting_kv and self._kv_fits(self.waiting[0], grown):
             r, took = self.waiting[0], True
-            self._take(r)
-            self.owner.reserved(self, now, r)
+            self._take_kv(r)
+            self.listener.on_kv_reserved(self, now, r)
         if took:
-            self._cut(now)  # it may have counted on that room
+            self._shorten_batch(now)  # it may have counted on that room
 
-    def _grown(self, now: float) -> int:
+    def _tokens_grown(self, now: float) -> int:
         """Tokens that the steps which are over of the batch in flight have added to `used`."""
-        batch = self._flying[0] if self._flying else None
+        batch = self._in_flight[0] if self._in_flight else None
         if not batch or batch.steps == 1:
             return 0
         over = batch.steps_until(now - batch.start)
         return batch.group.n * (over if batch.elapsed(over) <= now - batch.start else over - 1)
 
-    def _fits(self, r: int, grown: int = 0) -> bool:
+    def _kv_fits(self, r: int, grown: int = 0) -> bool:
         # one more token for each that runs, so that nobody is let in only to be preempted at once
-        held = self.used + grown + self.requests.length[r] + self.running
+        held = self.used + grown + self.requests.prefill_tokens[r] + self.running
         return self.running < self.rules.sequences and held < self.kv
 
-    def _take(self, r: int) -> None:
+    def _take_kv(self, r: int) -> None:
         self.waiting.popleft()
-        self.used += self.requests.length[r]
+        self.used += self.requests.prefill_tokens[r]
         self.running += 1
 
     def _preempt(self, group: DecodeGroup) -> None:
         """The latest go back to the queue's head until a step fits; they compute prompt and answer again."""
         requests = self.requests
         while group.n and self.used + group.n > self.kv:
-            end, r = max(group.ends, key=lambda entry: requests.joined[entry[1]])
+            end, r = max(group.ends, key=lambda entry: requests.join_order[entry[1]])
             group.ends.remove((end, r))
             heapify(group.ends)
-            if r in group.fresh:
-                group.fresh.remove(r)
-            requests.length[r] = requests.base[r] + group.steps
-            requests.left[r] = end - group.steps
-            self._leave(group, r)
+            if r in group.without_first_token:
+                group.without_first_token.remove(r)
+            requests.prefill_tokens[r] = requests.context_base[r] + group.steps
+            requests.tokens_left[r] = end - group.steps
+            self._leave_group(group, r)
             self.waiting.appendleft(r)
             self.preemptions += 1
 
     # --- decoding ---
 
-    def decode(self, r: int) -> None:
+    def start_decoding(self, r: int) -> None:
         """Its KV is here; from the next batch on its tokens."""
         group, requests = self.ready, self.requests
-        requests.base[r] = requests.length[r] - group.steps
-        requests.joined[r] = self._joins
-        self._joins += 1
+        requests.context_base[r] = requests.prefill_tokens[r] - group.steps
+        requests.join_order[r] = self._join_count
+        self._join_count += 1
         group.n += 1
-        group.contexts += requests.length[r]
-        heappush(group.ends, (group.steps + requests.left[r], r))
-        if requests.first[r] < 0:
-            group.fresh.append(r)
+        group.contexts += requests.prefill_tokens[r]
+        heappush(group.ends, (group.steps + requests.tokens_left[r], r))
+        if requests.first_token_at[r] < 0:
+            group.without_first_token.append(r)
 
-    def _leave(self, group: DecodeGroup, r: int) -> None:
-        context = self.requests.base[r] + group.steps
+    def _leave_group(self, group: DecodeGroup, r: int) -> None:
+        context = self.requests.context_base[r] + group.steps
         group.n -= 1
         group.contexts -= context
         self.used -= context
         self.running -= 1
 
-    def _merge(self, group: DecodeGroup) -> None:
+    def _merge_ready(self, group: DecodeGroup) -> None:
         """A group that comes back and those that became ready meanwhile are one."""
         ready = self.ready
         if not ready.n:
@@ -380,13 +380,13 @@ class Replica:
             return
         if ready.n > group.n:
             group, ready = ready, group
-        shift, base = group.steps - ready.steps, self.requests.base
+        shift, base = group.steps - ready.steps, self.requests.context_base
         for end, r in ready.ends:
             heappush(group.ends, (end + shift, r))
             base[r] -= shift
         group.n += ready.n
         group.contexts += ready.contexts
-        group.fresh += ready.fresh
+        group.without_first_token += ready.without_first_token
         self.ready = group
 
 

@@ -119,80 +119,80 @@ class Simulation:
         self._requests = requests = RequestTable(sample)
         self._events: list[SimulationEvent] = [(time, r, r, None, None) for r, time in enumerate(self._arrivals)]
         heapify(self._events)
-        self._order = self._count
+        self._event_order = self._count
         self._random = Random(seed)
-        self._turn = 0
-        self._prefills = self._engines(deployment.prefill, requests)
-        self._decodes = self._engines(deployment.decode, requests) if deployment.decode else []
-        self._whose: list[Replica | None] = [None] * self._count  # prefill instance
-        self._where: list[Replica | None] = [None] * self._count  # decode instance
+        self._round_robin_turn = 0
+        self._prefills = self._replicas(deployment.prefill, requests)
+        self._decodes = self._replicas(deployment.decode, requests) if deployment.decode else []
+        self._prefill_of: list[Replica | None] = [None] * self._count  # prefill instance
+        self._decode_of: list[Replica | None] = [None] * self._count  # decode instance
         self._queue: list[int] = []  # in the proxy
-        self._queued = 0  # how many of them have left
-        self._ended = [-1.0] * self._count
-        self._done = [-1.0] * self._count  # prefill
-        self._parked = [-1.0] * self._count  # D has room
+        self._queue_head = 0  # how many of them have left
+        self._finished_at = [-1.0] * self._count
+        self._prefilled_at = [-1.0] * self._count  # prefill
+        self._reserved_at = [-1.0] * self._count  # D has room
         self._transfer = [0.0] * self._count
-        self._link_free: dict[int, float] = {}
-        self._arrived = [False] * self._count  # KV at D
-        self._missed = [0, 0]
-        self._late = bytearray(self._count)
-        self._stop = False
-        self._limit = objective.allowed(self._count) if objective else self._count
+        self._link_free_at: dict[int, float] = {}
+        self._kv_arrived = [False] * self._count  # KV at D
+        self._miss_counts = [0, 0]
+        self._has_missed = bytearray(self._count)
+        self._stopped_early = False
+        self._allowed_misses = objective.allowed(self._count) if objective else self._count
 
-    def _engines(self, side: ReplicaPool, requests: RequestTable) -> list[Replica]:
+    def _replicas(self, side: ReplicaPool, requests: RequestTable) -> list[Replica]:
         return [Replica(self, requests, side.latency, side.kv, side.rules) for _ in range(side.count)]
 
     def run(self) -> SimulationResult:
         events = self._events
-        while events and not self._stop:
-            now, _, r, engine, batch = heappop(events)
-            if engine is None:
-                self._arrive(now, r)
+        while events and not self._stopped_early:
+            now, _, r, replica, batch = heappop(events)
+            if replica is None:
+                self._on_arrival(now, r)
             elif batch is not None:
                 if batch.end == now:  # else it was cut short
-                    engine.over(now, batch)
+                    replica.complete_batch(now, batch)
             elif r >= 0:
-                self._landed(now, r, engine)
+                self._on_kv_landed(now, r, replica)
             else:
-                engine.launch(now)
-        if not self._stop and any(e.waiting or e.running for e in (*self._prefills, *self._decodes)):
+                replica.start_batch(now)
+        if not self._stopped_early and any(e.waiting or e.running for e in (*self._prefills, *self._decodes)):
             raise AssertionError("a simulation ended with requests in it")
         return self._result()
 
     # --- the proxy ---
 
-    def _arrive(self, now: float, r: int) -> None:
+    def _on_arrival(self, now: float, r: int) -> None:
         requests, deployment = self._requests, self._deployment
         prompt, answer = requests.prompts[r], requests.outputs[r] + 1  # with a token to spare
         last = deployment.decode or deployment.prefill
         if prompt + 1 > deployment.prefill.kv or prompt + answer > last.kv:
-            self._miss(r, 0)  # no instance can hold it, ever: vLLM refuses it
-            self._miss(r, 1)
+            self._count_miss(r, 0)  # no instance can hold it, ever: vLLM refuses it
+            self._count_miss(r, 1)
             return
         if self._decodes:
             self._queue.append(r)
             self._dispatch(now)
             return
-        requests.left[r] = requests.outputs[r] - (not self._deployment.distserve)
-        engine = self._choose(self._prefills, r)
-        engine.load += requests.prompts[r]
-        self._whose[r] = engine
-        engine.submit(now, r)
+        requests.tokens_left[r] = requests.outputs[r] - (not self._deployment.distserve)
+        replica = self._choose(self._prefills, r)
+        replica.load += requests.prompts[r]
+        self._prefill_of[r] = replica
+        replica.submit(now, r)
 
     def _dispatch(self, now: float) -> None:
         """Both legs of whoever is next, while a prefill instance has a free place."""
         handoff = self._deployment.handoff
-        while self._queued < len(self._queue):
-            free = [p for p in self._prefills if p.legs < handoff.concurrency]
+        while self._queue_head < len(self._queue):
+            free = [p for p in self._prefills if p.active_legs < handoff.concurrency]
             if not free:
                 return
-            r = self._queue[self._queued]
-            self._queued += 1
+            r = self._queue[self._queue_head]
+            self._queue_head += 1
             prefill = self._choose(free, r)
-            prefill.legs += 1
+            prefill.active_legs += 1
             prefill.load += self._requests.prompts[r]
-            self._whose[r] = prefill
-            self._requests.left[r] = self._requests.outputs[r]
+            self._prefill_of[r] = prefill
+            self._requests.tokens_left[r] = self._requests.outputs[r]
             if handoff.overlap:
                 self._decode_leg(now, r)
             prefill.submit(now, r)
@@ -200,123 +200,123 @@ class Simulation:
     def _decode_leg(self, now: float, r: int) -> None:
         decode = min(self._decodes, key=_load) if len(self._decodes) > 1 else self._decodes[0]
         decode.load += 1
-        self._where[r] = decode
-        decode.expect(now, r)
+        self._decode_of[r] = decode
+        decode.expect_kv(now, r)
 
-    def _choose(self, engines: list[Replica], r: int) -> Replica:
+    def _choose(self, replicas: list[Replica], r: int) -> Replica:
         policy = self._deployment.policy
-        if len(engines) == 1:
-            return engines[0]
+        if len(replicas) == 1:
+            return replicas[0]
         if policy == "round_robin":
-            self._turn += 1
-            return engines[self._turn % len(engines)]
+            self._round_robin_turn += 1
+            return replicas[self._round_robin_turn % len(replicas)]
         if policy == "power_of_two":
-            return min(self._random.sample(engines, 2), key=_load)
+            return min(self._random.sample(replicas, 2), key=_load)
         prefixes = self._requests.prefixes
         if policy == "prefix_aware" and prefixes:
             ids = prefixes[r]
-            return min(engines, key=lambda e: e.load - (e.cache.match(ids) * e.cache.block if e.cache else 0))
-        return min(engines, key=_load)
+            return min(replicas, key=lambda e: e.load - (e.cache.match(ids) * e.cache.block if e.cache else 0))
+        return min(replicas, key=_load)
 
     # --- what engines tell ---
 
-    def at(self, time: float, engine: Replica, batch: Batch | None) -> None:
-        self._order += 1
-        heappush(self._events, (time, self._order, -1, engine, batch))
+    def schedule(self, time: float, replica: Replica, batch: Batch | None) -> None:
+        self._event_order += 1
+        heappush(self._events, (time, self._event_order, -1, replica, batch))
 
-    def prefilled(self, engine: Replica, now: float, r: int) -> None:
+    def on_prefill_complete(self, replica: Replica, now: float, r: int) -> None:
         requests, distserve = self._requests, self._deployment.distserve
-        if not self._decodes or self._arrived[r]:  # computed where it is decoded; or preempted there, and again
-            if self._arrived[r] or requests.first[r] >= 0:
-                requests.left[r] -= 1  # else it was not counted
-            self.first_token(now, r)
-            if requests.left[r] > 0:
-                engine.decode(r)
+        if not self._decodes or self._kv_arrived[r]:  # computed where it is decoded; or preempted there, and again
+            if self._kv_arrived[r] or requests.first_token_at[r] >= 0:
+                requests.tokens_left[r] -= 1  # else it was not counted
+            self.on_first_token(now, r)
+            if requests.tokens_left[r] > 0:
+                replica.start_decoding(r)
                 return
-            engine.used -= requests.length[r]
-            engine.running -= 1
-            self.finished(engine, now, r)
+            replica.used -= requests.prefill_tokens[r]
+            replica.running -= 1
+            self.on_finished(replica, now, r)
             return
         if distserve:
-            self.first_token(now, r)
-        self._done[r] = now
-        engine.legs -= 1
-        engine.load -= requests.prompts[r]
+            self.on_first_token(now, r)
+        self._prefilled_at[r] = now
+        replica.active_legs -= 1
+        replica.load -= requests.prompts[r]
         if not self._deployment.handoff.overlap:
             self._decode_leg(now, r)
-        elif self._parked[r] >= 0:
-            self._move(now, r)
+        elif self._reserved_at[r] >= 0:
+            self._start_handoff(now, r)
         self._dispatch(now)
 
-    def reserved(self, engine: Replica, now: float, r: int) -> None:
-        self._parked[r] = now
-        if self._done[r] >= 0:
-            self._move(now, r)
+    def on_kv_reserved(self, replica: Replica, now: float, r: int) -> None:
+        self._reserved_at[r] = now
+        if self._prefilled_at[r] >= 0:
+            self._start_handoff(now, r)
 
-    def first_token(self, now: float, r: int) -> None:
-        if self._requests.first[r] >= 0:
+    def on_first_token(self, now: float, r: int) -> None:
+        if self._requests.first_token_at[r] >= 0:
             return
-        self._requests.first[r] = now
+        self._requests.first_token_at[r] = now
         if self._objective and now - self._arrivals[r] > self._objective.ttft:
-            self._miss(r, 0)
+            self._count_miss(r, 0)
 
-    def finished(self, engine: Replica, now: float, r: int) -> None:
-        engine.load -= 1 if self._decodes else self._requests.prompts[r]
-        self._ended[r] = now
+    def on_finished(self, replica: Replica, now: float, r: int) -> None:
+        replica.load -= 1 if self._decodes else self._requests.prompts[r]
+        self._finished_at[r] = now
         if self._objective and self._tpot(r) > self._objective.tpot:
-            self._miss(r, 1)
+            self._count_miss(r, 1)
 
     # --- hand-off ---
 
-    def _move(self, now: float, r: int) -> None:
+    def _start_handoff(self, now: float, r: int) -> None:
         """P has computed, D has room: when has D the KV?"""
-        handoff, prefill, decode = self._deployment.handoff, self._whose[r], self._where[r]
+        handoff, prefill, decode = self._deployment.handoff, self._prefill_of[r], self._decode_of[r]
         if prefill is None or decode is None:
             raise AssertionError("a request that moves has both instances")
         prompt = self._requests.prompts[r]
         wire = handoff.bytes_per_token * prompt / handoff.link.bandwidth
-        begin = max(self._requests.started[r], self._parked[r]) if handoff.overlap else now
-        free, out, into = self._link_free, id(prefill), id(decode)
+        begin = max(self._requests.prefill_started_at[r], self._reserved_at[r]) if handoff.overlap else now
+        free, out, into = self._link_free_at, id(prefill), id(decode)
         start = max(begin, free.get(out, 0.0), free.get(into, 0.0))
         free[out] = free[into] = start + wire
         last = wire / handoff.layers  # what cannot move before the prefill ends
-        end = max(start + wire, self._done[r] + last, now) + handoff.link.latency
-        self._transfer[r] = end - self._done[r]
+        end = max(start + wire, self._prefilled_at[r] + last, now) + handoff.link.latency
+        self._transfer[r] = end - self._prefilled_at[r]
         if end > now:
-            self._order += 1
-            heappush(self._events, (end, self._order, r, decode, None))
+            self._event_order += 1
+            heappush(self._events, (end, self._event_order, r, decode, None))
         else:
-            self._landed(now, r, decode)
+            self._on_kv_landed(now, r, decode)
 
-    def _landed(self, now: float, r: int, decode: Replica) -> None:
-        prefill = self._whose[r]
-        self._arrived[r] = True
+    def _on_kv_landed(self, now: float, r: int, decode: Replica) -> None:
+        prefill = self._prefill_of[r]
+        self._kv_arrived[r] = True
         if prefill:
-            prefill.release(now, r)
-        decode.join(now, r)
+            prefill.release_kv(now, r)
+        decode.on_kv_arrived(now, r)
 
     # --- results ---
 
-    def _miss(self, r: int, which: int) -> None:
+    def _count_miss(self, r: int, which: int) -> None:
         """Count a request that misses TTFT (0) or TPOT (1); stop when it is certain that too many do."""
         if self._objective is None:
             return
         if self._objective.joint:
-            if self._late[r]:
+            if self._has_missed[r]:
                 return
-            self._late[r] = 1
+            self._has_missed[r] = 1
             which = 0
-        self._missed[which] += 1
-        self._stop = self._stop or self._missed[which] > self._limit
+        self._miss_counts[which] += 1
+        self._stopped_early = self._stopped_early or self._miss_counts[which] > self._allowed_misses
 
     def _tpot(self, r: int) -> float:
         """Seconds per token after the first; of a single token 0."""
         output, distserve = self._requests.outputs[r], self._deployment.distserve
         steps = output if distserve else output - 1
-        return (self._ended[r] - self._requests.first[r]) / steps if steps else 0.0
+        return (self._finished_at[r] - self._requests.first_token_at[r]) / steps if steps else 0.0
 
     def _result(self) -> SimulationResult:
-        first, ended, arrivals = self._requests.first, self._ended, self._arrivals
+        first, ended, arrivals = self._requests.first_token_at, self._finished_at, self._arrivals
         numbers = range(self._count)
         return SimulationResult(
             [first[r] - arrivals[r] if first[r] >= 0 else -1.0 for r in numbers],
@@ -324,12 +324,12 @@ class Simulation:
             [ended[r] - arrivals[r] if ended[r] >= 0 else -1.0 for r in numbers],
             self._transfer,
             sum(e.preemptions for e in (*self._prefills, *self._decodes)),
-            self._stop,
+            self._stopped_early,
         )
 
 
-def _load(engine: Replica) -> int:
-    return engine.load
+def _load(replica: Replica) -> int:
+    return replica.load
 
 
 def quantile(values: list[float], share: float) -> float:

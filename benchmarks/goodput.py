@@ -292,9 +292,9 @@ class Simulated:
 
     def goodput(self, first: float) -> float:
         """By the bisection that found the measured one."""
-        tried: list[bisection.Tried] = []
+        tried: list[bisection.TriedRate] = []
         while (rate := bisection.next_rate(tried, first, self._precision)) is not None:
-            tried.append(bisection.Tried(rate, self.at(rate)["attainment"] >= ATTAINMENT))
+            tried.append(bisection.TriedRate(rate, self.at(rate)["attainment"] >= ATTAINMENT))
         return bisection.bracket(tried).met or 0.0
 
 

@@ -1,4 +1,4 @@
-"""What a server says of itself over HTTP, for commands that ask: its address from a flag, a page from there."""
+"""HTTP client of the commands that query a server: address checks and page requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_PAGE_BYTES = 16 << 20  # bytes of it
 
 
 def address(flag: str, url: str) -> str:
-    """The URL without what follows its port, or ConfigError that names the flag."""
+    """Returns the URL up to its port. Raises ConfigError with the name of the flag."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -28,20 +28,23 @@ def address(flag: str, url: str) -> str:
 
 
 def connect(url: str, timeout: float) -> http.client.HTTPConnection:
+    """Returns an HTTP or HTTPS connection, not yet opened."""
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     return kind(parts.netloc, timeout=timeout)
 
 
 def headers(key: str = "") -> dict[str, str]:
-    """As `vllm bench serve` sends them, unless a key is given."""
+    """Returns request headers with `key`, or the key of OPENAI_API_KEY, as `vllm bench serve` sends them."""
     key = key or os.environ.get("OPENAI_API_KEY", "")
     return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
 
 def get(url: str, path: str, server: str = "a vLLM, or a proxy in front of one", key_name: str = "") -> bytes:
-    """A page of what should be a `server`, or ConfigError.  `key_name`: a variable of the environment whose key is better
-    than OPENAI_API_KEY's."""
+    """Requests a page of a `server`. Raises ConfigError on any failure.
+
+    `key_name` names an environment variable with a key that takes precedence over OPENAI_API_KEY.
+    """
     connection = connect(url, PAGE_TIMEOUT_SECONDS)
     try:
         connection.request("GET", path, headers=headers(os.environ.get(key_name, "")))
@@ -60,4 +63,5 @@ def get(url: str, path: str, server: str = "a vLLM, or a proxy in front of one",
 
 
 def reason(error: Exception) -> str:
+    """Returns the short text of an error."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

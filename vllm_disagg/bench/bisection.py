@@ -14,19 +14,21 @@ MAX_SEARCH_RATIO = 64.0  # the search stays within this factor of its first gues
 
 
 class TriedRate(NamedTuple):
+    """A request rate, and whether it met the objectives."""
+
     rate: float  # requests a second
     met: bool  # whether enough requests met their objectives
 
 
 class RateBracket(NamedTuple):
-    """The goodput lies between the two; None: no such rate was found."""
+    """Bounds of the goodput; None where no such rate was found."""
 
     met: float | None
     missed: float | None
 
 
 def bracket(tried: Iterable[TriedRate]) -> RateBracket:
-    """What the tries say.  Where they contradict each other, a miss counts for all higher rates."""
+    """Computes the bounds from the tried rates. After a contradiction, a miss counts for all higher rates."""
     tried = list(tried)
     missed = min((t.rate for t in tried if not t.met), default=None)
     met = max((t.rate for t in tried if t.met and (missed is None or t.rate < missed)), default=None)
@@ -34,8 +36,11 @@ def bracket(tried: Iterable[TriedRate]) -> RateBracket:
 
 
 def next_rate(tried: Iterable[TriedRate], first: float, precision: float) -> float | None:
-    """The next rate to try, or None when the ends of the bracket are within `precision` (0.1: ten percent), or when
-    the goodput is out of `MAX_SEARCH_RATIO` of the first guess."""
+    """Returns the next rate to try, or None at the end of the search.
+
+    The search ends when the bounds are within `precision` (0.1: ten percent), or when the goodput is out of
+    `MAX_SEARCH_RATIO` of the first guess.
+    """
     met, missed = bracket(tried)
     if met is None and missed is None:
         return first

@@ -1,4 +1,4 @@
-"""What an OpenAI-compatible server says of itself, asked over HTTP."""
+"""Facts about an OpenAI-compatible server, requested over HTTP."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..http_client import get
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """The first model of /v1/models."""
+    """First entry of /v1/models."""
 
     id: str
     root: str | None = None  # folder or hub name, for its tokenizer
@@ -27,6 +27,7 @@ class _ServerVersion(msgspec.Struct):
 
 
 def model(url: str) -> ServedModel:
+    """Returns the first served model."""
     try:
         models = msgspec.json.decode(get(url, "/v1/models"), type=_ModelList).data
     except msgspec.DecodeError:
@@ -37,6 +38,7 @@ def model(url: str) -> ServedModel:
 
 
 def version(url: str) -> str:
+    """Returns the version of vLLM."""
     try:
         return msgspec.json.decode(get(url, "/version"), type=_ServerVersion).version
     except msgspec.DecodeError:
@@ -44,7 +46,7 @@ def version(url: str) -> str:
 
 
 def kv_tokens(url: str) -> int:
-    """Tokens that fit into the KV cache of the one engine behind a URL."""
+    """Returns the tokens of KV cache of the single engine behind a URL."""
     text = get(url, "/metrics").decode(errors="replace")
     engines = re.findall(r"^vllm:cache_config_info\{(.*)\} ", text, re.MULTILINE)
     if not engines:

@@ -1,4 +1,4 @@
-"""Runs `vllm bench serve`, the load generator, and takes its results."""
+"""Runs `vllm bench serve`, the load generator, and parses its results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BenchTarget(msgspec.Struct, frozen=True):
 
 
 class LoadGenerator(msgspec.Struct, frozen=True):
-    """How to start `vllm bench serve`, and where it writes."""
+    """Command line of `vllm bench serve`, and its output folder."""
 
     vllm: str
     tokenizer: str  # empty: the model's own
@@ -49,7 +49,7 @@ class LoadGenerator(msgspec.Struct, frozen=True):
         objectives: GoodputObjectives,
         seed: int,
     ) -> BenchRun:
-        """Send the workload, at its times, or one request after the other when `rate` is None."""
+        """Sends the schedule, or one request after the other if `rate` is None."""
         trace, result, log = (self.folder / name for name in ("trace.jsonl", "result.json", "log"))
         trace.write_text("".join((workload if rate else workload.at_once()).lines()))
         result.unlink(missing_ok=True)
@@ -86,7 +86,7 @@ class LoadGenerator(msgspec.Struct, frozen=True):
 
 
 def find(given: str) -> str:
-    """The vllm program: the one given, the one beside this Python, or the one on PATH."""
+    """Finds the vllm program: `given`, the one beside this Python, or the one on PATH."""
     beside = Path(sys.executable).with_name("vllm")
     found = shutil.which(given or (str(beside) if os.access(beside, os.X_OK) else "vllm"))
     if not found:
@@ -96,7 +96,7 @@ def find(given: str) -> str:
 
 
 def _wait(argv: list[str], env: dict[str, str], log: Path, limit: float) -> int | None:
-    """Its exit status; None when it had to be ended.  It never outlives this call."""
+    """Runs a command to its end. Returns its exit status, or None after `limit` seconds; never leaves it running."""
     with log.open("wb") as out:
         try:
             process = subprocess.Popen(
@@ -115,7 +115,7 @@ def _wait(argv: list[str], env: dict[str, str], log: Path, limit: float) -> int 
 
 
 def cause(log: str) -> str:
-    """The line of a log that says most."""
+    """Returns the most informative line of a log."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     found = next((line for line in reversed(lines) if CAUSE_PATTERN.search(line)), lines[-1] if lines else "it said nothing")
     is_tokenizer = re.search(r"tokenizer|hub|huggingface|model identifier", found, re.IGNORECASE)

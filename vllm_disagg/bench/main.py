@@ -1,7 +1,7 @@
-"""`vllm-disagg bench`: the goodput of running deployments, side by side.
+"""Measures the goodput of running deployments, side by side: `vllm-disagg bench`.
 
-Every target is first asked one request at a time; then each round tries one more rate on every target, one target
-after the other, so that a machine that slows down does so for all.
+Each target first receives one request at a time. Then each round tries one more rate on every target in turn, so a
+slowdown of the machine affects all targets.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ the environment, as OPENAI_API_KEY."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `bench`."""
     add = parser.add_argument
     parser.epilog = EPILOG
     add("--target", metavar="NAME=URL", action="append", required=True, help="a running deployment; repeatable")
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Runs `bench` and prints its table. Returns the exit status."""
     objectives = GoodputObjectives(args.ttft, args.tpot, args.attainment)
     asked = _workload(args)
     vllm = load.find(args.vllm)
@@ -87,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class GoodputBench:
-    """The runs, and what is told of them on the way."""
+    """Runs on all targets, with progress lines."""
 
     def __init__(
         self, generator: LoadGenerator, asked: RequestSchedule, objectives: GoodputObjectives, args: argparse.Namespace,
@@ -99,7 +101,7 @@ class GoodputBench:
         self._turn = 0  # of all targets; every run of a turn has the same prompts
 
     def alone(self) -> None:
-        """One request at a time: whether the objectives can be met at all, and where to start."""
+        """Sends one request at a time: tests feasibility and gives a first rate."""
         few = self._asked.first(SEQUENTIAL_REQUESTS)
         for one in self._measured:
             one.alone = self._run(one, few, None)
@@ -108,7 +110,7 @@ class GoodputBench:
                 raise ConfigError(f"{one.target.name}: no request was answered in full: {one.alone.error}")
 
     def round(self) -> bool:
-        """One more rate for each target that is not done; False when all are."""
+        """Tries one more rate on each target that is not done. Returns False when all are."""
         self._turn += 1
         rates = [(one, one.next_rate(self._objectives, self._precision)) for one in self._measured]
         for one, rate in rates:
@@ -132,7 +134,7 @@ class GoodputBench:
         return done
 
     def _keep(self) -> None:
-        """What is known so far, for whoever stops us."""
+        """Saves the results so far, in case of an interruption."""
         if self._save:
             report.save(self._save, report.result(self._measured, self._objectives, done=False))
 
@@ -156,7 +158,7 @@ def _workload(args: argparse.Namespace) -> RequestSchedule:
 
 
 def _fitting(asked: RequestSchedule, targets: Sequence[BenchTarget], count: int) -> RequestSchedule:
-    """The first `count` requests that every target's model takes."""
+    """Returns the first `count` requests that the models of all targets accept."""
     limits = [target.model.max_model_len for target in targets if target.model.max_model_len]
     limit = min(limits, default=None)
     fitting = asked.fitting(limit)

@@ -1,7 +1,7 @@
-"""Other instances of the same machine, kept at work while one is measured.
+"""Background load on other instances of the machine while one is measured.
 
-Instances share what is not their accelerator: cores, caches, memory bandwidth.  An instance alone on an idle machine is
-faster than it will be in a deployment.
+Instances share cores, caches and memory bandwidth. An instance alone on an idle machine is faster than in a
+deployment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ANSWER_TOKENS = 32
 
 @contextmanager
 def busy(neighbours: Sequence[tuple[str, ServedModel]]) -> Iterator[None]:
-    """Each has one request, and after it the next, until the end; DisaggError then, where one failed."""
+    """Keeps one request in flight on each neighbour until the context ends. Raises DisaggError if one failed."""
     over, failed = threading.Event(), list[DisaggError]()
 
     def ask(url: str, model: ServedModel) -> None:

@@ -1,7 +1,7 @@
-"""`vllm-disagg profile`: how long one instance takes for prompts and for a step of decode, for `vllm-disagg plan`.
+"""Measures the times of prompts and decode steps of one instance, for `vllm-disagg plan`: `vllm-disagg profile`.
 
-Prompts are random token ids, never twice the same, so that no prefix cache knows them.  Everything is measured in
-rounds, small things first, until the time is over; the medians are written.
+Prompts are fresh random token ids, so that no prefix cache holds them. Rounds measure all points, small ones first,
+until the time is over; the medians are written.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROGRESS_INTERVAL_SECONDS = 5.0  # seconds between two lines of progress
 
 
 class ProfileSamples:
-    """What was measured, and the points that come of it."""
+    """Measurements, and the points computed from them."""
 
     def __init__(self) -> None:
         self._alone: dict[int, list[float]] = {}  # one prompt, from its arrival on, by its length
@@ -40,6 +40,7 @@ class ProfileSamples:
         self._decode: dict[DecodeProbe, list[StepSample]] = {}
 
     def add(self, what: PrefillProbe | DecodeProbe, step: StepSample) -> None:
+        """Adds one measurement."""
         if isinstance(what, DecodeProbe):
             self._decode.setdefault(what, []).append(step)
         elif what.ahead:
@@ -48,13 +49,16 @@ class ProfileSamples:
             self._alone.setdefault(step.lengths[0], []).append(step.seconds)
 
     def fewest(self) -> int:
-        """Measurements of the point that has the fewest."""
+        """Returns the number of measurements of the point that has the fewest."""
         every: list[Sequence[object]] = [*self._alone.values(), *self._behind.values(), *self._decode.values()]
         return min(map(len, every), default=0)
 
     def prefill(self) -> list[dict[str, object]]:
-        """Batches waited for their step, so their time has no way to the engine and back: that of one prompt, which
-        is the difference between its time from arrival on and its step's, is added."""
+        """Returns prefill points from arrival to first token.
+
+        Batched prompts wait for their step, so their times lack the way to the engine and back. The difference between the
+        two times of single prompts is added.
+        """
         alone = {length: statistics.median(times) for length, times in self._alone.items()}
         behind = {lengths: statistics.median(times) for lengths, times in self._behind.items()}
         ones = {lengths[0]: time for lengths, time in behind.items() if len(lengths) == 1}
@@ -65,6 +69,7 @@ class ProfileSamples:
         return [{"tokens": list(lengths), "seconds": round(time, 6)} for lengths, time in points.items()]
 
     def decode(self) -> list[dict[str, object]]:
+        """Returns the median decode point of each probe."""
         middle = [sorted(s, key=lambda step: step.seconds)[(len(s) - 1) // 2] for s in self._decode.values()]
         return [{"contexts": list(step.lengths), "seconds": round(step.seconds, 6)} for step in middle]
 
@@ -78,11 +83,11 @@ class InstanceProfiler:
         self._gap = 0.0  # seconds; tokens that are less apart come from one step
 
     def warm_up(self) -> None:
-        """Also finds out how long the shortest step is."""
+        """Warms up, and measures the shortest step."""
         self._gap = max(0.001, min(self._first_tokens([16])[0] for _ in range(5)) / 4)
 
     def measure(self, what: PrefillProbe | DecodeProbe) -> StepSample | None:
-        """Once; None when it was not computed together."""
+        """Measures a probe once. Returns None if it was not computed in one step."""
         if isinstance(what, DecodeProbe):
             prompts = [self._prompt(what.context) for _ in range(what.batch)]
             return steps.decode_step(what.context, complete(self._url, self._model, prompts, what.answer))
@@ -100,6 +105,7 @@ class InstanceProfiler:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `profile`."""
     add = parser.add_argument
     parser.epilog = "An API key is taken from the environment, as OPENAI_API_KEY."
     add("url", metavar="URL", help="an instance itself, without other traffic: http://127.0.0.1:8100")
@@ -113,6 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Runs `profile` and writes the points. Returns the exit status."""
     url = http_client.address("URL", args.url)
     _check(args)
     model, kv_tokens, version = instance.model(url), instance.kv_tokens(url), instance.version(url)
@@ -163,7 +170,7 @@ def _rounds(
     seconds: float,
     clock: Callable[[], float],
 ) -> ProfileSamples:
-    """Measure all of the plan again and again; from the second round on only what ends in time."""
+    """Repeats the plan until `seconds` are over; later rounds skip points that would end late."""
     samples, took = ProfileSamples(), dict[PrefillProbe | DecodeProbe, float]()
     began = told = clock()
     number, skipped = 0, 0
@@ -203,7 +210,7 @@ def _say(line: str) -> None:
 
 
 def _machine(url: str) -> str:
-    """What this machine is, if the instance runs on it."""
+    """Describes this machine, if the instance runs on it."""
     if urlsplit(url).hostname not in ("127.0.0.1", "localhost", "::1"):
         return "another machine (--machine says which)"
     with suppress(OSError, subprocess.SubprocessError):

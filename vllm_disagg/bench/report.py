@@ -1,4 +1,4 @@
-"""What was measured, as a line, a table, JSON and a plot."""
+"""Formats bench results as a line, a table, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ class TargetRuns:
     runs: list[BenchRun] = field(default_factory=list)
 
     def bracket(self, objectives: GoodputObjectives) -> RateBracket:
+        """Returns the bounds of the goodput."""
         return bisection.bracket(self._tried(objectives))
 
     def next_rate(self, objectives: GoodputObjectives, precision: float) -> float | None:
+        """Returns the next rate to try, or None at the end."""
         if not self.alone or not self.alone.mean_latency or self.is_infeasible(objectives):
             return None
         return bisection.next_rate(self._tried(objectives), 1 / self.alone.mean_latency, precision)
 
     def is_infeasible(self, objectives: GoodputObjectives) -> bool:
-        """Even one request at a time misses its objectives, and not by chance."""
+        """Returns whether even one request at a time misses its objectives, and not by chance."""
         return self.alone is not None and self.alone.interval[1] < objectives.attainment
 
     def best(self, objectives: GoodputObjectives) -> BenchRun | None:
-        """The run at the goodput; None when no rate met the objectives."""
+        """Returns the run at the goodput; None when no rate met the objectives."""
         rate = self.bracket(objectives).met
         return next((run for run in self.runs if rate is not None and run.rate == rate), None)
 
@@ -64,7 +66,7 @@ class _SavedReport(msgspec.Struct):
 
 
 def line(run: BenchRun, objectives: GoodputObjectives) -> str:
-    """One run, for the one who waits."""
+    """Formats one run as a progress line."""
     failed = f", {run.failed} failed ({run.error[:80]})" if run.failed else ""
     late = f"; warning: only {run.offered:.3g} a second could be sent" if run.is_late() else ""
     verdict = "met" if run.met(objectives) else "missed"
@@ -73,7 +75,10 @@ def line(run: BenchRun, objectives: GoodputObjectives) -> str:
 
 
 def result(measured: Sequence[TargetRuns], objectives: GoodputObjectives, done: bool) -> dict[str, Any]:
-    """As written and printed; a target's `goodput` is 0 where nothing met the objectives, and null while it is sought."""
+    """Builds the JSON document.
+
+    `goodput` of a target is 0 if nothing met the objectives, and null during the search.
+    """
     targets = {}
     for one in measured:
         met, missed = one.bracket(objectives)
@@ -92,6 +97,7 @@ def result(measured: Sequence[TargetRuns], objectives: GoodputObjectives, done: 
 
 
 def save(name: str, content: Mapping[str, Any]) -> None:
+    """Writes NAME.json. Raises ConfigError on failure."""
     try:
         Path(name + ".json").write_text(json.dumps(content, indent=1) + "\n")
     except OSError as error:
@@ -99,7 +105,7 @@ def save(name: str, content: Mapping[str, Any]) -> None:
 
 
 def load(path: str) -> tuple[GoodputObjectives, list[TargetRuns]]:
-    """What a finished `save` wrote, to be shown beside other runs; ConfigError when it is not that."""
+    """Loads a finished document of `save`. Raises ConfigError for any other file."""
     try:
         content = msgspec.json.decode(Path(path).read_bytes(), type=_SavedReport)
     except (OSError, msgspec.DecodeError) as error:
@@ -114,6 +120,7 @@ def load(path: str) -> tuple[GoodputObjectives, list[TargetRuns]]:
 
 
 def table(measured: Sequence[TargetRuns], objectives: GoodputObjectives) -> str:
+    """Formats all targets as a table."""
     rows, words = [COLUMNS], []
     for one in measured:
         best = one.best(objectives)
@@ -151,7 +158,7 @@ def _words(one: TargetRuns, objectives: GoodputObjectives) -> str:
 
 
 def _ratios(measured: Sequence[TargetRuns], objectives: GoodputObjectives) -> list[str]:
-    """The first target beside each other one, by GPU where their numbers are known."""
+    """Formats the ratios of the first target to the others, by GPU where known."""
     first, *others = measured
     lines = []
     for other in others:
@@ -163,7 +170,7 @@ def _ratios(measured: Sequence[TargetRuns], objectives: GoodputObjectives) -> li
 
 
 def plot(path: str, measured: Sequence[TargetRuns], objectives: GoodputObjectives) -> None:
-    """Attainment, TTFT and TPOT by rate."""
+    """Plots attainment, TTFT and TPOT by rate."""
     import matplotlib  # noqa: PLC0415 - an optional extra, and slow
 
     matplotlib.use("Agg")

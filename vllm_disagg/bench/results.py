@@ -1,4 +1,4 @@
-"""From what `vllm bench serve --save-detailed` wrote to figures; pure."""
+"""Parses the file of `vllm bench serve --save-detailed` into figures; pure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ Z_SCORE_95 = 1.96  # standard deviations to either side of a 95 % interval
 
 
 class GoodputObjectives(msgspec.Struct, frozen=True):
-    """A request is good if it meets both times; a rate is met if enough requests are good."""
+    """Objectives: a request is good if it meets both times; a rate is met if enough requests are good."""
 
     ttft: float  # seconds to the first token
     tpot: float  # seconds for each further one, on average over the request
     attainment: float  # share of good requests, of all that were sent
 
     def words(self) -> str:
+        """Describes the objectives for people."""
         return (
             f"at least {100 * self.attainment:.4g} % of requests get the first token within {self.ttft:g} s and "
             f"each further one within {self.tpot:g} s on average"
@@ -28,7 +29,7 @@ class GoodputObjectives(msgspec.Struct, frozen=True):
 
 
 class LatencyPercentiles(msgspec.Struct, frozen=True):
-    """Seconds, over the requests that were answered in full (over all gaps, for `itl`); None where there is none."""
+    """Seconds over the completely answered requests (over all gaps, for `itl`); None without any."""
 
     median: float | None
     p90: float | None
@@ -55,6 +56,7 @@ class BenchRun(msgspec.Struct, frozen=True):
     error: str = ""  # one of the failed requests' errors, or why there are no results at all
 
     def met(self, objectives: GoodputObjectives) -> bool:
+        """Returns whether enough requests were good."""
         return self.attainment >= objectives.attainment
 
     def is_late(self) -> bool:
@@ -63,7 +65,7 @@ class BenchRun(msgspec.Struct, frozen=True):
 
 
 class _DetailedResults(msgspec.Struct):
-    """The fields we read of vLLM's result file (`vllm/benchmarks/serve.py`, 0.28 to 0.33)."""
+    """Required fields of vLLM's result file (`vllm/benchmarks/serve.py`, 0.28 to 0.33)."""
 
     duration: float
     input_lens: list[int]
@@ -75,7 +77,10 @@ class _DetailedResults(msgspec.Struct):
 
 
 def parse(content: bytes, rate: float | None, answers: Sequence[int], objectives: GoodputObjectives) -> BenchRun:
-    """`answers`: tokens that each request asked for, in order.  DisaggError when it is not such a file."""
+    """Parses a result file; `answers` are the requested tokens of each request, in order.
+
+    Raises DisaggError for an invalid file.
+    """
     try:
         raw = msgspec.json.decode(content, type=_DetailedResults)
     except msgspec.DecodeError as error:
@@ -113,25 +118,26 @@ def parse(content: bytes, rate: float | None, answers: Sequence[int], objectives
 
 
 def aborted_run(rate: float, sent: int, why: str) -> BenchRun:
-    """A run that had to be ended: all its requests count as missed."""
+    """Returns an aborted run: all its requests count as missed."""
     none = LatencyPercentiles(None, None, None)
     return BenchRun(rate, sent, 0, sent, 0.0, wilson(0, sent), None, 0.0, 0.0, 0.0, none, none, none, None, why)
 
 
 def _error(errors: list[str], whole: list[bool]) -> str:
-    """The last line of the first error; vLLM keeps whole tracebacks."""
+    """Returns the last line of the first error; vLLM keeps whole tracebacks."""
     told = next((error.strip().splitlines()[-1] for error in errors if error.strip()), "")
     return told or ("" if all(whole) else "an answer ended before its last token")
 
 
 def latency(values: list[float]) -> LatencyPercentiles:
+    """Computes percentiles of seconds."""
     if not values:
         return LatencyPercentiles(None, None, None)
     return LatencyPercentiles(*(float(p) for p in np.percentile(values, (50, 90, 99))))
 
 
 def wilson(good: int, sent: int) -> tuple[float, float]:
-    """95 % interval of a share (E. B. Wilson, 1927)."""
+    """Returns the 95 % confidence interval of a share (E. B. Wilson, 1927)."""
     share, z2 = good / sent, Z_SCORE_95 * Z_SCORE_95
     middle = (share + z2 / (2 * sent)) / (1 + z2 / sent)
     half = Z_SCORE_95 / (1 + z2 / sent) * math.sqrt(share * (1 - share) / sent + z2 / (4 * sent * sent))

@@ -1,8 +1,8 @@
-"""From the times of tokens to the times of an engine's steps, and what to measure; pure.
+"""Computes step times of an engine from token arrivals, and plans the probes; pure.
 
-Nothing here believes that requests sent together are computed together: who was in a step is read from the answers.
-The first tokens of the prompts that one step computed come together; a sequence decodes beside others from the last
-one's first token to the first one's last.
+Requests sent together are not assumed to be computed together: the answers show the members of each step. First
+tokens of prompts of one step arrive together. A sequence decodes beside others from the latest first token to the
+earliest last token.
 """
 
 from __future__ import annotations
@@ -21,34 +21,39 @@ MIN_CHUNK_TOKENS = 256  # tokens of a prompt that a step computes at least, whil
 
 
 class TokenEvent(NamedTuple):
-    """A piece of an answer."""
+    """Arrival of a piece of an answer."""
 
     time: float  # seconds
     tokens: int
 
 
 class PrefillProbe(NamedTuple):
-    """Prompts sent together, in front of which one may go that keeps the engine busy until all are there."""
+    """Prompts sent together, behind an optional one that keeps the engine busy until all are there."""
 
     prompts: tuple[int, ...]  # tokens of each
     ahead: int = 0  # tokens
 
 
 class DecodeProbe(NamedTuple):
+    """A batch of sequences that decode together."""
+
     batch: int
     context: int  # tokens of each prompt
     answer: int  # tokens of each answer
 
 
 class StepSample(NamedTuple):
-    """A measurement: the lengths of what a step worked on, and how long it took."""
+    """A measured step: lengths of its sequences, and its seconds."""
 
     lengths: tuple[int, ...]
     seconds: float
 
 
 def plan(limit: int, kv_tokens: int, budget: int | None) -> list[PrefillProbe | DecodeProbe]:
-    """What to measure on an instance, small first: `limit` is its longest request, `budget` its tokens a step."""
+    """Plans the probes of an instance, small ones first.
+
+    `limit` is its longest request and `budget` its tokens per step.
+    """
     fits = min(limit, kv_tokens)
     longest = min(fits - 1, MAX_PROMPT_TOKENS)
     singles = [PrefillProbe((length,)) for length in _doubling(16, longest)]
@@ -108,9 +113,11 @@ def _last(order: Sequence[int], first: Sequence[float], gap: float) -> list[int]
 
 
 def decode_step(context: int, answers: Sequence[Sequence[TokenEvent]]) -> StepSample | None:
-    """The median time of a step in which all sequences decode, and their contexts' lengths in the middle of that
-    time; None when they did so for too few steps, or when most tokens came in bursts: then somebody on the way had
-    stopped, and the gaps say nothing of steps."""
+    """Returns the median time of a shared decode step, and the contexts in the middle of that time.
+
+    Returns None after too few shared steps, or if most tokens came in bursts: then something on the way had stalled,
+    and the gaps do not show steps.
+    """
     start = max(events[0].time for events in answers)
     end = min(events[-1].time for events in answers)
     lengths, gaps = [], []

@@ -29,7 +29,10 @@ _decode = msgspec.json.Decoder(_CompletionChunk).decode
 
 
 def complete(url: str, model: str, prompts: Sequence[Sequence[int]], answer: int) -> list[list[TokenEvent]]:
-    """For each prompt, when its tokens came: seconds since the request was sent.  ConfigError when it is refused."""
+    """Returns the token arrivals of each prompt, in seconds since the request was sent.
+
+    Raises ConfigError when the server refuses it.
+    """
     body = msgspec.json.encode(
         {
             "model": model,

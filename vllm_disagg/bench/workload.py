@@ -1,4 +1,4 @@
-"""What the requests of a benchmark look like: lengths and arrivals, from a trace or drawn at random."""
+"""Request schedules of a benchmark: lengths and arrivals, from a trace or drawn at random."""
 
 from __future__ import annotations
 
@@ -16,24 +16,30 @@ WHOLE_PROMPT_TOKENS = 1 << 24  # a hash id for a whole prompt: longer than any
 
 
 class RequestSchedule(msgspec.Struct, frozen=True):
+    """Requests with their arrival times."""
+
     requests: tuple[TraceRequest, ...]
     block: int = WHOLE_PROMPT_TOKENS  # tokens that a hash id stands for
 
     def fitting(self, limit: int | None) -> RequestSchedule:
-        """Without the requests that are longer than the model takes."""
+        """Drops the requests that exceed the model's limit."""
         kept = tuple(r for r in self.requests if limit is None or r.prompt + r.answer <= limit)
         return msgspec.structs.replace(self, requests=kept)
 
     def first(self, count: int) -> RequestSchedule:
+        """Keeps the first `count` requests."""
         return msgspec.structs.replace(self, requests=self.requests[:count])
 
     def at_once(self) -> RequestSchedule:
+        """Sets all arrivals to 0."""
         now = tuple(msgspec.structs.replace(r, arrival=0.0) for r in self.requests)
         return msgspec.structs.replace(self, requests=now)
 
     def at_rate(self, rate: float, seed: int | None) -> RequestSchedule:
-        """The same requests at `rate` a second over the whole run: Poisson arrivals drawn from `seed`, the same at
-        every rate but for the scale; None: the trace's own arrivals, scaled."""
+        """Rescales arrivals to `rate` requests a second over the whole run.
+
+        Poisson arrivals are drawn from `seed`, the same at every rate but for the scale. None keeps the shape of the trace.
+        """
         if seed is None:
             times = [r.arrival for r in self.requests]
         else:
@@ -49,7 +55,7 @@ class RequestSchedule(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, requests=tuple(moved))
 
     def lines(self) -> Iterator[str]:
-        """The file that `vllm bench serve --dataset-name timed_trace` reads; timestamps in seconds."""
+        """Yields the lines that `vllm bench serve --dataset-name timed_trace` reads; timestamps in seconds."""
         for number, r in enumerate(self.requests):
             ids = r.hash_ids or _own_ids(number, r.prompt, self.block)
             line = {"timestamp": r.arrival, "input_length": r.prompt, "output_length": r.answer, "hash_ids": ids}
@@ -57,19 +63,22 @@ class RequestSchedule(msgspec.Struct, frozen=True):
 
 
 def _own_ids(number: int, tokens: int, block: int) -> list[int]:
-    """Ids that nobody else has; a trace's own are not negative."""
+    """Returns unique ids; those of a trace are not negative."""
     return [-(number * WHOLE_PROMPT_TOKENS + at + 1) for at in range(math.ceil(tokens / block))]
 
 
 def fixed(prompt: int, answer: int, count: int) -> RequestSchedule:
+    """Schedules `count` requests of equal lengths."""
     return RequestSchedule((TraceRequest(0.0, prompt, answer),) * count)
 
 
 def drawn(lengths: LengthDistribution, count: int, seed: int) -> RequestSchedule:
+    """Schedules `count` requests with lengths drawn from a distribution."""
     chance = random.Random(seed)
     return RequestSchedule(tuple(TraceRequest(0.0, *lengths.draw(chance)) for _ in range(count)))
 
 
 def from_trace(trace: Trace) -> RequestSchedule:
+    """Schedules the requests of a trace."""
     whole = not any(request.hash_ids for request in trace.requests)
     return RequestSchedule(trace.requests, WHOLE_PROMPT_TOKENS if whole else trace.block)

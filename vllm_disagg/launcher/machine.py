@@ -33,7 +33,7 @@ class MachineFacts(msgspec.Struct, frozen=True):
 
 
 def examine() -> MachineFacts:
-    """This machine, or ConfigError for what keeps vLLM with our plugin from running on it."""
+    """Examines this machine. Raises ConfigError if vLLM with the plugin cannot run on it."""
     version = _vllm_version()
     _check_plugin()
     allowed = sorted(os.sched_getaffinity(0))
@@ -61,6 +61,7 @@ def check_model(model: str) -> None:
 
 
 def check_port(host: str, port: int) -> None:
+    """Raises ConfigError if the proxy's port cannot be bound."""
     if problem := _bind(host, port):
         raise ConfigError(f"cannot listen on {host} port {port} ({problem}): choose another with --port or --host")
 
@@ -146,7 +147,7 @@ def _gpus() -> tuple[str, ...]:
 
 
 def _free_memory() -> float:
-    """GiB that can be had, by the machine and by our control group."""
+    """Returns the free GiB, limited by the control group."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""`vllm-disagg up`: check, plan, start, wait, watch, tear down."""
+"""Checks, plans, starts, watches and ends a local deployment: `vllm-disagg up`."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ EPILOG = "Arguments after -- go to each vllm serve as they are."
 
 
 class StopRequested(Exception):
-    """Somebody has asked us to stop."""
+    """A signal has requested a stop."""
 
 
 class StopSignals:
-    """SIGINT, SIGTERM and SIGHUP, counted: the first one stops, a second one while stopping hurries."""
+    """Counts SIGINT, SIGTERM and SIGHUP: the first one stops, a second one hurries the stop."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -44,14 +44,17 @@ class StopSignals:
         self.count += 1
 
     def check(self) -> None:
+        """Raises StopRequested after a signal."""
         if self.count:
             raise StopRequested
 
     def hurry(self) -> bool:
+        """Returns whether a second signal has come."""
         return self.count > 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `up`."""
     add = parser.add_argument
     parser.epilog = EPILOG
     add("--model", required=True, help="a folder, or a name on the Hugging Face hub")
@@ -66,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Runs `up` until a signal or the end of a child. Returns the exit status."""
     console = SharedConsole(sys.stderr)
     options = _options(args)
     machine.check_model(options.model)
@@ -126,7 +130,7 @@ def _admin_key(directory: str) -> tuple[str, dict[str, str]]:
 
 
 def _check_proxy(proxy: ChildCommand) -> None:
-    """Let the proxy itself say now what it would refuse later; its key file does not exist yet."""
+    """Validates the proxy's flags before any start; its key file does not exist yet."""
     parser = argparse.ArgumentParser()
     proxy_settings.add_arguments(parser)
     proxy_settings.from_arguments(parser.parse_args([*proxy.argv[2:], "--key-file", ""]))
@@ -150,7 +154,7 @@ def _wait(
     console: SharedConsole,
     limit: float = float("inf"),
 ) -> None:
-    """Return once all are ready; tell on each change, and every few seconds, so that nobody thinks we hang."""
+    """Waits until all children are ready, with a progress line on each change and every few seconds."""
     began = told = time.monotonic()
     answers, ready = dict.fromkeys((c.name for c in commands), "starting"), set[str]()
     while len(ready) < len(commands):
@@ -176,7 +180,7 @@ def _pause(family: ChildProcesses, signals: StopSignals) -> None:
 
 
 def _ask(command: ChildCommand) -> tuple[bool, str]:
-    """Whether a child is ready, and what it answered."""
+    """Returns whether a child is ready, and its answer."""
     connection = http.client.HTTPConnection(command.host, command.port, timeout=2)
     try:
         connection.request("GET", command.ready)
@@ -189,7 +193,7 @@ def _ask(command: ChildCommand) -> tuple[bool, str]:
 
 
 def _announce(todo: LaunchPlan, example: str, fleet: list[str], commands: str) -> None:
-    """To standard output, in one piece, for people and for scripts."""
+    """Prints the address and the commands in one piece, for people and for scripts."""
     shown = "See the instances, and drain one (with the admin key):\n" + "\n".join(fleet)
     try:
         print(

@@ -1,4 +1,4 @@
-"""From flags and facts about the machine to the commands that run; pure."""
+"""Plans the commands to run, from flags and machine facts; pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OVERHEAD_GIB = 2  # GiB that an instance takes besides weights and KV cache
 
 
 class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The flags of `up`."""
+    """Flags of `up`."""
 
     model: str
     prefill: int = 1
@@ -42,7 +42,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChildCommand(msgspec.Struct, frozen=True):
-    """One child process."""
+    """Command line of one child process."""
 
     name: str  # prefill-0, decode-0, proxy
     argv: list[str]
@@ -53,14 +53,17 @@ class ChildCommand(msgspec.Struct, frozen=True):
 
     @property
     def url(self) -> str:
+        """Base URL of the child."""
         return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
     def shell(self) -> str:
-        """What to type for the same."""
+        """Formats the command for a shell."""
         return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.env.items()), shlex.join(self.argv)])
 
 
 class LaunchPlan(msgspec.Struct, frozen=True):
+    """Commands of all children, with notes and warnings for the user."""
+
     engines: list[ChildCommand]
     proxy: ChildCommand
     notes: list[str]
@@ -68,7 +71,7 @@ class LaunchPlan(msgspec.Struct, frozen=True):
 
 
 def make(options: UpOptions, machine: MachineFacts, ports: list[int], key_file: str) -> LaunchPlan:
-    """The plan, or ConfigError; `ports` are the engines'."""
+    """Plans all children; `ports` are those of the engines. Raises ConfigError if the plan cannot work."""
     _refuse_ours(options.extra)
     names = [
         f"{role}-{n}"
@@ -88,13 +91,13 @@ def make(options: UpOptions, machine: MachineFacts, ports: list[int], key_file: 
 
 
 def by_hand(plan: LaunchPlan, machine: MachineFacts, key_file: str) -> str:
-    """The commands that do the same, one a line."""
+    """Formats the equivalent shell commands, one a line."""
     key = shlex.join([machine.ours, "key", key_file])
     return "\n".join([key, *(f"{engine.shell()} &" for engine in plan.engines), plan.proxy.shell()])
 
 
 def example(options: UpOptions, plan: LaunchPlan) -> str:
-    """A request to try it with."""
+    """Formats an example request."""
     body = json.dumps({"model": _served_name(options), "prompt": "Once upon a time", "max_tokens": 32})
     headers = ["Content-Type: application/json", *(f"Authorization: Bearer {key}" for key in options.api_keys[:1])]
     return shlex.join(
@@ -103,7 +106,10 @@ def example(options: UpOptions, plan: LaunchPlan) -> str:
 
 
 def fleet_commands(plan: LaunchPlan, admin_key_file: str) -> list[str]:
-    """How to see the instances and how to drain one.  The key is read from its file, else from the environment."""
+    """Formats commands that list the instances and drain one.
+
+    The admin key is read from its file, else from the environment.
+    """
     key = f"$(cat {shlex.quote(admin_key_file)})" if admin_key_file else f"${keys.ADMIN_KEY}"
     url = shlex.quote(f"{plan.proxy.url}/disagg/instances")
     seen = f'curl {url} -H "Authorization: Bearer {key}"'
@@ -153,7 +159,7 @@ def _served_name(options: UpOptions) -> str:
 
 
 def _cpu(names: list[str], ranks: int, machine: MachineFacts, warnings: list[str]) -> tuple[list[dict[str, str]], list[str]]:
-    """Cores for each rank of each instance, so that nobody's OpenMP threads run into another's."""
+    """Assigns cores to each rank of each instance, so that OpenMP threads of instances do not compete."""
     total = len(names) * ranks
     if len(machine.cores) < total:
         few, many = _count(len(machine.cores), "core"), _count(total, "worker")

@@ -1,4 +1,4 @@
-"""The launcher's children: started, watched, their logs passed on, and ended together."""
+"""Children of the launcher: start, watch, forward their output, end them together."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ TROUBLE_PATTERN = re.compile(r"error|killed", re.IGNORECASE)
 
 
 class ChildExited(Exception):
-    """A child has ended that should not have."""
+    """A child has ended unexpectedly."""
 
 
 class SharedConsole:
-    """Lines from several threads, each whole.  A reader who is gone does not stop the children."""
+    """Writes whole lines from several threads. A closed reader does not stop the children."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream, self._lock = stream, threading.Lock()
         self.is_terminal = stream.isatty()
 
     def say(self, line: str) -> None:
+        """Writes one line."""
         with self._lock, suppress(OSError, ValueError):
             self._stream.write(line + "\n")
             self._stream.flush()
 
 
 class ChildProcess:
-    """One process, leader of its own group, and the thread that reads what it says.
+    """One process, leader of its own group, and the thread that reads its output.
 
-    Not of a session: Linux (autogroups) makes a session one party to the sharing of a core, and an API server, which
-    rarely runs, would wait for up to a second while another instance's worker spins (docs/goodput.md).
+    It does not lead a session. Linux (autogroups) gives each session one share of a core. An API server, which rarely runs,
+    would then wait for up to a second while the worker of another instance spins (docs/goodput.md).
     """
 
     def __init__(self, command: ChildCommand, argv: list[str], console: SharedConsole, prefix: str) -> None:
@@ -107,6 +108,7 @@ class ChildProcesses:
         return self
 
     def start(self, command: ChildCommand, argv: list[str]) -> None:
+        """Starts a child."""
         colour = PREFIX_COLOURS[len(self._children) % len(PREFIX_COLOURS)]
         prefix = f"\033[{colour}m[{command.name}]\033[0m " if self._console.is_terminal else f"[{command.name}] "
         try:

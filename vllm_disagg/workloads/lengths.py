@@ -1,4 +1,4 @@
-"""How long prompts and answers are where no trace says it: distributions with a name."""
+"""Named distributions of prompt and answer lengths, for use without a trace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LengthDistribution(msgspec.Struct, frozen=True):
     cut: tuple[int, int] | None = None  # prompts longer than a uniform draw from here are cut to it
 
     def draw(self, random: Random) -> tuple[int, int]:
-        """Tokens of a prompt and of its answer."""
+        """Draws the tokens of a prompt and of its answer."""
         while True:
             prompt = max(1, round(random.lognormvariate(*self.prompt)))
             answer = max(1, round(random.lognormvariate(*self.answer)))

@@ -1,7 +1,7 @@
-"""Traces of requests, as others publish them: lengths, arrival times, shared prefixes.
+"""Published request traces: lengths, arrival times, shared prefixes.
 
-A file is JSON lines, one JSON array or CSV with a header, also compressed with gzip; which of FORMATS it is, its first
-record tells.  Every field of every record is checked.
+A file is JSON lines, one JSON array or CSV with a header, optionally compressed with gzip. Its first record selects one
+of TRACE_FORMATS. Every field of every record is checked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 
 class TraceFormat(NamedTuple):
-    """The names of its fields."""
+    """Field names of a trace format."""
 
     time: str  # seconds or a date; empty: it has none
     prompt: str
@@ -52,6 +52,8 @@ ACCEPTED_FORMATS = f"JSON lines, a JSON array or CSV (also .gz) with the fields 
 
 
 class TraceRequest(msgspec.Struct, frozen=True):
+    """One request of a trace."""
+
     arrival: float  # seconds after the trace's first; 0 where the trace has no times
     prompt: int  # tokens
     answer: int  # tokens
@@ -59,7 +61,7 @@ class TraceRequest(msgspec.Struct, frozen=True):
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """Requests by arrival, one or more."""
+    """Requests in order of arrival, one or more."""
 
     requests: tuple[TraceRequest, ...]
     block: int = MOONCAKE_BLOCK_TOKENS  # tokens that a hash id stands for
@@ -67,7 +69,7 @@ class Trace(msgspec.Struct, frozen=True):
 
 
 def read(path: str, flag: str) -> Trace:
-    """A trace, or ConfigError that names the flag, the file, the line and the field."""
+    """Reads a trace. Raises ConfigError with the flag, the file, the line and the field."""
     where = f"{flag} {path}"
     names, records = _records(where, _text(where, path))
     form = next((f for f in TRACE_FORMATS if f.prompt in names or f.answer in names), None)
@@ -107,7 +109,7 @@ def _text(where: str, path: str) -> str:
 
 
 def _records(where: str, text: str) -> tuple[Collection[str], Iterable[tuple[str, object]]]:
-    """The names of the first record's fields; each record with its place."""
+    """Returns the field names of the first record, and each record with its place."""
     start = text.lstrip()[0]
     if start not in "[{":
         reader = csv.DictReader(text.splitlines(), skipinitialspace=True)
@@ -145,7 +147,7 @@ def _request(where: str, record: object, form: TraceFormat) -> TraceRequest:
 
 
 def _length(what: str, value: object) -> int:
-    """A whole number of 1 or more; in CSV it is a text."""
+    """Parses a whole number of 1 or more; CSV holds it as text."""
     number = _number(value)
     if number is None or number != number // 1:
         raise ConfigError(f"{what} is {_shown(value)}, which is not a whole number")
@@ -155,7 +157,7 @@ def _length(what: str, value: object) -> int:
 
 
 def _seconds(what: str, value: object) -> float:
-    """A number of 0 or more, or a date."""
+    """Parses a number of 0 or more, or a date."""
     number = _number(value)
     if number is None and isinstance(value, str):
         with suppress(ValueError):

@@ -19,7 +19,7 @@ DEFAULT_LINKS = {"coefficients": "none", "profile": "none", "roofline": "ib-400"
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """A setting, the model's name for commands, and the fits to show."""
+    """Holds the scenario, the model's name for commands, and the fits to show."""
 
     scenario: Scenario
     model: str
@@ -27,6 +27,7 @@ class PlanInputs:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that `plan` and `simulate` share."""
     add = parser.add_argument_group("how fast: one of these three").add_argument
     add("--gpu", metavar="NAME", help=f"roofline of a GPU: {', '.join(hardware.GPUS)}")
     add("--profile", metavar="FILE", help="points that vllm-disagg profile measured; an instance counts as one GPU")
@@ -73,7 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
-    """ConfigError with one line for whatever cannot be."""
+    """Builds the scenario from the flags.
+
+    `gpus` is the budget, and `flag` the flag that raises it. Raises ConfigError with one line for an invalid value.
+    """
     _check(args)
     kind, prefill, decode, fits = _sources(args)
     like_distserve = (args.rules or ("distserve" if kind == "coefficients" else "vllm")) == "distserve"

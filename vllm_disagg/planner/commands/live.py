@@ -1,9 +1,10 @@
-"""`plan --live URL`: is the present number of P and D right for the traffic that the proxy sees?
+"""Judges the number of prefill and decode instances of a running deployment: `plan --live URL`.
 
-The proxy's /metrics, read at both ends of a window, give the rate, the mean lengths and the mean times; /disagg/instances
-the instances.  The latency model given by flags is refitted with one factor a phase, so that a simulation of the present
-deployment under that traffic has the measured times.  Then each split of as many instances is simulated for its goodput.
-Means say nothing of how lengths spread: they are taken as log-normal (SIGMA) unless --workload says more.
+The proxy's /metrics, read at both ends of a window, give the rate, the mean lengths and the mean times. The list of
+instances comes from /disagg/instances. One factor for each phase scales the given latency model, so that a simulation of
+the present deployment under the same traffic has the measured times. Then each split of as many instances is
+simulated for its goodput. Means do not tell the spread of lengths: a log-normal distribution (LENGTH_LOG_SIGMA) is
+assumed unless --workload gives another.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ MetricSamples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 class ObservedTraffic(msgspec.Struct, frozen=True):
-    """Of one window: requests/s, mean tokens, mean seconds."""
+    """Averages over one window: requests/s, mean tokens, mean seconds."""
 
     seconds: float
     requests: int
@@ -59,6 +60,7 @@ class ObservedTraffic(msgspec.Struct, frozen=True):
 
 
 def add_arguments(parser: Any) -> None:
+    """Adds the flags of `plan --live`."""
     add = parser.add_argument
     add("--live", metavar="URL", help="the proxy; together with --gpu, --profile or --coefficients")
     add("--window", metavar="SECONDS", type=float, default=60.0, help="of traffic to look at (default: %(default)s)")
@@ -66,6 +68,7 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(args: argparse.Namespace, say: Callable[[str], None] | None = None) -> int:
+    """Measures the traffic of a running proxy and prints the best split. Returns the exit status."""
     tell = say or (lambda line: print(line, file=sys.stderr, flush=True))
     if not 1 <= args.window <= 86_400:
         raise ConfigError(f"--window: {args.window:g} s is not between 1 s and a day")
@@ -94,7 +97,7 @@ def _page(url: str, path: str) -> bytes:
 
 
 def count(body: bytes) -> tuple[int, int]:
-    """Prefill and decode instances that can be used now."""
+    """Counts the prefill and decode instances that the proxy can use now."""
     try:
         rows = json.loads(body)
         roles = [row["role"] for row in rows if row["usable"] and not row.get("leaving")]
@@ -107,7 +110,7 @@ def count(body: bytes) -> tuple[int, int]:
 
 
 def parse(body: bytes) -> MetricSamples:
-    """Samples by name and labels."""
+    """Parses Prometheus text into samples by name and labels."""
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415
 
     try:
@@ -118,7 +121,10 @@ def parse(body: bytes) -> MetricSamples:
 
 
 def between(before: MetricSamples, after: MetricSamples, seconds: float) -> ObservedTraffic:
-    """What happened; ConfigError with one line when that is not known or too little."""
+    """Computes the traffic between two reads of the metrics.
+
+    Raises ConfigError with one line if the metrics are incomplete or show too few requests.
+    """
     names = {name for name, _ in after}
     for counter in COUNTERS.values():
         if not names & {counter, f"{counter}_count"}:
@@ -157,7 +163,7 @@ def between(before: MetricSamples, after: MetricSamples, seconds: float) -> Obse
 
 
 def _under(scenario: Scenario, traffic: ObservedTraffic, asked: str) -> Scenario:
-    """The setting with that traffic's lengths, unless a workload was asked for."""
+    """Replaces the default workload by lengths like those of the traffic."""
     if asked != flags.DEFAULT_WORKLOAD:
         return scenario
     spread = lengths.LengthDistribution(
@@ -170,10 +176,10 @@ def _under(scenario: Scenario, traffic: ObservedTraffic, asked: str) -> Scenario
 
 
 def refit(scenario: Scenario, present: Placement, traffic: ObservedTraffic) -> Scenario:
-    """Factors on prefill and decode times with which the simulation has the measured mean TTFT and TPOT.
+    """Scales prefill and decode times until the simulation has the measured mean TTFT and TPOT.
 
-    Both means grow with their phase's factor, so each is found by bisection; in turns, for a first token takes a step of
-    decode, too, and decodes that last longer keep KV that prompts wait for.
+    Both means grow with the factor of their phase, so bisection finds each. The phases alternate because they interact:
+    a first token needs a decode step, and slower decodes hold KV longer.
     """
     sample = scenario.samples()[0]
 
@@ -199,7 +205,7 @@ def _scaled(scenario: Scenario, phase: str, factor: float) -> Scenario:
 
 
 def judge(scenario: Scenario, present: Placement, traffic: ObservedTraffic, jobs: int) -> dict[str, Any]:
-    """The present split's goodput beside that of each other one of as many instances, and of one instance more."""
+    """Compares the goodput of the present split with every other split, and with one instance more."""
     tp, pp, decode = present.prefill.tp, present.prefill.pp, present.decode
     total = present.prefill.n + (decode.n if decode else 0)
     splits = [Placement(ReplicaGroup(tp, pp, n), ReplicaGroup(tp, pp, total - n)) for n in range(1, total)]

@@ -15,7 +15,10 @@ from ..search.scenario import Placement, ReplicaGroup, Scenario
 
 
 def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
-    """What to type for `placement`, one a line; instances on one machine are given by ports, as an example."""
+    """Lists the commands that start `placement`, one a line.
+
+    Ports stand for machines: all instances are on this one, as an example.
+    """
     if not placement.decode:
         return _colocated(placement, model)
     lines = []
@@ -41,7 +44,7 @@ def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
 
 
 def remarks(placement: Placement) -> list[str]:
-    """What the reader of the commands must know."""
+    """Lists limits of the commands that their reader must know."""
     p, d = placement.prefill, placement.decode
     if d and ((p.tp, p.pp) != (d.tp, d.pp) or p.pp > 1):
         return [
@@ -73,7 +76,7 @@ def _serve(model: str, group: ReplicaGroup, port: int) -> list[str]:
 
 
 def as_json(advice: Advice, model: str) -> dict[str, Any]:
-    """The document that `plan --json` prints."""
+    """Builds the document that `plan --json` prints."""
     scenario, placement = advice.scenario, advice.chosen.placement
     return {
         "recommendation": "disaggregate" if advice.disaggregate else "colocate",
@@ -92,6 +95,7 @@ def as_json(advice: Advice, model: str) -> dict[str, Any]:
 
 
 def describe(scenario: Scenario) -> dict[str, Any]:
+    """Describes a scenario for JSON documents."""
     objective = scenario.objective
     return {
         "latency": {"prefill": scenario.prefill.words(), "decode": scenario.decode.words()},
@@ -129,7 +133,10 @@ def _replica_group(group: ReplicaGroup) -> dict[str, int]:
 
 
 def closed_form(scenario: Scenario, placement: Placement) -> dict[str, Any]:
-    """The sanity check beside a simulation: capacities, and for P:D the wait and the bandwidth at that rate."""
+    """Estimates capacities by closed form, as a sanity check beside a simulation.
+
+    For P:D it adds the mean wait and the bandwidth at that rate.
+    """
     sample = scenario.samples()[0]
     prefill, decode = scenario.capacities(placement, sample)
     both = min(prefill, decode) if placement.decode else 1 / (1 / prefill + 1 / decode)

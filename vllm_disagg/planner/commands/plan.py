@@ -1,4 +1,4 @@
-"""`vllm-disagg plan`: how many P and D, with which parallelism, for the most goodput per GPU."""
+"""Searches the numbers of P and D, and their parallelism, with the most goodput per GPU: `vllm-disagg plan`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ PROGRESS_INTERVAL_SECONDS = 2.0  # seconds between two lines of progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `plan`."""
     flags.add_arguments(parser)
     add = parser.add_argument_group("what is searched").add_argument
     add("--gpus", metavar="N", type=int, default=4, help="at most so many, P and D together (default: %(default)s)")
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Runs `plan` and prints its advice. Returns the exit status."""
     if args.capacity_prefill is not None or args.capacity_decode is not None:
         return _closed(args)
     if args.live:
@@ -125,7 +127,7 @@ def _progress(kind: str) -> optimizer.ProgressCallback:
 
 
 def _nothing(scenario: Scenario) -> str:
-    """Which objective nothing meets, and what would be met on an idle deployment."""
+    """Explains which objective no placement meets, and which values an idle deployment would meet."""
     sample, objective = scenario.samples()[0], scenario.objective
     firsts = [scenario.prefill.latency(*shape) for shape in scenario.prefill.shapes(scenario.gpus)]
     laters = [scenario.decode.latency(*shape) for shape in scenario.decode.shapes(scenario.gpus)]

@@ -1,4 +1,4 @@
-"""What people read: text for a terminal, plots, one HTML page."""
+"""Formats advice for people: text for a terminal, plots, one HTML page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TITLES = ("Goodput by rate", "Attainment by rate", "Goodput per GPU by numbers o
 
 
 def check(directory: str) -> None:
-    """ConfigError before any work if the report cannot be written."""
+    """Raises ConfigError before any work if the report cannot be written."""
     if not find_spec("matplotlib"):
         raise ConfigError("--report draws with matplotlib, which is not installed: pip install 'vllm-disagg[plot]'")
     try:
@@ -32,7 +32,7 @@ def check(directory: str) -> None:
 
 
 def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, LatencyFit]]) -> str:
-    """For a terminal."""
+    """Formats the advice for a terminal."""
     scenario, objective = found.scenario, found.scenario.objective
     times, traffic = scenario.words()
     how = "in one request" if objective.joint else "each by itself"
@@ -95,7 +95,7 @@ def _fit_lines(fits: Sequence[tuple[str, LatencyFit]]) -> list[str]:
 
 
 def write(directory: str, found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, LatencyFit]]) -> list[str]:
-    """report.html (with the plots inside) and the plots; the paths written."""
+    """Writes report.html, with the plots inside, and the plots. Returns the paths written."""
     import matplotlib as mpl  # noqa: PLC0415
 
     mpl.use("Agg")
@@ -111,7 +111,7 @@ def write(directory: str, found: Advice, document: dict[str, Any], fits: Sequenc
 
 
 def _goodput(found: Advice, path: Path) -> None:
-    """Requests/s that met the objective, over requests/s that came."""
+    """Plots the rate of requests that met the objective, over the offered rate."""
     figure, axes = _axes("requests/s per GPU that came", "requests/s per GPU within both objectives")
     joint = _joint(found.scenario.objective)
     for curve in _shown(found):
@@ -151,7 +151,7 @@ def _frontier(found: Advice, path: Path) -> None:
 
 
 def _shown(found: Advice) -> list[RateCurve]:
-    """The best three of each kind; the other curves are there for the flips only."""
+    """Selects the best three curves of each kind; the others serve the crossovers only."""
     split = [c for c in found.curves if c.placement.decode]
     return split[:3] + [c for c in found.curves if not c.placement.decode][:3]
 

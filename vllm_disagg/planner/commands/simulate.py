@@ -1,4 +1,4 @@
-"""`vllm-disagg simulate`: one placement at one rate."""
+"""Simulates one placement at one rate: `vllm-disagg simulate`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from .output import closed_form, describe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `simulate`."""
     flags.add_arguments(parser)
     add = parser.add_argument_group("what is simulated; TPxPP, or TPxPPxN for N instances").add_argument
     add("--prefill", metavar="TPxPP[xN]", help="the prefill instances")
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Runs `simulate` and prints its result. Returns the exit status."""
     placement = _placement(args)
     scenario = _scaled(flags.read(args, placement.gpus, "instances of").scenario, args.scale)
     _check(scenario, placement)

@@ -75,7 +75,7 @@ COEFFICIENTS: dict[str, dict[str, dict[int, tuple[FitRow, FitRow, FitRow]]]] = {
 
 
 def degrees(coefficients: str, model: str) -> list[int]:
-    """The tensor parallel sizes that were measured; ConfigError for a set or a model that was not."""
+    """Lists the measured tensor parallel sizes. Raises ConfigError for an unknown set or model."""
     if coefficients not in COEFFICIENTS:
         raise ConfigError(f"--coefficients: {coefficients} is not known: give one of {', '.join(COEFFICIENTS)}")
     table = COEFFICIENTS[coefficients]
@@ -85,7 +85,7 @@ def degrees(coefficients: str, model: str) -> list[int]:
 
 
 def latency(coefficients: str, model: str, tp: int, pp: int) -> LinearLatency:
-    """The fit for one instance, in seconds."""
+    """Returns the fit for one instance, in seconds."""
     prefill, small, large = COEFFICIENTS[coefficients][model][tp]
     return LinearLatency(
         pp,

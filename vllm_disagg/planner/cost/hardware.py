@@ -48,7 +48,7 @@ GPUS = {
 
 
 class NetworkLink(msgspec.Struct, frozen=True):
-    """What is between a prefill and a decode instance: bytes/s each direction, and seconds for a first byte."""
+    """Link between a prefill and a decode instance: bytes/s each direction, and seconds to the first byte."""
 
     name: str
     bandwidth: float
@@ -72,12 +72,12 @@ LINKS = {
 
 
 def gpu(name: str) -> GpuType:
-    """The GPU of that name, or ConfigError that lists the names."""
+    """Returns a GPU type by name. Raises ConfigError with the known names."""
     return _named(GPUS, name, "GPU")
 
 
 def link(text: str) -> NetworkLink:
-    """A link by name or by GB/s."""
+    """Returns a link by name or by GB/s. Raises ConfigError with the known names."""
     try:
         speed = float(text)
     except ValueError:

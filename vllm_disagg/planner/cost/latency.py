@@ -1,14 +1,14 @@
-"""How long a step of an engine takes: one form, filled from published coefficients, from measured points or a roofline.
+"""Models of step times, filled from published coefficients, measured points or a roofline.
 
-A step computes `tokens` prompt tokens and one token for each of `n` decoding sequences that together have `contexts`
-tokens before it.  For a pipeline stage
+A step computes `tokens` prompt tokens, and one token for each of `n` decoding sequences. `contexts` is the sum of the
+sequences' previous tokens. The time of a pipeline stage is
 
     decode only:   base(n) + slope(n) * contexts
     with prompts:  linear(tokens, n) + square * squares + slope(n) * contexts
 
-`squares` is the sum of (done + chunk)^2 - done^2 over the chunks, so that the chunks of a prompt add up to its length
-squared.  A decode step is linear in `contexts`: that is what lets the simulator take many steps in one go.
-All times are seconds.  The first stage may take longer than the others (DistServe's engine dispatches there).
+`squares` is the sum of (done + chunk)^2 - done^2 over the chunks, so the chunks of a prompt add up to its squared
+length. A decode step is linear in `contexts`, which lets the simulator take many steps at once. All times are in
+seconds. The first stage may take longer than the others (DistServe's engine dispatches there).
 """
 
 from __future__ import annotations
@@ -27,35 +27,40 @@ STAGE_HOP_SECONDS = 20e-6  # seconds to the next pipeline stage without bytes
 
 
 class LatencyModel(Protocol):
-    """The times of one instance, for a pipeline stage each."""
+    """Step times of one instance, for each of its pipeline stages."""
 
     @property
-    def pp(self) -> int: ...
+    def pp(self) -> int:
+        """Number of pipeline stages."""
 
     def decode(self, n: int, first: bool) -> tuple[float, float]:
-        """base and slope of a step that only decodes; each sequence attends to its own new token as well."""
+        """Returns base and slope, in seconds, of a step that only decodes.
+
+        Each of the `n` sequences attends to its own new token too. `first` selects the first stage.
+        """
 
     def mixed(self, tokens: int, squares: float, n: int, contexts: int, first: bool) -> float:
-        """Seconds of a step with `tokens` > 0 prompt tokens."""
+        """Returns the seconds of a step with `tokens` > 0 prompt tokens and `n` decoding sequences."""
 
 
 def unloaded_prefill(latency: LatencyModel, tokens: int) -> float:
-    """Seconds that a prompt takes alone, through all stages, in one chunk."""
+    """Returns the seconds of a prompt alone, through all stages, in one chunk."""
     stages = [latency.mixed(tokens, float(tokens) ** 2, 0, 0, first) for first in (True, False)]
     return stages[0] + (latency.pp - 1) * stages[1]
 
 
 def unloaded_decode(latency: LatencyModel, context: int) -> float:
-    """Seconds of a token of a sequence alone, through all stages."""
+    """Returns the seconds of one token of a sequence alone, through all stages."""
     (a, b), (c, d) = latency.decode(1, True), latency.decode(1, False)
     return a + b * context + (latency.pp - 1) * (c + d * context)
 
 
 class LinearLatency(msgspec.Struct, frozen=True):
-    """Coefficients: prefill a + b*tokens + c*squares, decode A + B*contexts + C*n; a whole pass, divided over stages.
+    """Linear step times of a whole pass, divided evenly over the stages.
 
-    `large` replaces `small` from `threshold` sequences on.  `stage` is what each stage of a prefill adds, `overhead`
-    what the first stage adds to any step, and `overhead_token` what it adds for each token in the batch.
+    Prefill takes a + b*tokens + c*squares, decode A + B*contexts + C*n. From `threshold` sequences on `large` replaces
+    `small`. `stage` is added to each stage of a prefill, `overhead` to the first stage of any step, and
+    `overhead_token` to the first stage for each token of the batch.
     """
 
     pp: int
@@ -69,11 +74,13 @@ class LinearLatency(msgspec.Struct, frozen=True):
     chunk: int = 1 << 60  # tokens of a step: longer prompts pay `a` for each
 
     def decode(self, n: int, first: bool) -> tuple[float, float]:
+        """Returns base and slope of a decode step, in seconds."""
         a, b, c = self.small if n < self.threshold else self.large
         base, slope = (a + (b + c) * n) / self.pp, b / self.pp
         return (base + self.overhead, slope + self.overhead_token) if first else (base, slope)
 
     def mixed(self, tokens: int, squares: float, n: int, contexts: int, first: bool) -> float:
+        """Returns the seconds of a step with prompt tokens."""
         a, b, c = self.prefill
         whole = a * -(-tokens // self.chunk) + b * tokens + c * squares
         if n:  # the weights are read once for both
@@ -84,7 +91,7 @@ class LinearLatency(msgspec.Struct, frozen=True):
 
 
 class RooflineLatency:
-    """A bound from FLOPs, bytes and the interconnect, with the GPU's assumed efficiencies: nothing here was measured."""
+    """Step times bounded by FLOPs, bytes and the interconnect, with assumed GPU efficiencies: not measured."""
 
     def __init__(self, model: ModelCosts, gpu: GpuType, tp: int, pp: int) -> None:
         self.pp = pp
@@ -106,32 +113,37 @@ class RooflineLatency:
             self._token_wire += 2 * layers * wire * 2 * (tp - 1) / tp
 
     def _linear(self, tokens: int, sequences: int) -> float:
-        """Seconds of all that is linear in tokens, for a step of `tokens` of `sequences`."""
+        """Returns the seconds that are linear in tokens, for a step of `tokens` of `sequences`."""
         memory = self._weights + self._expert * touched(self._model, tokens)
         compute = self._token * tokens + self._sequence * sequences
         return max(memory, compute) + self._fixed + self._token_wire * tokens
 
     def decode(self, n: int, first: bool) -> tuple[float, float]:
+        """Returns base and slope of a decode step, in seconds."""
         return self._linear(n, n) + self._slope * n + STEP_OVERHEAD_SECONDS * first, self._slope
 
     def mixed(self, tokens: int, squares: float, n: int, contexts: int, first: bool) -> float:
+        """Returns the seconds of a step with prompt tokens."""
         attention = self._square * squares + self._slope * (contexts + n)
         return self._linear(tokens + n, n + 1) + attention + STEP_OVERHEAD_SECONDS * first
 
 
 class ScaledLatency(msgspec.Struct, frozen=True):
-    """Another model's times, all by one factor: what a refit to a running deployment changes."""
+    """Step times of another model, multiplied by one factor from a refit to a running deployment."""
 
     model: LatencyModel
     factor: float
 
     @property
     def pp(self) -> int:
+        """Number of pipeline stages."""
         return self.model.pp
 
     def decode(self, n: int, first: bool) -> tuple[float, float]:
+        """Returns the scaled base and slope."""
         base, slope = self.model.decode(n, first)
         return base * self.factor, slope * self.factor
 
     def mixed(self, tokens: int, squares: float, n: int, contexts: int, first: bool) -> float:
+        """Returns the scaled seconds of a step with prompt tokens."""
         return self.model.mixed(tokens, squares, n, contexts, first) * self.factor

@@ -19,7 +19,7 @@ _ELEMENT_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16":
 
 
 class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a model costs time and memory; counts of parameters are for the whole model."""
+    """Sizes of a model that determine time and memory; parameter counts are for the whole model."""
 
     name: str
     layers: int
@@ -40,6 +40,7 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parameters(self) -> float:
+        """Number of parameters, all experts included."""
         return self.dense + self.embedding + self.expert * self.experts
 
     @property
@@ -48,20 +49,23 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
         return self.layers * self.kv_width * self.kv_bytes
 
     def kv_capacity(self, memory: float, tp: int, pp: int) -> int:
-        """Tokens of KV that an instance of tp*pp GPUs with `memory` bytes each holds; 0: its weights do not fit.
+        """Returns the tokens of KV that fit an instance of tp*pp GPUs with `memory` bytes each; 0 if the weights do not fit.
 
-        DistServe's profile_memory.py: what is left of the usable memory, divided by a rank's bytes of KV per token.
+        Source: profile_memory.py of DistServe. Usable memory less weights is divided by the KV bytes per token of a rank.
         """
         left = USABLE_MEMORY_SHARE * memory - RUNTIME_BYTES - self.parameters * self.weight_bytes / (tp * pp)
         return max(0, int(left / (self.kv_per_token / (min(tp, self.kv_heads) * pp)) // 16 * 16))
 
     def splits(self, tp: int, pp: int) -> bool:
-        """Whether layers and heads divide."""
+        """Returns whether heads divide by `tp` and layers by `pp`."""
         return self.heads % tp == 0 and self.layers % pp == 0
 
 
 def load(text: str) -> ModelCosts:
-    """A model by name, by folder or by the path of its config.json; ConfigError says what would be accepted."""
+    """Loads a model by name, by folder or by the path of its config.json.
+
+    Raises ConfigError with the accepted values.
+    """
     name = text.lower().removeprefix("facebook/").removeprefix("meta-llama/").removeprefix("qwen/")
     if name in MODELS:
         return parse(name, MODELS[name])
@@ -80,7 +84,7 @@ def load(text: str) -> ModelCosts:
 
 
 def parse(name: str, config: dict[str, Any]) -> ModelCosts:
-    """From the fields of a config.json; models that nest their language model under text_config are understood."""
+    """Computes sizes from the fields of a config.json; a nested text_config takes precedence."""
     nested = config.get("text_config")
     read = _ConfigReader(name, {**config, **nested} if isinstance(nested, dict) else config)
     layers, hidden = read.need("num_hidden_layers", "n_layer"), read.need("hidden_size", "n_embd")
@@ -131,18 +135,20 @@ def parse(name: str, config: dict[str, Any]) -> ModelCosts:
 
 
 class _ConfigReader:
-    """Typed access to a config.json; what is wrong is named."""
+    """Typed access to a config.json. Errors name the wrong field."""
 
     def __init__(self, name: str, config: dict[str, Any]) -> None:
         self._name, self._config = name, config
 
     def need(self, *fields: str) -> int:
+        """Returns the first of `fields` that is set. Raises ConfigError if none is."""
         for field in fields:
             if self._config.get(field) is not None:
                 return self.number(field, 0, 1)
         raise ConfigError(f"--model: the config.json of {self._name} has no {fields[0]}")
 
     def number(self, field: str, default: int, least: int = 0) -> int:
+        """Returns a whole number of `least` or more."""
         value = self._config.get(field)
         if value is None:
             return default
@@ -151,13 +157,16 @@ class _ConfigReader:
         return value
 
     def flag(self, field: str, default: bool) -> bool:
+        """Returns a boolean."""
         value = self._config.get(field)
         return value if isinstance(value, bool) else default
 
     def text(self, field: str) -> str:
+        """Returns a text, or an empty one."""
         return str(self._config.get(field) or "")
 
     def weight_bytes(self) -> float:
+        """Returns the bytes of one weight, from the quantization or the dtype."""
         quantization = self._config.get("quantization_config")
         if isinstance(quantization, dict):
             bits = quantization.get("bits")
@@ -173,7 +182,7 @@ class _ConfigReader:
 
 
 def touched(model: ModelCosts, tokens: int) -> float:
-    """Experts that a batch of `tokens` reads in a layer, if each token picks its own at random."""
+    """Returns the mean number of experts that a batch of `tokens` reads in a layer, with random routing."""
     if not model.experts:
         return 0.0
     return model.experts * -math.expm1(tokens * math.log1p(-min(model.active / model.experts, 1 - 1e-12)))

@@ -21,21 +21,21 @@ Coefficients = tuple[float, float, float]
 
 
 class PrefillPoint(msgspec.Struct, frozen=True):
-    """Prompts that were computed together, and the seconds from their arrival to the first token."""
+    """Prompts computed together, and the seconds from their arrival to the first token."""
 
     tokens: list[int]
     seconds: float
 
 
 class DecodePoint(msgspec.Struct, frozen=True):
-    """The context of each running sequence, and the seconds of one step."""
+    """Contexts of the running sequences, and the seconds of one step."""
 
     contexts: list[int]
     seconds: float
 
 
 class ProfilePoints(msgspec.Struct, frozen=True, kw_only=True):
-    """The file; one instance, as it was started."""
+    """File of measured points of one instance, with its start parameters."""
 
     version: int
     model: str
@@ -49,7 +49,7 @@ class ProfilePoints(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FitResidual(msgspec.Struct, frozen=True):
-    """A point and what the fit says of it; `error` is relative."""
+    """A measured point beside its fitted value; `error` is relative."""
 
     phase: str
     sizes: list[int]
@@ -59,19 +59,23 @@ class FitResidual(msgspec.Struct, frozen=True):
 
 
 class LatencyFit(msgspec.Struct, frozen=True):
+    """A latency model fitted to measured points, and its residuals."""
+
     latency: LinearLatency
     residuals: list[FitResidual]
 
     def worst(self, phase: str) -> float:
+        """Largest relative error of one phase."""
         return max(abs(r.error) for r in self.residuals if r.phase == phase)
 
     def mean(self, phase: str) -> float:
+        """Mean relative error of one phase."""
         errors = [abs(r.error) for r in self.residuals if r.phase == phase]
         return sum(errors) / len(errors)
 
 
 def load(path: str) -> ProfilePoints:
-    """The points of a file, each field checked; ConfigError names the field."""
+    """Loads and checks a file of points. Raises ConfigError with the name of the wrong field."""
     try:
         points = msgspec.json.decode(Path(path).read_bytes(), type=ProfilePoints)
     except OSError as error:
@@ -105,7 +109,10 @@ def _wrong(points: ProfilePoints) -> str:
 
 
 def fit(points: ProfilePoints) -> LatencyFit:
-    """The two fits; a prompt longer than the engine's token budget pays a step's constant for each step."""
+    """Fits prefill and decode times.
+
+    A prompt longer than the token budget pays the constant of each of its steps.
+    """
     chunk = points.max_num_batched_tokens or 1 << 60
     prefill_rows = [[-(-sum(p.tokens) // chunk), sum(p.tokens), sum(t * t for t in p.tokens)] for p in points.prefill]
     decode_rows = [[1, sum(d.contexts) + len(d.contexts), len(d.contexts)] for d in points.decode]

@@ -1,6 +1,6 @@
-"""What needs no simulation: rates from capacities, waiting times of a queue, bandwidth between P and D.
+"""Closed-form estimates: rates from capacities, queueing times, bandwidth between P and D.
 
-Every simulation is shown beside these, as a sanity check.
+Reports show them beside every simulation, as a sanity check.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import msgspec
 
 
 class InstanceRatio(msgspec.Struct, frozen=True):
-    """`prefill` and `decode` instances (GPUs) and the requests/s per GPU they sustain."""
+    """Numbers of prefill and decode instances (GPUs), and their sustained requests/s per GPU."""
 
     prefill: int
     decode: int
@@ -19,9 +19,9 @@ class InstanceRatio(msgspec.Struct, frozen=True):
 
 
 def ratios(capacity_prefill: float, capacity_decode: float, gpus: int) -> Iterator[InstanceRatio]:
-    """All splits of up to `gpus` GPUs; capacities in requests/s of one GPU doing only that phase.
+    """Yields all splits of up to `gpus` GPUs; capacities are in requests/s of one GPU dedicated to the phase.
 
-    A chain of two stages runs at the slower one's rate: min(p*P, d*D) / (p+d) (DistServe, section 2).
+    A chain of two stages runs at the rate of the slower one: min(p*P, d*D) / (p+d) (DistServe, section 2).
     """
     for prefill in range(1, gpus):
         for decode in range(1, gpus - prefill + 1):
@@ -30,13 +30,13 @@ def ratios(capacity_prefill: float, capacity_decode: float, gpus: int) -> Iterat
 
 
 def best_ratio(capacity_prefill: float, capacity_decode: float, gpus: int) -> InstanceRatio:
-    """The highest rate per GPU; of equals the fewest GPUs."""
+    """Returns the split with the highest rate per GPU; among equals the fewest GPUs."""
     found = ratios(capacity_prefill, capacity_decode, gpus)
     return max(found, key=lambda r: (round(r.rate_per_gpu, 9), -r.prefill - r.decode))
 
 
 def rate_limit_per_gpu(capacity_prefill: float, capacity_decode: float) -> float:
-    """Requests/s per GPU when instances could be split at will: 1 / (1/P + 1/D)."""
+    """Returns requests/s per GPU for an ideal, fractional split: 1 / (1/P + 1/D)."""
     return 1 / (1 / capacity_prefill + 1 / capacity_decode)
 
 
@@ -52,10 +52,10 @@ def mean_ttft(service: float, rate: float, pp: int = 1) -> float:
 
 
 def handoff_bandwidth(kv_per_token: float, mean_prompt: float, rate: float) -> float:
-    """Bytes/s that all prefill instances together send at `rate` requests/s."""
+    """Returns the bytes/s that all prefill instances together send at `rate` requests/s."""
     return kv_per_token * mean_prompt * rate
 
 
 def handoff_seconds(kv_per_token: float, prompt: float, link_bandwidth: float, link_latency: float) -> float:
-    """Seconds to move one prompt's KV over an idle link."""
+    """Returns the seconds to move the KV of one prompt over an idle link."""
     return link_latency + kv_per_token * prompt / link_bandwidth

@@ -20,17 +20,18 @@ MIN_LATENCIES_PER_RUN = 5.0  # times as long as one request takes: for less, tra
 
 
 class RateCurve(msgspec.Struct, frozen=True):
-    """A placement simulated over a range of rates with the first seed, without stopping early."""
+    """Simulation results of one placement over a range of rates, with the first seed and no early stop."""
 
     placement: Placement
     rates: list[float]  # requests/s per GPU
     results: list[SimulationResult]
 
     def attainment(self, objective: Objective) -> list[float]:
+        """Shares of requests that met the objective, by rate."""
         return [result.attainment(objective) for result in self.results]
 
     def goodput(self, objective: Objective) -> float:
-        """Requests/s per GPU where attainment falls below the objective's, between two rates by line."""
+        """Interpolates the requests/s per GPU at which attainment falls below the objective."""
         shares = self.attainment(objective)
         if shares[0] < objective.attainment:
             return 0.0
@@ -42,14 +43,17 @@ class RateCurve(msgspec.Struct, frozen=True):
 
 
 class Crossover(msgspec.Struct, frozen=True):
-    """`at` seconds (None: nowhere in reach) the ratio to colocation crosses WORTH."""
+    """Objective value, in seconds, at which the ratio to colocation crosses MIN_GAIN_RATIO.
+
+    `at` is None if there is no such value in reach.
+    """
 
     at: float | None
     words: str
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """What the search says; `best` is the best disaggregated placement, whether or not it is recommended."""
+    """Result of a search; `best` is the best disaggregated placement, recommended or not."""
 
     scenario: Scenario
     best: PlacementScore | None
@@ -64,10 +68,12 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def disaggregate(self) -> bool:
+        """Whether disaggregation is recommended."""
         return self.best is not None and (self.ratio is None or self.ratio > MIN_GAIN_RATIO)
 
     @property
     def chosen(self) -> PlacementScore:
+        """The recommended placement with its score."""
         found = self.best if self.disaggregate else self.colocated
         if not found:
             raise AssertionError("advice is given only when something meets the objective")
@@ -75,7 +81,10 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def advise(scenario: Scenario, split: Sequence[PlacementScore], together: Sequence[PlacementScore]) -> Advice:
-    """`split` and `together` are the best of each kind, best first; at least one of them has some goodput."""
+    """Builds the advice from the best placements of each kind, best first.
+
+    At least one of `split` and `together` has some goodput.
+    """
     best, base = (split[0] if split else None), (together[0] if together else None)
     ratio = ratio_ci = None
     if best and base:
@@ -98,8 +107,11 @@ def advise(scenario: Scenario, split: Sequence[PlacementScore], together: Sequen
 
 
 def curves_of(scenario: Scenario, scores: Sequence[PlacementScore]) -> list[RateCurve]:
-    """The best placements and, because others lead under other objectives, for each decode shape and each schedule that is
-    not among them the one whose closed form promises most."""
+    """Simulates the best placements, and promising ones of other kinds.
+
+    Other placements may lead under other objectives. So each decode shape and schedule not yet present adds the one
+    with the best closed-form estimate.
+    """
     sample = scenario.samples()[0]
     rates = {score.placement: score.goodput for score in scores}
     seen = {_kind(placement) for placement in rates}
@@ -123,14 +135,14 @@ def _pipeline_stages(placement: Placement) -> int:
 
 
 def _sweep(scenario: Scenario, placement: Placement, rate: float, sample: WorkloadSample) -> RateCurve:
-    """Simulate around `rate`; objectives do not influence a simulation, so one sweep serves for all of them."""
+    """Simulates rates around `rate`; objectives do not influence results, so one sweep serves all of them."""
     deployment = scenario.deployment(placement)
     rates = [rate * part for part in SWEEP_RATIOS]
     return RateCurve(placement, rates, [simulate(deployment, sample, r * placement.gpus) for r in rates])
 
 
 def ratio_at(curves: Sequence[RateCurve], objective: Objective) -> float | None:
-    """The best disaggregated goodput over the best colocated one, among these placements."""
+    """Returns the best disaggregated goodput over the best colocated one, among these placements."""
     split = max((c.goodput(objective) for c in curves if c.placement.decode), default=0.0)
     base = max((c.goodput(objective) for c in curves if not c.placement.decode), default=0.0)
     if base > 0:
@@ -139,7 +151,7 @@ def ratio_at(curves: Sequence[RateCurve], objective: Objective) -> float | None:
 
 
 def crossover(curves: Sequence[RateCurve], objective: Objective, name: str) -> Crossover:
-    """The TPOT or TTFT nearest to the objective's at which the answer changes, the other held."""
+    """Finds the TPOT or TTFT nearest to the objective at which the advice changes, the other held constant."""
     here: float = getattr(objective, name)
     other = "colocate" if _worth_disaggregating(curves, objective) else "disaggregate"
     for step in range(1, int(STEPS_PER_DOUBLING * 3) + 1):
@@ -159,7 +171,7 @@ def _worth_disaggregating(curves: Sequence[RateCurve], objective: Objective) -> 
 
 
 def too_few_requests(scenario: Scenario, score: PlacementScore) -> list[str]:
-    """Whether the requests are too few to tell what a placement sustains."""
+    """Warns if the requests are too few for a queue to build up at the found rate."""
     sample, rate = scenario.samples()[0], score.goodput * score.placement.gpus
     served = [t for t in simulate(scenario.deployment(score.placement), sample, rate).latency if t >= 0]
     one, lasts = sum(served) / len(served), len(sample) / rate

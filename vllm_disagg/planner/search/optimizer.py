@@ -1,15 +1,15 @@
-"""Every placement within a GPU budget, its goodput, and the best ones.
+"""Searches all placements within a GPU budget for the best goodput.
 
-Goodput of a placement: for each seed a bisection on the rate per GPU, whose probes depend on nothing but the placement
-and the seed; the mean of the last rates that met the objective.
+Goodput of a placement: each seed bisects the rate per GPU, with probes that depend only on the placement and the seed.
+The goodput is the mean of the last rates that met the objective.
 
-Pruning keeps the optimum, whatever the simulated system does.  Proof: a bisection keeps an interval [lo, hi), and its
-result is the last lo, so it is below each hi it has ever had.  The mean over seeds of the present hi is therefore above
-the placement's goodput at any time.  As soon as it is not above `floor`, the goodput of a placement that was evaluated to
-its end (the `keep`-th best so far, less the tolerance of a bisection), this placement cannot be among the `keep` best or
-their equals; giving it up changes nothing for the others, because their probes do not depend on it.  Nothing is assumed of
-how attainment depends on the rate.  The same `keep` best come out for any order and any number of processes; `tests`
-compare with brute force.
+Pruning keeps the optimum, whatever system is simulated. Proof: a bisection keeps an interval [lo, hi), and its
+result is the last lo, so it is below each hi of its history. The mean over seeds of the present hi is therefore above
+the goodput at any time. `floor` is the goodput of a completely evaluated placement: the `keep`-th best so far, less the
+tolerance of a bisection. Once the mean is not above `floor`, the placement cannot be among the `keep` best or their
+equals. Dropping it changes no other result, because probes of other placements do not depend on it. The proof assumes
+nothing of the relation between attainment and rate. The same `keep` best result for any order and any number of
+processes; tests compare with brute force.
 """
 
 from __future__ import annotations
@@ -48,15 +48,17 @@ class PlacementScore(msgspec.Struct, frozen=True):
 
     @property
     def goodput(self) -> float:
+        """Mean over the seeds, in requests/s per GPU."""
         return mean(self.rates)
 
     @property
     def ci(self) -> tuple[float, float]:
+        """95 % confidence interval of the goodput."""
         return confidence_interval(self.rates)
 
 
 def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % confidence interval of the mean of what is not negative; of one value that value."""
+    """Returns the 95 % confidence interval of the mean, cut at 0; of one value that value."""
     if len(values) < 2:
         return values[0], values[0]
     free = len(values) - 1
@@ -66,14 +68,14 @@ def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def disaggregated(scenario: Scenario) -> list[Placement]:
-    """All (TP, PP) and numbers of P and D that use at most the budget."""
+    """Lists all (TP, PP) and numbers of P and D within the budget."""
     prefills = list(_replica_groups(scenario.prefill, scenario.gpus - 1))
     decodes = list(_replica_groups(scenario.decode, scenario.gpus - 1))
     return [Placement(p, d) for p, d in product(prefills, decodes) if p.gpus + d.gpus <= scenario.gpus]
 
 
 def colocated(scenario: Scenario) -> list[Placement]:
-    """All (TP, PP) with as many replicas as the budget allows, chunked with several budgets and prefill first."""
+    """Lists all (TP, PP) with as many replicas as fit, chunked with several budgets and prefill first."""
     found = []
     for on_decode_gpus, source in enumerate([scenario.prefill] + [scenario.decode] * (scenario.decode != scenario.prefill)):
         budgets = sorted({source.budget} if source.budget else BASELINE_BUDGETS_TOKENS)
@@ -90,7 +92,7 @@ def _replica_groups(source: PerformanceSource, gpus: int) -> Iterator[ReplicaGro
 
 
 class RateBisection:
-    """The rate per GPU at which one seed stops meeting the objective: in [low, high)."""
+    """Bisection for the rate per GPU at which one seed stops meeting the objective: in [low, high)."""
 
     __slots__ = ("converged", "first", "high", "low", "tolerance")
 
@@ -102,11 +104,13 @@ class RateBisection:
         self.converged = False
 
     def probe(self) -> float:
+        """Returns the next rate to simulate."""
         if self.high == float("inf"):
             return max(self.first, self.low * PROBE_GROWTH_RATIO)
         return (self.low + self.high) / 2
 
     def record(self, rate: float, met: bool) -> None:
+        """Records whether `rate` met the objective."""
         if met:
             self.low = rate
         else:
@@ -118,9 +122,9 @@ class RateBisection:
 def evaluate(
     scenario: Scenario, placement: Placement, samples: Sequence[WorkloadSample], floor: float
 ) -> PlacementScore | None:
-    """The placement's goodput, or None as soon as it is certain not to be above `floor`.
+    """Returns the goodput of a placement, or None once it is certainly not above `floor`.
 
-    ConfigError when the samples are too short to overload it.
+    Raises ConfigError if the samples are too short to overload the placement.
     """
     sample = samples[0]
     if all(scenario.infeasible(placement, s) for s in samples):
@@ -146,7 +150,7 @@ def evaluate(
 
 
 def estimate(scenario: Scenario, placement: Placement, sample: WorkloadSample) -> float:
-    """Requests/s per GPU by closed form."""
+    """Estimates requests/s per GPU by closed form."""
     prefill, decode = scenario.capacities(placement, sample)
     both = min(prefill, decode) if placement.decode else 1 / (1 / prefill + 1 / decode)
     return both / placement.gpus
@@ -158,7 +162,10 @@ ProgressCallback = Callable[[int, int, PlacementScore | None], None]  # done, of
 def search(
     scenario: Scenario, placements: Iterable[Placement], keep: int, jobs: int, progress: ProgressCallback
 ) -> list[PlacementScore]:
-    """The `keep` best, best first; those without any goodput are left out.  `keep` 0: all, without pruning."""
+    """Returns the `keep` best placements, best first, without those that have no goodput.
+
+    With `keep` 0 it returns all of them and prunes nothing.
+    """
     samples = scenario.samples()
     ordered = sorted(placements, key=lambda p: (_pipeline_stages(p), -estimate(scenario, p, samples[0]), p))
     found: list[PlacementScore] = []
@@ -190,7 +197,7 @@ def _search_in_processes(
     floor: Callable[[], float],
     record_score: Callable[[PlacementScore | None], None],
 ) -> None:
-    """Evaluate in `jobs` processes, each placement with the floor of the moment."""
+    """Evaluates in `jobs` processes, each placement with the floor of the moment."""
     context = get_context("spawn")  # no locks or threads of ours come along
     pending: set[Future[PlacementScore | None]] = set()
     waiting = iter(ordered)
@@ -212,7 +219,7 @@ def _search_in_processes(
 
 
 def _ranked(scenario: Scenario, found: Sequence[PlacementScore], keep: int) -> list[PlacementScore]:
-    """The best first; what a bisection cannot tell apart is equal, and the one with the fewest GPUs, then instances, leads."""
+    """Ranks scores; equals within the tolerance are ordered by GPUs, then by instances."""
     if not found:
         return []
     top = found[0].goodput * (1 - scenario.tolerance)
@@ -223,12 +230,12 @@ def _ranked(scenario: Scenario, found: Sequence[PlacementScore], keep: int) -> l
 
 
 def _pipeline_stages(placement: Placement) -> int:
-    """Cheap simulations first: pipelines take no leaps."""
+    """Orders cheap simulations first: pipelines simulate one step at a time."""
     return max(placement.prefill.pp, placement.decode.pp if placement.decode else 1)
 
 
 def process_count(wanted: int) -> int:
-    """How many to use: as many as asked for, else one for each core this process may run on."""
+    """Returns the number of processes: `wanted`, or one for each core available to this process."""
     if wanted:
         return wanted
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

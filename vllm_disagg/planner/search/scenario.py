@@ -1,4 +1,4 @@
-"""What is planned: the hardware's times and memory, the traffic, the objective, and how a placement becomes a deployment."""
+"""Scenarios and placements: hardware times and memory, traffic, objective, and the deployment of a placement."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GPUS_PER_NODE = 8  # GPUs that tensor parallelism may span
 
 
 class PerformanceSource(msgspec.Struct, frozen=True):
-    """Where step times and memory of one GPU type come from: published coefficients, measured points or a roofline."""
+    """Source of step times and memory of one GPU type: published coefficients, measured points or a roofline."""
 
     kind: str  # coefficients | profile | roofline
     name: str  # the set of coefficients, the file, or the GPU
@@ -40,7 +40,7 @@ class PerformanceSource(msgspec.Struct, frozen=True):
     scale: float = 1.0  # on all times, from a refit
 
     def shapes(self, gpus: int) -> list[tuple[int, int]]:
-        """(TP, PP) of instances of up to `gpus` GPUs that hold the weights and some KV."""
+        """Lists (TP, PP) of instances of up to `gpus` GPUs that hold the weights and some KV."""
         if self.fitted or not self.model:
             return [(1, 1)]  # an instance as it was profiled counts as one
         if self.kind == "coefficients":
@@ -51,6 +51,7 @@ class PerformanceSource(msgspec.Struct, frozen=True):
         return [(tp, pp) for tp, pp in pairs if self.kv(tp, pp) >= 16]
 
     def latency(self, tp: int, pp: int) -> LatencyModel:
+        """Returns the step times of an instance, scaled by the refit."""
         found = self._unscaled(tp, pp)
         return found if self.scale == 1 else ScaledLatency(found, self.scale)
 
@@ -66,13 +67,13 @@ class PerformanceSource(msgspec.Struct, frozen=True):
         return RooflineLatency(self.model, self.gpu, tp, pp)
 
     def kv(self, tp: int, pp: int) -> int:
-        """Tokens of KV an instance holds."""
+        """Returns the tokens of KV that an instance holds."""
         if self.fitted or not self.model:
             return self.kv_tokens
         return self.model.kv_capacity(self.gpu.memory if self.gpu else 80 * GIB, tp, pp)
 
     def words(self) -> str:
-        """For people: which constants were measured."""
+        """Describes for people which constants were measured."""
         return self._words() + (f", times {self.scale:.3g}" if self.scale != 1 else "")
 
     def _words(self) -> str:
@@ -87,7 +88,7 @@ class PerformanceSource(msgspec.Struct, frozen=True):
 
 
 class ReplicaGroup(msgspec.Struct, frozen=True, order=True):
-    """`n` instances of TP*PP GPUs."""
+    """Group of `n` equal instances of TP*PP GPUs."""
 
     tp: int
     pp: int
@@ -95,6 +96,7 @@ class ReplicaGroup(msgspec.Struct, frozen=True, order=True):
 
     @property
     def gpus(self) -> int:
+        """GPUs of all instances."""
         return self.tp * self.pp * self.n
 
     def __str__(self) -> str:
@@ -102,7 +104,7 @@ class ReplicaGroup(msgspec.Struct, frozen=True, order=True):
 
 
 class Placement(msgspec.Struct, frozen=True, order=True):
-    """Disaggregated, or colocated (`decode` None) with a schedule and a token budget a step."""
+    """Disaggregated groups, or one colocated group (`decode` None) with a schedule and a token budget per step."""
 
     prefill: ReplicaGroup
     decode: ReplicaGroup | None = None
@@ -112,10 +114,12 @@ class Placement(msgspec.Struct, frozen=True, order=True):
 
     @property
     def gpus(self) -> int:
+        """GPUs of all groups."""
         return self.prefill.gpus + (self.decode.gpus if self.decode else 0)
 
     @property
     def instances(self) -> int:
+        """Instances of all groups."""
         return self.prefill.n + (self.decode.n if self.decode else 0)
 
     def __str__(self) -> str:
@@ -126,7 +130,7 @@ class Placement(msgspec.Struct, frozen=True, order=True):
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a search or a simulation is told."""
+    """Inputs of a search or a simulation."""
 
     prefill: PerformanceSource
     decode: PerformanceSource
@@ -147,13 +151,14 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     tolerance: float = 0.01
 
     def samples(self) -> list[WorkloadSample]:
+        """Draws one sample of requests for each seed."""
         return [self.workload.sample(self.requests, seed, self.arrivals) for seed in range(self.seeds)]
 
     def deployment(self, placement: Placement) -> Deployment:
-        """What to simulate.
+        """Builds the deployment to simulate.
 
-        DistServe's rules: no token budget, as many sequences as fit, the decode instance chosen when the prefill ends.
-        Its hard-coded 50,000 tokens of a decode batch are not the default: give --kv-limit.  The chunked baseline keeps its
+        DistServe's rules: no token budget, as many sequences as fit, the decode instance chosen when the prefill ends. Its
+        hard-coded 50,000 tokens of a decode batch are not the default: --kv-limit sets them. The chunked baseline keeps its
         budget.
         """
         if not placement.decode:
@@ -182,13 +187,13 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         return ReplicaPool(group.n, _latency(source, group.tp, group.pp), kv, rules)
 
     def _rules(self, budget: int, chunked: bool) -> SchedulingRules:
-        """`budget` 0: the setting's own."""
+        """Returns the scheduling rules; `budget` 0 selects the scenario's own."""
         if self.distserve:
             return SchedulingRules(budget if budget and chunked else UNLIMITED, UNLIMITED, chunked)
         return SchedulingRules(budget or self.budget, self.sequences, chunked)
 
     def words(self) -> list[str]:
-        """For people: where the times come from, and what is asked."""
+        """Describes for people the source of the times, and the traffic."""
         measured = self.prefill.words()
         return [
             f"times: {measured}" + ("" if self.decode == self.prefill else f"; decode: {self.decode.words()}"),
@@ -199,20 +204,22 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     # --- closed forms ---
 
     def capacities(self, placement: Placement, sample: WorkloadSample) -> tuple[float, float]:
-        """Requests/s that the prefill and the decode instances sustain, each alone; an estimate, not a bound.
+        """Estimates requests/s of the prefill and of the decode instances, each alone; not a bound.
 
-        Prefill: prompts one after the other.  Decode: the largest batch whose step stays within TPOT and whose KV fits,
-        at the mean context.
+        Prefill: prompts one after the other. Decode: the largest batch with a step within TPOT and with KV that fits, at the
+        mean context.
         """
         decode = placement.decode or placement.prefill
         return self.prefill_capacity(placement.prefill, sample, placement.on_decode_gpus), self.decode_capacity(decode, sample)
 
     def prefill_capacity(self, group: ReplicaGroup, sample: WorkloadSample, on_decode_gpus: bool = False) -> float:
+        """Estimates requests/s of a prefill group alone."""
         latency = _latency(self.decode if on_decode_gpus else self.prefill, group.tp, group.pp)
         work = sum(latency.mixed(p, float(p) ** 2, 0, 0, True) for p in sample.prompts[:200])
         return group.n * min(200, len(sample)) / work
 
     def decode_capacity(self, group: ReplicaGroup, sample: WorkloadSample) -> float:
+        """Estimates requests/s of a decode group alone."""
         latency = _latency(self.decode, group.tp, group.pp)
         output = sum(sample.outputs) / len(sample)
         context = sum(sample.prompts) / len(sample) + output / 2
@@ -230,9 +237,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         return group.n * latency.pp * high / (step(high) * output)
 
     def infeasible(self, placement: Placement, sample: WorkloadSample) -> str:
-        """Why no rate can meet the objective: too many requests miss it even alone, on an idle instance.
+        """Returns the objective that no rate can meet, or an empty text.
 
-        Work added to a batch never makes it faster, and a prompt in chunks is not faster than in one.
+        Too many requests miss it even alone, on an idle instance. Work added to a batch never makes it faster, and a
+        prompt in chunks is not faster than in one.
         """
         objective, allowed = self.objective, self.objective.allowed(len(sample))
         source = self.decode if placement.on_decode_gpus else self.prefill
@@ -253,7 +261,7 @@ def _latency(source: PerformanceSource, tp: int, pp: int) -> LatencyModel:
 
 
 def check_model(source: PerformanceSource, gpus: int, flag: str) -> None:
-    """ConfigError if the model fits on no instance of up to `gpus` GPUs."""
+    """Raises ConfigError if the model fits on no instance of up to `gpus` GPUs."""
     if source.shapes(gpus):
         return
     name = source.model.name if source.model else source.name

@@ -1,15 +1,15 @@
 """One simulated vLLM instance: continuous batching over a paged KV cache, chunked prefill, preemption, pipelining.
 
-A batch holds one token of every sequence that decodes and, within the token budget, chunks of prompts, oldest first.
-While nothing but decoding happens, a batch is many steps at once: a step takes base + slope * contexts and contexts
-grow by n a step, so j steps take a sum in closed form.  Whoever hands the engine work calls `wake`, which ends such a
-batch after the step that runs.  `tests/property/test_planner.py` holds this against one step at a time.
+A batch holds one token of every decoding sequence and, within the token budget, chunks of prompts, oldest first.
+While all sequences only decode, one batch covers many steps. A step takes base + slope * contexts, and contexts grow
+by n a step, so the sum over j steps has a closed form. New work calls `wake`, which ends such a batch after the
+running step. `tests/property/test_planner.py` compares this with a simulation of one step at a time.
 
-Pipelining (pp > 1) is vLLM's: up to pp batches are in flight, each with sequences of its own; a stage works first come,
-first served, so a batch's end is known when it starts.
+Pipelining (pp > 1) follows vLLM: up to pp batches are in flight, each with sequences of its own. A stage serves in
+order of arrival, so the end of a batch is known at its start.
 
-KV is counted in tokens (vLLM: in blocks of 16).  A prompt's KV is reserved whole before its first chunk (vLLM's
-scheduler_reserve_full_isl) or, where it comes from a prefill instance, before its transfer.
+KV is counted in tokens (vLLM: in blocks of 16). KV of a whole prompt is reserved before its first chunk (vLLM's
+scheduler_reserve_full_isl) or, for a prompt from a prefill replica, before its transfer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .workload import WorkloadSample
 
 
 class SchedulingRules(msgspec.Struct, frozen=True):
-    """How an instance schedules; the defaults are vLLM's."""
+    """Scheduling rules of a replica; the defaults are those of vLLM."""
 
     budget: int = 8192  # tokens of a step: max_num_batched_tokens
     sequences: int = 256  # that run at once: max_num_seqs
@@ -36,7 +36,7 @@ class SchedulingRules(msgspec.Struct, frozen=True):
 
 
 class RequestTable:
-    """The state of all requests, by number."""
+    """State of all requests, in columns indexed by request number."""
 
     def __init__(self, sample: WorkloadSample) -> None:
         prompts, count = sample.prompts, len(sample)
@@ -52,13 +52,18 @@ class RequestTable:
 
 
 class ReplicaListener(Protocol):
-    """What an engine tells."""
+    """Receiver of a replica's events."""
 
-    def on_prefill_complete(self, replica: Replica, now: float, r: int) -> None: ...
-    def on_kv_reserved(self, replica: Replica, now: float, r: int) -> None: ...
-    def on_first_token(self, now: float, r: int) -> None: ...
-    def on_finished(self, replica: Replica, now: float, r: int) -> None: ...
-    def schedule(self, time: float, replica: Replica, batch: Batch | None) -> None: ...
+    def on_prefill_complete(self, replica: Replica, now: float, r: int) -> None:
+        """The last chunk of a prompt has been computed."""
+    def on_kv_reserved(self, replica: Replica, now: float, r: int) -> None:
+        """KV is reserved for a request from a prefill replica."""
+    def on_first_token(self, now: float, r: int) -> None:
+        """The first token of an answer has been computed."""
+    def on_finished(self, replica: Replica, now: float, r: int) -> None:
+        """The last token of an answer has been computed."""
+    def schedule(self, time: float, replica: Replica, batch: Batch | None) -> None:
+        """Schedules the end of `batch`, or a wake-up if it is None."""
 
 
 class DecodeGroup:
@@ -73,7 +78,7 @@ class DecodeGroup:
 
 
 class Batch:
-    """Work in flight."""
+    """One step, or several decode steps, in flight."""
 
     __slots__ = ("end", "first", "group", "growth", "prompts", "start", "steps")
 
@@ -83,10 +88,11 @@ class Batch:
         self.first = self.growth = self.end = 0.0  # seconds of the first step, and more of each next one
 
     def elapsed(self, steps: int) -> float:
+        """Returns the seconds that the first `steps` steps take."""
         return steps * self.first + self.growth * (steps * (steps - 1) // 2)
 
     def steps_until(self, time: float) -> int:
-        """Steps after which `time` seconds have passed."""
+        """Returns the number of steps that end at or after `time` seconds."""
         if self.growth > 0:
             b = self.first - self.growth / 2
             steps = ceil((sqrt(b * b + 2 * self.growth * time) - b) / self.growth)
@@ -101,7 +107,7 @@ class Batch:
 
 
 class Replica:
-    """An instance of tp*pp GPUs that holds `kv` tokens."""
+    """Simulated vLLM instance of tp*pp GPUs that holds `kv` tokens."""
 
     def __init__(
         self, listener: ReplicaListener, requests: RequestTable, latency: LatencyModel, kv: int, rules: SchedulingRules
@@ -126,36 +132,36 @@ class Replica:
     # --- what others do ---
 
     def submit(self, now: float, r: int) -> None:
-        """A request whose prompt is computed here."""
+        """Queues a request for prefill on this replica."""
         self.waiting.append(r)
         self.wake(now)
 
     def expect_kv(self, now: float, r: int) -> None:
-        """A request whose KV will come from a prefill instance: room for it is reserved as soon as there is any."""
+        """Queues a request that receives its KV from a prefill replica; reserves room when there is any."""
         self._awaiting_kv.add(r)
         self.waiting.append(r)
         self._reserve_kv(now)
 
     def on_kv_arrived(self, now: float, r: int) -> None:
-        """Its KV is here."""
+        """Starts decoding a request after its KV transfer."""
         self._awaiting_kv.discard(r)
         self.start_decoding(r)
         self.wake(now)
 
     def release_kv(self, now: float, r: int) -> None:
-        """Nobody needs its KV any more."""
+        """Frees the KV of a request."""
         self.used -= self.requests.prefill_tokens[r]
         self.running -= 1
         self._reserve_kv(now)
         self.wake(now)
 
     def wake(self, now: float) -> None:
-        """Something changed: take it up as soon as the step that runs is over."""
+        """Considers new work as soon as the running step ends."""
         if not self._shorten_batch(now):
             self.start_batch(now)
 
     def _shorten_batch(self, now: float) -> bool:
-        """End a batch of many steps after the one that runs; whether there is one."""
+        """Ends a batch of many steps after the running one. Returns whether there is such a batch."""
         batch = self._in_flight[0] if self._in_flight else None
         if not batch or batch.steps == 1:
             return False
@@ -169,7 +175,7 @@ class Replica:
     # --- batches ---
 
     def start_batch(self, now: float) -> None:
-        """Start a batch if there is work, the first stage is free and fewer than pp are in flight."""
+        """Starts a batch if there is work, the first stage is free and fewer than pp are in flight."""
         in_flight = self._in_flight
         if len(in_flight) >= self.latency.pp:
             return
@@ -187,7 +193,7 @@ class Replica:
             self.start_batch(now)  # asks to be woken
 
     def complete_batch(self, now: float, batch: Batch) -> None:
-        """A batch has passed the last stage."""
+        """Ends a batch that has passed the last stage."""
         self._in_flight.popleft()
         requests, listener, group = self.requests, self.listener, batch.group
         if group.n:
@@ -234,7 +240,10 @@ class Replica:
         return batch
 
     def _schedule_chunks(self, now: float, finishing: list[int], budget: int) -> tuple[int, int]:
-        """Chunks for this step: their tokens and squares; prompts that they complete go to `finishing`."""
+        """Selects prompt chunks for this step, and appends completed prompts to `finishing`.
+
+        Returns their tokens and their squares.
+        """
         requests, tokens, squares = self.requests, 0, 0
         whole = not self.rules.chunked
         while budget > 0:
@@ -278,7 +287,7 @@ class Replica:
         batch.end = batch.start + batch.elapsed(batch.steps)
 
     def _pass_stages(self, batch: Batch, first: float, rest: float) -> None:
-        """Through the stages, each first come, first served."""
+        """Computes the end of a batch that passes the stages, each first come, first served."""
         free, end = self._stage_free_at, batch.start + first
         batch.first = first
         if len(free) > 1:
@@ -291,7 +300,7 @@ class Replica:
     # --- KV ---
 
     def _admit_waiting(self) -> bool:
-        """Reserve KV for the oldest waiting prompt, and let it start."""
+        """Reserves KV for the oldest waiting prompt and starts its prefill. Returns whether it fits."""
         if not self.waiting:
             return False
         requests, r = self.requests, self.waiting[0]
@@ -307,7 +316,7 @@ class Replica:
         return True
 
     def _reserve_kv(self, now: float) -> None:
-        """Reserve KV for those at the head of the queue that come from a prefill instance."""
+        """Reserves KV for requests from prefill replicas at the head of the queue."""
         if not self.waiting or self.waiting[0] not in self._awaiting_kv:
             return
         grown, took = self._tokens_grown(now), False
@@ -319,7 +328,7 @@ class Replica:
             self._shorten_batch(now)  # it may have counted on that room
 
     def _tokens_grown(self, now: float) -> int:
-        """Tokens that the steps which are over of the batch in flight have added to `used`."""
+        """Returns the tokens that completed steps of the batch in flight have added to `used`."""
         batch = self._in_flight[0] if self._in_flight else None
         if not batch or batch.steps == 1:
             return 0
@@ -337,7 +346,10 @@ class Replica:
         self.running += 1
 
     def _preempt(self, group: DecodeGroup) -> None:
-        """The latest go back to the queue's head until a step fits; they compute prompt and answer again."""
+        """Moves the latest requests back to the head of the queue until a step fits.
+
+        They recompute prompt and answer.
+        """
         requests = self.requests
         while group.n and self.used + group.n > self.kv:
             end, r = max(group.ends, key=lambda entry: requests.join_order[entry[1]])
@@ -354,7 +366,7 @@ class Replica:
     # --- decoding ---
 
     def start_decoding(self, r: int) -> None:
-        """Its KV is here; from the next batch on its tokens."""
+        """Adds a request with complete KV to the next decode batch."""
         group, requests = self.ready, self.requests
         requests.context_base[r] = requests.prefill_tokens[r] - group.steps
         requests.join_order[r] = self._join_count
@@ -373,7 +385,7 @@ class Replica:
         self.running -= 1
 
     def _merge_ready(self, group: DecodeGroup) -> None:
-        """A group that comes back and those that became ready meanwhile are one."""
+        """Merges a returning group with the sequences that became ready meanwhile."""
         ready = self.ready
         if not ready.n:
             self.ready = group
@@ -391,22 +403,24 @@ class Replica:
 
 
 class PrefixCache:
-    """Blocks of prompts computed here, least recently used first; what requests that run share with
-    it is counted twice, except for the one that is let in."""
+    """LRU cache of prompt blocks computed on this replica.
+
+    Blocks shared with running requests count twice, except for the request being admitted.
+    """
 
     def __init__(self, block: int) -> None:
         self.block = block  # tokens
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def hit(self, ids: Sequence[int]) -> int:
-        """Leading blocks that are here, now used."""
+        """Counts the leading cached blocks, and marks them as used."""
         count = self.match(ids)
         for block in ids[:count]:
             self._blocks.move_to_end(block)
         return count
 
     def match(self, ids: Sequence[int]) -> int:
-        """Leading blocks that are here."""
+        """Counts the leading cached blocks."""
         blocks, count = self._blocks, 0
         for block in ids:
             if block not in blocks:
@@ -415,10 +429,12 @@ class PrefixCache:
         return count
 
     def add(self, ids: Sequence[int]) -> None:
+        """Adds the blocks of a prompt."""
         for block in ids:
             self._blocks[block] = None
             self._blocks.move_to_end(block)
 
     def shrink(self, blocks: int) -> None:
+        """Evicts the least recently used blocks until `blocks` are left."""
         while len(self._blocks) > max(0, blocks):
             self._blocks.popitem(last=False)

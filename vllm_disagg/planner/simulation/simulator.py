@@ -1,13 +1,14 @@
-"""A whole deployment, simulated: the proxy in front of P and D, or of colocated instances.
+"""Simulates a whole deployment: the proxy in front of P and D, or of colocated instances.
 
-Disaggregated, as this project does it (`Disaggregation.overlap`): the proxy keeps a request until a prefill instance has
-a free place, then both legs go at once.  D reserves KV for the prompt; layers move while P computes, so what is left
-after the prefill is the last layer, unless the link is the slower one; P's KV is held until D has it; D computes the last
-prompt token and with it the first of the answer.  Without overlap (NixlConnector, DistServe) the decode leg begins when
-the prefill is over: D is chosen then, reserves then, and all of the KV moves then.  Each P sends and each D receives one
-prompt after the other.
+Disaggregated with overlap (`Handoff.overlap`), as in this project: the proxy queues a request until a prefill replica
+has a free place, then starts both legs at once. D reserves KV for the prompt. Layers move while P computes, so only the
+last layer is left after the prefill, unless the link is slower. P holds its KV until D has received it. D computes the
+last prompt token and with it the first token of the answer.
 
-Deterministic: no random numbers are drawn here but for the policy power_of_two, whose are seeded.
+Without overlap (NixlConnector, DistServe) the decode leg starts when the prefill ends. D is chosen and reserves KV then,
+and all of the KV moves then. Each P sends and each D receives one prompt after the other.
+
+The simulation is deterministic: only the policy power_of_two draws random numbers, from a seed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SimulationEvent = tuple[float, int, int, Replica | None, Batch | None]  # time, 
 
 
 class ReplicaPool(msgspec.Struct, frozen=True):
-    """`count` equal instances, each with its times and the tokens of KV it holds."""
+    """Pool of `count` equal replicas, each with its times and its tokens of KV."""
 
     count: int
     latency: LatencyModel
@@ -40,7 +41,7 @@ class ReplicaPool(msgspec.Struct, frozen=True):
 
 
 class Handoff(msgspec.Struct, frozen=True):
-    """How KV gets from P to D."""
+    """Parameters of the KV transfer from P to D."""
 
     link: NetworkLink = LINKS["none"]
     bytes_per_token: float = 0.0
@@ -50,7 +51,7 @@ class Handoff(msgspec.Struct, frozen=True):
 
 
 class Deployment(msgspec.Struct, frozen=True):
-    """`decode` None: colocated."""
+    """Pools behind the proxy; `decode` None means colocated."""
 
     prefill: ReplicaPool
     decode: ReplicaPool | None = None
@@ -62,10 +63,10 @@ class Deployment(msgspec.Struct, frozen=True):
 
 
 class Objective(msgspec.Struct, frozen=True):
-    """Seconds to the first token, seconds for each later token, and the share of requests that must meet both.
+    """Latency objective: seconds to the first token, seconds for each later token, share of requests.
 
-    `joint`: one request must meet both (what users feel).  Else each is met by that share of requests by itself, as
-    DistServe's simulator counts.
+    With `joint`, one request must meet both. Without, that share of requests meets each by itself, as DistServe's simulator
+    counts.
     """
 
     ttft: float
@@ -74,12 +75,12 @@ class Objective(msgspec.Struct, frozen=True):
     joint: bool = True
 
     def allowed(self, requests: int) -> int:
-        """Requests that may miss."""
+        """Returns the number of requests that may miss."""
         return int(requests * (1 - self.attainment) + 1e-9)
 
 
 class SimulationResult(msgspec.Struct, frozen=True):
-    """Seconds for each request; -1 where it never came to that."""
+    """Seconds for each request; -1 for an event that never happened."""
 
     ttft: list[float]
     tpot: list[float]
@@ -89,7 +90,7 @@ class SimulationResult(msgspec.Struct, frozen=True):
     stopped: bool  # early, because too many had missed
 
     def attainment(self, objective: Objective) -> float:
-        """The share that met the objective; for separate objectives the smaller of the two shares."""
+        """Returns the share of requests that met the objective; without `joint` the smaller of the two shares."""
         first = [0 <= t <= objective.ttft for t in self.ttft]
         later = [0 <= t <= objective.tpot for t in self.tpot]
         if objective.joint:
@@ -100,15 +101,15 @@ class SimulationResult(msgspec.Struct, frozen=True):
 def simulate(
     deployment: Deployment, sample: WorkloadSample, rate: float, objective: Objective | None = None, seed: int = 0
 ) -> SimulationResult:
-    """Run all requests of `sample`, arriving at `rate` requests/s, to their end.
+    """Simulates all requests of `sample`, arriving at `rate` requests/s, to their end.
 
-    With `objective`, stop as soon as more requests have missed it than may: the result says only that.
+    With `objective` it stops as soon as too many requests have missed; then only `stopped` is meaningful.
     """
     return Simulation(deployment, sample, rate, objective, seed).run()
 
 
 class Simulation:
-    """One simulation; the engines' owner."""
+    """Discrete-event simulation of one deployment; receives the events of its replicas."""
 
     def __init__(
         self, deployment: Deployment, sample: WorkloadSample, rate: float, objective: Objective | None, seed: int
@@ -143,6 +144,7 @@ class Simulation:
         return [Replica(self, requests, side.latency, side.kv, side.rules) for _ in range(side.count)]
 
     def run(self) -> SimulationResult:
+        """Processes events until none is left, or until too many requests have missed."""
         events = self._events
         while events and not self._stopped_early:
             now, _, r, replica, batch = heappop(events)
@@ -180,7 +182,7 @@ class Simulation:
         replica.submit(now, r)
 
     def _dispatch(self, now: float) -> None:
-        """Both legs of whoever is next, while a prefill instance has a free place."""
+        """Starts both legs of queued requests while a prefill replica has a free place."""
         handoff = self._deployment.handoff
         while self._queue_head < len(self._queue):
             free = [p for p in self._prefills if p.active_legs < handoff.concurrency]
@@ -221,10 +223,12 @@ class Simulation:
     # --- what engines tell ---
 
     def schedule(self, time: float, replica: Replica, batch: Batch | None) -> None:
+        """Schedules the end of a batch, or a wake-up."""
         self._event_order += 1
         heappush(self._events, (time, self._event_order, -1, replica, batch))
 
     def on_prefill_complete(self, replica: Replica, now: float, r: int) -> None:
+        """Starts decoding on the same replica, or the hand-off to the decode replica."""
         requests, distserve = self._requests, self._deployment.distserve
         if not self._decodes or self._kv_arrived[r]:  # computed where it is decoded; or preempted there, and again
             if self._kv_arrived[r] or requests.first_token_at[r] >= 0:
@@ -249,11 +253,13 @@ class Simulation:
         self._dispatch(now)
 
     def on_kv_reserved(self, replica: Replica, now: float, r: int) -> None:
+        """Starts the hand-off if the prefill has completed."""
         self._reserved_at[r] = now
         if self._prefilled_at[r] >= 0:
             self._start_handoff(now, r)
 
     def on_first_token(self, now: float, r: int) -> None:
+        """Records TTFT, once."""
         if self._requests.first_token_at[r] >= 0:
             return
         self._requests.first_token_at[r] = now
@@ -261,6 +267,7 @@ class Simulation:
             self._count_miss(r, 0)
 
     def on_finished(self, replica: Replica, now: float, r: int) -> None:
+        """Records the end of a request."""
         replica.load -= 1 if self._decodes else self._requests.prompts[r]
         self._finished_at[r] = now
         if self._objective and self._tpot(r) > self._objective.tpot:
@@ -269,7 +276,7 @@ class Simulation:
     # --- hand-off ---
 
     def _start_handoff(self, now: float, r: int) -> None:
-        """P has computed, D has room: when has D the KV?"""
+        """Schedules the arrival of KV at D, after the prefill has completed and D has reserved room."""
         handoff, prefill, decode = self._deployment.handoff, self._prefill_of[r], self._decode_of[r]
         if prefill is None or decode is None:
             raise AssertionError("a request that moves has both instances")
@@ -298,7 +305,7 @@ class Simulation:
     # --- results ---
 
     def _count_miss(self, r: int, which: int) -> None:
-        """Count a request that misses TTFT (0) or TPOT (1); stop when it is certain that too many do."""
+        """Counts a request that misses TTFT (0) or TPOT (1); stops when too many have missed."""
         if self._objective is None:
             return
         if self._objective.joint:
@@ -310,7 +317,7 @@ class Simulation:
         self._stopped_early = self._stopped_early or self._miss_counts[which] > self._allowed_misses
 
     def _tpot(self, r: int) -> float:
-        """Seconds per token after the first; of a single token 0."""
+        """Returns the seconds per token after the first; of a single token 0."""
         output, distserve = self._requests.outputs[r], self._deployment.distserve
         steps = output if distserve else output - 1
         return (self._finished_at[r] - self._requests.first_token_at[r]) / steps if steps else 0.0
@@ -333,7 +340,7 @@ def _load(replica: Replica) -> int:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """The smallest value that `share` of all requests stay within; infinite when fewer came to that."""
+    """Returns the smallest value within which `share` of all requests stay; infinite if fewer have a value."""
     if not values:
         raise ConfigError("a quantile of nothing")
     ordered = sorted(v if v >= 0 else float("inf") for v in values)

@@ -1,5 +1,6 @@
-"""What is asked of the system: lengths, arrival times and shared prefixes; drawn once for a seed, so that every
-placement and every rate meets the same requests (common random numbers).
+"""Samples of traffic: lengths, arrival times and shared prefixes.
+
+One draw for each seed serves every placement and every rate (common random numbers).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ...workloads.traces import Trace, TraceRequest
 
 
 class WorkloadSample(msgspec.Struct, frozen=True):
-    """Requests of one seed; `gaps` are the times between arrivals in units of their mean, the first is 0."""
+    """Requests of one seed; `gaps` are times between arrivals in units of their mean, the first is 0."""
 
     prompts: list[int]
     outputs: list[int]
@@ -30,7 +31,7 @@ class WorkloadSample(msgspec.Struct, frozen=True):
         return len(self.prompts)
 
     def arrivals(self, rate: float) -> list[float]:
-        """Seconds, at `rate` requests/s."""
+        """Returns arrival times in seconds, at `rate` requests/s."""
         now, times = 0.0, []
         for gap in self.gaps:
             now += gap / rate
@@ -39,7 +40,7 @@ class WorkloadSample(msgspec.Struct, frozen=True):
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """Where requests come from: a distribution or a trace."""
+    """Source of requests: a distribution, fixed lengths or a trace."""
 
     name: str
     lengths: LengthDistribution | None = None
@@ -48,10 +49,11 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def timed(self) -> bool:
+        """Whether the trace has arrival times."""
         return self.trace is not None and self.trace.timed
 
     def sample(self, requests: int, seed: int, arrivals: Arrivals) -> WorkloadSample:
-        """`requests` requests; of a trace, the window that starts at seed * requests."""
+        """Draws `requests` requests; of a trace, the window that starts at seed * requests."""
         random = Random(f"{self.name}/{seed}")
         rows = self._window(requests, seed)
         if rows:
@@ -72,13 +74,13 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 class Arrivals(msgspec.Struct, frozen=True):
-    """poisson; gamma with a coefficient of variation `cv`; or trace: the trace's own times, stretched to the rate."""
+    """Arrival process: poisson, gamma with a coefficient of variation `cv`, or the times of the trace, stretched to the rate."""
 
     kind: str
     cv: float = 1.0
 
     def draw(self, random: Random, count: int) -> Iterator[float]:
-        """Gaps with mean 1."""
+        """Draws gaps with mean 1."""
         shape = 1 / self.cv**2
         if self.kind == "poisson":
             return (random.expovariate(1.0) for _ in range(count))
@@ -86,7 +88,7 @@ class Arrivals(msgspec.Struct, frozen=True):
 
 
 def load(text: str) -> Workload:
-    """A workload by name, as IN:OUT, or the path of a trace; ConfigError says what would be accepted."""
+    """Loads a workload by name, as IN:OUT, or by the path of a trace. Raises ConfigError with the accepted values."""
     if text in NAMED_DISTRIBUTIONS:
         return Workload(text, lengths=NAMED_DISTRIBUTIONS[text])
     if (fixed := text.replace("/", ":").split(":")) and len(fixed) == 2 and all(f.isdecimal() for f in fixed):
@@ -106,7 +108,7 @@ def load(text: str) -> Workload:
 
 
 def arrivals(text: str, workload: Workload) -> Arrivals:
-    """From the flag: poisson, gamma:CV or trace; empty: a trace's own times where it has them."""
+    """Parses poisson, gamma:CV or trace; an empty text selects the times of the trace, if it has any."""
     if not text:
         return Arrivals("trace" if workload.timed else "poisson")
     kind, _, value = text.partition(":")
@@ -126,7 +128,7 @@ def arrivals(text: str, workload: Workload) -> Arrivals:
 
 
 def extent(workload: Workload, arrivals: Arrivals, requests: int, seeds: int) -> tuple[int, int]:
-    """Requests and seeds that there are: a trace ends, and its own arrivals are a sample once only."""
+    """Limits requests and seeds to those that a trace provides."""
     if not workload.trace:
         return requests, seeds
     there = len(workload.trace.requests)

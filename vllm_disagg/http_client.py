@@ -18,7 +18,8 @@ def address(flag: str, url: str) -> str:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        parts, port = urlsplit(""), None
+        parts = urlsplit("")
+        port = None
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.rstrip("/") not in ("", "/v1"):
         raise ConfigError(f"{flag}: {url} is not a URL such as http://127.0.0.1:8000")
     if parts.username or parts.query or parts.fragment:

@@ -95,8 +95,13 @@ class GoodputBench:
         self, generator: LoadGenerator, asked: RequestSchedule, objectives: GoodputObjectives, args: argparse.Namespace,
         measured: Sequence[TargetRuns],
     ) -> None:  # fmt: skip
-        self._generator, self._asked, self._objectives, self._measured = generator, asked, objectives, measured
-        self._seed, self._precision, self._save = args.seed, args.precision, args.save
+        self._generator = generator
+        self._asked = asked
+        self._objectives = objectives
+        self._measured = measured
+        self._seed = args.seed
+        self._precision = args.precision
+        self._save = args.save
         self._poisson = args.arrivals == "poisson"
         self._turn = 0  # of all targets; every run of a turn has the same prompts
 

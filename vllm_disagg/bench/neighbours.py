@@ -23,7 +23,8 @@ ANSWER_TOKENS = 32
 @contextmanager
 def busy(neighbours: Sequence[tuple[str, ServedModel]]) -> Iterator[None]:
     """Keeps one request in flight on each neighbour until the context ends. Raises DisaggError if one failed."""
-    over, failed = threading.Event(), list[DisaggError]()
+    over = threading.Event()
+    failed = list[DisaggError]()
 
     def ask(url: str, model: ServedModel) -> None:
         chance = random.Random()

@@ -78,7 +78,8 @@ class InstanceProfiler:
     """Measures one instance."""
 
     def __init__(self, url: str, model: str) -> None:
-        self._url, self._model = url, model
+        self._url = url
+        self._model = model
         self._random = random.Random()
         self._gap = 0.0  # seconds; tokens that are less apart come from one step
 
@@ -122,7 +123,9 @@ def run(args: argparse.Namespace) -> int:
     """Runs `profile` and writes the points. Returns the exit status."""
     url = http_client.address("URL", args.url)
     _check(args)
-    model, kv_tokens, version = instance.model(url), instance.kv_tokens(url), instance.version(url)
+    model = instance.model(url)
+    kv_tokens = instance.kv_tokens(url)
+    version = instance.version(url)
     if not model.max_model_len:
         raise ConfigError(f"{url}/v1/models does not say max_model_len, which every vLLM does")
     others = [http_client.address("--beside", other) for other in args.beside]
@@ -171,11 +174,14 @@ def _rounds(
     clock: Callable[[], float],
 ) -> ProfileSamples:
     """Repeats the plan until `seconds` are over; later rounds skip points that would end late."""
-    samples, took = ProfileSamples(), dict[PrefillProbe | DecodeProbe, float]()
+    samples = ProfileSamples()
+    took = dict[PrefillProbe | DecodeProbe, float]()
     began = told = clock()
-    number, skipped = 0, 0
+    number = 0
+    skipped = 0
     while skipped < len(plan) and clock() - began < seconds:
-        number, skipped = number + 1, 0
+        number = number + 1
+        skipped = 0
         for at, what in enumerate(plan):
             start = clock()
             if start - began + took.get(what, 0.0) >= seconds:
@@ -193,10 +199,12 @@ def _rounds(
 
 
 def _report(points: dict[str, Any], fewest: int, path: str) -> None:
-    prefill, decode = points["prefill"], points["decode"]
+    prefill = points["prefill"]
+    decode = points["decode"]
     for kind, rows, name in (("prefill", prefill, "tokens"), ("decode", decode, "contexts")):
         for row in rows:
-            lengths, milliseconds = row[name], 1000 * row["seconds"]
+            lengths = row[name]
+            milliseconds = 1000 * row["seconds"]
             print(f"{kind:8} {len(lengths):4} x {round(statistics.mean(lengths)):6} tokens {milliseconds:10.2f} ms")
     print(
         f"{len(prefill)} points of prefill, {len(decode)} of decode, KV cache of {points['kv_tokens']} tokens: {path}"

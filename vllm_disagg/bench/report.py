@@ -121,7 +121,8 @@ def load(path: str) -> tuple[GoodputObjectives, list[TargetRuns]]:
 
 def table(measured: Sequence[TargetRuns], objectives: GoodputObjectives) -> str:
     """Formats all targets as a table."""
-    rows, words = [COLUMNS], []
+    rows = [COLUMNS]
+    words = []
     for one in measured:
         best = one.best(objectives)
         shown = best or one.alone
@@ -147,7 +148,8 @@ def table(measured: Sequence[TargetRuns], objectives: GoodputObjectives) -> str:
 
 
 def _words(one: TargetRuns, objectives: GoodputObjectives) -> str:
-    name, (met, missed) = one.target.name, one.bracket(objectives)
+    name = one.target.name
+    (met, missed) = one.bracket(objectives)
     if met is None and one.is_infeasible(objectives):
         return f"{name}: goodput 0: nothing meets these objectives; the row shows requests sent one at a time."
     if met is None:

@@ -138,7 +138,8 @@ def latency(values: list[float]) -> LatencyPercentiles:
 
 def wilson(good: int, sent: int) -> tuple[float, float]:
     """Returns the 95 % confidence interval of a share (E. B. Wilson, 1927)."""
-    share, z2 = good / sent, Z_SCORE_95 * Z_SCORE_95
+    share = good / sent
+    z2 = Z_SCORE_95 * Z_SCORE_95
     middle = (share + z2 / (2 * sent)) / (1 + z2 / sent)
     half = Z_SCORE_95 / (1 + z2 / sent) * math.sqrt(share * (1 - share) / sent + z2 / (4 * sent * sent))
     return max(0.0, middle - half), min(1.0, middle + half)

@@ -120,7 +120,8 @@ def decode_step(context: int, answers: Sequence[Sequence[TokenEvent]]) -> StepSa
     """
     start = max(events[0].time for events in answers)
     end = min(events[-1].time for events in answers)
-    lengths, gaps = [], []
+    lengths = []
+    gaps = []
     for events in answers:
         before = sum(event.tokens for event in events if event.time <= start)
         inside = [

@@ -43,7 +43,8 @@ class RequestSchedule(msgspec.Struct, frozen=True):
         if seed is None:
             times = [r.arrival for r in self.requests]
         else:
-            chance, times = random.Random(seed), [0.0]
+            chance = random.Random(seed)
+            times = [0.0]
             for _ in self.requests[1:]:
                 times.append(times[-1] + chance.expovariate(1.0))
         span = times[-1] - times[0]

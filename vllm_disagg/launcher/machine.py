@@ -116,7 +116,8 @@ def _check_plugin() -> None:
 
 def _executable(name: str) -> str:
     """The one of this environment, by its short name where a shell finds that very one."""
-    ours, found = Path(sys.executable).parent / name, shutil.which(name)
+    ours = Path(sys.executable).parent / name
+    found = shutil.which(name)
     if os.access(ours, os.X_OK):
         return name if found and Path(found).resolve() == ours.resolve() else str(ours)
     if found:

@@ -156,10 +156,12 @@ def _wait(
 ) -> None:
     """Waits until all children are ready, with a progress line on each change and every few seconds."""
     began = told = time.monotonic()
-    answers, ready = dict.fromkeys((c.name for c in commands), "starting"), set[str]()
+    answers = dict.fromkeys((c.name for c in commands), "starting")
+    ready = set[str]()
     while len(ready) < len(commands):
         _pause(family, signals)
-        before, now = len(ready), time.monotonic()
+        before = len(ready)
+        now = time.monotonic()
         for command in commands:
             if command.name not in ready:
                 is_ready, answers[command.name] = _ask(command)

@@ -162,7 +162,8 @@ def _cpu(names: list[str], ranks: int, machine: MachineFacts, warnings: list[str
     """Assigns cores to each rank of each instance, so that OpenMP threads of instances do not compete."""
     total = len(names) * ranks
     if len(machine.cores) < total:
-        few, many = _count(len(machine.cores), "core"), _count(total, "worker")
+        few = _count(len(machine.cores), "core")
+        many = _count(total, "worker")
         warnings.append(f"{few} for {many}: they share, so this shows that it works, not how fast it is")
     space = machine.kv_space or str(max(1, min(16, int(machine.memory / 4 / total))))
     if not space.isdecimal():
@@ -173,7 +174,8 @@ def _cpu(names: list[str], ranks: int, machine: MachineFacts, warnings: list[str
             f"{machine.memory:.0f} GiB of memory are free; {workers} may take {needed} GiB and their weights"
         )
     shares = _shares(machine.cores, total)
-    envs, places = [], []
+    envs = []
+    places = []
     for name in names:
         bound = "|".join(_ranges(next(shares)) for _ in range(ranks))
         envs.append({"VLLM_CPU_OMP_THREADS_BIND": bound, "VLLM_CPU_KVCACHE_SPACE": space})

@@ -34,7 +34,8 @@ class SharedConsole:
     """Writes whole lines from several threads. A closed reader does not stop the children."""
 
     def __init__(self, stream: IO[str]) -> None:
-        self._stream, self._lock = stream, threading.Lock()
+        self._stream = stream
+        self._lock = threading.Lock()
         self.is_terminal = stream.isatty()
 
     def say(self, line: str) -> None:
@@ -52,7 +53,8 @@ class ChildProcess:
     """
 
     def __init__(self, command: ChildCommand, argv: list[str], console: SharedConsole, prefix: str) -> None:
-        self.name, self.cause = command.name, ""
+        self.name = command.name
+        self.cause = ""
         self._weight = 0
         self.process = subprocess.Popen(
             argv,
@@ -86,14 +88,16 @@ class ChildProcess:
             console.say(prefix + line)
             weight = 1 if HARMLESS.search(line) else 3 if CAUSE.search(line) else 2 if TROUBLE_PATTERN.search(line) else 1
             if line.strip() and weight >= self._weight:
-                self._weight, self.cause = weight, line.strip()
+                self._weight = weight
+                self.cause = line.strip()
 
 
 class ChildProcesses:
     """All children; leaving it ends them.  Its run directory holds the fleet key and goes with it."""
 
     def __init__(self, console: SharedConsole, hurry: Callable[[], bool]) -> None:
-        self._console, self._hurry = console, hurry
+        self._console = console
+        self._hurry = hurry
         self._children: list[ChildProcess] = []
 
     def __enter__(self) -> ChildProcesses:

@@ -75,7 +75,8 @@ def read(path: str, flag: str) -> Trace:
     form = next((f for f in TRACE_FORMATS if f.prompt in names or f.answer in names), None)
     if not form:
         raise ConfigError(f"{where}: its first line is of no format known here; it can be {ACCEPTED_FORMATS}")
-    requests, blocks = [], {MOONCAKE_BLOCK_TOKENS, ALIBABA_BLOCK_TOKENS}
+    requests = []
+    blocks = {MOONCAKE_BLOCK_TOKENS, ALIBABA_BLOCK_TOKENS}
     for place, record in records:
         request = _request(f"{where}, {place}", record, form)
         if request.hash_ids:

@@ -78,7 +78,8 @@ def run(args: argparse.Namespace, say: Callable[[str], None] | None = None) -> i
     planned = flags.read(args, (prefills + decodes) * tp * pp, "more GPUs, as an --instance of")
     if (tp, pp) not in planned.scenario.prefill.shapes(max(8, tp * pp)):
         raise ConfigError(f"--instance: {args.instance} cannot be simulated with {planned.scenario.prefill.name}")
-    before, began = parse(_page(url, "/metrics")), time.monotonic()
+    before = parse(_page(url, "/metrics"))
+    began = time.monotonic()
     tell(f"plan: {prefills} prefill and {decodes} decode instances; looking at {args.window:g} s of traffic")
     time.sleep(args.window)
     traffic = between(before, parse(_page(url, "/metrics")), time.monotonic() - began)
@@ -144,7 +145,8 @@ def between(before: MetricSamples, after: MetricSamples, seconds: float) -> Obse
         )
     if any(after[key] < value for key, value in before.items() if key in after and key[0] == COUNTERS["requests"]):
         raise ConfigError("--live: the proxy was started again meanwhile: ask once more")
-    prompt, output = gained(COUNTERS["tokens"], kind="prompt"), gained(COUNTERS["tokens"], kind="completion")
+    prompt = gained(COUNTERS["tokens"], kind="prompt")
+    output = gained(COUNTERS["tokens"], kind="completion")
     times = {name: (gained(f"{COUNTERS[name]}_sum"), gained(f"{COUNTERS[name]}_count")) for name in ("ttft", "tpot")}
     if not prompt or not output:
         raise ConfigError(
@@ -192,7 +194,8 @@ def refit(scenario: Scenario, present: Placement, traffic: ObservedTraffic) -> S
 
     for _ in range(REFIT_ROUNDS):
         for phase, seen in (("decode", traffic.tpot), ("prefill", traffic.ttft)):
-            low, high = 1 / MAX_REFIT_FACTOR, MAX_REFIT_FACTOR
+            low = 1 / MAX_REFIT_FACTOR
+            high = MAX_REFIT_FACTOR
             while high / low > REFIT_PRECISION_RATIO:
                 middle = math.sqrt(low * high)
                 low, high = (low, middle) if means(_scaled(scenario, phase, middle))[phase] > seen else (middle, high)
@@ -206,7 +209,9 @@ def _scaled(scenario: Scenario, phase: str, factor: float) -> Scenario:
 
 def judge(scenario: Scenario, present: Placement, traffic: ObservedTraffic, jobs: int) -> dict[str, Any]:
     """Compares the goodput of the present split with every other split, and with one instance more."""
-    tp, pp, decode = present.prefill.tp, present.prefill.pp, present.decode
+    tp = present.prefill.tp
+    pp = present.prefill.pp
+    decode = present.decode
     total = present.prefill.n + (decode.n if decode else 0)
     splits = [Placement(ReplicaGroup(tp, pp, n), ReplicaGroup(tp, pp, total - n)) for n in range(1, total)]
     scores = optimizer.search(scenario, splits, 0, jobs, lambda *_: None)
@@ -252,7 +257,9 @@ def _split(placement: Placement, score: optimizer.PlacementScore | None) -> dict
 
 
 def _text(document: dict[str, Any]) -> str:
-    traffic, present, best = document["traffic"], document["present"], document["best"]
+    traffic = document["traffic"]
+    present = document["present"]
+    best = document["best"]
     seen = f"{traffic['requests']} requests in {traffic['seconds']:.0f} s: {traffic['rate']:.3g}/s, mean"
     seen += f" {traffic['prompt']:.0f} tokens in and {traffic['output']:.0f} out, TTFT {traffic['ttft']:.3g} s,"
     seen += f" TPOT {traffic['tpot']:.3g} s"

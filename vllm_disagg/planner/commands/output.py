@@ -22,7 +22,8 @@ def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
     if not placement.decode:
         return _colocated(placement, model)
     lines = []
-    p, d = placement.prefill, placement.decode
+    p = placement.prefill
+    d = placement.decode
     if (p.tp, p.pp) == (d.tp, d.pp) and p.pp == 1:
         parallel = ["--tensor-parallel-size", str(p.tp)] if p.tp > 1 else []
         words = ["vllm-disagg", "up", "--model", model, "--prefill", str(p.n), "--decode", str(d.n), *parallel]
@@ -45,7 +46,8 @@ def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
 
 def remarks(placement: Placement) -> list[str]:
     """Lists limits of the commands that their reader must know."""
-    p, d = placement.prefill, placement.decode
+    p = placement.prefill
+    d = placement.decode
     if d and ((p.tp, p.pp) != (d.tp, d.pp) or p.pp > 1):
         return [
             "prefill and decode differ in parallelism, or use pipelines: see README, what is not supported yet, before you"
@@ -55,7 +57,8 @@ def remarks(placement: Placement) -> list[str]:
 
 
 def _colocated(placement: Placement, model: str) -> list[str]:
-    lines, proxy = [], ["vllm-disagg", "proxy"]
+    lines = []
+    proxy = ["vllm-disagg", "proxy"]
     for n in range(placement.prefill.n):
         budget = ["--max-num-batched-tokens", str(placement.budget)] if placement.chunked else []
         chunked = [] if placement.chunked else ["--no-enable-chunked-prefill"]
@@ -77,7 +80,8 @@ def _serve(model: str, group: ReplicaGroup, port: int) -> list[str]:
 
 def as_json(advice: Advice, model: str) -> dict[str, Any]:
     """Builds the document that `plan --json` prints."""
-    scenario, placement = advice.scenario, advice.chosen.placement
+    scenario = advice.scenario
+    placement = advice.chosen.placement
     return {
         "recommendation": "disaggregate" if advice.disaggregate else "colocate",
         "best": _score(scenario, advice.best),

@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _closed(args: argparse.Namespace) -> int:
-    prefill, decode = args.capacity_prefill, args.capacity_decode
+    prefill = args.capacity_prefill
+    decode = args.capacity_decode
     for flag, value in (("--capacity-prefill", prefill), ("--capacity-decode", decode)):
         if value is None:
             raise ConfigError(f"--capacity-prefill and --capacity-decode go together: give {flag}, in requests/s of one GPU")
@@ -128,10 +129,12 @@ def _progress(kind: str) -> optimizer.ProgressCallback:
 
 def _nothing(scenario: Scenario) -> str:
     """Explains which objective no placement meets, and which values an idle deployment would meet."""
-    sample, objective = scenario.samples()[0], scenario.objective
+    sample = scenario.samples()[0]
+    objective = scenario.objective
     firsts = [scenario.prefill.latency(*shape) for shape in scenario.prefill.shapes(scenario.gpus)]
     laters = [scenario.decode.latency(*shape) for shape in scenario.decode.shapes(scenario.gpus)]
-    prompts, share = sample.prompts, objective.attainment
+    prompts = sample.prompts
+    share = objective.attainment
     ttft = min(quantile([unloaded_prefill(latency, p) for p in prompts], share) for latency in firsts)
     tpot = min(quantile([unloaded_decode(latency, p) for p in prompts], share) for latency in laters)
     most = f"{share:.0%} of the requests"

@@ -33,7 +33,8 @@ def check(directory: str) -> None:
 
 def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, LatencyFit]]) -> str:
     """Formats the advice for a terminal."""
-    scenario, objective = found.scenario, found.scenario.objective
+    scenario = found.scenario
+    objective = found.scenario.objective
     times, traffic = scenario.words()
     how = "in one request" if objective.joint else "each by itself"
     lines = [
@@ -136,7 +137,8 @@ def _frontier(found: Advice, path: Path) -> None:
     if best and best.placement.decode:
         sample = found.scenario.samples()[0]
         prefill, decode = found.scenario.capacities(best.placement, sample)
-        per_p, per_d = prefill / best.placement.prefill.gpus, decode / best.placement.decode.gpus
+        per_p = prefill / best.placement.prefill.gpus
+        per_d = decode / best.placement.decode.gpus
         shares = [n / 100 for n in range(1, 100)]
         rates = [min(s * per_p, (1 - s) * per_d) for s in shares]
         axes.plot(shares, rates, color="grey", label="closed form, these instances")

@@ -51,7 +51,8 @@ def unloaded_prefill(latency: LatencyModel, tokens: int) -> float:
 
 def unloaded_decode(latency: LatencyModel, context: int) -> float:
     """Returns the seconds of one token of a sequence alone, through all stages."""
-    (a, b), (c, d) = latency.decode(1, True), latency.decode(1, False)
+    (a, b) = latency.decode(1, True)
+    (c, d) = latency.decode(1, False)
     return a + b * context + (latency.pp - 1) * (c + d * context)
 
 
@@ -76,7 +77,8 @@ class LinearLatency(msgspec.Struct, frozen=True):
     def decode(self, n: int, first: bool) -> tuple[float, float]:
         """Returns base and slope of a decode step, in seconds."""
         a, b, c = self.small if n < self.threshold else self.large
-        base, slope = (a + (b + c) * n) / self.pp, b / self.pp
+        base = (a + (b + c) * n) / self.pp
+        slope = b / self.pp
         return (base + self.overhead, slope + self.overhead_token) if first else (base, slope)
 
     def mixed(self, tokens: int, squares: float, n: int, contexts: int, first: bool) -> float:
@@ -97,7 +99,8 @@ class RooflineLatency:
         self.pp = pp
         self._model = model
         ranks = tp * pp
-        flops, speed = gpu.flops * gpu.prefill * ranks, gpu.bandwidth * gpu.decode * ranks
+        flops = gpu.flops * gpu.prefill * ranks
+        speed = gpu.bandwidth * gpu.decode * ranks
         self._weights = (model.dense + model.head) * model.weight_bytes / speed
         self._expert = model.expert * model.weight_bytes / speed
         self._token = 2 * (model.dense + model.expert * model.active) / flops
@@ -105,7 +108,8 @@ class RooflineLatency:
         self._square = model.attention * model.layers / 2 / flops  # causal: half the square
         kv_read = model.kv_per_token / (gpu.bandwidth * gpu.decode * min(tp, model.kv_heads) * pp)
         self._slope = max(kv_read, model.latent * model.layers / flops)
-        self._fixed, wire = STAGE_HOP_SECONDS * (pp > 1), model.hidden * 2 / gpu.peer
+        self._fixed = STAGE_HOP_SECONDS * (pp > 1)
+        wire = model.hidden * 2 / gpu.peer
         self._token_wire = wire * (pp > 1)
         if tp > 1:  # two all-reduces a layer, rings: each rank sends 2(tp-1)/tp of the activations
             layers = model.layers / pp

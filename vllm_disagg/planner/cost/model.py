@@ -87,7 +87,8 @@ def parse(name: str, config: dict[str, Any]) -> ModelCosts:
     """Computes sizes from the fields of a config.json; a nested text_config takes precedence."""
     nested = config.get("text_config")
     read = _ConfigReader(name, {**config, **nested} if isinstance(nested, dict) else config)
-    layers, hidden = read.need("num_hidden_layers", "n_layer"), read.need("hidden_size", "n_embd")
+    layers = read.need("num_hidden_layers", "n_layer")
+    hidden = read.need("hidden_size", "n_embd")
     heads = read.need("num_attention_heads", "n_head")
     kv_heads = read.number("num_key_value_heads", heads)
     head_dim = read.number("head_dim", max(1, hidden // heads))
@@ -96,16 +97,21 @@ def parse(name: str, config: dict[str, Any]) -> ModelCosts:
     up_down = 3 if gated else 2
     rank = read.number("kv_lora_rank", 0)
     if rank:
-        rope, nope = read.need("qk_rope_head_dim"), read.need("qk_nope_head_dim")
-        value, query = read.need("v_head_dim"), read.number("q_lora_rank", 0)
+        rope = read.need("qk_rope_head_dim")
+        nope = read.need("qk_nope_head_dim")
+        value = read.need("v_head_dim")
+        query = read.number("q_lora_rank", 0)
         widths = nope + rope
         q = hidden * query + query * heads * widths if query else hidden * heads * widths
         own = q + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
-        kv_width, splits = rank + rope, 1
-        attention, latent = 2.0 * heads * (widths + value), 2.0 * heads * (2 * rank + rope)
+        kv_width = rank + rope
+        splits = 1
+        attention = 2.0 * heads * (widths + value)
+        latent = 2.0 * heads * (2 * rank + rope)
     else:
         own = hidden * head_dim * (2 * heads + 2 * kv_heads)
-        kv_width, splits = 2 * kv_heads * head_dim, kv_heads
+        kv_width = 2 * kv_heads * head_dim
+        splits = kv_heads
         attention = latent = 4.0 * heads * head_dim
     experts = read.number("num_experts", read.number("num_local_experts", read.number("n_routed_experts", 0)))
     dense_layers = min(layers, read.number("first_k_dense_replace", 0)) if experts else layers
@@ -138,7 +144,8 @@ class _ConfigReader:
     """Typed access to a config.json. Errors name the wrong field."""
 
     def __init__(self, name: str, config: dict[str, Any]) -> None:
-        self._name, self._config = name, config
+        self._name = name
+        self._config = config
 
     def need(self, *fields: str) -> int:
         """Returns the first of `fields` that is set. Raises ConfigError if none is."""

@@ -145,7 +145,8 @@ def non_negative(rows: Sequence[Sequence[int]], seconds: Sequence[float]) -> Coe
     weights = 1 / np.asarray(seconds, dtype=float)
     matrix = np.asarray(rows, dtype=float) * weights[:, None]
     scale = np.abs(matrix).max(axis=0)
-    best, least = np.zeros(3), float("inf")
+    best = np.zeros(3)
+    least = float("inf")
     for size in (3, 2, 1):
         for terms in combinations(range(3), size):
             columns = list(terms)
@@ -154,5 +155,6 @@ def non_negative(rows: Sequence[Sequence[int]], seconds: Sequence[float]) -> Coe
             full[columns] = found / scale[columns]
             error = float(((matrix @ full - 1) ** 2).sum())
             if (found >= 0).all() and error < least - 1e-12:
-                best, least = full, error
+                best = full
+                least = error
     return float(best[0]), float(best[1]), float(best[2])

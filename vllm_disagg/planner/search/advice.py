@@ -85,7 +85,8 @@ def advise(scenario: Scenario, split: Sequence[PlacementScore], together: Sequen
 
     At least one of `split` and `together` has some goodput.
     """
-    best, base = (split[0] if split else None), (together[0] if together else None)
+    best = split[0] if split else None
+    base = together[0] if together else None
     ratio = ratio_ci = None
     if best and base:
         ratio = best.goodput / base.goodput
@@ -161,7 +162,8 @@ def crossover(curves: Sequence[RateCurve], objective: Objective, name: str) -> C
             if answer is not None and answer != (other == "colocate"):
                 side = "below" if factor < 1 else "above"
                 return Crossover(here * factor, f"{name.upper()} {side} {here * factor:.3g} s: {other}")
-    low, high = here / MAX_OBJECTIVE_FACTOR, here * MAX_OBJECTIVE_FACTOR
+    low = here / MAX_OBJECTIVE_FACTOR
+    high = here * MAX_OBJECTIVE_FACTOR
     return Crossover(None, f"{name.upper()} between {low:.3g} and {high:.3g} s: the answer stays")
 
 
@@ -172,9 +174,11 @@ def _worth_disaggregating(curves: Sequence[RateCurve], objective: Objective) -> 
 
 def too_few_requests(scenario: Scenario, score: PlacementScore) -> list[str]:
     """Warns if the requests are too few for a queue to build up at the found rate."""
-    sample, rate = scenario.samples()[0], score.goodput * score.placement.gpus
+    sample = scenario.samples()[0]
+    rate = score.goodput * score.placement.gpus
     served = [t for t in simulate(scenario.deployment(score.placement), sample, rate).latency if t >= 0]
-    one, lasts = sum(served) / len(served), len(sample) / rate
+    one = sum(served) / len(served)
+    lasts = len(sample) / rate
     if lasts >= MIN_LATENCIES_PER_RUN * one:
         return []
     enough = math.ceil(MIN_LATENCIES_PER_RUN * one * rate)

@@ -129,7 +129,8 @@ def evaluate(
     sample = samples[0]
     if all(scenario.infeasible(placement, s) for s in samples):
         return PlacementScore(placement, [0.0] * len(samples)) if floor < 0 else None
-    deployment, gpus = scenario.deployment(placement), placement.gpus
+    deployment = scenario.deployment(placement)
+    gpus = placement.gpus
     first = FIRST_PROBE_RATIO * estimate(scenario, placement, sample)
     searches = [RateBisection(first, scenario.tolerance) for _ in samples]
     while not all(search.converged for search in searches):
@@ -169,7 +170,8 @@ def search(
     samples = scenario.samples()
     ordered = sorted(placements, key=lambda p: (_pipeline_stages(p), -estimate(scenario, p, samples[0]), p))
     found: list[PlacementScore] = []
-    total, done = len(ordered), 0
+    total = len(ordered)
+    done = 0
 
     def record_score(score: PlacementScore | None) -> None:
         nonlocal done

@@ -229,7 +229,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             base, slope = latency.decode(n, True)
             return latency.pp * (base + slope * n * context)
 
-        low, high = 1, max(1, min(UNLIMITED if self.distserve else self.sequences, int(room) // latency.pp))
+        low = 1
+        high = max(1, min(UNLIMITED if self.distserve else self.sequences, int(room) // latency.pp))
         if step(high) > self.objective.tpot:
             while low < high:
                 middle = (low + high + 1) // 2
@@ -242,7 +243,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         Too many requests miss it even alone, on an idle instance. Work added to a batch never makes it faster, and a
         prompt in chunks is not faster than in one.
         """
-        objective, allowed = self.objective, self.objective.allowed(len(sample))
+        objective = self.objective
+        allowed = self.objective.allowed(len(sample))
         source = self.decode if placement.on_decode_gpus else self.prefill
         first = _latency(source, placement.prefill.tp, placement.prefill.pp)
         group = placement.decode or placement.prefill

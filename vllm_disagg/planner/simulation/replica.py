@@ -39,16 +39,19 @@ class RequestTable:
     """State of all requests, in columns indexed by request number."""
 
     def __init__(self, sample: WorkloadSample) -> None:
-        prompts, count = sample.prompts, len(sample)
-        self.prompts, self.outputs = prompts, sample.outputs
-        self.prefixes, self.block = sample.prefixes, sample.block
-        self.prefill_tokens = prompts.copy()  # tokens to prefill: the prompt; after a preemption also what was generated
-        self.tokens_left = [0] * count  # tokens to generate
-        self.computed = [0] * count  # of `length`
+        prompts = sample.prompts
+        count = len(sample)
+        self.prompts = prompts
+        self.outputs = sample.outputs
+        self.prefixes = sample.prefixes
+        self.block = sample.block
+        self.prefill_tokens = prompts.copy()  # the prompt; after a preemption also the answer so far
+        self.tokens_left = [0] * count  # to generate
+        self.computed = [0] * count  # of `prefill_tokens`
         self.context_base = [0] * count  # context less the steps of its group
-        self.join_order = [0] * count  # order, for preemption
-        self.prefill_started_at = [-1.0] * count  # prefill
-        self.first_token_at = [-1.0] * count  # token
+        self.join_order = [0] * count  # the latest to join is preempted first
+        self.prefill_started_at = [-1.0] * count  # seconds; -1: not yet
+        self.first_token_at = [-1.0] * count
 
 
 class ReplicaListener(Protocol):
@@ -74,7 +77,7 @@ class DecodeGroup:
     def __init__(self) -> None:
         self.n = self.steps = self.contexts = 0
         self.ends: list[tuple[int, int]] = []  # heap of (step at which it ends, request)
-        self.without_first_token: list[int] = []  # without a first token
+        self.without_first_token: list[int] = []
 
 
 class Batch:
@@ -83,7 +86,10 @@ class Batch:
     __slots__ = ("end", "first", "group", "growth", "prompts", "start", "steps")
 
     def __init__(self, group: DecodeGroup, prompts: list[int], start: float) -> None:
-        self.group, self.prompts, self.start = group, prompts, start  # prompts: those whose last chunk this is
+        # Prompts whose last chunk is in this batch.
+        self.group = group
+        self.prompts = prompts
+        self.start = start
         self.steps = 1
         self.first = self.growth = self.end = 0.0  # seconds of the first step, and more of each next one
 
@@ -112,24 +118,28 @@ class Replica:
     def __init__(
         self, listener: ReplicaListener, requests: RequestTable, latency: LatencyModel, kv: int, rules: SchedulingRules
     ) -> None:
-        self.listener, self.requests, self.latency, self.kv, self.rules = listener, requests, latency, kv, rules
+        self.listener = listener
+        self.requests = requests
+        self.latency = latency
+        self.kv = kv
+        self.rules = rules
         self.used = 0  # tokens of KV that running and parked requests hold
         self.running = 0  # requests that hold KV
-        self.load = 0  # for who chooses: requests at a decode instance, else tokens of their prompts
+        self.load = 0  # for routing: requests at a decode replica, else tokens of their prompts
         self.active_legs = 0
         self.waiting: deque[int] = deque()  # without KV
-        self._awaiting_kv: set[int] = set()  # those whose KV a prefill instance computes
+        self._awaiting_kv: set[int] = set()  # their KV comes from a prefill replica
         self.prefilling: deque[int] = deque()  # with KV, chunks left
         self.ready = DecodeGroup()  # decodes that are not in flight
         self.cache = PrefixCache(requests.block) if requests.prefixes else None
         self._in_flight: deque[Batch] = deque()
         self._stage_free_at = [0.0] * latency.pp  # when each stage is
         self.preemptions = 0
-        self._wake_at = 0.0  # when the first stage will be free and we asked for a launch
+        self._wake_at = 0.0  # time of the requested wake-up
         self._join_count = 0
         self._decode_times: dict[int, tuple[float, float, float, float]] = {}
 
-    # --- what others do ---
+    # --- called by the simulation ---
 
     def submit(self, now: float, r: int) -> None:
         """Queues a request for prefill on this replica."""
@@ -195,7 +205,9 @@ class Replica:
     def complete_batch(self, now: float, batch: Batch) -> None:
         """Ends a batch that has passed the last stage."""
         self._in_flight.popleft()
-        requests, listener, group = self.requests, self.listener, batch.group
+        requests = self.requests
+        listener = self.listener
+        group = batch.group
         if group.n:
             first = batch.start + batch.first if batch.steps > 1 else now
             for r in group.without_first_token:
@@ -219,11 +231,13 @@ class Replica:
         self.start_batch(now)
 
     def _compose_batch(self, now: float) -> Batch | None:
-        group, rules = self.ready, self.rules
+        group = self.ready
+        rules = self.rules
         if group.n and self.used + group.n > self.kv:
             self._preempt(group)
         finishing: list[int] = []
-        tokens, squares = 0, 0
+        tokens = 0
+        squares = 0
         if self.prefilling or self.waiting:
             tokens, squares = self._schedule_chunks(now, finishing, rules.budget - group.n if rules.chunked else rules.budget)
         if tokens and not rules.chunked:
@@ -244,7 +258,9 @@ class Replica:
 
         Returns their tokens and their squares.
         """
-        requests, tokens, squares = self.requests, 0, 0
+        requests = self.requests
+        tokens = 0
+        squares = 0
         whole = not self.rules.chunked
         while budget > 0:
             if not self.prefilling and not self._admit_waiting():
@@ -266,7 +282,8 @@ class Replica:
         return tokens, squares
 
     def _time_mixed(self, batch: Batch, tokens: int, squares: int) -> None:
-        group, latency = batch.group, self.latency
+        group = batch.group
+        latency = self.latency
         first = latency.mixed(tokens, squares, group.n, group.contexts, True)
         rest = latency.mixed(tokens, squares, group.n, group.contexts, False) if latency.pp > 1 else 0.0
         self._pass_stages(batch, first, rest)
@@ -283,12 +300,14 @@ class Replica:
             return
         if self.rules.multi_step:
             batch.steps = max(1, min(group.ends[0][0] - group.steps, (self.kv - self.used) // n))
-        batch.first, batch.growth = first, times[1] * n
+        batch.first = first
+        batch.growth = times[1] * n
         batch.end = batch.start + batch.elapsed(batch.steps)
 
     def _pass_stages(self, batch: Batch, first: float, rest: float) -> None:
         """Computes the end of a batch that passes the stages, each first come, first served."""
-        free, end = self._stage_free_at, batch.start + first
+        free = self._stage_free_at
+        end = batch.start + first
         batch.first = first
         if len(free) > 1:
             free[0] = end
@@ -303,7 +322,8 @@ class Replica:
         """Reserves KV for the oldest waiting prompt and starts its prefill. Returns whether it fits."""
         if not self.waiting:
             return False
-        requests, r = self.requests, self.waiting[0]
+        requests = self.requests
+        r = self.waiting[0]
         if r in self._awaiting_kv or not self._kv_fits(r):
             return False
         self._take_kv(r)
@@ -319,13 +339,15 @@ class Replica:
         """Reserves KV for requests from prefill replicas at the head of the queue."""
         if not self.waiting or self.waiting[0] not in self._awaiting_kv:
             return
-        grown, took = self._tokens_grown(now), False
+        grown = self._tokens_grown(now)
+        took = False
         while self.waiting and self.waiting[0] in self._awaiting_kv and self._kv_fits(self.waiting[0], grown):
-            r, took = self.waiting[0], True
+            r = self.waiting[0]
+            took = True
             self._take_kv(r)
             self.listener.on_kv_reserved(self, now, r)
         if took:
-            self._shorten_batch(now)  # it may have counted on that room
+            self._shorten_batch(now)  # the running batch may rely on the reserved room
 
     def _tokens_grown(self, now: float) -> int:
         """Returns the tokens that completed steps of the batch in flight have added to `used`."""
@@ -336,7 +358,7 @@ class Replica:
         return batch.group.n * (over if batch.elapsed(over) <= now - batch.start else over - 1)
 
     def _kv_fits(self, r: int, grown: int = 0) -> bool:
-        # one more token for each that runs, so that nobody is let in only to be preempted at once
+        # One more token for each running request, so that no request is admitted only to be preempted at once.
         held = self.used + grown + self.requests.prefill_tokens[r] + self.running
         return self.running < self.rules.sequences and held < self.kv
 
@@ -367,7 +389,8 @@ class Replica:
 
     def start_decoding(self, r: int) -> None:
         """Adds a request with complete KV to the next decode batch."""
-        group, requests = self.ready, self.requests
+        group = self.ready
+        requests = self.requests
         requests.context_base[r] = requests.prefill_tokens[r] - group.steps
         requests.join_order[r] = self._join_count
         self._join_count += 1
@@ -392,7 +415,8 @@ class Replica:
             return
         if ready.n > group.n:
             group, ready = ready, group
-        shift, base = group.steps - ready.steps, self.requests.context_base
+        shift = group.steps - ready.steps
+        base = self.requests.context_base
         for end, r in ready.ends:
             heappush(group.ends, (end + shift, r))
             base[r] -= shift
@@ -421,7 +445,8 @@ class PrefixCache:
 
     def match(self, ids: Sequence[int]) -> int:
         """Counts the leading cached blocks."""
-        blocks, count = self._blocks, 0
+        blocks = self._blocks
+        count = 0
         for block in ids:
             if block not in blocks:
                 break

@@ -114,7 +114,8 @@ class Simulation:
     def __init__(
         self, deployment: Deployment, sample: WorkloadSample, rate: float, objective: Objective | None, seed: int
     ) -> None:
-        self._deployment, self._objective = deployment, objective
+        self._deployment = deployment
+        self._objective = objective
         self._count = len(sample)
         self._arrivals = sample.arrivals(rate)
         self._requests = requests = RequestTable(sample)
@@ -127,14 +128,14 @@ class Simulation:
         self._decodes = self._replicas(deployment.decode, requests) if deployment.decode else []
         self._prefill_of: list[Replica | None] = [None] * self._count  # prefill instance
         self._decode_of: list[Replica | None] = [None] * self._count  # decode instance
-        self._queue: list[int] = []  # in the proxy
-        self._queue_head = 0  # how many of them have left
+        self._queue: list[int] = []  # request numbers, in the proxy
+        self._queue_head = 0  # index of the next one
         self._finished_at = [-1.0] * self._count
-        self._prefilled_at = [-1.0] * self._count  # prefill
-        self._reserved_at = [-1.0] * self._count  # D has room
+        self._prefilled_at = [-1.0] * self._count  # end of the prefill
+        self._reserved_at = [-1.0] * self._count  # KV at D
         self._transfer = [0.0] * self._count
         self._link_free_at: dict[int, float] = {}
-        self._kv_arrived = [False] * self._count  # KV at D
+        self._kv_arrived = [False] * self._count  # transfer is complete
         self._miss_counts = [0, 0]
         self._has_missed = bytearray(self._count)
         self._stopped_early = False
@@ -164,11 +165,14 @@ class Simulation:
     # --- the proxy ---
 
     def _on_arrival(self, now: float, r: int) -> None:
-        requests, deployment = self._requests, self._deployment
-        prompt, answer = requests.prompts[r], requests.outputs[r] + 1  # with a token to spare
+        requests = self._requests
+        deployment = self._deployment
+        # One token to spare.
+        prompt = requests.prompts[r]
+        answer = requests.outputs[r] + 1
         last = deployment.decode or deployment.prefill
         if prompt + 1 > deployment.prefill.kv or prompt + answer > last.kv:
-            self._count_miss(r, 0)  # no instance can hold it, ever: vLLM refuses it
+            self._count_miss(r, 0)  # exceeds every replica: vLLM refuses it
             self._count_miss(r, 1)
             return
         if self._decodes:
@@ -220,7 +224,7 @@ class Simulation:
             return min(replicas, key=lambda e: e.load - (e.cache.match(ids) * e.cache.block if e.cache else 0))
         return min(replicas, key=_load)
 
-    # --- what engines tell ---
+    # --- events of the replicas ---
 
     def schedule(self, time: float, replica: Replica, batch: Batch | None) -> None:
         """Schedules the end of a batch, or a wake-up."""
@@ -229,7 +233,8 @@ class Simulation:
 
     def on_prefill_complete(self, replica: Replica, now: float, r: int) -> None:
         """Starts decoding on the same replica, or the hand-off to the decode replica."""
-        requests, distserve = self._requests, self._deployment.distserve
+        requests = self._requests
+        distserve = self._deployment.distserve
         if not self._decodes or self._kv_arrived[r]:  # computed where it is decoded; or preempted there, and again
             if self._kv_arrived[r] or requests.first_token_at[r] >= 0:
                 requests.tokens_left[r] -= 1  # else it was not counted
@@ -277,16 +282,20 @@ class Simulation:
 
     def _start_handoff(self, now: float, r: int) -> None:
         """Schedules the arrival of KV at D, after the prefill has completed and D has reserved room."""
-        handoff, prefill, decode = self._deployment.handoff, self._prefill_of[r], self._decode_of[r]
+        handoff = self._deployment.handoff
+        prefill = self._prefill_of[r]
+        decode = self._decode_of[r]
         if prefill is None or decode is None:
             raise AssertionError("a request that moves has both instances")
         prompt = self._requests.prompts[r]
         wire = handoff.bytes_per_token * prompt / handoff.link.bandwidth
         begin = max(self._requests.prefill_started_at[r], self._reserved_at[r]) if handoff.overlap else now
-        free, out, into = self._link_free_at, id(prefill), id(decode)
+        free = self._link_free_at
+        out = id(prefill)
+        into = id(decode)
         start = max(begin, free.get(out, 0.0), free.get(into, 0.0))
         free[out] = free[into] = start + wire
-        last = wire / handoff.layers  # what cannot move before the prefill ends
+        last = wire / handoff.layers  # cannot move before the prefill ends
         end = max(start + wire, self._prefilled_at[r] + last, now) + handoff.link.latency
         self._transfer[r] = end - self._prefilled_at[r]
         if end > now:
@@ -318,12 +327,15 @@ class Simulation:
 
     def _tpot(self, r: int) -> float:
         """Returns the seconds per token after the first; of a single token 0."""
-        output, distserve = self._requests.outputs[r], self._deployment.distserve
+        output = self._requests.outputs[r]
+        distserve = self._deployment.distserve
         steps = output if distserve else output - 1
         return (self._finished_at[r] - self._requests.first_token_at[r]) / steps if steps else 0.0
 
     def _result(self) -> SimulationResult:
-        first, ended, arrivals = self._requests.first_token_at, self._finished_at, self._arrivals
+        first = self._requests.first_token_at
+        ended = self._finished_at
+        arrivals = self._arrivals
         numbers = range(self._count)
         return SimulationResult(
             [first[r] - arrivals[r] if first[r] >= 0 else -1.0 for r in numbers],

@@ -32,7 +32,8 @@ class WorkloadSample(msgspec.Struct, frozen=True):
 
     def arrivals(self, rate: float) -> list[float]:
         """Returns arrival times in seconds, at `rate` requests/s."""
-        now, times = 0.0, []
+        now = 0.0
+        times = []
         for gap in self.gaps:
             now += gap / rate
             times.append(now)

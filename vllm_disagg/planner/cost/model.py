@@ -90,29 +90,10 @@ def parse(name: str, config: dict[str, Any]) -> ModelCosts:
     layers = read.need("num_hidden_layers", "n_layer")
     hidden = read.need("hidden_size", "n_embd")
     heads = read.need("num_attention_heads", "n_head")
-    kv_heads = read.number("num_key_value_heads", heads)
-    head_dim = read.number("head_dim", max(1, hidden // heads))
+    own, kv_width, kv_splits, attention, latent = _attention_sizes(read, hidden, heads)
     ffn = read.number("intermediate_size", read.number("ffn_dim", 4 * hidden))
     gated = read.text("model_type") not in ("opt", "gpt2", "gpt_neox", "falcon", "bloom")
     up_down = 3 if gated else 2
-    rank = read.number("kv_lora_rank", 0)
-    if rank:
-        rope = read.need("qk_rope_head_dim")
-        nope = read.need("qk_nope_head_dim")
-        value = read.need("v_head_dim")
-        query = read.number("q_lora_rank", 0)
-        widths = nope + rope
-        q = hidden * query + query * heads * widths if query else hidden * heads * widths
-        own = q + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
-        kv_width = rank + rope
-        splits = 1
-        attention = 2.0 * heads * (widths + value)
-        latent = 2.0 * heads * (2 * rank + rope)
-    else:
-        own = hidden * head_dim * (2 * heads + 2 * kv_heads)
-        kv_width = 2 * kv_heads * head_dim
-        splits = kv_heads
-        attention = latent = 4.0 * heads * head_dim
     experts = read.number("num_experts", read.number("num_local_experts", read.number("n_routed_experts", 0)))
     dense_layers = min(layers, read.number("first_k_dense_replace", 0)) if experts else layers
     inner = read.number("moe_intermediate_size", ffn)
@@ -126,7 +107,7 @@ def parse(name: str, config: dict[str, Any]) -> ModelCosts:
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=splits,
+        kv_heads=kv_splits,
         kv_width=kv_width,
         attention=attention,
         latent=latent,
@@ -138,6 +119,29 @@ def parse(name: str, config: dict[str, Any]) -> ModelCosts:
         active=read.number("num_experts_per_tok", min(experts, 1)),
         weight_bytes=read.weight_bytes(),
     )
+
+
+def _attention_sizes(read: _ConfigReader, hidden: int, heads: int) -> tuple[int, int, int, float, float]:
+    """Computes the sizes of the attention of one layer.
+
+    Returns its parameters, KV elements per token, KV splits over tensor parallel ranks, and the FLOPs for each pair
+    of tokens in prefill and in decode.
+    """
+    kv_heads = read.number("num_key_value_heads", heads)
+    head_dim = read.number("head_dim", max(1, hidden // heads))
+    rank = read.number("kv_lora_rank", 0)
+    if not rank:
+        own = hidden * head_dim * (2 * heads + 2 * kv_heads)
+        work = 4.0 * heads * head_dim
+        return own, 2 * kv_heads * head_dim, kv_heads, work, work
+    rope = read.need("qk_rope_head_dim")
+    nope = read.need("qk_nope_head_dim")
+    value = read.need("v_head_dim")
+    query = read.number("q_lora_rank", 0)
+    widths = nope + rope
+    q = hidden * query + query * heads * widths if query else hidden * heads * widths
+    own = q + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
+    return own, rank + rope, 1, 2.0 * heads * (widths + value), 2.0 * heads * (2 * rank + rope)
 
 
 class _ConfigReader:

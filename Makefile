@@ -23,7 +23,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 BIN    := $(VENV)/bin
 MODEL  := .cache/models/heavy
 # Tests that need neither an engine nor processes of their own.
-QUICK  := $(addprefix tests/,unit protocol kv fleet connector transports/zmq transports/nixl transports/collective simulation property proxy)
+QUICK  := $(addprefix tests/,unit protocol kv fleet connector planner bench launcher workloads transports/zmq transports/nixl transports/collective simulation property proxy)
 
 .PHONY: setup demo check test wide chaos versions mutants bench bench-proxy bench-transport goodput clean
 .DELETE_ON_ERROR:
@@ -77,7 +77,7 @@ versions:
 		venv=.venv-$$version; test $$version = $(VLLM) && venv=.venv; \
 		$(MAKE) --no-print-directory setup VENV=$$venv VLLM=$$version && \
 		echo "versions: vLLM $$version" && \
-		$$venv/bin/python -m pytest tests/unit tests/protocol tests/kv tests/fleet tests/connector tests/engine/test_exact.py || exit 1; \
+		$$venv/bin/python -m pytest $(filter-out tests/proxy tests/simulation tests/property,$(QUICK)) tests/engine/test_exact.py || exit 1; \
 	done
 	@echo "versions: prefill and decode engines of $(OLDEST) and $(VLLM)"
 	DISAGG_OTHER_VLLM=$(CURDIR)/.venv-$(OLDEST) $(BIN)/python -m pytest tests/engine/test_versions.py

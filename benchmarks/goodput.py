@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from vllm_disagg.bench import bisection, report
-from vllm_disagg.bench.results import Objectives, Run
+from vllm_disagg.bench.results import BenchRun, GoodputObjectives
 from vllm_disagg.errors import ConfigError
 
 BUDGET = 512  # tokens a step
@@ -239,7 +239,7 @@ def free_ports(count: int) -> list[int]:
 
 def tell(trace: str, args: argparse.Namespace) -> int:
     """All that is saved: the stacks beside each other, then each one beside the planner's figures."""
-    objectives = Objectives(args.ttft, args.tpot, ATTAINMENT)
+    objectives = GoodputObjectives(args.ttft, args.tpot, ATTAINMENT)
     saved = []
     for name in STACKS:
         try:
@@ -274,7 +274,7 @@ class Simulated:
         self._precision = args.precision
         self._scale = [1.0, 1.0]
 
-    def refit(self, run: Run) -> str:
+    def refit(self, run: BenchRun) -> str:
         """Find the factors on prefill and decode times that give a run's median TTFT and TPOT: what the hand-off and the
         proxy add to an engine's own.  As `plan --live` does with means."""
         for _ in range(ROUNDS):
@@ -292,13 +292,13 @@ class Simulated:
 
     def goodput(self, first: float) -> float:
         """By the bisection that found the measured one."""
-        tried: list[bisection.Tried] = []
+        tried: list[bisection.TriedRate] = []
         while (rate := bisection.next_rate(tried, first, self._precision)) is not None:
-            tried.append(bisection.Tried(rate, self.at(rate)["attainment"] >= ATTAINMENT))
+            tried.append(bisection.TriedRate(rate, self.at(rate)["attainment"] >= ATTAINMENT))
         return bisection.bracket(tried).met or 0.0
 
 
-def predict(measured: report.Measured, objectives: Objectives, simulated: Simulated, how: str) -> dict[str, Any]:
+def predict(measured: report.TargetRuns, objectives: GoodputObjectives, simulated: Simulated, how: str) -> dict[str, Any]:
     """The planner's figures beside the measured ones, at every rate that was tried."""
     print(f"\n{measured.target.name}: measured -> predicted {how} (error)")
     print(f"{'rate':>6}  {'attained':12}  {'TTFT median':27}  {'TTFT p90':27}  {'TPOT median':27}")

@@ -16,13 +16,15 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from vllm_disagg.planner import closed_forms, distserve, model, search, workload
-from vllm_disagg.planner.catalogue import GIB, LINKS
-from vllm_disagg.planner.engine import Rules
-from vllm_disagg.planner.latency import Linear, unloaded_prefill
-from vllm_disagg.planner.setting import Choice, Placement, Setting, Source
-from vllm_disagg.planner.simulator import Deployment, Handoff, Objective, Side, simulate
-from vllm_disagg.planner.workload import Arrivals, Sample
+from vllm_disagg.planner.cost import distserve, model, queueing
+from vllm_disagg.planner.cost.hardware import GIB, LINKS
+from vllm_disagg.planner.cost.latency import LinearLatency, unloaded_prefill
+from vllm_disagg.planner.search import optimizer
+from vllm_disagg.planner.search.scenario import PerformanceSource, Placement, ReplicaGroup, Scenario
+from vllm_disagg.planner.simulation import workload
+from vllm_disagg.planner.simulation.replica import SchedulingRules
+from vllm_disagg.planner.simulation.simulator import Deployment, Handoff, Objective, ReplicaPool, simulate
+from vllm_disagg.planner.simulation.workload import Arrivals, WorkloadSample
 
 LARGE = 1 << 40
 GRID = 0.078125  # req/s per GPU: the width of the bracket at which DistServe's search stops, and reports its lower end
@@ -50,17 +52,17 @@ def note(name: str, value: Any, words: str) -> None:
     )
 
 
-def setting(name: str, ttft: float, gpus: int, requests: int, seeds: int, kv_limit: int = 0) -> Setting:
+def scenario(name: str, ttft: float, gpus: int, requests: int, seeds: int, kv_limit: int = 0) -> Scenario:
     """DistServe's rules, coefficients and lengths."""
-    source = Source("coefficients", "distserve-a100", model.load(name))
-    return Setting(
+    source = PerformanceSource("coefficients", "distserve-a100", model.load(name))
+    return Scenario(
         prefill=source, decode=source, workload=workload.load("sharegpt-like"), arrivals=Arrivals("poisson"),
         objective=Objective(ttft, 0.1, 0.9, joint=False), requests=requests, seeds=seeds, gpus=gpus, overlap=False,
         distserve=True, kv_limit=kv_limit,
     )  # fmt: skip
 
 
-def quiet(done: int, total: int, best: search.Score | None) -> None:
+def quiet(done: int, total: int, best: optimizer.PlacementScore | None) -> None:
     """No progress: these take seconds."""
 
 
@@ -71,27 +73,27 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def speed() -> None:
-    thirteen = setting("opt-13b", 0.2, 4, 300, 1)
-    placement, sample = Placement(Choice(2, 1, 1), Choice(1, 1, 1)), thirteen.samples()[0]
+    thirteen = scenario("opt-13b", 0.2, 4, 300, 1)
+    placement, sample = Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(1, 1, 1)), thirteen.samples()[0]
     deployment = thirteen.deployment(placement)
     runs = [timed(lambda: simulate(deployment, sample, 4.68))[0] for _ in range(20)]
     note("simulation_300_requests_s", min(runs), "OPT-13B TP2 + TP1 at 4.68 req/s; target 0.10 s (DistServe's: 0.33)")
-    for name, sought in (("opt_13b", thirteen), ("opt_66b", setting("opt-66b", 0.4, 8, 300, 1))):
-        everything = search.disaggregated(sought)
+    for name, sought in (("opt_13b", thirteen), ("opt_66b", scenario("opt-66b", 0.4, 8, 300, 1))):
+        everything = optimizer.disaggregated(sought)
         single = [p for p in everything if p.prefill.n == 1 and p.decode and p.decode.n == 1]
         for what, placements in (("one_each", single), ("all", everything)):
-            seconds, _ = timed(lambda p=placements, s=sought: search.search(s, p, 3, 1, quiet))  # type: ignore[misc]
+            seconds, _ = timed(lambda p=placements, s=sought: optimizer.search(s, p, 3, 1, quiet))  # type: ignore[misc]
             note(f"search_{name}_{what}_s", seconds, f"{len(placements)} placements, 300 requests, one seed, CPU time")
-    sixteen = setting("opt-66b", 0.4, 16, 300, 5)
-    placements = search.disaggregated(sixteen)
-    seconds, _ = timed(lambda: search.search(sixteen, placements, 3, 1, quiet))
+    sixteen = scenario("opt-66b", 0.4, 16, 300, 5)
+    placements = optimizer.disaggregated(sixteen)
+    seconds, _ = timed(lambda: optimizer.search(sixteen, placements, 3, 1, quiet))
     note("search_opt_66b_16_gpus_5_seeds_s", seconds, f"{len(placements)} placements; target 120 s")
 
 
 def opt_13b() -> None:
     for name, kv_limit in (("opt_13b", 0), ("opt_13b_kv_50000", 50_000)):
-        sought = setting("opt-13b", 0.2, 4, 1000, 5, kv_limit)
-        found = search.search(sought, search.disaggregated(sought), 3, 1, quiet)
+        sought = scenario("opt-13b", 0.2, 4, 1000, 5, kv_limit)
+        found = optimizer.search(sought, optimizer.disaggregated(sought), 3, 1, quiet)
         note(f"{name}_best", str(found[0].placement), f"next: {found[1].placement}, {found[1].goodput:.3f}")
         low, high = found[0].ci
         note(
@@ -99,9 +101,9 @@ def opt_13b() -> None:
             found[0].goodput,
             f"95 % interval {low:.3f} .. {high:.3f}; DistServe's 1.55 +-10 %",
         )
-    sought = setting("opt-13b", 0.2, 4, 1000, 20)
+    sought = scenario("opt-13b", 0.2, 4, 1000, 20)
     for decode in (1, 2):
-        score = search.evaluate(sought, Placement(Choice(2, 1, 1), Choice(decode, 1, 1)), sought.samples(), -1.0)
+        score = optimizer.evaluate(sought, Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(decode, 1, 1)), sought.samples(), -1.0)
         if not score:
             raise AssertionError("nothing is pruned below zero")
         low, high = score.ci
@@ -113,27 +115,27 @@ def opt_13b() -> None:
 
 def opt_66b() -> None:
     for name, kv_limit in (("opt_66b", 0), ("opt_66b_kv_50000", 50_000)):
-        sought = setting("opt-66b", 0.4, 8, 1000, 5, kv_limit)
+        sought = scenario("opt-66b", 0.4, 8, 1000, 5, kv_limit)
         samples = sought.samples()
-        found = search.search(sought, search.disaggregated(sought), 3, 1, quiet)
+        found = optimizer.search(sought, optimizer.disaggregated(sought), 3, 1, quiet)
         note(f"{name}_best", str(found[0].placement), "OPT-66B at 0.4/0.1 s, up to 8 GPUs")
         note(f"{name}_goodput_per_gpu", found[0].goodput, "")
-        two = search.evaluate(sought, Placement(Choice(4, 1, 1), Choice(2, 1, 1)), samples, -1.0)
+        two = optimizer.evaluate(sought, Placement(ReplicaGroup(4, 1, 1), ReplicaGroup(2, 1, 1)), samples, -1.0)
         note(f"{name}_decode_tp2", two.goodput if two else 0.0, "prefill TP4, decode TP2 on two GPUs")
 
 
 def queues() -> None:
     """Mean TTFT against M/D/1; 50,000 equal prompts, one at a time."""
     for pp in (1, 2):
-        latency = Linear(pp, (0.02, 1e-4, 1e-8), (0.01, 1e-6, 1e-4), (0.01, 1e-6, 1e-4))
+        latency = LinearLatency(pp, (0.02, 1e-4, 1e-8), (0.01, 1e-6, 1e-4), (0.01, 1e-6, 1e-4))
         service, worst = unloaded_prefill(latency, 512), 0.0
-        side = Side(1, latency, LARGE, Rules(budget=512, sequences=LARGE))
+        side = ReplicaPool(1, latency, LARGE, SchedulingRules(budget=512, sequences=LARGE))
         deployment = Deployment(side, side, Handoff(overlap=False, concurrency=LARGE), distserve=True)
         for load in (0.3, 0.5, 0.7, 0.85):
             rate = load / (service / pp)
             sample = workload.load("512:1").sample(50_000, 1, Arrivals("poisson"))
             found = simulate(deployment, sample, rate).ttft
-            worst = max(worst, abs(sum(found) / len(found) / closed_forms.mean_ttft(service, rate, pp) - 1))
+            worst = max(worst, abs(sum(found) / len(found) / queueing.mean_ttft(service, rate, pp) - 1))
         note(f"m_d_1_worst_error_pp{pp}", worst, "mean TTFT, load 0.3 to 0.85, 50,000 arrivals")
 
 
@@ -149,8 +151,8 @@ def capacities() -> None:
 
 
 def links() -> None:
-    opt, sample = model.load("opt-66b"), Sample([512], [64], [0.0])
-    side = Side(1, distserve.latency("distserve-a100", "opt-66b", 4, 1), 78_496, Rules(LARGE, LARGE))
+    opt, sample = model.load("opt-66b"), WorkloadSample([512], [64], [0.0])
+    side = ReplicaPool(1, distserve.latency("distserve-a100", "opt-66b", 4, 1), 78_496, SchedulingRules(LARGE, LARGE))
 
     def latency(handoff: Handoff) -> float:
         return simulate(Deployment(side, side, handoff, distserve=True), sample, 1.0).latency[0]

@@ -14,8 +14,8 @@ from .errors import DisaggError
 COMMANDS = {  # name: (module with add_arguments and run, one line of help)
     "up": ("launcher.main", "start prefill and decode instances and the proxy on this machine"),
     "proxy": ("proxy.main", "serve one OpenAI-compatible address in front of a fleet"),
-    "plan": ("planner.plan_command", "how many prefill and decode instances, with which parallelism"),
-    "simulate": ("planner.simulate_command", "one placement at one rate, simulated"),
+    "plan": ("planner.commands.plan", "how many prefill and decode instances, with which parallelism"),
+    "simulate": ("planner.commands.simulate", "one placement at one rate, simulated"),
     "bench": ("bench.main", "measure the goodput of running deployments, side by side"),
     "profile": ("bench.profile", "measure how long an instance's steps take, for a plan"),
     "key": ("key_command", "write a new fleet key to a file"),

@@ -9,40 +9,40 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_disagg.planner.catalogue import Link
-from vllm_disagg.planner.engine import Engine, Rules
-from vllm_disagg.planner.latency import Linear
-from vllm_disagg.planner.simulator import POLICIES, Deployment, Handoff, Side, _Run
-from vllm_disagg.planner.workload import Sample
+from vllm_disagg.planner.cost.hardware import NetworkLink
+from vllm_disagg.planner.cost.latency import LinearLatency
+from vllm_disagg.planner.simulation.replica import Replica, SchedulingRules
+from vllm_disagg.planner.simulation.simulator import POLICIES, Deployment, Handoff, ReplicaPool, Simulation
+from vllm_disagg.planner.simulation.workload import WorkloadSample
 
 rules = st.builds(
-    Rules, budget=st.sampled_from([64, 300, 2048, 1 << 40]), sequences=st.integers(1, 20), mixed=st.booleans()
+    SchedulingRules, budget=st.sampled_from([64, 300, 2048, 1 << 40]), sequences=st.integers(1, 20), chunked=st.booleans()
 )
 
 
 @st.composite
-def sides(draw: st.DrawFn) -> Side:
-    latency = Linear(
+def sides(draw: st.DrawFn) -> ReplicaPool:
+    latency = LinearLatency(
         draw(st.integers(1, 3)),
         (draw(st.sampled_from([0.0, 0.02])), 1e-4, draw(st.sampled_from([0.0, 1e-7]))),
         (0.01, draw(st.sampled_from([0.0, 1e-6])), 1e-4),
         (0.008, 2e-6, 2e-4),
         threshold=draw(st.sampled_from([3, 1 << 30])),
     )
-    return Side(draw(st.integers(1, 3)), latency, draw(st.integers(700, 4000)), draw(rules))
+    return ReplicaPool(draw(st.integers(1, 3)), latency, draw(st.integers(700, 4000)), draw(rules))
 
 
 samples = st.lists(
     st.tuples(st.integers(1, 500), st.integers(1, 150), st.floats(0, 0.7), st.integers(0, 2)), min_size=1, max_size=40
 ).map(
-    lambda rows: Sample(
+    lambda rows: WorkloadSample(
         [p for p, *_ in rows], [o for _, o, *_ in rows], [g for *_, g, _ in rows], [[10 * c + 1] for *_, c in rows]
     )
 )
 rates = st.sampled_from([1.0, 5.0, 20.0])
 handoffs = st.builds(
     Handoff,
-    link=st.sampled_from([Link("none", float("inf"), 0.0), Link("slow", 1e8, 0.001)]),
+    link=st.sampled_from([NetworkLink("none", float("inf"), 0.0), NetworkLink("slow", 1e8, 0.001)]),
     bytes_per_token=st.just(1e5),
     layers=st.integers(1, 40),
     overlap=st.booleans(),
@@ -58,33 +58,33 @@ deployments = st.builds(
 )
 
 
-def _run(deployment: Deployment, sample: Sample, rate: float) -> _Run:
-    return _Run(deployment, sample, rate, None, 0)
+def _run(deployment: Deployment, sample: WorkloadSample, rate: float) -> Simulation:
+    return Simulation(deployment, sample, rate, None, 0)
 
 
 @settings(max_examples=150)
 @given(deployments, samples, rates)
-def test_everybody_is_served_and_kv_is_bounded(deployment: Deployment, sample: Sample, rate: float) -> None:
+def test_everybody_is_served_and_kv_is_bounded(deployment: Deployment, sample: WorkloadSample, rate: float) -> None:
     run = _run(deployment, sample, rate)
-    engines = [*run._prefills, *run._decodes]
-    compose = Engine._compose
+    replicas = [*run._prefills, *run._decodes]
+    compose = Replica._compose_batch
     with pytest.MonkeyPatch.context() as patch:
 
-        def watched(self: Engine, now: float) -> object:
+        def watched(self: Replica, now: float) -> object:
             batch = compose(self, now)
             assert 0 <= self.used <= self.kv and 0 <= self.running <= self.rules.sequences + len(self.prefilling)
             return batch
 
-        patch.setattr(Engine, "_compose", watched)
-        outcome = run.run()
-    assert min(outcome.latency) > 0 and all(t >= 0 for t in (*outcome.ttft, *outcome.tpot, *outcome.transfer))
-    for engine in engines:
-        assert (engine.used, engine.running, engine.load, engine.legs, engine.ready.n) == (0, 0, 0, 0, 0)
+        patch.setattr(Replica, "_compose_batch", watched)
+        result = run.run()
+    assert min(result.latency) > 0 and all(t >= 0 for t in (*result.ttft, *result.tpot, *result.transfer))
+    for replica in replicas:
+        assert (replica.used, replica.running, replica.load, replica.active_legs, replica.ready.n) == (0, 0, 0, 0, 0)
 
 
 @settings(max_examples=300)
 @given(deployments, samples, rates)
-def test_many_steps_at_once_are_one_step_at_a_time(deployment: Deployment, sample: Sample, rate: float) -> None:
+def test_many_steps_at_once_are_one_step_at_a_time(deployment: Deployment, sample: WorkloadSample, rate: float) -> None:
     _compare(deployment, sample, rate)
 
 
@@ -93,16 +93,16 @@ def test_reservations_that_come_while_many_steps_are_under_way(seed: int) -> Non
     """Decode instances with little KV and steady traffic: what random deployments seldom have."""
     random = Random(seed)
     pairs = [(random.randint(20, 500), random.randint(20, 300)) for _ in range(60)]
-    sample = Sample([p for p, _ in pairs], [o for _, o in pairs], [random.expovariate(1.0) for _ in pairs])
-    latency = Linear(1, (0.02, 1e-4, 0.0), (0.01, 1e-6, 1e-4), (0.01, 1e-6, 1e-4))
-    decode = Side(random.randint(1, 2), latency, random.randint(900, 3000))
-    deployment = Deployment(Side(1, latency, 4000), decode, Handoff(Link("slow", 1e8, 0.001), 1e5, 8))
+    sample = WorkloadSample([p for p, _ in pairs], [o for _, o in pairs], [random.expovariate(1.0) for _ in pairs])
+    latency = LinearLatency(1, (0.02, 1e-4, 0.0), (0.01, 1e-6, 1e-4), (0.01, 1e-6, 1e-4))
+    decode = ReplicaPool(random.randint(1, 2), latency, random.randint(900, 3000))
+    deployment = Deployment(ReplicaPool(1, latency, 4000), decode, Handoff(NetworkLink("slow", 1e8, 0.001), 1e5, 8))
     _compare(deployment, sample, random.uniform(2.0, 9.0))
 
 
-def _compare(deployment: Deployment, sample: Sample, rate: float) -> None:
-    def slow(side: Side) -> Side:
-        return msgspec.structs.replace(side, rules=msgspec.structs.replace(side.rules, leap=False))
+def _compare(deployment: Deployment, sample: WorkloadSample, rate: float) -> None:
+    def slow(side: ReplicaPool) -> ReplicaPool:
+        return msgspec.structs.replace(side, rules=msgspec.structs.replace(side.rules, multi_step=False))
 
     decode = slow(deployment.decode) if deployment.decode else None
     steps = _run(

@@ -1,1 +1,1 @@
-"""Measuring what runs: goodput of deployments (`vllm-disagg bench`) and step times of one instance (`profile`)."""
+"""Measurements of running deployments: goodput (`vllm-disagg bench`) and step times of one instance (`profile`)."""

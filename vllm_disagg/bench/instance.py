@@ -1,4 +1,4 @@
-"""What an OpenAI-compatible server says of itself, asked over HTTP."""
+"""Facts about an OpenAI-compatible server, requested over HTTP."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ import re
 import msgspec
 
 from ..errors import ConfigError
-from ..pages import get
+from ..http_client import get
 
 
-class Model(msgspec.Struct, frozen=True):
-    """The first model of /v1/models."""
+class ServedModel(msgspec.Struct, frozen=True):
+    """First entry of /v1/models."""
 
     id: str
     root: str | None = None  # folder or hub name, for its tokenizer
     max_model_len: int | None = None
 
 
-class _Models(msgspec.Struct):
-    data: list[Model]
+class _ModelList(msgspec.Struct):
+    data: list[ServedModel]
 
 
-class _Version(msgspec.Struct):
+class _ServerVersion(msgspec.Struct):
     version: str
 
 
-def model(url: str) -> Model:
+def model(url: str) -> ServedModel:
+    """Returns the first served model."""
     try:
-        models = msgspec.json.decode(get(url, "/v1/models"), type=_Models).data
+        models = msgspec.json.decode(get(url, "/v1/models"), type=_ModelList).data
     except msgspec.DecodeError:
         raise ConfigError(f"{url}/v1/models does not answer as vLLM does") from None
     if not models:
@@ -37,14 +38,15 @@ def model(url: str) -> Model:
 
 
 def version(url: str) -> str:
+    """Returns the version of vLLM."""
     try:
-        return msgspec.json.decode(get(url, "/version"), type=_Version).version
+        return msgspec.json.decode(get(url, "/version"), type=_ServerVersion).version
     except msgspec.DecodeError:
         raise ConfigError(f"{url}/version does not answer as vLLM does") from None
 
 
 def kv_tokens(url: str) -> int:
-    """Tokens that fit into the KV cache of the one engine behind a URL."""
+    """Returns the tokens of KV cache of the single engine behind a URL."""
     text = get(url, "/metrics").decode(errors="replace")
     engines = re.findall(r"^vllm:cache_config_info\{(.*)\} ", text, re.MULTILINE)
     if not engines:

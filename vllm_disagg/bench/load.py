@@ -1,4 +1,4 @@
-"""Runs `vllm bench serve`, the load generator, and takes its results."""
+"""Runs `vllm bench serve`, the load generator, and parses its results."""
 
 from __future__ import annotations
 
@@ -15,34 +15,41 @@ import msgspec
 
 from ..errors import ConfigError, DisaggError
 from . import results
-from .instance import Model
-from .results import Objectives, Run
-from .workload import Workload
+from .instance import ServedModel
+from .results import BenchRun, GoodputObjectives
+from .workload import RequestSchedule
 
-START = 300.0  # seconds that vLLM may take to start and to write its results
-DRAIN = 300.0  # seconds, from the last request sent, after which a run counts as missed
-LONGEST = 120.0  # seconds that a request may take when it is alone, on average
-CAUSE = re.compile(r"^\w*(Error|Exception|Interrupt)\b|^\S+(\.\w+)*Error: |: error: ")
+START_TIMEOUT_SECONDS = 300.0  # seconds that vLLM may take to start and to write its results
+DRAIN_TIMEOUT_SECONDS = 300.0  # seconds, from the last request sent, after which a run counts as missed
+MAX_REQUEST_SECONDS = 120.0  # seconds that a request may take when it is alone, on average
+CAUSE_PATTERN = re.compile(r"^\w*(Error|Exception|Interrupt)\b|^\S+(\.\w+)*Error: |: error: ")
 
 
-class Target(msgspec.Struct, frozen=True):
+class BenchTarget(msgspec.Struct, frozen=True):
     """A running deployment."""
 
     name: str
     url: str
     gpus: int | None
-    model: Model
+    model: ServedModel
 
 
-class Generator(msgspec.Struct, frozen=True):
-    """How to start `vllm bench serve`, and where it writes."""
+class LoadGenerator(msgspec.Struct, frozen=True):
+    """Command line of `vllm bench serve`, and its output folder."""
 
     vllm: str
     tokenizer: str  # empty: the model's own
     folder: Path
 
-    def run(self, target: Target, workload: Workload, rate: float | None, objectives: Objectives, seed: int) -> Run:
-        """Send the workload, at its times, or one request after the other when `rate` is None."""
+    def run(
+        self,
+        target: BenchTarget,
+        workload: RequestSchedule,
+        rate: float | None,
+        objectives: GoodputObjectives,
+        seed: int,
+    ) -> BenchRun:
+        """Sends the schedule, or one request after the other if `rate` is None."""
         trace, result, log = (self.folder / name for name in ("trace.jsonl", "result.json", "log"))
         trace.write_text("".join((workload if rate else workload.at_once()).lines()))
         result.unlink(missing_ok=True)
@@ -51,17 +58,23 @@ class Generator(msgspec.Struct, frozen=True):
         # that no prefix cache knows them, and each target the same.
         env = {**os.environ, "PYTHONHASHSEED": str(seed % 2**32), "VLLM_NO_USAGE_STATS": "1"}
         count = len(workload.requests)
-        code = _wait(argv, env, log, START + (workload.requests[-1].arrival + DRAIN if rate else count * LONGEST))
+        if rate:
+            limit = START_TIMEOUT_SECONDS + workload.requests[-1].arrival + DRAIN_TIMEOUT_SECONDS
+        else:
+            limit = START_TIMEOUT_SECONDS + count * MAX_REQUEST_SECONDS
+        code = _wait(argv, env, log, limit)
         if code is None and rate:
-            return results.nothing(rate, count, f"not over {DRAIN:.0f} s after the last request was sent")
+            return results.aborted_run(rate, count, f"not over {DRAIN_TIMEOUT_SECONDS:.0f} s after the last request was sent")
         if code is None:
-            raise DisaggError(f"{target.name}: {count} requests, one at a time, take more than {count * LONGEST:.0f} s")
+            raise DisaggError(
+                f"{target.name}: {count} requests, one at a time, take more than {count * MAX_REQUEST_SECONDS:.0f} s"
+            )
         if code or not result.exists():
             raise DisaggError(f"vllm bench serve failed on {target.name}: {cause(log.read_text(errors='replace'))}")
         answers = [request.answer for request in workload.requests]
         return results.parse(result.read_bytes(), rate, answers, objectives)
 
-    def _argv(self, target: Target, workload: Workload, trace: Path, result: Path) -> list[str]:
+    def _argv(self, target: BenchTarget, workload: RequestSchedule, trace: Path, result: Path) -> list[str]:
         root = target.model.root or target.model.id
         what = ["--backend", "openai", "--base-url", target.url, "--endpoint", "/v1/completions"]
         what += ["--model", root, "--served-model-name", target.model.id, "--tokenizer", self.tokenizer or root]
@@ -73,7 +86,7 @@ class Generator(msgspec.Struct, frozen=True):
 
 
 def find(given: str) -> str:
-    """The vllm program: the one given, the one beside this Python, or the one on PATH."""
+    """Finds the vllm program: `given`, the one beside this Python, or the one on PATH."""
     beside = Path(sys.executable).with_name("vllm")
     found = shutil.which(given or (str(beside) if os.access(beside, os.X_OK) else "vllm"))
     if not found:
@@ -83,7 +96,7 @@ def find(given: str) -> str:
 
 
 def _wait(argv: list[str], env: dict[str, str], log: Path, limit: float) -> int | None:
-    """Its exit status; None when it had to be ended.  It never outlives this call."""
+    """Runs a command to its end. Returns its exit status, or None after `limit` seconds; never leaves it running."""
     with log.open("wb") as out:
         try:
             process = subprocess.Popen(
@@ -102,8 +115,8 @@ def _wait(argv: list[str], env: dict[str, str], log: Path, limit: float) -> int 
 
 
 def cause(log: str) -> str:
-    """The line of a log that says most."""
+    """Returns the most informative line of a log."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    found = next((line for line in reversed(lines) if CAUSE.search(line)), lines[-1] if lines else "it said nothing")
+    found = next((line for line in reversed(lines) if CAUSE_PATTERN.search(line)), lines[-1] if lines else "it said nothing")
     is_tokenizer = re.search(r"tokenizer|hub|huggingface|model identifier", found, re.IGNORECASE)
     return found[:300] + (": name the model's tokenizer with --tokenizer" if is_tokenizer else "")

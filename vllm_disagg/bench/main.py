@@ -1,7 +1,7 @@
-"""`vllm-disagg bench`: the goodput of running deployments, side by side.
+"""Measures the goodput of running deployments, side by side: `vllm-disagg bench`.
 
-Every target is first asked one request at a time; then each round tries one more rate on every target, one target
-after the other, so that a machine that slows down does so for all.
+Each target first receives one request at a time. Then each round tries one more rate on every target in turn, so a
+slowdown of the machine affects all targets.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from .. import lengths, pages, traces
+from .. import http_client
 from ..errors import ConfigError
+from ..workloads import lengths, traces
 from . import instance, load, report, workload
-from .load import Generator, Target
-from .report import Measured
-from .results import Objectives, Run
-from .workload import Workload
+from .load import BenchTarget, LoadGenerator
+from .report import TargetRuns
+from .results import BenchRun, GoodputObjectives
+from .workload import RequestSchedule
 
-ALONE = 20  # requests sent one at a time, to begin with
+SEQUENTIAL_REQUESTS = 20  # requests sent one at a time, to begin with
 EPILOG = """One of --trace, --input-len with --output-len, and --workload says what is asked.  An API key is taken from
 the environment, as OPENAI_API_KEY."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `bench`."""
     add = parser.add_argument
     parser.epilog = EPILOG
     add("--target", metavar="NAME=URL", action="append", required=True, help="a running deployment; repeatable")
@@ -41,10 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="objective: mean time for each further token of a request")  # fmt: skip
     add("--attainment", metavar="SHARE", type=_share, default=0.9,
         help="share of requests that must meet both objectives (default: %(default)s)")  # fmt: skip
-    add("--trace", metavar="FILE", help=f"lengths and arrivals: {traces.ACCEPTED}")
+    add("--trace", metavar="FILE", help=f"lengths and arrivals: {traces.ACCEPTED_FORMATS}")
     add("--input-len", metavar="TOKENS", type=_count, help="every prompt's length")
     add("--output-len", metavar="TOKENS", type=_count, help="every answer's length")
-    add("--workload", choices=lengths.KNOWN, help="lengths drawn from a distribution, as vllm-disagg plan has them")
+    add("--workload", choices=lengths.NAMED_DISTRIBUTIONS, help="lengths drawn from a distribution, as vllm-disagg plan has them")
     add("--arrivals", choices=["poisson", "trace"], default="poisson",
         help="trace: the trace's own times, scaled to each rate (default: %(default)s)")  # fmt: skip
     add("--requests", metavar="N", type=_count, default=200, help="sent at each rate (default: %(default)s)")
@@ -58,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    objectives = Objectives(args.ttft, args.tpot, args.attainment)
+    """Runs `bench` and prints its table. Returns the exit status."""
+    objectives = GoodputObjectives(args.ttft, args.tpot, args.attainment)
     asked = _workload(args)
     vllm = load.find(args.vllm)
     if args.save:
@@ -67,11 +70,11 @@ def run(args: argparse.Namespace) -> int:
     asked = _fitting(asked, targets, args.requests)
     if args.arrivals == "trace" and asked.requests[0].arrival == asked.requests[-1].arrival:
         raise ConfigError(f"--arrivals trace: the first {len(asked.requests)} requests of the trace arrive at once")
-    measured = [Measured(target) for target in targets]
+    measured = [TargetRuns(target) for target in targets]
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the load generator ends with us
     try:
         with tempfile.TemporaryDirectory(prefix="vllm-disagg-bench-") as folder:
-            bench = Bench(Generator(vllm, args.tokenizer, Path(folder)), asked, objectives, args, measured)
+            bench = GoodputBench(LoadGenerator(vllm, args.tokenizer, Path(folder)), asked, objectives, args, measured)
             bench.alone()
             while bench.round():
                 pass
@@ -85,21 +88,26 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-class Bench:
-    """The runs, and what is told of them on the way."""
+class GoodputBench:
+    """Runs on all targets, with progress lines."""
 
     def __init__(
-        self, generator: Generator, asked: Workload, objectives: Objectives, args: argparse.Namespace,
-        measured: Sequence[Measured],
+        self, generator: LoadGenerator, asked: RequestSchedule, objectives: GoodputObjectives, args: argparse.Namespace,
+        measured: Sequence[TargetRuns],
     ) -> None:  # fmt: skip
-        self._generator, self._asked, self._objectives, self._measured = generator, asked, objectives, measured
-        self._seed, self._precision, self._save = args.seed, args.precision, args.save
+        self._generator = generator
+        self._asked = asked
+        self._objectives = objectives
+        self._measured = measured
+        self._seed = args.seed
+        self._precision = args.precision
+        self._save = args.save
         self._poisson = args.arrivals == "poisson"
         self._turn = 0  # of all targets; every run of a turn has the same prompts
 
     def alone(self) -> None:
-        """One request at a time: whether the objectives can be met at all, and where to start."""
-        few = self._asked.first(ALONE)
+        """Sends one request at a time: tests feasibility and gives a first rate."""
+        few = self._asked.first(SEQUENTIAL_REQUESTS)
         for one in self._measured:
             one.alone = self._run(one, few, None)
             self._keep()
@@ -107,7 +115,7 @@ class Bench:
                 raise ConfigError(f"{one.target.name}: no request was answered in full: {one.alone.error}")
 
     def round(self) -> bool:
-        """One more rate for each target that is not done; False when all are."""
+        """Tries one more rate on each target that is not done. Returns False when all are."""
         self._turn += 1
         rates = [(one, one.next_rate(self._objectives, self._precision)) for one in self._measured]
         for one, rate in rates:
@@ -117,7 +125,7 @@ class Bench:
                 self._keep()
         return any(rate is not None for _, rate in rates)
 
-    def _run(self, one: Measured, asked: Workload, rate: float | None) -> Run:
+    def _run(self, one: TargetRuns, asked: RequestSchedule, rate: float | None) -> BenchRun:
         count = len(asked.requests)
         how = f"{count} requests, one at a time" if rate is None else f"{count} requests at {rate:.3g} a second"
         about = f" (about {count / rate:.0f} s)" if rate else ""
@@ -131,12 +139,12 @@ class Bench:
         return done
 
     def _keep(self) -> None:
-        """What is known so far, for whoever stops us."""
+        """Saves the results so far, in case of an interruption."""
         if self._save:
             report.save(self._save, report.result(self._measured, self._objectives, done=False))
 
 
-def _workload(args: argparse.Namespace) -> Workload:
+def _workload(args: argparse.Namespace) -> RequestSchedule:
     fixed = args.input_len is not None or args.output_len is not None
     if [bool(args.trace), fixed, bool(args.workload)].count(True) != 1:
         raise ConfigError("give exactly one of --trace, --input-len with --output-len, and --workload")
@@ -146,16 +154,16 @@ def _workload(args: argparse.Namespace) -> Workload:
         trace = traces.read(args.trace, "--trace")
         if args.arrivals == "trace" and not trace.timed:
             raise ConfigError(f"--arrivals trace: {args.trace} has no arrival times")
-        return workload.of(trace)
+        return workload.from_trace(trace)
     if args.workload:
-        return workload.drawn(lengths.KNOWN[args.workload], args.requests, args.seed)
+        return workload.drawn(lengths.NAMED_DISTRIBUTIONS[args.workload], args.requests, args.seed)
     if args.input_len is None or args.output_len is None:
         raise ConfigError("--input-len and --output-len go together")
     return workload.fixed(args.input_len, args.output_len, args.requests)
 
 
-def _fitting(asked: Workload, targets: Sequence[Target], count: int) -> Workload:
-    """The first `count` requests that every target's model takes."""
+def _fitting(asked: RequestSchedule, targets: Sequence[BenchTarget], count: int) -> RequestSchedule:
+    """Returns the first `count` requests that the models of all targets accept."""
     limits = [target.model.max_model_len for target in targets if target.model.max_model_len]
     limit = min(limits, default=None)
     fitting = asked.fitting(limit)
@@ -172,7 +180,7 @@ def _fitting(asked: Workload, targets: Sequence[Target], count: int) -> Workload
     return fitting.first(count)
 
 
-def _targets(words: Sequence[str], gpus: Sequence[str]) -> list[Target]:
+def _targets(words: Sequence[str], gpus: Sequence[str]) -> list[BenchTarget]:
     urls: dict[str, str] = {}
     for word in words:
         name, _, url = word.partition("=")
@@ -180,9 +188,9 @@ def _targets(words: Sequence[str], gpus: Sequence[str]) -> list[Target]:
             raise ConfigError(f"--target {word}: it must be NAME=URL, such as ours=http://127.0.0.1:8000")
         if name in urls:
             raise ConfigError(f"--target {name} is given twice")
-        urls[name] = pages.address(f"--target {name}", url)
+        urls[name] = http_client.address(f"--target {name}", url)
     counts = _gpus(gpus, list(urls))
-    targets = [Target(name, url, counts.get(name), instance.model(url)) for name, url in urls.items()]
+    targets = [BenchTarget(name, url, counts.get(name), instance.model(url)) for name, url in urls.items()]
     models = {target.model.root or target.model.id for target in targets}
     if len(models) > 1:
         print(f"bench: warning: the targets serve different models: {', '.join(sorted(models))}", file=sys.stderr)

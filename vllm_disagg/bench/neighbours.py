@@ -1,7 +1,7 @@
-"""Other instances of the same machine, kept at work while one is measured.
+"""Background load on other instances of the machine while one is measured.
 
-Instances share what is not their accelerator: cores, caches, memory bandwidth.  An instance alone on an idle machine is
-faster than it will be in a deployment.
+Instances share cores, caches and memory bandwidth. An instance alone on an idle machine is faster than in a
+deployment.
 """
 
 from __future__ import annotations
@@ -12,23 +12,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ..errors import DisaggError
-from .instance import Model
-from .steps import TOKENS
+from .instance import ServedModel
+from .steps import PROBE_TOKEN_IDS
 from .stream import complete
 
-PROMPT, ANSWER = 256, 32  # tokens of what a neighbour is asked, again and again
+PROMPT_TOKENS = 256  # of each request to a neighbour
+ANSWER_TOKENS = 32
 
 
 @contextmanager
-def busy(neighbours: Sequence[tuple[str, Model]]) -> Iterator[None]:
-    """Each has one request, and after it the next, until the end; DisaggError then, where one failed."""
-    over, failed = threading.Event(), list[DisaggError]()
+def busy(neighbours: Sequence[tuple[str, ServedModel]]) -> Iterator[None]:
+    """Keeps one request in flight on each neighbour until the context ends. Raises DisaggError if one failed."""
+    over = threading.Event()
+    failed = list[DisaggError]()
 
-    def ask(url: str, model: Model) -> None:
-        chance, length = random.Random(), min(PROMPT, (model.max_model_len or PROMPT + ANSWER) - ANSWER)
+    def ask(url: str, model: ServedModel) -> None:
+        chance = random.Random()
+        limit = model.max_model_len or PROMPT_TOKENS + ANSWER_TOKENS
+        length = min(PROMPT_TOKENS, limit - ANSWER_TOKENS)
         while not over.is_set():
             try:
-                complete(url, model.id, [chance.choices(TOKENS, k=length)], ANSWER)
+                complete(url, model.id, [chance.choices(PROBE_TOKEN_IDS, k=length)], ANSWER_TOKENS)
             except DisaggError as error:
                 failed.append(error)
                 return

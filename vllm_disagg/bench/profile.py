@@ -1,7 +1,7 @@
-"""`vllm-disagg profile`: how long one instance takes for prompts and for a step of decode, for `vllm-disagg plan`.
+"""Measures the times of prompts and decode steps of one instance, for `vllm-disagg plan`: `vllm-disagg profile`.
 
-Prompts are random token ids, never twice the same, so that no prefix cache knows them.  Everything is measured in
-rounds, small things first, until the time is over; the medians are written.
+Prompts are fresh random token ids, so that no prefix cache holds them. Rounds measure all points, small ones first,
+until the time is over; the medians are written.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from .. import pages
+from .. import http_client
 from ..errors import ConfigError, DisaggError
 from . import instance, neighbours, steps
-from .steps import TOKENS, Decode, Prefill, Step
+from .steps import PROBE_TOKEN_IDS, DecodeProbe, PrefillProbe, StepSample
 from .stream import complete
 
-ENOUGH = 3  # measurements of a point, below which a median means little; points of each kind, below which a fit does
-TELL = 5.0  # seconds between two lines of progress
+MIN_MEASUREMENTS = 3  # measurements of a point, below which a median means little; points of each kind, below which a fit does
+PROGRESS_INTERVAL_SECONDS = 5.0  # seconds between two lines of progress
 
 
-class Samples:
-    """What was measured, and the points that come of it."""
+class ProfileSamples:
+    """Measurements, and the points computed from them."""
 
     def __init__(self) -> None:
         self._alone: dict[int, list[float]] = {}  # one prompt, from its arrival on, by its length
         self._behind: dict[tuple[int, ...], list[float]] = {}  # the step alone, of prompts that waited for it
-        self._decode: dict[Decode, list[Step]] = {}
+        self._decode: dict[DecodeProbe, list[StepSample]] = {}
 
-    def add(self, what: Prefill | Decode, step: Step) -> None:
-        if isinstance(what, Decode):
+    def add(self, what: PrefillProbe | DecodeProbe, step: StepSample) -> None:
+        """Adds one measurement."""
+        if isinstance(what, DecodeProbe):
             self._decode.setdefault(what, []).append(step)
         elif what.ahead:
             self._behind.setdefault(step.lengths, []).append(step.seconds)
@@ -48,13 +49,16 @@ class Samples:
             self._alone.setdefault(step.lengths[0], []).append(step.seconds)
 
     def fewest(self) -> int:
-        """Measurements of the point that has the fewest."""
+        """Returns the number of measurements of the point that has the fewest."""
         every: list[Sequence[object]] = [*self._alone.values(), *self._behind.values(), *self._decode.values()]
         return min(map(len, every), default=0)
 
     def prefill(self) -> list[dict[str, object]]:
-        """Batches waited for their step, so their time has no way to the engine and back: that of one prompt, which
-        is the difference between its time from arrival on and its step's, is added."""
+        """Returns prefill points from arrival to first token.
+
+        Batched prompts wait for their step, so their times lack the way to the engine and back. The difference between the
+        two times of single prompts is added.
+        """
         alone = {length: statistics.median(times) for length, times in self._alone.items()}
         behind = {lengths: statistics.median(times) for lengths, times in self._behind.items()}
         ones = {lengths[0]: time for lengths, time in behind.items() if len(lengths) == 1}
@@ -65,29 +69,31 @@ class Samples:
         return [{"tokens": list(lengths), "seconds": round(time, 6)} for lengths, time in points.items()]
 
     def decode(self) -> list[dict[str, object]]:
+        """Returns the median decode point of each probe."""
         middle = [sorted(s, key=lambda step: step.seconds)[(len(s) - 1) // 2] for s in self._decode.values()]
         return [{"contexts": list(step.lengths), "seconds": round(step.seconds, 6)} for step in middle]
 
 
-class Profile:
+class InstanceProfiler:
     """Measures one instance."""
 
     def __init__(self, url: str, model: str) -> None:
-        self._url, self._model = url, model
+        self._url = url
+        self._model = model
         self._random = random.Random()
         self._gap = 0.0  # seconds; tokens that are less apart come from one step
 
     def warm_up(self) -> None:
-        """Also finds out how long the shortest step is."""
+        """Warms up, and measures the shortest step."""
         self._gap = max(0.001, min(self._first_tokens([16])[0] for _ in range(5)) / 4)
 
-    def measure(self, what: Prefill | Decode) -> Step | None:
-        """Once; None when it was not computed together."""
-        if isinstance(what, Decode):
+    def measure(self, what: PrefillProbe | DecodeProbe) -> StepSample | None:
+        """Measures a probe once. Returns None if it was not computed in one step."""
+        if isinstance(what, DecodeProbe):
             prompts = [self._prompt(what.context) for _ in range(what.batch)]
             return steps.decode_step(what.context, complete(self._url, self._model, prompts, what.answer))
         if not what.ahead:
-            return Step(what.prompts, self._first_tokens(what.prompts)[0])
+            return StepSample(what.prompts, self._first_tokens(what.prompts)[0])
         lengths = (what.ahead, *what.prompts)
         return steps.batch_step(lengths, self._first_tokens(lengths), self._gap)
 
@@ -96,10 +102,11 @@ class Profile:
         return [events[0].time for events in complete(self._url, self._model, prompts, 1)]
 
     def _prompt(self, length: int) -> list[int]:
-        return self._random.choices(TOKENS, k=length)
+        return self._random.choices(PROBE_TOKEN_IDS, k=length)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `profile`."""
     add = parser.add_argument
     parser.epilog = "An API key is taken from the environment, as OPENAI_API_KEY."
     add("url", metavar="URL", help="an instance itself, without other traffic: http://127.0.0.1:8100")
@@ -113,17 +120,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    url = pages.address("URL", args.url)
+    """Runs `profile` and writes the points. Returns the exit status."""
+    url = http_client.address("URL", args.url)
     _check(args)
-    model, kv_tokens, version = instance.model(url), instance.kv_tokens(url), instance.version(url)
+    model = instance.model(url)
+    kv_tokens = instance.kv_tokens(url)
+    version = instance.version(url)
     if not model.max_model_len:
         raise ConfigError(f"{url}/v1/models does not say max_model_len, which every vLLM does")
-    others = [pages.address("--beside", other) for other in args.beside]
+    others = [http_client.address("--beside", other) for other in args.beside]
     if url in others:
         raise ConfigError(f"--beside: {url} is the instance that is measured")
     beside = [(other, instance.model(other)) for other in others]
     plan = steps.plan(model.max_model_len, kv_tokens, args.max_num_batched_tokens)
-    profile = Profile(url, model.id)
+    profile = InstanceProfiler(url, model.id)
     with neighbours.busy(beside):
         profile.warm_up()
         samples = _rounds(plan, profile.measure, args.seconds, time.monotonic)
@@ -139,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
         "decode": samples.decode(),
     }
     for kind in ("prefill", "decode"):
-        if len(points[kind]) < ENOUGH:
+        if len(points[kind]) < MIN_MEASUREMENTS:
             words = f"only {len(points[kind])} points of {kind} in {args.seconds:g} s"
             raise DisaggError(f"{words}: give --seconds more, and the instance no other traffic")
     Path(args.output).write_text(json.dumps(points, indent=1) + "\n")
@@ -158,17 +168,20 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _rounds(
-    plan: Sequence[Prefill | Decode],
-    measure: Callable[[Prefill | Decode], Step | None],
+    plan: Sequence[PrefillProbe | DecodeProbe],
+    measure: Callable[[PrefillProbe | DecodeProbe], StepSample | None],
     seconds: float,
     clock: Callable[[], float],
-) -> Samples:
-    """Measure all of the plan again and again; from the second round on only what ends in time."""
-    samples, took = Samples(), dict[Prefill | Decode, float]()
+) -> ProfileSamples:
+    """Repeats the plan until `seconds` are over; later rounds skip points that would end late."""
+    samples = ProfileSamples()
+    took = dict[PrefillProbe | DecodeProbe, float]()
     began = told = clock()
-    number, skipped = 0, 0
+    number = 0
+    skipped = 0
     while skipped < len(plan) and clock() - began < seconds:
-        number, skipped = number + 1, 0
+        number = number + 1
+        skipped = 0
         for at, what in enumerate(plan):
             start = clock()
             if start - began + took.get(what, 0.0) >= seconds:
@@ -177,7 +190,7 @@ def _rounds(
             if step := measure(what):
                 samples.add(what, step)
             took[what] = clock() - start
-            if clock() - told >= TELL:
+            if clock() - told >= PROGRESS_INTERVAL_SECONDS:
                 told = clock()
                 _say(f"round {number}: {at + 1} of {len(plan)} points, {told - began:.0f} of {seconds:.0f} s")
     if missing := len(plan) - len(took):
@@ -186,16 +199,18 @@ def _rounds(
 
 
 def _report(points: dict[str, Any], fewest: int, path: str) -> None:
-    prefill, decode = points["prefill"], points["decode"]
+    prefill = points["prefill"]
+    decode = points["decode"]
     for kind, rows, name in (("prefill", prefill, "tokens"), ("decode", decode, "contexts")):
         for row in rows:
-            lengths, milliseconds = row[name], 1000 * row["seconds"]
+            lengths = row[name]
+            milliseconds = 1000 * row["seconds"]
             print(f"{kind:8} {len(lengths):4} x {round(statistics.mean(lengths)):6} tokens {milliseconds:10.2f} ms")
     print(
         f"{len(prefill)} points of prefill, {len(decode)} of decode, KV cache of {points['kv_tokens']} tokens: {path}"
     )
-    if fewest < ENOUGH:
-        _say(f"warning: some points were measured fewer than {ENOUGH} times: give --seconds more")
+    if fewest < MIN_MEASUREMENTS:
+        _say(f"warning: some points were measured fewer than {MIN_MEASUREMENTS} times: give --seconds more")
 
 
 def _say(line: str) -> None:
@@ -203,7 +218,7 @@ def _say(line: str) -> None:
 
 
 def _machine(url: str) -> str:
-    """What this machine is, if the instance runs on it."""
+    """Describes this machine, if the instance runs on it."""
     if urlsplit(url).hostname not in ("127.0.0.1", "localhost", "::1"):
         return "another machine (--machine says which)"
     with suppress(OSError, subprocess.SubprocessError):

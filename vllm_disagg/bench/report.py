@@ -1,4 +1,4 @@
-"""What was measured, as a line, a table, JSON and a plot."""
+"""Formats bench results as a line, a table, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -12,59 +12,61 @@ import msgspec
 
 from ..errors import ConfigError
 from . import bisection
-from .bisection import Bracket, Tried
-from .instance import Model
-from .load import Target
-from .results import Latency, Objectives, Run
+from .bisection import RateBracket, TriedRate
+from .instance import ServedModel
+from .load import BenchTarget
+from .results import BenchRun, GoodputObjectives, LatencyPercentiles
 
 COLUMNS = ("", "goodput", "/GPU", "attained (95 %)", "QPS", "out tok/s", "TTFT p50 / p90 / p99", "TPOT p50 / p90 / p99")
 
 
 @dataclass
-class Measured:
+class TargetRuns:
     """All runs of one target."""
 
-    target: Target
-    alone: Run | None = None
-    runs: list[Run] = field(default_factory=list)
+    target: BenchTarget
+    alone: BenchRun | None = None
+    runs: list[BenchRun] = field(default_factory=list)
 
-    def bracket(self, objectives: Objectives) -> Bracket:
+    def bracket(self, objectives: GoodputObjectives) -> RateBracket:
+        """Returns the bounds of the goodput."""
         return bisection.bracket(self._tried(objectives))
 
-    def next_rate(self, objectives: Objectives, precision: float) -> float | None:
-        if not self.alone or not self.alone.mean_latency or self.is_hopeless(objectives):
+    def next_rate(self, objectives: GoodputObjectives, precision: float) -> float | None:
+        """Returns the next rate to try, or None at the end."""
+        if not self.alone or not self.alone.mean_latency or self.is_infeasible(objectives):
             return None
         return bisection.next_rate(self._tried(objectives), 1 / self.alone.mean_latency, precision)
 
-    def is_hopeless(self, objectives: Objectives) -> bool:
-        """Even one request at a time misses its objectives, and not by chance."""
+    def is_infeasible(self, objectives: GoodputObjectives) -> bool:
+        """Returns whether even one request at a time misses its objectives, and not by chance."""
         return self.alone is not None and self.alone.interval[1] < objectives.attainment
 
-    def best(self, objectives: Objectives) -> Run | None:
-        """The run at the goodput; None when no rate met the objectives."""
+    def best(self, objectives: GoodputObjectives) -> BenchRun | None:
+        """Returns the run at the goodput; None when no rate met the objectives."""
         rate = self.bracket(objectives).met
         return next((run for run in self.runs if rate is not None and run.rate == rate), None)
 
-    def _tried(self, objectives: Objectives) -> list[Tried]:
-        return [Tried(run.rate, run.met(objectives)) for run in self.runs if run.rate is not None]
+    def _tried(self, objectives: GoodputObjectives) -> list[TriedRate]:
+        return [TriedRate(run.rate, run.met(objectives)) for run in self.runs if run.rate is not None]
 
 
 class _SavedTarget(msgspec.Struct):
     url: str
     model: str
     gpus: int | None
-    alone: Run | None
-    runs: list[Run]
+    alone: BenchRun | None
+    runs: list[BenchRun]
 
 
-class _Saved(msgspec.Struct):
-    objectives: Objectives
+class _SavedReport(msgspec.Struct):
+    objectives: GoodputObjectives
     done: bool
     targets: dict[str, _SavedTarget]
 
 
-def line(run: Run, objectives: Objectives) -> str:
-    """One run, for the one who waits."""
+def line(run: BenchRun, objectives: GoodputObjectives) -> str:
+    """Formats one run as a progress line."""
     failed = f", {run.failed} failed ({run.error[:80]})" if run.failed else ""
     late = f"; warning: only {run.offered:.3g} a second could be sent" if run.is_late() else ""
     verdict = "met" if run.met(objectives) else "missed"
@@ -72,8 +74,11 @@ def line(run: Run, objectives: Objectives) -> str:
     return f"{run.attainment:.0%} good, {times}{failed}: {verdict}{late}"
 
 
-def result(measured: Sequence[Measured], objectives: Objectives, done: bool) -> dict[str, Any]:
-    """As written and printed; a target's `goodput` is 0 where nothing met the objectives, and null while it is sought."""
+def result(measured: Sequence[TargetRuns], objectives: GoodputObjectives, done: bool) -> dict[str, Any]:
+    """Builds the JSON document.
+
+    `goodput` of a target is 0 if nothing met the objectives, and null during the search.
+    """
     targets = {}
     for one in measured:
         met, missed = one.bracket(objectives)
@@ -92,29 +97,32 @@ def result(measured: Sequence[Measured], objectives: Objectives, done: bool) -> 
 
 
 def save(name: str, content: Mapping[str, Any]) -> None:
+    """Writes NAME.json. Raises ConfigError on failure."""
     try:
         Path(name + ".json").write_text(json.dumps(content, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"--save {name}: cannot write {name}.json: {error.strerror}") from None
 
 
-def load(path: str) -> tuple[Objectives, list[Measured]]:
-    """What a finished `save` wrote, to be shown beside other runs; ConfigError when it is not that."""
+def load(path: str) -> tuple[GoodputObjectives, list[TargetRuns]]:
+    """Loads a finished document of `save`. Raises ConfigError for any other file."""
     try:
-        content = msgspec.json.decode(Path(path).read_bytes(), type=_Saved)
+        content = msgspec.json.decode(Path(path).read_bytes(), type=_SavedReport)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{path} is not what vllm-disagg bench --save writes: {error}") from None
     if not content.done:
         raise ConfigError(f"{path} is of a bench that did not end")
     measured = [
-        Measured(Target(name, one.url, one.gpus, Model(one.model)), one.alone, one.runs)
+        TargetRuns(BenchTarget(name, one.url, one.gpus, ServedModel(one.model)), one.alone, one.runs)
         for name, one in content.targets.items()
     ]
     return content.objectives, measured
 
 
-def table(measured: Sequence[Measured], objectives: Objectives) -> str:
-    rows, words = [COLUMNS], []
+def table(measured: Sequence[TargetRuns], objectives: GoodputObjectives) -> str:
+    """Formats all targets as a table."""
+    rows = [COLUMNS]
+    words = []
     for one in measured:
         best = one.best(objectives)
         shown = best or one.alone
@@ -139,9 +147,10 @@ def table(measured: Sequence[Measured], objectives: Objectives) -> str:
     return "\n".join([head, "", *lines, "", *words, *_ratios(measured, objectives)])
 
 
-def _words(one: Measured, objectives: Objectives) -> str:
-    name, (met, missed) = one.target.name, one.bracket(objectives)
-    if met is None and one.is_hopeless(objectives):
+def _words(one: TargetRuns, objectives: GoodputObjectives) -> str:
+    name = one.target.name
+    (met, missed) = one.bracket(objectives)
+    if met is None and one.is_infeasible(objectives):
         return f"{name}: goodput 0: nothing meets these objectives; the row shows requests sent one at a time."
     if met is None:
         return f"{name}: goodput 0: no rate tried meets these objectives; the row shows requests sent one at a time."
@@ -150,8 +159,8 @@ def _words(one: Measured, objectives: Objectives) -> str:
     return f"{name}: met at {met:.3g}, missed at {missed:.3g}."
 
 
-def _ratios(measured: Sequence[Measured], objectives: Objectives) -> list[str]:
-    """The first target beside each other one, by GPU where their numbers are known."""
+def _ratios(measured: Sequence[TargetRuns], objectives: GoodputObjectives) -> list[str]:
+    """Formats the ratios of the first target to the others, by GPU where known."""
     first, *others = measured
     lines = []
     for other in others:
@@ -162,8 +171,8 @@ def _ratios(measured: Sequence[Measured], objectives: Objectives) -> list[str]:
     return lines
 
 
-def plot(path: str, measured: Sequence[Measured], objectives: Objectives) -> None:
-    """Attainment, TTFT and TPOT by rate."""
+def plot(path: str, measured: Sequence[TargetRuns], objectives: GoodputObjectives) -> None:
+    """Plots attainment, TTFT and TPOT by rate."""
     import matplotlib  # noqa: PLC0415 - an optional extra, and slow
 
     matplotlib.use("Agg")
@@ -201,7 +210,7 @@ def plot(path: str, measured: Sequence[Measured], objectives: Objectives) -> Non
     plt.close(figure)
 
 
-def _times(latency: Latency) -> str:
+def _times(latency: LatencyPercentiles) -> str:
     return " / ".join(map(_time, (latency.median, latency.p90, latency.p99)))
 
 

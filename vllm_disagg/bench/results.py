@@ -1,4 +1,4 @@
-"""From what `vllm bench serve --save-detailed` wrote to figures; pure."""
+"""Parses the file of `vllm bench serve --save-detailed` into figures; pure."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ import numpy as np
 
 from ..errors import DisaggError
 
-Z = 1.96  # standard deviations to either side of a 95 % interval
+Z_SCORE_95 = 1.96  # standard deviations to either side of a 95 % interval
 
 
-class Objectives(msgspec.Struct, frozen=True):
-    """A request is good if it meets both times; a rate is met if enough requests are good."""
+class GoodputObjectives(msgspec.Struct, frozen=True):
+    """Objectives: a request is good if it meets both times; a rate is met if enough requests are good."""
 
     ttft: float  # seconds to the first token
     tpot: float  # seconds for each further one, on average over the request
     attainment: float  # share of good requests, of all that were sent
 
     def words(self) -> str:
+        """Describes the objectives for people."""
         return (
             f"at least {100 * self.attainment:.4g} % of requests get the first token within {self.ttft:g} s and "
             f"each further one within {self.tpot:g} s on average"
         )
 
 
-class Latency(msgspec.Struct, frozen=True):
-    """Seconds, over the requests that were answered in full (over all gaps, for `itl`); None where there is none."""
+class LatencyPercentiles(msgspec.Struct, frozen=True):
+    """Seconds over the completely answered requests (over all gaps, for `itl`); None without any."""
 
     median: float | None
     p90: float | None
     p99: float | None
 
 
-class Run(msgspec.Struct, frozen=True):
+class BenchRun(msgspec.Struct, frozen=True):
     """One run of `vllm bench serve`."""
 
     rate: float | None  # requests a second as asked for; None: one request at a time
@@ -48,13 +49,14 @@ class Run(msgspec.Struct, frozen=True):
     qps: float  # answered requests a second, over the whole run
     prompt_tokens_per_s: float
     output_tokens_per_s: float
-    ttft: Latency
-    tpot: Latency  # of a request: mean time between its tokens
-    itl: Latency  # between two tokens that follow each other
+    ttft: LatencyPercentiles
+    tpot: LatencyPercentiles  # of a request: mean time between its tokens
+    itl: LatencyPercentiles  # between two tokens that follow each other
     mean_latency: float | None  # of a whole request, seconds
     error: str = ""  # one of the failed requests' errors, or why there are no results at all
 
-    def met(self, objectives: Objectives) -> bool:
+    def met(self, objectives: GoodputObjectives) -> bool:
+        """Returns whether enough requests were good."""
         return self.attainment >= objectives.attainment
 
     def is_late(self) -> bool:
@@ -62,8 +64,8 @@ class Run(msgspec.Struct, frozen=True):
         return bool(self.rate and self.offered and self.offered < 0.9 * self.rate)
 
 
-class _Detailed(msgspec.Struct):
-    """The fields we read of vLLM's result file (`vllm/benchmarks/serve.py`, 0.28 to 0.33)."""
+class _DetailedResults(msgspec.Struct):
+    """Required fields of vLLM's result file (`vllm/benchmarks/serve.py`, 0.28 to 0.33)."""
 
     duration: float
     input_lens: list[int]
@@ -74,10 +76,13 @@ class _Detailed(msgspec.Struct):
     errors: list[str]
 
 
-def parse(content: bytes, rate: float | None, answers: Sequence[int], objectives: Objectives) -> Run:
-    """`answers`: tokens that each request asked for, in order.  DisaggError when it is not such a file."""
+def parse(content: bytes, rate: float | None, answers: Sequence[int], objectives: GoodputObjectives) -> BenchRun:
+    """Parses a result file; `answers` are the requested tokens of each request, in order.
+
+    Raises DisaggError for an invalid file.
+    """
     try:
-        raw = msgspec.json.decode(content, type=_Detailed)
+        raw = msgspec.json.decode(content, type=_DetailedResults)
     except msgspec.DecodeError as error:
         raise DisaggError(f"what vllm bench serve wrote is not understood: {error}") from None
     columns = (raw.output_lens, raw.ttfts, raw.itls, raw.errors, raw.input_lens, raw.start_times)
@@ -93,7 +98,7 @@ def parse(content: bytes, rate: float | None, answers: Sequence[int], objectives
     good = sum(ttft[at] <= objectives.ttft and tpot[at] <= objectives.tpot for at in done)
     begun = sorted(time for time in raw.start_times if time > 0)
     span = begun[-1] - begun[0] if begun else 0.0
-    return Run(
+    return BenchRun(
         rate=rate,
         sent=len(answers),
         good=good,
@@ -112,27 +117,29 @@ def parse(content: bytes, rate: float | None, answers: Sequence[int], objectives
     )
 
 
-def nothing(rate: float, sent: int, why: str) -> Run:
-    """A run that had to be ended: all its requests count as missed."""
-    none = Latency(None, None, None)
-    return Run(rate, sent, 0, sent, 0.0, wilson(0, sent), None, 0.0, 0.0, 0.0, none, none, none, None, why)
+def aborted_run(rate: float, sent: int, why: str) -> BenchRun:
+    """Returns an aborted run: all its requests count as missed."""
+    none = LatencyPercentiles(None, None, None)
+    return BenchRun(rate, sent, 0, sent, 0.0, wilson(0, sent), None, 0.0, 0.0, 0.0, none, none, none, None, why)
 
 
 def _error(errors: list[str], whole: list[bool]) -> str:
-    """The last line of the first error; vLLM keeps whole tracebacks."""
+    """Returns the last line of the first error; vLLM keeps whole tracebacks."""
     told = next((error.strip().splitlines()[-1] for error in errors if error.strip()), "")
     return told or ("" if all(whole) else "an answer ended before its last token")
 
 
-def latency(values: list[float]) -> Latency:
+def latency(values: list[float]) -> LatencyPercentiles:
+    """Computes percentiles of seconds."""
     if not values:
-        return Latency(None, None, None)
-    return Latency(*(float(p) for p in np.percentile(values, (50, 90, 99))))
+        return LatencyPercentiles(None, None, None)
+    return LatencyPercentiles(*(float(p) for p in np.percentile(values, (50, 90, 99))))
 
 
 def wilson(good: int, sent: int) -> tuple[float, float]:
-    """95 % interval of a share (E. B. Wilson, 1927)."""
-    share, z2 = good / sent, Z * Z
+    """Returns the 95 % confidence interval of a share (E. B. Wilson, 1927)."""
+    share = good / sent
+    z2 = Z_SCORE_95 * Z_SCORE_95
     middle = (share + z2 / (2 * sent)) / (1 + z2 / sent)
-    half = Z / (1 + z2 / sent) * math.sqrt(share * (1 - share) / sent + z2 / (4 * sent * sent))
+    half = Z_SCORE_95 / (1 + z2 / sent) * math.sqrt(share * (1 - share) / sent + z2 / (4 * sent * sent))
     return max(0.0, middle - half), min(1.0, middle + half)

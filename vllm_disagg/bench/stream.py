@@ -9,27 +9,30 @@ from collections.abc import Sequence
 import msgspec
 
 from ..errors import ConfigError, DisaggError
-from ..pages import connect, headers, reason
-from .steps import Event
+from ..http_client import connect, headers, reason
+from .steps import TokenEvent
 
-PATIENCE = 120.0  # seconds without a byte
+READ_TIMEOUT_SECONDS = 120.0  # seconds without a byte
 
 
-class _Choice(msgspec.Struct):
+class _CompletionChoice(msgspec.Struct):
     index: int
     token_ids: list[int] | None = None
 
 
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
+class _CompletionChunk(msgspec.Struct):
+    choices: list[_CompletionChoice] = []
     error: msgspec.Raw | None = None
 
 
-_decode = msgspec.json.Decoder(_Chunk).decode
+_decode = msgspec.json.Decoder(_CompletionChunk).decode
 
 
-def complete(url: str, model: str, prompts: Sequence[Sequence[int]], answer: int) -> list[list[Event]]:
-    """For each prompt, when its tokens came: seconds since the request was sent.  ConfigError when it is refused."""
+def complete(url: str, model: str, prompts: Sequence[Sequence[int]], answer: int) -> list[list[TokenEvent]]:
+    """Returns the token arrivals of each prompt, in seconds since the request was sent.
+
+    Raises ConfigError when the server refuses it.
+    """
     body = msgspec.json.encode(
         {
             "model": model,
@@ -41,7 +44,7 @@ def complete(url: str, model: str, prompts: Sequence[Sequence[int]], answer: int
             "return_token_ids": True,
         }
     )
-    connection = connect(url, PATIENCE)
+    connection = connect(url, READ_TIMEOUT_SECONDS)
     try:
         connection.connect()
         began = time.monotonic()
@@ -56,8 +59,8 @@ def complete(url: str, model: str, prompts: Sequence[Sequence[int]], answer: int
         connection.close()
 
 
-def _read(response: http.client.HTTPResponse, count: int, answer: int, began: float) -> list[list[Event]]:
-    events: list[list[Event]] = [[] for _ in range(count)]
+def _read(response: http.client.HTTPResponse, count: int, answer: int, began: float) -> list[list[TokenEvent]]:
+    events: list[list[TokenEvent]] = [[] for _ in range(count)]
     for line in response:
         if not line.startswith(b"data: {"):
             continue
@@ -72,7 +75,7 @@ def _read(response: http.client.HTTPResponse, count: int, answer: int, began: fl
             if not 0 <= choice.index < count:
                 raise DisaggError(f"an answer to prompt {choice.index} of {count} came")
             if choice.token_ids:
-                events[choice.index].append(Event(now, len(choice.token_ids)))
+                events[choice.index].append(TokenEvent(now, len(choice.token_ids)))
     if any(sum(event.tokens for event in answers) != answer for answers in events):
         raise DisaggError("an answer ended early, or came without token ids (vLLM 0.28 or newer is needed)")
     return events

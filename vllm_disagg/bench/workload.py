@@ -1,4 +1,4 @@
-"""What the requests of a benchmark look like: lengths and arrivals, from a trace or drawn at random."""
+"""Request schedules of a benchmark: lengths and arrivals, from a trace or drawn at random."""
 
 from __future__ import annotations
 
@@ -9,35 +9,42 @@ from collections.abc import Iterator
 
 import msgspec
 
-from ..lengths import Lengths
-from ..traces import Request, Trace
+from ..workloads.lengths import LengthDistribution
+from ..workloads.traces import Trace, TraceRequest
 
-WHOLE = 1 << 24  # a hash id for a whole prompt: longer than any
+WHOLE_PROMPT_TOKENS = 1 << 24  # a hash id for a whole prompt: longer than any
 
 
-class Workload(msgspec.Struct, frozen=True):
-    requests: tuple[Request, ...]
-    block: int = WHOLE  # tokens that a hash id stands for
+class RequestSchedule(msgspec.Struct, frozen=True):
+    """Requests with their arrival times."""
 
-    def fitting(self, limit: int | None) -> Workload:
-        """Without the requests that are longer than the model takes."""
+    requests: tuple[TraceRequest, ...]
+    block: int = WHOLE_PROMPT_TOKENS  # tokens that a hash id stands for
+
+    def fitting(self, limit: int | None) -> RequestSchedule:
+        """Drops the requests that exceed the model's limit."""
         kept = tuple(r for r in self.requests if limit is None or r.prompt + r.answer <= limit)
         return msgspec.structs.replace(self, requests=kept)
 
-    def first(self, count: int) -> Workload:
+    def first(self, count: int) -> RequestSchedule:
+        """Keeps the first `count` requests."""
         return msgspec.structs.replace(self, requests=self.requests[:count])
 
-    def at_once(self) -> Workload:
+    def at_once(self) -> RequestSchedule:
+        """Sets all arrivals to 0."""
         now = tuple(msgspec.structs.replace(r, arrival=0.0) for r in self.requests)
         return msgspec.structs.replace(self, requests=now)
 
-    def at_rate(self, rate: float, seed: int | None) -> Workload:
-        """The same requests at `rate` a second over the whole run: Poisson arrivals drawn from `seed`, the same at
-        every rate but for the scale; None: the trace's own arrivals, scaled."""
+    def at_rate(self, rate: float, seed: int | None) -> RequestSchedule:
+        """Rescales arrivals to `rate` requests a second over the whole run.
+
+        Poisson arrivals are drawn from `seed`, the same at every rate but for the scale. None keeps the shape of the trace.
+        """
         if seed is None:
             times = [r.arrival for r in self.requests]
         else:
-            chance, times = random.Random(seed), [0.0]
+            chance = random.Random(seed)
+            times = [0.0]
             for _ in self.requests[1:]:
                 times.append(times[-1] + chance.expovariate(1.0))
         span = times[-1] - times[0]
@@ -49,7 +56,7 @@ class Workload(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, requests=tuple(moved))
 
     def lines(self) -> Iterator[str]:
-        """The file that `vllm bench serve --dataset-name timed_trace` reads; timestamps in seconds."""
+        """Yields the lines that `vllm bench serve --dataset-name timed_trace` reads; timestamps in seconds."""
         for number, r in enumerate(self.requests):
             ids = r.hash_ids or _own_ids(number, r.prompt, self.block)
             line = {"timestamp": r.arrival, "input_length": r.prompt, "output_length": r.answer, "hash_ids": ids}
@@ -57,19 +64,22 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 def _own_ids(number: int, tokens: int, block: int) -> list[int]:
-    """Ids that nobody else has; a trace's own are not negative."""
-    return [-(number * WHOLE + at + 1) for at in range(math.ceil(tokens / block))]
+    """Returns unique ids; those of a trace are not negative."""
+    return [-(number * WHOLE_PROMPT_TOKENS + at + 1) for at in range(math.ceil(tokens / block))]
 
 
-def fixed(prompt: int, answer: int, count: int) -> Workload:
-    return Workload((Request(0.0, prompt, answer),) * count)
+def fixed(prompt: int, answer: int, count: int) -> RequestSchedule:
+    """Schedules `count` requests of equal lengths."""
+    return RequestSchedule((TraceRequest(0.0, prompt, answer),) * count)
 
 
-def drawn(lengths: Lengths, count: int, seed: int) -> Workload:
+def drawn(lengths: LengthDistribution, count: int, seed: int) -> RequestSchedule:
+    """Schedules `count` requests with lengths drawn from a distribution."""
     chance = random.Random(seed)
-    return Workload(tuple(Request(0.0, *lengths.draw(chance)) for _ in range(count)))
+    return RequestSchedule(tuple(TraceRequest(0.0, *lengths.draw(chance)) for _ in range(count)))
 
 
-def of(trace: Trace) -> Workload:
+def from_trace(trace: Trace) -> RequestSchedule:
+    """Schedules the requests of a trace."""
     whole = not any(request.hash_ids for request in trace.requests)
-    return Workload(trace.requests, WHOLE if whole else trace.block)
+    return RequestSchedule(trace.requests, WHOLE_PROMPT_TOKENS if whole else trace.block)

@@ -1,8 +1,8 @@
-"""Ends process groups, and does so too when the launcher was killed with kill -9.
+"""Ends process groups, even after the launcher was killed with kill -9.
 
-Each child of the launcher leads a group of its own, which its descendants (VLLM::EngineCore, VLLM::Worker) stay
-in.  `python -m vllm_disagg.launcher.guard RUN_DIR` reads the leaders' pids from its standard input; end of input
-means that the launcher is gone.
+Each child of the launcher leads its own group, which its descendants (VLLM::EngineCore, VLLM::Worker) stay in.
+`python -m vllm_disagg.launcher.guard RUN_DIR` reads the leaders' pids from its standard input. End of input means
+that the launcher has ended.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
-GRACE = 10.0  # seconds between SIGTERM and SIGKILL
-KILL_WAIT = 5.0  # seconds that the kernel may take to end what SIGKILL hit
-POLL = 0.05
+GRACE_SECONDS = 10.0  # seconds between SIGTERM and SIGKILL
+KILL_WAIT_SECONDS = 5.0  # seconds that the kernel may take to end what SIGKILL hit
+POLL_SECONDS = 0.05
 
 
 def members(leaders: Collection[int]) -> list[int]:
-    """The living processes of these leaders' groups.  Zombies do not count: nobody may be there to reap them."""
+    """Lists the living processes of the leaders' groups. Zombies do not count: they may stay unreaped."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -35,15 +35,15 @@ def members(leaders: Collection[int]) -> list[int]:
 
 
 def end(leaders: Collection[int], hurry: Callable[[], bool] = lambda: False) -> None:
-    """SIGTERM to the groups, and SIGKILL to what is left after the grace, or as soon as `hurry` says so."""
+    """Sends SIGTERM to the groups, and SIGKILL to the rest after the grace period or once `hurry` returns True."""
     _signal(members(leaders), signal.SIGTERM)
-    deadline = time.monotonic() + GRACE
+    deadline = time.monotonic() + GRACE_SECONDS
     while (left := members(leaders)) and time.monotonic() < deadline and not hurry():
-        time.sleep(POLL)
-    deadline = time.monotonic() + KILL_WAIT
+        time.sleep(POLL_SECONDS)
+    deadline = time.monotonic() + KILL_WAIT_SECONDS
     while left and time.monotonic() < deadline:
         _signal(left, signal.SIGKILL)
-        time.sleep(POLL)
+        time.sleep(POLL_SECONDS)
         left = members(leaders)
 
 
@@ -54,6 +54,7 @@ def _signal(processes: Collection[int], number: signal.Signals) -> None:
 
 
 def main() -> None:
+    """Ends the groups when standard input closes."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # what ends the launcher must not end its guard
     end({int(line) for line in sys.stdin})

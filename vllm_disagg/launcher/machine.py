@@ -20,7 +20,7 @@ OLDEST, NEWEST = Version("0.28"), Version("0.33")  # the same as in kv_connector
 GIB = 1 << 30
 
 
-class Machine(msgspec.Struct, frozen=True):
+class MachineFacts(msgspec.Struct, frozen=True):
     """What a plan depends on besides the user's flags."""
 
     cores: tuple[int, ...]  # logical CPUs that we may use, one of each physical core
@@ -32,12 +32,12 @@ class Machine(msgspec.Struct, frozen=True):
     kv_space: str = ""  # VLLM_CPU_KVCACHE_SPACE, if the user has set it
 
 
-def examine() -> Machine:
-    """This machine, or ConfigError for what keeps vLLM with our plugin from running on it."""
+def examine() -> MachineFacts:
+    """Examines this machine. Raises ConfigError if vLLM with the plugin cannot run on it."""
     version = _vllm_version()
     _check_plugin()
     allowed = sorted(os.sched_getaffinity(0))
-    return Machine(
+    return MachineFacts(
         cores=tuple(cpu for cpu in allowed if cpu == min(_siblings(cpu).intersection(allowed), default=cpu)),
         gpus=None if version.local == "cpu" else _gpus(),
         memory=_free_memory(),
@@ -61,6 +61,7 @@ def check_model(model: str) -> None:
 
 
 def check_port(host: str, port: int) -> None:
+    """Raises ConfigError if the proxy's port cannot be bound."""
     if problem := _bind(host, port):
         raise ConfigError(f"cannot listen on {host} port {port} ({problem}): choose another with --port or --host")
 
@@ -115,7 +116,8 @@ def _check_plugin() -> None:
 
 def _executable(name: str) -> str:
     """The one of this environment, by its short name where a shell finds that very one."""
-    ours, found = Path(sys.executable).parent / name, shutil.which(name)
+    ours = Path(sys.executable).parent / name
+    found = shutil.which(name)
     if os.access(ours, os.X_OK):
         return name if found and Path(found).resolve() == ours.resolve() else str(ours)
     if found:
@@ -146,7 +148,7 @@ def _gpus() -> tuple[str, ...]:
 
 
 def _free_memory() -> float:
-    """GiB that can be had, by the machine and by our control group."""
+    """Returns the free GiB, limited by the control group."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024

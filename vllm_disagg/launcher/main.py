@@ -1,4 +1,4 @@
-"""`vllm-disagg up`: check, plan, start, wait, watch, tear down."""
+"""Checks, plans, starts, watches and ends a local deployment: `vllm-disagg up`."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from ..errors import DisaggError
 from ..fleet import keys
 from ..proxy import settings as proxy_settings
 from . import machine, plan
-from .plan import Command, Options, Plan
-from .processes import Console, Died, Family
+from .plan import ChildCommand, LaunchPlan, UpOptions
+from .processes import ChildExited, ChildProcesses, SharedConsole
 
-POLL = 0.2
-TELL = 5.0  # seconds between two lines of progress
-READY_LIMIT = 60.0  # seconds that the proxy may take to pair instances that are already up
+POLL_SECONDS = 0.2
+PROGRESS_INTERVAL_SECONDS = 5.0  # seconds between two lines of progress
+READY_TIMEOUT_SECONDS = 60.0  # seconds that the proxy may take to pair instances that are already up
 KEY_FILE = "fleet.key"  # in commands to type
 ADMIN_KEY_FILE = "admin.key"  # in the run directory
 EPILOG = "Arguments after -- go to each vllm serve as they are."
 
 
-class Stopped(Exception):
-    """Somebody has asked us to stop."""
+class StopRequested(Exception):
+    """A signal has requested a stop."""
 
 
-class Signals:
-    """SIGINT, SIGTERM and SIGHUP, counted: the first one stops, a second one while stopping hurries."""
+class StopSignals:
+    """Counts SIGINT, SIGTERM and SIGHUP: the first one stops, a second one hurries the stop."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -44,14 +44,17 @@ class Signals:
         self.count += 1
 
     def check(self) -> None:
+        """Raises StopRequested after a signal."""
         if self.count:
-            raise Stopped
+            raise StopRequested
 
     def hurry(self) -> bool:
+        """Returns whether a second signal has come."""
         return self.count > 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `up`."""
     add = parser.add_argument
     parser.epilog = EPILOG
     add("--model", required=True, help="a folder, or a name on the Hugging Face hub")
@@ -66,7 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    console = Console(sys.stderr)
+    """Runs `up` until a signal or the end of a child. Returns the exit status."""
+    console = SharedConsole(sys.stderr)
     options = _options(args)
     machine.check_model(options.model)
     facts = machine.examine()
@@ -82,9 +86,9 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(commands)
         return 0
-    signals = Signals()
+    signals = StopSignals()
     try:
-        with Family(console, signals.hurry) as family:
+        with ChildProcesses(console, signals.hurry) as family:
             key_file = os.path.join(family.directory, KEY_FILE)
             keys.create(key_file)
             admin_key_file, admin = _admin_key(family.directory)
@@ -94,16 +98,16 @@ def run(args: argparse.Namespace) -> int:
             _announce(todo, plan.example(options, todo), plan.fleet_commands(todo, admin_key_file), commands)
             while True:
                 _pause(family, signals)
-    except Stopped:
+    except StopRequested:
         console.say("vllm-disagg up: stopped")
         return 0
-    except (Died, TimeoutError) as error:
+    except (ChildExited, TimeoutError) as error:
         console.say(f"vllm-disagg up: {error}; everything is stopped")
         return 1
 
 
-def _options(args: argparse.Namespace) -> Options:
-    return Options(
+def _options(args: argparse.Namespace) -> UpOptions:
+    return UpOptions(
         model=args.model,
         prefill=args.prefill,
         decode=args.decode,
@@ -125,36 +129,44 @@ def _admin_key(directory: str) -> tuple[str, dict[str, str]]:
     return path, {keys.ADMIN_KEY: Path(path).read_text().strip()}
 
 
-def _check_proxy(proxy: Command) -> None:
-    """Let the proxy itself say now what it would refuse later; its key file does not exist yet."""
+def _check_proxy(proxy: ChildCommand) -> None:
+    """Validates the proxy's flags before any start; its key file does not exist yet."""
     parser = argparse.ArgumentParser()
     proxy_settings.add_arguments(parser)
     proxy_settings.from_arguments(parser.parse_args([*proxy.argv[2:], "--key-file", ""]))
 
 
-def _start(todo: Plan, family: Family, signals: Signals, console: Console) -> None:
-    console.say("vllm-disagg up: each instance loads its model, and compiles it at the first start: this may take minutes")
+def _start(todo: LaunchPlan, family: ChildProcesses, signals: StopSignals, console: SharedConsole) -> None:
+    console.say(
+        "vllm-disagg up: each instance loads its model, and compiles it at the first start: this may take minutes"
+    )
     for engine in todo.engines:
         family.start(engine, engine.argv)
     _wait(todo.engines, family, signals, console)
     family.start(todo.proxy, [sys.executable, "-m", "vllm_disagg.cli", *todo.proxy.argv[1:]])
-    _wait([todo.proxy], family, signals, console, READY_LIMIT)
+    _wait([todo.proxy], family, signals, console, READY_TIMEOUT_SECONDS)
 
 
 def _wait(
-    commands: Sequence[Command], family: Family, signals: Signals, console: Console, limit: float = float("inf")
+    commands: Sequence[ChildCommand],
+    family: ChildProcesses,
+    signals: StopSignals,
+    console: SharedConsole,
+    limit: float = float("inf"),
 ) -> None:
-    """Return once all are ready; tell on each change, and every few seconds, so that nobody thinks we hang."""
+    """Waits until all children are ready, with a progress line on each change and every few seconds."""
     began = told = time.monotonic()
-    answers, ready = dict.fromkeys((c.name for c in commands), "starting"), set[str]()
+    answers = dict.fromkeys((c.name for c in commands), "starting")
+    ready = set[str]()
     while len(ready) < len(commands):
         _pause(family, signals)
-        before, now = len(ready), time.monotonic()
+        before = len(ready)
+        now = time.monotonic()
         for command in commands:
             if command.name not in ready:
                 is_ready, answers[command.name] = _ask(command)
                 ready |= {command.name} if is_ready else set()
-        if len(ready) > before or now - told >= TELL:
+        if len(ready) > before or now - told >= PROGRESS_INTERVAL_SECONDS:
             told = now
             states = (f"{c.name} {'ready' if c.name in ready else 'starting'}" for c in commands)
             console.say(f"vllm-disagg up: {now - began:.0f} s: {', '.join(states)}")
@@ -163,14 +175,14 @@ def _wait(
             raise TimeoutError(f"{late} is not ready after {limit:.0f} s: {answers[late]}")
 
 
-def _pause(family: Family, signals: Signals) -> None:
+def _pause(family: ChildProcesses, signals: StopSignals) -> None:
     signals.check()
     family.check()
-    time.sleep(POLL)
+    time.sleep(POLL_SECONDS)
 
 
-def _ask(command: Command) -> tuple[bool, str]:
-    """Whether a child is ready, and what it answered."""
+def _ask(command: ChildCommand) -> tuple[bool, str]:
+    """Returns whether a child is ready, and its answer."""
     connection = http.client.HTTPConnection(command.host, command.port, timeout=2)
     try:
         connection.request("GET", command.ready)
@@ -182,11 +194,13 @@ def _ask(command: Command) -> tuple[bool, str]:
         connection.close()
 
 
-def _announce(todo: Plan, example: str, fleet: list[str], commands: str) -> None:
-    """To standard output, in one piece, for people and for scripts."""
+def _announce(todo: LaunchPlan, example: str, fleet: list[str], commands: str) -> None:
+    """Prints the address and the commands in one piece, for people and for scripts."""
     shown = "See the instances, and drain one (with the admin key):\n" + "\n".join(fleet)
     try:
-        print(f"\nready: {todo.proxy.url}\n\nTry it:\n{example}\n\n{shown}\n\nThe same by hand:\n{commands}\n", flush=True)
+        print(
+            f"\nready: {todo.proxy.url}\n\nTry it:\n{example}\n\n{shown}\n\nThe same by hand:\n{commands}\n", flush=True
+        )
     except OSError as error:
         raise DisaggError(f"cannot write to standard output: {error.strerror}") from None
 

@@ -1,4 +1,4 @@
-"""From flags and facts about the machine to the commands that run; pure."""
+"""Plans the commands to run, from flags and machine facts; pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import msgspec
 
 from ..errors import ConfigError
 from ..fleet import keys
-from .machine import Machine
+from .machine import MachineFacts
 
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
-OURS = {  # what vLLM is told by us, and the flag of ours that sets it
+REFUSED_FLAGS = {  # what vLLM is told by us, and the flag of ours that sets it
     "--kv-transfer-config": "it is what this command is about",
     "--model": "give it before --",
     "--host": "instances listen on loopback only",
@@ -22,13 +22,13 @@ OURS = {  # what vLLM is told by us, and the flag of ours that sets it
     "--tensor-parallel-size": "give it before --",
     "-tp": "give --tensor-parallel-size before --",
 }
-ROOMY = 4  # cores of a rank from which on one is left to what is not OpenMP
-QUIET = "--disable-access-log-for-endpoints=/health,/metrics"  # of which the proxy asks four times a second
-OWN_MEMORY = 2  # GiB that an instance takes besides weights and KV cache
+MIN_CORES_TO_SPARE_ONE = 4  # cores of a rank from which on one is left to what is not OpenMP
+QUIET_ACCESS_LOG_FLAG = "--disable-access-log-for-endpoints=/health,/metrics"  # of which the proxy asks four times a second
+OVERHEAD_GIB = 2  # GiB that an instance takes besides weights and KV cache
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The flags of `up`."""
+class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Flags of `up`."""
 
     model: str
     prefill: int = 1
@@ -41,8 +41,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     extra: list[str] = []  # for `vllm serve`, as they are
 
 
-class Command(msgspec.Struct, frozen=True):
-    """One child process."""
+class ChildCommand(msgspec.Struct, frozen=True):
+    """Command line of one child process."""
 
     name: str  # prefill-0, decode-0, proxy
     argv: list[str]
@@ -53,22 +53,25 @@ class Command(msgspec.Struct, frozen=True):
 
     @property
     def url(self) -> str:
+        """Base URL of the child."""
         return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
     def shell(self) -> str:
-        """What to type for the same."""
+        """Formats the command for a shell."""
         return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.env.items()), shlex.join(self.argv)])
 
 
-class Plan(msgspec.Struct, frozen=True):
-    engines: list[Command]
-    proxy: Command
+class LaunchPlan(msgspec.Struct, frozen=True):
+    """Commands of all children, with notes and warnings for the user."""
+
+    engines: list[ChildCommand]
+    proxy: ChildCommand
     notes: list[str]
     warnings: list[str]
 
 
-def make(options: Options, machine: Machine, ports: list[int], key_file: str) -> Plan:
-    """The plan, or ConfigError; `ports` are the engines'."""
+def make(options: UpOptions, machine: MachineFacts, ports: list[int], key_file: str) -> LaunchPlan:
+    """Plans all children; `ports` are those of the engines. Raises ConfigError if the plan cannot work."""
     _refuse_ours(options.extra)
     names = [
         f"{role}-{n}"
@@ -81,20 +84,20 @@ def make(options: Options, machine: Machine, ports: list[int], key_file: str) ->
     else:
         envs, notes = _gpu(names, options.tensor_parallel, machine.gpus)
     engines = [
-        Command(name, _serve(options, machine, name, port, key_file), env, "127.0.0.1", port, "/health")
+        ChildCommand(name, _serve(options, machine, name, port, key_file), env, "127.0.0.1", port, "/health")
         for name, port, env in zip(names, ports, envs, strict=True)
     ]
-    return Plan(engines, _proxy(options, machine, engines, key_file), notes, warnings)
+    return LaunchPlan(engines, _proxy(options, machine, engines, key_file), notes, warnings)
 
 
-def by_hand(plan: Plan, machine: Machine, key_file: str) -> str:
-    """The commands that do the same, one a line."""
+def by_hand(plan: LaunchPlan, machine: MachineFacts, key_file: str) -> str:
+    """Formats the equivalent shell commands, one a line."""
     key = shlex.join([machine.ours, "key", key_file])
     return "\n".join([key, *(f"{engine.shell()} &" for engine in plan.engines), plan.proxy.shell()])
 
 
-def example(options: Options, plan: Plan) -> str:
-    """A request to try it with."""
+def example(options: UpOptions, plan: LaunchPlan) -> str:
+    """Formats an example request."""
     body = json.dumps({"model": _served_name(options), "prompt": "Once upon a time", "max_tokens": 32})
     headers = ["Content-Type: application/json", *(f"Authorization: Bearer {key}" for key in options.api_keys[:1])]
     return shlex.join(
@@ -102,8 +105,11 @@ def example(options: Options, plan: Plan) -> str:
     )
 
 
-def fleet_commands(plan: Plan, admin_key_file: str) -> list[str]:
-    """How to see the instances and how to drain one.  The key is read from its file, else from the environment."""
+def fleet_commands(plan: LaunchPlan, admin_key_file: str) -> list[str]:
+    """Formats commands that list the instances and drain one.
+
+    The admin key is read from its file, else from the environment.
+    """
     key = f"$(cat {shlex.quote(admin_key_file)})" if admin_key_file else f"${keys.ADMIN_KEY}"
     url = shlex.quote(f"{plan.proxy.url}/disagg/instances")
     seen = f'curl {url} -H "Authorization: Bearer {key}"'
@@ -112,7 +118,7 @@ def fleet_commands(plan: Plan, admin_key_file: str) -> list[str]:
     return [seen, f"{drain} -H 'Content-Type: application/json' -d {body}"]
 
 
-def _serve(options: Options, machine: Machine, name: str, port: int, key_file: str) -> list[str]:
+def _serve(options: UpOptions, machine: MachineFacts, name: str, port: int, key_file: str) -> list[str]:
     transfer = {
         "kv_connector": "DisaggConnector",
         "kv_role": ROLES[name.partition("-")[0]],
@@ -122,10 +128,10 @@ def _serve(options: Options, machine: Machine, name: str, port: int, key_file: s
     parallel = ["--tensor-parallel-size", str(options.tensor_parallel)] if options.tensor_parallel > 1 else []
     where = ["--host", "127.0.0.1", "--port", str(port)]
     config = ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
-    return [machine.vllm, "serve", options.model, *where, *parallel, *config, QUIET, *options.extra]
+    return [machine.vllm, "serve", options.model, *where, *parallel, *config, QUIET_ACCESS_LOG_FLAG, *options.extra]
 
 
-def _proxy(options: Options, machine: Machine, engines: list[Command], key_file: str) -> Command:
+def _proxy(options: UpOptions, machine: MachineFacts, engines: list[ChildCommand], key_file: str) -> ChildCommand:
     argv = [machine.ours, "proxy", "--host", options.host, "--port", str(options.port), "--key-file", key_file]
     for engine in engines:
         argv += [f"--{engine.name.partition('-')[0]}", engine.url]
@@ -134,17 +140,17 @@ def _proxy(options: Options, machine: Machine, engines: list[Command], key_file:
     if options.no_api_key:
         argv.append("--no-api-key")
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
-    return Command("proxy", argv, {}, reachable, options.port, "/readiness")
+    return ChildCommand("proxy", argv, {}, reachable, options.port, "/readiness")
 
 
 def _refuse_ours(extra: list[str]) -> None:
     for word in extra:
         flag = word.partition("=")[0].partition(".")[0].replace("_", "-")
-        if flag in OURS:
-            raise ConfigError(f"{flag} cannot be given after --: {OURS[flag]}")
+        if flag in REFUSED_FLAGS:
+            raise ConfigError(f"{flag} cannot be given after --: {REFUSED_FLAGS[flag]}")
 
 
-def _served_name(options: Options) -> str:
+def _served_name(options: UpOptions) -> str:
     for word, following in pairwise([*options.extra, ""]):
         flag, _, value = word.partition("=")
         if flag.replace("_", "-") == "--served-model-name":
@@ -152,22 +158,24 @@ def _served_name(options: Options) -> str:
     return options.model
 
 
-def _cpu(names: list[str], ranks: int, machine: Machine, warnings: list[str]) -> tuple[list[dict[str, str]], list[str]]:
-    """Cores for each rank of each instance, so that nobody's OpenMP threads run into another's."""
+def _cpu(names: list[str], ranks: int, machine: MachineFacts, warnings: list[str]) -> tuple[list[dict[str, str]], list[str]]:
+    """Assigns cores to each rank of each instance, so that OpenMP threads of instances do not compete."""
     total = len(names) * ranks
     if len(machine.cores) < total:
-        few, many = _count(len(machine.cores), "core"), _count(total, "worker")
+        few = _count(len(machine.cores), "core")
+        many = _count(total, "worker")
         warnings.append(f"{few} for {many}: they share, so this shows that it works, not how fast it is")
     space = machine.kv_space or str(max(1, min(16, int(machine.memory / 4 / total))))
     if not space.isdecimal():
         raise ConfigError(f"VLLM_CPU_KVCACHE_SPACE={space} is not a whole number of GiB: set it to one, or unset it")
-    if machine.memory < (needed := total * (int(space) + OWN_MEMORY)):
+    if machine.memory < (needed := total * (int(space) + OVERHEAD_GIB)):
         workers = _count(total, "worker")
         warnings.append(
             f"{machine.memory:.0f} GiB of memory are free; {workers} may take {needed} GiB and their weights"
         )
     shares = _shares(machine.cores, total)
-    envs, places = [], []
+    envs = []
+    places = []
     for name in names:
         bound = "|".join(_ranges(next(shares)) for _ in range(ranks))
         envs.append({"VLLM_CPU_OMP_THREADS_BIND": bound, "VLLM_CPU_KVCACHE_SPACE": space})
@@ -182,7 +190,7 @@ def _shares(cores: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
         if not size:
             yield (cores[n % len(cores)],)
         else:
-            yield cores[n * size : (n + 1) * size - (size >= ROOMY)]
+            yield cores[n * size : (n + 1) * size - (size >= MIN_CORES_TO_SPARE_ONE)]
 
 
 def _ranges(cores: tuple[int, ...]) -> str:

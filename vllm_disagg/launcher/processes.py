@@ -1,4 +1,4 @@
-"""The launcher's children: started, watched, their logs passed on, and ended together."""
+"""Children of the launcher: start, watch, forward their output, end them together."""
 
 from __future__ import annotations
 
@@ -17,41 +17,44 @@ from typing import IO
 
 from ..errors import ConfigError
 from . import guard
-from .plan import Command
+from .plan import ChildCommand
 
-COLOURS = (36, 33, 35, 32, 34)  # of prefixes, on a terminal
+PREFIX_COLOURS = (36, 33, 35, 32, 34)  # of prefixes, on a terminal
 # A cause; vLLM's last errors only point back at it.
 CAUSE = re.compile(r"died unexpectedly|\b\w*(Error|Exception): (?!cancelled$|.*root cause)")
 HARMLESS = re.compile(r"(^|\) )(DEBUG|INFO|WARNING) \d\d-\d\d ")  # as vLLM logs: a warning may name an error
-TROUBLE = re.compile(r"error|killed", re.IGNORECASE)
+TROUBLE_PATTERN = re.compile(r"error|killed", re.IGNORECASE)
 
 
-class Died(Exception):
-    """A child has ended that should not have."""
+class ChildExited(Exception):
+    """A child has ended unexpectedly."""
 
 
-class Console:
-    """Lines from several threads, each whole.  A reader who is gone does not stop the children."""
+class SharedConsole:
+    """Writes whole lines from several threads. A closed reader does not stop the children."""
 
     def __init__(self, stream: IO[str]) -> None:
-        self._stream, self._lock = stream, threading.Lock()
+        self._stream = stream
+        self._lock = threading.Lock()
         self.is_terminal = stream.isatty()
 
     def say(self, line: str) -> None:
+        """Writes one line."""
         with self._lock, suppress(OSError, ValueError):
             self._stream.write(line + "\n")
             self._stream.flush()
 
 
-class Child:
-    """One process, leader of its own group, and the thread that reads what it says.
+class ChildProcess:
+    """One process, leader of its own group, and the thread that reads its output.
 
-    Not of a session: Linux (autogroups) makes a session one party to the sharing of a core, and an API server, which
-    rarely runs, would wait for up to a second while another instance's worker spins (docs/goodput.md).
+    It does not lead a session. Linux (autogroups) gives each session one share of a core. An API server, which rarely runs,
+    would then wait for up to a second while the worker of another instance spins (docs/goodput.md).
     """
 
-    def __init__(self, command: Command, argv: list[str], console: Console, prefix: str) -> None:
-        self.name, self.cause = command.name, ""
+    def __init__(self, command: ChildCommand, argv: list[str], console: SharedConsole, prefix: str) -> None:
+        self.name = command.name
+        self.cause = ""
         self._weight = 0
         self.process = subprocess.Popen(
             argv,
@@ -78,24 +81,26 @@ class Child:
         """Read its last words; a descendant that outlives it may hold the pipe, so not for ever."""
         self._reader.join(2)
 
-    def _read(self, console: Console, prefix: str) -> None:
+    def _read(self, console: SharedConsole, prefix: str) -> None:
         assert self.process.stdout
         for raw in self.process.stdout:
             line = raw.decode(errors="replace").rstrip().rpartition("\r")[2]
             console.say(prefix + line)
-            weight = 1 if HARMLESS.search(line) else 3 if CAUSE.search(line) else 2 if TROUBLE.search(line) else 1
+            weight = 1 if HARMLESS.search(line) else 3 if CAUSE.search(line) else 2 if TROUBLE_PATTERN.search(line) else 1
             if line.strip() and weight >= self._weight:
-                self._weight, self.cause = weight, line.strip()
+                self._weight = weight
+                self.cause = line.strip()
 
 
-class Family:
+class ChildProcesses:
     """All children; leaving it ends them.  Its run directory holds the fleet key and goes with it."""
 
-    def __init__(self, console: Console, hurry: Callable[[], bool]) -> None:
-        self._console, self._hurry = console, hurry
-        self._children: list[Child] = []
+    def __init__(self, console: SharedConsole, hurry: Callable[[], bool]) -> None:
+        self._console = console
+        self._hurry = hurry
+        self._children: list[ChildProcess] = []
 
-    def __enter__(self) -> Family:
+    def __enter__(self) -> ChildProcesses:
         self.directory = tempfile.mkdtemp(prefix="vllm-disagg-up-")
         self._guard = subprocess.Popen(
             [sys.executable, "-m", "vllm_disagg.launcher.guard", self.directory],
@@ -106,11 +111,12 @@ class Family:
         )
         return self
 
-    def start(self, command: Command, argv: list[str]) -> None:
-        colour = COLOURS[len(self._children) % len(COLOURS)]
+    def start(self, command: ChildCommand, argv: list[str]) -> None:
+        """Starts a child."""
+        colour = PREFIX_COLOURS[len(self._children) % len(PREFIX_COLOURS)]
         prefix = f"\033[{colour}m[{command.name}]\033[0m " if self._console.is_terminal else f"[{command.name}] "
         try:
-            child = Child(command, argv, self._console, prefix)
+            child = ChildProcess(command, argv, self._console, prefix)
         except OSError as error:
             raise ConfigError(f"cannot start {argv[0]}: {error.strerror}") from None
         self._children.append(child)
@@ -124,7 +130,7 @@ class Family:
         for child in self._children:
             if child.process.poll() is not None:
                 child.join()
-                raise Died(child.ending())
+                raise ChildExited(child.ending())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

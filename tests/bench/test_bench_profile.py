@@ -1,0 +1,211 @@
+"""`vllm-disagg profile` over real sockets, against a scripted engine whose steps take a known time; a real one is
+profiled in tests/engine."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from vllm_disagg import cli
+from vllm_disagg.bench import neighbours, profile
+from vllm_disagg.bench.steps import DecodeProbe, PrefillProbe, StepSample
+
+INFO = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="20"} 1.0\n'
+STEP, TOKEN = 0.003, 5e-5  # seconds: of any step, and for each token of a prompt in it
+
+
+class Scripted(BaseHTTPRequestHandler):
+    """An engine that computes the first prompt of a request alone, then the others together, then one token for each."""
+
+    protocol_version = "HTTP/1.1"
+    pages: dict[str, object]
+    refuse: str
+    asked: list[int]  # of each request, the tokens of its first prompt
+
+    def do_GET(self) -> None:
+        page = self.pages.get(self.path)
+        self._answer(404 if page is None else 200, page if isinstance(page, str) else json.dumps(page))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.asked.append(len(body["prompt"][0]))
+        if self.refuse:
+            self._answer(400, json.dumps({"error": {"message": self.refuse}}))
+            return
+        self.send_response(200)
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        prompts = body["prompt"]
+        for group in (range(1), range(1, len(prompts))):
+            if group:
+                time.sleep(STEP + TOKEN * sum(len(prompts[at]) for at in group))
+                self._tokens(group)
+        for _ in range(body["max_tokens"] - 1):
+            time.sleep(STEP)
+            self._tokens(range(len(prompts)))
+        self._chunk(b"data: [DONE]\n\n")
+        self._chunk(b"")
+
+    def _tokens(self, indices: range) -> None:
+        for index in indices:
+            choice = {"index": index, "text": "x", "token_ids": [7]}
+            self._chunk(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+
+    def _chunk(self, content: bytes) -> None:
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(content), content))
+
+    def _answer(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def serving() -> Iterator[tuple[str, type[Scripted]]]:
+    pages = {
+        "/v1/models": {"data": [{"id": "tiny", "root": "/tiny", "max_model_len": 96}]},
+        "/version": {"version": "0.32.0"},
+        "/metrics": INFO,
+    }
+    engine = type("Serving", (Scripted,), {"pages": pages, "refuse": "", "asked": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), engine)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", engine
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def engine() -> Iterator[tuple[str, type[Scripted]]]:
+    with serving() as found:
+        yield found
+
+
+@pytest.fixture
+def neighbour() -> Iterator[tuple[str, type[Scripted]]]:
+    with serving() as found:
+        yield found
+
+
+def test_a_profile_finds_the_engines_times(
+    engine: tuple[str, type[Scripted]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "points.json"
+    words = ["--output", str(path), "--seconds", "1", "--max-num-batched-tokens", "128", "--machine", "a script"]
+    assert cli.main(["profile", engine[0], *words]) == 0
+    points = json.loads(path.read_text())
+    facts = [points[name] for name in ("version", "model", "vllm", "machine", "kv_tokens", "max_num_batched_tokens")]
+    assert facts == [1, "tiny", "0.32.0", "a script", 320, 128]
+    for point in points["prefill"]:
+        if len(point["tokens"]) == 1:  # more is not certain on a machine that has other work
+            assert point["seconds"] >= STEP + TOKEN * point["tokens"][0]
+    assert all(point["seconds"] > 0 for point in points["decode"])
+    assert [16] in [point["tokens"] for point in points["prefill"]]
+    assert max(len(point["contexts"]) for point in points["decode"]) == 4
+    assert "points of prefill" in capsys.readouterr().out
+
+
+def test_neighbours_work_meanwhile(
+    engine: tuple[str, type[Scripted]], neighbour: tuple[str, type[Scripted]], tmp_path: Path
+) -> None:
+    path = tmp_path / "points.json"
+    words = ["--output", str(path), "--seconds", "1", "--beside", neighbour[0]]
+    assert cli.main(["profile", engine[0], *words]) == 0
+    assert json.loads(path.read_text())["beside"] == 1
+    asked = neighbour[1].asked
+    assert len(asked) >= 3 and set(asked) == {96 - neighbours.ANSWER_TOKENS}  # one after the other; as long as it takes them
+
+
+def test_a_neighbour_that_fails_is_said(
+    engine: tuple[str, type[Scripted]], neighbour: tuple[str, type[Scripted]], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    neighbour[1].refuse = "no"
+    words = ["--output", str(tmp_path / "x"), "--seconds", "0.2", "--beside", neighbour[0]]
+    assert cli.main(["profile", engine[0], *words]) == 2
+    assert f"a neighbour did not keep at work: {neighbour[0]} refused" in capsys.readouterr().err
+    assert cli.main(["profile", engine[0], "--output", str(tmp_path / "x"), "--beside", engine[0]]) == 2
+    assert "is the instance that is measured" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("page", "content", "expected"),
+    [
+        ("/v1/models", {"data": []}, "serves no model"),
+        ("/v1/models", {"models": 1}, "/v1/models does not answer as vLLM does"),
+        ("/v1/models", {"data": [{"id": "tiny"}]}, "does not say max_model_len"),
+        ("/v1/models", None, "/v1/models answered 404"),
+        ("/version", "hello", "/version does not answer as vLLM does"),
+        ("/metrics", "up 1\n", "give the address of an instance itself, not of a proxy"),
+        ("/metrics", INFO * 2, "has 2 engines (data parallel)"),
+        ("/metrics", INFO.replace('"20"', '"None"'), "does not say num_gpu_blocks"),
+    ],
+)
+def test_what_it_cannot_use_it_refuses_in_one_line(
+    engine: tuple[str, type[Scripted]], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    page: str, content: object, expected: str,
+) -> None:  # fmt: skip
+    engine[1].pages[page] = content
+    assert cli.main(["profile", engine[0], "--output", str(tmp_path / "x")]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("vllm-disagg profile: ") and err.count("\n") == 1 and expected in err
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_instance_that_refuses_a_prompt(
+    engine: tuple[str, type[Scripted]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine[1].refuse = "Token id 999 is out of vocabulary"
+    assert cli.main(["profile", engine[0], "--output", str(tmp_path / "x")]) == 2
+    assert "refused a request: 400: Token id 999 is out of vocabulary" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["nonsense", "--output", "x"], "URL: nonsense is not a URL"),
+        (["http://127.0.0.1:9", "--output", "x"], "cannot reach http://127.0.0.1:9"),
+        (["http://127.0.0.1:9", "--output", "/nowhere/x"], "--output /nowhere/x"),
+        (["http://127.0.0.1:9", "--output", "x", "--seconds", "0"], "--seconds must be more than 0"),
+        (["http://127.0.0.1:9", "--output", "x", "--max-num-batched-tokens", "0"], "must be 1 or more"),
+    ],
+)
+def test_bad_words(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["profile", *words]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_rounds_end_in_time_and_say_what_they_had_no_time_for(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+
+    def measure(what: PrefillProbe | DecodeProbe) -> StepSample:
+        nonlocal now
+        now += sum(what.prompts) if isinstance(what, PrefillProbe) else 0
+        return StepSample((1,), 1.0)
+
+    small, large = PrefillProbe((1,)), PrefillProbe((50,))
+    profile._rounds([small, large], measure, 60, lambda: now)
+    assert now == 59  # the large one once, the small one for as long as there is time
+    now = 0.0
+    profile._rounds([small, large, PrefillProbe((2,))], measure, 20, lambda: now)
+    assert "no time for 1 of 3 points" in capsys.readouterr().err
+
+
+def test_the_way_to_the_engine_is_added_to_what_waited_for_its_step() -> None:
+    samples = profile.ProfileSamples()
+    samples.add(PrefillProbe((32,)), StepSample((32,), 0.010))
+    samples.add(PrefillProbe((32,), 64), StepSample((32,), 0.008))
+    samples.add(PrefillProbe((32, 32), 64), StepSample((32, 32), 0.012))
+    samples.add(PrefillProbe((32, 32), 64), StepSample((32,), 0.008))  # the other one was in an earlier step
+    assert samples.prefill() == [{"tokens": [32], "seconds": 0.01}, {"tokens": [32, 32], "seconds": 0.014}]

@@ -1,0 +1,189 @@
+"""The launcher with real child processes that misbehave, and stand-ins for vllm."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from vllm_disagg.launcher import guard
+from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
+
+SECONDS = 20.0  # that anything here may take
+
+STAND_IN = """#!{python}
+# A vllm that serves nothing: it answers /health and, unless told not to, probes, as an engine that fits every other.
+import http.server, json, os, subprocess, sys
+role = "prefill" if "kv_producer" in " ".join(sys.argv) else "decode"
+subprocess.Popen(["sleep", "300"])  # a descendant, like VLLM::EngineCore
+open(os.path.join({pids!r}, role), "w").write(str(os.getpid()))
+print(role, "in", os.getpid(), flush=True)
+if "--die" in sys.argv and role == "decode":
+    print("ValueError: no luck today\\nEngineDeadError: See stack trace (above) for the root cause.\\nbye")
+    print("(APIServer pid=1) WARNING 11-22 05:03:51 [x.py:1] This can cause errors like `OSError: [Errno 24] Too many`")
+    sys.exit(3)
+facts = json.loads({facts!r})[role]
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(503 if "--never" in sys.argv else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps({{"data": [{{"id": "a/b"}}]}}).encode())
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.send_response(404 if "--mute" in sys.argv else 200)
+        self.end_headers()
+        answer = {{"model": body["model"], "choices": [{{"text": "x", "finish_reason": "length"}}]}}
+        answer["kv_transfer_params"] = {{"disagg_engine": facts}}
+        self.wfile.write(json.dumps(answer).encode())
+    def log_message(self, *_): pass
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+FACTS = json.dumps(
+    {
+        role: msgspec.to_builtins(EngineInfo(role, role, [WorkerInfo(role, "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")], {}))  # type: ignore[arg-type]
+        for role in ("prefill", "decode")
+    }
+)
+
+
+class Up:
+    """`vllm-disagg up` with a stand-in for vllm."""
+
+    def __init__(self, folder: Path, *extra: str, ready_limit: float = 60.0) -> None:
+        self.folder, self.pids = folder, folder / "pids"
+        self.pids.mkdir()
+        (folder / "vllm").write_text(STAND_IN.format(python=sys.executable, pids=str(self.pids), facts=FACTS))
+        (folder / "vllm").chmod(0o755)
+        code = (  # the checks have their own tests
+            "import sys; from packaging.version import Version; from vllm_disagg import cli; "
+            f"from vllm_disagg.launcher import machine, main; main.READY_TIMEOUT_SECONDS = {ready_limit}; "
+            "machine._vllm_version, machine._check_plugin = lambda: Version('0.32.0+cpu'), lambda: None; "
+            f"machine._executable = lambda name: {str(folder)!r} + '/' + name; sys.exit(cli.main(sys.argv[1:]))"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, "up", "--model", "a/b", "--port", "0", "--", *extra],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(folder)},
+            start_new_session=True,
+        )
+
+    def leaders(self) -> list[int]:
+        return [int(text) for file in self.pids.iterdir() if (text := file.read_text())]
+
+    def wait_for_engines(self) -> None:
+        eventually(lambda: len(self.leaders()) == 2)
+
+    def end(self) -> tuple[int, str]:
+        said = self.process.communicate(timeout=SECONDS)[1]
+        return self.process.returncode, said
+
+    def left(self) -> list[object]:
+        """Processes and run directories that are still there."""
+        return [*guard.members(self.leaders()), *self.folder.glob("vllm-disagg-*")]
+
+
+def eventually(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
+    started: list[Up] = []
+
+    def start(*extra: str, **more: float) -> Up:
+        started.append(Up(tmp_path, *extra, **more))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        guard.end(one.leaders(), lambda: True)
+        one.process.wait()
+
+
+def test_a_child_that_dies_takes_all_with_it(up: Callable[..., Up]) -> None:
+    running = up("--die")
+    code, said = running.end()
+    assert code == 1
+    last = said.splitlines()[-1]
+    assert last == "vllm-disagg up: decode-0 ended with exit code 3: ValueError: no luck today; everything is stopped"
+    assert re.search(r"^\[prefill-0\] prefill in \d+$", said, re.MULTILINE)
+    assert running.left() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_everything(up: Callable[..., Up], number: signal.Signals) -> None:
+    running = up("--never")
+    running.wait_for_engines()
+    keys = {path.name: path.read_text() for path in running.folder.glob("vllm-disagg-*/*.key")}
+    assert keys.keys() == {"fleet.key", "admin.key"} and len(set(keys.values())) == 2
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in running.folder.glob("vllm-disagg-*/*.key"))
+    running.process.send_signal(number)
+    code, said = running.end()
+    assert code == 0 and said.splitlines()[-1] == "vllm-disagg up: stopped"
+    assert not any(key.strip() in said for key in keys.values())
+    assert running.left() == []
+
+
+def test_kill_9_leaves_nothing(up: Callable[..., Up]) -> None:
+    running = up("--never")
+    running.wait_for_engines()
+    running.process.kill()
+    eventually(lambda: running.left() == [])
+
+
+def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "GRACE_SECONDS", 0.3)
+    deaf = subprocess.Popen(
+        ["sh", "-c", "trap '' TERM; echo deaf; sleep 300"], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert deaf.stdout
+    deaf.stdout.readline()
+    guard.end([deaf.pid])
+    assert guard.members([deaf.pid]) == [] and deaf.wait() == -signal.SIGKILL
+
+
+def test_the_proxy_says_why_it_is_not_ready(up: Callable[..., Up]) -> None:
+    """Stand-ins answer /health, but no probe."""
+    running = up("--mute", ready_limit=5.0)
+    code, said = running.end()
+    assert code == 1
+    assert "proxy is not ready after 5 s: " in said and "no decode instance can be used" in said
+    assert running.left() == []
+
+
+def test_what_is_printed_once_all_are_ready_can_be_typed(up: Callable[..., Up]) -> None:
+    """Nothing follows --, as in README.  Each line that is printed works in a shell, with the admin key that was minted."""
+    running = up()
+    said: list[str] = []
+    assert running.process.stdout
+    for line in running.process.stdout:
+        said.append(line)
+        if "--decode http://" in line:
+            break
+    assert len([line for line in said if line.startswith("ready: http://127.0.0.1:")]) == 1, running.end()
+    seen, drain = (line for line in said if line.startswith("curl") and "/disagg/instances" in line)
+    rows = json.loads(subprocess.check_output(seen, shell=True, text=True))
+    assert [(row["role"], row["usable"]) for row in rows] == [("prefill", True), ("decode", True)]
+    assert json.loads(subprocess.check_output(drain, shell=True, text=True))["drained"]
+    (example,) = (line for line in said if line.startswith("curl") and "/v1/completions" in line)
+    assert json.loads(subprocess.check_output(example, shell=True, text=True))["model"] == "a/b"
+    running.process.send_signal(signal.SIGINT)
+    code, log = running.end()
+    assert code == 0 and log.splitlines()[-1] == "vllm-disagg up: stopped"
+    assert running.left() == []

@@ -1,0 +1,179 @@
+"""Advice for a running deployment: a scripted stand-in answers as the proxy does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import ClassVar
+
+import msgspec
+import pytest
+
+from vllm_disagg import cli
+from vllm_disagg.errors import ConfigError
+from vllm_disagg.planner.commands import flags, live
+from vllm_disagg.planner.commands.live import ObservedTraffic, between, parse
+from vllm_disagg.planner.search.scenario import Placement, ReplicaGroup
+from vllm_disagg.planner.simulation.simulator import simulate
+
+INSTANCES = [
+    {"url": f"http://h:{n}", "role": role, "usable": True} for n, role in enumerate(["prefill"] * 3 + ["decode"])
+]
+WORDS = [
+    "plan",
+    "--coefficients",
+    "distserve-a100",
+    "--model",
+    "opt-13b",
+    "--ttft",
+    "1",
+    "--tpot",
+    "0.1",
+    "--jobs",
+    "1",
+]
+WORDS += ["--requests", "1500", "--seeds", "1", "--window", "1", "--json"]
+
+
+def _metrics(requests: int, prompt: float = 60, output: float = 60, ttft: float = 0.06, tpot: float = 0.05) -> bytes:
+    return f"""# TYPE vllm_disagg_requests_total counter
+vllm_disagg_requests_total{{path="/v1/completions",mode="split",outcome="ok"}} {requests}
+vllm_disagg_requests_total{{path="/v1/completions",mode="split",outcome="timeout"}} 7
+# TYPE vllm_disagg_tokens_total counter
+vllm_disagg_tokens_total{{kind="prompt"}} {requests * prompt}
+vllm_disagg_tokens_total{{kind="completion"}} {requests * output}
+# TYPE vllm_disagg_ttft_seconds histogram
+vllm_disagg_ttft_seconds_bucket{{le="+Inf"}} {requests}
+vllm_disagg_ttft_seconds_count {requests}
+vllm_disagg_ttft_seconds_sum {requests * ttft}
+# TYPE vllm_disagg_tpot_seconds histogram
+vllm_disagg_tpot_seconds_bucket{{le="+Inf"}} {requests}
+vllm_disagg_tpot_seconds_count {requests}
+vllm_disagg_tpot_seconds_sum {requests * tpot}
+""".encode()
+
+
+class Proxy(BaseHTTPRequestHandler):
+    """Answers what is scripted; each look at the metrics gets the next."""
+
+    instances: ClassVar[list[dict[str, object]]] = []
+    metrics: ClassVar[list[bytes]] = []
+
+    key: ClassVar[str] = ""  # needed for the instances
+
+    def do_GET(self) -> None:
+        if self.path == "/disagg/instances" and self.key and self.headers["authorization"] != f"Bearer {self.key}":
+            self.send_error(401)
+            return
+        body = json.dumps(self.instances).encode() if self.path == "/disagg/instances" else self.metrics.pop(0)
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def proxy() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Proxy)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_the_admin_key_shows_the_instances(
+    proxy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Proxy.instances, Proxy.metrics = INSTANCES, [_metrics(100), _metrics(120)]
+    monkeypatch.setattr(Proxy, "key", "root")
+    monkeypatch.setenv("OPENAI_API_KEY", "user")
+    assert cli.main([*WORDS, "--live", proxy]) == 2
+    assert "needs a key: put it into the environment as OPENAI_API_KEY or VLLM_DISAGG_ADMIN_KEY" in capsys.readouterr().err
+    monkeypatch.setenv("VLLM_DISAGG_ADMIN_KEY", "root")
+    assert cli.main([*WORDS, "--live", proxy]) == 0
+
+
+def test_three_prefill_and_one_decode_are_wrong_for_long_answers(
+    proxy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Proxy.instances, Proxy.metrics = INSTANCES, [_metrics(100), _metrics(120)]
+    assert cli.main([*WORDS, "--live", proxy]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["traffic"]["prompt"] == pytest.approx(60) and found["traffic"]["requests"] == 20
+    assert not found["right"] and found["gain"] > 1.3
+    assert found["best"]["decode"] > 1 and found["present"] | {"goodput": 0, "ci": 0} == {
+        "prefill": 3, "decode": 1, "goodput": 0, "ci": 0,
+    }  # fmt: skip
+    assert found["best"]["goodput"] == pytest.approx(found["gain"] * found["present"]["goodput"])
+    assert found["one_more"]["decode"]["gain"] > 1.3 and found["one_more"]["prefill"]["gain"] < 1.1
+    assert (found["one_more"]["decode"]["prefill"], found["one_more"]["decode"]["decode"]) == (3, 2)
+
+
+def test_a_refit_finds_how_much_slower_the_deployment_is() -> None:
+    """Times of a deployment whose prefill is 1.5 and whose decode is 2 times the model's."""
+    parser = argparse.ArgumentParser()
+    flags.add_arguments(parser)
+    words = ["--coefficients", "distserve-a100", "--model", "opt-13b", "--workload", "300:100", "--requests", "300"]
+    scenario = flags.read(parser.parse_args(words), 4, "").scenario
+    present = Placement(ReplicaGroup(1, 1, 2), ReplicaGroup(1, 1, 2))
+    slow = msgspec.structs.replace(
+        scenario,
+        prefill=msgspec.structs.replace(scenario.prefill, scale=1.5),
+        decode=msgspec.structs.replace(scenario.decode, scale=2.0),
+    )
+    outcome = simulate(slow.deployment(present), slow.samples()[0], 4.0)
+    means = sum(outcome.ttft) / 300, sum(outcome.tpot) / 300
+    found = live.refit(scenario, present, ObservedTraffic(60.0, 240, 4.0, 300.0, 100.0, *means))
+    assert found.prefill.scale == pytest.approx(1.5, rel=0.02)
+    assert found.decode.scale == pytest.approx(2.0, rel=0.02)
+
+
+def test_counters_that_are_missing_are_named() -> None:
+    old = b'# TYPE vllm_disagg_requests_total counter\nvllm_disagg_requests_total{outcome="ok"} 5\n'
+    with pytest.raises(ConfigError, match="no vllm_disagg_tokens_total"):
+        between(parse(old), parse(old), 10)
+
+
+def test_little_traffic_a_restart_and_answers_without_usage_are_said() -> None:
+    with pytest.raises(ConfigError, match="3 requests ended well in 10 s"):
+        between(parse(_metrics(100)), parse(_metrics(103)), 10)
+    with pytest.raises(ConfigError, match="include_usage"):
+        between(parse(_metrics(100, 0, 0)), parse(_metrics(200, 0, 0)), 10)
+    with pytest.raises(ConfigError, match="ended well"):
+        between(parse(_metrics(100)), parse(_metrics(30)), 10)
+
+
+def test_what_a_window_held() -> None:
+    assert between(parse(_metrics(0)), parse(_metrics(50)), 25.0) == ObservedTraffic(
+        25.0, 50, 2.0, 60.0, 60.0, pytest.approx(0.06), pytest.approx(0.05)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (INSTANCES[:3], "3 prefill and 0 decode instances"),
+        ([{**row, "usable": False} for row in INSTANCES], "0 prefill and 0 decode"),
+        ([{**row, "leaving": True} for row in INSTANCES], "0 prefill and 0 decode"),
+        ([{"a": 1}], "not what a vllm-disagg proxy answers"),
+        (["x"], "not what a vllm-disagg proxy answers"),
+    ],
+)
+def test_a_fleet_without_a_ratio_is_said(rows: list[object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        live.count(json.dumps(rows).encode())
+
+
+@pytest.mark.parametrize("url", ["ftp://h", "nonsense", "http://127.0.0.1:1", "http://127.0.0.1:notaport"])
+def test_a_proxy_that_is_not_there_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*WORDS, "--live", url]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("vllm-disagg plan: ") and url in err and err.count("\n") == 1

@@ -1,0 +1,183 @@
+"""The simulator against formulas, and against itself one step at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_disagg.planner.cost import distserve, queueing
+from vllm_disagg.planner.cost.hardware import LINKS
+from vllm_disagg.planner.cost.latency import LinearLatency, unloaded_prefill
+from vllm_disagg.planner.simulation import workload
+from vllm_disagg.planner.simulation.replica import SchedulingRules
+from vllm_disagg.planner.simulation.simulator import (
+    POLICIES,
+    Deployment,
+    Handoff,
+    Objective,
+    ReplicaPool,
+    quantile,
+    simulate,
+)
+from vllm_disagg.planner.simulation.workload import Arrivals, WorkloadSample
+
+LARGE = 1 << 40
+PLAIN = LinearLatency(1, (0.02, 1e-4, 1e-8), (0.01, 1e-6, 1e-4), (0.01, 1e-6, 1e-4))
+SHAREGPT = workload.load("sharegpt-like")
+
+
+def _linear(pp: int) -> LinearLatency:
+    return LinearLatency(pp, PLAIN.prefill, PLAIN.small, PLAIN.large)
+
+
+@pytest.mark.parametrize(("pp", "tolerance"), [(1, 0.02), (2, 0.05)])
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.85])
+def test_mean_ttft_is_that_of_an_m_d_1_queue(pp: int, tolerance: float, load: float) -> None:
+    """50,000 equal prompts, one at a time; with two stages each takes half."""
+    latency = _linear(pp)
+    service = unloaded_prefill(latency, 512)
+    rate = load / (service / pp)
+    sample = workload.load("512:1").sample(50_000, 1, Arrivals("poisson"))
+    prefill = ReplicaPool(1, latency, LARGE, SchedulingRules(budget=512, sequences=LARGE))
+    decode = ReplicaPool(1, latency, LARGE, SchedulingRules(sequences=LARGE))
+    result = simulate(
+        Deployment(prefill, decode, Handoff(overlap=False, concurrency=LARGE), distserve=True), sample, rate
+    )
+    assert sum(result.ttft) / len(sample) == pytest.approx(queueing.mean_ttft(service, rate, pp), rel=tolerance)
+
+
+def _deployments() -> dict[str, Deployment]:
+    small, large = 9_000, 60_000
+    tight = SchedulingRules(budget=512, sequences=24)
+    link = Handoff(LINKS["eth-10"], 200_000, 40)
+    return {
+        "P:D": Deployment(ReplicaPool(2, PLAIN, large), ReplicaPool(1, PLAIN, large), link),
+        "P:D with little KV": Deployment(ReplicaPool(2, PLAIN, small, tight), ReplicaPool(2, PLAIN, small, tight), link),
+        "P:D without overlap": Deployment(
+            ReplicaPool(1, PLAIN, small), ReplicaPool(2, PLAIN, small), Handoff(LINKS["eth-10"], 200_000, 40, False)
+        ),
+        "pipelines": Deployment(ReplicaPool(1, _linear(2), large), ReplicaPool(1, _linear(3), small), link),
+        "colocated": Deployment(ReplicaPool(2, PLAIN, large, SchedulingRules(budget=512))),
+        "colocated with little KV": Deployment(ReplicaPool(2, PLAIN, small, tight)),
+        "prefill first": Deployment(ReplicaPool(2, PLAIN, small, SchedulingRules(budget=2048, chunked=False))),
+    }
+
+
+@pytest.mark.parametrize("name", _deployments())
+@pytest.mark.parametrize("rate", [1.0, 6.0, 40.0])
+def test_leaps_change_nothing(name: str, rate: float) -> None:
+    deployment = _deployments()[name]
+    sample = SHAREGPT.sample(120, 3, Arrivals("poisson"))
+    leaps, steps = simulate(deployment, sample, rate), simulate(_slow(deployment), sample, rate)
+    for field in ("ttft", "tpot", "latency", "transfer"):
+        assert getattr(leaps, field) == pytest.approx(getattr(steps, field), rel=1e-9, abs=1e-12)
+    assert leaps.preemptions == steps.preemptions
+    assert min(leaps.latency) > 0
+    assert all(t >= f for t, f in zip(leaps.latency, leaps.ttft, strict=True))
+
+
+def _slow(deployment: Deployment) -> Deployment:
+    def side(s: ReplicaPool) -> ReplicaPool:
+        rules = s.rules
+        return ReplicaPool(s.count, s.latency, s.kv, SchedulingRules(rules.budget, rules.sequences, rules.chunked, False))
+
+    decode = side(deployment.decode) if deployment.decode else None
+    return Deployment(side(deployment.prefill), decode, deployment.handoff, deployment.policy, deployment.distserve)
+
+
+def test_little_kv_preempts_and_still_finishes() -> None:
+    result = simulate(_deployments()["P:D with little KV"], SHAREGPT.sample(200, 0, Arrivals("poisson")), 20.0)
+    assert result.preemptions > 0 and min(result.latency) > 0
+
+
+def test_the_same_seed_gives_the_same_result() -> None:
+    sample = SHAREGPT.sample(100, 0, Arrivals("gamma", 2.0))
+    for policy in POLICIES:
+        deployment = Deployment(ReplicaPool(3, PLAIN, 60_000), ReplicaPool(2, PLAIN, 60_000), policy=policy)
+        assert simulate(deployment, sample, 20.0) == simulate(deployment, sample, 20.0)
+
+
+@pytest.mark.parametrize(("link", "least", "most"), [("eth-25", 0.386, 0.39), ("nvlink", 0.004, 0.005)])
+def test_what_a_link_adds_to_a_request(link: str, least: float, most: float) -> None:
+    """OPT-66B, 512 tokens: 1.208e9 bytes, after the prefill as DistServe moves them."""
+    latency = distserve.latency("distserve-a100", "opt-66b", 4, 1)
+    sample = WorkloadSample([512], [64], [0.0])
+
+    def time(handoff: Handoff) -> float:
+        side = ReplicaPool(1, latency, 78_496, SchedulingRules(LARGE, LARGE))
+        return simulate(Deployment(side, side, handoff, distserve=True), sample, 1.0).latency[0]
+
+    added = time(Handoff(LINKS[link], 2_359_296, 64, overlap=False)) - time(Handoff(overlap=False))
+    assert least <= added <= most
+
+
+def test_overlap_hides_the_transfer_behind_the_prefill() -> None:
+    """A transfer that takes half as long as the prefill: what is left is the last layer of 40."""
+    sample = WorkloadSample([2048], [10], [0.0])
+    prefill = unloaded_prefill(PLAIN, 2048)
+    handoff = Handoff(LINKS["eth-100"], 0.5 * prefill * LINKS["eth-100"].bandwidth / 2048, 40)
+    result = simulate(Deployment(ReplicaPool(1, PLAIN, 60_000), ReplicaPool(1, PLAIN, 60_000), handoff), sample, 1.0)
+    assert result.transfer[0] == pytest.approx(0.5 * prefill / 40 + LINKS["eth-100"].latency)
+
+
+def test_d_reserves_kv_for_prompts_in_transfer() -> None:
+    """D has room for one prompt: the second transfer waits for the first request's end."""
+    sample = WorkloadSample([1000, 1000], [100, 100], [0.0, 0.001])
+    handoff = Handoff(LINKS["ib-100"], 100_000, 32)
+    narrow = Deployment(ReplicaPool(1, PLAIN, 60_000), ReplicaPool(1, PLAIN, 1_500), handoff)
+    wide = Deployment(ReplicaPool(1, PLAIN, 60_000), ReplicaPool(1, PLAIN, 60_000), handoff)
+    one, two = simulate(narrow, sample, 1.0), simulate(wide, sample, 1.0)
+    assert one.ttft[1] > one.latency[0] > 1.0 > 2 * two.ttft[1]
+
+
+def test_a_prompt_that_fits_nowhere_is_refused_and_missed() -> None:
+    result = simulate(Deployment(ReplicaPool(1, PLAIN, 500)), WorkloadSample([1000, 100], [10, 10], [0.0, 1.0]), 1.0)
+    assert result.ttft[0] == -1 and result.ttft[1] > 0
+    assert result.attainment(Objective(1, 1, 0.9)) == 0.5
+
+
+def test_shared_prefixes_save_prefill() -> None:
+    prompts, ids = [2048] * 40, [[1, 2, 3, 100 + n] for n in range(40)]
+    gaps = [0.0, *[1.0] * 39]
+    deployment = Deployment(ReplicaPool(1, PLAIN, 60_000), ReplicaPool(1, PLAIN, 60_000))
+    cold = simulate(deployment, WorkloadSample(prompts, [10] * 40, gaps), 0.5)
+    warm = simulate(deployment, WorkloadSample(prompts, [10] * 40, gaps, ids), 0.5)
+    assert warm.ttft[0] == cold.ttft[0]
+    assert warm.ttft[1] < 0.5 * cold.ttft[1]
+
+
+def test_prefix_aware_finds_the_instance_that_has_it() -> None:
+    """Two conversations, alternating in pairs: taking turns mixes them up, looking for prefixes does not."""
+    ids = [[100 * (n % 4 // 2) + block for block in range(20)] for n in range(40)]
+    sample = WorkloadSample([20 * 512] * 40, [4] * 40, [0.0, *[1.0] * 39], ids)
+
+    def mean(policy: str) -> float:
+        side = ReplicaPool(2, PLAIN, 13_000)
+        result = simulate(Deployment(side, ReplicaPool(1, PLAIN, 60_000), policy=policy), sample, 0.1)  # type: ignore[arg-type]
+        return sum(result.ttft) / 40
+
+    assert mean("prefix_aware") < 0.6 * mean("round_robin")
+
+
+def test_chunks_let_decodes_go_on_and_prefill_first_does_not() -> None:
+    """A short answer runs when a long prompt comes: each of its tokens waits for a chunk, or one waits for the prompt."""
+    sample = WorkloadSample([100, 8000], [10, 2], [0.0, 0.05])
+    chunked = simulate(Deployment(ReplicaPool(1, PLAIN, 200_000, SchedulingRules(budget=512))), sample, 1.0)
+    first = simulate(Deployment(ReplicaPool(1, PLAIN, 200_000, SchedulingRules(budget=512, chunked=False))), sample, 1.0)
+    assert chunked.tpot[0] < 0.6 * first.tpot[0]
+    assert chunked.ttft[1] > first.ttft[1]
+
+
+def test_stopping_early_agrees_with_the_whole_simulation() -> None:
+    sample = SHAREGPT.sample(200, 0, Arrivals("poisson"))
+    deployment = _deployments()["P:D"]
+    for joint in (True, False):
+        objective = Objective(0.3, 0.02, 0.9, joint)
+        for rate in (1.0, 3.0, 6.0, 9.0, 12.0, 20.0, 40.0):
+            whole = simulate(deployment, sample, rate)
+            stopped = simulate(deployment, sample, rate, objective).stopped
+            assert stopped == (whole.attainment(objective) < 0.9)
+
+
+def test_a_quantile_counts_those_who_never_came() -> None:
+    assert quantile([3.0, 1.0, 2.0, -1.0], 0.5) == 2.0
+    assert quantile([3.0, 1.0, 2.0, -1.0], 0.9) == float("inf")

@@ -1,0 +1,127 @@
+"""Traces: what is read, and what is refused in which words."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vllm_disagg.errors import ConfigError
+from vllm_disagg.workloads import traces
+from vllm_disagg.workloads.traces import ALIBABA_BLOCK_TOKENS, MOONCAKE_BLOCK_TOKENS, Trace, TraceRequest
+
+
+def write(folder: Path, *lines: str) -> str:
+    path = folder / "trace"
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def record(**changed: object) -> str:
+    fields = {"timestamp": 1500, "input_length": 600, "output_length": 5, "hash_ids": [7, 8]} | changed
+    return json.dumps({name: value for name, value in fields.items() if value is not None})
+
+
+def test_mooncake_is_in_milliseconds_with_512_tokens_to_an_id(tmp_path: Path) -> None:
+    read = traces.read(write(tmp_path, record(timestamp=500), record(hash_ids=[7, 9]), ""), "--trace")
+    assert read == Trace((TraceRequest(0.0, 600, 5, (7, 8)), TraceRequest(1.0, 600, 5, (7, 9))), MOONCAKE_BLOCK_TOKENS)
+
+
+def test_alibaba_is_in_seconds_with_16_tokens_to_an_id(tmp_path: Path) -> None:
+    read = traces.read(write(tmp_path, record(timestamp=3, input_length=30), record(timestamp=4.5, input_length=20)), "--trace")
+    assert read.block == ALIBABA_BLOCK_TOKENS
+    assert [request.arrival for request in read.requests] == [0.0, 1.5]
+
+
+def test_azure_has_dates(tmp_path: Path) -> None:
+    lines = ["2023-11-16 18:17:03.9799600,4808,10", "2023-11-16 18:17:04.0319600,3180,8"]
+    read = traces.read(write(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens", *lines), "--trace")
+    assert [(r.prompt, r.answer) for r in read.requests] == [(4808, 10), (3180, 8)]
+    assert read.requests[1].arrival == pytest.approx(0.052, abs=1e-6)
+
+
+def test_lengths_are_sorted_by_arrival(tmp_path: Path) -> None:
+    read = traces.read(write(tmp_path, "arrival_s,input_tokens,output_tokens", "2.5,10,1", "1.0,20,2"), "--trace")
+    assert [(r.arrival, r.prompt) for r in read.requests] == [(0.0, 20), (1.5, 10)]
+
+
+SAME = {
+    "Mooncake": '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}\n'
+    '{"timestamp": 2000, "input_length": 700, "output_length": 6, "hash_ids": [1, 3]}\n',
+    "Azure": "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,600,5\n"
+    "2023-11-16 18:17:05.9799600,700,6\n",
+    "lengths": "arrival_s,input_tokens,output_tokens\n0.5,600,5\n2.5,700,6\n",
+    "DistServe": '[{"start_time": 1, "prompt_len": 600, "output_len": 5},'
+    ' {"start_time": 3, "prompt_len": 700, "output_len": 6}]',
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_formats_are_told_by_their_fields(tmp_path: Path, name: str, compress: Callable[[bytes], bytes]) -> None:
+    (tmp_path / "trace").write_bytes(compress(SAME[name].encode()))
+    read = traces.read(str(tmp_path / "trace"), "--trace")
+    assert read.timed and [(r.prompt, r.answer) for r in read.requests] == [(600, 5), (700, 6)]
+    assert [r.arrival for r in read.requests] == pytest.approx([0, 2])
+
+
+def test_vidurs_lengths_have_no_times(tmp_path: Path) -> None:
+    read = traces.read(write(tmp_path, "num_prefill_tokens,num_decode_tokens,pd_ratio", "600,5,120", "700,6,1"), "--trace")
+    assert read == Trace((TraceRequest(0.0, 600, 5), TraceRequest(0.0, 700, 6)), timed=False)
+
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
+LENGTHS = "arrival_s,input_tokens,output_tokens"
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([""], "it is empty"),
+        (["when,what", "1,2"], "no format known here"),
+        (["[1]"], "no format known here"),
+        ([record(), "{]"], "line 2: it is not a JSON object"),
+        ([record(input_length=None)], "line 1: input_length is missing"),
+        ([record(output_length="many")], "line 1: output_length is many, which is not a whole number"),
+        ([record(timestamp=True)], "line 1: timestamp is true"),
+        ([record(input_length=-3, hash_ids=[])], "line 1: input_length is -3: it must be 1 or more"),
+        ([record(output_length=0)], "line 1: output_length is 0"),
+        ([record(output_length=1.5)], "line 1: output_length is 1.5, which is not a whole number"),
+        ([record(timestamp=-1)], "line 1: timestamp is -1"),
+        ([record(hash_ids=[-1, 2])], "line 1: hash_ids"),
+        ([record(hash_ids=[1, 2, 3])], "line 1: 3 hash_ids for 600 tokens"),
+        ([AZURE, "2023-11-16 18:17:03,10"], "line 2: GeneratedTokens is missing"),
+        ([AZURE, "yesterday,10,10"], "line 2: TIMESTAMP is yesterday"),
+        ([LENGTHS, "1,2,3", "1,-2,3"], "line 3: input_tokens is -2"),
+        ([LENGTHS, "1,nan,3"], "line 2: input_tokens is nan"),
+        ([LENGTHS, "inf,2,3"], "line 2: arrival_s is inf"),
+        ([LENGTHS], "it holds no requests"),
+        (["[]"], "no format known here"),
+        (["[{"], "it is not a JSON array"),
+        (['[{"prompt_len": 1}]'], "record 1: start_time is missing"),
+        (['[{"start_time": 1, "prompt_len": 1, "output_len": 1}, 2]'], "record 2: it is not a JSON object"),
+        ([record(timestamp=None)], "line 1: timestamp is missing"),
+        ([record(input_length=True)], "line 1: input_length is true, which is not a whole number"),
+        ([record(hash_ids=7)], "line 1: hash_ids"),
+    ],
+)
+def test_what_is_wrong_with_a_trace_is_said_in_one_line(tmp_path: Path, lines: list[str], words: str) -> None:
+    path = write(tmp_path, *lines)
+    with pytest.raises(ConfigError) as error:
+        traces.read(path, "--trace")
+    assert words in str(error.value) and path in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_trace_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"--trace nowhere: No such file"):
+        traces.read("nowhere", "--trace")
+
+
+def test_what_is_no_text_is_said(tmp_path: Path) -> None:
+    for content in (b"\xff\xfe\x00", gzip.compress(b"text")[:-9], b"\x1f\x8bnonsense"):
+        (tmp_path / "trace").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"--trace .*: it is not text"):
+            traces.read(str(tmp_path / "trace"), "--trace")

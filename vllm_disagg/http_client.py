@@ -1,0 +1,68 @@
+"""HTTP client of the commands that query a server: address checks and page requests."""
+
+from __future__ import annotations
+
+import http.client
+import os
+from urllib.parse import urlsplit
+
+from .errors import ConfigError
+
+PAGE_TIMEOUT_SECONDS = 10.0  # seconds for a page
+MAX_PAGE_BYTES = 16 << 20  # bytes of it
+
+
+def address(flag: str, url: str) -> str:
+    """Returns the URL up to its port. Raises ConfigError with the name of the flag."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        parts = urlsplit("")
+        port = None
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.rstrip("/") not in ("", "/v1"):
+        raise ConfigError(f"{flag}: {url} is not a URL such as http://127.0.0.1:8000")
+    if parts.username or parts.query or parts.fragment:
+        raise ConfigError(f"{flag}: {url} has more than a host and a port; an API key goes into OPENAI_API_KEY")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}" + (f":{port}" if port else "")
+
+
+def connect(url: str, timeout: float) -> http.client.HTTPConnection:
+    """Returns an HTTP or HTTPS connection, not yet opened."""
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    return kind(parts.netloc, timeout=timeout)
+
+
+def headers(key: str = "") -> dict[str, str]:
+    """Returns request headers with `key`, or the key of OPENAI_API_KEY, as `vllm bench serve` sends them."""
+    key = key or os.environ.get("OPENAI_API_KEY", "")
+    return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+
+
+def get(url: str, path: str, server: str = "a vLLM, or a proxy in front of one", key_name: str = "") -> bytes:
+    """Requests a page of a `server`. Raises ConfigError on any failure.
+
+    `key_name` names an environment variable with a key that takes precedence over OPENAI_API_KEY.
+    """
+    connection = connect(url, PAGE_TIMEOUT_SECONDS)
+    try:
+        connection.request("GET", path, headers=headers(os.environ.get(key_name, "")))
+        answer = connection.getresponse()
+        content = answer.read(MAX_PAGE_BYTES)
+    except (OSError, http.client.HTTPException, UnicodeError) as error:  # the last: no name of a host
+        raise ConfigError(f"cannot reach {url}: {reason(error)}: is it running?") from None
+    finally:
+        connection.close()
+    if answer.status in (401, 403):
+        names = " or ".join(filter(None, ["OPENAI_API_KEY", key_name]))
+        raise ConfigError(f"{url}{path} needs a key: put it into the environment as {names}")
+    if answer.status != 200:
+        raise ConfigError(f"{url}{path} answered {answer.status}: it is not {server}")
+    return content
+
+
+def reason(error: Exception) -> str:
+    """Returns the short text of an error."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -1,0 +1,158 @@
+"""Commands that start a placement, and the JSON documents that `plan` and `simulate` print."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+from ..cost import queueing
+from ..search.advice import Advice, too_few_requests
+from ..search.optimizer import PlacementScore
+from ..search.scenario import Placement, ReplicaGroup, Scenario
+
+# --- commands ---
+
+
+def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
+    """Lists the commands that start `placement`, one a line.
+
+    Ports stand for machines: all instances are on this one, as an example.
+    """
+    if not placement.decode:
+        return _colocated(placement, model)
+    lines = []
+    p = placement.prefill
+    d = placement.decode
+    if (p.tp, p.pp) == (d.tp, d.pp) and p.pp == 1:
+        parallel = ["--tensor-parallel-size", str(p.tp)] if p.tp > 1 else []
+        words = ["vllm-disagg", "up", "--model", model, "--prefill", str(p.n), "--decode", str(d.n), *parallel]
+        lines.append(shlex.join(words))
+    lines.append("vllm-disagg key fleet.key")
+    proxy = ["vllm-disagg", "proxy", "--key-file", "fleet.key"]
+    for role, flag, group, base in (("kv_producer", "--prefill", p, 8100), ("kv_consumer", "--decode", d, 8200)):
+        for n in range(group.n):
+            transfer = {
+                "kv_connector": "DisaggConnector",
+                "kv_role": role,
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"key_file": "fleet.key"},
+            }
+            extra = ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
+            lines.append(shlex.join([*_serve(model, group, base + n), *extra]))
+            proxy += [flag, f"http://127.0.0.1:{base + n}"]
+    return [*lines, shlex.join(proxy)]
+
+
+def remarks(placement: Placement) -> list[str]:
+    """Lists limits of the commands that their reader must know."""
+    p = placement.prefill
+    d = placement.decode
+    if d and ((p.tp, p.pp) != (d.tp, d.pp) or p.pp > 1):
+        return [
+            "prefill and decode differ in parallelism, or use pipelines: see README, what is not supported yet, before you"
+            " start it"
+        ]
+    return []
+
+
+def _colocated(placement: Placement, model: str) -> list[str]:
+    lines = []
+    proxy = ["vllm-disagg", "proxy"]
+    for n in range(placement.prefill.n):
+        budget = ["--max-num-batched-tokens", str(placement.budget)] if placement.chunked else []
+        chunked = [] if placement.chunked else ["--no-enable-chunked-prefill"]
+        lines.append(shlex.join([*_serve(model, placement.prefill, 8200 + n), *budget, *chunked]))
+        proxy += ["--decode", f"http://127.0.0.1:{8200 + n}"]
+    return lines if placement.prefill.n == 1 else [*lines, shlex.join(proxy)]
+
+
+def _serve(model: str, group: ReplicaGroup, port: int) -> list[str]:
+    words = ["vllm", "serve", model, "--port", str(port)]
+    for flag, value in (("--tensor-parallel-size", group.tp), ("--pipeline-parallel-size", group.pp)):
+        if value > 1:
+            words += [flag, str(value)]
+    return words
+
+
+# --- JSON ---
+
+
+def as_json(advice: Advice, model: str) -> dict[str, Any]:
+    """Builds the document that `plan --json` prints."""
+    scenario = advice.scenario
+    placement = advice.chosen.placement
+    return {
+        "recommendation": "disaggregate" if advice.disaggregate else "colocate",
+        "best": _score(scenario, advice.best),
+        "runner_up": _score(scenario, advice.runner_up),
+        "colocated": _score(scenario, advice.colocated),
+        "ratio": advice.ratio,
+        "ratio_ci": advice.ratio_ci,
+        "alternatives": [_score(scenario, score) for score in advice.alternatives],
+        "flips": {name: {"at": f.at, "words": f.words} for name, f in advice.crossovers.items()},
+        "commands": commands(scenario, placement, model),
+        "remarks": [*remarks(placement), *too_few_requests(scenario, advice.chosen)],
+        "considered": advice.considered,
+        "setting": describe(scenario),
+    }
+
+
+def describe(scenario: Scenario) -> dict[str, Any]:
+    """Describes a scenario for JSON documents."""
+    objective = scenario.objective
+    return {
+        "latency": {"prefill": scenario.prefill.words(), "decode": scenario.decode.words()},
+        "workload": scenario.workload.name,
+        "arrivals": scenario.arrivals.kind,
+        "ttft": objective.ttft,
+        "tpot": objective.tpot,
+        "attainment": objective.attainment,
+        "attainment_of": "each request, TTFT and TPOT jointly" if objective.joint else "TTFT and TPOT separately",
+        "rules": "DistServe's" if scenario.distserve else "vLLM's",
+        "gpus": scenario.gpus,
+        "requests": scenario.requests,
+        "seeds": scenario.seeds,
+        "link": scenario.link.name,
+        "overlap": scenario.overlap,
+        "policy": scenario.policy,
+        "kv_limit": scenario.kv_limit or None,
+    }
+
+
+def _score(scenario: Scenario, score: PlacementScore | None) -> dict[str, Any] | None:
+    if not score:
+        return None
+    placement = score.placement
+    found: dict[str, Any] = {"gpus": placement.gpus, "goodput_per_gpu": score.goodput, "ci": score.ci}
+    found |= {"rates": score.rates, "closed_form": closed_form(scenario, placement)}
+    if placement.decode:
+        return {"prefill": _replica_group(placement.prefill), "decode": _replica_group(placement.decode), **found}
+    schedule = {"schedule": "chunked" if placement.chunked else "prefill-first", "budget": placement.budget}
+    return {**_replica_group(placement.prefill), **schedule, **found}
+
+
+def _replica_group(group: ReplicaGroup) -> dict[str, int]:
+    return {"tp": group.tp, "pp": group.pp, "n": group.n}
+
+
+def closed_form(scenario: Scenario, placement: Placement) -> dict[str, Any]:
+    """Estimates capacities by closed form, as a sanity check beside a simulation.
+
+    For P:D it adds the mean wait and the bandwidth at that rate.
+    """
+    sample = scenario.samples()[0]
+    prefill, decode = scenario.capacities(placement, sample)
+    both = min(prefill, decode) if placement.decode else 1 / (1 / prefill + 1 / decode)
+    found = {"prefill": prefill, "decode": decode, "rate_per_gpu": both / placement.gpus}
+    model = scenario.prefill.model
+    if placement.decode and model:
+        mean_prompt = sum(sample.prompts) / len(sample)
+        found["bandwidth"] = queueing.handoff_bandwidth(model.kv_per_token, mean_prompt, both)
+        found["transfer"] = queueing.handoff_seconds(
+            model.kv_per_token, mean_prompt, scenario.link.bandwidth, scenario.link.latency
+        )
+    if placement.decode:
+        one = placement.prefill.n / prefill
+        found["ttft_mean_half_load"] = queueing.mean_ttft(one, 0.5 / one, 1)
+    return found

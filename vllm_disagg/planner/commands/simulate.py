@@ -1,0 +1,142 @@
+"""Simulates one placement at one rate: `vllm-disagg simulate`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from statistics import mean
+from typing import Any
+
+import msgspec
+
+from ...errors import ConfigError
+from ..search.scenario import PerformanceSource, Placement, ReplicaGroup, Scenario
+from ..simulation.simulator import SimulationResult, quantile, simulate
+from . import flags
+from .output import closed_form, describe
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `simulate`."""
+    flags.add_arguments(parser)
+    add = parser.add_argument_group("what is simulated; TPxPP, or TPxPPxN for N instances").add_argument
+    add("--prefill", metavar="TPxPP[xN]", help="the prefill instances")
+    add("--decode", metavar="TPxPP[xN]", help="the decode instances")
+    add("--colocated", metavar="TPxPP[xN]", help="instead of both: instances that do everything")
+    add("--prefill-first", action="store_true", help="colocated: whole prompts before decodes, instead of chunks")
+    add("--scale", metavar="P:D", default="1:1",
+        help="factors on prefill and decode times: what a deployment adds, as plan --live finds it (default: 1:1)")  # fmt: skip
+    add("--rate", metavar="R", type=float, required=True, help="requests/s of the whole deployment")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs `simulate` and prints its result. Returns the exit status."""
+    placement = _placement(args)
+    scenario = _scaled(flags.read(args, placement.gpus, "instances of").scenario, args.scale)
+    _check(scenario, placement)
+    if not placement.decode:
+        placement = msgspec.structs.replace(placement, budget=scenario.budget)
+    if not 0 < args.rate < float("inf"):
+        raise ConfigError(f"--rate: {args.rate} is not a rate: give requests/s, more than 0")
+    deployment = scenario.deployment(placement)
+    results = [simulate(deployment, s, args.rate, None, seed) for seed, s in enumerate(scenario.samples())]
+    document = _document(scenario, placement, args.rate, results)
+    print(json.dumps(document) if args.json else _text(document, scenario, placement))
+    return 0
+
+
+def _placement(args: argparse.Namespace) -> Placement:
+    if args.colocated:
+        if args.prefill or args.decode:
+            raise ConfigError("--colocated takes the place of --prefill and --decode")
+        return Placement(
+            _replica_group("--colocated", args.colocated), None, args.max_num_batched_tokens, not args.prefill_first
+        )
+    if not args.prefill or not args.decode:
+        raise ConfigError("give --prefill and --decode, or --colocated, as TPxPP: 4x1")
+    if args.prefill_first:
+        raise ConfigError("--prefill-first goes with --colocated")
+    return Placement(_replica_group("--prefill", args.prefill), _replica_group("--decode", args.decode))
+
+
+def _scaled(scenario: Scenario, text: str) -> Scenario:
+    try:
+        first, later = map(float, text.split(":"))
+    except ValueError:
+        first = later = 0.0
+    if not 0 < first < math.inf or not 0 < later < math.inf:
+        raise ConfigError(f"--scale: {text} is not P:D, two factors above 0, as 1.6:1")
+    prefill, decode = (
+        msgspec.structs.replace(side, scale=factor)
+        for side, factor in ((scenario.prefill, first), (scenario.decode, later))
+    )
+    return msgspec.structs.replace(scenario, prefill=prefill, decode=decode)
+
+
+def _replica_group(flag: str, text: str) -> ReplicaGroup:
+    match = re.fullmatch(r"(\d{1,4})x(\d{1,4})(?:x(\d{1,4}))?", text)
+    if not match or "0" in match.groups():
+        raise ConfigError(f"{flag}: {text} is not TPxPP or TPxPPxN with numbers of 1 or more, as 4x1 or 4x1x2")
+    tp, pp, n = match.groups()
+    return ReplicaGroup(int(tp), int(pp), int(n or 1))
+
+
+def _check(scenario: Scenario, placement: Placement) -> None:
+    sides: list[tuple[str, PerformanceSource, ReplicaGroup]] = [("--prefill", scenario.prefill, placement.prefill)]
+    if placement.decode:
+        sides.append(("--decode", scenario.decode, placement.decode))
+    else:
+        sides = [("--colocated", scenario.prefill, placement.prefill)]
+    for flag, source, group in sides:
+        shapes = source.shapes(max(8, group.gpus))
+        if (group.tp, group.pp) not in shapes:
+            known = ", ".join(f"{tp}x{pp}" for tp, pp in shapes[:12])
+            raise ConfigError(
+                f"{flag}: {group.tp}x{group.pp} cannot be simulated with {source.name}: give one of {known}"
+            )
+
+
+def _document(scenario: Scenario, placement: Placement, rate: float, results: list[SimulationResult]) -> dict[str, Any]:
+    ttft = [t for o in results for t in o.ttft]
+    tpot = [t for o in results for t in o.tpot]
+    served = [t for o in results for t in o.latency if t >= 0]
+    transfers = [t for o in results for t in o.transfer]
+    document: dict[str, Any] = {
+        "rate": rate,
+        "gpus": placement.gpus,
+        "attainment": mean(o.attainment(scenario.objective) for o in results),
+        "attainment_ttft": mean(float(0 <= t <= scenario.objective.ttft) for t in ttft),
+        "attainment_tpot": mean(float(0 <= t <= scenario.objective.tpot) for t in tpot),
+    }
+    for name, values in (("ttft", ttft), ("tpot", tpot)):
+        came = [v for v in values if v >= 0]
+        document[f"{name}_mean"] = mean(came) if came else None
+        for share in (50, 90, 99):
+            found = quantile(values, share / 100)
+            document[f"{name}_p{share}"] = found if found < float("inf") else None
+    document |= {
+        "latency_mean": mean(served) if served else None,
+        "transfer_mean": mean(transfers),
+        "refused": sum(t < 0 for o in results for t in o.latency),
+        "preemptions": sum(o.preemptions for o in results),
+        "closed_form": closed_form(scenario, placement),
+        "setting": describe(scenario),
+    }
+    return document
+
+
+def _text(document: dict[str, Any], scenario: Scenario, placement: Placement) -> str:
+    gpus = f"{placement.gpus} GPU{'s' if placement.gpus > 1 else ''}"
+    objective = scenario.objective
+    lines = [
+        *scenario.words(),
+        f"{placement} at {document['rate']:g} req/s on {gpus}",
+        f"  attainment     {document['attainment']:.1%} within TTFT {objective.ttft:g} s and TPOT {objective.tpot:g} s",
+    ]
+    for name in ("ttft_mean", "ttft_p90", "tpot_mean", "tpot_p90", "latency_mean", "transfer_mean"):
+        value = document[name]
+        lines.append(f"  {name:14} never" if value is None else f"  {name:14} {value:.4f} s")
+    lines += [f"  {name:14} {document[name]}" for name in ("refused", "preemptions")]
+    return "\n".join(lines)

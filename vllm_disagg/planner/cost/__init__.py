@@ -1,0 +1,1 @@
+"""Costs of hardware and models: step times, KV cache sizes and queueing formulas."""

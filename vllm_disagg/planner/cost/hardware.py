@@ -1,0 +1,98 @@
+"""GPUs and links that have a name, with the source of every figure.
+
+Sources: NVIDIA data sheets (dense figures, without sparsity) as NVIDIA AIConfigurator and BLIS embed them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ...errors import ConfigError
+
+
+class GpuType(msgspec.Struct, frozen=True):
+    """One GPU; `flops` are dense BF16 FLOP/s, bandwidths in bytes/s, `memory` in bytes.
+
+    `prefill` is the share of `flops` and `decode` the share of `bandwidth` that a serving engine reaches.
+    """
+
+    name: str
+    flops: float
+    bandwidth: float
+    memory: float
+    peer: float  # to another GPU of the node, each direction
+    prefill: float = 0.55
+    decode: float = 0.60
+
+
+GIB = float(1 << 30)
+
+# Efficiencies. A100: between DistServe's engine (81 % of FLOP/s, 63 % of bandwidth, OPT-13B TP1) and vLLM of 2023 on the
+# same GPU (59 %, 54 %), from their published fits.  The others are the same by assumption, not measured: use
+# `vllm-disagg profile` where a decision hangs on them.
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        GpuType("a100", 312e12, 2.039e12, 80 * GIB, 300e9, 0.60, 0.60),  # A100-SXM4-80GB data sheet
+        GpuType("a100-40", 312e12, 1.555e12, 40 * GIB, 300e9, 0.60, 0.60),  # A100-SXM4-40GB data sheet
+        GpuType("h100", 989e12, 3.35e12, 80 * GIB, 450e9),  # H100-SXM5 data sheet
+        GpuType("h800", 989e12, 3.35e12, 80 * GIB, 200e9),  # as H100, NVLink cut to 400 GB/s both ways
+        GpuType("h200", 989e12, 4.8e12, 141e9, 450e9),  # H200-SXM data sheet
+        GpuType("h20", 148e12, 4.0e12, 96e9, 450e9),  # H20: bandwidth-heavy
+        GpuType("b200", 2250e12, 8.0e12, 180e9, 900e9),  # HGX B200 data sheet
+        GpuType("l40s", 362e12, 0.864e12, 48e9, 32e9),  # L40S data sheet; PCIe 4 x16 between GPUs
+        GpuType("a10", 125e12, 0.6e12, 24e9, 32e9),  # A10 data sheet; PCIe 4
+        GpuType("l4", 121e12, 0.3e12, 24e9, 32e9),  # L4 data sheet; PCIe 4
+    )
+}
+
+
+class NetworkLink(msgspec.Struct, frozen=True):
+    """Link between a prefill and a decode instance: bytes/s each direction, and seconds to the first byte."""
+
+    name: str
+    bandwidth: float
+    latency: float
+
+
+LINKS = {
+    link.name: link
+    for link in (
+        NetworkLink("none", float("inf"), 0.0),  # DistServe's simulator has no transfer
+        NetworkLink("nvlink", 300e9, 20e-6),  # A100: 600 GB/s both directions together
+        NetworkLink("pcie-4", 25e9, 20e-6),  # x16, 32 GB/s on paper
+        NetworkLink("ib-400", 50e9, 50e-6),
+        NetworkLink("ib-200", 25e9, 50e-6),
+        NetworkLink("ib-100", 12.5e9, 50e-6),
+        NetworkLink("eth-100", 12.5e9, 200e-6),
+        NetworkLink("eth-25", 3.125e9, 200e-6),  # between the nodes of DistServe's cluster
+        NetworkLink("eth-10", 1.25e9, 200e-6),
+    )
+}
+
+
+def gpu(name: str) -> GpuType:
+    """Returns a GPU type by name. Raises ConfigError with the known names."""
+    return _named(GPUS, name, "GPU")
+
+
+def link(text: str) -> NetworkLink:
+    """Returns a link by name or by GB/s. Raises ConfigError with the known names."""
+    try:
+        speed = float(text)
+    except ValueError:
+        if text not in LINKS:
+            raise ConfigError(
+                f"--link: {text} is not known: give one of {', '.join(LINKS)}, or a number of GB/s"
+            ) from None
+        return LINKS[text]
+    if not 0 < speed < float("inf"):
+        raise ConfigError(f"--link: {text} GB/s is not a speed: give more than 0")
+    return NetworkLink(f"{text} GB/s", speed * 1e9, 50e-6)
+
+
+def _named(table: dict[str, GpuType], name: str, what: str) -> GpuType:
+    key = name.lower()
+    if key not in table:
+        raise ConfigError(f"{name} is not a {what} we know: give one of {', '.join(table)}")
+    return table[key]

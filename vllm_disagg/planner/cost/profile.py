@@ -1,0 +1,160 @@
+"""Measured points, as `vllm-disagg profile` writes them, and the latency model fitted to them.
+
+Least squares on the relative error, with coefficients that are not negative (DistServe's own fit is not held to that:
+its OPT-66B TP2 has a negative quadratic term).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from ...errors import ConfigError
+from .latency import LinearLatency
+
+Coefficients = tuple[float, float, float]
+
+
+class PrefillPoint(msgspec.Struct, frozen=True):
+    """Prompts computed together, and the seconds from their arrival to the first token."""
+
+    tokens: list[int]
+    seconds: float
+
+
+class DecodePoint(msgspec.Struct, frozen=True):
+    """Contexts of the running sequences, and the seconds of one step."""
+
+    contexts: list[int]
+    seconds: float
+
+
+class ProfilePoints(msgspec.Struct, frozen=True, kw_only=True):
+    """File of measured points of one instance, with its start parameters."""
+
+    version: int
+    model: str
+    vllm: str = ""
+    machine: str = ""
+    beside: Annotated[int, msgspec.Meta(ge=0)] = 0  # other instances of that machine that worked meanwhile
+    kv_tokens: int
+    max_num_batched_tokens: int | None = None
+    prefill: list[PrefillPoint]
+    decode: list[DecodePoint]
+
+
+class FitResidual(msgspec.Struct, frozen=True):
+    """A measured point beside its fitted value; `error` is relative."""
+
+    phase: str
+    sizes: list[int]
+    measured: float
+    fitted: float
+    error: float
+
+
+class LatencyFit(msgspec.Struct, frozen=True):
+    """A latency model fitted to measured points, and its residuals."""
+
+    latency: LinearLatency
+    residuals: list[FitResidual]
+
+    def worst(self, phase: str) -> float:
+        """Largest relative error of one phase."""
+        return max(abs(r.error) for r in self.residuals if r.phase == phase)
+
+    def mean(self, phase: str) -> float:
+        """Mean relative error of one phase."""
+        errors = [abs(r.error) for r in self.residuals if r.phase == phase]
+        return sum(errors) / len(errors)
+
+
+def load(path: str) -> ProfilePoints:
+    """Loads and checks a file of points. Raises ConfigError with the name of the wrong field."""
+    try:
+        points = msgspec.json.decode(Path(path).read_bytes(), type=ProfilePoints)
+    except OSError as error:
+        raise ConfigError(f"--profile: {path} cannot be read: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--profile: {path}: {error}") from None
+    if wrong := _wrong(points):
+        raise ConfigError(f"--profile: {path}: {wrong}")
+    return points
+
+
+def _wrong(points: ProfilePoints) -> str:
+    if points.version != 1:
+        return f"version is {points.version}; this release reads 1"
+    for field, value in (("kv_tokens", points.kv_tokens), ("max_num_batched_tokens", points.max_num_batched_tokens)):
+        if value is not None and value < 1:
+            return f"{field} is {value}, not 1 or more"
+    for phase, sizes in (
+        ("prefill", [(p.tokens, p.seconds) for p in points.prefill]),
+        ("decode", [(d.contexts, d.seconds) for d in points.decode]),
+    ):
+        what = "tokens" if phase == "prefill" else "contexts"
+        if len(sizes) < 3:
+            return f"{phase} has {len(sizes)} points; a fit needs 3 or more"
+        for n, (lengths, seconds) in enumerate(sizes):
+            if not lengths or min(lengths) < 1:
+                return f"{phase}[{n}].{what} is {json.dumps(lengths)}, not a list of lengths of 1 or more"
+            if not 0 < seconds < float("inf"):
+                return f"{phase}[{n}].seconds is {seconds}, not more than 0"
+    return ""
+
+
+def fit(points: ProfilePoints) -> LatencyFit:
+    """Fits prefill and decode times.
+
+    A prompt longer than the token budget pays the constant of each of its steps.
+    """
+    chunk = points.max_num_batched_tokens or 1 << 60
+    prefill_rows = [[-(-sum(p.tokens) // chunk), sum(p.tokens), sum(t * t for t in p.tokens)] for p in points.prefill]
+    decode_rows = [[1, sum(d.contexts) + len(d.contexts), len(d.contexts)] for d in points.decode]
+    prefill = non_negative(prefill_rows, [p.seconds for p in points.prefill])
+    decode = non_negative(decode_rows, [d.seconds for d in points.decode])
+    residuals = [
+        _residual("prefill", p.tokens, p.seconds, prefill, row)
+        for p, row in zip(points.prefill, prefill_rows, strict=True)
+    ]
+    residuals += [
+        _residual("decode", d.contexts, d.seconds, decode, row)
+        for d, row in zip(points.decode, decode_rows, strict=True)
+    ]
+    return LatencyFit(LinearLatency(1, prefill, decode, decode, chunk=chunk), residuals)
+
+
+def _residual(phase: str, sizes: list[int], seconds: float, found: Coefficients, row: Sequence[int]) -> FitResidual:
+    fitted = sum(c * x for c, x in zip(found, row, strict=True))
+    return FitResidual(phase, sizes, seconds, fitted, fitted / seconds - 1)
+
+
+def non_negative(rows: Sequence[Sequence[int]], seconds: Sequence[float]) -> Coefficients:
+    """The three coefficients >= 0 with the least sum of squared relative errors.
+
+    Exact: the optimum is an unconstrained least squares over the terms that are not zero in it, so all seven sets of
+    terms are tried.
+    """
+    import numpy as np  # noqa: PLC0415  (100 ms that most commands do not need)
+
+    weights = 1 / np.asarray(seconds, dtype=float)
+    matrix = np.asarray(rows, dtype=float) * weights[:, None]
+    scale = np.abs(matrix).max(axis=0)
+    best = np.zeros(3)
+    least = float("inf")
+    for size in (3, 2, 1):
+        for terms in combinations(range(3), size):
+            columns = list(terms)
+            found, *_ = np.linalg.lstsq(matrix[:, columns] / scale[columns], np.ones(len(rows)), rcond=None)
+            full = np.zeros(3)
+            full[columns] = found / scale[columns]
+            error = float(((matrix @ full - 1) ** 2).sum())
+            if (found >= 0).all() and error < least - 1e-12:
+                best = full
+                least = error
+    return float(best[0]), float(best[1]), float(best[2])

@@ -1,0 +1,1 @@
+"""Scenarios and placements, the search for the best placement, and the advice that follows."""

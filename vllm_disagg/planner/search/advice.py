@@ -1,0 +1,188 @@
+"""Advice from scores: the best placement, its gain over colocation, and where the answer changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from ..simulation.simulator import Objective, SimulationResult, simulate
+from ..simulation.workload import WorkloadSample
+from .optimizer import PlacementScore, colocated, confidence_interval, disaggregated, estimate
+from .scenario import Placement, Scenario
+
+MIN_GAIN_RATIO = 1.10  # the ratio from which on we say "disaggregate": the models' own error is 7 to 20 %
+SWEEP_RATIOS = tuple(0.1 * 1.33**n for n in range(12))  # of the rate it is made for: 0.1 to 2.3
+MAX_OBJECTIVE_FACTOR = 8.0  # flips are looked for between objective / REACH and objective * REACH
+STEPS_PER_DOUBLING = 12  # steps for each doubling
+MIN_LATENCIES_PER_RUN = 5.0  # times as long as one request takes: for less, traffic is a burst whose queue has no time to grow
+
+
+class RateCurve(msgspec.Struct, frozen=True):
+    """Simulation results of one placement over a range of rates, with the first seed and no early stop."""
+
+    placement: Placement
+    rates: list[float]  # requests/s per GPU
+    results: list[SimulationResult]
+
+    def attainment(self, objective: Objective) -> list[float]:
+        """Shares of requests that met the objective, by rate."""
+        return [result.attainment(objective) for result in self.results]
+
+    def goodput(self, objective: Objective) -> float:
+        """Interpolates the requests/s per GPU at which attainment falls below the objective."""
+        shares = self.attainment(objective)
+        if shares[0] < objective.attainment:
+            return 0.0
+        for n in range(1, len(shares)):
+            if shares[n] < objective.attainment:
+                part = (shares[n - 1] - objective.attainment) / (shares[n - 1] - shares[n])
+                return self.rates[n - 1] + part * (self.rates[n] - self.rates[n - 1])
+        return self.rates[-1]
+
+
+class Crossover(msgspec.Struct, frozen=True):
+    """Objective value, in seconds, at which the ratio to colocation crosses MIN_GAIN_RATIO.
+
+    `at` is None if there is no such value in reach.
+    """
+
+    at: float | None
+    words: str
+
+
+class Advice(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of a search; `best` is the best disaggregated placement, recommended or not."""
+
+    scenario: Scenario
+    best: PlacementScore | None
+    runner_up: PlacementScore | None
+    alternatives: list[PlacementScore]
+    colocated: PlacementScore | None
+    ratio: float | None
+    ratio_ci: tuple[float, float] | None
+    curves: list[RateCurve]
+    crossovers: dict[str, Crossover]
+    considered: int
+
+    @property
+    def disaggregate(self) -> bool:
+        """Whether disaggregation is recommended."""
+        return self.best is not None and (self.ratio is None or self.ratio > MIN_GAIN_RATIO)
+
+    @property
+    def chosen(self) -> PlacementScore:
+        """The recommended placement with its score."""
+        found = self.best if self.disaggregate else self.colocated
+        if not found:
+            raise AssertionError("advice is given only when something meets the objective")
+        return found
+
+
+def advise(scenario: Scenario, split: Sequence[PlacementScore], together: Sequence[PlacementScore]) -> Advice:
+    """Builds the advice from the best placements of each kind, best first.
+
+    At least one of `split` and `together` has some goodput.
+    """
+    best = split[0] if split else None
+    base = together[0] if together else None
+    ratio = ratio_ci = None
+    if best and base:
+        ratio = best.goodput / base.goodput
+        pairs = [a / b for a, b in zip(best.rates, base.rates, strict=True) if b > 0]
+        ratio_ci = confidence_interval(pairs) if pairs else None
+    curves = curves_of(scenario, [*split, *together])
+    return Advice(
+        scenario=scenario,
+        best=best,
+        runner_up=split[1] if len(split) > 1 else None,
+        alternatives=list(split[1:]),
+        colocated=base,
+        ratio=ratio,
+        ratio_ci=ratio_ci,
+        curves=curves,
+        crossovers={name: crossover(curves, scenario.objective, name) for name in ("tpot", "ttft")},
+        considered=len(disaggregated(scenario)) + len(colocated(scenario)),
+    )
+
+
+def curves_of(scenario: Scenario, scores: Sequence[PlacementScore]) -> list[RateCurve]:
+    """Simulates the best placements, and promising ones of other kinds.
+
+    Other placements may lead under other objectives. So each decode shape and schedule not yet present adds the one
+    with the best closed-form estimate.
+    """
+    sample = scenario.samples()[0]
+    rates = {score.placement: score.goodput for score in scores}
+    seen = {_kind(placement) for placement in rates}
+    others: dict[tuple[object, ...], tuple[float, Placement]] = {}
+    for placement in (*disaggregated(scenario), *colocated(scenario)):
+        if _kind(placement) not in seen and _pipeline_stages(placement) == 1:
+            promise = estimate(scenario, placement, sample), placement
+            others[_kind(placement)] = max(others.get(_kind(placement), promise), promise)
+    rates |= {placement: promise for promise, placement in others.values()}
+    return [_sweep(scenario, placement, rate, sample) for placement, rate in rates.items()]
+
+
+def _kind(placement: Placement) -> tuple[object, ...]:
+    if placement.decode:
+        return placement.decode.tp, placement.decode.pp
+    return placement.prefill.tp, placement.prefill.pp, placement.chunked, placement.budget
+
+
+def _pipeline_stages(placement: Placement) -> int:
+    return max(placement.prefill.pp, placement.decode.pp if placement.decode else 1)
+
+
+def _sweep(scenario: Scenario, placement: Placement, rate: float, sample: WorkloadSample) -> RateCurve:
+    """Simulates rates around `rate`; objectives do not influence results, so one sweep serves all of them."""
+    deployment = scenario.deployment(placement)
+    rates = [rate * part for part in SWEEP_RATIOS]
+    return RateCurve(placement, rates, [simulate(deployment, sample, r * placement.gpus) for r in rates])
+
+
+def ratio_at(curves: Sequence[RateCurve], objective: Objective) -> float | None:
+    """Returns the best disaggregated goodput over the best colocated one, among these placements."""
+    split = max((c.goodput(objective) for c in curves if c.placement.decode), default=0.0)
+    base = max((c.goodput(objective) for c in curves if not c.placement.decode), default=0.0)
+    if base > 0:
+        return split / base
+    return float("inf") if split > 0 else None
+
+
+def crossover(curves: Sequence[RateCurve], objective: Objective, name: str) -> Crossover:
+    """Finds the TPOT or TTFT nearest to the objective at which the advice changes, the other held constant."""
+    here: float = getattr(objective, name)
+    other = "colocate" if _worth_disaggregating(curves, objective) else "disaggregate"
+    for step in range(1, int(STEPS_PER_DOUBLING * 3) + 1):
+        for factor in (2 ** (-step / STEPS_PER_DOUBLING), 2 ** (step / STEPS_PER_DOUBLING)):
+            changed = msgspec.structs.replace(objective, **{name: here * factor})
+            answer = _worth_disaggregating(curves, changed)
+            if answer is not None and answer != (other == "colocate"):
+                side = "below" if factor < 1 else "above"
+                return Crossover(here * factor, f"{name.upper()} {side} {here * factor:.3g} s: {other}")
+    low = here / MAX_OBJECTIVE_FACTOR
+    high = here * MAX_OBJECTIVE_FACTOR
+    return Crossover(None, f"{name.upper()} between {low:.3g} and {high:.3g} s: the answer stays")
+
+
+def _worth_disaggregating(curves: Sequence[RateCurve], objective: Objective) -> bool | None:
+    ratio = ratio_at(curves, objective)
+    return None if ratio is None else ratio > MIN_GAIN_RATIO
+
+
+def too_few_requests(scenario: Scenario, score: PlacementScore) -> list[str]:
+    """Warns if the requests are too few for a queue to build up at the found rate."""
+    sample = scenario.samples()[0]
+    rate = score.goodput * score.placement.gpus
+    served = [t for t in simulate(scenario.deployment(score.placement), sample, rate).latency if t >= 0]
+    one = sum(served) / len(served)
+    lasts = len(sample) / rate
+    if lasts >= MIN_LATENCIES_PER_RUN * one:
+        return []
+    enough = math.ceil(MIN_LATENCIES_PER_RUN * one * rate)
+    return [
+        f"{len(sample)} requests last {lasts:.2g} s at this rate and one takes {one:.2g} s, so no queue has time to grow:"
+        f" these rates are too high; give --requests {enough} or more"
+    ]

@@ -1,0 +1,256 @@
+"""Searches all placements within a GPU budget for the best goodput.
+
+Goodput of a placement: each seed bisects the rate per GPU, with probes that depend only on the placement and the seed.
+The goodput is the mean of the last rates that met the objective.
+
+Pruning keeps the optimum, whatever system is simulated. Proof: a bisection keeps an interval [lo, hi), and its
+result is the last lo, so it is below each hi of its history. The mean over seeds of the present hi is therefore above
+the goodput at any time. `floor` is the goodput of a completely evaluated placement: the `keep`-th best so far, less the
+tolerance of a bisection. Once the mean is not above `floor`, the placement cannot be among the `keep` best or their
+equals. Dropping it changes no other result, because probes of other placements do not depend on it. The proof assumes
+nothing of the relation between attainment and rate. The same `keep` best result for any order and any number of
+processes; tests compare with brute force.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from itertools import product
+from math import sqrt
+from multiprocessing import get_context
+from statistics import mean, stdev
+
+import msgspec
+
+from ...errors import ConfigError
+from ..simulation.simulator import simulate
+from ..simulation.workload import WorkloadSample
+from .scenario import PerformanceSource, Placement, ReplicaGroup, Scenario
+
+BASELINE_BUDGETS_TOKENS = (512, 2048, 8192)  # tokens of a step that the chunked baseline is tried with
+MIN_PROBE_RATIO = 1 / 256  # of the first probe: a placement that fails there has no goodput
+FIRST_PROBE_RATIO = 1.25  # of the estimated capacity: the first probe
+PROBE_GROWTH_RATIO = 1.5
+MAX_PROBE_RATIO = 64.0  # times the first probe: a sample that still meets the objective never overloads the placement
+
+# Student's t for a two-sided interval of 95 %, by degrees of freedom.
+STUDENT_T_95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 14: 2.145, 19: 2.093}
+
+
+class PlacementScore(msgspec.Struct, frozen=True):
+    """A placement and its goodput in requests/s per GPU, for each seed."""
+
+    placement: Placement
+    rates: list[float]
+
+    @property
+    def goodput(self) -> float:
+        """Mean over the seeds, in requests/s per GPU."""
+        return mean(self.rates)
+
+    @property
+    def ci(self) -> tuple[float, float]:
+        """95 % confidence interval of the goodput."""
+        return confidence_interval(self.rates)
+
+
+def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the 95 % confidence interval of the mean, cut at 0; of one value that value."""
+    if len(values) < 2:
+        return values[0], values[0]
+    free = len(values) - 1
+    t = STUDENT_T_95[max((f for f in STUDENT_T_95 if f <= free), default=1)]
+    half = t * stdev(values) / sqrt(len(values))
+    return max(0.0, mean(values) - half), mean(values) + half
+
+
+def disaggregated(scenario: Scenario) -> list[Placement]:
+    """Lists all (TP, PP) and numbers of P and D within the budget."""
+    prefills = list(_replica_groups(scenario.prefill, scenario.gpus - 1))
+    decodes = list(_replica_groups(scenario.decode, scenario.gpus - 1))
+    return [Placement(p, d) for p, d in product(prefills, decodes) if p.gpus + d.gpus <= scenario.gpus]
+
+
+def colocated(scenario: Scenario) -> list[Placement]:
+    """Lists all (TP, PP) with as many replicas as fit, chunked with several budgets and prefill first."""
+    found = []
+    for on_decode_gpus, source in enumerate([scenario.prefill] + [scenario.decode] * (scenario.decode != scenario.prefill)):
+        budgets = sorted({source.budget} if source.budget else BASELINE_BUDGETS_TOKENS)
+        for tp, pp in source.shapes(scenario.gpus):
+            group = ReplicaGroup(tp, pp, scenario.gpus // (tp * pp))
+            found += [Placement(group, None, budget, True, bool(on_decode_gpus)) for budget in budgets]
+            found.append(Placement(group, None, max(budgets), False, bool(on_decode_gpus)))
+    return found
+
+
+def _replica_groups(source: PerformanceSource, gpus: int) -> Iterator[ReplicaGroup]:
+    for tp, pp in source.shapes(gpus):
+        yield from (ReplicaGroup(tp, pp, n) for n in range(1, gpus // (tp * pp) + 1))
+
+
+class RateBisection:
+    """Bisection for the rate per GPU at which one seed stops meeting the objective: in [low, high)."""
+
+    __slots__ = ("converged", "first", "high", "low", "tolerance")
+
+    def __init__(self, first: float, tolerance: float) -> None:
+        self.first = first
+        self.tolerance = tolerance
+        self.low = 0.0
+        self.high = float("inf")
+        self.converged = False
+
+    def probe(self) -> float:
+        """Returns the next rate to simulate."""
+        if self.high == float("inf"):
+            return max(self.first, self.low * PROBE_GROWTH_RATIO)
+        return (self.low + self.high) / 2
+
+    def record(self, rate: float, met: bool) -> None:
+        """Records whether `rate` met the objective."""
+        if met:
+            self.low = rate
+        else:
+            self.high = rate
+        if self.high < float("inf"):
+            self.converged = self.high - self.low <= self.tolerance * self.high or self.high <= self.first * MIN_PROBE_RATIO
+
+
+def evaluate(
+    scenario: Scenario, placement: Placement, samples: Sequence[WorkloadSample], floor: float
+) -> PlacementScore | None:
+    """Returns the goodput of a placement, or None once it is certainly not above `floor`.
+
+    Raises ConfigError if the samples are too short to overload the placement.
+    """
+    sample = samples[0]
+    if all(scenario.infeasible(placement, s) for s in samples):
+        return PlacementScore(placement, [0.0] * len(samples)) if floor < 0 else None
+    deployment = scenario.deployment(placement)
+    gpus = placement.gpus
+    first = FIRST_PROBE_RATIO * estimate(scenario, placement, sample)
+    searches = [RateBisection(first, scenario.tolerance) for _ in samples]
+    while not all(search.converged for search in searches):
+        for seed, search in enumerate(searches):
+            if search.converged:
+                continue
+            rate = search.probe()
+            result = simulate(deployment, samples[seed], rate * gpus, scenario.objective, seed)
+            search.record(rate, not result.stopped)
+            if rate > MAX_PROBE_RATIO * first and not result.stopped:
+                raise ConfigError(
+                    f"--requests: {len(sample)} are too few: even all at once they meet the objective on {placement}; give more"
+                )
+            if not search.converged and mean(s.low if s.converged else s.high for s in searches) <= floor:
+                return None
+    score = PlacementScore(placement, [s.low for s in searches])
+    return score if score.goodput > floor else None
+
+
+def estimate(scenario: Scenario, placement: Placement, sample: WorkloadSample) -> float:
+    """Estimates requests/s per GPU by closed form."""
+    prefill, decode = scenario.capacities(placement, sample)
+    both = min(prefill, decode) if placement.decode else 1 / (1 / prefill + 1 / decode)
+    return both / placement.gpus
+
+
+ProgressCallback = Callable[[int, int, PlacementScore | None], None]  # done, of how many, the best so far
+
+
+def search(
+    scenario: Scenario, placements: Iterable[Placement], keep: int, jobs: int, progress: ProgressCallback
+) -> list[PlacementScore]:
+    """Returns the `keep` best placements, best first, without those that have no goodput.
+
+    With `keep` 0 it returns all of them and prunes nothing.
+    """
+    samples = scenario.samples()
+    ordered = sorted(placements, key=lambda p: (_pipeline_stages(p), -estimate(scenario, p, samples[0]), p))
+    found: list[PlacementScore] = []
+    total = len(ordered)
+    done = 0
+
+    def record_score(score: PlacementScore | None) -> None:
+        nonlocal done
+        done += 1
+        if score and score.goodput > 0:
+            found.append(score)
+            found.sort(key=lambda s: (-s.goodput, s.placement))
+        progress(done, total, found[0] if found else None)
+
+    def floor() -> float:
+        return found[keep - 1].goodput * (1 - scenario.tolerance) if 0 < keep <= len(found) else 0.0
+
+    if jobs <= 1 or total < 4:
+        for placement in ordered:
+            record_score(evaluate(scenario, placement, samples, floor()))
+    else:
+        _search_in_processes(scenario, ordered, jobs, floor, record_score)
+    return _ranked(scenario, found, keep)
+
+
+def _search_in_processes(
+    scenario: Scenario,
+    ordered: Iterable[Placement],
+    jobs: int,
+    floor: Callable[[], float],
+    record_score: Callable[[PlacementScore | None], None],
+) -> None:
+    """Evaluates in `jobs` processes, each placement with the floor of the moment."""
+    context = get_context("spawn")  # no locks or threads of ours come along
+    pending: set[Future[PlacementScore | None]] = set()
+    waiting = iter(ordered)
+    with ProcessPoolExecutor(jobs, context, _init_worker, (scenario,)) as pool:
+        try:
+            while True:
+                for placement in waiting:
+                    pending.add(pool.submit(_evaluate_in_worker, placement, floor()))
+                    if len(pending) > jobs:
+                        break
+                if not pending:
+                    return
+                finished, pending = wait(pending, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    record_score(future.result())
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _ranked(scenario: Scenario, found: Sequence[PlacementScore], keep: int) -> list[PlacementScore]:
+    """Ranks scores; equals within the tolerance are ordered by GPUs, then by instances."""
+    if not found:
+        return []
+    top = found[0].goodput * (1 - scenario.tolerance)
+    first = min(
+        (s for s in found if s.goodput >= top), key=lambda s: (s.placement.gpus, s.placement.instances, -s.goodput)
+    )
+    return [first, *(s for s in found if s is not first)][: keep or len(found)]
+
+
+def _pipeline_stages(placement: Placement) -> int:
+    """Orders cheap simulations first: pipelines simulate one step at a time."""
+    return max(placement.prefill.pp, placement.decode.pp if placement.decode else 1)
+
+
+def process_count(wanted: int) -> int:
+    """Returns the number of processes: `wanted`, or one for each core available to this process."""
+    if wanted:
+        return wanted
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_worker_state: list[tuple[Scenario, list[WorkloadSample]]] = []  # of a worker process
+
+
+def _init_worker(scenario: Scenario) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers it, and ends us
+    _worker_state.append((scenario, scenario.samples()))
+
+
+def _evaluate_in_worker(placement: Placement, floor: float) -> PlacementScore | None:
+    scenario, samples = _worker_state[0]
+    return evaluate(scenario, placement, samples, floor)

@@ -1,0 +1,272 @@
+"""Scenarios and placements: hardware times and memory, traffic, objective, and the deployment of a placement."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import msgspec
+
+from ...errors import ConfigError
+from ..cost import distserve
+from ..cost.hardware import GIB, LINKS, GpuType, NetworkLink
+from ..cost.latency import (
+    LatencyModel,
+    LinearLatency,
+    RooflineLatency,
+    ScaledLatency,
+    unloaded_decode,
+    unloaded_prefill,
+)
+from ..cost.model import ModelCosts
+from ..simulation.replica import SchedulingRules
+from ..simulation.simulator import Deployment, Handoff, Objective, ReplicaPool, SimulatedPolicy
+from ..simulation.workload import Arrivals, Workload, WorkloadSample
+
+UNLIMITED = 1 << 40
+GPUS_PER_NODE = 8  # GPUs that tensor parallelism may span
+
+
+class PerformanceSource(msgspec.Struct, frozen=True):
+    """Source of step times and memory of one GPU type: published coefficients, measured points or a roofline."""
+
+    kind: str  # coefficients | profile | roofline
+    name: str  # the set of coefficients, the file, or the GPU
+    model: ModelCosts | None = None
+    gpu: GpuType | None = None
+    fitted: LinearLatency | None = None
+    kv_tokens: int = 0  # of the profiled instance
+    budget: int = 0  # its token budget
+    beside: int = 0  # instances that worked on its machine meanwhile
+    scale: float = 1.0  # on all times, from a refit
+
+    def shapes(self, gpus: int) -> list[tuple[int, int]]:
+        """Lists (TP, PP) of instances of up to `gpus` GPUs that hold the weights and some KV."""
+        if self.fitted or not self.model:
+            return [(1, 1)]  # an instance as it was profiled counts as one
+        if self.kind == "coefficients":
+            degrees = distserve.degrees(self.name, self.model.name)
+        else:
+            degrees = [tp for tp in range(1, GPUS_PER_NODE + 1) if self.model.heads % tp == 0 and tp & (tp - 1) == 0]
+        pairs = [(tp, pp) for tp in degrees for pp in range(1, gpus // tp + 1) if self.model.splits(tp, pp)]
+        return [(tp, pp) for tp, pp in pairs if self.kv(tp, pp) >= 16]
+
+    def latency(self, tp: int, pp: int) -> LatencyModel:
+        """Returns the step times of an instance, scaled by the refit."""
+        found = self._unscaled(tp, pp)
+        return found if self.scale == 1 else ScaledLatency(found, self.scale)
+
+    def _unscaled(self, tp: int, pp: int) -> LatencyModel:
+        if self.fitted:
+            return self.fitted
+        if not self.model:
+            raise AssertionError("only a profile goes without a model")
+        if self.kind == "coefficients":
+            return distserve.latency(self.name, self.model.name, tp, pp)
+        if not self.gpu:
+            raise AssertionError("a roofline has a GPU")
+        return RooflineLatency(self.model, self.gpu, tp, pp)
+
+    def kv(self, tp: int, pp: int) -> int:
+        """Returns the tokens of KV that an instance holds."""
+        if self.fitted or not self.model:
+            return self.kv_tokens
+        return self.model.kv_capacity(self.gpu.memory if self.gpu else 80 * GIB, tp, pp)
+
+    def words(self) -> str:
+        """Describes for people which constants were measured."""
+        return self._words() + (f", times {self.scale:.3g}" if self.scale != 1 else "")
+
+    def _words(self) -> str:
+        if self.kind == "coefficients":
+            return f"{self.name}: fits to measurements that DistServe published (A100-80GB)"
+        if self.kind == "profile":
+            others = f"{self.beside or 'no'} other instance{'' if self.beside == 1 else 's'} of its machine at work"
+            return f"fitted to the measured points of {self.name}, with {others}"
+        gpu = self.gpu
+        share = f"{gpu.prefill:.0%} of its FLOP/s and {gpu.decode:.0%} of its bandwidth" if gpu else ""
+        return f"roofline of {self.name}, assuming {share}: nothing was measured, expect 20 % or more of error"
+
+
+class ReplicaGroup(msgspec.Struct, frozen=True, order=True):
+    """Group of `n` equal instances of TP*PP GPUs."""
+
+    tp: int
+    pp: int
+    n: int
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all instances."""
+        return self.tp * self.pp * self.n
+
+    def __str__(self) -> str:
+        return f"{self.n} x TP{self.tp}" + (f" PP{self.pp}" if self.pp > 1 else "")
+
+
+class Placement(msgspec.Struct, frozen=True, order=True):
+    """Disaggregated groups, or one colocated group (`decode` None) with a schedule and a token budget per step."""
+
+    prefill: ReplicaGroup
+    decode: ReplicaGroup | None = None
+    budget: int = 0
+    chunked: bool = True
+    on_decode_gpus: bool = False  # colocated on the decode side's GPU type
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all groups."""
+        return self.prefill.gpus + (self.decode.gpus if self.decode else 0)
+
+    @property
+    def instances(self) -> int:
+        """Instances of all groups."""
+        return self.prefill.n + (self.decode.n if self.decode else 0)
+
+    def __str__(self) -> str:
+        if self.decode:
+            return f"prefill {self.prefill}, decode {self.decode}"
+        schedule = f"chunked prefill of {self.budget} tokens" if self.chunked else "prefill first"
+        return f"colocated {self.prefill}, {schedule}"
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """Inputs of a search or a simulation."""
+
+    prefill: PerformanceSource
+    decode: PerformanceSource
+    workload: Workload
+    arrivals: Arrivals
+    objective: Objective
+    requests: int = 1000
+    seeds: int = 5
+    gpus: int = 4
+    link: NetworkLink = LINKS["none"]
+    overlap: bool = True
+    policy: SimulatedPolicy = "least_loaded"
+    concurrency: int = 8
+    kv_limit: int = 0  # tokens of KV of each instance, instead of what its memory holds
+    budget: int = 8192
+    sequences: int = 256
+    distserve: bool = False  # DistServe's rules and clock
+    tolerance: float = 0.01
+
+    def samples(self) -> list[WorkloadSample]:
+        """Draws one sample of requests for each seed."""
+        return [self.workload.sample(self.requests, seed, self.arrivals) for seed in range(self.seeds)]
+
+    def deployment(self, placement: Placement) -> Deployment:
+        """Builds the deployment to simulate.
+
+        DistServe's rules: no token budget, as many sequences as fit, the decode instance chosen when the prefill ends. Its
+        hard-coded 50,000 tokens of a decode batch are not the default: --kv-limit sets them. The chunked baseline keeps its
+        budget.
+        """
+        if not placement.decode:
+            source = self.decode if placement.on_decode_gpus else self.prefill
+            rules = self._rules(placement.budget, placement.chunked)
+            side = self._side(source, placement.prefill, rules)
+            return Deployment(side, distserve=self.distserve, policy=self.policy)
+        rules = self._rules(0, True)
+        model = self.prefill.model
+        return Deployment(
+            self._side(self.prefill, placement.prefill, rules),
+            self._side(self.decode, placement.decode, rules),
+            Handoff(
+                self.link,
+                model.kv_per_token if model else 0.0,
+                model.layers if model else 1,
+                self.overlap,
+                UNLIMITED if self.distserve else self.concurrency,
+            ),
+            self.policy,
+            self.distserve,
+        )
+
+    def _side(self, source: PerformanceSource, group: ReplicaGroup, rules: SchedulingRules) -> ReplicaPool:
+        kv = self.kv_limit or source.kv(group.tp, group.pp)
+        return ReplicaPool(group.n, _latency(source, group.tp, group.pp), kv, rules)
+
+    def _rules(self, budget: int, chunked: bool) -> SchedulingRules:
+        """Returns the scheduling rules; `budget` 0 selects the scenario's own."""
+        if self.distserve:
+            return SchedulingRules(budget if budget and chunked else UNLIMITED, UNLIMITED, chunked)
+        return SchedulingRules(budget or self.budget, self.sequences, chunked)
+
+    def words(self) -> list[str]:
+        """Describes for people the source of the times, and the traffic."""
+        measured = self.prefill.words()
+        return [
+            f"times: {measured}" + ("" if self.decode == self.prefill else f"; decode: {self.decode.words()}"),
+            f"traffic: {self.workload.name}, {self.seeds} x {self.requests} requests, {self.arrivals.kind} arrivals;"
+            f" link {self.link.name}",
+        ]
+
+    # --- closed forms ---
+
+    def capacities(self, placement: Placement, sample: WorkloadSample) -> tuple[float, float]:
+        """Estimates requests/s of the prefill and of the decode instances, each alone; not a bound.
+
+        Prefill: prompts one after the other. Decode: the largest batch with a step within TPOT and with KV that fits, at the
+        mean context.
+        """
+        decode = placement.decode or placement.prefill
+        return self.prefill_capacity(placement.prefill, sample, placement.on_decode_gpus), self.decode_capacity(decode, sample)
+
+    def prefill_capacity(self, group: ReplicaGroup, sample: WorkloadSample, on_decode_gpus: bool = False) -> float:
+        """Estimates requests/s of a prefill group alone."""
+        latency = _latency(self.decode if on_decode_gpus else self.prefill, group.tp, group.pp)
+        work = sum(latency.mixed(p, float(p) ** 2, 0, 0, True) for p in sample.prompts[:200])
+        return group.n * min(200, len(sample)) / work
+
+    def decode_capacity(self, group: ReplicaGroup, sample: WorkloadSample) -> float:
+        """Estimates requests/s of a decode group alone."""
+        latency = _latency(self.decode, group.tp, group.pp)
+        output = sum(sample.outputs) / len(sample)
+        context = sum(sample.prompts) / len(sample) + output / 2
+        room = (self.kv_limit or self.decode.kv(group.tp, group.pp)) / context
+
+        def step(n: int) -> float:
+            base, slope = latency.decode(n, True)
+            return latency.pp * (base + slope * n * context)
+
+        low = 1
+        high = max(1, min(UNLIMITED if self.distserve else self.sequences, int(room) // latency.pp))
+        if step(high) > self.objective.tpot:
+            while low < high:
+                middle = (low + high + 1) // 2
+                low, high = (middle, high) if step(middle) <= self.objective.tpot else (low, middle - 1)
+        return group.n * latency.pp * high / (step(high) * output)
+
+    def infeasible(self, placement: Placement, sample: WorkloadSample) -> str:
+        """Returns the objective that no rate can meet, or an empty text.
+
+        Too many requests miss it even alone, on an idle instance. Work added to a batch never makes it faster, and a
+        prompt in chunks is not faster than in one.
+        """
+        objective = self.objective
+        allowed = self.objective.allowed(len(sample))
+        source = self.decode if placement.on_decode_gpus else self.prefill
+        first = _latency(source, placement.prefill.tp, placement.prefill.pp)
+        group = placement.decode or placement.prefill
+        later = _latency(self.decode if placement.decode else source, group.tp, group.pp)
+        if not sample.prefixes and sum(unloaded_prefill(first, p) > objective.ttft for p in sample.prompts) > allowed:
+            return "ttft"
+        pairs = zip(sample.prompts, sample.outputs, strict=True)
+        if sum(o > 1 and unloaded_decode(later, p) > objective.tpot for p, o in pairs) > allowed:
+            return "tpot"
+        return ""
+
+
+@cache
+def _latency(source: PerformanceSource, tp: int, pp: int) -> LatencyModel:
+    return source.latency(tp, pp)
+
+
+def check_model(source: PerformanceSource, gpus: int, flag: str) -> None:
+    """Raises ConfigError if the model fits on no instance of up to `gpus` GPUs."""
+    if source.shapes(gpus):
+        return
+    name = source.model.name if source.model else source.name
+    least = next((g for g in range(gpus + 1, 129) if source.shapes(g)), None)
+    hint = f"it needs at least {least}: give {flag} {least} or more" if least else "give a GPU with more memory"
+    raise ConfigError(f"{name} fits nowhere on {gpus} GPU{'s' if gpus > 1 else ''} of {source.name}; {hint}")

@@ -1,0 +1,1 @@
+"""Workloads, replicas and whole deployments, simulated event by event."""

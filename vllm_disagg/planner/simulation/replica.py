@@ -1,0 +1,465 @@
+"""One simulated vLLM instance: continuous batching over a paged KV cache, chunked prefill, preemption, pipelining.
+
+A batch holds one token of every decoding sequence and, within the token budget, chunks of prompts, oldest first.
+While all sequences only decode, one batch covers many steps. A step takes base + slope * contexts, and contexts grow
+by n a step, so the sum over j steps has a closed form. New work calls `wake`, which ends such a batch after the
+running step. `tests/property/test_planner.py` compares this with a simulation of one step at a time.
+
+Pipelining (pp > 1) follows vLLM: up to pp batches are in flight, each with sequences of its own. A stage serves in
+order of arrival, so the end of a batch is known at its start.
+
+KV is counted in tokens (vLLM: in blocks of 16). KV of a whole prompt is reserved before its first chunk (vLLM's
+scheduler_reserve_full_isl) or, for a prompt from a prefill replica, before its transfer.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from math import ceil, sqrt
+from typing import Protocol
+
+import msgspec
+
+from ..cost.latency import LatencyModel
+from .workload import WorkloadSample
+
+
+class SchedulingRules(msgspec.Struct, frozen=True):
+    """Scheduling rules of a replica; the defaults are those of vLLM."""
+
+    budget: int = 8192  # tokens of a step: max_num_batched_tokens
+    sequences: int = 256  # that run at once: max_num_seqs
+    chunked: bool = True  # chunks ride with decodes (Sarathi); False: whole prompts first, alone (vLLM of 2023)
+    multi_step: bool = True  # many decode steps at once; False only to test that it changes nothing
+
+
+class RequestTable:
+    """State of all requests, in columns indexed by request number."""
+
+    def __init__(self, sample: WorkloadSample) -> None:
+        prompts = sample.prompts
+        count = len(sample)
+        self.prompts = prompts
+        self.outputs = sample.outputs
+        self.prefixes = sample.prefixes
+        self.block = sample.block
+        self.prefill_tokens = prompts.copy()  # the prompt; after a preemption also the answer so far
+        self.tokens_left = [0] * count  # to generate
+        self.computed = [0] * count  # of `prefill_tokens`
+        self.context_base = [0] * count  # context less the steps of its group
+        self.join_order = [0] * count  # the latest to join is preempted first
+        self.prefill_started_at = [-1.0] * count  # seconds; -1: not yet
+        self.first_token_at = [-1.0] * count
+
+
+class ReplicaListener(Protocol):
+    """Receiver of a replica's events."""
+
+    def on_prefill_complete(self, replica: Replica, now: float, r: int) -> None:
+        """The last chunk of a prompt has been computed."""
+    def on_kv_reserved(self, replica: Replica, now: float, r: int) -> None:
+        """KV is reserved for a request from a prefill replica."""
+    def on_first_token(self, now: float, r: int) -> None:
+        """The first token of an answer has been computed."""
+    def on_finished(self, replica: Replica, now: float, r: int) -> None:
+        """The last token of an answer has been computed."""
+    def schedule(self, time: float, replica: Replica, batch: Batch | None) -> None:
+        """Schedules the end of `batch`, or a wake-up if it is None."""
+
+
+class DecodeGroup:
+    """Sequences that decode together."""
+
+    __slots__ = ("contexts", "ends", "n", "steps", "without_first_token")
+
+    def __init__(self) -> None:
+        self.n = self.steps = self.contexts = 0
+        self.ends: list[tuple[int, int]] = []  # heap of (step at which it ends, request)
+        self.without_first_token: list[int] = []
+
+
+class Batch:
+    """One step, or several decode steps, in flight."""
+
+    __slots__ = ("end", "first", "group", "growth", "prompts", "start", "steps")
+
+    def __init__(self, group: DecodeGroup, prompts: list[int], start: float) -> None:
+        # Prompts whose last chunk is in this batch.
+        self.group = group
+        self.prompts = prompts
+        self.start = start
+        self.steps = 1
+        self.first = self.growth = self.end = 0.0  # seconds of the first step, and more of each next one
+
+    def elapsed(self, steps: int) -> float:
+        """Returns the seconds that the first `steps` steps take."""
+        return steps * self.first + self.growth * (steps * (steps - 1) // 2)
+
+    def steps_until(self, time: float) -> int:
+        """Returns the number of steps that end at or after `time` seconds."""
+        if self.growth > 0:
+            b = self.first - self.growth / 2
+            steps = ceil((sqrt(b * b + 2 * self.growth * time) - b) / self.growth)
+        else:
+            steps = ceil(time / self.first)
+        steps = min(self.steps, max(1, steps))
+        while steps > 1 and self.elapsed(steps - 1) >= time:
+            steps -= 1
+        while steps < self.steps and self.elapsed(steps) < time:
+            steps += 1
+        return steps
+
+
+class Replica:
+    """Simulated vLLM instance of tp*pp GPUs that holds `kv` tokens."""
+
+    def __init__(
+        self, listener: ReplicaListener, requests: RequestTable, latency: LatencyModel, kv: int, rules: SchedulingRules
+    ) -> None:
+        self.listener = listener
+        self.requests = requests
+        self.latency = latency
+        self.kv = kv
+        self.rules = rules
+        self.used = 0  # tokens of KV that running and parked requests hold
+        self.running = 0  # requests that hold KV
+        self.load = 0  # for routing: requests at a decode replica, else tokens of their prompts
+        self.active_legs = 0
+        self.waiting: deque[int] = deque()  # without KV
+        self._awaiting_kv: set[int] = set()  # their KV comes from a prefill replica
+        self.prefilling: deque[int] = deque()  # with KV, chunks left
+        self.ready = DecodeGroup()  # decodes that are not in flight
+        self.cache = PrefixCache(requests.block) if requests.prefixes else None
+        self._in_flight: deque[Batch] = deque()
+        self._stage_free_at = [0.0] * latency.pp  # when each stage is
+        self.preemptions = 0
+        self._wake_at = 0.0  # time of the requested wake-up
+        self._join_count = 0
+        self._decode_times: dict[int, tuple[float, float, float, float]] = {}
+
+    # --- called by the simulation ---
+
+    def submit(self, now: float, r: int) -> None:
+        """Queues a request for prefill on this replica."""
+        self.waiting.append(r)
+        self.wake(now)
+
+    def expect_kv(self, now: float, r: int) -> None:
+        """Queues a request that receives its KV from a prefill replica; reserves room when there is any."""
+        self._awaiting_kv.add(r)
+        self.waiting.append(r)
+        self._reserve_kv(now)
+
+    def on_kv_arrived(self, now: float, r: int) -> None:
+        """Starts decoding a request after its KV transfer."""
+        self._awaiting_kv.discard(r)
+        self.start_decoding(r)
+        self.wake(now)
+
+    def release_kv(self, now: float, r: int) -> None:
+        """Frees the KV of a request."""
+        self.used -= self.requests.prefill_tokens[r]
+        self.running -= 1
+        self._reserve_kv(now)
+        self.wake(now)
+
+    def wake(self, now: float) -> None:
+        """Considers new work as soon as the running step ends."""
+        if not self._shorten_batch(now):
+            self.start_batch(now)
+
+    def _shorten_batch(self, now: float) -> bool:
+        """Ends a batch of many steps after the running one. Returns whether there is such a batch."""
+        batch = self._in_flight[0] if self._in_flight else None
+        if not batch or batch.steps == 1:
+            return False
+        steps = batch.steps_until(now - batch.start)
+        if steps < batch.steps:
+            batch.steps = steps
+            batch.end = batch.start + batch.elapsed(steps)
+            self.listener.schedule(batch.end, self, batch)
+        return True
+
+    # --- batches ---
+
+    def start_batch(self, now: float) -> None:
+        """Starts a batch if there is work, the first stage is free and fewer than pp are in flight."""
+        in_flight = self._in_flight
+        if len(in_flight) >= self.latency.pp:
+            return
+        if now < self._stage_free_at[0]:
+            if self._wake_at < self._stage_free_at[0] and (self.ready.n or self.prefilling or self.waiting):
+                self._wake_at = self._stage_free_at[0]
+                self.listener.schedule(self._wake_at, self, None)
+            return
+        batch = self._compose_batch(now)
+        if not batch:
+            return
+        in_flight.append(batch)
+        self.listener.schedule(batch.end, self, batch)
+        if self.latency.pp > 1:
+            self.start_batch(now)  # asks to be woken
+
+    def complete_batch(self, now: float, batch: Batch) -> None:
+        """Ends a batch that has passed the last stage."""
+        self._in_flight.popleft()
+        requests = self.requests
+        listener = self.listener
+        group = batch.group
+        if group.n:
+            first = batch.start + batch.first if batch.steps > 1 else now
+            for r in group.without_first_token:
+                listener.on_first_token(first, r)
+            group.without_first_token.clear()
+            grown = group.n * batch.steps
+            group.steps += batch.steps
+            group.contexts += grown
+            self.used += grown
+            ends = group.ends
+            while ends and ends[0][0] <= group.steps:
+                r = heappop(ends)[1]
+                self._leave_group(group, r)
+                listener.on_finished(self, now, r)
+            self._merge_ready(group)
+        for r in batch.prompts:
+            if self.cache and requests.prefixes:
+                self.cache.add(requests.prefixes[r])
+            listener.on_prefill_complete(self, now, r)
+        self._reserve_kv(now)
+        self.start_batch(now)
+
+    def _compose_batch(self, now: float) -> Batch | None:
+        group = self.ready
+        rules = self.rules
+        if group.n and self.used + group.n > self.kv:
+            self._preempt(group)
+        finishing: list[int] = []
+        tokens = 0
+        squares = 0
+        if self.prefilling or self.waiting:
+            tokens, squares = self._schedule_chunks(now, finishing, rules.budget - group.n if rules.chunked else rules.budget)
+        if tokens and not rules.chunked:
+            group = DecodeGroup()  # the others wait
+        elif tokens or group.n:
+            self.ready = DecodeGroup()
+        else:
+            return None
+        batch = Batch(group, finishing, now)
+        if tokens:
+            self._time_mixed(batch, tokens, squares)
+        else:
+            self._time_decode(batch)
+        return batch
+
+    def _schedule_chunks(self, now: float, finishing: list[int], budget: int) -> tuple[int, int]:
+        """Selects prompt chunks for this step, and appends completed prompts to `finishing`.
+
+        Returns their tokens and their squares.
+        """
+        requests = self.requests
+        tokens = 0
+        squares = 0
+        whole = not self.rules.chunked
+        while budget > 0:
+            if not self.prefilling and not self._admit_waiting():
+                break
+            r = self.prefilling[0]
+            done = requests.computed[r]
+            todo = requests.prefill_tokens[r] - done
+            take = todo if todo <= budget or (whole and not tokens) else budget
+            if take < todo and whole:
+                break
+            if requests.prefill_started_at[r] < 0:
+                requests.prefill_started_at[r] = now
+            tokens += take
+            squares += take * (2 * done + take)
+            requests.computed[r] = done + take
+            budget -= take
+            if take == todo:
+                finishing.append(self.prefilling.popleft())
+        return tokens, squares
+
+    def _time_mixed(self, batch: Batch, tokens: int, squares: int) -> None:
+        group = batch.group
+        latency = self.latency
+        first = latency.mixed(tokens, squares, group.n, group.contexts, True)
+        rest = latency.mixed(tokens, squares, group.n, group.contexts, False) if latency.pp > 1 else 0.0
+        self._pass_stages(batch, first, rest)
+
+    def _time_decode(self, batch: Batch) -> None:
+        group = batch.group
+        n = group.n
+        times = self._decode_times.get(n)
+        if not times:
+            times = self._decode_times[n] = (*self.latency.decode(n, True), *self.latency.decode(n, False))
+        first = times[0] + times[1] * group.contexts
+        if self.latency.pp > 1:
+            self._pass_stages(batch, first, times[2] + times[3] * group.contexts)
+            return
+        if self.rules.multi_step:
+            batch.steps = max(1, min(group.ends[0][0] - group.steps, (self.kv - self.used) // n))
+        batch.first = first
+        batch.growth = times[1] * n
+        batch.end = batch.start + batch.elapsed(batch.steps)
+
+    def _pass_stages(self, batch: Batch, first: float, rest: float) -> None:
+        """Computes the end of a batch that passes the stages, each first come, first served."""
+        free = self._stage_free_at
+        end = batch.start + first
+        batch.first = first
+        if len(free) > 1:
+            free[0] = end
+            for stage in range(1, len(free)):
+                end = max(end, free[stage]) + rest
+                free[stage] = end
+        batch.end = end
+
+    # --- KV ---
+
+    def _admit_waiting(self) -> bool:
+        """Reserves KV for the oldest waiting prompt and starts its prefill. Returns whether it fits."""
+        if not self.waiting:
+            return False
+        requests = self.requests
+        r = self.waiting[0]
+        if r in self._awaiting_kv or not self._kv_fits(r):
+            return False
+        self._take_kv(r)
+        requests.computed[r] = 0
+        if self.cache and requests.prefixes:
+            hit = self.cache.hit(requests.prefixes[r])  # these blocks are among those the request now holds
+            self.cache.shrink((self.kv - self.used) // self.cache.block + hit)
+            requests.computed[r] = min(hit * self.cache.block, requests.prefill_tokens[r] - 1)
+        self.prefilling.append(r)
+        return True
+
+    def _reserve_kv(self, now: float) -> None:
+        """Reserves KV for requests from prefill replicas at the head of the queue."""
+        if not self.waiting or self.waiting[0] not in self._awaiting_kv:
+            return
+        grown = self._tokens_grown(now)
+        took = False
+        while self.waiting and self.waiting[0] in self._awaiting_kv and self._kv_fits(self.waiting[0], grown):
+            r = self.waiting[0]
+            took = True
+            self._take_kv(r)
+            self.listener.on_kv_reserved(self, now, r)
+        if took:
+            self._shorten_batch(now)  # the running batch may rely on the reserved room
+
+    def _tokens_grown(self, now: float) -> int:
+        """Returns the tokens that completed steps of the batch in flight have added to `used`."""
+        batch = self._in_flight[0] if self._in_flight else None
+        if not batch or batch.steps == 1:
+            return 0
+        over = batch.steps_until(now - batch.start)
+        return batch.group.n * (over if batch.elapsed(over) <= now - batch.start else over - 1)
+
+    def _kv_fits(self, r: int, grown: int = 0) -> bool:
+        # One more token for each running request, so that no request is admitted only to be preempted at once.
+        held = self.used + grown + self.requests.prefill_tokens[r] + self.running
+        return self.running < self.rules.sequences and held < self.kv
+
+    def _take_kv(self, r: int) -> None:
+        self.waiting.popleft()
+        self.used += self.requests.prefill_tokens[r]
+        self.running += 1
+
+    def _preempt(self, group: DecodeGroup) -> None:
+        """Moves the latest requests back to the head of the queue until a step fits.
+
+        They recompute prompt and answer.
+        """
+        requests = self.requests
+        while group.n and self.used + group.n > self.kv:
+            end, r = max(group.ends, key=lambda entry: requests.join_order[entry[1]])
+            group.ends.remove((end, r))
+            heapify(group.ends)
+            if r in group.without_first_token:
+                group.without_first_token.remove(r)
+            requests.prefill_tokens[r] = requests.context_base[r] + group.steps
+            requests.tokens_left[r] = end - group.steps
+            self._leave_group(group, r)
+            self.waiting.appendleft(r)
+            self.preemptions += 1
+
+    # --- decoding ---
+
+    def start_decoding(self, r: int) -> None:
+        """Adds a request with complete KV to the next decode batch."""
+        group = self.ready
+        requests = self.requests
+        requests.context_base[r] = requests.prefill_tokens[r] - group.steps
+        requests.join_order[r] = self._join_count
+        self._join_count += 1
+        group.n += 1
+        group.contexts += requests.prefill_tokens[r]
+        heappush(group.ends, (group.steps + requests.tokens_left[r], r))
+        if requests.first_token_at[r] < 0:
+            group.without_first_token.append(r)
+
+    def _leave_group(self, group: DecodeGroup, r: int) -> None:
+        context = self.requests.context_base[r] + group.steps
+        group.n -= 1
+        group.contexts -= context
+        self.used -= context
+        self.running -= 1
+
+    def _merge_ready(self, group: DecodeGroup) -> None:
+        """Merges a returning group with the sequences that became ready meanwhile."""
+        ready = self.ready
+        if not ready.n:
+            self.ready = group
+            return
+        if ready.n > group.n:
+            group, ready = ready, group
+        shift = group.steps - ready.steps
+        base = self.requests.context_base
+        for end, r in ready.ends:
+            heappush(group.ends, (end + shift, r))
+            base[r] -= shift
+        group.n += ready.n
+        group.contexts += ready.contexts
+        group.without_first_token += ready.without_first_token
+        self.ready = group
+
+
+class PrefixCache:
+    """LRU cache of prompt blocks computed on this replica.
+
+    Blocks shared with running requests count twice, except for the request being admitted.
+    """
+
+    def __init__(self, block: int) -> None:
+        self.block = block  # tokens
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def hit(self, ids: Sequence[int]) -> int:
+        """Counts the leading cached blocks, and marks them as used."""
+        count = self.match(ids)
+        for block in ids[:count]:
+            self._blocks.move_to_end(block)
+        return count
+
+    def match(self, ids: Sequence[int]) -> int:
+        """Counts the leading cached blocks."""
+        blocks = self._blocks
+        count = 0
+        for block in ids:
+            if block not in blocks:
+                break
+            count += 1
+        return count
+
+    def add(self, ids: Sequence[int]) -> None:
+        """Adds the blocks of a prompt."""
+        for block in ids:
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+
+    def shrink(self, blocks: int) -> None:
+        """Evicts the least recently used blocks until `blocks` are left."""
+        while len(self._blocks) > max(0, blocks):
+            self._blocks.popitem(last=False)

@@ -1,0 +1,359 @@
+"""Simulates a whole deployment: the proxy in front of P and D, or of colocated instances.
+
+Disaggregated with overlap (`Handoff.overlap`), as in this project: the proxy queues a request until a prefill replica
+has a free place, then starts both legs at once. D reserves KV for the prompt. Layers move while P computes, so only the
+last layer is left after the prefill, unless the link is slower. P holds its KV until D has received it. D computes the
+last prompt token and with it the first token of the answer.
+
+Without overlap (NixlConnector, DistServe) the decode leg starts when the prefill ends. D is chosen and reserves KV then,
+and all of the KV moves then. Each P sends and each D receives one prompt after the other.
+
+The simulation is deterministic: only the policy power_of_two draws random numbers, from a seed.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+from random import Random
+from typing import Literal
+
+import msgspec
+
+from ...errors import ConfigError
+from ..cost.hardware import LINKS, NetworkLink
+from ..cost.latency import LatencyModel
+from .replica import Batch, Replica, RequestTable, SchedulingRules
+from .workload import WorkloadSample
+
+SimulatedPolicy = Literal["least_loaded", "round_robin", "power_of_two", "prefix_aware"]
+POLICIES: tuple[SimulatedPolicy, ...] = ("least_loaded", "round_robin", "power_of_two", "prefix_aware")
+
+SimulationEvent = tuple[float, int, int, Replica | None, Batch | None]  # time, order, request or -1, whose, of what
+
+
+class ReplicaPool(msgspec.Struct, frozen=True):
+    """Pool of `count` equal replicas, each with its times and its tokens of KV."""
+
+    count: int
+    latency: LatencyModel
+    kv: int
+    rules: SchedulingRules = SchedulingRules()
+
+
+class Handoff(msgspec.Struct, frozen=True):
+    """Parameters of the KV transfer from P to D."""
+
+    link: NetworkLink = LINKS["none"]
+    bytes_per_token: float = 0.0
+    layers: int = 1
+    overlap: bool = True
+    concurrency: int = 8  # legs at one prefill instance: the proxy's --prefill-concurrency
+
+
+class Deployment(msgspec.Struct, frozen=True):
+    """Pools behind the proxy; `decode` None means colocated."""
+
+    prefill: ReplicaPool
+    decode: ReplicaPool | None = None
+    handoff: Handoff = Handoff()
+    policy: SimulatedPolicy = "least_loaded"
+    distserve: bool = (
+        False  # DistServe's clock: TTFT when the prefill ends, `output` steps after it, TPOT over `output`
+    )
+
+
+class Objective(msgspec.Struct, frozen=True):
+    """Latency objective: seconds to the first token, seconds for each later token, share of requests.
+
+    With `joint`, one request must meet both. Without, that share of requests meets each by itself, as DistServe's simulator
+    counts.
+    """
+
+    ttft: float
+    tpot: float
+    attainment: float = 0.9
+    joint: bool = True
+
+    def allowed(self, requests: int) -> int:
+        """Returns the number of requests that may miss."""
+        return int(requests * (1 - self.attainment) + 1e-9)
+
+
+class SimulationResult(msgspec.Struct, frozen=True):
+    """Seconds for each request; -1 for an event that never happened."""
+
+    ttft: list[float]
+    tpot: list[float]
+    latency: list[float]  # end to end
+    transfer: list[float]  # from the end of the prefill to D's having the KV
+    preemptions: int
+    stopped: bool  # early, because too many had missed
+
+    def attainment(self, objective: Objective) -> float:
+        """Returns the share of requests that met the objective; without `joint` the smaller of the two shares."""
+        first = [0 <= t <= objective.ttft for t in self.ttft]
+        later = [0 <= t <= objective.tpot for t in self.tpot]
+        if objective.joint:
+            return sum(a and b for a, b in zip(first, later, strict=True)) / len(first)
+        return min(sum(first), sum(later)) / len(first)
+
+
+def simulate(
+    deployment: Deployment, sample: WorkloadSample, rate: float, objective: Objective | None = None, seed: int = 0
+) -> SimulationResult:
+    """Simulates all requests of `sample`, arriving at `rate` requests/s, to their end.
+
+    With `objective` it stops as soon as too many requests have missed; then only `stopped` is meaningful.
+    """
+    return Simulation(deployment, sample, rate, objective, seed).run()
+
+
+class Simulation:
+    """Discrete-event simulation of one deployment; receives the events of its replicas."""
+
+    def __init__(
+        self, deployment: Deployment, sample: WorkloadSample, rate: float, objective: Objective | None, seed: int
+    ) -> None:
+        self._deployment = deployment
+        self._objective = objective
+        self._count = len(sample)
+        self._arrivals = sample.arrivals(rate)
+        self._requests = requests = RequestTable(sample)
+        self._events: list[SimulationEvent] = [(time, r, r, None, None) for r, time in enumerate(self._arrivals)]
+        heapify(self._events)
+        self._event_order = self._count
+        self._random = Random(seed)
+        self._round_robin_turn = 0
+        self._prefills = self._replicas(deployment.prefill, requests)
+        self._decodes = self._replicas(deployment.decode, requests) if deployment.decode else []
+        self._prefill_of: list[Replica | None] = [None] * self._count  # prefill instance
+        self._decode_of: list[Replica | None] = [None] * self._count  # decode instance
+        self._queue: list[int] = []  # request numbers, in the proxy
+        self._queue_head = 0  # index of the next one
+        self._finished_at = [-1.0] * self._count
+        self._prefilled_at = [-1.0] * self._count  # end of the prefill
+        self._reserved_at = [-1.0] * self._count  # KV at D
+        self._transfer = [0.0] * self._count
+        self._link_free_at: dict[int, float] = {}
+        self._kv_arrived = [False] * self._count  # transfer is complete
+        self._miss_counts = [0, 0]
+        self._has_missed = bytearray(self._count)
+        self._stopped_early = False
+        self._allowed_misses = objective.allowed(self._count) if objective else self._count
+
+    def _replicas(self, side: ReplicaPool, requests: RequestTable) -> list[Replica]:
+        return [Replica(self, requests, side.latency, side.kv, side.rules) for _ in range(side.count)]
+
+    def run(self) -> SimulationResult:
+        """Processes events until none is left, or until too many requests have missed."""
+        events = self._events
+        while events and not self._stopped_early:
+            now, _, r, replica, batch = heappop(events)
+            if replica is None:
+                self._on_arrival(now, r)
+            elif batch is not None:
+                if batch.end == now:  # else it was cut short
+                    replica.complete_batch(now, batch)
+            elif r >= 0:
+                self._on_kv_landed(now, r, replica)
+            else:
+                replica.start_batch(now)
+        if not self._stopped_early and any(e.waiting or e.running for e in (*self._prefills, *self._decodes)):
+            raise AssertionError("a simulation ended with requests in it")
+        return self._result()
+
+    # --- the proxy ---
+
+    def _on_arrival(self, now: float, r: int) -> None:
+        requests = self._requests
+        deployment = self._deployment
+        # One token to spare.
+        prompt = requests.prompts[r]
+        answer = requests.outputs[r] + 1
+        last = deployment.decode or deployment.prefill
+        if prompt + 1 > deployment.prefill.kv or prompt + answer > last.kv:
+            self._count_miss(r, 0)  # exceeds every replica: vLLM refuses it
+            self._count_miss(r, 1)
+            return
+        if self._decodes:
+            self._queue.append(r)
+            self._dispatch(now)
+            return
+        requests.tokens_left[r] = requests.outputs[r] - (not self._deployment.distserve)
+        replica = self._choose(self._prefills, r)
+        replica.load += requests.prompts[r]
+        self._prefill_of[r] = replica
+        replica.submit(now, r)
+
+    def _dispatch(self, now: float) -> None:
+        """Starts both legs of queued requests while a prefill replica has a free place."""
+        handoff = self._deployment.handoff
+        while self._queue_head < len(self._queue):
+            free = [p for p in self._prefills if p.active_legs < handoff.concurrency]
+            if not free:
+                return
+            r = self._queue[self._queue_head]
+            self._queue_head += 1
+            prefill = self._choose(free, r)
+            prefill.active_legs += 1
+            prefill.load += self._requests.prompts[r]
+            self._prefill_of[r] = prefill
+            self._requests.tokens_left[r] = self._requests.outputs[r]
+            if handoff.overlap:
+                self._decode_leg(now, r)
+            prefill.submit(now, r)
+
+    def _decode_leg(self, now: float, r: int) -> None:
+        decode = min(self._decodes, key=_load) if len(self._decodes) > 1 else self._decodes[0]
+        decode.load += 1
+        self._decode_of[r] = decode
+        decode.expect_kv(now, r)
+
+    def _choose(self, replicas: list[Replica], r: int) -> Replica:
+        policy = self._deployment.policy
+        if len(replicas) == 1:
+            return replicas[0]
+        if policy == "round_robin":
+            self._round_robin_turn += 1
+            return replicas[self._round_robin_turn % len(replicas)]
+        if policy == "power_of_two":
+            return min(self._random.sample(replicas, 2), key=_load)
+        prefixes = self._requests.prefixes
+        if policy == "prefix_aware" and prefixes:
+            ids = prefixes[r]
+            return min(replicas, key=lambda e: e.load - (e.cache.match(ids) * e.cache.block if e.cache else 0))
+        return min(replicas, key=_load)
+
+    # --- events of the replicas ---
+
+    def schedule(self, time: float, replica: Replica, batch: Batch | None) -> None:
+        """Schedules the end of a batch, or a wake-up."""
+        self._event_order += 1
+        heappush(self._events, (time, self._event_order, -1, replica, batch))
+
+    def on_prefill_complete(self, replica: Replica, now: float, r: int) -> None:
+        """Starts decoding on the same replica, or the hand-off to the decode replica."""
+        requests = self._requests
+        distserve = self._deployment.distserve
+        if not self._decodes or self._kv_arrived[r]:  # computed where it is decoded; or preempted there, and again
+            if self._kv_arrived[r] or requests.first_token_at[r] >= 0:
+                requests.tokens_left[r] -= 1  # else it was not counted
+            self.on_first_token(now, r)
+            if requests.tokens_left[r] > 0:
+                replica.start_decoding(r)
+                return
+            replica.used -= requests.prefill_tokens[r]
+            replica.running -= 1
+            self.on_finished(replica, now, r)
+            return
+        if distserve:
+            self.on_first_token(now, r)
+        self._prefilled_at[r] = now
+        replica.active_legs -= 1
+        replica.load -= requests.prompts[r]
+        if not self._deployment.handoff.overlap:
+            self._decode_leg(now, r)
+        elif self._reserved_at[r] >= 0:
+            self._start_handoff(now, r)
+        self._dispatch(now)
+
+    def on_kv_reserved(self, replica: Replica, now: float, r: int) -> None:
+        """Starts the hand-off if the prefill has completed."""
+        self._reserved_at[r] = now
+        if self._prefilled_at[r] >= 0:
+            self._start_handoff(now, r)
+
+    def on_first_token(self, now: float, r: int) -> None:
+        """Records TTFT, once."""
+        if self._requests.first_token_at[r] >= 0:
+            return
+        self._requests.first_token_at[r] = now
+        if self._objective and now - self._arrivals[r] > self._objective.ttft:
+            self._count_miss(r, 0)
+
+    def on_finished(self, replica: Replica, now: float, r: int) -> None:
+        """Records the end of a request."""
+        replica.load -= 1 if self._decodes else self._requests.prompts[r]
+        self._finished_at[r] = now
+        if self._objective and self._tpot(r) > self._objective.tpot:
+            self._count_miss(r, 1)
+
+    # --- hand-off ---
+
+    def _start_handoff(self, now: float, r: int) -> None:
+        """Schedules the arrival of KV at D, after the prefill has completed and D has reserved room."""
+        handoff = self._deployment.handoff
+        prefill = self._prefill_of[r]
+        decode = self._decode_of[r]
+        if prefill is None or decode is None:
+            raise AssertionError("a request that moves has both instances")
+        prompt = self._requests.prompts[r]
+        wire = handoff.bytes_per_token * prompt / handoff.link.bandwidth
+        begin = max(self._requests.prefill_started_at[r], self._reserved_at[r]) if handoff.overlap else now
+        free = self._link_free_at
+        out = id(prefill)
+        into = id(decode)
+        start = max(begin, free.get(out, 0.0), free.get(into, 0.0))
+        free[out] = free[into] = start + wire
+        last = wire / handoff.layers  # cannot move before the prefill ends
+        end = max(start + wire, self._prefilled_at[r] + last, now) + handoff.link.latency
+        self._transfer[r] = end - self._prefilled_at[r]
+        if end > now:
+            self._event_order += 1
+            heappush(self._events, (end, self._event_order, r, decode, None))
+        else:
+            self._on_kv_landed(now, r, decode)
+
+    def _on_kv_landed(self, now: float, r: int, decode: Replica) -> None:
+        prefill = self._prefill_of[r]
+        self._kv_arrived[r] = True
+        if prefill:
+            prefill.release_kv(now, r)
+        decode.on_kv_arrived(now, r)
+
+    # --- results ---
+
+    def _count_miss(self, r: int, which: int) -> None:
+        """Counts a request that misses TTFT (0) or TPOT (1); stops when too many have missed."""
+        if self._objective is None:
+            return
+        if self._objective.joint:
+            if self._has_missed[r]:
+                return
+            self._has_missed[r] = 1
+            which = 0
+        self._miss_counts[which] += 1
+        self._stopped_early = self._stopped_early or self._miss_counts[which] > self._allowed_misses
+
+    def _tpot(self, r: int) -> float:
+        """Returns the seconds per token after the first; of a single token 0."""
+        output = self._requests.outputs[r]
+        distserve = self._deployment.distserve
+        steps = output if distserve else output - 1
+        return (self._finished_at[r] - self._requests.first_token_at[r]) / steps if steps else 0.0
+
+    def _result(self) -> SimulationResult:
+        first = self._requests.first_token_at
+        ended = self._finished_at
+        arrivals = self._arrivals
+        numbers = range(self._count)
+        return SimulationResult(
+            [first[r] - arrivals[r] if first[r] >= 0 else -1.0 for r in numbers],
+            [self._tpot(r) if ended[r] >= 0 else -1.0 for r in numbers],
+            [ended[r] - arrivals[r] if ended[r] >= 0 else -1.0 for r in numbers],
+            self._transfer,
+            sum(e.preemptions for e in (*self._prefills, *self._decodes)),
+            self._stopped_early,
+        )
+
+
+def _load(replica: Replica) -> int:
+    return replica.load
+
+
+def quantile(values: list[float], share: float) -> float:
+    """Returns the smallest value within which `share` of all requests stay; infinite if fewer have a value."""
+    if not values:
+        raise ConfigError("a quantile of nothing")
+    ordered = sorted(v if v >= 0 else float("inf") for v in values)
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]

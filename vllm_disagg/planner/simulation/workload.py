@@ -1,0 +1,145 @@
+"""Samples of traffic: lengths, arrival times and shared prefixes.
+
+One draw for each seed serves every placement and every rate (common random numbers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from ...errors import ConfigError
+from ...workloads import traces
+from ...workloads.lengths import NAMED_DISTRIBUTIONS, LengthDistribution
+from ...workloads.traces import Trace, TraceRequest
+
+
+class WorkloadSample(msgspec.Struct, frozen=True):
+    """Requests of one seed; `gaps` are times between arrivals in units of their mean, the first is 0."""
+
+    prompts: list[int]
+    outputs: list[int]
+    gaps: list[float]
+    prefixes: list[tuple[int, ...]] | None = None  # ids of each prompt's blocks
+    block: int = traces.MOONCAKE_BLOCK_TOKENS  # tokens of a block
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def arrivals(self, rate: float) -> list[float]:
+        """Returns arrival times in seconds, at `rate` requests/s."""
+        now = 0.0
+        times = []
+        for gap in self.gaps:
+            now += gap / rate
+            times.append(now)
+        return times
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """Source of requests: a distribution, fixed lengths or a trace."""
+
+    name: str
+    lengths: LengthDistribution | None = None
+    trace: Trace | None = None
+    fixed: tuple[int, int] | None = None
+
+    @property
+    def timed(self) -> bool:
+        """Whether the trace has arrival times."""
+        return self.trace is not None and self.trace.timed
+
+    def sample(self, requests: int, seed: int, arrivals: Arrivals) -> WorkloadSample:
+        """Draws `requests` requests; of a trace, the window that starts at seed * requests."""
+        random = Random(f"{self.name}/{seed}")
+        rows = self._window(requests, seed)
+        if rows:
+            pairs = [(row.prompt, row.answer) for row in rows]
+        elif self.lengths:
+            pairs = [self.lengths.draw(random) for _ in range(requests)]
+        else:
+            pairs = [self.fixed or (1, 1)] * requests
+        gaps = _gaps_of(rows) if arrivals.kind == "trace" else [0.0, *arrivals.draw(random, len(pairs) - 1)]
+        prefixes = [row.hash_ids for row in rows] if any(row.hash_ids for row in rows) else None
+        block = self.trace.block if self.trace else traces.MOONCAKE_BLOCK_TOKENS
+        return WorkloadSample([p for p, _ in pairs], [o for _, o in pairs], gaps, prefixes, block)
+
+    def _window(self, requests: int, seed: int) -> Sequence[TraceRequest]:
+        rows = self.trace.requests if self.trace else ()
+        start = seed * requests % max(1, len(rows) - requests + 1)
+        return rows[start : start + requests]
+
+
+class Arrivals(msgspec.Struct, frozen=True):
+    """Arrival process: poisson, gamma with a coefficient of variation `cv`, or the times of the trace, stretched to the rate."""
+
+    kind: str
+    cv: float = 1.0
+
+    def draw(self, random: Random, count: int) -> Iterator[float]:
+        """Draws gaps with mean 1."""
+        shape = 1 / self.cv**2
+        if self.kind == "poisson":
+            return (random.expovariate(1.0) for _ in range(count))
+        return (random.gammavariate(shape, 1 / shape) for _ in range(count))
+
+
+def load(text: str) -> Workload:
+    """Loads a workload by name, as IN:OUT, or by the path of a trace. Raises ConfigError with the accepted values."""
+    if text in NAMED_DISTRIBUTIONS:
+        return Workload(text, lengths=NAMED_DISTRIBUTIONS[text])
+    if (fixed := text.replace("/", ":").split(":")) and len(fixed) == 2 and all(f.isdecimal() for f in fixed):
+        if min(map(int, fixed)) < 1:
+            raise ConfigError(f"--workload: {text} has a length of 0")
+        return Workload(text, fixed=(int(fixed[0]), int(fixed[1])))
+    path = Path(text)
+    if not path.is_file():
+        raise ConfigError(
+            f"--workload: {text} is neither a file nor known: give one of {', '.join(NAMED_DISTRIBUTIONS)},"
+            " IN:OUT in tokens, or a trace"
+        )
+    trace = traces.read(text, "--workload")
+    if len(trace.requests) < 2:
+        raise ConfigError(f"--workload {text}: it has 1 request; 2 or more are needed")
+    return Workload(path.name, trace=trace)
+
+
+def arrivals(text: str, workload: Workload) -> Arrivals:
+    """Parses poisson, gamma:CV or trace; an empty text selects the times of the trace, if it has any."""
+    if not text:
+        return Arrivals("trace" if workload.timed else "poisson")
+    kind, _, value = text.partition(":")
+    if kind == "trace" and not value:
+        if not workload.timed:
+            raise ConfigError(f"--arrivals trace: {workload.name} has no arrival times: give poisson or gamma:CV")
+        return Arrivals("trace")
+    if kind == "poisson" and not value:
+        return Arrivals("poisson")
+    try:
+        cv = float(value) if kind == "gamma" else 0.0
+    except ValueError:
+        cv = 0.0
+    if not 0 < cv < 100:
+        raise ConfigError(f"--arrivals: {text} is not one of poisson, gamma:CV with CV more than 0, trace")
+    return Arrivals("gamma", cv)
+
+
+def extent(workload: Workload, arrivals: Arrivals, requests: int, seeds: int) -> tuple[int, int]:
+    """Limits requests and seeds to those that a trace provides."""
+    if not workload.trace:
+        return requests, seeds
+    there = len(workload.trace.requests)
+    requests = min(requests, there)
+    return requests, min(seeds, there // requests) if arrivals.kind == "trace" else seeds
+
+
+def _gaps_of(rows: Sequence[TraceRequest]) -> list[float]:
+    times = [row.arrival for row in rows]
+    mean = (times[-1] - times[0]) / max(1, len(times) - 1)
+    if mean <= 0:
+        raise ConfigError("--workload: all requests of the trace arrive at once: give --arrivals poisson")
+    return [0.0, *((b - a) / mean for a, b in pairwise(times))]

@@ -85,14 +85,14 @@ mutants: setup
 
 bench: setup $(VENV)/.peers
 	@$(BIN)/python scripts/tiny_model.py heavy $(MODEL)
-	$(BIN)/python benchmarks/handoff.py $(MODEL) --router .venv-router/bin/vllm-router --save docs/handoff
+	$(BIN)/python benchmarks/handoff.py $(MODEL) --router .venv-router/bin/vllm-router --save docs/benchmarks/handoff
 
 bench-proxy: setup $(VENV)/.peers
-	$(BIN)/python benchmarks/proxy_cost.py --router .venv-router/bin/vllm-router --save docs/proxy_cost
+	$(BIN)/python benchmarks/proxy_cost.py --router .venv-router/bin/vllm-router --save docs/benchmarks/proxy_cost
 
 bench-transport: setup $(VENV)/.peers
 	@$(BIN)/python scripts/tiny_model.py heavy $(MODEL)
-	$(BIN)/python benchmarks/transport.py $(MODEL) --save docs/transports.json
+	$(BIN)/python benchmarks/transport.py $(MODEL) --save docs/benchmarks/transports.json
 
 goodput: setup $(VENV)/.peers
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[plot]'

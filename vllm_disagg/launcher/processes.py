@@ -47,7 +47,7 @@ class Child:
     """One process, leader of its own group, and the thread that reads what it says.
 
     Not of a session: Linux (autogroups) makes a session one party to the sharing of a core, and an API server, which
-    rarely runs, would wait for up to a second while another instance's worker spins (docs/goodput.md).
+    rarely runs, would wait for up to a second while another instance's worker spins (docs/benchmarks/sessions.md).
     """
 
     def __init__(self, command: Command, argv: list[str], console: Console, prefix: str) -> None:

@@ -1,6 +1,6 @@
 # make setup     an environment in .venv with vLLM for CPUs, this project and its tools (minutes, once)
 # make demo      a prefill and a decode instance and the proxy; exact answers, KV moved while the prefill computes
-# make check     lint, types, import rules, all tests that need neither engine nor other processes
+# make check     lint, types, import rules, documents, all tests that need neither engine nor other processes
 # make test      check, the transports between processes, and the tests with real engines
 # make wide      engines of different parallelism and block sizes, each kind of model, each transport
 # make chaos     2 prefill and 2 decode instances under load, each killed, frozen, drained and replaced in turn (5 to 20 minutes)
@@ -58,6 +58,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy vllm_disagg kv_connectors
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python scripts/reference.py --check
 	$(BIN)/python -m pytest tests/unit tests/property tests/proxy
 
 test: check

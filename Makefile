@@ -59,6 +59,7 @@ check: setup
 	$(BIN)/mypy vllm_disagg kv_connectors
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/reference.py --check
+	$(BIN)/python scripts/check_docs.py
 	$(BIN)/python -m pytest tests/unit tests/property tests/proxy
 
 test: check

@@ -5,7 +5,7 @@
 * A relative link leads to a file of the tree, and its anchor to a heading there.
 * A path in backticks that begins with a folder of the tree exists; so does a bare `name.py`.
 * A `vllm-disagg ...` command of a code block is accepted by that command's parser, a `make ...` command has a target.
-* A page of docs/ that code or the Makefile names exists.
+* A page of docs/ that code or the Makefile names exists, and each page is linked from an index.
 
 Nothing is run, and nothing outside the tree is looked at.
 """
@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from vllm_disagg import cli  # noqa: E402
 
+DOCS = ROOT / "docs"
 HISTORY = ("CHANGELOG.md",)  # names files as they once were
 SOURCES = (".py", ".toml", ".sh", ".yaml", "Makefile")
 FENCE = re.compile(r"^( *)```[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
@@ -41,6 +42,7 @@ def main() -> int:
     for path in tracked():
         if path.name.endswith(SOURCES):
             faults += [f"{name(path)}: no page {page}" for page in _missing_pages(path)]
+    faults += [f"{name(page)}: linked from no index.md" for page in unlisted()]
     print("\n".join(faults), end="\n" if faults else "")
     return 1 if faults else 0
 
@@ -73,6 +75,18 @@ def link_fault(path: Path, target: str) -> str:
     if anchor and anchor not in anchors(to):
         return f"link to {target}: no such heading"
     return ""
+
+
+def unlisted() -> list[Path]:
+    """The pages of docs/ that no index.md links to."""
+    indexes = [path for path in tracked() if path.name == "index.md"]
+    linked = {
+        (path.parent / target.partition("#")[0]).resolve()
+        for path in indexes
+        for target in LINK.findall(path.read_text())
+    }
+    pages = [path for path in tracked() if path.suffix == ".md" and path.is_relative_to(DOCS)]
+    return [page for page in pages if page not in linked and page != DOCS / "index.md"]
 
 
 @cache

@@ -9,10 +9,14 @@ Every fact is taken from the code that uses it: argparse parsers, `Config`, live
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
+import io
 import os
 import re
 import sys
+import textwrap
+import tokenize
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from importlib import import_module
@@ -154,9 +158,30 @@ def settings() -> str:
 
 
 def _comments(of: type) -> dict[str, str]:
-    """The comment behind each field of a class."""
-    found = re.findall(r"^    (\w+):.*?  # (.*)$", inspect.getsource(of), re.MULTILINE)
-    return dict(found)
+    """The comment of each field or member of a class: in its lines, else in the lines above it."""
+    source = textwrap.dedent(inspect.getsource(of))
+    behind: dict[int, str] = {}  # by line
+    alone: dict[int, str] = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            where = alone if token.line.lstrip().startswith("#") else behind
+            where[token.start[0]] = token.string.lstrip("# ")
+    found = {}
+    for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
+        if not isinstance(node, ast.AnnAssign | ast.Assign):
+            continue
+        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+        words = [
+            behind[line]
+            for line in range(node.lineno, (node.end_lineno or 0) + 1)
+            if line in behind
+        ]
+        above = node.lineno - 1
+        while above in alone and above - 1 in alone:
+            above -= 1
+        words = words or [alone[line] for line in range(above, node.lineno) if line in alone]
+        found[ast.unparse(target)] = " ".join(words)
+    return found
 
 
 def _type(of: Any) -> str:
@@ -246,10 +271,10 @@ def _row(name: str, kind: str, labels: Iterable[str], words: str) -> tuple[str, 
 
 
 def _members(of: type[Enum]) -> Iterator[tuple[Any, str]]:
-    """Each member of an enumeration with the comment behind it."""
-    comments = dict(re.findall(r"^    (\w+) = .*?  # (.*)$", inspect.getsource(of), re.MULTILINE))
+    """Each member of an enumeration with its comment."""
+    comments = _comments(of)
     for member in of:
-        yield member, _sentence(comments.get(member.name, ""))
+        yield member, _sentence(comments[member.name])
 
 
 # -- paths ------------------------------------------------------------------------------------------------------------

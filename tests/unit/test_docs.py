@@ -69,6 +69,26 @@ def test_commands(block: str, fault: str) -> None:
     assert fault in found and bool(fault) == bool(found)
 
 
+class Fields:
+    """Fields with comments in each place where a formatter leaves them."""
+
+    # above, in
+    # two lines
+    above: int = 1
+    inside: str = "x"  # inside
+    behind: int = 2  # behind
+    none: int = 3
+
+
+def test_comments_of_fields() -> None:
+    assert reference._comments(Fields) == {
+        "above": "above, in two lines",
+        "inside": "inside",
+        "behind": "behind",
+        "none": "",
+    }
+
+
 def test_a_page_that_differs_from_the_code_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

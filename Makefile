@@ -1,6 +1,6 @@
 # make setup     an environment in .venv with vLLM for CPUs, this project and its tools (minutes, once)
 # make demo      a prefill and a decode instance and the proxy; exact answers, KV moved while the prefill computes
-# make check     lint, types, import rules, all tests that need neither engine nor other processes
+# make check     lint, types, import rules, documents, all tests that need neither engine nor other processes
 # make test      check, the transports between processes, and the tests with real engines
 # make wide      engines of different parallelism and block sizes, each kind of model, each transport
 # make chaos     2 prefill and 2 decode instances under load, each killed, frozen, drained and replaced in turn (5 to 20 minutes)
@@ -60,6 +60,8 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy vllm_disagg kv_connectors
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python scripts/reference.py --check
+	$(BIN)/python scripts/check_docs.py
 	$(BIN)/python -m pytest $(QUICK)
 
 test: check
@@ -87,14 +89,14 @@ mutants: setup
 
 bench: setup $(VENV)/.peers
 	@$(BIN)/python scripts/tiny_model.py heavy $(MODEL)
-	$(BIN)/python benchmarks/handoff.py $(MODEL) --router .venv-router/bin/vllm-router --save docs/handoff
+	$(BIN)/python benchmarks/handoff.py $(MODEL) --router .venv-router/bin/vllm-router --save docs/benchmarks/handoff
 
 bench-proxy: setup $(VENV)/.peers
-	$(BIN)/python benchmarks/proxy_cost.py --router .venv-router/bin/vllm-router --save docs/proxy_cost
+	$(BIN)/python benchmarks/proxy_cost.py --router .venv-router/bin/vllm-router --save docs/benchmarks/proxy_cost
 
 bench-transport: setup $(VENV)/.peers
 	@$(BIN)/python scripts/tiny_model.py heavy $(MODEL)
-	$(BIN)/python benchmarks/transport.py $(MODEL) --save docs/transports.json
+	$(BIN)/python benchmarks/transport.py $(MODEL) --save docs/benchmarks/transports.json
 
 goodput: setup $(VENV)/.peers
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[plot]'

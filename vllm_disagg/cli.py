@@ -18,7 +18,7 @@ COMMANDS = {  # name: (module with add_arguments and run, one line of help)
     "simulate": ("planner.commands.simulate", "one placement at one rate, simulated"),
     "bench": ("bench.main", "measure the goodput of running deployments, side by side"),
     "profile": ("bench.profile", "measure how long an instance's steps take, for a plan"),
-    "key": ("key_command", "write a new fleet key to a file"),
+    "key": ("fleet.key_command", "write a new fleet key to a file"),
 }
 
 

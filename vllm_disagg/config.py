@@ -40,8 +40,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     insecure: bool = False  # no key: every client of this engine may feed, read and steer it; loopback only
     register: str = ""  # http://HOST:PORT of a proxy (several: with commas) to which this engine makes itself known
     advertise: str = ""  # with `register`: http://HOST:PORT under which that proxy reaches this engine's API server
-    transport: Literal["auto", "zmq", "tcp", "gloo", "nccl", "nixl"] = "auto"  # what carries KV, docs/transports.md; else ZMQ
-    gpu: bool = False  # serve KV in GPU memory: written and tested off the GPU, never yet run on one (docs/gpu.md)
+    transport: Literal["auto", "zmq", "tcp", "gloo", "nccl", "nixl"] = "auto"  # moves KV bytes; ZMQ is the fallback
+    gpu: bool = False  # serve KV in GPU memory; never yet run on a GPU
     encrypt_data: bool = False  # CURVE on KV bytes too: private on any network, about a fifth of the speed
     compress: Literal["off", "fp8"] = "off"  # bf16 KV as fp8 on the wire: half the bytes, and answers are NOT exact any more
     lease: Seconds = 10.0  # P keeps blocks so long for a reader that gives no sign of life
@@ -49,7 +49,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     silence: Seconds = 2.0  # D gives P up after so long without a word; a false alarm costs a recompute
     stall: Seconds = 30.0  # D gives P up when P's vLLM makes no step for so long; longer than any step, which may compile
     piece: Bytes = 4 << 20  # bytes moved per request to P; larger ones cost less CPU and overlap less
-    overlap: Literal["layer", "chunk", "off"] = "layer"  # P offers KV with each few layers, chunk, or prompt: docs/transports.md
+    overlap: Literal["layer", "chunk", "off"] = "layer"  # P offers KV every few layers, each chunk, or once
     window: Bytes = 32 << 20  # bytes on their way to D at a time; bounds memory on both sides
 
     @property

@@ -30,7 +30,7 @@ EXACT = {
     "oss": ["oss"],  # GPT-OSS: windows, full attention, sinks, experts
     "moe": ["moe"],  # Mixtral
     "mamba": ["mamba", "--no-enable-prefix-caching"],  # Mamba 2: states
-    "mla": ["mla", "--compilation-config", '{"custom_ops": ["-rotary_embedding"]}'],  # DeepSeek V2: see docs/models.md
+    "mla": ["mla", "--compilation-config", '{"custom_ops": ["-rotary_embedding"]}'],  # docs/explanation/exactness.md
     "dense": ["dense"],
     "heavy": ["heavy", "--kv-cache-memory-bytes", str(1 << 30)],
     "fp8": ["dense", "--kv-cache-dtype", "fp8"],

@@ -49,7 +49,7 @@ class ChildProcess:
     """One process, leader of its own group, and the thread that reads its output.
 
     It does not lead a session. Linux (autogroups) gives each session one share of a core. An API server, which rarely runs,
-    would then wait for up to a second while the worker of another instance spins (docs/goodput.md).
+    would then wait for up to a second while the worker of another instance spins (docs/benchmarks/sessions.md).
     """
 
     def __init__(self, command: ChildCommand, argv: list[str], console: SharedConsole, prefix: str) -> None:

@@ -1,6 +1,6 @@
 """One NIXL agent with UCX underneath: registered memory, peers, reads.  No thread of ours, none of NIXL's.
 
-Facts of NIXL 1.5 and UCX that shape this file (docs/transports.md tells how they were found):
+Facts of NIXL 1.5 and UCX that shape this file (docs/explanation/transports.md tells how they were found):
 
 * Without a progress thread nothing happens between calls, so an idle agent costs nothing.  A read through shared memory
   (CMA) ends within the call that posts it; others go on in the hardware or need `progress` at the other end.

@@ -1,0 +1,344 @@
+"""Writes the generated pages of docs/reference from the code: flags, settings, metrics and paths.
+
+    python scripts/reference.py            write the pages
+    python scripts/reference.py --check    exit status 1, with one line a page, where a page differs from the code
+
+Every fact is taken from the code that uses it: argparse parsers, `Config`, live metric registries, the route table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import io
+import os
+import re
+import sys
+import textwrap
+import tokenize
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import msgspec
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the connector's metrics import vLLM
+
+from vllm_disagg import cli, config  # noqa: E402
+from vllm_disagg.fleet import registration  # noqa: E402
+from vllm_disagg.protocol.events import Reason  # noqa: E402
+from vllm_disagg.proxy.http import routes  # noqa: E402
+from vllm_disagg.proxy.requests import admin  # noqa: E402
+from vllm_disagg.proxy.routing.fleet import Fleet  # noqa: E402
+from vllm_disagg.proxy.telemetry.metrics import Metrics  # noqa: E402
+
+CONNECTOR_METRICS = "kv_connectors.metrics"  # imported late: it imports vLLM
+REFERENCE = ROOT / "docs" / "reference"
+NOTE = (
+    "<!-- Written by scripts/reference.py; do not edit. `make check` compares it with the code. -->"
+)
+HOW = {  # how a path is served, in words of the glossary
+    "generate": "both legs",
+    "forward": "one instance; another one if it fails",
+    "look up": "the decode instance that knows the id",
+    "models": "one instance, or one of each model",
+    "session": "WebSocket, joined to one instance",
+    "all": "every instance",
+    "own": "the proxy",
+}
+
+
+def main() -> int:
+    """Write the pages, or compare them with the code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail where a page differs"
+    )
+    check = parser.parse_args().check
+    different = []
+    for name, render in PAGES.items():
+        path, text = REFERENCE / name, render()
+        if not check:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            different.append(
+                f"{path.relative_to(ROOT)} differs from the code: run python scripts/reference.py"
+            )
+    print("\n".join(different), end="\n" if different else "")
+    return 1 if different else 0
+
+
+# -- flags ------------------------------------------------------------------------------------------------------------
+def flags() -> str:
+    """The flags of every subcommand."""
+    parts = [
+        NOTE,
+        "# Command-line flags",
+        f"`vllm-disagg COMMAND --help` prints the same. {len(cli.COMMANDS)} commands.",
+    ]
+    parts.append(
+        "\n".join(
+            f"* [`{name}`](#{name}): {summary}" for name, (_, summary) in cli.COMMANDS.items()
+        )
+    )
+    for name, (module, summary) in cli.COMMANDS.items():
+        parser = argparse.ArgumentParser(prog=f"vllm-disagg {name}")
+        import_module(f"vllm_disagg.{module}").add_arguments(parser)
+        parts += [f"## {name}", f"{summary[0].upper()}{summary[1:]}.", *_groups(parser)]
+        if parser.epilog:
+            parts.append(" ".join(parser.epilog.split()))
+    return _page(parts)
+
+
+def _groups(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """A table for each group of arguments that has any to show."""
+    for group in parser._action_groups:
+        actions = [action for action in group._group_actions if not _hidden(action)]
+        if actions:
+            title = group.title or ""
+            if title not in ("options", "positional arguments"):
+                yield f"**{title[0].upper()}{title[1:]}**"
+            yield _table(("flag", "default", "meaning"), [_flag(action) for action in actions])
+
+
+def _hidden(action: argparse.Action) -> bool:
+    return action.help == argparse.SUPPRESS or isinstance(action, argparse._HelpAction)
+
+
+def _flag(action: argparse.Action) -> tuple[str, str, str]:
+    """A row: how the flag is written, its default, its help without the default."""
+    value = ""
+    if action.nargs != 0:
+        value = str(
+            action.metavar
+            or (action.dest.upper() if not action.choices else "|".join(map(str, action.choices)))
+        )
+    names = ", ".join(action.option_strings) or value
+    shown = f"{names} {value}" if action.option_strings and value else names
+    words = " ".join((action.help or "").split())
+    given = re.search(r"\(default: ([^()]*(?:\([^()]*\))?[^()]*)\)", words)
+    words = re.sub(r"\s*\(default: ([^()]*(?:\([^()]*\))?[^()]*)\)", "", words) % {
+        **vars(action),
+        "prog": "",
+    }
+    default = given[1] % vars(action) if given else _default(action)
+    return f"`{shown}`", default, words
+
+
+def _default(action: argparse.Action) -> str:
+    """What stands in the default column where the help text names no default."""
+    if action.required or not action.option_strings:
+        return "required"
+    if action.default in (None, "", [], False, 0) or action.default is argparse.SUPPRESS:
+        return ""
+    return f"`{action.default}`"
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+def settings() -> str:
+    """The settings of one engine's connector."""
+    comments = _comments(config.Config)
+    rows = [
+        (f"`{field.name}`", _type(field.type), f"`{_json(field.default)}`", comments[field.name])
+        for field in msgspec.structs.fields(config.Config)
+    ]
+    parts = [
+        NOTE,
+        "# Connector settings",
+        "Keys of `kv_connector_extra_config` in vLLM's `--kv-transfer-config`. An unknown key or a bad value stops vLLM at"
+        " start with one line that names it. P is the engine that sends KV, D the engine that receives it.",
+        _table(("setting", "type", "default", "meaning"), rows),
+        'Set vLLM\'s own `"kv_load_failure_policy": "recompute"` with them; its default, `fail`, turns a failed transfer'
+        " into a failed request.",
+    ]
+    return _page(parts)
+
+
+def _comments(of: type) -> dict[str, str]:
+    """The comment of each field or member of a class: in its lines, else in the lines above it."""
+    source = textwrap.dedent(inspect.getsource(of))
+    behind: dict[int, str] = {}  # by line
+    alone: dict[int, str] = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            where = alone if token.line.lstrip().startswith("#") else behind
+            where[token.start[0]] = token.string.lstrip("# ")
+    found = {}
+    for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
+        if not isinstance(node, ast.AnnAssign | ast.Assign):
+            continue
+        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+        words = [
+            behind[line]
+            for line in range(node.lineno, (node.end_lineno or 0) + 1)
+            if line in behind
+        ]
+        above = node.lineno - 1
+        while above in alone and above - 1 in alone:
+            above -= 1
+        words = words or [alone[line] for line in range(above, node.lineno) if line in alone]
+        found[ast.unparse(target)] = " ".join(words)
+    return found
+
+
+def _type(of: Any) -> str:
+    """A field's type, as an operator writes it in JSON."""
+    if get_origin(of) is Literal:
+        return " or ".join(get_args(of))
+    kind = get_args(of)[0] if get_origin(of) is Annotated else of
+    return {str: "text", bool: "true or false", float: "seconds", int: "bytes"}[kind]
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+# -- metrics ----------------------------------------------------------------------------------------------------------
+def metrics() -> str:
+    """Every series of the proxy and of the connector."""
+    proxy = sorted(_proxy_metrics())
+    parts = [
+        NOTE,
+        "# Metrics",
+        "How to use them: [monitor a fleet](../how-to/monitor.md).",
+        "## Of the proxy",
+        "On the proxy's `/metrics`. A histogram has the usual `_bucket`, `_sum` and `_count`.",
+        _table(("metric", "type", "labels", "meaning"), proxy),
+        "## Of the connector",
+        "On each engine's `/metrics`, next to vLLM's own. vLLM's labels (`model_name`, `engine`) are on each of them.",
+        _table(("metric", "type", "labels", "meaning"), _connector_metrics()),
+        "## Reasons",
+        "Why a transfer did not deliver. The receiving engine computes that prompt itself.",
+        _table(
+            ("reason", "meaning"),
+            [(f"`{reason.value}`", text) for reason, text in _members(Reason)],
+        ),
+    ]
+    return _page(parts)
+
+
+def _proxy_metrics() -> Iterator[tuple[str, str, str, str]]:
+    """Rows for the families of a proxy without traffic."""
+    registry = Metrics(Fleet())._registry
+    for collector in registry._collector_to_names:
+        for family in collector.collect():
+            labels: Iterable[str] = getattr(collector, "_labelnames", ()) or getattr(
+                family, "_labelnames", ()
+            )
+            yield _row(family.name, family.type, labels, family.documentation)
+
+
+class _Recorder:
+    """Stands in for a Prometheus class; notes what is made of it."""
+
+    def __init__(self, kind: str, rows: list[tuple[str, str, str, str]]) -> None:
+        self._kind = kind
+        self._rows = rows
+
+    def __call__(
+        self, name: str, documentation: str, labelnames: Iterable[str] = (), **_: object
+    ) -> _Recorder:
+        self._rows.append(_row(name, self._kind, labelnames, documentation))
+        return self
+
+    def labels(self, *_: object, **__: object) -> _Recorder:
+        """The series of some labels, which is not needed here."""
+        return self
+
+
+def _connector_metrics() -> list[tuple[str, str, str, str]]:
+    """Rows for what the connector's metrics class makes when vLLM makes one."""
+    from prometheus_client import Counter, Gauge, Histogram  # noqa: PLC0415 - as vLLM does
+
+    rows: list[tuple[str, str, str, str]] = []
+    kinds = {kind: _Recorder(kind.__name__.lower(), rows) for kind in (Counter, Gauge, Histogram)}
+    import_module(CONNECTOR_METRICS).PromMetrics(_NoConfig(), kinds, [], {0: []})
+    return sorted(rows)
+
+
+class _NoConfig:
+    """vLLM's configuration, of which the metrics need nothing."""
+
+    kv_transfer_config = None
+
+
+def _row(name: str, kind: str, labels: Iterable[str], words: str) -> tuple[str, str, str, str]:
+    suffix = "_total" if kind == "counter" and not name.endswith("_total") else ""
+    return f"`{name}{suffix}`", kind, ", ".join(f"`{label}`" for label in labels), _sentence(words)
+
+
+def _members(of: type[Enum]) -> Iterator[tuple[Any, str]]:
+    """Each member of an enumeration with its comment."""
+    comments = _comments(of)
+    for member in of:
+        yield member, _sentence(comments[member.name])
+
+
+# -- paths ------------------------------------------------------------------------------------------------------------
+def paths() -> str:
+    """Every path of the proxy, with who may ask for it."""
+    served = [*routes.ROUTES.items(), *routes._BY_TEMPLATE.items()]
+    rows = [
+        (f"`{path}`", ", ".join(methods), HOW[how], "" if path in routes.UNGUARDED else _key(path))
+        for path, (methods, how) in served
+    ]
+    changes = [(f"`{path}`", method, "admin key") for method, path in admin.CHANGES]
+    changes.append((f"`{registration.REGISTER_PATH}`", "POST", "proof made with the fleet key"))
+    refused: dict[str, list[str]] = {}
+    for path, why in routes.REFUSED.items():
+        refused.setdefault(why, []).append(path)
+    parts = [
+        NOTE,
+        "# HTTP paths of the proxy",
+        "How each one behaves: [paths and bodies](../explanation/routing.md#paths-and-bodies).",
+        "## For clients",
+        "*Key*: needed where the proxy has `--api-key`. Slashes behind a path, and more than one before it, are left out.",
+        _table(("path", "methods", "answered by", "key"), rows),
+        "## For operators",
+        _table(("path", "method", "guard"), changes),
+        "## Refused",
+        "404 with the reason. Any path that is on no list of this page is a plain 404.",
+        _table(
+            ("paths", "reason"),
+            [(", ".join(f"`{path}`" for path in found), why) for why, found in refused.items()],
+        ),
+    ]
+    return _page(parts)
+
+
+def _key(path: str) -> str:
+    return "client's key" if routes.guarded(path) else "admin key or client's key"
+
+
+# -- Markdown ---------------------------------------------------------------------------------------------------------
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
+
+
+def _sentence(words: str) -> str:
+    words = " ".join(words.split())
+    first = words[:1] if words.startswith("vLLM") else words[:1].upper()
+    return first + words[1:].rstrip(".") + "." if words else ""
+
+
+def _page(parts: Iterable[str]) -> str:
+    return "\n\n".join(parts) + "\n"
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "flags.md": flags,
+    "settings.md": settings,
+    "metrics.md": metrics,
+    "paths.md": paths,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

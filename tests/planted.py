@@ -266,7 +266,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("RTSP is answered", "proxy/http/server.py", "self._url + b\" HTTP/\" in self._line  #", "True  #", "tests/proxy/http/test_careless_clients.py"),
     ("an instance's head has no limit", "proxy/http/upstream.py", "if self._head_bytes > MAX_HEAD_BYTES:", "if False:", "tests/proxy/http/test_careless_clients.py"),
     ("doubled slashes are no path", "proxy/http/headers.py", "if path.startswith(\"//\"):", "if False:", "tests/proxy/http/test_careless_clients.py"),
-    ("an adapter's name may be a path", "proxy/http/routes.py", "_ADAPTER.fullmatch(path, len(ADAPTERS))", "True", "tests/proxy/http/test_careless_clients.py"),
+    ("an adapter's name may be a path", "proxy/http/routes.py", "_ADAPTER.fullmatch(path, len(ADAPTERS))", "True", "tests/proxy/requests/test_proxy_paths.py"),
     ("the last null hides what came before", "proxy/requests/bodies.py", "        if value and not value[1]:", "        if value and value[1]:\n            return None\n        if value:", "tests/proxy/requests/test_bodies.py tests/proxy/http/test_careless_clients.py"),
     ("upper-case escapes hide a key", "proxy/requests/bodies.py", "{c}{c.upper()}", "{c}", "tests/proxy/requests/test_bodies.py tests/proxy/http/test_careless_clients.py"),
     ("a key at the end of a slice is overlooked", "proxy/requests/bodies.py", "at + SLICE_BYTES + longest)", "at + SLICE_BYTES)", "tests/proxy/requests/test_bodies.py tests/proxy/http/test_careless_clients.py"),

@@ -296,10 +296,12 @@ async def test_who_reads_no_answers_gets_no_more_requests_served() -> None:
         for _ in range(400):
             client.writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 100)
             await asyncio.sleep(0)
-        await asyncio.sleep(0.2)
         (connection,) = server.connections
+        await until(lambda: connection.paused and connection._waits)
         served = len(hand.bodies)
-        assert served < 30_000 and connection._transport.get_write_buffer_size() < 256 * 1024
+        await asyncio.sleep(0.05)
+        assert len(hand.bodies) == served < 40_000
+        assert connection._transport.get_write_buffer_size() < 256 * 1024
         client.writer.transport.resume_reading()
         while len(hand.bodies) < 40_000:
             assert await client.reader.read(1 << 20)

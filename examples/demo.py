@@ -1,7 +1,10 @@
 """Start a prefill and a decode instance and the proxy, and show what they do: demo.py MODEL (see `make demo`).
 
 Each prompt is asked twice, through the proxy and of the decode instance alone, which then is an ordinary vLLM; the
-answers must have the same tokens.  A `cache_salt` of its own keeps each request from finding another's prefix.
+answers must have the same tokens.  Each request has another `cache_salt`, so it cannot reuse another's prefix.
+
+Everything that the processes write goes to a log file; the terminal shows it until they are stopped.  The table is the
+last output.
 """
 
 from __future__ import annotations
@@ -10,10 +13,14 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pydoc_data.topics import topics
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from openai import OpenAI
 
@@ -50,16 +57,44 @@ class Line(NamedTuple):
 def main() -> int:
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    command = [sys.executable, "-m", "vllm_disagg.cli", "up", "--model", sys.argv[1], "--port", "0", "--", *VLLM]
-    up = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "vllm_disagg", "up", "--model", sys.argv[1], "--port", "0", "--", *VLLM]
     try:
-        lines = compare(*addresses(up))
+        with started(command) as up:
+            lines = compare(*addresses(up))
     except KeyboardInterrupt:
         return 130
-    finally:
-        up.send_signal(signal.SIGINT)
-        up.wait()
     return report(lines)
+
+
+@contextmanager
+def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """Run a command, stop it at the end, and keep what it writes while it stops off the terminal."""
+    is_stopping = threading.Event()
+    pipe = subprocess.PIPE
+    with (
+        tempfile.NamedTemporaryFile("w", prefix="vllm-disagg-demo-", suffix=".log", delete=False) as log,
+        subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, errors="replace") as process,
+    ):
+        copying = threading.Thread(target=copy_lines, args=(process.stderr, log, is_stopping))
+        copying.start()
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                is_stopping.set()
+                process.send_signal(signal.SIGINT)
+                process.wait()
+            copying.join()
+            print(f"demo: all is stopped; what the processes wrote is in {log.name}", file=sys.stderr)
+
+
+def copy_lines(source: IO[str], log: IO[str], is_stopping: threading.Event) -> None:
+    """Copy each line to the log and, until the processes are stopped, to the terminal."""
+    for line in source:
+        log.write(line)
+        if not is_stopping.is_set():
+            sys.stderr.write(line)
+            sys.stderr.flush()
 
 
 def addresses(up: subprocess.Popen[str]) -> tuple[str, str]:
@@ -71,6 +106,7 @@ def addresses(up: subprocess.Popen[str]) -> tuple[str, str]:
             proxy = line.split()[1]
         if proxy and (decode := re.search(r"--decode (http://\S+)", line)):
             return proxy, decode[1]
+    up.wait()  # so that its last lines are shown, too
     sys.exit("demo: the instances did not start; the log above says why")
 
 

@@ -59,6 +59,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy vllm_disagg kv_connectors
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python tests/mutants.py --check
 	$(BIN)/python -m pytest tests/unit tests/property tests/proxy
 
 test: check

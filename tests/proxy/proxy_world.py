@@ -9,7 +9,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import httptools
 import msgspec
@@ -331,8 +331,11 @@ class Reply:
 class Client:
     """One connection to the proxy."""
 
+    opened: ClassVar[list[Client]] = []  # in this test; `conftest` closes them
+
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
+        self.opened.append(self)
 
     def send(self, method: str, path: str, body: bytes = b"", **headers: str) -> None:
         headers.setdefault("host", "localhost")

@@ -1,6 +1,7 @@
 # make setup     an environment in .venv with vLLM for CPUs, this project and its tools (minutes, once)
 # make demo      a prefill and a decode instance and the proxy; exact answers, KV moved while the prefill computes
 # make check     lint, types, import rules, all tests that need neither engine nor other processes
+# make coverage  the tests of check again, with the branches that they leave out, file by file
 # make test      check, the transports between processes, and the tests with real engines
 # make wide      engines of different parallelism and block sizes, each kind of model, each transport
 # make chaos     2 prefill and 2 decode instances under load, each killed, frozen, drained and replaced in turn (5 to 20 minutes)
@@ -23,8 +24,9 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN    := $(VENV)/bin
 MODEL  := .cache/models/heavy
+QUICK  := tests/unit tests/property tests/proxy
 
-.PHONY: setup demo check test wide chaos versions mutants bench bench-proxy bench-transport goodput house clean
+.PHONY: setup demo check coverage test wide chaos versions mutants bench bench-proxy bench-transport goodput house clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -60,7 +62,10 @@ check: setup
 	$(BIN)/mypy vllm_disagg kv_connectors
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tests/mutants.py --check
-	$(BIN)/python -m pytest tests/unit tests/property tests/proxy
+	$(BIN)/python -m pytest $(QUICK)
+
+coverage: setup
+	$(BIN)/python -m pytest --cov --cov-report=term $(QUICK)
 
 test: check
 	$(BIN)/python -m pytest tests/transports
@@ -114,4 +119,4 @@ house: setup
 	@$(BIN)/python scripts/house.py
 
 clean:
-	rm -rf .venv .venv-* .cache build *.egg-info .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv .venv-* .cache build *.egg-info .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .coverage

@@ -60,6 +60,8 @@ demo: setup
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy vllm_disagg kv_connectors
+	MYPYPATH=tests:$$(find $(QUICK) -type d ! -name __pycache__ | paste -sd:) \
+		$(BIN)/mypy --config-file tests/mypy.ini $$(find $(QUICK) -name '*.py' ! -name conftest.py)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tests/mutants.py --check
 	$(BIN)/python -m pytest $(QUICK)

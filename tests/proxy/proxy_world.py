@@ -262,7 +262,7 @@ class ScriptedEngine:
         self.told += self.plain or self.nixl or call.grant.engine == facts["incarnation"]
         if call.grant.engine != facts["incarnation"] or not self.accepts(call):
             facts = self.card(call)
-        params = None if self.plain else {"disagg_engine": facts}
+        params: dict[str, Any] | None = None if self.plain else {"disagg_engine": facts}
         if self.nixl:
             params = {"remote_engine_id": self.incarnation, "remote_block_ids": [[1]], "do_remote_prefill": True}
         await call.json({"choices": [], "kv_transfer_params": params})

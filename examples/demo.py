@@ -1,7 +1,10 @@
 """Start a prefill and a decode instance and the proxy, and show what they do: demo.py MODEL (see `make demo`).
 
 Each prompt is asked twice, through the proxy and of the decode instance alone, which then is an ordinary vLLM; the
-answers must have the same tokens.  A `cache_salt` of its own keeps each request from finding another's prefix.
+answers must have the same tokens.  Each request has another `cache_salt`, so it cannot reuse another's prefix.
+
+Everything that the processes write goes to a log file; the terminal shows it until they are stopped.  The table is the
+last output.
 """
 
 from __future__ import annotations
@@ -10,10 +13,14 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pydoc_data.topics import topics
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from openai import OpenAI
 
@@ -24,7 +31,12 @@ PATIENCE = 5.0  # seconds for the engine's counters to appear on its page
 MIB = 1 << 20
 # A prompt is computed in several chunks.  In float32, because a random model's best two tokens are often as good as
 # equal: then bfloat16's rounding, which changes with the size of a chunk, decides, whoever computes it.
-FLAGS = {"served-model-name": "tiny", "dtype": "float32", "max-model-len": "4096", "max-num-batched-tokens": "512"}
+FLAGS = {
+    "served-model-name": "tiny",
+    "dtype": "float32",
+    "max-model-len": "4096",
+    "max-num-batched-tokens": "512",
+}
 VLLM = ["--enforce-eager", *(f"--{flag}={value}" for flag, value in FLAGS.items())]
 ROW = "{:>7} {:>6} {:>11} {:>11} {:>9} {:>8}"
 
@@ -50,16 +62,59 @@ class Line(NamedTuple):
 def main() -> int:
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    command = [sys.executable, "-m", "vllm_disagg.cli", "up", "--model", sys.argv[1], "--port", "0", "--", *VLLM]
-    up = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "vllm_disagg",
+        "up",
+        "--model",
+        sys.argv[1],
+        "--port",
+        "0",
+        "--",
+        *VLLM,
+    ]
     try:
-        lines = compare(*addresses(up))
+        with started(command) as up:
+            lines = compare(*addresses(up))
     except KeyboardInterrupt:
         return 130
-    finally:
-        up.send_signal(signal.SIGINT)
-        up.wait()
     return report(lines)
+
+
+@contextmanager
+def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """Run a command, stop it at the end, and keep what it writes while it stops off the terminal."""
+    is_stopping = threading.Event()
+    pipe = subprocess.PIPE
+    with (
+        tempfile.NamedTemporaryFile(
+            "w", prefix="vllm-disagg-demo-", suffix=".log", delete=False
+        ) as log,
+        subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, errors="replace") as process,
+    ):
+        copying = threading.Thread(target=copy_lines, args=(process.stderr, log, is_stopping))
+        copying.start()
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                is_stopping.set()
+                process.send_signal(signal.SIGINT)
+                process.wait()
+            copying.join()
+            print(
+                f"demo: all is stopped; what the processes wrote is in {log.name}", file=sys.stderr
+            )
+
+
+def copy_lines(source: IO[str], log: IO[str], is_stopping: threading.Event) -> None:
+    """Copy each line to the log and, until the processes are stopped, to the terminal."""
+    for line in source:
+        log.write(line)
+        if not is_stopping.is_set():
+            sys.stderr.write(line)
+            sys.stderr.flush()
 
 
 def addresses(up: subprocess.Popen[str]) -> tuple[str, str]:
@@ -71,6 +126,7 @@ def addresses(up: subprocess.Popen[str]) -> tuple[str, str]:
             proxy = line.split()[1]
         if proxy and (decode := re.search(r"--decode (http://\S+)", line)):
             return proxy, decode[1]
+    up.wait()  # so that its last lines are shown, too
     sys.exit("demo: the instances did not start; the log above says why")
 
 
@@ -98,7 +154,15 @@ def report(lines: list[Line]) -> int:
         milliseconds = (f"{answer.first * 1e3:.0f} ms" for answer in (line.together, line.alone))
         share = f"{line.early / line.moved:.0%}" if line.moved else "-"
         equal = "yes" if line.is_equal() else "NO"
-        print(ROW.format(line.together.prompt_tokens, equal, *milliseconds, f"{line.moved / MIB:.1f} MiB", share))
+        print(
+            ROW.format(
+                line.together.prompt_tokens,
+                equal,
+                *milliseconds,
+                f"{line.moved / MIB:.1f} MiB",
+                share,
+            )
+        )
     exact = sum(line.is_equal() for line in lines)
     moved = sum(line.moved > 0 for line in lines)
     print(f"\n{exact} of {len(lines)} exact: the same tokens as one instance alone gives")
@@ -140,7 +204,10 @@ def counters(decode: str) -> tuple[float, float]:
     with urllib.request.urlopen(f"{decode}/metrics", timeout=30) as page:
         text = page.read().decode()
     names = ("received", "early")
-    received, early = (re.findall(rf"^vllm:disagg_{name}_bytes_total\S* (\S+)", text, re.MULTILINE) for name in names)
+    received, early = (
+        re.findall(rf"^vllm:disagg_{name}_bytes_total\S* (\S+)", text, re.MULTILINE)
+        for name in names
+    )
     return sum(map(float, received)), sum(map(float, early))
 
 

@@ -4,6 +4,7 @@ It tests the tests.  Each line: what breaks, the file, the text, and what replac
 test is nearest to that file, the test that sees it (several, or a single one, as pytest takes them).
 
     python tests/mutants.py [-j JOBS] [WORD ...]      only the mutants of whose line one of the words is a part
+    python tests/mutants.py --check                   plant nothing: check that each text and each named test exists
 
 The nearest tests run first, then those that need luck, with few seeds and then with many; the first failure ends it.
 Each mutant has a copy of the tree to itself, and as many run at a time as there are cores.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -96,13 +98,21 @@ def source(root: Path, file: str) -> Path:
 
 
 def check(mutants: Sequence[Mutant]) -> None:
-    """A line that no longer fits its file plants nothing."""
+    """Exit unless each text occurs exactly once in its file and each named test exists."""
     wrong = [f"{m.file} holds {count} times: {m.old!r}" for m in mutants if (count := _count(m)) != 1]
-    missing = {
-        test for m in mutants for run in runs(m) for test in run.tests if not (ROOT / test.partition("::")[0]).exists()
-    }
+    missing = {test for m in mutants for run in runs(m) for test in run.tests if not exists(test)}
     if wrong or missing:
         sys.exit("\n".join(["mutants:", *wrong, *(f"there is no {test}" for test in sorted(missing))]))
+
+
+def exists(test: str) -> bool:
+    """Return whether a folder, a file, or a function in a file is there: `tests/x.py::test_y[parameter]`."""
+    file, _, function = test.partition("::")
+    path = ROOT / file
+    if not function:
+        return path.exists()
+    name = function.partition("[")[0].rpartition("::")[2]
+    return path.is_file() and re.search(rf"\bdef {re.escape(name)}\(", path.read_text()) is not None
 
 
 def _count(mutant: Mutant) -> int:
@@ -160,10 +170,14 @@ def failing(mutants: Sequence[Mutant], pool: ThreadPoolExecutor) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--check", action="store_true", help="only check that every fault can be planted")
     parser.add_argument("words", nargs="*")
     args = parser.parse_args()
     every = [Mutant(*line) for line in MUTANTS]
     check(every)
+    if args.check:
+        print(f"mutants: each of {len(every)} faults can be planted, and each named test exists")
+        return
     mutants = [m for m in every if not args.words or any(word in "\n".join(m) for word in args.words)]
     began = time.monotonic()
     missed = 0

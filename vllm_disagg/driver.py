@@ -121,7 +121,7 @@ class Driver:
         if self._is_broken:
             self._give_up()
             return
-        with contextlib.suppress(BlockingIOError):  # full: it is being woken already
+        with contextlib.suppress(OSError):  # full: it is being woken already; or closed
             self._wake_up.send(b"\0")
 
     def take(self) -> list[Outcome]:
@@ -136,6 +136,9 @@ class Driver:
         self._closing = True
         self.submit(())
         self._thread.join(timeout=5)
+        if not self._thread.is_alive():
+            self._wake_up.close()
+            self._woken.close()
 
     # The driver's thread -------------------------------------------------------------------------------------
     def _run(self) -> None:

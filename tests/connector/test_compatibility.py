@@ -153,7 +153,7 @@ def layout(folder: Path, lora: Any = None, **model: Any) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.gguf"])
 def test_weights_that_differ_in_one_matrix_are_others(tmp_path: Path, name: str) -> None:
-    def engine(folder: str, weights: bytes) -> dict[str, str]:
+    def engine(folder: str, weights: bytes | bytearray) -> dict[str, str]:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / name).write_bytes(weights)
         return layout(tmp_path / folder)

@@ -33,6 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mine = {id(item) for item in ours}
     for item in ours:
         item.add_marker(pytest.mark.engine)
+        # Real processes: a descriptor left open must not cost the minutes that an answer took.
+        item.add_marker(pytest.mark.filterwarnings("default"))
     order = {name: at for at, name in enumerate([*ORDER, "", *LAST])}
     places = iter(sorted(ours, key=lambda item: order.get(item.path.stem, len(ORDER))))
     items[:] = [next(places) if id(item) in mine else item for item in items]

@@ -113,7 +113,7 @@ def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
     for one in started:
         one.process.kill()
         guard.end(one.leaders(), lambda: True)
-        one.process.wait()
+        one.process.communicate()  # closes its pipes, too
 
 
 def test_a_child_that_dies_takes_all_with_it(up: Callable[..., Up]) -> None:
@@ -156,6 +156,7 @@ def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pyt
     deaf.stdout.readline()
     guard.end([deaf.pid])
     assert guard.members([deaf.pid]) == [] and deaf.wait() == -signal.SIGKILL
+    deaf.stdout.close()
 
 
 def test_the_proxy_says_why_it_is_not_ready(up: Callable[..., Up]) -> None:

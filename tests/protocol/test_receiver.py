@@ -5,6 +5,8 @@ Worlds seldom or never show these: no honest P says such things, and a clock tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 
@@ -48,7 +50,7 @@ def offer(tokens: int) -> messages.Progress:
     return messages.Progress(transfer="t", source="p", reader="d", tokens=tokens, ahead=tokens, layers=0)
 
 
-def said(actions: list[object]) -> list[str]:
+def said(actions: Sequence[object]) -> list[str]:
     return [type(a.message).__name__ if isinstance(a, SendMessage) else type(a).__name__ for a in actions]
 
 

@@ -6,6 +6,8 @@ import inspect
 import pytest
 import uvloop
 
+from proxy_world import Client
+
 LIMIT = 20.0  # seconds
 
 
@@ -16,8 +18,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
 
     async def limited() -> None:
-        async with asyncio.timeout(LIMIT):
-            await pyfuncitem.obj(**arguments)
+        try:
+            async with asyncio.timeout(LIMIT):
+                await pyfuncitem.obj(**arguments)
+        finally:
+            while Client.opened:
+                Client.opened.pop().close()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(limited())

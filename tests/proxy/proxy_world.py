@@ -9,7 +9,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import httptools
 import msgspec
@@ -263,7 +263,7 @@ class ScriptedEngine:
         self.told += self.plain or self.nixl or call.grant.engine == facts["incarnation"]
         if call.grant.engine != facts["incarnation"] or not self.accepts(call):
             facts = self.card(call)
-        params = None if self.plain else {"disagg_engine": facts}
+        params: dict[str, Any] | None = None if self.plain else {"disagg_engine": facts}
         if self.nixl:
             params = {"remote_engine_id": self.incarnation, "remote_block_ids": [[1]], "do_remote_prefill": True}
         await call.json({"choices": [], "kv_transfer_params": params})
@@ -332,8 +332,11 @@ class Reply:
 class Client:
     """One connection to the proxy."""
 
+    opened: ClassVar[list[Client]] = []  # in this test; `conftest` closes them
+
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
+        self.opened.append(self)
 
     def send(self, method: str, path: str, body: bytes = b"", **headers: str) -> None:
         headers.setdefault("host", "localhost")

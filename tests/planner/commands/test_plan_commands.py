@@ -146,7 +146,7 @@ def test_a_profile_is_planned_with(capsys: pytest.CaptureFixture[str], tmp_path:
 )
 def test_bad_input_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], words: list[str], expected: str) -> None:
     try:
-        status = cli.main(words)
+        status: str | int | None = cli.main(words)
     except SystemExit as exit:  # argparse's
         status = exit.code
     assert status == 2

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import time
+from typing import Any
 
 import pytest
 
@@ -143,7 +144,7 @@ def test_keys_differ() -> None:
     assert KEY.derive("grant") != FleetKey(None).derive("grant")
 
 
-QUICK = {"silence": 0.15, "probe_interval": 0.03}
+QUICK: dict[str, Any] = {"silence": 0.15, "probe_interval": 0.03}
 
 
 async def usable(w: World, url: str) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -77,7 +78,7 @@ def test_numbers_and_strings_stay_as_written() -> None:
      {"prompt": ["a"]}, {"prompt": [[1, 2]]}, {"prompt": []}, {"prompt": 7}, {"prompt": None}, {"prompt_embeds": "x"},
      {"truncate_prompt_tokens": -1}, {"prompt": {"a": 1}}, {"n": "1"}],
 )  # fmt: skip
-def test_served_whole(fields: dict[str, object]) -> None:
+def test_served_whole(fields: dict[str, Any]) -> None:
     assert whole(**fields) == next(iter(fields))
 
 
@@ -86,7 +87,7 @@ def test_served_whole(fields: dict[str, object]) -> None:
     [{}, {"n": 1}, {"n": None}, {"echo": False}, {"prompt": [1, 2, 3]}, {"prompt_logprobs": None}, {"max_tokens": 1},
      {"best_of": 1}, {"truncate_prompt_tokens": 5}, {"stream": True}, {"logprobs": 3}],
 )  # fmt: skip
-def test_disaggregated(fields: dict[str, object]) -> None:
+def test_disaggregated(fields: dict[str, Any]) -> None:
     assert whole(**fields) == ""
 
 

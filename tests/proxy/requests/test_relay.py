@@ -618,7 +618,7 @@ async def test_a_full_prefill_instance_sends_its_requests_to_another(whole: bool
 
         for p in w.prefills:
             p.script = full
-        fields = {"max_tokens": 1} if whole else {}
+        fields: dict[str, Any] = {"max_tokens": 1} if whole else {}
         reply = await w.post(**fields)
         assert reply.status == 200 and reply.json()["leg"] == ("whole" if whole else "decode")
         assert len({p.name for p in first}) == 2

@@ -156,12 +156,11 @@ async def test_spans() -> None:
     received: list[bytes] = []
 
     async def collect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        with contextlib.closing(writer), contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
                 received.append(await reader.readexactly(int(head.partition("content-length: ")[2].partition("\r")[0])))
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
-        writer.close()
 
     collector = await asyncio.start_server(collect, "127.0.0.1", 0)
     port = collector.sockets[0].getsockname()[1]

@@ -80,7 +80,7 @@ h_seconds_sum 7.0
 def test_a_new_worker_learns_how_things_are() -> None:
     hub = Hub(2)
     said: list[Message] = []
-    hub.workers[1].say = said.append  # type: ignore[method-assign]
+    hub.workers[1].say = said.append  # type: ignore[assignment, method-assign]
     add, drain = Change("add", "u", "prefill"), Change("drain", "v")
     for change in (Change("drain", "u"), add, Change("cut", "w"), drain):
         hub.heard(hub.workers[0], Message("change", change=change), 0.0)
@@ -171,7 +171,7 @@ def test_what_a_dead_worker_had_counted_stays_counted() -> None:
     hub = Hub(2)
     said: list[Message] = []
     first, second = hub.workers
-    first.say = second.say = said.append  # type: ignore[method-assign]
+    first.say = second.say = said.append  # type: ignore[assignment, method-assign]
 
     async def scrape(*counts: int) -> list[str]:
         said.clear()
@@ -203,7 +203,7 @@ def test_a_new_worker_refuses_registrations_that_the_others_have_heard() -> None
         note = sign(key, RegistrationNote("c", "i", number, "decode", "http://d"))
         assert registry.tell(note, 0.0) == "ok"
         hub.heard(hub.workers[0], Message("note", text=note.decode(), numbers=registry.last), 0.0)
-    hub.workers[1].say = said.append  # type: ignore[method-assign]
+    hub.workers[1].say = said.append  # type: ignore[assignment, method-assign]
     hub.heard(hub.workers[1], Message("ready"), 3600.0)
     new = Registry(key, "c")
     for message in said:
@@ -246,7 +246,7 @@ async def test_a_large_scrape_kills_no_worker(monkeypatch: pytest.MonkeyPatch) -
         if message.kind == "texts":
             asking.set()
 
-    worker.say = note  # type: ignore[method-assign]
+    worker.say = note  # type: ignore[assignment, method-assign]
     hub.heard(worker, Message("ask"), 0.0)
     await asyncio.wait((asyncio.create_task(asking.wait()), life), timeout=10, return_when="FIRST_COMPLETED")
     await until(lambda: hub._texts)

@@ -41,7 +41,7 @@ class Reader:
     """A DEALER that takes what it is told to."""
 
     def __init__(self, carrier: ZmqTransport) -> None:
-        self.name, self.context = secrets.token_hex(8), zmq.Context()
+        self.name = secrets.token_hex(8)
         self.sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
         self.link = self.sockets.socket(zmq.DEALER, 2 * FRAME_BYTES, server=False, encrypt=False)
         self.link.rcvhwm, self.link.rcvtimeo = 1, 5000

@@ -39,3 +39,10 @@ class AccessLog:
         if lines and self._file:
             self._file.write(b"\n".join(lines).decode() + "\n")
             self._file.flush()
+
+    def close(self) -> None:
+        """Write the last lines and close the file; standard output stays open."""
+        self.flush()
+        if self._file is not sys.stdout and self._file is not None:
+            self._file.close()
+        self._file = None

@@ -73,5 +73,5 @@ class Books:
 
     def shut(self) -> None:
         """Nothing comes any more."""
-        self._log.flush()
+        self._log.close()
         self._tracing.close()

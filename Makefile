@@ -60,6 +60,7 @@ demo: setup
 
 check: setup
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy vllm_disagg kv_connectors
 	MYPYPATH=tests:$$(find $(QUICK) -type d ! -name __pycache__ | paste -sd:) \
 		$(BIN)/mypy --config-file tests/mypy.ini $$(find $(QUICK) -name '*.py' ! -name conftest.py)

@@ -2,9 +2,9 @@
 
     python benchmarks/compression.py
 
-Cost: CPU time of reading, checksums and writing of pieces in memory, as the ZMQ carrier does it.  Link: two drivers in one
-process whose bytes go through a relay, another process that passes on only so many bytes a second; GB/s are of KV,
-whatever crosses the wire.  The last line is one JSON object.
+Cost: CPU time of reading, checksums and writing of pieces in memory, as the ZMQ carrier does it.
+Link: two drivers in one process whose bytes go through a relay, another process that passes on only
+so many bytes a second; GB/s are of KV, whatever crosses the wire. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -41,9 +41,14 @@ def cache(seed: int | None) -> HostMemory:
 
 
 def measure_cost() -> dict[str, dict[str, float]]:
-    """CPU seconds per GB of KV at each end, medians of 7 over 100 MB in pieces of 4 MiB: as the ZMQ carrier does it."""
-    pieces = [(Extent(layer, layer + 1, at * BLOCK_SIZE, (at + 16) * BLOCK_SIZE), range(at, at + 16))
-              for layer in range(LAYERS) for at in range(0, BLOCKS, 16)]  # fmt: skip
+    """CPU seconds per GB of KV at each end, medians of 7 over 100 MB in pieces of 4 MiB: as the ZMQ
+    carrier does it.
+    """
+    pieces = [
+        (Extent(layer, layer + 1, at * BLOCK_SIZE, (at + 16) * BLOCK_SIZE), range(at, at + 16))
+        for layer in range(LAYERS)
+        for at in range(0, BLOCKS, 16)
+    ]
     found = {}
     for name, wrap in (("off", lambda memory: memory), ("fp8", Fp8)):
         source, target = wrap(cache(1)), wrap(cache(None))
@@ -61,11 +66,14 @@ def measure_cost() -> dict[str, dict[str, float]]:
                 spent[1] += time.process_time() - sent
             for all_, one in zip(times, spent, strict=True):
                 all_.append(one / (LAYERS * BLOCKS * ROW / 1e9))
-        found[name] = {end: round(statistics.median(t), 3) for end, t in zip(("prefill", "decode"), times, strict=True)}
+        found[name] = {
+            end: round(statistics.median(t), 3)
+            for end, t in zip(("prefill", "decode"), times, strict=True)
+        }
     return found
 
 
-# A slow link -------------------------------------------------------------------------------------------------
+# A slow link --------------------------------------------------------------------------------------
 def relay(port: int, rate: float, said: Any) -> None:
     """Pass on what comes, at most `rate` bytes a second towards who has connected."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -92,22 +100,38 @@ def measure_link(rate: float) -> dict[str, float]:
         key, config = keys.FleetKey(b"k" * keys.KEY_BYTES), Config(compress=compress)  # type: ignore[arg-type]
         p, d = Driver(config, key, cache(1), 0), Driver(config, key, cache(None), 0)
         said: Any = multiprocessing.Queue()
-        process = multiprocessing.Process(target=relay, args=(int(p.worker.data.rpartition(":")[2]), rate, said), daemon=True)
+        process = multiprocessing.Process(
+            target=relay, args=(int(p.worker.data.rpartition(":")[2]), rate, said), daemon=True
+        )
         process.start()
         source = msgspec.structs.replace(p.worker, data=f"tcp://127.0.0.1:{said.get()}", local="")
         plan = reshard.plan([source.holds], [d.worker.holds])
         tokens, blocks, times = BLOCKS * BLOCK_SIZE, list(range(BLOCKS)), []
         for turn in range(6):
             transfer = f"{turn:032x}"
-            p.submit([events.BlocksScheduled(transfer, tokens, [blocks]), events.LayersComputed(transfer, LAYERS), events.PrefillFinished(transfer)])
+            p.submit(
+                [
+                    events.BlocksScheduled(transfer, tokens, [blocks]),
+                    events.LayersComputed(transfer, LAYERS),
+                    events.PrefillFinished(transfer),
+                ]
+            )
             began = time.monotonic()
-            d.submit([events.LoadRequested(transfer, [source], plan, [events.GroupBlocks(0, blocks)], tokens, 60.0)])
+            d.submit(
+                [
+                    events.LoadRequested(
+                        transfer, [source], plan, [events.GroupBlocks(0, blocks)], tokens, 60.0
+                    )
+                ]
+            )
             for driver in (d, p):
                 while not (ended := driver.take()):
                     time.sleep(0.0005)
                 if driver is d:
                     times.append(time.monotonic() - began)
-                    assert isinstance(ended[0], events.LoadResult) and ended[0].reason is None, ended
+                    assert isinstance(ended[0], events.LoadResult) and ended[0].reason is None, (
+                        ended
+                    )
         for driver in (d, p):
             driver.close()
         process.terminate()

@@ -1,14 +1,17 @@
-"""What moving KV between two workers costs: kernels beside a device copy, transports by extent size.  No vLLM engine runs.
+"""What moving KV between two workers costs: kernels beside a device copy, transports by extent
+size. No vLLM engine runs.
 
-    python benchmarks/gpu_transfer.py [--transports zmq,gloo,nccl] [--pieces 256,1024,4096] [--gigabytes N]
+    python benchmarks/gpu_transfer.py [--transports zmq,gloo,nccl] [--pieces 256,1024,4096]
+    [--gigabytes N]
 
-On a GPU the KV lies there, else in host memory, where what needs a GPU is left out with a word: that is the dry run.
-*Kernels*: an extent's blocks gathered into a contiguous buffer and scattered back, beside `copy_` of as many bytes
-(both count bytes once).  *Transports*: a prefill and a decode worker in two processes, with our drivers and the whole
-protocol; GB/s from asking to landed, medians of the rounds, and CPU seconds of both processes per GB.  The limit
-beside them: one copy of as many bytes within the memory concerned.  *Interference*: how often a large matrix product
-(as prefill) and a large sum (as decode: bound by memory) repeat in the decode worker's process during transfers, as a
-share of how often alone.  The last line is one JSON object.
+On a GPU the KV lies there, else in host memory, where what needs a GPU is left out with a word:
+that is the dry run. *Kernels*: an extent's blocks gathered into a contiguous buffer and scattered
+back, beside `copy_` of as many bytes (both count bytes once). *Transports*: a prefill and a decode
+worker in two processes, with our drivers and the whole protocol; GB/s from asking to landed,
+medians of the rounds, and CPU seconds of both processes per GB. The limit beside them: one copy of
+as many bytes within the memory concerned. *Interference*: how often a large matrix product (as
+prefill) and a large sum (as decode: bound by memory) repeat in the decode worker's process during
+transfers, as a share of how often alone. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -40,7 +43,11 @@ from vllm_disagg.kv.layout import uniform
 from vllm_disagg.kv.memory import HostMemory, Memory
 from vllm_disagg.protocol import events
 
-LAYERS, BLOCK_SIZE, BLOCK_BYTES = 36, 16, 2 * 16 * 8 * 128 * 2  # Qwen3-8B: keys and values, 8 heads of 128 in bfloat16
+LAYERS, BLOCK_SIZE, BLOCK_BYTES = (
+    36,
+    16,
+    2 * 16 * 8 * 128 * 2,
+)  # Qwen3-8B: keys and values, 8 heads of 128 in bfloat16
 KEY = keys.FleetKey(b"b" * keys.KEY_BYTES)
 GPU = torch.cuda.is_available()
 WARM = 3  # transfers before it counts: until then two workers meet
@@ -48,7 +55,10 @@ WARM = 3  # transfers before it counts: until then two workers meet
 
 def memory(blocks: int, fill: int) -> tuple[Memory, list[torch.Tensor]]:
     device = torch.device("cuda" if GPU else "cpu")
-    tensors = [torch.full((blocks, BLOCK_BYTES), fill, dtype=torch.uint8, device=device) for _ in range(LAYERS)]
+    tensors = [
+        torch.full((blocks, BLOCK_BYTES), fill, dtype=torch.uint8, device=device)
+        for _ in range(LAYERS)
+    ]
     if GPU:
         from kv_connectors.gpu.device import DeviceMemory, planes_of  # noqa: PLC0415 - Triton
 
@@ -131,7 +141,9 @@ def interference(transfer: Callable[[], object], rounds: int) -> dict[str, float
 
 def measure(transport: str, piece: int, blocks: int, rounds: int) -> dict[str, Any]:
     here, there = multiprocessing.get_context("spawn").Pipe()
-    child = multiprocessing.get_context("spawn").Process(target=serve, args=(there, transport, piece, blocks))
+    child = multiprocessing.get_context("spawn").Process(
+        target=serve, args=(there, transport, piece, blocks)
+    )
     child.start()
     store, tensors = memory(blocks, 0)
     made = driver(transport, piece, store)
@@ -142,8 +154,13 @@ def measure(transport: str, piece: int, blocks: int, rounds: int) -> dict[str, A
     def move() -> tuple[Any, float]:
         """One transfer: its report, and the CPU seconds of the other process so far."""
         transfer = os.urandom(16).hex()
-        plan, wanted = reshard.plan([source.holds], [made.worker.holds]), events.GroupBlocks(0, list(range(blocks)))
-        made.submit([events.LoadRequested(transfer, [source], plan, [wanted], blocks * BLOCK_SIZE, 60.0)])
+        plan, wanted = (
+            reshard.plan([source.holds], [made.worker.holds]),
+            events.GroupBlocks(0, list(range(blocks))),
+        )
+        made.submit(
+            [events.LoadRequested(transfer, [source], plan, [wanted], blocks * BLOCK_SIZE, 60.0)]
+        )
         here.send(transfer)
         report = outcome(made)
         if report.reason is not None:
@@ -224,8 +241,12 @@ def _rate(size: int, do: Any) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--transports", default="zmq,gloo,nccl" if GPU else "zmq,gloo")
-    parser.add_argument("--pieces", default="256,1024,4096,16384", help="KiB of a piece, with commas")
-    parser.add_argument("--gigabytes", type=float, default=1.0 if GPU else 0.2, help="of one transfer")
+    parser.add_argument(
+        "--pieces", default="256,1024,4096,16384", help="KiB of a piece, with commas"
+    )
+    parser.add_argument(
+        "--gigabytes", type=float, default=1.0 if GPU else 0.2, help="of one transfer"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
@@ -235,12 +256,18 @@ def main() -> None:
     except ConfigError as error:
         parser.error(str(error))
     blocks = max(1, int(args.gigabytes * 1e9 / LAYERS / BLOCK_BYTES))
-    result: dict[str, Any] = {"device": torch.cuda.get_device_name() if GPU else "none: host memory, a dry run"}
-    print(f"device: {result['device']}; one transfer: {blocks} blocks in {LAYERS} layers", flush=True)
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if GPU else "none: host memory, a dry run"
+    }
+    print(
+        f"device: {result['device']}; one transfer: {blocks} blocks in {LAYERS} layers", flush=True
+    )
     if GPU:
         result["kernels"] = kernels(blocks)
         for row in result["kernels"]:
-            print(f"kernels {row['mib']:6} MiB: gather {row['gather']} GB/s, scatter {row['scatter']}, copy {row['copy']}")
+            print(
+                f"kernels {row['mib']:6} MiB: gather {row['gather']} GB/s, scatter {row['scatter']}, copy {row['copy']}"
+            )
     else:
         print("kernels: not measured, there is no GPU here")
     result["copy_gbps"] = round(copy_rate(LAYERS * blocks * BLOCK_BYTES), 2)

@@ -1,17 +1,21 @@
-"""What handing a request from a prefill to a decode engine costs: ours beside NixlConnector + vllm-router.
+"""What handing a request from a prefill to a decode engine costs: ours beside NixlConnector +
+vllm-router.
 
     python benchmarks/handoff.py MODEL [--router PATH] [--rounds N] [--repeats N] [--save NAME]
 
-Each round starts three things one after the other and asks each the same kind of prompts: one plain vLLM engine, our
-stack, and the peer's.  The OpenMP threads of the plain and of both prefill engines are pinned to core 0, those of both
-decode engines to core 1 (VLLM_CPU_OMP_THREADS_BIND); everything else floats, as it does for who follows either
-project's guide.  *Added TTFT* is a stack's time to the first token minus the plain engine's median for that length and
-concurrency: a plain engine's prefill is what a request would cost with no hand-off at all.  *CPU outside the model* is
-what all processes of a stack used for a request minus what the plain engine's used.  Prefix caching is off.  The
-answers to one fixed prompt of each length are compared with the plain engine's.  The last line is one JSON object.
+Each round starts three things one after the other and asks each the same kind of prompts: one plain
+vLLM engine, our stack, and the peer's. The OpenMP threads of the plain and of both prefill engines
+are pinned to core 0, those of both decode engines to core 1 (VLLM_CPU_OMP_THREADS_BIND); everything
+else floats, as it does for who follows either project's guide. *Added TTFT* is a stack's time to
+the first token minus the plain engine's median for that length and concurrency: a plain engine's
+prefill is what a request would cost with no hand-off at all. *CPU outside the model* is what all
+processes of a stack used for a request minus what the plain engine's used. Prefix caching is off.
+The answers to one fixed prompt of each length are compared with the plain engine's. The last line
+is one JSON object.
 
-On a GPU (--gpu) all engines of a stack share it, a third of its memory each, and nothing is pinned; NCCL between two
-ranks of one GPU needs NCCL >= 2.30.4 (VLLM_NCCL_SO_PATH) and NCCL_MULTI_RANK_GPU_ENABLE=1.  Never run yet.
+On a GPU (--gpu) all engines of a stack share it, a third of its memory each, and nothing is pinned;
+NCCL between two ranks of one GPU needs NCCL >= 2.30.4 (VLLM_NCCL_SO_PATH) and
+NCCL_MULTI_RANK_GPU_ENABLE=1. Never run yet.
 
 Peers: nixl and nixl-cu12 (pip install --no-deps) in this environment, and the vllm-router program.
 """
@@ -65,19 +69,40 @@ class Stack:
         with log.open("wb") as out:
             self.processes.append(
                 subprocess.Popen(
-                    command, env={**os.environ, **env}, stdout=out, stderr=subprocess.STDOUT, process_group=0
+                    command,
+                    env={**os.environ, **env},
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    process_group=0,
                 )
             )
 
-    def engine(self, model: str, log: Path, core: int, config: dict[str, object] | None = None, **env: str) -> str:
+    def engine(
+        self, model: str, log: Path, core: int, config: dict[str, object] | None = None, **env: str
+    ) -> str:
         port = free_port()
-        command = [VLLM, "serve", model, "--served-model-name", "tiny", "--port", str(port), "--dtype", self.dtype]
+        command = [
+            VLLM,
+            "serve",
+            model,
+            "--served-model-name",
+            "tiny",
+            "--port",
+            str(port),
+            "--dtype",
+            self.dtype,
+        ]
         command += ["--max-model-len", "4096", "--enforce-eager", "--no-enable-prefix-caching"]
         if self.gpu:
             command += ["--gpu-memory-utilization", "0.3"]
         if config:
-            command += ["--kv-transfer-config", json.dumps({**config, "kv_load_failure_policy": "recompute"})]
-        self.start(log, command, VLLM_CPU_OMP_THREADS_BIND=str(core), VLLM_CPU_KVCACHE_SPACE="4", **env)
+            command += [
+                "--kv-transfer-config",
+                json.dumps({**config, "kv_load_failure_policy": "recompute"}),
+            ]
+        self.start(
+            log, command, VLLM_CPU_OMP_THREADS_BIND=str(core), VLLM_CPU_KVCACHE_SPACE="4", **env
+        )
         return f"http://127.0.0.1:{port}"
 
     def wait(self, url: str, path: str, seconds: float = 180) -> None:
@@ -85,7 +110,12 @@ class Stack:
         while time.monotonic() < end:
             if any(process.poll() is not None for process in self.processes):
                 raise SystemExit(f"{self.name}: a process ended at start, see the logs")
-            if subprocess.run(["curl", "-sf", "-o", "/dev/null", url + path], check=False).returncode == 0:
+            if (
+                subprocess.run(
+                    ["curl", "-sf", "-o", "/dev/null", url + path], check=False
+                ).returncode
+                == 0
+            ):
                 return
             time.sleep(0.5)
         raise SystemExit(f"{self.name}: {url} did not come up in {seconds:.0f} s")
@@ -118,7 +148,16 @@ def start_ours(stack: Stack, model: str, logs: Path, _: str) -> None:
     for url in (prefill, decode):
         stack.wait(url, "/health")
     port = str(free_port())
-    proxy = [sys.executable, "-m", "vllm_disagg.cli", "proxy", "--port", port, "--key-file", str(key)]
+    proxy = [
+        sys.executable,
+        "-m",
+        "vllm_disagg.cli",
+        "proxy",
+        "--port",
+        port,
+        "--key-file",
+        str(key),
+    ]
     stack.start(logs / "proxy.log", [*proxy, "--prefill", prefill, "--decode", decode])
     stack.front = f"http://127.0.0.1:{port}"
     stack.wait(stack.front, "/readiness")
@@ -128,13 +167,35 @@ def start_peer(stack: Stack, model: str, logs: Path, router: str) -> None:
     config = {"kv_connector": "NixlConnector", "kv_buffer_device": "cuda" if stack.gpu else "cpu"}
     urls = []
     for core, role in enumerate(("kv_producer", "kv_consumer")):
-        side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-        urls.append(stack.engine(model, logs / f"{role}.log", core, {**config, "kv_role": role}, **side))
+        side = {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        }
+        urls.append(
+            stack.engine(model, logs / f"{role}.log", core, {**config, "kv_role": role}, **side)
+        )
     for url in urls:
         stack.wait(url, "/health")
     port, metrics = str(free_port()), str(free_port())
-    flags = ["--policy", "round_robin", "--kv-connector", "nixl", "--host", "127.0.0.1", "--port", port]
-    legs = ["--vllm-pd-disaggregation", "--prefill", urls[0], "--decode", urls[1], "--prometheus-port", metrics]
+    flags = [
+        "--policy",
+        "round_robin",
+        "--kv-connector",
+        "nixl",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+    ]
+    legs = [
+        "--vllm-pd-disaggregation",
+        "--prefill",
+        urls[0],
+        "--decode",
+        urls[1],
+        "--prometheus-port",
+        metrics,
+    ]
     stack.start(logs / "router.log", [router, *legs, *flags])
     stack.front = f"http://127.0.0.1:{port}"
     stack.wait(stack.front, "/v1/models")
@@ -155,7 +216,13 @@ def running(name: str, logs: Path, args: argparse.Namespace) -> Iterator[Stack]:
 
 async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> tuple[float, str]:
     """(seconds to the first token, text)"""
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "stream": True}
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "stream": True,
+    }
     began, first, text = time.perf_counter(), 0.0, ""
     async with session.post(f"{url}/v1/completions", json=body) as response:
         response.raise_for_status()
@@ -181,21 +248,32 @@ Cells = dict[tuple[int, int], Cell]  # by prompt tokens and how many at once
 async def measure(stack: Stack, cells: Cells, args: argparse.Namespace, turn: int) -> None:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(600)) as session:
         for _ in range(3):
-            await ask(session, stack.front, list(range(10, 400)))  # connections, handshakes, first allocations
+            await ask(
+                session, stack.front, list(range(10, 400))
+            )  # connections, handshakes, first allocations
         for length in args.lengths:
             for together in args.at_once:
                 cell = cells.setdefault((length, together), Cell())
-                source = random.Random(f"{turn} {length} {together}")  # the same prompts for every stack
+                source = random.Random(
+                    f"{turn} {length} {together}"
+                )  # the same prompts for every stack
                 for _ in range(max(1, args.repeats // together)):
-                    prompts = [[source.randrange(10, 900) for _ in range(length)] for _ in range(together)]
+                    prompts = [
+                        [source.randrange(10, 900) for _ in range(length)] for _ in range(together)
+                    ]
                     await asyncio.sleep(REST)
                     before = stack.cpu_seconds()
-                    answers = await asyncio.gather(*(ask(session, stack.front, prompt) for prompt in prompts))
+                    answers = await asyncio.gather(
+                        *(ask(session, stack.front, prompt) for prompt in prompts)
+                    )
                     cell.cpu += stack.cpu_seconds() - before
                     cell.ttft += [seconds for seconds, _ in answers]
                     cell.texts += [text for _, text in answers]
                 ttft = statistics.median(cell.ttft) * 1000
-                print(f"  {stack.name:5} {length:5} tokens x{together}: {ttft:7.1f} ms to the first token", flush=True)
+                print(
+                    f"  {stack.name:5} {length:5} tokens x{together}: {ttft:7.1f} ms to the first token",
+                    flush=True,
+                )
 
 
 def compare(results: dict[str, Cells]) -> dict[str, object]:
@@ -232,7 +310,12 @@ def compare(results: dict[str, Cells]) -> dict[str, object]:
     ours_ms, peer_ms = (round(statistics.mean(medians[name]), 1) for name in ("ours", "peer"))
     exact = all(row["ours"]["exact"] == row["requests"] for row in table)
     summary = {"ours": ours_ms, "peer": peer_ms}
-    return {"added_ttft_ms": summary, "ratio": round(ours_ms / peer_ms, 3), "exact": exact, "cells": table}
+    return {
+        "added_ttft_ms": summary,
+        "ratio": round(ours_ms / peer_ms, 3),
+        "exact": exact,
+        "cells": table,
+    }
 
 
 def plot(cells: list[dict[str, Any]], path: str) -> None:
@@ -240,13 +323,16 @@ def plot(cells: list[dict[str, Any]], path: str) -> None:
 
     figure, axes = plt.subplots(figsize=(8, 3.5), layout="constrained")
     labels = [
-        f"{cell['tokens']} tokens\n" + ("one at a time" if cell["at_once"] == 1 else "8 at once") for cell in cells
+        f"{cell['tokens']} tokens\n" + ("one at a time" if cell["at_once"] == 1 else "8 at once")
+        for cell in cells
     ]
     for shift, (name, words, colour) in enumerate(
         [("ours", "vllm-disagg", "tab:blue"), ("peer", "NixlConnector + vllm-router", "tab:gray")]
     ):
         places = [index + (shift - 0.5) * 0.38 for index in range(len(cells))]
-        bars = axes.bar(places, [cell[name]["added_ttft_ms"] for cell in cells], 0.36, label=words, color=colour)
+        bars = axes.bar(
+            places, [cell[name]["added_ttft_ms"] for cell in cells], 0.36, label=words, color=colour
+        )
         axes.bar_label(bars, fmt="%.0f", fontsize=8)
     axes.set_xticks(range(len(cells)), labels, fontsize=8)
     axes.set_ylabel("TTFT added to a plain engine's, ms (median)")
@@ -255,20 +341,34 @@ def plot(cells: list[dict[str, Any]], path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--router", default="vllm-router", help="the vllm-router program")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=12, help="requests of each kind and round")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[500, 1000, 2000, 3900], help="of prompts, in tokens")
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[500, 1000, 2000, 3900],
+        help="of prompts, in tokens",
+    )
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--stacks", nargs="+", choices=STARTS, default=list(STARTS), help="fewer, for profiling")
+    parser.add_argument(
+        "--stacks", nargs="+", choices=STARTS, default=list(STARTS), help="fewer, for profiling"
+    )
     parser.add_argument("--dtype", default="auto", help="of all engines")
     parser.add_argument("--gpu", action="store_true", help="all engines on this machine's GPU")
-    parser.add_argument("--transport", default="auto", help="of ours: the connector's setting of this name")
+    parser.add_argument(
+        "--transport", default="auto", help="of ours: the connector's setting of this name"
+    )
     parser.add_argument("--save", metavar="NAME", help="write NAME.json and NAME.png")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("handoff: stopped"))  # so that no engine stays behind
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("handoff: stopped")
+    )  # so that no engine stays behind
     results: dict[str, Cells] = {name: {} for name in args.stacks}
     for turn in range(args.rounds):
         for name in args.stacks:

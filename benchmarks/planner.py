@@ -23,16 +23,26 @@ from vllm_disagg.planner.search import optimizer
 from vllm_disagg.planner.search.scenario import PerformanceSource, Placement, ReplicaGroup, Scenario
 from vllm_disagg.planner.simulation import workload
 from vllm_disagg.planner.simulation.replica import SchedulingRules
-from vllm_disagg.planner.simulation.simulator import Deployment, Handoff, Objective, ReplicaPool, simulate
+from vllm_disagg.planner.simulation.simulator import (
+    Deployment,
+    Handoff,
+    Objective,
+    ReplicaPool,
+    simulate,
+)
 from vllm_disagg.planner.simulation.workload import Arrivals, WorkloadSample
 
 LARGE = 1 << 40
-GRID = 0.078125  # req/s per GPU: the width of the bracket at which DistServe's search stops, and reports its lower end
+# req/s per GPU: the width of the bracket at which DistServe's search stops, and reports its lower
+# end
+GRID = 0.078125
 FOUND: dict[str, Any] = {}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--save", metavar="FILE", help="write the JSON there, too")
     args = parser.parse_args()
     for part in (speed, opt_13b, opt_66b, queues, capacities, links):
@@ -47,19 +57,31 @@ def main() -> int:
 def note(name: str, value: Any, words: str) -> None:
     FOUND[name] = value
     print(
-        f"{name:34} {value:<12.4g} {words}" if isinstance(value, float) else f"{name:34} {value!s:12} {words}",
+        f"{name:34} {value:<12.4g} {words}"
+        if isinstance(value, float)
+        else f"{name:34} {value!s:12} {words}",
         flush=True,
     )
 
 
-def scenario(name: str, ttft: float, gpus: int, requests: int, seeds: int, kv_limit: int = 0) -> Scenario:
+def scenario(
+    name: str, ttft: float, gpus: int, requests: int, seeds: int, kv_limit: int = 0
+) -> Scenario:
     """DistServe's rules, coefficients and lengths."""
     source = PerformanceSource("coefficients", "distserve-a100", model.load(name))
     return Scenario(
-        prefill=source, decode=source, workload=workload.load("sharegpt-like"), arrivals=Arrivals("poisson"),
-        objective=Objective(ttft, 0.1, 0.9, joint=False), requests=requests, seeds=seeds, gpus=gpus, overlap=False,
-        distserve=True, kv_limit=kv_limit,
-    )  # fmt: skip
+        prefill=source,
+        decode=source,
+        workload=workload.load("sharegpt-like"),
+        arrivals=Arrivals("poisson"),
+        objective=Objective(ttft, 0.1, 0.9, joint=False),
+        requests=requests,
+        seeds=seeds,
+        gpus=gpus,
+        overlap=False,
+        distserve=True,
+        kv_limit=kv_limit,
+    )
 
 
 def quiet(done: int, total: int, best: optimizer.PlacementScore | None) -> None:
@@ -74,16 +96,27 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
 
 def speed() -> None:
     thirteen = scenario("opt-13b", 0.2, 4, 300, 1)
-    placement, sample = Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(1, 1, 1)), thirteen.samples()[0]
+    placement, sample = (
+        Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(1, 1, 1)),
+        thirteen.samples()[0],
+    )
     deployment = thirteen.deployment(placement)
     runs = [timed(lambda: simulate(deployment, sample, 4.68))[0] for _ in range(20)]
-    note("simulation_300_requests_s", min(runs), "OPT-13B TP2 + TP1 at 4.68 req/s; target 0.10 s (DistServe's: 0.33)")
+    note(
+        "simulation_300_requests_s",
+        min(runs),
+        "OPT-13B TP2 + TP1 at 4.68 req/s; target 0.10 s (DistServe's: 0.33)",
+    )
     for name, sought in (("opt_13b", thirteen), ("opt_66b", scenario("opt-66b", 0.4, 8, 300, 1))):
         everything = optimizer.disaggregated(sought)
         single = [p for p in everything if p.prefill.n == 1 and p.decode and p.decode.n == 1]
         for what, placements in (("one_each", single), ("all", everything)):
             seconds, _ = timed(lambda p=placements, s=sought: optimizer.search(s, p, 3, 1, quiet))  # type: ignore[misc]
-            note(f"search_{name}_{what}_s", seconds, f"{len(placements)} placements, 300 requests, one seed, CPU time")
+            note(
+                f"search_{name}_{what}_s",
+                seconds,
+                f"{len(placements)} placements, 300 requests, one seed, CPU time",
+            )
     sixteen = scenario("opt-66b", 0.4, 16, 300, 5)
     placements = optimizer.disaggregated(sixteen)
     seconds, _ = timed(lambda: optimizer.search(sixteen, placements, 3, 1, quiet))
@@ -94,7 +127,11 @@ def opt_13b() -> None:
     for name, kv_limit in (("opt_13b", 0), ("opt_13b_kv_50000", 50_000)):
         sought = scenario("opt-13b", 0.2, 4, 1000, 5, kv_limit)
         found = optimizer.search(sought, optimizer.disaggregated(sought), 3, 1, quiet)
-        note(f"{name}_best", str(found[0].placement), f"next: {found[1].placement}, {found[1].goodput:.3f}")
+        note(
+            f"{name}_best",
+            str(found[0].placement),
+            f"next: {found[1].placement}, {found[1].goodput:.3f}",
+        )
         low, high = found[0].ci
         note(
             f"{name}_goodput_per_gpu",
@@ -103,14 +140,27 @@ def opt_13b() -> None:
         )
     sought = scenario("opt-13b", 0.2, 4, 1000, 20)
     for decode in (1, 2):
-        score = optimizer.evaluate(sought, Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(decode, 1, 1)), sought.samples(), -1.0)
+        score = optimizer.evaluate(
+            sought,
+            Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(decode, 1, 1)),
+            sought.samples(),
+            -1.0,
+        )
         if not score:
             raise AssertionError("nothing is pruned below zero")
         low, high = score.ci
         name = f"opt_13b_tp2_tp{decode}_20_seeds"
-        note(name, score.goodput, f"the two that are close, with 20 seeds; 95 % interval {low:.3f} .. {high:.3f}")
+        note(
+            name,
+            score.goodput,
+            f"the two that are close, with 20 seeds; 95 % interval {low:.3f} .. {high:.3f}",
+        )
         cut = mean(int(rate / GRID) * GRID for rate in score.rates)
-        note(f"{name}_cut", cut, "each cut down to where DistServe's search stops, whose six seeds have 1.55 (TP2, TP1)")
+        note(
+            f"{name}_cut",
+            cut,
+            "each cut down to where DistServe's search stops, whose six seeds have 1.55 (TP2, TP1)",
+        )
 
 
 def opt_66b() -> None:
@@ -120,8 +170,12 @@ def opt_66b() -> None:
         found = optimizer.search(sought, optimizer.disaggregated(sought), 3, 1, quiet)
         note(f"{name}_best", str(found[0].placement), "OPT-66B at 0.4/0.1 s, up to 8 GPUs")
         note(f"{name}_goodput_per_gpu", found[0].goodput, "")
-        two = optimizer.evaluate(sought, Placement(ReplicaGroup(4, 1, 1), ReplicaGroup(2, 1, 1)), samples, -1.0)
-        note(f"{name}_decode_tp2", two.goodput if two else 0.0, "prefill TP4, decode TP2 on two GPUs")
+        two = optimizer.evaluate(
+            sought, Placement(ReplicaGroup(4, 1, 1), ReplicaGroup(2, 1, 1)), samples, -1.0
+        )
+        note(
+            f"{name}_decode_tp2", two.goodput if two else 0.0, "prefill TP4, decode TP2 on two GPUs"
+        )
 
 
 def queues() -> None:
@@ -130,12 +184,16 @@ def queues() -> None:
         latency = LinearLatency(pp, (0.02, 1e-4, 1e-8), (0.01, 1e-6, 1e-4), (0.01, 1e-6, 1e-4))
         service, worst = unloaded_prefill(latency, 512), 0.0
         side = ReplicaPool(1, latency, LARGE, SchedulingRules(budget=512, sequences=LARGE))
-        deployment = Deployment(side, side, Handoff(overlap=False, concurrency=LARGE), distserve=True)
+        deployment = Deployment(
+            side, side, Handoff(overlap=False, concurrency=LARGE), distserve=True
+        )
         for load in (0.3, 0.5, 0.7, 0.85):
             rate = load / (service / pp)
             sample = workload.load("512:1").sample(50_000, 1, Arrivals("poisson"))
             found = simulate(deployment, sample, rate).ttft
-            worst = max(worst, abs(sum(found) / len(found) / queueing.mean_ttft(service, rate, pp) - 1))
+            worst = max(
+                worst, abs(sum(found) / len(found) / queueing.mean_ttft(service, rate, pp) - 1)
+            )
         note(f"m_d_1_worst_error_pp{pp}", worst, "mean TTFT, load 0.3 to 0.85, 50,000 arrivals")
 
 
@@ -147,18 +205,29 @@ def capacities() -> None:
         ("opt-175b", 8, 59_520),
     ):
         found = model.load(name).kv_capacity(80 * GIB, tp, 1)
-        note(f"kv_{name}_tp{tp}", found, f"tokens; DistServe's table {tokens}: {found / tokens - 1:+.1%}")
+        note(
+            f"kv_{name}_tp{tp}",
+            found,
+            f"tokens; DistServe's table {tokens}: {found / tokens - 1:+.1%}",
+        )
 
 
 def links() -> None:
     opt, sample = model.load("opt-66b"), WorkloadSample([512], [64], [0.0])
-    side = ReplicaPool(1, distserve.latency("distserve-a100", "opt-66b", 4, 1), 78_496, SchedulingRules(LARGE, LARGE))
+    side = ReplicaPool(
+        1,
+        distserve.latency("distserve-a100", "opt-66b", 4, 1),
+        78_496,
+        SchedulingRules(LARGE, LARGE),
+    )
 
     def latency(handoff: Handoff) -> float:
         return simulate(Deployment(side, side, handoff, distserve=True), sample, 1.0).latency[0]
 
     for name in ("eth-25", "nvlink"):
-        added = latency(Handoff(LINKS[name], opt.kv_per_token, opt.layers, False)) - latency(Handoff(overlap=False))
+        added = latency(Handoff(LINKS[name], opt.kv_per_token, opt.layers, False)) - latency(
+            Handoff(overlap=False)
+        )
         note(f"link_{name}_adds_s", added, "to a request of 512 tokens, OPT-66B, without overlap")
 
 

@@ -1,7 +1,7 @@
 """What the processes of a benchmark have used.
 
-They are process groups, not sessions: Linux shares a core between sessions first (sched_autogroup), and would starve
-whatever of an engine runs seldom.
+They are process groups, not sessions: Linux shares a core between sessions first (sched_autogroup),
+and would starve whatever of an engine runs seldom.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
-"""What a proxy costs: ours beside vllm-router in front of the same scripted instances (`scripted.py`), in one run.
-There are two P and two D, so that ours keeps what a stream said, for the case that its D dies.
+"""What a proxy costs: ours beside vllm-router in front of the same scripted instances
+(`scripted.py`), in one run. There are two P and two D, so that ours keeps what a stream said, for
+the case that its D dies.
 
     python benchmarks/proxy_cost.py --router PATH [--rounds N] [--save NAME]
     python benchmarks/proxy_cost.py --streams 10000
 
-Each round measures, one proxy after the other: CPU of a P/D request with a body of 200 B, 16 KB and 400 KB (8 clients,
-each with one request at a time); CPU of a streamed token (64 streams of 300 tokens in steps of 10 ms, the requests'
-own cost included); the latency that the proxy adds to a request of 200 B (one at a time, minus the median of the two
-legs asked directly, together for ours and one after the other for the router, as each of them does).  A proxy has the
-last core to itself, all else shares the others.  CPU is user and system time of all threads, from /proc/PID/stat.
-Before the rounds: memory at rest, with 1 and with 1,000 open streams.
-Figures are medians of the rounds; the last line is one JSON object with the ratios ours/router.
+Each round measures, one proxy after the other: CPU of a P/D request with a body of 200 B, 16 KB and
+400 KB (8 clients, each with one request at a time); CPU of a streamed token (64 streams of 300
+tokens in steps of 10 ms, the requests' own cost included); the latency that the proxy adds to a
+request of 200 B (one at a time, minus the median of the two legs asked directly, together for ours
+and one after the other for the router, as each of them does). A proxy has the last core to itself,
+all else shares the others. CPU is user and system time of all threads, from /proc/PID/stat. Before
+the rounds: memory at rest, with 1 and with 1,000 open streams. Figures are medians of the rounds;
+the last line is one JSON object with the ratios ours/router.
 
 `--streams N`: N streams at once through one process of ours; each must be whole.
 """
@@ -83,10 +85,16 @@ def proxies(names: list[str], router: str) -> Iterator[tuple[dict[str, list[str]
     running: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as folder:
         key = f"{folder}/key"
-        subprocess.run([sys.executable, "-m", "vllm_disagg.cli", "key", key], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-m", "vllm_disagg.cli", "key", key],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
         try:
             script = str(Path(__file__).with_name("scripted.py"))
-            upstream = subprocess.Popen([sys.executable, script, key], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            upstream = subprocess.Popen(
+                [sys.executable, script, key], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
             running.append(upstream)
             if not upstream.stdout:
                 raise SystemExit("no pipe")
@@ -97,7 +105,14 @@ def proxies(names: list[str], router: str) -> Iterator[tuple[dict[str, list[str]
                 where = [word for role in urls for url in urls[role] for word in (f"--{role}", url)]
                 where += ["--host", "127.0.0.1"]
                 ours = [sys.executable, "-m", "vllm_disagg.cli", "proxy", "--key-file", key]
-                theirs = [router, "--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"]
+                theirs = [
+                    router,
+                    "--vllm-pd-disaggregation",
+                    "--kv-connector",
+                    "nixl",
+                    "--policy",
+                    "round_robin",
+                ]
                 theirs += ["--prometheus-port", str(free_port()), "--log-level", "error"]
                 command = [*(ours if name == "ours" else theirs), *where, "--port", str(port)]
                 with open(f"{folder}/{name}.log", "wb") as log:
@@ -149,7 +164,9 @@ async def requests(port: int, data: bytes, count: int) -> None:
     await asyncio.gather(*(run() for _ in range(CLIENTS)))
 
 
-async def open_streams(port: int, count: int, data: bytes, at_once: int) -> tuple[list[Client], list[asyncio.Future[bool]]]:
+async def open_streams(
+    port: int, count: int, data: bytes, at_once: int
+) -> tuple[list[Client], list[asyncio.Future[bool]]]:
     """`count` streams, all open and begun; and what tells their ends."""
     clients: list[Client] = []
     ends: list[asyncio.Future[bool]] = []
@@ -171,7 +188,9 @@ async def open_streams(port: int, count: int, data: bytes, at_once: int) -> tupl
 async def finish(clients: list[Client], ends: list[asyncio.Future[bool]], tokens: int) -> None:
     """Every stream must have all its tokens and its end."""
     good = await asyncio.gather(*ends)
-    whole = sum(ok and client.events == tokens + 1 for ok, client in zip(good, clients, strict=True))
+    whole = sum(
+        ok and client.events == tokens + 1 for ok, client in zip(good, clients, strict=True)
+    )
     for client in clients:
         client.close()
     if whole != len(clients):
@@ -253,7 +272,11 @@ def compare(rounds: int, router: str, save: str) -> None:
         for number in range(rounds):
             for proxy in made if number % 2 else reversed(made):
                 uvloop.run(one_round(proxy, urls))
-                row = "  ".join(f"{name} {values[-1]:.1f}" for name, values in proxy.figures.items() if "rss" not in name)
+                row = "  ".join(
+                    f"{name} {values[-1]:.1f}"
+                    for name, values in proxy.figures.items()
+                    if "rss" not in name
+                )
                 print(f"round {number + 1} {proxy.name:6}  {row}", flush=True)
     ours, theirs = made
     result: dict[str, object] = {"rounds": rounds}
@@ -265,7 +288,10 @@ def compare(rounds: int, router: str, save: str) -> None:
             "added_ms_p50": round(quantiles[49] * 1e3, 3),
             "added_ms_p99": round(quantiles[98] * 1e3, 3),
             **{name: round(proxy.median(name) / 2**20, 1) for name in ("rss_1", "rss_1000")},
-            "rounds": {name: [round(value, 1) for value in proxy.figures[name]] for name in (*SIZES, "token")},
+            "rounds": {
+                name: [round(value, 1) for value in proxy.figures[name]]
+                for name in (*SIZES, "token")
+            },
         }
     for name in ("token", *SIZES):
         result[f"ratio_{name}"] = round(ours.median(name) / theirs.median(name), 3)
@@ -280,7 +306,9 @@ def crowd(streams: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     room = (hard - 200) // 2  # a stream is two connections of the proxy
     if streams > room:
-        print(f"one process may open {hard} files here (RLIMIT_NOFILE): {room} streams instead of {streams}")
+        print(
+            f"one process may open {hard} files here (RLIMIT_NOFILE): {room} streams instead of {streams}"
+        )
         streams = room
     with proxies(["ours"], "") as (_, (ours,)):
         one = uvloop.run(memory(ours, 1, 50))
@@ -299,11 +327,15 @@ def crowd(streams: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--router", metavar="PATH", default=".venv-router/bin/vllm-router")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--save", metavar="NAME", default="", help="write NAME.json")
-    parser.add_argument("--streams", type=int, default=0, help="only: so many streams at once through ours")
+    parser.add_argument(
+        "--streams", type=int, default=0, help="only: so many streams at once through ours"
+    )
     args = parser.parse_args()
     os.sched_setaffinity(0, CORES[:-1] or CORES)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave nothing running

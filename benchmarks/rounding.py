@@ -2,13 +2,14 @@
 
     python benchmarks/rounding.py MODEL [--train SECONDS] [--prompts N] [--tokens N]
 
-One after the other, all in bfloat16 and without prefix caching, each is asked the same prompts of English, 8 at a time,
-at temperature 0; the plain vLLM twice, the second time in the opposite order.  That, and the pair without compression,
-show what bfloat16 alone changes, since requests are batched differently.
+One after the other, all in bfloat16 and without prefix caching, each is asked the same prompts of
+English, 8 at a time, at temperature 0; the plain vLLM twice, the second time in the opposite order.
+That, and the pair without compression, show what bfloat16 alone changes, since requests are batched
+differently.
 
-`--train`: MODEL is first trained for so long (on the CPU, saved as MODEL-trained) on three quarters of Python's help
-texts; prompts come from the last quarter.  With random weights many tokens are of nearly equal probability, and every
-rounding decides between them.  The last line is one JSON object.
+`--train`: MODEL is first trained for so long (on the CPU, saved as MODEL-trained) on three quarters
+of Python's help texts; prompts come from the last quarter. With random weights many tokens are of
+nearly equal probability, and every rounding decides between them. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ def train(model: str, seconds: float) -> str:
     trained = f"{model}-trained"
     words.save_pretrained(trained)
     net.to(torch.bfloat16).save_pretrained(trained)
-    print(f"trained {len(losses) - 1} steps, loss {losses[1]:.2f} to {statistics.mean(losses[-20:]):.2f}", flush=True)
+    print(
+        f"trained {len(losses) - 1} steps, loss {losses[1]:.2f} to {statistics.mean(losses[-20:]):.2f}",
+        flush=True,
+    )
     return trained
 
 
@@ -72,11 +76,18 @@ def compare(ours: list[Record], plain: list[Record]) -> dict[str, float]:
     for one, other in zip(ours, plain, strict=True):
         assert one.status == other.status == 200, (one.error, other.error)
         mine, theirs = one.tokens[0], other.tokens[0]
-        prefixes.append(next((at for at, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), len(mine)))
+        prefixes.append(
+            next(
+                (at for at, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b),
+                len(mine),
+            )
+        )
         first, expected = dict(one.logprobs[1:6]), dict(other.logprobs[1:6])
         gaps += [abs(first[token] - expected[token]) for token in first.keys() & expected.keys()]
     return {
-        "same_answer": round(statistics.mean(p == len(o.tokens[0]) for p, o in zip(prefixes, plain, strict=True)), 3),
+        "same_answer": round(
+            statistics.mean(p == len(o.tokens[0]) for p, o in zip(prefixes, plain, strict=True)), 3
+        ),
         "same_first_token": round(statistics.mean(p > 0 for p in prefixes), 3),
         "mean_common_prefix": round(statistics.mean(prefixes), 1),
         "first_logprob_difference_mean": round(statistics.mean(gaps), 4),
@@ -86,16 +97,32 @@ def compare(ours: list[Record], plain: list[Record]) -> dict[str, float]:
 
 def carried(decode: Engine) -> dict[str, float]:
     """What came to a decode engine."""
-    names = {"loads": "load_seconds_count", "kv_bytes": "received_bytes_total", "wire_bytes": "received_by_zmq_bytes_total"}
+    names = {
+        "loads": "load_seconds_count",
+        "kv_bytes": "received_bytes_total",
+        "wire_bytes": "received_by_zmq_bytes_total",
+    }
     return {name: decode.metric(f"vllm:disagg_{metric}") for name, metric in names.items()}
 
 
-def ask_stack(folder: Path, model: str, compress: str, prompts: list[str], tokens: int) -> tuple[list[Record], Any]:
-    """The answers of a pair with this setting, and what was carried; "": of one plain vLLM, asked twice."""
+def ask_stack(
+    folder: Path, model: str, compress: str, prompts: list[str], tokens: int
+) -> tuple[list[Record], Any]:
+    """The answers of a pair with this setting, and what was carried; "": of one plain vLLM, asked
+    twice.
+    """
     if compress:
         settings: dict[str, object] = {"compress": compress}
         engines = [
-            Engine(f"{role}-{compress}", folder, *FLAGS, role=role, cpu=cpu, settings=settings, model=model)
+            Engine(
+                f"{role}-{compress}",
+                folder,
+                *FLAGS,
+                role=role,
+                cpu=cpu,
+                settings=settings,
+                model=model,
+            )
             for role, cpu in (("kv_producer", "0"), ("kv_consumer", "1"))
         ]
         processes: list[Process] = [*engines, Proxy(folder, *engines)]
@@ -108,7 +135,9 @@ def ask_stack(folder: Path, model: str, compress: str, prompts: list[str], token
             process.wait_ready()
         print(f"asking {processes[-1].name} {compress}", flush=True)
         found = answers(processes[-1].url, prompts, tokens)
-        return found, carried(engines[1]) if compress else answers(processes[-1].url, prompts[::-1], tokens)[::-1]
+        return found, carried(engines[1]) if compress else answers(
+            processes[-1].url, prompts[::-1], tokens
+        )[::-1]
     finally:
         for process in processes[::-1]:
             process.stop()
@@ -117,7 +146,11 @@ def ask_stack(folder: Path, model: str, compress: str, prompts: list[str], token
 def measure_answers(model: str, count: int, tokens: int) -> dict[str, Any]:
     source = random.Random(7)
     lengths = [source.randint(400, 2400) for _ in range(count)]  # characters: 2.5 a token
-    prompts = [HELD_OUT[at : at + length] for length in lengths for at in [source.randrange(len(HELD_OUT) - length)]]
+    prompts = [
+        HELD_OUT[at : at + length]
+        for length in lengths
+        for at in [source.randrange(len(HELD_OUT) - length)]
+    ]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         keys.create(str(folder / "key"))
@@ -130,14 +163,20 @@ def measure_answers(model: str, count: int, tokens: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--train", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--prompts", type=int, default=120)
     parser.add_argument("--tokens", type=int, default=32)
     options = parser.parse_args()
     model = train(options.model, options.train) if options.train else options.model
-    print(json.dumps({"model": Path(model).name, **measure_answers(model, options.prompts, options.tokens)}))
+    print(
+        json.dumps(
+            {"model": Path(model).name, **measure_answers(model, options.prompts, options.tokens)}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Scripted instances and scripted clients, cheap enough to load a proxy.  Stand-ins: there is no model here.
+"""Scripted instances and scripted clients, cheap enough to load a proxy. Stand-ins: there is no
+model here.
 
     python benchmarks/scripted.py KEY_FILE        prints one JSON line with the URLs by role, serves until its stdin ends
 
-Two of each.  *P* answers every request at once.  *D* answers once P has (our legs run together), and streams
-`max_tokens` tokens to all its streams in steps, as an engine does; it reads `seed` as the milliseconds of a step.  Both
-say of themselves what a probe of ours asks and what vllm-router's `nixl` mode passes on.
+Two of each. *P* answers every request at once. *D* answers once P has (our legs run together), and
+streams `max_tokens` tokens to all its streams in steps, as an engine does; it reads `seed` as the
+milliseconds of a step. Both say of themselves what a probe of ours asks and what vllm-router's
+`nixl` mode passes on.
 """
 
 from __future__ import annotations
@@ -29,9 +31,7 @@ GRANT = re.compile(rb'"disagg_grant": *"([^"]+)"')
 TOKENS = re.compile(rb'"max_tokens": *(\d+)')
 STEP = re.compile(rb'"seed": *(\d+)')
 JSON_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-STREAM_HEAD = (
-    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
-)
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 TOKEN = (
     b'data: {"id":"cmpl-0123456789abcdef","object":"text_completion","created":1763640000,"model":"m","choices":'
     b'[{"index":0,"text":" token","logprobs":null,"finish_reason":null,"stop_reason":null}],"usage":null}\n\n'
@@ -54,7 +54,9 @@ class Stream:
 
 
 class Engines:
-    """What P and D share: which transfers are prefilled, and D's streams by the milliseconds of their step."""
+    """What P and D share: which transfers are prefilled, and D's streams by the milliseconds of
+    their step.
+    """
 
     def __init__(self, key: FleetKey) -> None:
         self.key = key
@@ -146,7 +148,9 @@ class Instance(asyncio.Protocol):
         body = request[request.find(b"\r\n\r\n") :]
         if b'"stream":true' in body.replace(b" ", b""):
             tokens, step = TOKENS.search(body), STEP.search(body)
-            self._engines.stream(self._transport, int(tokens[1]) if tokens else 16, int(step[1]) if step else 10)
+            self._engines.stream(
+                self._transport, int(tokens[1]) if tokens else 16, int(step[1]) if step else 10
+            )
         else:
             self._transport.write(self._answer)
 
@@ -165,7 +169,13 @@ def answers(role: str, name: str) -> bytes:
         "remote_port": 1,
         "tp_size": 1,
     }
-    choice = {"index": 0, "text": " token", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    choice = {
+        "index": 0,
+        "text": " token",
+        "logprobs": None,
+        "finish_reason": "length",
+        "stop_reason": None,
+    }
     answer = {
         "id": "cmpl-0",
         "object": "text_completion",
@@ -185,14 +195,18 @@ async def serve(key_file: str) -> None:
     urls: dict[str, list[str]] = {"prefill": [], "decode": []}
     for role, number in (("prefill", 0), ("prefill", 1), ("decode", 0), ("decode", 1)):
         answer = answers(role, f"scripted-{role}-{number}")
-        server = await loop.create_server(lambda r=role, a=answer: Instance(engines, r, a), "127.0.0.1", 0, backlog=8192)
+        server = await loop.create_server(
+            lambda r=role, a=answer: Instance(engines, r, a), "127.0.0.1", 0, backlog=8192
+        )
         urls[role].append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     print(json.dumps(urls), flush=True)
     await loop.run_in_executor(None, sys.stdin.read)
 
 
 class Client(asyncio.Protocol):
-    """A connection to a proxy that sends one request at a time and keeps nothing of the answer but counts."""
+    """A connection to a proxy that sends one request at a time and keeps nothing of the answer but
+    counts.
+    """
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport
@@ -210,8 +224,12 @@ class Client(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
 
-    def ask(self, request: bytes, began: asyncio.Future[None] | None = None) -> asyncio.Future[bool]:
-        """Send; the future is True when a whole answer with status 200 has come.  `began`: set at its first event."""
+    def ask(
+        self, request: bytes, began: asyncio.Future[None] | None = None
+    ) -> asyncio.Future[bool]:
+        """Send; the future is True when a whole answer with status 200 has come. `began`: set at
+        its first event.
+        """
         self._buffer, self._needed, self.events, self._began = b"", -1, 0, began
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
@@ -257,7 +275,10 @@ class Client(asyncio.Protocol):
 
 def body(size: int, **fields: object) -> bytes:
     """A completion's body of `size` bytes: words, with an escape now and then."""
-    empty = json.dumps({"model": "m", "prompt": "", "max_tokens": 16, "temperature": 0, **fields}, separators=(",", ":"))
+    empty = json.dumps(
+        {"model": "m", "prompt": "", "max_tokens": 16, "temperature": 0, **fields},
+        separators=(",", ":"),
+    )
     words = 'The quick brown fox jumps over the lazy dog, and says: \\"well\\".\\n'
     room = max(size - len(empty), 8)
     text = (words * (room // len(words) + 1))[:room].rstrip("\\")

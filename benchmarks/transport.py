@@ -1,11 +1,13 @@
-"""What the transports move: GB/s and CPU seconds per GB, beside a plain copy, raw pyzmq and NIXL as NixlConnector uses it.
+"""What the transports move: GB/s and CPU seconds per GB, beside a plain copy, raw pyzmq and NIXL as
+NixlConnector uses it.
 
     python benchmarks/transport.py [MODEL] [--sizes MIB ...] [--times N] [--transports NAME ...]
 
-Two processes with a synthetic KV pool each, the reader pinned to the last core and the other to the first.  A transfer
-is a prompt that P holds already: from asking until its last byte is confirmed, so all messages are in it.  Runs of 8
-blocks lie together; a block of one layer has 64 KiB.  The ways take turns, three rounds each, so that what else the
-machine does meets them all alike; the figures are medians.
+Two processes with a synthetic KV pool each, the reader pinned to the last core and the other to the
+first. A transfer is a prompt that P holds already: from asking until its last byte is confirmed, so
+all messages are in it. Runs of 8 blocks lie together; a block of one layer has 64 KiB. The ways
+take turns, three rounds each, so that what else the machine does meets them all alike; the figures
+are medians.
 
   memcpy   numpy, from one pool into the other within a process
   pyzmq    frames of 512 KiB from one pool, left in ZMQ's own memory at the other end: nothing checked, nothing copied
@@ -13,10 +15,11 @@ machine does meets them all alike; the figures are medians.
            NixlConnector reads; without its handshake, heartbeats and metadata
   zmq, ... our drivers
 
-With MODEL (a KV-heavy one), real engines too, one pair for each --overlap: which part of KV arrives while the prefill still
-computes (`overlap_hidden`), how much longer the first token takes than on a plain engine (`added_ms`, medians), and what an
-idle pair costs beside an idle plain vLLM (`idle_cpu`, CPU seconds a second and engine).  --sizes with nothing behind it
-leaves the part without engines out.  The last line is one JSON object.
+With MODEL (a KV-heavy one), real engines too, one pair for each --overlap: which part of KV arrives
+while the prefill still computes (`overlap_hidden`), how much longer the first token takes than on a
+plain engine (`added_ms`, medians), and what an idle pair costs beside an idle plain vLLM
+(`idle_cpu`, CPU seconds a second and engine). --sizes with nothing behind it leaves the part
+without engines out. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -66,7 +69,9 @@ class Pool:
 
     def __init__(self, blocks: int, seed: int) -> None:
         blocks += -blocks % RUN
-        self.planes: list[Rows] = [np.full((blocks, BLOCK), seed + layer, np.uint8) for layer in range(LAYERS)]
+        self.planes: list[Rows] = [
+            np.full((blocks, BLOCK), seed + layer, np.uint8) for layer in range(LAYERS)
+        ]
         runs = [list(range(first, first + RUN)) for first in range(0, blocks, RUN)]
         random.Random(seed).shuffle(runs)
         self.order = [block for run in runs for block in run]  # in which prompts get their blocks
@@ -76,8 +81,9 @@ class Pool:
         return self.order[:count]
 
 
-# The ways: each a generator run by a process of its own -------------------------------------------------------
-# It yields the seconds of a transfer for each number of blocks that it is sent; the source yields when it is ready.
+# The ways: each a generator run by a process of its own -------------------------------------------
+# It yields the seconds of a transfer for each number of blocks that it is sent; the source yields
+# when it is ready.
 def ours(name: str, pool: Pool, peer: Connection, is_source: bool) -> Iterator[float]:
     config = Config(transport=name)  # type: ignore[arg-type]
     driver = Driver(config, KEY, pool.memory, 0, transports.chosen(config))
@@ -86,7 +92,12 @@ def ours(name: str, pool: Pool, peer: Connection, is_source: bool) -> Iterator[f
         count = yield 0.0
         while True:
             transfer, blocks = peer.recv(), pool.blocks(count)
-            driver.submit([events.BlocksScheduled(transfer, count * BLOCK_SIZE, [blocks]), events.LayersComputed(transfer, LAYERS)])
+            driver.submit(
+                [
+                    events.BlocksScheduled(transfer, count * BLOCK_SIZE, [blocks]),
+                    events.LayersComputed(transfer, LAYERS),
+                ]
+            )
             driver.submit([events.PrefillFinished(transfer)])
             peer.send(None)
             while not driver.take():
@@ -101,7 +112,18 @@ def ours(name: str, pool: Pool, peer: Connection, is_source: bool) -> Iterator[f
         peer.recv()
         before = driver.counters.received.get(name, 0)
         began = time.perf_counter()
-        driver.submit([events.LoadRequested(transfer, [worker], plan, [events.GroupBlocks(0, pool.blocks(count))], count * BLOCK_SIZE, 60.0)])
+        driver.submit(
+            [
+                events.LoadRequested(
+                    transfer,
+                    [worker],
+                    plan,
+                    [events.GroupBlocks(0, pool.blocks(count))],
+                    count * BLOCK_SIZE,
+                    60.0,
+                )
+            ]
+        )
         while not (taken := driver.take()):
             time.sleep(0.0002)  # as vLLM would look
         seconds = time.perf_counter() - began
@@ -157,8 +179,12 @@ def peer_nixl(name: str, pool: Pool, peer: Connection, is_source: bool) -> Itera
     from nixl._api import nixl_agent, nixl_agent_config  # noqa: PLC0415
 
     agent = nixl_agent(name + str(is_source), nixl_agent_config(backends=["UCX"]))
-    agent.register_memory([(plane.ctypes.data, plane.nbytes, 0, "") for plane in pool.planes], "DRAM")
-    described = [(plane[block].ctypes.data, BLOCK, 0) for plane in pool.planes for block in range(len(plane))]
+    agent.register_memory(
+        [(plane.ctypes.data, plane.nbytes, 0, "") for plane in pool.planes], "DRAM"
+    )
+    described = [
+        (plane[block].ctypes.data, BLOCK, 0) for plane in pool.planes for block in range(len(plane))
+    ]
     if is_source:
         peer.send((agent.get_agent_metadata(), described, pool.order))
         while True:
@@ -174,7 +200,9 @@ def peer_nixl(name: str, pool: Pool, peer: Connection, is_source: bool) -> Itera
         here = [layer * blocks + block for layer in range(LAYERS) for block in pool.blocks(count)]
         there = [layer * blocks + block for layer in range(LAYERS) for block in order[:count]]
         began = time.perf_counter()
-        handle = agent.make_prepped_xfer("READ", local_side, here, remote_side, there, notif_msg=b"request:1")
+        handle = agent.make_prepped_xfer(
+            "READ", local_side, here, remote_side, there, notif_msg=b"request:1"
+        )
         status = agent.transfer(handle)
         while status == "PROC":
             time.sleep(0.0002)  # NixlConnector looks once a step
@@ -189,7 +217,9 @@ def run(name: str, blocks: int, orders: Connection, peer: Connection, is_source:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[0] if is_source else cores[-1]})
-    do: Callable[..., Iterator[float]] = {"memcpy": memcpy, "pyzmq": pyzmq, "peer": peer_nixl}.get(name, ours)
+    do: Callable[..., Iterator[float]] = {"memcpy": memcpy, "pyzmq": pyzmq, "peer": peer_nixl}.get(
+        name, ours
+    )
     way = do(name, Pool(blocks, 1 if is_source else 0), peer, is_source)
     next(way)
     while (count := orders.recv()) is not None:
@@ -207,13 +237,17 @@ class Pair:
         self.orders, self.processes = [], []
         for is_source, end in ((True, here), (False, there)):
             ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=run, args=(name, blocks, theirs, end, is_source), daemon=True)
+            process = spawn.Process(
+                target=run, args=(name, blocks, theirs, end, is_source), daemon=True
+            )
             process.start()
             self.orders.append(ours)
             self.processes.append(process)
 
     def transfer(self, count: int) -> tuple[float, float]:
-        """(seconds, CPU seconds of both); negative seconds: not all of it came by what was asked for."""
+        """(seconds, CPU seconds of both); negative seconds: not all of it came by what was asked
+        for.
+        """
         for orders in self.orders:
             orders.send(count)
         (_, theirs), (seconds, ours) = (self._answer(orders) for orders in self.orders)
@@ -221,7 +255,9 @@ class Pair:
 
     def _answer(self, orders: Any) -> tuple[float, float]:
         if not orders.poll(60):
-            raise SystemExit(f"transport: {self.name} does not answer; is one of its processes dead?")
+            raise SystemExit(
+                f"transport: {self.name} does not answer; is one of its processes dead?"
+            )
         answer: tuple[float, float] = orders.recv()
         return answer
 
@@ -235,9 +271,13 @@ def synthetic(names: list[str], counts: list[int], times: int) -> dict[str, Any]
     """By way and size."""
     samples: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for turn in range(ROUNDS):
-        for name in names:  # one way lives at a time: NIXL's progress threads spin, and would starve the others
+        for name in (
+            names
+        ):  # one way lives at a time: NIXL's progress threads spin, and would starve the others
             print(f"round {turn + 1} of {ROUNDS}: {name}", flush=True)
-            pair = Pair(name, max(counts) + RUN)  # more than a prompt needs, so that its runs lie apart
+            pair = Pair(
+                name, max(counts) + RUN
+            )  # more than a prompt needs, so that its runs lie apart
             try:
                 warm_up(pair, max(counts))
                 for count in counts * -(-times // ROUNDS):
@@ -252,7 +292,10 @@ def synthetic(names: list[str], counts: list[int], times: int) -> dict[str, Any]
             taken = samples[name, count]
             seconds = statistics.median(abs(seconds) for seconds, _ in taken)
             cpu = statistics.mean(cpu for _, cpu in taken)
-            cell = {"gbps": round(size / seconds / 1e9, 2), "cpu_s_per_gb": round(cpu / size * 1e9, 3)}
+            cell = {
+                "gbps": round(size / seconds / 1e9, 2),
+                "cpu_s_per_gb": round(cpu / size * 1e9, 3),
+            }
             if any(seconds < 0 for seconds, _ in taken):
                 cell["fell_back"] = sum(seconds < 0 for seconds, _ in taken)
             result.setdefault(name, {})[f"{size / 2**20:g}"] = cell
@@ -262,7 +305,9 @@ def synthetic(names: list[str], counts: list[int], times: int) -> dict[str, Any]
 
 
 def warm_up(pair: Pair, count: int) -> None:
-    """Until all comes by what was asked for, twice: pages are there, connections too, ways are measured."""
+    """Until all comes by what was asked for, twice: pages are there, connections too, ways are
+    measured.
+    """
     good, end = 0, time.monotonic() + 40
     while good < 2:
         good += pair.transfer(count)[0] >= 0
@@ -271,16 +316,21 @@ def warm_up(pair: Pair, count: int) -> None:
         time.sleep(0.1)
 
 
-# Real engines ------------------------------------------------------------------------------------------------
+# Real engines -------------------------------------------------------------------------------------
 def engines(model: str, transport: str, overlap: str, lengths: list[int]) -> dict[str, Any]:
     from handoff import Stack, free_port  # noqa: PLC0415 - needs aiohttp
     from processes import cpu_seconds  # noqa: PLC0415
 
     logs = Path(tempfile.mkdtemp(prefix="transport-engines-"))
-    print(f"engines: plain, prefill and decode by {transport}, overlap {overlap} (logs in {logs})", flush=True)
+    print(
+        f"engines: plain, prefill and decode by {transport}, overlap {overlap} (logs in {logs})",
+        flush=True,
+    )
     plain, pair = Stack("plain", "auto"), Stack("pair", "auto")
     try:
-        subprocess.run([sys.executable, "-m", "vllm_disagg.cli", "key", str(logs / "key")], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "vllm_disagg.cli", "key", str(logs / "key")], check=True
+        )
         settings = {"key_file": str(logs / "key"), "transport": transport, "overlap": overlap}
         config = {"kv_connector": "DisaggConnector", "kv_connector_extra_config": settings}
         urls = [plain.engine(model, logs / "plain.log", 0)]
@@ -289,7 +339,16 @@ def engines(model: str, transport: str, overlap: str, lengths: list[int]) -> dic
         for stack, url in zip((plain, pair, pair), urls, strict=True):
             stack.wait(url, "/health")
         port = str(free_port())
-        proxy = [sys.executable, "-m", "vllm_disagg.cli", "proxy", "--port", port, "--key-file", str(logs / "key")]
+        proxy = [
+            sys.executable,
+            "-m",
+            "vllm_disagg.cli",
+            "proxy",
+            "--port",
+            port,
+            "--key-file",
+            str(logs / "key"),
+        ]
         front = Stack("proxy", "auto")
         pair.wait(urls[1], "/health")
         front.start(logs / "proxy.log", [*proxy, "--prefill", urls[1], "--decode", urls[2]])
@@ -302,7 +361,10 @@ def engines(model: str, transport: str, overlap: str, lengths: list[int]) -> dic
         sessions = [[process.pid for process in stack.processes] for stack in (plain, pair)]
         before = [cpu_seconds(pids) for pids in sessions]
         time.sleep(IDLE)
-        used = [(cpu_seconds(pids) - cpu) / IDLE / len(pids) for pids, cpu in zip(sessions, before, strict=True)]
+        used = [
+            (cpu_seconds(pids) - cpu) / IDLE / len(pids)
+            for pids, cpu in zip(sessions, before, strict=True)
+        ]
         return {**found, "idle_cpu": {"plain": round(used[0], 4), transport: round(used[1], 4)}}
     finally:
         for stack in (plain, pair):
@@ -310,18 +372,27 @@ def engines(model: str, transport: str, overlap: str, lengths: list[int]) -> dic
 
 
 def hidden(plain: str, front: str, decode: str, lengths: list[int]) -> dict[str, Any]:
-    """Which part of KV was at D before P had computed everything, and what the first token costs more than on `plain`."""
+    """Which part of KV was at D before P had computed everything, and what the first token costs
+    more than on `plain`.
+    """
     for url in (plain, front, front):  # connections, and the way is measured
         ask(url, 1000)
         time.sleep(4)
     before, rows, added = metrics(decode), {}, {}
     for length in lengths:
         last = metrics(decode)
-        alone, ours = (statistics.median([ask(url, length) for _ in range(ASKED)]) for url in (plain, front))
+        alone, ours = (
+            statistics.median([ask(url, length) for _ in range(ASKED)]) for url in (plain, front)
+        )
         time.sleep(1)
         now = metrics(decode)
-        arrived, early = (now[name] - last[name] for name in ("received_bytes_total", "early_bytes_total"))
-        rows[str(length)], added[str(length)] = round(early / arrived, 3), round((ours - alone) * 1e3, 1)
+        arrived, early = (
+            now[name] - last[name] for name in ("received_bytes_total", "early_bytes_total")
+        )
+        rows[str(length)], added[str(length)] = (
+            round(early / arrived, 3),
+            round((ours - alone) * 1e3, 1),
+        )
         print(
             f"  {length} tokens: {early / arrived:.0%} of {arrived / ASKED / 1e6:.0f} MB arrives early; "
             f"first token after {ours * 1e3:.0f} ms, of a plain engine {alone * 1e3:.0f}",
@@ -329,18 +400,29 @@ def hidden(plain: str, front: str, decode: str, lengths: list[int]) -> dict[str,
         )
     after = metrics(decode)
     carried = {
-        name.removeprefix("received_by_").removesuffix("_bytes_total"): round(after[name] - before[name])
+        name.removeprefix("received_by_").removesuffix("_bytes_total"): round(
+            after[name] - before[name]
+        )
         for name in after
         if name.startswith("received_by_") and after[name] > before[name]
     }
-    return {"overlap_hidden": min(rows.values()), "overlap_by_tokens": rows, "added_ms": added, "carried": carried}
+    return {
+        "overlap_hidden": min(rows.values()),
+        "overlap_by_tokens": rows,
+        "added_ms": added,
+        "carried": carried,
+    }
 
 
 def ask(url: str, length: int) -> float:
     """Seconds until the first token of the answer."""
     prompt = [random.randrange(10, 900) for _ in range(length)]
-    body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "stream": True}).encode()
-    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    body = json.dumps(
+        {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "stream": True}
+    ).encode()
+    request = urllib.request.Request(
+        f"{url}/v1/completions", body, {"Content-Type": "application/json"}
+    )
     time.sleep(REST)
     began = time.monotonic()
     with urllib.request.urlopen(request, timeout=120) as answer:
@@ -353,21 +435,48 @@ def ask(url: str, length: int) -> float:
 def metrics(url: str) -> dict[str, float]:
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
         text = answer.read().decode()
-    return {name: float(value) for name, value in re.findall(r"^vllm:disagg_(\w+)\{.*\} (\S+)$", text, re.MULTILINE)}
+    return {
+        name: float(value)
+        for name, value in re.findall(r"^vllm:disagg_(\w+)\{.*\} (\S+)$", text, re.MULTILINE)
+    }
 
 
 def main() -> None:
     has_nixl = importlib.util.find_spec("nixl") is not None
     known = ["zmq", *transports.MODULES]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", nargs="?", help="a KV-heavy model, for the part with real engines")
-    parser.add_argument("--transports", nargs="+", choices=known, default=["zmq", "tcp", "gloo", *(["nixl"] if has_nixl else [])])
-    parser.add_argument("--sizes", type=float, nargs="*", default=[1.5, 6, 24, 96], metavar="MIB", help="of transfers")
+    parser.add_argument(
+        "--transports",
+        nargs="+",
+        choices=known,
+        default=["zmq", "tcp", "gloo", *(["nixl"] if has_nixl else [])],
+    )
+    parser.add_argument(
+        "--sizes",
+        type=float,
+        nargs="*",
+        default=[1.5, 6, 24, 96],
+        metavar="MIB",
+        help="of transfers",
+    )
     parser.add_argument("--times", type=int, default=15, help="transfers of each kind")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 3900], help="of prompts for the engines, in tokens")
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[1000, 3900],
+        help="of prompts for the engines, in tokens",
+    )
     modes = ("layer", "chunk", "off")
-    parser.add_argument("--overlap", nargs="+", choices=modes, default=modes, help="of the engines, a pair for each")
-    parser.add_argument("--engines", choices=["auto", *known], default="auto", help="the engines' transport")
+    parser.add_argument(
+        "--overlap", nargs="+", choices=modes, default=modes, help="of the engines, a pair for each"
+    )
+    parser.add_argument(
+        "--engines", choices=["auto", *known], default="auto", help="the engines' transport"
+    )
     parser.add_argument("--save", metavar="FILE", help="write the result there too")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("transport: stopped"))
@@ -385,8 +494,13 @@ def main() -> None:
             "cells": cells,
         }
     if args.model:
-        by_overlap = {mode: engines(args.model, args.engines, mode, args.lengths) for mode in args.overlap}
-        result |= {what: {mode: by_overlap[mode][what] for mode in by_overlap} for what in next(iter(by_overlap.values()))}
+        by_overlap = {
+            mode: engines(args.model, args.engines, mode, args.lengths) for mode in args.overlap
+        }
+        result |= {
+            what: {mode: by_overlap[mode][what] for mode in by_overlap}
+            for what in next(iter(by_overlap.values()))
+        }
     if args.save:
         Path(args.save).write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

@@ -1,10 +1,12 @@
-"""Start a prefill and a decode instance and the proxy, and show what they do: demo.py MODEL (see `make demo`).
+"""Start a prefill and a decode instance and the proxy, and show what they do: demo.py MODEL (see
+`make demo`).
 
-Each prompt is asked twice, through the proxy and of the decode instance alone, which then is an ordinary vLLM; the
-answers must have the same tokens.  Each request has another `cache_salt`, so it cannot reuse another's prefix.
+Each prompt is asked twice, through the proxy and of the decode instance alone, which then is an
+ordinary vLLM; the answers must have the same tokens. Each request has another `cache_salt`, so it
+cannot reuse another's prefix.
 
-Everything that the processes write goes to a log file; the terminal shows it until they are stopped.  The table is the
-last output.
+Everything that the processes write goes to a log file; the terminal shows it until they are
+stopped. The table is the last output.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ CHARACTERS = 3.1  # of this text, for each token of this tokenizer
 ANSWER = 24  # tokens
 PATIENCE = 5.0  # seconds for the engine's counters to appear on its page
 MIB = 1 << 20
-# A prompt is computed in several chunks.  In float32, because a random model's best two tokens are often as good as
-# equal: then bfloat16's rounding, which changes with the size of a chunk, decides, whoever computes it.
+# A prompt is computed in several chunks.  In float32, because a random model's best two tokens are
+# often as good as equal: then bfloat16's rounding, which changes with the size of a chunk, decides,
+# whoever computes it.
 FLAGS = {
     "served-model-name": "tiny",
     "dtype": "float32",

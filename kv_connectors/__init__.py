@@ -1,7 +1,7 @@
 """The vLLM plugin: the only package here that imports vLLM.
 
-vLLM calls `register` in each of its processes at start (entry point group `vllm.general_plugins`), whether or not
-this connector is used; so it does almost nothing.
+vLLM calls `register` in each of its processes at start (entry point group `vllm.general_plugins`),
+whether or not this connector is used; so it does almost nothing.
 """
 
 from __future__ import annotations
@@ -12,4 +12,6 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if "DisaggConnector" not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector("DisaggConnector", "kv_connectors.connector", "DisaggConnector")
+        KVConnectorFactory.register_connector(
+            "DisaggConnector", "kv_connectors.connector", "DisaggConnector"
+        )

@@ -18,7 +18,8 @@ OLDEST, NEWEST = Version("0.28"), Version("0.33")  # tried; what is newer may wo
 
 log = logging.getLogger("vllm_disagg")
 
-# 0.32 and later: one snapshot of what has ended, with failures by request.  Before: get_finished, and failures by block.
+# 0.32 and later: one snapshot of what has ended, with failures by request.  Before: get_finished,
+# and failures by block.
 Results: Any = getattr(base, "KVConnectorTransferResults", None)
 
 
@@ -32,7 +33,12 @@ def check(version: str) -> str:
     if release < OLDEST:
         return f"vLLM {version} is too old for DisaggConnector: install vLLM {OLDEST} to {NEWEST}"
     if release > NEWEST:
-        log.warning("vLLM %s is newer than what DisaggConnector was tried with (%s to %s)", version, OLDEST, NEWEST)
+        log.warning(
+            "vLLM %s is newer than what DisaggConnector was tried with (%s to %s)",
+            version,
+            OLDEST,
+            NEWEST,
+        )
     return ""
 
 
@@ -47,17 +53,23 @@ def is_latent(spec: Any) -> bool:
 
 
 def window(spec: Any) -> int:
-    """Tokens that a layer of which vLLM keeps only a window looks back; 0 for a layer of which it keeps all."""
+    """Tokens that a layer of which vLLM keeps only a window looks back; 0 for a layer of which it
+    keeps all.
+    """
     return int(spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else 0
 
 
 def is_state(spec: Any) -> bool:
-    """Whether a layer keeps a state of the prompt (Mamba, linear attention) and no KV of its tokens."""
+    """Whether a layer keeps a state of the prompt (Mamba, linear attention) and no KV of its
+    tokens.
+    """
     return isinstance(spec, MambaSpec)
 
 
 def before_adapters_load(note: Callable[[Any], None]) -> None:
-    """Have `note` called before vLLM loads a LoRA adapter that its server was given.  No hook of connectors says so."""
+    """Have `note` called before vLLM loads a LoRA adapter that its server was given. No hook of
+    connectors says so.
+    """
     from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - it imports connectors
 
     load = EngineCore.add_lora
@@ -74,20 +86,28 @@ def before_adapters_load(note: Callable[[Any], None]) -> None:
 
 
 def layer_overrides(model: Any) -> list[dict[str, Any]]:
-    """By layer, what of a model's shape is not as in the others; empty where vLLM does not say, or all are alike."""
+    """By layer, what of a model's shape is not as in the others; empty where vLLM does not say, or
+    all are alike.
+    """
     return getattr(getattr(model, "model_arch_config", None), "per_layer_overrides", None) or []
 
 
 def generates_one(request: Any) -> bool:
     """Whether a request ends with its first token, which vLLM then never computes KV for."""
     sampling = request.sampling_params
-    return sampling is not None and sampling.n == request.max_tokens == 1 and not getattr(request, "resumable", False)
+    return (
+        sampling is not None
+        and sampling.n == request.max_tokens == 1
+        and not getattr(request, "resumable", False)
+    )
 
 
 def leave_out_last(request: Any) -> None:
-    """Make vLLM compute all tokens of a prompt but the last.  Before it is scheduled for the first time.
+    """Make vLLM compute all tokens of a prompt but the last. Before it is scheduled for the first
+    time.
 
-    The hash of the last whole block stays, and may be of the token that is left out: only where `generates_one`.
+    The hash of the last whole block stays, and may be of the token that is left out: only where
+    `generates_one`.
     """
     del request.prompt_token_ids[-1:]
     del request._all_token_ids[-1:]
@@ -95,19 +115,26 @@ def leave_out_last(request: Any) -> None:
 
 
 def can_load_groups() -> bool:
-    """Whether vLLM lets a failed load be told by request, as it must be with several KV-cache groups."""
+    """Whether vLLM lets a failed load be told by request, as it must be with several KV-cache
+    groups.
+    """
     return Results is not None
 
 
 def kv_order(vllm_config: Any, spec: Any) -> str:
     """In which order the attention kernel writes one head's keys and values into a block.
 
-    "keys transposed" (channels before tokens), "plain", or the name of an order that we do not know.
+    "keys transposed" (channels before tokens), "plain", or the name of an order that we do not
+    know.
     """
     choose = getattr(cpu_attn, "_get_attn_isa", None)
     if choose is None:
         return "an order of its own"
-    dtype, cache_dtype, stored = vllm_config.model_config.dtype, str(vllm_config.cache_config.cache_dtype), torch.uint8
+    dtype, cache_dtype, stored = (
+        vllm_config.model_config.dtype,
+        str(vllm_config.cache_config.cache_dtype),
+        torch.uint8,
+    )
     if spec.dtype.itemsize > 1:  # no fp8, or a layer that is left out of it
         cache_dtype, stored = "auto", spec.dtype
     isa = choose(dtype, spec.block_size, spec.head_size, cache_dtype)
@@ -115,8 +142,12 @@ def kv_order(vllm_config: Any, spec: Any) -> str:
 
 
 @cache
-def _written(isa: str, dtype: torch.dtype, cache_dtype: str, stored: torch.dtype, tokens: int, channels: int) -> str:
-    """Found by letting the kernel write the number of each element, bit by bit, into a block of its own."""
+def _written(
+    isa: str, dtype: torch.dtype, cache_dtype: str, stored: torch.dtype, tokens: int, channels: int
+) -> str:
+    """Found by letting the kernel write the number of each element, bit by bit, into a block of its
+    own.
+    """
     numbers = torch.arange(tokens * channels).reshape(tokens, 1, channels)
     slots = torch.arange(tokens, 2 * tokens)  # the second block
     read = torch.zeros(2, tokens * channels, dtype=torch.long)
@@ -125,7 +156,15 @@ def _written(isa: str, dtype: torch.dtype, cache_dtype: str, stored: torch.dtype
         keys, values = block.chunk(2, dim=2)
         written = ((numbers >> bit) & 1).to(dtype)
         ops.cpu_attn_reshape_and_cache(
-            written, written.clone(), keys, values, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype=cache_dtype
+            written,
+            written.clone(),
+            keys,
+            values,
+            slots,
+            isa,
+            k_scale=1.0,
+            v_scale=1.0,
+            kv_cache_dtype=cache_dtype,
         )
         for row, part in zip(read, (keys, values), strict=True):
             row |= (part[1].reshape(-1) != 0).long() << bit

@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-# Of each weights file so many samples of so many bytes are read, evenly spread: of 5 GB every 20 MB, less than one matrix of a
-# model whose file is so large.  Reading all of it would cost a large model a minute at each start.
+# Of each weights file so many samples of so many bytes are read, evenly spread: of 5 GB every 20
+# MB, less than one matrix of a model whose file is so large.  Reading all of it would cost a large
+# model a minute at each start.
 SAMPLES_PER_FILE = 256
 SAMPLE_BYTES = 4096
 MAX_SAMPLES = 8192  # samples of all files: each may be a millisecond on a network's file system

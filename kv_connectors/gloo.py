@@ -1,12 +1,15 @@
-"""Gloo between the memories of two hosts: the link that runs everywhere, with the code that NCCL runs under.
+"""Gloo between the memories of two hosts: the link that runs everywhere, with the code that NCCL
+runs under.
 
-A link is a ProcessGroupGloo of two ranks, made by hand: no default group, no TCPStore.  The two ends find each other
-through a Store that lives on our notes, so nothing listens for that.  What listens is Gloo's own device, one a worker:
-a TCP port of `host`, for as long as the worker lives.  Connections there are neither encrypted nor authenticated
-(Gloo's TLS needs certificates); the checksum of each piece goes over the authenticated control channel.
+A link is a ProcessGroupGloo of two ranks, made by hand: no default group, no TCPStore. The two ends
+find each other through a Store that lives on our notes, so nothing listens for that. What listens
+is Gloo's own device, one a worker: a TCP port of `host`, for as long as the worker lives.
+Connections there are neither encrypted nor authenticated (Gloo's TLS needs certificates); the
+checksum of each piece goes over the authenticated control channel.
 
-Gloo posts without waiting, but says only to one who waits that something has ended: so each link has a thread that
-does.  A peer that dies ends the wait at once; for one that is frozen the pair has its deadline, and `close` aborts.
+Gloo posts without waiting, but says only to one who waits that something has ended: so each link
+has a thread that does. A peer that dies ends the wait at once; for one that is frozen the pair has
+its deadline, and `close` aborts.
 """
 
 from __future__ import annotations
@@ -79,13 +82,18 @@ class NoteStore(Store):  # type: ignore[misc]
         self.wait([key])
         return self._values[key]
 
-    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=PAIRING_SECONDS)) -> None:
+    def wait(
+        self, keys: list[str], timeout: timedelta = timedelta(seconds=PAIRING_SECONDS)
+    ) -> None:
         with self._changed:
             there = self._changed.wait_for(
-                lambda: self._is_closed or all(key in self._values for key in keys), timeout.total_seconds()
+                lambda: self._is_closed or all(key in self._values for key in keys),
+                timeout.total_seconds(),
             )
         if self._is_closed or not there:
-            raise RuntimeError("the pairing was given up" if self._is_closed else f"the peer did not say {keys}")
+            raise RuntimeError(
+                "the pairing was given up" if self._is_closed else f"the peer did not say {keys}"
+            )
 
 
 class GlooLink:
@@ -93,7 +101,9 @@ class GlooLink:
 
     is_polled = False
 
-    def __init__(self, device: Any, rank: int, tell: Callable[[LinkEvent], None], epoch: int) -> None:
+    def __init__(
+        self, device: Any, rank: int, tell: Callable[[LinkEvent], None], epoch: int
+    ) -> None:
         self._device, self._rank, self._tell, self._epoch = device, rank, tell, epoch
         self._is_closing = False
         self._store = NoteStore(lambda blob: tell(LinkBlob(epoch, blob)))
@@ -109,10 +119,12 @@ class GlooLink:
 
     @property
     def is_gone(self) -> bool:
-        """Ended threads only: one that is still in Gloo when Python ends takes the process down with it."""
+        """Ended threads only: one that is still in Gloo when Python ends takes the process down
+        with it.
+        """
         return not any(thread.is_alive() for thread in self._threads)
 
-    # The mover's thread --------------------------------------------------------------------------------------
+    # The mover's thread ---------------------------------------------------------------------------
     def hear(self, blob: bytes) -> None:
         self._store.hear(blob)
 
@@ -142,11 +154,15 @@ class GlooLink:
             except RuntimeError as error:  # as meant
                 log.debug("aborted: %s", error)
 
-    # Its own thread ------------------------------------------------------------------------------------------
+    # Its own thread -------------------------------------------------------------------------------
     def _run(self) -> None:
         try:
             options = ProcessGroupGloo._Options()
-            options._devices, options._threads, options._timeout = [self._device], 1, timedelta(seconds=PAIRING_SECONDS)
+            options._devices, options._threads, options._timeout = (
+                [self._device],
+                1,
+                timedelta(seconds=PAIRING_SECONDS),
+            )
             self._group = ProcessGroupGloo(self._store, self._rank, 2, options)
             self._tell(LinkUp(self._epoch))
             while (posted := self._posted.get()) is not None:
@@ -167,7 +183,9 @@ def carrier(config: Config) -> Callable[[DriverPort], CollectiveTransport]:
     if not is_gloo_available():
         raise RuntimeError(f"torch {torch.__version__} was built without Gloo")
     if config.encrypt_data:
-        raise ConfigError("transport gloo cannot encrypt KV: set encrypt_data to false, or transport to zmq")
+        raise ConfigError(
+            "transport gloo cannot encrypt KV: set encrypt_data to false, or transport to zmq"
+        )
     device = ProcessGroupGloo.create_device(hostname=config.host)
 
     def make_link(rank: int, tell: Callable[[LinkEvent], None], epoch: int) -> GlooLink:

@@ -1,11 +1,16 @@
-"""What transfers cost and how they end, through vLLM's own statistics: its log line and its Prometheus page."""
+"""What transfers cost and how they end, through vLLM's own statistics: its log line and its
+Prometheus page.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from vllm_disagg.protocol import events
@@ -27,7 +32,8 @@ TRANSPORTS = ("zmq", "tcp", "gloo", "nccl", "nixl")
 
 @dataclass
 class Stats(KVConnectorStats):
-    """Since the last look, `data`: the counts above, `loads` (seconds each took), `failures` (by reason), `carried`.
+    """Since the last look, `data`: the counts above, `loads` (seconds each took), `failures` (by
+    reason), `carried`.
 
     `carried`: KV bytes that landed, by what carried them; those of loads that failed later too.
     """
@@ -37,7 +43,12 @@ class Stats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {**dict.fromkeys(COUNTS, 0), "loads": [], "failures": {}, "carried": {}}
+        self.data: dict[str, Any] = {
+            **dict.fromkeys(COUNTS, 0),
+            "loads": [],
+            "failures": {},
+            "carried": {},
+        }
         self._seen = Counters()
 
     def record(self, outcome: events.ReleaseBlocks | events.LoadResult, back: bool = False) -> None:
@@ -62,7 +73,9 @@ class Stats(KVConnectorStats):
         for carrier, count in list(counters.received.items()):
             if more := count - seen.received.get(carrier, 0):
                 self.data["carried"][carrier] = self.data["carried"].get(carrier, 0) + more
-        self._seen = Counters(**{name: getattr(counters, name) for name in counters.__struct_fields__})
+        self._seen = Counters(
+            **{name: getattr(counters, name) for name in counters.__struct_fields__}
+        )
         self._seen.received = dict(counters.received)
 
     def take(self) -> Stats | None:
@@ -88,16 +101,29 @@ class Stats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         loads = sorted(self.data["loads"])
-        summary = {name.replace("_", " "): count for name, count in self.data.items() if name in COUNTS and count}
+        summary = {
+            name.replace("_", " "): count
+            for name, count in self.data.items()
+            if name in COUNTS and count
+        }
         if loads:
-            summary |= {"loads": len(loads), "median load (ms)": round(loads[len(loads) // 2] * 1e3, 1)}
+            summary |= {
+                "loads": len(loads),
+                "median load (ms)": round(loads[len(loads) // 2] * 1e3, 1),
+            }
         summary |= {f"bytes by {carrier}": count for carrier, count in self.data["carried"].items()}
-        return summary | {f"failed: {reason}": count for reason, count in self.data["failures"].items()}
+        return summary | {
+            f"failed: {reason}": count for reason, count in self.data["failures"].items()
+        }
 
 
 class PromMetrics(KVConnectorPromMetrics):
     def __init__(
-        self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
@@ -105,7 +131,11 @@ class PromMetrics(KVConnectorPromMetrics):
             return create_metric_per_engine(metric, per_engine_labelvalues)
 
         self._counts = {
-            name: per_engine(self._counter_cls(name=f"vllm:disagg_{name}", documentation=what, labelnames=labelnames))
+            name: per_engine(
+                self._counter_cls(
+                    name=f"vllm:disagg_{name}", documentation=what, labelnames=labelnames
+                )
+            )
             for name, what in COUNTS.items()
         }
         self._loads = per_engine(

@@ -23,7 +23,8 @@ AUTO: tuple[str, ...] = ("nixl", "tcp")  # what `transport: auto` tries, the pre
 
 
 def chosen(config: Config, device: str = "cpu") -> dict[str, Make]:
-    """By name, each from its module: `carrier(config)`, which raises RuntimeError where it cannot be.
+    """By name, each from its module: `carrier(config)`, which raises RuntimeError where it cannot
+    be.
 
     One that cannot be here is left out, and the log says so: KV goes by ZMQ.
     """
@@ -33,8 +34,12 @@ def chosen(config: Config, device: str = "cpu") -> dict[str, Make]:
             continue
         try:
             if device not in DEVICES[name]:
-                raise RuntimeError(f"{name} is for KV on {' or '.join(DEVICES[name])} here, and this is on {device}")
-            found[name] = importlib.import_module(MODULES[name]).carrier(config)  # with what it needs, which is not everywhere
+                raise RuntimeError(
+                    f"{name} is for KV on {' or '.join(DEVICES[name])} here, and this is on {device}"
+                )
+            found[name] = importlib.import_module(MODULES[name]).carrier(
+                config
+            )  # with what it needs, which is not everywhere
         except (ImportError, RuntimeError) as error:
             if config.transport == "auto":
                 log.info("transport is auto, without %s: %s", name, error)

@@ -27,11 +27,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm_disagg.worker")
 
-PROGRESS_BYTES = 2 << 20  # bytes: layers are offered in groups that hold so much, so that messages stay few
+PROGRESS_BYTES = (
+    2 << 20
+)  # bytes: layers are offered in groups that hold so much, so that messages stay few
 
 
 class WorkerSide:
-    def __init__(self, config: Config, key: FleetKey, rank: int, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self,
+        config: Config,
+        key: FleetKey,
+        rank: int,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+    ) -> None:
         self._config, self._key, self._rank = config, key, rank
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._driver: Driver | None = None
@@ -39,7 +48,9 @@ class WorkerSide:
         self._shape = NOTHING
         self._group = 1  # layers per offer, in this step
         self._announced = 0  # layers that this step has said to be final
-        self._launched: Callable[[], None] = lambda: None  # what copies must come after: see `device`
+        self._launched: Callable[[], None] = lambda: (
+            None
+        )  # what copies must come after: see `device`
         self._serving: dict[str, str] = {}  # transfer -> vLLM's id, whose blocks others read
         self._loading: dict[str, str] = {}  # transfer -> vLLM's id, which reads
         self._computing: list[str] = []  # transfers of which this step computes a part
@@ -68,7 +79,9 @@ class WorkerSide:
         rank = kv_layout.RankCache(self._rank % size, size, kv_layout.kv_heads(model))
         config = self._kv_cache_config
         if next(iter(caches.values())).device.type == "cpu":
-            return kv_layout.host_memory(caches, config.kv_cache_groups, config.num_blocks, rank, self._vllm_config)
+            return kv_layout.host_memory(
+                caches, config.kv_cache_groups, config.num_blocks, rank, self._vllm_config
+            )
         from .gpu.device import device_memory  # noqa: PLC0415 - Triton, which CPUs need not have
 
         memory, names = device_memory(caches, config.kv_cache_groups, config.num_blocks, rank)
@@ -81,10 +94,14 @@ class WorkerSide:
             raise RuntimeError("vLLM used the KV connector before it registered its KV caches")
         return self._driver
 
-    # A step --------------------------------------------------------------------------------------------------
+    # A step ---------------------------------------------------------------------------------------
     def withdraw(self, metadata: StepMetadata) -> None:
-        """At once, before this step clears blocks or copies into them; `begin` says it again, which changes nothing."""
-        if withdrawn := [event for event in metadata.prefill if isinstance(event, events.BlocksRevoked)]:
+        """At once, before this step clears blocks or copies into them; `begin` says it again, which
+        changes nothing.
+        """
+        if withdrawn := [
+            event for event in metadata.prefill if isinstance(event, events.BlocksRevoked)
+        ]:
             self.driver.submit(withdrawn)
 
     def begin(self, metadata: StepMetadata) -> None:
@@ -92,7 +109,9 @@ class WorkerSide:
         self._loading.update(metadata.loading)
         for event in metadata.decode:
             if isinstance(event, events.LoadRequested):
-                self._blocks[event.transfer] = [block for blocks in event.blocks for block in blocks.ids]
+                self._blocks[event.transfer] = [
+                    block for blocks in event.blocks for block in blocks.ids
+                ]
             elif isinstance(event, events.LookupRequested):
                 self._sought.add(event.transfer)
             elif isinstance(event, events.LoadSkipped):
@@ -109,14 +128,18 @@ class WorkerSide:
         if self._computing:
             self._layers.begin()
             self._announced = 0
-        per_layer = max(sum(k.rows) * sum(len(e.blocks[k.group]) for e in scheduled) for k in self._shape.kinds)
+        per_layer = max(
+            sum(k.rows) * sum(len(e.blocks[k.group]) for e in scheduled) for k in self._shape.kinds
+        )
         self._group = -(-PROGRESS_BYTES // per_layer) if per_layer else len(self._layers) + 1
         if metadata.decode:
             self._launched()
         if metadata.prefill or metadata.decode:
             self.driver.submit([*self._offered(metadata.prefill), *metadata.decode])
 
-    def _offered(self, prefill: list[events.ForSender]) -> Iterator[events.ForSender | events.LayersComputed]:
+    def _offered(
+        self, prefill: list[events.ForSender]
+    ) -> Iterator[events.ForSender | events.LayersComputed]:
         """Without overlap a prompt's KV is offered when all of it is there."""
         for event in prefill:
             if isinstance(event, events.PrefillFinished) and self._config.overlap == "off":
@@ -137,7 +160,11 @@ class WorkerSide:
     def _take_back(self, name: str) -> None:
         """What readers were offered has changed, and they may have read it before."""
         count = len(self._computing)
-        log.warning("layer %s was computed again after its KV was offered; D recomputes the %d prompts of this step", name, count)
+        log.warning(
+            "layer %s was computed again after its KV was offered; D recomputes the %d prompts of this step",
+            name,
+            count,
+        )
         self._announced = 0
         self.driver.submit([events.LayersRecomputed(transfer) for transfer in self._computing])
 
@@ -149,13 +176,18 @@ class WorkerSide:
         self._computing = []
 
     def _has_failed(self) -> bool:
-        """Whether this step's forward pass raised.  vLLM ends steps in a `finally`, and nothing of such a step is final."""
+        """Whether this step's forward pass raised. vLLM ends steps in a `finally`, and nothing of
+        such a step is final.
+        """
         if sys.exc_info()[0] is None:
             return False
         spoiled = [*self._computing, *self._cached]
         self._computing, self._cached = [], []
         if spoiled:
-            log.error("a forward pass failed: the KV of its %d requests is offered to no other engine", len(spoiled))
+            log.error(
+                "a forward pass failed: the KV of its %d requests is offered to no other engine",
+                len(spoiled),
+            )
             self.driver.submit([events.LayersRecomputed(transfer) for transfer in spoiled])
         return True
 
@@ -163,12 +195,18 @@ class WorkerSide:
         self._launched()
         self.driver.submit([events.LayersComputed(transfer, layers) for transfer in transfers])
 
-    # What has ended ------------------------------------------------------------------------------------------
+    # What has ended -------------------------------------------------------------------------------
     def results(self) -> tuple[set[str], set[str], set[str]]:
-        """Request ids: (sent, received, of these failed).  Each id once, and only ids that the scheduler awaits."""
-        if self._computing:  # vLLM has not said that the step is over, as with drafts on all stages of a pipeline but the last
+        """Request ids: (sent, received, of these failed). Each id once, and only ids that the
+        scheduler awaits.
+        """
+        # vLLM has not said that the step is over, as with drafts on all stages of a pipeline but
+        # the last
+        if self._computing:
             self.end()
-        if self._cached and not self._has_failed():  # asked for after each step, also one that computes nothing
+        if (
+            self._cached and not self._has_failed()
+        ):  # asked for after each step, also one that computes nothing
             self._announce(self._cached, len(self._layers))
             self._cached = []
         sent, received, failed = set[str](), set[str](), set[str]()
@@ -177,7 +215,11 @@ class WorkerSide:
                 self._found.setdefault(outcome.transfer, []).append(outcome.tokens)
                 continue
             self.stats.record(outcome, back=outcome.transfer in self._sought)
-            ours, ended = (self._serving, sent) if isinstance(outcome, events.ReleaseBlocks) else (self._loading, received)
+            ours, ended = (
+                (self._serving, sent)
+                if isinstance(outcome, events.ReleaseBlocks)
+                else (self._loading, received)
+            )
             request = ours.pop(outcome.transfer, None)
             if request is None:
                 log.error("transfer %s has ended, but belongs to no request", outcome.transfer)

@@ -1,10 +1,12 @@
-"""Checks what the Markdown of this tree names: links, anchors, files, commands.  Prints one line a fault.
+"""Checks what the Markdown of this tree names: links, anchors, files, commands. Prints one line a
+fault.
 
     python scripts/check_docs.py       exit status 1 where there is a fault
 
 * A relative link leads to a file of the tree, and its anchor to a heading there.
 * A path in backticks that begins with a folder of the tree exists; so does a bare `name.py`.
-* A `vllm-disagg ...` command of a code block is accepted by that command's parser, a `make ...` command has a target.
+* A `vllm-disagg ...` command of a code block is accepted by that command's parser, a `make ...`
+  command has a target.
 * A page of docs/ that code or the Makefile names exists, and each page is linked from an index.
 
 Nothing is run, and nothing outside the tree is looked at.
@@ -112,7 +114,9 @@ def path_fault(code: str) -> str:
 
 
 def commands(block: str) -> Iterator[list[str]]:
-    """The words of each command in a code block; a line goes on inside quotes and after a backslash."""
+    """The words of each command in a code block; a line goes on inside quotes and after a
+    backslash.
+    """
     text = ""
     for line in block.splitlines():
         text += line.strip().removesuffix("\\") + "\n"

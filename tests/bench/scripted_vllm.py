@@ -1,5 +1,7 @@
-"""A stand-in for `vllm bench serve`, scripted: one server, first come first served, that takes SCRIPTED_SERVICE seconds
-for each request (two numbers: for the target SCRIPTED_FIRST, and for any other).  Writes what vLLM would write."""
+"""A stand-in for `vllm bench serve`, scripted: one server, first come first served, that takes
+SCRIPTED_SERVICE seconds for each request (two numbers: for the target SCRIPTED_FIRST, and for any
+other). Writes what vLLM would write.
+"""
 
 import json
 import os
@@ -11,14 +13,23 @@ words = sys.argv[1:]
 assert words[:2] == ["bench", "serve"], words
 option = {flag: value for flag, value in pairwise(words) if flag.startswith("--")}
 with open(os.environ["SCRIPTED_LOG"], "a") as log:
-    log.write(json.dumps([option["--base-url"], os.environ["PYTHONHASHSEED"], option["--served-model-name"]]) + "\n")
+    log.write(
+        json.dumps(
+            [option["--base-url"], os.environ["PYTHONHASHSEED"], option["--served-model-name"]]
+        )
+        + "\n"
+    )
 how = os.environ.get("SCRIPTED_HOW", "")
 if how == "crash":
-    sys.exit("Traceback (most recent call last):\n  File x\nOSError: tiny is not a valid model identifier")
+    sys.exit(
+        "Traceback (most recent call last):\n  File x\nOSError: tiny is not a valid model identifier"
+    )
 if how == "garbage":
     Path(option["--result-filename"]).write_text("{}")
     sys.exit()
-service = float(os.environ["SCRIPTED_SERVICE"].split(",")[option["--base-url"] != os.environ["SCRIPTED_FIRST"]])
+service = float(
+    os.environ["SCRIPTED_SERVICE"].split(",")[option["--base-url"] != os.environ["SCRIPTED_FIRST"]]
+)
 requests = [json.loads(line) for line in Path(option["--dataset-path"]).read_text().splitlines()]
 free, ttfts = 0.0, []
 for request in requests:

@@ -19,7 +19,9 @@ def search(border: float, first: float, precision: float) -> list[TriedRate]:
 
 
 @given(st.floats(0.02, 50), st.floats(0.5, 2), st.floats(0.01, 0.5))
-def test_it_brackets_the_border_as_closely_as_asked(border: float, first: float, precision: float) -> None:
+def test_it_brackets_the_border_as_closely_as_asked(
+    border: float, first: float, precision: float
+) -> None:
     tried = search(border, first, precision)
     met, missed = bracket(tried)
     if met is None:

@@ -1,5 +1,6 @@
-"""`vllm-disagg bench` as a user meets it.  The load generator is a scripted stand-in (`scripted_vllm.py`) with a server
-of known speed; real `vllm bench serve` runs in tests/engine."""
+"""`vllm-disagg bench` as a user meets it. The load generator is a scripted stand-in
+(`scripted_vllm.py`) with a server of known speed; real `vllm bench serve` runs in tests/engine.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ def servers() -> Iterator[list[str]]:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, servers: list[str]) -> Path:
-    """The log of what the stand-in was asked; the first target serves 10 requests a second, the second one 5."""
+    """The log of what the stand-in was asked; the first target serves 10 requests a second, the
+    second one 5.
+    """
     log = tmp_path / "asked"
     program = tmp_path / "vllm"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{SCRIPT}" "$@"\n')
@@ -81,9 +84,28 @@ def bench(*words: str, target: str) -> int:
 def test_two_deployments_side_by_side(
     servers: list[str], scripted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--target", f"b={servers[1]}", "--gpus", "2", "--gpus", "b=1", *LENGTHS, *OBJECTIVES, "--json"]
+    words = [
+        "--target",
+        f"b={servers[1]}",
+        "--gpus",
+        "2",
+        "--gpus",
+        "b=1",
+        *LENGTHS,
+        *OBJECTIVES,
+        "--json",
+    ]
     assert (
-        bench(*words, "--save", str(tmp_path / "saved"), "--requests", "200", "--precision", "0.25", target=servers[0])
+        bench(
+            *words,
+            "--save",
+            str(tmp_path / "saved"),
+            "--requests",
+            "200",
+            "--precision",
+            "0.25",
+            target=servers[0],
+        )
         == 0
     )
     out, err = capsys.readouterr()
@@ -106,12 +128,28 @@ def test_two_deployments_side_by_side(
     assert goodputs[0] > 1.5 * goodputs[1]
     asked = [json.loads(line) for line in scripted.read_text().splitlines()]
     assert [base for base, *_ in asked[:8]] == servers[:2] * 4  # in turns
-    assert [a[1] for a in asked[0:8:2]] == [b[1] for b in asked[1:8:2]] and len({a[1] for a in asked[0:8:2]}) == 4
-    assert err.count("bench: a: 200 requests at ") + err.count("bench: b: 200 requests at ") == len(asked) - 2
+    assert [a[1] for a in asked[0:8:2]] == [b[1] for b in asked[1:8:2]] and len(
+        {a[1] for a in asked[0:8:2]}
+    ) == 4
+    assert (
+        err.count("bench: a: 200 requests at ") + err.count("bench: b: 200 requests at ")
+        == len(asked) - 2
+    )
 
 
-def test_a_table_says_what_is_compared(servers: list[str], scripted: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--target", f"b={servers[1]}", *LENGTHS, *OBJECTIVES, "--requests", "60", "--precision", "1"]
+def test_a_table_says_what_is_compared(
+    servers: list[str], scripted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--target",
+        f"b={servers[1]}",
+        *LENGTHS,
+        *OBJECTIVES,
+        "--requests",
+        "60",
+        "--precision",
+        "1",
+    ]
     assert bench(*words, target=servers[0]) == 0
     out = capsys.readouterr().out
     assert "at least 90 % of requests get the first token within 0.5 s" in out
@@ -122,7 +160,9 @@ def test_what_was_not_saved_by_a_bench_that_ended_is_refused(tmp_path: Path) -> 
     saved = tmp_path / "saved.json"
     with pytest.raises(ConfigError, match="is not what vllm-disagg bench --save writes"):
         report.load(str(saved))
-    saved.write_text('{"objectives": {"ttft": 1, "tpot": 1, "attainment": 0.9}, "done": false, "targets": {}}')
+    saved.write_text(
+        '{"objectives": {"ttft": 1, "tpot": 1, "attainment": 0.9}, "done": false, "targets": {}}'
+    )
     with pytest.raises(ConfigError, match="did not end"):
         report.load(str(saved))
 
@@ -141,13 +181,27 @@ def test_requests_that_do_not_fit_are_left_out_and_counted(
     servers: list[str], scripted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "trace.csv"
-    trace.write_text("arrival_s,input_tokens,output_tokens\n" + "0,10,2\n1,2047,2\n2,10,2\n3,10,2\n")
+    trace.write_text(
+        "arrival_s,input_tokens,output_tokens\n" + "0,10,2\n1,2047,2\n2,10,2\n3,10,2\n"
+    )
     assert (
-        bench("--trace", str(trace), "--arrivals", "trace", *OBJECTIVES, "--ttft", "0.15", "--json", target=servers[0])
+        bench(
+            "--trace",
+            str(trace),
+            "--arrivals",
+            "trace",
+            *OBJECTIVES,
+            "--ttft",
+            "0.15",
+            "--json",
+            target=servers[0],
+        )
         == 0
     )
     out, err = capsys.readouterr()
-    assert "bench: 1 of 4 requests are longer than the 2048 tokens" in err and "only 3 requests" in err
+    assert (
+        "bench: 1 of 4 requests are longer than the 2048 tokens" in err and "only 3 requests" in err
+    )
     assert json.loads(out)["targets"]["a"]["alone"]["sent"] == 3
 
 
@@ -166,14 +220,21 @@ def test_requests_that_do_not_fit_are_left_out_and_counted(
         ([*LENGTHS, "--target", "b=http://x:y"], "http://x:y is not a URL"),
         ([*LENGTHS, "--target", "b=http://u@x"], "has more than a host and a port"),
         ([*LENGTHS, "--target", "a=http://x"], "--target a is given twice"),
-        ([*LENGTHS, "--target", "b=http://127.0.0.1:9"], "cannot reach http://127.0.0.1:9: Connection refused"),
+        (
+            [*LENGTHS, "--target", "b=http://127.0.0.1:9"],
+            "cannot reach http://127.0.0.1:9: Connection refused",
+        ),
         ([*LENGTHS, "--gpus", "0"], "--gpus 0: it must be"),
         ([*LENGTHS, "--gpus", "c=1"], "--gpus c=1: it must be"),
         (["--input-len", "2048", "--output-len", "1"], "only 0 of the requests fit"),
     ],
 )
 def test_bad_words_are_refused_in_one_line(
-    servers: list[str], scripted: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+    servers: list[str],
+    scripted: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    expected: str,
 ) -> None:
     assert bench(*OBJECTIVES, *words, target=servers[0]) == 2
     out, err = capsys.readouterr()
@@ -193,13 +254,17 @@ def test_arrivals_that_cannot_be_scaled(
 
 @pytest.mark.parametrize("flag", ["--ttft", "--tpot", "--attainment", "--requests", "--precision"])
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "x"])
-def test_zero_objectives_and_the_like(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_zero_objectives_and_the_like(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         bench(*LENGTHS, *OBJECTIVES, f"{flag}={value}", target="http://127.0.0.1:9")
     assert ended.value.code == 2 and f"argument {flag}: {value} is not a" in capsys.readouterr().err
 
 
-def test_a_server_without_a_model(servers: list[str], scripted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_without_a_model(
+    servers: list[str], scripted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert bench(*LENGTHS, *OBJECTIVES, target=servers[2]) == 2
     assert f"{servers[2]} serves no model" in capsys.readouterr().err
 
@@ -216,9 +281,13 @@ def test_a_server_without_a_model(servers: list[str], scripted: Path, capsys: py
     ],
 )
 def test_a_load_generator_that_fails_is_an_error(
-    servers: list[str], scripted: Path, how: str, expected: str, monkeypatch: pytest.MonkeyPatch,
+    servers: list[str],
+    scripted: Path,
+    how: str,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setenv("SCRIPTED_HOW", how)
     assert bench(*LENGTHS, *OBJECTIVES, target=servers[0]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
@@ -226,7 +295,10 @@ def test_a_load_generator_that_fails_is_an_error(
 
 
 def test_a_plot_without_matplotlib(
-    servers: list[str], scripted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    servers: list[str],
+    scripted: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(main, "find_spec", lambda _: None)
     assert bench(*LENGTHS, *OBJECTIVES, "--save", "x", target=servers[0]) == 2
@@ -246,5 +318,7 @@ def test_the_load_generator_never_outlives_its_run(tmp_path: Path) -> None:
 
 def test_the_line_of_a_log_that_says_most() -> None:
     assert load.cause("INFO x\nValueError: bad\nshutting down\n") == "ValueError: bad"
-    assert load.cause("a\nvllm bench serve: error: argument --x: invalid\n\n").endswith("argument --x: invalid")
+    assert load.cause("a\nvllm bench serve: error: argument --x: invalid\n\n").endswith(
+        "argument --x: invalid"
+    )
     assert load.cause("") == "it said nothing"

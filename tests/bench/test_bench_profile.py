@@ -1,5 +1,6 @@
-"""`vllm-disagg profile` over real sockets, against a scripted engine whose steps take a known time; a real one is
-profiled in tests/engine."""
+"""`vllm-disagg profile` over real sockets, against a scripted engine whose steps take a known time;
+a real one is profiled in tests/engine.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ STEP, TOKEN = 0.003, 5e-5  # seconds: of any step, and for each token of a promp
 
 
 class Scripted(BaseHTTPRequestHandler):
-    """An engine that computes the first prompt of a request alone, then the others together, then one token for each."""
+    """An engine that computes the first prompt of a request alone, then the others together, then
+    one token for each.
+    """
 
     protocol_version = "HTTP/1.1"
     pages: dict[str, object]
@@ -31,7 +34,9 @@ class Scripted(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         page = self.pages.get(self.path)
-        self._answer(404 if page is None else 200, page if isinstance(page, str) else json.dumps(page))
+        self._answer(
+            404 if page is None else 200, page if isinstance(page, str) else json.dumps(page)
+        )
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -102,10 +107,22 @@ def test_a_profile_finds_the_engines_times(
     engine: tuple[str, type[Scripted]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "points.json"
-    words = ["--output", str(path), "--seconds", "1", "--max-num-batched-tokens", "128", "--machine", "a script"]
+    words = [
+        "--output",
+        str(path),
+        "--seconds",
+        "1",
+        "--max-num-batched-tokens",
+        "128",
+        "--machine",
+        "a script",
+    ]
     assert cli.main(["profile", engine[0], *words]) == 0
     points = json.loads(path.read_text())
-    facts = [points[name] for name in ("version", "model", "vllm", "machine", "kv_tokens", "max_num_batched_tokens")]
+    facts = [
+        points[name]
+        for name in ("version", "model", "vllm", "machine", "kv_tokens", "max_num_batched_tokens")
+    ]
     assert facts == [1, "tiny", "0.32.0", "a script", 320, 128]
     for point in points["prefill"]:
         if len(point["tokens"]) == 1:  # more is not certain on a machine that has other work
@@ -124,18 +141,25 @@ def test_neighbours_work_meanwhile(
     assert cli.main(["profile", engine[0], *words]) == 0
     assert json.loads(path.read_text())["beside"] == 1
     asked = neighbour[1].asked
-    assert len(asked) >= 3 and set(asked) == {96 - neighbours.ANSWER_TOKENS}  # one after the other; as long as it takes them
+    assert len(asked) >= 3 and set(asked) == {
+        96 - neighbours.ANSWER_TOKENS
+    }  # one after the other; as long as it takes them
 
 
 def test_a_neighbour_that_fails_is_said(
-    engine: tuple[str, type[Scripted]], neighbour: tuple[str, type[Scripted]], tmp_path: Path,
+    engine: tuple[str, type[Scripted]],
+    neighbour: tuple[str, type[Scripted]],
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     neighbour[1].refuse = "no"
     words = ["--output", str(tmp_path / "x"), "--seconds", "0.2", "--beside", neighbour[0]]
     assert cli.main(["profile", engine[0], *words]) == 2
     assert f"a neighbour did not keep at work: {neighbour[0]} refused" in capsys.readouterr().err
-    assert cli.main(["profile", engine[0], "--output", str(tmp_path / "x"), "--beside", engine[0]]) == 2
+    assert (
+        cli.main(["profile", engine[0], "--output", str(tmp_path / "x"), "--beside", engine[0]])
+        == 2
+    )
     assert "is the instance that is measured" in capsys.readouterr().err
 
 
@@ -153,13 +177,22 @@ def test_a_neighbour_that_fails_is_said(
     ],
 )
 def test_what_it_cannot_use_it_refuses_in_one_line(
-    engine: tuple[str, type[Scripted]], tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    page: str, content: object, expected: str,
-) -> None:  # fmt: skip
+    engine: tuple[str, type[Scripted]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    page: str,
+    content: object,
+    expected: str,
+) -> None:
     engine[1].pages[page] = content
     assert cli.main(["profile", engine[0], "--output", str(tmp_path / "x")]) == 2
     out, err = capsys.readouterr()
-    assert not out and err.startswith("vllm-disagg profile: ") and err.count("\n") == 1 and expected in err
+    assert (
+        not out
+        and err.startswith("vllm-disagg profile: ")
+        and err.count("\n") == 1
+        and expected in err
+    )
     assert not (tmp_path / "x").exists()
 
 
@@ -177,8 +210,14 @@ def test_an_instance_that_refuses_a_prompt(
         (["nonsense", "--output", "x"], "URL: nonsense is not a URL"),
         (["http://127.0.0.1:9", "--output", "x"], "cannot reach http://127.0.0.1:9"),
         (["http://127.0.0.1:9", "--output", "/nowhere/x"], "--output /nowhere/x"),
-        (["http://127.0.0.1:9", "--output", "x", "--seconds", "0"], "--seconds must be more than 0"),
-        (["http://127.0.0.1:9", "--output", "x", "--max-num-batched-tokens", "0"], "must be 1 or more"),
+        (
+            ["http://127.0.0.1:9", "--output", "x", "--seconds", "0"],
+            "--seconds must be more than 0",
+        ),
+        (
+            ["http://127.0.0.1:9", "--output", "x", "--max-num-batched-tokens", "0"],
+            "must be 1 or more",
+        ),
     ],
 )
 def test_bad_words(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +225,9 @@ def test_bad_words(words: list[str], expected: str, capsys: pytest.CaptureFixtur
     assert expected in capsys.readouterr().err
 
 
-def test_rounds_end_in_time_and_say_what_they_had_no_time_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rounds_end_in_time_and_say_what_they_had_no_time_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     now = 0.0
 
     def measure(what: PrefillProbe | DecodeProbe) -> StepSample:
@@ -207,5 +248,10 @@ def test_the_way_to_the_engine_is_added_to_what_waited_for_its_step() -> None:
     samples.add(PrefillProbe((32,)), StepSample((32,), 0.010))
     samples.add(PrefillProbe((32,), 64), StepSample((32,), 0.008))
     samples.add(PrefillProbe((32, 32), 64), StepSample((32, 32), 0.012))
-    samples.add(PrefillProbe((32, 32), 64), StepSample((32,), 0.008))  # the other one was in an earlier step
-    assert samples.prefill() == [{"tokens": [32], "seconds": 0.01}, {"tokens": [32, 32], "seconds": 0.014}]
+    samples.add(
+        PrefillProbe((32, 32), 64), StepSample((32,), 0.008)
+    )  # the other one was in an earlier step
+    assert samples.prefill() == [
+        {"tokens": [32], "seconds": 0.01},
+        {"tokens": [32, 32], "seconds": 0.014},
+    ]

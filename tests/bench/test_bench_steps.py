@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from vllm_disagg.bench import steps
-from vllm_disagg.bench.steps import MIN_SHARED_STEPS, DecodeProbe, PrefillProbe, StepSample, TokenEvent
+from vllm_disagg.bench.steps import (
+    MIN_SHARED_STEPS,
+    DecodeProbe,
+    PrefillProbe,
+    StepSample,
+    TokenEvent,
+)
 
 
 def test_the_last_step_of_several_is_timed_from_the_one_before() -> None:
@@ -58,9 +64,14 @@ def test_a_plan_fits_the_instance(limit: int, kv_tokens: int, budget: int | None
     assert len(set(plan)) == len(plan)
     for what in plan:
         if isinstance(what, DecodeProbe):
-            assert what.context + what.answer <= limit and what.batch * (what.context + what.answer) <= kv_tokens
+            assert (
+                what.context + what.answer <= limit
+                and what.batch * (what.context + what.answer) <= kv_tokens
+            )
         elif what.ahead:
-            assert sum(what.prompts) + what.ahead <= min(budget or steps.DEFAULT_BUDGET_TOKENS, kv_tokens)
+            assert sum(what.prompts) + what.ahead <= min(
+                budget or steps.DEFAULT_BUDGET_TOKENS, kv_tokens
+            )
         else:
             assert what.prompts[0] < limit
     assert sum(isinstance(what, DecodeProbe) for what in plan) >= 3

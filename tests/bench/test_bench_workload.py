@@ -26,12 +26,20 @@ def test_poisson_arrivals_are_the_same_at_every_rate_but_for_the_scale() -> None
 
 def test_a_traces_own_arrivals_are_only_scaled() -> None:
     asked = RequestSchedule(tuple(TraceRequest(time, 1, 1) for time in (0.0, 1.0, 9.0)))
-    assert [r.arrival for r in asked.at_rate(2.0, seed=None).requests] == pytest.approx([0, 1 / 9, 1])
+    assert [r.arrival for r in asked.at_rate(2.0, seed=None).requests] == pytest.approx(
+        [0, 1 / 9, 1]
+    )
 
 
 def test_every_prompt_is_whole_and_shares_only_what_its_trace_says() -> None:
     asked = RequestSchedule(
-        (TraceRequest(0, 600, 5, (7, 8)), TraceRequest(1, 600, 5, (7, 9)), TraceRequest(2, 600, 5), TraceRequest(3, 90, 5)), 512
+        (
+            TraceRequest(0, 600, 5, (7, 8)),
+            TraceRequest(1, 600, 5, (7, 9)),
+            TraceRequest(2, 600, 5),
+            TraceRequest(3, 90, 5),
+        ),
+        512,
     )
     lines = [json.loads(line) for line in asked.lines()]
     assert [len(line["hash_ids"]) for line in lines] == [2, 2, 2, 1]

@@ -15,7 +15,12 @@ pytest.importorskip("vllm")
 import torch
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from kv_connectors import compat, compatibility, prompt_digest, supported
 from vllm_disagg.errors import ConfigError
@@ -26,7 +31,10 @@ FULL = FullAttentionSpec(block_size=16, **HEADS)
 WINDOW = SlidingWindowSpec(block_size=16, sliding_window=20, **HEADS)
 LATENT = MLAAttentionSpec(block_size=16, **HEADS)
 STATES: dict[str, Any] = {"block_size": 2048, "shapes": ((4,),), "dtypes": (torch.float32,)}
-STATE, CACHED = MambaSpec(**STATES, mamba_cache_mode="none"), MambaSpec(**STATES, mamba_cache_mode="align")
+STATE, CACHED = (
+    MambaSpec(**STATES, mamba_cache_mode="none"),
+    MambaSpec(**STATES, mamba_cache_mode="align"),
+)
 LINEAR = MambaSpec(**STATES, mamba_type=MambaAttentionBackendEnum.GDN_ATTN)
 SHORT = MambaSpec(**STATES, mamba_type=MambaAttentionBackendEnum.SHORT_CONV)
 
@@ -36,15 +44,24 @@ class ChunkedLocalAttentionSpec:
 
 
 def config(**change: Any) -> Any:
-    parallel = {"data_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+    parallel = {
+        "data_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+    }
     return SimpleNamespace(
         device_config=SimpleNamespace(device_type=change.get("device", "cpu")),
         parallel_config=SimpleNamespace(**{**parallel, **change.get("parallel", {})}),
-        model_config=SimpleNamespace(enable_sleep_mode=change.get("sleep", False), multimodal_config=change.get("images")),
+        model_config=SimpleNamespace(
+            enable_sleep_mode=change.get("sleep", False), multimodal_config=change.get("images")
+        ),
         weight_transfer_config=change.get("weight_transfer"),
         aux_output_config=SimpleNamespace(enabled=change.get("routed_experts", False)),
         speculative_config=change.get("speculative"),
-        cache_config=SimpleNamespace(cache_dtype=change.get("dtype", "auto"), enable_prefix_caching=change.get("prefixes", True)),
+        cache_config=SimpleNamespace(
+            cache_dtype=change.get("dtype", "auto"),
+            enable_prefix_caching=change.get("prefixes", True),
+        ),
     )
 
 
@@ -52,7 +69,9 @@ def caches(*specs: Any) -> Any:
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
 
 
-several = pytest.mark.skipif(not compat.can_load_groups(), reason="this vLLM is refused several KV-cache groups")
+several = pytest.mark.skipif(
+    not compat.can_load_groups(), reason="this vLLM is refused several KV-cache groups"
+)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +102,9 @@ def test_what_is_exact_starts(specs: tuple[Any, ...], change: dict[str, Any]) ->
 
 @several
 def test_drafts_without_kv_of_their_own_start() -> None:
-    supported.refuse_unsupported(config(speculative=SimpleNamespace(method="ngram")), caches(FULL, WINDOW))
+    supported.refuse_unsupported(
+        config(speculative=SimpleNamespace(method="ngram")), caches(FULL, WINDOW)
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,15 +114,35 @@ def test_drafts_without_kv_of_their_own_start() -> None:
         ({}, (SimpleNamespace(),), "does not support this model: SimpleNamespace"),
         ({}, (CACHED,), "start with --no-enable-prefix-caching"),
         ({}, (SHORT,), "never tried with states of the kind SHORT_CONV"),
-        ({"dtype": "int8_per_token_head"}, (FULL,), "never tried with a KV cache in int8_per_token_head"),
-        ({"speculative": SimpleNamespace(method="eagle")}, (FULL,), "speculative decoding by eagle"),
-        ({"speculative": SimpleNamespace(method="ngram")}, (STATE,), "speculative decoding with Mamba"),
+        (
+            {"dtype": "int8_per_token_head"},
+            (FULL,),
+            "never tried with a KV cache in int8_per_token_head",
+        ),
+        (
+            {"speculative": SimpleNamespace(method="eagle")},
+            (FULL,),
+            "speculative decoding by eagle",
+        ),
+        (
+            {"speculative": SimpleNamespace(method="ngram")},
+            (STATE,),
+            "speculative decoding with Mamba",
+        ),
         ({"sleep": True}, (FULL,), "start without --enable-sleep-mode"),
         ({"weight_transfer": object()}, (FULL,), "start without --weight-transfer-config"),
         ({"routed_experts": True}, (FULL,), "does not support --enable-return-routed-experts"),
-        ({"images": SimpleNamespace(mm_processor_cache_gb=0), "prefixes": False}, (FULL,), "start with --enable-prefix-caching"),
+        (
+            {"images": SimpleNamespace(mm_processor_cache_gb=0), "prefixes": False},
+            (FULL,),
+            "start with --enable-prefix-caching",
+        ),
         ({"device": "cuda"}, (FULL,), "has not been run with KV on cuda yet"),
-        ({"parallel": {"data_parallel_size": 2}}, (FULL,), r"data parallelism of models with experts \(size 2\)"),
+        (
+            {"parallel": {"data_parallel_size": 2}},
+            (FULL,),
+            r"data parallelism of models with experts \(size 2\)",
+        ),
     ],
 )
 def test_what_is_refused(change: dict[str, Any], specs: tuple[Any, ...], words: str) -> None:
@@ -134,9 +175,13 @@ def test_nothing_else_may_be(change: dict[str, Any], specs: tuple[Any, ...], wor
 
 def test_another_setting_on_the_other_side_does_not_fit(tmp_path: Any) -> None:
     hf = SimpleNamespace(architectures=["A"], to_dict=dict)
-    model = SimpleNamespace(hf_config=hf, model=str(tmp_path), revision=None, dtype=torch.bfloat16, quantization=None)
+    model = SimpleNamespace(
+        hf_config=hf, model=str(tmp_path), revision=None, dtype=torch.bfloat16, quantization=None
+    )
     loaded = SimpleNamespace(load_format="auto")
-    both = SimpleNamespace(model_config=model, lora_config=None, load_config=loaded, cache_config=config().cache_config)
+    both = SimpleNamespace(
+        model_config=model, lora_config=None, load_config=loaded, cache_config=config().cache_config
+    )
     plain, packed = compatibility.layout(both), compatibility.layout(both, "fp8")  # type: ignore[arg-type]
     assert difference(plain, packed) == "compress is off on one side and fp8 on the other"
     assert not difference(packed, compatibility.layout(both, "fp8"))  # type: ignore[arg-type]
@@ -145,10 +190,19 @@ def test_another_setting_on_the_other_side_does_not_fit(tmp_path: Any) -> None:
 def layout(folder: Path, lora: Any = None, **model: Any) -> dict[str, str]:
     """Of an engine whose model is in a folder."""
     hf = SimpleNamespace(architectures=["A"], to_dict=dict, **model.pop("hf", {}))
-    fields = {"model": str(folder), "revision": None, "dtype": "bf16", "quantization": None, "max_model_len": 4096, **model}
+    fields = {
+        "model": str(folder),
+        "revision": None,
+        "dtype": "bf16",
+        "quantization": None,
+        "max_model_len": 4096,
+        **model,
+    }
     cache, load = SimpleNamespace(cache_dtype="auto"), SimpleNamespace(load_format="auto")
     made = SimpleNamespace(hf_config=hf, **fields)
-    return compatibility.layout(SimpleNamespace(model_config=made, cache_config=cache, load_config=load, lora_config=lora))  # type: ignore[arg-type]
+    return compatibility.layout(
+        SimpleNamespace(model_config=made, cache_config=cache, load_config=load, lora_config=lora)
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.gguf"])
@@ -172,27 +226,49 @@ def test_weights_that_differ_in_one_matrix_are_others(tmp_path: Path, name: str)
         ("a1b2_dp1", {}, 1),
         ("a1b2_dp0", {"data_parallel_index": 0, "data_parallel_rank_local": 0}, 0),
         ("a1b2_dp1", {"data_parallel_external_lb": True}, None),  # an API server of its own
-        ("a1b2_dp5", {"data_parallel_hybrid_lb": True, "data_parallel_index": 5}, 1),  # of the ranks on this machine
+        (
+            "a1b2_dp5",
+            {"data_parallel_hybrid_lb": True, "data_parallel_index": 5},
+            1,
+        ),  # of the ranks on this machine
     ],
 )
-def test_the_header_that_reaches_a_data_parallel_rank(engine_id: str, modes: dict[str, Any], rank: int | None) -> None:
+def test_the_header_that_reaches_a_data_parallel_rank(
+    engine_id: str, modes: dict[str, Any], rank: int | None
+) -> None:
     usual = {"data_parallel_index": 1, "data_parallel_rank_local": 1}
-    parallel = {**usual, "data_parallel_external_lb": False, "data_parallel_hybrid_lb": False, **modes}
+    parallel = {
+        **usual,
+        "data_parallel_external_lb": False,
+        "data_parallel_hybrid_lb": False,
+        **modes,
+    }
     made: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(**parallel), kv_transfer_config=SimpleNamespace(engine_id=engine_id)
+        parallel_config=SimpleNamespace(**parallel),
+        kv_transfer_config=SimpleNamespace(engine_id=engine_id),
     )
     assert compatibility.data_parallel_rank(made) == rank
 
 
 def test_weights_that_are_elsewhere_go_by_their_name(tmp_path: Path) -> None:
-    one, other = (layout(tmp_path, model_weights=f"s3://models/{name}") for name in ("one", "other"))
+    one, other = (
+        layout(tmp_path, model_weights=f"s3://models/{name}") for name in ("one", "other")
+    )
     assert "weights is s3://models/one@main on one side" in difference(one, other)
 
 
 def test_the_longest_prompt_counts_where_it_changes_positions(tmp_path: Path) -> None:
-    rope = {"hf": {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}}}
-    short, shorter, long = (layout(tmp_path, max_model_len=length, **rope) for length in (4096, 2048, 8192))
-    assert difference(short, long) == "positions is up to 4096 on one side and over 4096 on the other"
+    rope = {
+        "hf": {
+            "rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+        }
+    }
+    short, shorter, long = (
+        layout(tmp_path, max_model_len=length, **rope) for length in (4096, 2048, 8192)
+    )
+    assert (
+        difference(short, long) == "positions is up to 4096 on one side and over 4096 on the other"
+    )
     assert not difference(short, shorter)
     assert not difference(layout(tmp_path, max_model_len=8192), layout(tmp_path))
 
@@ -202,7 +278,11 @@ def test_how_images_are_read_must_be_the_same(tmp_path: Path) -> None:
         folder = tmp_path / f"{size}"
         folder.mkdir(exist_ok=True)
         (folder / "preprocessor_config.json").write_text(f'{{"size": {size}}}')
-        return layout(folder, model_weights="hub", multimodal_config=SimpleNamespace(mm_processor_cache_gb=4, **settings))
+        return layout(
+            folder,
+            model_weights="hub",
+            multimodal_config=SimpleNamespace(mm_processor_cache_gb=4, **settings),
+        )
 
     ours = engine(56)
     assert "images" in difference(ours, engine(28))
@@ -225,7 +305,9 @@ def adapter(folder: Path, weights: bytes, number: int) -> Any:
 
 
 def asked(lora: Any) -> Any:
-    return SimpleNamespace(prompt_token_ids=[1, 2], prompt_embeds=None, mm_features=[], lora_request=lora)
+    return SimpleNamespace(
+        prompt_token_ids=[1, 2], prompt_embeds=None, mm_features=[], lora_request=lora
+    )
 
 
 @pytest.fixture
@@ -235,7 +317,9 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     for _ in range(3):  # connectors of one process
         compat.before_adapters_load(prompt_digest.note_adapter)
     taken: list[Any] = []
-    core: Any = SimpleNamespace(model_executor=SimpleNamespace(add_lora=lambda lora: taken.append(lora) or True))
+    core: Any = SimpleNamespace(
+        model_executor=SimpleNamespace(add_lora=lambda lora: taken.append(lora) or True)
+    )
 
     def told(lora: Any) -> Any:
         assert EngineCore.add_lora(core, lora) and taken.pop() is lora and not taken
@@ -244,22 +328,37 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     return told
 
 
-def test_an_adapter_is_told_by_its_files_as_they_were_when_it_was_loaded(load: Any, tmp_path: Path) -> None:
-    ours, theirs = load(adapter(tmp_path / "a", b"a", 101)), load(adapter(tmp_path / "b", b"a", 102))
+def test_an_adapter_is_told_by_its_files_as_they_were_when_it_was_loaded(
+    load: Any, tmp_path: Path
+) -> None:
+    ours, theirs = (
+        load(adapter(tmp_path / "a", b"a", 101)),
+        load(adapter(tmp_path / "b", b"a", 102)),
+    )
     (tmp_path / "a" / "train.log").write_text("vLLM reads no such files")
-    assert prompt_digest.prompt(asked(ours)) == prompt_digest.prompt(asked(theirs)) != prompt_digest.prompt(asked(None))
+    assert (
+        prompt_digest.prompt(asked(ours))
+        == prompt_digest.prompt(asked(theirs))
+        != prompt_digest.prompt(asked(None))
+    )
 
 
 @pytest.mark.parametrize("is_used", [False, True])
-def test_an_adapter_whose_files_have_changed_since_gives_no_kv(load: Any, tmp_path: Path, is_used: bool) -> None:
+def test_an_adapter_whose_files_have_changed_since_gives_no_kv(
+    load: Any, tmp_path: Path, is_used: bool
+) -> None:
     """Of the same length, and perhaps by a tool that keeps times.  Loaded anew it is another one."""
     lora = load(adapter(tmp_path / "a", b"a", 201 + is_used))
     if is_used:
         assert prompt_digest.prompt(asked(lora))
     times = (tmp_path / "a" / "adapter_model.safetensors").stat()
     adapter(tmp_path / "a", b"b", 0)
-    os.utime(tmp_path / "a" / "adapter_model.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert prompt_digest.prompt(asked(lora)) == "", "vLLM may have the old files or, after an eviction, the new ones"
+    os.utime(
+        tmp_path / "a" / "adapter_model.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns)
+    )
+    assert prompt_digest.prompt(asked(lora)) == "", (
+        "vLLM may have the old files or, after an eviction, the new ones"
+    )
     lora.lora_int_id = 211 + is_used
     assert prompt_digest.prompt(asked(load(lora)))
 
@@ -270,14 +369,19 @@ def test_where_too_many_adapters_are_remembered_none_is_forgotten(
     """Its files of now would pass for those that were loaded."""
     monkeypatch.setattr(prompt_digest, "_loaded", {})
     monkeypatch.setattr(prompt_digest, "MAX_ADAPTERS", 1)
-    first, second = load(adapter(tmp_path / "a", b"a", 401)), load(adapter(tmp_path / "b", b"b", 402))
+    first, second = (
+        load(adapter(tmp_path / "a", b"a", 401)),
+        load(adapter(tmp_path / "b", b"b", 402)),
+    )
     assert prompt_digest.prompt(asked(first)) and prompt_digest.prompt(asked(second)) == ""
     adapter(tmp_path / "a", b"c", 0)
     prompt_digest._read.cache_clear()
     assert prompt_digest.prompt(asked(first)) == ""
 
 
-def test_an_adapter_in_a_home_folder_is_told_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_in_a_home_folder_is_told_by_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = adapter(tmp_path / "a", b"a", 301)
     monkeypatch.setenv("HOME", str(tmp_path))
     expanded = SimpleNamespace(lora_name="one", lora_path="~/a", lora_int_id=302)
@@ -293,7 +397,11 @@ def test_what_loads_adapters_keeps_its_signature(monkeypatch: pytest.MonkeyPatch
     assert inspect.signature(EngineCore.add_lora) == inspect.signature(before)
 
 
-def test_several_groups_need_to_be_told_of_failures_by_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_groups_need_to_be_told_of_failures_by_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(compat, "Results", None)  # as before vLLM 0.32
-    with pytest.raises(ConfigError, match=r"needs vLLM 0\.32 for models with several KV-cache groups"):
+    with pytest.raises(
+        ConfigError, match=r"needs vLLM 0\.32 for models with several KV-cache groups"
+    ):
         supported.refuse_unsupported(config(), caches(FULL, WINDOW))

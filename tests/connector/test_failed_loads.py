@@ -1,4 +1,6 @@
-"""vLLM's own scheduler beside ours: loads hold nearly all of the pool of a model with windows, and fail."""
+"""vLLM's own scheduler beside ours: loads hold nearly all of the pool of a model with windows, and
+fail.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -35,38 +42,79 @@ NOBODY: set[str] = set()
 LENGTH = 125  # tokens of a prompt
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
 MODEL = {
-    **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 64},
-    **{"vocab_size": 512, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
+    **{
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "intermediate_size": 64,
+    },
+    **{
+        "vocab_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    },
     **{"max_position_embeddings": 2048, "torch_dtype": "bfloat16"},
 }
-KIND = LayerLayout("kv", BLOCK, [32], [[StridedRegion(0, [("h", 1, 32), ("t", BLOCK, 2), ("c", 2, 1)])]], 1, 0, 1)
+KIND = LayerLayout(
+    "kv", BLOCK, [32], [[StridedRegion(0, [("h", 1, 32), ("t", BLOCK, 2), ("c", 2, 1)])]], 1, 0, 1
+)
 
 
 class Decode:
     """A decode engine without workers: they answer as the test says."""
 
-    def __init__(self, folder: Path, blocks: int, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, folder: Path, blocks: int, policy: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         (folder / "config.json").write_text(json.dumps(MODEL))
         keys.create(str(folder / "key"))
         self.key = keys.load(str(folder / "key"))
         transfer = KVTransferConfig(
-            kv_connector="DisaggConnector", kv_role="kv_consumer", kv_load_failure_policy="recompute",
+            kv_connector="DisaggConnector",
+            kv_role="kv_consumer",
+            kv_load_failure_policy="recompute",
             kv_connector_extra_config={"key_file": str(folder / "key")},
-        )  # fmt: skip
+        )
         config = EngineArgs(
-            model=str(folder), max_model_len=1024, max_num_batched_tokens=CHUNK, max_num_seqs=64, skip_tokenizer_init=True,
-            enable_prefix_caching=True, scheduling_policy=policy, kv_transfer_config=transfer, enforce_eager=True,  # type: ignore
-        ).create_engine_config()  # fmt: skip
+            model=str(folder),
+            max_model_len=1024,
+            max_num_batched_tokens=CHUNK,
+            max_num_seqs=64,
+            skip_tokenizer_init=True,
+            enable_prefix_caching=True,
+            scheduling_policy=policy,
+            kv_transfer_config=transfer,
+            enforce_eager=True,  # type: ignore
+        ).create_engine_config()
         config.cache_config.num_gpu_blocks, config.cache_config.block_size = blocks, BLOCK
-        specs = FullAttentionSpec(block_size=BLOCK, **HEADS), SlidingWindowSpec(block_size=BLOCK, sliding_window=WINDOW, **HEADS)
-        groups = [KVCacheGroupSpec([f"model.layers.{at}.attn"], spec) for at, spec in enumerate(specs)]
+        specs = (
+            FullAttentionSpec(block_size=BLOCK, **HEADS),
+            SlidingWindowSpec(block_size=BLOCK, sliding_window=WINDOW, **HEADS),
+        )
+        groups = [
+            KVCacheGroupSpec([f"model.layers.{at}.attn"], spec) for at, spec in enumerate(specs)
+        ]
         self.vllm = Scheduler(
-            vllm_config=config, kv_cache_config=KVCacheConfig(blocks, [], groups), block_size=BLOCK,
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(blocks, [], groups),
+            block_size=BLOCK,
             structured_output_manager=StructuredOutputManager(config),
-        )  # fmt: skip
+        )
         monkeypatch.setattr(ours.time, "sleep", lambda _: None)
-        shape = RankLayout([KIND, LayerLayout("window", *(getattr(KIND, f) for f in KIND.__struct_fields__[1:7]), 1, WINDOW)], [0, 1])
-        self.workers = [peers.WorkerInfo("p/0", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", holds=shape)]
+        shape = RankLayout(
+            [
+                KIND,
+                LayerLayout(
+                    "window", *(getattr(KIND, f) for f in KIND.__struct_fields__[1:7]), 1, WINDOW
+                ),
+            ],
+            [0, 1],
+        )
+        self.workers = [
+            peers.WorkerInfo("p/0", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", holds=shape)
+        ]
         mine = peers.WorkerInfo("d/0", "tcp://127.0.0.1:3", "tcp://127.0.0.1:4", holds=shape)
         connector: Any = self.vllm.connector
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake(mine, ["0", "1"])})
@@ -78,8 +126,17 @@ class Decode:
         sampling = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
         if leg:
             assert self.side.engine is not None
-            grant = grants.Grant(2, "decode", grants.new_transfer(), self.side.engine.incarnation, self.workers, until=600.0)
-            sampling.extra_args = {"kv_transfer_params": {grants.REQUEST_KEY: grants.mint(self.key, grant)}}
+            grant = grants.Grant(
+                2,
+                "decode",
+                grants.new_transfer(),
+                self.side.engine.incarnation,
+                self.workers,
+                until=600.0,
+            )
+            sampling.extra_args = {
+                "kv_transfer_params": {grants.REQUEST_KEY: grants.mint(self.key, grant)}
+            }
         prompt = [first, *range(10, 9 + LENGTH)]
         hasher = get_request_block_hasher(BLOCK, sha256)
         self.vllm.add_request(Request(name, prompt, sampling, None, block_hasher=hasher))
@@ -89,11 +146,17 @@ class Decode:
         names = list(output.num_scheduled_tokens)
         tokens = [[] if self.vllm.requests[name].is_prefill_chunk else [7] for name in names]
         said = ModelRunnerOutput(
-            req_ids=names, req_id_to_index={name: at for at, name in enumerate(names)}, sampled_token_ids=tokens,
-            kv_connector_output=KVConnectorOutput(finished_recving={*failed, *loaded} or None, failed_recving=set(failed)),
-        )  # fmt: skip
+            req_ids=names,
+            req_id_to_index={name: at for at, name in enumerate(names)},
+            sampled_token_ids=tokens,
+            kv_connector_output=KVConnectorOutput(
+                finished_recving={*failed, *loaded} or None, failed_recving=set(failed)
+            ),
+        )
         for outputs in self.vllm.update_from_output(output, said).values():
-            self.answered += [one.request_id for one in outputs.outputs if one.finish_reason is not None]
+            self.answered += [
+                one.request_id for one in outputs.outputs if one.finish_reason is not None
+            ]
 
     def loading(self) -> set[str]:
         return {name for name, leg in self.side._legs.items() if leg.state is ours.LegState.LOADING}
@@ -114,7 +177,9 @@ def parked(folder: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> Decode
 def test_loads_that_fail_when_they_hold_the_pool(
     first: int, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To compute one, vLLM needs more blocks of the window's group than to load it, and it looks at those first."""
+    """To compute one, vLLM needs more blocks of the window's group than to load it, and it looks at
+    those first.
+    """
     d = parked(tmp_path, policy, monkeypatch)
     d.step(failed=set(sorted(d.loading())[:first]))
     for _ in range(3):
@@ -125,10 +190,14 @@ def test_loads_that_fail_when_they_hold_the_pool(
     d.ask("plain", 99, leg=False)
     for _ in range(10):
         d.step()
-    assert sorted(d.answered) == sorted([*(f"leg{at}" for at in range(14)), "plain"]), d.vllm.kv_cache_manager.usage
+    assert sorted(d.answered) == sorted([*(f"leg{at}" for at in range(14)), "plain"]), (
+        d.vllm.kv_cache_manager.usage
+    )
 
 
-def test_a_failed_load_is_computed_beside_a_stream_of_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_load_is_computed_beside_a_stream_of_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It steps aside once: those that come later find no room before it has some."""
     d = parked(tmp_path, "fcfs", monkeypatch)
     d.step(failed={"leg0"})

@@ -23,14 +23,21 @@ from vllm_disagg.protocol.read_plan import read_plans
 
 HEADS, SIZE, TOKENS = 4, 32, 200
 CONFIG: Any = SimpleNamespace(
-    model_config=SimpleNamespace(dtype=torch.bfloat16), cache_config=SimpleNamespace(cache_dtype="auto")
+    model_config=SimpleNamespace(dtype=torch.bfloat16),
+    cache_config=SimpleNamespace(cache_dtype="auto"),
 )
 
 
-def engine(block_size: int, ranks: int, written: bool) -> tuple[list[torch.Tensor], list[HostMemory]]:
-    """One layer of an engine whose ranks share out the heads; the kernel has written TOKENS tokens, or none."""
+def engine(
+    block_size: int, ranks: int, written: bool
+) -> tuple[list[torch.Tensor], list[HostMemory]]:
+    """One layer of an engine whose ranks share out the heads; the kernel has written TOKENS tokens,
+    or none.
+    """
     generator = torch.Generator().manual_seed(1)
-    keys, values = (torch.randn(TOKENS, HEADS, SIZE, generator=generator).to(torch.bfloat16) for _ in range(2))
+    keys, values = (
+        torch.randn(TOKENS, HEADS, SIZE, generator=generator).to(torch.bfloat16) for _ in range(2)
+    )
     caches, memories = [], []
     blocks = -(-TOKENS // block_size)
     for rank in range(ranks):
@@ -41,13 +48,26 @@ def engine(block_size: int, ranks: int, written: bool) -> tuple[list[torch.Tenso
             mine = slice(rank * heads, rank * heads + heads)
             isa = compat.cpu_attn._get_attn_isa(torch.bfloat16, block_size, SIZE, "auto")
             ops.cpu_attn_reshape_and_cache(
-                keys[:, mine].contiguous(), values[:, mine].contiguous(), k, v, torch.arange(TOKENS), isa,
-                k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto",
-            )  # fmt: skip
-        spec = FullAttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=SIZE, dtype=torch.bfloat16)
+                keys[:, mine].contiguous(),
+                values[:, mine].contiguous(),
+                k,
+                v,
+                torch.arange(TOKENS),
+                isa,
+                k_scale=1.0,
+                v_scale=1.0,
+                kv_cache_dtype="auto",
+            )
+        spec = FullAttentionSpec(
+            block_size=block_size, num_kv_heads=heads, head_size=SIZE, dtype=torch.bfloat16
+        )
         groups = [SimpleNamespace(layer_names=["model.layers.0.attn"], kv_cache_spec=spec)]
         memory, names = kv_layout.host_memory(
-            {"model.layers.0.attn": cache}, groups, blocks, kv_layout.RankCache(rank, ranks, {HEADS}), CONFIG
+            {"model.layers.0.attn": cache},
+            groups,
+            blocks,
+            kv_layout.RankCache(rank, ranks, {HEADS}),
+            CONFIG,
         )
         assert names == ["model.layers.0.attn"]
         caches.append(cache)
@@ -55,11 +75,18 @@ def engine(block_size: int, ranks: int, written: bool) -> tuple[list[torch.Tenso
     return caches, memories
 
 
-PAIRS = [((128, 1), (32, 1)), ((32, 1), (128, 2)), ((64, 2), (128, 1)), ((128, 1), (128, 2))]  # block size, ranks
+PAIRS = [
+    ((128, 1), (32, 1)),
+    ((32, 1), (128, 2)),
+    ((64, 2), (128, 1)),
+    ((128, 1), (128, 2)),
+]  # block size, ranks
 
 
 @pytest.mark.parametrize(("theirs", "ours"), PAIRS)
-def test_what_the_kernel_wrote_there_is_what_it_would_have_written_here(theirs: tuple[int, int], ours: tuple[int, int]) -> None:
+def test_what_the_kernel_wrote_there_is_what_it_would_have_written_here(
+    theirs: tuple[int, int], ours: tuple[int, int]
+) -> None:
     _kept, held = engine(*theirs, written=True)  # memories hold addresses only
     expected, _ = engine(*ours, written=True)
     found, memories = engine(*ours, written=False)
@@ -69,12 +96,16 @@ def test_what_the_kernel_wrote_there_is_what_it_would_have_written_here(theirs: 
     except Unmappable:
         pytest.skip("this CPU's kernel has an order of its own")
     workers = [WorkerInfo(str(n), "", "", holds=shape) for n, shape in enumerate(sources)]
-    wanted = LoadRequested("t", workers, plan, [GroupBlocks(0, list(range(-(-TOKENS // ours[0]))))], TOKENS, 1.0)
+    wanted = LoadRequested(
+        "t", workers, plan, [GroupBlocks(0, list(range(-(-TOKENS // ours[0]))))], TOKENS, 1.0
+    )
     for rank, memory in enumerate(memories):
         for source, of_source in read_plans(wanted, rank, memory.shape).items():
             for reading in of_source:
                 for extent, _ in reading.cut(TOKENS, TOKENS, 0, TOKENS, 1 << 20):
-                    blocks = list(range(extent.token // theirs[0], -(-extent.token_end // theirs[0])))
+                    blocks = list(
+                        range(extent.token // theirs[0], -(-extent.token_end // theirs[0]))
+                    )
                     landing, into, other = reading.landing(extent)
                     assert memory.write(landing, into, held[source].read(extent, blocks), other)
     for one, truth in zip(found, expected, strict=True):
@@ -82,14 +113,25 @@ def test_what_the_kernel_wrote_there_is_what_it_would_have_written_here(theirs: 
 
 
 def test_layers_stand_in_computing_order() -> None:
-    names = ["model.layers.10.attn", "model.layers.2.attn", "model.layers.2.attn.indexer", "model.layers.1.attn"]
-    expected = ["model.layers.1.attn", "model.layers.2.attn", "model.layers.2.attn.indexer", "model.layers.10.attn"]
+    names = [
+        "model.layers.10.attn",
+        "model.layers.2.attn",
+        "model.layers.2.attn.indexer",
+        "model.layers.1.attn",
+    ]
+    expected = [
+        "model.layers.1.attn",
+        "model.layers.2.attn",
+        "model.layers.2.attn.indexer",
+        "model.layers.10.attn",
+    ]
     assert kv_layout.in_computing_order(names) == expected
 
 
 @pytest.mark.parametrize(
-    ("rank", "size", "of", "held", "head"), [(0, 1, 4, 4, 0), (1, 2, 4, 2, 2), (3, 4, 4, 1, 3), (3, 4, 2, 1, 1), (2, 8, 1, 1, 0)]
-)  # fmt: skip
+    ("rank", "size", "of", "held", "head"),
+    [(0, 1, 4, 4, 0), (1, 2, 4, 2, 2), (3, 4, 4, 1, 3), (3, 4, 2, 1, 1), (2, 8, 1, 1, 0)],
+)
 def test_how_ranks_share_out_heads(rank: int, size: int, of: int, held: int, head: int) -> None:
     assert kv_layout.RankCache(rank, size, {of}).share(held) == (head, of)
 
@@ -107,44 +149,75 @@ def test_ranks_have_the_heads_whose_weights_vllm_loads_there(of: int, size: int)
 
 
 def test_heads_that_are_shared_out_in_no_way_we_know() -> None:
-    with pytest.raises(ConfigError, match="how 2 tensor parallel ranks share out 4 KV heads: this one has 3"):
+    with pytest.raises(
+        ConfigError, match="how 2 tensor parallel ranks share out 4 KV heads: this one has 3"
+    ):
         kv_layout.RankCache(0, 2, {4}).share(3)
 
 
 def test_heads_that_differ_by_layer() -> None:
     """MiMo-V2: full attention has fewer KV heads than windows."""
-    assert [kv_layout.RankCache(0, 1, {2, 4}).share(held) for held in (2, 4, 7)] == [(0, 2), (0, 4), (0, 7)]
+    assert [kv_layout.RankCache(0, 1, {2, 4}).share(held) for held in (2, 4, 7)] == [
+        (0, 2),
+        (0, 4),
+        (0, 7),
+    ]
     assert [kv_layout.RankCache(1, 2, {2, 4}).share(held) for held in (1, 2)] == [(1, 2), (2, 4)]
     for size in (4, 8):
-        with pytest.raises(ConfigError, match=r"have 2 or 4 KV heads, .* --tensor-parallel-size 2 or less"):
+        with pytest.raises(
+            ConfigError, match=r"have 2 or 4 KV heads, .* --tensor-parallel-size 2 or less"
+        ):
             kv_layout.RankCache(1, size, {2, 4}).share(1)
 
 
 def test_where_configurations_name_kv_heads() -> None:
     def found(total: int, **fields: Any) -> set[int]:
         arch = fields.pop("arch", None)
-        text = SimpleNamespace(to_dict=lambda: {"num_attention_heads": 64, "head_dim": 128, "vision_heads": 16, **fields})
-        model = SimpleNamespace(get_total_num_kv_heads=lambda: total, hf_text_config=text, model_arch_config=arch)
+        text = SimpleNamespace(
+            to_dict=lambda: {
+                "num_attention_heads": 64,
+                "head_dim": 128,
+                "vision_heads": 16,
+                **fields,
+            }
+        )
+        model = SimpleNamespace(
+            get_total_num_kv_heads=lambda: total, hf_text_config=text, model_arch_config=arch
+        )
         return kv_layout.kv_heads(model)
 
     assert found(8, num_key_value_heads=8, use_kv_heads=True) == {8}
     assert found(8, vision_config={"num_key_value_heads": 16}) == {8}
     assert found(4, num_key_value_heads=4, swa_num_key_value_heads=8) == {4, 8}  # MiMo-V2
     assert found(4, num_key_value_heads=[4, 2, 1]) == {4, 2, 1}  # OpenELM
-    assert found(8, num_attention_groups=8, attention_other_setting={"num_attention_groups": 4}) == {8, 4}  # Step 3.5
+    assert found(
+        8, num_attention_groups=8, attention_other_setting={"num_attention_groups": 4}
+    ) == {8, 4}  # Step 3.5
     assert found(8, num_key_value_heads=8, num_global_key_value_heads=None) == {8}  # Gemma 4
-    assert found(4, per_layer_config={"05": {"num_key_value_heads": 2}}) == {4, 2}  # as transformers writes layers that differ
-    assert found(8, arch=SimpleNamespace(per_layer_overrides=[{}, {"total_num_kv_heads": 2}])) == {8, 2}
+    assert found(4, per_layer_config={"05": {"num_key_value_heads": 2}}) == {
+        4,
+        2,
+    }  # as transformers writes layers that differ
+    assert found(8, arch=SimpleNamespace(per_layer_overrides=[{}, {"total_num_kv_heads": 2}])) == {
+        8,
+        2,
+    }
 
 
 def of_window(window: int | None, monkeypatch: pytest.MonkeyPatch, order: str) -> Any:
     """The kind of a layer as an engine with such a kernel describes it."""
     monkeypatch.setattr(compat, "kv_order", lambda *_: order)
     fields: Any = {"block_size": 32, "num_kv_heads": 2, "head_size": SIZE, "dtype": torch.bfloat16}
-    spec = SlidingWindowSpec(**fields, sliding_window=window) if window else FullAttentionSpec(**fields)
+    spec = (
+        SlidingWindowSpec(**fields, sliding_window=window)
+        if window
+        else FullAttentionSpec(**fields)
+    )
     cache = torch.zeros(2, 2, 32, 2 * SIZE, dtype=torch.bfloat16)
     groups = [SimpleNamespace(layer_names=["a"], kv_cache_spec=spec)]
-    return kv_layout.host_memory({"a": cache}, groups, 2, kv_layout.RankCache(0, 1, {2}), CONFIG)[0].shape
+    return kv_layout.host_memory({"a": cache}, groups, 2, kv_layout.RankCache(0, 1, {2}), CONFIG)[
+        0
+    ].shape
 
 
 def test_rearranged_blocks_have_no_clean_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +226,9 @@ def test_rearranged_blocks_have_no_clean_end(monkeypatch: pytest.MonkeyPatch) ->
     there, here = (of_window(None, monkeypatch, order) for order in (amx, other))
     reshard.plan([there], [here])
     there, here = (of_window(128, monkeypatch, order) for order in (amx, other))
-    with pytest.raises(Unmappable, match=r"keys transposed, blocks of 32 at P and .* plain, blocks of 32 at D"):
+    with pytest.raises(
+        Unmappable, match=r"keys transposed, blocks of 32 at P and .* plain, blocks of 32 at D"
+    ):
         reshard.plan([there], [here])
     reshard.plan([here], [here])
 
@@ -163,22 +238,31 @@ def test_a_layer_that_uses_anothers_kv_is_not_there_twice() -> None:
     cache = torch.zeros(2, 2, 32, 2 * SIZE, dtype=torch.bfloat16)
     spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=SIZE, dtype=torch.bfloat16)
     caches = dict.fromkeys(("m.2.attn", "m.1.attn", "m.0.attn"), cache)
-    groups = [SimpleNamespace(layer_names=names, kv_cache_spec=spec) for names in (["m.2.attn", "m.0.attn"], ["m.1.attn"])]
+    groups = [
+        SimpleNamespace(layer_names=names, kv_cache_spec=spec)
+        for names in (["m.2.attn", "m.0.attn"], ["m.1.attn"])
+    ]
     memory, names = kv_layout.host_memory(caches, groups, 2, kv_layout.RankCache(0, 1, {2}), CONFIG)
     assert names == ["m.0.attn", "m.1.attn"]
     assert len(memory.planes) == len(memory.shape.layers) == 2
 
 
 def test_windows() -> None:
-    spec = SlidingWindowSpec(block_size=128, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=64)
+    spec = SlidingWindowSpec(
+        block_size=128, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=64
+    )
     assert compat.window(spec) == 64
-    assert not compat.window(FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=32, dtype=torch.bfloat16))
+    assert not compat.window(
+        FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    )
 
 
 @pytest.mark.parametrize("stored", [torch.uint8, torch.bfloat16])
 def test_fp8_and_layers_that_are_left_out_of_it(stored: torch.dtype) -> None:
     spec = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=SIZE, dtype=stored)
-    fp8: Any = SimpleNamespace(model_config=CONFIG.model_config, cache_config=SimpleNamespace(cache_dtype="fp8"))
+    fp8: Any = SimpleNamespace(
+        model_config=CONFIG.model_config, cache_config=SimpleNamespace(cache_dtype="fp8")
+    )
     plain = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=SIZE, dtype=torch.bfloat16)
     try:
         found = compat.kv_order(fp8, spec)
@@ -188,7 +272,9 @@ def test_fp8_and_layers_that_are_left_out_of_it(stored: torch.dtype) -> None:
 
 
 def hybrid(block_size: int) -> HostMemory:
-    """A layer of states and one of attention as vLLM lays them out: pages of one size in one buffer, states padded."""
+    """A layer of states and one of attention as vLLM lays them out: pages of one size in one
+    buffer, states padded.
+    """
     blocks, page, state = 4, block_size * 2 * SIZE * 2, 1000
     buffer = torch.zeros(blocks * page, dtype=torch.int8)
     states = torch.as_strided(buffer, (blocks, 1, 1, state), (page, state, state, 1))
@@ -197,11 +283,19 @@ def hybrid(block_size: int) -> HostMemory:
         "model.layers.0.linear_attn": MambaSpec(
             block_size=2048, shapes=((state // 4,),), dtypes=(torch.float32,), page_size_padded=page
         ),
-        "model.layers.1.attn": FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=SIZE, dtype=torch.bfloat16),
+        "model.layers.1.attn": FullAttentionSpec(
+            block_size=block_size, num_kv_heads=1, head_size=SIZE, dtype=torch.bfloat16
+        ),
     }
-    groups = [SimpleNamespace(layer_names=[name], kv_cache_spec=spec) for name, spec in specs.items()]
+    groups = [
+        SimpleNamespace(layer_names=[name], kv_cache_spec=spec) for name, spec in specs.items()
+    ]
     memory, names = kv_layout.host_memory(
-        dict(zip(specs, (states, attention), strict=True)), groups, blocks, kv_layout.RankCache(0, 1, {1}), CONFIG
+        dict(zip(specs, (states, attention), strict=True)),
+        groups,
+        blocks,
+        kv_layout.RankCache(0, 1, {1}),
+        CONFIG,
     )
     assert names == list(specs)
     memory.kept = buffer  # type: ignore[attr-defined] - it holds addresses only
@@ -213,7 +307,14 @@ def test_states_beside_attention() -> None:
     assert [kind.group for kind in ours.shape.kinds] == ours.shape.layers == [0, 1]
     theirs.kept[:] = torch.arange(theirs.kept.numel()) % 127  # type: ignore[attr-defined]
     plan = reshard.plan([theirs.shape], [ours.shape])
-    wanted = LoadRequested("t", [WorkerInfo("p", "", "", holds=theirs.shape)], plan, [GroupBlocks(0, [3]), GroupBlocks(0, [1, 0])], TOKENS, 1.0)
+    wanted = LoadRequested(
+        "t",
+        [WorkerInfo("p", "", "", holds=theirs.shape)],
+        plan,
+        [GroupBlocks(0, [3]), GroupBlocks(0, [1, 0])],
+        TOKENS,
+        1.0,
+    )
     moved = [0, 0]
     for reading in read_plans(wanted, 0, ours.shape)[0]:
         for extent, size in reading.cut(TOKENS, TOKENS, 0, TOKENS, 1 << 20):

@@ -32,9 +32,16 @@ def test_bytes_by_carrier_are_told_once_and_summed() -> None:
 def test_the_metrics_page_counts_what_was_told_once() -> None:
     registry = CollectorRegistry()
     types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
-    page = stats.PromMetrics(SimpleNamespace(kv_transfer_config=None), types, ["engine"], {0: ["0"]})
+    page = stats.PromMetrics(
+        SimpleNamespace(kv_transfer_config=None), types, ["engine"], {0: ["0"]}
+    )
     told = stats.Stats()
-    told.data |= {"sent_bytes": 7, "loads": [0.1], "failures": {"silent": 2}, "carried": {"zmq": 40}}
+    told.data |= {
+        "sent_bytes": 7,
+        "loads": [0.1],
+        "failures": {"silent": 2},
+        "carried": {"zmq": 40},
+    }
     page.observe(told.data)
     for name, value in (("sent_bytes", 7), ("failed_silent", 2), ("received_by_zmq_bytes", 40)):
         assert registry.get_sample_value(f"vllm:disagg_{name}_total", {"engine": "0"}) == value

@@ -1,6 +1,7 @@
 """The binding of NCCL, as far as it goes without a GPU, and its link over a scripted library.
 
-With NCCL's library at hand (VLLM_NCCL_SO_PATH, or torch's own) its symbols and its version are looked up for real.
+With NCCL's library at hand (VLLM_NCCL_SO_PATH, or torch's own) its symbols and its version are
+looked up for real.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ def test_the_layout_is_the_headers() -> None:
         "netName": 32,
     }
     made = nccl.comm_config()
-    assert (made.size, made.magic, made.blocking, made.minCTAs, made.maxCTAs) == (40, 0xCAFEBEEF, 0, 1, 4)
+    assert (made.size, made.magic, made.blocking, made.minCTAs, made.maxCTAs) == (
+        40,
+        0xCAFEBEEF,
+        0,
+        1,
+        4,
+    )
     assert made.cgaClusterSize == -(2**31) and made.netName is None
     assert ctypes.sizeof(nccl.UniqueId) == nccl.UNIQUE_ID
 
@@ -56,7 +63,9 @@ def test_the_library_has_what_is_bound() -> None:
 
 
 class Scripted:
-    """Stands in for the library of both ranks: a call is begun at once, and taken up by the second look."""
+    """Stands in for the library of both ranks: a call is begun at once, and taken up by the second
+    look.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []

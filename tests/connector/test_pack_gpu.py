@@ -12,7 +12,9 @@ SCRIPT = Path(__file__).parents[2] / "scripts/pack_gpu.py"
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *map(str, arguments)], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, arguments)], capture_output=True, text=True
+    )
 
 
 def test_there_and_back_and_what_can_be_wrong(tmp_path: Path) -> None:
@@ -30,10 +32,21 @@ def test_there_and_back_and_what_can_be_wrong(tmp_path: Path) -> None:
     assert (site / "a/big.so").read_bytes() == big and not (site / "a/_unused_C.so").exists()
     pieces[1].write_bytes(b"damaged")
     done = run("unpack", out, site)
-    assert done.returncode == 1 and done.stderr == f"pack_gpu: {pieces[1].name} is damaged; carry it again\n"
+    assert (
+        done.returncode == 1
+        and done.stderr == f"pack_gpu: {pieces[1].name} is damaged; carry it again\n"
+    )
     pieces[1].unlink()
     done = run("unpack", out, site)
     assert done.returncode == 1 and "lacks 1 of 4 pieces" in done.stderr
-    for arguments in (("unpack", tmp_path / "none", site), ("pack", out, wheel), ("pack", tmp_path / "x", "no.whl")):
+    for arguments in (
+        ("unpack", tmp_path / "none", site),
+        ("pack", out, wheel),
+        ("pack", tmp_path / "x", "no.whl"),
+    ):
         done = run(*arguments)
-        assert done.returncode == 1 and done.stderr.startswith("pack_gpu: ") and "Traceback" not in done.stderr, done
+        assert (
+            done.returncode == 1
+            and done.stderr.startswith("pack_gpu: ")
+            and "Traceback" not in done.stderr
+        ), done

@@ -37,15 +37,29 @@ GROUPS: Any = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))]
 
 def side(role: str, groups: Any = GROUPS, key: keys.FleetKey = KEY) -> SchedulerSide:
     made = SchedulerSide(key, role, {"dtype": "bf16"}, groups)
-    made.set_workers([Handshake(peers.WorkerInfo("me/0", "tcp://127.0.0.1:3", "tcp://127.0.0.1:4", holds=HOLDS), ["a", "b"])])
+    made.set_workers(
+        [
+            Handshake(
+                peers.WorkerInfo("me/0", "tcp://127.0.0.1:3", "tcp://127.0.0.1:4", holds=HOLDS),
+                ["a", "b"],
+            )
+        ]
+    )
     return made
 
 
-def request(leg: str, engine: SchedulerSide | None, length: int = 40, name: str = "r1", **change: Any) -> SimpleNamespace:
+def request(
+    leg: str, engine: SchedulerSide | None, length: int = 40, name: str = "r1", **change: Any
+) -> SimpleNamespace:
     incarnation = engine.engine.incarnation if engine and engine.engine else "nobody"
-    values: dict[str, Any] = {"sources": change.pop("sources", [P_WORKER])} if leg == "decode" else {}
+    values: dict[str, Any] = (
+        {"sources": change.pop("sources", [P_WORKER])} if leg == "decode" else {}
+    )
     if back := change.pop("back", None):
-        values = {"sources": values.get("sources") or change.pop("sources", [P_WORKER]), "back": back}
+        values = {
+            "sources": values.get("sources") or change.pop("sources", [P_WORKER]),
+            "back": back,
+        }
     values["until"] = change.pop("until", 60.0 + (engine.clock if engine else 0.0))
     incarnation = change.pop("incarnation", incarnation)
     grant = grants.Grant(2, leg, change.pop("transfer", "ab" * 16), incarnation, **values)  # type: ignore[arg-type]
@@ -68,14 +82,19 @@ def request(leg: str, engine: SchedulerSide | None, length: int = 40, name: str 
 OF_40, OF_70 = (prompt_digest.prompt(request("probe", None, length)) for length in (40, 70))  # type: ignore[arg-type]
 
 
-def step(new: dict[str, tuple[int, int, list[int]]] | None = None, cached: Any = None, preempted: Any = None) -> SimpleNamespace:
+def step(
+    new: dict[str, tuple[int, int, list[int]]] | None = None,
+    cached: Any = None,
+    preempted: Any = None,
+) -> SimpleNamespace:
     """`new` and `cached`: id -> (computed before, scheduled, block ids)."""
     new, cached = new or {}, cached or {}
     return SimpleNamespace(
         preempted_req_ids=preempted,
         num_scheduled_tokens={name: n for name, (_, n, _) in {**new, **cached}.items()},
         scheduled_new_reqs=[
-            SimpleNamespace(req_id=name, num_computed_tokens=c, block_ids=(b,)) for name, (c, _, b) in new.items()
+            SimpleNamespace(req_id=name, num_computed_tokens=c, block_ids=(b,))
+            for name, (c, _, b) in new.items()
         ],
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=list(cached),
@@ -92,8 +111,12 @@ def test_a_prefill_leg_in_chunks() -> None:
     first = p.step(step(new={"r1": (0, 20, [7, 8])}))
     assert first.prefill == [events.BlocksScheduled("ab" * 16, 20, [[7, 8]], prompt=OF_40)]
     assert first.serving == {"ab" * 16: "r1"} and not first.loading
-    assert p.step(step(cached={"r1": (20, 20, [9])})).prefill == [events.BlocksScheduled("ab" * 16, 40, [[9]], prompt=OF_40)]
-    assert p.step(step(cached={"r1": (40, 1, [])})).prefill == [], "what follows the prompt is no business of D"
+    assert p.step(step(cached={"r1": (20, 20, [9])})).prefill == [
+        events.BlocksScheduled("ab" * 16, 40, [[9]], prompt=OF_40)
+    ]
+    assert p.step(step(cached={"r1": (40, 1, [])})).prefill == [], (
+        "what follows the prompt is no business of D"
+    )
     keep, answer = p.finished(asked)
     assert keep and answer is not None and answer[grants.ANSWER_KEY]["role"] == "prefill"
     assert p.step(step()).prefill == [events.PrefillFinished("ab" * 16)]
@@ -107,7 +130,9 @@ def test_a_prefill_leg_that_loses_its_blocks_keeps_nothing(end: str) -> None:
     p.step(step(new={"r1": (0, 20 if end == "early" else 40, [7, 8, 9])}))
     if end == "preempt":
         assert p.step(step(preempted={"r1"})).prefill == [events.BlocksRevoked("ab" * 16)]
-        assert p.step(step(cached={"r1": (0, 40, [1, 2, 3])})).prefill == [], "computed again, but not for D"
+        assert p.step(step(cached={"r1": (0, 40, [1, 2, 3])})).prefill == [], (
+            "computed again, but not for D"
+        )
     elif end == "abort":
         asked.status.name = "FINISHED_ABORTED"
     keep, _ = p.finished(asked)
@@ -122,8 +147,12 @@ def test_a_decode_leg_loads_what_its_own_cache_lacks() -> None:
     assert d.tokens_to_load(asked, 16) == 24, "asked again until there is room"
     d.allocated(asked, ([4, 5, 6],), 24)
     (wanted,) = d.step(step()).decode
-    assert wanted == events.LoadRequested("ab" * 16, [P_WORKER], PLAN, [events.GroupBlocks(16, [5, 6])], 40, 60.0, OF_40)
-    assert d.tokens_to_load(asked, 0) == 0, "loaded once; after a failure or a preemption it is recomputed"
+    assert wanted == events.LoadRequested(
+        "ab" * 16, [P_WORKER], PLAN, [events.GroupBlocks(16, [5, 6])], 40, 60.0, OF_40
+    )
+    assert d.tokens_to_load(asked, 0) == 0, (
+        "loaded once; after a failure or a preemption it is recomputed"
+    )
     d.allocated(asked, ([4, 5, 6],), 0)
     d.loaded("r1")
     assert d.finished(asked) == (False, None)
@@ -132,10 +161,21 @@ def test_a_decode_leg_loads_what_its_own_cache_lacks() -> None:
 
 @pytest.mark.parametrize("back", [False, True])
 def test_a_load_that_failed_lets_all_others_go_first_and_once_only(back: bool) -> None:
-    """vLLM asks again, with no blocks left, in front of those that still hold some.  A stream of other loads starves it not."""
+    """vLLM asks again, with no blocks left, in front of those that still hold some. A stream of
+    other loads starves it not.
+    """
     engine = side("prefill" if back else "decode")
-    loading = [request("prefill" if back else "decode", engine, 70, f"r{at}", transfer=f"{at:032x}",
-                       **({"back": f"{at + 9:032x}"} if back else {})) for at in range(3)]  # fmt: skip
+    loading = [
+        request(
+            "prefill" if back else "decode",
+            engine,
+            70,
+            f"r{at}",
+            transfer=f"{at:032x}",
+            **({"back": f"{at + 9:032x}"} if back else {}),
+        )
+        for at in range(3)
+    ]
     for at, asked in enumerate(loading):
         engine.arrived(asked)
         engine.found({f"{at + 9:032x}": [64]} if back else {})
@@ -145,7 +185,10 @@ def test_a_load_that_failed_lets_all_others_go_first_and_once_only(back: bool) -
     engine.loaded("r0")
     assert [engine.tokens_to_load(loading[0], 0) for _ in range(3)] == [None, 0, 0]
     engine.allocated(loading[0], ([4, 5, 6, 7, 8],), 0)
-    assert engine.tokens_to_load(request("decode", None, name="plain", kv_transfer_params=None), 0) == 0
+    assert (
+        engine.tokens_to_load(request("decode", None, name="plain", kv_transfer_params=None), 0)
+        == 0
+    )
 
 
 def test_a_prompt_that_is_all_but_cached_is_not_fetched_and_p_is_told() -> None:
@@ -156,7 +199,9 @@ def test_a_prompt_that_is_all_but_cached_is_not_fetched_and_p_is_told() -> None:
     assert d.step(step()).decode == [events.LoadSkipped("ab" * 16, [P_WORKER], NOBODY)]
 
 
-@pytest.mark.parametrize(("when", "event"), [("waiting", events.LoadSkipped), ("loading", events.LoadCancelled)])
+@pytest.mark.parametrize(
+    ("when", "event"), [("waiting", events.LoadSkipped), ("loading", events.LoadCancelled)]
+)
 def test_a_decode_leg_that_is_aborted_says_so_once(when: str, event: type) -> None:
     d = side("decode")
     asked = request("decode", d)
@@ -176,12 +221,16 @@ def test_a_probe_learns_who_we_are_whatever_our_role() -> None:
         keep, answer = engine.finished(request("probe", engine))
         assert not keep and answer is not None
         layout = answer[grants.ANSWER_KEY]["layout"]
-        assert layout["dtype"] == "bf16" and layout["KV of a token"] == "2 layers of 1 heads of bytes"
+        assert (
+            layout["dtype"] == "bf16" and layout["KV of a token"] == "2 layers of 1 heads of bytes"
+        )
         said = engine.step(step())
         assert not said.serving and not said.loading
 
 
-def test_a_probe_that_names_no_engine_learns_what_the_next_one_needs_and_no_address(clock: list[float]) -> None:
+def test_a_probe_that_names_no_engine_learns_what_the_next_one_needs_and_no_address(
+    clock: list[float],
+) -> None:
     engine = side("decode")
     assert engine.engine is not None
     clock[0] += 7
@@ -191,9 +240,19 @@ def test_a_probe_that_names_no_engine_learns_what_the_next_one_needs_and_no_addr
     assert engine.finished(asked) == (False, {grants.ANSWER_KEY: expected}), "it has no end"
     named = request("probe", engine)
     answer = engine.finished(named)[1]
-    assert answer and answer[grants.ANSWER_KEY]["clock"] == 7.0 and answer[grants.ANSWER_KEY]["workers"]
-    for again in (request("probe", engine, until=6.9), request("probe", None), request("probe", engine, until=1e6)):
-        assert engine.finished(again) == (False, {grants.ANSWER_KEY: expected}), "ended, another engine's, never to end"
+    assert (
+        answer
+        and answer[grants.ANSWER_KEY]["clock"] == 7.0
+        and answer[grants.ANSWER_KEY]["workers"]
+    )
+    for again in (
+        request("probe", engine, until=6.9),
+        request("probe", None),
+        request("probe", engine, until=1e6),
+    ):
+        assert engine.finished(again) == (False, {grants.ANSWER_KEY: expected}), (
+            "ended, another engine's, never to end"
+        )
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
@@ -215,13 +274,21 @@ def test_a_grant_ends_by_the_engines_clock_and_works_once_until_then(
         assert accepted(transfer=f"{at:032x}", until=110.0)
     assert not accepted(**first), "whatever has come since"
     clock[0] += 29.9
-    assert not accepted(**first) and len(engine._used) == len(engine._ends) == 1, "the others have ended, and are forgotten"
+    assert not accepted(**first) and len(engine._used) == len(engine._ends) == 1, (
+        "the others have ended, and are forgotten"
+    )
     clock[0] += 0.2
     assert not accepted(**first) and not engine._used, "ended"
-    assert not accepted(transfer="02" * 16, until=130.0) and accepted(transfer="02" * 16, until=131.0)
-    assert not accepted(transfer="03" * 16, until=130.1 + grants.MAX_VALIDITY_SECONDS + 1), "it would have to be remembered so long"
+    assert not accepted(transfer="02" * 16, until=130.0) and accepted(
+        transfer="02" * 16, until=131.0
+    )
+    assert not accepted(transfer="03" * 16, until=130.1 + grants.MAX_VALIDITY_SECONDS + 1), (
+        "it would have to be remembered so long"
+    )
     monkeypatch.setattr(scheduler, "MAX_USED_GRANTS", 2)
-    assert accepted(transfer="04" * 16, until=131.0) and not accepted(transfer="05" * 16, until=131.0), "no room"
+    assert accepted(transfer="04" * 16, until=131.0) and not accepted(
+        transfer="05" * 16, until=131.0
+    ), "no room"
     assert not accepted(transfer="02" * 16, until=131.0), "none is forgotten to make room"
     clock[0] += 1
     assert accepted(transfer="05" * 16, until=140.0)
@@ -238,15 +305,27 @@ def test_a_prefill_leg_whose_grant_does_not_hold_says_so(clock: list[float]) -> 
         p.allocated(asked, ([1, 2, 3],), 0)
         assert p.step(step(new={name: (0, 40, [7, 8, 9])})).prefill == []
         assert p.engine is not None
-        expected = {grants.ANSWER_KEY: {"incarnation": p.engine.incarnation, "clock": 100.0, "rank": None}}
+        expected = {
+            grants.ANSWER_KEY: {"incarnation": p.engine.incarnation, "clock": 100.0, "rank": None}
+        }
         assert p.finished(asked) == (False, expected) and not p._legs
 
 
 def refused() -> list[tuple[str, Any]]:
     d = side("decode")
     good = request("decode", d).kv_transfer_params[grants.REQUEST_KEY]
-    shapes: list[Any] = [None, [], "x", 5, {}, {"do_remote_prefill": True}, {grants.REQUEST_KEY: None}]
-    shapes += [{grants.REQUEST_KEY: x} for x in (5, [], {}, "", ".", "a.b", good[:-2], good + "x", "é")]
+    shapes: list[Any] = [
+        None,
+        [],
+        "x",
+        5,
+        {},
+        {"do_remote_prefill": True},
+        {grants.REQUEST_KEY: None},
+    ]
+    shapes += [
+        {grants.REQUEST_KEY: x} for x in (5, [], {}, "", ".", "a.b", good[:-2], good + "x", "é")
+    ]
     return [(repr(shape)[:40], shape) for shape in shapes]
 
 
@@ -258,13 +337,24 @@ def test_whatever_else_a_client_writes_is_an_ordinary_request(_: str, params: An
     d.allocated(asked, ([1, 2, 3],), 0)
     assert d.finished(asked) == (False, None)
     metadata = d.step(step())
-    assert not metadata.prefill and not metadata.decode and not metadata.serving and not metadata.loading
+    assert (
+        not metadata.prefill
+        and not metadata.decode
+        and not metadata.serving
+        and not metadata.loading
+    )
 
 
-OTHER_BLOCKS = peers.WorkerInfo("p/1", NEAR, NEAR, holds=uniform(layers=2, block_size=2 * BLOCK, rows=[128]))
+OTHER_BLOCKS = peers.WorkerInfo(
+    "p/1", NEAR, NEAR, holds=uniform(layers=2, block_size=2 * BLOCK, rows=[128])
+)
 
 
-FAR = {"tcp://198.51.100.7:9999": "not loopback", "tcp://169.254.169.254:80": "link-local", "tcp://metadata:80": "IP address"}
+FAR = {
+    "tcp://198.51.100.7:9999": "not loopback",
+    "tcp://169.254.169.254:80": "link-local",
+    "tcp://metadata:80": "IP address",
+}
 
 
 @pytest.mark.parametrize("leg", ["decode", "prefill"])
@@ -273,10 +363,17 @@ def test_nothing_is_dialled_that_an_engine_may_not_dial(leg: str) -> None:
     for to in FAR:
         engine = side(leg)
         grant = grants.Grant(
-            2, leg, T, engine.engine.incarnation, [peers.WorkerInfo("p/0", NEAR, to, holds=HOLDS)],  # type: ignore
-            back=BACK, until=60.0,
-        )  # fmt: skip
-        asked = request(leg, engine, length=70, kv_transfer_params={grants.REQUEST_KEY: grants.mint(KEY, grant)})
+            2,
+            leg,
+            T,
+            engine.engine.incarnation,
+            [peers.WorkerInfo("p/0", NEAR, to, holds=HOLDS)],  # type: ignore
+            back=BACK,
+            until=60.0,
+        )
+        asked = request(
+            leg, engine, length=70, kv_transfer_params={grants.REQUEST_KEY: grants.mint(KEY, grant)}
+        )
         engine.arrived(asked)
         assert engine.tokens_to_load(asked, 0) == 0
         engine.allocated(asked, ([4, 5, 6],), 0)
@@ -285,7 +382,9 @@ def test_nothing_is_dialled_that_an_engine_may_not_dial(leg: str) -> None:
         assert list(said.serving) == ([T] if leg == "prefill" else [])
 
 
-def test_without_a_key_a_transfer_is_remembered_whatever_end_a_client_chose(clock: list[float]) -> None:
+def test_without_a_key_a_transfer_is_remembered_whatever_end_a_client_chose(
+    clock: list[float],
+) -> None:
     """Its blocks may still be held when the grant has ended."""
     engine = side("prefill", key=keys.FleetKey(None, insecure=True))
     clock[0] += 100
@@ -296,7 +395,9 @@ def test_without_a_key_a_transfer_is_remembered_whatever_end_a_client_chose(cloc
 
 
 def test_one_engine_is_not_both_engines_of_a_request() -> None:
-    """Nor reads it back from itself; D's leg is an ordinary request, and nothing of P's is mixed with it."""
+    """Nor reads it back from itself; D's leg is an ordinary request, and nothing of P's is mixed
+    with it.
+    """
     both = side("both")
     me = peers.WorkerInfo("me/0", NEAR, NEAR, holds=HOLDS)
     p, d = request("prefill", both, name="p"), request("decode", both, name="d", sources=[me])
@@ -306,7 +407,9 @@ def test_one_engine_is_not_both_engines_of_a_request() -> None:
     back = request("prefill", both, name="b", transfer="ef" * 16, back=BACK, sources=[me])
     both.arrived(back)
     said = both.step(step())
-    assert not said.decode and not said.serving and said.prefill == [events.BlocksRevoked("ef" * 16)]
+    assert (
+        not said.decode and not said.serving and said.prefill == [events.BlocksRevoked("ef" * 16)]
+    )
 
 
 def test_an_engine_that_others_reach_dials_others() -> None:
@@ -318,15 +421,24 @@ def test_an_engine_that_others_reach_dials_others() -> None:
 
 
 @pytest.mark.parametrize("insecure", [False, True])
-def test_without_a_key_no_grant_counts_unless_that_is_asked_for(insecure: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_key_no_grant_counts_unless_that_is_asked_for(
+    insecure: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     nobody = keys.FleetKey(None)
-    made = SchedulerSide(keys.FleetKey(None, insecure=insecure), "decode", {}, GROUPS, host="10.0.0.2")
+    made = SchedulerSide(
+        keys.FleetKey(None, insecure=insecure), "decode", {}, GROUPS, host="10.0.0.2"
+    )
     made.set_workers([Handshake(peers.WorkerInfo("me/0", "", "", holds=HOLDS), ["a", "b"])])
     logging.getLogger("vllm_disagg").propagate = True
     assert made.tokens_to_load(request("decode", made, key=nobody), 0) == (40 if insecure else 0)
     assert made.finished(request("probe", None, name="r2", key=nobody))[1] is None or insecure
     far = peers.WorkerInfo("p/0", "tcp://10.0.0.1:1", NEAR, holds=HOLDS)
-    assert made.tokens_to_load(request("decode", made, key=nobody, name="r3", transfer=BACK, sources=[far]), 0) == 0
+    assert (
+        made.tokens_to_load(
+            request("decode", made, key=nobody, name="r3", transfer=BACK, sources=[far]), 0
+        )
+        == 0
+    )
     assert ("not loopback" if insecure else "no fleet key") in caplog.text
 
 
@@ -334,7 +446,9 @@ def test_stages_of_a_pipeline_are_numbered_on() -> None:
     """Two ranks hold the first layers, two the others."""
     made = SchedulerSide(KEY, "prefill", {}, GROUPS)
     worker = peers.WorkerInfo("w", "", "", holds=HOLDS)
-    made.set_workers([Handshake(worker, names) for names in (["a", "b"], ["a", "b"], ["c", "d"], ["c", "d"])])
+    made.set_workers(
+        [Handshake(worker, names) for names in (["a", "b"], ["a", "b"], ["c", "d"], ["c", "d"])]
+    )
     assert made.engine is not None
     assert [w.holds.first for w in made.engine.workers] == [0, 0, 2, 2]
     assert made.engine.layout["KV of a token"].startswith("4 layers of")
@@ -349,7 +463,10 @@ def test_stages_of_a_pipeline_are_numbered_on() -> None:
         ([P_WORKER, peers.WorkerInfo("me/0", NEAR, NEAR, holds=HOLDS)], "own workers"),
         *[([peers.WorkerInfo("p/0", to, to, holds=HOLDS)], words) for to, words in FAR.items()],
         *[([peers.WorkerInfo("p/0", NEAR, to, holds=HOLDS)], words) for to, words in FAR.items()],
-        ([peers.WorkerInfo("p/0", NEAR, NEAR, "ipc:///run/docker.sock", holds=HOLDS)], "local address"),
+        (
+            [peers.WorkerInfo("p/0", NEAR, NEAR, "ipc:///run/docker.sock", holds=HOLDS)],
+            "local address",
+        ),
     ],
 )
 def test_sources_that_cannot_be_read_are_refused_in_words(
@@ -368,7 +485,8 @@ def test_grants_of_others_are_refused() -> None:
     two = request("decode", d)
     two.kv_transfer_params = {
         grants.REQUEST_KEY: grants.mint(
-            KEY, grants.Grant(2, "decode", "cd" * 16, d.engine.incarnation, [OTHER_BLOCKS], until=60.0)  # type: ignore
+            KEY,
+            grants.Grant(2, "decode", "cd" * 16, d.engine.incarnation, [OTHER_BLOCKS], until=60.0),  # type: ignore
         )
     }
     for asked in (
@@ -390,11 +508,15 @@ def test_a_grant_works_once() -> None:
     assert d.tokens_to_load(request("decode", d, name="r3", transfer="cd" * 16), 0) == 40
 
 
-# Several KV-cache groups -------------------------------------------------------------------------------------
+# Several KV-cache groups --------------------------------------------------------------------------
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
 FULL = SimpleNamespace(kv_cache_spec=FullAttentionSpec(block_size=BLOCK, **HEADS))
-WINDOW = SimpleNamespace(kv_cache_spec=SlidingWindowSpec(block_size=BLOCK, sliding_window=20, **HEADS))
-STATE = SimpleNamespace(kv_cache_spec=MambaSpec(block_size=2048, shapes=((4,),), dtypes=(torch.float32,)))
+WINDOW = SimpleNamespace(
+    kv_cache_spec=SlidingWindowSpec(block_size=BLOCK, sliding_window=20, **HEADS)
+)
+STATE = SimpleNamespace(
+    kv_cache_spec=MambaSpec(block_size=2048, shapes=((4,),), dtypes=(torch.float32,))
+)
 
 
 def test_with_a_window_the_last_token_and_the_blocks_before_the_window_are_left_out() -> None:
@@ -407,13 +529,21 @@ def test_with_a_window_the_last_token_and_the_blocks_before_the_window_are_left_
     assert wanted.blocks == [events.GroupBlocks(16, [5, 6, 7, 8]), events.GroupBlocks(48, [9, 10])]
 
 
-MORE: list[dict[str, Any]] = [{"max_tokens": 3}, {"sampling_params": None}, {"sampling_params": SimpleNamespace(n=2)}]
+MORE: list[dict[str, Any]] = [
+    {"max_tokens": 3},
+    {"sampling_params": None},
+    {"sampling_params": SimpleNamespace(n=2)},
+]
 
 
 @pytest.mark.parametrize("more", [*MORE, {"resumable": True}], ids=str)
 @pytest.mark.parametrize("groups", [[FULL, WINDOW], [STATE]], ids=["window", "state"])
-def test_a_prefill_leg_of_more_than_one_token_is_a_request_like_any_other(groups: Any, more: dict[str, Any]) -> None:
-    """Its next token would be computed, and cached under the hash of the one that is left out.  D is told."""
+def test_a_prefill_leg_of_more_than_one_token_is_a_request_like_any_other(
+    groups: Any, more: dict[str, Any]
+) -> None:
+    """Its next token would be computed, and cached under the hash of the one that is left out. D is
+    told.
+    """
     p = side("prefill", groups)
     asked = request("prefill", p, **more)
     asked._all_token_ids = list(asked.prompt_token_ids)
@@ -430,7 +560,9 @@ def test_without_windows_a_prefill_leg_may_go_on() -> None:
     p = side("prefill")
     asked = request("prefill", p, max_tokens=3)
     p.tokens_to_load(asked, 0)
-    assert p.step(step(new={"r1": (0, 40, [7, 8, 9])})).prefill == [events.BlocksScheduled(T, 40, [[7, 8, 9]], prompt=OF_40)]
+    assert p.step(step(new={"r1": (0, 40, [7, 8, 9])})).prefill == [
+        events.BlocksScheduled(T, 40, [[7, 8, 9]], prompt=OF_40)
+    ]
 
 
 def test_of_one_token_nothing_is_left_to_load() -> None:
@@ -465,14 +597,16 @@ def test_an_engine_says_which_data_parallel_rank_it_is() -> None:
     assert alone is not None and alone.rank is None
 
 
-# Two-way reuse -----------------------------------------------------------------------------------------------
+# Two-way reuse ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, and no sleeping."""
     now = [100.0]
-    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None))
+    monkeypatch.setattr(
+        scheduler, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None)
+    )
     return now
 
 
@@ -494,16 +628,33 @@ def test_a_prefill_leg_asks_d_reads_back_and_computes_the_rest(clock: list[float
     assert p.tokens_to_load(asked, 32) == 32, "no room yet, and more is cached here by now"
     p.allocated(asked, ([4, 5, 6, 7],), 32)
     metadata = p.step(step())
-    assert metadata.decode == [events.LoadRequested(BACK, [P_WORKER], PLAN, [events.GroupBlocks(32, [6, 7])], 64, scheduler.REUSE_STALL_SECONDS, OF_70)]
+    assert metadata.decode == [
+        events.LoadRequested(
+            BACK,
+            [P_WORKER],
+            PLAN,
+            [events.GroupBlocks(32, [6, 7])],
+            64,
+            scheduler.REUSE_STALL_SECONDS,
+            OF_70,
+        )
+    ]
     assert metadata.loading == {BACK: "r1"}
     p.loaded("r1")
     first = p.step(step(new={"r1": (64, 6, [4, 5, 6, 7, 8])}))
-    assert first.prefill == [events.BlocksScheduled(T, 70, [[4, 5, 6, 7, 8]], prompt=OF_70)] and not first.decode
-    assert p.finished(asked)[0] and not p.step(step()).decode, "nothing is open any more that could be cancelled"
+    assert (
+        first.prefill == [events.BlocksScheduled(T, 70, [[4, 5, 6, 7, 8]], prompt=OF_70)]
+        and not first.decode
+    )
+    assert p.finished(asked)[0] and not p.step(step()).decode, (
+        "nothing is open any more that could be cancelled"
+    )
 
 
 @pytest.mark.parametrize(("there", "local"), [(0, 0), (32, 32), (16, 32), (80, 0), (None, 0)])
-def test_what_d_does_not_have_is_computed(clock: list[float], there: int | None, local: int) -> None:
+def test_what_d_does_not_have_is_computed(
+    clock: list[float], there: int | None, local: int
+) -> None:
     p = side("prefill")
     asked = arrived(p)
     p.tokens_to_load(asked, local)
@@ -533,7 +684,9 @@ def test_a_load_back_that_fails_is_computed(clock: list[float]) -> None:
     assert p.tokens_to_load(asked, 0) == 0
     p.allocated(asked, ([1, 2, 3, 4, 5],), 0)
     metadata = p.step(step(new={"r1": (0, 70, [1, 2, 3, 4, 5])}))
-    assert metadata.decode == [] and metadata.prefill == [events.BlocksScheduled(T, 70, [[1, 2, 3, 4, 5]], prompt=OF_70)]
+    assert metadata.decode == [] and metadata.prefill == [
+        events.BlocksScheduled(T, 70, [[1, 2, 3, 4, 5]], prompt=OF_70)
+    ]
 
 
 @pytest.mark.parametrize("when", ["waiting", "asking", "reading"])
@@ -564,12 +717,16 @@ def test_all_ranks_must_know_how_much_there_is(clock: list[float]) -> None:
 
 
 def served(d: SchedulerSide, length: int = 70, local: int = 32) -> Any:
-    """A decode leg of which D has two blocks cached, and which waits for the rest if that is worth it."""
+    """A decode leg of which D has two blocks cached, and which waits for the rest if that is worth
+    it.
+    """
     asked = request("decode", d, length=length, back=BACK)
     missing = d.tokens_to_load(asked, local)
     d.allocated(asked, ([4, 5, 6, 7, 8],), missing or 0)
     (said,) = d.step(step()).prefill
-    assert said == events.BlocksScheduled(BACK, local, [[4, 5]], cached=True, prompt={40: OF_40, 70: OF_70}[length])
+    assert said == events.BlocksScheduled(
+        BACK, local, [[4, 5]], cached=True, prompt={40: OF_40, 70: OF_70}[length]
+    )
     return asked
 
 
@@ -596,7 +753,11 @@ def test_a_decode_leg_with_nothing_to_serve_says_so_at_once(why: str) -> None:
         d.finished(asked)
     else:
         d.tokens_to_load(asked, 0 if why == "nothing cached" else 32)
-        d.allocated(asked, ([],) if why == "no blocks shown" else ([4, 5, 6, 7, 8],), 0 if why == "no blocks shown" else 70)
+        d.allocated(
+            asked,
+            ([],) if why == "no blocks shown" else ([4, 5, 6, 7, 8],),
+            0 if why == "no blocks shown" else 70,
+        )
     assert d.step(step()).prefill == [events.BlocksRevoked(BACK)]
 
 
@@ -622,7 +783,9 @@ def test_a_prefill_leg_with_sources_that_cannot_be_read_is_one_all_the_same(sour
     assert p.tokens_to_load(asked, 0) == 0
     p.allocated(asked, ([4, 5, 6],), 0)
     metadata = p.step(step(new={"r1": (0, 40, [4, 5, 6])}))
-    assert not metadata.decode and metadata.prefill == [events.BlocksScheduled(T, 40, [[4, 5, 6]], prompt=OF_40)]
+    assert not metadata.decode and metadata.prefill == [
+        events.BlocksScheduled(T, 40, [[4, 5, 6]], prompt=OF_40)
+    ]
 
 
 def test_an_engine_says_whether_it_can() -> None:
@@ -631,7 +794,9 @@ def test_an_engine_says_whether_it_can() -> None:
     assert made.engine and not made.engine.two_way and side("decode").engine.two_way  # type: ignore[union-attr]
 
 
-def test_a_prefill_leg_asks_when_it_arrives_and_waits_when_it_is_its_turn(clock: list[float]) -> None:
+def test_a_prefill_leg_asks_when_it_arrives_and_waits_when_it_is_its_turn(
+    clock: list[float],
+) -> None:
     p = side("prefill")
     asked = arrived(p)
     assert p.step(step()).decode == [events.LookupRequested(BACK, [P_WORKER], PLAN, OF_70)]
@@ -646,13 +811,21 @@ def test_a_prefill_leg_asks_when_it_arrives_and_waits_when_it_is_its_turn(clock:
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_way_back_is_used_once_and_is_not_the_way_there(role: str) -> None:
     engine = side(role)
-    for name, transfer, back in (("r1", "01" * 16, BACK), ("r2", "02" * 16, BACK), ("r3", "03" * 16, "03" * 16)):
+    for name, transfer, back in (
+        ("r1", "01" * 16, BACK),
+        ("r2", "02" * 16, BACK),
+        ("r3", "03" * 16, "03" * 16),
+    ):
         asked = request(role, engine, length=70, name=name, transfer=transfer, back=back)
         engine.arrived(asked)
         engine.tokens_to_load(asked, 32)
         engine.allocated(asked, ([4, 5, 6, 7, 8],), 0)
     metadata = engine.step(step())
-    said = [e for e in [*metadata.prefill, *metadata.decode] if isinstance(e, events.LookupRequested | events.BlocksScheduled)]
+    said = [
+        e
+        for e in [*metadata.prefill, *metadata.decode]
+        if isinstance(e, events.LookupRequested | events.BlocksScheduled)
+    ]
     assert [e.transfer for e in said] == [BACK]
 
 
@@ -669,7 +842,7 @@ def test_states_beside_attention() -> None:
     assert wanted.blocks == [events.GroupBlocks(0, [3]), events.GroupBlocks(0, [4, 5, 6])]
 
 
-# Of which prompt ---------------------------------------------------------------------------------------------
+# Of which prompt ----------------------------------------------------------------------------------
 def adapter(folder: Path, weights: bytes, loaded: int = 1) -> SimpleNamespace:
     folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text("{}")
@@ -678,7 +851,11 @@ def adapter(folder: Path, weights: bytes, loaded: int = 1) -> SimpleNamespace:
 
 
 def image(identifier: str, offset: int = 4) -> SimpleNamespace:
-    return SimpleNamespace(modality="image", identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=8))
+    return SimpleNamespace(
+        modality="image",
+        identifier=identifier,
+        mm_position=SimpleNamespace(offset=offset, length=8),
+    )
 
 
 def told(role: str, **change: Any) -> str:
@@ -700,7 +877,15 @@ def test_every_token_and_image_tells_prompts_apart() -> None:
         {},
         {"prompt_token_ids": [0] * 39 + [1]},
         {"prompt_token_ids": [1] + [0] * 39},
-        *({"mm_features": features} for features in ([image("a")], [image("b")], [image("a", 5)], [image("a"), image("a", 20)])),
+        *(
+            {"mm_features": features}
+            for features in (
+                [image("a")],
+                [image("b")],
+                [image("a", 5)],
+                [image("a"), image("a", 20)],
+            )
+        ),
     ]
     assert len({told("decode", **change) for change in changes}) == len(changes)
 
@@ -734,7 +919,9 @@ def test_what_is_sought_and_served_back_is_of_one_prompt() -> None:
         {"lora_request": SimpleNamespace(lora_name="one", lora_path="/", load_inplace=True)},
     ],
 )
-def test_a_prompt_that_cannot_be_told_is_computed_where_it_is_and_nobody_waits(change: dict[str, Any]) -> None:
+def test_a_prompt_that_cannot_be_told_is_computed_where_it_is_and_nobody_waits(
+    change: dict[str, Any],
+) -> None:
     p, d = side("prefill"), side("decode")
     for engine, role in ((p, "prefill"), (d, "decode")):
         asked = request(role, engine, **change)
@@ -743,9 +930,13 @@ def test_a_prompt_that_cannot_be_told_is_computed_where_it_is_and_nobody_waits(c
         engine.allocated(asked, ([4, 5, 6],), 0)
         said = engine.step(step(new={"r1": (0, 40, [4, 5, 6])}))
         assert said.prefill == ([events.BlocksRevoked(T)] if role == "prefill" else [])
-        assert said.decode == ([] if role == "prefill" else [events.LoadSkipped(T, [P_WORKER], NOBODY)])
+        assert said.decode == (
+            [] if role == "prefill" else [events.LoadSkipped(T, [P_WORKER], NOBODY)]
+        )
         keep, answer = engine.finished(asked)
-        assert not keep and bool(answer) == (role == "prefill"), "P says who it is, so the proxy goes on using it"
+        assert not keep and bool(answer) == (role == "prefill"), (
+            "P says who it is, so the proxy goes on using it"
+        )
         said = engine.step(step())
         assert not said.prefill and not said.decode
 
@@ -756,17 +947,26 @@ def test_what_p_leaves_out_before_vllm_looks_at_the_prompt(groups: str) -> None:
     asked = request("prefill", p)
     asked._all_token_ids = list(asked.prompt_token_ids)
     p.arrived(asked)
-    assert asked.num_prompt_tokens == len(asked.prompt_token_ids) == len(asked._all_token_ids) == (40 if groups == "all" else 39)
+    assert (
+        asked.num_prompt_tokens
+        == len(asked.prompt_token_ids)
+        == len(asked._all_token_ids)
+        == (40 if groups == "all" else 39)
+    )
     odd = request("prefill", p, name="r3", transfer="de" * 16, prompt_embeds=torch.zeros(40, 1))
     p.arrived(odd)  # ids and embeddings must stay of one length, or the engine dies
     assert odd.num_prompt_tokens == len(odd.prompt_token_ids) == 40
     late = request("prefill", p, name="r2", transfer="ef" * 16)
     late._all_token_ids = list(late.prompt_token_ids)
-    p.tokens_to_load(late, 0)  # with windows too late: vLLM may have found all of the shorter prompt in its cache
+    p.tokens_to_load(
+        late, 0
+    )  # with windows too late: vLLM may have found all of the shorter prompt in its cache
     assert late.num_prompt_tokens == (39 if groups == "states" else 40)
 
 
-def test_an_adapter_that_cannot_be_read_is_served_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_that_cannot_be_read_is_served_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def gone(folder: Path) -> None:
         raise OSError("stale file handle")
 

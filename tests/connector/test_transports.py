@@ -14,7 +14,9 @@ from vllm_disagg.transports.nixl import transport as nixl
 
 
 @pytest.mark.parametrize("transport", ["nixl", "tcp", "gloo"])
-def test_what_moves_host_memory_is_not_for_gpus(transport: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_moves_host_memory_is_not_for_gpus(
+    transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
     logging.getLogger("vllm_disagg").propagate = True
     assert transports.chosen(Config(transport=transport), "cuda") == {}  # type: ignore[arg-type]
     assert f"{transport} is for KV on cpu here, and this is on cuda" in caplog.text
@@ -24,13 +26,17 @@ def test_zmq_needs_nothing_besides() -> None:
     assert transports.chosen(Config(transport="zmq")) == {}
 
 
-def test_what_is_compressed_goes_by_zmq_whatever_auto_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_compressed_goes_by_zmq_whatever_auto_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(transports, "AUTO", ("gloo",))
     assert list(transports.chosen(Config())) == ["gloo"]
     assert transports.chosen(Config(compress="fp8")) == {}
 
 
-def test_auto_takes_the_fastest_that_can_be_here(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_takes_the_fastest_that_can_be_here(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     logging.getLogger("vllm_disagg").propagate = True
     caplog.set_level("INFO", "vllm_disagg")
     monkeypatch.setattr(nixl, "unavailable_reason", lambda config: "")

@@ -1,4 +1,6 @@
-"""Each step of vLLM's own scheduler can be seen on its page of metrics, as `vllm_disagg.proxy.routing.engine_steps` assumes."""
+"""Each step of vLLM's own scheduler can be seen on its page of metrics, as
+`vllm_disagg.proxy.routing.engine_steps` assumes.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,29 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm_disagg.proxy.routing.engine_steps import fingerprint
 
 BLOCK, CHUNK, PROMPT = 128, 256, 1900  # tokens
-HEADS: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
-SPECS = {"full": FullAttentionSpec(**HEADS), "window": SlidingWindowSpec(**HEADS, sliding_window=256)}
+HEADS: dict[str, Any] = {
+    "block_size": BLOCK,
+    "num_kv_heads": 1,
+    "head_size": 32,
+    "dtype": torch.bfloat16,
+}
+SPECS = {
+    "full": FullAttentionSpec(**HEADS),
+    "window": SlidingWindowSpec(**HEADS, sliding_window=256),
+}
 MODEL = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 64,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 2048,
-    "max_position_embeddings": 4096, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 2048,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+}
 
 
 class Engine:
@@ -45,36 +63,58 @@ class Engine:
     def __init__(self, folder: Path, kind: str) -> None:
         (folder / "config.json").write_text(json.dumps(MODEL))
         args = EngineArgs(
-            model=str(folder), skip_tokenizer_init=True, max_num_batched_tokens=CHUNK, max_model_len=2048, max_num_seqs=8,
+            model=str(folder),
+            skip_tokenizer_init=True,
+            max_num_batched_tokens=CHUNK,
+            max_model_len=2048,
+            max_num_seqs=8,
             enable_prefix_caching=False,
-        )  # fmt: skip
+        )
         config = args.create_engine_config()
         config.cache_config.num_gpu_blocks = 100
-        cache = KVCacheConfig(num_blocks=100, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], SPECS[kind])])
+        cache = KVCacheConfig(
+            num_blocks=100,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["l"], SPECS[kind])],
+        )
         manager = StructuredOutputManager(config)
         sizes = {"block_size": BLOCK, "hash_block_size": BLOCK}
         known = Scheduler.__init__.__code__.co_varnames
         self.scheduler = Scheduler(
-            config, cache, manager, log_stats=True, **{name: size for name, size in sizes.items() if name in known}
+            config,
+            cache,
+            manager,
+            log_stats=True,
+            **{name: size for name, size in sizes.items() if name in known},
         )
         self.page = PrometheusStatLogger(config)
 
     def ask(self, name: str, tokens: int) -> None:
-        given: dict[str, Any] = {"eos_token_id": 1} if "eos_token_id" in Request.__init__.__code__.co_varnames else {}
+        given: dict[str, Any] = (
+            {"eos_token_id": 1} if "eos_token_id" in Request.__init__.__code__.co_varnames else {}
+        )
         params = SamplingParams(max_tokens=1)
-        self.scheduler.add_request(Request(name, list(range(10, 10 + tokens)), params, pooling_params=None, **given))
+        self.scheduler.add_request(
+            Request(name, list(range(10, 10 + tokens)), params, pooling_params=None, **given)
+        )
 
     def step(self) -> bytes:
         """Make one; the fingerprint of the page after it."""
         now = self.scheduler.schedule()
         names = list(now.num_scheduled_tokens)
         requests = self.scheduler.requests
-        said = [[5] if requests[n].num_computed_tokens >= requests[n].num_tokens else [] for n in names]
+        said = [
+            [5] if requests[n].num_computed_tokens >= requests[n].num_tokens else [] for n in names
+        ]
         places = {name: at for at, name in enumerate(names)}
         made = ModelRunnerOutput(
-            req_ids=names, req_id_to_index=places, sampled_token_ids=said,
-            logprobs=None, prompt_logprobs_dict={}, pooler_output=[],
-        )  # fmt: skip
+            req_ids=names,
+            req_id_to_index=places,
+            sampled_token_ids=said,
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+        )
         for outputs in self.scheduler.update_from_output(now, made).values():
             self.page.record(outputs.scheduler_stats, IterationStats() if outputs.outputs else None)
         return fingerprint(prometheus_client.generate_latest())
@@ -82,8 +122,10 @@ class Engine:
 
 @pytest.mark.parametrize("kind", SPECS)
 def test_each_step_shows(kind: str, tmp_path: Path) -> None:
-    """The chunks of a long prompt give no output.  With full attention the cache's use tells of each; with a window it
-    stays as it is once that is full, and then one more request, or one less, does."""
+    """The chunks of a long prompt give no output. With full attention the cache's use tells of
+    each; with a window it stays as it is once that is full, and then one more request, or one less,
+    does.
+    """
     engine = Engine(tmp_path, kind)
     engine.ask("long", PROMPT)
     pages = [engine.step() for _ in range(3)]

@@ -38,16 +38,22 @@ class Recorder:
 
 
 def started(overlap: str, layers: str = "ab") -> tuple[WorkerSide, Recorder]:
-    worker = WorkerSide(Config(overlap=overlap), keys.FleetKey(b"k" * keys.KEY_BYTES), 0, None, None)  # type: ignore[arg-type]
+    worker = WorkerSide(
+        Config(overlap=overlap), keys.FleetKey(b"k" * keys.KEY_BYTES), 0, None, None
+    )  # type: ignore[arg-type]
     driver = Recorder()
     worker._driver = driver  # type: ignore[assignment]
     worker._layers = Layers(layers)
-    worker._shape = uniform(len(layers), block_size=16, rows=[4 << 20])  # so large that each layer is worth an offer
+    worker._shape = uniform(
+        len(layers), block_size=16, rows=[4 << 20]
+    )  # so large that each layer is worth an offer
     return worker, driver
 
 
 def step(worker: WorkerSide, driver: Recorder, calls: str) -> list[tuple[int, Any]]:
-    """Compute layers in this order: (calls so far, how many layers are said to be final, or "LayersRecomputed")."""
+    """Compute layers in this order: (calls so far, how many layers are said to be final, or
+    "LayersRecomputed").
+    """
     worker.begin(StepMetadata(prefill=[events.BlocksScheduled("t", 16, [[1]])]))
     heard: list[tuple[int, Any]] = []
     for at, layer in enumerate([*calls, ""], 1):
@@ -85,7 +91,9 @@ def prompt(overlap: str) -> list[str]:
     ],
 )
 def test_overlap(overlap: str, step: list[str], end: list[str]) -> None:
-    first = [one for one in step if one != "LayersComputed 1"]  # how often a layer is computed in a step is not known yet
+    first = [
+        one for one in step if one != "LayersComputed 1"
+    ]  # how often a layer is computed in a step is not known yet
     assert prompt(overlap) == [*first, *step, *end]
 
 
@@ -102,7 +110,9 @@ def test_overlap(overlap: str, step: list[str], end: list[str]) -> None:
         ("", [(1, 4)]),  # a CUDA graph
     ],
 )
-def test_layers_are_offered_when_each_before_them_has_been_computed(calls: str, heard: list[tuple[int, Any]]) -> None:
+def test_layers_are_offered_when_each_before_them_has_been_computed(
+    calls: str, heard: list[tuple[int, Any]]
+) -> None:
     worker, driver = started("layer", "abcd")
     assert step(worker, driver, calls) == [(len(calls) + 1, 4)], "the first step teaches"
     for _ in range(3):
@@ -119,7 +129,13 @@ def test_a_layer_computed_less_often_than_ever_waits_for_the_end() -> None:
 def test_an_offer_that_has_changed_is_taken_back_once() -> None:
     worker, driver = started("layer", "abcd")
     step(worker, driver, "abcd")
-    assert step(worker, driver, "abcabcd") == [(1, 1), (2, 2), (3, 3), (4, "LayersRecomputed"), (8, 4)]
+    assert step(worker, driver, "abcabcd") == [
+        (1, 1),
+        (2, 2),
+        (3, 3),
+        (4, "LayersRecomputed"),
+        (8, 4),
+    ]
     assert step(worker, driver, "abcabcd") == [(4, 1), (5, 2), (6, 3), (8, 4)], "and learned from"
 
 
@@ -128,8 +144,13 @@ def test_no_order_of_layers_offers_what_is_computed_later() -> None:
     random, layers = Random(1), "abcdef"
     for _ in range(300):
         worker, driver = started("layer", layers)
-        worker._shape = uniform(len(layers), block_size=16, rows=[random.choice([1 << 20, 4 << 20])])
-        orders = [layers[: random.randint(0, 6)] + "".join(random.choices(layers, k=random.randint(0, 6))) for _ in range(2)]
+        worker._shape = uniform(
+            len(layers), block_size=16, rows=[random.choice([1 << 20, 4 << 20])]
+        )
+        orders = [
+            layers[: random.randint(0, 6)] + "".join(random.choices(layers, k=random.randint(0, 6)))
+            for _ in range(2)
+        ]
         for calls in random.choices(orders, k=6):
             heard = step(worker, driver, calls)
             assert heard[-1] == (len(calls) + 1, len(layers)), "at the end, all of it"
@@ -157,7 +178,9 @@ def test_what_is_cached_is_in_memory_when_the_step_ends_and_not_before(overlap: 
 
 
 @pytest.mark.parametrize("overlap", ["layer", "chunk"])
-def test_a_step_that_vllm_does_not_call_over_is_over_when_its_results_are_asked_for(overlap: str) -> None:
+def test_a_step_that_vllm_does_not_call_over_is_over_when_its_results_are_asked_for(
+    overlap: str,
+) -> None:
     """With drafts, on all stages of a pipeline but the last."""
     worker, driver = started(overlap)
     worker.begin(StepMetadata(prefill=[events.BlocksScheduled("t", 32, [[1, 2]])]))
@@ -174,7 +197,10 @@ def test_a_step_whose_forward_pass_raised_is_offered_to_nobody(saves: bool) -> N
     """vLLM ends it in a `finally`, and P lives for some seconds after."""
     worker, driver = started("layer")
     step(worker, driver, "ab")  # teaches
-    seen = [events.BlocksScheduled("t", 32, [[2]]), events.BlocksScheduled("back", 16, [[3]], cached=True)]
+    seen = [
+        events.BlocksScheduled("t", 32, [[2]]),
+        events.BlocksScheduled("back", 16, [[3]], cached=True),
+    ]
     worker.begin(StepMetadata(prefill=seen))
     worker.layer_computed("a")
     driver.facts.clear()
@@ -193,7 +219,9 @@ def test_a_step_whose_forward_pass_raised_is_offered_to_nobody(saves: bool) -> N
 
 def test_what_is_withdrawn_is_said_before_the_step_begins() -> None:
     worker, driver = started("layer")
-    metadata = StepMetadata(prefill=[events.BlocksScheduled("t", 32, [[1, 2]]), events.BlocksRevoked("gone")])
+    metadata = StepMetadata(
+        prefill=[events.BlocksScheduled("t", 32, [[1, 2]]), events.BlocksRevoked("gone")]
+    )
     worker.withdraw(metadata)
     assert driver.facts == [events.BlocksRevoked("gone")]
     worker.begin(metadata)
@@ -205,7 +233,9 @@ def test_vllm_says_what_is_withdrawn_before_it_clears_blocks() -> None:
     worker, driver = started("layer")
     connector = DisaggConnector.__new__(DisaggConnector)
     connector._worker = worker
-    connector.handle_preemptions(StepMetadata(prefill=[events.BlocksRevoked("gone"), events.PrefillFinished("over")]))
+    connector.handle_preemptions(
+        StepMetadata(prefill=[events.BlocksRevoked("gone"), events.PrefillFinished("over")])
+    )
     assert driver.facts == [events.BlocksRevoked("gone")]
 
 
@@ -225,8 +255,13 @@ def test_two_legs_of_one_transfer_on_one_engine_are_two(ends: str) -> None:
     worker, driver = started("layer")
     worker.begin(StepMetadata(prefill=[events.BlocksScheduled("t", 16, [[1]])], serving={"t": "p"}))
     wanted = events.LoadRequested("t", [], None, [events.GroupBlocks(0, [2])], 16, 1.0)  # type: ignore[arg-type]
-    worker.begin(StepMetadata(prefill=[events.PrefillFinished("t")], decode=[wanted], loading={"t": "d"}))
-    outcomes = [events.LoadResult("t", events.Reason.LATE), events.ReleaseBlocks("t", delivered=False)]
+    worker.begin(
+        StepMetadata(prefill=[events.PrefillFinished("t")], decode=[wanted], loading={"t": "d"})
+    )
+    outcomes = [
+        events.LoadResult("t", events.Reason.LATE),
+        events.ReleaseBlocks("t", delivered=False),
+    ]
     driver.outcomes = outcomes if ends == "load first" else outcomes[::-1]
     assert worker.results() == ({"p"}, {"d"}, {"d"})
     assert worker.results() == (set(), set(), set())
@@ -256,7 +291,9 @@ def test_bytes_that_were_read_back_are_counted_apart() -> None:
         worker.begin(StepMetadata(decode=sought))
         end: Any = events.LoadCancelled(transfer) if transfer == "given up" else wanted
         worker.begin(StepMetadata(decode=[end], loading={transfer: transfer}))
-    driver.outcomes = [events.LoadResult(transfer, None, landed=10) for transfer in ("back", "other")]
+    driver.outcomes = [
+        events.LoadResult(transfer, None, landed=10) for transfer in ("back", "other")
+    ]
     assert worker.results()[1] == {"back", "other"}
     assert (worker.stats.data["received_bytes"], worker.stats.data["reused_bytes"]) == (20, 10)
     assert not worker._sought

@@ -32,7 +32,9 @@ class Record:
     tokens: tuple[tuple[int, ...], ...] = ()
     finishes: tuple[str, ...] = ()
     usage: tuple[int, int, int] = (0, 0, 0)  # prompt, completion, total
-    logprobs: tuple[tuple[str, float], ...] = ()  # (token, logprob), the chosen and the best, one after the other
+    logprobs: tuple[
+        tuple[str, float], ...
+    ] = ()  # (token, logprob), the chosen and the best, one after the other
     error: str = ""
 
     @property
@@ -57,11 +59,19 @@ def record(status: int, answer: Body) -> Record:
     usage = answer["usage"]
     return Record(
         status,
-        tuple(choice["text"] if "text" in choice else choice["message"]["content"] for choice in choices),
+        tuple(
+            choice["text"] if "text" in choice else choice["message"]["content"]
+            for choice in choices
+        ),
         tuple(tuple(choice.get("token_ids") or ()) for choice in choices),
         tuple(choice["finish_reason"] for choice in choices),
         (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]),
-        tuple(pair for choice in choices if choice.get("logprobs") for pair in _logprobs(choice["logprobs"])),
+        tuple(
+            pair
+            for choice in choices
+            if choice.get("logprobs")
+            for pair in _logprobs(choice["logprobs"])
+        ),
     )
 
 
@@ -71,7 +81,9 @@ def _logprobs(found: Body) -> Iterable[tuple[str, float]]:
             yield token["token"], token["logprob"]
             yield from sorted((best["token"], best["logprob"]) for best in token["top_logprobs"])
         return
-    for token, value, best in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+    for token, value, best in zip(
+        found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
+    ):
         yield token, value or 0.0
         yield from sorted((best or {}).items())
 
@@ -89,7 +101,11 @@ def difference(ours: Record, plain: Record) -> str:
             return f"logprob of {token!r}: {value}, plain vLLM: {expected} of {other!r}"
         near[token == other] += 1
     # The last of the best may be another token of nearly the same probability.
-    return "" if near[False] * 20 <= len(plain.logprobs) else f"{near[False]} logprobs are of other tokens"
+    return (
+        ""
+        if near[False] * 20 <= len(plain.logprobs)
+        else f"{near[False]} logprobs are of other tokens"
+    )
 
 
 def expect_same(ours: Record, plain: Record, what: object = "") -> None:
@@ -107,7 +123,7 @@ def expect_exact_or_clean(ours: Record, plain: Record, what: object = "") -> Non
     expect_same(ours, plain, what)
 
 
-# Prompts -----------------------------------------------------------------------------------------------------
+# Prompts ------------------------------------------------------------------------------------------
 def tokens(count: int, seed: object) -> list[int]:
     """Random token ids: two seeds share no prefix."""
     source = random.Random(str(seed))
@@ -133,10 +149,12 @@ def at_once(do: Callable[[T], R], items: Iterable[T]) -> list[R]:
         return list(pool.map(do, items))
 
 
-# Leaving -----------------------------------------------------------------------------------------------------
+# Leaving ------------------------------------------------------------------------------------------
 def ask_and_leave(url: str, body: Body, seconds: float) -> None:
     """Send a request and break the connection after so long, whatever has come by then."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=TIMEOUT)
-    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+    )
     time.sleep(seconds)
     connection.close()

@@ -1,7 +1,8 @@
 """Engines for the tests: started once, reused by all modules, killed whatever happens.
 
-`main` is a prefill engine, a decode engine, a plain vLLM (what is right is what it answers) and the proxy.  Modules
-that need other engines start their own; they run last, and one after the other, for the memory's sake.
+`main` is a prefill engine, a decode engine, a plain vLLM (what is right is what it answers) and the
+proxy. Modules that need other engines start their own; they run last, and one after the other, for
+the memory's sake.
 """
 
 from __future__ import annotations
@@ -20,10 +21,34 @@ from engines import ROOT, Engine, Process, Proxy, free_port, get, wait
 from vllm_disagg.fleet import keys
 
 STALL = 12.0  # seconds; the default is longer than any step, and this than any step here
-ORDER = ["test_exact", "test_prefixes", "test_api", "test_grants", "test_cancel", "test_sensitive", "test_preempt"]
+ORDER = [
+    "test_exact",
+    "test_prefixes",
+    "test_api",
+    "test_grants",
+    "test_cancel",
+    "test_sensitive",
+    "test_preempt",
+]
 ORDER += ["test_bench", "test_live"]
-LAST = ["test_turns", "test_deaths", "test_tp2", "test_topologies", "test_ranks", "test_versions", "test_modes"]
-LAST += ["test_offloading", "test_models", "test_zamba", "test_deadlock", "test_images", "test_lora", "test_transports"]
+LAST = [
+    "test_turns",
+    "test_deaths",
+    "test_tp2",
+    "test_topologies",
+    "test_ranks",
+    "test_versions",
+    "test_modes",
+]
+LAST += [
+    "test_offloading",
+    "test_models",
+    "test_zamba",
+    "test_deadlock",
+    "test_images",
+    "test_lora",
+    "test_transports",
+]
 LAST += ["test_compress"]
 
 
@@ -43,7 +68,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if tally:
         counts = ", ".join(f"{tally[how]} {how}" for how in ("exact", "clean", "wrong"))
-        terminalreporter.write_line(f"answers compared: {counts}; clients that left: {tally['left']}")
+        terminalreporter.write_line(
+            f"answers compared: {counts}; clients that left: {tally['left']}"
+        )
 
 
 class Machine:
@@ -86,12 +113,16 @@ class Machine:
 
 
 @pytest.fixture(scope="session")
-def machine(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Machine]:
+def machine(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[Machine]:
     model = ROOT / ".cache/models/dense"
     if not (model / "config.json").exists():
         command = [sys.executable, str(ROOT / "scripts/tiny_model.py"), "dense", str(model)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    made = Machine(tmp_path_factory.mktemp("engines"), pytestconfig.pluginmanager.getplugin("terminalreporter"))
+    made = Machine(
+        tmp_path_factory.mktemp("engines"), pytestconfig.pluginmanager.getplugin("terminalreporter")
+    )
     try:
         yield made
     finally:
@@ -103,11 +134,15 @@ class Main:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.meeting = free_port()  # of a proxy that is not there yet, to which both make themselves known
+        self.meeting = (
+            free_port()
+        )  # of a proxy that is not there yet, to which both make themselves known
         register = f"http://127.0.0.1:{self.meeting}"
         self.prefill = Engine("P", machine.folder, role="kv_producer", cpu="0", register=register)
         settings: dict[str, object] = {"stall": STALL}
-        self.decode = Engine("D", machine.folder, role="kv_consumer", cpu="1", register=register, settings=settings)
+        self.decode = Engine(
+            "D", machine.folder, role="kv_consumer", cpu="1", register=register, settings=settings
+        )
         self.plain = Engine("plain", machine.folder, cpu="1")
         self.proxy = Proxy(machine.folder, self.prefill, self.decode)
         machine.start(self.prefill, self.decode, self.plain)

@@ -1,4 +1,6 @@
-"""Both legs of a request sent straight to the engines, with grants made here: what only a proxy does otherwise."""
+"""Both legs of a request sent straight to the engines, with grants made here: what only a proxy
+does otherwise.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Legs:
 
     def mint(self, leg: str, transfer: str, **more: object) -> str:
         """A grant for one of our two engines."""
-        fields: dict[str, object] = {"engine": self.p.incarnation if leg == "prefill" else self.d.incarnation}
+        fields: dict[str, object] = {
+            "engine": self.p.incarnation if leg == "prefill" else self.d.incarnation
+        }
         if leg == "decode":
             fields["sources"] = self.p.workers
         fields["until"] = self.until(leg)
@@ -37,14 +41,21 @@ class Legs:
 
     def until(self, leg: str, seconds: float = 300.0) -> float:
         """By the clock of the engine of a leg."""
-        return (self.p if leg == "prefill" else self.d).clock + time.monotonic() - self._began + seconds
+        return (
+            (self.p if leg == "prefill" else self.d).clock
+            + time.monotonic()
+            - self._began
+            + seconds
+        )
 
     def send_prefill(self, body: Body, transfer: str, grant: str = "") -> Future[Record]:
         one = {**body, "max_tokens": 1, **with_grant(grant or self.mint("prefill", transfer))}
         return self._pool.submit(ask, self.prefill.url, one)
 
     def send_decode(self, body: Body, transfer: str, **more: object) -> Future[Record]:
-        return self._pool.submit(ask, self.decode.url, {**body, **with_grant(self.mint("decode", transfer, **more))})
+        return self._pool.submit(
+            ask, self.decode.url, {**body, **with_grant(self.mint("decode", transfer, **more))}
+        )
 
     def ask(self, body: Body) -> Record:
         """A request as the proxy runs it."""
@@ -61,14 +72,18 @@ def probe(key: keys.FleetKey, engine: Engine) -> peers.EngineInfo:
     """What an engine says of itself: first only what the second probe must name."""
     card = _probe(key, engine, "", 0.0)
     assert not card.keys() - {"incarnation", "clock", "rank"}, card
-    return msgspec.convert(_probe(key, engine, card["incarnation"], card["clock"] + 60.0), peers.EngineInfo)
+    return msgspec.convert(
+        _probe(key, engine, card["incarnation"], card["clock"] + 60.0), peers.EngineInfo
+    )
 
 
 def _probe(key: keys.FleetKey, engine: Engine, name: str, until: float) -> dict[str, Any]:
     grant = grants.mint(key, grants.Grant(2, "probe", grants.new_transfer(), name, until=until))
     connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=TIMEOUT)
     asked = {"model": "tiny", "prompt": "x", "max_tokens": 1, **with_grant(grant)}
-    connection.request("POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"})
+    connection.request(
+        "POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"}
+    )
     answer = json.loads(connection.getresponse().read())
     connection.close()
     return dict(answer["kv_transfer_params"][grants.ANSWER_KEY])

@@ -21,8 +21,19 @@ from vllm_disagg.fleet import keys
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-FLAGS = ["--enforce-eager", "--max-model-len", "2048", "--max-num-batched-tokens", "256", "--served-model-name", "tiny"]
-FLAGS += ["--kv-cache-memory-bytes", str(256 << 20)]  # of each worker, and touched by it; a dozen run at a time
+FLAGS = [
+    "--enforce-eager",
+    "--max-model-len",
+    "2048",
+    "--max-num-batched-tokens",
+    "256",
+    "--served-model-name",
+    "tiny",
+]
+FLAGS += [
+    "--kv-cache-memory-bytes",
+    str(256 << 20),
+]  # of each worker, and touched by it; a dozen run at a time
 TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 BLOCK, CHUNK, LIMIT = 128, 256, 2048  # tokens: of a KV block on CPU, of a step, of a request
@@ -32,7 +43,9 @@ _PDEATHSIG = 1
 
 
 def free_port() -> int:
-    """None of those that the kernel gives to whoever asks for any: an engine binds its own half a minute later."""
+    """None of those that the kernel gives to whoever asks for any: an engine binds its own half a
+    minute later.
+    """
     for port in random.sample(range(20000, 30000), 100):
         with socket.socket() as probe:
             try:
@@ -56,9 +69,13 @@ def _die_with_parent() -> None:
 
 
 class Process:
-    """A server in a process group of its own.  Start it from the main thread: it dies with the thread that did."""
+    """A server in a process group of its own. Start it from the main thread: it dies with the
+    thread that did.
+    """
 
-    def __init__(self, name: str, command: list[str], folder: Path, port: int, env: dict[str, str]) -> None:
+    def __init__(
+        self, name: str, command: list[str], folder: Path, port: int, env: dict[str, str]
+    ) -> None:
         self.name, self.command, self.env = name, command, env
         self.port = port
         self.log = folder / f"{name}.log"
@@ -80,7 +97,8 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **self.env},
                 cwd=self.log.parent,
-                process_group=0,  # not a session, which would share a core as one party (launcher/processes.py)
+                # not a session, which would share a core as one party (launcher/processes.py)
+                process_group=0,
                 preexec_fn=_die_with_parent,  # noqa: PLW1509 - no threads run yet that could hold a lock
             )
 
@@ -124,7 +142,9 @@ class Process:
         return next(pid for pid in ours if title in Path(f"/proc/{pid}/cmdline").read_text())
 
     def lower(self, nice: int) -> None:
-        """Let whoever has started later go first: idle workers of vLLM spin, and an engine that starts needs the core."""
+        """Let whoever has started later go first: idle workers of vLLM spin, and an engine that
+        starts needs the core.
+        """
         if self._process is not None:
             os.setpriority(os.PRIO_PGRP, self._process.pid, nice)
 
@@ -170,9 +190,27 @@ class Engine(Process):
         if ranks:
             flags = (*flags, "--data-parallel-size", str(ranks))
         if register:
-            settings = {"register": register, "advertise": f"http://127.0.0.1:{port}", **(settings or {})}
-        command = [str(home / "vllm"), "serve", model or str(ROOT / ".cache/models/dense"), "--host", "127.0.0.1"]
-        command += ["--port", str(port), *FLAGS, *([] if model else TOOLS), "--chat-template", CHAT, *flags]
+            settings = {
+                "register": register,
+                "advertise": f"http://127.0.0.1:{port}",
+                **(settings or {}),
+            }
+        command = [
+            str(home / "vllm"),
+            "serve",
+            model or str(ROOT / ".cache/models/dense"),
+            "--host",
+            "127.0.0.1",
+        ]
+        command += [
+            "--port",
+            str(port),
+            *FLAGS,
+            *([] if model else TOOLS),
+            "--chat-template",
+            CHAT,
+            *flags,
+        ]
         if role:
             transfer = {
                 "kv_connector": "DisaggConnector",
@@ -197,7 +235,9 @@ class Engine(Process):
         return [f"{self.url}@{rank}" for rank in range(self.ranks)] or [self.url]
 
     def metric(self, name: str, label: str = "") -> float:
-        """The sum of a metric over its labels, or over those lines that have one; 0 while there is none."""
+        """The sum of a metric over its labels, or over those lines that have one; 0 while there is
+        none.
+        """
         text = get(self.url, "/metrics", 10.0)[1]
         found = re.findall(rf"^{re.escape(name)}(\{{.*\}})? (\S+)$", text, re.MULTILINE)
         return sum(float(value) for labels, value in found if label in labels)
@@ -242,7 +282,10 @@ class Proxy(Process):
 
     def members(self) -> dict[str, bool]:
         """Instances by URL: whether each can be used."""
-        return {row["url"]: row["usable"] for row in json.loads(get(self.url, "/disagg/instances", 5.0, ADMIN)[1])}
+        return {
+            row["url"]: row["usable"]
+            for row in json.loads(get(self.url, "/disagg/instances", 5.0, ADMIN)[1])
+        }
 
     def change(self, method: str, path: str, **fields: str) -> None:
         """Change the fleet over the admin API."""

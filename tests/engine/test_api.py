@@ -41,7 +41,12 @@ def streamed(chunks: Any) -> Record:
 
 
 def stream(url: str, prompt: Any, max_tokens: int, **more: Any) -> Record:
-    options: Any = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0, **more}
+    options: Any = {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0,
+        **more,
+    }
     create: Any = client(url).chat.completions.create
     if isinstance(prompt, list) and isinstance(prompt[0], dict):
         return streamed(create(model="tiny", messages=prompt, max_tokens=max_tokens, **options))
@@ -65,7 +70,11 @@ def test_streams(main: Main, length: int) -> None:
         plain = stream(main.plain.url, prompt, max_tokens)
         expect_same(stream(main.proxy.url, prompt, max_tokens), plain)
         whole = ask(main.plain.url, body(prompt, max_tokens))
-        assert (plain.texts, plain.finishes, plain.usage) == (whole.texts, whole.finishes, whole.usage)
+        assert (plain.texts, plain.finishes, plain.usage) == (
+            whole.texts,
+            whole.finishes,
+            whole.usage,
+        )
 
 
 def test_a_stream_with_stop_string(main: Main) -> None:
@@ -82,15 +91,23 @@ def test_chats(main: Main, characters: int) -> None:
     before = main.decode.received
     main.check(body(messages, 24, logprobs=True, top_logprobs=4, return_token_ids=True), CHAT)
     wait("KV arrives", lambda: main.decode.received > before, 5)
-    main.check({"model": "tiny", "messages": messages, "temperature": 0, "max_completion_tokens": 24}, CHAT)
+    main.check(
+        {"model": "tiny", "messages": messages, "temperature": 0, "max_completion_tokens": 24}, CHAT
+    )
     if characters < 100:  # see test_seeds
         main.check(body(messages, 24, temperature=0.8, seed=7), CHAT)
     expect_same(stream(main.proxy.url, messages, 24), stream(main.plain.url, messages, 24))
 
 
 def test_several_answers_and_prompts_are_served_whole(main: Main) -> None:
-    """One grant stands for one prompt and one answer: everything else runs on the decode engine alone."""
-    prompt, other, short = tokens(250, "n"), tokens(200, "other"), tokens(60, "short")  # see test_seeds
+    """One grant stands for one prompt and one answer: everything else runs on the decode engine
+    alone.
+    """
+    prompt, other, short = (
+        tokens(250, "n"),
+        tokens(200, "other"),
+        tokens(60, "short"),
+    )  # see test_seeds
     before = main.decode.received
     several = [
         body(short, 24, n=2, temperature=0.8, seed=3),

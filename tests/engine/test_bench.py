@@ -20,7 +20,12 @@ def test_bench_compares_the_pair_with_a_plain_vllm(
     """Objectives that nothing meets need one run of each target only."""
     trace = tmp_path / "trace.jsonl"
     lines = [
-        {"timestamp": 100 * at, "input_length": 600, "output_length": 8, "hash_ids": [2 * at, 2 * at + 1]}
+        {
+            "timestamp": 100 * at,
+            "input_length": 600,
+            "output_length": 8,
+            "hash_ids": [2 * at, 2 * at + 1],
+        }
         for at in range(SENT)
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -34,13 +39,25 @@ def test_bench_compares_the_pair_with_a_plain_vllm(
         assert (alone["sent"], alone["failed"], alone["good"]) == (SENT, 0, 0)
         assert 0 < alone["ttft"]["median"] <= alone["ttft"]["p99"] and alone["tpot"]["median"] > 0
         assert alone["prompt_tokens_per_s"] == pytest.approx(600 / 8 * alone["output_tokens_per_s"])
-    assert main.decode.received > before  # prompts share nothing: one that D recomputes is no prefix of another
+    assert (
+        main.decode.received > before
+    )  # prompts share nothing: one that D recomputes is no prefix of another
 
 
 def test_bench_finds_a_goodput(main: Main, capsys: pytest.CaptureFixture[str]) -> None:
     """A wide bracket of one target: a handful of runs."""
     lengths = ["--input-len", "300", "--output-len", "8", "--requests", "30"]
-    words = ["--target", f"pair={main.proxy.url}", *lengths, "--ttft", "1", "--tpot", "0.2", "--precision", "1"]
+    words = [
+        "--target",
+        f"pair={main.proxy.url}",
+        *lengths,
+        "--ttft",
+        "1",
+        "--tpot",
+        "0.2",
+        "--precision",
+        "1",
+    ]
     assert cli.main(["bench", *words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["targets"]["pair"]
     assert found["goodput"] > 0
@@ -54,10 +71,14 @@ def test_profile_measures_a_plain_engine_and_one_of_ours(main: Main, tmp_path: P
         assert cli.main(["profile", engine.url, *words]) == 0
         points = json.loads(path.read_text())
         assert points["model"] == "tiny" and points["kv_tokens"] > 10_000
-        assert {len(point["tokens"]) for point in points["prefill"]} > {1}, "no prompts were computed together"
+        assert {len(point["tokens"]) for point in points["prefill"]} > {1}, (
+            "no prompts were computed together"
+        )
         assert {len(point["contexts"]) for point in points["decode"]} >= {1, 2, 4}
 
 
-def test_profile_refuses_a_proxy(main: Main, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_refuses_a_proxy(
+    main: Main, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["profile", main.proxy.url, "--output", str(tmp_path / "x")]) == 2
     assert "not of a proxy" in capsys.readouterr().err

@@ -22,7 +22,11 @@ def leave(url: str, asked: Body, seconds: float) -> None:
 @pytest.mark.parametrize("length", [100, 1000, 1900])
 def test_through_the_proxy(main: Main, length: int) -> None:
     for delay in DELAYS:
-        leave(main.proxy.url, body(tokens(length, f"leave {length} {delay}"), 100, ignore_eos=True), delay)
+        leave(
+            main.proxy.url,
+            body(tokens(length, f"leave {length} {delay}"), 100, ignore_eos=True),
+            delay,
+        )
     main.expect_well()
 
 

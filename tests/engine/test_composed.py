@@ -1,4 +1,6 @@
-"""Inside vLLM's MultiConnector, beside a connector that keeps KV on disk (vLLM's own example of one)."""
+"""Inside vLLM's MultiConnector, beside a connector that keeps KV on disk (vLLM's own example of
+one).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ from engines import BLOCK, Engine, Proxy, wait
 
 
 def engine(main: Main, name: str, role: str, cpu: str, disk: Path) -> Engine:
-    ours = {"kv_connector": "DisaggConnector", "kv_role": role, "kv_connector_extra_config": {"key_file": main.machine.key}}
+    ours = {
+        "kv_connector": "DisaggConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"key_file": main.machine.key},
+    }
     other = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
@@ -29,7 +35,9 @@ def engine(main: Main, name: str, role: str, cpu: str, disk: Path) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def pair(main: Main, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine, Proxy]]:
+def pair(
+    main: Main, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Engine, Engine, Proxy]]:
     """Engines whose connectors keep KV in a folder of each one's own."""
     machine = main.machine
     prefill = engine(main, "multi-P", "kv_producer", "0", tmp_path_factory.mktemp("disk-P"))
@@ -42,7 +50,9 @@ def pair(main: Main, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple
 
 
 def test_both_connectors_at_once(main: Main, pair: tuple[Engine, Engine, Proxy]) -> None:
-    """Prompts of one chunk each: the other connector knows no more.  The second time its KV, or ours, is there already."""
+    """Prompts of one chunk each: the other connector knows no more. The second time its KV, or
+    ours, is there already.
+    """
     _, decode, proxy = pair
     asked = [body(english(BLOCK + 10 * at, f"composed {at}"), 12) for at in range(1, 12)]
     before = decode.received

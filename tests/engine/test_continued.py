@@ -1,4 +1,6 @@
-"""Streams that break off at one real engine and go on at another: to their clients one stream, and the very answer."""
+"""Streams that break off at one real engine and go on at another: to their clients one stream, and
+the very answer.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,17 @@ LENGTH = 900  # tokens of an answer: some seconds
 BEGUN = 40  # events of a stream, after which its engine fails
 CHAT = [{"role": "user", "content": english(300, "continued")}]
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
-    "completions": ("/v1/completions", {"prompt": english(300, "continued"), "max_tokens": LENGTH, "ignore_eos": True}),
+    "completions": (
+        "/v1/completions",
+        {"prompt": english(300, "continued"), "max_tokens": LENGTH, "ignore_eos": True},
+    ),
     "chat": ("/v1/chat/completions", {"messages": CHAT, "max_tokens": LENGTH, "ignore_eos": True}),
-    "responses": ("/v1/responses", {"input": CHAT, "max_output_tokens": LENGTH, "ignore_eos": True}),
+    "responses": (
+        "/v1/responses",
+        {"input": CHAT, "max_output_tokens": LENGTH, "ignore_eos": True},
+    ),
     "messages": ("/v1/messages", {"messages": CHAT, "max_tokens": LENGTH}),
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -43,7 +51,9 @@ class Stream:
         connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=60)
         try:
             body = {"model": "tiny", "stream": True, "temperature": 0, **self.body}
-            connection.request("POST", self.path, json.dumps(body), {"content-type": "application/json"})
+            connection.request(
+                "POST", self.path, json.dumps(body), {"content-type": "application/json"}
+            )
             answer = connection.getresponse()
             assert answer.status == 200, answer.read()
             while data := answer.read1():
@@ -75,9 +85,16 @@ def hear_chunks(data: bytes) -> dict[str, Any]:
     chunks = [json.loads(event.removeprefix(b"data: ")) for event in raw]
     assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
     choices = [chunk["choices"][0] for chunk in chunks]
-    texts = [choice["text"] if "text" in choice else choice["delta"].get("content") or "" for choice in choices]
+    texts = [
+        choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+        for choice in choices
+    ]
     roles = sum("role" in choice.get("delta", {}) for choice in choices)
-    return {"said": "".join(texts), "roles": roles, "finish": [c["finish_reason"] for c in choices if c["finish_reason"]]}
+    return {
+        "said": "".join(texts),
+        "roles": roles,
+        "finish": [c["finish_reason"] for c in choices if c["finish_reason"]],
+    }
 
 
 class Fleet:
@@ -86,7 +103,9 @@ class Fleet:
         self.proxy = Proxy(machine.folder, [], self.engines, name="proxy6")
         machine.start(*self.engines)
         machine.start(self.proxy)
-        self.right = {name: stream.heard() for name, stream in self.ask(self.engines[1].url).items()}
+        self.right = {
+            name: stream.heard() for name, stream in self.ask(self.engines[1].url).items()
+        }
 
     def ask(self, url: str) -> dict[str, Stream]:
         """All jobs at once, to their ends."""
@@ -104,7 +123,12 @@ class Fleet:
 
     def use(self, engine: Engine, usable: bool) -> None:
         engine.signal(signal.SIGCONT if usable else signal.SIGSTOP)
-        wait(f"the proxy knows how {engine.name} is", lambda: self.proxy.members()[engine.url] == usable, 20, every=0.02)
+        wait(
+            f"the proxy knows how {engine.name} is",
+            lambda: self.proxy.members()[engine.url] == usable,
+            20,
+            every=0.02,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -115,11 +139,18 @@ def fleet(machine: Machine) -> Iterator[Fleet]:
 
 
 @pytest.mark.parametrize(("at", "fault"), [(0, signal.SIGSTOP), (1, signal.SIGKILL)])
-def test_all_streams_of_an_engine_go_on_at_another(fleet: Fleet, at: int, fault: signal.Signals) -> None:
+def test_all_streams_of_an_engine_go_on_at_another(
+    fleet: Fleet, at: int, fault: signal.Signals
+) -> None:
     victim, other = fleet.engines[at], fleet.engines[1 - at]
     fleet.use(other, False)  # so that all streams begin at the victim
     streams, threads = fleet.begin(fleet.proxy.url)
-    wait("all streams have begun", lambda: all(s.events >= BEGUN or s.error for s in streams.values()), 90, every=0.01)
+    wait(
+        "all streams have begun",
+        lambda: all(s.events >= BEGUN or s.error for s in streams.values()),
+        90,
+        every=0.01,
+    )
     fleet.use(other, True)
     victim.signal(fault)
     sent = {name: (stream.events, bytes(stream.got)) for name, stream in streams.items()}
@@ -130,10 +161,14 @@ def test_all_streams_of_an_engine_go_on_at_another(fleet: Fleet, at: int, fault:
     try:
         for name, stream in streams.items():
             events, before = sent[name]
-            assert bytes(stream.got).startswith(before) and stream.events > events, f"{name} was in mid-stream"
+            assert bytes(stream.got).startswith(before) and stream.events > events, (
+                f"{name} was in mid-stream"
+            )
             assert stream.heard() == fleet.right[name], name
             said = len(str(stream.heard()["said"]))
-            print(f"{name:18} {said:5} characters, exact; {events:4} events of {stream.events} from the first engine")
+            print(
+                f"{name:18} {said:5} characters, exact; {events:4} events of {stream.events} from the first engine"
+            )
     finally:
         if fault is signal.SIGSTOP:
             fleet.use(victim, True)

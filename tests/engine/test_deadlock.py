@@ -1,4 +1,5 @@
-"""Loads hold nearly all of D's pool, and P dies: a failed load of a model with windows stops nobody, itself included.
+"""Loads hold nearly all of D's pool, and P dies: a failed load of a model with windows stops
+nobody, itself included.
 
 `tests/connector/test_failed_loads.py` has the same with vLLM's scheduler alone.
 """
@@ -22,10 +23,16 @@ SECONDS = 60.0
 
 
 def test_loads_that_fail_when_they_hold_the_pool(machine: Machine) -> None:
-    """vLLM looks at them first, and to compute them it needs more blocks than they had to be loaded."""
+    """vLLM looks at them first, and to compute them it needs more blocks than they had to be
+    loaded.
+    """
     machine.stop()  # all others, for the memory's sake
-    p = Engine("deadlock-P", machine.folder, *FLAGS, role="kv_producer", cpu="0", model=model("sliding"))
-    d = Engine("deadlock-D", machine.folder, *FLAGS, role="kv_consumer", cpu="1", model=model("sliding"))
+    p = Engine(
+        "deadlock-P", machine.folder, *FLAGS, role="kv_producer", cpu="0", model=model("sliding")
+    )
+    d = Engine(
+        "deadlock-D", machine.folder, *FLAGS, role="kv_consumer", cpu="1", model=model("sliding")
+    )
     machine.start(p, d)
     asked = [body(tokens(LENGTH, f"deadlock {at}"), 8) for at in range(LEGS)]
     plain = [ask(p.url, one) for one in asked]  # ordinary requests there

@@ -1,4 +1,6 @@
-"""A prefill engine that freezes, dies and comes back: no answer is lost and none is wrong.  Last, since P dies."""
+"""A prefill engine that freezes, dies and comes back: no answer is lost and none is wrong. Last,
+since P dies.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,12 @@ from engines import wait
 from vllm_disagg.fleet import grants
 
 
-def while_running(main: Main, count: int, length: int, do: object, after: float = 0.05) -> list[float]:
-    """Run requests, `do` something to an engine meanwhile, and find all answers right; how long each took."""
+def while_running(
+    main: Main, count: int, length: int, do: object, after: float = 0.05
+) -> list[float]:
+    """Run requests, `do` something to an engine meanwhile, and find all answers right; how long
+    each took.
+    """
     asked = [body(tokens(length + at, time.monotonic()), 24) for at in range(count)]
     plain = at_once(lambda one: ask(main.plain.url, one), asked)
     timer = threading.Timer(after, do)  # type: ignore[arg-type]
@@ -54,14 +60,21 @@ def test_a_decode_engine_that_freezes(main: Main) -> None:
 
 
 def test_a_prefill_engine_whose_core_stands_still_while_its_worker_lives(main: Main) -> None:
-    """The worker answers D all the while, and /health is green: D gives P up after `stall`, long before the patience."""
+    """The worker answers D all the while, and /health is green: D gives P up after `stall`, long
+    before the patience.
+    """
     asked = [body(tokens(1800 + at, time.monotonic()), 8) for at in range(8)]
     plain = at_once(lambda one: ask(main.plain.url, one), asked)
     stalled, before = main.decode.metric("vllm:disagg_failed_stalled_total"), main.decode.received
     core = main.prefill.child("EngineCore")
     transfers = [grants.new_transfer() for _ in asked]
-    legs = [main.legs.send_prefill(one, transfer) for one, transfer in zip(asked, transfers, strict=True)]
-    answers = [main.legs.send_decode(one, transfer) for one, transfer in zip(asked, transfers, strict=True)]
+    legs = [
+        main.legs.send_prefill(one, transfer)
+        for one, transfer in zip(asked, transfers, strict=True)
+    ]
+    answers = [
+        main.legs.send_decode(one, transfer) for one, transfer in zip(asked, transfers, strict=True)
+    ]
     wait("KV moves", lambda: main.decode.received > before, 20, every=0.01)
     os.kill(core, signal.SIGSTOP)
     began = time.monotonic()
@@ -90,7 +103,9 @@ def test_a_prefill_engine_that_dies_and_comes_back(main: Main) -> None:
 
 
 def test_a_decode_engine_that_dies(main: Main) -> None:
-    """There is no other one: every request ends with an explicit error, soon, and P gives its blocks back."""
+    """There is no other one: every request ends with an explicit error, soon, and P gives its
+    blocks back.
+    """
     asked = [body(tokens(1500 + at, f"no decode engine {at}"), 24) for at in range(6)]
     timer = threading.Timer(0.1, lambda: main.decode.stop(gently=0))
     timer.start()
@@ -99,6 +114,8 @@ def test_a_decode_engine_that_dies(main: Main) -> None:
     timer.join()
     assert time.monotonic() - began < 20
     for answer in answers:
-        assert answer.status == 200 or (answer.status in (502, 503) and "error" in answer.error), answer
+        assert answer.status == 200 or (answer.status in (502, 503) and "error" in answer.error), (
+            answer
+        )
     assert any(answer.status != 200 for answer in answers)
     wait("P gives its blocks back", lambda: main.prefill.usage == 0, 20)

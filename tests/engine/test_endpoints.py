@@ -1,4 +1,6 @@
-"""Every endpoint that generates, through the clients' own libraries, beside a plain vLLM: equal except ids and times."""
+"""Every endpoint that generates, through the clients' own libraries, beside a plain vLLM: equal
+except ids and times.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from conftest import Main
 from engines import wait
 
 PASSING = {
-    *{"id", "created", "created_at", "completed_at", "item_id", "call_id", "request_id", "_request_id"},
+    *{
+        "id",
+        "created",
+        "created_at",
+        "completed_at",
+        "item_id",
+        "call_id",
+        "request_id",
+        "_request_id",
+    },
     "system_fingerprint",  # of an engine's settings
     *{"input_tokens_details", "cache_read_input_tokens"},  # what came from P is cached for D
 }
@@ -23,7 +34,10 @@ SCHEMA = {
     "required": ["city", "warm"],
     "additionalProperties": False,
 }
-TOOL = {"type": "function", "function": {"name": "weather", "description": "It tells.", "parameters": SCHEMA}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "It tells.", "parameters": SCHEMA},
+}
 
 
 def lasting(answer: Any) -> Any:
@@ -31,7 +45,11 @@ def lasting(answer: Any) -> Any:
     if hasattr(answer, "model_dump"):
         answer = answer.model_dump()
     if isinstance(answer, dict):
-        return {name: lasting(value) for name, value in answer.items() if name not in PASSING and value is not None}
+        return {
+            name: lasting(value)
+            for name, value in answer.items()
+            if name not in PASSING and value is not None
+        }
     return [lasting(item) for item in answer] if isinstance(answer, list) else answer
 
 
@@ -50,27 +68,37 @@ def said(events: Any) -> list[Any]:
         rest += [event["usage"]] if event.get("usage") else []
         if event.get("type", "").endswith(".delta") or event.get("type") == "content_block_delta":
             delta = event["delta"]
-            text["delta"] = text.get("delta", "") + (delta if isinstance(delta, str) else delta.get("text", ""))
+            text["delta"] = text.get("delta", "") + (
+                delta if isinstance(delta, str) else delta.get("text", "")
+            )
     return [text, *rest]
 
 
 def chat(url: str, **more: Any) -> Any:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
     messages: Any = [{"role": "user", "content": english(900, str(more))}]
-    return client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=40, **more)
+    return client.chat.completions.create(
+        model="tiny", messages=messages, temperature=0, max_tokens=40, **more
+    )
 
 
 def responses(url: str, **more: Any) -> Any:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
     return client.responses.create(
-        model="tiny", input=english(900, f"responses {more}"), temperature=0, max_output_tokens=24, **more
+        model="tiny",
+        input=english(900, f"responses {more}"),
+        temperature=0,
+        max_output_tokens=24,
+        **more,
     )
 
 
 def messages(url: str, **more: Any) -> Any:
     client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60)
     conversation: Any = [{"role": "user", "content": english(900, f"messages {more}")}]
-    return client.messages.create(model="tiny", messages=conversation, max_tokens=24, extra_body={"temperature": 0}, **more)
+    return client.messages.create(
+        model="tiny", messages=conversation, max_tokens=24, extra_body={"temperature": 0}, **more
+    )
 
 
 def same(main: Main, ask: Callable[..., Any], **more: Any) -> Any:
@@ -120,4 +148,8 @@ def test_a_client_that_has_heard_enough(main: Main) -> None:
 
     assert begin(main.proxy.url).startswith(begin(main.plain.url)[:8])
     for engine in (main.prefill, main.decode, main.plain):
-        wait(f"{engine.name} stops", lambda e=engine: e.metric("vllm:num_requests_running") == 0 and e.usage == 0, 5)
+        wait(
+            f"{engine.name} stops",
+            lambda e=engine: e.metric("vllm:num_requests_running") == 0 and e.usage == 0,
+            5,
+        )

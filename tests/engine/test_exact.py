@@ -1,4 +1,6 @@
-"""Through the proxy, the answer is plain vLLM's: at every length, streamed or not, alone or among many."""
+"""Through the proxy, the answer is plain vLLM's: at every length, streamed or not, alone or among
+many.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,27 @@ from asking import Body, Record, ask, at_once, body, english, expect_same, token
 from conftest import Main
 from engines import BLOCK, CHUNK, LIMIT, wait
 
-LENGTHS = [1, 2, 64, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 383, 384, 385, 511, 512, 513]
+LENGTHS = [
+    1,
+    2,
+    64,
+    BLOCK - 1,
+    BLOCK,
+    BLOCK + 1,
+    CHUNK - 1,
+    CHUNK,
+    CHUNK + 1,
+    383,
+    384,
+    385,
+    511,
+    512,
+    513,
+]
 LONG = [640, 767, 768, 769, 1000, 1024, 1025, 1500, 1792, LIMIT - 25]
-LAYER_BYTES = 2 * 2 * 32 * 2 * BLOCK  # of a block in one layer: keys and values, two heads of 32 in bfloat16
+LAYER_BYTES = (
+    2 * 2 * 32 * 2 * BLOCK
+)  # of a block in one layer: keys and values, two heads of 32 in bfloat16
 BLOCK_BYTES = 4 * LAYER_BYTES
 
 
@@ -50,7 +70,10 @@ def check_at_once(main: Main, asked: list[Body]) -> list[Record]:
 @pytest.mark.parametrize("length", LENGTHS + LONG)
 def test_token_prompts(main: Main, length: int) -> None:
     with Transfers(main) as transfers:
-        assert main.check(body(tokens(length, f"length {length}"), 16, logprobs=5)).prompt_tokens == length
+        assert (
+            main.check(body(tokens(length, f"length {length}"), 16, logprobs=5)).prompt_tokens
+            == length
+        )
         check_at_once(main, [body(tokens(length, f"length {length} {at}"), 16) for at in range(3)])
         transfers.expected = needed([length] * 4)
 
@@ -58,11 +81,15 @@ def test_token_prompts(main: Main, length: int) -> None:
 @pytest.mark.parametrize("characters", [1, 40, 300, 700, 1500, 3000, 5000])
 def test_english_prompts(main: Main, characters: int) -> None:
     with Transfers(main) as transfers:
-        answers = check_at_once(main, [body(english(characters, f"{characters} {at}")) for at in range(4)])
+        answers = check_at_once(
+            main, [body(english(characters, f"{characters} {at}")) for at in range(4)]
+        )
         transfers.expected = needed(answer.prompt_tokens for answer in answers)
 
 
-@pytest.mark.parametrize("prompt", [1, BLOCK, CHUNK + 1, 1000, LIMIT - BLOCK - 1, LIMIT - 2, LIMIT - 1])
+@pytest.mark.parametrize(
+    "prompt", [1, BLOCK, CHUNK + 1, 1000, LIMIT - BLOCK - 1, LIMIT - 2, LIMIT - 1]
+)
 def test_up_to_the_models_limit(main: Main, prompt: int) -> None:
     rest = LIMIT - prompt if prompt > 1000 else 300
     ours = main.check(body(tokens(prompt, f"limit {prompt}"), rest, ignore_eos=True))
@@ -72,22 +99,28 @@ def test_up_to_the_models_limit(main: Main, prompt: int) -> None:
 def test_a_request_without_max_tokens_ends_where_plain_vllm_ends(main: Main) -> None:
     asked = body(tokens(LIMIT - 60, "open end"), ignore_eos=True)
     main.check({**asked, "max_tokens": None})
-    main.check({name: value for name, value in asked.items() if name != "max_tokens"})  # vLLM's default: 16
+    main.check(
+        {name: value for name, value in asked.items() if name != "max_tokens"}
+    )  # vLLM's default: 16
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("prompt", "max_tokens"), [(LIMIT, 1), (LIMIT + 1, 1), (3 * LIMIT, 16), (LIMIT - 10, 5 * LIMIT)]
 )
-def test_too_long_is_refused_as_by_plain_vllm(main: Main, prompt: int, max_tokens: int, stream: bool) -> None:
+def test_too_long_is_refused_as_by_plain_vllm(
+    main: Main, prompt: int, max_tokens: int, stream: bool
+) -> None:
     assert main.check(body(tokens(prompt, "too long"), max_tokens, stream=stream)).status == 400
 
 
 def test_answers_that_would_pass_the_limit_end_as_plain_vllms(main: Main) -> None:
-    main.check(body(tokens(LIMIT - 10, "nearly too long"), 11, ignore_eos=True))  # vLLM 0.32 shortens the answer
+    main.check(
+        body(tokens(LIMIT - 10, "nearly too long"), 11, ignore_eos=True)
+    )  # vLLM 0.32 shortens the answer
 
 
-# Sampling and stopping ---------------------------------------------------------------------------------------
+# Sampling and stopping ----------------------------------------------------------------------------
 @pytest.mark.parametrize("length", [30, BLOCK, 300, 700])
 def test_stop_strings(main: Main, length: int) -> None:
     asked = body(tokens(length, f"stop {length}"), 48, ignore_eos=True)
@@ -102,15 +135,22 @@ def test_stop_tokens_and_lower_bounds(main: Main) -> None:
     asked = body(tokens(300, "stop tokens"), 32, ignore_eos=True)
     seen = ask(main.plain.url, asked).tokens[0]
     assert main.check({**asked, "stop_token_ids": [seen[3]]}).usage[1] <= 4
-    assert main.check({**asked, "stop_token_ids": [seen[0]]}).usage[1] == 1  # the very first token, which P made too
+    assert (
+        main.check({**asked, "stop_token_ids": [seen[0]]}).usage[1] == 1
+    )  # the very first token, which P made too
     assert main.check({**asked, "stop_token_ids": [seen[0]], "min_tokens": 8}).usage[1] >= 8
 
 
 @pytest.mark.parametrize("length", [2, BLOCK - 1, BLOCK + 1, CHUNK])
 def test_seeds(main: Main, length: int) -> None:
-    """Not beyond a chunk: on CPU, vLLM 0.32 dies of a seeded prompt in several ("CPU Generator does not use offset")."""
+    """Not beyond a chunk: on CPU, vLLM 0.32 dies of a seeded prompt in several ("CPU Generator does
+    not use offset").
+    """
     prompt = tokens(length, f"seed {length}")
-    seen = {main.check(body(prompt, 24, temperature=0.8, seed=seed, top_p=0.9)).tokens for seed in range(4)}
+    seen = {
+        main.check(body(prompt, 24, temperature=0.8, seed=seed, top_p=0.9)).tokens
+        for seed in range(4)
+    }
     assert len(seen) > 1, "every seed gave the same answer: sampling was not tested"
 
 
@@ -128,10 +168,12 @@ def test_penalties_and_biases(main: Main) -> None:
 @pytest.mark.parametrize("logprobs", [0, 1, 5])
 def test_logprobs(main: Main, logprobs: int) -> None:
     for length in (1, BLOCK, 500):
-        assert main.check(body(tokens(length, f"logprobs {length}"), 24, logprobs=logprobs)).logprobs
+        assert main.check(
+            body(tokens(length, f"logprobs {length}"), 24, logprobs=logprobs)
+        ).logprobs
 
 
-# Many at once ------------------------------------------------------------------------------------------------
+# Many at once -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["distinct", "one prefix", "all equal"])
 def test_32_at_once(main: Main, kind: str) -> None:
     started = f"{kind} {time.time()}"

@@ -1,8 +1,9 @@
-"""Two prefill and two decode instances under steady load; each in turn is killed, started again, frozen, thawed, drained,
-and replaced by a new one at another address.
+"""Two prefill and two decode instances under steady load; each in turn is killed, started again,
+frozen, thawed, drained, and replaced by a new one at another address.
 
-Every answer must be EXACT (text, usage and finish reason of an undisturbed run) or CLEAN (an explicit error in time),
-and 99.9 % EXACT.  `make chaos` runs it: it takes 5 to 20 minutes, and prints what each fault cost.
+Every answer must be EXACT (text, usage and finish reason of an undisturbed run) or CLEAN (an
+explicit error in time), and 99.9 % EXACT. `make chaos` runs it: it takes 5 to 20 minutes, and
+prints what each fault cost.
 """
 
 from __future__ import annotations
@@ -71,21 +72,39 @@ def jobs() -> list[Job]:
         more = {"model": "tiny", "temperature": 0, "max_tokens": 20 + 25 * at, "ignore_eos": True}
         for stream in (True, True, False):
             kind = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-            made.append(Job("/v1/completions", {"prompt": tokens(length, len(made)), **more, **kind}))
+            made.append(
+                Job("/v1/completions", {"prompt": tokens(length, len(made)), **more, **kind})
+            )
         messages = [{"role": "user", "content": english(3 * length, at)}]
-        made.append(Job("/v1/chat/completions", {"messages": messages, **more, **kind, "stream": True,
-                                                 "stream_options": {"include_usage": True}}))  # fmt: skip
+        made.append(
+            Job(
+                "/v1/chat/completions",
+                {
+                    "messages": messages,
+                    **more,
+                    **kind,
+                    "stream": True,
+                    "stream_options": {"include_usage": True},
+                },
+            )
+        )
     return made
 
 
 def ask(url: str, job: Job) -> Result:
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=TIMEOUT)
     try:
-        connection.request("POST", job.path, json.dumps(job.body), {"content-type": "application/json"})
+        connection.request(
+            "POST", job.path, json.dumps(job.body), {"content-type": "application/json"}
+        )
         answer = connection.getresponse()
         raw = answer.read()
         if answer.status != 200:
-            return Result(error=CLEAN + raw.decode() if b'"error"' in raw else f"{answer.status} without words")
+            return Result(
+                error=CLEAN + raw.decode()
+                if b'"error"' in raw
+                else f"{answer.status} without words"
+            )
         return in_stream(raw) if job.body.get("stream") else in_json(json.loads(raw))
     except (OSError, http.client.HTTPException, ValueError) as error:
         return Result(error=f"{type(error).__name__}: {error}")
@@ -96,7 +115,9 @@ def ask(url: str, job: Job) -> Result:
 def in_json(answer: dict[str, Any]) -> Result:
     choice, usage = answer["choices"][0], answer["usage"]
     text = choice["text"] if "text" in choice else choice["message"]["content"]
-    return Result(text, choice["finish_reason"], (usage["prompt_tokens"], usage["completion_tokens"]))
+    return Result(
+        text, choice["finish_reason"], (usage["prompt_tokens"], usage["completion_tokens"])
+    )
 
 
 def in_stream(raw: bytes) -> Result:
@@ -145,7 +166,9 @@ class Load:
             job, expected = self._right[at * 7 % len(self._right)]
             phase, began = self.phases[-1], time.monotonic()
             got = ask(self._url, job)
-            how = "exact" if got == expected else "clean" if got.error.startswith(CLEAN) else "wrong"
+            how = (
+                "exact" if got == expected else "clean" if got.error.startswith(CLEAN) else "wrong"
+            )
             phase.counts[how] += 1
             phase.slowest = max(phase.slowest, time.monotonic() - began)
             tally[how] += 1
@@ -180,7 +203,9 @@ def test_every_instance_dies_freezes_and_is_replaced(machine: Machine) -> None:
             show(load, proxy)
         counts = sum((phase.counts for phase in load.phases), Counter[str]())
         assert not counts["wrong"], [words for phase in load.phases for words in phase.wrong]
-        assert counts["exact"] >= 0.999 * counts.total(), [words for phase in load.phases for words in phase.wrong]
+        assert counts["exact"] >= 0.999 * counts.total(), [
+            words for phase in load.phases for words in phase.wrong
+        ]
         assert all(phase.counts["exact"] for phase in load.phases)
     finally:
         machine.stop(proxy, *engines)
@@ -206,7 +231,12 @@ def disturb(machine: Machine, proxy: Proxy, load: Load, engine: Engine) -> None:
     engine.signal(signal.SIGSTOP)
     began = time.monotonic()
     try:
-        wait(f"the proxy knows that {engine.name} is frozen", lambda: not usable(proxy, engine), 2.5, every=0.02)
+        wait(
+            f"the proxy knows that {engine.name} is frozen",
+            lambda: not usable(proxy, engine),
+            2.5,
+            every=0.02,
+        )
         print(f"{engine.name}: known to be frozen after {time.monotonic() - began:.2f} s")
         time.sleep(FROZEN - (time.monotonic() - began))
     finally:
@@ -219,7 +249,9 @@ def disturb(machine: Machine, proxy: Proxy, load: Load, engine: Engine) -> None:
 def replace(machine: Machine, proxy: Proxy, load: Load, old: Engine) -> Engine:
     """Drain an instance through the admin API, stop it when it is gone, and add a new one."""
     role = "kv_producer" if old.name.startswith("P") else "kv_consumer"
-    new = Engine(f"{old.name}new", machine.folder, role=role, cpu=old.env["VLLM_CPU_OMP_THREADS_BIND"])
+    new = Engine(
+        f"{old.name}new", machine.folder, role=role, cpu=old.env["VLLM_CPU_OMP_THREADS_BIND"]
+    )
     load.phases.append(Phase(f"{old.name} drained"))
     proxy.change("POST", "/disagg/instances/drain", url=old.url)
     wait(f"{old.name} has left", lambda: old.url not in proxy.members(), 60)
@@ -227,7 +259,12 @@ def replace(machine: Machine, proxy: Proxy, load: Load, old: Engine) -> Engine:
     time.sleep(QUIET)
     load.phases.append(Phase(f"{new.name} starts and joins"))
     start(machine, new)
-    proxy.change("POST", "/disagg/instances", url=new.url, role="prefill" if role == "kv_producer" else "decode")
+    proxy.change(
+        "POST",
+        "/disagg/instances",
+        url=new.url,
+        role="prefill" if role == "kv_producer" else "decode",
+    )
     wait(f"the proxy uses {new.name}", lambda: usable(proxy, new), 30)
     time.sleep(QUIET)
     return new

@@ -1,4 +1,6 @@
-"""Our proxy in front of engines that are not ours: vLLM's NixlConnector (one leg after the other) and plain vLLM, mixed."""
+"""Our proxy in front of engines that are not ours: vLLM's NixlConnector (one leg after the other)
+and plain vLLM, mixed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from conftest import Machine
 from engines import Engine, Proxy, free_port, get, wait
 
 pytestmark = pytest.mark.skipif(
-    not importlib.util.find_spec("nixl"), reason="nixl is not installed: pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
+    not importlib.util.find_spec("nixl"),
+    reason="nixl is not installed: pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1",
 )
 
 LENGTHS = (20, 130, 300, 700)  # of prompts, in tokens: less than a block, and several
@@ -34,8 +37,9 @@ class Fleet:
         machine.start(self.proxy)
 
     def has_moved_more_than(self, before: float) -> bool:
-        """Whether the decode engine has read so many bytes of KV.  Its statistics come out with its next step, and it may be
-        late with everything where NIXL's threads spin on the only core."""
+        """Whether the decode engine has read so many bytes of KV. Its statistics come out with its
+        next step, and it may be late with everything where NIXL's threads spin on the only core.
+        """
         try:
             ask(self.decode.url, body([5], 1), timeout=10)
             return self.decode.metric("vllm:nixl_bytes_transferred_sum") > before
@@ -49,8 +53,13 @@ class Fleet:
 def nixl(name: str, role: str, cpu: str, machine: Machine) -> Engine:
     transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
     transfer["kv_load_failure_policy"] = "recompute"  # a request whose KV is lost is computed anew
-    side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-    return Engine(name, machine.folder, "--kv-transfer-config", json.dumps(transfer), cpu=cpu, env=side)
+    side = {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+    }
+    return Engine(
+        name, machine.folder, "--kv-transfer-config", json.dumps(transfer), cpu=cpu, env=side
+    )
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +74,12 @@ def test_answers_are_exact_and_kv_moves(fleet: Fleet) -> None:
         job = body(tokens(length, f"nixl {at}"))
         right = ask(fleet.plain.url, job)
         expect_same(fleet.ask(job), right, f"{length} tokens")
-    wait("KV of several blocks is transferred", lambda: fleet.has_moved_more_than(BLOCK), 60, every=0.5)
+    wait(
+        "KV of several blocks is transferred",
+        lambda: fleet.has_moved_more_than(BLOCK),
+        60,
+        every=0.5,
+    )
 
 
 def test_what_cannot_be_split_is_balanced(fleet: Fleet) -> None:
@@ -79,7 +93,9 @@ def test_what_cannot_be_split_is_balanced(fleet: Fleet) -> None:
 
 
 def test_a_killed_prefill_engine_is_survived(fleet: Fleet) -> None:
-    """Under load.  Who had its KV there gets an error or the right answer; afterwards all is answered without it."""
+    """Under load. Who had its KV there gets an error or the right answer; afterwards all is
+    answered without it.
+    """
     jobs = [body(tokens(length, f"killed {length}"), 24) for length in LENGTHS]
     right = [ask(fleet.plain.url, job) for job in jobs]
     over, failed, exact = threading.Event(), list[Exception](), 0
@@ -112,14 +128,18 @@ def test_a_killed_prefill_engine_is_survived(fleet: Fleet) -> None:
     assert not failed, failed[0]
     for job, expected in zip(jobs, right, strict=True):
         expect_same(fleet.ask(job), expected)
-    assert 'vllm_disagg_fallbacks_total{reason="no_pair"}' in get(fleet.proxy.url, "/metrics", 5.0)[1]
+    assert (
+        'vllm_disagg_fallbacks_total{reason="no_pair"}' in get(fleet.proxy.url, "/metrics", 5.0)[1]
+    )
 
 
 def respond(url: str, job: dict[str, object]) -> object:
     """All of a whole answer of /v1/responses that lasts; its error if that is what came."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
     try:
-        connection.request("POST", "/v1/responses", json.dumps(job), {"content-type": "application/json"})
+        connection.request(
+            "POST", "/v1/responses", json.dumps(job), {"content-type": "application/json"}
+        )
         answer = connection.getresponse()
         said = json.loads(answer.read())
     finally:
@@ -130,10 +150,15 @@ def respond(url: str, job: dict[str, object]) -> object:
 
 
 def test_what_a_stopping_engine_leaves_is_no_answer(fleet: Fleet, machine: Machine) -> None:
-    """vLLM calls a response completed that it gave up because of a SIGTERM.  Nobody else is there: its client gets an error."""
+    """vLLM calls a response completed that it gave up because of a SIGTERM. Nobody else is there:
+    its client gets an error.
+    """
     proxy = Proxy(machine.folder, [], fleet.plain, name="proxy6")
     machine.start(proxy)
-    jobs = [{"model": "tiny", "input": english(300, at), "max_output_tokens": 900, "temperature": 0} for at in range(4)]
+    jobs = [
+        {"model": "tiny", "input": english(300, at), "max_output_tokens": 900, "temperature": 0}
+        for at in range(4)
+    ]
     right = [respond(fleet.plain.url, job) for job in jobs]
 
     def one(at: int) -> object:
@@ -147,4 +172,6 @@ def test_what_a_stopping_engine_leaves_is_no_answer(fleet: Fleet, machine: Machi
     machine.stop(proxy)
     for answer, expected in zip(got, right, strict=True):
         assert answer == expected or isinstance(answer, str)
-    assert "failed a decode leg: " in said, "no answer was under way when the engine was stopped"  # it may be cut or reset
+    assert "failed a decode leg: " in said, (
+        "no answer was under way when the engine was stopped"
+    )  # it may be cut or reset

@@ -27,7 +27,12 @@ GARBAGE: list[Any] = [
     {"disagg_grant": ["a", "b"]},
     {"disagg_grant": {"disagg_grant": "a.b"}},
     {"disagg_engine": {"incarnation": "x"}},
-    {"do_remote_prefill": True, "remote_block_ids": [1, 2], "remote_host": "10.0.0.1", "remote_port": 1},
+    {
+        "do_remote_prefill": True,
+        "remote_block_ids": [1, 2],
+        "remote_host": "10.0.0.1",
+        "remote_port": 1,
+    },
     {"do_remote_decode": True, "remote_engine_id": "x"},
     {"\ud800": 1},
     {"a": 10**400},
@@ -47,7 +52,9 @@ def test_garbage(main: Main, params: object) -> None:
     asked = body(tokens(300, f"garbage {params!r:.40}"))
     plain = ask(main.plain.url, asked)
     for name, url in engines(main):
-        expect_exact_or_clean(ask(url, {**asked, "kv_transfer_params": params}), plain, (name, params))
+        expect_exact_or_clean(
+            ask(url, {**asked, "kv_transfer_params": params}), plain, (name, params)
+        )
 
 
 def refused(main: Main) -> dict[str, tuple[str, str]]:
@@ -61,13 +68,21 @@ def refused(main: Main) -> dict[str, tuple[str, str]]:
     return {
         "another key": (
             "D",
-            grants.mint(stranger, grants.Grant(2, "decode", new(), legs.d.incarnation, of_p, until=d_end)),
+            grants.mint(
+                stranger, grants.Grant(2, "decode", new(), legs.d.incarnation, of_p, until=d_end)
+            ),
         ),
-        "another key on P": ("P", grants.mint(stranger, grants.Grant(2, "prefill", new(), legs.p.incarnation, until=p_end))),
+        "another key on P": (
+            "P",
+            grants.mint(
+                stranger, grants.Grant(2, "prefill", new(), legs.p.incarnation, until=p_end)
+            ),
+        ),
         "without a key": (
             "D",
             grants.mint(
-                keys.FleetKey(None), grants.Grant(2, "decode", new(), legs.d.incarnation, of_p, until=d_end)
+                keys.FleetKey(None),
+                grants.Grant(2, "decode", new(), legs.d.incarnation, of_p, until=d_end),
             ),
         ),
         "ended": ("D", legs.mint("decode", new(), until=0.5)),
@@ -83,15 +98,24 @@ def refused(main: Main) -> dict[str, tuple[str, str]]:
         "no sources": ("D", legs.mint("decode", new(), sources=[])),
         "too many sources": ("D", legs.mint("decode", new(), sources=legs.p.workers * 2)),
         "a source that is not there": ("D", legs.mint("decode", new(), sources=[dead])),
-        "a source that is no address": ("D", legs.mint("decode", new(), sources=[peers.WorkerInfo("x", "x", "x")])),
+        "a source that is no address": (
+            "D",
+            legs.mint("decode", new(), sources=[peers.WorkerInfo("x", "x", "x")]),
+        ),
         "a source that is no port": (
             "D",
-            legs.mint("decode", new(), sources=[peers.WorkerInfo("y", "tcp://127.0.0.1:999999", "ipc://")]),
+            legs.mint(
+                "decode", new(), sources=[peers.WorkerInfo("y", "tcp://127.0.0.1:999999", "ipc://")]
+            ),
         ),
         "P's address before its restart": (
             "D",
             legs.mint(
-                "decode", new(), sources=[peers.WorkerInfo("gone/0", legs.p.workers[0].control, legs.p.workers[0].data)]
+                "decode",
+                new(),
+                sources=[
+                    peers.WorkerInfo("gone/0", legs.p.workers[0].control, legs.p.workers[0].data)
+                ],
             ),
         ),
         "itself as source": ("D", legs.mint("decode", new(), sources=legs.d.workers, patience=3.0)),
@@ -99,7 +123,9 @@ def refused(main: Main) -> dict[str, tuple[str, str]]:
 
 
 def test_grants_that_do_not_hold(main: Main) -> None:
-    """Each costs its own request a prefill here, at most after the time in which P counts as silent."""
+    """Each costs its own request a prefill here, at most after the time in which P counts as
+    silent.
+    """
     cases = refused(main)
     urls = dict(engines(main))
     asked = {name: body(tokens(400, f"refused {name}")) for name in cases}
@@ -123,8 +149,13 @@ def test_a_grant_works_once(main: Main) -> None:
     expect_same(ask(main.decode.url, {**asked, **decode}), plain[0])
     assert prefill.result().status == 200
     before = main.decode.received
-    expect_same(ask(main.decode.url, {**other, **decode}), plain[1], "the same grant for another prompt")
-    expect_same(main.legs.send_prefill(other, transfer).result(), ask(main.plain.url, {**other, "max_tokens": 1}))
+    expect_same(
+        ask(main.decode.url, {**other, **decode}), plain[1], "the same grant for another prompt"
+    )
+    expect_same(
+        main.legs.send_prefill(other, transfer).result(),
+        ask(main.plain.url, {**other, "max_tokens": 1}),
+    )
     expect_same(main.legs.send_decode(other, transfer).result(), plain[1])
     assert main.decode.received == before
     main.expect_well(1)
@@ -139,7 +170,9 @@ def test_two_prompts_and_one_grant(main: Main) -> None:
     prefill = main.legs.send_prefill(body(prompts[0]), transfer)
     expect_exact_or_clean(main.legs.send_decode(asked, transfer).result(), plain)
     assert prefill.result().status == 200
-    several = body(tokens(60, "several"), 24, n=2, temperature=0.8, seed=3)  # one chunk: see test_seeds
+    several = body(
+        tokens(60, "several"), 24, n=2, temperature=0.8, seed=3
+    )  # one chunk: see test_seeds
     plain = ask(main.plain.url, several)
     assert plain.status == 200, plain
     grant = with_grant(main.legs.mint("decode", grants.new_transfer(), patience=1.0))
@@ -150,13 +183,21 @@ def test_two_prompts_and_one_grant(main: Main) -> None:
 def test_legs_that_are_not_of_one_prompt(main: Main) -> None:
     """As when two engines make different tokens of one body: D computes its own, at once."""
     before = main.decode.received
-    for at, (delay, what) in enumerate(itertools.product((0.0, 1.0), ("longer", "shorter", "one token"))):
+    for at, (delay, what) in enumerate(
+        itertools.product((0.0, 1.0), ("longer", "shorter", "one token"))
+    ):
         ours = tokens(500, f"legs {at}")
-        theirs = {"longer": ours + tokens(200, f"more {at}"), "shorter": ours[:300], "one token": [ours[0] ^ 1, *ours[1:]]}
+        theirs = {
+            "longer": ours + tokens(200, f"more {at}"),
+            "shorter": ours[:300],
+            "one token": [ours[0] ^ 1, *ours[1:]],
+        }
         asked, transfer = body(ours), grants.new_transfer()
         prefill = main.legs.send_prefill(body(theirs[what]), transfer)
         time.sleep(delay)
-        expect_same(main.legs.send_decode(asked, transfer).result(), ask(main.plain.url, asked), what)
+        expect_same(
+            main.legs.send_decode(asked, transfer).result(), ask(main.plain.url, asked), what
+        )
         assert prefill.result().status == 200
     assert main.decode.received == before
     main.expect_well(1)
@@ -192,5 +233,9 @@ def test_a_prefill_leg_without_a_decode_leg(main: Main) -> None:
     assert main.legs.send_prefill(asked, grants.new_transfer()).result().status == 200
     assert main.prefill.usage > 0
     wait("P gives the blocks back", lambda: main.prefill.usage == 0, 20)
-    wait("P counts it", lambda: main.prefill.metric("vllm:disagg_unclaimed_total") == unclaimed + 1, 5)
+    wait(
+        "P counts it",
+        lambda: main.prefill.metric("vllm:disagg_unclaimed_total") == unclaimed + 1,
+        5,
+    )
     main.expect_well(1)

@@ -44,7 +44,13 @@ def chat(words: str, *images: str) -> Body:
     return {
         "model": "tiny",
         "messages": [{"role": "user", "content": [*content, {"type": "text", "text": words}]}],
-        **{"max_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 3, "return_token_ids": True},
+        **{
+            "max_tokens": 12,
+            "temperature": 0,
+            "logprobs": True,
+            "top_logprobs": 3,
+            "return_token_ids": True,
+        },
     }
 
 
@@ -54,14 +60,19 @@ def test_a_hundred_chats_through_the_proxy(pair: Pair, machine: Machine) -> None
     machine.start(proxy)
     asked = [chat(english(40 + 35 * at, f"own {at}"), image(f"own {at}")) for at in range(40)]
     asked += [chat(english(900, "one text"), image(f"many {at}")) for at in range(32)]
-    asked += [chat(english(700, "begins alike") + english(20 + 40 * at, f"ends {at}"), image("one")) for at in range(32)]
+    asked += [
+        chat(english(700, "begins alike") + english(20 + 40 * at, f"ends {at}"), image("one"))
+        for at in range(32)
+    ]
     asked += [chat(english(500, f"no image {at}")) for at in range(4)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         plain = list(pool.map(lambda one: ask(pair.plain.url, one, CHAT), asked))
         ours = list(pool.map(lambda one: ask(proxy.url, one, CHAT), asked))
     for at, (found, expected) in enumerate(zip(ours, plain, strict=True)):
         expect_same(found, expected, f"chat {at}")
-    assert len({record.texts for record in plain[40:72]}) > 16, "images that change nothing show nothing"
+    assert len({record.texts for record in plain[40:72]}) > 16, (
+        "images that change nothing show nothing"
+    )
     wait("KV moves", lambda: pair.decode.metric("vllm:disagg_load_seconds_count") > 80, 5)
     machine.stop(proxy)
 
@@ -73,10 +84,15 @@ def test_legs_that_have_seen_different_images(pair: Pair) -> None:
     first = {**one, "max_tokens": 1, **with_grant(pair.legs.mint("prefill", transfer))}
     second = {**other, **with_grant(pair.legs.mint("decode", transfer))}
     with ThreadPoolExecutor(2) as pool:
-        legs = pool.submit(ask, pair.prefill.url, first, CHAT), pool.submit(ask, pair.decode.url, second, CHAT)
+        legs = (
+            pool.submit(ask, pair.prefill.url, first, CHAT),
+            pool.submit(ask, pair.decode.url, second, CHAT),
+        )
         expected = ask(pair.plain.url, other, CHAT)
         assert legs[0].result().status == 200
         expect_same(legs[1].result(), expected)
-    assert expected.texts != ask(pair.plain.url, one, CHAT).texts, "images that change nothing show nothing"
+    assert expected.texts != ask(pair.plain.url, one, CHAT).texts, (
+        "images that change nothing show nothing"
+    )
     assert pair.decode.received == before
     assert pair.decode.metric("vllm:disagg_failed_different_total") == 1

@@ -1,4 +1,6 @@
-"""Engines without a fleet key: they do not start, or say what that means and still dial nothing but this machine."""
+"""Engines without a fleet key: they do not start, or say what that means and still dial nothing but
+this machine.
+"""
 
 from __future__ import annotations
 
@@ -18,30 +20,45 @@ EVERYBODY = keys.FleetKey(None)  # what has no key can be minted by everybody
 
 
 def test_an_engine_without_a_key_does_not_start(main: Main) -> None:
-    engine = Engine("D keyless", main.machine.folder, role="kv_consumer", cpu="1", settings={"key_file": ""})
+    engine = Engine(
+        "D keyless", main.machine.folder, role="kv_consumer", cpu="1", settings={"key_file": ""}
+    )
     with pytest.raises(RuntimeError, match="ended"):
         main.machine.start(engine)
     main.machine.stop(engine)
     said = [line for line in engine.log.read_text().splitlines() if "no fleet key" in line]
-    assert said and all("key_file" in line and "vllm-disagg key FILE" in line and '"insecure": true' in line for line in said)
+    assert said and all(
+        "key_file" in line and "vllm-disagg key FILE" in line and '"insecure": true' in line
+        for line in said
+    )
 
 
 def forged(engine: peers.EngineInfo, *to: str) -> str:
-    """A decode grant that a client without any key has made: its own worker, which says it holds what P's do."""
+    """A decode grant that a client without any key has made: its own worker, which says it holds
+    what P's do.
+    """
     source = peers.WorkerInfo("evil/0", *to, holds=engine.workers[0].holds)
     until = engine.clock + 600.0
-    return grants.mint(EVERYBODY, grants.Grant(2, "decode", grants.new_transfer(), engine.incarnation, [source], until=until))
+    return grants.mint(
+        EVERYBODY,
+        grants.Grant(2, "decode", grants.new_transfer(), engine.incarnation, [source], until=until),
+    )
 
 
 def test_what_a_client_mints_is_an_ordinary_request(main: Main) -> None:
-    """Nothing is dialled, and the prefix cache holds what D has computed: the prompt has the same tokens for all others."""
+    """Nothing is dialled, and the prefix cache holds what D has computed: the prompt has the same
+    tokens for all others.
+    """
     asked = body(tokens(700, "a system prompt"))
     plain = ask(main.plain.url, asked)
     with socket.create_server(("127.0.0.1", 0)) as evil:
         evil.settimeout(0.5)
         address = f"tcp://127.0.0.1:{evil.getsockname()[1]}"
         began = time.monotonic()
-        expect_same(ask(main.decode.url, {**asked, **with_grant(forged(main.legs.d, address, address))}), plain)
+        expect_same(
+            ask(main.decode.url, {**asked, **with_grant(forged(main.legs.d, address, address))}),
+            plain,
+        )
         assert time.monotonic() - began < 10
         with pytest.raises(TimeoutError):
             evil.accept()
@@ -51,10 +68,20 @@ def test_what_a_client_mints_is_an_ordinary_request(main: Main) -> None:
 
 
 def test_an_insecure_engine_says_so_and_dials_only_this_machine(main: Main) -> None:
-    engine = Engine("D insecure", main.machine.folder, role="kv_consumer", cpu="1", settings={"key_file": "", "insecure": True})
+    engine = Engine(
+        "D insecure",
+        main.machine.folder,
+        role="kv_consumer",
+        cpu="1",
+        settings={"key_file": "", "insecure": True},
+    )
     main.machine.start(engine)
     try:
-        assert "WARNING" in (said := next(line for line in engine.log.read_text().splitlines() if "EVERY client" in line)), said
+        assert "WARNING" in (
+            said := next(
+                line for line in engine.log.read_text().splitlines() if "EVERY client" in line
+            )
+        ), said
         asked = body(tokens(700, "insecure"))
         plain = ask(main.plain.url, asked)
         for to, words in (
@@ -63,7 +90,10 @@ def test_an_insecure_engine_says_so_and_dials_only_this_machine(main: Main) -> N
             ("tcp://localhost:80", "with an IP address"),
         ):
             began = time.monotonic()
-            expect_same(ask(engine.url, {**asked, **with_grant(forged(probe(EVERYBODY, engine), to, to))}), plain)
+            expect_same(
+                ask(engine.url, {**asked, **with_grant(forged(probe(EVERYBODY, engine), to, to))}),
+                plain,
+            )
             assert time.monotonic() - began < 10
             assert words in engine.log.read_text()
     finally:

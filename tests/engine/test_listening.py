@@ -1,4 +1,6 @@
-"""What an engine's processes listen on: as much as plain vLLM does, and what the transport needs, on the loopback."""
+"""What an engine's processes listen on: as much as plain vLLM does, and what the transport needs,
+on the loopback.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ from conftest import Main
 from engines import Engine
 from listening import beyond_loopback, listening
 
-# vLLM's own, on the CPU: the API server's port, and in the worker those of torch.distributed: a TCPStore and Gloo's
-# devices, one for each process group, whose number differs by version: so a plain engine is counted beside.
+# vLLM's own, on the CPU: the API server's port, and in the worker those of torch.distributed: a
+# TCPStore and Gloo's devices, one for each process group, whose number differs by version: so a
+# plain engine is counted beside.
 
 
 def owners(engine: Engine) -> dict[int, list[tuple[str, int]]]:
@@ -20,10 +23,15 @@ def owners(engine: Engine) -> dict[int, list[tuple[str, int]]]:
 
 
 def expect_listening(engine: Engine, plain: Engine, counts: set[int]) -> None:
-    """`counts`: how many sockets of our own there may be, all in the worker, beside those that a plain engine has."""
+    """`counts`: how many sockets of our own there may be, all in the worker, beside those that a
+    plain engine has.
+    """
     assert engine._process is not None
     assert not beyond_loopback(engine._process.pid), engine.name
-    found, alone = (Counter({name(pid): len(held) for pid, held in owners(one).items()}) for one in (engine, plain))
+    found, alone = (
+        Counter({name(pid): len(held) for pid, held in owners(one).items()})
+        for one in (engine, plain)
+    )
     assert found.keys() == alone.keys()
     more = {key: found[key] - alone[key] for key in found if found[key] != alone[key]}
     assert more.keys() == {"VLLM::Worker"} and more["VLLM::Worker"] in counts, more

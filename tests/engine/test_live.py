@@ -1,4 +1,6 @@
-"""`vllm-disagg plan --live`: a real proxy with real engines under load, judged by what it measured itself."""
+"""`vllm-disagg plan --live`: a real proxy with real engines under load, judged by what it measured
+itself.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,20 @@ EACH = 0.4  # seconds between two requests of a client; two clients
 
 def stream(url: str, prompt: list[int]) -> tuple[float, float]:
     """Seconds to the first token, and for each later one, as the client sees them."""
-    asked = body(prompt, ANSWER, ignore_eos=True, stream=True, stream_options={"include_usage": True})
+    asked = body(
+        prompt, ANSWER, ignore_eos=True, stream=True, stream_options={"include_usage": True}
+    )
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
     try:
         began = time.monotonic()
-        connection.request("POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"})
-        times = [time.monotonic() - began for line in connection.getresponse() if line.startswith(b'data: {"id"')]
+        connection.request(
+            "POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"}
+        )
+        times = [
+            time.monotonic() - began
+            for line in connection.getresponse()
+            if line.startswith(b'data: {"id"')
+        ]
         return times[0], (times[-1] - times[0]) / (ANSWER - 1)
     finally:
         connection.close()
@@ -69,7 +79,20 @@ def test_a_pair_under_load_is_judged(
     assert cli.main(["profile", main.plain.url, *words]) == 0
     capsys.readouterr()
     seen: list[tuple[float, float, float]] = []
-    words = ["--profile", points, "--window", str(WINDOW), "--ttft", "5", "--tpot", "0.5", "--seeds", "2", "--jobs", "1"]
+    words = [
+        "--profile",
+        points,
+        "--window",
+        str(WINDOW),
+        "--ttft",
+        "5",
+        "--tpot",
+        "0.5",
+        "--seeds",
+        "2",
+        "--jobs",
+        "1",
+    ]
     with load(main.proxy.url, seen):
         while not seen:
             time.sleep(0.1)
@@ -79,12 +102,20 @@ def test_a_pair_under_load_is_judged(
     assert status == 0, err
     found = json.loads(out)
     traffic = found["traffic"]
-    assert (traffic["prompt"], traffic["output"]) == pytest.approx((PROMPT, ANSWER), rel=0.1)  # at the window's ends
-    inside = [times for ended, *times in seen if began <= ended <= began + WINDOW]  # the load goes on while it simulates
+    assert (traffic["prompt"], traffic["output"]) == pytest.approx(
+        (PROMPT, ANSWER), rel=0.1
+    )  # at the window's ends
+    inside = [
+        times for ended, *times in seen if began <= ended <= began + WINDOW
+    ]  # the load goes on while it simulates
     assert traffic["requests"] == pytest.approx(len(inside), abs=6)
     assert traffic["rate"] == pytest.approx(traffic["requests"] / traffic["seconds"])
     first, later = (sum(times) / len(inside) for times in zip(*inside, strict=True))
-    assert traffic["ttft"] == pytest.approx(first, rel=0.3) and traffic["tpot"] == pytest.approx(later, rel=0.3)
+    assert traffic["ttft"] == pytest.approx(first, rel=0.3) and traffic["tpot"] == pytest.approx(
+        later, rel=0.3
+    )
     assert (found["present"]["prefill"], found["present"]["decode"]) == (1, 1)
-    assert found["right"] and found["headroom"] > 1  # objectives far above what two clients see; there is no other split
+    assert (
+        found["right"] and found["headroom"] > 1
+    )  # objectives far above what two clients see; there is no other split
     assert found["one_more"]["prefill"]["goodput"] >= 0.9 * found["present"]["goodput"]

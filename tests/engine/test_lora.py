@@ -24,10 +24,15 @@ ENV = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
 
 def adapter(folder: Path, of: str, seed: int) -> str:
-    """A random adapter of the attention of a model, as peft writes it, strong enough to change answers."""
+    """A random adapter of the attention of a model, as peft writes it, strong enough to change
+    answers.
+    """
     config = json.loads((Path(of) / "config.json").read_text())
     hidden, width = config["hidden_size"], config["head_dim"]
-    out = {"q_proj": config["num_attention_heads"] * width, "v_proj": config["num_key_value_heads"] * width}
+    out = {
+        "q_proj": config["num_attention_heads"] * width,
+        "v_proj": config["num_key_value_heads"] * width,
+    }
     random = torch.Generator().manual_seed(seed)
     weights = {}
     for layer in range(config["num_hidden_layers"]):
@@ -37,7 +42,13 @@ def adapter(folder: Path, of: str, seed: int) -> str:
             weights[f"{place}.lora_B.weight"] = torch.randn(size, RANK, generator=random) * 0.2
     folder.mkdir()
     save_file(weights, folder / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "target_modules": list(out), "bias": "none"}
+    settings = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": 2 * RANK,
+        "target_modules": list(out),
+        "bias": "none",
+    }
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     return str(folder)
 
@@ -46,8 +57,18 @@ def adapter(folder: Path, of: str, seed: int) -> str:
 def pair(machine: Machine) -> Iterator[Pair]:
     machine.stop()  # all others, for the memory's sake
     of = model("dense")
-    modules = [f"{name}={adapter(machine.folder / name, of, seed)}" for seed, name in enumerate(NAMES[1:])]
-    flags = ["--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "4", "--lora-modules", *modules]
+    modules = [
+        f"{name}={adapter(machine.folder / name, of, seed)}" for seed, name in enumerate(NAMES[1:])
+    ]
+    flags = [
+        "--enable-lora",
+        "--max-lora-rank",
+        str(RANK),
+        "--max-loras",
+        "4",
+        "--lora-modules",
+        *modules,
+    ]
     made = Pair(machine, "lora", "dense", *flags, *FLOAT32, env=ENV)
     yield made
     made.legs.close()
@@ -55,7 +76,9 @@ def pair(machine: Machine) -> Iterator[Pair]:
 
 
 def test_each_adapter_and_the_model_itself(pair: Pair) -> None:
-    """The same prompts for all three, mixed, with a prefix of which D has a cache: of each, its own."""
+    """The same prompts for all three, mixed, with a prefix of which D has a cache: of each, its
+    own.
+    """
     before = pair.decode.received
     common = tokens(300, "lora common")
     prompts = [common + tokens(1 + 17 * at, f"lora {at}") for at in range(34)]
@@ -81,7 +104,11 @@ def test_an_adapter_that_d_does_not_have_is_said_so(pair: Pair, machine: Machine
 def test_another_adapter_of_the_same_name_gives_no_kv(pair: Pair, machine: Machine) -> None:
     """D computes the prompt itself, at once."""
     for engine, seed in ((pair.prefill, 4), (pair.decode, 5), (pair.plain, 5)):
-        load(engine, "fourth", adapter(machine.folder / f"fourth-{engine.name}", model("dense"), seed))
+        load(
+            engine,
+            "fourth",
+            adapter(machine.folder / f"fourth-{engine.name}", model("dense"), seed),
+        )
     asked = body(tokens(300, "fourth"), 16, logprobs=3, model="fourth")
     before = pair.decode.received
     expect_same(pair.legs.ask(asked), ask(pair.plain.url, asked))
@@ -90,7 +117,9 @@ def test_another_adapter_of_the_same_name_gives_no_kv(pair: Pair, machine: Machi
         wait(f"{engine.name} gives all its blocks back", lambda e=engine: e.usage == 0, 15)
 
 
-def test_an_adapter_whose_files_were_replaced_at_p_gives_no_kv(pair: Pair, machine: Machine) -> None:
+def test_an_adapter_whose_files_were_replaced_at_p_gives_no_kv(
+    pair: Pair, machine: Machine
+) -> None:
     """By those that D has loaded: what P computes with are still the old ones."""
     old, new = (adapter(machine.folder / f"fifth-{seed}", model("dense"), seed) for seed in (6, 7))
     for engine, path in ((pair.prefill, old), (pair.decode, new), (pair.plain, new)):

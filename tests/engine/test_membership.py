@@ -1,4 +1,6 @@
-"""A fleet that changes under load: an instance is drained, comes back, and engines make themselves known."""
+"""A fleet that changes under load: an instance is drained, comes back, and engines make themselves
+known.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def test_instances_come_and_go_under_load(main: Main) -> None:
         proxy.change("POST", "/disagg/instances", url=prefill, role="prefill")
         wait("it is back", lambda: proxy.members().get(prefill, False), 15)
         time.sleep(QUIET)
-        proxy.change("DELETE", "/disagg/instances", url=prefill)  # a flag still names it, so this drains it
+        proxy.change(
+            "DELETE", "/disagg/instances", url=prefill
+        )  # a flag still names it, so this drains it
         wait("it has left again", lambda: prefill not in proxy.members(), 30)
         proxy.change("POST", "/disagg/instances", url=prefill, role="prefill")
         wait("it is back again", lambda: proxy.members().get(prefill, False), 15)
@@ -61,7 +65,9 @@ def test_instances_come_and_go_under_load(main: Main) -> None:
 
 def test_engines_make_themselves_known(main: Main) -> None:
     """A proxy that was told of nobody; both engines have looked for it since they started."""
-    proxy = Proxy(main.machine.folder, [], [], "--allow-registration", name="meeting", port=main.meeting)
+    proxy = Proxy(
+        main.machine.folder, [], [], "--allow-registration", name="meeting", port=main.meeting
+    )
     main.machine.start(proxy)
     try:
         both = {main.prefill.url: True, main.decode.url: True}

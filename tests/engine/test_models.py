@@ -1,7 +1,7 @@
 """Every kind of KV cache: plain vLLM's answers through a pair, or a refusal in words.
 
-Prompts cross attention windows, chunks and blocks; half of them share a prefix that D has in its cache, and several are
-under way at a time.
+Prompts cross attention windows, chunks and blocks; half of them share a prefix that D has in its
+cache, and several are under way at a time.
 """
 
 from __future__ import annotations
@@ -21,31 +21,69 @@ from engines import BLOCK, CHUNK, ROOT, Engine, wait
 
 pytestmark = pytest.mark.wide
 
-LENGTHS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, CHUNK, CHUNK + 1, 300, 383, 384, 385, 511, 512, 513, 700, 900]
+LENGTHS = [
+    1,
+    2,
+    BLOCK - 1,
+    BLOCK,
+    BLOCK + 1,
+    2 * BLOCK - 1,
+    CHUNK,
+    CHUNK + 1,
+    300,
+    383,
+    384,
+    385,
+    511,
+    512,
+    513,
+    700,
+    900,
+]
 AT_ONCE = 12
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 1}'
-DRAFT = json.dumps({"method": "draft_model", "model": str(ROOT / ".cache/models/dense"), "num_speculative_tokens": 3})
+DRAFT = json.dumps(
+    {
+        "method": "draft_model",
+        "model": str(ROOT / ".cache/models/dense"),
+        "num_speculative_tokens": 3,
+    }
+)
 EXACT = {
     "sliding": ["sliding"],  # Gemma 3: windows and full attention
     "oss": ["oss"],  # GPT-OSS: windows, full attention, sinks, experts
     "moe": ["moe"],  # Mixtral
     "mamba": ["mamba", "--no-enable-prefix-caching"],  # Mamba 2: states
-    "mla": ["mla", "--compilation-config", '{"custom_ops": ["-rotary_embedding"]}'],  # docs/explanation/exactness.md
+    "mla": [
+        "mla",
+        "--compilation-config",
+        '{"custom_ops": ["-rotary_embedding"]}',
+    ],  # docs/explanation/exactness.md
     "dense": ["dense"],
     "heavy": ["heavy", "--kv-cache-memory-bytes", str(1 << 30)],
     "fp8": ["dense", "--kv-cache-dtype", "fp8"],
     "ngram": ["dense", "--speculative-config", NGRAM],
 }
-# In bfloat16 two tokens of such models are sometimes equally probable, and how requests are batched decides.
+# In bfloat16 two tokens of such models are sometimes equally probable, and how requests are batched
+# decides.
 FLOAT32 = ["--dtype", "float32"]
 REFUSED = {
-    "mamba": (["mamba", "--enable-prefix-caching"], "does not support prefix caching of Mamba layers"),
-    "linear": (["linear", "--enable-prefix-caching"], "does not support prefix caching of Mamba layers"),
+    "mamba": (
+        ["mamba", "--enable-prefix-caching"],
+        "does not support prefix caching of Mamba layers",
+    ),
+    "linear": (
+        ["linear", "--enable-prefix-caching"],
+        "does not support prefix caching of Mamba layers",
+    ),
     "mamba-ngram": (
         ["mamba", "--no-enable-prefix-caching", "--speculative-config", NGRAM],
         "does not support speculative decoding with Mamba layers yet",
     ),
-    "draft": (["dense", "--speculative-config", DRAFT], "does not support speculative decoding by draft_model yet"),
+    "draft": (
+        ["dense", "--speculative-config", DRAFT],
+        "does not support speculative decoding by draft_model yet",
+    ),
 }
 
 
@@ -59,10 +97,16 @@ def model(kind: str) -> str:
 class Pair:
     """P, D and a plain vLLM of one model."""
 
-    def __init__(self, machine: Machine, name: str, kind: str, *flags: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, machine: Machine, name: str, kind: str, *flags: str, env: dict[str, str] | None = None
+    ) -> None:
         made, self.flags = model(kind), flags
-        self.prefill = Engine(f"{name}-P", machine.folder, *flags, role="kv_producer", cpu="0", model=made, env=env)
-        self.decode = Engine(f"{name}-D", machine.folder, *flags, role="kv_consumer", cpu="1", model=made, env=env)
+        self.prefill = Engine(
+            f"{name}-P", machine.folder, *flags, role="kv_producer", cpu="0", model=made, env=env
+        )
+        self.decode = Engine(
+            f"{name}-D", machine.folder, *flags, role="kv_consumer", cpu="1", model=made, env=env
+        )
         self.plain = Engine(f"{name}-plain", machine.folder, *flags, cpu="1", model=made, env=env)
         machine.start(self.prefill, self.decode, self.plain)
         self.legs = Legs(machine.key, self.prefill, self.decode)
@@ -92,15 +136,24 @@ def pair(machine: Machine, request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 def test_prompts_of_all_lengths(pair: Pair) -> None:
     before = pair.decode.received
-    pair.check([body(tokens(LENGTHS[at % len(LENGTHS)], f"{time.time()} {at}"), 16, logprobs=3) for at in range(68)])
+    pair.check(
+        [
+            body(tokens(LENGTHS[at % len(LENGTHS)], f"{time.time()} {at}"), 16, logprobs=3)
+            for at in range(68)
+        ]
+    )
     wait("KV moves", lambda: pair.decode.received > before, 5)
     if "--speculative-config" in pair.flags:
-        assert pair.decode.metric("vllm:spec_decode_num_draft_tokens_total") > 100, "nothing was drafted"
+        assert pair.decode.metric("vllm:spec_decode_num_draft_tokens_total") > 100, (
+            "nothing was drafted"
+        )
 
 
 def test_a_prefix_that_d_has(pair: Pair) -> None:
     common = tokens(300, "models common")
-    pair.check([body(common + tokens(1 + 23 * at, f"models {at}"), 24, logprobs=3) for at in range(34)])
+    pair.check(
+        [body(common + tokens(1 + 23 * at, f"models {at}"), 24, logprobs=3) for at in range(34)]
+    )
     for engine in (pair.prefill, pair.decode):
         wait(f"{engine.name} gives all its blocks back", lambda e=engine: e.usage == 0, 15)
         assert engine.is_alive()
@@ -108,9 +161,11 @@ def test_a_prefix_that_d_has(pair: Pair) -> None:
 
 
 def test_states_and_attention_in_one_model(machine: Machine) -> None:
-    """Qwen3-Next, whose linear layers vLLM's CPU build computes in bfloat16 only.  There what is computed together, and in
-    how many steps, decides between tokens of nearly equal probability.  So one prompt at a time, of such lengths that
-    plain vLLM too computes the last token, which D computes, in a step of its own."""
+    """Qwen3-Next, whose linear layers vLLM's CPU build computes in bfloat16 only. There what is
+    computed together, and in how many steps, decides between tokens of nearly equal probability. So
+    one prompt at a time, of such lengths that plain vLLM too computes the last token, which D
+    computes, in a step of its own.
+    """
     machine.stop()
     pair = Pair(machine, "linear", "linear", "--no-enable-prefix-caching", "--dtype", "bfloat16")
     for at in range(102):
@@ -125,7 +180,9 @@ def test_states_and_attention_in_one_model(machine: Machine) -> None:
 def test_refused_in_words(machine: Machine, name: str) -> None:
     machine.stop()
     (kind, *flags), words = REFUSED[name]
-    engine = Engine(f"{name}-refused", machine.folder, *flags, role="kv_producer", cpu="0", model=model(kind))
+    engine = Engine(
+        f"{name}-refused", machine.folder, *flags, role="kv_producer", cpu="0", model=model(kind)
+    )
     with pytest.raises(RuntimeError, match="ended"):
         machine.start(engine)
     assert words in engine.log.read_text()

@@ -1,5 +1,7 @@
-"""Inside vLLM's MultiConnector beside its OffloadingConnector, with room for few blocks, so that what was computed once is
-kept in host memory and loaded again.  Only the copying itself is ours (`copying.py`): vLLM's needs a GPU."""
+"""Inside vLLM's MultiConnector beside its OffloadingConnector, with room for few blocks, so that
+what was computed once is kept in host memory and loaded again. Only the copying itself is ours
+(`copying.py`): vLLM's needs a GPU.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,35 @@ LOADED = "vllm:kv_offload_load_bytes_total"
 
 
 def engine(machine: Machine, name: str, role: str, cpu: str) -> Engine:
-    ours = {"kv_connector": "DisaggConnector", "kv_role": role, "kv_connector_extra_config": {"key_file": machine.key}}
-    spec = {"spec_name": "CopyingSpec", "spec_module_path": "copying", "cpu_bytes_to_use": 256 << 20}
-    other = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": spec}
+    ours = {
+        "kv_connector": "DisaggConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"key_file": machine.key},
+    }
+    spec = {
+        "spec_name": "CopyingSpec",
+        "spec_module_path": "copying",
+        "cpu_bytes_to_use": 256 << 20,
+    }
+    other = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": spec,
+    }
     both = {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": [ours, other]},
     }
-    flags = ["--dtype", "float32", "--num-gpu-blocks-override", str(BLOCKS), "--kv-transfer-config", json.dumps(both)]
+    flags = [
+        "--dtype",
+        "float32",
+        "--num-gpu-blocks-override",
+        str(BLOCKS),
+        "--kv-transfer-config",
+        json.dumps(both),
+    ]
     return Engine(name, machine.folder, *flags, cpu=cpu, env={"PYTHONPATH": path()})
 
 
@@ -48,7 +69,9 @@ class Pair:
 
     def check(self, asked: list[Body]) -> None:
         right = several(lambda one: ask(self.plain.url, one), asked)
-        for ours, plain, what in zip(several(lambda one: ask(self.proxy.url, one), asked), right, asked, strict=True):
+        for ours, plain, what in zip(
+            several(lambda one: ask(self.proxy.url, one), asked), right, asked, strict=True
+        ):
             expect_same(ours, plain, f"{len(what['prompt'])} tokens:")
 
 
@@ -67,7 +90,9 @@ def test_what_left_the_cache_comes_back_and_is_transferred(pair: Pair) -> None:
     for turn in range(3):
         pair.check([body(prompt, 12 + turn, logprobs=3) for prompt in prompts])
         received.append(pair.decode.received)
-    assert received[0] < received[1] < received[2], "D had the prompts: nothing was transferred again"
+    assert received[0] < received[1] < received[2], (
+        "D had the prompts: nothing was transferred again"
+    )
     assert pair.prefill.metric(LOADED) > 0, "P computed everything again"
     for one in (pair.prefill, pair.decode):
         wait(f"{one.name} gives all its blocks back", lambda e=one: e.usage == 0, 15)

@@ -1,4 +1,6 @@
-"""Engines with hardly any room: requests are preempted on both sides, and every answer is right all the same."""
+"""Engines with hardly any room: requests are preempted on both sides, and every answer is right all
+the same.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,19 @@ from conftest import Machine, Main
 from engines import Engine, Proxy, wait
 
 POOL = {"P": 24, "D": 28}  # blocks; a request may need 16
-FLAGS = ["--no-scheduler-reserve-full-isl", "--num-gpu-blocks-override"]  # starts requests that will not fit
+FLAGS = [
+    "--no-scheduler-reserve-full-isl",
+    "--num-gpu-blocks-override",
+]  # starts requests that will not fit
 
 
 class Small:
     def __init__(self, machine: Machine) -> None:
         engines = {
             name: Engine(f"small-{name}", machine.folder, *FLAGS, str(blocks), role=role, cpu=cpu)
-            for (name, blocks), role, cpu in zip(POOL.items(), ("kv_producer", "kv_consumer"), "01", strict=True)
+            for (name, blocks), role, cpu in zip(
+                POOL.items(), ("kv_producer", "kv_consumer"), "01", strict=True
+            )
         }
         self.prefill, self.decode = engines["P"], engines["D"]
         self.proxy = Proxy(machine.folder, self.prefill, self.decode, name="small-proxy")
@@ -26,7 +33,9 @@ class Small:
         machine.start(self.proxy)
 
     def preemptions(self) -> tuple[float, float]:
-        return self.prefill.metric("vllm:num_preemptions_total"), self.decode.metric("vllm:num_preemptions_total")
+        return self.prefill.metric("vllm:num_preemptions_total"), self.decode.metric(
+            "vllm:num_preemptions_total"
+        )
 
     def expect_idle(self) -> None:
         for engine in (self.prefill, self.decode):
@@ -41,8 +50,13 @@ def small(machine: Machine) -> Iterator[Small]:
     machine.stop(made.proxy, made.decode, made.prefill)
 
 
-def crowd(main: Main, small: Small, lengths: list[int], max_tokens: int, what: str, idle: bool = True) -> None:
-    asked = [body(tokens(length, f"{what} {at}"), max_tokens, ignore_eos=True) for at, length in enumerate(lengths)]
+def crowd(
+    main: Main, small: Small, lengths: list[int], max_tokens: int, what: str, idle: bool = True
+) -> None:
+    asked = [
+        body(tokens(length, f"{what} {at}"), max_tokens, ignore_eos=True)
+        for at, length in enumerate(lengths)
+    ]
     plain = at_once(lambda one: ask(main.plain.url, one), asked)
     ours = at_once(lambda one: ask(small.proxy.url, one), asked)
     for one, expected, length in zip(ours, plain, lengths, strict=True):
@@ -58,7 +72,9 @@ def test_long_answers_preempt_on_the_decode_side(main: Main, small: Small) -> No
 
 
 def test_the_prefill_side_preempts(main: Main, small: Small) -> None:
-    """Requests of its own, which grow, take P's blocks away from the prefill legs, which are younger."""
+    """Requests of its own, which grow, take P's blocks away from the prefill legs, which are
+    younger.
+    """
     before, _ = small.preemptions()
     own = [body(tokens(100 + at, f"own {at}"), 600, ignore_eos=True) for at in range(6)]
     plain = at_once(lambda one: ask(main.plain.url, one), own)

@@ -1,4 +1,6 @@
-"""Prefixes that one side, both, or neither has in its cache: only what is missing travels, and it fits."""
+"""Prefixes that one side, both, or neither has in its cache: only what is missing travels, and it
+fits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Data parallel engines: two ranks behind one API server, on either side.  Each rank has made itself known to the proxy.
+"""Data parallel engines: two ranks behind one API server, on either side. Each rank has made itself
+known to the proxy.
 
 In float32: two ranks batch otherwise than one engine does.
 """
@@ -21,15 +22,27 @@ class Pair:
         meeting = free_port()
         register, exact = f"http://127.0.0.1:{meeting}", ["--dtype", "float32"]
         self.prefill = Engine(
-            f"ranks-P{at_p}", machine.folder, *exact, role="kv_producer", cpu="0|0" if at_p else "0",
-            ranks=at_p, register=register,
-        )  # fmt: skip
+            f"ranks-P{at_p}",
+            machine.folder,
+            *exact,
+            role="kv_producer",
+            cpu="0|0" if at_p else "0",
+            ranks=at_p,
+            register=register,
+        )
         self.decode = Engine(
-            f"ranks-D{at_d}", machine.folder, *exact, role="kv_consumer", cpu="1|1" if at_d else "1",
-            ranks=at_d, register=register,
-        )  # fmt: skip
+            f"ranks-D{at_d}",
+            machine.folder,
+            *exact,
+            role="kv_consumer",
+            cpu="1|1" if at_d else "1",
+            ranks=at_d,
+            register=register,
+        )
         self.plain = Engine(f"ranks-plain{at_p}", machine.folder, *exact, cpu="1")
-        self.proxy = Proxy(machine.folder, [], [], "--allow-registration", name=f"ranks-proxy{at_p}", port=meeting)
+        self.proxy = Proxy(
+            machine.folder, [], [], "--allow-registration", name=f"ranks-proxy{at_p}", port=meeting
+        )
         machine.start(self.prefill, self.decode)
         machine.start(self.plain, self.proxy)
         self.all = dict.fromkeys([*self.prefill.urls, *self.decode.urls], True)
@@ -52,17 +65,25 @@ def test_answers_are_plain_vllms_and_every_rank_takes_part(pair: Pair) -> None:
     common = tokens(200, "ranks common")
     prompts = [tokens(LENGTHS[at % len(LENGTHS)], f"ranks {at}") for at in range(78)]
     distinct = [body(prompt, 12, logprobs=3) for prompt in prompts]
-    shared = [body(common + tokens(1 + 17 * at, f"ranks common {at}"), 12, logprobs=3) for at in range(30)]
+    shared = [
+        body(common + tokens(1 + 17 * at, f"ranks common {at}"), 12, logprobs=3) for at in range(30)
+    ]
     for asked in (distinct, shared):
         right = several(lambda one: ask(pair.plain.url, one), asked)
-        for ours, plain, what in zip(several(lambda one: ask(pair.proxy.url, one), asked), right, asked, strict=True):
+        for ours, plain, what in zip(
+            several(lambda one: ask(pair.proxy.url, one), asked), right, asked, strict=True
+        ):
             expect_same(ours, plain, f"{len(what['prompt'])} tokens:")
         if asked is distinct:
             moved = sum(-(-len(prompt) // BLOCK) * BLOCK for prompt in prompts) * TOKEN_BYTES
             wait("all KV arrives", lambda: pair.decode.received >= moved, 5)  # noqa: B023
-            assert pair.decode.received == moved, "some legs went to ranks that their grants were not for"
+            assert pair.decode.received == moved, (
+                "some legs went to ranks that their grants were not for"
+            )
     assert all(by_rank(pair.prefill, "vllm:disagg_sent_bytes_total")), "a rank of P sent nothing"
-    assert all(by_rank(pair.decode, "vllm:disagg_received_bytes_total")), "a rank of D received nothing"
+    assert all(by_rank(pair.decode, "vllm:disagg_received_bytes_total")), (
+        "a rank of D received nothing"
+    )
     for engine in (pair.prefill, pair.decode):
         wait(f"{engine.name} gives all its blocks back", lambda e=engine: e.usage == 0, 15)
     assert pair.prefill.metric("vllm:disagg_unclaimed_total") == 0

@@ -30,7 +30,9 @@ MARK = "DISAGG_README_TEST"  # in the environment of whatever a command starts
 
 def blocks() -> list[list[str]]:
     """README's code blocks that hold commands, each a list of commands with their line breaks."""
-    found = re.findall(r"^```\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    found = re.findall(
+        r"^```\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     return [commands(block) for block in found if re.match(r"(make|pip|vllm|vllm-disagg) ", block)]
 
 
@@ -54,14 +56,24 @@ def commands(block: str) -> list[str]:
 def kind(command: str) -> str:
     """What a command is, by its first words."""
     words = shlex.split(command, comments=True)
-    name = words[1] if words[0] == "vllm-disagg" else " ".join(words[:2]) if words[0] == "vllm" else words[0]
+    name = (
+        words[1]
+        if words[0] == "vllm-disagg"
+        else " ".join(words[:2])
+        if words[0] == "vllm"
+        else words[0]
+    )
     assert name in COMMANDS, f"README has a command that this test does not know: {command}"
     return name
 
 
 def find(*kinds: str) -> list[str]:
     """The commands of the one block that begins with these."""
-    (block,) = (b for b in blocks() if [k for c in b if (k := kind(c)) not in NOT_RUN][: len(kinds)] == list(kinds))
+    (block,) = (
+        b
+        for b in blocks()
+        if [k for c in b if (k := kind(c)) not in NOT_RUN][: len(kinds)] == list(kinds)
+    )
     return [command for command in block if kind(command) not in NOT_RUN]
 
 
@@ -76,7 +88,9 @@ class Shell:
             **os.environ,
             MARK: self.mark,
             "PATH": f"{BIN}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),  # what pip installs here is this tree, whichever it was installed from
+            "PYTHONPATH": str(
+                ROOT
+            ),  # what pip installs here is this tree, whichever it was installed from
             "TMPDIR": str(folder),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
@@ -94,7 +108,12 @@ class Shell:
     def run(self, command: str) -> str:
         """What a command prints that ends."""
         done = subprocess.run(
-            ["bash", "-c", self.text(command)], cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=120
+            ["bash", "-c", self.text(command)],
+            cwd=self.folder,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         return done.stdout
@@ -131,7 +150,9 @@ class Shell:
 
         def shown() -> bool:
             text = path.read_text(errors="replace")
-            assert process.poll() is None or words in text, f"ended with {process.returncode}:\n{text[-6000:]}"
+            assert process.poll() is None or words in text, (
+                f"ended with {process.returncode}:\n{text[-6000:]}"
+            )
             return words in text
 
         wait(f"{words!r} in terminal {number}", shown, PATIENCE)
@@ -186,7 +207,9 @@ def expect_answer(text: str, model: str = str(MODEL)) -> None:
 def test_the_command_that_pip_installs_is_this_tree(shell: Shell) -> None:
     shebang = (BIN / "vllm-disagg").read_text().splitlines()[0]
     assert Path(shebang.removeprefix("#!")).resolve() == (BIN / "python").resolve()
-    where = shell.run("python -c 'import vllm_disagg.cli, kv_connectors; print(vllm_disagg.__file__)'")
+    where = shell.run(
+        "python -c 'import vllm_disagg.cli, kv_connectors; print(vllm_disagg.__file__)'"
+    )
     assert Path(where.strip()).is_relative_to(ROOT)
     assert shell.run("command -v vllm-disagg").strip() == str(BIN / "vllm-disagg")
 
@@ -224,7 +247,9 @@ def test_by_hand(shell: Shell) -> None:
     wait("the pair can serve", lambda: get(url, "/readiness", 5.0)[0] == 200, 30)
     expect_answer(shell.run(find("up", "curl")[1]))
     received = get(f"http://127.0.0.1:{shell.ports['8200']}", "/metrics", 10.0)[1]
-    assert re.search(r"^vllm:disagg_received_bytes_total\S* [1-9]", received, re.MULTILINE), "KV was transferred"
+    assert re.search(r"^vllm:disagg_received_bytes_total\S* [1-9]", received, re.MULTILINE), (
+        "KV was transferred"
+    )
     assert shell.interrupt()[-1] == 0
     wait("nothing is left", lambda: not shell.left(), 15)
 

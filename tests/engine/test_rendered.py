@@ -1,4 +1,6 @@
-"""vLLM's own way in three steps, through the proxy: a prompt is rendered, tokens are generated, and become text again."""
+"""vLLM's own way in three steps, through the proxy: a prompt is rendered, tokens are generated, and
+become text again.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ FLAG = "--enable-scale-out"
 
 pytestmark = [
     pytest.mark.wide,
-    pytest.mark.skipif("enable_scale_out" not in vars(cli_args.BaseFrontendArgs), reason=f"no {FLAG}"),
+    pytest.mark.skipif(
+        "enable_scale_out" not in vars(cli_args.BaseFrontendArgs), reason=f"no {FLAG}"
+    ),
 ]
 
 
@@ -63,7 +67,9 @@ def in_steps(url: str, path: str, asked: dict[str, object]) -> list[str]:
     else:
         given = {"generate_response": generated[0], "chat_request": asked}
     choices = post(url, f"{path}/derender", {"model": "tiny", **given})["choices"]
-    return [choice["text"] if "text" in choice else choice["message"]["content"] for choice in choices]
+    return [
+        choice["text"] if "text" in choice else choice["message"]["content"] for choice in choices
+    ]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -71,7 +77,11 @@ def test_in_three_steps(pair: Rendering, path: str) -> None:
     before = pair.decode.received
     for at in range(4):
         text = english(900 + 300 * at, f"rendered {path} {at}")
-        prompt = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+        prompt = (
+            {"prompt": text}
+            if path == "/v1/completions"
+            else {"messages": [{"role": "user", "content": text}]}
+        )
         asked = {"model": "tiny", "max_tokens": 24, "temperature": 0, **prompt}
         ours = in_steps(pair.proxy.url, path, asked)
         assert ours == in_steps(pair.decode.url, path, asked) and ours[0]

@@ -1,4 +1,6 @@
-"""Would these tests see it?  A decode engine that gets one block of a transfer wrong must turn them red."""
+"""Would these tests see it?  A decode engine that gets one block of a transfer wrong must turn them
+red.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,12 @@ class Faulty:
         self.fault.write_text("")
         self.rounds = 0
         env = {"PYTHONPATH": str(Path(__file__).parent / "faulty"), "FAULT": str(self.fault)}
-        settings: dict[str, object] = {"transport": "zmq"}  # the fault is in `write`, which others go without
-        self.decode = Engine("faulty-D", machine.folder, role="kv_consumer", cpu="1", env=env, settings=settings)
+        settings: dict[str, object] = {
+            "transport": "zmq"
+        }  # the fault is in `write`, which others go without
+        self.decode = Engine(
+            "faulty-D", machine.folder, role="kv_consumer", cpu="1", env=env, settings=settings
+        )
         machine.start(self.decode)
         self.main = main
         self.legs = Legs(machine.key, main.prefill, self.decode)
@@ -33,12 +39,17 @@ class Faulty:
         """How many of eight answers the comparison finds wrong."""
         self.fault.write_text(fault)
         self.rounds += 1
-        asked = [body(tokens(2 * BLOCK + 60 * at, f"faulty {self.rounds} {at}"), 32) for at in range(PROMPTS)]
+        asked = [
+            body(tokens(2 * BLOCK + 60 * at, f"faulty {self.rounds} {at}"), 32)
+            for at in range(PROMPTS)
+        ]
         target = self.decode.received + needed(len(one["prompt"]) for one in asked)
         ours: list[Record] = [self.legs.ask(one) for one in asked]
         plain = at_once(lambda one: ask(self.main.plain.url, one), asked)
         wait("all KV arrives", lambda: self.decode.received == target, 5)
-        return sum(bool(difference(one, expected)) for one, expected in zip(ours, plain, strict=True))
+        return sum(
+            bool(difference(one, expected)) for one, expected in zip(ours, plain, strict=True)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +65,9 @@ def faulty(machine: Machine, main: Main) -> Iterator[Faulty]:
 def test_one_wrong_block_turns_the_tests_red(faulty: Faulty, fault: str, where: str) -> None:
     """In all layers, or in one."""
     found = faulty.count_wrong(fault + where)
-    assert found >= PROMPTS - 2, f"{fault}{where}: only {found} of {PROMPTS} wrong answers were found"
+    assert found >= PROMPTS - 2, (
+        f"{fault}{where}: only {found} of {PROMPTS} wrong answers were found"
+    )
 
 
 def test_without_a_fault_the_same_engine_is_green(faulty: Faulty) -> None:

@@ -1,4 +1,6 @@
-"""A prefill engine that refuses or stands still behind a healthy API server, and answers that have not begun yet."""
+"""A prefill engine that refuses or stands still behind a healthy API server, and answers that have
+not begun yet.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,19 @@ PATIENCE = 32.0  # seconds of the proxy; an engine without a step is down after 
 STILL = PATIENCE / 4
 START = 400.0  # seconds for an engine to start on a busy machine
 ADMISSION = 0.3  # seconds after which the shim refuses
-JOB = {"model": "tiny", "input": "Tell me of the sea.", "stream": True, "temperature": 0, "max_output_tokens": 24}
+JOB = {
+    "model": "tiny",
+    "input": "Tell me of the sea.",
+    "stream": True,
+    "temperature": 0,
+    "max_output_tokens": 24,
+}
 
 
 class Shim(ThreadingHTTPServer):
-    """In front of P: refuses prefill legs of /v1/responses as vLLM's admission does, a moment after they came."""
+    """In front of P: refuses prefill legs of /v1/responses as vLLM's admission does, a moment after
+    they came.
+    """
 
     daemon_threads = True
 
@@ -54,7 +64,9 @@ class Refusing(BaseHTTPRequestHandler):
             time.sleep(ADMISSION)
             status, said = 503, b'{"error":{"message":"the queue is full","code":503}}'
         else:
-            connection = http.client.HTTPConnection("127.0.0.1", self.server.engine.port, timeout=60)
+            connection = http.client.HTTPConnection(
+                "127.0.0.1", self.server.engine.port, timeout=60
+            )
             connection.request(self.command, self.path, given, {"content-type": "application/json"})
             answer = connection.getresponse()
             status, said = answer.status, answer.read()
@@ -81,12 +93,21 @@ def pair(machine: Machine) -> Iterator[tuple[Engine, Engine]]:
 
 def respond(url: str, seconds: float) -> tuple[str, int, float]:
     """The text of a streamed response, how many beginnings it had, and how long it took."""
-    connection, began = http.client.HTTPConnection(url.removeprefix("http://"), timeout=seconds), time.monotonic()
+    connection, began = (
+        http.client.HTTPConnection(url.removeprefix("http://"), timeout=seconds),
+        time.monotonic(),
+    )
     try:
-        connection.request("POST", "/v1/responses", json.dumps(JOB), {"content-type": "application/json"})
+        connection.request(
+            "POST", "/v1/responses", json.dumps(JOB), {"content-type": "application/json"}
+        )
         answer = connection.getresponse()
         assert answer.status == 200, answer.read()
-        events = [json.loads(line[6:]) for line in answer.read().split(b"\n") if line.startswith(b"data: {")]
+        events = [
+            json.loads(line[6:])
+            for line in answer.read().split(b"\n")
+            if line.startswith(b"data: {")
+        ]
     finally:
         connection.close()
     assert events[-1]["type"] == "response.completed", events[-1]
@@ -94,7 +115,9 @@ def respond(url: str, seconds: float) -> tuple[str, int, float]:
     return text, sum(e["type"] == "response.created" for e in events), time.monotonic() - began
 
 
-def test_a_refusal_of_p_is_seen_before_the_first_content(machine: Machine, pair: tuple[Engine, Engine]) -> None:
+def test_a_refusal_of_p_is_seen_before_the_first_content(
+    machine: Machine, pair: tuple[Engine, Engine]
+) -> None:
     """D's stream begins with `response.created` long before."""
     prefill, decode = pair
     shim = Shim(prefill)
@@ -113,7 +136,9 @@ def test_a_refusal_of_p_is_seen_before_the_first_content(machine: Machine, pair:
 
 @contextmanager
 def held(engine: Engine, run: float = 0.0, pause: float = 1.0) -> Iterator[None]:
-    """Its engine process stands still, but for `run` seconds after each `pause`; its API server lives."""
+    """Its engine process stands still, but for `run` seconds after each `pause`; its API server
+    lives.
+    """
     core = core_of(engine)
     over = threading.Event()
 
@@ -155,16 +180,22 @@ def fallbacks(proxy: Proxy) -> list[str]:
     return [line for line in page if line.startswith("vllm_disagg_fallbacks_total{")]
 
 
-def test_an_engine_that_stands_still_is_found_and_one_at_work_is_not(machine: Machine, pair: tuple[Engine, Engine]) -> None:
+def test_an_engine_that_stands_still_is_found_and_one_at_work_is_not(
+    machine: Machine, pair: tuple[Engine, Engine]
+) -> None:
     prefill, decode = pair
     proxy = Proxy(machine.folder, prefill, decode, "--patience", str(PATIENCE), name="proxy-stalls")
     machine.start(proxy)
     try:
         long = body(tokens(1900, "slow"))
         began = time.monotonic()
-        with held(prefill, run=0.03, pause=1.5):  # a step in 1.5 s: eight chunks take longer than an engine may stand still
+        with held(
+            prefill, run=0.03, pause=1.5
+        ):  # a step in 1.5 s: eight chunks take longer than an engine may stand still
             ours = ask(proxy.url, long)
-        print(f"a prompt of eight chunks at a slow P: {time.monotonic() - began:.1f} s, {fallbacks(proxy)}")
+        print(
+            f"a prompt of eight chunks at a slow P: {time.monotonic() - began:.1f} s, {fallbacks(proxy)}"
+        )
         expect_same(ours, ask(decode.url, long), "slow")
         assert not fallbacks(proxy) and proxy.members()[prefill.url]
         began = time.monotonic()
@@ -177,7 +208,9 @@ def test_an_engine_that_stands_still_is_found_and_one_at_work_is_not(machine: Ma
             again = time.monotonic()
             assert ask(proxy.url, body(tokens(310, "next"))).status == 200
             again = time.monotonic() - again
-        print(f"P stands still: answered after {answered:.1f} s, found after {found:.1f} s, the next one took {again:.2f} s")
+        print(
+            f"P stands still: answered after {answered:.1f} s, found after {found:.1f} s, the next one took {again:.2f} s"
+        )
         expect_same(ours, ask(decode.url, job), "frozen")
         assert answered < PATIENCE and found < 2 * STILL and again < STILL / 2
         wait("P is used again", lambda: proxy.members()[prefill.url], 30)

@@ -1,6 +1,8 @@
-"""Streams as vLLM's own code forms them, with thoughts and calls, broken off at every event: no engine runs here.
+"""Streams as vLLM's own code forms them, with thoughts and calls, broken off at every event: no
+engine runs here.
 
-The tiny models of the other tests neither think nor call tools at any length.  These names are those of vLLM 0.32.
+The tiny models of the other tests neither think nor call tools at any length. These names are those
+of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -30,8 +32,21 @@ def deltas(width: int) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = [{"reasoning": part} for part in merged(THOUGHT)]
     made += [{"content": part} for part in merged(TEXT)]
     for index, (name, parts) in enumerate(CALLS):
-        made.append({"tool_calls": [{"index": index, "function": {"name": name, "arguments": ""}, "type": "function"}]})
-        made += [{"tool_calls": [{"index": index, "function": {"arguments": part}}]} for part in merged(parts)]
+        made.append(
+            {
+                "tool_calls": [
+                    {
+                        "index": index,
+                        "function": {"name": name, "arguments": ""},
+                        "type": "function",
+                    }
+                ]
+            }
+        )
+        made += [
+            {"tool_calls": [{"index": index, "function": {"arguments": part}}]}
+            for part in merged(parts)
+        ]
     return made
 
 
@@ -52,15 +67,25 @@ def responses(width: int) -> list[bytes]:
     request = ResponsesRequest(model="m", input="x")
 
     def response(status: Any, **fields: Any) -> Any:
-        given: dict[str, Any] = {"model_name": "m", "created_time": 1000 + width, "output": [], "status": status, **fields}
+        given: dict[str, Any] = {
+            "model_name": "m",
+            "created_time": 1000 + width,
+            "output": [],
+            "status": status,
+            **fields,
+        }
         return ResponsesResponse.from_request(request, SamplingParams(max_tokens=9), **given)
 
     async def events() -> AsyncIterator[Any]:
         processor = SimpleStreamingEventProcessor()
         made: list[Any] = []
         first = response("in_progress").model_dump(mode="json", by_alias=True)
-        made.append(ResponseCreatedEvent(type="response.created", sequence_number=-1, response=first))
-        made.append(ResponseInProgressEvent(type="response.in_progress", sequence_number=-1, response=first))
+        made.append(
+            ResponseCreatedEvent(type="response.created", sequence_number=-1, response=first)
+        )
+        made.append(
+            ResponseInProgressEvent(type="response.in_progress", sequence_number=-1, response=first)
+        )
         for fields in deltas(width):
             delta = DeltaMessage(**fields)
             state, call = processor.resolve_target_state(delta)
@@ -68,12 +93,19 @@ def responses(width: int) -> list[bytes]:
                 made += [*processor.close_current(), *processor.open(state, call)]
             made += processor.emit_delta(delta, None)  # type: ignore[arg-type]
         made += processor.close_current()
-        usage = ResponseUsage.model_validate({
-            "input_tokens": 9, "input_tokens_details": {"cached_tokens": width, "cache_write_tokens": 0},
-            "output_tokens": 12, "output_tokens_details": {"reasoning_tokens": 4}, "total_tokens": 21,
-        })  # fmt: skip
+        usage = ResponseUsage.model_validate(
+            {
+                "input_tokens": 9,
+                "input_tokens_details": {"cached_tokens": width, "cache_write_tokens": 0},
+                "output_tokens": 12,
+                "output_tokens_details": {"reasoning_tokens": 4},
+                "total_tokens": 21,
+            }
+        )
         last = response("completed", output=processor.output_items, usage=usage)
-        made.append(ResponseCompletedEvent(type="response.completed", sequence_number=-1, response=last))
+        made.append(
+            ResponseCompletedEvent(type="response.completed", sequence_number=-1, response=last)
+        )
         for number, event in enumerate(made):
             event.sequence_number = number
             yield event
@@ -88,14 +120,23 @@ def messages(width: int) -> list[bytes]:
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
     async def chunks() -> AsyncIterator[str]:
-        head = {"id": f"chatcmpl-{width}", "object": "chat.completion.chunk", "created": 1000 + width, "model": "m"}
+        head = {
+            "id": f"chatcmpl-{width}",
+            "object": "chat.completion.chunk",
+            "created": 1000 + width,
+            "model": "m",
+        }
         usage = {"prompt_tokens": 9, "completion_tokens": 12, "total_tokens": 21}
         said: list[dict[str, Any]] = [{"role": "assistant", "content": ""}, *deltas(width)]
         for at, delta in enumerate(said):
             for call in delta.get("tool_calls", []):
                 if "name" in call["function"]:
                     call["id"] = f"call-{width}-{call['index']}"
-            choice = {"index": 0, "delta": delta, "finish_reason": "tool_calls" if at == len(said) - 1 else None}
+            choice = {
+                "index": 0,
+                "delta": delta,
+                "finish_reason": "tool_calls" if at == len(said) - 1 else None,
+            }
             yield f"data: {json.dumps({**head, 'choices': [choice], 'usage': {**usage, 'completion_tokens': 0}})}\n\n"
         yield f"data: {json.dumps({**head, 'choices': [], 'usage': usage})}\n\n"
         yield "data: [DONE]\n\n"
@@ -107,14 +148,25 @@ def messages(width: int) -> list[bytes]:
     return asyncio.run(all_of_it())
 
 
-@pytest.mark.parametrize(("path", "make", "hear"), [
-    ("/v1/responses", responses, hear_response), ("/v1/messages", messages, hear_message),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "make", "hear"),
+    [
+        ("/v1/responses", responses, hear_response),
+        ("/v1/messages", messages, hear_message),
+    ],
+)
 @pytest.mark.parametrize("widths", [(1, 1), (1, 2), (2, 1), (3, 2)])
-def test_broken_off_at_every_event(path: str, make: Any, hear: Any, widths: tuple[int, int]) -> None:
+def test_broken_off_at_every_event(
+    path: str, make: Any, hear: Any, widths: tuple[int, int]
+) -> None:
     first, again = make(widths[0]), make(widths[1])
     right = hear(b"".join(first))
-    assert [text for _, text in right["said"]] == ["".join(THOUGHT), "".join(TEXT), '{"a": "xy"}', "{}"]
+    assert [text for _, text in right["said"]] == [
+        "".join(THOUGHT),
+        "".join(TEXT),
+        '{"a": "xy"}',
+        "{}",
+    ]
     for at in range(1, len(first)):
         out, stopped = bytearray(), []
         tape = Tape(out.extend, keep=True, path=path)

@@ -1,6 +1,8 @@
-"""Engines of different parallelism and block sizes: four pairs of four engines, compared with one plain vLLM.
+"""Engines of different parallelism and block sizes: four pairs of four engines, compared with one
+plain vLLM.
 
-In float32: with bfloat16 the order of sums in tensor parallelism alone may decide between tokens of nearly equal probability.
+In float32: with bfloat16 the order of sums in tensor parallelism alone may decide between tokens of
+nearly equal probability.
 """
 
 from __future__ import annotations
@@ -38,17 +40,27 @@ class Topologies:
         self.p2 = Engine("topo-P-tp2", machine.folder, *exact, *two, role="kv_producer", cpu="0|0")
         self.p1 = Engine("topo-P-32", machine.folder, *exact, *small, role="kv_producer", cpu="0")
         self.d1 = Engine("topo-D", machine.folder, *exact, role="kv_consumer", cpu="1")
-        self.d2 = Engine("topo-D-tp2-32", machine.folder, *exact, *two, *small, role="kv_consumer", cpu="1|1")
+        self.d2 = Engine(
+            "topo-D-tp2-32", machine.folder, *exact, *two, *small, role="kv_consumer", cpu="1|1"
+        )
         self.plain = Engine("topo-plain", machine.folder, *exact, cpu="1")
         machine.start(self.p2, self.p1, self.d1)
         machine.start(self.d2, self.plain)
         pairs = [(self.p2, self.d1), (self.p1, self.d2), (self.p2, self.d2), (self.p1, self.d1)]
-        self.legs = {name: Legs(machine.key, *pair) for name, pair in zip(PAIRS, pairs, strict=True)}
-        self.proxy = Proxy(machine.folder, [self.p2, self.p1], [self.d1, self.d2], name="topo-proxy")
+        self.legs = {
+            name: Legs(machine.key, *pair) for name, pair in zip(PAIRS, pairs, strict=True)
+        }
+        self.proxy = Proxy(
+            machine.folder, [self.p2, self.p1], [self.d1, self.d2], name="topo-proxy"
+        )
         machine.start(self.proxy)
-        self.distinct = self.answered([tokens(LENGTHS[at % len(LENGTHS)], f"topo {at}") for at in range(72)])
+        self.distinct = self.answered(
+            [tokens(LENGTHS[at % len(LENGTHS)], f"topo {at}") for at in range(72)]
+        )
         common = tokens(200, "topo common")
-        self.common = self.answered([common + tokens(1 + 17 * at, f"topo common {at}") for at in range(30)])
+        self.common = self.answered(
+            [common + tokens(1 + 17 * at, f"topo common {at}") for at in range(30)]
+        )
 
     def answered(self, prompts: list[list[int]]) -> Asked:
         bodies = [body(prompt, 12, logprobs=3) for prompt in prompts]
@@ -76,8 +88,12 @@ def test_answers_are_plain_vllms_and_kv_moves(topologies: Topologies, pair: str)
     size = 32 if legs.prefill is topologies.p1 else BLOCK
     before = legs.decode.received
     for asked in (topologies.distinct, topologies.common):
-        salted = [{**one, "cache_salt": pair} for one in asked.bodies]  # so that each pair starts with cold caches
-        for ours, plain, what in zip(several(legs.ask, salted), asked.plain, asked.bodies, strict=True):
+        salted = [
+            {**one, "cache_salt": pair} for one in asked.bodies
+        ]  # so that each pair starts with cold caches
+        for ours, plain, what in zip(
+            several(legs.ask, salted), asked.plain, asked.bodies, strict=True
+        ):
             expect_same(ours, plain, f"{pair}, {len(what['prompt'])} tokens:")
         if asked is topologies.distinct:
             moved = sum(-(-len(one["prompt"]) // size) * size for one in asked.bodies) * TOKEN_BYTES
@@ -95,4 +111,7 @@ def test_behind_one_proxy_all_pairs_serve(topologies: Topologies) -> None:
     answers = several(lambda one: ask(topologies.proxy.url, one), salted)
     for ours, plain in zip(answers, topologies.distinct.plain, strict=False):
         expect_same(ours, plain)
-    assert all(engine.received > was for engine, was in zip((topologies.d1, topologies.d2), before, strict=True))
+    assert all(
+        engine.received > was
+        for engine, was in zip((topologies.d1, topologies.d2), before, strict=True)
+    )

@@ -1,4 +1,6 @@
-"""Two workers a side.  What is right is what the prefill engine itself says: it computes everything, and loads nothing."""
+"""Two workers a side. What is right is what the prefill engine itself says: it computes everything,
+and loads nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from test_exact import needed
 
 
 class Tp2:
-    """Each engine has a core of its own: vLLM's workers spin while they wait, and starve another engine's there."""
+    """Each engine has a core of its own: vLLM's workers spin while they wait, and starve another
+    engine's there.
+    """
 
     def __init__(self, machine: Machine) -> None:
         both = ["--tensor-parallel-size", "2"]

@@ -1,4 +1,6 @@
-"""A pair by each carrier besides ZMQ: answers are plain vLLM's, the bytes came by that carrier, and a dead P costs no answer."""
+"""A pair by each carrier besides ZMQ: answers are plain vLLM's, the bytes came by that carrier, and
+a dead P costs no answer.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ pytestmark = pytest.mark.wide
 
 CARRIERS = [
     "tcp",
-    pytest.param("nixl", marks=pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed")),
+    pytest.param(
+        "nixl",
+        marks=pytest.mark.skipif(
+            not importlib.util.find_spec("nixl"), reason="nixl is not installed"
+        ),
+    ),
     "gloo",
 ]
 LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK + 1, 700, 1500]
@@ -28,8 +35,12 @@ class Pair:
         self.machine, self.carrier = machine, carrier
         settings: dict[str, object] = {"transport": carrier}
         self.plain = Engine(f"plain-{carrier}", machine.folder, cpu="1")
-        self.prefill = Engine(f"P-{carrier}", machine.folder, role="kv_producer", cpu="0", settings=settings)
-        self.decode = Engine(f"D-{carrier}", machine.folder, role="kv_consumer", cpu="1", settings=settings)
+        self.prefill = Engine(
+            f"P-{carrier}", machine.folder, role="kv_producer", cpu="0", settings=settings
+        )
+        self.decode = Engine(
+            f"D-{carrier}", machine.folder, role="kv_consumer", cpu="1", settings=settings
+        )
         self.proxy = Proxy(machine.folder, self.prefill, self.decode, name=f"proxy-{carrier}")
         self.processes = (self.prefill, self.decode, self.plain, self.proxy)
         machine.start(*self.processes[:3])
@@ -42,7 +53,9 @@ class Pair:
     def check(self, prompts: list[list[int]]) -> None:
         asked = [body(prompt, 16) for prompt in prompts]
         plain = at_once(lambda one: ask(self.plain.url, one), asked)
-        for ours, expected in zip(at_once(lambda one: ask(self.proxy.url, one), asked), plain, strict=True):
+        for ours, expected in zip(
+            at_once(lambda one: ask(self.proxy.url, one), asked), plain, strict=True
+        ):
             expect_same(ours, expected)
 
     def comes_up(self) -> None:

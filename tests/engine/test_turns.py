@@ -1,4 +1,6 @@
-"""Conversations: P reads back what D computed while it answered, so the next turn costs P its new text only."""
+"""Conversations: P reads back what D computed while it answered, so the next turn costs P its new
+text only.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,11 @@ def talk(main: Main, name: str, turns: int = TURNS) -> None:
     prompt = tokens(chance.randint(20, 300), name)
     for turn in range(turns):
         answer = main.check(body(prompt, chance.randint(60, 230), ignore_eos=True))
-        prompt = prompt + list(answer.tokens[0]) + tokens(chance.choice([1, 30, BLOCK, 200]), f"{name} {turn}")
+        prompt = (
+            prompt
+            + list(answer.tokens[0])
+            + tokens(chance.choice([1, 30, BLOCK, 200]), f"{name} {turn}")
+        )
         if len(prompt) > 1700:
             return
 
@@ -108,7 +114,14 @@ def test_grants_that_are_odd(main: Main) -> None:
     for name, sources in (
         ("nobody", []),
         ("twice", [worker, worker]),
-        ("not there", [peers.WorkerInfo("dead/0", "tcp://127.0.0.1:9", "tcp://127.0.0.1:9", holds=worker.holds)]),
+        (
+            "not there",
+            [
+                peers.WorkerInfo(
+                    "dead/0", "tcp://127.0.0.1:9", "tcp://127.0.0.1:9", holds=worker.holds
+                )
+            ],
+        ),
         ("itself", main.legs.p.workers),
         ("nothing", [peers.WorkerInfo("x", "x", "x")]),
     ):
@@ -130,7 +143,10 @@ def test_clients_that_leave_while_p_reads(main: Main) -> None:
 
 
 def test_d_is_killed_while_p_reads(main: Main) -> None:
-    jobs = [(body(prompt, 24), right) for prompt, right in (warm(main, f"killed {at}", 1400) for at in range(10))]
+    jobs = [
+        (body(prompt, 24), right)
+        for prompt, right in (warm(main, f"killed {at}", 1400) for at in range(10))
+    ]
     timer = threading.Timer(0.05, lambda: main.decode.stop(gently=0))
     timer.start()
     began = time.monotonic()

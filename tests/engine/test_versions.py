@@ -1,5 +1,6 @@
-"""Prefill and decode engines of two versions of vLLM with the same code of ours; what is right is what plain vLLM of this
-environment answers.  DISAGG_OTHER_VLLM names the other environment (`make versions` does).
+"""Prefill and decode engines of two versions of vLLM with the same code of ours; what is right is
+what plain vLLM of this environment answers. DISAGG_OTHER_VLLM names the other environment (`make
+versions` does).
 
 In float32: how sums are ordered may have changed between versions.
 """
@@ -20,7 +21,9 @@ from test_topologies import LENGTHS, TOKEN_BYTES, several
 OTHER = os.environ.get("DISAGG_OTHER_VLLM", "")
 pytestmark = [
     pytest.mark.wide,
-    pytest.mark.skipif(not OTHER, reason="DISAGG_OTHER_VLLM names no environment with another vLLM"),
+    pytest.mark.skipif(
+        not OTHER, reason="DISAGG_OTHER_VLLM names no environment with another vLLM"
+    ),
 ]
 PAIRS = ["other to this", "this to other"]
 
@@ -30,15 +33,23 @@ class Versions:
         exact, there = ["--dtype", "float32"], Path(OTHER) / "bin"
         self.p = Engine("versions-P", machine.folder, *exact, role="kv_producer", cpu="0")
         self.d = Engine("versions-D", machine.folder, *exact, role="kv_consumer", cpu="1")
-        self.other_p = Engine("versions-other-P", machine.folder, *exact, role="kv_producer", cpu="0", home=there)
-        self.other_d = Engine("versions-other-D", machine.folder, *exact, role="kv_consumer", cpu="1", home=there)
+        self.other_p = Engine(
+            "versions-other-P", machine.folder, *exact, role="kv_producer", cpu="0", home=there
+        )
+        self.other_d = Engine(
+            "versions-other-D", machine.folder, *exact, role="kv_consumer", cpu="1", home=there
+        )
         self.plain = Engine("versions-plain", machine.folder, *exact, cpu="1")
         machine.start(self.p, self.other_d)
         machine.start(self.other_p, self.d)
         machine.start(self.plain)
         pairs = [(self.other_p, self.d), (self.p, self.other_d)]
-        self.legs = {name: Legs(machine.key, *pair) for name, pair in zip(PAIRS, pairs, strict=True)}
-        self.proxy = Proxy(machine.folder, [self.p, self.other_p], [self.d, self.other_d], name="versions-proxy")
+        self.legs = {
+            name: Legs(machine.key, *pair) for name, pair in zip(PAIRS, pairs, strict=True)
+        }
+        self.proxy = Proxy(
+            machine.folder, [self.p, self.other_p], [self.d, self.other_d], name="versions-proxy"
+        )
         machine.start(self.proxy)
         common = tokens(200, "versions common")
         self.prompts = [tokens(LENGTHS[at % len(LENGTHS)], f"versions {at}") for at in range(78)]
@@ -58,8 +69,10 @@ def versions(machine: Machine) -> Iterator[Versions]:
 
 
 def test_both_versions_alone_give_the_same_tokens(versions: Versions) -> None:
-    """Else nothing below could be compared.  Without a grant the other decode engine is a plain one."""
-    alone = several(lambda one: ask(versions.other_d.url, {**one, "cache_salt": "alone"}), versions.bodies)
+    """Else nothing below could be compared. Without a grant the other decode engine is a plain one."""
+    alone = several(
+        lambda one: ask(versions.other_d.url, {**one, "cache_salt": "alone"}), versions.bodies
+    )
     for ours, plain in zip(alone, versions.right, strict=True):
         expect_same(ours, plain)
 
@@ -69,7 +82,9 @@ def test_answers_are_plain_vllms_and_kv_moves(versions: Versions, pair: str) -> 
     legs = versions.legs[pair]
     before = legs.decode.received
     salted = [{**one, "cache_salt": pair} for one in versions.bodies]
-    for ours, plain, what in zip(several(legs.ask, salted), versions.right, versions.bodies, strict=True):
+    for ours, plain, what in zip(
+        several(legs.ask, salted), versions.right, versions.bodies, strict=True
+    ):
         expect_same(ours, plain, f"{pair}, {len(what['prompt'])} tokens:")
     moved = sum(-(-len(prompt) // BLOCK) * BLOCK for prompt in versions.prompts) * TOKEN_BYTES
     wait("all KV arrives", lambda: legs.decode.received > before + moved, 5)
@@ -82,7 +97,9 @@ def test_behind_one_proxy_all_pairs_serve(versions: Versions) -> None:
     engines = (versions.d, versions.other_d)
     before = [engine.received for engine in engines]
     salted = [{**one, "cache_salt": "proxy"} for one in versions.bodies[:39]]
-    for ours, plain in zip(several(lambda one: ask(versions.proxy.url, one), salted), versions.right, strict=False):
+    for ours, plain in zip(
+        several(lambda one: ask(versions.proxy.url, one), salted), versions.right, strict=False
+    ):
         expect_same(ours, plain)
     for engine, was in zip(engines, before, strict=True):
         wait(f"{engine.name} gets KV", lambda e=engine, w=was: e.received > w, 5)

@@ -1,4 +1,5 @@
-"""A model whose layers are computed in another order than their names say: Zamba2, two blocks of attention in turn.
+"""A model whose layers are computed in another order than their names say: Zamba2, two blocks of
+attention in turn.
 
 What is offered before it is computed is fetched before it is computed, with a checksum that fits.
 """
@@ -17,9 +18,19 @@ def test_zamba_is_exact_with_overlap(machine: Machine) -> None:
     machine.stop()  # all others, for the memory's sake
     pair = Pair(machine, "zamba", "zamba", "--no-enable-prefix-caching", *FLOAT32)
     count = 5 * len(LENGTHS)
-    asked = [body(tokens(LENGTHS[at % len(LENGTHS)], f"{time.time()} zamba {at}"), 16, logprobs=3) for at in range(count)]
-    plain, ours = several(lambda one: ask(pair.plain.url, one), asked), several(pair.legs.ask, asked)
-    wrong = [found for one, expected in zip(ours, plain, strict=True) if (found := difference(one, expected))]
+    asked = [
+        body(tokens(LENGTHS[at % len(LENGTHS)], f"{time.time()} zamba {at}"), 16, logprobs=3)
+        for at in range(count)
+    ]
+    plain, ours = (
+        several(lambda one: ask(pair.plain.url, one), asked),
+        several(pair.legs.ask, asked),
+    )
+    wrong = [
+        found
+        for one, expected in zip(ours, plain, strict=True)
+        if (found := difference(one, expected))
+    ]
     assert not wrong, f"{len(wrong)} of {count} answers are wrong: {wrong[0]}"
     loads = sum(len(one["prompt"]) > 1 for one in asked)  # D computes the last token
     wait("all are loaded", lambda: pair.decode.metric("vllm:disagg_load_seconds_count") == loads, 5)

@@ -18,7 +18,12 @@ from vllm_disagg.protocol import peers
 
 KEY = keys.FleetKey(b"k" * keys.KEY_BYTES)
 GRANT = grants.Grant(
-    2, "decode", "ab" * 16, "engine", [peers.WorkerInfo("n", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "", "h")], 5.0
+    2,
+    "decode",
+    "ab" * 16,
+    "engine",
+    [peers.WorkerInfo("n", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "", "h")],
+    5.0,
 )
 
 
@@ -40,21 +45,36 @@ def test_without_a_key_nothing_is_believed_except_where_that_is_asked_for() -> N
     assert grants.verify(keys.load("", insecure=True), grants.mint(everybody, GRANT)) == GRANT
 
 
-def at(control: str = "tcp://127.0.0.1:1", data: str = "tcp://127.0.0.1:2", local: str = "") -> list[peers.WorkerInfo]:
+def at(
+    control: str = "tcp://127.0.0.1:1", data: str = "tcp://127.0.0.1:2", local: str = ""
+) -> list[peers.WorkerInfo]:
     return [P, peers.WorkerInfo("n", control, data, local)]
 
 
-P = peers.WorkerInfo("p", "tcp://127.0.0.1:1", "tcp://[::1]:2", "ipc:///tmp/vllm-disagg-ab12_xyz/data")
+P = peers.WorkerInfo(
+    "p", "tcp://127.0.0.1:1", "tcp://[::1]:2", "ipc:///tmp/vllm-disagg-ab12_xyz/data"
+)
 
 
-@pytest.mark.parametrize("local", ["", "ipc:///tmp/vllm-disagg-ab12_xyz/data", "ipc:///var/tmp/a b/vllm-disagg-abcdefgh/data"])
-@pytest.mark.parametrize("where", ["tcp://127.0.0.1:1", "tcp://127.9.9.9:65535", "tcp://[::1]:80", "tcp://[::ffff:127.0.0.1]:80"])
+@pytest.mark.parametrize(
+    "local",
+    ["", "ipc:///tmp/vllm-disagg-ab12_xyz/data", "ipc:///var/tmp/a b/vllm-disagg-abcdefgh/data"],
+)
+@pytest.mark.parametrize(
+    "where",
+    ["tcp://127.0.0.1:1", "tcp://127.9.9.9:65535", "tcp://[::1]:80", "tcp://[::ffff:127.0.0.1]:80"],
+)
 def test_what_an_engine_on_loopback_dials(where: str, local: str) -> None:
     assert not dialling.refusal(at(where, where, local), loopback_only=True)
 
 
-@pytest.mark.parametrize("where", ["tcp://10.0.0.1:1", "tcp://[2001:db8::1]:80", "tcp://8.8.8.8:1", "tcp://[::ffff:10.0.0.1]:1"])
-def test_other_machines_are_dialled_only_by_those_who_have_a_key_and_an_address_there(where: str) -> None:
+@pytest.mark.parametrize(
+    "where",
+    ["tcp://10.0.0.1:1", "tcp://[2001:db8::1]:80", "tcp://8.8.8.8:1", "tcp://[::ffff:10.0.0.1]:1"],
+)
+def test_other_machines_are_dialled_only_by_those_who_have_a_key_and_an_address_there(
+    where: str,
+) -> None:
     assert not dialling.refusal(at(where, where), loopback_only=False)
     for workers in (at(where), at(data=where)):
         assert "not loopback" in dialling.refusal(workers, loopback_only=True)
@@ -63,13 +83,28 @@ def test_other_machines_are_dialled_only_by_those_who_have_a_key_and_an_address_
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        *[(f"tcp://{host}:1", "IP address") for host in ("localhost", "example.org", "127.1", "0x7f.0.0.1", "", "[127.0.0.1]")],
-        *[(f"tcp://{host}:1", "IP address") for host in ("127.0.0.1 ", "::1", "[::1", "[fe80::1%eth0]", "1;127.0.0.1", "*")],
-        *[(f"tcp://127.0.0.1{port}", "IP address") for port in ("", ":", ":0", ":65536", ":-1", ":http", ":1/x", ":1\n")],
-        *[(f"{scheme}127.0.0.1:1", "IP address") for scheme in ("", "http://", "ipc://", "inproc://", "udp://", "TCP://")],
+        *[
+            (f"tcp://{host}:1", "IP address")
+            for host in ("localhost", "example.org", "127.1", "0x7f.0.0.1", "", "[127.0.0.1]")
+        ],
+        *[
+            (f"tcp://{host}:1", "IP address")
+            for host in ("127.0.0.1 ", "::1", "[::1", "[fe80::1%eth0]", "1;127.0.0.1", "*")
+        ],
+        *[
+            (f"tcp://127.0.0.1{port}", "IP address")
+            for port in ("", ":", ":0", ":65536", ":-1", ":http", ":1/x", ":1\n")
+        ],
+        *[
+            (f"{scheme}127.0.0.1:1", "IP address")
+            for scheme in ("", "http://", "ipc://", "inproc://", "udp://", "TCP://")
+        ],
         *[(f"tcp://{host}:1", "unspecified") for host in ("0.0.0.0", "[::]", "[::ffff:0.0.0.0]")],
         *[(f"tcp://{host}:1", "multicast") for host in ("224.0.0.1", "[ff02::1]")],
-        *[(f"tcp://{host}:80", "link-local") for host in ("169.254.169.254", "[fe80::1]", "[::ffff:169.254.169.254]")],
+        *[
+            (f"tcp://{host}:80", "link-local")
+            for host in ("169.254.169.254", "[fe80::1]", "[::ffff:169.254.169.254]")
+        ],
         *[(f"tcp://{host}:1", "reserved") for host in ("255.255.255.255", "240.0.0.1", "0.1.2.3")],
     ],
 )
@@ -81,22 +116,39 @@ def test_what_no_engine_dials(where: str, words: str) -> None:
 @pytest.mark.parametrize(
     "local",
     [
-        "/tmp/vllm-disagg-ab12_xyz/data", "ipc:///run/docker.sock", "ipc://@hidden", "ipc://vllm-disagg-ab12_xyz/data",
-        "ipc:///tmp/vllm-disagg-ab12_xyz/data/", "ipc:///tmp/vllm-disagg-ab12_xyz/other", "tcp://127.0.0.1:1", "ipc://",
-        "ipc:///tmp/../run/vllm-disagg-ab12_xyz/data", f"ipc:///{'x' * 90}/vllm-disagg-ab12_xyz/data",
+        "/tmp/vllm-disagg-ab12_xyz/data",
+        "ipc:///run/docker.sock",
+        "ipc://@hidden",
+        "ipc://vllm-disagg-ab12_xyz/data",
+        "ipc:///tmp/vllm-disagg-ab12_xyz/data/",
+        "ipc:///tmp/vllm-disagg-ab12_xyz/other",
+        "tcp://127.0.0.1:1",
+        "ipc://",
+        "ipc:///tmp/../run/vllm-disagg-ab12_xyz/data",
+        f"ipc:///{'x' * 90}/vllm-disagg-ab12_xyz/data",
     ],
-)  # fmt: skip
+)
 def test_a_local_address_is_one_that_an_engine_makes(local: str) -> None:
     assert "local address" in dialling.refusal(at(local=local), loopback_only=False)
 
 
 def test_a_door_is_at_the_address_of_its_worker() -> None:
-    assert dialling.is_at("tcp://[::1]:80", "::1") and dialling.is_at("tcp://10.0.0.1:80", "10.0.0.1")
+    assert dialling.is_at("tcp://[::1]:80", "::1") and dialling.is_at(
+        "tcp://10.0.0.1:80", "10.0.0.1"
+    )
     for host in ("10.0.0.2", "", "localhost", "::ffff:10.0.0.2"):
         assert not dialling.is_at("tcp://10.0.0.1:80", host)
 
 
-@given(st.one_of(st.none(), st.integers(), st.text(), st.dictionaries(st.text(), st.text()), st.lists(st.text())))
+@given(
+    st.one_of(
+        st.none(),
+        st.integers(),
+        st.text(),
+        st.dictionaries(st.text(), st.text()),
+        st.lists(st.text()),
+    )
+)
 def test_anything_else_is_a_bad_grant(token: object) -> None:
     with pytest.raises(BadGrant):
         grants.verify(KEY, token)
@@ -106,13 +158,21 @@ def test_a_grant_for_64_ranks_is_a_token() -> None:
     """With two kinds of layers, as Gemma 3 has them, and eighty of them."""
     axes = [("h", 8, 1 << 15), ("c", 128, 256), ("t", 128, 2), ("c", 2, 1)]
     regions = [[StridedRegion(0, axes), StridedRegion(1 << 14, axes)]]
-    kinds = [LayerLayout("keys and values of 128, bfloat16", 128, [1 << 18], regions, 8, 504, 512, group) for group in (0, 1)]
+    kinds = [
+        LayerLayout("keys and values of 128, bfloat16", 128, [1 << 18], regions, 8, 504, 512, group)
+        for group in (0, 1)
+    ]
     holds = RankLayout(kinds, [0, 1] * 40, 80)
     host = "tcp://[2001:0db8:85a3:0000:0000:8a2e:0370:7334]:65535"
     local = "ipc:///tmp/vllm-disagg-12345678/data"
-    worker = peers.WorkerInfo("0123456789ab/63", host, host, local, "a" * 36, ["nixl", "nccl"], holds)
+    worker = peers.WorkerInfo(
+        "0123456789ab/63", host, host, local, "a" * 36, ["nixl", "nccl"], holds
+    )
     token = grants.mint(KEY, msgspec.structs.replace(GRANT, sources=[worker] * 64))
-    assert len(token) <= grants.MAX_TOKEN_CHARACTERS and grants.verify(KEY, token).sources[63] == worker
+    assert (
+        len(token) <= grants.MAX_TOKEN_CHARACTERS
+        and grants.verify(KEY, token).sources[63] == worker
+    )
 
 
 def test_every_flipped_bit_of_the_token_is_noticed() -> None:
@@ -132,7 +192,9 @@ def test_every_flipped_bit_of_the_token_is_noticed() -> None:
         *[{"leg": "both"}, {"transfer": "not hex"}, {"patience": -1.0}, {"patience": float("nan")}],
     ],
 )
-def test_a_grant_of_another_shape_is_refused_even_with_the_right_key(change: dict[str, object]) -> None:
+def test_a_grant_of_another_shape_is_refused_even_with_the_right_key(
+    change: dict[str, object],
+) -> None:
     values = {name: getattr(GRANT, name) for name in GRANT.__struct_fields__} | change
     with pytest.raises(BadGrant):
         grants.verify(KEY, grants.mint(KEY, grants.Grant(**values)))  # type: ignore[arg-type]
@@ -145,7 +207,17 @@ def test_difference_names_the_fact() -> None:
 
 
 def test_uses_have_keys_of_their_own() -> None:
-    assert len({KEY.derive("grant"), KEY.derive("curve-server"), KEY.derive("curve-client"), b"k" * keys.KEY_BYTES}) == 4
+    assert (
+        len(
+            {
+                KEY.derive("grant"),
+                KEY.derive("curve-server"),
+                KEY.derive("curve-client"),
+                b"k" * keys.KEY_BYTES,
+            }
+        )
+        == 4
+    )
     assert "kkk" not in repr(KEY)
 
 
@@ -153,7 +225,11 @@ def test_key_files(tmp_path: Path) -> None:
     path = tmp_path / "key"
     keys.create(str(path))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert keys.load(str(path)).derive("grant") == keys.load(str(path)).derive("grant") != KEY.derive("grant")
+    assert (
+        keys.load(str(path)).derive("grant")
+        == keys.load(str(path)).derive("grant")
+        != KEY.derive("grant")
+    )
     with pytest.raises(ConfigError, match="exists"):
         keys.create(str(path))
     for text in (b"", b"abc", b"\xff\xfe", b"00" * 31):
@@ -174,8 +250,10 @@ def test_key_files(tmp_path: Path) -> None:
         ({"silence": 1.0, "retry": 0.5}, "silence"),
         ({"host": "0.0.0.0"}, "wildcard"),
         ({"host": "::"}, "wildcard"),
-        *[({"host": host, "key_file": "k"}, "no engine connects")
-          for host in ("169.254.1.1", "fe80::1", "224.0.0.1", "240.0.0.1")],
+        *[
+            ({"host": host, "key_file": "k"}, "no engine connects")
+            for host in ("169.254.1.1", "fe80::1", "224.0.0.1", "240.0.0.1")
+        ],
         ({"host": "example.org"}, "IP address"),
         ({"host": "10.0.0.1"}, "key_file"),
         ({"host": "10.0.0.1", "insecure": True}, "key_file"),
@@ -184,7 +262,10 @@ def test_key_files(tmp_path: Path) -> None:
         ({"insecure": False}, "set key_file .*vllm-disagg key FILE.*insecure"),
         ({"key_file": "k", "insecure": True}, "exclude"),
         ({"compress": "fp4"}, "compress"),
-        *[({"compress": "fp8", "transport": name}, f"compress.*transport is {name}") for name in ("nixl", "gloo", "nccl")],
+        *[
+            ({"compress": "fp8", "transport": name}, f"compress.*transport is {name}")
+            for name in ("nixl", "gloo", "nccl")
+        ],
         ({"compress": "fp8", "gpu": True}, "compress.*gpu is set"),
     ],
 )
@@ -199,4 +280,7 @@ def test_good_settings() -> None:
     assert config.parse({"host": "10.0.0.1", "key_file": "k"}).host == "10.0.0.1"
     assert config.parse({"key_file": "k"}).compress == "off"
     for transport in ("auto", "zmq"):
-        assert config.parse({"key_file": "k", "compress": "fp8", "transport": transport}).compress == "fp8"
+        assert (
+            config.parse({"key_file": "k", "compress": "fp8", "transport": transport}).compress
+            == "fp8"
+        )

@@ -11,7 +11,10 @@ from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.fleet.registration import register_all
 
-WHERE = {"register": "http://127.0.0.1:9, http://127.0.0.1:10", "advertise": "http://127.0.0.1:8100"}
+WHERE = {
+    "register": "http://127.0.0.1:9, http://127.0.0.1:10",
+    "advertise": "http://127.0.0.1:8100",
+}
 
 
 @pytest.mark.parametrize(
@@ -33,10 +36,21 @@ def test_an_engine_without_settings_registers_nowhere() -> None:
     assert register_all(parse({"insecure": True}), FleetKey(None), "i", "both") == []
 
 
-def test_a_data_parallel_rank_registers_as_an_instance_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_parallel_rank_registers_as_an_instance_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told: list[str] = []
-    monkeypatch.setattr(vllm_disagg.fleet.registration, "Registration", lambda *args: told.append(args[-1]))
-    config = parse({**WHERE, "key_file": "k", "register": "http://127.0.0.1:9", "advertise": "http://127.0.0.1:8100/"})
+    monkeypatch.setattr(
+        vllm_disagg.fleet.registration, "Registration", lambda *args: told.append(args[-1])
+    )
+    config = parse(
+        {
+            **WHERE,
+            "key_file": "k",
+            "register": "http://127.0.0.1:9",
+            "advertise": "http://127.0.0.1:8100/",
+        }
+    )
     for rank in (None, 0, 1):
         register_all(config, FleetKey(b"k" * 32), "i", "prefill", rank)
     assert told == ["http://127.0.0.1:8100/", "http://127.0.0.1:8100@0", "http://127.0.0.1:8100@1"]

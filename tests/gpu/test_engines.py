@@ -1,4 +1,6 @@
-"""Two real engines on one GPU with a model of real size, beside a plain one and beside NixlConnector, in one run."""
+"""Two real engines on one GPU with a model of real size, beside a plain one and beside
+NixlConnector, in one run.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,18 @@ MODEL = Path(os.environ.get("MODEL", ROOT / ".cache/models/qwen3-8b"))
 @pytest.mark.parametrize("transport", ["nccl", "zmq"])
 def test_every_answer_is_the_plain_engines(transport: str) -> None:
     if not (MODEL / "config.json").exists():
-        subprocess.run([sys.executable, str(ROOT / "scripts/tiny_model.py"), "qwen3-8b", str(MODEL)], check=True)
-    command = [sys.executable, str(ROOT / "benchmarks/handoff.py"), str(MODEL), "--gpu", "--transport", transport]
+        subprocess.run(
+            [sys.executable, str(ROOT / "scripts/tiny_model.py"), "qwen3-8b", str(MODEL)],
+            check=True,
+        )
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks/handoff.py"),
+        str(MODEL),
+        "--gpu",
+        "--transport",
+        transport,
+    ]
     command += ["--rounds", "1", "--repeats", "24", "--lengths", "500", "2000", "3900"]
     env = {**os.environ, "NCCL_MULTI_RANK_GPU_ENABLE": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500)

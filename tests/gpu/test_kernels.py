@@ -1,4 +1,6 @@
-"""Gather and scatter by the Triton kernel against numpy: on a GPU, or interpreted on the CPU (TRITON_INTERPRET=1)."""
+"""Gather and scatter by the Triton kernel against numpy: on a GPU, or interpreted on the CPU
+(TRITON_INTERPRET=1).
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,12 @@ LAYOUTS = {  # shapes and orders of the axes in memory, as vLLM's backends have 
 }
 
 
-def cache(shape: tuple[int, ...], order: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    made = torch.from_numpy(np.random.default_rng(seed).integers(0, 127, [shape[axis] for axis in order], np.int64))
+def cache(
+    shape: tuple[int, ...], order: tuple[int, ...], dtype: torch.dtype, seed: int
+) -> torch.Tensor:
+    made = torch.from_numpy(
+        np.random.default_rng(seed).integers(0, 127, [shape[axis] for axis in order], np.int64)
+    )
     back = [order.index(axis) for axis in range(len(order))]
     return made.to(dtype).to(HERE).permute(back)
 
@@ -49,14 +55,23 @@ def in_memory_order(part: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gather_and_scatter_against_numpy(name: str, dtype: torch.dtype) -> None:
     shape, order = LAYOUTS[name]
-    theirs, ours = [cache(shape, order, dtype, seed) for seed in (1, 2)], [cache(shape, order, dtype, 9) for _ in "ab"]
+    theirs, ours = (
+        [cache(shape, order, dtype, seed) for seed in (1, 2)],
+        [cache(shape, order, dtype, 9) for _ in "ab"],
+    )
     source, target = [7, 2, 3, 10], [0, 5, 4, 1]
     planes = [plane for tensor in theirs for plane in device.planes_of(tensor, BLOCKS)]
-    parts = [part for tensor in theirs for part in ([tensor] if shape[0] == BLOCKS else tensor.unbind(0))]
+    parts = [
+        part for tensor in theirs for part in ([tensor] if shape[0] == BLOCKS else tensor.unbind(0))
+    ]
     expected = np.concatenate([in_memory_order(part)[source].reshape(-1) for part in parts])
     wire = torch.zeros(expected.size + 64, dtype=torch.uint8, device=HERE)
-    assert device.move(planes, torch.tensor(source, device=HERE), wire, gather=True) == expected.size
-    assert (wire.cpu().numpy()[: expected.size] == expected).all() and not wire[expected.size :].any()
+    assert (
+        device.move(planes, torch.tensor(source, device=HERE), wire, gather=True) == expected.size
+    )
+    assert (wire.cpu().numpy()[: expected.size] == expected).all() and not wire[
+        expected.size :
+    ].any()
     before = [tensor.clone() for tensor in ours]
     back = [plane for tensor in ours for plane in device.planes_of(tensor, BLOCKS)]
     device.move(back, torch.tensor(target, device=HERE), wire, gather=False)
@@ -86,7 +101,10 @@ def test_what_has_no_rows_of_one_distance_is_refused() -> None:
 
 def test_a_slot_that_is_too_short_is_refused_before_anything_moves() -> None:
     tensor = cache((BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3), torch.float32, 1)
-    planes, wire = list(device.planes_of(tensor, BLOCKS)), torch.zeros(8, dtype=torch.uint8, device=HERE)
+    planes, wire = (
+        list(device.planes_of(tensor, BLOCKS)),
+        torch.zeros(8, dtype=torch.uint8, device=HERE),
+    )
     with pytest.raises(ValueError, match="slot"):
         device.move(planes, torch.tensor([1], device=HERE), wire, gather=True)
 
@@ -130,7 +148,9 @@ def test_staging_there_and_back_and_what_a_checksum_finds() -> None:
             length -= 16
         else:
             of = "cd" * 16
-        result = ended(into.scatter(WritePiece(of, 0, extent, [0, 2, 5]), bad, length, found, Link()))
+        result = ended(
+            into.scatter(WritePiece(of, 0, extent, [0, 2, 5]), bad, length, found, Link())
+        )
         assert result is False, damage
         assert torch.equal(ours, untouched)
     assert ended(into.scatter(land, slot, size, found, Link())) is True
@@ -148,12 +168,19 @@ def test_by_way_of_the_host() -> None:
 
 
 def test_the_memory_of_a_model_and_that_warming_up_changes_nothing() -> None:
-    caches = {f"layer {at}": cache((2, BLOCKS, TOKENS, HEADS, DIM), (1, 0, 2, 3, 4), torch.float16, at) for at in range(3)}
+    caches = {
+        f"layer {at}": cache((2, BLOCKS, TOKENS, HEADS, DIM), (1, 0, 2, 3, 4), torch.float16, at)
+        for at in range(3)
+    }
     before = [tensor.clone() for tensor in caches.values()]
-    groups = [SimpleNamespace(layer_names=list(caches), kv_cache_spec=SimpleNamespace(block_size=TOKENS))]
+    groups = [
+        SimpleNamespace(layer_names=list(caches), kv_cache_spec=SimpleNamespace(block_size=TOKENS))
+    ]
     made, names = device.device_memory(caches, groups, BLOCKS, RankCache(0, 1, {HEADS}))
     assert names == list(caches) and len(made.shape.layers) == 3
     assert {sum(kind.rows) for kind in made.shape.kinds} == {2 * TOKENS * HEADS * DIM * 2}
-    assert all(torch.equal(tensor, old) for tensor, old in zip(caches.values(), before, strict=True))
+    assert all(
+        torch.equal(tensor, old) for tensor, old in zip(caches.values(), before, strict=True)
+    )
     with pytest.raises(ConfigError, match="cannot move a KV tensor of shape"):
         device.device_memory(caches, groups, BLOCKS + 1, RankCache(0, 1, {HEADS}))

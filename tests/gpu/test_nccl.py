@@ -1,4 +1,6 @@
-"""NCCL for real: two processes, one GPU or two.  Needs a GPU; on one of them NCCL >= 2.30.4 for two ranks."""
+"""NCCL for real: two processes, one GPU or two. Needs a GPU; on one of them NCCL >= 2.30.4 for two
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ ALONE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if torch.cuda.device_count() == 1 el
 
 
 def test_bytes_are_right_and_the_rates_are_told() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks/gpu_transfer.py"), "--transports", "nccl,zmq", "--pieces", "4096"]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks/gpu_transfer.py"),
+        "--transports",
+        "nccl,zmq",
+        "--pieces",
+        "4096",
+    ]
     env = {**os.environ, **ALONE, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -31,12 +40,25 @@ def test_bytes_are_right_and_the_rates_are_told() -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_peer_that_dies_or_freezes_does_not_hang_the_other(how: signal.Signals) -> None:
-    """The prefill worker is hit in the middle of a stream; the decode worker must say so, and end, in time."""
-    command = [sys.executable, str(ROOT / "benchmarks/gpu_transfer.py"), "--transports", "nccl", "--rounds", "1000"]
+    """The prefill worker is hit in the middle of a stream; the decode worker must say so, and end,
+    in time.
+    """
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks/gpu_transfer.py"),
+        "--transports",
+        "nccl",
+        "--rounds",
+        "1000",
+    ]
     env = {**os.environ, **ALONE, "PYTHONPATH": str(ROOT)}
-    running = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    running = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     time.sleep(40)  # it is in its rounds
-    children = subprocess.run(["pgrep", "-P", str(running.pid), "-f", "spawn_main"], capture_output=True, text=True)
+    children = subprocess.run(
+        ["pgrep", "-P", str(running.pid), "-f", "spawn_main"], capture_output=True, text=True
+    )
     victims = [int(pid) for pid in children.stdout.split()]
     assert victims, "the benchmark had ended before"
     os.kill(victims[-1], how)

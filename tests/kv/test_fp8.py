@@ -56,11 +56,17 @@ def test_half_the_bytes_travel_and_a_wrong_number_of_them_is_not_written() -> No
     assert not any(plane.any() for plane in target.planes[0])
     assert compressed.write(extent, [0, 1], frames)
     for plane in target.planes[0]:
-        assert (torch.from_numpy(plane).view(torch.bfloat16)[:2] == 1.0).all() and not plane[2:].any()
+        assert (torch.from_numpy(plane).view(torch.bfloat16)[:2] == 1.0).all() and not plane[
+            2:
+        ].any()
 
 
-@pytest.mark.parametrize(("value", "warns"), [(400.0, False), (-440.0, True), (float("nan"), True), (0.0, False)])
-def test_a_model_that_is_not_for_fp8_is_said_once(value: float, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("value", "warns"), [(400.0, False), (-440.0, True), (float("nan"), True), (0.0, False)]
+)
+def test_a_model_that_is_not_for_fp8_is_said_once(
+    value: float, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     logging.getLogger("vllm_disagg").propagate = True
     memory = Fp8(cache(value))
     for _ in range(2):

@@ -1,4 +1,6 @@
-"""Layout and memory against a dumb reference: every byte of every block lands once, where it belongs."""
+"""Layout and memory against a dumb reference: every byte of every block lands once, where it
+belongs.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,28 @@ def extents(draw: st.DrawFn, shape: RankLayout) -> Extent:
 
 @given(st.data())
 def test_pieces_cover_an_extent_exactly_once(data: st.DataObject) -> None:
-    shape = uniform(data.draw(st.integers(1, 5)), data.draw(st.integers(1, 8)), [data.draw(st.integers(1, 100))])
+    shape = uniform(
+        data.draw(st.integers(1, 5)), data.draw(st.integers(1, 8)), [data.draw(st.integers(1, 100))]
+    )
     kind = shape.kinds[0]
     extent = data.draw(extents(shape))
     limit = data.draw(st.integers(1, 2000))
     covered: set[tuple[int, int]] = set()
     for piece in split(extent, kind, limit):
         assert size(piece, kind) <= max(limit, kind.head_bytes)
-        cells = {(y, t) for y in range(piece.layer, piece.layer_end) for t in range(piece.token, piece.token_end)}
+        cells = {
+            (y, t)
+            for y in range(piece.layer, piece.layer_end)
+            for t in range(piece.token, piece.token_end)
+        }
         assert cells and not covered & cells
         assert piece.token % kind.block_size == 0
         covered |= cells
-    wanted = {(y, t) for y in range(extent.layer, extent.layer_end) for t in range(extent.token, extent.token_end)}
+    wanted = {
+        (y, t)
+        for y in range(extent.layer, extent.layer_end)
+        for t in range(extent.token, extent.token_end)
+    }
     assert covered == wanted
 
 
@@ -83,19 +95,32 @@ def test_rows_with_a_gap_between_them() -> None:
     backing = np.arange(40, dtype=np.uint8)
     plane = plane_at(backing.ctypes.data, rows=4, row_bytes=6, stride=10)
     memory = HostMemory([[plane]], 2)
-    assert b"".join(memory.read(Extent(0, 1, 0, 4), [1, 3])) == bytes([*range(10, 16), *range(30, 36)])
+    assert b"".join(memory.read(Extent(0, 1, 0, 4), [1, 3])) == bytes(
+        [*range(10, 16), *range(30, 36)]
+    )
     assert memory.write(Extent(0, 1, 0, 4), [0, 2], [memoryview(b"\0" * 12)])
-    assert backing[:6].sum() == 0 and backing[6] == 6 and backing[20:26].sum() == 0 and backing[26] == 26
+    assert (
+        backing[:6].sum() == 0
+        and backing[6] == 6
+        and backing[20:26].sum() == 0
+        and backing[26] == 26
+    )
 
 
 def test_the_checksum_depends_on_bytes_and_transfer_not_on_framing() -> None:
     one, two = "11" * 16, "22" * 16
     whole = checksum(one, [memoryview(b"abcdef")])
     assert whole == checksum(one, [memoryview(b"abc"), memoryview(b"def")])
-    assert whole not in (checksum(two, [memoryview(b"abcdef")]), checksum(one, [memoryview(b"abcdeg")]))
+    assert whole not in (
+        checksum(two, [memoryview(b"abcdef")]),
+        checksum(one, [memoryview(b"abcdeg")]),
+    )
 
 
-@pytest.mark.parametrize(("token", "end", "expected"), [(8, 9, [12]), (8, 12, [12]), (8, 13, [12, 13]), (12, 20, [13, 14])])
+@pytest.mark.parametrize(
+    ("token", "end", "expected"),
+    [(8, 9, [12]), (8, 12, [12]), (8, 13, [12, 13]), (12, 20, [13, 14])],
+)
 def test_blocks_of_an_extent(token: int, end: int, expected: list[int]) -> None:
     assert blocks_of(Extent(0, 1, token, end), [11, 12, 13, 14], 4, 4) == expected
 
@@ -103,7 +128,10 @@ def test_blocks_of_an_extent(token: int, end: int, expected: list[int]) -> None:
 @pytest.mark.parametrize("width", [64, 96])
 def test_where_runs_lie(width: int) -> None:
     """Rows that follow each other, and rows with something between them."""
-    planes = [[np.arange(32 * width, dtype=np.uint8).reshape(32, width)[:, :64] for _ in "kv"] for _ in range(4)]
+    planes = [
+        [np.arange(32 * width, dtype=np.uint8).reshape(32, width)[:, :64] for _ in "kv"]
+        for _ in range(4)
+    ]
     memory = HostMemory(planes, 16)
     extent, blocks = Extent(1, 3, 0, 5 * 16), [3, 4, 5, 9, 1]
     frames = [bytes(frame) for frame in memory.read(extent, blocks)]

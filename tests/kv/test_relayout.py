@@ -1,6 +1,8 @@
-"""Landings between blocks of different sizes: each writes its own tokens' bytes, and not those of its neighbours.
+"""Landings between blocks of different sizes: each writes its own tokens' bytes, and not those of
+its neighbours.
 
-ZMQ's pieces land in the driver's thread, Gloo's in the mover's, and two of them may share a block of ours.
+ZMQ's pieces land in the driver's thread, Gloo's in the mover's, and two of them may share a block
+of ours.
 """
 
 from __future__ import annotations
@@ -30,13 +32,29 @@ def plain(size: int) -> LayerLayout:
 def transposed(size: int) -> LayerLayout:
     """As AMX kernels have it: of keys, channels before tokens."""
     head = size * 2 * WIDTH
-    keys: list[Axis] = [("h", HEADS, head), ("c", WIDTH // 2, size * 2), ("t", size, 2), ("c", 2, 1)]
-    return kind(size, [StridedRegion(0, keys), StridedRegion(size * WIDTH, [("h", HEADS, head), ("t", size, WIDTH), ("c", WIDTH, 1)])])
+    keys: list[Axis] = [
+        ("h", HEADS, head),
+        ("c", WIDTH // 2, size * 2),
+        ("t", size, 2),
+        ("c", 2, 1),
+    ]
+    return kind(
+        size,
+        [
+            StridedRegion(0, keys),
+            StridedRegion(size * WIDTH, [("h", HEADS, head), ("t", size, WIDTH), ("c", WIDTH, 1)]),
+        ],
+    )
 
 
 def in_two_rows(size: int) -> LayerLayout:
     row = size // 2 * 2 * WIDTH
-    axes: list[Axis] = [("t", 2, HEADS * row), ("h", HEADS, row), ("t", size // 2, 2 * WIDTH), ("c", WIDTH, 1)]
+    axes: list[Axis] = [
+        ("t", 2, HEADS * row),
+        ("h", HEADS, row),
+        ("t", size // 2, 2 * WIDTH),
+        ("c", WIDTH, 1),
+    ]
     return kind(size, [StridedRegion(0, axes), StridedRegion(WIDTH, axes)])
 
 
@@ -46,7 +64,14 @@ def kind(size: int, regions: list[StridedRegion]) -> LayerLayout:
 
 def offsets(kind: LayerLayout, token: int) -> npt.NDArray[np.int64]:
     """Where in a row the bytes of a token are, head by head, from the definition of a region alone."""
-    return np.array([offset(r, h, token, b) for h in range(HEADS) for r in kind.regions[0] for b in range(WIDTH)])
+    return np.array(
+        [
+            offset(r, h, token, b)
+            for h in range(HEADS)
+            for r in kind.regions[0]
+            for b in range(WIDTH)
+        ]
+    )
 
 
 def offset(region: StridedRegion, head: int, token: int, byte: int) -> int:
@@ -75,7 +100,9 @@ EXTENTS = [(0, 48), (3, 4), (5, 21), (16, 29), (24, 48), (13, 48), (0, 7)]
 def test_a_landing_writes_its_own_tokens_and_leaves_what_others_write_meanwhile(
     make: Any, sizes: tuple[int, int], span: tuple[int, int]
 ) -> None:
-    """Between any two lines of the copy, the rest of its blocks is written by another thread: all of that must last."""
+    """Between any two lines of the copy, the rest of its blocks is written by another thread: all
+    of that must last.
+    """
     there, here = plain(sizes[0]), make(sizes[1])
     truth = np.random.default_rng(3).integers(1, 255, (TOKENS, 2 * HEADS * WIDTH), np.uint8)
     sent, ours = (np.zeros((TOKENS // size, HEADS * size * 2 * WIDTH), np.uint8) for size in sizes)
@@ -92,7 +119,7 @@ def test_a_landing_writes_its_own_tokens_and_leaves_what_others_write_meanwhile(
     def meanwhile(frame: FrameType, event: str, argument: object) -> Any:
         if frame.f_code.co_filename == relayout.__file__:
             assert (ours[others] == writes[0]).all(), f"lost before line {frame.f_lineno}"
-            writes[0] = (writes[0] + 1) % 251
+            writes[0] = writes[0] % 250 + 1
             ours[others] = writes[0]
         return meanwhile
 

@@ -1,4 +1,6 @@
-"""Who reads what: every byte of every token of every rank of D lands exactly once, from a rank of P that holds it."""
+"""Who reads what: every byte of every token of every rank of D lands exactly once, from a rank of P
+that holds it.
+"""
 
 from __future__ import annotations
 
@@ -35,20 +37,44 @@ def kind(order: str, block_size: int, heads: int, head: int, of: int) -> LayerLa
             regions = [[StridedRegion(n * width, axes) for n in (0, 1)]]
         case "keys transposed":
             h = ("h", heads, block_size * both)
-            keys = StridedRegion(0, [h, ("c", width // 2, 2 * block_size), ("t", block_size, 2), ("c", 2, 1)])
-            regions = [[keys, StridedRegion(block_size * width, [h, ("t", block_size, width), ("c", width, 1)])]]
+            keys = StridedRegion(
+                0, [h, ("c", width // 2, 2 * block_size), ("t", block_size, 2), ("c", 2, 1)]
+            )
+            regions = [
+                [
+                    keys,
+                    StridedRegion(
+                        block_size * width, [h, ("t", block_size, width), ("c", width, 1)]
+                    ),
+                ]
+            ]
         case "apart":
-            regions = [[StridedRegion(0, [("h", heads, block_size * width), ("t", block_size, width), ("c", width, 1)])]] * 2
+            regions = [
+                [
+                    StridedRegion(
+                        0,
+                        [
+                            ("h", heads, block_size * width),
+                            ("t", block_size, width),
+                            ("c", width, 1),
+                        ],
+                    )
+                ]
+            ] * 2
         case _:
             axes = [("h", heads, block_size * both), ("t", block_size, both), ("c", width, 1)]
             regions = [[StridedRegion(n * width, axes) for n in (0, 1)]]
     row = heads * block_size * both
-    return LayerLayout("kv", block_size, [row // 2] * 2 if order == "apart" else [row], regions, heads, head, of)
+    return LayerLayout(
+        "kv", block_size, [row // 2] * 2 if order == "apart" else [row], regions, heads, head, of
+    )
 
 
 @st.composite
 def engines(draw: st.DrawFn, layers: int, heads: int) -> list[RankLayout]:
-    """Pipeline stages of any lengths, tensor parallel ranks in each; copies of heads where ranks are more."""
+    """Pipeline stages of any lengths, tensor parallel ranks in each; copies of heads where ranks
+    are more.
+    """
     order, block_size = draw(st.sampled_from(ORDERS)), draw(st.sampled_from([1, 2, 3, 4, 8]))
     tensor = draw(st.sampled_from([n for n in (1, 2, 4, 8) if heads % n == 0 or n % heads == 0]))
     ends = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=2))) if layers > 1 else []
@@ -57,7 +83,9 @@ def engines(draw: st.DrawFn, layers: int, heads: int) -> list[RankLayout]:
         for rank in range(tensor):
             held = max(1, heads // tensor)
             head = rank * heads // tensor
-            shapes.append(RankLayout([kind(order, block_size, held, head, heads)], [0] * (end - first), first))
+            shapes.append(
+                RankLayout([kind(order, block_size, held, head, heads)], [0] * (end - first), first)
+            )
     return shapes
 
 
@@ -68,23 +96,39 @@ def pairs(draw: st.DrawFn) -> tuple[list[RankLayout], list[RankLayout]]:
 
 
 @given(pairs())
-def test_every_layer_and_head_comes_once_from_a_rank_that_holds_it(pair: tuple[list[RankLayout], list[RankLayout]]) -> None:
+def test_every_layer_and_head_comes_once_from_a_rank_that_holds_it(
+    pair: tuple[list[RankLayout], list[RankLayout]],
+) -> None:
     sources, readers = pair
     made = plan(sources, readers)
     for reader, shares in zip(readers, made.shares, strict=True):
         cells: Counter[tuple[int, int]] = Counter()
         for share in shares:
-            source, ours, theirs = sources[share.source], reader.kind(share.layer), sources[share.source].kinds[0]
+            source, ours, theirs = (
+                sources[share.source],
+                reader.kind(share.layer),
+                sources[share.source].kinds[0],
+            )
             for layer in range(share.layer, share.layer_end):
                 assert source.first <= reader.first + layer < source.end
-                assert reader.first + layer == source.first + layer - share.layer + share.layer_there
+                assert (
+                    reader.first + layer == source.first + layer - share.layer + share.layer_there
+                )
             for head in range(share.head, share.head_end):
                 there = head - share.head + share.head_there
                 assert 0 <= there < theirs.heads and ours.head + head == theirs.head + there
-            cells.update((y, h) for y in range(share.layer, share.layer_end) for h in range(share.head, share.head_end))
-        assert cells == {(y, h): 1 for y in range(len(reader.layers)) for h in range(reader.kinds[0].heads)}
+            cells.update(
+                (y, h)
+                for y in range(share.layer, share.layer_end)
+                for h in range(share.head, share.head_end)
+            )
+        assert cells == {
+            (y, h): 1 for y in range(len(reader.layers)) for h in range(reader.kinds[0].heads)
+        }
     for source, readers_of_it in enumerate(made.readers):
-        assert readers_of_it == sum(any(share.source == source for share in shares) for shares in made.shares)
+        assert readers_of_it == sum(
+            any(share.source == source for share in shares) for shares in made.shares
+        )
         told = [rank for rank in range(len(readers)) if source in made.idle(rank)]
         assert len(told) == (readers_of_it == 0), "each idle rank hears it from one"
 
@@ -94,7 +138,11 @@ def test_copies_share_the_work(pair: tuple[list[RankLayout], list[RankLayout]]) 
     """Equal engines read rank by rank; and no copy is read by two while another is idle."""
     sources, readers = pair
     same = plan(sources, sources)
-    assert all({share.source for share in shares} == {rank} for rank, shares in enumerate(same.shares) if sources[rank].layers)
+    assert all(
+        {share.source for share in shares} == {rank}
+        for rank, shares in enumerate(same.shares)
+        if sources[rank].layers
+    )
     made = plan(sources, readers)
     for one, first in enumerate(sources):
         for other, second in enumerate(sources):
@@ -113,11 +161,19 @@ def fill(shape: RankLayout, ids: list[int], tokens: int) -> HostMemory:
 
 
 def empty(shape: RankLayout) -> HostMemory:
-    return HostMemory([[np.zeros((BLOCKS * 8, row), np.uint8) for row in shape.kinds[0].rows] for _ in shape.layers], shape)
+    return HostMemory(
+        [
+            [np.zeros((BLOCKS * 8, row), np.uint8) for row in shape.kinds[0].rows]
+            for _ in shape.layers
+        ],
+        shape,
+    )
 
 
 def cells(shape: RankLayout, ids: list[int], tokens: int):  # type: ignore[no-untyped-def]
-    """(token, head, keys or values, channel, (plane, block, byte)), one by one: a dumb reference for `relayout`."""
+    """(token, head, keys or values, channel, (plane, block, byte)), one by one: a dumb reference
+    for `relayout`.
+    """
     k = shape.kinds[0]
     regions = [(plane, region) for plane, found in enumerate(k.regions) for region in found]
     for token in range(tokens):
@@ -136,17 +192,29 @@ def truth(layer: int, token: int, head: int, what: int, channel: int) -> int:
 
 
 @given(st.data())
-def test_every_byte_of_every_token_lands_once_and_nothing_else_is_touched(data: st.DataObject) -> None:
+def test_every_byte_of_every_token_lands_once_and_nothing_else_is_touched(
+    data: st.DataObject,
+) -> None:
     sources, readers = data.draw(pairs())
     tokens = data.draw(st.integers(1, 30))
-    begin = data.draw(st.integers(0, (tokens - 1) // readers[0].kinds[0].block_size)) * readers[0].kinds[0].block_size
-    draw_ids = lambda shape: data.draw(st.permutations(range(40)))[: -(-tokens // shape.kinds[0].block_size)]  # noqa: E731
+    begin = (
+        data.draw(st.integers(0, (tokens - 1) // readers[0].kinds[0].block_size))
+        * readers[0].kinds[0].block_size
+    )
+
+    def draw_ids(shape: RankLayout) -> list[int]:
+        return data.draw(st.permutations(range(40)))[: -(-tokens // shape.kinds[0].block_size)]
+
     theirs, ours = draw_ids(sources[0]), draw_ids(readers[0])
     held = [fill(shape, theirs, tokens) for shape in sources]
     wanted = LoadRequested(
-        "t", [WorkerInfo(str(n), "", "", holds=shape) for n, shape in enumerate(sources)], plan(sources, readers),
-        [GroupBlocks(begin, ours[begin // readers[0].kinds[0].block_size :])], tokens, 1.0,
-    )  # fmt: skip
+        "t",
+        [WorkerInfo(str(n), "", "", holds=shape) for n, shape in enumerate(sources)],
+        plan(sources, readers),
+        [GroupBlocks(begin, ours[begin // readers[0].kinds[0].block_size :])],
+        tokens,
+        1.0,
+    )
     steps = [*sorted(data.draw(st.lists(st.integers(0, tokens), max_size=2))), tokens]
     for rank, shape in enumerate(readers):
         memory = empty(shape)
@@ -155,14 +223,22 @@ def test_every_byte_of_every_token_lands_once_and_nothing_else_is_touched(data: 
             expected, got = sum(reading.bytes for reading in found), 0
             for step in steps:
                 for reading in found:
-                    for extent, count in reading.cut(step, step, 0, tokens, data.draw(st.sampled_from([1, 60, 10**6]))):
+                    for extent, count in reading.cut(
+                        step, step, 0, tokens, data.draw(st.sampled_from([1, 60, 10**6]))
+                    ):
                         their_kind = sources[source].kinds[0]
-                        blocks = theirs[extent.token // their_kind.block_size : -(-extent.token_end // their_kind.block_size)]
+                        blocks = theirs[
+                            extent.token // their_kind.block_size : -(
+                                -extent.token_end // their_kind.block_size
+                            )
+                        ]
                         frames = held[source].read(extent, blocks)
                         assert sum(map(len, frames)) == count == size(extent, their_kind)
                         landing, target, other = reading.landing(extent)
                         assert memory.write(landing, target, frames, other)
-                        assert not memory.write(landing, target, [*frames, memoryview(b"x")], other), "one byte too many"
+                        assert not memory.write(
+                            landing, target, [*frames, memoryview(b"x")], other
+                        ), "one byte too many"
                         got += count
             assert got == expected
             moved += got
@@ -175,7 +251,9 @@ def check(memory: HostMemory, shape: RankLayout, ids: list[int], begin: int, tok
         for token, head, what, channel, (plane, block, at) in cells(shape, ids, tokens):
             value = memory.planes[layer][plane][block, at]
             if token >= begin:
-                assert value == truth(shape.first + layer, token, shape.kinds[0].head + head, what, channel)
+                assert value == truth(
+                    shape.first + layer, token, shape.kinds[0].head + head, what, channel
+                )
                 left[plane][block, at] = 0
         size_ = shape.kinds[0].block_size
         mine = ids[begin // size_ :]
@@ -184,7 +262,7 @@ def check(memory: HostMemory, shape: RankLayout, ids: list[int], begin: int, tok
             assert not plane_.any(), "wrote what was not asked for"
 
 
-# What cannot be mapped ---------------------------------------------------------------------------------------
+# What cannot be mapped ----------------------------------------------------------------------------
 GOOD = kind("heads first", 4, 2, 0, 2)
 
 
@@ -193,20 +271,34 @@ GOOD = kind("heads first", 4, 2, 0, 2)
     [
         ({"form": "other"}, "KV of a token is other at P and kv at D"),
         ({"of": 4}, "KV heads are 4 at P and 2 at D"),
-        ({"heads": 1, "rows": [64], "regions": kind("heads first", 4, 1, 0, 2).regions}, "head 1 of layer 0 is at none"),
-        ({"block_size": 8, "rows": [256], "regions": [opaque(256, 2)]}, "blocks of 8 tokens, 256 bytes at P and of 4"),
+        (
+            {"heads": 1, "rows": [64], "regions": kind("heads first", 4, 1, 0, 2).regions},
+            "head 1 of layer 0 is at none",
+        ),
+        (
+            {"block_size": 8, "rows": [256], "regions": [opaque(256, 2)]},
+            "blocks of 8 tokens, 256 bytes at P and of 4",
+        ),
         ({"rows": [130]}, "rows of 130 bytes"),
         ({"rows": [64]}, "rows of 64 bytes do not hold 2 heads"),
         ({"regions": [[StridedRegion(2**30, GOOD.regions[0][0].axes)]]}, "a region leaves its row"),
-        ({"regions": [[StridedRegion(0, [("h", 2, 64), ("t", 4, 1), ("c", 8, 4)])]]}, "a token's bytes do not lie together"),
-        ({"regions": [[StridedRegion(0, [("h", 2, 64), ("t", 4, 1)])]]}, "a token's bytes do not lie together"),
+        (
+            {"regions": [[StridedRegion(0, [("h", 2, 64), ("t", 4, 1), ("c", 8, 4)])]]},
+            "a token's bytes do not lie together",
+        ),
+        (
+            {"regions": [[StridedRegion(0, [("h", 2, 64), ("t", 4, 1)])]]},
+            "a token's bytes do not lie together",
+        ),
         ({"regions": []}, "its planes are not all described"),
         ({"block_size": 3}, "a region does not hold 3 tokens"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused_in_words(change: dict[str, object], words: str) -> None:
     with pytest.raises(Unmappable, match=words):
-        plan([RankLayout([msgspec.structs.replace(GOOD, **change)], [0])], [RankLayout([GOOD], [0])])
+        plan(
+            [RankLayout([msgspec.structs.replace(GOOD, **change)], [0])], [RankLayout([GOOD], [0])]
+        )
 
 
 def test_a_missing_layer_is_refused() -> None:
@@ -219,7 +311,11 @@ def test_a_missing_layer_is_refused() -> None:
 def test_kinds_that_alternate_are_read_layer_by_layer() -> None:
     other = msgspec.structs.replace(GOOD, group=1)
     mixed = RankLayout([GOOD, other], [0, 1, 1, 0])
-    assert [(s.layer, s.layer_end) for s in plan([mixed], [mixed]).shares[0]] == [(0, 1), (1, 3), (3, 4)]
+    assert [(s.layer, s.layer_end) for s in plan([mixed], [mixed]).shares[0]] == [
+        (0, 1),
+        (1, 3),
+        (3, 4),
+    ]
 
 
 def test_nobody_reads() -> None:

@@ -38,7 +38,7 @@ def planned(facts: MachineFacts, **flags: object) -> plan.LaunchPlan:
     return plan.make(options, facts, ports, "fleet.key")
 
 
-# The plan ------------------------------------------------------------------------------------------------------
+# The plan -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,15 @@ def test_cores(cores: int, flags: dict[str, object], bound: list[str]) -> None:
 
 def test_cores_that_are_not_consecutive() -> None:
     facts = MachineFacts((0, 2, 4, 5, 6, 9), None, 8.0, "vllm", "vllm-disagg")
-    assert [e.env["VLLM_CPU_OMP_THREADS_BIND"] for e in planned(facts).engines] == ["0,2,4", "5-6,9"]
+    assert [e.env["VLLM_CPU_OMP_THREADS_BIND"] for e in planned(facts).engines] == [
+        "0,2,4",
+        "5-6,9",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("memory", "set_by_user", "space"), [(1.0, "", "1"), (64.0, "", "8"), (900.0, "", "16"), (1.0, "3", "3")]
+    ("memory", "set_by_user", "space"),
+    [(1.0, "", "1"), (64.0, "", "8"), (900.0, "", "16"), (1.0, "3", "3")],
 )
 def test_memory_for_kv(memory: float, set_by_user: str, space: str) -> None:
     made = planned(cpus(8, memory, set_by_user))
@@ -86,8 +90,12 @@ def test_memory_for_kv_that_is_no_number() -> None:
 
 def test_gpus() -> None:
     made = planned(gpus(6), prefill=1, decode=2, tensor_parallel=2)
-    assert [engine.env for engine in made.engines] == [{"CUDA_VISIBLE_DEVICES": d} for d in ("0,1", "2,3", "4,5")]
-    with pytest.raises(ConfigError, match="3 instances with tensor parallel size 2 need 6 GPUs, and 5 GPUs can"):
+    assert [engine.env for engine in made.engines] == [
+        {"CUDA_VISIBLE_DEVICES": d} for d in ("0,1", "2,3", "4,5")
+    ]
+    with pytest.raises(
+        ConfigError, match="3 instances with tensor parallel size 2 need 6 GPUs, and 5 GPUs can"
+    ):
         planned(gpus(5), prefill=1, decode=2, tensor_parallel=2)
 
 
@@ -97,7 +105,9 @@ def test_the_commands() -> None:
     assert (prefill.name, decode.name) == ("prefill-0", "decode-0")
     assert prefill.argv[:5] == ["vllm", "serve", "m", "--host", "127.0.0.1"]
     assert prefill.argv[-2:] == ["--dtype", "float32"]
-    assert "--disable-access-log-for-endpoints=/health,/metrics" in prefill.argv  # the proxy asks four times a second
+    assert (
+        "--disable-access-log-for-endpoints=/health,/metrics" in prefill.argv
+    )  # the proxy asks four times a second
     for engine, role in ((prefill, "kv_producer"), (decode, "kv_consumer")):
         transfer = json.loads(engine.argv[engine.argv.index("--kv-transfer-config") + 1])
         assert transfer == {
@@ -124,7 +134,10 @@ def test_what_is_printed_can_be_typed(tmp_path: Path) -> None:
     made = plan.make(options, cpus(4), [9100, 9101], "a key")
     lines = plan.by_hand(made, cpus(4), "a key").splitlines()
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    said = [subprocess.check_output(["sh", "-c", f"{line.removesuffix(' &')}"], env=env, text=True) for line in lines]
+    said = [
+        subprocess.check_output(["sh", "-c", f"{line.removesuffix(' &')}"], env=env, text=True)
+        for line in lines
+    ]
     assert said[0].splitlines() == ["", "key", "a key"]
     assert said[1].splitlines() == ["0|1", *made.engines[0].argv[1:]]
     assert said[-1].splitlines() == ["", *made.proxy.argv[1:]]
@@ -161,21 +174,33 @@ def test_the_fleet_commands_hold_the_admin_key(key_file: str, key: str, tmp_path
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VLLM_DISAGG_ADMIN_KEY": "of the user"}
     seen, drain = plan.fleet_commands(made, key_file)
     assert key not in seen + drain
-    said = [subprocess.check_output(["sh", "-c", line], env=env, text=True).splitlines() for line in (seen, drain)]
+    said = [
+        subprocess.check_output(["sh", "-c", line], env=env, text=True).splitlines()
+        for line in (seen, drain)
+    ]
     assert said[0] == [f"{made.proxy.url}/disagg/instances", "-H", f"Authorization: Bearer {key}"]
-    assert f"Authorization: Bearer {key}" in said[1] and json.loads(said[1][-1]) == {"url": "http://127.0.0.1:9100"}
+    assert f"Authorization: Bearer {key}" in said[1] and json.loads(said[1][-1]) == {
+        "url": "http://127.0.0.1:9100"
+    }
 
 
 @pytest.mark.parametrize(
     "word",
-    ["--kv-transfer-config", "--kv_transfer_config={}", "--kv-transfer-config.kv_role", "--port=1", "-tp", "--host"],
+    [
+        "--kv-transfer-config",
+        "--kv_transfer_config={}",
+        "--kv-transfer-config.kv_role",
+        "--port=1",
+        "-tp",
+        "--host",
+    ],
 )
 def test_what_is_ours_cannot_be_given_twice(word: str) -> None:
     with pytest.raises(ConfigError, match="after --"):
         planned(cpus(2), extra=["--dtype", "auto", word])
 
 
-# What it refuses -----------------------------------------------------------------------------------------------
+# What it refuses ----------------------------------------------------------------------------------
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -199,7 +224,9 @@ def test_models_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "no config.json" in refused(capsys, "--model", str(tmp_path))
 
 
-def test_a_machine_without_what_is_needed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_without_what_is_needed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
@@ -221,7 +248,9 @@ def test_no_vllm_executable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         machine._executable("vllm")
 
 
-def test_no_gpu_for_a_vllm_that_needs_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_gpu_for_a_vllm_that_needs_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     installed(monkeypatch, "0.32.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "need 2 GPUs, and no GPU can be used here" in refused(capsys, "--model", "a/b")
@@ -236,17 +265,23 @@ def test_gpus_are_those_we_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine._gpus() == ("0", "1")
 
 
-def test_addresses_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_addresses_that_cannot_be_had(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     installed(monkeypatch)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert "choose another with --port" in refused(capsys, "--model", "a/b", "--port", port)
-    assert "it is no host name" in refused(capsys, "--model", "a/b", "--host", "a..b", "--no-api-key")
+    assert "it is no host name" in refused(
+        capsys, "--model", "a/b", "--host", "a..b", "--no-api-key"
+    )
     assert "is not a port" in refused(capsys, "--model", "a/b", "--port", "70000")
     assert "lets others in" in refused(capsys, "--model", "a/b", "--host", "0.0.0.0")
 
 
-def test_dry_run_starts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_starts_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     installed(monkeypatch, "0.99.0+cpu")
     assert cli.main(["up", "--model", "a/b", "--port", "0", "--dry-run"]) == 0
     said = capsys.readouterr()

@@ -50,7 +50,9 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--por
 
 FACTS = json.dumps(
     {
-        role: msgspec.to_builtins(EngineInfo(role, role, [WorkerInfo(role, "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")], {}))  # type: ignore[arg-type]
+        role: msgspec.to_builtins(
+            EngineInfo(role, role, [WorkerInfo(role, "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")], {})
+        )  # type: ignore[arg-type]
         for role in ("prefill", "decode")
     }
 )
@@ -62,7 +64,9 @@ class Up:
     def __init__(self, folder: Path, *extra: str, ready_limit: float = 60.0) -> None:
         self.folder, self.pids = folder, folder / "pids"
         self.pids.mkdir()
-        (folder / "vllm").write_text(STAND_IN.format(python=sys.executable, pids=str(self.pids), facts=FACTS))
+        (folder / "vllm").write_text(
+            STAND_IN.format(python=sys.executable, pids=str(self.pids), facts=FACTS)
+        )
         (folder / "vllm").chmod(0o755)
         code = (  # the checks have their own tests
             "import sys; from packaging.version import Version; from vllm_disagg import cli; "
@@ -121,7 +125,10 @@ def test_a_child_that_dies_takes_all_with_it(up: Callable[..., Up]) -> None:
     code, said = running.end()
     assert code == 1
     last = said.splitlines()[-1]
-    assert last == "vllm-disagg up: decode-0 ended with exit code 3: ValueError: no luck today; everything is stopped"
+    assert (
+        last
+        == "vllm-disagg up: decode-0 ended with exit code 3: ValueError: no luck today; everything is stopped"
+    )
     assert re.search(r"^\[prefill-0\] prefill in \d+$", said, re.MULTILINE)
     assert running.left() == []
 
@@ -132,7 +139,9 @@ def test_a_signal_stops_everything(up: Callable[..., Up], number: signal.Signals
     running.wait_for_engines()
     keys = {path.name: path.read_text() for path in running.folder.glob("vllm-disagg-*/*.key")}
     assert keys.keys() == {"fleet.key", "admin.key"} and len(set(keys.values())) == 2
-    assert all(path.stat().st_mode & 0o777 == 0o600 for path in running.folder.glob("vllm-disagg-*/*.key"))
+    assert all(
+        path.stat().st_mode & 0o777 == 0o600 for path in running.folder.glob("vllm-disagg-*/*.key")
+    )
     running.process.send_signal(number)
     code, said = running.end()
     assert code == 0 and said.splitlines()[-1] == "vllm-disagg up: stopped"
@@ -147,10 +156,14 @@ def test_kill_9_leaves_nothing(up: Callable[..., Up]) -> None:
     eventually(lambda: running.left() == [])
 
 
-def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_ignores_sigterm_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(guard, "GRACE_SECONDS", 0.3)
     deaf = subprocess.Popen(
-        ["sh", "-c", "trap '' TERM; echo deaf; sleep 300"], stdout=subprocess.PIPE, start_new_session=True
+        ["sh", "-c", "trap '' TERM; echo deaf; sleep 300"],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     )
     assert deaf.stdout
     deaf.stdout.readline()
@@ -169,7 +182,9 @@ def test_the_proxy_says_why_it_is_not_ready(up: Callable[..., Up]) -> None:
 
 
 def test_what_is_printed_once_all_are_ready_can_be_typed(up: Callable[..., Up]) -> None:
-    """Nothing follows --, as in README.  Each line that is printed works in a shell, with the admin key that was minted."""
+    """Nothing follows --, as in README. Each line that is printed works in a shell, with the admin
+    key that was minted.
+    """
     running = up()
     said: list[str] = []
     assert running.process.stdout
@@ -177,7 +192,9 @@ def test_what_is_printed_once_all_are_ready_can_be_typed(up: Callable[..., Up]) 
         said.append(line)
         if "--decode http://" in line:
             break
-    assert len([line for line in said if line.startswith("ready: http://127.0.0.1:")]) == 1, running.end()
+    assert len([line for line in said if line.startswith("ready: http://127.0.0.1:")]) == 1, (
+        running.end()
+    )
     seen, drain = (line for line in said if line.startswith("curl") and "/disagg/instances" in line)
     rows = json.loads(subprocess.check_output(seen, shell=True, text=True))
     assert [(row["role"], row["usable"]) for row in rows] == [("prefill", True), ("decode", True)]

@@ -1,4 +1,6 @@
-"""The simulator under deployments and traffic of any shape: leaps change nothing, KV is bounded, everybody is served."""
+"""The simulator under deployments and traffic of any shape: leaps change nothing, KV is bounded,
+everybody is served.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,20 @@ from hypothesis import strategies as st
 from vllm_disagg.planner.cost.hardware import NetworkLink
 from vllm_disagg.planner.cost.latency import LinearLatency
 from vllm_disagg.planner.simulation.replica import Replica, SchedulingRules
-from vllm_disagg.planner.simulation.simulator import POLICIES, Deployment, Handoff, ReplicaPool, Simulation
+from vllm_disagg.planner.simulation.simulator import (
+    POLICIES,
+    Deployment,
+    Handoff,
+    ReplicaPool,
+    Simulation,
+)
 from vllm_disagg.planner.simulation.workload import WorkloadSample
 
 rules = st.builds(
-    SchedulingRules, budget=st.sampled_from([64, 300, 2048, 1 << 40]), sequences=st.integers(1, 20), chunked=st.booleans()
+    SchedulingRules,
+    budget=st.sampled_from([64, 300, 2048, 1 << 40]),
+    sequences=st.integers(1, 20),
+    chunked=st.booleans(),
 )
 
 
@@ -33,10 +44,15 @@ def sides(draw: st.DrawFn) -> ReplicaPool:
 
 
 samples = st.lists(
-    st.tuples(st.integers(1, 500), st.integers(1, 150), st.floats(0, 0.7), st.integers(0, 2)), min_size=1, max_size=40
+    st.tuples(st.integers(1, 500), st.integers(1, 150), st.floats(0, 0.7), st.integers(0, 2)),
+    min_size=1,
+    max_size=40,
 ).map(
     lambda rows: WorkloadSample(
-        [p for p, *_ in rows], [o for _, o, *_ in rows], [g for *_, g, _ in rows], [[10 * c + 1] for *_, c in rows]
+        [p for p, *_ in rows],
+        [o for _, o, *_ in rows],
+        [g for *_, g, _ in rows],
+        [[10 * c + 1] for *_, c in rows],
     )
 )
 rates = st.sampled_from([1.0, 5.0, 20.0])
@@ -64,7 +80,9 @@ def _run(deployment: Deployment, sample: WorkloadSample, rate: float) -> Simulat
 
 @settings(max_examples=150)
 @given(deployments, samples, rates)
-def test_everybody_is_served_and_kv_is_bounded(deployment: Deployment, sample: WorkloadSample, rate: float) -> None:
+def test_everybody_is_served_and_kv_is_bounded(
+    deployment: Deployment, sample: WorkloadSample, rate: float
+) -> None:
     run = _run(deployment, sample, rate)
     replicas = [*run._prefills, *run._decodes]
     compose = Replica._compose_batch
@@ -72,19 +90,31 @@ def test_everybody_is_served_and_kv_is_bounded(deployment: Deployment, sample: W
 
         def watched(self: Replica, now: float) -> object:
             batch = compose(self, now)
-            assert 0 <= self.used <= self.kv and 0 <= self.running <= self.rules.sequences + len(self.prefilling)
+            assert 0 <= self.used <= self.kv and 0 <= self.running <= self.rules.sequences + len(
+                self.prefilling
+            )
             return batch
 
         patch.setattr(Replica, "_compose_batch", watched)
         result = run.run()
-    assert min(result.latency) > 0 and all(t >= 0 for t in (*result.ttft, *result.tpot, *result.transfer))
+    assert min(result.latency) > 0 and all(
+        t >= 0 for t in (*result.ttft, *result.tpot, *result.transfer)
+    )
     for replica in replicas:
-        assert (replica.used, replica.running, replica.load, replica.active_legs, replica.ready.n) == (0, 0, 0, 0, 0)
+        assert (
+            replica.used,
+            replica.running,
+            replica.load,
+            replica.active_legs,
+            replica.ready.n,
+        ) == (0, 0, 0, 0, 0)
 
 
 @settings(max_examples=300)
 @given(deployments, samples, rates)
-def test_many_steps_at_once_are_one_step_at_a_time(deployment: Deployment, sample: WorkloadSample, rate: float) -> None:
+def test_many_steps_at_once_are_one_step_at_a_time(
+    deployment: Deployment, sample: WorkloadSample, rate: float
+) -> None:
     _compare(deployment, sample, rate)
 
 
@@ -93,20 +123,28 @@ def test_reservations_that_come_while_many_steps_are_under_way(seed: int) -> Non
     """Decode instances with little KV and steady traffic: what random deployments seldom have."""
     random = Random(seed)
     pairs = [(random.randint(20, 500), random.randint(20, 300)) for _ in range(60)]
-    sample = WorkloadSample([p for p, _ in pairs], [o for _, o in pairs], [random.expovariate(1.0) for _ in pairs])
+    sample = WorkloadSample(
+        [p for p, _ in pairs], [o for _, o in pairs], [random.expovariate(1.0) for _ in pairs]
+    )
     latency = LinearLatency(1, (0.02, 1e-4, 0.0), (0.01, 1e-6, 1e-4), (0.01, 1e-6, 1e-4))
     decode = ReplicaPool(random.randint(1, 2), latency, random.randint(900, 3000))
-    deployment = Deployment(ReplicaPool(1, latency, 4000), decode, Handoff(NetworkLink("slow", 1e8, 0.001), 1e5, 8))
+    deployment = Deployment(
+        ReplicaPool(1, latency, 4000), decode, Handoff(NetworkLink("slow", 1e8, 0.001), 1e5, 8)
+    )
     _compare(deployment, sample, random.uniform(2.0, 9.0))
 
 
 def _compare(deployment: Deployment, sample: WorkloadSample, rate: float) -> None:
     def slow(side: ReplicaPool) -> ReplicaPool:
-        return msgspec.structs.replace(side, rules=msgspec.structs.replace(side.rules, multi_step=False))
+        return msgspec.structs.replace(
+            side, rules=msgspec.structs.replace(side.rules, multi_step=False)
+        )
 
     decode = slow(deployment.decode) if deployment.decode else None
     steps = _run(
-        msgspec.structs.replace(deployment, prefill=slow(deployment.prefill), decode=decode), sample, rate
+        msgspec.structs.replace(deployment, prefill=slow(deployment.prefill), decode=decode),
+        sample,
+        rate,
     ).run()
     leaps = _run(deployment, sample, rate).run()
     assert leaps.preemptions == steps.preemptions

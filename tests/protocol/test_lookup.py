@@ -29,7 +29,11 @@ PLAN = plan(HALVES, [SHAPE])
 def side() -> Receiver:
     """It asks `p` and `q`, which hold a layer each, since 0.0."""
     side = Receiver("d", "zmq:d", 0, SHAPE, retry=0.5, silence=2.0)
-    asked = [a.message for a in side.handle(LookupRequested("t", WORKERS, PLAN), 0.0) if isinstance(a, SendMessage)]
+    asked = [
+        a.message
+        for a in side.handle(LookupRequested("t", WORKERS, PLAN), 0.0)
+        if isinstance(a, SendMessage)
+    ]
     assert asked == [messages.TransferRequest("t", source, "d", "zmq:d", 1) for source in "pq"]
     return side
 
@@ -43,7 +47,13 @@ def fail(source: str) -> messages.Abort:
 
 
 def test_the_least_that_all_have(side: Receiver) -> None:
-    for nothing in (offer("p", 0), offer("q", 8), offer("q", 8), offer("stranger", 8), offer("p", 8, reader="e")):
+    for nothing in (
+        offer("p", 0),
+        offer("q", 8),
+        offer("q", 8),
+        offer("stranger", 8),
+        offer("p", 8, reader="e"),
+    ):
         assert side.handle(nothing, 0.1) == []
     assert side.handle(offer("p", 4), 0.2) == [LookupResult("t", 4)]
     assert side.handle(offer("p", 8), 0.3) == side.handle(fail("p"), 0.3) == [], "said once"
@@ -66,6 +76,8 @@ def test_sources_are_reminded_until_it_is_wanted(side: Receiver) -> None:
 
 
 def test_a_search_that_is_cancelled_says_so(side: Receiver) -> None:
-    assert side.handle(LoadCancelled("t"), 0.1) == [SendMessage(s, messages.Abort("t", s, "d", "cancelled")) for s in "pq"]
+    assert side.handle(LoadCancelled("t"), 0.1) == [
+        SendMessage(s, messages.Abort("t", s, "d", "cancelled")) for s in "pq"
+    ]
     assert side.handle(LoadCancelled("t"), 0.2) == side.handle(offer("p", 8), 0.2) == []
     assert side.next_deadline() is None

@@ -55,10 +55,16 @@ def test_any_bytes_are_bad_messages_and_nothing_else(decode, data: bytes) -> Non
 
 
 @pytest.mark.parametrize("message", [*FOR_PREFILL, *FOR_DECODE])
-def test_truncated_or_flipped_messages_do_not_raise_anything_else(message: messages.ToSender | messages.ToReceiver) -> None:
+def test_truncated_or_flipped_messages_do_not_raise_anything_else(
+    message: messages.ToSender | messages.ToReceiver,
+) -> None:
     whole = messages.encode(message)
     damaged = [whole[:n] for n in range(len(whole))]
-    damaged += [bytes([*whole[:i], whole[i] ^ 1 << bit, *whole[i + 1 :]]) for i in range(len(whole)) for bit in range(8)]
+    damaged += [
+        bytes([*whole[:i], whole[i] ^ 1 << bit, *whole[i + 1 :]])
+        for i in range(len(whole))
+        for bit in range(8)
+    ]
     for frame in damaged:
         for decode in DECODERS:
             try:
@@ -80,7 +86,9 @@ def test_what_is_refused() -> None:
 
 def test_unknown_fields_are_ignored_so_that_fields_may_be_added() -> None:
     later = {"type": "done", "transfer": "t", "source": "p", "reader": "d", "new": 1}
-    assert messages.decode_at_sender(messages._PREFIX + msgspec.msgpack.encode(later)) == messages.ReadComplete("t", "p", "d")
+    assert messages.decode_at_sender(
+        messages._PREFIX + msgspec.msgpack.encode(later)
+    ) == messages.ReadComplete("t", "p", "d")
 
 
 def test_the_largest_note_fits_into_a_message() -> None:

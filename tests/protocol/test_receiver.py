@@ -1,4 +1,5 @@
-"""What the decode side does with messages that an honest peer never sends, and with time that it slept through.
+"""What the decode side does with messages that an honest peer never sends, and with time that it
+slept through.
 
 Worlds seldom or never show these: no honest P says such things, and a clock that leaps is rare.
 """
@@ -33,9 +34,17 @@ SHAPE = uniform(layers=2, block_size=4, rows=[10])
 def wanted(*sources: str) -> LoadRequested:
     """Eight tokens; several sources hold a layer each."""
     whole, layer = SHAPE, uniform(layers=1, block_size=4, rows=[10])
-    holds = [whole] if len(sources) == 1 else [msgspec.structs.replace(layer, first=n) for n in range(len(sources))]
-    workers = [WorkerInfo(name, "", "", holds=shape) for name, shape in zip(sources, holds, strict=True)]
-    return LoadRequested("t", workers, plan(holds, [whole]), [GroupBlocks(0, [0, 1])], 8, patience=30.0)
+    holds = (
+        [whole]
+        if len(sources) == 1
+        else [msgspec.structs.replace(layer, first=n) for n in range(len(sources))]
+    )
+    workers = [
+        WorkerInfo(name, "", "", holds=shape) for name, shape in zip(sources, holds, strict=True)
+    ]
+    return LoadRequested(
+        "t", workers, plan(holds, [whole]), [GroupBlocks(0, [0, 1])], 8, patience=30.0
+    )
 
 
 @pytest.fixture
@@ -47,15 +56,22 @@ def side() -> Receiver:
 
 
 def offer(tokens: int) -> messages.Progress:
-    return messages.Progress(transfer="t", source="p", reader="d", tokens=tokens, ahead=tokens, layers=0)
+    return messages.Progress(
+        transfer="t", source="p", reader="d", tokens=tokens, ahead=tokens, layers=0
+    )
 
 
 def said(actions: Sequence[object]) -> list[str]:
-    return [type(a.message).__name__ if isinstance(a, SendMessage) else type(a).__name__ for a in actions]
+    return [
+        type(a.message).__name__ if isinstance(a, SendMessage) else type(a).__name__
+        for a in actions
+    ]
 
 
 def test_nothing_is_settled_before_all_bytes_have_landed(side: Receiver) -> None:
-    assert side.handle(messages.Confirm(transfer="t", source="p", reader="d", intact=True), 0.1) == []
+    assert (
+        side.handle(messages.Confirm(transfer="t", source="p", reader="d", intact=True), 0.1) == []
+    )
     assert side.transfers
 
 
@@ -67,13 +83,19 @@ def test_an_older_offer_changes_nothing(side: Receiver) -> None:
     assert (t.sources["p"].tokens, t.moved) == before
 
 
-@pytest.mark.parametrize(("tokens", "still", "ends"), [(0, 29.9, False), (4, 30.0, True), (8, 99.0, False)])
+@pytest.mark.parametrize(
+    ("tokens", "still", "ends"), [(0, 29.9, False), (4, 30.0, True), (8, 99.0, False)]
+)
 def test_a_p_that_stands_still_is_given_up_if_it_owes_more_than_bytes(
     side: Receiver, tokens: int, still: float, ends: bool
 ) -> None:
     side.handle(offer(tokens), 0.1)
-    actions = side.handle(msgspec.structs.replace(offer(tokens), still=still), 0.6)  # asked again, the same answer
-    assert [a.reason for a in actions if isinstance(a, LoadResult)] == ([Reason.STALLED] if ends else [])
+    actions = side.handle(
+        msgspec.structs.replace(offer(tokens), still=still), 0.6
+    )  # asked again, the same answer
+    assert [a.reason for a in actions if isinstance(a, LoadResult)] == (
+        [Reason.STALLED] if ends else []
+    )
     if ends:
         assert said(actions) == ["Abort", "LoadResult"] and not side.transfers
 
@@ -109,19 +131,34 @@ def test_who_slept_asks_once_more_before_blaming_p(side: Receiver) -> None:
 def test_when_a_carrier_breaks_what_it_owed_is_asked_for_along_the_new_way(side: Receiver) -> None:
     side.handle(offer(8), 0.1)
     pull, fetch = side.handle(TransportChanged("p", "fast:1", lost=True), 0.2)
-    assert isinstance(pull, SendMessage) and isinstance(pull.message, messages.TransferRequest) and pull.message.address == "fast:1"
-    assert isinstance(fetch, SendMessage) and isinstance(fetch.message, messages.ReadRequest) and fetch.message.number == 0
+    assert (
+        isinstance(pull, SendMessage)
+        and isinstance(pull.message, messages.TransferRequest)
+        and pull.message.address == "fast:1"
+    )
+    assert (
+        isinstance(fetch, SendMessage)
+        and isinstance(fetch.message, messages.ReadRequest)
+        and fetch.message.number == 0
+    )
     assert said(side.handle(TransportChanged("p", "", lost=False), 0.3)) == ["TransferRequest"]
     assert not side.routes, "our own address is no route"
     assert side.handle(TransportChanged("q", "fast:1", lost=True), 0.4) == []
 
 
-# Several sources ---------------------------------------------------------------------------------------------
+# Several sources ----------------------------------------------------------------------------------
 @pytest.fixture
 def two() -> Receiver:
-    """It waits for a layer of `p` and a layer of `q`, and has all bytes of `p`, which says that it held them."""
+    """It waits for a layer of `p` and a layer of `q`, and has all bytes of `p`, which says that it
+    held them.
+    """
     side = Receiver("d", "", 0, SHAPE, retry=0.5, silence=2.0)
-    assert said(side.handle(wanted("p", "q"), 0.0)) == ["ConnectPeer", "TransferRequest", "ConnectPeer", "TransferRequest"]
+    assert said(side.handle(wanted("p", "q"), 0.0)) == [
+        "ConnectPeer",
+        "TransferRequest",
+        "ConnectPeer",
+        "TransferRequest",
+    ]
     (fetch,) = side.handle(offer(8), 0.1)
     assert isinstance(fetch, SendMessage) and fetch.to == "p"
     side.handle(PieceArrived("t", 0), 0.2)
@@ -147,7 +184,9 @@ def test_one_of_two_sources_is_not_success(two: Receiver) -> None:
 def test_a_source_that_has_settled_owes_no_sign_of_life_and_is_asked_no_more(two: Receiver) -> None:
     (pull,) = two.handle(ClockTick(), 0.5)
     assert isinstance(pull, SendMessage) and pull.to == "q"
-    assert two.handle(messages.Abort("t", "p", "d", "refused"), 0.6) == [], "an answer to a TransferRequest that was late"
+    assert two.handle(messages.Abort("t", "p", "d", "refused"), 0.6) == [], (
+        "an answer to a TransferRequest that was late"
+    )
     assert two.transfers
 
 
@@ -155,7 +194,11 @@ def test_what_one_source_lost_fails_the_whole_and_the_others_hear_of_it() -> Non
     side = Receiver("d", "", 0, SHAPE, retry=0.5, silence=2.0)
     side.handle(wanted("p", "q"), 0.0)
     fail, report = side.handle(messages.Abort("t", "q", "d", "withdrawn"), 0.1)
-    assert isinstance(fail, SendMessage) and fail.to == "p" and isinstance(fail.message, messages.Abort)
+    assert (
+        isinstance(fail, SendMessage)
+        and fail.to == "p"
+        and isinstance(fail.message, messages.Abort)
+    )
     assert isinstance(report, LoadResult) and report.reason is Reason.WITHDRAWN
 
 
@@ -170,13 +213,19 @@ def test_a_source_that_nobody_reads_is_told_by_one_rank() -> None:
     kind = SHAPE.kinds[0]
     copy = msgspec.structs.replace(kind, heads=1, head=0, of=1)
     ranks = [RankLayout([copy], [0, 0]) for _ in range(3)]
-    workers = [WorkerInfo(name, "", "", holds=shape) for name, shape in zip("pqr", ranks, strict=True)]
+    workers = [
+        WorkerInfo(name, "", "", holds=shape) for name, shape in zip("pqr", ranks, strict=True)
+    ]
     readers = plan(ranks, ranks[:2])
     pulls = []
     for rank in range(2):
         side = Receiver(f"d{rank}", "", rank, ranks[rank])
-        for action in side.handle(LoadRequested("t", workers, readers, [GroupBlocks(0, [0, 1])], 8, 30.0), 0.0):
-            if isinstance(action, SendMessage) and isinstance(action.message, messages.TransferRequest):
+        for action in side.handle(
+            LoadRequested("t", workers, readers, [GroupBlocks(0, [0, 1])], 8, 30.0), 0.0
+        ):
+            if isinstance(action, SendMessage) and isinstance(
+                action.message, messages.TransferRequest
+            ):
                 pulls.append((action.to, action.message.readers))
     assert sorted(pulls) == [("p", 1), ("q", 1), ("r", 0)]
 
@@ -187,14 +236,19 @@ def test_a_source_whose_bytes_do_not_come_stops_nobody_else() -> None:
     asked: list[str] = []
     for transfer, source in (("t1", "slow"), ("t2", "other"), ("t3", "slow")):
         blocks = [GroupBlocks(0, list(range(16)))]
-        side.handle(msgspec.structs.replace(wanted(source), transfer=transfer, token_end=64, blocks=blocks), 0.0)
+        side.handle(
+            msgspec.structs.replace(wanted(source), transfer=transfer, token_end=64, blocks=blocks),
+            0.0,
+        )
         for action in side.handle(messages.Progress(transfer, source, "d", 64, 0, 0), 0.1):
             assert isinstance(action, SendMessage)
             asked.append(action.to)
         side.validate()
     assert asked == ["slow", "slow", "other", "other"]
     for at in range(4):
-        number = min(n for n, piece in side.transfers["t2"].pieces.items() if piece.where.name == "ASKED")
+        number = min(
+            n for n, piece in side.transfers["t2"].pieces.items() if piece.where.name == "ASKED"
+        )
         side.handle(PieceArrived("t2", number), 0.2)
         (again,) = side.handle(PieceWritten("t2", number, ok=True), 0.3)
         assert isinstance(again, SendMessage) and again.to == "other", at

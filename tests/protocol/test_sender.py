@@ -1,4 +1,6 @@
-"""What the prefill side refuses to send: an honest reader asks for none of it, so worlds seldom show it."""
+"""What the prefill side refuses to send: an honest reader asks for none of it, so worlds seldom
+show it.
+"""
 
 from __future__ import annotations
 
@@ -55,19 +57,39 @@ def test_a_reader_of_the_first_layers_is_done_before_the_others_are_computed() -
     for layers, intact in ((0, False), (1, True)):
         side.handle(LayersComputed("t", layers), 0.0)
         (settled,) = side.handle(done, 0.1)
-        assert isinstance(settled, SendMessage) and isinstance(settled.message, messages.Confirm) and settled.message.intact == intact
+        assert (
+            isinstance(settled, SendMessage)
+            and isinstance(settled.message, messages.Confirm)
+            and settled.message.intact == intact
+        )
 
 
-def test_layers_computed_again_are_served_to_nobody_and_held_while_they_are_sent(side: Sender) -> None:
+def test_layers_computed_again_are_served_to_nobody_and_held_while_they_are_sent(
+    side: Sender,
+) -> None:
     side.handle(messages.ReadRequest("t", "p", "d", 0, extents.Extent(0, 1, 0, 4)), 0.1)
     side.handle(BlocksScheduled("t", 22, [[12], [13], []]), 0.0)
     side.handle(LayersComputed("t", 1), 0.0)
     (told,) = side.handle(LayersRecomputed("t"), 0.0)
-    assert isinstance(told, SendMessage) and told.message == messages.Abort("t", "p", "d", "withdrawn")
-    for event in (LayersComputed("t", 3), messages.TransferRequest("t", "p", "d", "zmq:x"), PrefillFinished("t")):
-        assert [a for a in side.handle(event, 0.2) if not (isinstance(a, SendMessage) and isinstance(a.message, messages.Abort))] == []
+    assert isinstance(told, SendMessage) and told.message == messages.Abort(
+        "t", "p", "d", "withdrawn"
+    )
+    for event in (
+        LayersComputed("t", 3),
+        messages.TransferRequest("t", "p", "d", "zmq:x"),
+        PrefillFinished("t"),
+    ):
+        assert [
+            a
+            for a in side.handle(event, 0.2)
+            if not (isinstance(a, SendMessage) and isinstance(a.message, messages.Abort))
+        ] == []
     (done,) = side.handle(messages.ReadComplete(transfer="t", source="p", reader="d"), 0.2)
-    assert isinstance(done, SendMessage) and isinstance(done.message, messages.Confirm) and not done.message.intact
+    assert (
+        isinstance(done, SendMessage)
+        and isinstance(done.message, messages.Confirm)
+        and not done.message.intact
+    )
     assert side.handle(SendCompleted("t", "d"), 0.3) == [ReleaseBlocks("t", delivered=False)]
 
 
@@ -78,7 +100,9 @@ def test_who_asks_after_layers_were_computed_again_is_refused() -> None:
     side.handle(LayersRecomputed("t"), 0.0)
     side.handle(LayersComputed("t", 2), 0.0)
     (told,) = side.handle(messages.TransferRequest("t", "p", "d", "zmq:x"), 0.0)
-    assert isinstance(told, SendMessage) and told.message == messages.Abort("t", "p", "d", "withdrawn")
+    assert isinstance(told, SendMessage) and told.message == messages.Abort(
+        "t", "p", "d", "withdrawn"
+    )
     assert side.handle(PrefillFinished("t"), 0.1) == [ReleaseBlocks("t", delivered=False)]
 
 
@@ -102,13 +126,18 @@ def test_an_extent_is_of_one_kind(side: Sender) -> None:
     assert fetch(side, 0, 2, 12, 20) is None
 
 
-@pytest.mark.parametrize(("head", "head_end", "fits"), [(0, 0, True), (1, 2, True), (1, 1, False), (1, 3, False), (2, 0, False)])
+@pytest.mark.parametrize(
+    ("head", "head_end", "fits"),
+    [(0, 0, True), (1, 2, True), (1, 1, False), (1, 3, False), (2, 0, False)],
+)
 def test_heads_that_it_has(side: Sender, head: int, head_end: int, fits: bool) -> None:
     assert (fetch(side, 0, 1, 0, 4, head, head_end) is not None) == fits
 
 
 def test_what_a_window_has_left_is_vllms_again(side: Sender) -> None:
-    """Token 19 looks back to token 14, in the block of 12 to 15; what computes token 19 again must have it."""
+    """Token 19 looks back to token 14, in the block of 12 to 15; what computes token 19 again must
+    have it.
+    """
     assert fetch(side, 1, 2, 8, 12) is None
     assert fetch(side, 1, 2, 8, 20) is None
 
@@ -124,12 +153,19 @@ def test_tokens_at_a_blocks_start(side: Sender) -> None:
 
 def test_pieces_go_where_the_last_pull_said(side: Sender) -> None:
     side.handle(messages.TransferRequest("t", "p", "d", "fast:y"), 0.1)
-    (action,) = side.handle(messages.ReadRequest("t", "p", "d", 0, extents.Extent(0, 1, 4, 12)), 0.2)
+    (action,) = side.handle(
+        messages.ReadRequest("t", "p", "d", 0, extents.Extent(0, 1, 4, 12)), 0.2
+    )
     assert isinstance(action, SendPiece) and action.address == "fast:y"
 
 
 def test_a_withdrawal_may_be_said_before_what_it_withdraws_and_again(side: Sender) -> None:
-    for event in (BlocksRevoked("new"), BlocksScheduled("new", 4, [[1], [2], [3]]), BlocksRevoked("new"), LayersComputed("new", 3)):
+    for event in (
+        BlocksRevoked("new"),
+        BlocksScheduled("new", 4, [[1], [2], [3]]),
+        BlocksRevoked("new"),
+        LayersComputed("new", 3),
+    ):
         assert side.handle(event, 0.1) == []
         side.validate()
     (answer,) = side.handle(messages.TransferRequest("new", "p", "d", "zmq:x"), 0.2)
@@ -139,8 +175,15 @@ def test_a_withdrawal_may_be_said_before_what_it_withdraws_and_again(side: Sende
 @pytest.mark.parametrize("asks_first", [True, False])
 def test_a_reader_of_another_prompt_is_told_so_at_once_and_holds_nothing(asks_first: bool) -> None:
     side = Sender("p", RankLayout([FULL], [0]))
-    asked, computes = messages.TransferRequest("t", "p", "d", "zmq:x", prompt="one"), BlocksScheduled("t", 4, [[1]], prompt="another")
-    said = [action for event in ((asked, computes) if asks_first else (computes, asked)) for action in side.handle(event, 0.0)]
+    asked, computes = (
+        messages.TransferRequest("t", "p", "d", "zmq:x", prompt="one"),
+        BlocksScheduled("t", 4, [[1]], prompt="another"),
+    )
+    said = [
+        action
+        for event in ((asked, computes) if asks_first else (computes, asked))
+        for action in side.handle(event, 0.0)
+    ]
     refused = SendMessage("d", messages.Abort("t", "p", "d", Reason.DIFFERENT.value))
     assert [action for action in said if isinstance(action.message, messages.Abort)] == [refused]  # type: ignore[union-attr]
     assert side.handle(LayersComputed("t", 1), 0.1) == [], "it is offered nothing"
@@ -149,9 +192,15 @@ def test_a_reader_of_another_prompt_is_told_so_at_once_and_holds_nothing(asks_fi
     assert side.handle(PrefillFinished("t"), 0.3) == [ReleaseBlocks("t", delivered=False)]
 
 
-@pytest.mark.parametrize(("window", "block_size"), [(6, 4), (20, 16), (128, 16), (128, 128), (4, 4), (100, 8)])
-def test_p_serves_of_a_window_just_what_vllm_keeps_and_d_needs_no_more(window: int, block_size: int) -> None:
-    """By vLLM's own rule.  P computes all tokens of the prompt but the last, D loads just as many and computes that one."""
+@pytest.mark.parametrize(
+    ("window", "block_size"), [(6, 4), (20, 16), (128, 16), (128, 128), (4, 4), (100, 8)]
+)
+def test_p_serves_of_a_window_just_what_vllm_keeps_and_d_needs_no_more(
+    window: int, block_size: int
+) -> None:
+    """By vLLM's own rule. P computes all tokens of the prompt but the last, D loads just as many
+    and computes that one.
+    """
     manager = pytest.importorskip("vllm.v1.core.single_type_kv_cache_manager").SlidingWindowManager
     rule = manager.__new__(manager)
     rule.sliding_window, rule.extra_retained_tokens = window, 0
@@ -159,11 +208,17 @@ def test_p_serves_of_a_window_just_what_vllm_keeps_and_d_needs_no_more(window: i
     for tokens in range(1, window + 3 * block_size):
         blocks = list(range(-(-tokens // block_size)))
         side = Sender("p", RankLayout([kind], [0]))
-        for event in (BlocksScheduled("t", tokens, [blocks]), LayersComputed("t", 1), messages.TransferRequest("t", "p", "d", "zmq:x")):
+        for event in (
+            BlocksScheduled("t", tokens, [blocks]),
+            LayersComputed("t", 1),
+            messages.TransferRequest("t", "p", "d", "zmq:x"),
+        ):
             side.handle(event, 0.0)
         kept = [b for b in blocks if (b + 1) * block_size > rule.get_num_skipped_tokens(tokens)]
         ends = [min(tokens, (b + 1) * block_size) for b in blocks]
-        assert [b for b in blocks if fetch(side, 0, 1, b * block_size, ends[b]) is not None] == kept, tokens
+        assert [
+            b for b in blocks if fetch(side, 0, 1, b * block_size, ends[b]) is not None
+        ] == kept, tokens
         oldest = max(0, tokens + 1 - window)  # that the token after these looks at
         assert oldest // block_size in kept or oldest == tokens, tokens
 
@@ -199,7 +254,9 @@ def test_what_was_taken_back_is_not_confirmed(side: Sender) -> None:
     """The name of the transfer is known still; the reader had not its bytes by then."""
     side.handle(BlocksRevoked("t"), 0.1)
     (action,) = side.handle(messages.ReadComplete("t", "p", "d"), 0.2)
-    assert isinstance(action, SendMessage) and action.message == messages.Confirm("t", "p", "d", intact=False)
+    assert isinstance(action, SendMessage) and action.message == messages.Confirm(
+        "t", "p", "d", intact=False
+    )
 
 
 def still(side: Sender, now: float, transfer: str = "t") -> float:
@@ -208,7 +265,9 @@ def still(side: Sender, now: float, transfer: str = "t") -> float:
     return action.message.still
 
 
-def test_an_offer_says_how_long_vllm_has_made_no_step_in_the_middle_of_a_prompt(side: Sender) -> None:
+def test_an_offer_says_how_long_vllm_has_made_no_step_in_the_middle_of_a_prompt(
+    side: Sender,
+) -> None:
     assert still(side, 50.0) == 0, "nobody has said when it made one"
     side.stepped = 10.0
     assert still(side, 10.9) == 0 and still(side, 12.0) == 2.0
@@ -216,4 +275,6 @@ def test_an_offer_says_how_long_vllm_has_made_no_step_in_the_middle_of_a_prompt(
     side.stepped = 41.0
     assert still(side, 41.5) == 0
     side.handle(PrefillFinished("t"), 42.0)
-    assert still(side, 90.0) == still(side, 90.0, "another, not begun") == 0, "an idle vLLM makes no steps"
+    assert still(side, 90.0) == still(side, 90.0, "another, not begun") == 0, (
+        "an idle vLLM makes no steps"
+    )

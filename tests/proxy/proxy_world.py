@@ -1,4 +1,6 @@
-"""Scripted stand-ins for engines, a client that sees every byte, and a proxy between them, in one process."""
+"""Scripted stand-ins for engines, a client that sees every byte, and a proxy between them, in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,16 @@ LAYOUT = {"model": "m", "dtype": "bf16"}
 class Call:
     """One request as an engine got it, and the way to answer it."""
 
-    def __init__(self, engine: ScriptedEngine, method: str, path: str, headers: dict[str, str], raw: bytes) -> None:
-        self.engine, self.method, self.target, self.headers, self.raw = engine, method, path, headers, raw
+    def __init__(
+        self, engine: ScriptedEngine, method: str, path: str, headers: dict[str, str], raw: bytes
+    ) -> None:
+        self.engine, self.method, self.target, self.headers, self.raw = (
+            engine,
+            method,
+            path,
+            headers,
+            raw,
+        )
         self.path = path.partition("?")[0]
         self.body: dict[str, Any] = json.loads(raw) if raw[:1] == b"{" else {}
         token = (self.body.get("kv_transfer_params") or {}).get("disagg_grant")
@@ -63,7 +73,11 @@ class Call:
         await self.writer.drain()
 
     async def event(self, obj: object) -> None:
-        await self.chunk(b"data: " + (obj.encode() if isinstance(obj, str) else json.dumps(obj).encode()) + b"\n\n")
+        await self.chunk(
+            b"data: "
+            + (obj.encode() if isinstance(obj, str) else json.dumps(obj).encode())
+            + b"\n\n"
+        )
 
     async def end(self) -> None:
         self.raw_write("0\r\n\r\n")
@@ -83,7 +97,9 @@ _prefilled: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)  # by t
 
 
 async def answer(call: Call) -> None:
-    """What healthy engines do: decode answers after prefill.  The text tells which leg and engine made it."""
+    """What healthy engines do: decode answers after prefill. The text tells which leg and engine
+    made it.
+    """
     if call.leg == "decode" and call.grant:
         await _prefilled[call.grant.transfer].wait()
         await asyncio.sleep(0.002)
@@ -127,7 +143,9 @@ class ScriptedEngine:
         self.plain = False
         self.health = 200
         self.calls: list[Call] = []  # without probes
-        self.one_more: Script = one_more_token  # asked for after an answer, to know that it was whole
+        self.one_more: Script = (
+            one_more_token  # asked for after an answer, to know that it was whole
+        )
         self.connections = 0
         self.frozen = False  # holds its connections and says nothing, as after SIGSTOP
         self.probe_hangs = False
@@ -138,7 +156,9 @@ class ScriptedEngine:
         self.kv_use = 0.0
         self.models = ["m"]
         self.nixl = False
-        self.close_after = False  # close each connection after its answer, like a server whose patience is over
+        self.close_after = (
+            False  # close each connection after its answer, like a server whose patience is over
+        )
         self.probes = 0
         self.told = 0  # probes that were answered in full
         self.refused = 0  # prefill legs
@@ -153,7 +173,9 @@ class ScriptedEngine:
     @property
     def urls(self) -> list[str]:
         """Its instances."""
-        return [f"{self.url}@{rank}" for rank in range(self.ranks) if self.names_ranks] or [self.url]
+        return [f"{self.url}@{rank}" for rank in range(self.ranks) if self.names_ranks] or [
+            self.url
+        ]
 
     def rank_for(self, call: Call) -> int | None:
         """Which data parallel rank serves a request: the one of its header; else they take turns."""
@@ -166,13 +188,22 @@ class ScriptedEngine:
 
     def facts(self, rank: int | None = None) -> dict[str, Any]:
         of = "" if rank is None else f"@{rank}"
-        workers = [WorkerInfo(f"{self.name}-w{i}{of}", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2") for i in range(self.workers)]
-        engine = EngineInfo(self.incarnation + of, self.role, workers, self.layout, rank, two_way=self.two_way)  # type: ignore[arg-type]
+        workers = [
+            WorkerInfo(f"{self.name}-w{i}{of}", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
+            for i in range(self.workers)
+        ]
+        engine = EngineInfo(
+            self.incarnation + of, self.role, workers, self.layout, rank, two_way=self.two_way
+        )  # type: ignore[arg-type]
         return msgspec.to_builtins(engine) | {"clock": self.clock}
 
     def card(self, call: Call) -> dict[str, Any]:
         """What the answer to a grant that does not hold says."""
-        return {what: said for what, said in self.facts(call.rank).items() if what in ("incarnation", "clock", "rank")}
+        return {
+            what: said
+            for what, said in self.facts(call.rank).items()
+            if what in ("incarnation", "clock", "rank")
+        }
 
     @property
     def clock(self) -> float:
@@ -209,7 +240,11 @@ class ScriptedEngine:
                 call = await self._read(reader)
                 call.writer = writer
                 working = asyncio.create_task(self._route(call))
-                watching = asyncio.create_task(reader._wait_for_data("watch")) if not reader._buffer else None
+                watching = (
+                    asyncio.create_task(reader._wait_for_data("watch"))
+                    if not reader._buffer
+                    else None
+                )
                 try:
                     if watching:
                         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -234,7 +269,9 @@ class ScriptedEngine:
     async def _read(self, reader: asyncio.StreamReader) -> Call:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, path, _ = head[0].split(" ")
-        headers = dict(line.lower().split(": ", 1) for line in reversed(head[1:]) if line)  # vLLM takes a header's first value
+        headers = dict(
+            line.lower().split(": ", 1) for line in reversed(head[1:]) if line
+        )  # vLLM takes a header's first value
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         return Call(self, method, path, headers, body)
 
@@ -245,15 +282,28 @@ class ScriptedEngine:
 
     def _metrics(self) -> str:
         uses = [self.kv_use, *[0.0] * (self.ranks - 1)]
-        lines = [f'vllm:kv_cache_usage_perc{{engine="{at}",model_name="m"}} {use}' for at, use in enumerate(uses)]
+        lines = [
+            f'vllm:kv_cache_usage_perc{{engine="{at}",model_name="m"}} {use}'
+            for at, use in enumerate(uses)
+        ]
         if self.steps is not None:
-            lines.append(f'vllm:iteration_tokens_total_count{{engine="0",model_name="m"}} {self.steps}')
+            lines.append(
+                f'vllm:iteration_tokens_total_count{{engine="0",model_name="m"}} {self.steps}'
+            )
             lines.append(f'vllm:num_requests_waiting{{engine="0",model_name="m"}} {self.waiting}')
-        return "\n".join(["# TYPE x", *(lines if self.steps is not None or self.kv_use else []), "vllm:other 7\n"])
+        return "\n".join(
+            [
+                "# TYPE x",
+                *(lines if self.steps is not None or self.kv_use else []),
+                "vllm:other 7\n",
+            ]
+        )
 
     async def _probed(self, call: Call) -> None:
         assert call.grant
-        self.probes += not call.grant.engine  # the second one names the engine that has answered the first
+        self.probes += (
+            not call.grant.engine
+        )  # the second one names the engine that has answered the first
         if self.probe_hangs:
             await call.forever()
         if self.probe_status != 200:
@@ -265,7 +315,11 @@ class ScriptedEngine:
             facts = self.card(call)
         params: dict[str, Any] | None = None if self.plain else {"disagg_engine": facts}
         if self.nixl:
-            params = {"remote_engine_id": self.incarnation, "remote_block_ids": [[1]], "do_remote_prefill": True}
+            params = {
+                "remote_engine_id": self.incarnation,
+                "remote_block_ids": [[1]],
+                "do_remote_prefill": True,
+            }
         await call.json({"choices": [], "kv_transfer_params": params})
 
     async def _route(self, call: Call) -> None:
@@ -283,7 +337,9 @@ class ScriptedEngine:
             await self.one_more(call)
         elif call.path == "/metrics":
             text = self._metrics()
-            call.raw_write(f"HTTP/1.1 200 X\r\ncontent-type: text/plain\r\ncontent-length: {len(text)}\r\n\r\n{text}")
+            call.raw_write(
+                f"HTTP/1.1 200 X\r\ncontent-type: text/plain\r\ncontent-length: {len(text)}\r\n\r\n{text}"
+            )
         elif call.path.endswith("tokenize"):
             await call.json({"tokens": [1]})
         else:
@@ -292,7 +348,12 @@ class ScriptedEngine:
     async def _leg(self, call: Call) -> None:
         if call.leg == "prefill" and not self.accepts(call):
             self.refused += 1
-            await call.json({"choices": [{"text": "x"}], "kv_transfer_params": {"disagg_engine": self.card(call)}})
+            await call.json(
+                {
+                    "choices": [{"text": "x"}],
+                    "kv_transfer_params": {"disagg_engine": self.card(call)},
+                }
+            )
             return
         assert self.accepts(call), (call.grant, self.clock)
         self.calls.append(call)
@@ -397,8 +458,14 @@ class World:
     async def get(self, path: str, **headers: str) -> Reply:
         return await self.ask("GET", path, b"", **headers)
 
-    async def post(self, path: str = "/v1/completions", _body: object = None, **fields: Any) -> Reply:
-        body = _body if isinstance(_body, bytes) else json.dumps({"model": "m", "prompt": "hi", **fields}).encode()
+    async def post(
+        self, path: str = "/v1/completions", _body: object = None, **fields: Any
+    ) -> Reply:
+        body = (
+            _body
+            if isinstance(_body, bytes)
+            else json.dumps({"model": "m", "prompt": "hi", **fields}).encode()
+        )
         return await self.ask("POST", path, body)
 
     async def ask(self, method: str, path: str, body: bytes, **headers: str) -> Reply:
@@ -412,12 +479,18 @@ class World:
     async def start(self, **fields: Any) -> Client:
         """Send a completion and do not wait for its answer."""
         client = await self.connect()
-        client.send("POST", "/v1/completions", json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
+        client.send(
+            "POST", "/v1/completions", json.dumps({"model": "m", "prompt": "hi", **fields}).encode()
+        )
         return client
 
     async def metric(self, name: str, *labels: str) -> float:
         text = (await self.get("/metrics")).body.decode()
-        lines = [line for line in text.splitlines() if line.startswith(name) and all(label in line for label in labels)]
+        lines = [
+            line
+            for line in text.splitlines()
+            if line.startswith(name) and all(label in line for label in labels)
+        ]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     async def until_ready(self) -> None:
@@ -427,7 +500,9 @@ class World:
         return all(i["usable"] for i in await self.instances())
 
     async def until_probed(self, *engines: ScriptedEngine) -> None:
-        """These, or all, have answered a probe in full, and the proxy has read it; perhaps they are not usable."""
+        """These, or all, have answered a probe in full, and the proxy has read it; perhaps they are
+        not usable.
+        """
         await until(lambda: all(engine.told for engine in engines or self.prefills + self.decodes))
         await asyncio.sleep(0.1)
 
@@ -470,7 +545,10 @@ async def world(
     it.admin_key = settings.get("admin_key", "")
     settings = {"probe_interval": 0.02, "grace": 2.0, "port": 0, "key": KEY, **settings}
     stop, listening = asyncio.Event(), asyncio.get_running_loop().create_future()
-    named = {"prefill": [u for e in it.prefills for u in e.urls], "decode": [u for e in it.decodes for u in e.urls]}
+    named = {
+        "prefill": [u for e in it.prefills for u in e.urls],
+        "decode": [u for e in it.decodes for u in e.urls],
+    }
     made = Settings(**{**named, **settings})
     proxy = asyncio.create_task(serve(made, listening.set_result, stop))
     try:

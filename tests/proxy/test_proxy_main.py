@@ -59,7 +59,9 @@ def test_bad_settings_are_one_line(
 
 def test_good_settings(tmp_path: Path) -> None:
     keys.create(str(tmp_path / "key"))
-    settings = from_arguments(parsed(*D, "--key-file", str(tmp_path / "key"), "--host", "::", "--no-api-key"))
+    settings = from_arguments(
+        parsed(*D, "--key-file", str(tmp_path / "key"), "--host", "::", "--no-api-key")
+    )
     assert settings.key.is_set and settings.decode == D[1:] and settings.host == "::"
     assert from_arguments(parsed(*D, "--host", "localhost")).api_keys == []
 
@@ -71,7 +73,13 @@ async def start(*flags: str) -> asyncio.subprocess.Process:
     )
     root = str(Path(__file__).parents[2])
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, *flags, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=root
+        sys.executable,
+        "-c",
+        code,
+        *flags,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=root,
     )
 
 
@@ -86,7 +94,9 @@ async def test_port_in_use() -> None:
 async def test_a_host_that_is_no_name(workers: str) -> None:
     process = await start(*D, "--host", "a..b", "--no-api-key", "--workers", workers)
     _, error = await process.communicate()
-    assert process.returncode == 1 and b"cannot listen on a..b" in error and error.count(b"\n") == 1, error
+    assert (
+        process.returncode == 1 and b"cannot listen on a..b" in error and error.count(b"\n") == 1
+    ), error
 
 
 async def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
@@ -130,7 +140,9 @@ async def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("slip", ["model", "key", "role"])
-async def test_a_fleet_that_cannot_work_together_is_refused_at_start(slip: str, tmp_path: Path) -> None:
+async def test_a_fleet_that_cannot_work_together_is_refused_at_start(
+    slip: str, tmp_path: Path
+) -> None:
     p, d = ScriptedEngine("p", "prefill"), ScriptedEngine("d", "decode")
     if slip == "model":
         p.layout["weights"] = "others"
@@ -142,12 +154,16 @@ async def test_a_fleet_that_cannot_work_together_is_refused_at_start(slip: str, 
     await d.start()
     key = tmp_path / "key"
     key.write_text((b"k" * 32).hex())
-    process = await start("--prefill", p.url, "--decode", d.url, "--port", "0", "--key-file", str(key))
+    process = await start(
+        "--prefill", p.url, "--decode", d.url, "--port", "0", "--key-file", str(key)
+    )
     try:
         _, error = await asyncio.wait_for(process.communicate(), 10)
         last = error.decode().splitlines()[-1]
         assert process.returncode == 1 and last.startswith("vllm-disagg proxy: "), last
-        assert {"model": "weights is", "key": "another fleet key", "role": "role is decode"}[slip] in last
+        assert {"model": "weights is", "key": "another fleet key", "role": "role is decode"}[
+            slip
+        ] in last
     finally:
         if process.returncode is None:
             process.kill()

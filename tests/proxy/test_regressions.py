@@ -31,7 +31,10 @@ async def test_a_failed_stream_that_came_in_one_piece_is_no_answer(ending: bytes
             if call.leg == "prefill" or sum(len(d.calls) for d in w.decodes) > 1:
                 await answer(call)
                 return
-            chunks = "".join(f"{len(piece):x}\r\n{piece.decode()}\r\n" for piece in (ROLE, ending, b"data: [DONE]\n\n"))
+            chunks = "".join(
+                f"{len(piece):x}\r\n{piece.decode()}\r\n"
+                for piece in (ROLE, ending, b"data: [DONE]\n\n")
+            )
             head = "HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
             call.raw_write(f"{head}{chunks}0\r\n\r\n")
 
@@ -43,10 +46,15 @@ async def test_a_failed_stream_that_came_in_one_piece_is_no_answer(ending: bytes
         assert b"abort" not in reply.body and b"EngineCore died" not in reply.body
 
 
-@pytest.mark.parametrize("kind", [b"multipart/form-data; boundary=x", b"multipart/form-data; boundary=x; charset=utf-16"])
+@pytest.mark.parametrize(
+    "kind", [b"multipart/form-data; boundary=x", b"multipart/form-data; boundary=x; charset=utf-16"]
+)
 def test_a_form_cannot_carry_what_json_must_not(kind: bytes) -> None:
     name = b"other" if b"charset" in kind else b"vllm_xargs"
-    part = b'--x\r\nContent-Disposition: form-data; name="%s"\r\n\r\n{"kv_transfer_params":"x"}\r\n--x--' % name
+    part = (
+        b'--x\r\nContent-Disposition: form-data; name="%s"\r\n\r\n{"kv_transfer_params":"x"}\r\n--x--'
+        % name
+    )
     with pytest.raises(bodies.BadBody):
         asyncio.run(bodies.check_form(kind, part))
     asyncio.run(bodies.check_form(b"multipart/form-data; boundary=x", part.replace(name, b"model")))
@@ -61,14 +69,18 @@ async def test_a_drain_ends_with_its_instance() -> None:
 
 
 async def test_a_refusal_is_in_words_about_what_the_client_asked() -> None:
-    """P is asked for one token; D for as many as the client wants, and its refusal comes a little later."""
+    """P is asked for one token; D for as many as the client wants, and its refusal comes a little
+    later.
+    """
     async with world() as w:
 
         async def refuse(call: Call) -> None:
             if call.leg != "prefill":
                 await asyncio.sleep(0.05)
             data = json.dumps({"error": {"message": f"{call.leg} refuses", "code": 400}})
-            call.raw_write(f"HTTP/1.1 400 X\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n{data}")
+            call.raw_write(
+                f"HTTP/1.1 400 X\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n{data}"
+            )
 
         w.p.script = w.d.script = refuse
         reply = await w.post()

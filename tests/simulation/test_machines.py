@@ -1,4 +1,6 @@
-"""Hypothesis chooses what happens next, one rule at a time, and shrinks what breaks to the few steps that matter."""
+"""Hypothesis chooses what happens next, one rule at a time, and shrinks what breaks to the few
+steps that matter.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ TOPOLOGIES = st.one_of(
 
 
 class Transfers(RuleBasedStateMachine):
-    """A calm world, in which only the rules below do harm.  World and machines check themselves at every step."""
+    """A calm world, in which only the rules below do harm. World and machines check themselves at
+    every step.
+    """
 
     @initialize(topology=TOPOLOGIES)
     def begin(self, topology: Topology) -> None:
@@ -111,20 +115,30 @@ class Transfers(RuleBasedStateMachine):
         kind=st.sampled_from(["pull", "fetch"]),
     )
     def a_reader_that_lies(self, transfer: str, reader: str, numbers: list[int], kind: str) -> None:
-        """Whatever a member of the fleet asks, only its own transfer may suffer; and no exception comes of it."""
+        """Whatever a member of the fleet asks, only its own transfer may suffer; and no exception
+        comes of it.
+        """
         p = self.p.ranks[numbers[0] % len(self.p.ranks)]
         if p.frozen:
             return
         if kind == "pull":
-            message: messages.ToSender = messages.TransferRequest("stranger", p.name, reader, "nowhere.0", numbers[0])
+            message: messages.ToSender = messages.TransferRequest(
+                "stranger", p.name, reader, "nowhere.0", numbers[0]
+            )
         else:
-            message = messages.ReadRequest(transfer, p.name, "stranger", numbers[0], extents.Extent(*numbers))
+            message = messages.ReadRequest(
+                transfer, p.name, "stranger", numbers[0], extents.Extent(*numbers)
+            )
         p.receive("serving", messages.encode(message))
         self.world.network = [sent for sent in self.world.network if sent[0] in self.names()]
         p.serving.outgoing = [out for out in p.serving.outgoing if out[0].address in self.names()]
 
     def names(self) -> set[str]:
-        return {f"{label}.{life}" for label, side in self.world.sides.items() for life in range(side.life + 1)}
+        return {
+            f"{label}.{life}"
+            for label, side in self.world.sides.items()
+            for life in range(side.life + 1)
+        }
 
     def teardown(self) -> None:
         self.world.settle()

@@ -1,4 +1,6 @@
-"""The protocol in thousands of bad worlds.  SEEDS sets how many; SEED=n replays one and prints its story."""
+"""The protocol in thousands of bad worlds. SEEDS sets how many; SEED=n replays one and prints its
+story.
+"""
 
 from __future__ import annotations
 
@@ -35,17 +37,27 @@ def test_a_network_that_loses_little_delivers_everything(batch: int) -> None:
     """Safety alone would be kept by a machine that never delivers."""
     for seed in range(batch, SEEDS // 10, BATCHES):
         world = run(seed, NETWORK)
-        bad = {key: reason for key, reason in world.outcomes.items() if reason not in (None, Reason.CORRUPT)}
-        assert not [key for key, reason in bad.items() if not (key[1].endswith(BACK) and reason in GONE)], (seed, bad)
+        bad = {
+            key: reason
+            for key, reason in world.outcomes.items()
+            if reason not in (None, Reason.CORRUPT)
+        }
+        assert not [
+            key for key, reason in bad.items() if not (key[1].endswith(BACK) and reason in GONE)
+        ], (seed, bad)
 
 
 def test_without_mischief_every_transfer_is_exact_and_some_bytes_overlap_with_prefill() -> None:
     delivered, back = 0, 0
     for seed in range(200):
         world = run(seed, frozenset())
-        assert {why for (_, transfer), why in world.outcomes.items() if not transfer.endswith(BACK)} <= {None}, seed
+        assert {
+            why for (_, transfer), why in world.outcomes.items() if not transfer.endswith(BACK)
+        } <= {None}, seed
         delivered += len(world.outcomes)
-        back += sum(transfer.endswith(BACK) and why is None for (_, transfer), why in world.outcomes.items())
+        back += sum(
+            transfer.endswith(BACK) and why is None for (_, transfer), why in world.outcomes.items()
+        )
     assert delivered > 600 and back > 100
 
 
@@ -56,7 +68,9 @@ def test_whatever_happens_beside_a_vllm_that_stands_still_everything_ends(batch:
 
 
 def test_a_p_whose_vllm_stands_still_in_the_middle_of_a_prompt_is_given_up_in_time() -> None:
-    """Its workers' threads live and answer: long before the patience is over, D computes, and not before `stall`."""
+    """Its workers' threads live and answer: long before the patience is over, D computes, and not
+    before `stall`.
+    """
     stalled = 0
     for seed in range(150):
         world = World(seed, frozenset(), topology=EQUAL)
@@ -64,7 +78,9 @@ def test_a_p_whose_vllm_stands_still_in_the_middle_of_a_prompt_is_given_up_in_ti
             world.step()
         world.prefill.standing, before = True, set(world.outcomes)
         until = world.now + STALL + 4 * RETRY
-        works = any(prompt.announced and not prompt.pinned for prompt in world.prefill.prompts.values())
+        works = any(
+            prompt.announced and not prompt.pinned for prompt in world.prefill.prompts.values()
+        )
         for at in range(200):
             for _ in range(len(world.network)):
                 world.deliver()
@@ -77,7 +93,11 @@ def test_a_p_whose_vllm_stands_still_in_the_middle_of_a_prompt_is_given_up_in_ti
         if works:
             assert not world.wanted, (seed, world.wanted, world.log[-20:])
         ended = world.outcomes.keys() - before
-        after = [world.outcomes[key] for key in ended if not (key[1].endswith(BACK) and world.outcomes[key] in GONE)]
+        after = [
+            world.outcomes[key]
+            for key in ended
+            if not (key[1].endswith(BACK) and world.outcomes[key] in GONE)
+        ]
         assert set(after) <= {None, Reason.STALLED} and (works or not any(after)), (seed, after)
         stalled += after.count(Reason.STALLED)
         world.settle()

@@ -1,13 +1,16 @@
-"""A seeded world for the protocol: engines of one or two ranks, a bad network, real memory, a model of vLLM's schedulers.
+"""A seeded world for the protocol: engines of one or two ranks, a bad network, real memory, a model
+of vLLM's schedulers.
 
-Memory is a dict (layer, head, block, slot) -> content.  A freed block is overwritten the next time the engine runs, as
-vLLM would; a piece is read from memory *while* it is being sent and checked against the checksum taken before; a copy
-into D's blocks happens when it ends.  So "exact" is checked against the truth, not against what machines believe.
+Memory is a dict (layer, head, block, slot) -> content. A freed block is overwritten the next time
+the engine runs, as vLLM would; a piece is read from memory *while* it is being sent and checked
+against the checksum taken before; a copy into D's blocks happens when it ends. So "exact" is
+checked against the truth, not against what machines believe.
 
-Each world has a topology: how the model's layers and heads are shared out on either side, and the sizes of blocks.
-Of half of the transfers D has a part cached, and P may read it back first.
+Each world has a topology: how the model's layers and heads are shared out on either side, and the
+sizes of blocks. Of half of the transfers D has a part cached, and P may read it back first.
 
-Everything is drawn from one `random.Random(seed)`: a failing seed replays bit for bit, and `World.log` is its story.
+Everything is drawn from one `random.Random(seed)`: a failing seed replays bit for bit, and
+`World.log` is its story.
 """
 
 from __future__ import annotations
@@ -26,12 +29,31 @@ from world_engines import DecodeEngine, PrefillEngine
 SPLITS = ("one", "tensor", "pipeline")
 CHAOS = {  # percent, each time it may happen; a leap is a long time in which nothing else does
     **{"drop": 6, "repeat": 4, "reorder": 10, "damage": 2},
-    **{"abort": 2, "preempt": 2, "cancel": 2, "die": 1, "freeze": 1, "leap": 1, "lie": 2, "reroute": 2},
+    **{
+        "abort": 2,
+        "preempt": 2,
+        "cancel": 2,
+        "die": 1,
+        "freeze": 1,
+        "leap": 1,
+        "lie": 2,
+        "reroute": 2,
+    },
     **{"differ": 10, "unlink": 2, "loop": 2},
 }
-CHANCES = {**CHAOS, "stand": 4}  # P's vLLM stands still while its workers' threads live: in worlds of their own
-MOODS = (0, 1, 1, 5)  # a world has much of some mischief and none of other: rare faults meet only so (swarm testing)
-Topology = tuple[int, int, tuple[str, int], tuple[str, int]]  # heads, window; of P and of D: split, block size
+CHANCES = {
+    **CHAOS,
+    "stand": 4,
+}  # P's vLLM stands still while its workers' threads live: in worlds of their own
+MOODS = (
+    0,
+    1,
+    1,
+    5,
+)  # a world has much of some mischief and none of other: rare faults meet only so (swarm testing)
+Topology = tuple[
+    int, int, tuple[str, int], tuple[str, int]
+]  # heads, window; of P and of D: split, block size
 EQUAL: Topology = (2, 0, ("one", 4), ("one", 4))
 
 
@@ -39,21 +61,32 @@ class World:
     """One run.  `chaos` names what may go wrong; without any, every transfer must arrive."""
 
     def __init__(
-        self, seed: int, chaos: frozenset[str] = frozenset(CHAOS), transfers: int = 4, topology: Topology | None = None
+        self,
+        seed: int,
+        chaos: frozenset[str] = frozenset(CHAOS),
+        transfers: int = 4,
+        topology: Topology | None = None,
     ) -> None:
         self.random = random.Random(seed)
         self.chaos = {
-            what: CHANCES[what] * (self.random.choice(MOODS) if "die" in chaos else 1) for what in sorted(chaos)
+            what: CHANCES[what] * (self.random.choice(MOODS) if "die" in chaos else 1)
+            for what in sorted(chaos)
         }
         self.now = 0.0
         self.log: list[str] = []
-        self.network: list[tuple[str, str, Any]] = []  # (to, for which half of it, encoded message or piece)
+        self.network: list[
+            tuple[str, str, Any]
+        ] = []  # (to, for which half of it, encoded message or piece)
         self.lengths = {f"t{i}": self.random.randint(1, 30) for i in range(transfers)}
-        self.wanted: dict[tuple[str, str], tuple[int, list[events.GroupBlocks]]] = {}  # (rank, transfer) -> (end, by group)
+        self.wanted: dict[
+            tuple[str, str], tuple[int, list[events.GroupBlocks]]
+        ] = {}  # (rank, transfer) -> (end, by group)
         self.outcomes: dict[tuple[str, str], Reason | None] = {}
         self.disturbed: set[str] = set()
         self.looped: set[str] = set()  # of which P has computed layers again that were final
-        self.different = {transfer for transfer in self.lengths if self.roll("differ")}  # D makes other tokens of the body
+        self.different = {
+            transfer for transfer in self.lengths if self.roll("differ")
+        }  # D makes other tokens of the body
         self.sides: dict[str, Rank] = {}  # all ranks of all engines
         heads, self.window, of_prefill, of_decode = topology or self.topology()
         of_backs = sorted(self.lengths) if not self.window else []  # windows: never offered
@@ -62,8 +95,12 @@ class World:
         self.decode_shapes = shapes(heads, self.window, *of_decode)
         self.prefill = PrefillEngine(self)
         self.decodes = {label: DecodeEngine(self, label) for label in ("d", "e")}
-        self.to_decode = [(t, self.random.choice(["d", "e"]), self.prefill.workers) for t in self.lengths]
-        self.to_prefill = [(t, self.decodes[d].workers if t in self.backs else []) for t, d, _ in self.to_decode]
+        self.to_decode = [
+            (t, self.random.choice(["d", "e"]), self.prefill.workers) for t in self.lengths
+        ]
+        self.to_prefill = [
+            (t, self.decodes[d].workers if t in self.backs else []) for t, d, _ in self.to_decode
+        ]
         # A gentle network loses less than it takes to seem dead, and is quick beside the retries.
         self.drops_left, self.pace = (1000, 1.0) if "die" in chaos else (2, 0.1)
 
@@ -71,11 +108,18 @@ class World:
         """Half of the worlds have equal engines."""
         if self.random.random() < 0.5:
             return EQUAL
-        (split, size), of_decode = ((self.random.choice(SPLITS), self.random.choice([2, 4, 8])) for _ in "pd")
+        (split, size), of_decode = (
+            (self.random.choice(SPLITS), self.random.choice([2, 4, 8])) for _ in "pd"
+        )
         window = self.random.choice([0, 0, 3, 6, STATES])  # with one, blocks must be of one size
         if window == STATES and "tensor" in (split, of_decode[0]):
             split = of_decode[0]  # states are shared out in the same way
-        return self.random.choice([1, 2]), window, (split, of_decode[1] if window else size), of_decode
+        return (
+            self.random.choice([1, 2]),
+            window,
+            (split, of_decode[1] if window else size),
+            of_decode,
+        )
 
     def note(self, who: str, what: object) -> None:
         self.log.append(f"{self.now:7.2f} {who}: {what}")
@@ -86,7 +130,7 @@ class World:
     def post(self, to: str, half: str, raw: bytes) -> None:
         self.network.append((to, half, raw))
 
-    # One thing happens --------------------------------------------------------------------------------------------
+    # One thing happens ----------------------------------------------------------------------------
     def step(self) -> None:
         p, kind = self.prefill, self.random.randrange(12)
         if kind <= 4:
@@ -101,7 +145,9 @@ class World:
         elif kind == 8:
             self.copy()
         elif kind == 9:
-            self.pass_time(11.0 if self.roll("leap") else self.random.choice([0.01, 0.1, 0.6]) * self.pace)
+            self.pass_time(
+                11.0 if self.roll("leap") else self.random.choice([0.01, 0.1, 0.6]) * self.pace
+            )
         elif kind == 10:
             side = self.random.choice(list(self.sides.values()))
             if not side.frozen:
@@ -197,15 +243,32 @@ class World:
 
     def lie(self) -> None:
         """A reader asks for what it was never offered; a life of P that never was answers."""
-        transfer, reader = self.random.choice(sorted(self.lengths)), self.random.choice(self.readers()).name
+        transfer, reader = (
+            self.random.choice(sorted(self.lengths)),
+            self.random.choice(self.readers()).name,
+        )
         self.post(reader, "reading", wire.encode(wire.Confirm(transfer, LIAR, reader, intact=True)))
-        self.post(reader, "reading", wire.encode(wire.Progress(transfer, LIAR, reader, self.lengths[transfer], 0, 0)))
+        self.post(
+            reader,
+            "reading",
+            wire.encode(wire.Progress(transfer, LIAR, reader, self.lengths[transfer], 0, 0)),
+        )
         at_p = self.prefill.ranks[0].name
-        self.post(at_p, "reading", wire.encode(wire.Progress(transfer + BACK, LIAR, at_p, self.lengths[transfer], 0, 0)))
+        self.post(
+            at_p,
+            "reading",
+            wire.encode(wire.Progress(transfer + BACK, LIAR, at_p, self.lengths[transfer], 0, 0)),
+        )
         p = self.random.choice(self.prefill.ranks)
         layer, block = self.random.randrange(LAYERS), self.random.randrange(4)
-        extent = extents.Extent(layer, layer + 1, block * self.prefill.block_size, self.lengths[transfer])
-        self.post(p.name, "serving", wire.encode(wire.ReadRequest(transfer, p.name, reader, 10**6, extent)))
+        extent = extents.Extent(
+            layer, layer + 1, block * self.prefill.block_size, self.lengths[transfer]
+        )
+        self.post(
+            p.name,
+            "serving",
+            wire.encode(wire.ReadRequest(transfer, p.name, reader, 10**6, extent)),
+        )
 
     def reroute(self) -> None:
         """Another carrier takes over; the old one ends, perhaps with all that was on its way."""
@@ -214,7 +277,9 @@ class World:
         if lost:
             messages = [sent for sent in self.network if sent[1] != "piece"]
             pieces = [sent for sent in self.network if sent[1] == "piece"]
-            self.network = messages + [sent for sent in pieces if sent[0].partition("+")[0] != side.name]
+            self.network = messages + [
+                sent for sent in pieces if sent[0].partition("+")[0] != side.name
+            ]
         side.inbox.append(events.TransportChanged(source.name, address, lost))
 
     def unlink(self, reader: str) -> None:
@@ -239,7 +304,7 @@ class World:
             self.unlink(rank.name)
         self.disturbed |= set(self.lengths)
 
-    # The whole run ------------------------------------------------------------------------------------------------
+    # The whole run --------------------------------------------------------------------------------
     def run(self, steps: int = 250) -> World:
         for _ in range(steps):
             self.step()
@@ -262,7 +327,9 @@ class World:
             self.pass_time(0.3)
         assert not self.wanted, f"never reported: {self.wanted}"
         for side in self.sides.values():
-            assert not side.serving.machine.transfers, f"{side.name} still holds {side.serving.machine.transfers}"
+            assert not side.serving.machine.transfers, (
+                f"{side.name} still holds {side.serving.machine.transfers}"
+            )
             left = side.reading.machine.transfers or side.reading.machine.searches.open
             assert not left, f"{side.name} still reads {left}"
         assert not self.prefill.prompts, f"never released: {self.prefill.prompts}"

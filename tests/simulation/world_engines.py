@@ -1,4 +1,6 @@
-"""The engines of a seeded world (`world.py`): models of vLLM's schedulers, each with its ranks and one pool of blocks."""
+"""The engines of a seeded world (`world.py`): models of vLLM's schedulers, each with its ranks and
+one pool of blocks.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ class Engine:
 
     def __init__(self, world: World, labels: str, life: int, of_ranks: list[RankLayout]) -> None:
         self.world = world
-        self.ranks = [Rank(world, f"{labels}{rank}", life, rank, shape, self) for rank, shape in enumerate(of_ranks)]
+        self.ranks = [
+            Rank(world, f"{labels}{rank}", life, rank, shape, self)
+            for rank, shape in enumerate(of_ranks)
+        ]
         world.sides |= {rank.label: rank for rank in self.ranks}
         self.block_size = self.ranks[0].kind.block_size
         self.free = list(range(1, 2 * POOL // self.block_size))
@@ -61,12 +66,16 @@ class Engine:
     def prompt(self, transfer: str) -> str:
         """What this engine computes by the name of a transfer, there or back."""
         name = transfer.removesuffix(BACK)
-        return f"{name}*" if name in self.world.different and isinstance(self, DecodeEngine) else name
+        return (
+            f"{name}*" if name in self.world.different and isinstance(self, DecodeEngine) else name
+        )
 
     def plan(self, sources: list[WorkerInfo]) -> reshard.ReshardPlan:
-        return reshard.plan([source.holds for source in sources], [rank.shape for rank in self.ranks])
+        return reshard.plan(
+            [source.holds for source in sources], [rank.shape for rank in self.ranks]
+        )
 
-    # What ranks tell -------------------------------------------------------------------------------------------
+    # What ranks tell ------------------------------------------------------------------------------
     def loaded(self, transfer: str, end: int, blocks: list[events.GroupBlocks], good: bool) -> None:
         """All ranks have reported."""
         raise NotImplementedError
@@ -91,7 +100,9 @@ class Prompt:
 
     transfer: str
     length: int
-    sources: list[WorkerInfo] = field(default_factory=list)  # D's workers, if it may read back; empty when that is over
+    sources: list[WorkerInfo] = field(
+        default_factory=list
+    )  # D's workers, if it may read back; empty when that is over
     blocks: Held = field(default_factory=lambda: ([], []))
     computed: int = 0
     announced: int = 0  # blocks that the workers know
@@ -125,10 +136,14 @@ class PrefillEngine(Engine):
 
     def submit(self, transfer: str, sources: list[WorkerInfo]) -> None:
         length = self.world.lengths[transfer]
-        self.prompts[transfer] = Prompt(transfer, max(1, length - 1) if self.world.window else length, sources)
+        self.prompts[transfer] = Prompt(
+            transfer, max(1, length - 1) if self.world.window else length, sources
+        )
 
     def compute(self) -> None:
-        """One engine step: a chunk of one prompt, layer by layer; blocks freed earlier are overwritten."""
+        """One engine step: a chunk of one prompt, layer by layer; blocks freed earlier are
+        overwritten.
+        """
         self.stepped()
         for rank in self.ranks:
             rank.scribble(self.dirty)
@@ -137,7 +152,11 @@ class PrefillEngine(Engine):
         for prompt in self.prompts.values():
             if prompt.sources and not prompt.loading:
                 self.read_back(prompt)
-        ready = [p for p in self.prompts.values() if not p.pinned and not p.sources and p.computed < p.length]
+        ready = [
+            p
+            for p in self.prompts.values()
+            if not p.pinned and not p.sources and p.computed < p.length
+        ]
         if not ready:
             return
         prompt = random.choice(ready)
@@ -145,7 +164,9 @@ class PrefillEngine(Engine):
         if not self.allocate(prompt, upto):
             return
         more = [blocks[prompt.announced :] for blocks in prompt.blocks]
-        self.tell(events.BlocksScheduled(prompt.transfer, upto, more, prompt=self.prompt(prompt.transfer)))
+        self.tell(
+            events.BlocksScheduled(prompt.transfer, upto, more, prompt=self.prompt(prompt.transfer))
+        )
         prompt.announced = len(prompt.blocks[0])
         self.computing = True
         if self.world.roll("loop"):
@@ -162,14 +183,18 @@ class PrefillEngine(Engine):
         self.computing = False
 
     def compute_twice(self, prompt: Prompt, upto: int) -> None:
-        """A step with more loops over layers than any before: workers take back what they have said, when they notice."""
+        """A step with more loops over layers than any before: workers take back what they have
+        said, when they notice.
+        """
         self.world.disturbed.add(prompt.transfer)
         self.world.looped.add(prompt.transfer)
         for rank in self.ranks:
             offered = self.world.random.randrange(len(rank.shape.layers))
             for again, layers in (("first time", offered), ("", min(1, offered))):
                 for layer in range(layers):
-                    rank.compute(prompt.transfer, prompt.blocks, layer, range(prompt.computed, upto), again)
+                    rank.compute(
+                        prompt.transfer, prompt.blocks, layer, range(prompt.computed, upto), again
+                    )
                 if again and offered:
                     rank.inbox.append(events.LayersComputed(prompt.transfer, offered))
                 self.meanwhile()
@@ -183,7 +208,9 @@ class PrefillEngine(Engine):
             return False
         self.leave_window(prompt)
         for blocks, count in zip(prompt.blocks, missing, strict=True):
-            blocks += [self.free.pop(self.world.random.randrange(len(self.free))) for _ in range(count)]
+            blocks += [
+                self.free.pop(self.world.random.randrange(len(self.free))) for _ in range(count)
+            ]
         return True
 
     def leave_window(self, prompt: Prompt) -> None:
@@ -223,7 +250,9 @@ class PrefillEngine(Engine):
             self.withdraw(self.world.random.choice(running), again)
 
     def withdraw(self, prompt: Prompt, again: bool) -> None:
-        """Abort, or preempt and compute `again`: the blocks are free at once, workers hear before they are reused."""
+        """Abort, or preempt and compute `again`: the blocks are free at once, workers hear before
+        they are reused.
+        """
         if prompt.until is not None and prompt.sources:
             self.tell(events.LoadCancelled(prompt.back))
         self.tell(events.BlocksRevoked(prompt.transfer))
@@ -236,12 +265,16 @@ class PrefillEngine(Engine):
         if again:
             self.prompts[prompt.transfer] = Prompt(prompt.transfer, prompt.length)
 
-    # What D has cached -------------------------------------------------------------------------------------------
+    # What D has cached ----------------------------------------------------------------------------
     def read_back(self, prompt: Prompt) -> None:
         """Ask D how much there is, wait a little, read it; or compute it after all."""
         if prompt.until is None:
             prompt.until = self.world.now + WORD
-            self.tell(events.LookupRequested(prompt.back, prompt.sources, self.plan(prompt.sources), self.prompt(prompt.back)))
+            self.tell(
+                events.LookupRequested(
+                    prompt.back, prompt.sources, self.plan(prompt.sources), self.prompt(prompt.back)
+                )
+            )
         is_known = len(prompt.there) == len(self.ranks)
         if not is_known and self.world.now < prompt.until:
             return
@@ -253,7 +286,9 @@ class PrefillEngine(Engine):
         prompt.loading = True
         blocks = [events.GroupBlocks(0, list(ids)) for ids in prompt.blocks]
         plan, digest = self.plan(prompt.sources), self.prompt(prompt.back)
-        self.expect(events.LoadRequested(prompt.back, prompt.sources, plan, blocks, there, PATIENCE, digest))
+        self.expect(
+            events.LoadRequested(prompt.back, prompt.sources, plan, blocks, there, PATIENCE, digest)
+        )
 
     def found(self, found: events.LookupResult) -> None:
         if (prompt := self.prompts.get(found.transfer.removesuffix(BACK))) is not None:
@@ -273,20 +308,29 @@ class PrefillEngine(Engine):
         if prompt.aborted:
             del self.prompts[prompt.transfer]
 
-    # What ranks tell ---------------------------------------------------------------------------------------------
+    # What ranks tell ------------------------------------------------------------------------------
     def holder(self, transfer: str) -> Prompt | None:
         return self.prompts.get(transfer)
 
     def meanwhile_sending(self, holder: object) -> None:
-        if self.midway and not self.computing and not self.standing:  # vLLM's thread does not wait for the driver's
+        if (
+            self.midway and not self.computing and not self.standing
+        ):  # vLLM's thread does not wait for the driver's
             random = self.world.random
-            if isinstance(holder, Prompt) and not holder.pinned and self.world.chaos.get("preempt") and random.random() < 0.3:
+            if (
+                isinstance(holder, Prompt)
+                and not holder.pinned
+                and self.world.chaos.get("preempt")
+                and random.random() < 0.3
+            ):
                 self.withdraw(holder, again=True)
             self.compute()
 
     def released(self, rank: Rank, transfer: str) -> None:
         prompt = self.prompts[transfer]
-        assert prompt.pinned and rank.name not in prompt.released, "released what was not pinned, or twice"
+        assert prompt.pinned and rank.name not in prompt.released, (
+            "released what was not pinned, or twice"
+        )
         assert not rank.serving.is_sending_for(prompt), "released while sending"
         prompt.released.add(rank.name)
         if len(prompt.released) == len(self.ranks):
@@ -314,20 +358,30 @@ class DecodeEngine(Engine):
         length, size = self.world.lengths[transfer], self.block_size
         states = self.world.window == STATES
         token = 0 if states else self.world.random.randrange(0, length, size)  # a local prefix hit
-        end = length - 1 if self.world.window else length  # with windows and states D computes the last token itself
+        end = (
+            length - 1 if self.world.window else length
+        )  # with windows and states D computes the last token itself
         window = 0 if states else max(token, max(0, end - self.world.window + 1) // size * size)
         counts = [-(-(end - token) // size), 1 if states else -(-(end - window) // size)]
         is_local = end <= token or sum(counts) > len(self.free) or self.world.random.random() < 0.1
         if transfer in self.world.backs:
             self.serve_back(transfer + BACK, token, not is_local, 0 if is_local else sum(counts))
         if is_local:
-            self.tell(events.LoadSkipped(transfer, sources, reshard.nothing(len(sources), len(self.ranks))))
+            self.tell(
+                events.LoadSkipped(
+                    transfer, sources, reshard.nothing(len(sources), len(self.ranks))
+                )
+            )
             return
         blocks = [
             events.GroupBlocks(begin, [self.free.pop() for _ in range(count)])
             for begin, count in zip((token, window), counts, strict=True)
         ]
-        self.expect(events.LoadRequested(transfer, sources, self.plan(sources), blocks, end, PATIENCE, self.prompt(transfer)))
+        self.expect(
+            events.LoadRequested(
+                transfer, sources, self.plan(sources), blocks, end, PATIENCE, self.prompt(transfer)
+            )
+        )
 
     def loaded(self, transfer: str, end: int, blocks: list[events.GroupBlocks], good: bool) -> None:
         self.end_back(transfer + BACK)
@@ -342,7 +396,7 @@ class DecodeEngine(Engine):
             rank.scribble(blocks)
         self.free += blocks
 
-    # What is cached ----------------------------------------------------------------------------------------------
+    # What is cached -------------------------------------------------------------------------------
     def serve_back(self, back: str, tokens: int, parked: bool, others: int) -> None:
         """`others`: blocks that the request needs besides."""
         count = tokens // self.block_size
@@ -351,10 +405,16 @@ class DecodeEngine(Engine):
             return
         blocks = [self.free.pop() for _ in range(count)], [self.free.pop() for _ in range(count)]
         self.cached[back] = Cached(blocks, tokens, parked)
-        self.tell(events.BlocksScheduled(back, tokens, [list(ids) for ids in blocks], cached=True, prompt=self.prompt(back)))
+        self.tell(
+            events.BlocksScheduled(
+                back, tokens, [list(ids) for ids in blocks], cached=True, prompt=self.prompt(back)
+            )
+        )
 
     def step(self) -> None:
-        """The end of a step: what prefix-cache hits are made of has been computed.  Requests that do not wait may end."""
+        """The end of a step: what prefix-cache hits are made of has been computed. Requests that do
+        not wait may end.
+        """
         self.stepped()
         for back, cached in list(self.cached.items()):
             if not cached.is_said:

@@ -1,4 +1,6 @@
-"""The workers of a seeded world (`world.py`): a memory, a clock, and both machines behind one inbox, as in the driver."""
+"""The workers of a seeded world (`world.py`): a memory, a clock, and both machines behind one
+inbox, as in the driver.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_disagg.kv import extents
-from vllm_disagg.kv.layout import STATE, LayerLayout, RankLayout, RemoteLayout, StridedRegion, opaque
+from vllm_disagg.kv.layout import (
+    STATE,
+    LayerLayout,
+    RankLayout,
+    RemoteLayout,
+    StridedRegion,
+    opaque,
+)
 from vllm_disagg.protocol import events, messages
 from vllm_disagg.protocol.receiver import Receiver
 from vllm_disagg.protocol.sender import Sender
@@ -23,24 +32,46 @@ Place = tuple[int, int, int, int]  # layer, head, block, slot
 LIAR = "p0.99"
 BACK = "b"  # ends the name of a transfer from D to P, of the same prompt
 STATES = -1  # in place of a window: a state of the whole prompt
-FOR_SERVING = (events.BlocksScheduled, events.LayersComputed, events.LayersRecomputed, events.PrefillFinished, events.BlocksRevoked)
+FOR_SERVING = (
+    events.BlocksScheduled,
+    events.LayersComputed,
+    events.LayersRecomputed,
+    events.PrefillFinished,
+    events.BlocksRevoked,
+)
 
 
 def shapes(heads: int, window: int, split: str, block_size: int) -> list[RankLayout]:
-    """What the ranks of an engine hold of a model of LAYERS layers with `heads` heads; copies, if those are too few.
+    """What the ranks of an engine hold of a model of LAYERS layers with `heads` heads; copies, if
+    those are too few.
 
-    With a window, the layer in the middle has one, in a KV-cache group of its own; with STATES, it has a state.
+    With a window, the layer in the middle has one, in a KV-cache group of its own; with STATES, it
+    has a state.
     """
 
-    def shape(layers: int, first: int, held: int, head: int, rank: int = 0, ranks: int = 1) -> RankLayout:
+    def shape(
+        layers: int, first: int, held: int, head: int, rank: int = 0, ranks: int = 1
+    ) -> RankLayout:
         axes = [("h", held, block_size * CELL), ("t", block_size, CELL), ("c", CELL, 1)]
-        kind = LayerLayout("cells", block_size, [held * block_size * CELL], [[StridedRegion(0, axes)]], held, head, heads)  # type: ignore[arg-type]
+        kind = LayerLayout(
+            "cells",
+            block_size,
+            [held * block_size * CELL],
+            [[StridedRegion(0, axes)]],
+            held,
+            head,
+            heads,
+        )  # type: ignore[arg-type]
         if not window:
             return RankLayout([kind], [0] * layers, first)
-        other = msgspec.structs.replace(kind, form=f"cells, window {window}", group=1, window=max(0, window))
+        other = msgspec.structs.replace(
+            kind, form=f"cells, window {window}", group=1, window=max(0, window)
+        )
         if window == STATES:
             other = LayerLayout("state", STATE, [CELL], [opaque(CELL)], 1, rank, ranks, group=1)
-        return RankLayout([kind, other], [int(layer == 1) for layer in range(first, first + layers)], first)
+        return RankLayout(
+            [kind, other], [int(layer == 1) for layer in range(first, first + layers)], first
+        )
 
     if split == "tensor":
         held = max(1, heads // 2)
@@ -56,9 +87,13 @@ def slots(kind: LayerLayout) -> range:
 
 
 class Rank:
-    """A worker process: what vLLM's thread says goes into the inbox, and from there to one of two machines."""
+    """A worker process: what vLLM's thread says goes into the inbox, and from there to one of two
+    machines.
+    """
 
-    def __init__(self, world: World, label: str, life: int, rank: int, shape: RankLayout, engine: Engine) -> None:
+    def __init__(
+        self, world: World, label: str, life: int, rank: int, shape: RankLayout, engine: Engine
+    ) -> None:
         self.world, self.label, self.name, self.engine = world, label, f"{label}.{life}", engine
         self.life, self.rank, self.shape = life, rank, shape
         self.inbox: deque[Any] = deque()
@@ -66,7 +101,10 @@ class Rank:
         self.frozen = False
         self.rate = world.random.choice([0.9, 1.0, 1.1])
         self.serving, self.reading = Serving(self), Reading(self)
-        self.halves: dict[str, Serving | Reading] = {"serving": self.serving, "reading": self.reading}
+        self.halves: dict[str, Serving | Reading] = {
+            "serving": self.serving,
+            "reading": self.reading,
+        }
 
     @property
     def now(self) -> float:
@@ -87,7 +125,14 @@ class Rank:
         """Of a state: after so many tokens."""
         return f"{self.engine.prompt(transfer)}:{self.shape.first + layer}:{self.shape.kind(layer).head + head}:{token}"
 
-    def compute(self, transfer: str, blocks: tuple[list[int], list[int]], layer: int, tokens: range, wrong: str = "") -> None:
+    def compute(
+        self,
+        transfer: str,
+        blocks: tuple[list[int], list[int]],
+        layer: int,
+        tokens: range,
+        wrong: str = "",
+    ) -> None:
         """Write the right KV of one layer, or a wrong one; a state is changed where it is."""
         kind = self.shape.kind(layer)
         of_layer = blocks[kind.group]
@@ -134,14 +179,21 @@ class Half:
         assert not is_stray or before == self.state(), "a message for another life had an effect"
 
     def state(self) -> str:
-        return repr([self.machine.transfers, *([self.machine.searches.open] if self is self.rank.reading else [])])
+        return repr(
+            [
+                self.machine.transfers,
+                *([self.machine.searches.open] if self is self.rank.reading else []),
+            ]
+        )
 
     def tick(self) -> None:
         due = self.machine.next_deadline()
         if due is not None and due <= self.rank.now:
             self.handle(events.ClockTick())
             after = self.machine.next_deadline()
-            assert after is None or after > self.rank.now, "a ClockTick that does not move its deadline makes a busy loop"
+            assert after is None or after > self.rank.now, (
+                "a ClockTick that does not move its deadline makes a busy loop"
+            )
 
     def carry_out(self, action: Any) -> None:
         raise NotImplementedError
@@ -163,10 +215,18 @@ class Serving(Half):
         """In the order of the wire."""
         layers, heads = range(extent.layer, extent.layer_end), range(extent.head, extent.head_end)
         places = slots(self.rank.shape.kind(extent.layer))
-        return [(layer, head, block, slot) for layer in layers for block in blocks for head in heads for slot in places]
+        return [
+            (layer, head, block, slot)
+            for layer in layers
+            for block in blocks
+            for head in heads
+            for slot in places
+        ]
 
     def contents(self, extent: extents.Extent, blocks: list[int]) -> list[str]:
-        return [self.rank.memory.get(place, "never written") for place in self.places(extent, blocks)]
+        return [
+            self.rank.memory.get(place, "never written") for place in self.places(extent, blocks)
+        ]
 
     def carry_out(self, action: events.SenderAction) -> None:
         match action:
@@ -184,7 +244,9 @@ class Serving(Half):
         return any(sent is holder for _, _, sent in self.outgoing)
 
     def check_final(self, action: events.SendPiece, holder: object) -> None:
-        """Unless vLLM has taken the blocks away meanwhile, what is about to be sent has been computed."""
+        """Unless vLLM has taken the blocks away meanwhile, what is about to be sent has been
+        computed.
+        """
         extent, size = action.extent, self.rank.shape.kind(action.extent.layer).block_size
         if holder is None or action.transfer.removesuffix(BACK) in self.world.disturbed:
             return
@@ -204,7 +266,9 @@ class Serving(Half):
         bytes_now = self.contents(action.extent, action.blocks)
         if self.world.roll("damage"):
             bytes_now = [*bytes_now[:-1], "damaged"]
-        self.world.network.append((action.address, "piece", (action.transfer, action.number, checksum, bytes_now)))
+        self.world.network.append(
+            (action.address, "piece", (action.transfer, action.number, checksum, bytes_now))
+        )
         self.handle(events.SendCompleted(action.transfer, action.reader))
 
 
@@ -215,14 +279,24 @@ class Reading(Half):
         super().__init__(rank)
         window = self.world.random.choice([10, 100])
         self.machine = Receiver(
-            rank.name, rank.name, rank.rank, rank.shape, retry=RETRY, silence=SILENCE, stall=STALL, piece=40, window=window
+            rank.name,
+            rank.name,
+            rank.rank,
+            rank.shape,
+            retry=RETRY,
+            silence=SILENCE,
+            stall=STALL,
+            piece=40,
+            window=window,
         )
         self.landing: list[tuple[events.WritePiece, bool, list[str]]] = []
         self.frames: tuple[list[str], list[str]] = ([], [])
 
     def receive(self, raw: bytes) -> None:
         message = messages.decode_at_receiver(raw)
-        self.handle_unless_stray(message, message.reader != self.rank.name or message.source.endswith(LIAR))
+        self.handle_unless_stray(
+            message, message.reader != self.rank.name or message.source.endswith(LIAR)
+        )
 
     def carry_out(self, action: events.ReceiverAction) -> None:
         match action:
@@ -230,7 +304,9 @@ class Reading(Half):
                 self.world.post(action.to, "serving", messages.encode(action.message))
             case events.WritePiece():
                 checksum, content = self.frames
-                self.landing.append((action, checksum == content and len(content) == self.cells(action), content))
+                self.landing.append(
+                    (action, checksum == content and len(content) == self.cells(action), content)
+                )
             case events.LookupResult():
                 self.rank.engine.found(action)
             case events.LoadResult():
@@ -243,14 +319,21 @@ class Reading(Half):
 
     def theirs(self, land: events.WritePiece) -> RemoteLayout:
         """How a piece is made."""
-        kind, heads = self.rank.shape.kind(land.extent.layer), land.extent.head_end - land.extent.head
-        return land.theirs or RemoteLayout(kind.cut(heads), land.extent.token - land.extent.token % kind.block_size)
+        kind, heads = (
+            self.rank.shape.kind(land.extent.layer),
+            land.extent.head_end - land.extent.head,
+        )
+        return land.theirs or RemoteLayout(
+            kind.cut(heads), land.extent.token - land.extent.token % kind.block_size
+        )
 
     def cells(self, land: events.WritePiece) -> int:
         """How many a piece must have."""
         theirs, extent = self.theirs(land), land.extent
         blocks = -(-(extent.token_end - theirs.token) // theirs.kind.block_size)
-        return (extent.layer_end - extent.layer) * blocks * theirs.kind.heads * len(slots(theirs.kind))
+        return (
+            (extent.layer_end - extent.layer) * blocks * theirs.kind.heads * len(slots(theirs.kind))
+        )
 
     def land(self) -> None:
         """A copy into the blocks ends."""
@@ -280,24 +363,34 @@ class Reading(Half):
     def report(self, report: events.LoadResult) -> None:
         rank = self.rank
         end, blocks = self.world.wanted.pop((rank.name, report.transfer))
-        assert all(a.transfer != report.transfer for a, _, _ in self.landing), "reported while a copy runs"
+        assert all(a.transfer != report.transfer for a, _, _ in self.landing), (
+            "reported while a copy runs"
+        )
         if report.reason is None and report.transfer not in self.world.looped:
             self.check_right(rank, report.transfer, end, blocks)
         self.world.outcomes[rank.name, report.transfer] = report.reason
         if all(key[1] != report.transfer for key in self.world.wanted if rank.engine.has(key[0])):
-            reasons = [self.world.outcomes.get((one.name, report.transfer)) for one in rank.engine.ranks]
+            reasons = [
+                self.world.outcomes.get((one.name, report.transfer)) for one in rank.engine.ranks
+            ]
             for one in rank.engine.ranks if not any(reasons) else []:
                 self.check_right(one, report.transfer, end, blocks)
             rank.engine.loaded(report.transfer, end, blocks, not any(reasons))
 
-    def check_right(self, rank: Rank, transfer: str, end: int, blocks: list[events.GroupBlocks]) -> None:
+    def check_right(
+        self, rank: Rank, transfer: str, end: int, blocks: list[events.GroupBlocks]
+    ) -> None:
         """What its request would now be computed with."""
         for layer in range(len(rank.shape.layers)):
             kind = rank.shape.kind(layer)
             mine, size = blocks[kind.group], kind.block_size
             for head in range(kind.heads):
                 for at in range(mine.token, end) if size < STATE else [end]:
-                    block, slot = (mine.ids[(at - mine.token) // size], at % size) if size < STATE else (mine.ids[0], 0)
+                    block, slot = (
+                        (mine.ids[(at - mine.token) // size], at % size)
+                        if size < STATE
+                        else (mine.ids[0], 0)
+                    )
                     found = rank.memory.get((layer, head, block, slot))
                     expected = rank.truth(transfer, layer, head, at)
                     assert found == expected, (rank.name, expected, found)

@@ -21,7 +21,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"vllm-disagg {vllm_disagg.__version__}\n"
 
 
-@pytest.mark.parametrize("words", [[], ["nothing"], ["key"], ["key", "x", "--", "y"], ["proxy", "--", "--decode"]])
+@pytest.mark.parametrize(
+    "words", [[], ["nothing"], ["key"], ["key", "x", "--", "y"], ["proxy", "--", "--decode"]]
+)
 def test_words_that_make_no_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(words)
@@ -29,7 +31,9 @@ def test_words_that_make_no_command(words: list[str], capsys: pytest.CaptureFixt
     assert "vllm-disagg" in capsys.readouterr().err
 
 
-def test_a_key_is_written_once_and_only_for_its_owner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_is_written_once_and_only_for_its_owner(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "fleet.key"
     assert cli.main(["key", str(path)]) == 0
     assert path.stat().st_mode & 0o777 == 0o600
@@ -40,7 +44,9 @@ def test_a_key_is_written_once_and_only_for_its_owner(tmp_path: Path, capsys: py
     assert error.startswith("vllm-disagg key: ") and error.count("\n") == 1
 
 
-def test_ctrl_c_is_not_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_is_not_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(_: str) -> None:
         raise KeyboardInterrupt
 

@@ -27,7 +27,12 @@ KEY = keys.FleetKey(b"k" * keys.KEY_BYTES)
 
 def memory(row: int, seed: int | None) -> HostMemory:
     random = np.random.default_rng(seed)
-    make = lambda: random.integers(0, 255, (BLOCKS, row), np.uint8) if seed is not None else np.zeros((BLOCKS, row), np.uint8)  # noqa: E731
+
+    def make() -> np.ndarray:
+        if seed is None:
+            return np.zeros((BLOCKS, row), np.uint8)
+        return random.integers(0, 255, (BLOCKS, row), np.uint8)
+
     return HostMemory([[make(), make()] for _ in range(LAYERS)], BLOCK_SIZE)
 
 
@@ -35,7 +40,9 @@ def memory(row: int, seed: int | None) -> HostMemory:
 def start() -> Iterator[Callable[..., Driver]]:
     drivers = []
 
-    def make(memory: HostMemory, key: keys.FleetKey = KEY, rank: int = 0, **settings: object) -> Driver:
+    def make(
+        memory: HostMemory, key: keys.FleetKey = KEY, rank: int = 0, **settings: object
+    ) -> Driver:
         drivers.append(Driver(Config(**settings), key, memory, rank))  # type: ignore[arg-type]
         return drivers[-1]
 
@@ -44,7 +51,9 @@ def start() -> Iterator[Callable[..., Driver]]:
         driver.close()
 
 
-def outcome(driver: Driver, seconds: float = 10.0) -> events.ReleaseBlocks | events.LoadResult | events.LookupResult:
+def outcome(
+    driver: Driver, seconds: float = 10.0
+) -> events.ReleaseBlocks | events.LoadResult | events.LookupResult:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if taken := driver.take():
@@ -54,9 +63,13 @@ def outcome(driver: Driver, seconds: float = 10.0) -> events.ReleaseBlocks | eve
     raise AssertionError("nothing came")
 
 
-def wanted(p: Driver, d: Driver, transfer: str, blocks: list[int], token: int, token_end: int) -> events.LoadRequested:
+def wanted(
+    p: Driver, d: Driver, transfer: str, blocks: list[int], token: int, token_end: int
+) -> events.LoadRequested:
     plan = reshard.plan([p.worker.holds], [d.worker.holds])
-    return events.LoadRequested(transfer, [p.worker], plan, [events.GroupBlocks(token, blocks)], token_end, 60.0)
+    return events.LoadRequested(
+        transfer, [p.worker], plan, [events.GroupBlocks(token, blocks)], token_end, 60.0
+    )
 
 
 def prefill(driver: Driver, transfer: str, blocks: list[int], tokens: int) -> None:
@@ -75,9 +88,18 @@ FP8 = {"compress": "fp8"}
 
 @pytest.mark.parametrize("row", [48, 40_000, 700_000])
 @pytest.mark.parametrize(
-    "settings", [{}, {"encrypt_data": True}, {"piece": 1024, "window": 2048}, FP8, {**FP8, "piece": 1024, "window": 2048}]
+    "settings",
+    [
+        {},
+        {"encrypt_data": True},
+        {"piece": 1024, "window": 2048},
+        FP8,
+        {**FP8, "piece": 1024, "window": 2048},
+    ],
 )
-def test_bytes_arrive_where_they_belong(start: Callable[..., Driver], row: int, settings: dict[str, object]) -> None:
+def test_bytes_arrive_where_they_belong(
+    start: Callable[..., Driver], row: int, settings: dict[str, object]
+) -> None:
     ours, theirs = memory(row, None), memory(row, 1)
     p, d = start(theirs, **settings), start(ours, **settings)
     source, target, tokens = [3, 4, 5, 9, 1], [0, 2, 4, 5, 6], 4 * BLOCK_SIZE + 5
@@ -116,11 +138,15 @@ def test_a_dead_source_is_noticed(start: Callable[..., Driver]) -> None:
     assert time.monotonic() - began < 4
 
 
-def test_a_source_whose_vllm_stands_still_is_given_up_and_one_that_steps_is_not(start: Callable[..., Driver]) -> None:
+def test_a_source_whose_vllm_stands_still_is_given_up_and_one_that_steps_is_not(
+    start: Callable[..., Driver],
+) -> None:
     """Its driver lives and answers all the while."""
     p, d = start(memory(64, 1)), start(memory(64, None), silence=0.9, retry=0.3, stall=1.5)
     d.submit([wanted(p, d, "ef" * 16, [1, 2], 0, 20)])
-    p.submit([events.BlocksScheduled("ef" * 16, 10, [[1]]), events.LayersComputed("ef" * 16, LAYERS)])
+    p.submit(
+        [events.BlocksScheduled("ef" * 16, 10, [[1]]), events.LayersComputed("ef" * 16, LAYERS)]
+    )
     end = time.monotonic() + 3
     while time.monotonic() < end:  # steps of other requests
         assert not p.take() and not d.take()
@@ -143,12 +169,16 @@ def test_a_member_is_no_stranger_at_either_port(start: Callable[..., Driver]) ->
         time.sleep(0.01)
 
 
-def test_strangers_are_bounded_where_nothing_else_happens(start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_are_bounded_where_nothing_else_happens(
+    start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No message and no deadline wakes the driver when their grace ends."""
     monkeypatch.setattr(half_open, "MAX_SILENT_CONNECTIONS", 2)
     p = start(memory(64, 1))
     address = urlsplit(p.worker.control)
-    strangers = [socket.create_connection((str(address.hostname), int(address.port or 0))) for _ in range(6)]
+    strangers = [
+        socket.create_connection((str(address.hostname), int(address.port or 0))) for _ in range(6)
+    ]
     try:
         end = time.monotonic() + half_open.HANDSHAKE_SECONDS - 1  # then ZMQ ends them itself
         while [has_ended(stranger) for stranger in strangers] != [True] * 4 + [False] * 2:
@@ -171,7 +201,9 @@ def has_ended(stranger: socket.socket) -> bool:
     return True
 
 
-def test_a_reader_may_come_back_while_its_old_connections_seem_alive(start: Callable[..., Driver]) -> None:
+def test_a_reader_may_come_back_while_its_old_connections_seem_alive(
+    start: Callable[..., Driver],
+) -> None:
     """As after a freeze: P has not noticed yet that the old ones are dead."""
     p, d = start(memory(64, 1)), start(memory(64, None), silence=0.9, retry=0.3)
     held: list[object] = []  # connections: forgotten by D, open at P
@@ -184,8 +216,12 @@ def test_a_reader_may_come_back_while_its_old_connections_seem_alive(start: Call
         held += [links.pop(p.name) for links in (d._control.links, d._carriers["zmq"].links)]  # type: ignore[attr-defined]
 
 
-def test_what_vllm_has_withdrawn_is_never_confirmed(start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even if it says so while D's last word is being read: facts go into the machine before any message (rule 3)."""
+def test_what_vllm_has_withdrawn_is_never_confirmed(
+    start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even if it says so while D's last word is being read: facts go into the machine before
+    any message (rule 3).
+    """
     p, d = start(memory(64, 1)), start(memory(64, None))
     transfer, decode = "0a" * 16, messages.decode_at_sender
 
@@ -233,8 +269,14 @@ def test_a_broken_driver_becomes_a_plain_vllm(
     d._thread.join(5)
     d.submit([wanted(p, d, "45" * 16, [1], 0, 3), events.PrefillFinished("67" * 16)])
     assert len(told) == (lands == "nothing")
-    failed = [events.LoadResult(t * 16, events.Reason.BROKEN) for t in ("23", "45") if t == "45" or lands != "for ever"]
-    assert sorted(map(str, d.take())) == sorted(map(str, [*failed, events.ReleaseBlocks("67" * 16, delivered=False)]))
+    failed = [
+        events.LoadResult(t * 16, events.Reason.BROKEN)
+        for t in ("23", "45")
+        if t == "45" or lands != "for ever"
+    ]
+    assert sorted(map(str, d.take())) == sorted(
+        map(str, [*failed, events.ReleaseBlocks("67" * 16, delivered=False)])
+    )
 
 
 def test_what_has_ended_does_not_end_again_when_the_thread_fails(
@@ -260,9 +302,16 @@ def test_a_worker_reads_from_one_that_reads_from_it(start: Callable[..., Driver]
     plan = reshard.plan([d.worker.holds], [p.worker.holds])
     p.submit([events.LookupRequested(back, [d.worker], plan)])
     d.submit([wanted(p, d, transfer, [7], cached, tokens)])
-    d.submit([events.BlocksScheduled(back, cached, [[3, 4]], cached=True), events.LayersComputed(back, LAYERS)])
+    d.submit(
+        [
+            events.BlocksScheduled(back, cached, [[3, 4]], cached=True),
+            events.LayersComputed(back, LAYERS),
+        ]
+    )
     assert outcome(p) == events.LookupResult(back, cached)
-    p.submit([events.LoadRequested(back, [d.worker], plan, [events.GroupBlocks(0, [8, 5])], cached, 1.0)])
+    p.submit(
+        [events.LoadRequested(back, [d.worker], plan, [events.GroupBlocks(0, [8, 5])], cached, 1.0)]
+    )
     report = outcome(p)
     assert isinstance(report, events.LoadResult) and report.reason is None, report
     for layer in range(LAYERS):
@@ -273,7 +322,9 @@ def test_a_worker_reads_from_one_that_reads_from_it(start: Callable[..., Driver]
     assert isinstance(report, events.LoadResult) and report.reason is None, report
     d.submit([events.BlocksRevoked(back)])
     assert outcome(p) == events.ReleaseBlocks(transfer, delivered=True)
-    wanted_late = events.LoadRequested("bf" * 16, [d.worker], plan, [events.GroupBlocks(0, [8, 5])], cached, 1.0)
+    wanted_late = events.LoadRequested(
+        "bf" * 16, [d.worker], plan, [events.GroupBlocks(0, [8, 5])], cached, 1.0
+    )
     p.submit([events.LookupRequested(back, [d.worker], plan)])
     assert outcome(p) == events.LookupResult(back, 0), "it is over"
     d.submit([events.BlocksRevoked("bf" * 16)])
@@ -310,7 +361,7 @@ def test_the_first_carrier_that_is_up_takes_the_pieces(start: Callable[..., Driv
     assert not d._up
 
 
-# Several ranks -----------------------------------------------------------------------------------------------
+# Several ranks ------------------------------------------------------------------------------------
 def engine(split: str, block_size: int, seed: int | None) -> list[HostMemory]:
     """The memories of an engine's ranks: a model of 4 layers with 4 heads, shared out."""
 
@@ -318,11 +369,15 @@ def engine(split: str, block_size: int, seed: int | None) -> list[HostMemory]:
         width = 96  # bytes of keys, and of values, of a token of a head
         axes = [("h", heads, block_size * 2 * width), ("t", block_size, 2 * width), ("c", width, 1)]
         regions = [[StridedRegion(0, axes), StridedRegion(width, axes)]]
-        kind = LayerLayout("kv", block_size, [heads * block_size * 2 * width], regions, heads, head, 4)
+        kind = LayerLayout(
+            "kv", block_size, [heads * block_size * 2 * width], regions, heads, head, 4
+        )
         shape = (BLOCKS * 8, heads * block_size * 2 * width)
         random = np.random.default_rng(seed)
         random_bytes = lambda: random.integers(0, 255, shape, np.uint8)  # noqa: E731
-        planes = [random_bytes() if seed is not None else np.zeros(shape, np.uint8) for _ in range(layers)]
+        planes = [
+            random_bytes() if seed is not None else np.zeros(shape, np.uint8) for _ in range(layers)
+        ]
         return HostMemory([[plane] for plane in planes], RankLayout([kind], [0] * layers, first))
 
     match split:
@@ -335,30 +390,48 @@ def engine(split: str, block_size: int, seed: int | None) -> list[HostMemory]:
     return [rank(4, 0, 4, 0)]
 
 
-def cell(ranks: list[HostMemory], layer: int, head: int, block_of: list[int], token: int) -> np.ndarray:
+def cell(
+    ranks: list[HostMemory], layer: int, head: int, block_of: list[int], token: int
+) -> np.ndarray:
     """The truth about a token of a head, from whichever rank holds it."""
     for memory in ranks:
         kind, first = memory.shape.kinds[0], memory.shape.first
         if first <= layer < memory.shape.end and kind.head <= head < kind.head + kind.heads:
             rows = memory.planes[layer - first][0].reshape(-1, kind.heads, kind.block_size, 192)
-            return rows[block_of[token // kind.block_size], head - kind.head, token % kind.block_size]
+            return rows[
+                block_of[token // kind.block_size], head - kind.head, token % kind.block_size
+            ]
     raise AssertionError("nobody holds it")
 
 
-PAIRS = [(p, d, {}) for p in (("one", 32), ("tensor", 16), ("pipeline", 16), ("both", 8))
-         for d in (("one", 16), ("tensor", 8), ("pipeline", 32), ("both", 16))]  # fmt: skip
+PAIRS = [
+    (p, d, {})
+    for p in (("one", 32), ("tensor", 16), ("pipeline", 16), ("both", 8))
+    for d in (("one", 16), ("tensor", 8), ("pipeline", 32), ("both", 16))
+]
 
 
 @pytest.mark.parametrize(
     ("of_prefill", "of_decode", "settings"),
-    [*PAIRS, (("one", 32), ("tensor", 8), FP8), (("both", 8), ("pipeline", 32), FP8), (("tensor", 16), ("both", 16), FP8)],
+    [
+        *PAIRS,
+        (("one", 32), ("tensor", 8), FP8),
+        (("both", 8), ("pipeline", 32), FP8),
+        (("tensor", 16), ("both", 16), FP8),
+    ],
 )
 def test_ranks_of_any_two_topologies(
-    start: Callable[..., Driver], of_prefill: tuple[str, int], of_decode: tuple[str, int], settings: dict[str, object]
+    start: Callable[..., Driver],
+    of_prefill: tuple[str, int],
+    of_decode: tuple[str, int],
+    settings: dict[str, object],
 ) -> None:
     """No engine with pipeline parallelism runs on CPU: this is what stands for it."""
     theirs, ours = engine(*of_prefill, 7), engine(*of_decode, None)
-    ps, ds = ([start(memory, rank=rank, **settings) for rank, memory in enumerate(side)] for side in (theirs, ours))
+    ps, ds = (
+        [start(memory, rank=rank, **settings) for rank, memory in enumerate(side)]
+        for side in (theirs, ours)
+    )
     tokens, begin, transfer = 101, 32, "ad" * 16
     plan = reshard.plan([memory.shape for memory in theirs], [memory.shape for memory in ours])
     workers = [p.worker for p in ps]
@@ -369,8 +442,18 @@ def test_ranks_of_any_two_topologies(
         d.submit([events.LoadRequested(transfer, workers, plan, [blocks], tokens, 60.0)])
     for p, memory in zip(ps, theirs, strict=True):
         first, layers = 64 // of_prefill[1], len(memory.planes)
-        p.submit([events.BlocksScheduled(transfer, 64, [there[:first]]), events.LayersComputed(transfer, layers)])
-        p.submit([events.BlocksScheduled(transfer, tokens, [there[first:]]), events.LayersComputed(transfer, 1)])
+        p.submit(
+            [
+                events.BlocksScheduled(transfer, 64, [there[:first]]),
+                events.LayersComputed(transfer, layers),
+            ]
+        )
+        p.submit(
+            [
+                events.BlocksScheduled(transfer, tokens, [there[first:]]),
+                events.LayersComputed(transfer, 1),
+            ]
+        )
         p.submit([events.LayersComputed(transfer, layers), events.PrefillFinished(transfer)])
     for d in ds:
         report = outcome(d)
@@ -382,13 +465,20 @@ def test_ranks_of_any_two_topologies(
             for token in range(begin, tokens):
                 sent = cell(theirs, layer, head, there, token)
                 expected = rounded(sent) if settings else sent
-                assert (cell(ours, layer, head, here, token) == expected).all(), (layer, head, token)
+                assert (cell(ours, layer, head, here, token) == expected).all(), (
+                    layer,
+                    head,
+                    token,
+                )
 
 
 @pytest.mark.parametrize("settings", [{}, FP8])
 @pytest.mark.parametrize("times", [1, 3])
 def test_bytes_damaged_on_their_way_are_asked_for_again(
-    start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], times: int
+    start: Callable[..., Driver],
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, object],
+    times: int,
 ) -> None:
     """One bit of the first piece, after P has made its checksum; the third time it is given up."""
     ours, theirs = memory(4000, None), memory(4000, 1)
@@ -402,7 +492,9 @@ def test_bytes_damaged_on_their_way_are_asked_for_again(
             return send(frames, *args, **more)
         left[0] -= 1  # before D can know
         try:
-            return send([address, header, memoryview(np.array(first) ^ np.uint8(1)), *rest], *args, **more)
+            return send(
+                [address, header, memoryview(np.array(first) ^ np.uint8(1)), *rest], *args, **more
+            )
         except zmq.ZMQError:  # the reader's connection was not up yet
             left[0] += 1
             raise
@@ -417,14 +509,18 @@ def test_bytes_damaged_on_their_way_are_asked_for_again(
     prefill(p, "ba" * 16, [1], 3)
     d.submit([wanted(p, d, "ba" * 16, [2], 0, 3)])
     report = outcome(d)
-    assert isinstance(report, events.LoadResult) and report.reason is (events.Reason.CORRUPT if times == 3 else None), report
+    assert isinstance(report, events.LoadResult) and report.reason is (
+        events.Reason.CORRUPT if times == 3 else None
+    ), report
     assert d.counters.damaged_pieces == times and not left[0]
     if times == 1:
         sent = theirs.planes[0][0][1]
         assert (ours.planes[0][0][2] == (rounded(sent) if settings else sent)).all()
 
 
-def test_a_reader_that_wants_its_pieces_by_what_is_not_here_harms_nobody(start: Callable[..., Driver]) -> None:
+def test_a_reader_that_wants_its_pieces_by_what_is_not_here_harms_nobody(
+    start: Callable[..., Driver],
+) -> None:
     """As after a carrier has broken at P alone; the next TransferRequest says another way."""
     ours, theirs = memory(64, None), memory(64, 1)
     p, d = start(theirs), start(ours, silence=0.9, retry=0.3)

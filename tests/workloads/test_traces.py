@@ -11,7 +11,12 @@ import pytest
 
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.workloads import traces
-from vllm_disagg.workloads.traces import ALIBABA_BLOCK_TOKENS, MOONCAKE_BLOCK_TOKENS, Trace, TraceRequest
+from vllm_disagg.workloads.traces import (
+    ALIBABA_BLOCK_TOKENS,
+    MOONCAKE_BLOCK_TOKENS,
+    Trace,
+    TraceRequest,
+)
 
 
 def write(folder: Path, *lines: str) -> str:
@@ -21,30 +26,49 @@ def write(folder: Path, *lines: str) -> str:
 
 
 def record(**changed: object) -> str:
-    fields = {"timestamp": 1500, "input_length": 600, "output_length": 5, "hash_ids": [7, 8]} | changed
+    fields = {
+        "timestamp": 1500,
+        "input_length": 600,
+        "output_length": 5,
+        "hash_ids": [7, 8],
+    } | changed
     return json.dumps({name: value for name, value in fields.items() if value is not None})
 
 
 def test_mooncake_is_in_milliseconds_with_512_tokens_to_an_id(tmp_path: Path) -> None:
-    read = traces.read(write(tmp_path, record(timestamp=500), record(hash_ids=[7, 9]), ""), "--trace")
-    assert read == Trace((TraceRequest(0.0, 600, 5, (7, 8)), TraceRequest(1.0, 600, 5, (7, 9))), MOONCAKE_BLOCK_TOKENS)
+    read = traces.read(
+        write(tmp_path, record(timestamp=500), record(hash_ids=[7, 9]), ""), "--trace"
+    )
+    assert read == Trace(
+        (TraceRequest(0.0, 600, 5, (7, 8)), TraceRequest(1.0, 600, 5, (7, 9))),
+        MOONCAKE_BLOCK_TOKENS,
+    )
 
 
 def test_alibaba_is_in_seconds_with_16_tokens_to_an_id(tmp_path: Path) -> None:
-    read = traces.read(write(tmp_path, record(timestamp=3, input_length=30), record(timestamp=4.5, input_length=20)), "--trace")
+    read = traces.read(
+        write(
+            tmp_path, record(timestamp=3, input_length=30), record(timestamp=4.5, input_length=20)
+        ),
+        "--trace",
+    )
     assert read.block == ALIBABA_BLOCK_TOKENS
     assert [request.arrival for request in read.requests] == [0.0, 1.5]
 
 
 def test_azure_has_dates(tmp_path: Path) -> None:
     lines = ["2023-11-16 18:17:03.9799600,4808,10", "2023-11-16 18:17:04.0319600,3180,8"]
-    read = traces.read(write(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens", *lines), "--trace")
+    read = traces.read(
+        write(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens", *lines), "--trace"
+    )
     assert [(r.prompt, r.answer) for r in read.requests] == [(4808, 10), (3180, 8)]
     assert read.requests[1].arrival == pytest.approx(0.052, abs=1e-6)
 
 
 def test_lengths_are_sorted_by_arrival(tmp_path: Path) -> None:
-    read = traces.read(write(tmp_path, "arrival_s,input_tokens,output_tokens", "2.5,10,1", "1.0,20,2"), "--trace")
+    read = traces.read(
+        write(tmp_path, "arrival_s,input_tokens,output_tokens", "2.5,10,1", "1.0,20,2"), "--trace"
+    )
     assert [(r.arrival, r.prompt) for r in read.requests] == [(0.0, 20), (1.5, 10)]
 
 
@@ -61,7 +85,9 @@ SAME = {
 
 @pytest.mark.parametrize("name", SAME)
 @pytest.mark.parametrize("compress", [bytes, gzip.compress])
-def test_formats_are_told_by_their_fields(tmp_path: Path, name: str, compress: Callable[[bytes], bytes]) -> None:
+def test_formats_are_told_by_their_fields(
+    tmp_path: Path, name: str, compress: Callable[[bytes], bytes]
+) -> None:
     (tmp_path / "trace").write_bytes(compress(SAME[name].encode()))
     read = traces.read(str(tmp_path / "trace"), "--trace")
     assert read.timed and [(r.prompt, r.answer) for r in read.requests] == [(600, 5), (700, 6)]
@@ -69,7 +95,10 @@ def test_formats_are_told_by_their_fields(tmp_path: Path, name: str, compress: C
 
 
 def test_vidurs_lengths_have_no_times(tmp_path: Path) -> None:
-    read = traces.read(write(tmp_path, "num_prefill_tokens,num_decode_tokens,pd_ratio", "600,5,120", "700,6,1"), "--trace")
+    read = traces.read(
+        write(tmp_path, "num_prefill_tokens,num_decode_tokens,pd_ratio", "600,5,120", "700,6,1"),
+        "--trace",
+    )
     assert read == Trace((TraceRequest(0.0, 600, 5), TraceRequest(0.0, 700, 6)), timed=False)
 
 
@@ -85,9 +114,15 @@ LENGTHS = "arrival_s,input_tokens,output_tokens"
         (["[1]"], "no format known here"),
         ([record(), "{]"], "line 2: it is not a JSON object"),
         ([record(input_length=None)], "line 1: input_length is missing"),
-        ([record(output_length="many")], "line 1: output_length is many, which is not a whole number"),
+        (
+            [record(output_length="many")],
+            "line 1: output_length is many, which is not a whole number",
+        ),
         ([record(timestamp=True)], "line 1: timestamp is true"),
-        ([record(input_length=-3, hash_ids=[])], "line 1: input_length is -3: it must be 1 or more"),
+        (
+            [record(input_length=-3, hash_ids=[])],
+            "line 1: input_length is -3: it must be 1 or more",
+        ),
         ([record(output_length=0)], "line 1: output_length is 0"),
         ([record(output_length=1.5)], "line 1: output_length is 1.5, which is not a whole number"),
         ([record(timestamp=-1)], "line 1: timestamp is -1"),
@@ -102,13 +137,18 @@ LENGTHS = "arrival_s,input_tokens,output_tokens"
         (["[]"], "no format known here"),
         (["[{"], "it is not a JSON array"),
         (['[{"prompt_len": 1}]'], "record 1: start_time is missing"),
-        (['[{"start_time": 1, "prompt_len": 1, "output_len": 1}, 2]'], "record 2: it is not a JSON object"),
+        (
+            ['[{"start_time": 1, "prompt_len": 1, "output_len": 1}, 2]'],
+            "record 2: it is not a JSON object",
+        ),
         ([record(timestamp=None)], "line 1: timestamp is missing"),
         ([record(input_length=True)], "line 1: input_length is true, which is not a whole number"),
         ([record(hash_ids=7)], "line 1: hash_ids"),
     ],
 )
-def test_what_is_wrong_with_a_trace_is_said_in_one_line(tmp_path: Path, lines: list[str], words: str) -> None:
+def test_what_is_wrong_with_a_trace_is_said_in_one_line(
+    tmp_path: Path, lines: list[str], words: str
+) -> None:
     path = write(tmp_path, *lines)
     with pytest.raises(ConfigError) as error:
         traces.read(path, "--trace")

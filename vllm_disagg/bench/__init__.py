@@ -1,1 +1,3 @@
-"""Measurements of running deployments: goodput (`vllm-disagg bench`) and step times of one instance (`profile`)."""
+"""Measurements of running deployments: goodput (`vllm-disagg bench`) and step times of one instance
+(`profile`).
+"""

@@ -1,7 +1,7 @@
 """Which request rate to try next; pure.
 
-From a first guess the rate doubles while the objectives are met and halves while they are missed; then the bracket
-is halved, on a logarithmic scale, until its ends are close.
+From a first guess the rate doubles while the objectives are met and halves while they are missed;
+then the bracket is halved, on a logarithmic scale, until its ends are close.
 """
 
 from __future__ import annotations
@@ -28,18 +28,22 @@ class RateBracket(NamedTuple):
 
 
 def bracket(tried: Iterable[TriedRate]) -> RateBracket:
-    """Computes the bounds from the tried rates. After a contradiction, a miss counts for all higher rates."""
+    """Computes the bounds from the tried rates. After a contradiction, a miss counts for all higher
+    rates.
+    """
     tried = list(tried)
     missed = min((t.rate for t in tried if not t.met), default=None)
-    met = max((t.rate for t in tried if t.met and (missed is None or t.rate < missed)), default=None)
+    met = max(
+        (t.rate for t in tried if t.met and (missed is None or t.rate < missed)), default=None
+    )
     return RateBracket(met, missed)
 
 
 def next_rate(tried: Iterable[TriedRate], first: float, precision: float) -> float | None:
     """Returns the next rate to try, or None at the end of the search.
 
-    The search ends when the bounds are within `precision` (0.1: ten percent), or when the goodput is out of
-    `MAX_SEARCH_RATIO` of the first guess.
+    The search ends when the bounds are within `precision` (0.1: ten percent), or when the goodput
+    is out of `MAX_SEARCH_RATIO` of the first guess.
     """
     met, missed = bracket(tried)
     if met is None and missed is None:

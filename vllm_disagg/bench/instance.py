@@ -54,8 +54,14 @@ def kv_tokens(url: str) -> int:
             f"{url}/metrics has no vllm:cache_config_info: give the address of an instance itself, not of a proxy"
         )
     if len(engines) > 1:
-        raise ConfigError(f"{url} has {len(engines)} engines (data parallel): profile an instance with one")
-    blocks, size = (re.search(rf'\b{name}="(\d+)"', engines[0]) for name in ("num_gpu_blocks", "block_size"))
+        raise ConfigError(
+            f"{url} has {len(engines)} engines (data parallel): profile an instance with one"
+        )
+    blocks, size = (
+        re.search(rf'\b{name}="(\d+)"', engines[0]) for name in ("num_gpu_blocks", "block_size")
+    )
     if not blocks or not size:
-        raise ConfigError(f"{url}/metrics: vllm:cache_config_info does not say num_gpu_blocks and block_size")
+        raise ConfigError(
+            f"{url}/metrics: vllm:cache_config_info does not say num_gpu_blocks and block_size"
+        )
     return int(blocks[1]) * int(size[1])

@@ -1,7 +1,7 @@
 """Measures the goodput of running deployments, side by side: `vllm-disagg bench`.
 
-Each target first receives one request at a time. Then each round tries one more rate on every target in turn, so a
-slowdown of the machine affects all targets.
+Each target first receives one request at a time. Then each round tries one more rate on every
+target in turn, so a slowdown of the machine affects all targets.
 """
 
 from __future__ import annotations
@@ -35,27 +35,92 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench`."""
     add = parser.add_argument
     parser.epilog = EPILOG
-    add("--target", metavar="NAME=URL", action="append", required=True, help="a running deployment; repeatable")
-    add("--gpus", metavar="[NAME=]N", action="append", default=[],
-        help="GPUs of a target, or of each of them, for figures by GPU; repeatable")  # fmt: skip
-    add("--ttft", metavar="SECONDS", type=_positive, required=True, help="objective: time to the first token")
-    add("--tpot", metavar="SECONDS", type=_positive, required=True,
-        help="objective: mean time for each further token of a request")  # fmt: skip
-    add("--attainment", metavar="SHARE", type=_share, default=0.9,
-        help="share of requests that must meet both objectives (default: %(default)s)")  # fmt: skip
+    add(
+        "--target",
+        metavar="NAME=URL",
+        action="append",
+        required=True,
+        help="a running deployment; repeatable",
+    )
+    add(
+        "--gpus",
+        metavar="[NAME=]N",
+        action="append",
+        default=[],
+        help="GPUs of a target, or of each of them, for figures by GPU; repeatable",
+    )
+    add(
+        "--ttft",
+        metavar="SECONDS",
+        type=_positive,
+        required=True,
+        help="objective: time to the first token",
+    )
+    add(
+        "--tpot",
+        metavar="SECONDS",
+        type=_positive,
+        required=True,
+        help="objective: mean time for each further token of a request",
+    )
+    add(
+        "--attainment",
+        metavar="SHARE",
+        type=_share,
+        default=0.9,
+        help="share of requests that must meet both objectives (default: %(default)s)",
+    )
     add("--trace", metavar="FILE", help=f"lengths and arrivals: {traces.ACCEPTED_FORMATS}")
     add("--input-len", metavar="TOKENS", type=_count, help="every prompt's length")
     add("--output-len", metavar="TOKENS", type=_count, help="every answer's length")
-    add("--workload", choices=lengths.NAMED_DISTRIBUTIONS, help="lengths drawn from a distribution, as vllm-disagg plan has them")
-    add("--arrivals", choices=["poisson", "trace"], default="poisson",
-        help="trace: the trace's own times, scaled to each rate (default: %(default)s)")  # fmt: skip
-    add("--requests", metavar="N", type=_count, default=200, help="sent at each rate (default: %(default)s)")
-    add("--precision", metavar="SHARE", type=_share, default=0.1,
-        help="how close the bisection ends (default: %(default)s)")  # fmt: skip
-    add("--seed", type=int, default=0, help="of lengths, arrivals and prompts (default: %(default)s)")
-    add("--vllm", metavar="PATH", default="", help="the vllm program (default: the one beside this Python)")
-    add("--tokenizer", metavar="NAME", default="", help="folder or name of the tokenizer, if not the model's own")
-    add("--save", metavar="NAME", help="write NAME.json, kept up to date while measuring, and NAME.png")
+    add(
+        "--workload",
+        choices=lengths.NAMED_DISTRIBUTIONS,
+        help="lengths drawn from a distribution, as vllm-disagg plan has them",
+    )
+    add(
+        "--arrivals",
+        choices=["poisson", "trace"],
+        default="poisson",
+        help="trace: the trace's own times, scaled to each rate (default: %(default)s)",
+    )
+    add(
+        "--requests",
+        metavar="N",
+        type=_count,
+        default=200,
+        help="sent at each rate (default: %(default)s)",
+    )
+    add(
+        "--precision",
+        metavar="SHARE",
+        type=_share,
+        default=0.1,
+        help="how close the bisection ends (default: %(default)s)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="of lengths, arrivals and prompts (default: %(default)s)",
+    )
+    add(
+        "--vllm",
+        metavar="PATH",
+        default="",
+        help="the vllm program (default: the one beside this Python)",
+    )
+    add(
+        "--tokenizer",
+        metavar="NAME",
+        default="",
+        help="folder or name of the tokenizer, if not the model's own",
+    )
+    add(
+        "--save",
+        metavar="NAME",
+        help="write NAME.json, kept up to date while measuring, and NAME.png",
+    )
     add("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -69,12 +134,18 @@ def run(args: argparse.Namespace) -> int:
     targets = _targets(args.target, args.gpus)
     asked = _fitting(asked, targets, args.requests)
     if args.arrivals == "trace" and asked.requests[0].arrival == asked.requests[-1].arrival:
-        raise ConfigError(f"--arrivals trace: the first {len(asked.requests)} requests of the trace arrive at once")
+        raise ConfigError(
+            f"--arrivals trace: the first {len(asked.requests)} requests of the trace arrive at once"
+        )
     measured = [TargetRuns(target) for target in targets]
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the load generator ends with us
+    before = signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # so that the load generator ends with us
     try:
         with tempfile.TemporaryDirectory(prefix="vllm-disagg-bench-") as folder:
-            bench = GoodputBench(LoadGenerator(vllm, args.tokenizer, Path(folder)), asked, objectives, args, measured)
+            bench = GoodputBench(
+                LoadGenerator(vllm, args.tokenizer, Path(folder)), asked, objectives, args, measured
+            )
             bench.alone()
             while bench.round():
                 pass
@@ -92,9 +163,13 @@ class GoodputBench:
     """Runs on all targets, with progress lines."""
 
     def __init__(
-        self, generator: LoadGenerator, asked: RequestSchedule, objectives: GoodputObjectives, args: argparse.Namespace,
+        self,
+        generator: LoadGenerator,
+        asked: RequestSchedule,
+        objectives: GoodputObjectives,
+        args: argparse.Namespace,
         measured: Sequence[TargetRuns],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._generator = generator
         self._asked = asked
         self._objectives = objectives
@@ -112,7 +187,9 @@ class GoodputBench:
             one.alone = self._run(one, few, None)
             self._keep()
             if one.alone.failed == one.alone.sent:
-                raise ConfigError(f"{one.target.name}: no request was answered in full: {one.alone.error}")
+                raise ConfigError(
+                    f"{one.target.name}: no request was answered in full: {one.alone.error}"
+                )
 
     def round(self) -> bool:
         """Tries one more rate on each target that is not done. Returns False when all are."""
@@ -127,11 +204,17 @@ class GoodputBench:
 
     def _run(self, one: TargetRuns, asked: RequestSchedule, rate: float | None) -> BenchRun:
         count = len(asked.requests)
-        how = f"{count} requests, one at a time" if rate is None else f"{count} requests at {rate:.3g} a second"
+        how = (
+            f"{count} requests, one at a time"
+            if rate is None
+            else f"{count} requests at {rate:.3g} a second"
+        )
         about = f" (about {count / rate:.0f} s)" if rate else ""
         print(f"bench: {one.target.name}: {how}{about} ...", end="", file=sys.stderr, flush=True)
         try:
-            done = self._generator.run(one.target, asked, rate, self._objectives, self._seed + 1000 * self._turn)
+            done = self._generator.run(
+                one.target, asked, rate, self._objectives, self._seed + 1000 * self._turn
+            )
         except BaseException:
             print(file=sys.stderr)
             raise
@@ -147,7 +230,9 @@ class GoodputBench:
 def _workload(args: argparse.Namespace) -> RequestSchedule:
     fixed = args.input_len is not None or args.output_len is not None
     if [bool(args.trace), fixed, bool(args.workload)].count(True) != 1:
-        raise ConfigError("give exactly one of --trace, --input-len with --output-len, and --workload")
+        raise ConfigError(
+            "give exactly one of --trace, --input-len with --output-len, and --workload"
+        )
     if args.arrivals == "trace" and not args.trace:
         raise ConfigError("--arrivals trace needs a --trace")
     if args.trace:
@@ -174,7 +259,9 @@ def _fitting(asked: RequestSchedule, targets: Sequence[BenchTarget], count: int)
             file=sys.stderr,
         )
     if len(fitting.requests) < 2:
-        raise ConfigError(f"only {len(fitting.requests)} of the requests fit into the model's {limit} tokens")
+        raise ConfigError(
+            f"only {len(fitting.requests)} of the requests fit into the model's {limit} tokens"
+        )
     if count > len(fitting.requests):
         print(f"bench: there are only {len(fitting.requests)} requests to send", file=sys.stderr)
     return fitting.first(count)
@@ -185,15 +272,22 @@ def _targets(words: Sequence[str], gpus: Sequence[str]) -> list[BenchTarget]:
     for word in words:
         name, _, url = word.partition("=")
         if not name or not url or "/" in name:
-            raise ConfigError(f"--target {word}: it must be NAME=URL, such as ours=http://127.0.0.1:8000")
+            raise ConfigError(
+                f"--target {word}: it must be NAME=URL, such as ours=http://127.0.0.1:8000"
+            )
         if name in urls:
             raise ConfigError(f"--target {name} is given twice")
         urls[name] = http_client.address(f"--target {name}", url)
     counts = _gpus(gpus, list(urls))
-    targets = [BenchTarget(name, url, counts.get(name), instance.model(url)) for name, url in urls.items()]
+    targets = [
+        BenchTarget(name, url, counts.get(name), instance.model(url)) for name, url in urls.items()
+    ]
     models = {target.model.root or target.model.id for target in targets}
     if len(models) > 1:
-        print(f"bench: warning: the targets serve different models: {', '.join(sorted(models))}", file=sys.stderr)
+        print(
+            f"bench: warning: the targets serve different models: {', '.join(sorted(models))}",
+            file=sys.stderr,
+        )
     return targets
 
 
@@ -202,7 +296,9 @@ def _gpus(words: Sequence[str], names: Sequence[str]) -> dict[str, int]:
     for word in words:
         name, _, number = word.rpartition("=")
         if not number.isdecimal() or int(number) < 1 or (name and name not in names):
-            raise ConfigError(f"--gpus {word}: it must be N or NAME=N, with the NAME of a target and N of 1 or more")
+            raise ConfigError(
+                f"--gpus {word}: it must be N or NAME=N, with the NAME of a target and N of 1 or more"
+            )
         counts.update(dict.fromkeys([name] if name else names, int(number)))
     if missing := [name for name in names if counts and name not in counts]:
         raise ConfigError(f"--gpus: how many has {missing[0]}?")
@@ -211,7 +307,9 @@ def _gpus(words: Sequence[str], names: Sequence[str]) -> dict[str, int]:
 
 def _check_save(name: str) -> None:
     if not find_spec("matplotlib"):
-        raise ConfigError("--save draws a plot, for which matplotlib is needed: pip install 'vllm-disagg[plot]'")
+        raise ConfigError(
+            "--save draws a plot, for which matplotlib is needed: pip install 'vllm-disagg[plot]'"
+        )
     folder = Path(name).parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(f"--save {name}: {folder} is not a folder that we may write into")

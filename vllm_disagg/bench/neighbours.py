@@ -1,7 +1,7 @@
 """Background load on other instances of the machine while one is measured.
 
-Instances share cores, caches and memory bandwidth. An instance alone on an idle machine is faster than in a
-deployment.
+Instances share cores, caches and memory bandwidth. An instance alone on an idle machine is faster
+than in a deployment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ ANSWER_TOKENS = 32
 
 @contextmanager
 def busy(neighbours: Sequence[tuple[str, ServedModel]]) -> Iterator[None]:
-    """Keeps one request in flight on each neighbour until the context ends. Raises DisaggError if one failed."""
+    """Keeps one request in flight on each neighbour until the context ends. Raises DisaggError if
+    one failed.
+    """
     over = threading.Event()
     failed = list[DisaggError]()
 

@@ -1,7 +1,8 @@
-"""Measures the times of prompts and decode steps of one instance, for `vllm-disagg plan`: `vllm-disagg profile`.
+"""Measures the times of prompts and decode steps of one instance, for `vllm-disagg plan`:
+`vllm-disagg profile`.
 
-Prompts are fresh random token ids, so that no prefix cache holds them. Rounds measure all points, small ones first,
-until the time is over; the medians are written.
+Prompts are fresh random token ids, so that no prefix cache holds them. Rounds measure all points,
+small ones first, until the time is over; the medians are written.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from . import instance, neighbours, steps
 from .steps import PROBE_TOKEN_IDS, DecodeProbe, PrefillProbe, StepSample
 from .stream import complete
 
-MIN_MEASUREMENTS = 3  # measurements of a point, below which a median means little; points of each kind, below which a fit does
+# measurements of a point, below which a median means little; points of each kind, below which a fit
+# does
+MIN_MEASUREMENTS = 3
 PROGRESS_INTERVAL_SECONDS = 5.0  # seconds between two lines of progress
 
 
@@ -36,7 +39,9 @@ class ProfileSamples:
 
     def __init__(self) -> None:
         self._alone: dict[int, list[float]] = {}  # one prompt, from its arrival on, by its length
-        self._behind: dict[tuple[int, ...], list[float]] = {}  # the step alone, of prompts that waited for it
+        self._behind: dict[
+            tuple[int, ...], list[float]
+        ] = {}  # the step alone, of prompts that waited for it
         self._decode: dict[DecodeProbe, list[StepSample]] = {}
 
     def add(self, what: PrefillProbe | DecodeProbe, step: StepSample) -> None:
@@ -50,14 +55,18 @@ class ProfileSamples:
 
     def fewest(self) -> int:
         """Returns the number of measurements of the point that has the fewest."""
-        every: list[Sequence[object]] = [*self._alone.values(), *self._behind.values(), *self._decode.values()]
+        every: list[Sequence[object]] = [
+            *self._alone.values(),
+            *self._behind.values(),
+            *self._decode.values(),
+        ]
         return min(map(len, every), default=0)
 
     def prefill(self) -> list[dict[str, object]]:
         """Returns prefill points from arrival to first token.
 
-        Batched prompts wait for their step, so their times lack the way to the engine and back. The difference between the
-        two times of single prompts is added.
+        Batched prompts wait for their step, so their times lack the way to the engine and back. The
+        difference between the two times of single prompts is added.
         """
         alone = {length: statistics.median(times) for length, times in self._alone.items()}
         behind = {lengths: statistics.median(times) for lengths, times in self._behind.items()}
@@ -66,12 +75,19 @@ class ProfileSamples:
         way = max(0.0, statistics.median(ways)) if ways else 0.0
         points: dict[tuple[int, ...], float] = {(length,): time for length, time in alone.items()}
         points |= {lengths: time + way for lengths, time in behind.items() if len(lengths) > 1}
-        return [{"tokens": list(lengths), "seconds": round(time, 6)} for lengths, time in points.items()]
+        return [
+            {"tokens": list(lengths), "seconds": round(time, 6)} for lengths, time in points.items()
+        ]
 
     def decode(self) -> list[dict[str, object]]:
         """Returns the median decode point of each probe."""
-        middle = [sorted(s, key=lambda step: step.seconds)[(len(s) - 1) // 2] for s in self._decode.values()]
-        return [{"contexts": list(step.lengths), "seconds": round(step.seconds, 6)} for step in middle]
+        middle = [
+            sorted(s, key=lambda step: step.seconds)[(len(s) - 1) // 2]
+            for s in self._decode.values()
+        ]
+        return [
+            {"contexts": list(step.lengths), "seconds": round(step.seconds, 6)} for step in middle
+        ]
 
 
 class InstanceProfiler:
@@ -91,7 +107,9 @@ class InstanceProfiler:
         """Measures a probe once. Returns None if it was not computed in one step."""
         if isinstance(what, DecodeProbe):
             prompts = [self._prompt(what.context) for _ in range(what.batch)]
-            return steps.decode_step(what.context, complete(self._url, self._model, prompts, what.answer))
+            return steps.decode_step(
+                what.context, complete(self._url, self._model, prompts, what.answer)
+            )
         if not what.ahead:
             return StepSample(what.prompts, self._first_tokens(what.prompts)[0])
         lengths = (what.ahead, *what.prompts)
@@ -109,14 +127,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `profile`."""
     add = parser.add_argument
     parser.epilog = "An API key is taken from the environment, as OPENAI_API_KEY."
-    add("url", metavar="URL", help="an instance itself, without other traffic: http://127.0.0.1:8100")
-    add("--output", metavar="FILE", required=True, help="the points file to write, for vllm-disagg plan --profile")
-    add("--seconds", metavar="N", type=float, default=120.0, help="time to measure (default: %(default)g)")
-    add("--max-num-batched-tokens", metavar="N", type=int,
-        help="the instance's token budget a step, which it does not tell")  # fmt: skip
-    add("--beside", metavar="URL", action="append", default=[],
-        help="another instance on the same machine, to be kept at work meanwhile, as it will be; repeatable")  # fmt: skip
-    add("--machine", metavar="WORDS", default="", help="what the instance runs on, in words, for the file")
+    add(
+        "url",
+        metavar="URL",
+        help="an instance itself, without other traffic: http://127.0.0.1:8100",
+    )
+    add(
+        "--output",
+        metavar="FILE",
+        required=True,
+        help="the points file to write, for vllm-disagg plan --profile",
+    )
+    add(
+        "--seconds",
+        metavar="N",
+        type=float,
+        default=120.0,
+        help="time to measure (default: %(default)g)",
+    )
+    add(
+        "--max-num-batched-tokens",
+        metavar="N",
+        type=int,
+        help="the instance's token budget a step, which it does not tell",
+    )
+    add(
+        "--beside",
+        metavar="URL",
+        action="append",
+        default=[],
+        help="another instance on the same machine, to be kept at work meanwhile, as it will be; repeatable",
+    )
+    add(
+        "--machine",
+        metavar="WORDS",
+        default="",
+        help="what the instance runs on, in words, for the file",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -192,9 +239,13 @@ def _rounds(
             took[what] = clock() - start
             if clock() - told >= PROGRESS_INTERVAL_SECONDS:
                 told = clock()
-                _say(f"round {number}: {at + 1} of {len(plan)} points, {told - began:.0f} of {seconds:.0f} s")
+                _say(
+                    f"round {number}: {at + 1} of {len(plan)} points, {told - began:.0f} of {seconds:.0f} s"
+                )
     if missing := len(plan) - len(took):
-        _say(f"warning: no time for {missing} of {len(plan)} points, the largest ones: give --seconds more")
+        _say(
+            f"warning: no time for {missing} of {len(plan)} points, the largest ones: give --seconds more"
+        )
     return samples
 
 
@@ -205,12 +256,16 @@ def _report(points: dict[str, Any], fewest: int, path: str) -> None:
         for row in rows:
             lengths = row[name]
             milliseconds = 1000 * row["seconds"]
-            print(f"{kind:8} {len(lengths):4} x {round(statistics.mean(lengths)):6} tokens {milliseconds:10.2f} ms")
+            print(
+                f"{kind:8} {len(lengths):4} x {round(statistics.mean(lengths)):6} tokens {milliseconds:10.2f} ms"
+            )
     print(
         f"{len(prefill)} points of prefill, {len(decode)} of decode, KV cache of {points['kv_tokens']} tokens: {path}"
     )
     if fewest < MIN_MEASUREMENTS:
-        _say(f"warning: some points were measured fewer than {MIN_MEASUREMENTS} times: give --seconds more")
+        _say(
+            f"warning: some points were measured fewer than {MIN_MEASUREMENTS} times: give --seconds more"
+        )
 
 
 def _say(line: str) -> None:
@@ -223,11 +278,15 @@ def _machine(url: str) -> str:
         return "another machine (--machine says which)"
     with suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        names = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")
+        names = subprocess.run(
+            command, capture_output=True, text=True, timeout=30, check=True
+        ).stdout.split("\n")
         if names[0].strip():
             return names[0].strip()
     cpu = platform.processor() or platform.machine()
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        cpu = next(
+            line.partition(":")[2].strip() for line in lines if line.startswith("model name")
+        )
     return f"{cpu}, {os.cpu_count()} logical CPUs"

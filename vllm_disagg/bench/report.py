@@ -17,7 +17,16 @@ from .instance import ServedModel
 from .load import BenchTarget
 from .results import BenchRun, GoodputObjectives, LatencyPercentiles
 
-COLUMNS = ("", "goodput", "/GPU", "attained (95 %)", "QPS", "out tok/s", "TTFT p50 / p90 / p99", "TPOT p50 / p90 / p99")
+COLUMNS = (
+    "",
+    "goodput",
+    "/GPU",
+    "attained (95 %)",
+    "QPS",
+    "out tok/s",
+    "TTFT p50 / p90 / p99",
+    "TPOT p50 / p90 / p99",
+)
 
 
 @dataclass
@@ -48,7 +57,9 @@ class TargetRuns:
         return next((run for run in self.runs if rate is not None and run.rate == rate), None)
 
     def _tried(self, objectives: GoodputObjectives) -> list[TriedRate]:
-        return [TriedRate(run.rate, run.met(objectives)) for run in self.runs if run.rate is not None]
+        return [
+            TriedRate(run.rate, run.met(objectives)) for run in self.runs if run.rate is not None
+        ]
 
 
 class _SavedTarget(msgspec.Struct):
@@ -74,7 +85,9 @@ def line(run: BenchRun, objectives: GoodputObjectives) -> str:
     return f"{run.attainment:.0%} good, {times}{failed}: {verdict}{late}"
 
 
-def result(measured: Sequence[TargetRuns], objectives: GoodputObjectives, done: bool) -> dict[str, Any]:
+def result(
+    measured: Sequence[TargetRuns], objectives: GoodputObjectives, done: bool
+) -> dict[str, Any]:
     """Builds the JSON document.
 
     `goodput` of a target is 0 if nothing met the objectives, and null during the search.
@@ -88,7 +101,9 @@ def result(measured: Sequence[TargetRuns], objectives: GoodputObjectives, done: 
             "model": one.target.model.root or one.target.model.id,
             "gpus": one.target.gpus,
             "goodput": goodput,
-            "goodput_per_gpu": goodput / one.target.gpus if goodput is not None and one.target.gpus else None,
+            "goodput_per_gpu": goodput / one.target.gpus
+            if goodput is not None and one.target.gpus
+            else None,
             "missed_at": missed,
             "alone": msgspec.to_builtins(one.alone),
             "runs": [msgspec.to_builtins(run) for run in one.runs],
@@ -113,7 +128,9 @@ def load(path: str) -> tuple[GoodputObjectives, list[TargetRuns]]:
     if not content.done:
         raise ConfigError(f"{path} is of a bench that did not end")
     measured = [
-        TargetRuns(BenchTarget(name, one.url, one.gpus, ServedModel(one.model)), one.alone, one.runs)
+        TargetRuns(
+            BenchTarget(name, one.url, one.gpus, ServedModel(one.model)), one.alone, one.runs
+        )
         for name, one in content.targets.items()
     ]
     return content.objectives, measured
@@ -130,19 +147,24 @@ def table(measured: Sequence[TargetRuns], objectives: GoodputObjectives) -> str:
             raise ValueError("nothing was measured")
         rate = best.rate if best and best.rate else 0.0
         low, high = shown.interval
-        rows.append((
-            one.target.name,
-            f"{rate:.3g}",
-            f"{rate / one.target.gpus:.3g}" if one.target.gpus else "-",
-            f"{shown.attainment:.0%} ({low:.0%} to {high:.0%})",
-            f"{shown.qps:.3g}",
-            f"{shown.output_tokens_per_s:.0f}",
-            _times(shown.ttft),
-            _times(shown.tpot),
-        ))  # fmt: skip
+        rows.append(
+            (
+                one.target.name,
+                f"{rate:.3g}",
+                f"{rate / one.target.gpus:.3g}" if one.target.gpus else "-",
+                f"{shown.attainment:.0%} ({low:.0%} to {high:.0%})",
+                f"{shown.qps:.3g}",
+                f"{shown.output_tokens_per_s:.0f}",
+                _times(shown.ttft),
+                _times(shown.tpot),
+            )
+        )
         words.append(_words(one, objectives))
     widths = [max(len(row[at]) for row in rows) for at in range(len(COLUMNS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     head = f"Goodput: the highest rate, in requests a second, at which {objectives.words()}."
     return "\n".join([head, "", *lines, "", *words, *_ratios(measured, objectives)])
 
@@ -164,7 +186,9 @@ def _ratios(measured: Sequence[TargetRuns], objectives: GoodputObjectives) -> li
     first, *others = measured
     lines = []
     for other in others:
-        mine, theirs = ((one.bracket(objectives).met or 0.0) / (one.target.gpus or 1) for one in (first, other))
+        mine, theirs = (
+            (one.bracket(objectives).met or 0.0) / (one.target.gpus or 1) for one in (first, other)
+        )
         by = " by GPU" if first.target.gpus else ""
         if theirs:
             lines.append(f"{first.target.name} / {other.target.name}: {mine / theirs:.2f}{by}.")
@@ -185,11 +209,19 @@ def plot(path: str, measured: Sequence[TargetRuns], objectives: GoodputObjective
         rates = [(run.rate or 0.0) / (one.target.gpus or 1 if by_gpu else 1) for run in runs]
         shares = [100 * run.attainment for run in runs]
         ends = [(100 * low, 100 * high) for low, high in (run.interval for run in runs)]
-        reach = [[max(0.0, s - low) for s, (low, _) in zip(shares, ends, strict=True)],
-                 [max(0.0, high - s) for s, (_, high) in zip(shares, ends, strict=True)]]  # fmt: skip
-        drawn, *_ = axes[0].errorbar(rates, shares, reach, fmt="o-", capsize=3, elinewidth=0.8, label=one.target.name)
-        axes[1].plot(rates, [run.ttft.p90 or float("nan") for run in runs], "o-", color=drawn.get_color())
-        axes[2].plot(rates, [run.tpot.p90 or float("nan") for run in runs], "o-", color=drawn.get_color())
+        reach = [
+            [max(0.0, s - low) for s, (low, _) in zip(shares, ends, strict=True)],
+            [max(0.0, high - s) for s, (_, high) in zip(shares, ends, strict=True)],
+        ]
+        drawn, *_ = axes[0].errorbar(
+            rates, shares, reach, fmt="o-", capsize=3, elinewidth=0.8, label=one.target.name
+        )
+        axes[1].plot(
+            rates, [run.ttft.p90 or float("nan") for run in runs], "o-", color=drawn.get_color()
+        )
+        axes[2].plot(
+            rates, [run.tpot.p90 or float("nan") for run in runs], "o-", color=drawn.get_color()
+        )
         if met := one.bracket(objectives).met:
             at = met / (one.target.gpus or 1 if by_gpu else 1)
             axes[0].axvline(at, color=drawn.get_color(), linestyle=":")

@@ -14,7 +14,9 @@ Z_SCORE_95 = 1.96  # standard deviations to either side of a 95 % interval
 
 
 class GoodputObjectives(msgspec.Struct, frozen=True):
-    """Objectives: a request is good if it meets both times; a rate is met if enough requests are good."""
+    """Objectives: a request is good if it meets both times; a rate is met if enough requests are
+    good.
+    """
 
     ttft: float  # seconds to the first token
     tpot: float  # seconds for each further one, on average over the request
@@ -76,7 +78,9 @@ class _DetailedResults(msgspec.Struct):
     errors: list[str]
 
 
-def parse(content: bytes, rate: float | None, answers: Sequence[int], objectives: GoodputObjectives) -> BenchRun:
+def parse(
+    content: bytes, rate: float | None, answers: Sequence[int], objectives: GoodputObjectives
+) -> BenchRun:
     """Parses a result file; `answers` are the requested tokens of each request, in order.
 
     Raises DisaggError for an invalid file.
@@ -87,10 +91,14 @@ def parse(content: bytes, rate: float | None, answers: Sequence[int], objectives
         raise DisaggError(f"what vllm bench serve wrote is not understood: {error}") from None
     columns = (raw.output_lens, raw.ttfts, raw.itls, raw.errors, raw.input_lens, raw.start_times)
     if any(len(column) != len(answers) for column in columns):
-        raise DisaggError(f"vllm bench serve wrote results of {len(raw.ttfts)} requests instead of {len(answers)}")
-    # vLLM calls an answer that ends early a success, and guesses its length: only the length asked for is an answer.
+        raise DisaggError(
+            f"vllm bench serve wrote results of {len(raw.ttfts)} requests instead of {len(answers)}"
+        )
+    # vLLM calls an answer that ends early a success, and guesses its length: only the length asked
+    # for is an answer.
     whole = [
-        not error and length == asked for error, length, asked in zip(raw.errors, raw.output_lens, answers, strict=True)
+        not error and length == asked
+        for error, length, asked in zip(raw.errors, raw.output_lens, answers, strict=True)
     ]
     done = [at for at, is_whole in enumerate(whole) if is_whole]
     ttft = {at: raw.ttfts[at] for at in done}
@@ -107,7 +115,9 @@ def parse(content: bytes, rate: float | None, answers: Sequence[int], objectives
         interval=wilson(good, len(answers)),
         offered=(len(begun) - 1) / span if rate and span else None,
         qps=len(done) / raw.duration if raw.duration else 0.0,
-        prompt_tokens_per_s=sum(raw.input_lens[at] for at in done) / raw.duration if raw.duration else 0.0,
+        prompt_tokens_per_s=sum(raw.input_lens[at] for at in done) / raw.duration
+        if raw.duration
+        else 0.0,
         output_tokens_per_s=sum(answers[at] for at in done) / raw.duration if raw.duration else 0.0,
         ttft=latency(list(ttft.values())),
         tpot=latency([tpot[at] for at in done if answers[at] > 1]),
@@ -120,7 +130,9 @@ def parse(content: bytes, rate: float | None, answers: Sequence[int], objectives
 def aborted_run(rate: float, sent: int, why: str) -> BenchRun:
     """Returns an aborted run: all its requests count as missed."""
     none = LatencyPercentiles(None, None, None)
-    return BenchRun(rate, sent, 0, sent, 0.0, wilson(0, sent), None, 0.0, 0.0, 0.0, none, none, none, None, why)
+    return BenchRun(
+        rate, sent, 0, sent, 0.0, wilson(0, sent), None, 0.0, 0.0, 0.0, none, none, none, None, why
+    )
 
 
 def _error(errors: list[str], whole: list[bool]) -> str:
@@ -141,5 +153,9 @@ def wilson(good: int, sent: int) -> tuple[float, float]:
     share = good / sent
     z2 = Z_SCORE_95 * Z_SCORE_95
     middle = (share + z2 / (2 * sent)) / (1 + z2 / sent)
-    half = Z_SCORE_95 / (1 + z2 / sent) * math.sqrt(share * (1 - share) / sent + z2 / (4 * sent * sent))
+    half = (
+        Z_SCORE_95
+        / (1 + z2 / sent)
+        * math.sqrt(share * (1 - share) / sent + z2 / (4 * sent * sent))
+    )
     return max(0.0, middle - half), min(1.0, middle + half)

@@ -1,8 +1,8 @@
 """Computes step times of an engine from token arrivals, and plans the probes; pure.
 
-Requests sent together are not assumed to be computed together: the answers show the members of each step. First
-tokens of prompts of one step arrive together. A sequence decodes beside others from the latest first token to the
-earliest last token.
+Requests sent together are not assumed to be computed together: the answers show the members of each
+step. First tokens of prompts of one step arrive together. A sequence decodes beside others from the
+latest first token to the earliest last token.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-PROBE_TOKEN_IDS = range(10, 1000)  # ids that nearly every vocabulary has, and that hardly one gives a meaning of its own
+PROBE_TOKEN_IDS = range(
+    10, 1000
+)  # ids that nearly every vocabulary has, and that hardly one gives a meaning of its own
 MIN_SHARED_STEPS = 16  # steps, at least, that sequences decode beside each other
 BURST_GAP_RATIO = 0.25  # of the mean gap between tokens: a median below it
 DEFAULT_BUDGET_TOKENS = 2048  # tokens a step, where it is not known
 MAX_PROMPT_TOKENS = 16_384  # tokens of a prompt that is measured
-MIN_CHUNK_TOKENS = 256  # tokens of a prompt that a step computes at least, while others decode already
+MIN_CHUNK_TOKENS = (
+    256  # tokens of a prompt that a step computes at least, while others decode already
+)
 
 
 class TokenEvent(NamedTuple):
@@ -85,20 +89,34 @@ def _doubling(first: int, last: int) -> list[int]:
 
 
 def _size(what: PrefillProbe | DecodeProbe) -> float:
-    """About how long it takes, relative to others: a step of decode costs about as much as 64 tokens of a prompt."""
+    """About how long it takes, relative to others: a step of decode costs about as much as 64
+    tokens of a prompt.
+    """
     if isinstance(what, PrefillProbe):
         return sum(what.prompts) + what.ahead
     return what.batch * what.context + 64 * what.answer
 
 
 def batch_step(prompts: Sequence[int], first: Sequence[float], gap: float) -> StepSample | None:
-    """The last step among those that gave the first tokens, at times `first`, of `prompts`; None when all came in one:
-    then it is not known when it began.  Tokens come in one step when they are less than `gap` seconds apart."""
+    """The last step among those that gave the first tokens, at times `first`, of `prompts`; None
+    when all came in one: then it is not known when it began. Tokens come in one step when they are
+    less than `gap` seconds apart.
+    """
     order = sorted(range(len(first)), key=lambda at: first[at])
-    cut = next((at for at in range(len(order) - 1, 0, -1) if first[order[at]] - first[order[at - 1]] > gap), 0)
+    cut = next(
+        (
+            at
+            for at in range(len(order) - 1, 0, -1)
+            if first[order[at]] - first[order[at - 1]] > gap
+        ),
+        0,
+    )
     if not cut:
         return None
-    end, start = (statistics.median(first[at] for at in part) for part in (order[cut:], _last(order[:cut], first, gap)))
+    end, start = (
+        statistics.median(first[at] for at in part)
+        for part in (order[cut:], _last(order[:cut], first, gap))
+    )
     return StepSample(tuple(prompts[at] for at in order[cut:]), end - start)
 
 
@@ -115,8 +133,8 @@ def _last(order: Sequence[int], first: Sequence[float], gap: float) -> list[int]
 def decode_step(context: int, answers: Sequence[Sequence[TokenEvent]]) -> StepSample | None:
     """Returns the median time of a shared decode step, and the contexts in the middle of that time.
 
-    Returns None after too few shared steps, or if most tokens came in bursts: then something on the way had stalled,
-    and the gaps do not show steps.
+    Returns None after too few shared steps, or if most tokens came in bursts: then something on the
+    way had stalled, and the gaps do not show steps.
     """
     start = max(events[0].time for events in answers)
     end = min(events[-1].time for events in answers)

@@ -28,7 +28,9 @@ class _CompletionChunk(msgspec.Struct):
 _decode = msgspec.json.Decoder(_CompletionChunk).decode
 
 
-def complete(url: str, model: str, prompts: Sequence[Sequence[int]], answer: int) -> list[list[TokenEvent]]:
+def complete(
+    url: str, model: str, prompts: Sequence[Sequence[int]], answer: int
+) -> list[list[TokenEvent]]:
     """Returns the token arrivals of each prompt, in seconds since the request was sent.
 
     Raises ConfigError when the server refuses it.
@@ -51,7 +53,9 @@ def complete(url: str, model: str, prompts: Sequence[Sequence[int]], answer: int
         connection.request("POST", "/v1/completions", body, headers())
         response = connection.getresponse()
         if response.status != 200:
-            raise ConfigError(f"{url} refused a request: {response.status}: {_message(response.read())}")
+            raise ConfigError(
+                f"{url} refused a request: {response.status}: {_message(response.read())}"
+            )
         return _read(response, len(prompts), answer, began)
     except (OSError, http.client.HTTPException) as error:
         raise DisaggError(f"{url} stopped answering: {reason(error)}") from None
@@ -59,7 +63,9 @@ def complete(url: str, model: str, prompts: Sequence[Sequence[int]], answer: int
         connection.close()
 
 
-def _read(response: http.client.HTTPResponse, count: int, answer: int, began: float) -> list[list[TokenEvent]]:
+def _read(
+    response: http.client.HTTPResponse, count: int, answer: int, began: float
+) -> list[list[TokenEvent]]:
     events: list[list[TokenEvent]] = [[] for _ in range(count)]
     for line in response:
         if not line.startswith(b"data: {"):
@@ -68,7 +74,9 @@ def _read(response: http.client.HTTPResponse, count: int, answer: int, began: fl
         try:
             chunk = _decode(line[6:])
         except msgspec.DecodeError as error:
-            raise DisaggError(f"an answer is not a completion as vLLM streams it: {error}") from None
+            raise DisaggError(
+                f"an answer is not a completion as vLLM streams it: {error}"
+            ) from None
         if chunk.error:
             raise DisaggError(f"a request failed: {_message(line[6:])}")
         for choice in chunk.choices:
@@ -77,7 +85,9 @@ def _read(response: http.client.HTTPResponse, count: int, answer: int, began: fl
             if choice.token_ids:
                 events[choice.index].append(TokenEvent(now, len(choice.token_ids)))
     if any(sum(event.tokens for event in answers) != answer for answers in events):
-        raise DisaggError("an answer ended early, or came without token ids (vLLM 0.28 or newer is needed)")
+        raise DisaggError(
+            "an answer ended early, or came without token ids (vLLM 0.28 or newer is needed)"
+        )
     return events
 
 

@@ -38,7 +38,8 @@ class RequestSchedule(msgspec.Struct, frozen=True):
     def at_rate(self, rate: float, seed: int | None) -> RequestSchedule:
         """Rescales arrivals to `rate` requests a second over the whole run.
 
-        Poisson arrivals are drawn from `seed`, the same at every rate but for the scale. None keeps the shape of the trace.
+        Poisson arrivals are drawn from `seed`, the same at every rate but for the scale. None keeps
+        the shape of the trace.
         """
         if seed is None:
             times = [r.arrival for r in self.requests]
@@ -56,10 +57,17 @@ class RequestSchedule(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, requests=tuple(moved))
 
     def lines(self) -> Iterator[str]:
-        """Yields the lines that `vllm bench serve --dataset-name timed_trace` reads; timestamps in seconds."""
+        """Yields the lines that `vllm bench serve --dataset-name timed_trace` reads; timestamps in
+        seconds.
+        """
         for number, r in enumerate(self.requests):
             ids = r.hash_ids or _own_ids(number, r.prompt, self.block)
-            line = {"timestamp": r.arrival, "input_length": r.prompt, "output_length": r.answer, "hash_ids": ids}
+            line = {
+                "timestamp": r.arrival,
+                "input_length": r.prompt,
+                "output_length": r.answer,
+                "hash_ids": ids,
+            }
             yield json.dumps(line) + "\n"
 
 

@@ -1,7 +1,8 @@
-"""Which addresses of a grant an engine may connect to.  Pure: a grant is checked before anything is dialled.
+"""Which addresses of a grant an engine may connect to. Pure: a grant is checked before anything is
+dialled.
 
-A worker names its address itself, in the answer to a probe; so every honest one has the form that `Control.bind` and
-`ZmqCarrier` make.  Any other was written by hand.
+A worker names its address itself, in the answer to a probe; so every honest one has the form that
+`Control.bind` and `ZmqCarrier` make. Any other was written by hand.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from ..config import Address, plain, unreachable
 from ..protocol.peers import WorkerInfo
 
 _TCP = re.compile(r"tcp://(?:\[([0-9A-Fa-f:.]{2,45})\]|([0-9.]{7,15})):([0-9]{1,5})", re.ASCII)
-_SOCKET = re.compile(r"(/[^/\0]+)*/vllm-disagg-[a-z0-9_]{8}/data")  # in a folder of tempfile.mkdtemp
+_SOCKET = re.compile(
+    r"(/[^/\0]+)*/vllm-disagg-[a-z0-9_]{8}/data"
+)  # in a folder of tempfile.mkdtemp
 MAX_SOCKET_PATH_BYTES = 107  # bytes of a UNIX socket's path
 
 
@@ -25,7 +28,11 @@ def is_loopback(host: str) -> bool:
 
 def is_socket(path: str) -> bool:
     """Whether a path has the form of the UNIX sockets that engines make."""
-    return bool(_SOCKET.fullmatch(path)) and not {"..", "."} & set(path.split("/")) and len(path.encode()) <= MAX_SOCKET_PATH_BYTES
+    return (
+        bool(_SOCKET.fullmatch(path))
+        and not {"..", "."} & set(path.split("/"))
+        and len(path.encode()) <= MAX_SOCKET_PATH_BYTES
+    )
 
 
 def is_at(endpoint: str, host: str) -> bool:
@@ -45,7 +52,9 @@ def refusal(workers: Iterable[WorkerInfo], *, loopback_only: bool) -> str:
         for what, endpoint in (("control", worker.control), ("data", worker.data)):
             if words := _refused(endpoint, loopback_only):
                 return f"{what} address {endpoint!r} of a source {words}"
-        if worker.local and not (worker.local.startswith("ipc://") and is_socket(worker.local.removeprefix("ipc://"))):
+        if worker.local and not (
+            worker.local.startswith("ipc://") and is_socket(worker.local.removeprefix("ipc://"))
+        ):
             return f"local address {worker.local!r} of a source is not one that an engine makes"
     return ""
 

@@ -13,5 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     keys.create(args.path)
-    print(f"wrote {args.path}: give it to every instance (key_file) and to the proxy (--key-file), and to nobody else")
+    print(
+        f"wrote {args.path}: give it to every instance (key_file) and to the proxy (--key-file), and to nobody else"
+    )
     return 0

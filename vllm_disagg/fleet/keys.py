@@ -1,7 +1,8 @@
 """The fleet key, and the keys derived from it.
 
-One secret of 32 bytes makes a fleet: who has it may mint grants and open control connections.  Each use has its
-own derived key (BLAKE2b with the use as personalisation), so that none gives away another.
+One secret of 32 bytes makes a fleet: who has it may mint grants and open control connections. Each
+use has its own derived key (BLAKE2b with the use as personalisation), so that none gives away
+another.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from pathlib import Path
 from ..errors import ConfigError
 
 KEY_BYTES = 32
-ADMIN_KEY = "VLLM_DISAGG_ADMIN_KEY"  # variable of the environment: the key that changes a proxy's fleet over HTTP
+# variable of the environment: the key that changes a proxy's fleet over HTTP
+ADMIN_KEY = "VLLM_DISAGG_ADMIN_KEY"
 
 
 class FleetKey:
-    """A fleet's secret.  `FleetKey(None)` is the key of a fleet without one: it authenticates nobody.
+    """A fleet's secret. `FleetKey(None)` is the key of a fleet without one: it authenticates
+    nobody.
 
-    `insecure`: without a secret, an engine accepts grants all the same, and everybody can make those.
+    `insecure`: without a secret, an engine accepts grants all the same, and everybody can make
+    those.
     """
 
     def __init__(self, secret: bytes | None, *, insecure: bool = False) -> None:
@@ -42,7 +46,9 @@ class FleetKey:
     def derive(self, use: str) -> bytes:
         """32 bytes for `use` (at most 16 ASCII characters)."""
         if use not in self._derived:
-            derived = hashlib.blake2b(key=self._secret or b"", person=use.encode(), digest_size=KEY_BYTES).digest()
+            derived = hashlib.blake2b(
+                key=self._secret or b"", person=use.encode(), digest_size=KEY_BYTES
+            ).digest()
             self._derived[use] = derived
         return self._derived[use]
 
@@ -57,13 +63,17 @@ def load(path: str, *, insecure: bool = False) -> FleetKey:
     try:
         text = Path(path).read_text().strip()
     except OSError as error:
-        raise ConfigError(f"key file {path}: {error.strerror}; make one with: vllm-disagg key {path}") from None
+        raise ConfigError(
+            f"key file {path}: {error.strerror}; make one with: vllm-disagg key {path}"
+        ) from None
     except UnicodeDecodeError:
         text = ""
     try:
         return FleetKey(bytes.fromhex(text))
     except (ValueError, ConfigError):
-        raise ConfigError(f"key file {path}: not {2 * KEY_BYTES} hexadecimal digits; make one with: vllm-disagg key {path}") from None
+        raise ConfigError(
+            f"key file {path}: not {2 * KEY_BYTES} hexadecimal digits; make one with: vllm-disagg key {path}"
+        ) from None
 
 
 def create(path: str) -> None:

@@ -3,11 +3,13 @@
 The connector posts a small message to the proxy every few seconds, in a thread of its own:
 
     POST /disagg/register   {"note": "<payload>", "mac": "<hex>"}
-    200: known | 409 {"challenge": "<hex>"}: say that again with this challenge | 403: another fleet key
+    200: known | 409 {"challenge": "<hex>"}: say that again with this challenge | 403: another fleet
+    key
 
-HTTP because the proxy listens to that already, with the same address, firewall and TLS; the MAC, with a key derived
-from the fleet key, because the fleet key is what makes a member.  A recorded message is worth nothing later: it names
-the proxy's challenge, which dies with the proxy, and a number that must grow within an incarnation.
+HTTP because the proxy listens to that already, with the same address, firewall and TLS; the MAC,
+with a key derived from the fleet key, because the fleet key is what makes a member. A recorded
+message is worth nothing later: it names the proxy's challenge, which dies with the proxy, and a
+number that must grow within an incarnation.
 
 Whatever goes wrong here is logged and tried again; the engine never waits for it.
 """
@@ -83,9 +85,12 @@ def _mac(key: FleetKey, text: bytes) -> str:
     return hashlib.blake2b(text, key=key.derive("register"), digest_size=32).hexdigest()
 
 
-def register_all(config: Config, key: FleetKey, incarnation: str, kind: str, rank: int | None = None) -> list[Registration]:
-    """Begin with every proxy of the settings; an engine that is both prefill and decode registers as decode, and a data
-    parallel rank as an instance of its own."""
+def register_all(
+    config: Config, key: FleetKey, incarnation: str, kind: str, rank: int | None = None
+) -> list[Registration]:
+    """Begin with every proxy of the settings; an engine that is both prefill and decode registers
+    as decode, and a data parallel rank as an instance of its own.
+    """
     role: Literal["prefill", "decode"] = "prefill" if kind == "prefill" else "decode"
     url = config.advertise if rank is None else f"{config.advertise.rstrip('/')}@{rank}"
     return [Registration(proxy, key, incarnation, role, url) for proxy in config.proxies]
@@ -94,7 +99,14 @@ def register_all(config: Config, key: FleetKey, incarnation: str, kind: str, ran
 class Registration:
     """Tells one proxy of this engine until it is closed."""
 
-    def __init__(self, proxy: str, key: FleetKey, incarnation: str, role: Literal["prefill", "decode"], url: str) -> None:
+    def __init__(
+        self,
+        proxy: str,
+        key: FleetKey,
+        incarnation: str,
+        role: Literal["prefill", "decode"],
+        url: str,
+    ) -> None:
         self._to = proxy.rstrip("/") + REGISTER_PATH
         self._key = key
         self._incarnation, self._role, self._url = incarnation, role, url
@@ -117,9 +129,13 @@ class Registration:
 
     def _tell(self, leaving: bool) -> float:
         """Seconds until the next note."""
-        for _ in range(2):  # the first note, and the first after the proxy's restart, learn the challenge
+        for _ in range(
+            2
+        ):  # the first note, and the first after the proxy's restart, learn the challenge
             self._number += 1
-            note = RegistrationNote(self._challenge, self._incarnation, self._number, self._role, self._url, leaving)
+            note = RegistrationNote(
+                self._challenge, self._incarnation, self._number, self._role, self._url, leaving
+            )
             try:
                 status, answer = self._post(sign(self._key, note))
                 if status == 200:

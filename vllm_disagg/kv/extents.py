@@ -8,7 +8,8 @@ from .layout import Count, LayerLayout
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True):
-    """A cuboid of one request's KV: layers, tokens and heads, in the numbering of the rank that has them.
+    """A cuboid of one request's KV: layers, tokens and heads, in the numbering of the rank that has
+    them.
 
     All layers are of one kind; `token` stands at the start of a block.
     """
@@ -27,7 +28,9 @@ def heads_of(extent: Extent, kind: LayerLayout) -> tuple[int, int]:
 
 
 def whole_blocks(tokens: int, end: int, block_size: int) -> int:
-    """How many tokens of a prompt of `end` tokens may be sent when `tokens` are final: whole blocks, then the tail."""
+    """How many tokens of a prompt of `end` tokens may be sent when `tokens` are final: whole
+    blocks, then the tail.
+    """
     return end if tokens >= end else tokens - tokens % block_size
 
 
@@ -39,9 +42,11 @@ def blocks_of(extent: Extent, blocks: list[int], first: int, block_size: int) ->
 
 
 def split(extent: Extent, kind: LayerLayout, limit: int) -> list[Extent]:
-    """Cut an extent into pieces of at most `limit` bytes, or one block of one layer where that is more.
+    """Cut an extent into pieces of at most `limit` bytes, or one block of one layer where that is
+    more.
 
-    Few layers with many blocks before many layers with few: blocks with neighbouring ids are one run in memory.
+    Few layers with many blocks before many layers with few: blocks with neighbouring ids are one
+    run in memory.
     """
     head, head_end = heads_of(extent, kind)
     count = -(-(extent.token_end - extent.token) // kind.block_size)

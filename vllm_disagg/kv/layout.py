@@ -1,8 +1,10 @@
-"""What one rank's KV cache holds, in words that another engine's ranks understand.  It travels in `grants.Worker`.
+"""What one rank's KV cache holds, in words that another engine's ranks understand. It travels in
+`grants.Worker`.
 
-A rank holds some of the model's layers, and of each layer some of its KV heads.  Layers of one *kind* have blocks that
-look the same and lie in the same KV-cache group.  A block of one layer is a row of bytes in each of its planes (one, or
-keys and values apart); *regions* say where in a row the bytes of a head, a token, a channel are.
+A rank holds some of the model's layers, and of each layer some of its KV heads. Layers of one
+*kind* have blocks that look the same and lie in the same KV-cache group. A block of one layer is a
+row of bytes in each of its planes (one, or keys and values apart); *regions* say where in a row the
+bytes of a head, a token, a channel are.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ Axis = tuple[Literal["h", "t", "c", "x"], Positive, Positive]
 
 
 class StridedRegion(msgspec.Struct, frozen=True, array_like=True):
-    """Keys, or values, in a row: axes from the slowest to the fastest, each (what it counts, its size, stride in bytes).
+    """Keys, or values, in a row: axes from the slowest to the fastest, each (what it counts, its
+    size, stride in bytes).
 
-    `h` counts heads, `t` tokens, `c` bytes of one token of one head; `x` bytes whose order nobody knows.
+    `h` counts heads, `t` tokens, `c` bytes of one token of one head; `x` bytes whose order nobody
+    knows.
     """
 
     offset: Count
@@ -38,13 +42,17 @@ class LayerLayout(msgspec.Struct, frozen=True, array_like=True):
 
     form: Text  # what two engines must have alike, for people: "keys 64 B, values 64 B, bfloat16"
     block_size: Positive  # tokens
-    rows: Annotated[list[Positive], msgspec.Meta(min_length=1, max_length=4)]  # by plane: bytes of a block in one layer
+    rows: Annotated[
+        list[Positive], msgspec.Meta(min_length=1, max_length=4)
+    ]  # by plane: bytes of a block in one layer
     regions: Annotated[list[list[StridedRegion]], msgspec.Meta(max_length=4)]  # by plane
     heads: Positive = 1  # of this rank
     head: Count = 0  # the number of the first, in the model
     of: Positive = 1  # heads of the model
     group: Count = 0  # KV-cache group of the engine
-    window: Count = 0  # tokens that attention looks back, the present one included; 0: all.  Older blocks go back to vLLM
+    # tokens that attention looks back, the present one included; 0: all.  Older blocks go back to
+    # vLLM
+    window: Count = 0
 
     @property
     def head_bytes(self) -> int:
@@ -52,7 +60,9 @@ class LayerLayout(msgspec.Struct, frozen=True, array_like=True):
         return sum(self.rows) // self.heads
 
     def cut(self, heads: int) -> LayerLayout:
-        """How blocks of only so many of the heads look on the wire: bytes in the same order, the others left out."""
+        """How blocks of only so many of the heads look on the wire: bytes in the same order, the
+        others left out.
+        """
         if heads == self.heads:
             return self
         rows, regions = [], []
@@ -64,14 +74,18 @@ class LayerLayout(msgspec.Struct, frozen=True, array_like=True):
 
     def lies_as(self, other: LayerLayout) -> bool:
         """Whether bytes may be copied block by block."""
-        return (self.block_size, self.rows, self.regions) == (other.block_size, other.rows, other.regions)
+        return (self.block_size, self.rows, self.regions) == (
+            other.block_size,
+            other.rows,
+            other.regions,
+        )
 
     def is_known(self) -> bool:
         """Whether every byte's head, token and channel are known."""
         return all(not region.size("x") > 1 for plane in self.regions for region in plane)
 
     def problem(self) -> str:
-        """How this contradicts itself, in words; empty if it does not.  It came from another engine."""
+        """How this contradicts itself, in words; empty if it does not. It came from another engine."""
         if len(self.rows) != len(self.regions):
             return "its planes are not all described"
         for row, plane in zip(self.rows, self.regions, strict=True):
@@ -81,12 +95,18 @@ class LayerLayout(msgspec.Struct, frozen=True, array_like=True):
             for region in plane:
                 last = region.offset + sum((size - 1) * step for _, size, step in region.axes)
                 opaque = region.size("x") > 1
-                if last >= row or region.size("h") != self.heads or _head_stride([region]) != stride:
+                if (
+                    last >= row
+                    or region.size("h") != self.heads
+                    or _head_stride([region]) != stride
+                ):
                     return "a region leaves its row"
                 if region.size("t") != (1 if opaque else self.block_size):
                     return f"a region does not hold {self.block_size} tokens"
                 steps = [step for name, _, step in region.axes if name == "c"]
-                if not opaque and (steps[-1:] != [1] or sum(name == "h" for name, _, _ in region.axes) > 1):
+                if not opaque and (
+                    steps[-1:] != [1] or sum(name == "h" for name, _, _ in region.axes) > 1
+                ):
                     return "a token's bytes do not lie together"
         return ""
 
@@ -99,7 +119,9 @@ class RemoteLayout(msgspec.Struct, frozen=True):
 
 
 class RankLayout(msgspec.Struct, frozen=True, array_like=True):
-    """All layers of one rank, in an order that all ranks share: computing order, as far as names tell it."""
+    """All layers of one rank, in an order that all ranks share: computing order, as far as names
+    tell it.
+    """
 
     kinds: Annotated[list[LayerLayout], msgspec.Meta(min_length=1, max_length=64)]
     layers: Annotated[list[Count], msgspec.Meta(max_length=4096)]  # the kind of each
@@ -122,8 +144,12 @@ def opaque(row: int, heads: int = 1) -> list[StridedRegion]:
 
 
 def uniform(layers: int, block_size: int, rows: Sequence[int], heads: int = 1) -> RankLayout:
-    """Layers of one kind, all heads of the model, in an order that does not matter as long as nothing is cut."""
-    kind = LayerLayout("bytes", block_size, list(rows), [opaque(row, heads) for row in rows], heads, 0, heads)
+    """Layers of one kind, all heads of the model, in an order that does not matter as long as
+    nothing is cut.
+    """
+    kind = LayerLayout(
+        "bytes", block_size, list(rows), [opaque(row, heads) for row in rows], heads, 0, heads
+    )
     return RankLayout([kind], [0] * layers)
 
 

@@ -1,8 +1,10 @@
-"""The KV cache of one rank as bytes in host memory: reading an extent's blocks out, writing them in.
+"""The KV cache of one rank as bytes in host memory: reading an extent's blocks out, writing them
+in.
 
-A layer is one plane or two (keys and values apart); a plane is rows of equal size, one a block, at a fixed stride.
-Bytes of an extent on the wire: layer by layer, plane by plane, block by block, in each block the heads that are asked
-for, in the order in which they lie in the sender's memory, however they are framed.
+A layer is one plane or two (keys and values apart); a plane is rows of equal size, one a block, at
+a fixed stride. Bytes of an extent on the wire: layer by layer, plane by plane, block by block, in
+each block the heads that are asked for, in the order in which they lie in the sender's memory,
+however they are framed.
 """
 
 from __future__ import annotations
@@ -19,32 +21,46 @@ from .extents import Extent, heads_of
 from .layout import LayerLayout, RankLayout, RemoteLayout, uniform
 from .relayout import scatter
 
-FRAME_BYTES = 512 << 10  # bytes; larger frames fall out of the cache on their way, smaller ones cost a system call each
-SMALL_RUN_BYTES = 64 << 10  # runs shorter than this are gathered into frames instead of being sent where they lie
+FRAME_BYTES = (
+    512 << 10
+)  # bytes; larger frames fall out of the cache on their way, smaller ones cost a system call each
+SMALL_RUN_BYTES = (
+    64 << 10
+)  # runs shorter than this are gathered into frames instead of being sent where they lie
 
 Row = npt.NDArray[np.uint8]
 
 
 class Memory(Protocol):
-    """What a driver needs of a KV cache.  `read` may return views: they are true only as long as the blocks are ours."""
+    """What a driver needs of a KV cache. `read` may return views: they are true only as long as the
+    blocks are ours.
+    """
 
     shape: RankLayout
 
     def read(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]: ...
     def write(
-        self, extent: Extent, blocks: Sequence[int], frames: Sequence[memoryview], theirs: RemoteLayout | None = None
+        self,
+        extent: Extent,
+        blocks: Sequence[int],
+        frames: Sequence[memoryview],
+        theirs: RemoteLayout | None = None,
     ) -> bool: ...
 
 
 class HostMemory:
     """`planes`: by layer, arrays of shape (blocks, bytes of a block), rows contiguous.
 
-    `shape` may be a block size: then all layers are of one kind, and how their rows are made does not matter.
+    `shape` may be a block size: then all layers are of one kind, and how their rows are made does
+    not matter.
     """
 
     def __init__(self, planes: Sequence[Sequence[Row]], shape: RankLayout | int) -> None:
         self.planes = planes
-        self._places = [[(plane.ctypes.data, *plane.shape, plane.strides[0]) for plane in layer] for layer in planes]
+        self._places = [
+            [(plane.ctypes.data, *plane.shape, plane.strides[0]) for plane in layer]
+            for layer in planes
+        ]
         if isinstance(shape, int):
             shape = uniform(len(planes), shape, [plane.shape[1] for plane in planes[0]])
         self.shape = shape
@@ -53,10 +69,18 @@ class HostMemory:
         runs = list(self._runs(extent, blocks))
         if sum(run.nbytes for run in runs) < SMALL_RUN_BYTES * len(runs):
             runs = [np.concatenate(runs)]
-        return [memoryview(run[at : at + FRAME_BYTES]) for run in runs for at in range(0, run.nbytes, FRAME_BYTES)]  # type: ignore[arg-type]
+        return [
+            memoryview(run[at : at + FRAME_BYTES])  # type: ignore[arg-type]
+            for run in runs
+            for at in range(0, run.nbytes, FRAME_BYTES)
+        ]
 
     def write(
-        self, extent: Extent, blocks: Sequence[int], frames: Sequence[memoryview], theirs: RemoteLayout | None = None
+        self,
+        extent: Extent,
+        blocks: Sequence[int],
+        frames: Sequence[memoryview],
+        theirs: RemoteLayout | None = None,
     ) -> bool:
         """False, and nothing is written, unless the frames have exactly the extent's bytes.
 
@@ -95,7 +119,9 @@ class HostMemory:
                 yield run.__array_interface__["data"][0], run.nbytes
             return
         spans = list(_spans(blocks))
-        for layer in range(extent.layer, extent.layer_end):  # by arithmetic: arrays are slow to say where they lie
+        for layer in range(
+            extent.layer, extent.layer_end
+        ):  # by arithmetic: arrays are slow to say where they lie
             for address, rows, row, stride in self._places[layer]:
                 for first, count in spans:
                     last = min(first + count, rows)
@@ -110,7 +136,13 @@ class HostMemory:
             for plane in layer:
                 yield plane.ctypes.data, (len(plane) - 1) * plane.strides[0] + plane.shape[1]
 
-    def _convert(self, extent: Extent, blocks: Sequence[int], frames: Sequence[memoryview], theirs: RemoteLayout) -> bool:
+    def _convert(
+        self,
+        extent: Extent,
+        blocks: Sequence[int],
+        frames: Sequence[memoryview],
+        theirs: RemoteLayout,
+    ) -> bool:
         kind, there = self.shape.kind(extent.layer), theirs.kind
         count = -(-(extent.token_end - theirs.token) // there.block_size)
         layers = extent.layer_end - extent.layer
@@ -144,7 +176,9 @@ class HostMemory:
                         yield from (plane[block] for block in range(first, first + count))
 
     def _cut_runs(self, extent: Extent, blocks: Sequence[int], kind: LayerLayout) -> Iterator[Row]:
-        """Of some heads: one stretch a block where heads lie one behind the other, one a token where tokens do."""
+        """Of some heads: one stretch a block where heads lie one behind the other, one a token
+        where tokens do.
+        """
         for layer in range(extent.layer, extent.layer_end):
             for plane, regions in zip(self.planes[layer], kind.regions, strict=True):
                 stride = next(step for name, _, step in regions[0].axes if name == "h")
@@ -167,7 +201,9 @@ def checksum(transfer: str, frames: Sequence[memoryview]) -> int:
 
 
 def plane_at(address: int, rows: int, row_bytes: int, stride: int) -> Row:
-    """`rows` rows of `row_bytes` at an address of this process, `stride` bytes apart.  The caller keeps it alive."""
+    """`rows` rows of `row_bytes` at an address of this process, `stride` bytes apart. The caller
+    keeps it alive.
+    """
     buffer = (ctypes.c_uint8 * ((rows - 1) * stride + row_bytes)).from_address(address)
     return np.ndarray((rows, row_bytes), np.uint8, buffer=memoryview(buffer), strides=(stride, 1))
 

@@ -1,7 +1,8 @@
-"""Copying KV between blocks that are made differently: other sizes, other orders of heads, tokens and channels.
+"""Copying KV between blocks that are made differently: other sizes, other orders of heads, tokens
+and channels.
 
-Each region becomes an array (blocks, tokens..., heads, channels...) by its strides alone, so numpy moves the bytes; in
-between stands one array (tokens, heads, channels).
+Each region becomes an array (blocks, tokens..., heads, channels...) by its strides alone, so numpy
+moves the bytes; in between stands one array (tokens, heads, channels).
 """
 
 from __future__ import annotations
@@ -21,9 +22,16 @@ Words = npt.NDArray[Any]
 
 
 def scatter(
-    source: Sequence[Rows], theirs: RemoteLayout, target: Sequence[Rows], kind: LayerLayout, extent: Extent, blocks: Sequence[int]
+    source: Sequence[Rows],
+    theirs: RemoteLayout,
+    target: Sequence[Rows],
+    kind: LayerLayout,
+    extent: Extent,
+    blocks: Sequence[int],
 ) -> None:
-    """Write the tokens of `extent` (of one layer, its `head` to `head_end`) from their rows, in order, into our blocks."""
+    """Write the tokens of `extent` (of one layer, its `head` to `head_end`) from their rows, in
+    order, into our blocks.
+    """
     places = [(p, r) for p, plane in enumerate(kind.regions) for r in range(len(plane))]
     origins = [(p, r) for p, plane in enumerate(theirs.kind.regions) for r in range(len(plane))]
     first = extent.token // kind.block_size * kind.block_size  # of our first block
@@ -34,15 +42,25 @@ def scatter(
         word = math.gcd(_word(here), _word(there))
         read = _view(source[q], there, word)
         write = _view(target[p], here, word)
-        write = write[(slice(None),) * (write.ndim - len(_sizes(here, "c")) - 1) + (slice(head, head_end),)]
+        write = write[
+            (slice(None),) * (write.ndim - len(_sizes(here, "c")) - 1) + (slice(head, head_end),)
+        ]
         tokens = _tokens(read, there)[skip : skip + count]
         _write(tokens, write, here, blocks, extent.token - first, kind.block_size)
 
 
-def _write(tokens: Words, write: Words, here: StridedRegion, blocks: Sequence[int], start: int, block_size: int) -> None:
+def _write(
+    tokens: Words,
+    write: Words,
+    here: StridedRegion,
+    blocks: Sequence[int],
+    start: int,
+    block_size: int,
+) -> None:
     """`tokens`: (tokens, heads, channels); the first goes to place `start` of the first block.
 
-    Not a byte of other tokens is written, nor read: another thread may be landing them, in the same block.
+    Not a byte of other tokens is written, nor read: another thread may be landing them, in the same
+    block.
     """
     end = start + len(tokens)
     first, stop = -(-start // block_size), end // block_size  # the blocks of which we have all
@@ -83,7 +101,9 @@ def _view(rows: Rows, region: StridedRegion, word: int) -> Words:
 
 def _bytes(rows: Rows) -> Rows:
     """The same memory as one row."""
-    return np.lib.stride_tricks.as_strided(rows, ((len(rows) - 1) * rows.strides[0] + rows.shape[1],), (1,))
+    return np.lib.stride_tricks.as_strided(
+        rows, ((len(rows) - 1) * rows.strides[0] + rows.shape[1],), (1,)
+    )
 
 
 def _sizes(region: StridedRegion, what: str) -> list[int]:

@@ -1,8 +1,8 @@
 """Ends process groups, even after the launcher was killed with kill -9.
 
-Each child of the launcher leads its own group, which its descendants (VLLM::EngineCore, VLLM::Worker) stay in.
-`python -m vllm_disagg.launcher.guard RUN_DIR` reads the leaders' pids from its standard input. End of input means
-that the launcher has ended.
+Each child of the launcher leads its own group, which its descendants (VLLM::EngineCore,
+VLLM::Worker) stay in. `python -m vllm_disagg.launcher.guard RUN_DIR` reads the leaders' pids from
+its standard input. End of input means that the launcher has ended.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ POLL_SECONDS = 0.05
 
 
 def members(leaders: Collection[int]) -> list[int]:
-    """Lists the living processes of the leaders' groups. Zombies do not count: they may stay unreaped."""
+    """Lists the living processes of the leaders' groups. Zombies do not count: they may stay
+    unreaped.
+    """
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -35,7 +37,9 @@ def members(leaders: Collection[int]) -> list[int]:
 
 
 def end(leaders: Collection[int], hurry: Callable[[], bool] = lambda: False) -> None:
-    """Sends SIGTERM to the groups, and SIGKILL to the rest after the grace period or once `hurry` returns True."""
+    """Sends SIGTERM to the groups, and SIGKILL to the rest after the grace period or once `hurry`
+    returns True.
+    """
     _signal(members(leaders), signal.SIGTERM)
     deadline = time.monotonic() + GRACE_SECONDS
     while (left := members(leaders)) and time.monotonic() < deadline and not hurry():

@@ -16,7 +16,10 @@ from packaging.version import Version
 
 from ..errors import ConfigError
 
-OLDEST, NEWEST = Version("0.28"), Version("0.33")  # the same as in kv_connectors/compat.py; a test compares them
+OLDEST, NEWEST = (
+    Version("0.28"),
+    Version("0.33"),
+)  # the same as in kv_connectors/compat.py; a test compares them
 GIB = 1 << 30
 
 
@@ -24,7 +27,9 @@ class MachineFacts(msgspec.Struct, frozen=True):
     """What a plan depends on besides the user's flags."""
 
     cores: tuple[int, ...]  # logical CPUs that we may use, one of each physical core
-    gpus: tuple[str, ...] | None  # as CUDA_VISIBLE_DEVICES names them; None: vLLM is a build for CPUs
+    gpus: (
+        tuple[str, ...] | None
+    )  # as CUDA_VISIBLE_DEVICES names them; None: vLLM is a build for CPUs
     memory: float  # GiB that are free
     vllm: str  # the executables, as a shell finds them
     ours: str
@@ -38,7 +43,9 @@ def examine() -> MachineFacts:
     _check_plugin()
     allowed = sorted(os.sched_getaffinity(0))
     return MachineFacts(
-        cores=tuple(cpu for cpu in allowed if cpu == min(_siblings(cpu).intersection(allowed), default=cpu)),
+        cores=tuple(
+            cpu for cpu in allowed if cpu == min(_siblings(cpu).intersection(allowed), default=cpu)
+        ),
         gpus=None if version.local == "cpu" else _gpus(),
         memory=_free_memory(),
         vllm=_executable("vllm"),
@@ -56,20 +63,32 @@ def check_model(model: str) -> None:
             raise ConfigError(
                 f"--model {model}: the folder holds no config.json, so it is not a model that vLLM can load"
             )
-    elif not path.is_file() and "://" not in model and (model.startswith((".", "/", "~")) or model.count("/") > 1):
-        raise ConfigError(f"--model {model}: no such folder; give an existing one, or a name such as Qwen/Qwen3-8B")
+    elif (
+        not path.is_file()
+        and "://" not in model
+        and (model.startswith((".", "/", "~")) or model.count("/") > 1)
+    ):
+        raise ConfigError(
+            f"--model {model}: no such folder; give an existing one, or a name such as Qwen/Qwen3-8B"
+        )
 
 
 def check_port(host: str, port: int) -> None:
     """Raises ConfigError if the proxy's port cannot be bound."""
     if problem := _bind(host, port):
-        raise ConfigError(f"cannot listen on {host} port {port} ({problem}): choose another with --port or --host")
+        raise ConfigError(
+            f"cannot listen on {host} port {port} ({problem}): choose another with --port or --host"
+        )
 
 
 def free_ports(count: int) -> list[int]:
-    """Loopback ports that nothing listens on, outside the range from which the kernel takes ports for connections."""
+    """Loopback ports that nothing listens on, outside the range from which the kernel takes ports
+    for connections.
+    """
     # Random, so that two launchers that start together hardly choose the same ones.
-    ports = [port for port in random.sample(range(20000, 30000), 200) if not _bind("127.0.0.1", port)]
+    ports = [
+        port for port in random.sample(range(20000, 30000), 200) if not _bind("127.0.0.1", port)
+    ]
     if len(ports) < count:
         raise ConfigError(f"no {count} free ports between 20000 and 30000 on this machine")
     return ports[:count]
@@ -94,7 +113,9 @@ def _vllm_version() -> Version:
     try:
         version = Version(metadata.version("vllm"))
     except metadata.PackageNotFoundError:
-        raise ConfigError(f"vLLM is not installed in {sys.prefix}: install vLLM {OLDEST} to {NEWEST} there") from None
+        raise ConfigError(
+            f"vLLM is not installed in {sys.prefix}: install vLLM {OLDEST} to {NEWEST} there"
+        ) from None
     if version.release[:2] < OLDEST.release:
         raise ConfigError(f"vLLM {version} is too old: install vLLM {OLDEST} to {NEWEST}")
     return version
@@ -108,10 +129,14 @@ def _too_new(version: Version) -> tuple[str, ...]:
 
 def _check_plugin() -> None:
     if not metadata.entry_points(group="vllm.general_plugins", name="vllm_disagg"):
-        raise ConfigError("vLLM does not see our plugin: install this project with pip into the environment of vLLM")
+        raise ConfigError(
+            "vLLM does not see our plugin: install this project with pip into the environment of vLLM"
+        )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "vllm_disagg" not in allowed.split(","):
-        raise ConfigError(f"VLLM_PLUGINS={allowed} keeps our plugin out: add vllm_disagg to it, or unset it")
+        raise ConfigError(
+            f"VLLM_PLUGINS={allowed} keeps our plugin out: add vllm_disagg to it, or unset it"
+        )
 
 
 def _executable(name: str) -> str:
@@ -128,23 +153,34 @@ def _executable(name: str) -> str:
 
 
 def _siblings(cpu: int) -> set[int]:
-    """The logical CPUs of the same physical core: two OpenMP threads on one core only slow each other down."""
+    """The logical CPUs of the same physical core: two OpenMP threads on one core only slow each
+    other down.
+    """
     try:
         text = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
     except OSError:
         return {cpu}
     ranges = (part.partition("-") for part in text.strip().split(","))
-    return {sibling for first, _, last in ranges for sibling in range(int(first), int(last or first) + 1)}
+    return {
+        sibling
+        for first, _, last in ranges
+        for sibling in range(int(first), int(last or first) + 1)
+    }
 
 
 def _gpus() -> tuple[str, ...]:
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return tuple(device.strip() for device in visible.split(",") if device.strip())
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ()
-    return tuple(str(n) for n, _ in enumerate(line for line in listed.splitlines() if line.startswith("GPU ")))
+    return tuple(
+        str(n)
+        for n, _ in enumerate(line for line in listed.splitlines() if line.startswith("GPU "))
+    )
 
 
 def _free_memory() -> float:
@@ -154,7 +190,10 @@ def _free_memory() -> float:
             free = int(line.split()[1]) * 1024
     try:
         group = Path("/sys/fs/cgroup")
-        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        free = min(
+            free,
+            int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()),
+        )
     except (OSError, ValueError):  # no such group, or no limit ("max")
         pass
     return free / GIB

@@ -22,7 +22,9 @@ from .processes import ChildExited, ChildProcesses, SharedConsole
 
 POLL_SECONDS = 0.2
 PROGRESS_INTERVAL_SECONDS = 5.0  # seconds between two lines of progress
-READY_TIMEOUT_SECONDS = 60.0  # seconds that the proxy may take to pair instances that are already up
+READY_TIMEOUT_SECONDS = (
+    60.0  # seconds that the proxy may take to pair instances that are already up
+)
 KEY_FILE = "fleet.key"  # in commands to type
 ADMIN_KEY_FILE = "admin.key"  # in the run directory
 EPILOG = "Arguments after -- go to each vllm serve as they are."
@@ -58,14 +60,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.epilog = EPILOG
     add("--model", required=True, help="a folder, or a name on the Hugging Face hub")
-    add("--prefill", metavar="N", type=_count, default=1, help="prefill instances (default: %(default)s)")
-    add("--decode", metavar="N", type=_count, default=1, help="decode instances (default: %(default)s)")
-    add("--tensor-parallel-size", metavar="N", type=_count, default=1, help="of each instance (default: %(default)s)")
+    add(
+        "--prefill",
+        metavar="N",
+        type=_count,
+        default=1,
+        help="prefill instances (default: %(default)s)",
+    )
+    add(
+        "--decode",
+        metavar="N",
+        type=_count,
+        default=1,
+        help="decode instances (default: %(default)s)",
+    )
+    add(
+        "--tensor-parallel-size",
+        metavar="N",
+        type=_count,
+        default=1,
+        help="of each instance (default: %(default)s)",
+    )
     add("--host", default="127.0.0.1", help="address the proxy listens on (default: %(default)s)")
-    add("--port", type=int, default=8000, help="port the proxy listens on; 0: any free one (default: %(default)s)")
-    add("--api-key", metavar="KEY", action="append", default=[], help="clients must send this key; repeatable")
-    add("--no-api-key", action="store_true", help="serve anybody, even on an address that others can reach")
-    add("--dry-run", action="store_true", help="check everything and print the commands, start nothing")
+    add(
+        "--port",
+        type=int,
+        default=8000,
+        help="port the proxy listens on; 0: any free one (default: %(default)s)",
+    )
+    add(
+        "--api-key",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="clients must send this key; repeatable",
+    )
+    add(
+        "--no-api-key",
+        action="store_true",
+        help="serve anybody, even on an address that others can reach",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="check everything and print the commands, start nothing",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,9 +132,16 @@ def run(args: argparse.Namespace) -> int:
             keys.create(key_file)
             admin_key_file, admin = _admin_key(family.directory)
             todo = plan.make(options, facts, engine_ports, key_file)
-            todo = msgspec.structs.replace(todo, proxy=msgspec.structs.replace(todo.proxy, env=admin))
+            todo = msgspec.structs.replace(
+                todo, proxy=msgspec.structs.replace(todo.proxy, env=admin)
+            )
             _start(todo, family, signals, console)
-            _announce(todo, plan.example(options, todo), plan.fleet_commands(todo, admin_key_file), commands)
+            _announce(
+                todo,
+                plan.example(options, todo),
+                plan.fleet_commands(todo, admin_key_file),
+                commands,
+            )
             while True:
                 _pause(family, signals)
     except StopRequested:
@@ -121,7 +167,9 @@ def _options(args: argparse.Namespace) -> UpOptions:
 
 
 def _admin_key(directory: str) -> tuple[str, dict[str, str]]:
-    """Mint the proxy's admin key, unless the user has set one: the file that holds it, and the proxy's environment."""
+    """Mint the proxy's admin key, unless the user has set one: the file that holds it, and the
+    proxy's environment.
+    """
     if os.environ.get(keys.ADMIN_KEY):
         return "", {}
     path = os.path.join(directory, ADMIN_KEY_FILE)
@@ -136,7 +184,9 @@ def _check_proxy(proxy: ChildCommand) -> None:
     proxy_settings.from_arguments(parser.parse_args([*proxy.argv[2:], "--key-file", ""]))
 
 
-def _start(todo: LaunchPlan, family: ChildProcesses, signals: StopSignals, console: SharedConsole) -> None:
+def _start(
+    todo: LaunchPlan, family: ChildProcesses, signals: StopSignals, console: SharedConsole
+) -> None:
     console.say(
         "vllm-disagg up: each instance loads its model, and compiles it at the first start: this may take minutes"
     )
@@ -154,7 +204,9 @@ def _wait(
     console: SharedConsole,
     limit: float = float("inf"),
 ) -> None:
-    """Waits until all children are ready, with a progress line on each change and every few seconds."""
+    """Waits until all children are ready, with a progress line on each change and every few
+    seconds.
+    """
     began = told = time.monotonic()
     answers = dict.fromkeys((c.name for c in commands), "starting")
     ready = set[str]()
@@ -199,7 +251,8 @@ def _announce(todo: LaunchPlan, example: str, fleet: list[str], commands: str) -
     shown = "See the instances, and drain one (with the admin key):\n" + "\n".join(fleet)
     try:
         print(
-            f"\nready: {todo.proxy.url}\n\nTry it:\n{example}\n\n{shown}\n\nThe same by hand:\n{commands}\n", flush=True
+            f"\nready: {todo.proxy.url}\n\nTry it:\n{example}\n\n{shown}\n\nThe same by hand:\n{commands}\n",
+            flush=True,
         )
     except OSError as error:
         raise DisaggError(f"cannot write to standard output: {error.strerror}") from None

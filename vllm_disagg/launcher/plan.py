@@ -23,7 +23,8 @@ REFUSED_FLAGS = {  # what vLLM is told by us, and the flag of ours that sets it
     "-tp": "give --tensor-parallel-size before --",
 }
 MIN_CORES_TO_SPARE_ONE = 4  # cores of a rank from which on one is left to what is not OpenMP
-QUIET_ACCESS_LOG_FLAG = "--disable-access-log-for-endpoints=/health,/metrics"  # of which the proxy asks four times a second
+# of which the proxy asks four times a second
+QUIET_ACCESS_LOG_FLAG = "--disable-access-log-for-endpoints=/health,/metrics"
 OVERHEAD_GIB = 2  # GiB that an instance takes besides weights and KV cache
 
 
@@ -54,11 +55,20 @@ class ChildCommand(msgspec.Struct, frozen=True):
     @property
     def url(self) -> str:
         """Base URL of the child."""
-        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+        return (
+            f"http://[{self.host}]:{self.port}"
+            if ":" in self.host
+            else f"http://{self.host}:{self.port}"
+        )
 
     def shell(self) -> str:
         """Formats the command for a shell."""
-        return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.env.items()), shlex.join(self.argv)])
+        return " ".join(
+            [
+                *(f"{name}={shlex.quote(value)}" for name, value in self.env.items()),
+                shlex.join(self.argv),
+            ]
+        )
 
 
 class LaunchPlan(msgspec.Struct, frozen=True):
@@ -71,7 +81,9 @@ class LaunchPlan(msgspec.Struct, frozen=True):
 
 
 def make(options: UpOptions, machine: MachineFacts, ports: list[int], key_file: str) -> LaunchPlan:
-    """Plans all children; `ports` are those of the engines. Raises ConfigError if the plan cannot work."""
+    """Plans all children; `ports` are those of the engines. Raises ConfigError if the plan cannot
+    work.
+    """
     _refuse_ours(options.extra)
     names = [
         f"{role}-{n}"
@@ -84,7 +96,9 @@ def make(options: UpOptions, machine: MachineFacts, ports: list[int], key_file: 
     else:
         envs, notes = _gpu(names, options.tensor_parallel, machine.gpus)
     engines = [
-        ChildCommand(name, _serve(options, machine, name, port, key_file), env, "127.0.0.1", port, "/health")
+        ChildCommand(
+            name, _serve(options, machine, name, port, key_file), env, "127.0.0.1", port, "/health"
+        )
         for name, port, env in zip(names, ports, envs, strict=True)
     ]
     return LaunchPlan(engines, _proxy(options, machine, engines, key_file), notes, warnings)
@@ -98,10 +112,21 @@ def by_hand(plan: LaunchPlan, machine: MachineFacts, key_file: str) -> str:
 
 def example(options: UpOptions, plan: LaunchPlan) -> str:
     """Formats an example request."""
-    body = json.dumps({"model": _served_name(options), "prompt": "Once upon a time", "max_tokens": 32})
-    headers = ["Content-Type: application/json", *(f"Authorization: Bearer {key}" for key in options.api_keys[:1])]
+    body = json.dumps(
+        {"model": _served_name(options), "prompt": "Once upon a time", "max_tokens": 32}
+    )
+    headers = [
+        "Content-Type: application/json",
+        *(f"Authorization: Bearer {key}" for key in options.api_keys[:1]),
+    ]
     return shlex.join(
-        ["curl", f"{plan.proxy.url}/v1/completions", *(w for h in headers for w in ("-H", h)), "-d", body]
+        [
+            "curl",
+            f"{plan.proxy.url}/v1/completions",
+            *(w for h in headers for w in ("-H", h)),
+            "-d",
+            body,
+        ]
     )
 
 
@@ -118,21 +143,47 @@ def fleet_commands(plan: LaunchPlan, admin_key_file: str) -> list[str]:
     return [seen, f"{drain} -H 'Content-Type: application/json' -d {body}"]
 
 
-def _serve(options: UpOptions, machine: MachineFacts, name: str, port: int, key_file: str) -> list[str]:
+def _serve(
+    options: UpOptions, machine: MachineFacts, name: str, port: int, key_file: str
+) -> list[str]:
     transfer = {
         "kv_connector": "DisaggConnector",
         "kv_role": ROLES[name.partition("-")[0]],
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"key_file": key_file},
     }
-    parallel = ["--tensor-parallel-size", str(options.tensor_parallel)] if options.tensor_parallel > 1 else []
+    parallel = (
+        ["--tensor-parallel-size", str(options.tensor_parallel)]
+        if options.tensor_parallel > 1
+        else []
+    )
     where = ["--host", "127.0.0.1", "--port", str(port)]
     config = ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
-    return [machine.vllm, "serve", options.model, *where, *parallel, *config, QUIET_ACCESS_LOG_FLAG, *options.extra]
+    return [
+        machine.vllm,
+        "serve",
+        options.model,
+        *where,
+        *parallel,
+        *config,
+        QUIET_ACCESS_LOG_FLAG,
+        *options.extra,
+    ]
 
 
-def _proxy(options: UpOptions, machine: MachineFacts, engines: list[ChildCommand], key_file: str) -> ChildCommand:
-    argv = [machine.ours, "proxy", "--host", options.host, "--port", str(options.port), "--key-file", key_file]
+def _proxy(
+    options: UpOptions, machine: MachineFacts, engines: list[ChildCommand], key_file: str
+) -> ChildCommand:
+    argv = [
+        machine.ours,
+        "proxy",
+        "--host",
+        options.host,
+        "--port",
+        str(options.port),
+        "--key-file",
+        key_file,
+    ]
     for engine in engines:
         argv += [f"--{engine.name.partition('-')[0]}", engine.url]
     for key in options.api_keys:
@@ -158,16 +209,24 @@ def _served_name(options: UpOptions) -> str:
     return options.model
 
 
-def _cpu(names: list[str], ranks: int, machine: MachineFacts, warnings: list[str]) -> tuple[list[dict[str, str]], list[str]]:
-    """Assigns cores to each rank of each instance, so that OpenMP threads of instances do not compete."""
+def _cpu(
+    names: list[str], ranks: int, machine: MachineFacts, warnings: list[str]
+) -> tuple[list[dict[str, str]], list[str]]:
+    """Assigns cores to each rank of each instance, so that OpenMP threads of instances do not
+    compete.
+    """
     total = len(names) * ranks
     if len(machine.cores) < total:
         few = _count(len(machine.cores), "core")
         many = _count(total, "worker")
-        warnings.append(f"{few} for {many}: they share, so this shows that it works, not how fast it is")
+        warnings.append(
+            f"{few} for {many}: they share, so this shows that it works, not how fast it is"
+        )
     space = machine.kv_space or str(max(1, min(16, int(machine.memory / 4 / total))))
     if not space.isdecimal():
-        raise ConfigError(f"VLLM_CPU_KVCACHE_SPACE={space} is not a whole number of GiB: set it to one, or unset it")
+        raise ConfigError(
+            f"VLLM_CPU_KVCACHE_SPACE={space} is not a whole number of GiB: set it to one, or unset it"
+        )
     if machine.memory < (needed := total * (int(space) + OVERHEAD_GIB)):
         workers = _count(total, "worker")
         warnings.append(
@@ -180,8 +239,15 @@ def _cpu(names: list[str], ranks: int, machine: MachineFacts, warnings: list[str
         bound = "|".join(_ranges(next(shares)) for _ in range(ranks))
         envs.append({"VLLM_CPU_OMP_THREADS_BIND": bound, "VLLM_CPU_KVCACHE_SPACE": space})
         places.append(f"{name} on {bound}")
-    setter = "as VLLM_CPU_KVCACHE_SPACE says" if machine.kv_space else "set VLLM_CPU_KVCACHE_SPACE for more or less"
-    return envs, [f"cores: {', '.join(places)}", f"KV cache: {space} GiB for each worker ({setter})"]
+    setter = (
+        "as VLLM_CPU_KVCACHE_SPACE says"
+        if machine.kv_space
+        else "set VLLM_CPU_KVCACHE_SPACE for more or less"
+    )
+    return envs, [
+        f"cores: {', '.join(places)}",
+        f"KV cache: {space} GiB for each worker ({setter})",
+    ]
 
 
 def _shares(cores: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
@@ -204,7 +270,9 @@ def _ranges(cores: tuple[int, ...]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _gpu(names: list[str], ranks: int, gpus: tuple[str, ...]) -> tuple[list[dict[str, str]], list[str]]:
+def _gpu(
+    names: list[str], ranks: int, gpus: tuple[str, ...]
+) -> tuple[list[dict[str, str]], list[str]]:
     needed = len(names) * ranks
     if len(gpus) < needed:
         have = _count(len(gpus), "GPU") if gpus else "no GPU"

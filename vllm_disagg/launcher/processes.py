@@ -22,7 +22,9 @@ from .plan import ChildCommand
 PREFIX_COLOURS = (36, 33, 35, 32, 34)  # of prefixes, on a terminal
 # A cause; vLLM's last errors only point back at it.
 CAUSE = re.compile(r"died unexpectedly|\b\w*(Error|Exception): (?!cancelled$|.*root cause)")
-HARMLESS = re.compile(r"(^|\) )(DEBUG|INFO|WARNING) \d\d-\d\d ")  # as vLLM logs: a warning may name an error
+HARMLESS = re.compile(
+    r"(^|\) )(DEBUG|INFO|WARNING) \d\d-\d\d "
+)  # as vLLM logs: a warning may name an error
 TROUBLE_PATTERN = re.compile(r"error|killed", re.IGNORECASE)
 
 
@@ -48,11 +50,14 @@ class SharedConsole:
 class ChildProcess:
     """One process, leader of its own group, and the thread that reads its output.
 
-    It does not lead a session. Linux (autogroups) gives each session one share of a core. An API server, which rarely runs,
-    would then wait for up to a second while the worker of another instance spins (docs/benchmarks/sessions.md).
+    It does not lead a session. Linux (autogroups) gives each session one share of a core. An API
+    server, which rarely runs, would then wait for up to a second while the worker of another
+    instance spins (docs/benchmarks/sessions.md).
     """
 
-    def __init__(self, command: ChildCommand, argv: list[str], console: SharedConsole, prefix: str) -> None:
+    def __init__(
+        self, command: ChildCommand, argv: list[str], console: SharedConsole, prefix: str
+    ) -> None:
         self.name = command.name
         self.cause = ""
         self._weight = 0
@@ -86,7 +91,15 @@ class ChildProcess:
         for raw in self.process.stdout:
             line = raw.decode(errors="replace").rstrip().rpartition("\r")[2]
             console.say(prefix + line)
-            weight = 1 if HARMLESS.search(line) else 3 if CAUSE.search(line) else 2 if TROUBLE_PATTERN.search(line) else 1
+            weight = (
+                1
+                if HARMLESS.search(line)
+                else 3
+                if CAUSE.search(line)
+                else 2
+                if TROUBLE_PATTERN.search(line)
+                else 1
+            )
             if line.strip() and weight >= self._weight:
                 self._weight = weight
                 self.cause = line.strip()
@@ -114,7 +127,11 @@ class ChildProcesses:
     def start(self, command: ChildCommand, argv: list[str]) -> None:
         """Starts a child."""
         colour = PREFIX_COLOURS[len(self._children) % len(PREFIX_COLOURS)]
-        prefix = f"\033[{colour}m[{command.name}]\033[0m " if self._console.is_terminal else f"[{command.name}] "
+        prefix = (
+            f"\033[{colour}m[{command.name}]\033[0m "
+            if self._console.is_terminal
+            else f"[{command.name}] "
+        )
         try:
             child = ChildProcess(command, argv, self._console, prefix)
         except OSError as error:
@@ -133,7 +150,10 @@ class ChildProcesses:
                 raise ChildExited(child.ending())
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         guard.end({child.process.pid for child in self._children}, self._hurry)
         for child in self._children:

@@ -1,8 +1,8 @@
 """What goes into the protocol machines and what comes out, besides wire messages.
 
-An event is a fact the machine could not know by itself; an action is a thing it may not do by itself.  All are
-plain values, so a run can be recorded, read by a person and replayed.  What a scheduler tells its workers in
-vLLM's step metadata *is* a list of these events.
+An event is a fact the machine could not know by itself; an action is a thing it may not do by
+itself. All are plain values, so a run can be recorded, read by a person and replayed. What a
+scheduler tells its workers in vLLM's step metadata *is* a list of these events.
 """
 
 from __future__ import annotations
@@ -33,26 +33,34 @@ class Reason(str, Enum):
     LOST = "lost"  # P let go of the blocks before we were done
 
 
-# Events, prefill side ----------------------------------------------------------------------------------------
+# Events, prefill side -----------------------------------------------------------------------------
 class BlocksScheduled(msgspec.Struct, frozen=True, tag=True):
-    """This step computes the prompt up to `tokens`; `blocks` are the block ids added since the last such event, by group."""
+    """This step computes the prompt up to `tokens`; `blocks` are the block ids added since the last
+    such event, by group.
+    """
 
     transfer: str
     tokens: int
     blocks: list[list[int]]
-    cached: bool = False  # of a prefix-cache hit: computed by whatever this step or an earlier one computes
+    cached: bool = (
+        False  # of a prefix-cache hit: computed by whatever this step or an earlier one computes
+    )
     prompt: str = ""  # a digest of the whole of it: readers who have another are served nothing
 
 
 class LayersComputed(msgspec.Struct, frozen=True, tag=True):
-    """The first `layers` layers of what the last BlocksScheduled announced are in memory, and do not change any more."""
+    """The first `layers` layers of what the last BlocksScheduled announced are in memory, and do
+    not change any more.
+    """
 
     transfer: str
     layers: int
 
 
 class LayersRecomputed(msgspec.Struct, frozen=True, tag=True):
-    """Layers that this step has said to be final were computed again: readers may have what they were before."""
+    """Layers that this step has said to be final were computed again: readers may have what they
+    were before.
+    """
 
     transfer: str
 
@@ -77,14 +85,18 @@ class SendCompleted(msgspec.Struct, frozen=True, tag=True):
 
 
 class ConnectionLost(msgspec.Struct, frozen=True, tag=True):
-    """The reader's end of a connection has closed: its process has ended, or it will soon say something."""
+    """The reader's end of a connection has closed: its process has ended, or it will soon say
+    something.
+    """
 
     reader: str
 
 
-# Events, decode side -----------------------------------------------------------------------------------------
+# Events, decode side ------------------------------------------------------------------------------
 class GroupBlocks(msgspec.Struct, frozen=True):
-    """Of one KV-cache group: the blocks of a prompt from `token`, a multiple of the group's block size."""
+    """Of one KV-cache group: the blocks of a prompt from `token`, a multiple of the group's block
+    size.
+    """
 
     token: int
     ids: list[int]
@@ -103,7 +115,9 @@ class LoadRequested(msgspec.Struct, frozen=True, tag=True):
 
 
 class LookupRequested(msgspec.Struct, frozen=True, tag=True):
-    """How many tokens of a transfer do its sources have?  Until it is LoadRequested or LoadCancelled."""
+    """How many tokens of a transfer do its sources have?  Until it is LoadRequested or
+    LoadCancelled.
+    """
 
     transfer: str
     sources: list[WorkerInfo]
@@ -112,7 +126,9 @@ class LookupRequested(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadSkipped(msgspec.Struct, frozen=True, tag=True):
-    """We shall read nothing of this transfer (a full prefix hit, an abort in the queue): P may let go."""
+    """We shall read nothing of this transfer (a full prefix hit, an abort in the queue): P may let
+    go.
+    """
 
     transfer: str
     sources: list[WorkerInfo]
@@ -141,26 +157,28 @@ class PieceWritten(msgspec.Struct, frozen=True, tag=True):
 
 
 class TransportChanged(msgspec.Struct, frozen=True, tag=True):
-    """From now on pieces from this source come to `address`.  `lost`: what was asked for before will not come."""
+    """From now on pieces from this source come to `address`. `lost`: what was asked for before will
+    not come.
+    """
 
     source: str
     address: str
     lost: bool = False
 
 
-# Events, both sides ------------------------------------------------------------------------------------------
+# Events, both sides -------------------------------------------------------------------------------
 class ClockTick(msgspec.Struct, frozen=True, tag=True):
     """Time has passed."""
 
 
-# Actions -----------------------------------------------------------------------------------------------------
+# Actions ------------------------------------------------------------------------------------------
 class SendMessage(msgspec.Struct, frozen=True, tag=True):
     to: str
     message: messages.ToSender | messages.ToReceiver
 
 
 class SendPiece(msgspec.Struct, frozen=True, tag=True):
-    """Send the bytes of a piece; `blocks` hold the extent's tokens in order.  Ends in SendCompleted."""
+    """Send the bytes of a piece; `blocks` hold the extent's tokens in order. Ends in SendCompleted."""
 
     transfer: str
     reader: str
@@ -194,7 +212,9 @@ class WritePiece(msgspec.Struct, frozen=True, tag=True):
 
 
 class LookupResult(msgspec.Struct, frozen=True, tag=True):
-    """All sources of what was sought have at least so many tokens; 0 if one of them will not serve it."""
+    """All sources of what was sought have at least so many tokens; 0 if one of them will not serve
+    it.
+    """
 
     transfer: str
     tokens: int
@@ -210,9 +230,29 @@ class LoadResult(msgspec.Struct, frozen=True, tag=True):
     seconds: float = 0.0  # since LoadRequested
 
 
-SenderEvent = BlocksScheduled | LayersComputed | LayersRecomputed | PrefillFinished | BlocksRevoked | SendCompleted | ConnectionLost | ClockTick | messages.ToSender
+SenderEvent = (
+    BlocksScheduled
+    | LayersComputed
+    | LayersRecomputed
+    | PrefillFinished
+    | BlocksRevoked
+    | SendCompleted
+    | ConnectionLost
+    | ClockTick
+    | messages.ToSender
+)
 SenderAction = SendMessage | SendPiece | ReleaseBlocks
-ReceiverEvent = LoadRequested | LookupRequested | LoadSkipped | LoadCancelled | PieceArrived | PieceWritten | TransportChanged | ClockTick | messages.ToReceiver
+ReceiverEvent = (
+    LoadRequested
+    | LookupRequested
+    | LoadSkipped
+    | LoadCancelled
+    | PieceArrived
+    | PieceWritten
+    | TransportChanged
+    | ClockTick
+    | messages.ToReceiver
+)
 ReceiverAction = ConnectPeer | SendMessage | WritePiece | LookupResult | LoadResult
 ForSender = BlocksScheduled | PrefillFinished | BlocksRevoked
 ForReceiver = LoadRequested | LookupRequested | LoadSkipped | LoadCancelled

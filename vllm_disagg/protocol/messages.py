@@ -1,8 +1,9 @@
 """Every message between a prefill worker (P) and a decode worker (D).
 
-This is the only file that knows the wire.  A message is one frame: a version byte, then msgpack.  Both ends are
-named in each message, and a name holds the process's incarnation: what was meant for another life of a process
-has no effect.  There is one union per direction, so a message for the wrong side does not even decode.
+This is the only file that knows the wire. A message is one frame: a version byte, then msgpack.
+Both ends are named in each message, and a name holds the process's incarnation: what was meant for
+another life of a process has no effect. There is one union per direction, so a message for the
+wrong side does not even decode.
 
     D -> P   TransferRequest     I want this transfer (repeated: it is also the sign of life)
     P -> D   Progress    so much is final
@@ -42,9 +43,11 @@ class TransferRequest(msgspec.Struct, frozen=True, tag="pull"):
 
 
 class Progress(msgspec.Struct, frozen=True, tag="offer"):
-    """Final: tokens [0, tokens) in all layers, and tokens [0, ahead) in the layers [0, layers).  Cumulative.
+    """Final: tokens [0, tokens) in all layers, and tokens [0, ahead) in the layers [0, layers).
+    Cumulative.
 
-    `still`: seconds since P's vLLM has last begun or ended a step, while a prompt of this kind waits for its next one.
+    `still`: seconds since P's vLLM has last begun or ended a step, while a prompt of this kind
+    waits for its next one.
     """
 
     transfer: Name
@@ -87,7 +90,9 @@ class Abort(msgspec.Struct, frozen=True, tag="fail"):
 
 
 class TransportNote(msgspec.Struct, frozen=True, tag="note"):
-    """What the carriers of two workers tell each other, by the carrier's name.  One that is lost is said again or missed."""
+    """What the carriers of two workers tell each other, by the carrier's name. One that is lost is
+    said again or missed.
+    """
 
     source: Name
     reader: Name
@@ -96,7 +101,9 @@ class TransportNote(msgspec.Struct, frozen=True, tag="note"):
 
 
 class PieceHeader(msgspec.Struct, frozen=True, tag="header"):
-    """Precedes a piece on the data socket.  `checksum`: xxh3_64 of the bytes, seeded with the transfer."""
+    """Precedes a piece on the data socket. `checksum`: xxh3_64 of the bytes, seeded with the
+    transfer.
+    """
 
     transfer: Name
     number: Count

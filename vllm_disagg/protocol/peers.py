@@ -10,14 +10,18 @@ from ..kv.layout import NOTHING, RankLayout, Text
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
-    """Where one rank of an engine listens.  `name` is unique to the process: a restarted worker has another."""
+    """Where one rank of an engine listens. `name` is unique to the process: a restarted worker has
+    another.
+    """
 
     name: Text
     control: Text  # tcp://HOST:PORT, authenticated
     data: Text  # tcp://HOST:PORT
     local: Text = ""  # ipc://PATH, the same data for readers on `host`
     host: Text = ""  # boot id of the machine
-    carriers: Annotated[list[Text], msgspec.Meta(max_length=8)] = []  # what can carry its KV besides ZMQ
+    carriers: Annotated[
+        list[Text], msgspec.Meta(max_length=8)
+    ] = []  # what can carry its KV besides ZMQ
     holds: RankLayout = NOTHING
 
 
@@ -28,13 +32,20 @@ class EngineInfo(msgspec.Struct, frozen=True):
     role: Literal["prefill", "decode", "both"]
     workers: list[WorkerInfo]  # by rank: stage of the pipeline, then tensor parallel rank
     layout: dict[str, str]  # facts that two engines must share to exchange KV
-    rank: int | None = None  # among the data parallel ranks behind one API server; None when it has only this engine
-    two_way: bool = False  # whether it can read back what a decode engine has cached, and serve that
+    rank: int | None = (
+        # among the data parallel ranks behind one API server; None when it has only this engine
+        None
+    )
+    two_way: bool = (
+        False  # whether it can read back what a decode engine has cached, and serve that
+    )
     clock: float = 0.0  # seconds since this incarnation began
 
 
 class EngineCard(msgspec.Struct, frozen=True):
-    """The part of it that the answer to a grant without an engine, or to a refused one, has: enough to mint another."""
+    """The part of it that the answer to a grant without an engine, or to a refused one, has: enough
+    to mint another.
+    """
 
     incarnation: Text
     clock: float

@@ -2,17 +2,20 @@
 
     of one source:   MOVING --last piece landed--> SETTLING --Confirm(intact)--> SETTLED
     of a transfer:   all sources SETTLED --> LoadResult
-                     any failure of any source, cancel --> DRAINING --nothing is being written any more--> LoadResult(reason)
+                     any failure of any source, cancel --> DRAINING --nothing is being written any
+                     more--> LoadResult(reason)
 
-MOVING asks (TransferRequest, repeated), hears what is final (Progress), asks for pieces of it (ReadRequest: the credits, so that at
-most `window` bytes are on their way, whatever the prompt's length), and lands them.  DRAINING is the state that
-costs others people's tokens: the transfer is over, but a copy into our blocks may still run, so nothing may be
-reported before its end.  What is only sought yet (`lookup.py`) has no blocks, and asks nothing but how much there is.
+MOVING asks (TransferRequest, repeated), hears what is final (Progress), asks for pieces of it
+(ReadRequest: the credits, so that at most `window` bytes are on their way, whatever the prompt's
+length), and lands them. DRAINING is the state that costs others people's tokens: the transfer is
+over, but a copy into our blocks may still run, so nothing may be reported before its end. What is
+only sought yet (`lookup.py`) has no blocks, and asks nothing but how much there is.
 
 Rules, checked by `validate` and by the property tests:
   1. Each LoadRequested comes back in exactly one LoadResult.
   2. No LoadResult, and no use of the blocks by anybody else, while a copy into them runs.
-  3. Report without a reason only after every P rank that we read from has confirmed that it held its blocks until our
+  3. Report without a reason only after every P rank that we read from has confirmed that it held
+     its blocks until our
      bytes were in place.
   4. Only what was asked for and has not landed yet is ever landed.
 """
@@ -48,7 +51,9 @@ from .lookup import Lookups
 from .read_plan import ReadPlan, read_plans
 
 MAX_PIECE_TRIES = 3  # of a piece whose bytes arrive damaged
-ABORT_REPEAT_SECONDS = 10.0  # seconds that a silent P is told again that we have given up: as its lease, by default
+ABORT_REPEAT_SECONDS = (
+    10.0  # seconds that a silent P is told again that we have given up: as its lease, by default
+)
 
 
 class SourceState(Enum):
@@ -112,15 +117,19 @@ class IncomingTransfer:
     @property
     def open(self) -> list[SourceRecord]:
         """Who owes us something."""
-        return [s for s in self.sources.values() if s.state is not SourceState.SETTLED] if self.reason is None else []
+        return (
+            [s for s in self.sources.values() if s.state is not SourceState.SETTLED]
+            if self.reason is None
+            else []
+        )
 
 
 class Receiver:
     """All transfers of one decode rank.
 
-    `retry`: seconds between signs of life; `silence`: seconds without one after which P is given up; `stall`: seconds without
-    a step of P's vLLM after which it is given up, if it still has to compute something of ours;
-    `piece` and `window`: bytes of a piece, and on their way at a time.
+    `retry`: seconds between signs of life; `silence`: seconds without one after which P is given
+    up; `stall`: seconds without a step of P's vLLM after which it is given up, if it still has to
+    compute something of ours; `piece` and `window`: bytes of a piece, and on their way at a time.
     """
 
     def __init__(
@@ -148,9 +157,13 @@ class Receiver:
         self.transfers: dict[str, IncomingTransfer] = {}
         self.searches = Lookups(name, rank, retry)
         self.routes: dict[str, str] = {}  # where pieces of a source come to, if not to our address
-        self.queues: dict[str, deque[tuple[str, int]]] = {}  # pieces that wait for a credit, by source
+        self.queues: dict[
+            str, deque[tuple[str, int]]
+        ] = {}  # pieces that wait for a credit, by source
         self.flying: Counter[str] = Counter()  # bytes asked for and not landed, by source
-        self.partings: deque[tuple[float, float, list[ReceiverAction]]] = deque()  # when again, until when, the Fails
+        self.partings: deque[tuple[float, float, list[ReceiverAction]]] = (
+            deque()
+        )  # when again, until when, the Fails
 
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverAction]:
         match event:
@@ -163,7 +176,9 @@ class Receiver:
             case TransportChanged():
                 return self._routed(event, now)
             case ClockTick():
-                asked = [a for name in list(self.transfers) for a in self._tick(name, now)] + self._pump(now)
+                asked = [
+                    a for name in list(self.transfers) for a in self._tick(name, now)
+                ] + self._pump(now)
                 return asked + self.searches.tick(now) + self._part(now)
         t = self.transfers.get(event.transfer)
         if t is None:
@@ -184,23 +199,35 @@ class Receiver:
 
     def next_deadline(self) -> float | None:
         """When the next ClockTick is due."""
-        due = [min(t.retry, *(s.heard + self.silence for s in t.open)) for t in self.transfers.values() if t.open]
+        due = [
+            min(t.retry, *(s.heard + self.silence for s in t.open))
+            for t in self.transfers.values()
+            if t.open
+        ]
         if (search := self.searches.next_deadline()) is not None:
             due.append(search)
         return min([*due, *(again for again, _, _ in self.partings)], default=None)
 
-    # Events --------------------------------------------------------------------------------------------------
+    # Events ---------------------------------------------------------------------------------------
     def _wanted(self, event: LoadRequested, now: float) -> list[ReceiverAction]:
         assert event.transfer not in self.transfers, f"{event.transfer} is wanted twice"
         self.searches.wanted(event.transfer)
         actions = self._tell_idle(event)
         t = self.transfers[event.transfer] = IncomingTransfer(
-            {}, event.token_end, event.patience, event.prompt, began=now, moved=now, retry=now + self.retry
+            {},
+            event.token_end,
+            event.patience,
+            event.prompt,
+            began=now,
+            moved=now,
+            retry=now + self.retry,
         )
         for source, found in read_plans(event, self.rank, self.shape).items():
             worker = event.sources[source]
             left = sum(reading.bytes for reading in found)
-            t.sources[worker.name] = SourceRecord(worker.name, event.plan.readers[source], found, left, now)
+            t.sources[worker.name] = SourceRecord(
+                worker.name, event.plan.readers[source], found, left, now
+            )
             actions += [ConnectPeer(worker), self._pull(event.transfer, t.sources[worker.name])]
         return actions + self._report_if_settled(event.transfer, t, now)
 
@@ -217,7 +244,9 @@ class Receiver:
         actions: list[ReceiverAction] = []
         for source in event.plan.idle(self.rank):
             worker = event.sources[source]
-            pull = messages.TransferRequest(event.transfer, worker.name, self.name, self.address, readers=0)
+            pull = messages.TransferRequest(
+                event.transfer, worker.name, self.name, self.address, readers=0
+            )
             actions += [ConnectPeer(worker), SendMessage(worker.name, pull)]
         return actions
 
@@ -231,10 +260,18 @@ class Receiver:
             for source in t.open:
                 if source.name == event.source and source.state is SourceState.MOVING:
                     asked = self._asked(t, source) if event.lost else []
-                    actions += [self._pull(name, source), *(self._fetch(name, n, now) for n in asked)]
+                    actions += [
+                        self._pull(name, source),
+                        *(self._fetch(name, n, now) for n in asked),
+                    ]
         return actions
 
-    def _heard(self, event: messages.Progress | messages.Confirm | messages.Abort, t: IncomingTransfer, now: float) -> list[ReceiverAction]:
+    def _heard(
+        self,
+        event: messages.Progress | messages.Confirm | messages.Abort,
+        t: IncomingTransfer,
+        now: float,
+    ) -> list[ReceiverAction]:
         source = t.sources[event.source]
         source.heard = now
         match event:
@@ -250,13 +287,27 @@ class Receiver:
             case messages.Abort():
                 known = event.reason in Reason._value2member_map_
                 reason = Reason(event.reason) if known else Reason.REFUSED
-                return [] if source.state is SourceState.SETTLED else self._fail(event.transfer, reason, now, but=source.name)
+                return (
+                    []
+                    if source.state is SourceState.SETTLED
+                    else self._fail(event.transfer, reason, now, but=source.name)
+                )
 
-    def _offer(self, event: messages.Progress, t: IncomingTransfer, source: SourceRecord, now: float) -> list[ReceiverAction]:
+    def _offer(
+        self, event: messages.Progress, t: IncomingTransfer, source: SourceRecord, now: float
+    ) -> list[ReceiverAction]:
         told = (event.tokens, event.ahead, event.layers)
-        if event.still >= self.stall and source.state is SourceState.MOVING and event.tokens < t.token_end:
+        if (
+            event.still >= self.stall
+            and source.state is SourceState.MOVING
+            and event.tokens < t.token_end
+        ):
             return self._fail(event.transfer, Reason.STALLED, now)
-        if t.reason is not None or source.state is not SourceState.MOVING or told <= (source.tokens, source.ahead, source.layers):
+        if (
+            t.reason is not None
+            or source.state is not SourceState.MOVING
+            or told <= (source.tokens, source.ahead, source.layers)
+        ):
             return []  # repeated, or overtaken by a later one
         source.tokens, source.ahead, source.layers = told
         t.moved = now
@@ -267,7 +318,9 @@ class Receiver:
                 t.cut += 1
         return self._pump(now)
 
-    def _arrived(self, event: PieceArrived, t: IncomingTransfer, now: float) -> list[ReceiverAction]:
+    def _arrived(
+        self, event: PieceArrived, t: IncomingTransfer, now: float
+    ) -> list[ReceiverAction]:
         piece = t.pieces.get(event.number)
         if piece is None or piece.where is not PieceState.ASKED:
             return []  # what is DRAINING keeps only pieces that land
@@ -323,7 +376,9 @@ class Receiver:
         return actions
 
     def _part(self, now: float) -> list[ReceiverAction]:
-        """Say again what a P that was frozen may not have heard: it would hold the blocks for its lease."""
+        """Say again what a P that was frozen may not have heard: it would hold the blocks for its
+        lease.
+        """
         actions: list[ReceiverAction] = []
         for _ in range(len(self.partings)):
             again, until, fails = self.partings.popleft()
@@ -334,13 +389,19 @@ class Receiver:
                 self.partings.append((again, until, fails))
         return actions
 
-    # Pieces --------------------------------------------------------------------------------------------------
+    # Pieces ---------------------------------------------------------------------------------------
     def _asked(self, t: IncomingTransfer, source: SourceRecord) -> list[int]:
-        return [n for n, p in t.pieces.items() if p.where is PieceState.ASKED and p.source == source.name]
+        return [
+            n
+            for n, p in t.pieces.items()
+            if p.where is PieceState.ASKED and p.source == source.name
+        ]
 
     def _pump(self, now: float) -> list[ReceiverAction]:
-        """Ask for as many pieces as there are credits, of all sources in turn; of a source at most half of them, so that one
-        whose bytes do not come stops nobody else; one piece at least, however large."""
+        """Ask for as many pieces as there are credits, of all sources in turn; of a source at most
+        half of them, so that one whose bytes do not come stops nobody else; one piece at least,
+        however large.
+        """
         actions: list[ReceiverAction] = []
         waiting = list(self.queues)
         while waiting:
@@ -356,7 +417,9 @@ class Receiver:
             piece = t.pieces.get(number) if t else None
             if piece is not None and piece.where is PieceState.WAITING:
                 mine, all_ = self.flying[source], self.flying.total()
-                if (mine and mine + piece.bytes > self.window // 2) or (all_ and all_ + piece.bytes > self.window):
+                if (mine and mine + piece.bytes > self.window // 2) or (
+                    all_ and all_ + piece.bytes > self.window
+                ):
                     return False
                 queue.popleft()
                 self.flying[source] += piece.bytes
@@ -370,16 +433,24 @@ class Receiver:
     def _fetch(self, name: str, number: int, now: float) -> SendMessage:
         piece = self.transfers[name].pieces[number]
         piece.where, piece.again = PieceState.ASKED, now + self.silence
-        return SendMessage(piece.source, messages.ReadRequest(name, piece.source, self.name, number, piece.extent))
+        return SendMessage(
+            piece.source, messages.ReadRequest(name, piece.source, self.name, number, piece.extent)
+        )
 
-    # Ends ----------------------------------------------------------------------------------------------------
-    def _fail(self, name: str, reason: Reason, now: float, *, but: str = "") -> list[ReceiverAction]:
-        """The whole transfer is over.  All sources that do not know it are told; `but` is who told us."""
+    # Ends -----------------------------------------------------------------------------------------
+    def _fail(
+        self, name: str, reason: Reason, now: float, *, but: str = ""
+    ) -> list[ReceiverAction]:
+        """The whole transfer is over. All sources that do not know it are told; `but` is who told
+        us.
+        """
         t = self.transfers[name]
         if t.reason is not None:
             return []
         actions: list[ReceiverAction] = [
-            SendMessage(s.name, messages.Abort(name, s.name, self.name, reason.value)) for s in t.open if s.name != but
+            SendMessage(s.name, messages.Abort(name, s.name, self.name, reason.value))
+            for s in t.open
+            if s.name != but
         ]
         if reason is Reason.SILENT and actions:  # its link may be broken, and these be lost with it
             self.partings.append((now + self.retry, now + ABORT_REPEAT_SECONDS, actions[:]))
@@ -389,27 +460,40 @@ class Receiver:
         t.pieces = {n: p for n, p in t.pieces.items() if p.where is PieceState.LANDING}
         return actions + self._report_if_drained(name, t, now) + self._pump(now)
 
-    def _report_if_drained(self, name: str, t: IncomingTransfer, now: float) -> list[ReceiverAction]:
+    def _report_if_drained(
+        self, name: str, t: IncomingTransfer, now: float
+    ) -> list[ReceiverAction]:
         return [] if t.pieces else self._report(name, t.reason, now)
 
-    def _report_if_settled(self, name: str, t: IncomingTransfer, now: float) -> list[ReceiverAction]:
+    def _report_if_settled(
+        self, name: str, t: IncomingTransfer, now: float
+    ) -> list[ReceiverAction]:
         return [] if t.open else self._report(name, None, now)
 
     def _report(self, name: str, reason: Reason | None, now: float) -> list[ReceiverAction]:
         t = self.transfers.pop(name)
         return [LoadResult(name, reason, t.landed, t.early, now - t.began)]
 
-    # Messages ------------------------------------------------------------------------------------------------
+    # Messages -------------------------------------------------------------------------------------
     def _pull(self, name: str, source: SourceRecord) -> SendMessage:
         address, prompt = self.routes.get(source.name, self.address), self.transfers[name].prompt
-        return SendMessage(source.name, messages.TransferRequest(name, source.name, self.name, address, source.readers, prompt))
+        return SendMessage(
+            source.name,
+            messages.TransferRequest(name, source.name, self.name, address, source.readers, prompt),
+        )
 
     def _done(self, name: str, source: SourceRecord) -> SendMessage:
-        return SendMessage(source.name, messages.ReadComplete(transfer=name, source=source.name, reader=self.name))
+        return SendMessage(
+            source.name, messages.ReadComplete(transfer=name, source=source.name, reader=self.name)
+        )
 
     def landing(self) -> set[str]:
         """Transfers into whose blocks a copy may be running."""
-        return {name for name, t in self.transfers.items() if any(p.where is PieceState.LANDING for p in t.pieces.values())}
+        return {
+            name
+            for name, t in self.transfers.items()
+            if any(p.where is PieceState.LANDING for p in t.pieces.values())
+        }
 
     def validate(self) -> None:
         """Raise if the state contradicts itself.  Tests call it after each event."""
@@ -418,7 +502,10 @@ class Receiver:
         for name, t in self.transfers.items():
             for source in t.sources.values():
                 mine = [p for p in t.pieces.values() if p.source == source.name]
-                assert t.reason or (source.state is SourceState.MOVING) == bool(source.left), (name, t)
+                assert t.reason or (source.state is SourceState.MOVING) == bool(source.left), (
+                    name,
+                    t,
+                )
                 assert t.reason or source.state is SourceState.MOVING or not mine, (name, t)
             assert t.pieces if t.reason else t.open, (name, t)
             if t.reason is None:

@@ -1,17 +1,20 @@
 """The prefill side of transfers, as a state machine that does no I/O.
 
-Put an event in with `handle`, carry out the actions that come back.  The machine never sleeps, sends or reads a
-clock: `now` comes with each call, and ClockTick is the passing of time.
+Put an event in with `handle`, carry out the actions that come back. The machine never sleeps, sends
+or reads a clock: `now` comes with each call, and ClockTick is the passing of time.
 
-    (nothing) --TransferRequest--> WANTED --BlocksScheduled--> COMPUTING --PrefillFinished--> HELD --all readers done or gone--> ReleaseBlocks
+    (nothing) --TransferRequest--> WANTED --BlocksScheduled--> COMPUTING --PrefillFinished--> HELD
+    --all readers done or gone--> ReleaseBlocks
         |                  |lease                 |                   |lease, nobody reads: ReleaseBlocks
-        +--BlocksScheduled-------|------->--------------+--BlocksRevoked-->(settled: nobody is served any more)
+        +--BlocksScheduled-------|------->--------------+--BlocksRevoked-->(settled: nobody is
+        served any more)
                            v (nothing)
 
 Rules, checked by `validate` and by the property tests:
   1. A PrefillFinished is answered by exactly one ReleaseBlocks, and nothing else is.
   2. No ReleaseBlocks while the transport still reads the blocks for somebody.
-  3. Done is answered `intact` only if the blocks were ours without a break until then.  So the driver must put
+  3. Done is answered `intact` only if the blocks were ours without a break until then.  So the
+     driver must put
      everything vLLM has said into the machine before it puts in a message from the network.
   4. A message for another life of this process has no effect.
   5. A reader is served only what was computed from the prompt that it has itself.
@@ -89,22 +92,29 @@ class OutgoingTransfer:
         return any(r.sending for r in self.readers.values())
 
     def is_final(self, extent: Extent) -> bool:
-        return extent.token_end <= self.tokens or (extent.token_end <= self.ahead and extent.layer_end <= self.layers)
+        return extent.token_end <= self.tokens or (
+            extent.token_end <= self.ahead and extent.layer_end <= self.layers
+        )
 
 
 class Sender:
     """All transfers of one prefill rank.
 
-    `lease`: seconds without a sign of life after which a reader is gone; `grace`: likewise, once its link is broken.
+    `lease`: seconds without a sign of life after which a reader is gone; `grace`: likewise, once
+    its link is broken.
     """
 
-    def __init__(self, name: str, shape: RankLayout, *, lease: float = 10.0, grace: float = 1.0) -> None:
+    def __init__(
+        self, name: str, shape: RankLayout, *, lease: float = 10.0, grace: float = 1.0
+    ) -> None:
         self.name = name
         self.shape = shape
         self.lease = lease
         self.grace = grace
         self.transfers: dict[str, OutgoingTransfer] = {}
-        self.settled: dict[str, frozenset[str]] = {}  # the last endings, and which readers were done by then
+        self.settled: dict[
+            str, frozenset[str]
+        ] = {}  # the last endings, and which readers were done by then
         self.stepped: float | None = None  # when vLLM's thread was here last; the driver says it
 
     def handle(self, event: SenderEvent, now: float) -> list[SenderAction]:
@@ -125,7 +135,12 @@ class Sender:
                 return self._link_broken(event.reader, now)
             case ClockTick():
                 return [a for name in list(self.transfers) for a in self._tick(name, now)]
-            case messages.TransferRequest() | messages.ReadRequest() | messages.ReadComplete() | messages.Abort():
+            case (
+                messages.TransferRequest()
+                | messages.ReadRequest()
+                | messages.ReadComplete()
+                | messages.Abort()
+            ):
                 if event.source != self.name:
                     return [_fail(event)]
         match event:
@@ -142,9 +157,12 @@ class Sender:
 
     def next_deadline(self) -> float | None:
         """When the next ClockTick is due."""
-        return min((due for t in self.transfers.values() if (due := self._due(t)) is not None), default=None)
+        return min(
+            (due for t in self.transfers.values() if (due := self._due(t)) is not None),
+            default=None,
+        )
 
-    # What vLLM says ------------------------------------------------------------------------------------------
+    # What vLLM says -------------------------------------------------------------------------------
     def _scheduled(self, event: BlocksScheduled, now: float) -> list[SenderAction]:
         if event.transfer in self.settled:
             return []  # withdrawn before, or given up by everybody: nobody will be served
@@ -161,11 +179,15 @@ class Sender:
         t = self.transfers.get(event.transfer)
         if t is None or t.state is not SendState.COMPUTING or t.is_spoiled:
             return []
-        assert event.layers >= t.layers, f"{event.transfer}: {t.layers} layers were final, and now {event.layers}"
+        assert event.layers >= t.layers, (
+            f"{event.transfer}: {t.layers} layers were final, and now {event.layers}"
+        )
         t.layers = event.layers
         if t.layers >= len(self.shape.layers):
             t.tokens, t.layers = t.ahead, 0
-        return [self._offer(event.transfer, t, name) for name, r in t.readers.items() if r.is_active]
+        return [
+            self._offer(event.transfer, t, name) for name, r in t.readers.items() if r.is_active
+        ]
 
     def _recomputed(self, transfer: str) -> list[SenderAction]:
         """The blocks are ours still, and sends of them end before they go (rule 2)."""
@@ -173,7 +195,11 @@ class Sender:
         if t is None:
             return []
         t.is_spoiled = True
-        return [self._refuse(transfer, t, name, Reason.WITHDRAWN) for name, r in t.readers.items() if r.is_active]
+        return [
+            self._refuse(transfer, t, name, Reason.WITHDRAWN)
+            for name, r in t.readers.items()
+            if r.is_active
+        ]
 
     def _pinned(self, transfer: str, now: float) -> list[SenderAction]:
         t = self.transfers.get(transfer)
@@ -189,7 +215,12 @@ class Sender:
             return []
         assert t.state is not SendState.HELD, f"{transfer} was pinned and then withdrawn"
         return [
-            SendMessage(name, messages.Abort(transfer=transfer, source=self.name, reader=name, reason=Reason.WITHDRAWN.value))
+            SendMessage(
+                name,
+                messages.Abort(
+                    transfer=transfer, source=self.name, reader=name, reason=Reason.WITHDRAWN.value
+                ),
+            )
             for name, r in t.readers.items()
             if r.is_active
         ]
@@ -203,19 +234,23 @@ class Sender:
         return self._release_if_over(event.transfer, t)
 
     def _link_broken(self, name: str, now: float) -> list[SenderAction]:
-        """A reader that lives repeats itself within `grace`; for one that has died the blocks need not wait for the lease."""
+        """A reader that lives repeats itself within `grace`; for one that has died the blocks need
+        not wait for the lease.
+        """
         for t in self.transfers.values():
             if (reader := t.readers.get(name)) is not None:
                 reader.heard = min(reader.heard, now + self.grace - self.lease)
         return []
 
-    # What readers say ----------------------------------------------------------------------------------------
+    # What readers say -----------------------------------------------------------------------------
     def _pull(self, event: messages.TransferRequest, now: float) -> list[SenderAction]:
         t = self.transfers.get(event.transfer)
         if event.transfer in self.settled or (t is None and len(self.transfers) >= MAX_TRANSFERS):
             return [_fail(event)]
         if t is None:
-            t = self.transfers[event.transfer] = OutgoingTransfer(SendState.WANTED, now + self.lease)
+            t = self.transfers[event.transfer] = OutgoingTransfer(
+                SendState.WANTED, now + self.lease
+            )
         t.expected = event.readers if t.expected is None else t.expected
         if event.readers == 0:
             return self._release_if_over(event.transfer, t)
@@ -227,9 +262,15 @@ class Sender:
         reader.heard, reader.address = now, event.address
         t.deadline = max(t.deadline, now + self.lease)
         if reader.is_active and t.is_spoiled:
-            return [self._refuse(event.transfer, t, event.reader, Reason.WITHDRAWN), *self._release_if_over(event.transfer, t)]
+            return [
+                self._refuse(event.transfer, t, event.reader, Reason.WITHDRAWN),
+                *self._release_if_over(event.transfer, t),
+            ]
         if reader.is_active and t.state is not SendState.WANTED and reader.prompt != t.prompt:
-            return [self._refuse(event.transfer, t, event.reader, Reason.DIFFERENT), *self._release_if_over(event.transfer, t)]
+            return [
+                self._refuse(event.transfer, t, event.reader, Reason.DIFFERENT),
+                *self._release_if_over(event.transfer, t),
+            ]
         if reader.is_active:
             return [self._offer(event.transfer, t, event.reader, self._still(now))]
         return [_fail(event)] if reader.gone else []
@@ -245,7 +286,11 @@ class Sender:
         reader.sending += 1
         kind = self.shape.kind(event.extent.layer)
         blocks = blocks_of(event.extent, t.blocks[kind.group], 0, kind.block_size)
-        return [SendPiece(event.transfer, event.reader, reader.address, event.number, event.extent, blocks)]
+        return [
+            SendPiece(
+                event.transfer, event.reader, reader.address, event.number, event.extent, blocks
+            )
+        ]
 
     def _done(self, event: messages.ReadComplete) -> list[SenderAction]:
         t = self.transfers.get(event.transfer)
@@ -263,7 +308,7 @@ class Sender:
         reader.gone = True
         return self._release_if_over(event.transfer, t)
 
-    # Time ----------------------------------------------------------------------------------------------------
+    # Time -----------------------------------------------------------------------------------------
     def _due(self, t: OutgoingTransfer) -> float | None:
         heard = [r.heard + self.lease for r in t.readers.values() if r.is_active]
         if heard or t.state is SendState.COMPUTING or t.is_sending():
@@ -285,7 +330,7 @@ class Sender:
             return self._release(transfer, t)
         return []
 
-    # Parts ---------------------------------------------------------------------------------------------------
+    # Parts ----------------------------------------------------------------------------------------
     def _is_servable(self, t: OutgoingTransfer, extent: Extent) -> bool:
         if not extent.layer < extent.layer_end <= len(self.shape.layers):
             return False
@@ -297,8 +342,12 @@ class Sender:
             and extent.token < extent.token_end
             and extent.token % kind.block_size == 0
             and t.is_final(extent)
-            and (not kind.window or extent.token + kind.block_size > t.ahead - kind.window + 1)  # vLLM keeps no others
-            and (kind.block_size < STATE or extent.token_end == t.ahead)  # a state is one of just so many tokens
+            and (
+                not kind.window or extent.token + kind.block_size > t.ahead - kind.window + 1
+            )  # vLLM keeps no others
+            and (
+                kind.block_size < STATE or extent.token_end == t.ahead
+            )  # a state is one of just so many tokens
             and size(extent, kind) <= messages.MAX_PIECE_BYTES
         )
 
@@ -307,17 +356,30 @@ class Sender:
         t.readers[reader].gone = True
         return SendMessage(reader, messages.Abort(transfer, self.name, reader, why.value))
 
-    def _offer(self, transfer: str, t: OutgoingTransfer, reader: str, still: float = 0.0) -> SendMessage:
-        return SendMessage(reader, messages.Progress(transfer, self.name, reader, t.tokens, t.ahead, t.layers, still))
+    def _offer(
+        self, transfer: str, t: OutgoingTransfer, reader: str, still: float = 0.0
+    ) -> SendMessage:
+        return SendMessage(
+            reader,
+            messages.Progress(transfer, self.name, reader, t.tokens, t.ahead, t.layers, still),
+        )
 
     def _still(self, now: float) -> float:
-        """How long vLLM has made no step although a request of ours is in the middle of one.  An idle vLLM makes none."""
+        """How long vLLM has made no step although a request of ours is in the middle of one. An
+        idle vLLM makes none.
+        """
         if self.stepped is None or now < self.stepped + STEP_GAP_SECONDS:
             return 0.0
-        return now - self.stepped if any(t.state is SendState.COMPUTING for t in self.transfers.values()) else 0.0
+        return (
+            now - self.stepped
+            if any(t.state is SendState.COMPUTING for t in self.transfers.values())
+            else 0.0
+        )
 
     def _answer(self, done: messages.ReadComplete, intact: bool) -> SendMessage:
-        settled = messages.Confirm(transfer=done.transfer, source=self.name, reader=done.reader, intact=intact)
+        settled = messages.Confirm(
+            transfer=done.transfer, source=self.name, reader=done.reader, intact=intact
+        )
         return SendMessage(done.reader, settled)
 
     def _release_if_over(self, transfer: str, t: OutgoingTransfer) -> list[SenderAction]:
@@ -339,15 +401,25 @@ class Sender:
         for name, t in self.transfers.items():
             assert name not in self.settled, name
             assert (t.state is SendState.WANTED) == (not t.blocks), (name, t)
-            held = [len(t.blocks[kind.group]) * kind.block_size for kind in self.shape.kinds] if t.blocks else [0]
+            held = (
+                [len(t.blocks[kind.group]) * kind.block_size for kind in self.shape.kinds]
+                if t.blocks
+                else [0]
+            )
             assert t.tokens <= t.ahead <= min(held), (name, t)
             assert t.layers < len(self.shape.layers), (name, t)
-            assert all(0 <= r.sending <= MAX_PIECES_PER_RECEIVER for r in t.readers.values()), (name, t)
+            assert all(0 <= r.sending <= MAX_PIECES_PER_RECEIVER for r in t.readers.values()), (
+                name,
+                t,
+            )
             assert not (t.state is SendState.HELD and t.is_over()), (name, t)
 
 
 def _fail(message: messages.ToSender) -> SendMessage:
     fail = messages.Abort(
-        transfer=message.transfer, source=message.source, reader=message.reader, reason=Reason.REFUSED.value
+        transfer=message.transfer,
+        source=message.source,
+        reader=message.reader,
+        reason=Reason.REFUSED.value,
     )
     return SendMessage(message.reader, fail)

@@ -50,14 +50,23 @@ async def serve(
 ) -> None:
     """Run a proxy until `stop` is set; `ready` is told the port once it listens.
 
-    `must_fit`: ConfigError if, the first time that all instances answer, no two of them can work together.
+    `must_fit`: ConfigError if, the first time that all instances answer, no two of them can work
+    together.
     """
     fleet, policy, pools = Fleet(), Policy(settings.policy), dict[str, Pool]()
     tls = ssl.create_default_context(cafile=settings.upstream_ca) if settings.upstream_ca else None
     networks = Networks(settings.instance_networks)
-    admission = Admission(fleet, policy, settings.prefill_concurrency, settings.queue_size, settings.queue_timeout)
+    admission = Admission(
+        fleet, policy, settings.prefill_concurrency, settings.queue_size, settings.queue_timeout
+    )
     discovery = Discovery(
-        fleet, pools, settings.key, admission.wake, next(iter(settings.api_keys), ""), settings.silence, settings.patience
+        fleet,
+        pools,
+        settings.key,
+        admission.wake,
+        next(iter(settings.api_keys), ""),
+        settings.silence,
+        settings.patience,
     )
     members = Members(
         fleet,
@@ -68,24 +77,43 @@ async def serve(
     )
     metrics = Metrics(fleet, settings.objectives)
     place = settings.place
-    registry = Registry(settings.key, place.challenge if place else "", networks) if settings.registration else None
+    registry = (
+        Registry(settings.key, place.challenge if place else "", networks)
+        if settings.registration
+        else None
+    )
     crew = Crew(place, fleet, metrics.render, admission.wake) if place else None
     metrics.crew = crew.texts if crew else None
-    admin = Admin(members, registry, crew.broadcast if crew else None, networks, settings.admin_key, settings.api_keys)
+    admin = Admin(
+        members,
+        registry,
+        crew.broadcast if crew else None,
+        networks,
+        settings.admin_key,
+        settings.api_keys,
+    )
     relay = Relay(fleet, policy, pools, admission, metrics, settings)
     gate = Gate(settings.max_requests, settings.queue_size, settings.queue_timeout)
     metrics.waiting = {"work": lambda: len(gate), "prefill": lambda: len(admission)}
     books = Books(metrics, relay.tracing, AccessLog(settings.access_log))
     api = Api(relay, admin, gate, books, settings)
     server = Server(api.handle, settings.limits, api.body_limit, api.refused)
-    port = await server.start(settings.host, settings.port, _listener_tls(settings), shared=place is not None)
+    port = await server.start(
+        settings.host, settings.port, _listener_tls(settings), shared=place is not None
+    )
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(source) for source in _sources(settings, members, registry, networks)]
+            running = [
+                tasks.create_task(source)
+                for source in _sources(settings, members, registry, networks)
+            ]
             running.append(members.start(tasks))
             stop = stop or asyncio.Event()
             if crew:
-                running += [tasks.create_task(crew.sync()), tasks.create_task(crew.listen(members, registry, stop.set))]
+                running += [
+                    tasks.create_task(crew.sync()),
+                    tasks.create_task(crew.listen(members, registry, stop.set)),
+                ]
             if must_fit and settings.prefill and settings.decode:
                 running.append(tasks.create_task(_refuse_misfit(fleet, settings.probe_interval)))
             if ready:
@@ -112,7 +140,10 @@ def _sources(
     settings: Settings, members: Members, registry: Registry | None, networks: Networks
 ) -> Iterator[Coroutine[None, None, None]]:
     """What says which instances there are; the flags say it here and now."""
-    given: list[tuple[Role, list[str]]] = [("prefill", settings.prefill), ("decode", settings.decode)]
+    given: list[tuple[Role, list[str]]] = [
+        ("prefill", settings.prefill),
+        ("decode", settings.decode),
+    ]
     members.set("flags", [Member(url, role) for role, urls in given for url in urls])
     if settings.fleet_file:
         yield follow_file(settings.fleet_file, 1.0, partial(members.set, "file"))
@@ -141,7 +172,9 @@ async def _expire(registry: Registry, members: Members) -> None:
 
 
 async def _refuse_misfit(fleet: Fleet, interval: float) -> None:
-    """A wrong key or a wrong model is the operator's slip: say so at start, instead of serving without transfers."""
+    """A wrong key or a wrong model is the operator's slip: say so at start, instead of serving
+    without transfers.
+    """
     while not all(instance.up for instance in fleet.instances):
         await asyncio.sleep(interval)
     if words := fleet.misfit():
@@ -156,20 +189,31 @@ def run(args: argparse.Namespace) -> int:
         print(f"vllm-disagg proxy: {error}", file=sys.stderr)
         return 2
     refused = supervisor.REFUSED if settings.place else 1
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a stream is two connections
-    gc.set_threshold(50_000, 20, 100)  # a request makes few cycles; the default threshold looks for them all the time
+    gc.set_threshold(
+        50_000, 20, 100
+    )  # a request makes few cycles; the default threshold looks for them all the time
     try:
         if settings.workers > 1 and not settings.place:
             return supervisor.run(
-                sys.argv[1:], settings.workers, settings.host, settings.port, partial(_listening, settings)
+                sys.argv[1:],
+                settings.workers,
+                settings.host,
+                settings.port,
+                partial(_listening, settings),
             )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_until_signal(settings))
     except (OSError, UnicodeError) as error:  # UnicodeError: no name that DNS can have
         why = getattr(error, "strerror", None) or "it is no host name"
-        print(f"vllm-disagg proxy: cannot listen on {settings.host}:{settings.port}: {why}", file=sys.stderr)
+        print(
+            f"vllm-disagg proxy: cannot listen on {settings.host}:{settings.port}: {why}",
+            file=sys.stderr,
+        )
         return refused
     except ExceptionGroup as errors:
         misfits, others = errors.split(ConfigError)

@@ -34,22 +34,30 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: list[str] = []
-    prefill_concurrency: int = 8  # more overlaps tokenisation and queueing, fewer keep P's blocks for running work
+    prefill_concurrency: int = (
+        8  # more overlaps tokenisation and queueing, fewer keep P's blocks for running work
+    )
     queue_timeout: float = 60.0
     queue_size: int = 1024
     max_requests: int = 0  # at work at a time; 0: no limit
     request_timeout: float = 1800.0
-    patience: float = 120.0  # seconds for a prefill leg; a quarter of it without a step of an engine
+    patience: float = (
+        120.0  # seconds for a prefill leg; a quarter of it without a step of an engine
+    )
     probe_interval: float = 0.25
     policy: Name = "prefix_aware"
     min_prompt_bytes: int = 0  # prompts of which a D misses less go to it whole
     spill: bool = False
-    silence: float = 1.25  # seconds without a byte of an instance that owes one, until it counts as down
+    silence: float = (
+        1.25  # seconds without a byte of an instance that owes one, until it counts as down
+    )
     grace: float = 30.0
     limits: Limits = Limits()
     registration: bool = False
     admin_key: str = ""  # without one nothing changes the fleet over HTTP
-    instance_networks: tuple[Network, ...] = ()  # of instances that neither a flag nor the file names; (): see Networks
+    instance_networks: tuple[
+        Network, ...
+    ] = ()  # of instances that neither a flag nor the file names; (): see Networks
     fleet_file: str = ""
     names: list[tuple[Role, str, int]] = []  # DNS: role, host, port
     selectors: dict[Role, str] = {}  # Kubernetes
@@ -77,53 +85,170 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_fleet(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--prefill", metavar="URL", action="append", default=[], help="a prefill instance; repeatable")
-    add("--decode", metavar="URL", action="append", default=[], help="a decode instance; repeatable, at least one")
-    add("--fleet-file", metavar="PATH", default="", help="a YAML file with lists `prefill` and `decode`, watched")
-    add("--prefill-dns", metavar="HOST:PORT", action="append", default=[],
-        help="a name whose every address is a prefill instance, looked up again and again; repeatable")  # fmt: skip
-    add("--decode-dns", metavar="HOST:PORT", action="append", default=[], help="the same for decode; repeatable")
-    add("--service-discovery", action="store_true", help="find instances among the pods of a Kubernetes cluster")
+    add(
+        "--prefill",
+        metavar="URL",
+        action="append",
+        default=[],
+        help="a prefill instance; repeatable",
+    )
+    add(
+        "--decode",
+        metavar="URL",
+        action="append",
+        default=[],
+        help="a decode instance; repeatable, at least one",
+    )
+    add(
+        "--fleet-file",
+        metavar="PATH",
+        default="",
+        help="a YAML file with lists `prefill` and `decode`, watched",
+    )
+    add(
+        "--prefill-dns",
+        metavar="HOST:PORT",
+        action="append",
+        default=[],
+        help="a name whose every address is a prefill instance, looked up again and again; repeatable",
+    )
+    add(
+        "--decode-dns",
+        metavar="HOST:PORT",
+        action="append",
+        default=[],
+        help="the same for decode; repeatable",
+    )
+    add(
+        "--service-discovery",
+        action="store_true",
+        help="find instances among the pods of a Kubernetes cluster",
+    )
     add(
         "--service-discovery-namespace",
         metavar="NAME",
         default="default",
         help="their namespace (default: %(default)s)",
     )
-    add("--service-discovery-port", metavar="PORT", type=int, default=8000, help="their port (default: %(default)s)")
-    add("--service-discovery-endpoints", action="store_true",
-        help="the selectors are labels of EndpointSlices (which have those of their Service), not of pods")  # fmt: skip
-    add("--prefill-selector", metavar="LABEL=VALUE", nargs="+", default=[], help="labels of prefill pods")
-    add("--decode-selector", metavar="LABEL=VALUE", nargs="+", default=[], help="labels of decode pods")
-    add("--allow-registration", action="store_true",
-        help="take in engines that register themselves; needs --key-file")  # fmt: skip
-    add("--admin-key", metavar="KEY", default="",
+    add(
+        "--service-discovery-port",
+        metavar="PORT",
+        type=int,
+        default=8000,
+        help="their port (default: %(default)s)",
+    )
+    add(
+        "--service-discovery-endpoints",
+        action="store_true",
+        help="the selectors are labels of EndpointSlices (which have those of their Service), not of pods",
+    )
+    add(
+        "--prefill-selector",
+        metavar="LABEL=VALUE",
+        nargs="+",
+        default=[],
+        help="labels of prefill pods",
+    )
+    add(
+        "--decode-selector",
+        metavar="LABEL=VALUE",
+        nargs="+",
+        default=[],
+        help="labels of decode pods",
+    )
+    add(
+        "--allow-registration",
+        action="store_true",
+        help="take in engines that register themselves; needs --key-file",
+    )
+    add(
+        "--admin-key",
+        metavar="KEY",
+        default="",
         help="changes of the fleet over HTTP need this key; without one they are off"
-        f" (default: the environment's {keys.ADMIN_KEY})")  # fmt: skip
-    add("--instance-networks", metavar="CIDR,...", default="",
+        f" (default: the environment's {keys.ADMIN_KEY})",
+    )
+    add(
+        "--instance-networks",
+        metavar="CIDR,...",
+        default="",
         help="networks of instances that the admin API, registration, DNS and Kubernetes may add"
-        " (default: all but link-local and multicast)")  # fmt: skip
-    add("--upstream-ca", metavar="PATH", default="",
-        help="certificates to trust of https instances (default: what this system trusts)")  # fmt: skip
+        " (default: all but link-local and multicast)",
+    )
+    add(
+        "--upstream-ca",
+        metavar="PATH",
+        default="",
+        help="certificates to trust of https instances (default: what this system trusts)",
+    )
 
 
 def _add_service(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
-    add("--key-file", metavar="PATH", default="", help="the fleet key, the same that the instances have")
-    add("--api-key", metavar="KEY", action="append", default=[],
-        help="clients must send this key; repeatable (default: the environment's VLLM_API_KEY)")  # fmt: skip
-    add("--no-api-key", action="store_true", help="serve anybody, even on an address that others can reach")
-    add("--ssl-certfile", metavar="PATH", default="", help="serve https with this certificate (chain)")
-    add("--ssl-keyfile", metavar="PATH", default="", help="the certificate's key, if it is in a file of its own")
-    add("--allowed-origins", metavar="JSON", default="[]",
-        help="origins whose pages browsers may let ask us, as a JSON list (default: %(default)s)")  # fmt: skip
-    add("--objective-ttft", metavar="SECONDS", type=float, default=0.0,
-        help="streams whose first token comes later do not count as goodput (default: no objective)")  # fmt: skip
-    add("--objective-tpot", metavar="SECONDS", type=float, default=0.0, help="the same for the time per output token")
-    add("--access-log", metavar="PATH", default="", help="a JSON line for each request; - is standard output")
-    add("--otlp-traces-endpoint", metavar="URL", default="", help="where OpenTelemetry spans go (OTLP over HTTP)")
+    add(
+        "--key-file",
+        metavar="PATH",
+        default="",
+        help="the fleet key, the same that the instances have",
+    )
+    add(
+        "--api-key",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="clients must send this key; repeatable (default: the environment's VLLM_API_KEY)",
+    )
+    add(
+        "--no-api-key",
+        action="store_true",
+        help="serve anybody, even on an address that others can reach",
+    )
+    add(
+        "--ssl-certfile",
+        metavar="PATH",
+        default="",
+        help="serve https with this certificate (chain)",
+    )
+    add(
+        "--ssl-keyfile",
+        metavar="PATH",
+        default="",
+        help="the certificate's key, if it is in a file of its own",
+    )
+    add(
+        "--allowed-origins",
+        metavar="JSON",
+        default="[]",
+        help="origins whose pages browsers may let ask us, as a JSON list (default: %(default)s)",
+    )
+    add(
+        "--objective-ttft",
+        metavar="SECONDS",
+        type=float,
+        default=0.0,
+        help="streams whose first token comes later do not count as goodput (default: no objective)",
+    )
+    add(
+        "--objective-tpot",
+        metavar="SECONDS",
+        type=float,
+        default=0.0,
+        help="the same for the time per output token",
+    )
+    add(
+        "--access-log",
+        metavar="PATH",
+        default="",
+        help="a JSON line for each request; - is standard output",
+    )
+    add(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        default="",
+        help="where OpenTelemetry spans go (OTLP over HTTP)",
+    )
     add(
         "--workers",
         metavar="N",
@@ -136,42 +261,122 @@ def _add_service(group: argparse._ArgumentGroup) -> None:
 
 def _add_choices(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--prefill-concurrency", metavar="N", type=int, default=8,
-        help="requests that one prefill instance works on at once (default: %(default)s)")  # fmt: skip
-    add("--policy", choices=NAMES, default="prefix_aware", help="how instances are chosen (default: %(default)s)")
-    add("--min-prompt-bytes", metavar="N", type=_natural, default=0,
-        help="a prompt is served whole by a decode instance that misses less than this of it (default: %(default)s)")  # fmt: skip
-    add("--spill", action="store_true",
-        help="when all prefill instances are full, a decode instance may serve a prompt whole, one at a time")  # fmt: skip
+    add(
+        "--prefill-concurrency",
+        metavar="N",
+        type=int,
+        default=8,
+        help="requests that one prefill instance works on at once (default: %(default)s)",
+    )
+    add(
+        "--policy",
+        choices=NAMES,
+        default="prefix_aware",
+        help="how instances are chosen (default: %(default)s)",
+    )
+    add(
+        "--min-prompt-bytes",
+        metavar="N",
+        type=_natural,
+        default=0,
+        help="a prompt is served whole by a decode instance that misses less than this of it (default: %(default)s)",
+    )
+    add(
+        "--spill",
+        action="store_true",
+        help="when all prefill instances are full, a decode instance may serve a prompt whole, one at a time",
+    )
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--queue-timeout", metavar="SECONDS", type=float, default=60.0,
-        help="longest wait for a prefill instance (default: %(default)s)")  # fmt: skip
-    add("--queue-size", metavar="N", type=int, default=1024,
-        help="requests that may wait; more are told to come back with 429 (default: %(default)s)")  # fmt: skip
-    add("--max-concurrent-requests", metavar="N", type=int, default=0,
-        help="requests at work at a time, the rest waits; 0: no limit (default: %(default)s)")  # fmt: skip
+    add(
+        "--queue-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=60.0,
+        help="longest wait for a prefill instance (default: %(default)s)",
+    )
+    add(
+        "--queue-size",
+        metavar="N",
+        type=int,
+        default=1024,
+        help="requests that may wait; more are told to come back with 429 (default: %(default)s)",
+    )
+    add(
+        "--max-concurrent-requests",
+        metavar="N",
+        type=int,
+        default=0,
+        help="requests at work at a time, the rest waits; 0: no limit (default: %(default)s)",
+    )
     limits = Limits()
-    add("--max-connections", metavar="N", type=int, default=0,
-        help="client connections at a time (default: as many as the open files allow)")  # fmt: skip
-    add("--max-header-bytes", metavar="N", type=int, default=limits.header_bytes, help="(default: %(default)s)")
-    add("--max-body-bytes", metavar="N", type=int, default=limits.body_bytes, help="(default: %(default)s)")
-    add("--max-all-bodies-bytes", metavar="N", type=int, default=limits.all_bodies_bytes,
-        help="of all requests that are read or run; more are told to come back with 503 (default: %(default)s)")  # fmt: skip
-    add("--header-timeout", metavar="SECONDS", type=float, default=limits.header_seconds,
-        help="in which a request's head must be here (default: %(default)s)")  # fmt: skip
-    add("--body-timeout", metavar="SECONDS", type=float, default=limits.body_seconds,
-        help="in which a request's body must be here (default: %(default)s)")  # fmt: skip
-    add("--stall-timeout", metavar="SECONDS", type=float, default=limits.stall_seconds,
-        help="a client that reads nothing for so long while there is more is cut (default: %(default)s)")  # fmt: skip
-    add("--patience", metavar="SECONDS", type=float, default=120.0,
+    add(
+        "--max-connections",
+        metavar="N",
+        type=int,
+        default=0,
+        help="client connections at a time (default: as many as the open files allow)",
+    )
+    add(
+        "--max-header-bytes",
+        metavar="N",
+        type=int,
+        default=limits.header_bytes,
+        help="(default: %(default)s)",
+    )
+    add(
+        "--max-body-bytes",
+        metavar="N",
+        type=int,
+        default=limits.body_bytes,
+        help="(default: %(default)s)",
+    )
+    add(
+        "--max-all-bodies-bytes",
+        metavar="N",
+        type=int,
+        default=limits.all_bodies_bytes,
+        help="of all requests that are read or run; more are told to come back with 503 (default: %(default)s)",
+    )
+    add(
+        "--header-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=limits.header_seconds,
+        help="in which a request's head must be here (default: %(default)s)",
+    )
+    add(
+        "--body-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=limits.body_seconds,
+        help="in which a request's body must be here (default: %(default)s)",
+    )
+    add(
+        "--stall-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=limits.stall_seconds,
+        help="a client that reads nothing for so long while there is more is cut (default: %(default)s)",
+    )
+    add(
+        "--patience",
+        metavar="SECONDS",
+        type=float,
+        default=120.0,
         help="longest time for a prompt at a prefill instance, queue and all; after it another one or the decode instance "
         "computes it. Raise it where prompts take longer. An engine that owes an answer and makes no step for a quarter "
-        "of it counts as down (default: %(default)s)")  # fmt: skip
-    add("--request-timeout", metavar="SECONDS", type=float, default=1800.0,
-        help="longest time for a request (default: %(default)s)")  # fmt: skip
+        "of it counts as down (default: %(default)s)",
+    )
+    add(
+        "--request-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=1800.0,
+        help="longest time for a request (default: %(default)s)",
+    )
 
 
 def _natural(text: str) -> int:
@@ -197,7 +402,9 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         raise ConfigError(f"--port: {args.port} is not a port")
     api_keys = args.api_key or [key for key in [os.environ.get("VLLM_API_KEY", "")] if key]
     if not (api_keys or args.no_api_key or _is_loopback(args.host)):
-        raise ConfigError(f"--host {args.host} lets others in: give --api-key, or --no-api-key if that is meant")
+        raise ConfigError(
+            f"--host {args.host} lets others in: give --api-key, or --no-api-key if that is meant"
+        )
     if not all(api_keys):
         raise ConfigError("--api-key must not be empty")
     if admin_key in api_keys:
@@ -206,7 +413,9 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     place = parse_place(args.worker) if args.worker else None
     key = keys.load(args.key_file)
     if args.allow_registration and not key.is_set:
-        raise ConfigError("--allow-registration needs --key-file: the fleet key is what tells members from others")
+        raise ConfigError(
+            "--allow-registration needs --key-file: the fleet key is what tells members from others"
+        )
     return Settings(
         prefill=prefill,
         decode=decode,
@@ -227,7 +436,9 @@ def from_arguments(args: argparse.Namespace) -> Settings:
             header_bytes=args.max_header_bytes,
             header_seconds=args.header_timeout,
             body_bytes=args.max_body_bytes,
-            all_bodies_bytes=max(args.max_body_bytes, -(-args.max_all_bodies_bytes // args.workers)),
+            all_bodies_bytes=max(
+                args.max_body_bytes, -(-args.max_all_bodies_bytes // args.workers)
+            ),
             body_seconds=args.body_timeout,
             stall_seconds=args.stall_timeout,
             connections=args.max_connections or _room(),
@@ -249,8 +460,19 @@ def from_arguments(args: argparse.Namespace) -> Settings:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    positive = ("workers", "prefill_concurrency", "queue_timeout", "patience", "request_timeout", "max_header_bytes",
-                "max_body_bytes", "max_all_bodies_bytes", "header_timeout", "body_timeout", "stall_timeout")  # fmt: skip
+    positive = (
+        "workers",
+        "prefill_concurrency",
+        "queue_timeout",
+        "patience",
+        "request_timeout",
+        "max_header_bytes",
+        "max_body_bytes",
+        "max_all_bodies_bytes",
+        "header_timeout",
+        "body_timeout",
+        "stall_timeout",
+    )
     for name in (
         *positive,
         "queue_size",
@@ -269,7 +491,9 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 
 def _room() -> int:
-    """How many clients fit, each with its connection to an instance, into the files that this process may open."""
+    """How many clients fit, each with its connection to an instance, into the files that this
+    process may open.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(16, (hard - 100) // 2) if hard != resource.RLIM_INFINITY else 0
 
@@ -282,10 +506,14 @@ def _check_tls(args: argparse.Namespace) -> None:
         if args.upstream_ca:
             ssl.create_default_context(cafile=args.upstream_ca)
     except OSError as error:  # SSLError is one
-        raise ConfigError(f"--upstream-ca {args.upstream_ca}: {_words(error, 'holds no certificates')}") from None
+        raise ConfigError(
+            f"--upstream-ca {args.upstream_ca}: {_words(error, 'holds no certificates')}"
+        ) from None
     try:
         if args.ssl_certfile:
-            ssl.create_default_context().load_cert_chain(args.ssl_certfile, args.ssl_keyfile or None)
+            ssl.create_default_context().load_cert_chain(
+                args.ssl_certfile, args.ssl_keyfile or None
+            )
     except OSError as error:
         words = _words(error, "no certificate and key that fit")
         raise ConfigError(f"--ssl-certfile {args.ssl_certfile}: {words}") from None
@@ -299,7 +527,9 @@ def _origins(text: str) -> list[str]:
     try:
         return msgspec.json.decode(text, type=list[str])
     except msgspec.DecodeError:
-        raise ConfigError(f'--allowed-origins {text!r} must be a JSON list, as ["https://example.org"]') from None
+        raise ConfigError(
+            f'--allowed-origins {text!r} must be a JSON list, as ["https://example.org"]'
+        ) from None
 
 
 def _lookups(args: argparse.Namespace) -> dict[str, Any]:
@@ -314,9 +544,14 @@ def _lookups(args: argparse.Namespace) -> dict[str, Any]:
     ]
     if names := [(role, *parse_name(name, flag)) for flag, role, given in dns for name in given]:
         found["names"] = names
-    selectors = {"prefill": ",".join(args.prefill_selector), "decode": ",".join(args.decode_selector)}
+    selectors = {
+        "prefill": ",".join(args.prefill_selector),
+        "decode": ",".join(args.decode_selector),
+    }
     if any(selectors.values()) != args.service_discovery:
-        raise ConfigError("--service-discovery and --prefill-selector or --decode-selector need each other")
+        raise ConfigError(
+            "--service-discovery and --prefill-selector or --decode-selector need each other"
+        )
     if args.service_discovery_endpoints and not args.service_discovery:
         raise ConfigError("--service-discovery-endpoints needs --service-discovery")
     if args.service_discovery:

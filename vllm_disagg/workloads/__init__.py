@@ -1,1 +1,3 @@
-"""Descriptions of request traffic that the planner and the bench share: traces and distributions of lengths."""
+"""Descriptions of request traffic that the planner and the bench share: traces and distributions of
+lengths.
+"""

@@ -29,8 +29,8 @@ class LengthDistribution(msgspec.Struct, frozen=True):
                 return prompt, answer
 
 
-# Mean tokens in/out 755.5/200.3, 171.3/98.2 and 1738.3/90.7 with the OPT tokenizer (DistServe, figure 7); the shapes
-# are ours: the paper prints no medians.
+# Mean tokens in/out 755.5/200.3, 171.3/98.2 and 1738.3/90.7 with the OPT tokenizer (DistServe,
+# figure 7); the shapes are ours: the paper prints no medians.
 NAMED_DISTRIBUTIONS = {
     "sharegpt-like": LengthDistribution((6.805711, 1.0), (4.945537, 1.0)),
     "humaneval-like": LengthDistribution((5.020300, 0.5), (4.406787, 0.6)),

@@ -1,7 +1,7 @@
 """Published request traces: lengths, arrival times, shared prefixes.
 
-A file is JSON lines, one JSON array or CSV with a header, optionally compressed with gzip. Its first record selects one
-of TRACE_FORMATS. Every field of every record is checked.
+A file is JSON lines, one JSON array or CSV with a header, optionally compressed with gzip. Its
+first record selects one of TRACE_FORMATS. Every field of every record is checked.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class TraceFormat(NamedTuple):
 
 
 TRACE_FORMATS = (
-    TraceFormat("timestamp", "input_length", "output_length", "hash_ids"),  # Mooncake, Alibaba; vLLM's timed traces
+    TraceFormat(
+        "timestamp", "input_length", "output_length", "hash_ids"
+    ),  # Mooncake, Alibaba; vLLM's timed traces
     TraceFormat("TIMESTAMP", "ContextTokens", "GeneratedTokens"),  # Azure
     TraceFormat("arrival_s", "input_tokens", "output_tokens"),  # LLMServingSim's lengths
     TraceFormat("start_time", "prompt_len", "output_len"),  # DistServe
@@ -74,7 +76,9 @@ def read(path: str, flag: str) -> Trace:
     names, records = _records(where, _text(where, path))
     form = next((f for f in TRACE_FORMATS if f.prompt in names or f.answer in names), None)
     if not form:
-        raise ConfigError(f"{where}: its first line is of no format known here; it can be {ACCEPTED_FORMATS}")
+        raise ConfigError(
+            f"{where}: its first line is of no format known here; it can be {ACCEPTED_FORMATS}"
+        )
     requests = []
     blocks = {MOONCAKE_BLOCK_TOKENS, ALIBABA_BLOCK_TOKENS}
     for place, record in records:
@@ -103,7 +107,9 @@ def _text(where: str, path: str) -> str:
         raw = Path(path).read_bytes()
         text = (gzip.decompress(raw) if raw.startswith(GZIP_MAGIC) else raw).decode()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: {getattr(error, 'strerror', None) or 'it is not text'}") from None
+        raise ConfigError(
+            f"{where}: {getattr(error, 'strerror', None) or 'it is not text'}"
+        ) from None
     if not text.strip():
         raise ConfigError(f"{where}: it is empty; it can be {ACCEPTED_FORMATS}")
     return text
@@ -120,7 +126,10 @@ def _records(where: str, text: str) -> tuple[Collection[str], Iterable[tuple[str
         records = ((place, _json(f"{where}, {place}", line, "object")) for place, line in lines)
     else:
         found = _json(where, text, "array")
-        records = ((f"record {n}", record) for n, record in enumerate(found if isinstance(found, list) else [], 1))
+        records = (
+            (f"record {n}", record)
+            for n, record in enumerate(found if isinstance(found, list) else [], 1)
+        )
     first = next(records, ("", None))
     return first[1] if isinstance(first[1], dict) else (), chain([first], records)
 
@@ -141,9 +150,14 @@ def _request(where: str, record: object, form: TraceFormat) -> TraceRequest:
     ids = record.get(form.ids) or []
     if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
         raise ConfigError(f"{where}: {form.ids} must be a list of whole numbers of 0 or more")
-    prompt, answer = (_length(f"{where}: {name}", record[name]) for name in (form.prompt, form.answer))
+    prompt, answer = (
+        _length(f"{where}: {name}", record[name]) for name in (form.prompt, form.answer)
+    )
     return TraceRequest(
-        _seconds(f"{where}: {form.time}", record[form.time]) if form.time else 0.0, prompt, answer, tuple(ids)
+        _seconds(f"{where}: {form.time}", record[form.time]) if form.time else 0.0,
+        prompt,
+        answer,
+        tuple(ids),
     )
 
 

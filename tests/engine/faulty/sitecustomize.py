@@ -1,8 +1,10 @@
-"""On the PYTHONPATH of one decode engine: makes it write what it received wrongly, as the file $FAULT says.
+"""On the PYTHONPATH of one decode engine: makes it write what it received wrongly, as the file
+$FAULT says.
 
-Python runs this at its start, before anything of vLLM.  A fault hits one block of each transfer, the one that holds
-the prompt's tokens from 128 on, in all layers or in the one that the fault names, and all else is as it was.
-Two blocks that trade places are no fault that anybody could see: attention does not ask where a key lies.
+Python runs this at its start, before anything of vLLM. A fault hits one block of each transfer, the
+one that holds the prompt's tokens from 128 on, in all layers or in the one that the fault names,
+and all else is as it was. Two blocks that trade places are no fault that anybody could see:
+attention does not ask where a key lies.
 """
 
 import os

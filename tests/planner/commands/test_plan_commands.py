@@ -32,38 +32,69 @@ def test_closed_form(capsys: pytest.CaptureFixture[str]) -> None:
     assert four["limit"] == pytest.approx(3.590, abs=1e-3)
     assert (eight["best"]["prefill"]["n"], eight["best"]["decode"]["n"]) == (5, 3)
     assert eight["best"]["goodput_per_gpu"] == pytest.approx(3.5)
-    assert four["ttft_mean"]["0.5"] == pytest.approx((1 + 0.5 / (2 * 0.5)) / 5.6)  # D + R D^2 / (2 (1 - R D)), R D = 0.5
+    assert four["ttft_mean"]["0.5"] == pytest.approx(
+        (1 + 0.5 / (2 * 0.5)) / 5.6
+    )  # D + R D^2 / (2 (1 - R D)), R D = 0.5
     assert four["bandwidth"] is None
     words = [*words, "4", "--model", "opt-66b", "--workload", "512:64"]
-    assert _json(capsys, *words)["bandwidth"] == pytest.approx(10 * 1.208e9, rel=1e-3)  # 2P1D: 10 requests/s
+    assert _json(capsys, *words)["bandwidth"] == pytest.approx(
+        10 * 1.208e9, rel=1e-3
+    )  # 2P1D: 10 requests/s
 
 
 def test_plan_says_all_that_is_promised(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    found = _json(capsys, "plan", *QUICK, "--gpus", "3", "--jobs", "1", "--report", str(tmp_path / "report"))
+    found = _json(
+        capsys, "plan", *QUICK, "--gpus", "3", "--jobs", "1", "--report", str(tmp_path / "report")
+    )
     for phase in ("prefill", "decode"):
         assert found["best"][phase].keys() == {"tp", "pp", "n"}
     low, high = found["best"]["ci"]
     assert low <= found["best"]["goodput_per_gpu"] <= high
-    assert found["ratio"] == pytest.approx(found["best"]["goodput_per_gpu"] / found["colocated"]["goodput_per_gpu"])
+    assert found["ratio"] == pytest.approx(
+        found["best"]["goodput_per_gpu"] / found["colocated"]["goodput_per_gpu"]
+    )
     assert found["best"]["closed_form"]["rate_per_gpu"] > 0
     assert found["setting"]["attainment_of"] == "TTFT and TPOT separately"
     assert found["alternatives"] and found["flips"] and found["commands"]
     assert [Path(p).stat().st_size > 1000 for p in found["report"]] == [True] * 4
     page = Path(found["report"][0]).read_text()
-    assert page.count("data:image/png;base64,") == 3 and "http" not in page.replace("http://127.0.0.1", "")
+    assert page.count("data:image/png;base64,") == 3 and "http" not in page.replace(
+        "http://127.0.0.1", ""
+    )
 
 
 def test_a_burst_is_not_taken_for_traffic(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--gpu", "h100", "--model", "llama-3.1-8b", "--workload", "500:100", "--gpus", "2", "--seeds", "1", "--jobs", "1"]
-    (remark,) = _json(capsys, "plan", *words, "--requests", "200", "--ttft", "0.1", "--tpot", "0.02")["remarks"]
+    words = [
+        "--gpu",
+        "h100",
+        "--model",
+        "llama-3.1-8b",
+        "--workload",
+        "500:100",
+        "--gpus",
+        "2",
+        "--seeds",
+        "1",
+        "--jobs",
+        "1",
+    ]
+    (remark,) = _json(
+        capsys, "plan", *words, "--requests", "200", "--ttft", "0.1", "--tpot", "0.02"
+    )["remarks"]
     assert remark.startswith("200 requests last ") and "give --requests" in remark
-    assert not _json(capsys, "plan", *BASE, "--gpus", "2", "--jobs", "1", "--requests", "300", "--seeds", "1")["remarks"]
+    assert not _json(
+        capsys, "plan", *BASE, "--gpus", "2", "--jobs", "1", "--requests", "300", "--seeds", "1"
+    )["remarks"]
 
 
 def test_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *QUICK, "--gpus", "2", "--jobs", "1"]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("times: distserve-a100: fits to measurements") and "run it:" in out and "colocated" in out
+    assert (
+        out.startswith("times: distserve-a100: fits to measurements")
+        and "run it:" in out
+        and "colocated" in out
+    )
     assert "placements" in err
 
 
@@ -84,16 +115,27 @@ def test_simulate_with_what_a_deployment_adds(capsys: pytest.CaptureFixture[str]
 
 
 def test_simulate_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["simulate", *QUICK, "--prefill", "1x1", "--decode", "1x1", "--rate", "0.1"]) == 0
+    assert (
+        cli.main(["simulate", *QUICK, "--prefill", "1x1", "--decode", "1x1", "--rate", "0.1"]) == 0
+    )
     out = capsys.readouterr().out
-    assert out.startswith("times: distserve-a100: fits to measurements") and " at 0.1 req/s on 2 GPUs\n" in out
+    assert (
+        out.startswith("times: distserve-a100: fits to measurements")
+        and " at 0.1 req/s on 2 GPUs\n" in out
+    )
     assert "within TTFT 0.2 s and TPOT 0.1 s" in out
 
 
 def test_a_profile_is_planned_with(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "points.json"
-    prefill = [{"tokens": [n] * k, "seconds": 0.01 + 1e-4 * n * k} for n in (32, 128, 512) for k in (1, 4)]
-    decode = [{"contexts": [n] * k, "seconds": 0.01 + 1e-5 * k + 1e-7 * n * k} for n in (32, 128, 512) for k in (1, 4)]
+    prefill = [
+        {"tokens": [n] * k, "seconds": 0.01 + 1e-4 * n * k} for n in (32, 128, 512) for k in (1, 4)
+    ]
+    decode = [
+        {"contexts": [n] * k, "seconds": 0.01 + 1e-5 * k + 1e-7 * n * k}
+        for n in (32, 128, 512)
+        for k in (1, 4)
+    ]
     points = {"version": 1, "model": "m", "kv_tokens": 20000, "max_num_batched_tokens": 2048}
     path.write_text(json.dumps({**points, "prefill": prefill, "decode": decode}))
     words = ["--profile", str(path), "--workload", "200:50", "--requests", "300", "--seeds", "2"]
@@ -101,17 +143,31 @@ def test_a_profile_is_planned_with(capsys: pytest.CaptureFixture[str], tmp_path:
     assert found["best"]["prefill"]["tp"] == 1
     assert found["fits"][str(path)]["worst_error"]["prefill"] < 0.01
     assert found["colocated"]["budget"] == 2048
-    assert _json(capsys, "simulate", *words, "--prefill", "1x1", "--decode", "1x1", "--rate", "1")["attainment"] == 1
+    assert (
+        _json(capsys, "simulate", *words, "--prefill", "1x1", "--decode", "1x1", "--rate", "1")[
+            "attainment"
+        ]
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["plan", "--gpu", "gtx", "--model", "opt-13b"], "gtx is not a GPU we know: give one of a100"),
-        (["plan", "--gpu", "a100", "--model", "nope"], "nope is neither a folder with a config.json nor a known name"),
+        (
+            ["plan", "--gpu", "gtx", "--model", "opt-13b"],
+            "gtx is not a GPU we know: give one of a100",
+        ),
+        (
+            ["plan", "--gpu", "a100", "--model", "nope"],
+            "nope is neither a folder with a config.json nor a known name",
+        ),
         (["plan", "--gpu", "a100"], "give --model"),
         (["plan", "--model", "opt-13b"], "give one of --gpu, --profile and --coefficients"),
-        (["plan", "--coefficients", "x", "--model", "opt-13b"], "x is not known: give one of distserve-a100"),
+        (
+            ["plan", "--coefficients", "x", "--model", "opt-13b"],
+            "x is not known: give one of distserve-a100",
+        ),
         (["plan", "--coefficients", "distserve-a100", "--model", "opt-175b"], "has no opt-175b"),
         (["plan", *QUICK, "--gpus", "0"], "--gpus: 0 is too few"),
         (["plan", *QUICK, "--gpus", "1"], "--gpus: 1 is too few"),
@@ -120,31 +176,62 @@ def test_a_profile_is_planned_with(capsys: pytest.CaptureFixture[str], tmp_path:
         (["plan", *QUICK, "--ttft", "nan"], "--ttft: nan is not a time"),
         (["plan", *QUICK, "--attainment", "90"], "--attainment: 90.0 is not a share"),
         (["plan", *QUICK, "--workload", "nope"], "--workload: nope is neither a file nor known"),
-        (["plan", *QUICK, "--link", "string"], "--link: string is not known: give one of none, nvlink"),
+        (
+            ["plan", *QUICK, "--link", "string"],
+            "--link: string is not known: give one of none, nvlink",
+        ),
         (["plan", *QUICK, "--link", "0"], "--link: 0 GB/s is not a speed"),
         (
             ["plan", "--gpu", "l4", "--model", "llama-3.1-70b", "--gpus", "2"],
             "llama-3.1-70b fits nowhere on 2 GPUs of l4",
         ),
-        (["plan", *BASE, "--tpot", "9", "--ttft", "99", "--requests", "20"], "--requests: 20 are too few"),
+        (
+            ["plan", *BASE, "--tpot", "9", "--ttft", "99", "--requests", "20"],
+            "--requests: 20 are too few",
+        ),
         (["plan", "--capacity-prefill", "5.6"], "go together: give --capacity-decode"),
         (["plan", *QUICK, "--gpus", "many"], "argument --gpus: invalid int value: 'many'"),
-        (["plan", "--capacity-prefill", "-1", "--capacity-decode", "1"], "--capacity-prefill: -1.0 is not a rate"),
+        (
+            ["plan", "--capacity-prefill", "-1", "--capacity-decode", "1"],
+            "--capacity-prefill: -1.0 is not a rate",
+        ),
         (["plan", "--profile", "nope.json"], "--profile: nope.json cannot be read"),
-        (["simulate", *QUICK, "--prefill", "2x1", "--decode", "0x1", "--rate", "1"], "--decode: 0x1 is not TPxPP"),
+        (
+            ["simulate", *QUICK, "--prefill", "2x1", "--decode", "0x1", "--rate", "1"],
+            "--decode: 0x1 is not TPxPP",
+        ),
         (
             ["simulate", *QUICK, "--prefill", "3x1", "--decode", "1x1", "--rate", "1"],
             "--prefill: 3x1 cannot be simulated",
         ),
-        (["simulate", *QUICK, "--prefill", "2x1", "--decode", "1x1", "--rate", "0"], "--rate: 0.0 is not a rate"),
         (
-            ["simulate", *QUICK, "--prefill", "2x1", "--decode", "1x1", "--rate", "1", "--scale", "2"],
+            ["simulate", *QUICK, "--prefill", "2x1", "--decode", "1x1", "--rate", "0"],
+            "--rate: 0.0 is not a rate",
+        ),
+        (
+            [
+                "simulate",
+                *QUICK,
+                "--prefill",
+                "2x1",
+                "--decode",
+                "1x1",
+                "--rate",
+                "1",
+                "--scale",
+                "2",
+            ],
             "--scale: 2 is not P:D",
         ),
-        (["simulate", *QUICK, "--prefill", "2x1", "--rate", "1"], "give --prefill and --decode, or --colocated"),
+        (
+            ["simulate", *QUICK, "--prefill", "2x1", "--rate", "1"],
+            "give --prefill and --decode, or --colocated",
+        ),
     ],
 )
-def test_bad_input_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], words: list[str], expected: str) -> None:
+def test_bad_input_is_one_line_and_exit_2(
+    capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+) -> None:
     try:
         status: str | int | None = cli.main(words)
     except SystemExit as exit:  # argparse's

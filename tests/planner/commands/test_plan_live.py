@@ -20,7 +20,8 @@ from vllm_disagg.planner.search.scenario import Placement, ReplicaGroup
 from vllm_disagg.planner.simulation.simulator import simulate
 
 INSTANCES = [
-    {"url": f"http://h:{n}", "role": role, "usable": True} for n, role in enumerate(["prefill"] * 3 + ["decode"])
+    {"url": f"http://h:{n}", "role": role, "usable": True}
+    for n, role in enumerate(["prefill"] * 3 + ["decode"])
 ]
 WORDS = [
     "plan",
@@ -38,7 +39,9 @@ WORDS = [
 WORDS += ["--requests", "1500", "--seeds", "1", "--window", "1", "--json"]
 
 
-def _metrics(requests: int, prompt: float = 60, output: float = 60, ttft: float = 0.06, tpot: float = 0.05) -> bytes:
+def _metrics(
+    requests: int, prompt: float = 60, output: float = 60, ttft: float = 0.06, tpot: float = 0.05
+) -> bytes:
     return f"""# TYPE vllm_disagg_requests_total counter
 vllm_disagg_requests_total{{path="/v1/completions",mode="split",outcome="ok"}} {requests}
 vllm_disagg_requests_total{{path="/v1/completions",mode="split",outcome="timeout"}} 7
@@ -65,10 +68,18 @@ class Proxy(BaseHTTPRequestHandler):
     key: ClassVar[str] = ""  # needed for the instances
 
     def do_GET(self) -> None:
-        if self.path == "/disagg/instances" and self.key and self.headers["authorization"] != f"Bearer {self.key}":
+        if (
+            self.path == "/disagg/instances"
+            and self.key
+            and self.headers["authorization"] != f"Bearer {self.key}"
+        ):
             self.send_error(401)
             return
-        body = json.dumps(self.instances).encode() if self.path == "/disagg/instances" else self.metrics.pop(0)
+        body = (
+            json.dumps(self.instances).encode()
+            if self.path == "/disagg/instances"
+            else self.metrics.pop(0)
+        )
         self.send_response(200)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -96,7 +107,10 @@ def test_the_admin_key_shows_the_instances(
     monkeypatch.setattr(Proxy, "key", "root")
     monkeypatch.setenv("OPENAI_API_KEY", "user")
     assert cli.main([*WORDS, "--live", proxy]) == 2
-    assert "needs a key: put it into the environment as OPENAI_API_KEY or VLLM_DISAGG_ADMIN_KEY" in capsys.readouterr().err
+    assert (
+        "needs a key: put it into the environment as OPENAI_API_KEY or VLLM_DISAGG_ADMIN_KEY"
+        in capsys.readouterr().err
+    )
     monkeypatch.setenv("VLLM_DISAGG_ADMIN_KEY", "root")
     assert cli.main([*WORDS, "--live", proxy]) == 0
 
@@ -110,8 +124,11 @@ def test_three_prefill_and_one_decode_are_wrong_for_long_answers(
     assert found["traffic"]["prompt"] == pytest.approx(60) and found["traffic"]["requests"] == 20
     assert not found["right"] and found["gain"] > 1.3
     assert found["best"]["decode"] > 1 and found["present"] | {"goodput": 0, "ci": 0} == {
-        "prefill": 3, "decode": 1, "goodput": 0, "ci": 0,
-    }  # fmt: skip
+        "prefill": 3,
+        "decode": 1,
+        "goodput": 0,
+        "ci": 0,
+    }
     assert found["best"]["goodput"] == pytest.approx(found["gain"] * found["present"]["goodput"])
     assert found["one_more"]["decode"]["gain"] > 1.3 and found["one_more"]["prefill"]["gain"] < 1.1
     assert (found["one_more"]["decode"]["prefill"], found["one_more"]["decode"]["decode"]) == (3, 2)
@@ -121,7 +138,16 @@ def test_a_refit_finds_how_much_slower_the_deployment_is() -> None:
     """Times of a deployment whose prefill is 1.5 and whose decode is 2 times the model's."""
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
-    words = ["--coefficients", "distserve-a100", "--model", "opt-13b", "--workload", "300:100", "--requests", "300"]
+    words = [
+        "--coefficients",
+        "distserve-a100",
+        "--model",
+        "opt-13b",
+        "--workload",
+        "300:100",
+        "--requests",
+        "300",
+    ]
     scenario = flags.read(parser.parse_args(words), 4, "").scenario
     present = Placement(ReplicaGroup(1, 1, 2), ReplicaGroup(1, 1, 2))
     slow = msgspec.structs.replace(
@@ -154,7 +180,7 @@ def test_little_traffic_a_restart_and_answers_without_usage_are_said() -> None:
 def test_what_a_window_held() -> None:
     assert between(parse(_metrics(0)), parse(_metrics(50)), 25.0) == ObservedTraffic(
         25.0, 50, 2.0, 60.0, 60.0, pytest.approx(0.06), pytest.approx(0.05)
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,8 +198,12 @@ def test_a_fleet_without_a_ratio_is_said(rows: list[object], words: str) -> None
         live.count(json.dumps(rows).encode())
 
 
-@pytest.mark.parametrize("url", ["ftp://h", "nonsense", "http://127.0.0.1:1", "http://127.0.0.1:notaport"])
-def test_a_proxy_that_is_not_there_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "url", ["ftp://h", "nonsense", "http://127.0.0.1:1", "http://127.0.0.1:notaport"]
+)
+def test_a_proxy_that_is_not_there_is_one_line(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main([*WORDS, "--live", url]) == 2
     err = capsys.readouterr().err
     assert err.startswith("vllm-disagg plan: ") and url in err and err.count("\n") == 1

@@ -20,12 +20,21 @@ from vllm_disagg.planner.cost.latency import (
 @pytest.mark.parametrize(
     ("name", "tp", "pp", "tokens"),
     [
-        ("opt-13b", 1, 1, 66_144), ("opt-13b", 2, 1, 163_008), ("opt-13b", 1, 2, 163_008), ("opt-13b", 4, 1, 356_736),
-        ("opt-66b", 2, 1, 11_600), ("opt-66b", 4, 1, 78_496), ("opt-66b", 2, 2, 78_512), ("opt-66b", 8, 1, 212_304),
-        ("opt-175b", 8, 1, 59_520), ("opt-175b", 3, 3, 76_192),
+        ("opt-13b", 1, 1, 66_144),
+        ("opt-13b", 2, 1, 163_008),
+        ("opt-13b", 1, 2, 163_008),
+        ("opt-13b", 4, 1, 356_736),
+        ("opt-66b", 2, 1, 11_600),
+        ("opt-66b", 4, 1, 78_496),
+        ("opt-66b", 2, 2, 78_512),
+        ("opt-66b", 8, 1, 212_304),
+        ("opt-175b", 8, 1, 59_520),
+        ("opt-175b", 3, 3, 76_192),
     ],
-)  # fmt: skip
-def test_kv_capacity_is_within_10_percent_of_distserves_table(name: str, tp: int, pp: int, tokens: int) -> None:
+)
+def test_kv_capacity_is_within_10_percent_of_distserves_table(
+    name: str, tp: int, pp: int, tokens: int
+) -> None:
     found = model.load(name).kv_capacity(80 * hardware.GIB, tp, pp)
     assert found == pytest.approx(tokens, rel=0.10)
 
@@ -37,11 +46,15 @@ def test_a_model_that_does_not_fit_holds_nothing() -> None:
 @pytest.mark.parametrize(
     ("name", "parameters", "kv"),
     [
-        ("llama-3.1-8b", 8.03e9, 131_072), ("llama-3.1-70b", 70.6e9, 327_680), ("mixtral-8x7b", 46.7e9, 131_072),
-        ("qwen3-30b-a3b", 30.5e9, 98_304), ("qwen3-32b", 32.8e9, 262_144), ("deepseek-v3", 671e9, 70_272),
+        ("llama-3.1-8b", 8.03e9, 131_072),
+        ("llama-3.1-70b", 70.6e9, 327_680),
+        ("mixtral-8x7b", 46.7e9, 131_072),
+        ("qwen3-30b-a3b", 30.5e9, 98_304),
+        ("qwen3-32b", 32.8e9, 262_144),
+        ("deepseek-v3", 671e9, 70_272),
         ("facebook/opt-66b", 65.7e9, 2_359_296),
     ],
-)  # fmt: skip
+)
 def test_parameters_and_kv_bytes_of_known_models(name: str, parameters: float, kv: int) -> None:
     found = model.load(name)
     assert found.parameters == pytest.approx(parameters, rel=0.02)
@@ -72,28 +85,42 @@ def test_a_moe_reads_more_experts_with_more_tokens() -> None:
 def test_a_roofline_gets_slower_with_work_and_faster_with_ranks(name: str) -> None:
     found, gpu = model.load(name), hardware.gpu("H100")
     one, four = (RooflineLatency(found, gpu, tp, 1) for tp in (1, 4))
-    assert unloaded_prefill(one, 4096) > unloaded_prefill(one, 1024) > unloaded_decode(one, 1024) > 0
+    assert (
+        unloaded_prefill(one, 4096) > unloaded_prefill(one, 1024) > unloaded_decode(one, 1024) > 0
+    )
     assert unloaded_prefill(four, 4096) < unloaded_prefill(one, 4096)
     assert one.decode(64, True)[0] > one.decode(1, True)[0]
-    halves = one.mixed(2048, 2048.0**2, 0, 0, True) + one.mixed(2048, 4096.0**2 - 2048.0**2, 0, 0, True)
+    halves = one.mixed(2048, 2048.0**2, 0, 0, True) + one.mixed(
+        2048, 4096.0**2 - 2048.0**2, 0, 0, True
+    )
     assert halves >= one.mixed(4096, 4096.0**2, 0, 0, True)
 
 
 def test_distserves_coefficients_give_its_times() -> None:
-    """13B TP1: 18.10 + 0.10191*512 + 7.12e-6*512^2 + 1 (stage) + 2 + 0.0001*512 (first stage), in ms."""
+    """13B TP1: 18.10 + 0.10191*512 + 7.12e-6*512^2 + 1 (stage) + 2 + 0.0001*512 (first stage), in
+    ms.
+    """
     latency: LatencyModel = distserve.latency("distserve-a100", "opt-13b", 1, 1)
     assert unloaded_prefill(latency, 512) == pytest.approx(0.0751999, rel=1e-4)
     base, slope = latency.decode(1, True)
-    assert base + slope * 512 == pytest.approx(0.0223459, rel=1e-4)  # 19.935 + 0.000627*513 + 0.0385 + 2 + 0.0512
+    assert base + slope * 512 == pytest.approx(
+        0.0223459, rel=1e-4
+    )  # 19.935 + 0.000627*513 + 0.0385 + 2 + 0.0512
     with pytest.raises(ConfigError, match="no opt-175b: give --model opt-13b or opt-66b"):
         distserve.degrees("distserve-a100", "opt-175b")
 
 
 def test_worked_example_of_distserve() -> None:
     best = queueing.best_ratio
-    assert [(r.prefill, r.decode, round(r.rate_per_gpu, 3)) for r in (best(5.6, 10, n) for n in (2, 4, 8, 14))] == [
-        (1, 1, 2.8), (2, 1, 3.333), (5, 3, 3.5), (9, 5, 3.571),
-    ]  # fmt: skip
+    assert [
+        (r.prefill, r.decode, round(r.rate_per_gpu, 3))
+        for r in (best(5.6, 10, n) for n in (2, 4, 8, 14))
+    ] == [
+        (1, 1, 2.8),
+        (2, 1, 3.333),
+        (5, 3, 3.5),
+        (9, 5, 3.571),
+    ]
     assert queueing.rate_limit_per_gpu(5.6, 10) == pytest.approx(3.590, abs=1e-3)
 
 
@@ -113,18 +140,41 @@ def test_mean_ttft_is_distserves_formula() -> None:
 
 def _points(**changed: object) -> dict[str, object]:
     prefill = [
-        {"tokens": [n] * k, "seconds": 0.02 + 1e-4 * n * k + 1e-8 * n * n * k} for n in (64, 512, 2048) for k in (1, 3)
+        {"tokens": [n] * k, "seconds": 0.02 + 1e-4 * n * k + 1e-8 * n * n * k}
+        for n in (64, 512, 2048)
+        for k in (1, 3)
     ]
-    decode = [{"contexts": [n] * k, "seconds": 0.01 + 1e-6 * n * k + 1e-4 * k} for n in (64, 512, 2048) for k in (1, 8)]
-    return {"version": 1, "model": "m", "kv_tokens": 9999, "prefill": prefill, "decode": decode, **changed}
+    decode = [
+        {"contexts": [n] * k, "seconds": 0.01 + 1e-6 * n * k + 1e-4 * k}
+        for n in (64, 512, 2048)
+        for k in (1, 8)
+    ]
+    return {
+        "version": 1,
+        "model": "m",
+        "kv_tokens": 9999,
+        "prefill": prefill,
+        "decode": decode,
+        **changed,
+    }
 
 
 def test_a_fit_finds_the_coefficients_behind_exact_points() -> None:
     points = profile.ProfilePoints(
-        version=1, model="m", kv_tokens=1,
-        prefill=[profile.PrefillPoint([n] * k, 0.02 + 1e-4 * n * k + 1e-8 * n * n * k) for n in (64, 512, 2048) for k in (1, 3)],
-        decode=[profile.DecodePoint([n] * k, 0.01 + 1e-6 * (n + 1) * k + 1e-4 * k) for n in (64, 512, 2048) for k in (1, 8)],
-    )  # fmt: skip
+        version=1,
+        model="m",
+        kv_tokens=1,
+        prefill=[
+            profile.PrefillPoint([n] * k, 0.02 + 1e-4 * n * k + 1e-8 * n * n * k)
+            for n in (64, 512, 2048)
+            for k in (1, 3)
+        ],
+        decode=[
+            profile.DecodePoint([n] * k, 0.01 + 1e-6 * (n + 1) * k + 1e-4 * k)
+            for n in (64, 512, 2048)
+            for k in (1, 8)
+        ],
+    )
     fit = profile.fit(points)
     assert fit.latency.prefill == pytest.approx((0.02, 1e-4, 1e-8), rel=1e-6)
     assert fit.latency.small == pytest.approx((0.01, 1e-6, 1e-4), rel=1e-6)
@@ -134,7 +184,9 @@ def test_a_fit_finds_the_coefficients_behind_exact_points() -> None:
 def test_a_fit_has_no_negative_coefficient() -> None:
     """Points that bend down: the free fit has c < 0, the best of the others has c = 0."""
     rows = [[1, n, n * n] for n in (100, 200, 400, 800)]
-    a, b, c = profile.non_negative(rows, [0.01 + 1e-4 * n - 2e-8 * n * n for n in (100, 200, 400, 800)])
+    a, b, c = profile.non_negative(
+        rows, [0.01 + 1e-4 * n - 2e-8 * n * n for n in (100, 200, 400, 800)]
+    )
     assert a >= 0 and b > 0 and c == 0
 
 

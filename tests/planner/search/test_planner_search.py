@@ -9,7 +9,13 @@ from vllm_disagg.planner.commands import output
 from vllm_disagg.planner.cost import hardware, model
 from vllm_disagg.planner.search import advice, optimizer
 from vllm_disagg.planner.search.optimizer import RateBisection
-from vllm_disagg.planner.search.scenario import PerformanceSource, Placement, ReplicaGroup, Scenario, check_model
+from vllm_disagg.planner.search.scenario import (
+    PerformanceSource,
+    Placement,
+    ReplicaGroup,
+    Scenario,
+    check_model,
+)
 from vllm_disagg.planner.simulation import workload
 from vllm_disagg.planner.simulation.simulator import Objective
 from vllm_disagg.planner.simulation.workload import Arrivals
@@ -18,10 +24,17 @@ from vllm_disagg.planner.simulation.workload import Arrivals
 def _distserve(name: str, ttft: float, gpus: int, requests: int, seeds: int) -> Scenario:
     source = PerformanceSource("coefficients", "distserve-a100", model.load(name))
     return Scenario(
-        prefill=source, decode=source, workload=workload.load("sharegpt-like"), arrivals=Arrivals("poisson"),
-        objective=Objective(ttft, 0.1, 0.9, joint=False), requests=requests, seeds=seeds, gpus=gpus, overlap=False,
+        prefill=source,
+        decode=source,
+        workload=workload.load("sharegpt-like"),
+        arrivals=Arrivals("poisson"),
+        objective=Objective(ttft, 0.1, 0.9, joint=False),
+        requests=requests,
+        seeds=seeds,
+        gpus=gpus,
+        overlap=False,
         distserve=True,
-    )  # fmt: skip
+    )
 
 
 def _told(done: int, total: int, best: optimizer.PlacementScore | None) -> None:
@@ -29,7 +42,9 @@ def _told(done: int, total: int, best: optimizer.PlacementScore | None) -> None:
 
 
 def test_opt_13b_gets_prefill_tp2_and_decode_tp1() -> None:
-    """DistServe's README: 1.56 req/s per GPU; 1.55 over six seeds of 1000.  Five seeds: benchmarks/planner.py."""
+    """DistServe's README: 1.56 req/s per GPU; 1.55 over six seeds of 1000. Five seeds:
+    benchmarks/planner.py.
+    """
     scenario = _distserve("opt-13b", 0.2, 4, 1000, 2)
     best = optimizer.search(scenario, optimizer.disaggregated(scenario), 1, 1, _told)[0]
     assert best.placement == Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(1, 1, 1))
@@ -41,7 +56,9 @@ def test_opt_66b_does_not_decode_on_two_gpus_when_memory_counts() -> None:
     scenario = _distserve("opt-66b", 0.4, 8, 300, 3)
     best = optimizer.search(scenario, optimizer.disaggregated(scenario), 1, 1, _told)[0]
     assert best.placement.decode and best.placement.decode.gpus > 2
-    two = optimizer.evaluate(scenario, Placement(ReplicaGroup(4, 1, 1), ReplicaGroup(2, 1, 1)), scenario.samples(), -1.0)
+    two = optimizer.evaluate(
+        scenario, Placement(ReplicaGroup(4, 1, 1), ReplicaGroup(2, 1, 1)), scenario.samples(), -1.0
+    )
     assert two and two.goodput < 0.7 * best.goodput
 
 
@@ -58,7 +75,9 @@ def test_pruning_keeps_what_brute_force_finds(seed: int) -> None:
 def test_processes_change_nothing() -> None:
     scenario = _distserve("opt-13b", 0.2, 3, 60, 2)
     placements = optimizer.disaggregated(scenario)
-    assert optimizer.search(scenario, placements, 2, 2, _told) == optimizer.search(scenario, placements, 2, 1, _told)
+    assert optimizer.search(scenario, placements, 2, 2, _told) == optimizer.search(
+        scenario, placements, 2, 1, _told
+    )
 
 
 def test_a_bisection_ends_only_after_a_failure_and_brackets_the_threshold() -> None:
@@ -79,15 +98,28 @@ def test_what_nothing_can_meet_has_no_goodput_and_costs_nothing() -> None:
 def test_two_gpu_types() -> None:
     """Compute-heavy H100 for prefill, bandwidth-heavy H20 for decode."""
     found = model.load("llama-3.1-8b")
-    prefill, decode = (PerformanceSource("roofline", name, found, hardware.gpu(name)) for name in ("h100", "h20"))
-    scenario = Scenario(
-        prefill=prefill, decode=decode, workload=workload.load("2000:100"), arrivals=Arrivals("poisson"),
-        objective=Objective(0.5, 0.03), requests=60, seeds=1, gpus=3, link=hardware.link("ib-400"),
-    )  # fmt: skip
-    swapped = Scenario(
-        **{f: getattr(scenario, f) for f in scenario.__struct_fields__} | {"prefill": decode, "decode": prefill}
+    prefill, decode = (
+        PerformanceSource("roofline", name, found, hardware.gpu(name)) for name in ("h100", "h20")
     )
-    right, wrong = (optimizer.search(s, optimizer.disaggregated(s), 1, 1, _told)[0].goodput for s in (scenario, swapped))
+    scenario = Scenario(
+        prefill=prefill,
+        decode=decode,
+        workload=workload.load("2000:100"),
+        arrivals=Arrivals("poisson"),
+        objective=Objective(0.5, 0.03),
+        requests=60,
+        seeds=1,
+        gpus=3,
+        link=hardware.link("ib-400"),
+    )
+    swapped = Scenario(
+        **{f: getattr(scenario, f) for f in scenario.__struct_fields__}
+        | {"prefill": decode, "decode": prefill}
+    )
+    right, wrong = (
+        optimizer.search(s, optimizer.disaggregated(s), 1, 1, _told)[0].goodput
+        for s in (scenario, swapped)
+    )
     assert right > 1.2 * wrong
     assert {p.on_decode_gpus for p in optimizer.colocated(scenario)} == {False, True}
 
@@ -99,32 +131,53 @@ def test_a_model_that_fits_nowhere_is_refused_with_what_would_fit() -> None:
 
 
 def test_advice_on_tight_tokens_and_loose_first_tokens_and_the_other_way_round() -> None:
-    """Tight TPOT and loose TTFT favour disaggregation, the reverse colocation; and the flip lies between."""
+    """Tight TPOT and loose TTFT favour disaggregation, the reverse colocation; and the flip lies
+    between.
+    """
     found = model.load("qwen3-32b")
     source = PerformanceSource("roofline", "h200", found, hardware.gpu("h200"))
 
     def ask(ttft: float, tpot: float) -> advice.Advice:
         scenario = Scenario(
-            prefill=source, decode=source, workload=workload.load("4000:300"), arrivals=Arrivals("poisson"),
-            objective=Objective(ttft, tpot), requests=80, seeds=2, gpus=6, link=hardware.link("ib-400"),
-        )  # fmt: skip
+            prefill=source,
+            decode=source,
+            workload=workload.load("4000:300"),
+            arrivals=Arrivals("poisson"),
+            objective=Objective(ttft, tpot),
+            requests=80,
+            seeds=2,
+            gpus=6,
+            link=hardware.link("ib-400"),
+        )
         split = optimizer.search(scenario, optimizer.disaggregated(scenario), 2, 1, _told)
-        return advice.advise(scenario, split, optimizer.search(scenario, optimizer.colocated(scenario), 2, 1, _told))
+        return advice.advise(
+            scenario, split, optimizer.search(scenario, optimizer.colocated(scenario), 2, 1, _told)
+        )
 
     tight, loose = ask(8.0, 0.012), ask(0.8, 0.1)
     assert tight.disaggregate and tight.ratio and tight.ratio > 1.1
     assert not loose.disaggregate
     for found_advice in (tight, loose):
         document = output.as_json(found_advice, "qwen3-32b")
-        assert document["recommendation"] == ("disaggregate" if found_advice.disaggregate else "colocate")
+        assert document["recommendation"] == (
+            "disaggregate" if found_advice.disaggregate else "colocate"
+        )
         assert document["commands"] and document["flips"].keys() == {"ttft", "tpot"}
 
 
 def test_commands_start_what_was_planned() -> None:
     scenario = _distserve("opt-13b", 0.2, 4, 10, 1)
-    same = output.commands(scenario, Placement(ReplicaGroup(2, 1, 2), ReplicaGroup(2, 1, 1)), "facebook/opt-13b")
-    assert same[0] == "vllm-disagg up --model facebook/opt-13b --prefill 2 --decode 1 --tensor-parallel-size 2"
-    assert sum("kv_producer" in line for line in same) == 2 and sum("kv_consumer" in line for line in same) == 1
+    same = output.commands(
+        scenario, Placement(ReplicaGroup(2, 1, 2), ReplicaGroup(2, 1, 1)), "facebook/opt-13b"
+    )
+    assert (
+        same[0]
+        == "vllm-disagg up --model facebook/opt-13b --prefill 2 --decode 1 --tensor-parallel-size 2"
+    )
+    assert (
+        sum("kv_producer" in line for line in same) == 2
+        and sum("kv_consumer" in line for line in same) == 1
+    )
     assert same[-1].count("--prefill") == 2 and same[-1].count("--decode") == 1
     mixed = Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(1, 1, 1))
     assert not any("vllm-disagg up" in line for line in output.commands(scenario, mixed, "m"))

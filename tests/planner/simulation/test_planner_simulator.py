@@ -40,9 +40,13 @@ def test_mean_ttft_is_that_of_an_m_d_1_queue(pp: int, tolerance: float, load: fl
     prefill = ReplicaPool(1, latency, LARGE, SchedulingRules(budget=512, sequences=LARGE))
     decode = ReplicaPool(1, latency, LARGE, SchedulingRules(sequences=LARGE))
     result = simulate(
-        Deployment(prefill, decode, Handoff(overlap=False, concurrency=LARGE), distserve=True), sample, rate
+        Deployment(prefill, decode, Handoff(overlap=False, concurrency=LARGE), distserve=True),
+        sample,
+        rate,
     )
-    assert sum(result.ttft) / len(sample) == pytest.approx(queueing.mean_ttft(service, rate, pp), rel=tolerance)
+    assert sum(result.ttft) / len(sample) == pytest.approx(
+        queueing.mean_ttft(service, rate, pp), rel=tolerance
+    )
 
 
 def _deployments() -> dict[str, Deployment]:
@@ -51,14 +55,22 @@ def _deployments() -> dict[str, Deployment]:
     link = Handoff(LINKS["eth-10"], 200_000, 40)
     return {
         "P:D": Deployment(ReplicaPool(2, PLAIN, large), ReplicaPool(1, PLAIN, large), link),
-        "P:D with little KV": Deployment(ReplicaPool(2, PLAIN, small, tight), ReplicaPool(2, PLAIN, small, tight), link),
-        "P:D without overlap": Deployment(
-            ReplicaPool(1, PLAIN, small), ReplicaPool(2, PLAIN, small), Handoff(LINKS["eth-10"], 200_000, 40, False)
+        "P:D with little KV": Deployment(
+            ReplicaPool(2, PLAIN, small, tight), ReplicaPool(2, PLAIN, small, tight), link
         ),
-        "pipelines": Deployment(ReplicaPool(1, _linear(2), large), ReplicaPool(1, _linear(3), small), link),
+        "P:D without overlap": Deployment(
+            ReplicaPool(1, PLAIN, small),
+            ReplicaPool(2, PLAIN, small),
+            Handoff(LINKS["eth-10"], 200_000, 40, False),
+        ),
+        "pipelines": Deployment(
+            ReplicaPool(1, _linear(2), large), ReplicaPool(1, _linear(3), small), link
+        ),
         "colocated": Deployment(ReplicaPool(2, PLAIN, large, SchedulingRules(budget=512))),
         "colocated with little KV": Deployment(ReplicaPool(2, PLAIN, small, tight)),
-        "prefill first": Deployment(ReplicaPool(2, PLAIN, small, SchedulingRules(budget=2048, chunked=False))),
+        "prefill first": Deployment(
+            ReplicaPool(2, PLAIN, small, SchedulingRules(budget=2048, chunked=False))
+        ),
     }
 
 
@@ -78,25 +90,42 @@ def test_leaps_change_nothing(name: str, rate: float) -> None:
 def _slow(deployment: Deployment) -> Deployment:
     def side(s: ReplicaPool) -> ReplicaPool:
         rules = s.rules
-        return ReplicaPool(s.count, s.latency, s.kv, SchedulingRules(rules.budget, rules.sequences, rules.chunked, False))
+        return ReplicaPool(
+            s.count,
+            s.latency,
+            s.kv,
+            SchedulingRules(rules.budget, rules.sequences, rules.chunked, False),
+        )
 
     decode = side(deployment.decode) if deployment.decode else None
-    return Deployment(side(deployment.prefill), decode, deployment.handoff, deployment.policy, deployment.distserve)
+    return Deployment(
+        side(deployment.prefill),
+        decode,
+        deployment.handoff,
+        deployment.policy,
+        deployment.distserve,
+    )
 
 
 def test_little_kv_preempts_and_still_finishes() -> None:
-    result = simulate(_deployments()["P:D with little KV"], SHAREGPT.sample(200, 0, Arrivals("poisson")), 20.0)
+    result = simulate(
+        _deployments()["P:D with little KV"], SHAREGPT.sample(200, 0, Arrivals("poisson")), 20.0
+    )
     assert result.preemptions > 0 and min(result.latency) > 0
 
 
 def test_the_same_seed_gives_the_same_result() -> None:
     sample = SHAREGPT.sample(100, 0, Arrivals("gamma", 2.0))
     for policy in POLICIES:
-        deployment = Deployment(ReplicaPool(3, PLAIN, 60_000), ReplicaPool(2, PLAIN, 60_000), policy=policy)
+        deployment = Deployment(
+            ReplicaPool(3, PLAIN, 60_000), ReplicaPool(2, PLAIN, 60_000), policy=policy
+        )
         assert simulate(deployment, sample, 20.0) == simulate(deployment, sample, 20.0)
 
 
-@pytest.mark.parametrize(("link", "least", "most"), [("eth-25", 0.386, 0.39), ("nvlink", 0.004, 0.005)])
+@pytest.mark.parametrize(
+    ("link", "least", "most"), [("eth-25", 0.386, 0.39), ("nvlink", 0.004, 0.005)]
+)
 def test_what_a_link_adds_to_a_request(link: str, least: float, most: float) -> None:
     """OPT-66B, 512 tokens: 1.208e9 bytes, after the prefill as DistServe moves them."""
     latency = distserve.latency("distserve-a100", "opt-66b", 4, 1)
@@ -115,7 +144,11 @@ def test_overlap_hides_the_transfer_behind_the_prefill() -> None:
     sample = WorkloadSample([2048], [10], [0.0])
     prefill = unloaded_prefill(PLAIN, 2048)
     handoff = Handoff(LINKS["eth-100"], 0.5 * prefill * LINKS["eth-100"].bandwidth / 2048, 40)
-    result = simulate(Deployment(ReplicaPool(1, PLAIN, 60_000), ReplicaPool(1, PLAIN, 60_000), handoff), sample, 1.0)
+    result = simulate(
+        Deployment(ReplicaPool(1, PLAIN, 60_000), ReplicaPool(1, PLAIN, 60_000), handoff),
+        sample,
+        1.0,
+    )
     assert result.transfer[0] == pytest.approx(0.5 * prefill / 40 + LINKS["eth-100"].latency)
 
 
@@ -130,7 +163,11 @@ def test_d_reserves_kv_for_prompts_in_transfer() -> None:
 
 
 def test_a_prompt_that_fits_nowhere_is_refused_and_missed() -> None:
-    result = simulate(Deployment(ReplicaPool(1, PLAIN, 500)), WorkloadSample([1000, 100], [10, 10], [0.0, 1.0]), 1.0)
+    result = simulate(
+        Deployment(ReplicaPool(1, PLAIN, 500)),
+        WorkloadSample([1000, 100], [10, 10], [0.0, 1.0]),
+        1.0,
+    )
     assert result.ttft[0] == -1 and result.ttft[1] > 0
     assert result.attainment(Objective(1, 1, 0.9)) == 0.5
 
@@ -146,23 +183,35 @@ def test_shared_prefixes_save_prefill() -> None:
 
 
 def test_prefix_aware_finds_the_instance_that_has_it() -> None:
-    """Two conversations, alternating in pairs: taking turns mixes them up, looking for prefixes does not."""
+    """Two conversations, alternating in pairs: taking turns mixes them up, looking for prefixes
+    does not.
+    """
     ids = [[100 * (n % 4 // 2) + block for block in range(20)] for n in range(40)]
     sample = WorkloadSample([20 * 512] * 40, [4] * 40, [0.0, *[1.0] * 39], ids)
 
     def mean(policy: str) -> float:
         side = ReplicaPool(2, PLAIN, 13_000)
-        result = simulate(Deployment(side, ReplicaPool(1, PLAIN, 60_000), policy=policy), sample, 0.1)  # type: ignore[arg-type]
+        result = simulate(
+            Deployment(side, ReplicaPool(1, PLAIN, 60_000), policy=policy), sample, 0.1
+        )  # type: ignore[arg-type]
         return sum(result.ttft) / 40
 
     assert mean("prefix_aware") < 0.6 * mean("round_robin")
 
 
 def test_chunks_let_decodes_go_on_and_prefill_first_does_not() -> None:
-    """A short answer runs when a long prompt comes: each of its tokens waits for a chunk, or one waits for the prompt."""
+    """A short answer runs when a long prompt comes: each of its tokens waits for a chunk, or one
+    waits for the prompt.
+    """
     sample = WorkloadSample([100, 8000], [10, 2], [0.0, 0.05])
-    chunked = simulate(Deployment(ReplicaPool(1, PLAIN, 200_000, SchedulingRules(budget=512))), sample, 1.0)
-    first = simulate(Deployment(ReplicaPool(1, PLAIN, 200_000, SchedulingRules(budget=512, chunked=False))), sample, 1.0)
+    chunked = simulate(
+        Deployment(ReplicaPool(1, PLAIN, 200_000, SchedulingRules(budget=512))), sample, 1.0
+    )
+    first = simulate(
+        Deployment(ReplicaPool(1, PLAIN, 200_000, SchedulingRules(budget=512, chunked=False))),
+        sample,
+        1.0,
+    )
     assert chunked.tpot[0] < 0.6 * first.tpot[0]
     assert chunked.ttft[1] > first.ttft[1]
 

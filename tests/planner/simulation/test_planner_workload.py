@@ -13,7 +13,11 @@ from vllm_disagg.planner.simulation.workload import Arrivals
 
 @pytest.mark.parametrize(
     ("name", "prompt", "output"),
-    [("sharegpt-like", 755.5, 200.3), ("humaneval-like", 171.3, 98.2), ("longbench-like", 1738.3, 90.7)],
+    [
+        ("sharegpt-like", 755.5, 200.3),
+        ("humaneval-like", 171.3, 98.2),
+        ("longbench-like", 1738.3, 90.7),
+    ],
 )
 def test_means_are_the_papers(name: str, prompt: float, output: float) -> None:
     sample = workload.load(name).sample(20_000, 0, Arrivals("poisson"))
@@ -50,11 +54,16 @@ def test_a_trace_keeps_its_times(tmp_path: Path) -> None:
 
 def test_a_trace_is_no_more_samples_than_it_holds(tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"
-    path.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(f"{n},600,5\n" for n in range(50)))
+    path.write_text(
+        "arrival_s,input_tokens,output_tokens\n" + "".join(f"{n},600,5\n" for n in range(50))
+    )
     load = workload.load(str(path))
     assert workload.extent(load, Arrivals("trace"), 20, 5) == (20, 2)
     assert workload.extent(load, Arrivals("trace"), 1000, 5) == (50, 1)
-    assert workload.extent(load, Arrivals("poisson"), 1000, 5) == (50, 5)  # the same lengths, other arrivals
+    assert workload.extent(load, Arrivals("poisson"), 1000, 5) == (
+        50,
+        5,
+    )  # the same lengths, other arrivals
     assert workload.extent(workload.load("600:5"), Arrivals("poisson"), 1000, 5) == (1000, 5)
 
 

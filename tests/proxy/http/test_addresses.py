@@ -7,24 +7,70 @@ from vllm_disagg.proxy.http.addresses import Networks, bad_name, check_url, host
 
 LONG = "x" * 64
 GOOD = [
-    "http://gpu1:8200", "https://gpu1.cluster", "http://gpu1.cluster.:1", "http://10.0.0.1", "http://[::1]:80",
-    "http://a_b-c.d:65535", "http://[fe80::1%eth0]:1", "http://xn--bcher-kva.example:80@3",
+    "http://gpu1:8200",
+    "https://gpu1.cluster",
+    "http://gpu1.cluster.:1",
+    "http://10.0.0.1",
+    "http://[::1]:80",
+    "http://a_b-c.d:65535",
+    "http://[fe80::1%eth0]:1",
+    "http://xn--bcher-kva.example:80@3",
     f"http://{'x' * 63}.{'y' * 63}:80",
-]  # fmt: skip
+]
 BAD = [
-    "http://gpu1..cluster:8200", "http://.", "http://.a", "http://..", "http://127.1", "http://2852039166",
-    "http://0xa9fea9fe", "http://1.2.3.4.5", "http://a.0x1", "http://h%41", "http://h:0", "http://h:65536",
-    "http://h:999999999999999999999", "http://h:0065535999", "http://h:", "http://h:-1", "http://h:1:2", "http://u@h", "http://@h",
-    "http://u:p@h", "http://h?", "http://h?q", "http://h#", "http://h/p", "ftp://h", "h:1", "http://", "http://[::1",
-    "http://[::1]x", "http://[]", "http://[127.0.0.1]", "http://[a]:1", "http://::1", "http://h\\x",
-    "http://b\u00fccher", "", "http://a b", "http://h:8 0", "http://h\n", "http://h\u0000", f"http://{LONG}:80",
-    f"http://a.{LONG}.b", f"http://{'a.' * 126}aa",
-]  # fmt: skip
+    "http://gpu1..cluster:8200",
+    "http://.",
+    "http://.a",
+    "http://..",
+    "http://127.1",
+    "http://2852039166",
+    "http://0xa9fea9fe",
+    "http://1.2.3.4.5",
+    "http://a.0x1",
+    "http://h%41",
+    "http://h:0",
+    "http://h:65536",
+    "http://h:999999999999999999999",
+    "http://h:0065535999",
+    "http://h:",
+    "http://h:-1",
+    "http://h:1:2",
+    "http://u@h",
+    "http://@h",
+    "http://u:p@h",
+    "http://h?",
+    "http://h?q",
+    "http://h#",
+    "http://h/p",
+    "ftp://h",
+    "h:1",
+    "http://",
+    "http://[::1",
+    "http://[::1]x",
+    "http://[]",
+    "http://[127.0.0.1]",
+    "http://[a]:1",
+    "http://::1",
+    "http://h\\x",
+    "http://b\u00fccher",
+    "",
+    "http://a b",
+    "http://h:8 0",
+    "http://h\n",
+    "http://h\u0000",
+    f"http://{LONG}:80",
+    f"http://a.{LONG}.b",
+    f"http://{'a.' * 126}aa",
+]
 
 
 @pytest.mark.parametrize("url", GOOD)
 def test_good_urls(url: str) -> None:
-    assert check_url(url, "x") == check_url(url.replace("@3", "") + "/" + ("@3" if "@3" in url else ""), "x") == url
+    assert (
+        check_url(url, "x")
+        == check_url(url.replace("@3", "") + "/" + ("@3" if "@3" in url else ""), "x")
+        == url
+    )
 
 
 @pytest.mark.parametrize("url", BAD)
@@ -39,7 +85,16 @@ def test_every_good_name_can_be_looked_up() -> None:
     for name in ("a", "a.", "a.b", "a_b", "10.0.0.1", "::1", "b\u00fccher.example", "x" * 63):
         assert not bad_name(name)
         name.encode("idna")
-    for name in ("", ".", "a..b", LONG, "127.1", "a\x00", "\uff11\uff12\uff17.0.0.1", "a\u3002\u3002b"):
+    for name in (
+        "",
+        ".",
+        "a..b",
+        LONG,
+        "127.1",
+        "a\x00",
+        "\uff11\uff12\uff17.0.0.1",
+        "a\u3002\u3002b",
+    ):
         assert bad_name(name), name
 
 

@@ -1,4 +1,6 @@
-"""What strangers, slow and careless clients may cost the proxy, and the rules of HTTP that it holds them to."""
+"""What strangers, slow and careless clients may cost the proxy, and the rules of HTTP that it holds
+them to.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ STATUS = re.compile(rb"HTTP/1.1 (\d{3}) ")
 KEY = b"authorization: Bearer k\r\n"
 
 
-def request(line: bytes = b"POST /v1/completions HTTP/1.1", fields: bytes = b"host: x\r\n", body: bytes = BODY) -> bytes:
+def request(
+    line: bytes = b"POST /v1/completions HTTP/1.1",
+    fields: bytes = b"host: x\r\n",
+    body: bytes = BODY,
+) -> bytes:
     return line + b"\r\n" + fields + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
@@ -46,7 +52,9 @@ class Hand:
 
 
 @asynccontextmanager
-async def serving(limits: Limits, limit: int | None = None) -> AsyncIterator[tuple[Server, Hand, int]]:
+async def serving(
+    limits: Limits, limit: int | None = None
+) -> AsyncIterator[tuple[Server, Hand, int]]:
     hand = Hand()
     server = Server(hand, limits, None if limit is None else lambda _: limit)
     port = await server.start("127.0.0.1", 0)
@@ -60,10 +68,12 @@ async def connect(port: int) -> Client:
     return Client(*await asyncio.open_connection("127.0.0.1", port))
 
 
-# -- what is refused for its head ------------------------------------------------------------------------------------
+# -- what is refused for its head ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("framing", [b"content-length: 30000000\r\n", b"transfer-encoding: chunked\r\n"])
+@pytest.mark.parametrize(
+    "framing", [b"content-length: 30000000\r\n", b"transfer-encoding: chunked\r\n"]
+)
 @pytest.mark.parametrize("expect", [b"", b"expect: 100-continue\r\n"])
 @pytest.mark.parametrize(
     ("line", "key", "status"),
@@ -82,9 +92,20 @@ async def test_a_head_that_is_refused_is_answered_before_its_body(
 ) -> None:
     async with world(prefill=0, ready=False, api_keys=["k"], origins=["http://page"]) as w:
         client = await w.connect()
-        client.writer.write(line + b" HTTP/1.1\r\nhost: x\r\norigin: http://page\r\n" + key + expect + framing + b"\r\n")
+        client.writer.write(
+            line
+            + b" HTTP/1.1\r\nhost: x\r\norigin: http://page\r\n"
+            + key
+            + expect
+            + framing
+            + b"\r\n"
+        )
         reply = await asyncio.wait_for(client.receive(), 2)
-        assert (reply.status, reply.complete, reply.headers["connection"]) == (status, True, "close")
+        assert (reply.status, reply.complete, reply.headers["connection"]) == (
+            status,
+            True,
+            "close",
+        )
         assert reply.headers["access-control-allow-origin"] == "http://page"
         client.writer.write(b"x" * 200_000)  # is not read as a request
         assert await asyncio.wait_for(client.reader.read(), 5) == b""
@@ -98,7 +119,12 @@ async def test_no_byte_of_a_refused_body_is_kept() -> None:
         client.writer.write(b"x" * 1_000_000)
         await asyncio.sleep(0.05)
         (connection,) = server.connections
-        assert hand.bodies == [0] and server.held_bytes == 0 and not connection._body and not connection._early
+        assert (
+            hand.bodies == [0]
+            and server.held_bytes == 0
+            and not connection._body
+            and not connection._early
+        )
         hand.go.set()
         assert (await client.receive()).status == 200
         client.close()
@@ -106,14 +132,22 @@ async def test_no_byte_of_a_refused_body_is_kept() -> None:
 
 @pytest.mark.parametrize(
     ("line", "status"),
-    [(b"POST /ping", 200), (b"GET /health", 200), (b"GET /v1/models", 200), (b"POST /disagg/register", 404)],
+    [
+        (b"POST /ping", 200),
+        (b"GET /health", 200),
+        (b"GET /v1/models", 200),
+        (b"POST /disagg/register", 404),
+    ],
 )
 async def test_where_a_body_says_nothing_it_is_small(line: bytes, status: int) -> None:
     """Some of these paths are for strangers too."""
     async with world(prefill=0) as w:
         assert (await w.raw(request(line + b" HTTP/1.1", body=b"x" * 60_000))).status == status
         chunk = b"8000\r\n" + b"x" * 32768 + b"\r\n"
-        for rest in (b"content-length: 70000\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n" + 2 * chunk + b"8\r\n"):
+        for rest in (
+            b"content-length: 70000\r\n\r\n",
+            b"transfer-encoding: chunked\r\n\r\n" + 2 * chunk + b"8\r\n",
+        ):
             reply = await w.raw(line + b" HTTP/1.1\r\nhost: x\r\n" + rest + b"12345678")
             assert (reply.status, reply.complete) == (413, True)
 
@@ -131,7 +165,7 @@ async def test_a_refused_request_after_a_good_one() -> None:
             assert STATUS.findall(text) == [b"200", b"401"], text
 
 
-# -- what all requests hold together ---------------------------------------------------------------------------------
+# -- what all requests hold together ---------------------------------------------------------------
 
 
 async def test_all_bodies_together_have_a_limit() -> None:
@@ -163,12 +197,16 @@ async def test_a_body_of_just_the_limit_is_served(chunked: bool) -> None:
         for size, status in ((1000, 200), (1001, 413)):
             client, body = await connect(port), b"x" * size
             head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-            client.writer.write(head + b"%x\r\n%b\r\n0\r\n\r\n" % (size, body) if chunked else request(body=body))
+            client.writer.write(
+                head + b"%x\r\n%b\r\n0\r\n\r\n" % (size, body) if chunked else request(body=body)
+            )
             assert (await asyncio.wait_for(client.receive(), 2)).status == status
             client.close()
 
 
-@pytest.mark.parametrize("sent", [request(body=b"x" * 600), request(body=b"x" * 600)[:-1], request() + request()])
+@pytest.mark.parametrize(
+    "sent", [request(body=b"x" * 600), request(body=b"x" * 600)[:-1], request() + request()]
+)
 async def test_what_a_client_held_is_given_back_when_it_goes(sent: bytes) -> None:
     async with serving(Limits()) as (server, hand, port):
         client = await connect(port)
@@ -199,7 +237,7 @@ async def test_small_chunks_cost_their_bytes() -> None:
             client.close()
 
 
-# -- a drain ---------------------------------------------------------------------------------------------------------
+# -- a drain ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("half", [b"POST /v1/comp", request()[:-1]])
@@ -212,7 +250,11 @@ async def test_only_whole_requests_hold_a_drain(half: bytes) -> None:
         await asyncio.sleep(0.02)
         stopping = asyncio.create_task(server.stop(15.0))
         reply = await asyncio.wait_for(stranger.receive(), 1)
-        assert (reply.status, reply.headers["connection"], reply.headers["retry-after"]) == (503, "close", "1")
+        assert (reply.status, reply.headers["connection"], reply.headers["retry-after"]) == (
+            503,
+            "close",
+            "1",
+        )
         assert await asyncio.wait_for(idle.reader.read(), 1) == b""
         assert not stopping.done()
         hand.go.set()
@@ -220,7 +262,7 @@ async def test_only_whole_requests_hold_a_drain(half: bytes) -> None:
         await asyncio.wait_for(stopping, 4)
 
 
-# -- pipelined requests ----------------------------------------------------------------------------------------------
+# -- pipelined requests ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("early", [60_000, 300_000, 5_000_000])
@@ -308,7 +350,7 @@ async def test_who_reads_no_answers_gets_no_more_requests_served() -> None:
         client.close()
 
 
-# -- heads -----------------------------------------------------------------------------------------------------------
+# -- heads -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -337,8 +379,10 @@ async def test_who_reads_no_answers_gets_no_more_requests_served() -> None:
         (b"GET /health HTTP/1.1", b"host:\r\n", 200),
         (b"GET /health HTTP/1.0", b"", 200),
     ],
-)  # fmt: skip
-@pytest.mark.parametrize("after", [b"", b"GET /first HTTP/1.1\r\nhost: b\r\na: /x HTTP/1.1\r\n\r\n"])
+)
+@pytest.mark.parametrize(
+    "after", [b"", b"GET /first HTTP/1.1\r\nhost: b\r\na: /x HTTP/1.1\r\n\r\n"]
+)
 @pytest.mark.parametrize("pieces", [1, 7])
 async def test_heads(line: bytes, fields: bytes, status: int, after: bytes, pieces: int) -> None:
     async with serving(Limits()) as (_, hand, port):
@@ -374,16 +418,24 @@ async def test_a_head_of_an_instance_has_a_limit() -> None:
         assert reply.status == 502 and "head is larger" in reply.json()["error"]["message"]
 
 
-# -- paths -----------------------------------------------------------------------------------------------------------
+# -- paths -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/v1/completions/", "//v1/completions", "///v1/completions//", "/v1/completions/?a=b"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions/", "//v1/completions", "///v1/completions//", "/v1/completions/?a=b"]
+)
 async def test_slashes_around_a_path(path: str) -> None:
     async with world() as w:
         reply = await w.ask("POST", path, BODY)
         assert reply.json() == {"text": "d0", "leg": "decode"}
-        assert {c.target for c in (*w.p.calls, *w.d.calls)} == {"/v1/completions" + ("?a=b" if "?" in path else "")}
-        assert (await w.ask("POST", "//pause/", b"{}")).json()["error"]["message"].startswith("/pause is about one engine")
+        assert {c.target for c in (*w.p.calls, *w.d.calls)} == {
+            "/v1/completions" + ("?a=b" if "?" in path else "")
+        }
+        assert (
+            (await w.ask("POST", "//pause/", b"{}"))
+            .json()["error"]["message"]
+            .startswith("/pause is about one engine")
+        )
 
 
 async def test_slashes_are_no_way_around_a_key() -> None:
@@ -404,21 +456,37 @@ async def test_adapters_under_sagemakers_names() -> None:
             e.script = load
         assert (await w.ask("POST", "/adapters", b'{"name":"l","src":"/l"}')).status == 401
         for method, path in (("POST", "/adapters"), ("DELETE", "/adapters/l.2:a_b")):
-            assert (await w.ask(method, path, b'{"name":"l"}', authorization="Bearer k")).json() == "Success"
-            assert [[(c.method, c.target) for c in e.calls[-1:]] for e in w.prefills + w.decodes] == [[(method, path)]] * 3
+            assert (
+                await w.ask(method, path, b'{"name":"l"}', authorization="Bearer k")
+            ).json() == "Success"
+            assert [
+                [(c.method, c.target) for c in e.calls[-1:]] for e in w.prefills + w.decodes
+            ] == [[(method, path)]] * 3
         sly = b'{"kv_transfer_params":{}}'
         assert (await w.ask("POST", "/adapters", sly, authorization="Bearer k")).status == 400
 
 
 async def test_tokens_rendered_by_vllm_can_be_generated_from() -> None:
-    """Its `/render` says `null` of both fields, and its clients send that on; so do answers, to `/derender`."""
+    """Its `/render` says `null` of both fields, and its clients send that on; so do answers, to
+    `/derender`.
+    """
     async with world() as w:
-        rendered = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 9}, "kv_transfer_params": None,
-                    "ec_transfer_params": None}  # fmt: skip
+        rendered = {
+            "token_ids": [1, 2],
+            "sampling_params": {"max_tokens": 9},
+            "kv_transfer_params": None,
+            "ec_transfer_params": None,
+        }
         reply = await w.ask("POST", "/inference/v1/generate", json.dumps(rendered).encode())
-        assert reply.json() == {"text": "d0", "leg": "decode"} and w.p.calls[0].grant and w.d.calls[0].grant
+        assert (
+            reply.json() == {"text": "d0", "leg": "decode"}
+            and w.p.calls[0].grant
+            and w.d.calls[0].grant
+        )
         body = {"generate_response": {"choices": [], "kv_transfer_params": None}}
-        assert (await w.ask("POST", "/v1/chat/completions/derender", json.dumps(body).encode())).status == 200
+        assert (
+            await w.ask("POST", "/v1/chat/completions/derender", json.dumps(body).encode())
+        ).status == 200
         for path in ("/inference/v1/generate", "/v1/chat/completions/derender"):
             assert (await w.ask("POST", path, b'{"a":{"kv_transfer_params":{}}}')).status == 400
 
@@ -435,7 +503,9 @@ NAMES = [
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [0, 3_000_000])
 async def test_names_in_parts_are_refused_in_forms(name: str, size: int) -> None:
-    """Some versions of python-multipart put them together (RFC 2231), others leave them out (RFC 7578)."""
+    """Some versions of python-multipart put them together (RFC 2231), others leave them out (RFC
+    7578).
+    """
     async with world(prefill=0) as w:
 
         def form(of: str) -> bytes:
@@ -444,15 +514,19 @@ async def test_names_in_parts_are_refused_in_forms(name: str, size: int) -> None
 
         kind = {"content_type": "multipart/form-data; boundary=x"}
         assert (await w.ask("POST", "/v1/audio/transcriptions", form(name), **kind)).status == 400
-        for fine in ('name="file"; filename*=utf-8\'\'a.mp3', 'name="a*0"'):
-            assert (await w.ask("POST", "/v1/audio/transcriptions", form(fine), **kind)).status == 200
+        for fine in ("name=\"file\"; filename*=utf-8''a.mp3", 'name="a*0"'):
+            assert (
+                await w.ask("POST", "/v1/audio/transcriptions", form(fine), **kind)
+            ).status == 200
 
 
-# -- what is noted ---------------------------------------------------------------------------------------------------
+# -- what is noted ---------------------------------------------------------------------------------
 
 
 def series(text: bytes) -> set[str]:
-    return {line.rpartition(" ")[0] for line in text.decode().splitlines() if not line.startswith("#")}
+    return {
+        line.rpartition(" ")[0] for line in text.decode().splitlines() if not line.startswith("#")
+    }
 
 
 def test_ten_thousand_paths_are_a_few_series() -> None:
@@ -485,11 +559,22 @@ async def test_no_client_chooses_a_label(tmp_path: Path) -> None:
 
         async def barrage(word: str) -> bytes:
             fields = {"model": word, "priority": len(word), "user": word, "cache_salt": word}
-            head = {"x_session_id": word, "x_request_id": word, "x_vllm_priority": f"{len(word)}", "user_agent": word}
+            head = {
+                "x_session_id": word,
+                "x_request_id": word,
+                "x_vllm_priority": f"{len(word)}",
+                "user_agent": word,
+            }
             body = json.dumps({"prompt": word, **fields}).encode()
-            for method, path in (("POST", "/v1/completions"), ("POST", "/v1/embeddings"), ("GET", f"/v1/responses/{word}"),
-                                 ("POST", f"/v1/responses/{word}/cancel"), ("DELETE", f"/adapters/{word}"),
-                                 ("GET", f"/{word}"), ("POST", f"/v1/models?{word}={word}")):  # fmt: skip
+            for method, path in (
+                ("POST", "/v1/completions"),
+                ("POST", "/v1/embeddings"),
+                ("GET", f"/v1/responses/{word}"),
+                ("POST", f"/v1/responses/{word}/cancel"),
+                ("DELETE", f"/adapters/{word}"),
+                ("GET", f"/{word}"),
+                ("POST", f"/v1/models?{word}={word}"),
+            ):
                 await w.ask(method, path, body, **head)
             await w.ask("POST", "/v1/completions", b"{", **head)
             await w.raw(f"GET /{word} HTTP/2.0\r\nhost: {word}\r\n\r\n".encode())
@@ -507,16 +592,26 @@ async def test_refusals_are_counted_and_logged(tmp_path: Path) -> None:
             (await w.raw(request())).status,
             (await w.raw(request(body=b""))).status,
             (await w.raw(request(b"PUT /v1/models HTTP/1.1", b"host: x\r\n" + KEY))).status,
-            (await w.raw(request(b"POST /no" + b"o" * 5000 + b" HTTP/1.1", b"host: x\r\n" + KEY))).status,
+            (
+                await w.raw(request(b"POST /no" + b"o" * 5000 + b" HTTP/1.1", b"host: x\r\n" + KEY))
+            ).status,
             (await w.raw(b"NONSENSE\r\n\r\n")).status,
             (await w.raw(request(fields=b""))).status,
         ]
         assert statuses == [401, 401, 405, 404, 400, 400]
-        assert await w.metric("vllm_disagg_requests_total", 'mode="refused"', 'outcome="client_error"') == 6
-        assert await w.metric("vllm_disagg_requests_total", 'mode="refused"', 'path="/v1/completions"') == 3
+        assert (
+            await w.metric("vllm_disagg_requests_total", 'mode="refused"', 'outcome="client_error"')
+            == 6
+        )
+        assert (
+            await w.metric("vllm_disagg_requests_total", 'mode="refused"', 'path="/v1/completions"')
+            == 3
+        )
         assert await w.metric("vllm_disagg_requests_total", 'mode="refused"', 'path="other"') == 2
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [line["status"] for line in lines] == statuses and {line["client"] for line in lines} == {"127.0.0.1"}
+    assert [line["status"] for line in lines] == statuses and {
+        line["client"] for line in lines
+    } == {"127.0.0.1"}
     assert max(len(line["path"]) for line in lines) == 1024
 
 
@@ -544,8 +639,14 @@ async def test_large_bodies_are_served(tmp_path: Path) -> None:
     async with world() as w:
         body = json.dumps({"model": "m", "prompt": "漢" * 1_000_000, "x": {"y": "*" * 10}}).encode()
         w.p.script = w.d.script = answer
-        assert (await w.ask("POST", "/v1/completions", body)).json() == {"text": "d0", "leg": "decode"}
+        assert (await w.ask("POST", "/v1/completions", body)).json() == {
+            "text": "d0",
+            "leg": "decode",
+        }
         assert w.d.calls[0].body["prompt"] == "漢" * 1_000_000
-        for sly in (b'{"a":"%b","b":[{"ec_transfer_params":1}]}', b'{"a":"%b","b":[{"\\u0065c_transfer_params":1}]}'):
+        for sly in (
+            b'{"a":"%b","b":[{"ec_transfer_params":1}]}',
+            b'{"a":"%b","b":[{"\\u0065c_transfer_params":1}]}',
+        ):
             reply = await w.ask("POST", "/v1/completions", sly % (b"x" * 2_000_000))
             assert (reply.status, reply.json()["error"]["param"]) == (400, "ec_transfer_params")

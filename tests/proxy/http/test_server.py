@@ -51,7 +51,9 @@ async def test_garbage_is_400() -> None:
 
 async def test_http10_gets_its_answer_and_a_closed_connection() -> None:
     async with world() as w:
-        reply = await w.raw(b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY)
+        reply = await w.raw(
+            b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY
+        )
         assert (reply.status, reply.headers["connection"]) == (200, "close")
 
 
@@ -59,7 +61,9 @@ async def test_http10_stream_is_not_chunked() -> None:
     async with world() as w:
         body = b'{"model":"m","prompt":"hi","stream":true}'
         client = await w.connect()
-        client.writer.write(b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        client.writer.write(
+            b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
         text = await client.reader.read()
         assert text.endswith(b"data: [DONE]\n\n") and b"chunked" not in text
 
@@ -156,7 +160,9 @@ async def test_a_handler_that_fails_cuts_the_connection(caplog: pytest.LogCaptur
 async def test_expect_continue() -> None:
     async with world() as w:
         client = await w.connect()
-        client.writer.write(HEAD + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(BODY))
+        client.writer.write(
+            HEAD + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(BODY)
+        )
         assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         client.writer.write(BODY)
         assert (await client.receive()).status == 200
@@ -167,10 +173,19 @@ async def test_expect_continue() -> None:
 async def test_chunked_request_body() -> None:
     async with world() as w:
         head = HEAD + b"transfer-encoding: chunked\r\n\r\n"
-        reply = await w.raw(head + b"5\r\n" + BODY[:5] + b"\r\n%x\r\n" % (len(BODY) - 5) + BODY[5:] + b"\r\n0\r\n\r\n")
+        reply = await w.raw(
+            head
+            + b"5\r\n"
+            + BODY[:5]
+            + b"\r\n%x\r\n" % (len(BODY) - 5)
+            + BODY[5:]
+            + b"\r\n0\r\n\r\n"
+        )
         assert reply.status == 200
         call = w.d.calls[0]
-        assert "transfer-encoding" not in call.headers and int(call.headers["content-length"]) == len(call.raw)
+        assert "transfer-encoding" not in call.headers and int(
+            call.headers["content-length"]
+        ) == len(call.raw)
 
 
 async def test_a_slow_reader_slows_the_engine_and_loses_nothing() -> None:
@@ -189,7 +204,9 @@ async def test_a_slow_reader_slows_the_engine_and_loses_nothing() -> None:
     async with world(prefill=0) as w:
         w.d.script = flood
         client = await w.start(stream=True)
-        client.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        client.writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVBUF, 65536
+        )
         client.writer.transport.pause_reading()
         await asyncio.sleep(0.3)
         stalled = sent
@@ -222,7 +239,9 @@ async def test_small_chunks_are_no_trailers() -> None:
         client = await w.connect()
         body = BODY + b" " * 3000
         client.writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n")
-        client.writer.write(b"".join(b"1\r\n%b\r\n" % body[at : at + 1] for at in range(len(body))) + b"0\r\n\r\n")
+        client.writer.write(
+            b"".join(b"1\r\n%b\r\n" % body[at : at + 1] for at in range(len(body))) + b"0\r\n\r\n"
+        )
         assert (await asyncio.wait_for(client.receive(), 5)).status == 200
 
 
@@ -231,7 +250,9 @@ H2C = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: A
 
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_an_offer_of_http2_is_as_if_it_had_not_been_made(chunked: bool) -> None:
-    """As Java's client makes it, with every first request; the body belongs to the request all the same."""
+    """As Java's client makes it, with every first request; the body belongs to the request all the
+    same.
+    """
     async with world() as w:
         client = await w.connect()
         body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY) if chunked else BODY
@@ -244,7 +265,10 @@ async def test_an_offer_of_http2_is_as_if_it_had_not_been_made(chunked: bool) ->
             reply = await client.receive()
             assert reply.status == 200 and "connection" not in reply.headers
         for call in w.d.calls:
-            assert call.body["prompt"] == "hi" and not {"upgrade", "connection", "http2-settings"} & call.headers.keys()
+            assert (
+                call.body["prompt"] == "hi"
+                and not {"upgrade", "connection", "http2-settings"} & call.headers.keys()
+            )
         client.close()
 
 
@@ -263,7 +287,10 @@ async def test_many_offers_in_a_row() -> None:
 @pytest.mark.parametrize("offer", [b"", H2C])
 async def test_http10_is_told_nothing_in_between(offer: bytes) -> None:
     async with world() as w:
-        head = b"POST /v1/completions HTTP/1.0\r\nexpect: 100-continue\r\ncontent-length: %d\r\n" % len(BODY)
+        head = (
+            b"POST /v1/completions HTTP/1.0\r\nexpect: 100-continue\r\ncontent-length: %d\r\n"
+            % len(BODY)
+        )
         client = await w.connect()
         client.writer.write(head + offer + b"\r\n" + BODY)
         assert (await client.reader.read()).startswith(b"HTTP/1.1 200")
@@ -272,7 +299,9 @@ async def test_http10_is_told_nothing_in_between(offer: bytes) -> None:
 async def test_continue_is_said_once() -> None:
     async with world() as w:
         client = await w.connect()
-        client.writer.write(HEAD + H2C + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(BODY))
+        client.writer.write(
+            HEAD + H2C + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(BODY)
+        )
         assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         client.writer.write(BODY)
         assert (await client.reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
@@ -311,7 +340,10 @@ async def test_what_the_connection_names_stays_there(named: bytes) -> None:
         head = HEAD + b"connection: " + named + b"\r\nx-secret: 1\r\nx-kept: 1\r\nte: trailers\r\n"
         assert (await w.raw(head + b"content-length: %d\r\n\r\n" % len(BODY) + BODY)).status == 200
         for call in (*w.p.calls, *w.d.calls):
-            assert "x-kept" in call.headers and not {"x-secret", "te", "connection"} & call.headers.keys()
+            assert (
+                "x-kept" in call.headers
+                and not {"x-secret", "te", "connection"} & call.headers.keys()
+            )
 
 
 async def test_no_content_has_no_length() -> None:

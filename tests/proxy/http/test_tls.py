@@ -62,8 +62,14 @@ class SecureEngine(ScriptedEngine):
         return f"https://127.0.0.1:{self.port}"
 
 
-async def test_a_name_that_is_looked_up_here_has_its_own_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
-    authority, listener, trust = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+async def test_a_name_that_is_looked_up_here_has_its_own_certificate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    authority, listener, trust = (
+        trustme.CA(),
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
+        ssl.create_default_context(),
+    )
     authority.issue_cert("engine.example").configure_cert(listener)
     authority.configure_trust(trust)
 
@@ -73,7 +79,9 @@ async def test_a_name_that_is_looked_up_here_has_its_own_certificate(monkeypatch
     d = SecureEngine("d", "decode")
     await d.start_secure(listener)
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
-    answer = await Pool(f"https://engine.example:{d.port}", trust, Networks()).send("GET", "/health", [], b"")
+    answer = await Pool(f"https://engine.example:{d.port}", trust, Networks()).send(
+        "GET", "/health", [], b""
+    )
     assert answer.status == 200
     answer.close()
     await d.stop()
@@ -106,22 +114,43 @@ async def _not_trusted(w: World) -> bool:
 
 def test_urls() -> None:
     assert check_url("https://h:1/", "x") == "https://h:1"
-    for url in ("h", "ftp://h", "http://", "http://h/p", "http://h?q", "http://h#f", "http://u@h", "http://h:99999", "http://h:0",
-                "http://a b", "http://h\n", "http://h\u00e9"):  # fmt: skip
+    for url in (
+        "h",
+        "ftp://h",
+        "http://",
+        "http://h/p",
+        "http://h?q",
+        "http://h#f",
+        "http://u@h",
+        "http://h:99999",
+        "http://h:0",
+        "http://a b",
+        "http://h\n",
+        "http://h\u00e9",
+    ):
         with pytest.raises(ConfigError):
             check_url(url, "x")
 
 
-PREFLIGHT = {"origin": "https://a", "access_control_request_method": "POST", "access_control_request_headers": "x-y"}
+PREFLIGHT = {
+    "origin": "https://a",
+    "access_control_request_method": "POST",
+    "access_control_request_headers": "x-y",
+}
 
 
 async def test_cors_is_off_by_default() -> None:
     async with world(prefill=0) as w:
-        assert "access-control-allow-origin" not in (await w.get("/health", origin="https://a")).headers
+        assert (
+            "access-control-allow-origin"
+            not in (await w.get("/health", origin="https://a")).headers
+        )
         assert (await w.ask("OPTIONS", "/v1/completions", b"", **PREFLIGHT)).status == 405
 
 
-@pytest.mark.parametrize(("origins", "allowed"), [(["https://a"], True), (["*"], True), (["https://b"], False)])
+@pytest.mark.parametrize(
+    ("origins", "allowed"), [(["https://a"], True), (["*"], True), (["https://b"], False)]
+)
 async def test_cors(origins: list[str], allowed: bool) -> None:
     async with world(prefill=0, ready=False, origins=origins, api_keys=["k"]) as w:
         reply = await w.ask("OPTIONS", "/v1/completions", b"", **PREFLIGHT)
@@ -129,4 +158,6 @@ async def test_cors(origins: list[str], allowed: bool) -> None:
         assert reply.headers.get("access-control-allow-headers") == ("x-y" if allowed else None)
         reply = await w.get("/v1/models", origin="https://a")
         assert reply.status == 401
-        assert reply.headers.get("access-control-allow-origin") == ("https://a" if allowed else None)
+        assert reply.headers.get("access-control-allow-origin") == (
+            "https://a" if allowed else None
+        )

@@ -104,7 +104,9 @@ async def test_a_reset_after_the_first_byte_is_not_tried_again() -> None:
     await e.stop()
 
 
-@pytest.mark.parametrize("reply", ["NONSENSE\r\n\r\n", "HTTP/1.1 101 X\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n"])
+@pytest.mark.parametrize(
+    "reply", ["NONSENSE\r\n\r\n", "HTTP/1.1 101 X\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n"]
+)
 async def test_garbled(reply: str) -> None:
     async def garble(call: Call) -> None:
         call.raw_write(reply)
@@ -175,7 +177,9 @@ async def test_giving_up_closes_the_connection() -> None:
     await e.stop()
 
 
-@pytest.mark.parametrize("url", ["", "host:80", "http://", "http://h/path", "http://h:x", "http://u:p@h"])
+@pytest.mark.parametrize(
+    "url", ["", "host:80", "http://", "http://h/path", "http://h:x", "http://u:p@h"]
+)
 def test_bad_urls(url: str) -> None:
     with pytest.raises(ConfigError):
         Pool(url)
@@ -260,11 +264,15 @@ async def test_patience_runs_out_when_we_run() -> None:
 
 
 @pytest.mark.parametrize("addresses", [("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1")])
-async def test_any_allowed_address_of_a_name_may_accept(monkeypatch: pytest.MonkeyPatch, addresses: tuple[str, str]) -> None:
+async def test_any_allowed_address_of_a_name_may_accept(
+    monkeypatch: pytest.MonkeyPatch, addresses: tuple[str, str]
+) -> None:
     e, _ = await engine()  # at the first of the two
 
     async def look_up(_: str, port: int, **__: object) -> list[object]:
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
+        return [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses
+        ]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
     assert b"whole" in await ask(Pool(f"http://engine.example:{e.port}", networks=Networks()))

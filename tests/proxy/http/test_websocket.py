@@ -1,4 +1,6 @@
-"""WebSockets: a real client and a real server's protocol (the `websockets` library), and the proxy between them."""
+"""WebSockets: a real client and a real server's protocol (the `websockets` library), and the proxy
+between them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ HANDSHAKE = (
 
 
 class Realtime(ScriptedEngine):
-    """Speaks WebSocket at /v1/realtime: echoes what it gets; "die" resets the connection, "stop reading" is obeyed."""
+    """Speaks WebSocket at /v1/realtime: echoes what it gets; "die" resets the connection, "stop
+    reading" is obeyed.
+    """
 
     refusal = 0  # a status, instead of 101
     wait: asyncio.Event | None = None  # for this before it answers
@@ -58,7 +62,9 @@ class Realtime(ScriptedEngine):
             self._writers.discard(writer)
             writer.close()
 
-    async def _session(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _session(
+        self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         if self.wait:
             await self.wait.wait()
         self.early = bytes(reader._buffer)  # type: ignore[attr-defined]
@@ -96,7 +102,9 @@ async def fleet(count: int = 1, **settings: Any) -> AsyncIterator[World]:
     def prepare(w: World) -> None:
         w.decodes[:] = [Realtime(f"d{i}", "decode") for i in range(count)]
 
-    async with world(prefill=0, decode=count, prepare=prepare, ready="api_keys" not in settings, **settings) as w:
+    async with world(
+        prefill=0, decode=count, prepare=prepare, ready="api_keys" not in settings, **settings
+    ) as w:
         yield w
 
 
@@ -132,17 +140,26 @@ async def test_both_ways_byte_for_byte(tmp_path: Path) -> None:
             assert (await w.post()).status == 200, "others are served meanwhile"
         said = the(w).heads[0].lower()
         assert said.startswith(b"get /v1/realtime?a=%2f http/1.1\r\n")
-        for line in (b"authorization: bearer k", b"x-request-id: r", b"upgrade: websocket", b"connection: upgrade"):
+        for line in (
+            b"authorization: bearer k",
+            b"x-request-id: r",
+            b"upgrade: websocket",
+            b"connection: upgrade",
+        ):
             assert said.count(b"\r\n" + line + b"\r\n") == 1
         assert b"content-length" not in said
         labels = ('path="/v1/realtime"', 'outcome="ok"')
         await until(lambda: counted(w, *labels))
         assert (await w.get("/load")).json() == {"server_load": 0}
         assert await w.metric("vllm_disagg_bytes_total", "received") > len(big)
-        assert await w.metric("vllm_disagg_e2e_seconds_count") == 1, "a session's length is no latency"
+        assert await w.metric("vllm_disagg_e2e_seconds_count") == 1, (
+            "a session's length is no latency"
+        )
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     (line,) = [line for line in lines if line["path"] == PATH]
-    assert (line["status"], line["outcome"]) == (101, "ok") and min(line["bytes_in"], line["bytes_out"]) > len(big)
+    assert (line["status"], line["outcome"]) == (101, "ok") and min(
+        line["bytes_in"], line["bytes_out"]
+    ) > len(big)
 
 
 async def counted(w: World, *labels: str) -> bool:
@@ -254,7 +271,9 @@ EARLY = b"GET /sleep HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 async def test_what_comes_too_early_is_no_request_to_anybody() -> None:
-    """It waits for the 101, in the same piece as the handshake or after it; without one it goes nowhere."""
+    """It waits for the 101, in the same piece as the handshake or after it; without one it goes
+    nowhere.
+    """
     async with fleet() as w:
         for refusal in (403, 0):
             engine = the(w)
@@ -308,11 +327,15 @@ async def test_what_is_no_handshake_is_refused(old: bytes, new: bytes, status: i
         assert not hasattr(the(w), "heads") and not the(w).calls
 
 
-@pytest.mark.parametrize(("origin", "origins"), [("http://x", []), ("https://a", ["https://a"]), ("https://b", ["*"])])
+@pytest.mark.parametrize(
+    ("origin", "origins"), [("http://x", []), ("https://a", ["https://a"]), ("https://b", ["*"])]
+)
 async def test_pages_that_may(origin: str, origins: list[str]) -> None:
     async with fleet(origins=origins) as w:
         client = await w.connect()
-        client.writer.write(HANDSHAKE.replace(b"host: x\r\n", b"host: x\r\norigin: %b\r\n" % origin.encode()))
+        client.writer.write(
+            HANDSHAKE.replace(b"host: x\r\n", b"host: x\r\norigin: %b\r\n" % origin.encode())
+        )
         assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101")
         client.close()
 
@@ -348,5 +371,3 @@ def test_frames_in_any_pieces() -> None:
     said = Frames().close(502, "é" * 200)
     assert said[0] == 0x88 and len(said) == 2 + said[1] <= 127 and said[2:4] == (1014).to_bytes(2)
     said[4:].decode()
-
-

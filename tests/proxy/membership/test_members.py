@@ -39,34 +39,70 @@ P1_AS_D = Member("http://p1", "decode")
     ],
 )
 def test_reconcile(
-    here: list[Member], leaving: list[Member], wanted: dict[str, list[Member]], drained: list[str], changes: Changes
+    here: list[Member],
+    leaving: list[Member],
+    wanted: dict[str, list[Member]],
+    drained: list[str],
+    changes: Changes,
 ) -> None:
     assert reconcile(here, leaving, wanted, drained) == changes
 
 
 def test_the_first_of_sources_that_disagree_is_believed() -> None:
     changes = reconcile([], [], {"flags": [P1], "dns": [P1_AS_D]}, [])
-    assert changes.add == [P1] and "by flags" in changes.conflicts[0] and "by dns" in changes.conflicts[0]
+    assert (
+        changes.add == [P1]
+        and "by flags" in changes.conflicts[0]
+        and "by dns" in changes.conflicts[0]
+    )
 
 
 def test_fleet_files() -> None:
     assert parse_fleet("prefill: [http://p1/]\ndecode:\n- http://d1\n", "f") == {P1, D1}
     assert parse_fleet("decode: [https://d1:8443]", "f") == {Member("https://d1:8443", "decode")}
-    for text in ("", "[1]", "decode: x", "decode: [1]", "decode: ['ftp://x']", "decode: [http://x/path]", "other: []", "{",
-                 "decode: [http://a..b:80]", f"decode: ['http://{'x' * 64}']", "decode: 2026-13-45", "? [1]\n: 2",
-                 "decode: !!bool x", "decode: !!int ''", "? !!timestamp x\n: 1"):
+    for text in (
+        "",
+        "[1]",
+        "decode: x",
+        "decode: [1]",
+        "decode: ['ftp://x']",
+        "decode: [http://x/path]",
+        "other: []",
+        "{",
+        "decode: [http://a..b:80]",
+        f"decode: ['http://{'x' * 64}']",
+        "decode: 2026-13-45",
+        "? [1]\n: 2",
+        "decode: !!bool x",
+        "decode: !!int ''",
+        "? !!timestamp x\n: 1",
+    ):
         with pytest.raises(ConfigError, match=r"^f: "):
             parse_fleet(text, "f")
     with pytest.raises(ConfigError, match="twice"):
         parse_fleet("prefill: [http://x]\ndecode: [http://x]", "f")
-    assert parse_name("name:80", "--x") == ("name", 80) and parse_name("[::1]:80", "--x") == ("::1", 80)
+    assert parse_name("name:80", "--x") == ("name", 80) and parse_name("[::1]:80", "--x") == (
+        "::1",
+        80,
+    )
     assert parse_name("b\u00fccher.example:80", "--x") == ("xn--bcher-kva.example", 80)
-    for text in ("name", "name:", ":80", "name:x", "name:0", "name:65536", "a..b:80", f"{'x' * 64}:80", ".:80", "127.1:80"):
+    for text in (
+        "name",
+        "name:",
+        ":80",
+        "name:x",
+        "name:0",
+        "name:65536",
+        "a..b:80",
+        f"{'x' * 64}:80",
+        ".:80",
+        "127.1:80",
+    ):
         with pytest.raises(ConfigError, match=r"^--x: "):
             parse_name(text, "--x")
 
 
-# -- the fleet changes while requests run ------------------------------------------------------------------------
+# -- the fleet changes while requests run ----------------------------------------------------------
 
 
 @contextlib.asynccontextmanager
@@ -201,14 +237,25 @@ async def test_one_url_has_one_role() -> None:
 
 
 JSON_TYPE = {"content_type": "application/json"}
-CHANGES = [("POST", "/disagg/instances"), ("DELETE", "/disagg/instances"), ("POST", "/disagg/instances/drain")]
+CHANGES = [
+    ("POST", "/disagg/instances"),
+    ("DELETE", "/disagg/instances"),
+    ("POST", "/disagg/instances/drain"),
+]
 
 
 @pytest.mark.parametrize(("method", "path"), CHANGES)
 async def test_changes_need_an_admin_key_always(method: str, path: str) -> None:
-    """A reverse proxy on this machine may send nothing that tells it from an operator: nginx's plain proxy_pass."""
+    """A reverse proxy on this machine may send nothing that tells it from an operator: nginx's
+    plain proxy_pass.
+    """
     async with world(prefill=0, api_keys=["user"], ready=False) as w:
-        body = json.dumps({"url": w.d.url, **({"role": "decode"} if path == CHANGES[0][1] and method == "POST" else {})}).encode()
+        body = json.dumps(
+            {
+                "url": w.d.url,
+                **({"role": "decode"} if path == CHANGES[0][1] and method == "POST" else {}),
+            }
+        ).encode()
         for given in ({}, {"authorization": "Bearer user"}, {"authorization": "Bearer "}):
             for host in ("127.0.0.1", "localhost", "api.example"):
                 reply = await w.ask(method, path, body, host=host, **JSON_TYPE, **given)
@@ -221,11 +268,15 @@ async def test_the_admin_key_is_not_a_clients_key() -> None:
     async with world(prefill=0, ready=False, admin_key="root", api_keys=["user"]) as w:
         body = json.dumps({"url": w.d.url}).encode()
         for given in ("user", "", "roo", "root2"):
-            reply = await w.ask("DELETE", "/disagg/instances", body, authorization=f"Bearer {given}", **JSON_TYPE)
+            reply = await w.ask(
+                "DELETE", "/disagg/instances", body, authorization=f"Bearer {given}", **JSON_TYPE
+            )
             assert reply.status == 401
         assert (await w.ask("DELETE", "/disagg/instances", body, **JSON_TYPE)).status == 401
         root = {"authorization": "Bearer root"}
-        assert (await w.ask("DELETE", "/disagg/instances", body, content_type="text/plain", **root)).status == 415
+        assert (
+            await w.ask("DELETE", "/disagg/instances", body, content_type="text/plain", **root)
+        ).status == 415
         assert (await w.ask("DELETE", "/disagg/instances", body, **JSON_TYPE, **root)).status == 200
         assert (await w.get("/v1/models", **root)).status == 401
 
@@ -253,21 +304,28 @@ async def test_only_this_machine_sees_the_instances_without_a_key(headers: dict[
 async def test_nginx_s_plain_proxy_pass_does_not_see_the_instances() -> None:
     """It speaks HTTP/1.0, and its Host is the address that it connects to."""
     async with world(prefill=0) as w:
-        head = b"GET /disagg/instances HTTP/1.0\r\nHost: 127.0.0.1:%d\r\nConnection: close\r\n\r\n" % w.port
+        head = (
+            b"GET /disagg/instances HTTP/1.0\r\nHost: 127.0.0.1:%d\r\nConnection: close\r\n\r\n"
+            % w.port
+        )
         assert (await w.raw(head)).status == 403
 
 
 async def test_with_an_admin_key_the_instances_need_one() -> None:
     async with world(prefill=0, ready=False, admin_key="root", api_keys=["user"]) as w:
         for given, status in (("user", 200), ("root", 200), ("x", 401)):
-            assert (await w.get("/disagg/instances", authorization=f"Bearer {given}")).status == status
+            assert (
+                await w.get("/disagg/instances", authorization=f"Bearer {given}")
+            ).status == status
         assert (await w.get("/disagg/instances")).status == 401
     async with world(prefill=0, ready=False, admin_key="root") as w:
         assert (await w.get("/disagg/instances")).status == 401
 
 
 async def test_instances_are_added_in_allowed_networks_only() -> None:
-    """A name is looked up and checked at each connection; localhost may have an IPv6 address, which is passed over."""
+    """A name is looked up and checked at each connection; localhost may have an IPv6 address, which
+    is passed over.
+    """
     networks = parse_networks("127.0.0.1/32")
     async with (
         engines("decode") as (d,),
@@ -284,13 +342,18 @@ async def test_instances_are_added_in_allowed_networks_only() -> None:
 
 async def test_a_name_in_no_allowed_network_is_never_connected_to() -> None:
     networks = parse_networks("10.0.0.0/8")
-    async with engines("decode") as (added,), world(prefill=0, admin_key="root", instance_networks=networks) as w:
+    async with (
+        engines("decode") as (added,),
+        world(prefill=0, admin_key="root", instance_networks=networks) as w,
+    ):
         flagged, named = w.d, f"http://localhost:{added.port}"  # what a flag names may be anywhere
         assert (await change(w, "POST", "/disagg/instances", url=named, role="decode"))[0] == 200
         await until(lambda: refused(w, named))
         assert not added.connections
         assert (await change(w, "POST", "/disagg/instances/drain", url=flagged.url))[0] == 200
-        assert (await change(w, "POST", "/disagg/instances", url=flagged.url, role="decode"))[0] == 200
+        assert (await change(w, "POST", "/disagg/instances", url=flagged.url, role="decode"))[
+            0
+        ] == 200
 
 
 async def refused(w: World, url: str) -> bool:
@@ -329,7 +392,11 @@ async def test_a_watched_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
 async def test_a_name_with_addresses() -> None:
     async with engines("decode") as (a,):
-        names = [("decode", "localhost", a.port), ("decode", "name.invalid", 80), ("decode", "gpu1..cluster", 80)]
+        names = [
+            ("decode", "localhost", a.port),
+            ("decode", "name.invalid", 80),
+            ("decode", "gpu1..cluster", 80),
+        ]
         async with world(prefill=0, decode=0, ready=False, names=names, lookup_interval=0.05) as w:
             await until(lambda: usable(w, a.url))
             assert (await w.post()).status == 200
@@ -339,15 +406,32 @@ def test_registrations_cannot_be_forged_or_repeated() -> None:
     registry = Registry(KEY)
 
     def note(number: int, **other: Any) -> RegistrationNote:
-        fields = {"challenge": registry.challenge, "incarnation": "i", "role": "decode", "url": "http://d1"}
+        fields = {
+            "challenge": registry.challenge,
+            "incarnation": "i",
+            "role": "decode",
+            "url": "http://d1",
+        }
         return RegistrationNote(**{**fields, "number": number, **other})
 
-    assert registry.tell(sign(KEY, note(0, challenge="")), 0.0) == "again" and not registry.members(0.0)
+    assert registry.tell(sign(KEY, note(0, challenge="")), 0.0) == "again" and not registry.members(
+        0.0
+    )
     first = sign(KEY, note(1))
     assert registry.tell(first, 0.0) == "ok" and registry.members(0.0) == {D1}
-    for bad in (first, sign(KEY, note(0)), sign(FleetKey(b"x" * 32), note(2)), sign(FleetKey(None), note(2)), b"{}", b"x",
-                sign(KEY, note(2, url="file:///x")), sign(KEY, note(2, url="http://gpu1..cluster:8200")),
-                sign(KEY, note(2, url="http://169.254.169.254")), first.replace(b"d1", b"d2"), b"x" * 5000):  # fmt: skip
+    for bad in (
+        first,
+        sign(KEY, note(0)),
+        sign(FleetKey(b"x" * 32), note(2)),
+        sign(FleetKey(None), note(2)),
+        b"{}",
+        b"x",
+        sign(KEY, note(2, url="file:///x")),
+        sign(KEY, note(2, url="http://gpu1..cluster:8200")),
+        sign(KEY, note(2, url="http://169.254.169.254")),
+        first.replace(b"d1", b"d2"),
+        b"x" * 5000,
+    ):
         with pytest.raises(BadGrant):
             registry.tell(bad, 0.0)
     with pytest.raises(BadGrant):
@@ -356,13 +440,20 @@ def test_registrations_cannot_be_forged_or_repeated() -> None:
     assert registry.members(1.0) == {D1}, "another incarnation's goodbye"
     assert registry.members(PATIENCE + 1) == frozenset()
     assert registry.tell(sign(KEY, note(3)), 20.0) == "ok"
-    assert registry.tell(sign(KEY, note(4, leaving=True)), 21.0) == "ok" and not registry.members(21.0)
+    assert registry.tell(sign(KEY, note(4, leaving=True)), 21.0) == "ok" and not registry.members(
+        21.0
+    )
     assert Registry(KEY).tell(first, 0.0) == "again", "a proxy's restart"
 
 
 async def test_an_engine_registers_itself_and_says_goodbye() -> None:
-    async with engines("decode") as (d,), world(prefill=0, decode=0, ready=False, registration=True) as w:
-        registration = Registration(f"http://127.0.0.1:{w.port}", KEY, d.incarnation, "decode", d.url)
+    async with (
+        engines("decode") as (d,),
+        world(prefill=0, decode=0, ready=False, registration=True) as w,
+    ):
+        registration = Registration(
+            f"http://127.0.0.1:{w.port}", KEY, d.incarnation, "decode", d.url
+        )
         await until(lambda: usable(w, d.url))
         assert (await w.post()).json()["text"] == d.name
         await asyncio.to_thread(registration.close)
@@ -372,8 +463,14 @@ async def test_an_engine_registers_itself_and_says_goodbye() -> None:
 async def test_a_registration_that_nobody_can_reach_changes_nothing() -> None:
     """A host name that cannot be encoded once ended the proxy."""
     async with world(prefill=0, registration=True) as w:
-        for number, url in enumerate(("http://gpu1..cluster:8200", f"http://{'x' * 64}:80", "http://169.254.169.254")):
-            again = await w.ask("POST", "/disagg/register", sign(KEY, RegistrationNote("", "i", number, "decode", url)))
+        for number, url in enumerate(
+            ("http://gpu1..cluster:8200", f"http://{'x' * 64}:80", "http://169.254.169.254")
+        ):
+            again = await w.ask(
+                "POST",
+                "/disagg/register",
+                sign(KEY, RegistrationNote("", "i", number, "decode", url)),
+            )
             note = RegistrationNote(again.json()["challenge"], "i", number, "decode", url)
             assert (await w.ask("POST", "/disagg/register", sign(KEY, note))).status == 403
         assert len(await rows(w)) == 1 and (await w.post()).status == 200
@@ -398,7 +495,14 @@ class ScriptedCluster:
                 path = (await reader.readuntil(b"\r\n\r\n")).decode().split(" ")[1]
                 self.asked.append(path)
                 selector = path.partition("labelSelector=")[2].partition("&")[0]
-                body = json.dumps({"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": self.pods.get(selector, [])})
+                body = json.dumps(
+                    {
+                        "kind": "PodList",
+                        "apiVersion": "v1",
+                        "metadata": {},
+                        "items": self.pods.get(selector, []),
+                    }
+                )
                 status = "500 X" if self.broken else "200 OK"
                 head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
                 writer.write((head + body).encode())
@@ -407,11 +511,16 @@ class ScriptedCluster:
 
 def pod(ip: str, ready: str = "True", leaving: bool = False) -> dict[str, Any]:
     metadata = {"name": "x", **({"deletionTimestamp": "2026-11-20T00:00:00Z"} if leaving else {})}
-    return {"metadata": metadata, "status": {"podIP": ip, "conditions": [{"type": "Ready", "status": ready}]}}
+    return {
+        "metadata": metadata,
+        "status": {"podIP": ip, "conditions": [{"type": "Ready", "status": ready}]},
+    }
 
 
 @contextlib.asynccontextmanager
-async def a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ScriptedCluster]:
+async def a_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[ScriptedCluster]:
     """One that the library finds."""
     pytest.importorskip("kubernetes")
     cluster = ScriptedCluster()
@@ -419,14 +528,21 @@ async def a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
     config = {
         "apiVersion": "v1",
         "kind": "Config",
-        "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"}}],
+        "clusters": [
+            {
+                "name": "c",
+                "cluster": {"server": f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"},
+            }
+        ],
         "users": [{"name": "u", "user": {}}],
         "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
         "current-context": "x",
     }
     (tmp_path / "kubeconfig").write_text(json.dumps(config))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
-    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig"))
+    monkeypatch.setattr(
+        "kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig")
+    )
     yield cluster
     server.close()
 
@@ -434,10 +550,17 @@ async def a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
 async def test_pods_by_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_cluster(tmp_path, monkeypatch) as cluster, engines("decode") as (d,):
         settings = {"selectors": {"decode": "role=decode"}, "namespace": "ns", "pod_port": d.port}
-        cluster.pods["role%3Ddecode"] = [pod("127.0.0.1"), pod("127.0.0.2", ready="False"), pod("127.0.0.3", leaving=True)]
+        cluster.pods["role%3Ddecode"] = [
+            pod("127.0.0.1"),
+            pod("127.0.0.2", ready="False"),
+            pod("127.0.0.3", leaving=True),
+        ]
         async with world(prefill=0, decode=0, ready=False, lookup_interval=0.05, **settings) as w:
             await until(lambda: usable(w, d.url))
-            assert cluster.asked[0].startswith("/api/v1/namespaces/ns/pods?") and len(await rows(w)) == 1
+            assert (
+                cluster.asked[0].startswith("/api/v1/namespaces/ns/pods?")
+                and len(await rows(w)) == 1
+            )
             cluster.broken = True
             await asyncio.sleep(0.3)
             assert await usable(w, d.url)
@@ -446,29 +569,65 @@ async def test_pods_by_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             await until(lambda: gone(w, d.url))
 
 
-def endpoints(kind: str, *found: tuple[str, dict[str, bool], str], ports: tuple[int, ...] = (), **more: Any) -> dict[str, Any]:
-    rows = [{"addresses": [ip], "conditions": state, "targetRef": {"uid": uid}} for ip, state, uid in found]
-    return {"addressType": kind, "endpoints": rows, "ports": [{"port": port} for port in ports], **more}
+def endpoints(
+    kind: str, *found: tuple[str, dict[str, bool], str], ports: tuple[int, ...] = (), **more: Any
+) -> dict[str, Any]:
+    rows = [
+        {"addresses": [ip], "conditions": state, "targetRef": {"uid": uid}}
+        for ip, state, uid in found
+    ]
+    return {
+        "addressType": kind,
+        "endpoints": rows,
+        "ports": [{"port": port} for port in ports],
+        **more,
+    }
 
 
 async def test_endpoint_slices_by_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_cluster(tmp_path, monkeypatch) as cluster, engines("decode") as (d,):
-        settings = {"selectors": {"decode": "kubernetes.io/service-name=d"}, "namespace": "ns", "pod_port": 9, "slices": True}
+        settings = {
+            "selectors": {"decode": "kubernetes.io/service-name=d"},
+            "namespace": "ns",
+            "pod_port": 9,
+            "slices": True,
+        }
         selector = "kubernetes.io/service-name%3Dd"
-        ready, leaving = {"ready": True, "serving": True}, {"ready": False, "serving": True, "terminating": True}
-        out_of_service = {"ready": True, "terminating": True}  # of a Service that publishes what is not ready
-        v4 = endpoints("IPv4", ("127.0.0.1", ready, "a"), ("127.0.0.2", {"ready": False}, "b"), ("127.0.0.3", leaving, "c"),
-                       ("127.0.0.4", out_of_service, "d"), ports=(d.port,))  # fmt: skip
+        ready, leaving = (
+            {"ready": True, "serving": True},
+            {"ready": False, "serving": True, "terminating": True},
+        )
+        out_of_service = {
+            "ready": True,
+            "terminating": True,
+        }  # of a Service that publishes what is not ready
+        v4 = endpoints(
+            "IPv4",
+            ("127.0.0.1", ready, "a"),
+            ("127.0.0.2", {"ready": False}, "b"),
+            ("127.0.0.3", leaving, "c"),
+            ("127.0.0.4", out_of_service, "d"),
+            ports=(d.port,),
+        )
         v6 = endpoints("IPv6", ("::1", ready, "a"), ports=(d.port,))
-        cluster.pods[selector] = [v6, v4, endpoints("FQDN", ("h", ready, "h")), endpoints("IPv4", endpoints=None)]
+        cluster.pods[selector] = [
+            v6,
+            v4,
+            endpoints("FQDN", ("h", ready, "h")),
+            endpoints("IPv4", endpoints=None),
+        ]
         async with world(prefill=0, decode=0, ready=False, lookup_interval=0.05, **settings) as w:
             await until(lambda: usable(w, d.url))
-            assert cluster.asked[0].startswith("/apis/discovery.k8s.io/v1/namespaces/ns/endpointslices?")
+            assert cluster.asked[0].startswith(
+                "/apis/discovery.k8s.io/v1/namespaces/ns/endpointslices?"
+            )
             assert len(await rows(w)) == 1
             cluster.pods[selector] = [endpoints("IPv4", ("127.0.0.5", {}, "e"), ports=(1, 2))]
             await until(lambda: gone(w, d.url))
             assert list(await rows(w)) == ["http://127.0.0.5:9"]
             cluster.pods[selector] = [endpoints("IPv4", ("127.0.0.1", ready, "a"), ports=(d.port,))]
             await until(lambda: usable(w, d.url))
-            cluster.pods[selector] = [endpoints("IPv4", ("127.0.0.1", leaving, "a"), ports=(d.port,))]
+            cluster.pods[selector] = [
+                endpoints("IPv4", ("127.0.0.1", leaving, "a"), ports=(d.port,))
+            ]
             await until(lambda: gone(w, d.url))

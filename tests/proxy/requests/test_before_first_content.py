@@ -1,4 +1,6 @@
-"""An answer has begun with its first event of content.  Until then P is watched, and any answer may take over."""
+"""An answer has begun with its first event of content. Until then P is watched, and any answer may
+take over.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,28 @@ ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}
 CREATED = b'event: response.created\ndata: {"type":"response.created","response":{"id":"%s"}}\n\n'
 START = b'event: message_start\ndata: {"type":"message_start","message":{"id":"%s"}}\n\n'
 CHAT = "/v1/chat/completions"
-# By path: what vLLM's endpoint sends before its engine has computed anything, and an event of content.
+# By path: what vLLM's endpoint sends before its engine has computed anything, and an event of
+# content.
 PREFACES = {
     "/v1/completions": (COMMENT, b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'),
     CHAT: (ROLE, b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'),
-    "/v1/responses": (CREATED % b"r1", b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta"}\n\n'),
-    "/v1/messages": (START % b"m1", b'event: content_block_delta\ndata: {"type":"content_block_delta","delta":{"text":"a"}}\n\n'),
+    "/v1/responses": (
+        CREATED % b"r1",
+        b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta"}\n\n',
+    ),
+    "/v1/messages": (
+        START % b"m1",
+        b'event: content_block_delta\ndata: {"type":"content_block_delta","delta":{"text":"a"}}\n\n',
+    ),
 }
 PATHS = [*PREFACES, "late comment"]
 ENGINE_DEAD = b'"message":"EngineCore encountered an issue"'
 ERRORS = {
     "/v1/completions": b'data: {"error":{%b,"code":500}}\n\ndata: [DONE]\n\n' % ENGINE_DEAD,
-    "/v1/messages": b'event: error\ndata: {"type":"error","error":{"type":"internal_error",%b}}\n\n' % ENGINE_DEAD,
-    "/v1/responses": b'event: error\ndata: {"type":"error","code":"server_error",%b}\n\n' % ENGINE_DEAD,
+    "/v1/messages": b'event: error\ndata: {"type":"error","error":{"type":"internal_error",%b}}\n\n'
+    % ENGINE_DEAD,
+    "/v1/responses": b'event: error\ndata: {"type":"error","code":"server_error",%b}\n\n'
+    % ENGINE_DEAD,
 }
 
 
@@ -46,7 +57,9 @@ async def post(w: World, path: str) -> Reply:
 
 
 def preface_of(path: str) -> tuple[str, bytes, bytes]:
-    if path == "late comment":  # as `--sse-keep-alive-interval` makes them after a preface, in pieces
+    if (
+        path == "late comment"
+    ):  # as `--sse-keep-alive-interval` makes them after a preface, in pieces
         return CHAT, ROLE + COMMENT[:5], PREFACES[CHAT][1]
     return (path, *PREFACES[path])
 
@@ -71,7 +84,9 @@ def after(call_of: list[Call], status: int) -> Script:
     async def script(call: Call) -> None:
         await until(lambda: call_of)
         await asyncio.sleep(0.05)
-        await call.json({"error": {"message": "of P", "code": status}}, status, "retry-after: 7\r\n")
+        await call.json(
+            {"error": {"message": "of P", "code": status}}, status, "retry-after: 7\r\n"
+        )
 
     return script
 
@@ -95,7 +110,11 @@ async def test_a_refusal_of_p_is_the_answer_until_there_is_content(path: str, st
     async with world() as w:
         w.p.script, w.d.script = after(w.d.calls, status), streaming(preface, content)
         reply = await post(w, path)
-        assert (reply.status, reply.json()["error"]["message"], reply.headers["retry-after"]) == (status, "of P", "7")
+        assert (reply.status, reply.json()["error"]["message"], reply.headers["retry-after"]) == (
+            status,
+            "of P",
+            "7",
+        )
         await asyncio.wait_for(w.d.calls[0].gone.wait(), 1)
 
 
@@ -128,7 +147,9 @@ async def test_d_that_fails_before_its_content_is_replaced(path: str, how: bytes
     """Without a temperature or a seed: nothing was said that another answer could contradict."""
     preface, content = PREFACES[path]
     async with world(decode=2) as w:
-        script = first_fails(None, preface, content) if how is None else ends_early(preface, content)
+        script = (
+            first_fails(None, preface, content) if how is None else ends_early(preface, content)
+        )
         for d in w.decodes:
             d.script = script
         reply = await post(w, path)
@@ -255,7 +276,9 @@ async def test_what_is_held_is_bounded() -> None:
 
 
 async def test_a_preface_that_came_at_once_is_not_waited_for() -> None:
-    """More of it than is held of other answers may be here before anybody has looked, and reading has stopped."""
+    """More of it than is held of other answers may be here before anybody has looked, and reading
+    has stopped.
+    """
     flows: list[bool] = []
     held = Answer(SimpleNamespace(flow=lambda paused: flows.append(paused)))  # type: ignore[arg-type]
     held.chunk(b"x" * (HOLD + 1))

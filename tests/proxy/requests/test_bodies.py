@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_disagg.proxy.http.endpoint_schema import _NOT_FOR_PREFILL, CHAT, COMPLETIONS, DIALECTS
-from vllm_disagg.proxy.requests.bodies import FORBIDDEN, SLICE_BYTES, BadBody, check_form, parse, parsed
+from vllm_disagg.proxy.requests.bodies import (
+    FORBIDDEN,
+    SLICE_BYTES,
+    BadBody,
+    check_form,
+    parse,
+    parsed,
+)
 
 COMPLETION = {"model": "m", "prompt": "hi"}
 
@@ -41,7 +48,9 @@ def test_kv_fields_are_refused_however_they_are_written(raw: bytes, size: int) -
     raw = raw[:-1] + b',"pad":"' + b"x" * size + b'"}'
     with pytest.raises(BadBody) as caught:
         body = parse(raw)
-        if b"_transfer_params" not in body.plain():  # of a field given twice, an engine gets only the last
+        if (
+            b"_transfer_params" not in body.plain()
+        ):  # of a field given twice, an engine gets only the last
             raise BadBody("kv_transfer_params is gone", "kv_transfer_params")
     assert caught.value.param in ("kv_transfer_params", "ec_transfer_params")
     assert caught.value.param in str(caught.value)
@@ -49,17 +58,35 @@ def test_kv_fields_are_refused_however_they_are_written(raw: bytes, size: int) -
 
 @pytest.mark.parametrize("size", [0, 10_000])
 def test_kv_fields_as_text_are_only_text(size: int) -> None:
-    body = parse(b'{"prompt":"set \\"kv_transfer_params\\": {} \\u006b","pad":"' + b"x" * size + b'"}')
+    body = parse(
+        b'{"prompt":"set \\"kv_transfer_params\\": {} \\u006b","pad":"' + b"x" * size + b'"}'
+    )
     assert json.loads(body.plain())["prompt"] == 'set "kv_transfer_params": {} k'
 
 
 @pytest.mark.parametrize(
     "raw",
-    [b"", b"[]", b'"a"', b"{", b'{"a":NaN}', b'{"a":[Infinity]}', b'{"a":1}x', b'{"\xff":1}', b"\xff\xfe{\x00}\x00",
-     b'{"a":' + b"[" * 100_000, b'{"a":"\\ud800"}', b'{"a":["\\ud800 \\ud800"]}', b'{"a":["\\ude00\\ud83d"]}',
-     b'{"a":"\xed\xa0\x80"}', b'{"a":["\xff"]}', b'{"a":"\xe6\xbc"}', b'{"a":"' + b"x" * 3_000_000 + b'\xc3"}',
-     b'\xef\xbb\xbf{"a":1}'],
-)  # fmt: skip
+    [
+        b"",
+        b"[]",
+        b'"a"',
+        b"{",
+        b'{"a":NaN}',
+        b'{"a":[Infinity]}',
+        b'{"a":1}x',
+        b'{"\xff":1}',
+        b"\xff\xfe{\x00}\x00",
+        b'{"a":' + b"[" * 100_000,
+        b'{"a":"\\ud800"}',
+        b'{"a":["\\ud800 \\ud800"]}',
+        b'{"a":["\\ude00\\ud83d"]}',
+        b'{"a":"\xed\xa0\x80"}',
+        b'{"a":["\xff"]}',
+        b'{"a":"\xe6\xbc"}',
+        b'{"a":"' + b"x" * 3_000_000 + b'\xc3"}',
+        b'\xef\xbb\xbf{"a":1}',
+    ],
+)
 def test_what_is_not_an_object_in_json_is_refused(raw: bytes) -> None:
     with pytest.raises(BadBody):
         parse(raw)
@@ -68,25 +95,56 @@ def test_what_is_not_an_object_in_json_is_refused(raw: bytes) -> None:
 def test_numbers_and_strings_stay_as_written() -> None:
     raw = b'{"prompt":"\\u00e9\\/","temperature":0.10,"seed":123456789012345678901234567890,"top_p":1e-7,"x":-0.0}'
     sent = parse(raw).decode({"disagg_grant": "g"})
-    for part in (b'"\\u00e9\\/"', b":0.10,", b":123456789012345678901234567890,", b":1e-7,", b":-0.0,"):
+    for part in (
+        b'"\\u00e9\\/"',
+        b":0.10,",
+        b":123456789012345678901234567890,",
+        b":1e-7,",
+        b":-0.0,",
+    ):
         assert part in sent
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"n": 2}, {"best_of": 3}, {"echo": True}, {"use_beam_search": True}, {"prompt_logprobs": 0}, {"max_tokens": 0},
-     {"prompt": ["a"]}, {"prompt": [[1, 2]]}, {"prompt": []}, {"prompt": 7}, {"prompt": None}, {"prompt_embeds": "x"},
-     {"truncate_prompt_tokens": -1}, {"prompt": {"a": 1}}, {"n": "1"}],
-)  # fmt: skip
+    [
+        {"n": 2},
+        {"best_of": 3},
+        {"echo": True},
+        {"use_beam_search": True},
+        {"prompt_logprobs": 0},
+        {"max_tokens": 0},
+        {"prompt": ["a"]},
+        {"prompt": [[1, 2]]},
+        {"prompt": []},
+        {"prompt": 7},
+        {"prompt": None},
+        {"prompt_embeds": "x"},
+        {"truncate_prompt_tokens": -1},
+        {"prompt": {"a": 1}},
+        {"n": "1"},
+    ],
+)
 def test_served_whole(fields: dict[str, Any]) -> None:
     assert whole(**fields) == next(iter(fields))
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"n": 1}, {"n": None}, {"echo": False}, {"prompt": [1, 2, 3]}, {"prompt_logprobs": None}, {"max_tokens": 1},
-     {"best_of": 1}, {"truncate_prompt_tokens": 5}, {"stream": True}, {"logprobs": 3}],
-)  # fmt: skip
+    [
+        {},
+        {"n": 1},
+        {"n": None},
+        {"echo": False},
+        {"prompt": [1, 2, 3]},
+        {"prompt_logprobs": None},
+        {"max_tokens": 1},
+        {"best_of": 1},
+        {"truncate_prompt_tokens": 5},
+        {"stream": True},
+        {"logprobs": 3},
+    ],
+)
 def test_disaggregated(fields: dict[str, Any]) -> None:
     assert whole(**fields) == ""
 
@@ -98,32 +156,71 @@ def test_chat_needs_messages() -> None:
 
 
 def test_prefill_leg_of_a_completion() -> None:
-    raw = {**COMPLETION, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 50, "min_tokens": 9,
-           "n": 1, "logprobs": 2, "temperature": 0.5, "add_special_tokens": False, "cache_salt": "s"}  # fmt: skip
+    raw = {
+        **COMPLETION,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": 50,
+        "min_tokens": 9,
+        "n": 1,
+        "logprobs": 2,
+        "temperature": 0.5,
+        "add_special_tokens": False,
+        "cache_salt": "s",
+    }
     leg = json.loads(parse(json.dumps(raw).encode()).prefill({"disagg_grant": "G"}))
-    assert leg == {**COMPLETION, "max_tokens": 1, "stream": False, "temperature": 0.5, "add_special_tokens": False,
-                   "cache_salt": "s", "kv_transfer_params": {"disagg_grant": "G"}}  # fmt: skip
+    assert leg == {
+        **COMPLETION,
+        "max_tokens": 1,
+        "stream": False,
+        "temperature": 0.5,
+        "add_special_tokens": False,
+        "cache_salt": "s",
+        "kv_transfer_params": {"disagg_grant": "G"},
+    }
 
 
 def test_prefill_leg_of_a_chat() -> None:
-    raw = {"messages": [{"role": "user"}], "tools": [1], "tool_choice": "required", "max_completion_tokens": 50,
-           "logprobs": True, "top_logprobs": 3, "response_format": {"type": "text"},
-           "reasoning_effort": "low"}  # fmt: skip
+    raw = {
+        "messages": [{"role": "user"}],
+        "tools": [1],
+        "tool_choice": "required",
+        "max_completion_tokens": 50,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "response_format": {"type": "text"},
+        "reasoning_effort": "low",
+    }
     leg = json.loads(parse(json.dumps(raw).encode(), CHAT).prefill({"disagg_grant": "G"}))
-    assert leg == {"messages": [{"role": "user"}], "tools": [1], "tool_choice": "required", "max_completion_tokens": 1,
-                   "response_format": {"type": "text"}, "reasoning_effort": "low", "max_tokens": 1, "stream": False,
-                   "kv_transfer_params": {"disagg_grant": "G"}}  # fmt: skip
+    assert leg == {
+        "messages": [{"role": "user"}],
+        "tools": [1],
+        "tool_choice": "required",
+        "max_completion_tokens": 1,
+        "response_format": {"type": "text"},
+        "reasoning_effort": "low",
+        "max_tokens": 1,
+        "stream": False,
+        "kv_transfer_params": {"disagg_grant": "G"},
+    }
 
 
 names = st.text().filter(lambda name: name not in FORBIDDEN)
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
     max_leaves=8,
 )
 
 
-@given(st.dictionaries(names | st.sampled_from(["prompt", "n", "stream", "max_tokens"]), values), st.booleans())
+@given(
+    st.dictionaries(names | st.sampled_from(["prompt", "n", "stream", "max_tokens"]), values),
+    st.booleans(),
+)
 def test_editing_preserves_all_other_fields(fields: dict[str, object], ascii_only: bool) -> None:
     body = parse(json.dumps(fields, ensure_ascii=ascii_only, indent=1).encode("utf-8", "replace"))
     grant = {"kv_transfer_params": {"disagg_grant": "G"}}
@@ -137,7 +234,9 @@ def test_editing_preserves_all_other_fields(fields: dict[str, object], ascii_onl
         {k: v for k, v in fields.items() if k not in edited}
     )
     # the order is the client's
-    assert [k for k in json.loads(body.decode({"disagg_grant": "G"})) if k != "kv_transfer_params"] == list(fields)
+    assert [
+        k for k in json.loads(body.decode({"disagg_grant": "G"})) if k != "kv_transfer_params"
+    ] == list(fields)
 
 
 def leg(path: str, **fields: object) -> dict[str, object]:
@@ -150,24 +249,53 @@ def leg(path: str, **fields: object) -> dict[str, object]:
 
 def test_prefill_leg_of_responses() -> None:
     tools = [{"type": "function", "name": "f"}]
-    made = leg("/v1/responses", input="hi", instructions="be short", tools=tools, stream=True, top_logprobs=2,
-               include=["message.output_text.logprobs"], max_output_tokens=50)  # fmt: skip
-    assert made == {"input": "hi", "instructions": "be short", "tools": tools, "max_output_tokens": 1, "store": False,
-                    "kv_transfer_params": {"disagg_grant": "G"}}  # fmt: skip
+    made = leg(
+        "/v1/responses",
+        input="hi",
+        instructions="be short",
+        tools=tools,
+        stream=True,
+        top_logprobs=2,
+        include=["message.output_text.logprobs"],
+        max_output_tokens=50,
+    )
+    assert made == {
+        "input": "hi",
+        "instructions": "be short",
+        "tools": tools,
+        "max_output_tokens": 1,
+        "store": False,
+        "kv_transfer_params": {"disagg_grant": "G"},
+    }
 
 
 def test_prefill_leg_of_messages_may_think() -> None:
     thinking = {"type": "enabled", "budget_tokens": 1024}
     made = leg("/v1/messages", messages=[], system="s", max_tokens=2000, thinking=thinking)
-    assert made == {"messages": [], "system": "s", "max_tokens": 1, "thinking": thinking,
-                    "kv_transfer_params": {"do_remote_decode": True, "disagg_grant": "G"}}  # fmt: skip
+    assert made == {
+        "messages": [],
+        "system": "s",
+        "max_tokens": 1,
+        "thinking": thinking,
+        "kv_transfer_params": {"do_remote_decode": True, "disagg_grant": "G"},
+    }
 
 
 def test_prefill_leg_of_generate() -> None:
-    sampling = {"max_tokens": 9, "n": 1, "logprobs": 3, "seed": 4, "min_tokens": 2, "temperature": 0.5}
+    sampling = {
+        "max_tokens": 9,
+        "n": 1,
+        "logprobs": 3,
+        "seed": 4,
+        "min_tokens": 2,
+        "temperature": 0.5,
+    }
     made = leg("/inference/v1/generate", token_ids=[1, 2], sampling_params=sampling)
-    assert made == {"token_ids": [1, 2], "sampling_params": {"temperature": 0.5, "max_tokens": 1},
-                    "kv_transfer_params": {"disagg_grant": "G"}}  # fmt: skip
+    assert made == {
+        "token_ids": [1, 2],
+        "sampling_params": {"temperature": 0.5, "max_tokens": 1},
+        "kv_transfer_params": {"disagg_grant": "G"},
+    }
 
 
 @pytest.mark.parametrize(
@@ -180,8 +308,16 @@ def test_prefill_leg_of_generate() -> None:
         ("/v1/responses", {"input": {}}, "input"),
         ("/v1/messages", {"messages": "x"}, "messages"),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"n": 2}}, "n"),
-        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"prompt_logprobs": 1}}, "prompt_logprobs"),
-        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_tokens": 0}}, "max_tokens"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1], "sampling_params": {"prompt_logprobs": 1}},
+            "prompt_logprobs",
+        ),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1], "sampling_params": {"max_tokens": 0}},
+            "max_tokens",
+        ),
         ("/inference/v1/generate", {"token_ids": [1], "features": {"a": 1}}, "features"),
         (
             "/inference/v1/generate",
@@ -218,10 +354,19 @@ def test_one_token(path: str, fields: dict[str, object], one: bool) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "same"),
-    [({"temperature": 0}, True), ({"temperature": 0.0}, True), ({"temperature": 0e0}, True), ({"seed": 1}, True),
-     ({"seed": 0, "temperature": 2}, True), ({}, False), ({"seed": None}, False), ({"temperature": None}, False),
-     ({"temperature": 0.1}, False), ({"temperature": "0"}, False)],
-)  # fmt: skip
+    [
+        ({"temperature": 0}, True),
+        ({"temperature": 0.0}, True),
+        ({"temperature": 0e0}, True),
+        ({"seed": 1}, True),
+        ({"seed": 0, "temperature": 2}, True),
+        ({}, False),
+        ({"seed": None}, False),
+        ({"temperature": None}, False),
+        ({"temperature": 0.1}, False),
+        ({"temperature": "0"}, False),
+    ],
+)
 def test_reproducible(fields: dict[str, object], same: bool) -> None:
     assert parse(json.dumps({**COMPLETION, **fields}).encode()).reproducible is same
 
@@ -232,7 +377,9 @@ def test_a_chat_s_next_turn_begins_with_its_last_one() -> None:
     turns += [{"role": "assistant", "content": "b"}, {"role": "user", "content": "c" * 3000}]
     second = parse(json.dumps({"messages": turns}).encode(), CHAT).ask(b"", True)
     salted = parse(json.dumps({"messages": turns, "cache_salt": "s"}).encode(), CHAT).ask(b"", True)
-    assert first.prefix.marks and second.prefix.marks[: len(first.prefix.marks)] == first.prefix.marks
+    assert (
+        first.prefix.marks and second.prefix.marks[: len(first.prefix.marks)] == first.prefix.marks
+    )
     assert not {m for _, m in second.prefix.marks} & {m for _, m in salted.prefix.marks}
 
 
@@ -245,10 +392,16 @@ def test_kv_fields_that_are_null_are_as_if_they_were_not_there(size: int) -> Non
     """vLLM's own `/render` writes them, for `/inference/v1/generate`."""
     pad = "\u6f22\U0001f600" * (size // 8)
     fields = {"prompt": "a", "kv_transfer_params": None, "ec_transfer_params": None, "pad": pad}
-    raw = json.dumps({**fields, "a": [{"kv_transfer_params": None}]}, ensure_ascii=size == 10_000).encode()
+    raw = json.dumps(
+        {**fields, "a": [{"kv_transfer_params": None}]}, ensure_ascii=size == 10_000
+    ).encode()
     body = parse(raw)
-    assert json.loads(body.decode({"disagg_grant": "G"}))["kv_transfer_params"] == {"disagg_grant": "G"}
-    assert json.loads(body.prefill({"disagg_grant": "G"}))["kv_transfer_params"] == {"disagg_grant": "G"}
+    assert json.loads(body.decode({"disagg_grant": "G"}))["kv_transfer_params"] == {
+        "disagg_grant": "G"
+    }
+    assert json.loads(body.prefill({"disagg_grant": "G"}))["kv_transfer_params"] == {
+        "disagg_grant": "G"
+    }
     assert json.loads(body.plain()) == json.loads(raw)
     with pytest.raises(BadBody):
         parse(raw.replace(b'[{"kv_transfer_params": null}]', b'[{"kv_transfer_params": nulls}]'))
@@ -267,7 +420,9 @@ def test_a_body_has_at_most_a_thousand_fields(path: str, count: int, pad: int) -
         parse(raw, DIALECTS[path])
     if pad:
         with pytest.raises(BadBody, match="more than 1000 fields"):
-            parse(raw[:-2], DIALECTS["/v1/completions"]) if path == "/v1/completions" else parse(raw, DIALECTS[path])
+            parse(raw[:-2], DIALECTS["/v1/completions"]) if path == "/v1/completions" else parse(
+                raw, DIALECTS[path]
+            )
 
 
 def test_nothing_hides_between_two_slices() -> None:
@@ -301,7 +456,9 @@ LARGE = {
 
 @pytest.mark.parametrize("kind", LARGE)
 async def test_no_body_stops_the_others(kind: str) -> None:
-    """The longest time on the processor between two turns of the loop, or of Python's lock, while 32 MB are read."""
+    """The longest time on the processor between two turns of the loop, or of Python's lock, while
+    32 MB are read.
+    """
     raw = LARGE[kind]()
     over, turns = False, []
 

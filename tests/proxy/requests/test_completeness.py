@@ -27,11 +27,15 @@ PARTS = {  # of a stream: its middle, its end
 async def as_vllm(call: Call, obj: object) -> None:
     """JSON without spaces."""
     data = json.dumps(obj, separators=(",", ":"))
-    call.raw_write(f"HTTP/1.1 200 X\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n{data}")
+    call.raw_write(
+        f"HTTP/1.1 200 X\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n{data}"
+    )
 
 
 class Stopping:
-    """Engines of which the first one that gets a client's request is being stopped: it answers, and is asked again."""
+    """Engines of which the first one that gets a client's request is being stopped: it answers, and
+    is asked again.
+    """
 
     def __init__(self, w: World, living: int = 0) -> None:
         self.victim: ScriptedEngine | None = None
@@ -61,7 +65,9 @@ class Stopping:
                 await call.chunk(part[30:])
             await call.end()
         else:
-            await call.json({"status": call.body.get("status", "completed"), "who": call.engine.name})
+            await call.json(
+                {"status": call.body.get("status", "completed"), "who": call.engine.name}
+            )
 
 
 def body(**fields: object) -> bytes:
@@ -83,7 +89,12 @@ async def test_a_stream_is_not_complete_until_somebody_vouches_for_it(path: str)
         engines = Stopping(w)
         reply = await w.ask("POST", path, body(stream=True))
         middle, end = PARTS[path]
-        assert middle in reply.body and end not in reply.body and b'"error"' in reply.body and reply.complete
+        assert (
+            middle in reply.body
+            and end not in reply.body
+            and b'"error"' in reply.body
+            and reply.complete
+        )
         engines.victim = None
         engines.living = 9
         reply = await w.ask("POST", path, body(stream=True))
@@ -103,10 +114,14 @@ async def test_gpt_oss_calls_what_is_cut_otherwise(status: str) -> None:
     async with world(decode=2) as w:
         engines = Stopping(w)
         reply = await w.ask("POST", "/v1/responses", body(status=status))
-        assert engines.victim and reply.json()["who"] in {d.name for d in w.decodes} - {engines.victim.name}
+        assert engines.victim and reply.json()["who"] in {d.name for d in w.decodes} - {
+            engines.victim.name
+        }
         engines.living = 99
         reply = await w.ask("POST", "/v1/responses", body(status=status))
-        assert reply.status == 200 and reply.json()["status"] == status, "an answer that ended so is one"
+        assert reply.status == 200 and reply.json()["status"] == status, (
+            "an answer that ended so is one"
+        )
 
 
 async def test_who_says_in_progress_is_believed() -> None:
@@ -167,6 +182,8 @@ async def test_what_is_passed_on_whole_is_looked_at_too(path: str) -> None:
 
 def test_doubtful() -> None:
     assert doubtful("/v1/responses", b'{"status":"completed","output":[{"status":"incomplete"}]}')
-    assert doubtful("/v1/responses", b'{"status":"incomplete"}') and not doubtful("/v1/responses", b'{"status":"queued"}')
+    assert doubtful("/v1/responses", b'{"status":"incomplete"}') and not doubtful(
+        "/v1/responses", b'{"status":"queued"}'
+    )
     assert doubtful("/v1/audio/transcriptions", b"just a text")
     assert not doubtful("/v1/completions", b'{"status":"completed"}')

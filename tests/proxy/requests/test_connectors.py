@@ -1,4 +1,6 @@
-"""Fleets with NixlConnector, without any connector, and mixed; and requests that need no second leg."""
+"""Fleets with NixlConnector, without any connector, and mixed; and requests that need no second
+leg.
+"""
 
 import asyncio
 import json
@@ -10,9 +12,13 @@ from test_continuation import Script, same, told
 from proxy_world import Call, World, answer, until, world
 
 PREFILL = {
-    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
-    "remote_host": None, "remote_port": None,
-}  # fmt: skip
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
 
 
 def with_nixl(*names: str) -> Any:
@@ -28,10 +34,15 @@ def with_nixl(*names: str) -> Any:
 def answered(call: Call) -> dict[str, Any]:
     """As vLLM 0.32's NixlConnector answers a prefill leg."""
     return {
-        "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[3, 4]],
-        "remote_engine_id": call.engine.incarnation, "remote_request_id": f"cmpl-{len(call.engine.calls)}",
-        "remote_host": "127.0.0.1", "remote_port": 5600, "tp_size": 1,
-    }  # fmt: skip
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [[3, 4]],
+        "remote_engine_id": call.engine.incarnation,
+        "remote_request_id": f"cmpl-{len(call.engine.calls)}",
+        "remote_host": "127.0.0.1",
+        "remote_port": 5600,
+        "tp_size": 1,
+    }
 
 
 async def nixl(call: Call) -> None:
@@ -52,7 +63,10 @@ async def test_nixl_legs_go_one_after_the_other() -> None:
     async with world(prepare=with_nixl()) as w:
         reply = await w.post(max_tokens=9, temperature=0.5)
         p, d = w.p.calls[0], w.d.calls[0]
-        assert p.body["kv_transfer_params"] == PREFILL and (p.body["max_tokens"], p.body["stream"]) == (1, False)
+        assert p.body["kv_transfer_params"] == PREFILL and (
+            p.body["max_tokens"],
+            p.body["stream"],
+        ) == (1, False)
         assert d.body["kv_transfer_params"] == answered(p) and d.body["max_tokens"] == 9
         assert reply.json() == {"by": "d0", "with": answered(p)}
         assert await w.metric("vllm_disagg_requests_total", 'mode="disaggregated"') == 1
@@ -137,7 +151,12 @@ async def test_clients_cannot_speak_nixl() -> None:
 
 
 def answered_by(host: str) -> dict[str, Any]:
-    return {"do_remote_prefill": True, "remote_host": host, "remote_port": 1, "remote_engine_id": "e"}
+    return {
+        "do_remote_prefill": True,
+        "remote_host": host,
+        "remote_port": 1,
+        "remote_engine_id": "e",
+    }
 
 
 async def test_a_mixed_fleet_pairs_like_with_like() -> None:
@@ -182,15 +201,23 @@ async def test_a_fleet_that_changes_its_connector() -> None:
         assert (await w.post()).json() == {"text": "d0", "leg": "decode"}
 
 
-# One leg -------------------------------------------------------------------------------------------------------
+# One leg ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_token_ends_at_prefill(stream: bool) -> None:
     async with world() as w:
         reply = await w.post(max_tokens=1, stream=stream, logprobs=2)
-        assert (reply.events()[2]["text"] if stream else reply.json()["text"]) == "p0" and not w.d.calls
-        assert w.p.calls[0].body == {"model": "m", "prompt": "hi", "max_tokens": 1, "stream": stream, "logprobs": 2}
+        assert (
+            reply.events()[2]["text"] if stream else reply.json()["text"]
+        ) == "p0" and not w.d.calls
+        assert w.p.calls[0].body == {
+            "model": "m",
+            "prompt": "hi",
+            "max_tokens": 1,
+            "stream": stream,
+            "logprobs": 2,
+        }
         assert await w.metric("vllm_disagg_in_flight") == 0
 
 
@@ -209,7 +236,9 @@ async def test_one_token_when_prefill_fails() -> None:
 async def test_a_rank_is_one_instance_s_affair() -> None:
     async with world() as w:
         body = b'{"model":"m","prompt":"hi"}'
-        assert (await w.ask("POST", "/v1/completions", body, x_data_parallel_rank="1")).json()["leg"] == "whole"
+        assert (await w.ask("POST", "/v1/completions", body, x_data_parallel_rank="1")).json()[
+            "leg"
+        ] == "whole"
         assert w.d.calls[0].headers["x-data-parallel-rank"] == "1" and not w.p.calls
 
 
@@ -218,7 +247,11 @@ async def test_sessions_stay_where_they_are() -> None:
         body = b'{"model":"m","prompt":"hi"}'
         for _ in range(4):
             await w.ask("POST", "/v1/completions", body, x_session_id="s")
-        assert sorted(len(e.calls) for e in w.prefills) == sorted(len(e.calls) for e in w.decodes) == [0, 0, 4]
+        assert (
+            sorted(len(e.calls) for e in w.prefills)
+            == sorted(len(e.calls) for e in w.decodes)
+            == [0, 0, 4]
+        )
 
 
 async def test_short_prompts_are_served_whole() -> None:
@@ -240,7 +273,9 @@ async def test_spilling() -> None:
         clients = [await w.start(user=str(i)) for i in range(3)]
         await until(lambda: len(w.d.calls) == 2)
         await asyncio.sleep(0.05)
-        assert sorted(c.leg for c in w.d.calls) == ["decode", "whole"], "one at a time; the third waits"
+        assert sorted(c.leg for c in w.d.calls) == ["decode", "whole"], (
+            "one at a time; the third waits"
+        )
         go.set()
         for client in clients:
             assert (await client.receive()).status == 200

@@ -12,7 +12,18 @@ from vllm_disagg.proxy.requests.continuation import form_of
 from vllm_disagg.proxy.requests.streams import FOLD, Tape, aborted
 
 DONE = b"data: [DONE]\n\n"
-WORDS = ["The", " quick", ' "brown"', "\n\n", " fóx 🦊", " data: [DONE]", "", ' {"error"', " jumps", "."]
+WORDS = [
+    "The",
+    " quick",
+    ' "brown"',
+    "\n\n",
+    " fóx 🦊",
+    " data: [DONE]",
+    "",
+    ' {"error"',
+    " jumps",
+    ".",
+]
 CALLS = [
     {"index": 0, "id": "RANDOM", "type": "function", "function": {"name": "look", "arguments": ""}},
     {"index": 0, "function": {"arguments": '{"a'}},
@@ -39,7 +50,10 @@ class Script:
         }
 
     def groups(self) -> list[list[int]]:
-        return [list(range(i, min(i + self.width, len(self.words)))) for i in range(0, len(self.words), self.width)]
+        return [
+            list(range(i, min(i + self.width, len(self.words))))
+            for i in range(0, len(self.words), self.width)
+        ]
 
     def completion(self) -> list[bytes]:
         events, offset = [], 0
@@ -67,7 +81,11 @@ class Script:
 
     def chat(self) -> list[bytes]:
         kind = "chat.completion.chunk"
-        choice: dict[str, Any] = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
+        choice: dict[str, Any] = {
+            "index": 0,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+        }
         events = [self.event(kind, [{**choice, "finish_reason": None}])]
         deltas: list[dict[str, Any]] = []
         for group in self.groups():
@@ -85,7 +103,12 @@ class Script:
                 group = self.groups()[i]
                 choice["logprobs"] = {
                     "content": [
-                        {"token": self.words[j], "logprob": -0.5 * j - self.shift, "top_logprobs": []} for j in group
+                        {
+                            "token": self.words[j],
+                            "logprob": -0.5 * j - self.shift,
+                            "top_logprobs": [],
+                        }
+                        for j in group
                     ]
                 }
             events.append(self.event(kind, [{**choice, "finish_reason": "stop" if last else None}]))
@@ -93,11 +116,19 @@ class Script:
 
     def event(self, kind: str, choices: list[Any], **more: Any) -> bytes:
         obj = {**self.head(kind), "choices": choices, **more}
-        return b"data: " + json.dumps(obj, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+        return (
+            b"data: "
+            + json.dumps(obj, separators=(",", ":"), ensure_ascii=False).encode()
+            + b"\n\n"
+        )
 
     def tail(self, kind: str, events: list[bytes]) -> list[bytes]:
         if self.fields.get("usage"):
-            events.append(self.event(kind, [], usage={"prompt_tokens": 2, "completion_tokens": len(self.words)}))
+            events.append(
+                self.event(
+                    kind, [], usage={"prompt_tokens": 2, "completion_tokens": len(self.words)}
+                )
+            )
         return [*events, DONE]
 
 
@@ -125,7 +156,9 @@ def hear(seen: dict[str, Any], choice: dict[str, Any]) -> None:
     for kind, piece in pieces.items():
         if kind == "tool_calls":
             for call in piece:
-                known = seen["calls"].setdefault(call["index"], {"ids": [], "names": [], "arguments": ""})
+                known = seen["calls"].setdefault(
+                    call["index"], {"ids": [], "names": [], "arguments": ""}
+                )
                 known["ids"] += [call["id"]] if "id" in call else []
                 known["names"] += [call["function"]["name"]] if "name" in call["function"] else []
                 known["arguments"] += call["function"].get("arguments") or ""
@@ -175,7 +208,9 @@ def same(data: bytes, expected: bytes, first: str) -> None:
     ours, theirs = told(data), told(expected)
     calls, others = ours.pop("calls"), theirs.pop("calls")
     for index, call in calls.items():
-        assert len(call["ids"]) == len(call["names"]) == 1 and call["names"] == others[index]["names"]
+        assert (
+            len(call["ids"]) == len(call["names"]) == 1 and call["names"] == others[index]["names"]
+        )
         assert call["arguments"] == others[index]["arguments"]
     assert calls.keys() == others.keys()
     assert ours == theirs
@@ -184,7 +219,9 @@ def same(data: bytes, expected: bytes, first: str) -> None:
 
 @pytest.mark.parametrize(("form", "fields"), FORMS)
 @pytest.mark.parametrize("widths", [(1, 1), (1, 3), (3, 1), (2, 3)])
-def test_broken_off_at_every_event(form: str, fields: dict[str, Any], widths: tuple[int, int]) -> None:
+def test_broken_off_at_every_event(
+    form: str, fields: dict[str, Any], widths: tuple[int, int]
+) -> None:
     if form == "chat" and fields.get("reasoning") and widths != (1, 1):
         pytest.skip("the scripted reasoning ends within an event")
     first, again = (make(form, Script(n, w, **fields)) for n, w in zip("AB", widths, strict=True))
@@ -199,7 +236,10 @@ def test_broken_off_at_every_event(form: str, fields: dict[str, Any], widths: tu
 
 @pytest.mark.parametrize(("form", "fields"), FORMS[:1] + FORMS[4:5])
 def test_broken_off_at_every_byte(form: str, fields: dict[str, Any]) -> None:
-    first, again = b"".join(make(form, Script("A", 1, **fields))), b"".join(make(form, Script("B", 3, **fields)))
+    first, again = (
+        b"".join(make(form, Script("A", 1, **fields))),
+        b"".join(make(form, Script("B", 3, **fields))),
+    )
     begin = first.index(b"\n\n") + 2
     for at in range(begin, len(first) - 1, 7):
         wire = Wire()
@@ -223,7 +263,10 @@ def test_broken_off_twice(form: str, fields: dict[str, Any]) -> None:
 
 
 def test_the_last_digits_of_logprobs_may_differ() -> None:
-    first, again = Script("A", logprobs=True).completion(), Script("B", logprobs=True, shift=1e-6).completion()
+    first, again = (
+        Script("A", logprobs=True).completion(),
+        Script("B", logprobs=True, shift=1e-6).completion(),
+    )
     wire = Wire()
     wire.play(b"".join(first[:4]))
     assert wire.tape.resumable and not wire.play(b"".join(again))
@@ -242,7 +285,9 @@ def test_another_answer_is_never_passed_on(form: str, change: str) -> None:
     }[change]
     again = b"".join(make(form, Script("B", 2, words=words)))
     if change == "ends otherwise":
-        again = again.replace(b'"length"', b'"content_filter"').replace(b'"stop"', b'"content_filter"')
+        again = again.replace(b'"length"', b'"content_filter"').replace(
+            b'"stop"', b'"content_filter"'
+        )
     at = len(first) - 1 if change in ("longer", "ends otherwise") else 6
     wire = Wire()
     wire.play(b"".join(first[:at]))
@@ -259,9 +304,13 @@ def test_an_answer_that_ends_without_done_was_cut() -> None:
 
 
 def test_events_of_another_kind_are_not_continued() -> None:
-    for event in (b'data: {"text":"a"}\n\n', b'event: x\ndata: {"a":1}\n\n',
-                  Script("A").event("text_completion", [{"index": 0, "text": "a", "novelty": [1]}]),
-                  b"data: {\n\n", b'data: {"id":"A","object":"o","created":1,"choices":[{"text":"\\ud800"}]}\n\n'):  # fmt: skip
+    for event in (
+        b'data: {"text":"a"}\n\n',
+        b'event: x\ndata: {"a":1}\n\n',
+        Script("A").event("text_completion", [{"index": 0, "text": "a", "novelty": [1]}]),
+        b"data: {\n\n",
+        b'data: {"id":"A","object":"o","created":1,"choices":[{"text":"\\ud800"}]}\n\n',
+    ):
         wire = Wire()
         wire.play(event)
         assert bytes(wire.out) == event, "they are passed on all the same"
@@ -307,7 +356,9 @@ def test_an_engine_that_is_being_stopped_is_left() -> None:
     for at in range(1, len(first) - 1):
         for data in ([*first[:at], abort, DONE], [b"".join(first[:at]) + abort + DONE]):
             wire = Wire()
-            sink = wire.tape.source(lambda reason, detail, w=wire: w.stopped.append((reason, detail)))
+            sink = wire.tape.source(
+                lambda reason, detail, w=wire: w.stopped.append((reason, detail))
+            )
             for chunk in data:
                 if not wire.stopped:
                     sink(chunk)
@@ -324,7 +375,9 @@ async def test_an_answer_that_was_given_up_is_no_answer() -> None:
                 await answer(call)
             else:
                 data = b'{"choices":[{"text":"a","finish_reason":"abort"}]}'
-                call.raw_write(f"HTTP/1.1 200 X\r\ncontent-length: {len(data)}\r\n\r\n{data.decode()}")
+                call.raw_write(
+                    f"HTTP/1.1 200 X\r\ncontent-length: {len(data)}\r\n\r\n{data.decode()}"
+                )
 
         for e in w.prefills + w.decodes:
             e.script = stopping
@@ -347,7 +400,9 @@ ECHOED = [  # what a client, or a model, wrote
 
 
 def test_what_an_engine_gave_up_and_what_looks_like_it() -> None:
-    assert [aborted(said) for said in [*GIVEN_UP, *ECHOED]] == [True] * len(GIVEN_UP) + [False] * len(ECHOED)
+    assert [aborted(said) for said in [*GIVEN_UP, *ECHOED]] == [True] * len(GIVEN_UP) + [
+        False
+    ] * len(ECHOED)
 
 
 async def test_a_client_cannot_make_an_engine_look_dead() -> None:
@@ -357,7 +412,9 @@ async def test_a_client_cannot_make_an_engine_look_dead() -> None:
             if call.body.get("stream"):
                 await call.stream()
                 await call.chunk(ECHOED[1])
-                await call.chunk(b'event: response.completed\ndata: {"type":"response.completed"}\n\n')
+                await call.chunk(
+                    b'event: response.completed\ndata: {"type":"response.completed"}\n\n'
+                )
                 await call.end()
             else:
                 data = ECHOED[0].decode()
@@ -369,7 +426,9 @@ async def test_a_client_cannot_make_an_engine_look_dead() -> None:
         given_up = b'{"choices":[{"finish_reason":"abort"}]}'
 
         async def back(call: Call) -> None:
-            call.raw_write(f"HTTP/1.1 200 X\r\ncontent-length: {len(given_up)}\r\n\r\n{given_up.decode()}")
+            call.raw_write(
+                f"HTTP/1.1 200 X\r\ncontent-length: {len(given_up)}\r\n\r\n{given_up.decode()}"
+            )
 
         for e in w.prefills + w.decodes:
             e.script = back
@@ -377,9 +436,18 @@ async def test_a_client_cannot_make_an_engine_look_dead() -> None:
         for e in w.prefills + w.decodes:
             e.script = echo
         for stream in (False, True):
-            body = json.dumps({"model": "m", "input": "hi", "stream": stream, "metadata": {"finish_reason": "abort"}})
+            body = json.dumps(
+                {
+                    "model": "m",
+                    "input": "hi",
+                    "stream": stream,
+                    "metadata": {"finish_reason": "abort"},
+                }
+            )
             reply = await w.ask("POST", "/v1/responses", body.encode())
-            assert reply.status == 200 and b"completed" in reply.body and b'"error"' not in reply.body
+            assert (
+                reply.status == 200 and b"completed" in reply.body and b'"error"' not in reply.body
+            )
         assert all(row["usable"] for row in (await w.get("/disagg/instances")).json())
 
 
@@ -387,7 +455,9 @@ def test_another_function_whose_name_begins_alike_is_another_answer() -> None:
     def call(at: int, **function: str) -> bytes:
         delta = {"tool_calls": [{"index": 0, "function": function}]}
         head = f'data: {{"id":"c{at}","object":"chat.completion.chunk","created":{at},"model":"m","choices":'
-        return f'{head}[{{"index":0,"delta":{json.dumps(delta)},"finish_reason":null}}]}}\n\n'.encode()
+        return (
+            f'{head}[{{"index":0,"delta":{json.dumps(delta)},"finish_reason":null}}]}}\n\n'.encode()
+        )
 
     for name, same_call in (("get_weather", False), ("get", True)):
         wire = Wire()
@@ -406,13 +476,15 @@ def test_an_error_of_the_request_is_passed_on() -> None:
 
 
 def test_a_text_about_errors_is_no_error() -> None:
-    events = b"".join(Script("A", words=['data: {"error": {"code": 500}}', "\n\n", 'data: {"error"']).completion())
+    events = b"".join(
+        Script("A", words=['data: {"error": {"code": 500}}', "\n\n", 'data: {"error"']).completion()
+    )
     wire = Wire()
     assert not wire.play(events)
     assert bytes(wire.out) == events
 
 
-# Through a proxy -----------------------------------------------------------------------------------------------
+# Through a proxy ----------------------------------------------------------------------------------
 
 
 def engine(form: str, width: int, die_after: int | None, **fields: Any) -> Callable[[Call], Any]:
@@ -447,7 +519,11 @@ async def ask(w: World, form: str, script: Callable[[Call], Any], **fields: Any)
 
         e.script = once
     path = "/v1/completions" if form == "completion" else "/v1/chat/completions"
-    prompt = {"prompt": "x"} if form == "completion" else {"messages": [{"role": "user", "content": "x"}]}
+    prompt = (
+        {"prompt": "x"}
+        if form == "completion"
+        else {"messages": [{"role": "user", "content": "x"}]}
+    )
     body = {"model": "m", "stream": True, "temperature": 0, **prompt, **fields}
     reply = await w.post(path, json.dumps(body).encode())
     assert reply.status == 200 and reply.complete
@@ -463,7 +539,9 @@ async def test_a_stream_goes_on_elsewhere(form: str) -> None:
             assert len(names) == 2
             first = told(body)["heads"].pop()[0].rpartition("-")[2]
             same(body, b"".join(make(form, Script(first, usage=True))), first)
-            assert [c.leg for d in w.decodes for c in d.calls] == ["decode", "decode"], "with a pair of its own"
+            assert [c.leg for d in w.decodes for c in d.calls] == ["decode", "decode"], (
+                "with a pair of its own"
+            )
             assert await w.metric("vllm_disagg_fallbacks_total", 'reason="decode_in_stream"') == 1
             assert await w.metric("vllm_disagg_requests_total", 'outcome="ok"') == 1
             assert await w.metric("vllm_disagg_in_flight") == 0
@@ -563,7 +641,9 @@ async def test_a_request_that_kills_engines_gets_no_third() -> None:
     async with world(decode=4) as w:
 
         async def die(call: Call) -> None:
-            await call.json({"error": {"message": "EngineCore encountered an issue.", "code": 500}}, 500)
+            await call.json(
+                {"error": {"message": "EngineCore encountered an issue.", "code": 500}}, 500
+            )
 
         for d in w.decodes:
             d.script = die
@@ -572,13 +652,30 @@ async def test_a_request_that_kills_engines_gets_no_third() -> None:
         assert sum(len(d.calls) for d in w.decodes) == 2
 
 
-TEXTS = [" a", " quick", ' "brown"', "\n", " fóx 🦊", "\\", " back\\slash", ' {"error"', " data: [DONE]", "\u2028", " end"] * 5
+TEXTS = [
+    " a",
+    " quick",
+    ' "brown"',
+    "\n",
+    " fóx 🦊",
+    "\\",
+    " back\\slash",
+    ' {"error"',
+    " data: [DONE]",
+    "\u2028",
+    " end",
+] * 5
 
 
 @pytest.mark.parametrize("form", ["completion", "chat"])
 def test_events_of_one_form_take_the_short_way(form: str) -> None:
-    """Each event comes by itself, as they do; wherever the stream breaks off, nothing is lost or told twice."""
-    first, again = (make(form, Script(name, width, words=TEXTS, usage=True)) for name, width in (("A", 1), ("B", 2)))
+    """Each event comes by itself, as they do; wherever the stream breaks off, nothing is lost or
+    told twice.
+    """
+    first, again = (
+        make(form, Script(name, width, words=TEXTS, usage=True))
+        for name, width in (("A", 1), ("B", 2))
+    )
     short = 0
     for at in range(1, len(first)):
         wire = Wire()
@@ -594,10 +691,15 @@ def test_events_of_one_form_take_the_short_way(form: str) -> None:
 
 @pytest.mark.parametrize("text", ["\\", "\\\\\\", "\\[", "a\\"])
 def test_a_token_of_backslashes_is_a_token(text: str) -> None:
-    said = b'data: {"id":"x","object":"o","created":1,"choices":[{"index":0,"text":%b}]}\n\n' % json.dumps(text).encode()
+    said = (
+        b'data: {"id":"x","object":"o","created":1,"choices":[{"index":0,"text":%b}]}\n\n'
+        % json.dumps(text).encode()
+    )
     assert form_of(said) is None
     got: list[bytes] = []
-    feed = Tape(got.append, keep=True, path="/v1/completions").source(lambda *_: pytest.fail("it was given up"))
+    feed = Tape(got.append, keep=True, path="/v1/completions").source(
+        lambda *_: pytest.fail("it was given up")
+    )
     for event in (said, said, said, DONE):
         feed(event)
     assert b"".join(got) == said * 3 + DONE

@@ -6,7 +6,16 @@ from typing import Any, get_args
 import pytest
 
 from vllm_disagg.proxy.http.reasons import Reason
-from vllm_disagg.proxy.requests.failover import ATTEMPTS, DEATHS, PAIRS, Budget, Left, Past, Step, step
+from vllm_disagg.proxy.requests.failover import (
+    ATTEMPTS,
+    DEATHS,
+    PAIRS,
+    Budget,
+    Left,
+    Past,
+    Step,
+    step,
+)
 
 LEGS: list[Any] = ["prefill", "decode"]
 LEFTS = [Left(*flags) for flags in itertools.product((False, True), repeat=3)]
@@ -36,8 +45,14 @@ def test_a_stream_that_cannot_be_made_again_ends() -> None:
 
 def test_nobody_gives_up_while_something_is_left() -> None:
     for leg, reason, past, left in EVERYTHING:
-        bounded = past.attempts >= ATTEMPTS or past.deaths >= DEATHS or (past.begun and not past.resumable)
-        alone = reason != "busy" and (left.other or (left.same and leg == "prefill"))  # full is no failure
+        bounded = (
+            past.attempts >= ATTEMPTS
+            or past.deaths >= DEATHS
+            or (past.begun and not past.resumable)
+        )
+        alone = reason != "busy" and (
+            left.other or (left.same and leg == "prefill")
+        )  # full is no failure
         something = (left.pair and past.pairs < PAIRS) or alone
         gave_up = step(leg, reason, past, left) is Step.GIVE_UP
         assert gave_up is (bounded or not something or reason == "diverged")

@@ -25,7 +25,11 @@ PART = typed("response.content_part.added", part={"text": ""})
 START = typed("message_start", message={"id": "m", "content": []})
 BLOCK = typed("content_block_start", index=0, content_block={"type": "text", "text": ""})
 THINKING = typed("content_block_start", index=0, content_block={"type": "thinking", "thinking": ""})
-TOOL = typed("content_block_start", index=0, content_block={"type": "tool_use", "id": "t", "name": "look", "input": {}})
+TOOL = typed(
+    "content_block_start",
+    index=0,
+    content_block={"type": "tool_use", "id": "t", "name": "look", "input": {}},
+)
 DEAD = 'data: {"error": {"message": "EngineCore died", "type": "InternalServerError", "param": null, "code": 500}}\n\n'
 DEAD_MESSAGE = typed("error", error={"type": "internal_error", "message": "1 validation error"})
 CASES = [
@@ -45,30 +49,54 @@ CASES = [
     ("/v1/chat/completions", [chat(role="assistant", reasoning="a")], CONTENT),
     ("/v1/chat/completions", [chat(role="assistant"), chat(tool_calls=[{"index": 0}])], CONTENT),
     ("/v1/chat/completions", [chat(role="assistant"), chat("stop")], CONTENT),
-    ("/v1/chat/completions", [chat(role="assistant", content=""), ": keep-alive\n\n", DEAD], FAILED),
+    (
+        "/v1/chat/completions",
+        [chat(role="assistant", content=""), ": keep-alive\n\n", DEAD],
+        FAILED,
+    ),
     ("/v1/chat/completions", ['data: {"id":"c","choices":[],"usage":{}}\n\n'], CONTENT),
-    ("/v1/chat/completions", ['data: {"choices":[{"delta":{"role":"assistant","content":""},"token_ids":[7]}]}\n\n'], CONTENT),
+    (
+        "/v1/chat/completions",
+        ['data: {"choices":[{"delta":{"role":"assistant","content":""},"token_ids":[7]}]}\n\n'],
+        CONTENT,
+    ),
     ("/v1/chat/completions", ['data: {"choices":[{"delta":"of another form"}]}\n\n'], CONTENT),
     ("/v1/responses", [CREATED, typed("response.in_progress", response={}), ADDED, PART], NOT_YET),
     ("/v1/responses", [CREATED, typed("response.output_text.delta", delta="a")], CONTENT),
     ("/v1/responses", [CREATED, typed("response.reasoning_text.delta", delta="a")], CONTENT),
-    ("/v1/responses", [CREATED, typed("response.function_call_arguments.delta", delta="{")], CONTENT),
+    (
+        "/v1/responses",
+        [CREATED, typed("response.function_call_arguments.delta", delta="{")],
+        CONTENT,
+    ),
     ("/v1/responses", [CREATED, typed("response.completed", response={"error": None})], CONTENT),
     ("/v1/responses", [CREATED, typed("response.novelty")], CONTENT),
     ("/v1/responses", [CREATED, typed("error", code="server_error", message="no")], FAILED),
     ("/v1/responses", [CREATED, typed("response.failed", response={})], FAILED),
-    ("/v1/responses", [CREATED, typed("error", code="invalid_request_error", message="no")], CONTENT),
+    (
+        "/v1/responses",
+        [CREATED, typed("error", code="invalid_request_error", message="no")],
+        CONTENT,
+    ),
     ("/v1/responses", [CREATED, DEAD], FAILED),
     ("/v1/messages", [START, typed("ping"), BLOCK], NOT_YET),
     ("/v1/messages", [START, THINKING], NOT_YET),
     ("/v1/messages", [START, TOOL], CONTENT),
-    ("/v1/messages", [START, BLOCK, typed("content_block_delta", delta={"type": "text_delta", "text": "a"})], CONTENT),
+    (
+        "/v1/messages",
+        [START, BLOCK, typed("content_block_delta", delta={"type": "text_delta", "text": "a"})],
+        CONTENT,
+    ),
     ("/v1/messages", [START, typed("message_delta", delta={"stop_reason": "end_turn"})], CONTENT),
     ("/v1/messages", [typed("message_stop")], CONTENT),
     ("/v1/messages", [DEAD_MESSAGE], FAILED),
     ("/v1/messages", [START, DEAD_MESSAGE], FAILED),
     ("/v1/messages", ['event: error\ndata: {"type":"error","error":"a text"}\n\n'], FAILED),
-    ("/v1/messages", [typed("error", error={"type": "invalid_request_error", "message": "no"})], CONTENT),
+    (
+        "/v1/messages",
+        [typed("error", error={"type": "invalid_request_error", "message": "no"})],
+        CONTENT,
+    ),
     ("/inference/v1/generate", ['data: {"request_id":"r","choices":[]}\n\n'], CONTENT),
     ("/inference/v1/generate", [": keep-alive\n\n", DEAD], FAILED),
     ("/other", [CREATED], CONTENT),
@@ -78,13 +106,17 @@ CASES = [
 
 @pytest.mark.parametrize(("path", "events", "expected"), CASES)
 @pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
-def test_a_stream_begins_with_its_first_content(path: str, events: list[str], expected: Begun, line_end: str) -> None:
+def test_a_stream_begins_with_its_first_content(
+    path: str, events: list[str], expected: Begun, line_end: str
+) -> None:
     stream = "".join(events).replace("\n", line_end).encode()
     for step in (1, 7, len(stream) or 1):
         beginning = Beginning(path)
         states = [beginning.feed(stream[at : at + step]) for at in range(0, len(stream), step)]
         assert (states[-1] if states else beginning.state) is expected
-        assert states == sorted(states, key=lambda state: state is not NOT_YET), "the state is final"
+        assert states == sorted(states, key=lambda state: state is not NOT_YET), (
+            "the state is final"
+        )
         assert bool(beginning.failure) == (expected is FAILED)
 
 

@@ -1,4 +1,6 @@
-"""Streams of /v1/responses and /v1/messages that break off at every place, and go on in another instance's answer."""
+"""Streams of /v1/responses and /v1/messages that break off at every place, and go on in another
+instance's answer.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,18 @@ from typing import Any
 import pytest
 from test_continuation import Wire
 
-from named_scripts import CALLS, EMPTY, PLAIN, THINKING, Messages, Responses, Said, frame, hear_message, hear_response
+from named_scripts import (
+    CALLS,
+    EMPTY,
+    PLAIN,
+    THINKING,
+    Messages,
+    Responses,
+    Said,
+    frame,
+    hear_message,
+    hear_response,
+)
 from proxy_world import Call, answer, world
 from vllm_disagg.proxy.requests.completeness import ENDS
 from vllm_disagg.proxy.requests.streams import FOLD
@@ -39,7 +52,10 @@ def same(kind: Kind, data: bytes, first: bytes, sent: bytes, again: bytes) -> No
 @pytest.mark.parametrize("said", SAID)
 @pytest.mark.parametrize("widths", [(1, 1), (1, 3), (3, 1), (2, 3)])
 def test_broken_off_at_every_event(kind: Kind, said: str, widths: tuple[int, int]) -> None:
-    first, again = (kind(name, SAID[said], width, logprobs=True).events() for name, width in zip("AB", widths, strict=True))
+    first, again = (
+        kind(name, SAID[said], width, logprobs=True).events()
+        for name, width in zip("AB", widths, strict=True)
+    )
     for at in range(1, len(first)):
         wire = Wire(path=kind.path)
         assert not wire.play(b"".join(first[:at]))
@@ -52,19 +68,30 @@ def test_broken_off_at_every_event(kind: Kind, said: str, widths: tuple[int, int
 @pytest.mark.parametrize("kind", [Responses, Messages])
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
 def test_broken_off_at_every_byte(kind: Kind, line_end: bytes) -> None:
-    first, again = (b"".join(kind(n, CALLS, w).events()).replace(b"\n", line_end) for n, w in (("A", 1), ("B", 3)))
+    first, again = (
+        b"".join(kind(n, CALLS, w).events()).replace(b"\n", line_end)
+        for n, w in (("A", 1), ("B", 3))
+    )
     for at in range(first.index(2 * line_end) + 2 * len(line_end), len(first) - 1, 5):
         wire = Wire(path=kind.path)
         assert not wire.play(first[:at], step=31)
         sent = bytes(wire.out)
         assert wire.tape.resumable and not wire.play(again, step=77)
-        same(kind, bytes(wire.out), first.replace(line_end, b"\n"), sent, again.replace(line_end, b"\n"))
+        same(
+            kind,
+            bytes(wire.out),
+            first.replace(line_end, b"\n"),
+            sent,
+            again.replace(line_end, b"\n"),
+        )
 
 
 @pytest.mark.parametrize("kind", [Responses, Messages])
 @pytest.mark.parametrize("said", ["thinking", "calls"])
 def test_broken_off_twice(kind: Kind, said: str) -> None:
-    first, second, third = (kind(name, SAID[said], width).events() for name, width in (("A", 1), ("B", 2), ("C", 3)))
+    first, second, third = (
+        kind(name, SAID[said], width).events() for name, width in (("A", 1), ("B", 2), ("C", 3))
+    )
     for one in range(1, len(first)):
         for two in range(1, len(second)):
             wire = Wire(path=kind.path)
@@ -85,19 +112,29 @@ def test_any_answer_broken_off_anywhere(kind: Kind) -> None:
         for _ in range(chance.randrange(6)):
             kinds = [chance.choice(["content", "reasoning", "arguments"])] * chance.randrange(1, 6)
             said += [("call", "look")] if kinds[0] == "arguments" else []
-            said += [(name, chance.choice(["a", " b", "\n", '"', "é🦊", "event: error\n"])) for name in kinds]
+            said += [
+                (name, chance.choice(["a", " b", "\n", '"', "é🦊", "event: error\n"]))
+                for name in kinds
+            ]
         scripts = [b"".join(kind(name, said, chance.randrange(1, 5)).events()) for name in "ABC"]
         wire = Wire(path=kind.path)
         for script in scripts[:-1]:
-            assert not wire.play(script[: chance.randrange(len(script))], step=chance.randrange(1, 300)), (seed, wire.stopped)
+            assert not wire.play(
+                script[: chance.randrange(len(script))], step=chance.randrange(1, 300)
+            ), (seed, wire.stopped)
             assert wire.tape.resumable
-        assert not wire.play(scripts[-1], step=chance.randrange(1, 300)) and wire.tape.flush(), (seed, wire.stopped)
+        assert not wire.play(scripts[-1], step=chance.randrange(1, 300)) and wire.tape.flush(), (
+            seed,
+            wire.stopped,
+        )
         ours, theirs = (heard(kind, data) for data in (bytes(wire.out), scripts[0]))
         assert {**ours, "ids": 0, "head": 0} == {**theirs, "ids": 0, "head": 0}, seed
 
 
 @pytest.mark.parametrize("kind", [Responses, Messages])
-@pytest.mark.parametrize("change", ["other text", "shorter", "longer", "another call", "a call more", "thoughts first"])
+@pytest.mark.parametrize(
+    "change", ["other text", "shorter", "longer", "another call", "a call more", "thoughts first"]
+)
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_another_answer_is_never_passed_on(kind: Kind, change: str, width: int) -> None:
     """Wherever the client is when the answers part, it gets nothing of the second from there on."""
@@ -144,24 +181,64 @@ TOLD = Responses("A", PLAIN).events()
 MESSAGE = Messages("A", PLAIN).events()
 RESPONSE: dict[str, Any] = json.loads(TOLD[0].partition(b"data: ")[2])["response"]
 UNKNOWN = [
-    (Responses, [*TOLD[:4], frame({"type": "response.web_search_call.searching", "sequence_number": 4, "item_id": "i"})]),
-    (Responses, [*TOLD[:2], frame({"type": "response.output_item.added", "sequence_number": 2, "item": {"type": "mcp_call"}})]),
+    (
+        Responses,
+        [
+            *TOLD[:4],
+            frame(
+                {"type": "response.web_search_call.searching", "sequence_number": 4, "item_id": "i"}
+            ),
+        ],
+    ),
+    (
+        Responses,
+        [
+            *TOLD[:2],
+            frame(
+                {
+                    "type": "response.output_item.added",
+                    "sequence_number": 2,
+                    "item": {"type": "mcp_call"},
+                }
+            ),
+        ],
+    ),
     (Responses, [changed(TOLD[0], response={**RESPONSE, "background": True})]),
     (Responses, [*TOLD[:4], changed(TOLD[4], token_ids=[1])]),
     (Responses, [*TOLD[:4], TOLD[5]]),  # one is missing
     (Responses, [*TOLD[:4], changed(TOLD[4], sequence_number=None)]),
-    (Responses, [*TOLD[:4], TOLD[4].replace(b"event: response.output_text.delta", b"event: response.output_text.done")]),
+    (
+        Responses,
+        [
+            *TOLD[:4],
+            TOLD[4].replace(
+                b"event: response.output_text.delta", b"event: response.output_text.done"
+            ),
+        ],
+    ),
     (Responses, [*TOLD[:4], b"id: 4\n" + TOLD[4]]),
     (Responses, [*TOLD[:4], b'data: {"choices":[]}\n\n']),
     (Responses, [frame({"type": "response.created", "sequence_number": 0})]),
     (Messages, [*MESSAGE[:3], frame({"type": "novelty"})]),
     (Messages, [*MESSAGE[:1], changed(MESSAGE[1], content_block={"type": "server_tool_use"})]),
     (Messages, [*MESSAGE[:2], changed(MESSAGE[2], delta={"type": "citations_delta", "text": "a"})]),
-    (Messages, [*MESSAGE[:2], changed(MESSAGE[2], delta={"type": "text_delta", "text": "a", "novelty": 1})]),
+    (
+        Messages,
+        [
+            *MESSAGE[:2],
+            changed(MESSAGE[2], delta={"type": "text_delta", "text": "a", "novelty": 1}),
+        ],
+    ),
     (Messages, [MESSAGE[0], b"data: {\n\n"]),
     (Messages, [MESSAGE[0], b"event: content_block_stop\ndata: {\n\n"]),
-    (Messages, [MESSAGE[0], b'event: message_stop\ndata: {"type":"content_block_stop","index":0}\n\n']),
-    (Messages, [*MESSAGE[:2], MESSAGE[2].replace(b'"type":"content_block_delta"', b'"type":"ping"')]),
+    (
+        Messages,
+        [MESSAGE[0], b'event: message_stop\ndata: {"type":"content_block_stop","index":0}\n\n'],
+    ),
+    (
+        Messages,
+        [*MESSAGE[:2], MESSAGE[2].replace(b'"type":"content_block_delta"', b'"type":"ping"')],
+    ),
     (Messages, [*MESSAGE, b"data: [DONE]\n\n", MESSAGE[0]]),
 ]
 
@@ -172,7 +249,9 @@ def test_what_is_not_understood_is_not_continued(kind: Kind, events: list[bytes]
     wire.play(b"".join(events))
     assert bytes(wire.out) == b"".join(events), "it is passed on all the same"
     assert not wire.tape.resumable
-    assert wire.play(b"".join(events)) and bytes(wire.out) == b"".join(events), "nothing is appended"
+    assert wire.play(b"".join(events)) and bytes(wire.out) == b"".join(events), (
+        "nothing is appended"
+    )
 
 
 @pytest.mark.parametrize(("kind", "events"), UNKNOWN)
@@ -189,9 +268,19 @@ def test_comments_and_other_paths(kind: Kind) -> None:
     first, again = kind("A", PLAIN).events(), kind("B", PLAIN, 2).events()
     wire = Wire(path=kind.path)
     wire.play(b": keep-alive\n\n" + b": keep-alive\n\n".join(first[:5]))
-    assert wire.tape.resumable and not wire.play(b": keep-alive\n\n".join(again)) and wire.tape.flush()
-    assert wire.out.count(b": keep-alive\n\n") == 5 + len(again) - 1, "a sign of life while the second answer catches up"
-    same(kind, bytes(wire.out).replace(b": keep-alive\n\n", b""), b"".join(first), b"".join(first[:5]), b"".join(again))
+    assert (
+        wire.tape.resumable and not wire.play(b": keep-alive\n\n".join(again)) and wire.tape.flush()
+    )
+    assert wire.out.count(b": keep-alive\n\n") == 5 + len(again) - 1, (
+        "a sign of life while the second answer catches up"
+    )
+    same(
+        kind,
+        bytes(wire.out).replace(b": keep-alive\n\n", b""),
+        b"".join(first),
+        b"".join(first[:5]),
+        b"".join(again),
+    )
     for path in ("/v1/completions", "/other"):
         wire = Wire(path=path)
         wire.play(b"".join(first[:5]))
@@ -209,7 +298,9 @@ def test_nothing_but_comments_is_no_beginning() -> None:
 @pytest.mark.parametrize("kind", [Responses, Messages])
 def test_an_engine_that_says_that_it_failed_is_cut_off(kind: Kind) -> None:
     first, again = kind("A", THINKING).events(), kind("B", THINKING, 2).events()
-    error = frame({"type": "error", "error": {"type": "internal_error", "message": "EngineCore died"}})
+    error = frame(
+        {"type": "error", "error": {"type": "internal_error", "message": "EngineCore died"}}
+    )
     for at in range(1, len(first)):
         wire = Wire(path=kind.path)
         assert wire.play(b"".join(first[:at]) + error)
@@ -249,10 +340,12 @@ def test_an_answer_of_too_many_parts_is_not_continued(monkeypatch: pytest.Monkey
         assert wire.tape.resumable == resumable
 
 
-# Through a proxy -----------------------------------------------------------------------------------------------
+# Through a proxy ----------------------------------------------------------------------------------
 
 
-def engines(kind: Kind, die_after: int, asked: list[Call], how: str = "reset") -> Callable[[Call], Any]:
+def engines(
+    kind: Kind, die_after: int, asked: list[Call], how: str = "reset"
+) -> Callable[[Call], Any]:
     """The first that is asked breaks off after so many events."""
 
     async def script(call: Call) -> None:
@@ -284,8 +377,14 @@ async def test_a_stream_goes_on_elsewhere(kind: Kind, prefill: int, fields: dict
             asked: list[Call] = []
             for engine in w.prefills + w.decodes:
                 engine.script = engines(kind, die_after, asked)
-            prompt = {"input": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 99}
-            reply = await w.post(kind.path, json.dumps({"model": "m", "stream": True, **prompt, **fields}).encode())
+            prompt = {
+                "input": "x",
+                "messages": [{"role": "user", "content": "x"}],
+                "max_tokens": 99,
+            }
+            reply = await w.post(
+                kind.path, json.dumps({"model": "m", "stream": True, **prompt, **fields}).encode()
+            )
             assert reply.status == 200 and reply.complete
             first, second = (asked[0].engine.name, asked[-1].engine.name)
             made = [b"".join(kind(n, THINKING, w_).events()) for n, w_ in ((first, 1), (second, 2))]
@@ -298,7 +397,10 @@ async def test_a_stream_goes_on_elsewhere(kind: Kind, prefill: int, fields: dict
             else:
                 assert reply.body.startswith(sent), "a sampled answer is another one"
                 error = reply.body[len(sent) :]
-                assert error.startswith((b"event: error\n", b'data: {"error"')) and error.count(b"data: {") == 1
+                assert (
+                    error.startswith((b"event: error\n", b'data: {"error"'))
+                    and error.count(b"data: {") == 1
+                )
 
 
 @pytest.mark.parametrize("done", [False, True])

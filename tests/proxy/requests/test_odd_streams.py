@@ -1,4 +1,6 @@
-"""Streams that are not made as vLLM makes them: whatever they look like, a second answer is never appended to a first."""
+"""Streams that are not made as vLLM makes them: whatever they look like, a second answer is never
+appended to a first.
+"""
 
 import asyncio
 import json
@@ -42,12 +44,20 @@ FRAMINGS: dict[str, Callable[[str], str]] = {
     "after [DONE]": lambda said: f"data: [DONE]\n\ndata: {chunk(said)}\n\n",
     "of another endpoint": named("response.output_text.delta"),
     "of an unknown kind": named("novelty"),
-    "the name differs": lambda said: f'event: message_stop\ndata: {{"type":"content_block_stop","said":"{said}"}}\n\n',
+    "the name differs": lambda said: (
+        f'event: message_stop\ndata: {{"type":"content_block_stop","said":"{said}"}}\n\n'
+    ),
     "no blank line": lambda said: f"data: {chunk(said)}\n",
 }
 
 
-UNDERSTOOD = ("as vLLM's", "CRLF", "CR", "blank lines", "no blank line")  # of the last nothing is sent before the end
+UNDERSTOOD = (
+    "as vLLM's",
+    "CRLF",
+    "CR",
+    "blank lines",
+    "no blank line",
+)  # of the last nothing is sent before the end
 
 
 @pytest.mark.parametrize("path", DIALECTS)
@@ -74,8 +84,19 @@ async def test_a_second_answer_is_never_appended(framing: str, path: str) -> Non
     async with world(decode=2) as w:
         for engine in w.prefills + w.decodes:
             engine.script = script
-        prompt = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x", "token_ids": [1]}
-        body = {"model": "m", "stream": True, "temperature": 0, "max_tokens": 9, "sampling_params": {"temperature": 0}}
+        prompt = {
+            "prompt": "x",
+            "messages": [{"role": "user", "content": "x"}],
+            "input": "x",
+            "token_ids": [1],
+        }
+        body = {
+            "model": "m",
+            "stream": True,
+            "temperature": 0,
+            "max_tokens": 9,
+            "sampling_params": {"temperature": 0},
+        }
         reply = await w.post(path, json.dumps({**prompt, **body}).encode())
     said = [reply.body.count(word.encode()) for word in SAID]
     assert reply.status == 200 and reply.complete and max(said) <= 1, reply.body
@@ -158,9 +179,12 @@ def test_each_event_is_passed_on_as_soon_as_it_is_whole(end: str, step: int) -> 
 
 @pytest.mark.parametrize("end", ENDS_OF_LINES)
 def test_failures_are_seen_whatever_the_line_ends(end: str) -> None:
-    for last in ('data: {"error": {"code": 500}}\n\n', 'data: {"choices":[{"finish_reason":"abort"}]}\n\n',
-                 'event: error\ndata: {"type":"error","error":{"type":"internal_error"}}\n\n',
-                 'event: response.failed\ndata: {"type":"response.failed","response":{}}\n\n'):  # fmt: skip
+    for last in (
+        'data: {"error": {"code": 500}}\n\n',
+        'data: {"choices":[{"finish_reason":"abort"}]}\n\n',
+        'event: error\ndata: {"type":"error","error":{"type":"internal_error"}}\n\n',
+        'event: response.failed\ndata: {"type":"response.failed","response":{}}\n\n',
+    ):
         for step in (1, 5, 1000):
             out, stopped = bytearray(), []
             tape = Tape(out.extend, keep=False)
@@ -172,8 +196,10 @@ def test_failures_are_seen_whatever_the_line_ends(end: str) -> None:
 
 
 def test_what_another_instance_would_say_too_is_no_failure() -> None:
-    for last in (b'event: error\ndata: {"type":"error","error":{"type":"invalid_request_error"}}\n\n',
-                 b'data: {"error": {"code": 400}}\n\n'):  # fmt: skip
+    for last in (
+        b'event: error\ndata: {"type":"error","error":{"type":"invalid_request_error"}}\n\n',
+        b'data: {"error": {"code": 400}}\n\n',
+    ):
         out, stopped = bytearray(), []
         Tape(out.extend, keep=False).source(lambda *said, to=stopped: to.append(said))(last)
         assert not stopped and bytes(out) == last
@@ -188,7 +214,9 @@ async def test_what_cannot_be_seen_is_not_continued(compressed: tuple[bool, bool
         first = not asked
         asked.append(call)
         encoding = "content-encoding: gzip\r\n" if compressed[not first] else ""
-        call.raw_write(f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n{encoding}transfer-encoding: chunked\r\n\r\n")
+        call.raw_write(
+            f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n{encoding}transfer-encoding: chunked\r\n\r\n"
+        )
         for said in SAID[: 2 if first else 3]:
             await call.chunk(f"data: {chunk(said)}\n\n".encode())
         await asyncio.sleep(0.005)
@@ -198,7 +226,11 @@ async def test_what_cannot_be_seen_is_not_continued(compressed: tuple[bool, bool
         for engine in w.decodes:
             engine.script = script
         reply = await w.post(stream=True, temperature=0)
-    assert reply.complete and [reply.body.count(word.encode()) for word in SAID] == [1, 1, 0] and b'"error"' in reply.body
+    assert (
+        reply.complete
+        and [reply.body.count(word.encode()) for word in SAID] == [1, 1, 0]
+        and b'"error"' in reply.body
+    )
 
 
 @pytest.mark.parametrize("framing", FRAMINGS)
@@ -212,5 +244,7 @@ def test_one_odd_event_is_enough(framing: str) -> None:
 
 def test_an_event_of_another_answer_is_odd() -> None:
     tape = Tape(bytearray().extend, keep=True, path="/v1/completions")
-    tape.source(lambda *_: None)((f"data: {chunk('a')}\n\n" + f"data: {chunk('b')}\n\n".replace("c-1", "c-2")).encode())
+    tape.source(lambda *_: None)(
+        (f"data: {chunk('a')}\n\n" + f"data: {chunk('b')}\n\n".replace("c-1", "c-2")).encode()
+    )
     assert not tape.resumable

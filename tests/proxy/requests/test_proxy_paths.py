@@ -15,9 +15,21 @@ from vllm_disagg.proxy.http.routes import REFUSED, ROUTES, UNGUARDED, find
 
 async def test_unknown_paths_never_reach_an_engine() -> None:
     async with world() as w:
-        for path in ("/", "//", "/v1//completions", "/v1/models/../../pause", "/static/x", "/adapters/..", "/adapters/a/b",
-                     "/adapters/%2e%2e", "/v1/responses//cancel", "/v1/responses/a/b", "/v1/responses/a/cancel/x",
-                     "/v1/responses/../../pause", "/v1/responses/%2e%2e/cancel"):  # fmt: skip
+        for path in (
+            "/",
+            "//",
+            "/v1//completions",
+            "/v1/models/../../pause",
+            "/static/x",
+            "/adapters/..",
+            "/adapters/a/b",
+            "/adapters/%2e%2e",
+            "/v1/responses//cancel",
+            "/v1/responses/a/b",
+            "/v1/responses/a/cancel/x",
+            "/v1/responses/../../pause",
+            "/v1/responses/%2e%2e/cancel",
+        ):
             reply = await w.ask("POST", path, b"{}")
             assert (reply.status, reply.json()) == (404, {"detail": "Not Found"})
         for path, why in REFUSED.items():
@@ -36,11 +48,19 @@ def test_every_route_of_vllm_is_decided() -> None:
     if not spec or not spec.submodule_search_locations:
         pytest.skip("vLLM is not installed")
     entrypoints = Path(spec.submodule_search_locations[0], "entrypoints")
-    called = re.compile(r"@?\w*(?:router|app)\.(?:get|post|put|delete|websocket|add_api_route)\(\s*\"(/[^\"]*)\"")
-    found = {path for file in entrypoints.rglob("*.py") if "launchers" not in file.parts and "cli" not in file.parts
-             for path in called.findall(file.read_text())}  # fmt: skip
+    called = re.compile(
+        r"@?\w*(?:router|app)\.(?:get|post|put|delete|websocket|add_api_route)\(\s*\"(/[^\"]*)\""
+    )
+    found = {
+        path
+        for file in entrypoints.rglob("*.py")
+        if "launchers" not in file.parts and "cli" not in file.parts
+        for path in called.findall(file.read_text())
+    }
     assert len(found) > 60, "routes are written in another way now"
-    assert not {p for p in found if not find(p.replace("{response_id}", "resp_1")) and p not in REFUSED}
+    assert not {
+        p for p in found if not find(p.replace("{response_id}", "resp_1")) and p not in REFUSED
+    }
     assert not REFUSED.keys() & ROUTES.keys()
 
 
@@ -74,7 +94,9 @@ async def test_passed_through() -> None:
         assert (await w.ask("POST", "/tokenize", b'{"prompt":"a"}')).json() == {"tokens": [1]}
         assert (await w.get("/version")).status == 200
         assert w.d.calls[0].path == "/version"
-        assert await w.metric("vllm_disagg_requests_total", 'mode="passthrough"', 'outcome="ok"') == 3
+        assert (
+            await w.metric("vllm_disagg_requests_total", 'mode="passthrough"', 'outcome="ok"') == 3
+        )
 
 
 async def test_passed_through_to_prefill_when_no_decode_is_up() -> None:
@@ -109,7 +131,11 @@ async def test_readiness_and_metrics() -> None:
     async with world(ready=False, prepare=closed) as w:
         assert (await w.get("/health")).status == 200
         reply = await w.get("/readiness")
-        assert reply.status == 503 and reply.json()["decode"] == 0 and w.d.url in reply.json()["instances"]
+        assert (
+            reply.status == 503
+            and reply.json()["decode"] == 0
+            and w.d.url in reply.json()["instances"]
+        )
         w.d.health = 200
         await w.until_ready()
         assert (await w.get("/readiness")).json() == {"prefill": 1, "decode": 1}
@@ -121,7 +147,11 @@ async def test_readiness_and_metrics() -> None:
         w.d.script = late
         await w.post(stream=True)
         text = (await w.get("/metrics")).body.decode()
-        for name in ("ttft_seconds_count 1.0", "queue_seconds_count 1.0", "prefill_leg_seconds_count 1.0"):
+        for name in (
+            "ttft_seconds_count 1.0",
+            "queue_seconds_count 1.0",
+            "prefill_leg_seconds_count 1.0",
+        ):
             assert f"vllm_disagg_{name}" in text
         labels = 'requests_total{mode="disaggregated",outcome="ok",path="/v1/completions"} 1.0'
         assert f"vllm_disagg_{labels}" in text
@@ -132,7 +162,9 @@ async def test_readiness_and_metrics() -> None:
 async def test_other_methods(method: str) -> None:
     async with world(prefill=0) as w:
         client = await w.connect()
-        client.writer.write(f"{method} /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        client.writer.write(
+            f"{method} /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode()
+        )
         text = await client.reader.read()
         assert text.startswith(b"HTTP/1.1 405") and text.endswith(b"\r\n\r\n") is (method == "HEAD")
 
@@ -147,7 +179,9 @@ async def test_an_engine_that_fails_a_forwarded_request() -> None:
         assert isinstance(w.d, ScriptedEngine)
 
 
-FORWARDED = [path for path, (methods, how) in ROUTES.items() if how == "forward" and methods == ("POST",)]
+FORWARDED = [
+    path for path, (methods, how) in ROUTES.items() if how == "forward" and methods == ("POST",)
+]
 
 
 @pytest.mark.parametrize("path", FORWARDED)
@@ -156,18 +190,29 @@ async def test_everything_else_is_passed_to_one_instance_as_it_is(path: str) -> 
         raw = b'{ "model":"m", "input": ["a"],\t"novelty":1.50, "\\u00e9":null }'
 
         async def echo(call: Call) -> None:
-            await call.json({"id": call.headers["x-request-id"], "url": call.target}, 200, "x-engine: 1\r\n")
+            await call.json(
+                {"id": call.headers["x-request-id"], "url": call.target}, 200, "x-engine: 1\r\n"
+            )
 
         for d in w.decodes:
             d.script = echo
         if path.endswith("tokenize"):
             return  # of the scripted engine's own
-        headers = {"x_request_id": "r", "authorization": "Bearer k", "traceparent": "t", "content_type": "a/b"}
+        headers = {
+            "x_request_id": "r",
+            "authorization": "Bearer k",
+            "traceparent": "t",
+            "content_type": "a/b",
+        }
         reply = await w.ask("POST", f"{path}?beta=true&x=%2F", raw, **headers)
-        assert reply.json() == {"id": "r", "url": f"{path}?beta=true&x=%2F"} and reply.headers["x-engine"] == "1"
+        assert (
+            reply.json() == {"id": "r", "url": f"{path}?beta=true&x=%2F"}
+            and reply.headers["x-engine"] == "1"
+        )
         (call,) = [c for d in w.decodes for c in d.calls]
-        assert call.raw == raw and [call.headers[n] for n in ("authorization", "traceparent", "content-type")] == [
-            "bearer k", "t", "a/b"]  # fmt: skip
+        assert call.raw == raw and [
+            call.headers[n] for n in ("authorization", "traceparent", "content-type")
+        ] == ["bearer k", "t", "a/b"]
         assert not w.p.calls
         if not path.startswith("/v1/audio/"):
             sly = b'{"kv_transfer_params":{"do_remote_prefill":true}}'
@@ -178,7 +223,9 @@ async def test_forms_are_passed_as_they_are() -> None:
     async with world() as w:
         form = b'--x\r\ncontent-disposition: form-data; name="file"\r\n\r\n\x00\xff\r\n--x--\r\n'
         kind = "multipart/form-data; boundary=x"
-        assert (await w.ask("POST", "/v1/audio/transcriptions", form, content_type=kind)).status == 200
+        assert (
+            await w.ask("POST", "/v1/audio/transcriptions", form, content_type=kind)
+        ).status == 200
         assert w.d.calls[0].raw == form
 
 
@@ -226,12 +273,21 @@ async def test_a_forwarded_stream() -> None:
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/inference/v1/generate"])
 async def test_other_generating_endpoints_use_both_legs(path: str) -> None:
     async with world() as w:
-        prompt = {"/v1/responses": {"input": "x"}, "/v1/messages": {"messages": [], "max_tokens": 9},
-                  "/inference/v1/generate": {"token_ids": [1], "sampling_params": {"max_tokens": 9}}}[path]  # fmt: skip
-        reply = await w.ask("POST", f"{path}?beta=true", json.dumps({"model": "m", **prompt}).encode())
+        prompt = {
+            "/v1/responses": {"input": "x"},
+            "/v1/messages": {"messages": [], "max_tokens": 9},
+            "/inference/v1/generate": {"token_ids": [1], "sampling_params": {"max_tokens": 9}},
+        }[path]
+        reply = await w.ask(
+            "POST", f"{path}?beta=true", json.dumps({"model": "m", **prompt}).encode()
+        )
         assert reply.json() == {"text": "d0", "leg": "decode"}
         assert w.p.calls[0].target == w.d.calls[0].target == f"{path}?beta=true"
-        assert w.d.calls[0].body == {"model": "m", **prompt, "kv_transfer_params": w.d.calls[0].body["kv_transfer_params"]}
+        assert w.d.calls[0].body == {
+            "model": "m",
+            **prompt,
+            "kv_transfer_params": w.d.calls[0].body["kv_transfer_params"],
+        }
 
 
 async def test_a_response_is_looked_up_where_it_is() -> None:
@@ -239,7 +295,10 @@ async def test_a_response_is_looked_up_where_it_is() -> None:
 
         async def knows(call: Call) -> None:
             known = call.engine.name == "d1"
-            await call.json({"by": call.engine.name} if known else {"error": {"code": 404}}, 200 if known else 404)
+            await call.json(
+                {"by": call.engine.name} if known else {"error": {"code": 404}},
+                200 if known else 404,
+            )
 
         async def knows_nothing(call: Call) -> None:
             await call.json({"error": {"code": 404}}, 404)
@@ -265,7 +324,9 @@ async def test_adapters_are_loaded_everywhere() -> None:
 
         for e in engines:
             e.script = load
-        assert (await w.ask("POST", "/v1/load_lora_adapter", b'{"lora_name":"l"}')).json() == "Success"
+        assert (
+            await w.ask("POST", "/v1/load_lora_adapter", b'{"lora_name":"l"}')
+        ).json() == "Success"
         assert [len(e.calls) for e in engines] == [1] * 4
         await until(lambda: all(e.probes == 2 for e in engines))
 
@@ -290,7 +351,9 @@ async def test_keys_guard_all_that_costs() -> None:
             free = path in UNGUARDED
             reply = await w.ask(ROUTES[path][0][0], path, b"")
             assert (reply.status == 401) is not free, path
-        assert (await w.ask("POST", "/v1/embeddings", b"{}", authorization="Bearer k")).status == 200
+        assert (
+            await w.ask("POST", "/v1/embeddings", b"{}", authorization="Bearer k")
+        ).status == 200
 
 
 async def test_two_models() -> None:
@@ -299,6 +362,13 @@ async def test_two_models() -> None:
 
     async with world(prefill=0, decode=3, prepare=prepare) as w:
         reply = await w.get("/v1/models")
-        assert reply.json() == {"object": "list", "data": [{"id": "m"}, {"id": "other"}, {"id": "adapter"}]}
-        for model, names in (("m", {"d0", "d2"}), ("adapter", {"d1"}), ("nobody's", {"d0", "d1", "d2"})):
+        assert reply.json() == {
+            "object": "list",
+            "data": [{"id": "m"}, {"id": "other"}, {"id": "adapter"}],
+        }
+        for model, names in (
+            ("m", {"d0", "d2"}),
+            ("adapter", {"d1"}),
+            ("nobody's", {"d0", "d1", "d2"}),
+        ):
             assert {(await w.post(model=model)).json()["text"] for _ in range(6)} == names

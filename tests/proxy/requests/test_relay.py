@@ -44,14 +44,26 @@ async def test_both_legs_at_once() -> None:
         w.p.script = w.d.script = meet
         client = await w.connect()
         body = {"model": "m", "prompt": [1, 2], "max_tokens": 9, "temperature": 0.0}
-        client.send("POST", "/v1/completions", json.dumps(body).encode(), authorization="Bearer k",
-                    x_request_id="r1", traceparent="t", connection="x-hop", x_hop="1")  # fmt: skip
+        client.send(
+            "POST",
+            "/v1/completions",
+            json.dumps(body).encode(),
+            authorization="Bearer k",
+            x_request_id="r1",
+            traceparent="t",
+            connection="x-hop",
+            x_hop="1",
+        )
         reply = await client.receive()
         assert (reply.status, reply.json()) == (200, {"text": "d0", "leg": "decode"})
         p, d = w.p.calls[0], w.d.calls[0]
         assert p.grant and d.grant and p.grant.transfer == d.grant.transfer
         assert (p.grant.leg, p.grant.engine, p.grant.sources) == ("prefill", "p0-1", [])
-        assert (d.grant.leg, d.grant.engine, [s.name for s in d.grant.sources]) == ("decode", "d0-1", ["p0-w0"])
+        assert (d.grant.leg, d.grant.engine, [s.name for s in d.grant.sources]) == (
+            "decode",
+            "d0-1",
+            ["p0-w0"],
+        )
         assert d.body == {**body, "kv_transfer_params": d.body["kv_transfer_params"]}
         assert p.body["max_tokens"] == 1 and p.body["stream"] is False
         for call in (p, d):
@@ -60,13 +72,24 @@ async def test_both_legs_at_once() -> None:
                 "r1",
                 "t",
             ]
-            assert "x-hop" not in call.headers and call.headers["host"] == f"127.0.0.1:{call.engine.port}"
+            assert (
+                "x-hop" not in call.headers
+                and call.headers["host"] == f"127.0.0.1:{call.engine.port}"
+            )
         client.close()
 
 
 async def test_stream_passes_byte_for_byte() -> None:
     async with world() as w:
-        pieces = [b"data: 1\n\n", b": keep-alive\n\n", b"data: 2", b"\n", b"\ndata: 3\n\nda", b"ta: 4\n\n", b"tail"]
+        pieces = [
+            b"data: 1\n\n",
+            b": keep-alive\n\n",
+            b"data: 2",
+            b"\n",
+            b"\ndata: 3\n\nda",
+            b"ta: 4\n\n",
+            b"tail",
+        ]
 
         async def stream(call: Call) -> None:
             await call.stream()
@@ -106,7 +129,9 @@ async def test_chat_goes_to_both() -> None:
         assert w.p.calls[0].path == "/v1/chat/completions" and w.p.calls[0].body["max_tokens"] == 1
 
 
-@pytest.mark.parametrize("fields", [{"n": 2}, {"prompt": ["a", "b"]}, {"echo": True}, {"prompt": None}])
+@pytest.mark.parametrize(
+    "fields", [{"n": 2}, {"prompt": ["a", "b"]}, {"echo": True}, {"prompt": None}]
+)
 async def test_whole_requests(fields: dict[str, Any]) -> None:
     async with world() as w:
         assert (await w.post(**fields)).json() == {"text": "d0", "leg": "whole"}
@@ -118,7 +143,10 @@ async def test_forbidden_fields() -> None:
     async with world() as w:
         reply = await w.post(_body=b'{"prompt":"a","x":{"kv_transfer_param\\u0073":{}}}')
         assert reply.status == 400
-        assert reply.json()["error"]["param"] == "kv_transfer_params" and reply.json()["error"]["code"] == 400
+        assert (
+            reply.json()["error"]["param"] == "kv_transfer_params"
+            and reply.json()["error"]["code"] == 400
+        )
         assert (await w.post(_body=b"{")).status == 400
         assert not w.p.calls and not w.d.calls
 
@@ -147,7 +175,9 @@ async def test_prefill_refuses_verbatim(status: int, stream: bool) -> None:
 
 @pytest.mark.parametrize(("script", "reason"), [(fail, "5xx"), (reset, "reset")])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_prefill_fails_and_decode_does_it_all(script: Script, reason: str, stream: bool) -> None:
+async def test_prefill_fails_and_decode_does_it_all(
+    script: Script, reason: str, stream: bool
+) -> None:
     async with world() as w:
 
         async def only_whole(call: Call) -> None:
@@ -257,7 +287,11 @@ async def test_decode_refuses_verbatim(status: int) -> None:
         for d in w.decodes:
             d.script = refuse
         reply = await w.post()
-        assert (reply.status, reply.json(), reply.headers["retry-after"]) == (status, {"error": "no"}, "3")
+        assert (reply.status, reply.json(), reply.headers["retry-after"]) == (
+            status,
+            {"error": "no"},
+            "3",
+        )
         await asyncio.wait_for(w.p.calls[0].gone.wait(), 1)
         assert sum(len(d.calls) for d in w.decodes) == 1
 
@@ -303,14 +337,18 @@ async def test_decode_dies_in_json() -> None:
     async with world() as w:
 
         async def die(call: Call) -> None:
-            call.raw_write('HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{"a":')
+            call.raw_write(
+                'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{"a":'
+            )
             await call.writer.drain()
             await asyncio.sleep(0.02)
             call.reset()
 
         w.d.script = die
         reply = await w.post()
-        assert (reply.status, reply.complete) == (502, True) and reply.json()["error"]["code"] == 502
+        assert (reply.status, reply.complete) == (502, True) and reply.json()["error"][
+            "code"
+        ] == 502
 
 
 @pytest.mark.parametrize("stage", ["queue", "prefill", "stream", "json", "alone"])
@@ -388,7 +426,11 @@ async def test_queue_ends_in_503_and_429() -> None:
         third = await w.post()
         assert third.status == 429 and third.headers["retry-after"]
         reply = await second.receive()
-        assert reply.status == 503 and reply.headers["retry-after"] and reply.json()["error"]["code"] == 503
+        assert (
+            reply.status == 503
+            and reply.headers["retry-after"]
+            and reply.json()["error"]["code"] == 503
+        )
         assert len(w.p.calls) == 1
         first.close()
         second.close()
@@ -426,7 +468,11 @@ async def test_out_of_time(stage: str) -> None:
         reply = await w.post(stream=stage == "stream")
         assert reply.complete
         if stage == "stream":
-            assert reply.status == 200 and reply.events()[1]["error"]["code"] == 504 and reply.events()[2] == "[DONE]"
+            assert (
+                reply.status == 200
+                and reply.events()[1]["error"]["code"] == 504
+                and reply.events()[2] == "[DONE]"
+            )
         else:
             assert reply.status == 504 and reply.json()["error"]["code"] == 504
         await asyncio.wait_for(w.d.calls[0].gone.wait(), 1)
@@ -454,7 +500,10 @@ async def test_many_at_once() -> None:
         assert all(r.status == 200 and r.complete for r in replies)
         assert sum(len(p.calls) for p in w.prefills) == sum(len(d.calls) for d in w.decodes) == 60
         assert min(len(e.calls) for e in w.prefills + w.decodes) > 10
-        assert await w.metric("vllm_disagg_requests_total", 'mode="disaggregated"', 'outcome="ok"') == 60
+        assert (
+            await w.metric("vllm_disagg_requests_total", 'mode="disaggregated"', 'outcome="ok"')
+            == 60
+        )
         await until(lambda: nothing_left(w))
 
 
@@ -485,7 +534,9 @@ async def test_an_anthropic_stream_ends_in_an_anthropic_error() -> None:
         async def die(call: Call) -> None:
             await call.stream()
             await call.chunk(b'event: message_start\ndata: {"type":"message_start"}\n\n')
-            await call.chunk(b'event: content_block_delta\ndata: {"type":"content_block_delta"}\n\n')
+            await call.chunk(
+                b'event: content_block_delta\ndata: {"type":"content_block_delta"}\n\n'
+            )
             await asyncio.sleep(0.02)
             call.reset()
 
@@ -496,14 +547,21 @@ async def test_an_anthropic_stream_ends_in_an_anthropic_error() -> None:
         assert first.startswith(b"event: message_start") and end == b"" and reply.complete
         name, data = error.split(b"\n")
         said = json.loads(data.removeprefix(b"data: "))
-        assert name == b"event: error" and (said["type"], said["error"]["type"]) == ("error", "api_error")
+        assert name == b"event: error" and (said["type"], said["error"]["type"]) == (
+            "error",
+            "api_error",
+        )
 
 
 async def test_what_fails_everywhere_is_the_request_s_fault() -> None:
     async with world(prefill=0, decode=2) as w:
 
         async def script(call: Call) -> None:
-            await (fail(call) if call.body.get("user") == "bad" or call.engine.name == "d0" else answer(call))
+            await (
+                fail(call)
+                if call.body.get("user") == "bad" or call.engine.name == "d0"
+                else answer(call)
+            )
 
         for d in w.decodes:
             d.script = script
@@ -513,7 +571,9 @@ async def test_what_fails_everywhere_is_the_request_s_fault() -> None:
         for _ in range(4):
             assert (await w.post()).json()["text"] == "d1"
         rows = {row["url"]: row for row in (await w.get("/disagg/instances")).json()}
-        assert rows[w.d.url]["why_not"] == "rests after failures" and rows[w.decodes[1].url]["usable"]
+        assert (
+            rows[w.d.url]["why_not"] == "rests after failures" and rows[w.decodes[1].url]["usable"]
+        )
 
 
 async def test_when_all_rest_they_are_used() -> None:
@@ -534,19 +594,28 @@ async def test_when_all_rest_they_are_used() -> None:
 
 @pytest.mark.parametrize("prefill", [0, 1])
 async def test_a_burst_that_meets_a_full_queue_rests_nobody(prefill: int) -> None:
-    """vLLM answers 503 beyond its --max-num-queued-reqs: the engine is well, and idle a moment later."""
+    """vLLM answers 503 beyond its --max-num-queued-reqs: the engine is well, and idle a moment
+    later.
+    """
     async with world(prefill=prefill, decode=2, prefill_concurrency=64) as w:
         room = [w.d, *w.prefills]
 
         async def narrow(call: Call) -> None:
             if call.engine in room and call.leg != "decode":
-                if sum(not other.gone.is_set() and other is not call for other in call.engine.calls) >= 4:
+                if (
+                    sum(
+                        not other.gone.is_set() and other is not call for other in call.engine.calls
+                    )
+                    >= 4
+                ):
                     await call.json({"error": {"message": "the queue is full", "code": 503}}, 503)
                     call.gone.set()
                     return
                 await asyncio.sleep(0.02)
             elif call.leg == "whole":
-                await asyncio.sleep(0.1)  # its guilt is known when another has served its requests: it is idle by then
+                await asyncio.sleep(
+                    0.1
+                )  # its guilt is known when another has served its requests: it is idle by then
             await answer(call)
             call.gone.set()
 
@@ -573,11 +642,15 @@ async def test_streams_that_break_together_rest_nobody() -> None:
 
         w.d.script = broken
         replies = await asyncio.gather(*(w.post(stream=True) for _ in range(3)))
-        assert all(reply.events()[0] == {"text": "a"} and "error" in reply.events()[1] for reply in replies)
+        assert all(
+            reply.events()[0] == {"text": "a"} and "error" in reply.events()[1] for reply in replies
+        )
         assert all(row["usable"] for row in (await w.get("/disagg/instances")).json())
 
 
-async def test_one_engine_given_twice_serves_whole_requests(caplog: pytest.LogCaptureFixture) -> None:
+async def test_one_engine_given_twice_serves_whole_requests(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Alias(ScriptedEngine):
         """Another name of D's address."""
 
@@ -636,8 +709,12 @@ async def test_when_every_prefill_instance_is_full_the_client_is_told() -> None:
         w.d.script = hang
         reply = await w.post()
         assert (reply.status, reply.headers["retry-after"]) == (429, "7")
-        assert [len(p.calls) for p in w.prefills] == [1, 1] and all(c.leg == "decode" for c in w.d.calls)
-        assert await w.metric("vllm_disagg_failovers_total", 'rung="none"') == 0, "nothing has failed"
+        assert [len(p.calls) for p in w.prefills] == [1, 1] and all(
+            c.leg == "decode" for c in w.d.calls
+        )
+        assert await w.metric("vllm_disagg_failovers_total", 'rung="none"') == 0, (
+            "nothing has failed"
+        )
 
 
 async def test_another_prefill_instance_is_tried() -> None:

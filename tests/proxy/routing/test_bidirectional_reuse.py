@@ -1,4 +1,6 @@
-"""When P is told to read back what D has of a prompt: in the next turn of a conversation, between engines that can."""
+"""When P is told to read back what D has of a prompt: in the next turn of a conversation, between
+engines that can.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from vllm_disagg.proxy.routing.prefixes import Prefix, Prefixes
 QUESTION, ANSWER, NEXT = "What is it? " * 100, "It is this. " * 200, "And why?"
 
 
-def fleet(name: Name = "prefix_aware", two_way: str = "prefill decode", prefills: int = 1) -> tuple[Fleet, Policy]:
+def fleet(
+    name: Name = "prefix_aware", two_way: str = "prefill decode", prefills: int = 1
+) -> tuple[Fleet, Policy]:
     made = [instance("prefill", str(at)) for at in range(prefills)] + [instance("decode", "0")]
     for one in made:
         if one.engine is not None:
@@ -87,7 +91,11 @@ def test_memory_of_answers_is_bounded() -> None:
         memory.answered(Prefix(b"%d" % at * 500), 1000, cache)
     assert len(memory._answered) == 10
     assert memory.goes_on(Prefix(b"49" * 2000), 4000, cache) == 3000
-    assert memory.goes_on(Prefix(b"49" * 2000), 4000, object()) == memory.goes_on(Prefix(b"3" * 2000), 2000, cache) == 0
+    assert (
+        memory.goes_on(Prefix(b"49" * 2000), 4000, object())
+        == memory.goes_on(Prefix(b"3" * 2000), 2000, cache)
+        == 0
+    )
 
 
 async def grants_of(w: World, prompt: str) -> tuple[Grant, Grant]:
@@ -109,5 +117,9 @@ async def test_both_grants_name_the_way_back(can: bool) -> None:
         for prompt in (QUESTION, QUESTION + ANSWER + NEXT):
             p, d = await grants_of(w, prompt)
             back = can and prompt is not QUESTION
-            assert bool(p.back) is bool(d.back) is back and p.back == d.back and p.back != p.transfer
-            assert [s.name for s in p.sources] == ([f"{w.d.name}-w0"] if back else []) and len(d.sources) == 1
+            assert (
+                bool(p.back) is bool(d.back) is back and p.back == d.back and p.back != p.transfer
+            )
+            assert [s.name for s in p.sources] == ([f"{w.d.name}-w0"] if back else []) and len(
+                d.sources
+            ) == 1

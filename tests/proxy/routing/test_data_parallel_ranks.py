@@ -37,12 +37,16 @@ async def test_every_leg_goes_to_the_rank_that_its_grant_names(engines: tuple[st
         expect_own_rank(w.p)
         expect_own_rank(w.d)
         for engine in (w.p, w.d):
-            assert {call.rank for call in engine.calls} == ({0, 1} if engine.name in engines else {None})
+            assert {call.rank for call in engine.calls} == (
+                {0, 1} if engine.name in engines else {None}
+            )
         sources = {call.grant.transfer: call.rank for call in w.p.calls if call.grant}
         for grant in (call.grant for call in w.d.calls):
             assert grant
             served = w.p.facts(sources[grant.transfer])
-            assert [worker.name for worker in grant.sources] == [worker["name"] for worker in served["workers"]]
+            assert [worker.name for worker in grant.sources] == [
+                worker["name"] for worker in served["workers"]
+            ]
 
 
 async def test_one_rank_dies_with_all_others() -> None:
@@ -68,16 +72,26 @@ async def test_a_clients_rank_that_nobody_has_turns_no_leg_away_from_its_instanc
     async with world(prepare=ranks("p0", "d0")) as w:
         for at in range(4):
             body = json.dumps({"model": "m", "prompt": f"{at}"}).encode()
-            assert (await w.ask("POST", "/v1/completions", body, x_data_parallel_rank="7")).json()["leg"] == "whole"
-        assert not w.p.calls and {call.headers["x-data-parallel-rank"] for call in w.d.calls} == {"0", "1"}
+            assert (await w.ask("POST", "/v1/completions", body, x_data_parallel_rank="7")).json()[
+                "leg"
+            ] == "whole"
+        assert not w.p.calls and {call.headers["x-data-parallel-rank"] for call in w.d.calls} == {
+            "0",
+            "1",
+        }
 
 
 async def test_a_clients_rank_is_the_one_that_serves() -> None:
     async with world(prepare=ranks("p0", "d0")) as w:
         for at in range(4):
             body = json.dumps({"model": "m", "prompt": f"{at}"}).encode()
-            assert (await w.ask("POST", "/v1/completions", body, x_data_parallel_rank="1")).json()["leg"] == "whole"
-        assert not w.p.calls and [call.headers["x-data-parallel-rank"] for call in w.d.calls] == ["1"] * 4
+            assert (await w.ask("POST", "/v1/completions", body, x_data_parallel_rank="1")).json()[
+                "leg"
+            ] == "whole"
+        assert (
+            not w.p.calls
+            and [call.headers["x-data-parallel-rank"] for call in w.d.calls] == ["1"] * 4
+        )
 
 
 async def test_ranks_that_are_not_named_transfer_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -86,7 +100,9 @@ async def test_ranks_that_are_not_named_transfer_nothing(caplog: pytest.LogCaptu
 
     async with world(prepare=prepare) as w:
         assert (await w.post()).json()["leg"] == "whole" and not w.p.calls
-        words = f"it has several data parallel ranks: give each as an instance, {w.d.url}@0 and so on"
+        words = (
+            f"it has several data parallel ranks: give each as an instance, {w.d.url}@0 and so on"
+        )
         assert f"{w.d.url} (decode) serves whole requests only: {words}" in caplog.text
 
 
@@ -136,7 +152,9 @@ async def test_where_the_header_has_no_effect_prompts_are_not_split_any_more() -
             assert (await w.post("/v1/chat/completions", body)).status == 200
         assert await w.metric("vllm_disagg_fallbacks_total", 'reason="prefill_stale"') >= 1
         legs = len(w.p.calls)
-        assert (await w.post("/v1/chat/completions", body)).json()["leg"] == "whole" and len(w.p.calls) == legs
+        assert (await w.post("/v1/chat/completions", body)).json()["leg"] == "whole" and len(
+            w.p.calls
+        ) == legs
         assert (await w.post()).json()["leg"] == "decode"
 
 
@@ -154,7 +172,20 @@ async def test_adapters_are_loaded_once_for_all_ranks() -> None:
 
 
 def test_urls() -> None:
-    assert check_url("http://h:1@3", "x") == check_url("http://h:1/@3", "x") == check_url("http://h:1@3/", "x") == "http://h:1@3"
-    for url in ("http://h:1@", "http://h:1@x", "http://h:1@-1", "http://h:1@12345", "http://u@h:1@2", "@1", "h:1@1"):
+    assert (
+        check_url("http://h:1@3", "x")
+        == check_url("http://h:1/@3", "x")
+        == check_url("http://h:1@3/", "x")
+        == "http://h:1@3"
+    )
+    for url in (
+        "http://h:1@",
+        "http://h:1@x",
+        "http://h:1@-1",
+        "http://h:1@12345",
+        "http://u@h:1@2",
+        "@1",
+        "h:1@1",
+    ):
         with pytest.raises(ConfigError, match=r"^x: "):
             check_url(url, "x")

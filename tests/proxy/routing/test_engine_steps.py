@@ -35,7 +35,9 @@ def test_what_of_a_page_shows_steps() -> None:
         "vllm:kv_cache_usage_perc",
         "vllm:iteration_tokens_total_count",
     ]
-    assert fingerprint(PAGE, 1).decode().count("\n") == 0 and len(fingerprint(PAGE).splitlines()) == 5
+    assert (
+        fingerprint(PAGE, 1).decode().count("\n") == 0 and len(fingerprint(PAGE).splitlines()) == 5
+    )
     other = PAGE.replace(b"99.0", b"100.0").replace(b"12.3", b"13.0")  # what changes without a step
     assert fingerprint(other) == fingerprint(PAGE)
     assert fingerprint(b"vllm:other 1\n") == b""
@@ -68,7 +70,9 @@ def test_each_step_is_a_new_beginning() -> None:
 
 
 def test_a_request_that_was_given_up_is_owed_still() -> None:
-    """As when D computes a prompt itself after some seconds, again and again: P is found all the same."""
+    """As when D computes a prompt itself after some seconds, again and again: P is found all the
+    same.
+    """
     it = Stepping()
     found = []
     for round_ in range(5):
@@ -82,7 +86,9 @@ def test_who_owes_nothing_is_not_looked_at() -> None:
     it.asked(1.0)
     it.lived(2.0)
     assert not it.is_due(99.0, False, 1.0)
-    assert not it.is_due(99.5, True, 1.0) and it.is_due(100.0, True, 1.0), "the time begins with the request"
+    assert not it.is_due(99.5, True, 1.0) and it.is_due(100.0, True, 1.0), (
+        "the time begins with the request"
+    )
 
 
 def test_without_its_numbers_nothing_is_concluded() -> None:
@@ -100,7 +106,9 @@ async def unusable(w: World, engine: ScriptedEngine) -> bool:
 
 
 async def test_a_prefill_engine_that_makes_no_steps() -> None:
-    """It is down long before `patience`, its requests go on, no other goes there, and it comes back."""
+    """It is down long before `patience`, its requests go on, no other goes there, and it comes
+    back.
+    """
     async with world(patience=PATIENCE) as w:
         w.d.script = only_whole
         w.p.stuck = True
@@ -178,10 +186,15 @@ async def test_an_engine_at_work_is_left_alone(work: object, role: str) -> None:
 
         async def one_more(call: Call) -> None:
             asked.setdefault(call.engine.name, []).append(call)
-            await (call.forever() if work is not parked else call.json({"choices": [{"text": "x"}]}))
+            await (
+                call.forever() if work is not parked else call.json({"choices": [{"text": "x"}]})
+            )
 
         asked.clear()
-        for engine in (w.p, *w.decodes):  # a healthy D answers one token at once, also while it waits for KV
+        for engine in (
+            w.p,
+            *w.decodes,
+        ):  # a healthy D answers one token at once, also while it waits for KV
             engine.script = slow if engine.role == role else answer
             if engine.role == role:
                 engine.one_more = one_more

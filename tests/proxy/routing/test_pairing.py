@@ -85,21 +85,32 @@ def test_any_number_of_workers() -> None:
     assert mismatch(p, d) == ""
 
 
-@pytest.mark.parametrize(("role", "told", "fits"), [("prefill", "decode", False), ("decode", "prefill", False),
-                                                    ("prefill", "both", True), ("decode", "decode", True)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("role", "told", "fits"),
+    [
+        ("prefill", "decode", False),
+        ("decode", "prefill", False),
+        ("prefill", "both", True),
+        ("decode", "decode", True),
+    ],
+)
 def test_roles(role: str, told: str, fits: bool) -> None:
     odd = instance(role, of=engine(told))
     other = instance("decode" if role == "prefill" else "prefill")
     assert isinstance(choose(fleet(odd, other), POLICY, 9, Ask(1), 0.0), Pair) is fits
     assert bool(odd.why_not) is not fits
-    assert (choose_decode(fleet(odd), POLICY, 0.0) is odd) is (role == "decode"), "any decode instance serves whole requests"
+    assert (choose_decode(fleet(odd), POLICY, 0.0) is odd) is (role == "decode"), (
+        "any decode instance serves whole requests"
+    )
 
 
 def test_plain_decode_serves_whole_only() -> None:
     d = Instance("u", "decode")
     d.probed("m", None)
     world = fleet(instance("prefill"), d)
-    assert choose(world, POLICY, 9, Ask(1), 0.0) == "none" and choose_decode(world, POLICY, 0.0) is d
+    assert (
+        choose(world, POLICY, 9, Ask(1), 0.0) == "none" and choose_decode(world, POLICY, 0.0) is d
+    )
     assert "connector" in d.why_not and "key" in d.why_not
 
 
@@ -146,7 +157,9 @@ def test_a_failure_counts_from_when_it_came() -> None:
 
 
 def test_a_failure_beside_a_success_does_not_count() -> None:
-    """As of a burst of which some are served: the others are known to have failed there when another has served them."""
+    """As of a burst of which some are served: the others are known to have failed there when
+    another has served them.
+    """
     d = instance("decode")
     d.leg_failed("5xx", 1.0, began=0.5)
     d.leg_succeeded(2.0)
@@ -167,7 +180,9 @@ def test_an_engine_is_never_paired_with_itself() -> None:
     one = engine()
     p, d = instance("prefill", of=one), instance("decode", of=one)
     world = fleet(p, d)
-    assert choose(world, POLICY, 9, Ask(1), 0.0) == "none" and choose_decode(world, POLICY, 0.0) is d
+    assert (
+        choose(world, POLICY, 9, Ask(1), 0.0) == "none" and choose_decode(world, POLICY, 0.0) is d
+    )
     assert mismatch(p, d) == "they are one engine, and no engine is paired with itself"
     assert world.unpaired(p) == f"{p.url} and {d.url} do not fit: {mismatch(p, d)}"
     other = instance("decode", "2")
@@ -182,11 +197,15 @@ def test_an_engine_is_never_paired_with_itself() -> None:
     assert pair(choose(world, POLICY, 1, Ask(1), 0.0)).prefill is third
     third.legs = 1
     assert choose(world, POLICY, 1, Ask(1), 0.0) == "busy"
-    assert choose(fleet(p, d), POLICY, 0, Ask(1), 0.0) == "none", "who waits for it would wait in vain"
+    assert choose(fleet(p, d), POLICY, 0, Ask(1), 0.0) == "none", (
+        "who waits for it would wait in vain"
+    )
 
 
 def test_workers_of_two_engines_are_never_the_same() -> None:
-    """One process's workers under two incarnations: a lie or a mistake, but a load that would never end."""
+    """One process's workers under two incarnations: a lie or a mistake, but a load that would never
+    end.
+    """
     one = engine()
     other = EngineInfo("another", "both", one.workers, {})
     assert "one engine" in mismatch(instance("prefill", of=one), instance("decode", of=other))
@@ -237,5 +256,8 @@ def test_readiness_says_why() -> None:
 
 def test_never_empty_handed_errors() -> None:
     for prefills, decodes in itertools.product(range(2), range(2)):
-        world = fleet(*[instance("prefill") for _ in range(prefills)], *[instance("decode") for _ in range(decodes)])
+        world = fleet(
+            *[instance("prefill") for _ in range(prefills)],
+            *[instance("decode") for _ in range(decodes)],
+        )
         assert isinstance(choose(world, POLICY, 1, Ask(1), 0.0), Pair) is bool(prefills and decodes)

@@ -15,7 +15,9 @@ from vllm_disagg.proxy.routing.prefixes import HOLDERS, SHORT, Prefix, Prefixes
 
 
 def world(name: Name, prefills: int, decodes: int, **kinds: str) -> tuple[Fleet, Policy]:
-    made = [instance("prefill", str(i)) for i in range(prefills)] + [instance("decode", str(i)) for i in range(decodes)]
+    made = [instance("prefill", str(i)) for i in range(prefills)] + [
+        instance("decode", str(i)) for i in range(decodes)
+    ]
     return Fleet(made), Policy(name, random.Random(1))
 
 
@@ -32,26 +34,41 @@ def nixl(role: str, name: str, model: str = "m") -> Instance:
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_never_someone_who_cannot(data: st.DataObject) -> None:
-    """Whatever state a fleet is in, every policy chooses only what is up, fits, has room and is not to be avoided."""
+    """Whatever state a fleet is in, every policy chooses only what is up, fits, has room and is not
+    to be avoided.
+    """
     kinds = st.sampled_from(["a", "b", "nixl", "plain"])
     members = []
-    for role in ["prefill"] * data.draw(st.integers(0, 4)) + ["decode"] * data.draw(st.integers(0, 4)):
+    for role in ["prefill"] * data.draw(st.integers(0, 4)) + ["decode"] * data.draw(
+        st.integers(0, 4)
+    ):
         kind, name = data.draw(kinds), str(len(members))
         member = nixl(role, name) if kind == "nixl" else Instance(f"http://{role}{name}", role)  # type: ignore[arg-type]
         if kind != "nixl":
             member.probed("m", None if kind == "plain" else engine(layout=kind))
         member.up = data.draw(st.booleans())
         member.resting_until = data.draw(st.sampled_from([0.0, 5.0]))
-        member.legs, member.kv_use = data.draw(st.integers(0, 2)), data.draw(st.sampled_from([0.1, 0.95]))
+        member.legs, member.kv_use = (
+            data.draw(st.integers(0, 2)),
+            data.draw(st.sampled_from([0.1, 0.95])),
+        )
         members.append(member)
     it, policy = Fleet(members), Policy(data.draw(st.sampled_from(NAMES)), random.Random(0))
     avoid = data.draw(st.lists(st.sampled_from(members), max_size=2)) if members else []
     session = data.draw(st.sampled_from([b"", b"s"]))
     choice = choose(it, policy, 2, ask("x" * 2000, session=session), 1.0, avoid)
     fitting = [
-        (p, d) for p in it.of("prefill") for d in it.of("decode")
-        if p.up and d.up and p.usable(1.0) and p.kin == d.kin and p.kin and p not in avoid and d not in avoid
-    ]  # fmt: skip
+        (p, d)
+        for p in it.of("prefill")
+        for d in it.of("decode")
+        if p.up
+        and d.up
+        and p.usable(1.0)
+        and p.kin == d.kin
+        and p.kin
+        and p not in avoid
+        and d not in avoid
+    ]
     if isinstance(choice, str):
         assert choice == ("busy" if fitting else "none")
         assert not any(p.legs < 2 for p, _ in fitting)
@@ -146,7 +163,9 @@ def test_a_prefix_attracts_as_far_as_it_saves_work() -> None:
     first.prefill.prompt_bytes = 8_000
     assert pair(choose(it, policy, 9, ask(history + "x"), 0.0)).prefill is first.prefill
     first.prefill.prompt_bytes = 12_000
-    assert pair(choose(it, policy, 9, ask(history + "x"), 0.0)).prefill is not first.prefill, "the queue costs more than it saves"
+    assert pair(choose(it, policy, 9, ask(history + "x"), 0.0)).prefill is not first.prefill, (
+        "the queue costs more than it saves"
+    )
 
 
 def test_a_restart_empties_a_cache() -> None:
@@ -221,17 +240,23 @@ def test_models() -> None:
     it.instances[2].models = frozenset(("other", "lora"))
     for model, place in (("m", 1), ("lora", 2), ("other", 2)):
         assert choose_decode(it, policy, 0.0, (), Ask(1, model=model)) is it.instances[place]
-    assert choose_decode(it, policy, 0.0, (), Ask(1, model="nobody's")), "for an answer in an engine's words"
+    assert choose_decode(it, policy, 0.0, (), Ask(1, model="nobody's")), (
+        "for an answer in an engine's words"
+    )
 
 
 def test_short_or_known_prompts_are_served_whole() -> None:
     it, policy = world("prefix_aware", 1, 2)
-    assert better_whole(it, policy, ask("x" * 99), 100) and not better_whole(it, policy, ask("x" * 100), 100)
+    assert better_whole(it, policy, ask("x" * 99), 100) and not better_whole(
+        it, policy, ask("x" * 100), 100
+    )
     assert not better_whole(it, policy, ask(""), 0)
     long = ask("y" * 20_000)
     assert not better_whole(it, policy, long, 4000)
     pair(choose(it, policy, 9, long, 0.0)).take(it, policy, 0.0)
-    assert better_whole(it, policy, long, 4000) and not better_whole(it, policy, ask("z" * 20_000), 4000)
+    assert better_whole(it, policy, long, 4000) and not better_whole(
+        it, policy, ask("z" * 20_000), 4000
+    )
 
 
 def test_spilling_takes_one_prompt_at_a_time() -> None:
@@ -243,7 +268,7 @@ def test_spilling_takes_one_prompt_at_a_time() -> None:
     assert spill(it, policy, 0.0, Ask(1)) is None
 
 
-# Prefixes ------------------------------------------------------------------------------------------------------
+# Prefixes -----------------------------------------------------------------------------------------
 
 
 @given(st.binary(min_size=0, max_size=6000), st.integers(0, 6000))
@@ -282,4 +307,6 @@ def test_longest_is_what_was_seen(history: list[tuple[int, int]]) -> None:
     for who, length in history:
         memory.saw(Prefix(text[:length]), caches[who])
         seen[who] = max([seen[who], *(end for end, _ in Prefix(text[:length]).marks)])
-    assert memory.longest(Prefix(text), caches) == {c: n for c, n in zip(caches, seen, strict=True) if n}
+    assert memory.longest(Prefix(text), caches) == {
+        c: n for c, n in zip(caches, seen, strict=True) if n
+    }

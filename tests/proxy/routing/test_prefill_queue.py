@@ -11,10 +11,14 @@ from vllm_disagg.proxy.routing.policies import Ask, Policy
 from vllm_disagg.proxy.routing.prefill_queue import Admission, QueueFull, QueueTimeout
 
 
-def queue(concurrency: int = 1, size: int = 9, patience: float = 9.0) -> tuple[Admission, Instance, Instance]:
+def queue(
+    concurrency: int = 1, size: int = 9, patience: float = 9.0
+) -> tuple[Admission, Instance, Instance]:
     p, d = Instance("p", "prefill"), Instance("d", "decode")
     for instance in (p, d):
-        instance.probed("m", EngineInfo(instance.url, "both", [WorkerInfo(instance.url, "a", "b")], {}))
+        instance.probed(
+            "m", EngineInfo(instance.url, "both", [WorkerInfo(instance.url, "a", "b")], {})
+        )
     return Admission(Fleet([p, d]), Policy(), concurrency, size, patience), p, d
 
 
@@ -56,7 +60,9 @@ async def test_who_leaves_makes_room() -> None:
     admission.release(held)
     second.cancel()  # in the very moment that its turn came
     await asyncio.wait([second])
-    assert (p.legs, p.prompt_bytes, d.in_flight) == (0, 0, 1), "only the first is left, and it is decoding"
+    assert (p.legs, p.prompt_bytes, d.in_flight) == (0, 0, 1), (
+        "only the first is left, and it is decoding"
+    )
 
 
 async def test_nobody_waits_for_ever() -> None:
@@ -78,10 +84,22 @@ async def test_nobody_waits_for_what_cannot_come() -> None:
 
 
 async def test_a_full_instance_holds_up_only_its_own_model() -> None:
-    fleet = Fleet([Instance("p1", "prefill"), Instance("d1", "decode"), Instance("p2", "prefill"), Instance("d2", "decode")])
+    fleet = Fleet(
+        [
+            Instance("p1", "prefill"),
+            Instance("d1", "decode"),
+            Instance("p2", "prefill"),
+            Instance("d2", "decode"),
+        ]
+    )
     for instance in fleet.instances:
         model = f"m{instance.url[1]}"
-        instance.probed(model, EngineInfo(instance.url, "both", [WorkerInfo(instance.url, "a", "b")], {"model": model}))
+        instance.probed(
+            model,
+            EngineInfo(
+                instance.url, "both", [WorkerInfo(instance.url, "a", "b")], {"model": model}
+            ),
+        )
     admission = Admission(fleet, Policy(), 1, 9, 9.0)
 
     def ask(model: str, path: str = "/v1/completions") -> asyncio.Task[Pair | None]:
@@ -97,7 +115,9 @@ async def test_a_full_instance_holds_up_only_its_own_model() -> None:
     assert [task.done() for task in waiters] == [False, False, True, False, False]
     second = waiters[2].result()
     assert second and second.prefill.url == "p2"
-    admission.release(second)  # the one with the other path came before the one that any instance may refuse
+    admission.release(
+        second
+    )  # the one with the other path came before the one that any instance may refuse
     await asyncio.sleep(0)
     assert [task.done() for task in waiters] == [False, False, True, True, False]
     for task in waiters:

@@ -99,7 +99,11 @@ async def test_a_full_proxy_says_when_to_come_back() -> None:
         waiting = asyncio.create_task(w.post())
         await asyncio.sleep(0.05)
         reply = await w.post()
-        assert reply.status == 429 and int(reply.headers["retry-after"]) > 0 and reply.json()["error"]["code"] == 429
+        assert (
+            reply.status == 429
+            and int(reply.headers["retry-after"]) > 0
+            and reply.json()["error"]["code"] == 429
+        )
         reply = await waiting
         assert reply.status == 503 and int(reply.headers["retry-after"]) > 0
         w.d.script = answer
@@ -124,11 +128,18 @@ async def test_urgent_requests_are_served_first() -> None:
         running.append(asyncio.create_task(w.post(user="by field", priority=-1)))
         await asyncio.sleep(0.02)
         body = json.dumps({"model": "m", "prompt": "hi", "user": "by header"}).encode()
-        running.append(asyncio.create_task(w.ask("POST", "/v1/completions", body, x_vllm_priority="-2")))
+        running.append(
+            asyncio.create_task(w.ask("POST", "/v1/completions", body, x_vllm_priority="-2"))
+        )
         await asyncio.sleep(0.02)
         go.set()
         await asyncio.gather(*running)
-        assert [call.body["user"] for call in w.d.calls] == ["running", "by header", "by field", "usual"]
+        assert [call.body["user"] for call in w.d.calls] == [
+            "running",
+            "by header",
+            "by field",
+            "usual",
+        ]
         assert w.d.calls[2].body["priority"] == -1, "engines get it too"
 
 
@@ -141,7 +152,9 @@ async def test_a_client_that_reads_nothing_is_cut_and_its_leg_ends() -> None:
     async with world(prefill=0, limits=Limits(stall_seconds=0.2)) as w:
         w.d.script = flood
         client = await w.start(stream=True)
-        client.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        client.writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVBUF, 65536
+        )
         client.writer.transport.pause_reading()
         await until(lambda: w.d.calls and w.d.calls[0].gone.is_set())
 
@@ -157,7 +170,9 @@ async def test_a_slow_reader_that_reads_is_not_cut() -> None:
     async with world(prefill=0, limits=Limits(stall_seconds=0.3)) as w:
         w.d.script = flood
         client = await w.start(stream=True)
-        client.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        client.writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVBUF, 65536
+        )
         size = 0
         while size < 300 * 65536:
             data = await client.reader.read(1 << 20)
@@ -171,7 +186,11 @@ async def test_too_many_connections() -> None:
     async with world(prefill=0, limits=Limits(connections=2)) as w:
         first, _ = await w.connect(), await w.connect()
         reply = await w.get("/health")
-        assert reply.status == 503 and reply.json()["error"]["code"] == 503 and reply.headers["retry-after"]
+        assert (
+            reply.status == 503
+            and reply.json()["error"]["code"] == 503
+            and reply.headers["retry-after"]
+        )
         first.close()
         await until(lambda: _healthy(w))
 
@@ -199,7 +218,9 @@ async def test_whatever_works_an_engine_counts(path: str, fields: dict[str, obje
         w.d.script = wait
         first = asyncio.create_task(w.post())
         await until(lambda: w.d.calls)
-        second = asyncio.create_task(w.ask("POST", path, json.dumps({"model": "m", **fields}).encode()))
+        second = asyncio.create_task(
+            w.ask("POST", path, json.dumps({"model": "m", **fields}).encode())
+        )
         await asyncio.sleep(0.05)
         assert len(w.d.calls) == 1 and not second.done()
         go.set()

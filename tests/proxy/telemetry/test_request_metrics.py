@@ -12,7 +12,12 @@ from proxy_world import Call, until, world
 from vllm_disagg.proxy.telemetry.meter import Buckets, Meter
 from vllm_disagg.proxy.telemetry.metrics import Objectives
 
-USAGE = {"prompt_tokens": 7, "total_tokens": 10, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
+USAGE = {
+    "prompt_tokens": 7,
+    "total_tokens": 10,
+    "completion_tokens": 3,
+    "prompt_tokens_details": {"cached_tokens": 2},
+}
 STEP = 0.05
 
 
@@ -20,7 +25,12 @@ async def paced(call: Call) -> None:
     """Prefill takes 2 steps, hand-off one, each token one."""
     if call.leg == "prefill":
         await asyncio.sleep(2 * STEP)
-        await call.json({"choices": [{"text": "x"}], "kv_transfer_params": {"disagg_engine": call.engine.facts()}})
+        await call.json(
+            {
+                "choices": [{"text": "x"}],
+                "kv_transfer_params": {"disagg_engine": call.engine.facts()},
+            }
+        )
         return
     await call.stream()
     await asyncio.sleep(3 * STEP)
@@ -41,16 +51,33 @@ async def test_a_streams_times_and_tokens() -> None:
             return await w.metric(f"vllm_disagg_{name}_seconds_sum")
 
         assert await w.metric("vllm_disagg_ttft_seconds_count") == 1
-        took = {name: await seconds(name) for name in ("ttft", "prefill_leg", "handoff", "first_decode_step", "tpot", "e2e")}
-        least = {"ttft": 3, "prefill_leg": 2, "handoff": 0.5, "first_decode_step": 1, "tpot": 1.5, "e2e": 6}
+        took = {
+            name: await seconds(name)
+            for name in ("ttft", "prefill_leg", "handoff", "first_decode_step", "tpot", "e2e")
+        }
+        least = {
+            "ttft": 3,
+            "prefill_leg": 2,
+            "handoff": 0.5,
+            "first_decode_step": 1,
+            "tpot": 1.5,
+            "e2e": 6,
+        }
         assert {name: took[name] for name in least if took[name] < 0.9 * STEP * least[name]} == {}
-        assert took["prefill_leg"] + took["handoff"] <= took["ttft"] + 0.01, "phases are parts of the whole"
+        assert took["prefill_leg"] + took["handoff"] <= took["ttft"] + 0.01, (
+            "phases are parts of the whole"
+        )
         assert took["ttft"] + 2 * took["tpot"] <= took["e2e"] + 0.01
-        assert await w.metric("vllm_disagg_itl_seconds_count") in (3, 4)  # usage and [DONE] came together, or not quite
+        assert await w.metric("vllm_disagg_itl_seconds_count") in (
+            3,
+            4,
+        )  # usage and [DONE] came together, or not quite
         for kind, tokens in (("prompt", 7), ("completion", 3), ("cached", 2)):
             assert await w.metric("vllm_disagg_tokens_total", f'"{kind}"') == tokens
         assert await w.metric("vllm_disagg_pair_requests_total", w.p.url, w.d.url) == 1
-        assert await w.metric("vllm_disagg_pair_seconds_total", 'phase="prefill"') == pytest.approx(took["prefill_leg"])
+        assert await w.metric("vllm_disagg_pair_seconds_total", 'phase="prefill"') == pytest.approx(
+            took["prefill_leg"]
+        )
         assert await w.metric("vllm_disagg_goodput_total") == 0
         assert await w.metric("vllm_disagg_missed_total", 'objective="tpot"') == 1
         assert await w.metric("vllm_disagg_missed_total", 'objective="ttft"') == 0
@@ -62,7 +89,9 @@ async def test_whole_answers_have_no_first_token() -> None:
 
         async def reply(call: Call) -> None:
             choices = [{"text": '"usage":{"prompt_tokens":99}'}]
-            await call.json({"choices": choices, "usage": {"prompt_tokens": 5, "completion_tokens": 2}})
+            await call.json(
+                {"choices": choices, "usage": {"prompt_tokens": 5, "completion_tokens": 2}}
+            )
 
         w.d.script = reply
         await w.post()
@@ -77,7 +106,10 @@ async def test_whole_answers_have_no_first_token() -> None:
     [
         (b'data: {"text":"\\"usage\\":{\\"prompt_tokens\\":1}"}\n\n', {}),
         (b'data: {"usage":null}\n\ndata: [DONE]\n\n', {}),
-        (b'data: {"usage":{"input_tokens": 4,"output_tokens": 5}}\n\n', {"prompt": 4, "completion": 5}),
+        (
+            b'data: {"usage":{"input_tokens": 4,"output_tokens": 5}}\n\n',
+            {"prompt": 4, "completion": 5},
+        ),
     ],
 )
 def test_usage(tail: bytes, usage: dict[str, int]) -> None:
@@ -109,10 +141,20 @@ async def test_the_access_log(tmp_path: Path) -> None:
         await w.post(_body=b"{")
     first, second = (json.loads(line) for line in path.read_text().splitlines())
     expected = {
-        "id": "r1", "client": "127.0.0.1", "method": "POST", "path": "/v1/completions", "status": 200, "mode": "disaggregated",
-        "outcome": "ok", "prefill": w.p.url, "decode": w.d.url, "prompt_tokens": 7, "completion_tokens": 3,
-        "bytes_in": len(body), "events": 5,
-    }  # fmt: skip
+        "id": "r1",
+        "client": "127.0.0.1",
+        "method": "POST",
+        "path": "/v1/completions",
+        "status": 200,
+        "mode": "disaggregated",
+        "outcome": "ok",
+        "prefill": w.p.url,
+        "decode": w.d.url,
+        "prompt_tokens": 7,
+        "completion_tokens": 3,
+        "bytes_in": len(body),
+        "events": 5,
+    }
     assert {name: first[name] for name in expected} == expected
     assert first["ttft_seconds"] >= first["prefill_seconds"] >= 1.9 * STEP
     assert (second["status"], second["outcome"]) == (400, "client_error")
@@ -132,7 +174,10 @@ async def test_no_figure_of_those_who_left() -> None:
         await client.reader.readuntil(b"data: a\n\n")
         client.close()
         await until(lambda: _cancelled(w))
-        assert await w.metric("vllm_disagg_e2e_seconds_count") == 0 and await w.metric("vllm_disagg_goodput_total") == 0
+        assert (
+            await w.metric("vllm_disagg_e2e_seconds_count") == 0
+            and await w.metric("vllm_disagg_goodput_total") == 0
+        )
 
 
 async def _cancelled(w: Any) -> bool:
@@ -144,9 +189,18 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 async def test_trace_context_goes_to_both_legs_as_it_is() -> None:
     async with world() as w:
-        await w.ask("POST", "/v1/completions", b'{"model":"m","prompt":"hi"}', traceparent=PARENT, tracestate="a=b")
+        await w.ask(
+            "POST",
+            "/v1/completions",
+            b'{"model":"m","prompt":"hi"}',
+            traceparent=PARENT,
+            tracestate="a=b",
+        )
         for engine in (w.p, w.d):
-            assert engine.calls[0].headers["traceparent"] == PARENT and engine.calls[0].headers["tracestate"] == "a=b"
+            assert (
+                engine.calls[0].headers["traceparent"] == PARENT
+                and engine.calls[0].headers["tracestate"] == "a=b"
+            )
 
 
 async def test_spans() -> None:
@@ -156,21 +210,38 @@ async def test_spans() -> None:
     received: list[bytes] = []
 
     async def collect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer), contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        with (
+            contextlib.closing(writer),
+            contextlib.suppress(asyncio.IncompleteReadError, ConnectionError),
+        ):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-                received.append(await reader.readexactly(int(head.partition("content-length: ")[2].partition("\r")[0])))
+                received.append(
+                    await reader.readexactly(
+                        int(head.partition("content-length: ")[2].partition("\r")[0])
+                    )
+                )
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
 
     collector = await asyncio.start_server(collect, "127.0.0.1", 0)
     port = collector.sockets[0].getsockname()[1]
     async with world(traces_endpoint=f"http://127.0.0.1:{port}/v1/traces") as w:
-        await w.ask("POST", "/v1/completions", b'{"model":"m","prompt":"hi","stream":true}', traceparent=PARENT)
-        given = {leg: engine.calls[0].headers["traceparent"] for leg, engine in (("prefill", w.p), ("decode", w.d))}
+        await w.ask(
+            "POST",
+            "/v1/completions",
+            b'{"model":"m","prompt":"hi","stream":true}',
+            traceparent=PARENT,
+        )
+        given = {
+            leg: engine.calls[0].headers["traceparent"]
+            for leg, engine in (("prefill", w.p), ("decode", w.d))
+        }
     import gzip
 
     message = ExportTraceServiceRequest()
-    message.ParseFromString(gzip.decompress(received[0]) if received[0][:2] == b"\x1f\x8b" else received[0])
+    message.ParseFromString(
+        gzip.decompress(received[0]) if received[0][:2] == b"\x1f\x8b" else received[0]
+    )
     spans = {span.name: span for span in message.resource_spans[0].scope_spans[0].spans}
     root = spans["POST /v1/completions"]
     assert root.trace_id.hex() == PARENT[3:35] and root.parent_span_id.hex() == PARENT[36:52]

@@ -35,12 +35,18 @@ def test_load_is_shared() -> None:
 
     for _ in range(3):  # whoever syncs when, nothing is counted twice
         sync()
-    assert [i.in_flight for i in seen] == [5, 5, 5] and [i.prompt_bytes for i in seen] == [100, 100, 100]
+    assert [i.in_flight for i in seen] == [5, 5, 5] and [i.prompt_bytes for i in seen] == [
+        100,
+        100,
+        100,
+    ]
     seen[1].in_flight -= 3  # one's own requests end
     assert any(sync() + sync()), "who waits is told that there is room"
     assert [i.in_flight for i in seen] == [2, 2, 2]
     tables[0].sync([])  # it left
-    sync_rest = [table.sync([instance]) for table, instance in zip(tables[1:], seen[1:], strict=True)]
+    sync_rest = [
+        table.sync([instance]) for table, instance in zip(tables[1:], seen[1:], strict=True)
+    ]
     assert all(sync_rest) and [i.in_flight for i in seen[1:]] == [0, 0]
     seen[2].legs = 4
     tables[2].sync([seen[2]])
@@ -96,9 +102,22 @@ async def start(tmp_path: Path, *flags: str) -> asyncio.subprocess.Process:
     key = tmp_path / "key"
     key.write_text((b"k" * 32).hex())
     root = str(Path(__file__).parents[3])
-    command = [sys.executable, "-m", "vllm_disagg.cli", "proxy", "--workers", "2", "--port", "0", "--key-file", str(key)]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm_disagg.cli",
+        "proxy",
+        "--workers",
+        "2",
+        "--port",
+        "0",
+        "--key-file",
+        str(key),
+    ]
     pipe = asyncio.subprocess.PIPE
-    return await asyncio.create_subprocess_exec(*command, *flags, stdout=pipe, stderr=pipe, cwd=root)
+    return await asyncio.create_subprocess_exec(
+        *command, *flags, stdout=pipe, stderr=pipe, cwd=root
+    )
 
 
 def children(pid: int) -> list[int]:
@@ -115,14 +134,18 @@ async def test_two_workers_are_one_proxy(tmp_path: Path) -> None:
     try:
         assert process.stdout and process.stderr
         line = (await process.stdout.readline()).decode()
-        assert line.startswith("listening on http://127.0.0.1:"), (await process.stderr.read()).decode()
+        assert line.startswith("listening on http://127.0.0.1:"), (
+            await process.stderr.read()
+        ).decode()
         w.port = int(line.rsplit(":", 1)[1])
 
         async def everywhere(url: str, **facts: Any) -> bool:
             """Whether every worker says so; a new connection reaches any of them."""
             for _ in range(12):
                 rows = {row["url"]: row for row in await w.instances()}
-                if url not in rows or any(rows[url][name] != value for name, value in facts.items()):
+                if url not in rows or any(
+                    rows[url][name] != value for name, value in facts.items()
+                ):
                     return False
             return True
 
@@ -136,7 +159,9 @@ async def test_two_workers_are_one_proxy(tmp_path: Path) -> None:
         await until(lambda: everywhere(e.url, usable=True))
         victim, other = children(process.pid)
         os.kill(victim, signal.SIGKILL)
-        await until(lambda: len(children(process.pid)) == 2 and victim not in children(process.pid), 10)
+        await until(
+            lambda: len(children(process.pid)) == 2 and victim not in children(process.pid), 10
+        )
         await until(lambda: everywhere(e.url, usable=True), 10)
         assert other in children(process.pid)
         assert await w.metric("vllm_disagg_requests_total") == 12, "no sum falls"
@@ -187,7 +212,10 @@ def test_what_a_dead_worker_had_counted_stays_counted() -> None:
         for count in (5, 6):  # two lives of the second, each of which was asked before it died
             hub.died(second)
             lines = await scrape(3, count)
-            assert f"a_total {3 + 4 + count + (5 if count == 6 else 0)}.0" in lines and "up 1.0" in lines
+            assert (
+                f"a_total {3 + 4 + count + (5 if count == 6 else 0)}.0" in lines
+                and "up 1.0" in lines
+            )
         hub.died(first)
         hub.died(second)
         assert "up" not in hub._past and "a_total 18.0" in hub._past
@@ -236,8 +264,12 @@ async def test_a_large_scrape_kills_no_worker(monkeypatch: pytest.MonkeyPatch) -
     hub, asking = Hub(1), asyncio.Event()
     (worker,) = hub.workers
     said: list[Message] = []
-    life = asyncio.create_task(_live(worker, hub, [sys.executable, "-c", LARGE_SCRAPE], Place(0, 1, 0, table, 0, "c")))
-    await asyncio.wait((asyncio.create_task(worker.ready.wait()), life), timeout=10, return_when="FIRST_COMPLETED")
+    life = asyncio.create_task(
+        _live(worker, hub, [sys.executable, "-c", LARGE_SCRAPE], Place(0, 1, 0, table, 0, "c"))
+    )
+    await asyncio.wait(
+        (asyncio.create_task(worker.ready.wait()), life), timeout=10, return_when="FIRST_COMPLETED"
+    )
     assert worker.process and worker.ready.is_set()
 
     def note(message: Message, say: Any = worker.say) -> None:
@@ -248,7 +280,9 @@ async def test_a_large_scrape_kills_no_worker(monkeypatch: pytest.MonkeyPatch) -
 
     worker.say = note  # type: ignore[assignment, method-assign]
     hub.heard(worker, Message("ask"), 0.0)
-    await asyncio.wait((asyncio.create_task(asking.wait()), life), timeout=10, return_when="FIRST_COMPLETED")
+    await asyncio.wait(
+        (asyncio.create_task(asking.wait()), life), timeout=10, return_when="FIRST_COMPLETED"
+    )
     await until(lambda: hub._texts)
     assert len(hub._texts[worker]) == 65 << 20 and not life.done()
     assert worker.writer

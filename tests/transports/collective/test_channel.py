@@ -1,7 +1,8 @@
-"""Two ends of a communicator without tags, a control channel that loses notes, peers that freeze, links that fail.
+"""Two ends of a communicator without tags, a control channel that loses notes, peers that freeze,
+links that fail.
 
-The link here knows what NCCL and Gloo know: the n-th send of an epoch goes into the n-th receive.  What a receive got
-is compared with what D was told it would be.
+The link here knows what NCCL and Gloo know: the n-th send of an epoch goes into the n-th receive.
+What a receive got is compared with what D was told it would be.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ CHAOS = {"lose": 2, "fail": 1, "freeze": 2, "refuse": 1, "leap": 1, "oversize": 
 class Posted:
     """What one end of one epoch has been asked to do."""
 
-    sends: list[tuple[int, tuple[str, int] | None]] = field(default_factory=list)  # seq, what lies in the slot
+    sends: list[tuple[int, tuple[str, int] | None]] = field(
+        default_factory=list
+    )  # seq, what lies in the slot
     receives: list[tuple[int, int]] = field(default_factory=list)  # seq, slot
     sent: int = 0  # so many sends have ended
     received: int = 0
@@ -39,7 +42,9 @@ class World:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.is_eager = self.random.random() < 0.5
-        self.chaos = {what: often * self.random.choice([0, 1, 1, 8]) for what, often in CHAOS.items()}
+        self.chaos = {
+            what: often * self.random.choice([0, 1, 1, 8]) for what, often in CHAOS.items()
+        }
         self.now = 0.0
         self.p, self.d = pairs.SenderEnd(PATIENCE), pairs.ReceiverEnd(PATIENCE, slot=SLOT)
         self.wires: dict[str, deque[bytes]] = {"p": deque(), "d": deque()}  # to whom
@@ -86,14 +91,20 @@ class World:
                 epoch = self.epochs[action.epoch]
                 assert action.seq == len(epoch.receives), "not in order"
                 assert action.size <= SLOT, "into a slot that does not hold it"
-                assert (action.epoch, action.slot) not in self.landing, "into a slot that is being read"
+                assert (action.epoch, action.slot) not in self.landing, (
+                    "into a slot that is being read"
+                )
                 epoch.receives.append((action.seq, action.slot))
             case pairs.SendFinished():
-                assert all(gather.piece is not action.piece for gather, _ in self.gathers), "finished while it is read"
+                assert all(gather.piece is not action.piece for gather, _ in self.gathers), (
+                    "finished while it is read"
+                )
                 del self.asked[action.piece.number]
             case pairs.DeliverSlot():
                 _, content = self.epochs[action.epoch].sends[action.piece.seq]
-                assert content == (action.piece.transfer, action.piece.number), "bytes of another piece"
+                assert content == (action.piece.transfer, action.piece.number), (
+                    "bytes of another piece"
+                )
                 self.delivered.add(action.piece.number)
                 self.landing.append((action.epoch, action.slot))
             case pairs.ChangeRoute():
@@ -119,7 +130,10 @@ class World:
             self.gathered.append((action, too_large))
         if self.gathered and self.random.random() < 0.7:
             action, too_large = self.gathered.popleft()
-            self.at("p", pairs.SlotGathered(action.epoch, action.seq, -1 if too_large else self.size(), 0))
+            self.at(
+                "p",
+                pairs.SlotGathered(action.epoch, action.seq, -1 if too_large else self.size(), 0),
+            )
 
     def size(self) -> int:
         """P may think that D's slots are larger."""
@@ -138,7 +152,10 @@ class World:
             if self.is_eager and epoch.sent < len(epoch.sends) and epoch.sends[epoch.sent][1]:
                 epoch.sent += 1  # into buffers of the library, before anybody receives
                 self.at("p", pairs.SlotCompleted(number, epoch.sent - 1))
-            if epoch.received < min(len(epoch.sends), len(epoch.receives)) and epoch.sends[epoch.received][1]:
+            if (
+                epoch.received < min(len(epoch.sends), len(epoch.receives))
+                and epoch.sends[epoch.received][1]
+            ):
                 at, epoch.received = epoch.received, epoch.received + 1
                 if epoch.sent == at:
                     epoch.sent += 1
@@ -147,12 +164,16 @@ class World:
 
     def free(self) -> None:
         if self.landing:
-            self.at("d", pairs.SlotFreed(*self.landing.pop(self.random.randrange(len(self.landing)))))
+            self.at(
+                "d", pairs.SlotFreed(*self.landing.pop(self.random.randrange(len(self.landing))))
+            )
 
     def hear(self, who: str) -> None:
         if self.wires[who] and who not in self.frozen:
             data = self.wires[who].popleft()
-            self.at(who, pairs.decode_at_source(data) if who == "p" else pairs.decode_at_reader(data))
+            self.at(
+                who, pairs.decode_at_source(data) if who == "p" else pairs.decode_at_reader(data)
+            )
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -161,10 +182,23 @@ class World:
             if due is not None and due <= self.now and who not in self.frozen:
                 self.at(who, pairs.ChannelTick())
                 after = end.next_deadline()
-                assert after is None or after > self.now, "a Tick that moves no deadline makes a busy loop"
+                assert after is None or after > self.now, (
+                    "a Tick that moves no deadline makes a busy loop"
+                )
 
     def step(self) -> None:
-        self.random.choice([self.ask, self.ask, self.gather, self.gather, self.free, self.free, self.move, self.move])()
+        self.random.choice(
+            [
+                self.ask,
+                self.ask,
+                self.gather,
+                self.gather,
+                self.free,
+                self.free,
+                self.move,
+                self.move,
+            ]
+        )()
         self.hear("p"), self.hear("d")
         if self.roll("freeze"):
             self.frozen ^= {self.random.choice("pd")}
@@ -218,7 +252,10 @@ def test_a_full_ring_delays_and_never_grows() -> None:
     world.hear("p"), world.move(), world.hear("d")
     for _ in range(12):
         world.ask()
-    assert len(world.gathers) == pairs.SLOTS_PER_CHANNEL and len(world.p.waiting) == 12 - pairs.SLOTS_PER_CHANNEL
+    assert (
+        len(world.gathers) == pairs.SLOTS_PER_CHANNEL
+        and len(world.p.waiting) == 12 - pairs.SLOTS_PER_CHANNEL
+    )
     for _ in range(200):
         world.gather(), world.hear("d"), world.move(), world.free()
     assert world.delivered == set(range(12)) and not world.asked

@@ -16,7 +16,9 @@ from vllm_disagg.transports.nixl.path import (
 
 
 class Other:
-    """A worker whose reads end by themselves, or only when it lets UCX work; others may ask it to at any time."""
+    """A worker whose reads end by themselves, or only when it lets UCX work; others may ask it to
+    at any time.
+    """
 
     def __init__(self, emulated: bool, others: float = 0.0, seed: int = 0, starts: int = 0) -> None:
         self.emulated, self.others, self.random = emulated, others, random.Random(seed)
@@ -68,7 +70,13 @@ def test_an_emulated_way_is_never_taken_for_another() -> None:
     """Whoever else lets P's UCX work meanwhile, and however often."""
     assert run(Other(emulated=True)).step is ProbeStep.EMULATED
     for seed in range(100):
-        trial = run(Other(emulated=True, others=random.Random(seed).choice([0.0, 0.01, 0.1, 0.5, 1.0]), seed=seed))
+        trial = run(
+            Other(
+                emulated=True,
+                others=random.Random(seed).choice([0.0, 0.01, 0.1, 0.5, 1.0]),
+                seed=seed,
+            )
+        )
         assert trial.step is not ProbeStep.PROVED, seed
 
 

@@ -1,4 +1,6 @@
-"""How agents that are given up end, with scripted agents: the real ones are in tests/transports/processes/test_nixl.py."""
+"""How agents that are given up end, with scripted agents: the real ones are in
+tests/transports/processes/test_nixl.py.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_an_agent_that_does_not_go_is_said_also_if_that_was_long_ago(looked: boo
 def test_the_wait_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_reads, "CLOSE_SECONDS", 0.05)
     closings = Closings()
-    closings.give_up(reads(lambda: time.sleep(30), None))  # of a test region: nothing of vLLM's is written
+    closings.give_up(
+        reads(lambda: time.sleep(30), None)
+    )  # of a test region: nothing of vLLM's is written
     closings.finish()
     closings.give_up(reads(lambda: time.sleep(30)))
     began = time.monotonic()

@@ -1,4 +1,5 @@
-"""A worker without vLLM, in a process of its own so that tests can kill and freeze it; and what tests do with drivers.
+"""A worker without vLLM, in a process of its own so that tests can kill and freeze it; and what
+tests do with drivers.
 
 Commands on stdin, a line of JSON for each on stdout, after one that is its Worker:
 
@@ -95,7 +96,11 @@ class Liar(HostMemory):
 
     def runs(self, extent: Extent, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
         for address, size in super().runs(extent, blocks):
-            yield {"outside": (4096, size), "short": (address, size - 1), "unregistered": (1 << 20, size)}[self.how]
+            yield {
+                "outside": (4096, size),
+                "short": (address, size - 1),
+                "unregistered": (1 << 20, size),
+            }[self.how]
 
     def regions(self) -> Iterator[tuple[int, int]]:
         yield from super().regions()
@@ -103,7 +108,9 @@ class Liar(HostMemory):
             from vllm_disagg.transports.nixl import notes as nixl_notes
 
             honest = nixl_notes.AgentInfo
-            nixl_notes.AgentInfo = lambda agent, metadata, regions, *rest: honest(agent, metadata, [*regions, (1, 1 << 40)], *rest)
+            nixl_notes.AgentInfo = lambda agent, metadata, regions, *rest: honest(
+                agent, metadata, [*regions, (1, 1 << 40)], *rest
+            )
 
 
 def memory(row: int, seed: int | None) -> HostMemory:
@@ -111,7 +118,11 @@ def memory(row: int, seed: int | None) -> HostMemory:
     random = np.random.default_rng(seed)
 
     def plane() -> np.ndarray:
-        return random.integers(0, 255, (BLOCKS, row), np.uint8) if seed is not None else np.zeros((BLOCKS, row), np.uint8)
+        return (
+            random.integers(0, 255, (BLOCKS, row), np.uint8)
+            if seed is not None
+            else np.zeros((BLOCKS, row), np.uint8)
+        )
 
     return HostMemory([[plane(), plane()] for _ in range(LAYERS)], BLOCK_SIZE)
 
@@ -130,7 +141,9 @@ def driver(memory: HostMemory, **settings: object) -> Driver:
 
 
 def prefill(driver: Driver, transfer: str, tokens: int) -> None:
-    driver.submit([events.BlocksScheduled(transfer, tokens, [list(range(-(-tokens // BLOCK_SIZE)))])])
+    driver.submit(
+        [events.BlocksScheduled(transfer, tokens, [list(range(-(-tokens // BLOCK_SIZE)))])]
+    )
     driver.submit([events.LayersComputed(transfer, LAYERS), events.PrefillFinished(transfer)])
 
 
@@ -138,10 +151,14 @@ def want(driver: Driver, transfer: str, tokens: int, source: WorkerInfo, first: 
     """Into the blocks from `first` on."""
     ids = list(range(first, first - (-tokens // BLOCK_SIZE)))
     plan = reshard.plan([source.holds], [driver.worker.holds])
-    driver.submit([events.LoadRequested(transfer, [source], plan, [events.GroupBlocks(0, ids)], tokens, 60.0)])
+    driver.submit(
+        [events.LoadRequested(transfer, [source], plan, [events.GroupBlocks(0, ids)], tokens, 60.0)]
+    )
 
 
-def outcome(driver: Driver, seconds: float = 20.0) -> events.ReleaseBlocks | events.LoadResult | events.LookupResult:
+def outcome(
+    driver: Driver, seconds: float = 20.0
+) -> events.ReleaseBlocks | events.LoadResult | events.LookupResult:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if driver._outbox:

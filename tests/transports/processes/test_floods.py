@@ -1,4 +1,6 @@
-"""Strangers who connect and say nothing: they must not take the descriptors that a worker needs for itself."""
+"""Strangers who connect and say nothing: they must not take the descriptors that a worker needs for
+itself.
+"""
 
 from __future__ import annotations
 
@@ -80,10 +82,17 @@ def test_a_flood_of_silent_connections_is_bounded(peers: tuple[Peer, Peer]) -> N
     p, d = peers
     before, bound = descriptors(p), descriptors(p) + 2 * half_open.MAX_SILENT_CONNECTIONS + 20
     began = time.monotonic()
-    crowd = Crowd([(at.hostname or "", at.port or 0) for at in map(urlsplit, (p.worker.control, p.worker.data))])
+    crowd = Crowd(
+        [
+            (at.hostname or "", at.port or 0)
+            for at in map(urlsplit, (p.worker.control, p.worker.data))
+        ]
+    )
     try:
         while not crowd.has_arrived() or descriptors(p) > bound:
-            assert time.monotonic() < began + half_open.HANDSHAKE_SECONDS - 0.5, "only the end of ZMQ's handshake closes them"
+            assert time.monotonic() < began + half_open.HANDSHAKE_SECONDS - 0.5, (
+                "only the end of ZMQ's handshake closes them"
+            )
         end = time.monotonic() + SECONDS
         while time.monotonic() < end:
             crowd.renew()

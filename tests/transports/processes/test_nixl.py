@@ -1,4 +1,6 @@
-"""Pieces over real NIXL between two processes: exact, killed, frozen, lied to, and the way back to ZMQ."""
+"""Pieces over real NIXL between two processes: exact, killed, frozen, lied to, and the way back to
+ZMQ.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ real = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl
 QUICK = {"silence": 0.9, "retry": 0.3}
 
 
-def Source(row: int = 4096, lie: str = "", env: dict[str, str] | None = None, **settings: object) -> Peer:
+def Source(
+    row: int = 4096, lie: str = "", env: dict[str, str] | None = None, **settings: object
+) -> Peer:
     return Peer(row, settings={"transport": "nixl", **settings}, lie=lie, env=env)
 
 
@@ -74,7 +78,9 @@ class Sink:
         for ours, theirs in zip(self.memory.planes, expected.planes, strict=True):
             for plane, reference in zip(ours, theirs, strict=True):
                 assert (plane[count : 2 * count] == reference[:count]).all()
-                assert not plane[:count].any() and not plane[2 * count :].any(), "wrote into blocks of somebody else"
+                assert not plane[:count].any() and not plane[2 * count :].any(), (
+                    "wrote into blocks of somebody else"
+                )
         after = self.driver.counters.received
         return " ".join(sorted(name for name in after if after[name] > before.get(name, 0)))
 
@@ -131,7 +137,9 @@ def test_it_starts_before_anybody_asks(start: Callable[..., Any]) -> None:
 
 @real
 def test_it_listens_on_the_loopback_only(start: Callable[..., Any]) -> None:
-    """Both agents of a worker, the one that reads and the one that is read from: UCX lets in whatever reaches it."""
+    """Both agents of a worker, the one that reads and the one that is read from: UCX lets in
+    whatever reaches it.
+    """
     source, sink = start(Source), start(Sink)
     sink.pair(source)
     assert sink.expect_exact(source) == "nixl"
@@ -140,7 +148,9 @@ def test_it_listens_on_the_loopback_only(start: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(("transport", "count"), [("zmq", 2), ("auto", 3), ("tcp", 3), ("gloo", 3)])
-def test_what_listens_is_known_and_on_the_loopback(start: Callable[..., Any], transport: str, count: int) -> None:
+def test_what_listens_is_known_and_on_the_loopback(
+    start: Callable[..., Any], transport: str, count: int
+) -> None:
     """Control, data; TCP's door, or Gloo's device."""
     source, other = start(Source, transport=transport), start(Source, transport=transport)
     worker = msgspec.json.encode(source.worker).decode()
@@ -173,7 +183,9 @@ def _switches() -> int:
     counts = 0
     for task in Path("/proc/self/task").iterdir():
         if (task / "comm").read_text().startswith("vllm-disagg"):
-            counts += int((task / "status").read_text().partition("voluntary_ctxt_switches:")[2].split()[0])
+            counts += int(
+                (task / "status").read_text().partition("voluntary_ctxt_switches:")[2].split()[0]
+            )
     return counts
 
 
@@ -185,17 +197,25 @@ def test_what_a_source_says_is_checked(start: Callable[..., Any], lie: str) -> N
     assert sink.expect_exact(source) == "zmq"
     assert sink.way(source) is nixl.PathState.DOWN
     bad = sink.driver.counters.bad_messages
-    assert bad == (lie == "outside"), "NIXL refuses what P has not registered; we what it has not told"
+    assert bad == (lie == "outside"), (
+        "NIXL refuses what P has not registered; we what it has not told"
+    )
 
 
 @real
 def test_a_worker_whose_memory_is_not_what_it_said_is_not_read_from(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where its address leads to another process: the nonce that it told is not in the region that is read."""
+    """As where its address leads to another process: the nonce that it told is not in the region
+    that is read.
+    """
     caplog.set_level("INFO", "vllm_disagg")
     true = nixl_notes.decode_card
-    monkeypatch.setattr(nixl_notes, "decode_card", lambda *args: msgspec.structs.replace(true(*args), nonce=b"x" * 16))
+    monkeypatch.setattr(
+        nixl_notes,
+        "decode_card",
+        lambda *args: msgspec.structs.replace(true(*args), nonce=b"x" * 16),
+    )
     source, sink = start(Source), start(Sink)
     sink.pair(source, nixl.PathState.DOWN)
     assert "it read something else than that worker's memory" in caplog.text
@@ -209,9 +229,11 @@ def test_a_worker_whose_memory_is_not_what_it_said_is_not_read_from(
 def test_a_source_that_dies_or_freezes(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tls: str, number: signal.Signals
 ) -> None:
-    """Over TCP in the middle of a read; nothing is written after the LoadResult, whatever the source still does.
+    """Over TCP in the middle of a read; nothing is written after the LoadResult, whatever the
+    source still does.
 
-    Ways on which UCX emulates reads are refused otherwise; here they stand for hardware whose reads take time.
+    Ways on which UCX emulates reads are refused otherwise; here they stand for hardware whose reads
+    take time.
     """
     if tls:
         monkeypatch.setattr(nixl.NixlTransport, "_decide", _lenient)
@@ -229,14 +251,21 @@ def test_a_source_that_dies_or_freezes(
     os.kill(source.process.pid, signal.SIGCONT)
     time.sleep(0.5)
     now = [plane for planes in sink.memory.planes for plane in planes]
-    assert all((a == b).all() for a, b in zip(was, now, strict=True)), "written after the LoadResult"
+    assert all((a == b).all() for a, b in zip(was, now, strict=True)), (
+        "written after the LoadResult"
+    )
     monkeypatch.setattr(nixl, "RETRY_SECONDS", 0.1)
     another = start(Source, row)
     sink.pair(another)
     assert sink.expect_exact(another) == "nixl"
 
 
-def _lenient(carrier: nixl.NixlTransport, source: nixl.NixlSource, trial: nixl_way.OneSidedProbe, true: Any = nixl.NixlTransport._decide) -> None:
+def _lenient(
+    carrier: nixl.NixlTransport,
+    source: nixl.NixlSource,
+    trial: nixl_way.OneSidedProbe,
+    true: Any = nixl.NixlTransport._decide,
+) -> None:
     trial.step = nixl_way.ProbeStep.PROVED
     true(carrier, source, trial)
 
@@ -260,9 +289,14 @@ def _broken(*_: object) -> None:
 
 
 @real
-def test_auto_takes_nixl_and_then_tcp(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_nixl_and_then_tcp(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nixl, "unavailable_reason", lambda config: "")  # as with RDMA
-    source, sink = start(Source, env={"NIXL_ANYWHERE": "1"}, transport="auto"), start(Sink, transport="auto")
+    source, sink = (
+        start(Source, env={"NIXL_ANYWHERE": "1"}, transport="auto"),
+        start(Sink, transport="auto"),
+    )
     sink.pair(source)
     assert sink.expect_exact(source) == "nixl"
     monkeypatch.setattr(nixl_agent.Agent, "read", _broken)
@@ -329,7 +363,9 @@ def test_a_way_that_is_emulated_is_refused(
 
 
 @real
-def test_a_source_that_makes_room(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_makes_room(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(control, "MAX_LINKS", 1)
     one, other, sink = start(Source), start(Source), start(Sink)
     for source in (one, other, one):
@@ -338,23 +374,41 @@ def test_a_source_that_makes_room(start: Callable[..., Any], monkeypatch: pytest
         assert list(sink.carrier._sources) == [source.worker.name]
 
 
-# Without NIXL ------------------------------------------------------------------------------------------------
+# Without NIXL -------------------------------------------------------------------------------------
 def test_notes_that_make_no_sense() -> None:
-    card = nixl_notes.AgentInfo("a#1", b"metadata", [(1000, 500), (4096, nixl_notes.TEST_REGION_BYTES)], (4096, nixl_notes.TEST_REGION_BYTES), b"n" * 16)
+    card = nixl_notes.AgentInfo(
+        "a#1",
+        b"metadata",
+        [(1000, 500), (4096, nixl_notes.TEST_REGION_BYTES)],
+        (4096, nixl_notes.TEST_REGION_BYTES),
+        b"n" * 16,
+    )
     assert nixl_notes.decode_card(nixl_notes.encode(card), "a") == card
-    good = [*nixl_notes.parts(1, card), *nixl_notes.pieces("ab", 1, "a#1", [(1000, 1)] * 10), nixl_notes.encode(card)]
+    good = [
+        *nixl_notes.parts(1, card),
+        *nixl_notes.pieces("ab", 1, "a#1", [(1000, 1)] * 10),
+        nixl_notes.encode(card),
+    ]
     chance = random.Random(4)
     for note in good:
         for _ in range(300):
             bad = bytearray(note)
             for _ in range(chance.randint(1, 4)):
                 bad[chance.randrange(len(bad))] = chance.randrange(256)
-            for decode in (nixl_notes.decode_at_prefill, nixl_notes.decode_at_decode, lambda d: nixl_notes.decode_card(d, "a")):
+            for decode in (
+                nixl_notes.decode_at_prefill,
+                nixl_notes.decode_at_decode,
+                lambda d: nixl_notes.decode_card(d, "a"),
+            ):
                 try:
                     decode(bytes(bad[: chance.randint(0, len(bad))]))
                 except BadMessage:
                     pass
-    for change in ({"agent": "b#1"}, {"test": (4097, nixl_notes.TEST_REGION_BYTES)}, {"test": (1000, 8)}):
+    for change in (
+        {"agent": "b#1"},
+        {"test": (4097, nixl_notes.TEST_REGION_BYTES)},
+        {"test": (1000, 8)},
+    ):
         with pytest.raises(BadMessage):
             nixl_notes.decode_card(nixl_notes.encode(msgspec.structs.replace(card, **change)), "a")
 
@@ -373,7 +427,10 @@ def test_runs() -> None:
     long = [(at * 10, 5) for at in range(7000)]
     said = [nixl_notes.decode_at_decode(note) for note in nixl_notes.pieces("ab", 1, "a#1", long)]
     assert [run for note in said for run in note.runs] == long  # type: ignore[union-attr]
-    assert max(map(len, nixl_notes.pieces("a" * 256, 1, "a" * 256, [(2**62 - 1, 2**40)] * 7000))) < nixl_notes.MAX_NOTE_BYTES
+    assert (
+        max(map(len, nixl_notes.pieces("a" * 256, 1, "a" * 256, [(2**62 - 1, 2**40)] * 7000)))
+        < nixl_notes.MAX_NOTE_BYTES
+    )
 
 
 def test_what_ucx_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,8 +440,12 @@ def test_what_ucx_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nixl_agent.environment(Config(host="10.0.0.1", transport="nixl"), {}) == {}
 
 
-def test_two_agents_made_at_once_are_both_kept_to_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """UCX reads its environment when an agent is made: the second must not take the first one's settings for the user's."""
+def test_two_agents_made_at_once_are_both_kept_to_the_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """UCX reads its environment when an agent is made: the second must not take the first one's
+    settings for the user's.
+    """
     for name in ("UCX_TLS", "UCX_NET_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     told: list[str | None] = []
@@ -418,7 +479,9 @@ def test_two_agents_made_at_once_are_both_kept_to_the_loopback(monkeypatch: pyte
     assert told == ["lo", "lo"] and "UCX_NET_DEVICES" not in os.environ
 
 
-def test_auto_leaves_nixl_out_without_rdma(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_leaves_nixl_out_without_rdma(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Within a machine TCP is as fast, and UCX listens for strangers."""
     caplog.set_level("INFO", "vllm_disagg")
     monkeypatch.setattr(nixl_agent.importlib.util, "find_spec", lambda _: object())

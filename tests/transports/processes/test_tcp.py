@@ -1,4 +1,6 @@
-"""Pieces over plain sockets between two processes: exact, killed, frozen on either side, strangers, and the way back."""
+"""Pieces over plain sockets between two processes: exact, killed, frozen on either side, strangers,
+and the way back.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,10 @@ def wipe(memory: HostMemory) -> None:
 
 
 @pytest.mark.parametrize("there", ["here", "on another machine"])
-@pytest.mark.parametrize(("row", "settings"), [(48, {}), (4096, {"piece": 4096, "window": 8192}), (70_000, {}), (ROW, {})])
+@pytest.mark.parametrize(
+    ("row", "settings"),
+    [(48, {}), (4096, {"piece": 4096, "window": 8192}), (70_000, {}), (ROW, {})],
+)
 def test_bytes_arrive_where_they_belong(
     start: Callable[..., Driver],
     peer: Callable[..., Peer],
@@ -117,14 +122,23 @@ def test_bytes_arrive_where_they_belong(
         assert load(d, p, tokens).reason is None
         blocks = -(-tokens // BLOCK_SIZE)
         assert digest(ours, blocks) == p(f"digest {blocks}")
-        assert not any(plane[blocks:].any() for layer in ours.planes for plane in layer), "wrote into blocks of somebody else"
-        assert by_tcp(d) - before["tcp"] == 8 * blocks * row and d.counters.received["zmq"] == before["zmq"]
+        assert not any(plane[blocks:].any() for layer in ours.planes for plane in layer), (
+            "wrote into blocks of somebody else"
+        )
+        assert (
+            by_tcp(d) - before["tcp"] == 8 * blocks * row
+            and d.counters.received["zmq"] == before["zmq"]
+        )
     assert not d.counters.damaged_pieces and not d.counters.bad_messages
     p.process.stdin.close()
-    assert p.process.wait(10) == 0, "a worker that ends while a connection is open must end in order"
+    assert p.process.wait(10) == 0, (
+        "a worker that ends while a connection is open must end in order"
+    )
 
 
-def test_an_idle_pair_does_not_wake_up(start: Callable[..., Driver], peer: Callable[..., Peer]) -> None:
+def test_an_idle_pair_does_not_wake_up(
+    start: Callable[..., Driver], peer: Callable[..., Peer]
+) -> None:
     d, p = start(memory(64, None)), peer(64)
     pair(d, p)
     time.sleep(1.0)
@@ -138,7 +152,9 @@ def test_an_idle_pair_does_not_wake_up(start: Callable[..., Driver], peer: Calla
 def test_a_source_that_dies_or_freezes_in_the_middle(
     start: Callable[..., Driver], peer: Callable[..., Peer], number: signal.Signals
 ) -> None:
-    """Nothing is written after the LoadResult, whatever the source still does; afterwards TCP is taken again."""
+    """Nothing is written after the LoadResult, whatever the source still does; afterwards TCP is
+    taken again.
+    """
     ours, p = memory(ROW, None), peer(ROW)
     d = start(ours)
     pair(d, p)
@@ -156,7 +172,9 @@ def test_a_source_that_dies_or_freezes_in_the_middle(
     os.kill(p.process.pid, signal.SIGCONT)
     time.sleep(0.5)
     now = [plane for layer in ours.planes for plane in layer]
-    assert all((a == b).all() for a, b in zip(was, now, strict=True)), "written after the LoadResult"
+    assert all((a == b).all() for a, b in zip(was, now, strict=True)), (
+        "written after the LoadResult"
+    )
     again = peer(ROW) if number is signal.SIGKILL else p
     pair(d, again)
     assert digest(ours, 3) == again("digest 3")
@@ -179,7 +197,11 @@ def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
     start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = memory(ROW, 1)
-    p, slow, other = start(theirs), peer(ROW, seed=None, piece=16 << 20), peer(ROW, seed=None)  # more than a socket holds
+    p, slow, other = (
+        start(theirs),
+        peer(ROW, seed=None, piece=16 << 20),
+        peer(ROW, seed=None),
+    )  # more than a socket holds
     worker = msgspec.json.encode(p.worker).decode()
 
     def read(d: Peer, tokens: int) -> None:
@@ -195,7 +217,9 @@ def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
             d("outcome"), outcome(p)
 
     def sending() -> int:
-        return sum(r.sending for t in list(p._prefill.transfers.values()) for r in t.readers.values())
+        return sum(
+            r.sending for t in list(p._prefill.transfers.values()) for r in t.readers.values()
+        )
 
     freeze_before_the_first_byte(slow, monkeypatch)
     read(slow, TOKENS)
@@ -236,7 +260,11 @@ def test_a_reader_that_is_killed_holds_blocks_for_no_lease(
         d(f"want {transfer} 48 {worker}")
         d("outcome"), outcome(p)
 
-    def kill_first(self: tcp_serving.TcpSender, piece: events.SendPiece, send: object = tcp_serving.TcpSender.send) -> None:
+    def kill_first(
+        self: tcp_serving.TcpSender,
+        piece: events.SendPiece,
+        send: object = tcp_serving.TcpSender.send,
+    ) -> None:
         d.process.kill()
         d.process.wait()
         send(self, piece)  # type: ignore[operator]
@@ -247,7 +275,9 @@ def test_a_reader_that_is_killed_holds_blocks_for_no_lease(
     assert outcome(p, 15) == events.ReleaseBlocks(transfer, delivered=False)
 
 
-def test_a_damaged_piece_is_asked_for_again(start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_piece_is_asked_for_again(
+    start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, theirs = memory(4096, None), memory(4096, 1)
     p, d = start(theirs), start(ours)
     end = time.monotonic() + 15
@@ -353,8 +383,12 @@ def test_a_door_that_lets_nobody_in_is_opened_anew(
     assert shut[:2] == [False, True], "it was not shut, or not opened anew"
 
 
-def test_what_a_source_sends_is_checked(start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes that are not the piece's, heads that make no sense, pieces that nobody asked for: never a byte elsewhere."""
+def test_what_a_source_sends_is_checked(
+    start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes that are not the piece's, heads that make no sense, pieces that nobody asked for: never
+    a byte elsewhere.
+    """
     theirs, ours = memory(4096, 1), memory(4096, None)
     p, d = start(theirs), start(ours)
 
@@ -371,8 +405,16 @@ def test_what_a_source_sends_is_checked(start: Callable[..., Driver], monkeypatc
         said.append(head)
         wrong = [
             lambda: honest(msgspec.structs.replace(head, size=head.size - 8)),
-            lambda: honest(msgspec.structs.replace(head, transfer="not hexadecimal")) + bytes(head.size + 8) + honest(head),
-            lambda: honest(msgspec.structs.replace(head, number=10**6)) + bytes(head.size + 8) + honest(head),
+            lambda: (
+                honest(msgspec.structs.replace(head, transfer="not hexadecimal"))
+                + bytes(head.size + 8)
+                + honest(head)
+            ),
+            lambda: (
+                honest(msgspec.structs.replace(head, number=10**6))
+                + bytes(head.size + 8)
+                + honest(head)
+            ),
             lambda: b"\0\5again",
             lambda: b"\0\0",
             lambda: honest(msgspec.structs.replace(head, size=1 << 40)),
@@ -403,7 +445,9 @@ def test_the_way_back(start: Callable[..., Driver], peer: Callable[..., Peer]) -
     pair(d, p)
 
 
-def test_encryption_and_one_side_without(start: Callable[..., Driver], peer: Callable[..., Peer]) -> None:
+def test_encryption_and_one_side_without(
+    start: Callable[..., Driver], peer: Callable[..., Peer]
+) -> None:
     assert "tcp" not in transports.chosen(Config(encrypt_data=True))
     with pytest.raises(ConfigError, match="encrypt"):
         Config(encrypt_data=True, transport="tcp").validate()
@@ -416,7 +460,12 @@ def test_encryption_and_one_side_without(start: Callable[..., Driver], peer: Cal
 def test_notes_that_make_no_sense() -> None:
     door = tcp_notes.Listening(1, "127.0.0.1", 80, "/tmp/data", b"t" * tcp_notes.TOKEN_BYTES)
     assert tcp_notes.decode_at_decode(tcp_notes.encode(door)) == door
-    for bad in (b"", b"\xc1", tcp_notes.encode(msgspec.structs.replace(door, port=0)), tcp_notes.encode(tcp_notes.TcpHello(1))):
+    for bad in (
+        b"",
+        b"\xc1",
+        tcp_notes.encode(msgspec.structs.replace(door, port=0)),
+        tcp_notes.encode(tcp_notes.TcpHello(1)),
+    ):
         with pytest.raises(BadMessage):
             tcp_notes.decode_at_decode(bad)
         with pytest.raises(BadMessage):
@@ -428,7 +477,9 @@ def test_notes_that_make_no_sense() -> None:
 def test_a_piece_whose_source_makes_room_for_another_as_it_comes_ends(
     start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the head of a piece and its landing the driver hears what vLLM says, which may forget the source."""
+    """Between the head of a piece and its landing the driver hears what vLLM says, which may forget
+    the source.
+    """
     d, p = start(memory(4096, None)), peer()
     pair(d, p)
     carrier, took = d._carriers["tcp"], d._take
@@ -447,7 +498,10 @@ def test_a_piece_that_stops_in_the_middle_ends(start: Callable[..., Driver]) -> 
     """Long before the time that the whole piece has."""
     p, d = start(memory(4096, 1)), start(memory(4096, None))
     source = by_tcp_once(p, d)
-    carrier, then = d._carriers["tcp"], time.monotonic() + 60  # so that D's own thread finds nothing to do
+    carrier, then = (
+        d._carriers["tcp"],
+        time.monotonic() + 60,
+    )  # so that D's own thread finds nothing to do
     source.moved, source.due = then, then + 60
     source.is_inside = True
     carrier._look_at(source, then + SILENCE - 0.1)  # type: ignore[attr-defined]

@@ -1,4 +1,6 @@
-"""Real Gloo between two processes: the bytes, and what happens when one of them dies, freezes or comes back."""
+"""Real Gloo between two processes: the bytes, and what happens when one of them dies, freezes or
+comes back.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def until_by_gloo(d: Driver, p: Peer, first: int, seconds: float = 15.0) -> int:
     return number
 
 
-@pytest.mark.parametrize("settings", [{}, {"piece": 4096, "window": 8192}, {"piece": 8 << 20, "window": 256 << 20}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"piece": 4096, "window": 8192}, {"piece": 8 << 20, "window": 256 << 20}]
+)
 def test_bytes_arrive_by_gloo(
     start: Callable[..., Driver], peer: Callable[..., Peer], settings: dict[str, object]
 ) -> None:
@@ -88,20 +92,30 @@ def test_bytes_arrive_by_gloo(
         plane[:] = 0
     before = dict(d.counters.received)
     assert load(d, p, number, TOKENS).reason is None
-    assert by_gloo(d) - before["gloo"] == 8 * BLOCKS * row and d.counters.received["zmq"] == before["zmq"]
+    assert (
+        by_gloo(d) - before["gloo"] == 8 * BLOCKS * row
+        and d.counters.received["zmq"] == before["zmq"]
+    )
     assert digest(ours, BLOCKS) == p(f"digest {BLOCKS}")
     assert d.counters.damaged_pieces == 0
     p.process.stdin.close()
     assert p.process.wait(10) == 0, "a worker that ends while a pair is open must end in order"
 
 
-def test_a_damaged_piece_is_asked_for_again(start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_piece_is_asked_for_again(
+    start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One bit, after P has made its checksum."""
     ours, theirs = memory(4096, None), memory(4096, 1)
     p, d = start(theirs), start(ours)
     true, damaged = mover.HostStaging.gather, []
 
-    def gather(self: mover.HostStaging, piece: events.SendPiece, slot: mover.Slot, link: mover.CollectiveLink) -> object:
+    def gather(
+        self: mover.HostStaging,
+        piece: events.SendPiece,
+        slot: mover.Slot,
+        link: mover.CollectiveLink,
+    ) -> object:
         made = true(self, piece, slot, link)
         if not damaged:
             slot[0] ^= 1
@@ -127,7 +141,9 @@ def test_a_damaged_piece_is_asked_for_again(start: Callable[..., Driver], monkey
 def test_two_workers_read_from_each_other_at_once(
     start: Callable[..., Driver], peer: Callable[..., Peer], carrier: str
 ) -> None:
-    """As with two-way reuse.  Both hold the same bytes, so that each may write over what the other reads."""
+    """As with two-way reuse. Both hold the same bytes, so that each may write over what the other
+    reads.
+    """
     if carrier == "nixl":
         pytest.importorskip("nixl", reason="NIXL is not installed")
     settings = {**GLOO, "transport": carrier}
@@ -138,13 +154,21 @@ def test_two_workers_read_from_each_other_at_once(
     while not d.counters.received.get(carrier, 0) or not p("landed").get(carrier, 0):  # type: ignore[attr-defined]
         assert time.monotonic() < end, f"not both ways by {carrier}"
         there, back = name(2 * number), name(2 * number + 1)
-        d.submit([events.BlocksScheduled(back, TOKENS, [list(range(BLOCKS))], cached=True), events.LayersComputed(back, LAYERS)])
+        d.submit(
+            [
+                events.BlocksScheduled(back, TOKENS, [list(range(BLOCKS))], cached=True),
+                events.LayersComputed(back, LAYERS),
+            ]
+        )
         p(f"prefill {there} {TOKENS}")
         p(f"want {back} {TOKENS} {worker}")
         want(d, there, TOKENS, p.worker)
         report = outcome(d)
         assert isinstance(report, events.LoadResult) and report.reason is None, report
-        assert {str(p("outcome")).partition("(")[0] for _ in range(2)} == {"ReleaseBlocks", "LoadResult"}
+        assert {str(p("outcome")).partition("(")[0] for _ in range(2)} == {
+            "ReleaseBlocks",
+            "LoadResult",
+        }
         d.submit([events.BlocksRevoked(back)])
         number += 1
     assert digest(ours, BLOCKS) == p(f"digest {BLOCKS}") == right
@@ -260,8 +284,12 @@ def test_a_peer_without_gloo_is_served_by_zmq_and_the_log_says_why(
     for number in range(2):
         assert load(d, p, number).reason is None
     assert not by_gloo(d) and d.counters.received["zmq"]
-    said = [record.getMessage() for record in caplog.records if p.worker.name in record.getMessage()]
-    assert said == [f"pieces of {p.worker.name} come by ZMQ: besides it, here is gloo (transport is gloo), and there nothing"]
+    said = [
+        record.getMessage() for record in caplog.records if p.worker.name in record.getMessage()
+    ]
+    assert said == [
+        f"pieces of {p.worker.name} come by ZMQ: besides it, here is gloo (transport is gloo), and there nothing"
+    ]
 
 
 def test_settings_that_contradict_each_other() -> None:

@@ -1,4 +1,6 @@
-"""Pieces over ZMQ to a reader that takes nothing, has gone, or never comes: the real sockets of P's side alone."""
+"""Pieces over ZMQ to a reader that takes nothing, has gone, or never comes: the real sockets of P's
+side alone.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,17 @@ ROW = 4 * FRAME_BYTES + 20_000  # whose last frame is a small one
 def carrier() -> Iterator[ZmqTransport]:
     sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
     memory = HostMemory([[np.zeros((8, ROW), np.uint8)]], 16)
-    made = ZmqTransport(DriverPort("p/0", Config(transport="zmq"), memory, Counters(), sockets.poller, *[lambda *_: None] * 2), sockets)
+    made = ZmqTransport(
+        DriverPort(
+            "p/0",
+            Config(transport="zmq"),
+            memory,
+            Counters(),
+            sockets.poller,
+            *[lambda *_: None] * 2,
+        ),
+        sockets,
+    )
     made.control = sockets  # type: ignore[attr-defined]
     yield made
     made.close()
@@ -42,7 +54,9 @@ class Reader:
 
     def __init__(self, carrier: ZmqTransport) -> None:
         self.name = secrets.token_hex(8)
-        self.sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
+        self.sockets = control.Control(
+            Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0"
+        )
         self.link = self.sockets.socket(zmq.DEALER, 2 * FRAME_BYTES, server=False, encrypt=False)
         self.link.rcvhwm, self.link.rcvtimeo = 1, 5000
         self.link.routing_id = self.name.encode()
@@ -51,7 +65,9 @@ class Reader:
 
 def send(carrier: ZmqTransport, reader: str, count: int) -> None:
     for block in range(count):
-        carrier.send(SendPiece("ab" * 16, "d/0", f"zmq:{reader}", block, Extent(0, 1, 0, 16), [block]))
+        carrier.send(
+            SendPiece("ab" * 16, "d/0", f"zmq:{reader}", block, Extent(0, 1, 0, 16), [block])
+        )
 
 
 def sent(carrier: Any, count: int, seconds: float) -> int:
@@ -85,7 +101,9 @@ def test_what_waits_for_a_reader_that_has_gone_ends(carrier: ZmqTransport) -> No
     assert carrier.next_look() is None
 
 
-def test_a_reader_that_never_comes_costs_one_checksum_a_piece(carrier: ZmqTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_never_comes_costs_one_checksum_a_piece(
+    carrier: ZmqTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sums = []
     true = module.checksum
     monkeypatch.setattr(module, "checksum", lambda *args: (sums.append(args), true(*args))[1])
@@ -95,8 +113,12 @@ def test_a_reader_that_never_comes_costs_one_checksum_a_piece(carrier: ZmqTransp
     assert len(sums) == 4
 
 
-def test_a_source_that_refuses_at_once_is_a_source_all_the_same(carrier: ZmqTransport, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ZMQ takes no message for a connection whose handshake has just failed; that must not end the driver's thread."""
+def test_a_source_that_refuses_at_once_is_a_source_all_the_same(
+    carrier: ZmqTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZMQ takes no message for a connection whose handshake has just failed; that must not end the
+    driver's thread.
+    """
     sockets = carrier._control
     real = sockets.dial
 
@@ -124,10 +146,14 @@ def test_a_source_that_refuses_at_once_is_a_source_all_the_same(carrier: ZmqTran
 
 
 def test_more_sources_than_there_is_room_for() -> None:
-    """As after months of P's that were restarted: those unused for longest make room, and nothing runs out."""
+    """As after months of P's that were restarted: those unused for longest make room, and nothing
+    runs out.
+    """
     sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
     memory = HostMemory([[np.zeros((1, 8), np.uint8)]], 16)
-    port = DriverPort("d/0", Config(transport="zmq"), memory, Counters(), sockets.poller, *[lambda *_: None] * 2)
+    port = DriverPort(
+        "d/0", Config(transport="zmq"), memory, Counters(), sockets.poller, *[lambda *_: None] * 2
+    )
     reading = ZmqTransport(port, sockets)
     for at in range(2 * control.MAX_LINKS + 50):
         worker = WorkerInfo(f"p/{at}", "tcp://127.0.0.1:9", "tcp://127.0.0.1:9")
@@ -153,7 +179,9 @@ def test_who_does_not_know_the_fleets_key_comes_in_by_no_door(carrier: ZmqTransp
         stranger.routing_id = b"stranger"
         stranger.connect(carrier.local)
         send(carrier, "stranger", 1)
-        assert sent(carrier, 1, 5.0) == 1 and not carrier._port.counters.bytes_sent, "lost: there is no such reader"
+        assert sent(carrier, 1, 5.0) == 1 and not carrier._port.counters.bytes_sent, (
+            "lost: there is no such reader"
+        )
 
 
 def heard(sockets: control.Control, seconds: float, wanted: int = 1) -> int:
@@ -171,7 +199,9 @@ def heard(sockets: control.Control, seconds: float, wanted: int = 1) -> int:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_who_knows_the_server_key_alone_is_not_let_in(known: bool) -> None:
-    """CURVE by itself lets in whoever has the server's public key; the ZAP handler knows the client's."""
+    """CURVE by itself lets in whoever has the server's public key; the ZAP handler knows the
+    client's.
+    """
     sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
     client = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
     link = client.socket(zmq.DEALER, 1024, server=False)
@@ -185,7 +215,9 @@ def test_who_knows_the_server_key_alone_is_not_let_in(known: bool) -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_another_password_is_not_let_in_at_the_data_port(carrier: ZmqTransport, known: bool) -> None:
+def test_another_password_is_not_let_in_at_the_data_port(
+    carrier: ZmqTransport, known: bool
+) -> None:
     reader = Reader.__new__(Reader)
     reader.sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
     link = reader.sockets.socket(zmq.DEALER, 2 * FRAME_BYTES, server=False, encrypt=False)
@@ -208,7 +240,10 @@ def test_a_member_that_has_spoken_is_not_closed_for_the_strangers() -> None:
     assert heard(sockets, 5.0) == 1
     lost = link.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     host, port = sockets.address.removeprefix("tcp://").split(":")
-    crowd = [socket.create_connection((host, int(port))) for _ in range(half_open.MAX_SILENT_CONNECTIONS + 20)]
+    crowd = [
+        socket.create_connection((host, int(port)))
+        for _ in range(half_open.MAX_SILENT_CONNECTIONS + 20)
+    ]
     end, gone = time.monotonic() + 10, 0
     while gone < 20:
         assert time.monotonic() < end, gone
@@ -248,7 +283,9 @@ def test_members_that_were_not_heard_yet_are_no_strangers() -> None:
     sockets.close()
 
 
-def test_who_has_left_is_not_counted_and_lends_its_place_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_left_is_not_counted_and_lends_its_place_to_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Descriptors are used again: a newcomer with a low one is not the oldest."""
     monkeypatch.setattr(half_open, "MAX_SILENT_CONNECTIONS", 2)
     sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
@@ -281,7 +318,10 @@ def test_what_speaks_an_older_zmtp_harms_nobody() -> None:
     """Without a key ZMQ lets it in; of its messages ZMQ does not tell all that it tells of others."""
     sockets = control.Control(Config(), keys.FleetKey(None), "p/0")
     host, port = sockets.address.removeprefix("tcp://").split(":")
-    for greeting in (b"\x01\x00", b"\xff" + bytes(8) + b"\x7f" + b"\x01\x05" + b"\x00\x00"):  # ZMTP 1.0, 2.0
+    for greeting in (
+        b"\x01\x00",
+        b"\xff" + bytes(8) + b"\x7f" + b"\x01\x05" + b"\x00\x00",
+    ):  # ZMTP 1.0, 2.0
         with socket.create_connection((host, int(port))) as old:
             old.sendall(greeting + (b"\x02\x00x" if len(greeting) == 2 else b"\x00\x01x"))
             assert heard(sockets, 5.0) == 1

@@ -30,57 +30,148 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `plan` and `simulate` share."""
     add = parser.add_argument_group("how fast: one of these three").add_argument
     add("--gpu", metavar="NAME", help=f"roofline of a GPU: {', '.join(hardware.GPUS)}")
-    add("--profile", metavar="FILE", help="points that vllm-disagg profile measured; an instance counts as one GPU")
-    add("--coefficients", metavar="NAME", help=f"published fits: {', '.join(distserve.COEFFICIENTS)}")
+    add(
+        "--profile",
+        metavar="FILE",
+        help="points that vllm-disagg profile measured; an instance counts as one GPU",
+    )
+    add(
+        "--coefficients",
+        metavar="NAME",
+        help=f"published fits: {', '.join(distserve.COEFFICIENTS)}",
+    )
     add = parser.add_argument_group("what").add_argument
-    add("--model", metavar="MODEL", help=f"a folder with a config.json, or one of {', '.join(known_models.MODELS)}")
+    add(
+        "--model",
+        metavar="MODEL",
+        help=f"a folder with a config.json, or one of {', '.join(known_models.MODELS)}",
+    )
     add("--decode-gpu", metavar="NAME", help="the decode instances' GPU (default: as --gpu)")
-    add("--decode-profile", metavar="FILE", help="the decode instances' points (default: as --profile)")
-    add("--workload", metavar="W", default=DEFAULT_WORKLOAD,
+    add(
+        "--decode-profile",
+        metavar="FILE",
+        help="the decode instances' points (default: as --profile)",
+    )
+    add(
+        "--workload",
+        metavar="W",
+        default=DEFAULT_WORKLOAD,
         help=f"{', '.join(lengths.NAMED_DISTRIBUTIONS)}, IN:OUT tokens, or a trace (.jsonl, .json, .csv)"
-             " (default: %(default)s)")  # fmt: skip
+        " (default: %(default)s)",
+    )
     add(
         "--arrivals",
         metavar="A",
         default="",
         help="poisson, gamma:CV or trace (default: a trace's own times, or poisson)",
     )
-    add("--ttft", metavar="SECONDS", type=float, default=0.5, help="objective: first token (default: %(default)s)")
     add(
-        "--tpot", metavar="SECONDS", type=float, default=0.05, help="objective: each later token (default: %(default)s)"
+        "--ttft",
+        metavar="SECONDS",
+        type=float,
+        default=0.5,
+        help="objective: first token (default: %(default)s)",
     )
-    add("--attainment", metavar="SHARE", type=float, default=0.9,
-        help="share of requests that must meet them (default: %(default)s)")  # fmt: skip
-    add("--attainment-of", choices=("joint", "each"),
-        help="both objectives in one request, or each by itself (default: joint; each under DistServe's rules)")  # fmt: skip
+    add(
+        "--tpot",
+        metavar="SECONDS",
+        type=float,
+        default=0.05,
+        help="objective: each later token (default: %(default)s)",
+    )
+    add(
+        "--attainment",
+        metavar="SHARE",
+        type=float,
+        default=0.9,
+        help="share of requests that must meet them (default: %(default)s)",
+    )
+    add(
+        "--attainment-of",
+        choices=("joint", "each"),
+        help="both objectives in one request, or each by itself (default: joint; each under DistServe's rules)",
+    )
     add = parser.add_argument_group("how it is simulated").add_argument
-    add("--requests", metavar="N", type=int, default=1000, help="of each seed (default: %(default)s)")
-    add("--seeds", metavar="N", type=int, default=5, help="samples; the interval is over them (default: %(default)s)")
-    add("--link", metavar="LINK", default="",
+    add(
+        "--requests",
+        metavar="N",
+        type=int,
+        default=1000,
+        help="of each seed (default: %(default)s)",
+    )
+    add(
+        "--seeds",
+        metavar="N",
+        type=int,
+        default=5,
+        help="samples; the interval is over them (default: %(default)s)",
+    )
+    add(
+        "--link",
+        metavar="LINK",
+        default="",
         help=f"between prefill and decode: {', '.join(hardware.LINKS)}, or GB/s"
-             " (default: ib-400 with --gpu, else none)")  # fmt: skip
-    add("--overlap", action=argparse.BooleanOptionalAction, default=None,
+        " (default: ib-400 with --gpu, else none)",
+    )
+    add(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        default=None,
         help="both legs at once and KV moves during the prefill, as this project does it; off: after it"
-             " (default: on; off under DistServe's rules)")  # fmt: skip
-    add("--policy", choices=POLICIES, default="least_loaded", help="the proxy's choice (default: %(default)s)")
-    add("--prefill-concurrency", metavar="N", type=int, default=8, help="as the proxy's flag (default: %(default)s)")
-    add("--max-num-batched-tokens", metavar="N", type=int,
-        help=f"token budget of a step (default: {DEFAULT_BUDGET_TOKENS}, or the profile's)")  # fmt: skip
-    add("--max-num-seqs", metavar="N", type=int, default=256, help="sequences at once (default: %(default)s)")
-    add("--kv-limit", metavar="TOKENS", type=int, default=0, help="KV of an instance (default: what its memory holds)")
-    add("--rules", choices=("vllm", "distserve"),
-        help="how engines batch and clocks run (default: vllm; distserve with --coefficients)")  # fmt: skip
+        " (default: on; off under DistServe's rules)",
+    )
+    add(
+        "--policy",
+        choices=POLICIES,
+        default="least_loaded",
+        help="the proxy's choice (default: %(default)s)",
+    )
+    add(
+        "--prefill-concurrency",
+        metavar="N",
+        type=int,
+        default=8,
+        help="as the proxy's flag (default: %(default)s)",
+    )
+    add(
+        "--max-num-batched-tokens",
+        metavar="N",
+        type=int,
+        help=f"token budget of a step (default: {DEFAULT_BUDGET_TOKENS}, or the profile's)",
+    )
+    add(
+        "--max-num-seqs",
+        metavar="N",
+        type=int,
+        default=256,
+        help="sequences at once (default: %(default)s)",
+    )
+    add(
+        "--kv-limit",
+        metavar="TOKENS",
+        type=int,
+        default=0,
+        help="KV of an instance (default: what its memory holds)",
+    )
+    add(
+        "--rules",
+        choices=("vllm", "distserve"),
+        help="how engines batch and clocks run (default: vllm; distserve with --coefficients)",
+    )
     add("--json", action="store_true", help="print one JSON object")
 
 
 def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
     """Builds the scenario from the flags.
 
-    `gpus` is the budget, and `flag` the flag that raises it. Raises ConfigError with one line for an invalid value.
+    `gpus` is the budget, and `flag` the flag that raises it. Raises ConfigError with one line for
+    an invalid value.
     """
     _check(args)
     kind, prefill, decode, fits = _sources(args)
-    like_distserve = (args.rules or ("distserve" if kind == "coefficients" else "vllm")) == "distserve"
+    like_distserve = (
+        args.rules or ("distserve" if kind == "coefficients" else "vllm")
+    ) == "distserve"
     work = workload.load(args.workload)
     overlap = not like_distserve if args.overlap is None else args.overlap
     joint = (args.attainment_of or ("each" if like_distserve else "joint")) == "joint"
@@ -112,10 +203,20 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
 def _check(args: argparse.Namespace) -> None:
     for flag in ("ttft", "tpot"):
         if not 0 < getattr(args, flag) < float("inf"):
-            raise ConfigError(f"--{flag}: {getattr(args, flag)} is not a time: give seconds, more than 0")
+            raise ConfigError(
+                f"--{flag}: {getattr(args, flag)} is not a time: give seconds, more than 0"
+            )
     if not 0 < args.attainment < 1:
-        raise ConfigError(f"--attainment: {args.attainment} is not a share: give more than 0 and less than 1, as 0.9")
-    least = {"requests": 10, "seeds": 1, "prefill_concurrency": 1, "max_num_batched_tokens": 16, "max_num_seqs": 1}
+        raise ConfigError(
+            f"--attainment: {args.attainment} is not a share: give more than 0 and less than 1, as 0.9"
+        )
+    least = {
+        "requests": 10,
+        "seeds": 1,
+        "prefill_concurrency": 1,
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 1,
+    }
     for flag, few in least.items():
         value = getattr(args, flag)
         if value is not None and value < few:
@@ -129,7 +230,9 @@ def _sources(
 ) -> tuple[str, PerformanceSource, PerformanceSource, list[tuple[str, profile.LatencyFit]]]:
     given = [name for name in ("gpu", "profile", "coefficients") if getattr(args, name)]
     if len(given) != 1:
-        raise ConfigError("give one of --gpu, --profile and --coefficients: how fast are the instances?")
+        raise ConfigError(
+            "give one of --gpu, --profile and --coefficients: how fast are the instances?"
+        )
     if args.profile:
         loaded = model.load(args.model) if args.model else None
         prefill, fits = _profiled(args.profile, loaded)
@@ -141,7 +244,9 @@ def _sources(
     if args.decode_profile:
         raise ConfigError("--decode-profile goes with --profile")
     if not args.model:
-        raise ConfigError(f"give --model: a folder with a config.json, or one of {', '.join(known_models.MODELS)}")
+        raise ConfigError(
+            f"give --model: a folder with a config.json, or one of {', '.join(known_models.MODELS)}"
+        )
     loaded = model.load(args.model)
     if args.coefficients:
         if args.decode_gpu:
@@ -150,7 +255,9 @@ def _sources(
         source = PerformanceSource("coefficients", args.coefficients, loaded)
         return "coefficients", source, source, []
     names = args.gpu, args.decode_gpu or args.gpu
-    prefill, decode = (PerformanceSource("roofline", name, loaded, hardware.gpu(name)) for name in names)
+    prefill, decode = (
+        PerformanceSource("roofline", name, loaded, hardware.gpu(name)) for name in names
+    )
     return "roofline", prefill, decode, []
 
 
@@ -160,6 +267,6 @@ def _profiled(
     points = profile.load(path)
     fit = profile.fit(points)
     budget = points.max_num_batched_tokens or 0
-    return PerformanceSource("profile", path, loaded, None, fit.latency, points.kv_tokens, budget, points.beside), [
-        (path, fit)
-    ]
+    return PerformanceSource(
+        "profile", path, loaded, None, fit.latency, points.kv_tokens, budget, points.beside
+    ), [(path, fit)]

@@ -1,10 +1,11 @@
 """Judges the number of prefill and decode instances of a running deployment: `plan --live URL`.
 
-The proxy's /metrics, read at both ends of a window, give the rate, the mean lengths and the mean times. The list of
-instances comes from /disagg/instances. One factor for each phase scales the given latency model, so that a simulation of
-the present deployment under the same traffic has the measured times. Then each split of as many instances is
-simulated for its goodput. Means do not tell the spread of lengths: a log-normal distribution (LENGTH_LOG_SIGMA) is
-assumed unless --workload gives another.
+The proxy's /metrics, read at both ends of a window, give the rate, the mean lengths and the mean
+times. The list of instances comes from /disagg/instances. One factor for each phase scales the
+given latency model, so that a simulation of the present deployment under the same traffic has the
+measured times. Then each split of as many instances is simulated for its goodput. Means do not tell
+the spread of lengths: a log-normal distribution (LENGTH_LOG_SIGMA) is assumed unless --workload
+gives another.
 """
 
 from __future__ import annotations
@@ -63,8 +64,19 @@ def add_arguments(parser: Any) -> None:
     """Adds the flags of `plan --live`."""
     add = parser.add_argument
     add("--live", metavar="URL", help="the proxy; together with --gpu, --profile or --coefficients")
-    add("--window", metavar="SECONDS", type=float, default=60.0, help="of traffic to look at (default: %(default)s)")
-    add("--instance", metavar="TPxPP", default="1x1", help="of each instance that runs (default: %(default)s)")
+    add(
+        "--window",
+        metavar="SECONDS",
+        type=float,
+        default=60.0,
+        help="of traffic to look at (default: %(default)s)",
+    )
+    add(
+        "--instance",
+        metavar="TPxPP",
+        default="1x1",
+        help="of each instance that runs (default: %(default)s)",
+    )
 
 
 def run(args: argparse.Namespace, say: Callable[[str], None] | None = None) -> int:
@@ -77,10 +89,14 @@ def run(args: argparse.Namespace, say: Callable[[str], None] | None = None) -> i
     prefills, decodes = count(_page(url, "/disagg/instances"))
     planned = flags.read(args, (prefills + decodes) * tp * pp, "more GPUs, as an --instance of")
     if (tp, pp) not in planned.scenario.prefill.shapes(max(8, tp * pp)):
-        raise ConfigError(f"--instance: {args.instance} cannot be simulated with {planned.scenario.prefill.name}")
+        raise ConfigError(
+            f"--instance: {args.instance} cannot be simulated with {planned.scenario.prefill.name}"
+        )
     before = parse(_page(url, "/metrics"))
     began = time.monotonic()
-    tell(f"plan: {prefills} prefill and {decodes} decode instances; looking at {args.window:g} s of traffic")
+    tell(
+        f"plan: {prefills} prefill and {decodes} decode instances; looking at {args.window:g} s of traffic"
+    )
     time.sleep(args.window)
     traffic = between(before, parse(_page(url, "/metrics")), time.monotonic() - began)
     present = Placement(ReplicaGroup(tp, pp, prefills), ReplicaGroup(tp, pp, decodes))
@@ -103,7 +119,9 @@ def count(body: bytes) -> tuple[int, int]:
         rows = json.loads(body)
         roles = [row["role"] for row in rows if row["usable"] and not row.get("leaving")]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"--live: /disagg/instances is not what a vllm-disagg proxy answers: {error!r}") from None
+        raise ConfigError(
+            f"--live: /disagg/instances is not what a vllm-disagg proxy answers: {error!r}"
+        ) from None
     if "prefill" not in roles or "decode" not in roles:
         found = f"{roles.count('prefill')} prefill and {roles.count('decode')} decode instances"
         raise ConfigError(f"--live: the proxy can use {found} now: there is no ratio to judge")
@@ -135,7 +153,11 @@ def between(before: MetricSamples, after: MetricSamples, seconds: float) -> Obse
 
     def gained(name: str, **labels: str) -> float:
         wanted = labels.items()
-        return sum(v - before.get(key, 0.0) for key, v in after.items() if key[0] == name and key[1] >= wanted)
+        return sum(
+            v - before.get(key, 0.0)
+            for key, v in after.items()
+            if key[0] == name and key[1] >= wanted
+        )
 
     requests = gained(COUNTERS["requests"], outcome="ok")
     if requests < MIN_WINDOW_REQUESTS:
@@ -143,11 +165,18 @@ def between(before: MetricSamples, after: MetricSamples, seconds: float) -> Obse
             f"--live: {requests:.0f} requests ended well in {seconds:.0f} s;"
             f" {MIN_WINDOW_REQUESTS} or more are needed: give more --window"
         )
-    if any(after[key] < value for key, value in before.items() if key in after and key[0] == COUNTERS["requests"]):
+    if any(
+        after[key] < value
+        for key, value in before.items()
+        if key in after and key[0] == COUNTERS["requests"]
+    ):
         raise ConfigError("--live: the proxy was started again meanwhile: ask once more")
     prompt = gained(COUNTERS["tokens"], kind="prompt")
     output = gained(COUNTERS["tokens"], kind="completion")
-    times = {name: (gained(f"{COUNTERS[name]}_sum"), gained(f"{COUNTERS[name]}_count")) for name in ("ttft", "tpot")}
+    times = {
+        name: (gained(f"{COUNTERS[name]}_sum"), gained(f"{COUNTERS[name]}_count"))
+        for name in ("ttft", "tpot")
+    }
     if not prompt or not output:
         raise ConfigError(
             "--live: the answers state no usage, so lengths are not known: clients that stream must ask for it with"
@@ -156,9 +185,13 @@ def between(before: MetricSamples, after: MetricSamples, seconds: float) -> Obse
     if not all(n for _, n in times.values()):
         raise ConfigError("--live: no answer was streamed, so TTFT and TPOT are not known")
     return ObservedTraffic(
-        seconds, int(requests), requests / seconds, prompt / requests, output / requests,
+        seconds,
+        int(requests),
+        requests / seconds,
+        prompt / requests,
+        output / requests,
         *(total / n for total, n in times.values()),
-    )  # fmt: skip
+    )
 
 
 # --- what follows ---
@@ -180,16 +213,21 @@ def _under(scenario: Scenario, traffic: ObservedTraffic, asked: str) -> Scenario
 def refit(scenario: Scenario, present: Placement, traffic: ObservedTraffic) -> Scenario:
     """Scales prefill and decode times until the simulation has the measured mean TTFT and TPOT.
 
-    Both means grow with the factor of their phase, so bisection finds each. The phases alternate because they interact:
-    a first token needs a decode step, and slower decodes hold KV longer.
+    Both means grow with the factor of their phase, so bisection finds each. The phases alternate
+    because they interact: a first token needs a decode step, and slower decodes hold KV longer.
     """
     sample = scenario.samples()[0]
 
     def means(tried: Scenario) -> dict[str, float]:
         outcome = simulate(tried.deployment(present), sample, traffic.rate)
-        found = {"prefill": [t for t in outcome.ttft if t >= 0], "decode": [t for t in outcome.tpot if t > 0]}
+        found = {
+            "prefill": [t for t in outcome.ttft if t >= 0],
+            "decode": [t for t in outcome.tpot if t > 0],
+        }
         if not all(found.values()):
-            raise ConfigError("--live: these instances cannot hold such requests, by the model given: check --instance")
+            raise ConfigError(
+                "--live: these instances cannot hold such requests, by the model given: check --instance"
+            )
         return {phase: sum(times) / len(times) for phase, times in found.items()}
 
     for _ in range(REFIT_ROUNDS):
@@ -198,22 +236,32 @@ def refit(scenario: Scenario, present: Placement, traffic: ObservedTraffic) -> S
             high = MAX_REFIT_FACTOR
             while high / low > REFIT_PRECISION_RATIO:
                 middle = math.sqrt(low * high)
-                low, high = (low, middle) if means(_scaled(scenario, phase, middle))[phase] > seen else (middle, high)
+                low, high = (
+                    (low, middle)
+                    if means(_scaled(scenario, phase, middle))[phase] > seen
+                    else (middle, high)
+                )
             scenario = _scaled(scenario, phase, math.sqrt(low * high))
     return scenario
 
 
 def _scaled(scenario: Scenario, phase: str, factor: float) -> Scenario:
-    return msgspec.structs.replace(scenario, **{phase: msgspec.structs.replace(getattr(scenario, phase), scale=factor)})
+    return msgspec.structs.replace(
+        scenario, **{phase: msgspec.structs.replace(getattr(scenario, phase), scale=factor)}
+    )
 
 
-def judge(scenario: Scenario, present: Placement, traffic: ObservedTraffic, jobs: int) -> dict[str, Any]:
+def judge(
+    scenario: Scenario, present: Placement, traffic: ObservedTraffic, jobs: int
+) -> dict[str, Any]:
     """Compares the goodput of the present split with every other split, and with one instance more."""
     tp = present.prefill.tp
     pp = present.prefill.pp
     decode = present.decode
     total = present.prefill.n + (decode.n if decode else 0)
-    splits = [Placement(ReplicaGroup(tp, pp, n), ReplicaGroup(tp, pp, total - n)) for n in range(1, total)]
+    splits = [
+        Placement(ReplicaGroup(tp, pp, n), ReplicaGroup(tp, pp, total - n)) for n in range(1, total)
+    ]
     scores = optimizer.search(scenario, splits, 0, jobs, lambda *_: None)
     now = next((score for score in scores if score.placement == present), None)
     best = scores[0] if scores else None
@@ -231,7 +279,9 @@ def judge(scenario: Scenario, present: Placement, traffic: ObservedTraffic, jobs
         "present": _split(present, now),
         "best": _split(best.placement, best),
         "alternatives": [_split(score.placement, score) for score in scores],
-        "one_more": {role: _one_more(scenario, present, role, held, jobs) for role in ("prefill", "decode")},
+        "one_more": {
+            role: _one_more(scenario, present, role, held, jobs) for role in ("prefill", "decode")
+        },
         "traffic": msgspec.to_builtins(traffic),
         "refit": {"prefill": scenario.prefill.scale, "decode": scenario.decode.scale},
         "headroom": held / traffic.rate,
@@ -239,9 +289,13 @@ def judge(scenario: Scenario, present: Placement, traffic: ObservedTraffic, jobs
     }
 
 
-def _one_more(scenario: Scenario, present: Placement, role: str, held: float, jobs: int) -> dict[str, Any]:
+def _one_more(
+    scenario: Scenario, present: Placement, role: str, held: float, jobs: int
+) -> dict[str, Any]:
     group = getattr(present, role)
-    grown = msgspec.structs.replace(present, **{role: msgspec.structs.replace(group, n=group.n + 1)})
+    grown = msgspec.structs.replace(
+        present, **{role: msgspec.structs.replace(group, n=group.n + 1)}
+    )
     scores = optimizer.search(scenario, [grown], 0, jobs, lambda *_: None)
     found = _split(grown, scores[0] if scores else None)
     return found | {"gain": found["goodput"] / held if held else None}
@@ -268,7 +322,11 @@ def _text(document: dict[str, Any]) -> str:
     if document["right"]:
         verdict = "no other split of these instances gains more than 10 %: keep it"
     else:
-        gain = f"{document['gain']:.2f} times that" if document["gain"] else "where the present split meets them at no rate"
+        gain = (
+            f"{document['gain']:.2f} times that"
+            if document["gain"]
+            else "where the present split meets them at no rate"
+        )
         change = f"{best['prefill']}P{best['decode']}D: good for {best['goodput']:.3g} requests/s, {gain}"
         verdict = f"change to {change}"
     more = []

@@ -26,11 +26,24 @@ def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
     d = placement.decode
     if (p.tp, p.pp) == (d.tp, d.pp) and p.pp == 1:
         parallel = ["--tensor-parallel-size", str(p.tp)] if p.tp > 1 else []
-        words = ["vllm-disagg", "up", "--model", model, "--prefill", str(p.n), "--decode", str(d.n), *parallel]
+        words = [
+            "vllm-disagg",
+            "up",
+            "--model",
+            model,
+            "--prefill",
+            str(p.n),
+            "--decode",
+            str(d.n),
+            *parallel,
+        ]
         lines.append(shlex.join(words))
     lines.append("vllm-disagg key fleet.key")
     proxy = ["vllm-disagg", "proxy", "--key-file", "fleet.key"]
-    for role, flag, group, base in (("kv_producer", "--prefill", p, 8100), ("kv_consumer", "--decode", d, 8200)):
+    for role, flag, group, base in (
+        ("kv_producer", "--prefill", p, 8100),
+        ("kv_consumer", "--decode", d, 8200),
+    ):
         for n in range(group.n):
             transfer = {
                 "kv_connector": "DisaggConnector",
@@ -69,7 +82,10 @@ def _colocated(placement: Placement, model: str) -> list[str]:
 
 def _serve(model: str, group: ReplicaGroup, port: int) -> list[str]:
     words = ["vllm", "serve", model, "--port", str(port)]
-    for flag, value in (("--tensor-parallel-size", group.tp), ("--pipeline-parallel-size", group.pp)):
+    for flag, value in (
+        ("--tensor-parallel-size", group.tp),
+        ("--pipeline-parallel-size", group.pp),
+    ):
         if value > 1:
             words += [flag, str(value)]
     return words
@@ -108,7 +124,9 @@ def describe(scenario: Scenario) -> dict[str, Any]:
         "ttft": objective.ttft,
         "tpot": objective.tpot,
         "attainment": objective.attainment,
-        "attainment_of": "each request, TTFT and TPOT jointly" if objective.joint else "TTFT and TPOT separately",
+        "attainment_of": "each request, TTFT and TPOT jointly"
+        if objective.joint
+        else "TTFT and TPOT separately",
         "rules": "DistServe's" if scenario.distserve else "vLLM's",
         "gpus": scenario.gpus,
         "requests": scenario.requests,
@@ -124,11 +142,22 @@ def _score(scenario: Scenario, score: PlacementScore | None) -> dict[str, Any] |
     if not score:
         return None
     placement = score.placement
-    found: dict[str, Any] = {"gpus": placement.gpus, "goodput_per_gpu": score.goodput, "ci": score.ci}
+    found: dict[str, Any] = {
+        "gpus": placement.gpus,
+        "goodput_per_gpu": score.goodput,
+        "ci": score.ci,
+    }
     found |= {"rates": score.rates, "closed_form": closed_form(scenario, placement)}
     if placement.decode:
-        return {"prefill": _replica_group(placement.prefill), "decode": _replica_group(placement.decode), **found}
-    schedule = {"schedule": "chunked" if placement.chunked else "prefill-first", "budget": placement.budget}
+        return {
+            "prefill": _replica_group(placement.prefill),
+            "decode": _replica_group(placement.decode),
+            **found,
+        }
+    schedule = {
+        "schedule": "chunked" if placement.chunked else "prefill-first",
+        "budget": placement.budget,
+    }
     return {**_replica_group(placement.prefill), **schedule, **found}
 
 

@@ -1,4 +1,6 @@
-"""Searches the numbers of P and D, and their parallelism, with the most goodput per GPU: `vllm-disagg plan`."""
+"""Searches the numbers of P and D, and their parallelism, with the most goodput per GPU:
+`vllm-disagg plan`.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `plan`."""
     flags.add_arguments(parser)
     add = parser.add_argument_group("what is searched").add_argument
-    add("--gpus", metavar="N", type=int, default=4, help="at most so many, P and D together (default: %(default)s)")
+    add(
+        "--gpus",
+        metavar="N",
+        type=int,
+        default=4,
+        help="at most so many, P and D together (default: %(default)s)",
+    )
     add("--jobs", metavar="N", type=int, default=0, help="processes (default: one for each core)")
     add("--report", metavar="DIR", help="write report.html and plots there")
     add = parser.add_argument_group("closed form only").add_argument
-    add("--capacity-prefill", metavar="R", type=float, help="requests/s of one GPU that only prefills")
-    add("--capacity-decode", metavar="R", type=float, help="requests/s of one GPU that only decodes")
+    add(
+        "--capacity-prefill",
+        metavar="R",
+        type=float,
+        help="requests/s of one GPU that only prefills",
+    )
+    add(
+        "--capacity-decode", metavar="R", type=float, help="requests/s of one GPU that only decodes"
+    )
     live.add_arguments(parser.add_argument_group("a running deployment"))
 
 
@@ -51,8 +66,16 @@ def run(args: argparse.Namespace) -> int:
     scenario = planned.scenario
     began = time.monotonic()
     jobs = optimizer.process_count(args.jobs)
-    split = optimizer.search(scenario, optimizer.disaggregated(scenario), KEPT_PLACEMENTS, jobs, _progress("disaggregated"))
-    together = optimizer.search(scenario, optimizer.colocated(scenario), KEPT_PLACEMENTS, jobs, _progress("colocated"))
+    split = optimizer.search(
+        scenario,
+        optimizer.disaggregated(scenario),
+        KEPT_PLACEMENTS,
+        jobs,
+        _progress("disaggregated"),
+    )
+    together = optimizer.search(
+        scenario, optimizer.colocated(scenario), KEPT_PLACEMENTS, jobs, _progress("colocated")
+    )
     if not split and not together:
         raise ConfigError(_nothing(scenario))
     found = advice.advise(scenario, split, together)
@@ -73,9 +96,13 @@ def _closed(args: argparse.Namespace) -> int:
     decode = args.capacity_decode
     for flag, value in (("--capacity-prefill", prefill), ("--capacity-decode", decode)):
         if value is None:
-            raise ConfigError(f"--capacity-prefill and --capacity-decode go together: give {flag}, in requests/s of one GPU")
+            raise ConfigError(
+                f"--capacity-prefill and --capacity-decode go together: give {flag}, in requests/s of one GPU"
+            )
         if not 0 < value < float("inf"):
-            raise ConfigError(f"{flag}: {value} is not a rate: give requests/s of one GPU, more than 0")
+            raise ConfigError(
+                f"{flag}: {value} is not a rate: give requests/s of one GPU, more than 0"
+            )
     if args.gpus < 2:
         raise ConfigError(f"--gpus: {args.gpus} is too few: prefill and decode need 2 or more")
     ratios = sorted(queueing.ratios(prefill, decode, args.gpus), key=lambda r: -r.rate_per_gpu)
@@ -85,32 +112,50 @@ def _closed(args: argparse.Namespace) -> int:
     waits = {load: queueing.mean_ttft(1 / prefill, load * prefill) for load in PREFILL_LOADS}
     document: dict[str, Any] = {
         "gpus": args.gpus,
-        "best": {"prefill": {"n": best.prefill}, "decode": {"n": best.decode}, "goodput_per_gpu": best.rate_per_gpu},
+        "best": {
+            "prefill": {"n": best.prefill},
+            "decode": {"n": best.decode},
+            "goodput_per_gpu": best.rate_per_gpu,
+        },
         "one_to_one": one,
         "limit": queueing.rate_limit_per_gpu(prefill, decode),
         "alternatives": [
-            {"prefill": {"n": r.prefill}, "decode": {"n": r.decode}, "goodput_per_gpu": r.rate_per_gpu}
+            {
+                "prefill": {"n": r.prefill},
+                "decode": {"n": r.decode},
+                "goodput_per_gpu": r.rate_per_gpu,
+            }
             for r in ratios[:8]
         ],
-        "ttft_mean": {f"{load:g}": wait for load, wait in waits.items()},  # by load of a prefill GPU
+        "ttft_mean": {
+            f"{load:g}": wait for load, wait in waits.items()
+        },  # by load of a prefill GPU
         "bandwidth": _bandwidth(args, rate) if args.model else None,
     }
     if args.json:
         print(json.dumps(document))
         return 0
-    print(f"best of up to {args.gpus} GPUs: {best.prefill}P{best.decode}D, {best.rate_per_gpu:.3f} req/s per GPU")
+    print(
+        f"best of up to {args.gpus} GPUs: {best.prefill}P{best.decode}D, {best.rate_per_gpu:.3f} req/s per GPU"
+    )
     print(f"1P1D: {one:.3f}; limit for any number of GPUs: {document['limit']:.3f}")
     words = (f"{wait:.3f} s at {load:.0%}" for load, wait in waits.items())
-    print(f"mean TTFT of equal prompts, one at a time (M/D/1), by load of a prefill GPU: {', '.join(words)}")
+    print(
+        f"mean TTFT of equal prompts, one at a time (M/D/1), by load of a prefill GPU: {', '.join(words)}"
+    )
     if args.model:
-        print(f"between prefill and decode at {rate:.3g} req/s: {document['bandwidth'] / 1e9:.3g} GB/s ({args.workload})")
+        print(
+            f"between prefill and decode at {rate:.3g} req/s: {document['bandwidth'] / 1e9:.3g} GB/s ({args.workload})"
+        )
     return 0
 
 
 def _bandwidth(args: argparse.Namespace, rate: float) -> float:
     """Bytes/s from prefill to decode, all instances together."""
     sample = workload.load(args.workload).sample(1000, 0, workload.Arrivals("poisson"))
-    return queueing.handoff_bandwidth(model.load(args.model).kv_per_token, sum(sample.prompts) / len(sample), rate)
+    return queueing.handoff_bandwidth(
+        model.load(args.model).kv_per_token, sum(sample.prompts) / len(sample), rate
+    )
 
 
 def _progress(kind: str) -> optimizer.ProgressCallback:
@@ -121,7 +166,9 @@ def _progress(kind: str) -> optimizer.ProgressCallback:
         now = time.monotonic()
         if now - last >= PROGRESS_INTERVAL_SECONDS or done == total:
             last = now
-            words = f"; best so far {best.goodput:.3f} req/s per GPU: {best.placement}" if best else ""
+            words = (
+                f"; best so far {best.goodput:.3f} req/s per GPU: {best.placement}" if best else ""
+            )
             print(f"plan: {kind}: {done} of {total} placements{words}", file=sys.stderr)
 
     return told
@@ -135,8 +182,12 @@ def _nothing(scenario: Scenario) -> str:
     laters = [scenario.decode.latency(*shape) for shape in scenario.decode.shapes(scenario.gpus)]
     prompts = sample.prompts
     share = objective.attainment
-    ttft = min(quantile([unloaded_prefill(latency, p) for p in prompts], share) for latency in firsts)
-    tpot = min(quantile([unloaded_decode(latency, p) for p in prompts], share) for latency in laters)
+    ttft = min(
+        quantile([unloaded_prefill(latency, p) for p in prompts], share) for latency in firsts
+    )
+    tpot = min(
+        quantile([unloaded_decode(latency, p) for p in prompts], share) for latency in laters
+    )
     most = f"{share:.0%} of the requests"
     if ttft > objective.ttft:
         return f"nothing meets --ttft {objective.ttft:g}: alone on the fastest instance {most} take {ttft:.3g} s; give more"

@@ -22,7 +22,9 @@ TITLES = ("Goodput by rate", "Attainment by rate", "Goodput per GPU by numbers o
 def check(directory: str) -> None:
     """Raises ConfigError before any work if the report cannot be written."""
     if not find_spec("matplotlib"):
-        raise ConfigError("--report draws with matplotlib, which is not installed: pip install 'vllm-disagg[plot]'")
+        raise ConfigError(
+            "--report draws with matplotlib, which is not installed: pip install 'vllm-disagg[plot]'"
+        )
     try:
         os.makedirs(directory, exist_ok=True)
     except OSError as error:
@@ -47,17 +49,28 @@ def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, Late
         "",
         f"{'':11}{'req/s per GPU':>14}  {'95 % interval':16}{'closed form':>12}  placement",
     ]
-    rows = [("best P:D", document["best"], found.best), ("runner-up", document["runner_up"], found.runner_up),
-            ("colocated", document["colocated"], found.colocated)]  # fmt: skip
+    rows = [
+        ("best P:D", document["best"], found.best),
+        ("runner-up", document["runner_up"], found.runner_up),
+        ("colocated", document["colocated"], found.colocated),
+    ]
     for name, row, score in rows:
         if row and score:
             low, high = row["ci"]
             form = row["closed_form"]["rate_per_gpu"]
             confidence_interval = f"{low:.3f} .. {high:.3f}" if scenario.seeds > 1 else "one sample"
-            lines.append(f"{name:11}{row['goodput_per_gpu']:14.3f}  {confidence_interval:16}{form:12.3f}  {score.placement}")
+            lines.append(
+                f"{name:11}{row['goodput_per_gpu']:14.3f}  {confidence_interval:16}{form:12.3f}  {score.placement}"
+            )
         else:
             lines.append(f"{name:11}{'none':>14}")
-    lines += ["", *(f.words for f in found.crossovers.values()), "", "run it:", *(f"  {c}" for c in document["commands"])]
+    lines += [
+        "",
+        *(f.words for f in found.crossovers.values()),
+        "",
+        "run it:",
+        *(f"  {c}" for c in document["commands"]),
+    ]
     return "\n".join([*lines, *(f"note: {r}" for r in document["remarks"])])
 
 
@@ -95,7 +108,9 @@ def _fit_lines(fits: Sequence[tuple[str, LatencyFit]]) -> list[str]:
 # --- files ---
 
 
-def write(directory: str, found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, LatencyFit]]) -> list[str]:
+def write(
+    directory: str, found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, LatencyFit]]
+) -> list[str]:
     """Writes report.html, with the plots inside, and the plots. Returns the paths written."""
     import matplotlib as mpl  # noqa: PLC0415
 
@@ -113,11 +128,17 @@ def write(directory: str, found: Advice, document: dict[str, Any], fits: Sequenc
 
 def _goodput(found: Advice, path: Path) -> None:
     """Plots the rate of requests that met the objective, over the offered rate."""
-    figure, axes = _axes("requests/s per GPU that came", "requests/s per GPU within both objectives")
+    figure, axes = _axes(
+        "requests/s per GPU that came", "requests/s per GPU within both objectives"
+    )
     joint = _joint(found.scenario.objective)
     for curve in _shown(found):
-        axes.plot(curve.rates, [r * a for r, a in zip(curve.rates, curve.attainment(joint), strict=True)],
-                  label=str(curve.placement), linestyle=_style(curve))  # fmt: skip
+        axes.plot(
+            curve.rates,
+            [r * a for r, a in zip(curve.rates, curve.attainment(joint), strict=True)],
+            label=str(curve.placement),
+            linestyle=_style(curve),
+        )
     _save(figure, axes, path)
 
 
@@ -125,13 +146,20 @@ def _attainment(found: Advice, path: Path) -> None:
     figure, axes = _axes("requests/s per GPU", "share of requests that meet the objective")
     objective = found.scenario.objective
     for curve in _shown(found):
-        axes.plot(curve.rates, curve.attainment(objective), label=str(curve.placement), linestyle=_style(curve))
+        axes.plot(
+            curve.rates,
+            curve.attainment(objective),
+            label=str(curve.placement),
+            linestyle=_style(curve),
+        )
     axes.axhline(objective.attainment, color="grey", linewidth=0.8)
     _save(figure, axes, path)
 
 
 def _frontier(found: Advice, path: Path) -> None:
-    """The best placement's instances in other numbers, by closed form; the simulated best ones as points."""
+    """The best placement's instances in other numbers, by closed form; the simulated best ones as
+    points.
+    """
     figure, axes = _axes("prefill GPUs / all GPUs", "requests/s per GPU")
     best = found.best
     if best and best.placement.decode:
@@ -144,9 +172,17 @@ def _frontier(found: Advice, path: Path) -> None:
         axes.plot(shares, rates, color="grey", label="closed form, these instances")
     for at, score in enumerate(s for s in (best, *found.alternatives) if s and s.placement.decode):
         low, high = score.ci
-        share = score.placement.prefill.gpus / score.placement.gpus + 0.006 * at  # beside each other where they are equal
-        axes.errorbar([share], [score.goodput], [[score.goodput - low], [high - score.goodput]], fmt="o^sDv"[at % 5],
-                      capsize=3, label=str(score.placement))  # fmt: skip
+        share = (
+            score.placement.prefill.gpus / score.placement.gpus + 0.006 * at
+        )  # beside each other where they are equal
+        axes.errorbar(
+            [share],
+            [score.goodput],
+            [[score.goodput - low], [high - score.goodput]],
+            fmt="o^sDv"[at % 5],
+            capsize=3,
+            label=str(score.placement),
+        )
     if found.colocated:
         axes.axhline(found.colocated.goodput, linestyle="--", label=str(found.colocated.placement))
     _save(figure, axes, path)
@@ -186,7 +222,9 @@ def _save(figure: Any, axes: Any, path: Path) -> None:
         raise ConfigError(f"--report: {path} cannot be written: {error.strerror}") from None
 
 
-def _page(folder: Path, found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, LatencyFit]]) -> str:
+def _page(
+    folder: Path, found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, LatencyFit]]
+) -> str:
     pictures = []
     for name, title in zip(PLOTS, TITLES, strict=True):
         data = base64.b64encode((folder / name).read_bytes()).decode()

@@ -21,13 +21,23 @@ from .output import closed_form, describe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `simulate`."""
     flags.add_arguments(parser)
-    add = parser.add_argument_group("what is simulated; TPxPP, or TPxPPxN for N instances").add_argument
+    add = parser.add_argument_group(
+        "what is simulated; TPxPP, or TPxPPxN for N instances"
+    ).add_argument
     add("--prefill", metavar="TPxPP[xN]", help="the prefill instances")
     add("--decode", metavar="TPxPP[xN]", help="the decode instances")
     add("--colocated", metavar="TPxPP[xN]", help="instead of both: instances that do everything")
-    add("--prefill-first", action="store_true", help="colocated: whole prompts before decodes, instead of chunks")
-    add("--scale", metavar="P:D", default="1:1",
-        help="factors on prefill and decode times: what a deployment adds, as plan --live finds it (default: 1:1)")  # fmt: skip
+    add(
+        "--prefill-first",
+        action="store_true",
+        help="colocated: whole prompts before decodes, instead of chunks",
+    )
+    add(
+        "--scale",
+        metavar="P:D",
+        default="1:1",
+        help="factors on prefill and decode times: what a deployment adds, as plan --live finds it (default: 1:1)",
+    )
     add("--rate", metavar="R", type=float, required=True, help="requests/s of the whole deployment")
 
 
@@ -41,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < args.rate < float("inf"):
         raise ConfigError(f"--rate: {args.rate} is not a rate: give requests/s, more than 0")
     deployment = scenario.deployment(placement)
-    results = [simulate(deployment, s, args.rate, None, seed) for seed, s in enumerate(scenario.samples())]
+    results = [
+        simulate(deployment, s, args.rate, None, seed) for seed, s in enumerate(scenario.samples())
+    ]
     document = _document(scenario, placement, args.rate, results)
     print(json.dumps(document) if args.json else _text(document, scenario, placement))
     return 0
@@ -52,13 +64,18 @@ def _placement(args: argparse.Namespace) -> Placement:
         if args.prefill or args.decode:
             raise ConfigError("--colocated takes the place of --prefill and --decode")
         return Placement(
-            _replica_group("--colocated", args.colocated), None, args.max_num_batched_tokens, not args.prefill_first
+            _replica_group("--colocated", args.colocated),
+            None,
+            args.max_num_batched_tokens,
+            not args.prefill_first,
         )
     if not args.prefill or not args.decode:
         raise ConfigError("give --prefill and --decode, or --colocated, as TPxPP: 4x1")
     if args.prefill_first:
         raise ConfigError("--prefill-first goes with --colocated")
-    return Placement(_replica_group("--prefill", args.prefill), _replica_group("--decode", args.decode))
+    return Placement(
+        _replica_group("--prefill", args.prefill), _replica_group("--decode", args.decode)
+    )
 
 
 def _scaled(scenario: Scenario, text: str) -> Scenario:
@@ -78,13 +95,17 @@ def _scaled(scenario: Scenario, text: str) -> Scenario:
 def _replica_group(flag: str, text: str) -> ReplicaGroup:
     match = re.fullmatch(r"(\d{1,4})x(\d{1,4})(?:x(\d{1,4}))?", text)
     if not match or "0" in match.groups():
-        raise ConfigError(f"{flag}: {text} is not TPxPP or TPxPPxN with numbers of 1 or more, as 4x1 or 4x1x2")
+        raise ConfigError(
+            f"{flag}: {text} is not TPxPP or TPxPPxN with numbers of 1 or more, as 4x1 or 4x1x2"
+        )
     tp, pp, n = match.groups()
     return ReplicaGroup(int(tp), int(pp), int(n or 1))
 
 
 def _check(scenario: Scenario, placement: Placement) -> None:
-    sides: list[tuple[str, PerformanceSource, ReplicaGroup]] = [("--prefill", scenario.prefill, placement.prefill)]
+    sides: list[tuple[str, PerformanceSource, ReplicaGroup]] = [
+        ("--prefill", scenario.prefill, placement.prefill)
+    ]
     if placement.decode:
         sides.append(("--decode", scenario.decode, placement.decode))
     else:
@@ -98,7 +119,9 @@ def _check(scenario: Scenario, placement: Placement) -> None:
             )
 
 
-def _document(scenario: Scenario, placement: Placement, rate: float, results: list[SimulationResult]) -> dict[str, Any]:
+def _document(
+    scenario: Scenario, placement: Placement, rate: float, results: list[SimulationResult]
+) -> dict[str, Any]:
     ttft = [t for o in results for t in o.ttft]
     tpot = [t for o in results for t in o.tpot]
     served = [t for o in results for t in o.latency if t >= 0]

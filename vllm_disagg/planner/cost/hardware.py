@@ -1,6 +1,7 @@
 """GPUs and links that have a name, with the source of every figure.
 
-Sources: NVIDIA data sheets (dense figures, without sparsity) as NVIDIA AIConfigurator and BLIS embed them.
+Sources: NVIDIA data sheets (dense figures, without sparsity) as NVIDIA AIConfigurator and BLIS
+embed them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from ...errors import ConfigError
 class GpuType(msgspec.Struct, frozen=True):
     """One GPU; `flops` are dense BF16 FLOP/s, bandwidths in bytes/s, `memory` in bytes.
 
-    `prefill` is the share of `flops` and `decode` the share of `bandwidth` that a serving engine reaches.
+    `prefill` is the share of `flops` and `decode` the share of `bandwidth` that a serving engine
+    reaches.
     """
 
     name: str
@@ -27,16 +29,20 @@ class GpuType(msgspec.Struct, frozen=True):
 
 GIB = float(1 << 30)
 
-# Efficiencies. A100: between DistServe's engine (81 % of FLOP/s, 63 % of bandwidth, OPT-13B TP1) and vLLM of 2023 on the
-# same GPU (59 %, 54 %), from their published fits.  The others are the same by assumption, not measured: use
-# `vllm-disagg profile` where a decision hangs on them.
+# Efficiencies. A100: between DistServe's engine (81 % of FLOP/s, 63 % of bandwidth, OPT-13B TP1)
+# and vLLM of 2023 on the same GPU (59 %, 54 %), from their published fits.  The others are the same
+# by assumption, not measured: use `vllm-disagg profile` where a decision hangs on them.
 GPUS = {
     gpu.name: gpu
     for gpu in (
         GpuType("a100", 312e12, 2.039e12, 80 * GIB, 300e9, 0.60, 0.60),  # A100-SXM4-80GB data sheet
-        GpuType("a100-40", 312e12, 1.555e12, 40 * GIB, 300e9, 0.60, 0.60),  # A100-SXM4-40GB data sheet
+        GpuType(
+            "a100-40", 312e12, 1.555e12, 40 * GIB, 300e9, 0.60, 0.60
+        ),  # A100-SXM4-40GB data sheet
         GpuType("h100", 989e12, 3.35e12, 80 * GIB, 450e9),  # H100-SXM5 data sheet
-        GpuType("h800", 989e12, 3.35e12, 80 * GIB, 200e9),  # as H100, NVLink cut to 400 GB/s both ways
+        GpuType(
+            "h800", 989e12, 3.35e12, 80 * GIB, 200e9
+        ),  # as H100, NVLink cut to 400 GB/s both ways
         GpuType("h200", 989e12, 4.8e12, 141e9, 450e9),  # H200-SXM data sheet
         GpuType("h20", 148e12, 4.0e12, 96e9, 450e9),  # H20: bandwidth-heavy
         GpuType("b200", 2250e12, 8.0e12, 180e9, 900e9),  # HGX B200 data sheet
@@ -48,7 +54,9 @@ GPUS = {
 
 
 class NetworkLink(msgspec.Struct, frozen=True):
-    """Link between a prefill and a decode instance: bytes/s each direction, and seconds to the first byte."""
+    """Link between a prefill and a decode instance: bytes/s each direction, and seconds to the
+    first byte.
+    """
 
     name: str
     bandwidth: float

@@ -7,16 +7,31 @@ from typing import Any
 
 def _opt(layers: int, hidden: int, heads: int) -> dict[str, Any]:
     return {
-        "model_type": "opt", "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
-        "ffn_dim": 4 * hidden, "vocab_size": 50272, "max_position_embeddings": 2048, "torch_dtype": "float16",
-    }  # fmt: skip
+        "model_type": "opt",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "ffn_dim": 4 * hidden,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+        "torch_dtype": "float16",
+    }
 
 
-def _llama(layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int, **more: Any) -> dict[str, Any]:
+def _llama(
+    layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int, **more: Any
+) -> dict[str, Any]:
     return {
-        "model_type": "llama", "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
-        "num_key_value_heads": kv, "intermediate_size": ffn, "vocab_size": vocab, "tie_word_embeddings": False, **more,
-    }  # fmt: skip
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "tie_word_embeddings": False,
+        **more,
+    }
 
 
 # The fields of each model's config.json that the planner reads.
@@ -27,11 +42,38 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _llama(32, 4096, 32, 8, 14336, 128256),
     "llama-3.1-70b": _llama(80, 8192, 64, 8, 28672, 128256),
     "qwen3-32b": _llama(64, 5120, 64, 8, 25600, 151936, head_dim=128),
-    "qwen3-30b-a3b": _llama(48, 2048, 32, 4, 6144, 151936, head_dim=128, num_experts=128, num_experts_per_tok=8,
-                            moe_intermediate_size=768),
-    "mixtral-8x7b": _llama(32, 4096, 32, 8, 14336, 32000, num_local_experts=8, num_experts_per_tok=2),
-    "deepseek-v3": _llama(61, 7168, 128, 128, 18432, 129280, kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64,
-                          qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=256, num_experts_per_tok=8,
-                          n_shared_experts=1, moe_intermediate_size=2048, first_k_dense_replace=3,
-                          quantization_config={"quant_method": "fp8"}),
-}  # fmt: skip
+    "qwen3-30b-a3b": _llama(
+        48,
+        2048,
+        32,
+        4,
+        6144,
+        151936,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+    ),
+    "mixtral-8x7b": _llama(
+        32, 4096, 32, 8, 14336, 32000, num_local_experts=8, num_experts_per_tok=2
+    ),
+    "deepseek-v3": _llama(
+        61,
+        7168,
+        128,
+        128,
+        18432,
+        129280,
+        kv_lora_rank=512,
+        q_lora_rank=1536,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        n_routed_experts=256,
+        num_experts_per_tok=8,
+        n_shared_experts=1,
+        moe_intermediate_size=2048,
+        first_k_dense_replace=3,
+        quantization_config={"quant_method": "fp8"},
+    ),
+}

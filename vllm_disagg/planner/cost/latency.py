@@ -1,14 +1,15 @@
 """Models of step times, filled from published coefficients, measured points or a roofline.
 
-A step computes `tokens` prompt tokens, and one token for each of `n` decoding sequences. `contexts` is the sum of the
-sequences' previous tokens. The time of a pipeline stage is
+A step computes `tokens` prompt tokens, and one token for each of `n` decoding sequences. `contexts`
+is the sum of the sequences' previous tokens. The time of a pipeline stage is
 
     decode only:   base(n) + slope(n) * contexts
     with prompts:  linear(tokens, n) + square * squares + slope(n) * contexts
 
-`squares` is the sum of (done + chunk)^2 - done^2 over the chunks, so the chunks of a prompt add up to its squared
-length. A decode step is linear in `contexts`, which lets the simulator take many steps at once. All times are in
-seconds. The first stage may take longer than the others (DistServe's engine dispatches there).
+`squares` is the sum of (done + chunk)^2 - done^2 over the chunks, so the chunks of a prompt add up
+to its squared length. A decode step is linear in `contexts`, which lets the simulator take many
+steps at once. All times are in seconds. The first stage may take longer than the others
+(DistServe's engine dispatches there).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import msgspec
 from .hardware import GpuType
 from .model import ModelCosts, touched
 
-# Kernel launches and scheduling of one step: neither arithmetic nor memory; the order of magnitude of vLLM.
+# Kernel launches and scheduling of one step: neither arithmetic nor memory; the order of magnitude
+# of vLLM.
 STEP_OVERHEAD_SECONDS = 1e-3
 ALL_REDUCE_SECONDS = 10e-6  # seconds of an all-reduce without bytes (AIConfigurator's P2P latency)
 STAGE_HOP_SECONDS = 20e-6  # seconds to the next pipeline stage without bytes
@@ -59,9 +61,9 @@ def unloaded_decode(latency: LatencyModel, context: int) -> float:
 class LinearLatency(msgspec.Struct, frozen=True):
     """Linear step times of a whole pass, divided evenly over the stages.
 
-    Prefill takes a + b*tokens + c*squares, decode A + B*contexts + C*n. From `threshold` sequences on `large` replaces
-    `small`. `stage` is added to each stage of a prefill, `overhead` to the first stage of any step, and
-    `overhead_token` to the first stage for each token of the batch.
+    Prefill takes a + b*tokens + c*squares, decode A + B*contexts + C*n. From `threshold` sequences
+    on `large` replaces `small`. `stage` is added to each stage of a prefill, `overhead` to the
+    first stage of any step, and `overhead_token` to the first stage for each token of the batch.
     """
 
     pp: int
@@ -93,7 +95,9 @@ class LinearLatency(msgspec.Struct, frozen=True):
 
 
 class RooflineLatency:
-    """Step times bounded by FLOPs, bytes and the interconnect, with assumed GPU efficiencies: not measured."""
+    """Step times bounded by FLOPs, bytes and the interconnect, with assumed GPU efficiencies: not
+    measured.
+    """
 
     def __init__(self, model: ModelCosts, gpu: GpuType, tp: int, pp: int) -> None:
         self.pp = pp

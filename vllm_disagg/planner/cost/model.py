@@ -1,4 +1,6 @@
-"""A model's size from its config.json: weights, KV cache, work per token; and how much KV an instance holds."""
+"""A model's size from its config.json: weights, KV cache, work per token; and how much KV an
+instance holds.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from ...errors import ConfigError
 from .known_models import MODELS
 
 USABLE_MEMORY_SHARE = 0.94  # of the GPU's memory: DistServe's 0.95 less 1 % at the peak
-RUNTIME_BYTES = 1.25 * (1 << 30)  # bytes per GPU for activations, graphs and NCCL; fits DistServe's table within 2 %
+RUNTIME_BYTES = 1.25 * (
+    1 << 30
+)  # bytes per GPU for activations, graphs and NCCL; fits DistServe's table within 2 %
 
 _ELEMENT_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
 
@@ -49,11 +53,17 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
         return self.layers * self.kv_width * self.kv_bytes
 
     def kv_capacity(self, memory: float, tp: int, pp: int) -> int:
-        """Returns the tokens of KV that fit an instance of tp*pp GPUs with `memory` bytes each; 0 if the weights do not fit.
+        """Returns the tokens of KV that fit an instance of tp*pp GPUs with `memory` bytes each; 0
+        if the weights do not fit.
 
-        Source: profile_memory.py of DistServe. Usable memory less weights is divided by the KV bytes per token of a rank.
+        Source: profile_memory.py of DistServe. Usable memory less weights is divided by the KV
+        bytes per token of a rank.
         """
-        left = USABLE_MEMORY_SHARE * memory - RUNTIME_BYTES - self.parameters * self.weight_bytes / (tp * pp)
+        left = (
+            USABLE_MEMORY_SHARE * memory
+            - RUNTIME_BYTES
+            - self.parameters * self.weight_bytes / (tp * pp)
+        )
         return max(0, int(left / (self.kv_per_token / (min(tp, self.kv_heads) * pp)) // 16 * 16))
 
     def splits(self, tp: int, pp: int) -> bool:
@@ -94,14 +104,20 @@ def parse(name: str, config: dict[str, Any]) -> ModelCosts:
     ffn = read.number("intermediate_size", read.number("ffn_dim", 4 * hidden))
     gated = read.text("model_type") not in ("opt", "gpt2", "gpt_neox", "falcon", "bloom")
     up_down = 3 if gated else 2
-    experts = read.number("num_experts", read.number("num_local_experts", read.number("n_routed_experts", 0)))
+    experts = read.number(
+        "num_experts", read.number("num_local_experts", read.number("n_routed_experts", 0))
+    )
     dense_layers = min(layers, read.number("first_k_dense_replace", 0)) if experts else layers
     inner = read.number("moe_intermediate_size", ffn)
     shared = up_down * hidden * inner * read.number("n_shared_experts", 0)
     sparse = layers - dense_layers
     vocab = read.need("vocab_size")
     tied = read.flag("tie_word_embeddings", True)
-    positions = hidden * (read.number("max_position_embeddings", 0) + 2) if read.text("model_type") == "opt" else 0
+    positions = (
+        hidden * (read.number("max_position_embeddings", 0) + 2)
+        if read.text("model_type") == "opt"
+        else 0
+    )
     return ModelCosts(
         name=name,
         layers=layers,
@@ -111,7 +127,11 @@ def parse(name: str, config: dict[str, Any]) -> ModelCosts:
         kv_width=kv_width,
         attention=attention,
         latent=latent,
-        dense=float(layers * own + dense_layers * up_down * hidden * ffn + sparse * (shared + hidden * experts)),
+        dense=float(
+            layers * own
+            + dense_layers * up_down * hidden * ffn
+            + sparse * (shared + hidden * experts)
+        ),
         embedding=float(vocab * hidden * (1 if tied else 2) + positions),
         head=float(vocab * hidden),
         expert=float(up_down * hidden * inner * sparse),
@@ -121,11 +141,13 @@ def parse(name: str, config: dict[str, Any]) -> ModelCosts:
     )
 
 
-def _attention_sizes(read: _ConfigReader, hidden: int, heads: int) -> tuple[int, int, int, float, float]:
+def _attention_sizes(
+    read: _ConfigReader, hidden: int, heads: int
+) -> tuple[int, int, int, float, float]:
     """Computes the sizes of the attention of one layer.
 
-    Returns its parameters, KV elements per token, KV splits over tensor parallel ranks, and the FLOPs for each pair
-    of tokens in prefill and in decode.
+    Returns its parameters, KV elements per token, KV splits over tensor parallel ranks, and the
+    FLOPs for each pair of tokens in prefill and in decode.
     """
     kv_heads = read.number("num_key_value_heads", heads)
     head_dim = read.number("head_dim", max(1, hidden // heads))
@@ -164,7 +186,9 @@ class _ConfigReader:
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"--model: {field} of {self._name} is {value!r}, not a whole number of {least} or more")
+            raise ConfigError(
+                f"--model: {field} of {self._name} is {value!r}, not a whole number of {least} or more"
+            )
         return value
 
     def flag(self, field: str, default: bool) -> bool:
@@ -188,12 +212,18 @@ class _ConfigReader:
             return 1.0  # fp8 and int8
         kind = self.text("torch_dtype") or self.text("dtype") or "bfloat16"
         if kind not in _ELEMENT_BYTES:
-            raise ConfigError(f"--model: torch_dtype {kind} of {self._name} is not one of {', '.join(_ELEMENT_BYTES)}")
+            raise ConfigError(
+                f"--model: torch_dtype {kind} of {self._name} is not one of {', '.join(_ELEMENT_BYTES)}"
+            )
         return float(_ELEMENT_BYTES[kind])
 
 
 def touched(model: ModelCosts, tokens: int) -> float:
-    """Returns the mean number of experts that a batch of `tokens` reads in a layer, with random routing."""
+    """Returns the mean number of experts that a batch of `tokens` reads in a layer, with random
+    routing.
+    """
     if not model.experts:
         return 0.0
-    return model.experts * -math.expm1(tokens * math.log1p(-min(model.active / model.experts, 1 - 1e-12)))
+    return model.experts * -math.expm1(
+        tokens * math.log1p(-min(model.active / model.experts, 1 - 1e-12))
+    )

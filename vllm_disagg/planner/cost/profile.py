@@ -1,7 +1,7 @@
 """Measured points, as `vllm-disagg profile` writes them, and the latency model fitted to them.
 
-Least squares on the relative error, with coefficients that are not negative (DistServe's own fit is not held to that:
-its OPT-66B TP2 has a negative quadratic term).
+Least squares on the relative error, with coefficients that are not negative (DistServe's own fit is
+not held to that: its OPT-66B TP2 has a negative quadratic term).
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class ProfilePoints(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     vllm: str = ""
     machine: str = ""
-    beside: Annotated[int, msgspec.Meta(ge=0)] = 0  # other instances of that machine that worked meanwhile
+    beside: Annotated[int, msgspec.Meta(ge=0)] = (
+        0  # other instances of that machine that worked meanwhile
+    )
     kv_tokens: int
     max_num_batched_tokens: int | None = None
     prefill: list[PrefillPoint]
@@ -90,7 +92,10 @@ def load(path: str) -> ProfilePoints:
 def _wrong(points: ProfilePoints) -> str:
     if points.version != 1:
         return f"version is {points.version}; this release reads 1"
-    for field, value in (("kv_tokens", points.kv_tokens), ("max_num_batched_tokens", points.max_num_batched_tokens)):
+    for field, value in (
+        ("kv_tokens", points.kv_tokens),
+        ("max_num_batched_tokens", points.max_num_batched_tokens),
+    ):
         if value is not None and value < 1:
             return f"{field} is {value}, not 1 or more"
     for phase, sizes in (
@@ -114,7 +119,10 @@ def fit(points: ProfilePoints) -> LatencyFit:
     A prompt longer than the token budget pays the constant of each of its steps.
     """
     chunk = points.max_num_batched_tokens or 1 << 60
-    prefill_rows = [[-(-sum(p.tokens) // chunk), sum(p.tokens), sum(t * t for t in p.tokens)] for p in points.prefill]
+    prefill_rows = [
+        [-(-sum(p.tokens) // chunk), sum(p.tokens), sum(t * t for t in p.tokens)]
+        for p in points.prefill
+    ]
     decode_rows = [[1, sum(d.contexts) + len(d.contexts), len(d.contexts)] for d in points.decode]
     prefill = non_negative(prefill_rows, [p.seconds for p in points.prefill])
     decode = non_negative(decode_rows, [d.seconds for d in points.decode])
@@ -129,7 +137,9 @@ def fit(points: ProfilePoints) -> LatencyFit:
     return LatencyFit(LinearLatency(1, prefill, decode, decode, chunk=chunk), residuals)
 
 
-def _residual(phase: str, sizes: list[int], seconds: float, found: Coefficients, row: Sequence[int]) -> FitResidual:
+def _residual(
+    phase: str, sizes: list[int], seconds: float, found: Coefficients, row: Sequence[int]
+) -> FitResidual:
     fitted = sum(c * x for c, x in zip(found, row, strict=True))
     return FitResidual(phase, sizes, seconds, fitted, fitted / seconds - 1)
 
@@ -137,8 +147,8 @@ def _residual(phase: str, sizes: list[int], seconds: float, found: Coefficients,
 def non_negative(rows: Sequence[Sequence[int]], seconds: Sequence[float]) -> Coefficients:
     """The three coefficients >= 0 with the least sum of squared relative errors.
 
-    Exact: the optimum is an unconstrained least squares over the terms that are not zero in it, so all seven sets of
-    terms are tried.
+    Exact: the optimum is an unconstrained least squares over the terms that are not zero in it, so
+    all seven sets of terms are tried.
     """
     import numpy as np  # noqa: PLC0415  (100 ms that most commands do not need)
 
@@ -150,7 +160,9 @@ def non_negative(rows: Sequence[Sequence[int]], seconds: Sequence[float]) -> Coe
     for size in (3, 2, 1):
         for terms in combinations(range(3), size):
             columns = list(terms)
-            found, *_ = np.linalg.lstsq(matrix[:, columns] / scale[columns], np.ones(len(rows)), rcond=None)
+            found, *_ = np.linalg.lstsq(
+                matrix[:, columns] / scale[columns], np.ones(len(rows)), rcond=None
+            )
             full = np.zeros(3)
             full[columns] = found / scale[columns]
             error = float(((matrix @ full - 1) ** 2).sum())

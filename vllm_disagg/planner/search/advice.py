@@ -12,15 +12,20 @@ from ..simulation.workload import WorkloadSample
 from .optimizer import PlacementScore, colocated, confidence_interval, disaggregated, estimate
 from .scenario import Placement, Scenario
 
-MIN_GAIN_RATIO = 1.10  # the ratio from which on we say "disaggregate": the models' own error is 7 to 20 %
+MIN_GAIN_RATIO = (
+    1.10  # the ratio from which on we say "disaggregate": the models' own error is 7 to 20 %
+)
 SWEEP_RATIOS = tuple(0.1 * 1.33**n for n in range(12))  # of the rate it is made for: 0.1 to 2.3
 MAX_OBJECTIVE_FACTOR = 8.0  # flips are looked for between objective / REACH and objective * REACH
 STEPS_PER_DOUBLING = 12  # steps for each doubling
-MIN_LATENCIES_PER_RUN = 5.0  # times as long as one request takes: for less, traffic is a burst whose queue has no time to grow
+# times as long as one request takes: for less, traffic is a burst whose queue has no time to grow
+MIN_LATENCIES_PER_RUN = 5.0
 
 
 class RateCurve(msgspec.Struct, frozen=True):
-    """Simulation results of one placement over a range of rates, with the first seed and no early stop."""
+    """Simulation results of one placement over a range of rates, with the first seed and no early
+    stop.
+    """
 
     placement: Placement
     rates: list[float]  # requests/s per GPU
@@ -80,7 +85,9 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-def advise(scenario: Scenario, split: Sequence[PlacementScore], together: Sequence[PlacementScore]) -> Advice:
+def advise(
+    scenario: Scenario, split: Sequence[PlacementScore], together: Sequence[PlacementScore]
+) -> Advice:
     """Builds the advice from the best placements of each kind, best first.
 
     At least one of `split` and `together` has some goodput.
@@ -110,8 +117,8 @@ def advise(scenario: Scenario, split: Sequence[PlacementScore], together: Sequen
 def curves_of(scenario: Scenario, scores: Sequence[PlacementScore]) -> list[RateCurve]:
     """Simulates the best placements, and promising ones of other kinds.
 
-    Other placements may lead under other objectives. So each decode shape and schedule not yet present adds the one
-    with the best closed-form estimate.
+    Other placements may lead under other objectives. So each decode shape and schedule not yet
+    present adds the one with the best closed-form estimate.
     """
     sample = scenario.samples()[0]
     rates = {score.placement: score.goodput for score in scores}
@@ -135,11 +142,17 @@ def _pipeline_stages(placement: Placement) -> int:
     return max(placement.prefill.pp, placement.decode.pp if placement.decode else 1)
 
 
-def _sweep(scenario: Scenario, placement: Placement, rate: float, sample: WorkloadSample) -> RateCurve:
-    """Simulates rates around `rate`; objectives do not influence results, so one sweep serves all of them."""
+def _sweep(
+    scenario: Scenario, placement: Placement, rate: float, sample: WorkloadSample
+) -> RateCurve:
+    """Simulates rates around `rate`; objectives do not influence results, so one sweep serves all
+    of them.
+    """
     deployment = scenario.deployment(placement)
     rates = [rate * part for part in SWEEP_RATIOS]
-    return RateCurve(placement, rates, [simulate(deployment, sample, r * placement.gpus) for r in rates])
+    return RateCurve(
+        placement, rates, [simulate(deployment, sample, r * placement.gpus) for r in rates]
+    )
 
 
 def ratio_at(curves: Sequence[RateCurve], objective: Objective) -> float | None:
@@ -152,7 +165,9 @@ def ratio_at(curves: Sequence[RateCurve], objective: Objective) -> float | None:
 
 
 def crossover(curves: Sequence[RateCurve], objective: Objective, name: str) -> Crossover:
-    """Finds the TPOT or TTFT nearest to the objective at which the advice changes, the other held constant."""
+    """Finds the TPOT or TTFT nearest to the objective at which the advice changes, the other held
+    constant.
+    """
     here: float = getattr(objective, name)
     other = "colocate" if _worth_disaggregating(curves, objective) else "disaggregate"
     for step in range(1, int(STEPS_PER_DOUBLING * 3) + 1):
@@ -161,7 +176,9 @@ def crossover(curves: Sequence[RateCurve], objective: Objective, name: str) -> C
             answer = _worth_disaggregating(curves, changed)
             if answer is not None and answer != (other == "colocate"):
                 side = "below" if factor < 1 else "above"
-                return Crossover(here * factor, f"{name.upper()} {side} {here * factor:.3g} s: {other}")
+                return Crossover(
+                    here * factor, f"{name.upper()} {side} {here * factor:.3g} s: {other}"
+                )
     low = here / MAX_OBJECTIVE_FACTOR
     high = here * MAX_OBJECTIVE_FACTOR
     return Crossover(None, f"{name.upper()} between {low:.3g} and {high:.3g} s: the answer stays")
@@ -176,7 +193,9 @@ def too_few_requests(scenario: Scenario, score: PlacementScore) -> list[str]:
     """Warns if the requests are too few for a queue to build up at the found rate."""
     sample = scenario.samples()[0]
     rate = score.goodput * score.placement.gpus
-    served = [t for t in simulate(scenario.deployment(score.placement), sample, rate).latency if t >= 0]
+    served = [
+        t for t in simulate(scenario.deployment(score.placement), sample, rate).latency if t >= 0
+    ]
     one = sum(served) / len(served)
     lasts = len(sample) / rate
     if lasts >= MIN_LATENCIES_PER_RUN * one:

@@ -1,15 +1,16 @@
 """Searches all placements within a GPU budget for the best goodput.
 
-Goodput of a placement: each seed bisects the rate per GPU, with probes that depend only on the placement and the seed.
-The goodput is the mean of the last rates that met the objective.
+Goodput of a placement: each seed bisects the rate per GPU, with probes that depend only on the
+placement and the seed. The goodput is the mean of the last rates that met the objective.
 
-Pruning keeps the optimum, whatever system is simulated. Proof: a bisection keeps an interval [lo, hi), and its
-result is the last lo, so it is below each hi of its history. The mean over seeds of the present hi is therefore above
-the goodput at any time. `floor` is the goodput of a completely evaluated placement: the `keep`-th best so far, less the
-tolerance of a bisection. Once the mean is not above `floor`, the placement cannot be among the `keep` best or their
-equals. Dropping it changes no other result, because probes of other placements do not depend on it. The proof assumes
-nothing of the relation between attainment and rate. The same `keep` best result for any order and any number of
-processes; tests compare with brute force.
+Pruning keeps the optimum, whatever system is simulated. Proof: a bisection keeps an interval [lo,
+hi), and its result is the last lo, so it is below each hi of its history. The mean over seeds of
+the present hi is therefore above the goodput at any time. `floor` is the goodput of a completely
+evaluated placement: the `keep`-th best so far, less the tolerance of a bisection. Once the mean is
+not above `floor`, the placement cannot be among the `keep` best or their equals. Dropping it
+changes no other result, because probes of other placements do not depend on it. The proof assumes
+nothing of the relation between attainment and rate. The same `keep` best result for any order and
+any number of processes; tests compare with brute force.
 """
 
 from __future__ import annotations
@@ -30,14 +31,31 @@ from ..simulation.simulator import simulate
 from ..simulation.workload import WorkloadSample
 from .scenario import PerformanceSource, Placement, ReplicaGroup, Scenario
 
-BASELINE_BUDGETS_TOKENS = (512, 2048, 8192)  # tokens of a step that the chunked baseline is tried with
+BASELINE_BUDGETS_TOKENS = (
+    512,
+    2048,
+    8192,
+)  # tokens of a step that the chunked baseline is tried with
 MIN_PROBE_RATIO = 1 / 256  # of the first probe: a placement that fails there has no goodput
 FIRST_PROBE_RATIO = 1.25  # of the estimated capacity: the first probe
 PROBE_GROWTH_RATIO = 1.5
-MAX_PROBE_RATIO = 64.0  # times the first probe: a sample that still meets the objective never overloads the placement
+# times the first probe: a sample that still meets the objective never overloads the placement
+MAX_PROBE_RATIO = 64.0
 
 # Student's t for a two-sided interval of 95 %, by degrees of freedom.
-STUDENT_T_95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 14: 2.145, 19: 2.093}
+STUDENT_T_95 = {
+    1: 12.71,
+    2: 4.303,
+    3: 3.182,
+    4: 2.776,
+    5: 2.571,
+    6: 2.447,
+    7: 2.365,
+    8: 2.306,
+    9: 2.262,
+    14: 2.145,
+    19: 2.093,
+}
 
 
 class PlacementScore(msgspec.Struct, frozen=True):
@@ -71,17 +89,25 @@ def disaggregated(scenario: Scenario) -> list[Placement]:
     """Lists all (TP, PP) and numbers of P and D within the budget."""
     prefills = list(_replica_groups(scenario.prefill, scenario.gpus - 1))
     decodes = list(_replica_groups(scenario.decode, scenario.gpus - 1))
-    return [Placement(p, d) for p, d in product(prefills, decodes) if p.gpus + d.gpus <= scenario.gpus]
+    return [
+        Placement(p, d) for p, d in product(prefills, decodes) if p.gpus + d.gpus <= scenario.gpus
+    ]
 
 
 def colocated(scenario: Scenario) -> list[Placement]:
-    """Lists all (TP, PP) with as many replicas as fit, chunked with several budgets and prefill first."""
+    """Lists all (TP, PP) with as many replicas as fit, chunked with several budgets and prefill
+    first.
+    """
     found = []
-    for on_decode_gpus, source in enumerate([scenario.prefill] + [scenario.decode] * (scenario.decode != scenario.prefill)):
+    for on_decode_gpus, source in enumerate(
+        [scenario.prefill] + [scenario.decode] * (scenario.decode != scenario.prefill)
+    ):
         budgets = sorted({source.budget} if source.budget else BASELINE_BUDGETS_TOKENS)
         for tp, pp in source.shapes(scenario.gpus):
             group = ReplicaGroup(tp, pp, scenario.gpus // (tp * pp))
-            found += [Placement(group, None, budget, True, bool(on_decode_gpus)) for budget in budgets]
+            found += [
+                Placement(group, None, budget, True, bool(on_decode_gpus)) for budget in budgets
+            ]
             found.append(Placement(group, None, max(budgets), False, bool(on_decode_gpus)))
     return found
 
@@ -116,7 +142,10 @@ class RateBisection:
         else:
             self.high = rate
         if self.high < float("inf"):
-            self.converged = self.high - self.low <= self.tolerance * self.high or self.high <= self.first * MIN_PROBE_RATIO
+            self.converged = (
+                self.high - self.low <= self.tolerance * self.high
+                or self.high <= self.first * MIN_PROBE_RATIO
+            )
 
 
 def evaluate(
@@ -144,7 +173,10 @@ def evaluate(
                 raise ConfigError(
                     f"--requests: {len(sample)} are too few: even all at once they meet the objective on {placement}; give more"
                 )
-            if not search.converged and mean(s.low if s.converged else s.high for s in searches) <= floor:
+            if (
+                not search.converged
+                and mean(s.low if s.converged else s.high for s in searches) <= floor
+            ):
                 return None
     score = PlacementScore(placement, [s.low for s in searches])
     return score if score.goodput > floor else None
@@ -157,18 +189,26 @@ def estimate(scenario: Scenario, placement: Placement, sample: WorkloadSample) -
     return both / placement.gpus
 
 
-ProgressCallback = Callable[[int, int, PlacementScore | None], None]  # done, of how many, the best so far
+ProgressCallback = Callable[
+    [int, int, PlacementScore | None], None
+]  # done, of how many, the best so far
 
 
 def search(
-    scenario: Scenario, placements: Iterable[Placement], keep: int, jobs: int, progress: ProgressCallback
+    scenario: Scenario,
+    placements: Iterable[Placement],
+    keep: int,
+    jobs: int,
+    progress: ProgressCallback,
 ) -> list[PlacementScore]:
     """Returns the `keep` best placements, best first, without those that have no goodput.
 
     With `keep` 0 it returns all of them and prunes nothing.
     """
     samples = scenario.samples()
-    ordered = sorted(placements, key=lambda p: (_pipeline_stages(p), -estimate(scenario, p, samples[0]), p))
+    ordered = sorted(
+        placements, key=lambda p: (_pipeline_stages(p), -estimate(scenario, p, samples[0]), p)
+    )
     found: list[PlacementScore] = []
     total = len(ordered)
     done = 0
@@ -226,7 +266,8 @@ def _ranked(scenario: Scenario, found: Sequence[PlacementScore], keep: int) -> l
         return []
     top = found[0].goodput * (1 - scenario.tolerance)
     first = min(
-        (s for s in found if s.goodput >= top), key=lambda s: (s.placement.gpus, s.placement.instances, -s.goodput)
+        (s for s in found if s.goodput >= top),
+        key=lambda s: (s.placement.gpus, s.placement.instances, -s.goodput),
     )
     return [first, *(s for s in found if s is not first)][: keep or len(found)]
 

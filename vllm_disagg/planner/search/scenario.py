@@ -1,4 +1,6 @@
-"""Scenarios and placements: hardware times and memory, traffic, objective, and the deployment of a placement."""
+"""Scenarios and placements: hardware times and memory, traffic, objective, and the deployment of a
+placement.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ GPUS_PER_NODE = 8  # GPUs that tensor parallelism may span
 
 
 class PerformanceSource(msgspec.Struct, frozen=True):
-    """Source of step times and memory of one GPU type: published coefficients, measured points or a roofline."""
+    """Source of step times and memory of one GPU type: published coefficients, measured points or a
+    roofline.
+    """
 
     kind: str  # coefficients | profile | roofline
     name: str  # the set of coefficients, the file, or the GPU
@@ -46,8 +50,17 @@ class PerformanceSource(msgspec.Struct, frozen=True):
         if self.kind == "coefficients":
             degrees = distserve.degrees(self.name, self.model.name)
         else:
-            degrees = [tp for tp in range(1, GPUS_PER_NODE + 1) if self.model.heads % tp == 0 and tp & (tp - 1) == 0]
-        pairs = [(tp, pp) for tp in degrees for pp in range(1, gpus // tp + 1) if self.model.splits(tp, pp)]
+            degrees = [
+                tp
+                for tp in range(1, GPUS_PER_NODE + 1)
+                if self.model.heads % tp == 0 and tp & (tp - 1) == 0
+            ]
+        pairs = [
+            (tp, pp)
+            for tp in degrees
+            for pp in range(1, gpus // tp + 1)
+            if self.model.splits(tp, pp)
+        ]
         return [(tp, pp) for tp, pp in pairs if self.kv(tp, pp) >= 16]
 
     def latency(self, tp: int, pp: int) -> LatencyModel:
@@ -83,7 +96,9 @@ class PerformanceSource(msgspec.Struct, frozen=True):
             others = f"{self.beside or 'no'} other instance{'' if self.beside == 1 else 's'} of its machine at work"
             return f"fitted to the measured points of {self.name}, with {others}"
         gpu = self.gpu
-        share = f"{gpu.prefill:.0%} of its FLOP/s and {gpu.decode:.0%} of its bandwidth" if gpu else ""
+        share = (
+            f"{gpu.prefill:.0%} of its FLOP/s and {gpu.decode:.0%} of its bandwidth" if gpu else ""
+        )
         return f"roofline of {self.name}, assuming {share}: nothing was measured, expect 20 % or more of error"
 
 
@@ -104,7 +119,9 @@ class ReplicaGroup(msgspec.Struct, frozen=True, order=True):
 
 
 class Placement(msgspec.Struct, frozen=True, order=True):
-    """Disaggregated groups, or one colocated group (`decode` None) with a schedule and a token budget per step."""
+    """Disaggregated groups, or one colocated group (`decode` None) with a schedule and a token
+    budget per step.
+    """
 
     prefill: ReplicaGroup
     decode: ReplicaGroup | None = None
@@ -152,14 +169,16 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     def samples(self) -> list[WorkloadSample]:
         """Draws one sample of requests for each seed."""
-        return [self.workload.sample(self.requests, seed, self.arrivals) for seed in range(self.seeds)]
+        return [
+            self.workload.sample(self.requests, seed, self.arrivals) for seed in range(self.seeds)
+        ]
 
     def deployment(self, placement: Placement) -> Deployment:
         """Builds the deployment to simulate.
 
-        DistServe's rules: no token budget, as many sequences as fit, the decode instance chosen when the prefill ends. Its
-        hard-coded 50,000 tokens of a decode batch are not the default: --kv-limit sets them. The chunked baseline keeps its
-        budget.
+        DistServe's rules: no token budget, as many sequences as fit, the decode instance chosen
+        when the prefill ends. Its hard-coded 50,000 tokens of a decode batch are not the default:
+        --kv-limit sets them. The chunked baseline keeps its budget.
         """
         if not placement.decode:
             source = self.decode if placement.on_decode_gpus else self.prefill
@@ -182,7 +201,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             self.distserve,
         )
 
-    def _side(self, source: PerformanceSource, group: ReplicaGroup, rules: SchedulingRules) -> ReplicaPool:
+    def _side(
+        self, source: PerformanceSource, group: ReplicaGroup, rules: SchedulingRules
+    ) -> ReplicaPool:
         kv = self.kv_limit or source.kv(group.tp, group.pp)
         return ReplicaPool(group.n, _latency(source, group.tp, group.pp), kv, rules)
 
@@ -196,7 +217,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         """Describes for people the source of the times, and the traffic."""
         measured = self.prefill.words()
         return [
-            f"times: {measured}" + ("" if self.decode == self.prefill else f"; decode: {self.decode.words()}"),
+            f"times: {measured}"
+            + ("" if self.decode == self.prefill else f"; decode: {self.decode.words()}"),
             f"traffic: {self.workload.name}, {self.seeds} x {self.requests} requests, {self.arrivals.kind} arrivals;"
             f" link {self.link.name}",
         ]
@@ -206,13 +228,17 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     def capacities(self, placement: Placement, sample: WorkloadSample) -> tuple[float, float]:
         """Estimates requests/s of the prefill and of the decode instances, each alone; not a bound.
 
-        Prefill: prompts one after the other. Decode: the largest batch with a step within TPOT and with KV that fits, at the
-        mean context.
+        Prefill: prompts one after the other. Decode: the largest batch with a step within TPOT and
+        with KV that fits, at the mean context.
         """
         decode = placement.decode or placement.prefill
-        return self.prefill_capacity(placement.prefill, sample, placement.on_decode_gpus), self.decode_capacity(decode, sample)
+        return self.prefill_capacity(
+            placement.prefill, sample, placement.on_decode_gpus
+        ), self.decode_capacity(decode, sample)
 
-    def prefill_capacity(self, group: ReplicaGroup, sample: WorkloadSample, on_decode_gpus: bool = False) -> float:
+    def prefill_capacity(
+        self, group: ReplicaGroup, sample: WorkloadSample, on_decode_gpus: bool = False
+    ) -> float:
         """Estimates requests/s of a prefill group alone."""
         latency = _latency(self.decode if on_decode_gpus else self.prefill, group.tp, group.pp)
         work = sum(latency.mixed(p, float(p) ** 2, 0, 0, True) for p in sample.prompts[:200])
@@ -234,14 +260,16 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         if step(high) > self.objective.tpot:
             while low < high:
                 middle = (low + high + 1) // 2
-                low, high = (middle, high) if step(middle) <= self.objective.tpot else (low, middle - 1)
+                low, high = (
+                    (middle, high) if step(middle) <= self.objective.tpot else (low, middle - 1)
+                )
         return group.n * latency.pp * high / (step(high) * output)
 
     def infeasible(self, placement: Placement, sample: WorkloadSample) -> str:
         """Returns the objective that no rate can meet, or an empty text.
 
-        Too many requests miss it even alone, on an idle instance. Work added to a batch never makes it faster, and a
-        prompt in chunks is not faster than in one.
+        Too many requests miss it even alone, on an idle instance. Work added to a batch never makes
+        it faster, and a prompt in chunks is not faster than in one.
         """
         objective = self.objective
         allowed = self.objective.allowed(len(sample))
@@ -249,7 +277,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         first = _latency(source, placement.prefill.tp, placement.prefill.pp)
         group = placement.decode or placement.prefill
         later = _latency(self.decode if placement.decode else source, group.tp, group.pp)
-        if not sample.prefixes and sum(unloaded_prefill(first, p) > objective.ttft for p in sample.prompts) > allowed:
+        if (
+            not sample.prefixes
+            and sum(unloaded_prefill(first, p) > objective.ttft for p in sample.prompts) > allowed
+        ):
             return "ttft"
         pairs = zip(sample.prompts, sample.outputs, strict=True)
         if sum(o > 1 and unloaded_decode(later, p) > objective.tpot for p, o in pairs) > allowed:
@@ -268,5 +299,11 @@ def check_model(source: PerformanceSource, gpus: int, flag: str) -> None:
         return
     name = source.model.name if source.model else source.name
     least = next((g for g in range(gpus + 1, 129) if source.shapes(g)), None)
-    hint = f"it needs at least {least}: give {flag} {least} or more" if least else "give a GPU with more memory"
-    raise ConfigError(f"{name} fits nowhere on {gpus} GPU{'s' if gpus > 1 else ''} of {source.name}; {hint}")
+    hint = (
+        f"it needs at least {least}: give {flag} {least} or more"
+        if least
+        else "give a GPU with more memory"
+    )
+    raise ConfigError(
+        f"{name} fits nowhere on {gpus} GPU{'s' if gpus > 1 else ''} of {source.name}; {hint}"
+    )

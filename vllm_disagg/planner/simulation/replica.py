@@ -1,15 +1,18 @@
-"""One simulated vLLM instance: continuous batching over a paged KV cache, chunked prefill, preemption, pipelining.
+"""One simulated vLLM instance: continuous batching over a paged KV cache, chunked prefill,
+preemption, pipelining.
 
-A batch holds one token of every decoding sequence and, within the token budget, chunks of prompts, oldest first.
-While all sequences only decode, one batch covers many steps. A step takes base + slope * contexts, and contexts grow
-by n a step, so the sum over j steps has a closed form. New work calls `wake`, which ends such a batch after the
-running step. `tests/property/test_planner.py` compares this with a simulation of one step at a time.
+A batch holds one token of every decoding sequence and, within the token budget, chunks of prompts,
+oldest first. While all sequences only decode, one batch covers many steps. A step takes base +
+slope * contexts, and contexts grow by n a step, so the sum over j steps has a closed form. New work
+calls `wake`, which ends such a batch after the running step. `tests/property/test_planner.py`
+compares this with a simulation of one step at a time.
 
-Pipelining (pp > 1) follows vLLM: up to pp batches are in flight, each with sequences of its own. A stage serves in
-order of arrival, so the end of a batch is known at its start.
+Pipelining (pp > 1) follows vLLM: up to pp batches are in flight, each with sequences of its own. A
+stage serves in order of arrival, so the end of a batch is known at its start.
 
-KV is counted in tokens (vLLM: in blocks of 16). KV of a whole prompt is reserved before its first chunk (vLLM's
-scheduler_reserve_full_isl) or, for a prompt from a prefill replica, before its transfer.
+KV is counted in tokens (vLLM: in blocks of 16). KV of a whole prompt is reserved before its first
+chunk (vLLM's scheduler_reserve_full_isl) or, for a prompt from a prefill replica, before its
+transfer.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ class SchedulingRules(msgspec.Struct, frozen=True):
 
     budget: int = 8192  # tokens of a step: max_num_batched_tokens
     sequences: int = 256  # that run at once: max_num_seqs
-    chunked: bool = True  # chunks ride with decodes (Sarathi); False: whole prompts first, alone (vLLM of 2023)
+    chunked: bool = (
+        True  # chunks ride with decodes (Sarathi); False: whole prompts first, alone (vLLM of 2023)
+    )
     multi_step: bool = True  # many decode steps at once; False only to test that it changes nothing
 
 
@@ -45,7 +50,9 @@ class RequestTable:
         self.outputs = sample.outputs
         self.prefixes = sample.prefixes
         self.block = sample.block
-        self.prefill_tokens = prompts.copy()  # the prompt; after a preemption also the answer so far
+        self.prefill_tokens = (
+            prompts.copy()
+        )  # the prompt; after a preemption also the answer so far
         self.tokens_left = [0] * count  # to generate
         self.computed = [0] * count  # of `prefill_tokens`
         self.context_base = [0] * count  # context less the steps of its group
@@ -59,12 +66,16 @@ class ReplicaListener(Protocol):
 
     def on_prefill_complete(self, replica: Replica, now: float, r: int) -> None:
         """The last chunk of a prompt has been computed."""
+
     def on_kv_reserved(self, replica: Replica, now: float, r: int) -> None:
         """KV is reserved for a request from a prefill replica."""
+
     def on_first_token(self, now: float, r: int) -> None:
         """The first token of an answer has been computed."""
+
     def on_finished(self, replica: Replica, now: float, r: int) -> None:
         """The last token of an answer has been computed."""
+
     def schedule(self, time: float, replica: Replica, batch: Batch | None) -> None:
         """Schedules the end of `batch`, or a wake-up if it is None."""
 
@@ -91,7 +102,9 @@ class Batch:
         self.prompts = prompts
         self.start = start
         self.steps = 1
-        self.first = self.growth = self.end = 0.0  # seconds of the first step, and more of each next one
+        self.first = self.growth = self.end = (
+            0.0  # seconds of the first step, and more of each next one
+        )
 
     def elapsed(self, steps: int) -> float:
         """Returns the seconds that the first `steps` steps take."""
@@ -116,7 +129,12 @@ class Replica:
     """Simulated vLLM instance of tp*pp GPUs that holds `kv` tokens."""
 
     def __init__(
-        self, listener: ReplicaListener, requests: RequestTable, latency: LatencyModel, kv: int, rules: SchedulingRules
+        self,
+        listener: ReplicaListener,
+        requests: RequestTable,
+        latency: LatencyModel,
+        kv: int,
+        rules: SchedulingRules,
     ) -> None:
         self.listener = listener
         self.requests = requests
@@ -147,7 +165,9 @@ class Replica:
         self.wake(now)
 
     def expect_kv(self, now: float, r: int) -> None:
-        """Queues a request that receives its KV from a prefill replica; reserves room when there is any."""
+        """Queues a request that receives its KV from a prefill replica; reserves room when there is
+        any.
+        """
         self._awaiting_kv.add(r)
         self.waiting.append(r)
         self._reserve_kv(now)
@@ -190,7 +210,9 @@ class Replica:
         if len(in_flight) >= self.latency.pp:
             return
         if now < self._stage_free_at[0]:
-            if self._wake_at < self._stage_free_at[0] and (self.ready.n or self.prefilling or self.waiting):
+            if self._wake_at < self._stage_free_at[0] and (
+                self.ready.n or self.prefilling or self.waiting
+            ):
                 self._wake_at = self._stage_free_at[0]
                 self.listener.schedule(self._wake_at, self, None)
             return
@@ -239,7 +261,9 @@ class Replica:
         tokens = 0
         squares = 0
         if self.prefilling or self.waiting:
-            tokens, squares = self._schedule_chunks(now, finishing, rules.budget - group.n if rules.chunked else rules.budget)
+            tokens, squares = self._schedule_chunks(
+                now, finishing, rules.budget - group.n if rules.chunked else rules.budget
+            )
         if tokens and not rules.chunked:
             group = DecodeGroup()  # the others wait
         elif tokens or group.n:
@@ -285,7 +309,11 @@ class Replica:
         group = batch.group
         latency = self.latency
         first = latency.mixed(tokens, squares, group.n, group.contexts, True)
-        rest = latency.mixed(tokens, squares, group.n, group.contexts, False) if latency.pp > 1 else 0.0
+        rest = (
+            latency.mixed(tokens, squares, group.n, group.contexts, False)
+            if latency.pp > 1
+            else 0.0
+        )
         self._pass_stages(batch, first, rest)
 
     def _time_decode(self, batch: Batch) -> None:
@@ -293,7 +321,10 @@ class Replica:
         n = group.n
         times = self._decode_times.get(n)
         if not times:
-            times = self._decode_times[n] = (*self.latency.decode(n, True), *self.latency.decode(n, False))
+            times = self._decode_times[n] = (
+                *self.latency.decode(n, True),
+                *self.latency.decode(n, False),
+            )
         first = times[0] + times[1] * group.contexts
         if self.latency.pp > 1:
             self._pass_stages(batch, first, times[2] + times[3] * group.contexts)
@@ -319,7 +350,9 @@ class Replica:
     # --- KV ---
 
     def _admit_waiting(self) -> bool:
-        """Reserves KV for the oldest waiting prompt and starts its prefill. Returns whether it fits."""
+        """Reserves KV for the oldest waiting prompt and starts its prefill. Returns whether it
+        fits.
+        """
         if not self.waiting:
             return False
         requests = self.requests
@@ -329,7 +362,9 @@ class Replica:
         self._take_kv(r)
         requests.computed[r] = 0
         if self.cache and requests.prefixes:
-            hit = self.cache.hit(requests.prefixes[r])  # these blocks are among those the request now holds
+            hit = self.cache.hit(
+                requests.prefixes[r]
+            )  # these blocks are among those the request now holds
             self.cache.shrink((self.kv - self.used) // self.cache.block + hit)
             requests.computed[r] = min(hit * self.cache.block, requests.prefill_tokens[r] - 1)
         self.prefilling.append(r)
@@ -341,7 +376,11 @@ class Replica:
             return
         grown = self._tokens_grown(now)
         took = False
-        while self.waiting and self.waiting[0] in self._awaiting_kv and self._kv_fits(self.waiting[0], grown):
+        while (
+            self.waiting
+            and self.waiting[0] in self._awaiting_kv
+            and self._kv_fits(self.waiting[0], grown)
+        ):
             r = self.waiting[0]
             took = True
             self._take_kv(r)
@@ -358,7 +397,8 @@ class Replica:
         return batch.group.n * (over if batch.elapsed(over) <= now - batch.start else over - 1)
 
     def _kv_fits(self, r: int, grown: int = 0) -> bool:
-        # One more token for each running request, so that no request is admitted only to be preempted at once.
+        # One more token for each running request, so that no request is admitted only to be
+        # preempted at once.
         held = self.used + grown + self.requests.prefill_tokens[r] + self.running
         return self.running < self.rules.sequences and held < self.kv
 

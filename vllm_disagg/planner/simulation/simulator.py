@@ -1,12 +1,14 @@
 """Simulates a whole deployment: the proxy in front of P and D, or of colocated instances.
 
-Disaggregated with overlap (`Handoff.overlap`), as in this project: the proxy queues a request until a prefill replica
-has a free place, then starts both legs at once. D reserves KV for the prompt. Layers move while P computes, so only the
-last layer is left after the prefill, unless the link is slower. P holds its KV until D has received it. D computes the
-last prompt token and with it the first token of the answer.
+Disaggregated with overlap (`Handoff.overlap`), as in this project: the proxy queues a request until
+a prefill replica has a free place, then starts both legs at once. D reserves KV for the prompt.
+Layers move while P computes, so only the last layer is left after the prefill, unless the link is
+slower. P holds its KV until D has received it. D computes the last prompt token and with it the
+first token of the answer.
 
-Without overlap (NixlConnector, DistServe) the decode leg starts when the prefill ends. D is chosen and reserves KV then,
-and all of the KV moves then. Each P sends and each D receives one prompt after the other.
+Without overlap (NixlConnector, DistServe) the decode leg starts when the prefill ends. D is chosen
+and reserves KV then, and all of the KV moves then. Each P sends and each D receives one prompt
+after the other.
 
 The simulation is deterministic: only the policy power_of_two draws random numbers, from a seed.
 """
@@ -26,9 +28,16 @@ from .replica import Batch, Replica, RequestTable, SchedulingRules
 from .workload import WorkloadSample
 
 SimulatedPolicy = Literal["least_loaded", "round_robin", "power_of_two", "prefix_aware"]
-POLICIES: tuple[SimulatedPolicy, ...] = ("least_loaded", "round_robin", "power_of_two", "prefix_aware")
+POLICIES: tuple[SimulatedPolicy, ...] = (
+    "least_loaded",
+    "round_robin",
+    "power_of_two",
+    "prefix_aware",
+)
 
-SimulationEvent = tuple[float, int, int, Replica | None, Batch | None]  # time, order, request or -1, whose, of what
+SimulationEvent = tuple[
+    float, int, int, Replica | None, Batch | None
+]  # time, order, request or -1, whose, of what
 
 
 class ReplicaPool(msgspec.Struct, frozen=True):
@@ -57,16 +66,16 @@ class Deployment(msgspec.Struct, frozen=True):
     decode: ReplicaPool | None = None
     handoff: Handoff = Handoff()
     policy: SimulatedPolicy = "least_loaded"
-    distserve: bool = (
-        False  # DistServe's clock: TTFT when the prefill ends, `output` steps after it, TPOT over `output`
-    )
+    # DistServe's clock: TTFT when the prefill ends, `output` steps after it, TPOT over `output`
+    distserve: bool = False
 
 
 class Objective(msgspec.Struct, frozen=True):
-    """Latency objective: seconds to the first token, seconds for each later token, share of requests.
+    """Latency objective: seconds to the first token, seconds for each later token, share of
+    requests.
 
-    With `joint`, one request must meet both. Without, that share of requests meets each by itself, as DistServe's simulator
-    counts.
+    With `joint`, one request must meet both. Without, that share of requests meets each by itself,
+    as DistServe's simulator counts.
     """
 
     ttft: float
@@ -90,7 +99,9 @@ class SimulationResult(msgspec.Struct, frozen=True):
     stopped: bool  # early, because too many had missed
 
     def attainment(self, objective: Objective) -> float:
-        """Returns the share of requests that met the objective; without `joint` the smaller of the two shares."""
+        """Returns the share of requests that met the objective; without `joint` the smaller of the
+        two shares.
+        """
         first = [0 <= t <= objective.ttft for t in self.ttft]
         later = [0 <= t <= objective.tpot for t in self.tpot]
         if objective.joint:
@@ -99,11 +110,16 @@ class SimulationResult(msgspec.Struct, frozen=True):
 
 
 def simulate(
-    deployment: Deployment, sample: WorkloadSample, rate: float, objective: Objective | None = None, seed: int = 0
+    deployment: Deployment,
+    sample: WorkloadSample,
+    rate: float,
+    objective: Objective | None = None,
+    seed: int = 0,
 ) -> SimulationResult:
     """Simulates all requests of `sample`, arriving at `rate` requests/s, to their end.
 
-    With `objective` it stops as soon as too many requests have missed; then only `stopped` is meaningful.
+    With `objective` it stops as soon as too many requests have missed; then only `stopped` is
+    meaningful.
     """
     return Simulation(deployment, sample, rate, objective, seed).run()
 
@@ -112,14 +128,21 @@ class Simulation:
     """Discrete-event simulation of one deployment; receives the events of its replicas."""
 
     def __init__(
-        self, deployment: Deployment, sample: WorkloadSample, rate: float, objective: Objective | None, seed: int
+        self,
+        deployment: Deployment,
+        sample: WorkloadSample,
+        rate: float,
+        objective: Objective | None,
+        seed: int,
     ) -> None:
         self._deployment = deployment
         self._objective = objective
         self._count = len(sample)
         self._arrivals = sample.arrivals(rate)
         self._requests = requests = RequestTable(sample)
-        self._events: list[SimulationEvent] = [(time, r, r, None, None) for r, time in enumerate(self._arrivals)]
+        self._events: list[SimulationEvent] = [
+            (time, r, r, None, None) for r, time in enumerate(self._arrivals)
+        ]
         heapify(self._events)
         self._event_order = self._count
         self._random = Random(seed)
@@ -142,7 +165,9 @@ class Simulation:
         self._allowed_misses = objective.allowed(self._count) if objective else self._count
 
     def _replicas(self, side: ReplicaPool, requests: RequestTable) -> list[Replica]:
-        return [Replica(self, requests, side.latency, side.kv, side.rules) for _ in range(side.count)]
+        return [
+            Replica(self, requests, side.latency, side.kv, side.rules) for _ in range(side.count)
+        ]
 
     def run(self) -> SimulationResult:
         """Processes events until none is left, or until too many requests have missed."""
@@ -158,7 +183,9 @@ class Simulation:
                 self._on_kv_landed(now, r, replica)
             else:
                 replica.start_batch(now)
-        if not self._stopped_early and any(e.waiting or e.running for e in (*self._prefills, *self._decodes)):
+        if not self._stopped_early and any(
+            e.waiting or e.running for e in (*self._prefills, *self._decodes)
+        ):
             raise AssertionError("a simulation ended with requests in it")
         return self._result()
 
@@ -221,7 +248,10 @@ class Simulation:
         prefixes = self._requests.prefixes
         if policy == "prefix_aware" and prefixes:
             ids = prefixes[r]
-            return min(replicas, key=lambda e: e.load - (e.cache.match(ids) * e.cache.block if e.cache else 0))
+            return min(
+                replicas,
+                key=lambda e: e.load - (e.cache.match(ids) * e.cache.block if e.cache else 0),
+            )
         return min(replicas, key=_load)
 
     # --- events of the replicas ---
@@ -235,7 +265,9 @@ class Simulation:
         """Starts decoding on the same replica, or the hand-off to the decode replica."""
         requests = self._requests
         distserve = self._deployment.distserve
-        if not self._decodes or self._kv_arrived[r]:  # computed where it is decoded; or preempted there, and again
+        if (
+            not self._decodes or self._kv_arrived[r]
+        ):  # computed where it is decoded; or preempted there, and again
             if self._kv_arrived[r] or requests.first_token_at[r] >= 0:
                 requests.tokens_left[r] -= 1  # else it was not counted
             self.on_first_token(now, r)
@@ -281,7 +313,9 @@ class Simulation:
     # --- hand-off ---
 
     def _start_handoff(self, now: float, r: int) -> None:
-        """Schedules the arrival of KV at D, after the prefill has completed and D has reserved room."""
+        """Schedules the arrival of KV at D, after the prefill has completed and D has reserved
+        room.
+        """
         handoff = self._deployment.handoff
         prefill = self._prefill_of[r]
         decode = self._decode_of[r]
@@ -289,7 +323,11 @@ class Simulation:
             raise AssertionError("a request that moves has both instances")
         prompt = self._requests.prompts[r]
         wire = handoff.bytes_per_token * prompt / handoff.link.bandwidth
-        begin = max(self._requests.prefill_started_at[r], self._reserved_at[r]) if handoff.overlap else now
+        begin = (
+            max(self._requests.prefill_started_at[r], self._reserved_at[r])
+            if handoff.overlap
+            else now
+        )
         free = self._link_free_at
         out = id(prefill)
         into = id(decode)
@@ -352,7 +390,9 @@ def _load(replica: Replica) -> int:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """Returns the smallest value within which `share` of all requests stay; infinite if fewer have a value."""
+    """Returns the smallest value within which `share` of all requests stay; infinite if fewer have
+    a value.
+    """
     if not values:
         raise ConfigError("a quantile of nothing")
     ordered = sorted(v if v >= 0 else float("inf") for v in values)

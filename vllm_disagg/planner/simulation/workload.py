@@ -19,7 +19,9 @@ from ...workloads.traces import Trace, TraceRequest
 
 
 class WorkloadSample(msgspec.Struct, frozen=True):
-    """Requests of one seed; `gaps` are times between arrivals in units of their mean, the first is 0."""
+    """Requests of one seed; `gaps` are times between arrivals in units of their mean, the first is
+    0.
+    """
 
     prompts: list[int]
     outputs: list[int]
@@ -63,7 +65,11 @@ class Workload(msgspec.Struct, frozen=True):
             pairs = [self.lengths.draw(random) for _ in range(requests)]
         else:
             pairs = [self.fixed or (1, 1)] * requests
-        gaps = _gaps_of(rows) if arrivals.kind == "trace" else [0.0, *arrivals.draw(random, len(pairs) - 1)]
+        gaps = (
+            _gaps_of(rows)
+            if arrivals.kind == "trace"
+            else [0.0, *arrivals.draw(random, len(pairs) - 1)]
+        )
         prefixes = [row.hash_ids for row in rows] if any(row.hash_ids for row in rows) else None
         block = self.trace.block if self.trace else traces.MOONCAKE_BLOCK_TOKENS
         return WorkloadSample([p for p, _ in pairs], [o for _, o in pairs], gaps, prefixes, block)
@@ -75,7 +81,9 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 class Arrivals(msgspec.Struct, frozen=True):
-    """Arrival process: poisson, gamma with a coefficient of variation `cv`, or the times of the trace, stretched to the rate."""
+    """Arrival process: poisson, gamma with a coefficient of variation `cv`, or the times of the
+    trace, stretched to the rate.
+    """
 
     kind: str
     cv: float = 1.0
@@ -89,10 +97,16 @@ class Arrivals(msgspec.Struct, frozen=True):
 
 
 def load(text: str) -> Workload:
-    """Loads a workload by name, as IN:OUT, or by the path of a trace. Raises ConfigError with the accepted values."""
+    """Loads a workload by name, as IN:OUT, or by the path of a trace. Raises ConfigError with the
+    accepted values.
+    """
     if text in NAMED_DISTRIBUTIONS:
         return Workload(text, lengths=NAMED_DISTRIBUTIONS[text])
-    if (fixed := text.replace("/", ":").split(":")) and len(fixed) == 2 and all(f.isdecimal() for f in fixed):
+    if (
+        (fixed := text.replace("/", ":").split(":"))
+        and len(fixed) == 2
+        and all(f.isdecimal() for f in fixed)
+    ):
         if min(map(int, fixed)) < 1:
             raise ConfigError(f"--workload: {text} has a length of 0")
         return Workload(text, fixed=(int(fixed[0]), int(fixed[1])))
@@ -109,13 +123,17 @@ def load(text: str) -> Workload:
 
 
 def arrivals(text: str, workload: Workload) -> Arrivals:
-    """Parses poisson, gamma:CV or trace; an empty text selects the times of the trace, if it has any."""
+    """Parses poisson, gamma:CV or trace; an empty text selects the times of the trace, if it has
+    any.
+    """
     if not text:
         return Arrivals("trace" if workload.timed else "poisson")
     kind, _, value = text.partition(":")
     if kind == "trace" and not value:
         if not workload.timed:
-            raise ConfigError(f"--arrivals trace: {workload.name} has no arrival times: give poisson or gamma:CV")
+            raise ConfigError(
+                f"--arrivals trace: {workload.name} has no arrival times: give poisson or gamma:CV"
+            )
         return Arrivals("trace")
     if kind == "poisson" and not value:
         return Arrivals("poisson")
@@ -124,7 +142,9 @@ def arrivals(text: str, workload: Workload) -> Arrivals:
     except ValueError:
         cv = 0.0
     if not 0 < cv < 100:
-        raise ConfigError(f"--arrivals: {text} is not one of poisson, gamma:CV with CV more than 0, trace")
+        raise ConfigError(
+            f"--arrivals: {text} is not one of poisson, gamma:CV with CV more than 0, trace"
+        )
     return Arrivals("gamma", cv)
 
 
@@ -141,5 +161,7 @@ def _gaps_of(rows: Sequence[TraceRequest]) -> list[float]:
     times = [row.arrival for row in rows]
     mean = (times[-1] - times[0]) / max(1, len(times) - 1)
     if mean <= 0:
-        raise ConfigError("--workload: all requests of the trace arrive at once: give --arrivals poisson")
+        raise ConfigError(
+            "--workload: all requests of the trace arrive at once: give --arrivals poisson"
+        )
     return [0.0, *((b - a) / mean for a, b in pairwise(times))]

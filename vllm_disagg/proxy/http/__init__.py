@@ -1,1 +1,3 @@
-"""HTTP towards clients and instances.  Knows no fleet: connections, heads, streams, paths, addresses."""
+"""HTTP towards clients and instances. Knows no fleet: connections, heads, streams, paths,
+addresses.
+"""

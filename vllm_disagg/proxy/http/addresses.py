@@ -1,10 +1,12 @@
-"""Addresses of instances: URLs and host names that can be used, and networks that instances may be in.  Pure.
+"""Addresses of instances: URLs and host names that can be used, and networks that instances may be
+in. Pure.
 
-Flags, fleet file, admin API, DNS and registration share one check, made before a URL reaches the event loop: a host name
-that cannot be encoded for DNS raises UnicodeError there.
+Flags, fleet file, admin API, DNS and registration share one check, made before a URL reaches the
+event loop: a host name that cannot be encoded for DNS raises UnicodeError there.
 
-The fleet's operator writes flags and the fleet file.  What others add, `Networks` restricts: by default no link-local
-address (a cloud's metadata service is one), no multicast and no unspecified one.
+The fleet's operator writes flags and the fleet file. What others add, `Networks` restricts: by
+default no link-local address (a cloud's metadata service is one), no multicast and no unspecified
+one.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.IGNORECASE)
 
 
 def split_rank(url: str) -> tuple[str, int | None]:
-    """URL@RANK is one of the data parallel ranks behind one API server: (where that is, the rank or None)."""
+    """URL@RANK is one of the data parallel ranks behind one API server: (where that is, the rank or
+    None).
+    """
     found = _RANKED.fullmatch(url)
     return (found[1], int(found[2])) if found else (url, None)
 
@@ -37,7 +41,9 @@ def check_url(given: str, where: str) -> str:
         raise ConfigError(f"{where}: {given!r} has characters that no URL has")
     found = _URL.fullmatch(url)
     if not found:
-        raise ConfigError(f"{where}: {given!r} is not an instance's URL; it looks like http://HOST:PORT")
+        raise ConfigError(
+            f"{where}: {given!r} is not an instance's URL; it looks like http://HOST:PORT"
+        )
     _, host, port = found.groups()
     if port is not None and not is_port(port):
         raise ConfigError(f"{where}: {given!r} has no valid port")
@@ -109,7 +115,9 @@ class Networks:
         return bool(within) or not self._allowed
 
     def check(self, url: str, where: str) -> str:
-        """The URL if its host is an allowed address, or a name, which is checked when it is looked up; or ConfigError."""
+        """The URL if its host is an allowed address, or a name, which is checked when it is looked
+        up; or ConfigError.
+        """
         host = host_of(url)
         if literal(host) and not self.allow(host):
             raise ConfigError(f"{where}: {self.refusal(host)}")
@@ -129,7 +137,11 @@ def parse_networks(text: str) -> tuple[Network, ...]:
         try:
             found.append(ipaddress.ip_network(part))
         except ValueError as error:
-            raise ConfigError(f"--instance-networks: {error}; it looks like 10.0.0.0/8,fd00::/8") from None
+            raise ConfigError(
+                f"--instance-networks: {error}; it looks like 10.0.0.0/8,fd00::/8"
+            ) from None
     if text and not found:
-        raise ConfigError(f"--instance-networks: {text!r} names no network; it looks like 10.0.0.0/8,fd00::/8")
+        raise ConfigError(
+            f"--instance-networks: {text!r} names no network; it looks like 10.0.0.0/8,fd00::/8"
+        )
     return tuple(found)

@@ -10,8 +10,10 @@ MAX_AGE = b"600"  # seconds that a browser may remember a preflight's answer
 
 
 def may_open(request: Request, origins: list[str]) -> bool:
-    """Whether a WebSocket may be opened.  Browsers let any page try, and leave it to the server: so a page must come from
-    a named origin, or from the host that it asks.  Who is no browser says no origin."""
+    """Whether a WebSocket may be opened. Browsers let any page try, and leave it to the server: so
+    a page must come from a named origin, or from the host that it asks. Who is no browser says no
+    origin.
+    """
     origin = find(request.headers, b"origin")
     named = "*" in origins or origin.decode("latin-1") in origins
     return not origin or named or origin.partition(b"://")[2] == find(request.headers, b"host")

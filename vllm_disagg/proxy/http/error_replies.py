@@ -29,7 +29,9 @@ def end_stream(client: Connection, status: int, message: str) -> None:
     client.end()
 
 
-def answer_error(client: Connection, status: int, message: str, param: str | None = None, retry_after: int = 0) -> None:
+def answer_error(
+    client: Connection, status: int, message: str, param: str | None = None, retry_after: int = 0
+) -> None:
     """An error of ours, in the form that is still possible."""
     if client.ended:
         return

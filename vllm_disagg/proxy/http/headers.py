@@ -1,4 +1,6 @@
-"""What the two sides of HTTP share: header lists, hop-by-hop rules and how a message head is written."""
+"""What the two sides of HTTP share: header lists, hop-by-hop rules and how a message head is
+written.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _HOP = frozenset(
     b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization "
     b"te trailer transfer-encoding upgrade content-length".split()
 )
-_REQUEST_ONLY = frozenset((b"host", b"expect", b"accept-encoding"))  # coded answers could not be cut at events
+_REQUEST_ONLY = frozenset(
+    (b"host", b"expect", b"accept-encoding")
+)  # coded answers could not be cut at events
 
 
 # RFC 3986, 3.2.2: a name or an address, and a port.
@@ -45,7 +49,9 @@ def without_upgrade(headers: Headers) -> Headers:
 
 
 def origin_form(url: bytes, headers: Headers) -> tuple[bytes, Headers]:
-    """The target of a request as a path, and the headers with the host that it named, if it did (RFC 9112, 3.2.2)."""
+    """The target of a request as a path, and the headers with the host that it named, if it did
+    (RFC 9112, 3.2.2).
+    """
     scheme, found, rest = url.partition(b"://")
     if not found or scheme.lower() not in (b"http", b"https"):
         return url, headers

@@ -4,4 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-Reason = Literal["refused", "reset", "died", "garbled", "timeout", "5xx", "busy", "stalled", "stale", "diverged"]
+Reason = Literal[
+    "refused", "reset", "died", "garbled", "timeout", "5xx", "busy", "stalled", "stale", "diverged"
+]

@@ -78,23 +78,47 @@ REFUSED = {  # what vLLM 0.32 serves and no client of a proxy may ask for, and w
     **dict.fromkeys(
         (
             # development and administration
-            "/sleep", "/wake_up", "/is_sleeping", "/release_kv_cache_memory", "/collective_rpc", "/server_info",
-            "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/start_profile", "/stop_profile",
-            "/scale_elastic_ep", "/is_scaling_elastic_ep", "/fault_tolerance/apply", "/fault_tolerance/status",
+            "/sleep",
+            "/wake_up",
+            "/is_sleeping",
+            "/release_kv_cache_memory",
+            "/collective_rpc",
+            "/server_info",
+            "/reset_prefix_cache",
+            "/reset_mm_cache",
+            "/reset_encoder_cache",
+            "/start_profile",
+            "/stop_profile",
+            "/scale_elastic_ep",
+            "/is_scaling_elastic_ep",
+            "/fault_tolerance/apply",
+            "/fault_tolerance/status",
             "/kv_event_sources",
             # weights, for training
-            "/pause", "/resume", "/is_paused", "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine",
-            "/start_weight_update", "/start_draft_weight_update", "/update_weights", "/finish_weight_update",
-            "/update_weight_version", "/weight_info", "/weight_checker", "/get_world_size",
+            "/pause",
+            "/resume",
+            "/is_paused",
+            "/init_weight_transfer_engine",
+            "/shutdown_weight_transfer_engine",
+            "/start_weight_update",
+            "/start_draft_weight_update",
+            "/update_weights",
+            "/finish_weight_update",
+            "/update_weight_version",
+            "/weight_info",
+            "/weight_checker",
+            "/get_world_size",
         ),
         _ONE,
     ),
     **dict.fromkeys(("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"), _DOCS),
     **dict.fromkeys(("/abort_requests", "/inference/v1/abort_requests"), _ABORT),
     "/invocations": "carries any endpoint's body past its checks: ask that endpoint by its own path",
-}  # fmt: skip
+}
 
-UNGUARDED = frozenset(("/health", "/ping", "/readiness", "/metrics", "/version", "/load"))  # as in vLLM
+UNGUARDED = frozenset(
+    ("/health", "/ping", "/readiness", "/metrics", "/version", "/load")
+)  # as in vLLM
 
 RESPONSES = "/v1/responses/"
 ADAPTERS = "/adapters/"
@@ -136,5 +160,7 @@ def is_form(path: str) -> bool:
 
 
 def guarded(path: str) -> bool:
-    """Whether a client needs a key.  vLLM guards only some prefixes; here it is all that costs an engine something."""
+    """Whether a client needs a key. vLLM guards only some prefixes; here it is all that costs an
+    engine something.
+    """
     return path not in UNGUARDED and path != "/disagg/instances"  # admin.py guards that

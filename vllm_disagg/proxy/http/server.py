@@ -1,14 +1,18 @@
-"""An HTTP/1.1 server: it reads whole requests, one at a time per connection, and gives each to one handler.
+"""An HTTP/1.1 server: it reads whole requests, one at a time per connection, and gives each to one
+handler.
 
   idle -> head -> body -> idle ...        anything wrong: refused -> (answered) linger -> closed
-  a WebSocket's handshake: -> switching, where nothing is parsed any more; `switch` begins what follows
+  a WebSocket's handshake: -> switching, where nothing is parsed any more; `switch` begins what
+  follows
 
-Each state has a deadline that bytes do not extend; it rests while a handler runs.  Meanwhile the connection is
-still read, so that a client that goes away is noticed at once, which cancels the handler; bytes of pipelined
-requests wait unparsed.  The next request waits until the client has read the last answer.
+Each state has a deadline that bytes do not extend; it rests while a handler runs. Meanwhile the
+connection is still read, so that a client that goes away is noticed at once, which cancels the
+handler; bytes of pipelined requests wait unparsed. The next request waits until the client has read
+the last answer.
 
-How large a body may be is decided at the end of the head, by `BodyLimit`.  A limit of 0 is a refusal: the handler answers
-at once, and no byte of the body is kept.  Bodies and waiting bytes of all connections together have a limit too.
+How large a body may be is decided at the end of the head, by `BodyLimit`. A limit of 0 is a
+refusal: the handler answers at once, and no byte of the body is kept. Bodies and waiting bytes of
+all connections together have a limit too.
 """
 
 from __future__ import annotations
@@ -25,7 +29,16 @@ from typing import Any, Protocol, cast
 import httptools
 import msgspec
 
-from .headers import REASONS, Headers, find, head, host_problem, origin_form, plain_path, without_upgrade
+from .headers import (
+    REASONS,
+    Headers,
+    find,
+    head,
+    host_problem,
+    origin_form,
+    plain_path,
+    without_upgrade,
+)
 from .stall_timer import Standstill
 
 log = logging.getLogger(__name__)
@@ -60,7 +73,9 @@ class Request:
     body: bytes = b""
     keep_alive: bool = True
     chunked_ok: bool = True  # the client speaks HTTP/1.1
-    upgrade: bytes = b""  # the protocol that the client wants to speak from here on: websocket, or none
+    upgrade: bytes = (
+        b""  # the protocol that the client wants to speak from here on: websocket, or none
+    )
     refusal: tuple[int, str] | None = None  # not a request that we serve, and why
     mode: str = ""  # how the handler served it, for its own books
     priority: int = 0  # as in vLLM: smaller is earlier
@@ -73,19 +88,35 @@ class Request:
 
 
 Handler = Callable[[Request, "Connection"], Awaitable[None]]
-BodyLimit = Callable[[Request], int]  # bytes that a request's body may have; 0: the handler refuses it without a body
-OnRefused = Callable[[Request, "Connection", int], None]  # told of each status that no handler has answered
+BodyLimit = Callable[
+    [Request], int
+]  # bytes that a request's body may have; 0: the handler refuses it without a body
+OnRefused = Callable[
+    [Request, "Connection", int], None
+]  # told of each status that no handler has answered
 
 
 def request_head_bytes(url: bytes, headers: Headers) -> int:
     """A request's head as it came, without its method."""
-    return len(url) + len("  HTTP/1.1\r\n\r\n") + sum(len(name) + len(value) + len(": \r\n") for name, value in headers)
+    return (
+        len(url)
+        + len("  HTTP/1.1\r\n\r\n")
+        + sum(len(name) + len(value) + len(": \r\n") for name, value in headers)
+    )
 
 
 def error_body(status: int, message: str, param: str | None = None) -> bytes:
     """An error as vLLM words it."""
-    kind = "BadRequestError" if status == 400 else "InternalServerError" if status == 500 else "ProxyError"
-    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}}).encode()
+    kind = (
+        "BadRequestError"
+        if status == 400
+        else "InternalServerError"
+        if status == 500
+        else "ProxyError"
+    )
+    return json.dumps(
+        {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    ).encode()
 
 
 class TrafficMeter(Protocol):
@@ -112,7 +143,9 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._incoming = Request()
         self._url = b""
-        self._line = b""  # where the request line is looked for: the present bytes, and those before until it is complete
+        # where the request line is looked for: the present bytes, and those before until it is
+        # complete
+        self._line = b""
         self._is_http = False
         self._body = bytearray()  # one buffer: many small chunks would cost many times their bytes
         self._body_limit = 0
@@ -128,19 +161,23 @@ class Connection(asyncio.Protocol):
         self._begun = b""  # the head of an answer of which nothing was written yet
         self._drained: asyncio.Future[None] | None = None
         self._stall: Standstill | None = None
-        self._sink: Callable[[bytes], None] | None = None  # where bytes go since the protocol was switched
+        self._sink: Callable[[bytes], None] | None = (
+            None  # where bytes go since the protocol was switched
+        )
         self._held = False  # we do not read
         self._counted = 0  # bytes that this connection has in the server's sum
         self._waits = False  # for its client to read, before the next request
         self.paused = False  # the client reads slower than we write
         self.on_pause: Callable[[bool], None] | None = None
-        self.last_words: Callable[[int, str], bytes] | None = None  # how an error is said after a switch
+        self.last_words: Callable[[int, str], bytes] | None = (
+            None  # how an error is said after a switch
+        )
         self.extra: Headers = []  # of whatever is answered to the present request
         self.meter: TrafficMeter | None = None  # told what is written
         self.started = False  # a status line was sent
         self.ended = False
 
-    # -- transport ----------------------------------------------------------------------------------------------
+    # -- transport ---------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -184,7 +221,9 @@ class Connection(asyncio.Protocol):
 
     def _flow(self, paused: bool) -> None:
         if paused and not self._stall:  # nobody writes more while it is paused
-            self._stall = Standstill(self._transport.get_write_buffer_size, self._limits.stall_seconds, self._stalled)
+            self._stall = Standstill(
+                self._transport.get_write_buffer_size, self._limits.stall_seconds, self._stalled
+            )
         elif not paused and self._stall:
             self._stall.stop()
             self._stall = None
@@ -198,11 +237,15 @@ class Connection(asyncio.Protocol):
             self._go_on()
 
     def _keep(self, data: bytes) -> None:
-        """Hold bytes of later requests.  We read on, since a departure is behind them; so too many are not kept."""
+        """Hold bytes of later requests. We read on, since a departure is behind them; so too many
+        are not kept.
+        """
         self._early += data
         fits = self._count(len(data))
         few = len(self._early) <= MAX_EARLY_BYTES
-        if fits and (few or len(self._early) <= MAX_EARLY_BYTES + self._server.body_limit(self._request)):
+        if fits and (
+            few or len(self._early) <= MAX_EARLY_BYTES + self._server.body_limit(self._request)
+        ):
             return
         self._count(-len(self._early))
         self._early.clear()
@@ -226,7 +269,9 @@ class Connection(asyncio.Protocol):
 
     def _stalled(self) -> None:
         """Cut a client that reads nothing; its handler, and so both legs, end with it."""
-        log.warning("a client at %s has read nothing for %g s", self.peer, self._limits.stall_seconds)
+        log.warning(
+            "a client at %s has read nothing for %g s", self.peer, self._limits.stall_seconds
+        )
         self._transport.abort()
 
     def hold(self, paused: bool) -> None:
@@ -238,7 +283,7 @@ class Connection(asyncio.Protocol):
             else:
                 self._transport.resume_reading()
 
-    # -- reading requests ---------------------------------------------------------------------------------------
+    # -- reading requests --------------------------------------------------------------------------
 
     def _feed(self, data: bytes) -> None:
         before = self._state
@@ -256,7 +301,9 @@ class Connection(asyncio.Protocol):
             self._line = b""
         if self._state == "head" and self._size > self._limits.header_bytes:
             self._refuse(431, TOO_LONG)
-        if self._state == "body" and self._between > self._limits.header_bytes:  # the parser keeps a trailer until it ends
+        if (
+            self._state == "body" and self._between > self._limits.header_bytes
+        ):  # the parser keeps a trailer until it ends
             self._refuse(431, "what stands between the parts of the request's body is too large")
         if self._ready:
             self._next()
@@ -264,7 +311,9 @@ class Connection(asyncio.Protocol):
             self._deadline()
 
     def _parse(self, data: bytes | memoryview) -> None:
-        """Feed the parser, which stops after a head that asks for an upgrade and takes no body for one."""
+        """Feed the parser, which stops after a head that asks for an upgrade and takes no body for
+        one.
+        """
         while data:
             try:
                 self._parser.feed_data(data)
@@ -279,7 +328,8 @@ class Connection(asyncio.Protocol):
                 self._state = "switching" if request.upgrade else "refused"
                 self._early += data
                 return
-            # Another protocol than we speak is as if it had not been offered (RFC 9110, 7.8).  Java's client offers one.
+            # Another protocol than we speak is as if it had not been offered (RFC 9110, 7.8).
+            # Java's client offers one.
             self._ready.pop()
             self._parser = httptools.HttpRequestParser(self)
             version = b"1.1" if request.chunked_ok else b"1.0"
@@ -296,7 +346,9 @@ class Connection(asyncio.Protocol):
             self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._state != "head":  # trailers are no headers (RFC 9110, 6.5.1), and nobody bounds them
+        if (
+            self._state != "head"
+        ):  # trailers are no headers (RFC 9110, 6.5.1), and nobody bounds them
             return
         headers = self._incoming.headers
         if not headers:
@@ -308,14 +360,20 @@ class Connection(asyncio.Protocol):
             return
         request = self._incoming
         request.method = self._parser.get_method().decode()
-        large = max(self._size, len(self._line)) > self._limits.header_bytes  # counting what is around it too
+        large = (
+            max(self._size, len(self._line)) > self._limits.header_bytes
+        )  # counting what is around it too
         problem = self._problem(request, large)
         target, request.headers = origin_form(self._url, request.headers)
         path, _, request.query = target.decode("latin-1").partition("?")
         request.path = plain_path(path)
         request.chunked_ok = self._parser.get_http_version() == "1.1"
         upgrades = self._parser.should_upgrade()
-        if upgrades and request.chunked_ok and find(request.headers, b"upgrade").lower() == b"websocket":
+        if (
+            upgrades
+            and request.chunked_ok
+            and find(request.headers, b"upgrade").lower() == b"websocket"
+        ):
             request.upgrade = b"websocket"
         request.keep_alive = self._parser.should_keep_alive() and request.chunked_ok
         self._state, self._size, self._between = "body", 0, 0
@@ -355,7 +413,9 @@ class Connection(asyncio.Protocol):
             self._refuse(413, self._too_large())
         elif self._server.held_bytes + length > self._limits.all_bodies_bytes:
             self._refuse(503, ALL_BODIES)
-        elif find(request.headers, b"expect").lower() == b"100-continue" and self._may_say_continue(request, upgrades):
+        elif find(request.headers, b"expect").lower() == b"100-continue" and self._may_say_continue(
+            request, upgrades
+        ):
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _too_large(self) -> str:
@@ -390,15 +450,23 @@ class Connection(asyncio.Protocol):
             self._state = "refused"
             self._drop_body()
             about = self._incoming
-            self._ready.append(Request(about.method, about.path, keep_alive=False, refusal=(status, message)))
+            self._ready.append(
+                Request(about.method, about.path, keep_alive=False, refusal=(status, message))
+            )
 
     def _deadline(self) -> None:
         """Start the time that the present state may last."""
         if self._timer:
             self._timer.cancel()
         limits = self._limits
-        seconds = {"idle": limits.idle_seconds, "head": limits.header_seconds, "body": limits.body_seconds}
-        self._timer = asyncio.get_running_loop().call_later(seconds.get(self._state, LINGER), self._late)
+        seconds = {
+            "idle": limits.idle_seconds,
+            "head": limits.header_seconds,
+            "body": limits.body_seconds,
+        }
+        self._timer = asyncio.get_running_loop().call_later(
+            seconds.get(self._state, LINGER), self._late
+        )
 
     def _late(self) -> None:
         if self._state in ("head", "body"):
@@ -407,7 +475,7 @@ class Connection(asyncio.Protocol):
         else:
             self._transport.abort()
 
-    # -- answering ----------------------------------------------------------------------------------------------
+    # -- answering ---------------------------------------------------------------------------------
 
     def _next(self) -> None:
         """Start the oldest complete request."""
@@ -419,7 +487,9 @@ class Connection(asyncio.Protocol):
         if self._request.refusal:
             status, message = self._request.refusal
             self.answer(
-                status, [JSON, (b"retry-after", b"1")] if status == 503 else [JSON], error_body(status, message)
+                status,
+                [JSON, (b"retry-after", b"1")] if status == 503 else [JSON],
+                error_body(status, message),
             )
             self._server.on_refused(self._request, self, status)
             self._linger()
@@ -473,7 +543,9 @@ class Connection(asyncio.Protocol):
         return self._request.keep_alive and not self._server.stopping
 
     def stop(self) -> None:
-        """Close it unless a whole request is being answered; a client that has sent half of one is told."""
+        """Close it unless a whole request is being answered; a client that has sent half of one is
+        told.
+        """
         if self._task:
             return
         if self._state in ("head", "body") and not self._waits:
@@ -491,10 +563,16 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def switch(self, headers: Headers, sink: Callable[[bytes], None]) -> None:
-        """Answer 101.  From here on what the client says goes to `sink`, and what is written goes out as it is; what it
-        said before, too early, goes first."""
+        """Answer 101. From here on what the client says goes to `sink`, and what is written goes
+        out as it is; what it said before, too early, goes first.
+        """
         self.started, self._chunked = True, False
-        fields = [*headers, *self.extra, (b"connection", b"Upgrade"), (b"upgrade", self._request.upgrade)]
+        fields = [
+            *headers,
+            *self.extra,
+            (b"connection", b"Upgrade"),
+            (b"upgrade", self._request.upgrade),
+        ]
         self._transport.write(head(b"HTTP/1.1 101 Switching Protocols", fields))
         self._sink = sink
         if self._early:
@@ -514,7 +592,9 @@ class Connection(asyncio.Protocol):
             self._transport.write(data + body if self._request.method != "HEAD" else data)
 
     def start(self, status: int, headers: Headers) -> None:
-        """Begin an answer of unknown length; `write` and `end` follow.  The head goes with what is written first."""
+        """Begin an answer of unknown length; `write` and `end` follow. The head goes with what is
+        written first.
+        """
         self.started = True
         self._chunked = self._request.chunked_ok
         if self._chunked:
@@ -565,7 +645,11 @@ class Server:
     """A listener and its connections."""
 
     def __init__(
-        self, handler: Handler, limits: Limits, body_limit: BodyLimit | None = None, on_refused: OnRefused | None = None
+        self,
+        handler: Handler,
+        limits: Limits,
+        body_limit: BodyLimit | None = None,
+        on_refused: OnRefused | None = None,
     ) -> None:
         self.handler = handler
         self.limits = limits
@@ -577,14 +661,21 @@ class Server:
         self._listener: asyncio.Server
         self._empty = asyncio.Event()
 
-    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None, shared: bool = False) -> int:
+    async def start(
+        self, host: str, port: int, tls: ssl.SSLContext | None = None, shared: bool = False
+    ) -> int:
         """Listen, on a `shared` port beside other processes; the port that was bound."""
         loop = asyncio.get_running_loop()
         patience = self.limits.header_seconds if tls else None
         self._listener = await loop.create_server(
-            lambda: Connection(self), host, port, backlog=2048, ssl=tls, ssl_handshake_timeout=patience,
+            lambda: Connection(self),
+            host,
+            port,
+            backlog=2048,
+            ssl=tls,
+            ssl_handshake_timeout=patience,
             reuse_port=shared or None,
-        )  # fmt: skip
+        )
         return int(self._listener.sockets[0].getsockname()[1])
 
     async def stop(self, grace: float) -> None:

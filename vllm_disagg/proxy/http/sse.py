@@ -1,7 +1,7 @@
 """Server-sent events: cutting a stream into whole events, and reading one event.  Pure.
 
-An event ends with a blank line, and a line ends with LF, CRLF or CR.  vLLM writes LF; `Cutter` turns the others into LF,
-which says the same, so that all else here knows one line end.
+An event ends with a blank line, and a line ends with LF, CRLF or CR. vLLM writes LF; `Cutter` turns
+the others into LF, which says the same, so that all else here knows one line end.
 """
 
 from __future__ import annotations
@@ -10,15 +10,24 @@ import msgspec
 
 from ...errors import DisaggError
 
-EVENT_LIMIT_BYTES = 64 * 1024 * 1024  # one event; twice the largest request, since logprobs of an echoed prompt fit
+EVENT_LIMIT_BYTES = (
+    64 * 1024 * 1024
+)  # one event; twice the largest request, since logprobs of an echoed prompt fit
 DONE = b"data: [DONE]\n\n"
 ERROR = b'data: {"error"'  # cannot stand within a JSON text, where quotes are escaped
 EVENT_ERROR, EVENT_FAILED = b"event: error\n", b"event: response.failed\n"  # nor can a line end
 # Error types of requests that are wrong: another instance would say the same.
-_CLIENTS_FAULT = frozenset((
-    "invalid_request_error", "not_found_error", "permission_error", "authentication_error", "request_too_large",
-    "BadRequestError", "NotFoundError",
-))  # fmt: skip
+_CLIENTS_FAULT = frozenset(
+    (
+        "invalid_request_error",
+        "not_found_error",
+        "permission_error",
+        "authentication_error",
+        "request_too_large",
+        "BadRequestError",
+        "NotFoundError",
+    )
+)
 
 
 class EventTooLarge(DisaggError):
@@ -26,7 +35,9 @@ class EventTooLarge(DisaggError):
 
 
 class Cutter:
-    """Cuts a stream into whole events.  Each byte is searched once and joined once, however it arrives."""
+    """Cuts a stream into whole events. Each byte is searched once and joined once, however it
+    arrives.
+    """
 
     __slots__ = ("_after_cr", "_size", "parts")
 
@@ -84,7 +95,9 @@ class Cutter:
 
 def data_of(event: bytes) -> bytes | None:
     """What an event's data lines hold; None when it has none, as a comment."""
-    lines = [line for line in event.split(b"\n") if line.startswith((b"data:", b"\xef\xbb\xbfdata:"))]
+    lines = [
+        line for line in event.split(b"\n") if line.startswith((b"data:", b"\xef\xbb\xbfdata:"))
+    ]
     if not lines:
         return None
     return b"\n".join(line.partition(b":")[2].removeprefix(b" ") for line in lines)
@@ -101,8 +114,9 @@ class _Code(msgspec.Struct):
 
 
 class _Failed(msgspec.Struct):
-    """All forms of an error event: `{"error": {...}}`, Anthropic's with a type beside it, OpenAI's flat one, and a response
-    that failed."""
+    """All forms of an error event: `{"error": {...}}`, Anthropic's with a type beside it, OpenAI's
+    flat one, and a response that failed.
+    """
 
     type: str = ""
     code: int | str | None = None
@@ -119,7 +133,9 @@ def failed(data: bytes) -> bool:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return data.startswith((b'{"error"', b'{"type":"error"'))
     if event.error is None:
-        return event.type == "response.failed" or (event.type == "error" and event.code not in _CLIENTS_FAULT)
+        return event.type == "response.failed" or (
+            event.type == "error" and event.code not in _CLIENTS_FAULT
+        )
     if isinstance(event.error.code, int):
         return event.error.code >= 500
     return event.error.type not in _CLIENTS_FAULT and event.error.code not in _CLIENTS_FAULT

@@ -12,7 +12,9 @@ SLICES = 8
 class Standstill:
     """Calls `act` once when `value` has stayed as it is for `seconds`, give or take half of them."""
 
-    def __init__(self, value: Callable[[], object], seconds: float, act: Callable[[], None]) -> None:
+    def __init__(
+        self, value: Callable[[], object], seconds: float, act: Callable[[], None]
+    ) -> None:
         self._value = value
         self._pause = seconds / 2
         self._act = act
@@ -35,8 +37,9 @@ class Standstill:
 
 @asynccontextmanager
 async def patient(seconds: float) -> AsyncIterator[None]:
-    """TimeoutError after `seconds` in which this loop ran.  What it stood still does not count: then answers that are
-    here already were not read, and whoever sent them is not late."""
+    """TimeoutError after `seconds` in which this loop ran. What it stood still does not count: then
+    answers that are here already were not read, and whoever sent them is not late.
+    """
     loop, part, left = asyncio.get_running_loop(), seconds / SLICES, SLICES
     timer: asyncio.TimerHandle
     async with asyncio.timeout(None) as limit:

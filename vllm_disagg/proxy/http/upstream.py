@@ -1,8 +1,9 @@
 """An HTTP/1.1 client for one instance, with a pool of kept-alive connections.
 
-An answer's body is either collected (`first`, `until`, `read`) or handed on as it comes (`pipe`): then a chunk costs one
-call and no task wakes.  vLLM closes idle connections after 5 s, so we stop using them before; a kept connection
-that dies before its first answering byte is no news about the engine, and the request goes out once more.
+An answer's body is either collected (`first`, `until`, `read`) or handed on as it comes (`pipe`):
+then a chunk costs one call and no task wakes. vLLM closes idle connections after 5 s, so we stop
+using them before; a kept connection that dies before its first answering byte is no news about the
+engine, and the request goes out once more.
 """
 
 from __future__ import annotations
@@ -77,8 +78,9 @@ class Answer:
             await self._next()
 
     async def until(self, enough: Callable[[bytes], bool], most: int) -> bool:
-        """Give `enough` each piece of the body, and keep them, until it is content, the body is complete, or more than
-        `most` bytes are here.  False only for a body that is complete."""
+        """Give `enough` each piece of the body, and keep them, until it is content, the body is
+        complete, or more than `most` bytes are here. False only for a body that is complete.
+        """
         self._hold, seen = most, 0
         self.flow(paused=False)  # it may have held as much as it may have without this
         while True:
@@ -160,7 +162,7 @@ class Answer:
         if self._news and not self._news.done():
             self._news.set_result(None)
 
-    # -- from the wire ------------------------------------------------------------------------------------------
+    # -- from the wire -----------------------------------------------------------------------------
 
     def headed(self, status: int) -> None:
         self.status = status
@@ -195,7 +197,9 @@ class Wire(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._parser: httptools.HttpResponseParser
         self._answer: Answer | None = None
-        self.sink: Callable[[bytes], None] | None = None  # where the present answer's body goes, once somebody wants it
+        self.sink: Callable[[bytes], None] | None = (
+            None  # where the present answer's body goes, once somebody wants it
+        )
         self.on_full: Callable[[bool], None] | None = None
         self._done = True
         self._upgrade = b""  # the protocol that the present request asks for
@@ -215,7 +219,8 @@ class Wire(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._pool.wires.add(self)
         if QUICKACK and (sock := transport.get_extra_info("socket")):
-            # Who receives a stream says nothing, so the kernel acknowledges each token by itself.  Let it wait for the next.
+            # Who receives a stream says nothing, so the kernel acknowledges each token by itself.
+            # Let it wait for the next.
             sock.setsockopt(socket.IPPROTO_TCP, QUICKACK, 0)
 
     @property
@@ -223,7 +228,9 @@ class Wire(asyncio.Protocol):
         return not self._transport.is_closing()
 
     def ask(self, data: bytes, body: bytes, upgrade: bytes = b"") -> Answer:
-        """Send a request.  If it asks for an upgrade and gets a 101, what follows is the answer's body."""
+        """Send a request. If it asks for an upgrade and gets a 101, what follows is the answer's
+        body.
+        """
         self._answer = answer = Answer(self)
         self._upgrade = upgrade
         self._parser, self.sink = httptools.HttpResponseParser(self), None
@@ -352,9 +359,12 @@ class Wire(asyncio.Protocol):
 class Pool:
     """The connections to one instance.  If it is a data parallel rank, every request says so."""
 
-    def __init__(self, url: str, tls: ssl.SSLContext | None = None, networks: Networks | None = None) -> None:
-        """`tls`: whom to trust when the URL is https; by default whom this system trusts.  `networks`: where it may be; by
-        default anywhere."""
+    def __init__(
+        self, url: str, tls: ssl.SSLContext | None = None, networks: Networks | None = None
+    ) -> None:
+        """`tls`: whom to trust when the URL is https; by default whom this system trusts.
+        `networks`: where it may be; by default anywhere.
+        """
         base, rank = split_rank(check_url(url, "URL"))
         self._rank = b"" if rank is None else b"%d" % rank
         parts = urlsplit(base)
@@ -373,9 +383,13 @@ class Pool:
         self.closed = True
         self.abort()
 
-    async def send(self, method: str, path: str, headers: Headers, body: bytes = b"", upgrade: bytes = b"") -> Answer:
-        """Send a request; return when the answer's head is here.  The caller closes the answer.  `upgrade`: the protocol to
-        ask for, on a connection of its own; an answer of 101 means that it is spoken."""
+    async def send(
+        self, method: str, path: str, headers: Headers, body: bytes = b"", upgrade: bytes = b""
+    ) -> Answer:
+        """Send a request; return when the answer's head is here. The caller closes the answer.
+        `upgrade`: the protocol to ask for, on a connection of its own; an answer of 101 means that
+        it is spoken.
+        """
         fields = [(b"host", self._host), *end_to_end(headers, request=True)]
         if upgrade:
             fields += [(b"connection", b"Upgrade"), (b"upgrade", upgrade)]
@@ -435,17 +449,25 @@ class Pool:
         except TimeoutError:
             raise Unreachable("refused", f"no connection within {CONNECT:.0f} s") from None
         except ssl.SSLError as error:
-            raise Unreachable("refused", f"TLS: {getattr(error, 'verify_message', '') or error.reason}") from None
-        except (OSError, ValueError) as error:  # ValueError: a name that no host can have, as with a label of 64 bytes
+            raise Unreachable(
+                "refused", f"TLS: {getattr(error, 'verify_message', '') or error.reason}"
+            ) from None
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # ValueError: a name that no host can have, as with a label of 64 bytes
             raise Unreachable("refused", getattr(error, "strerror", None) or str(error)) from None
 
     async def _open(self) -> Wire:
-        """Connect to the first address that accepts.  DNS may answer differently each time, so what it answers is compared
-        with the allowed networks here."""
+        """Connect to the first address that accepts. DNS may answer differently each time, so what
+        it answers is compared with the allowed networks here.
+        """
         loop, (host, port) = asyncio.get_running_loop(), self._address
         if not self._networks:
             return await self._open_to(host)
-        found = [str(info[4][0]) for info in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+        found = [
+            str(info[4][0]) for info in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        ]
         allowed = [address for address in found if self._networks.allow(address)]
         if not allowed:
             raise Unreachable("refused", self._networks.refusal(found[0]))
@@ -457,11 +479,17 @@ class Pool:
     async def _open_to(self, address: str) -> Wire:
         loop, (host, port) = asyncio.get_running_loop(), self._address
         name = host if self._tls else None  # whose certificate is expected
-        return (await loop.create_connection(lambda: Wire(self), address, port, ssl=self._tls, server_hostname=name))[1]
+        return (
+            await loop.create_connection(
+                lambda: Wire(self), address, port, ssl=self._tls, server_hostname=name
+            )
+        )[1]
 
 
 def pool_of(pools: dict[str, Pool], url: str) -> Pool:
-    """An instance's connections; Unreachable when it was cut from the fleet after somebody had chosen it."""
+    """An instance's connections; Unreachable when it was cut from the fleet after somebody had
+    chosen it.
+    """
     pool = pools.get(url)
     if pool is None:
         raise Unreachable("refused", "it has left the fleet")

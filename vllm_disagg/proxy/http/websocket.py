@@ -1,8 +1,9 @@
-"""WebSockets: after the instance's 101 a client and an instance are joined, byte for byte, until either goes.
+"""WebSockets: after the instance's 101 a client and an instance are joined, byte for byte, until
+either goes.
 
-The proxy adds one thing: a session that breaks off between two frames ends with a Close frame that says why (RFC 6455,
-5.5.1), so that no client takes it for an end in order.  Therefore the frames that the instance sends are counted, and
-not looked into.
+The proxy adds one thing: a session that breaks off between two frames ends with a Close frame that
+says why (RFC 6455, 5.5.1), so that no client takes it for an end in order. Therefore the frames
+that the instance sends are counted, and not looked into.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from .stall_timer import Standstill
 from .upstream import Answer, Unreachable
 
 CLOSE = 8
-CODES = {502: 1014, 503: 1012}  # HTTP's words in a WebSocket's: bad gateway, service restart; any other is 1011
+CODES = {
+    502: 1014,
+    503: 1012,
+}  # HTTP's words in a WebSocket's: bad gateway, service restart; any other is 1011
 IDLE = 75.0  # seconds in which neither side says anything; vLLM pings every 20 s
 
 
@@ -56,8 +60,9 @@ class Frames:
 
 
 async def join(client: Connection, answer: Answer) -> None:
-    """Pass everything on, both ways, until the instance closes the session; Unreachable when it broke it off, Failed
-    when nobody says anything.  If the client leaves, the caller is cancelled."""
+    """Pass everything on, both ways, until the instance closes the session; Unreachable when it
+    broke it off, Failed when nobody says anything. If the client leaves, the caller is cancelled.
+    """
     frames, meter = Frames(), client.meter
     if not meter:
         raise TypeError("a session without a meter")
@@ -77,7 +82,9 @@ async def join(client: Connection, answer: Answer) -> None:
     answer.on_full(client.hold)
     client.switch(end_to_end(answer.headers), to_instance)
     idle = Standstill(
-        lambda: (meter.sent, meter.received), IDLE, lambda: answer.reject(reason, f"nobody said anything for {IDLE:g} s")
+        lambda: (meter.sent, meter.received),
+        IDLE,
+        lambda: answer.reject(reason, f"nobody said anything for {IDLE:g} s"),
     )
     try:
         await answer.pipe(to_client, paused=client.paused)

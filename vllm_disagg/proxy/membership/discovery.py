@@ -1,13 +1,15 @@
 """Finding out what runs at each URL, and noticing within two seconds when that changes.
 
-One task per instance asks /health four times a second.  An instance is down when it refuses connections, twice answers
-anything but 200, or is *silent* for `Settings.silence` seconds: a busy API server may be late with /health, but an
-instance of which any stream still gets bytes lives.  With the defaults a frozen instance is down 1.25 to 1.75 s after
-its last byte.  Its requests then fail over at once, if there is somebody to go to; else they wait for it, for `LOST`
-seconds at most.  It is not used until a probe succeeds, since whoever comes back may be another process.
+One task per instance asks /health four times a second. An instance is down when it refuses
+connections, twice answers anything but 200, or is *silent* for `Settings.silence` seconds: a busy
+API server may be late with /health, but an instance of which any stream still gets bytes lives.
+With the defaults a frozen instance is down 1.25 to 1.75 s after its last byte. Its requests then
+fail over at once, if there is somebody to go to; else they wait for it, for `LOST` seconds at most.
+It is not used until a probe succeeds, since whoever comes back may be another process.
 
-An instance whose API server lives and whose engine makes no steps (`engine_steps.py`) is down in the same way, after
-`Settings.patience` / `STILL` seconds.  A time in which this process itself stood still counts for no instance.
+An instance whose API server lives and whose engine makes no steps (`engine_steps.py`) is down in
+the same way, after `Settings.patience` / `STILL` seconds. A time in which this process itself stood
+still counts for no instance.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ LOST = 30.0  # seconds of silence after which answers that are still owed are gi
 WEIGH = 2.0  # seconds between two looks at a decode instance's KV cache
 DRIFT = 3600.0  # seconds after which an engine's clock is asked for again
 MUTE = 30.0  # seconds that /health may take while streams show that the instance lives
-STILL = 4  # an engine that owes an answer and makes no steps is down after a patience divided by this
+STILL = (
+    4  # an engine that owes an answer and makes no steps is down after a patience divided by this
+)
 STALLED = "its engine makes no steps"
 AGAIN = 5.0  # seconds after which a watch that failed begins anew
 
@@ -73,7 +77,9 @@ _card = msgspec.json.Decoder(EngineCard).decode
 
 
 def engine_in(answer: bytes) -> EngineInfo | None:
-    """What an engine says of itself in a completion's answer; None when it says nothing that we understand."""
+    """What an engine says of itself in a completion's answer; None when it says nothing that we
+    understand.
+    """
     try:
         return _engine((_completion(answer).kv_transfer_params or {})[ANSWER_KEY])
     except (KeyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -81,7 +87,9 @@ def engine_in(answer: bytes) -> EngineInfo | None:
 
 
 def card_in(answer: bytes) -> EngineCard | None:
-    """The least that an engine says there, also when it has refused a grant; None when it says nothing."""
+    """The least that an engine says there, also when it has refused a grant; None when it says
+    nothing.
+    """
     try:
         return _card((_completion(answer).kv_transfer_params or {})[ANSWER_KEY])
     except (KeyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -109,9 +117,15 @@ class Discovery:
     """Keeps the fleet's state true."""
 
     def __init__(
-        self, fleet: Fleet, pools: dict[str, Pool], key: FleetKey, on_change: Callable[[], None], api_key: str,
-        silence: float, patience: float,
-    ) -> None:  # fmt: skip
+        self,
+        fleet: Fleet,
+        pools: dict[str, Pool],
+        key: FleetKey,
+        on_change: Callable[[], None],
+        api_key: str,
+        silence: float,
+        patience: float,
+    ) -> None:
         self._fleet = fleet
         self._pools = pools
         self._key = key
@@ -121,7 +135,9 @@ class Discovery:
         self._on_change = on_change
         self._silence = silence
         self._patience = patience
-        self._look = patience / STILL / (LOOKS + 1)  # seconds between two looks at an engine that owes an answer
+        self._look = (
+            patience / STILL / (LOOKS + 1)
+        )  # seconds between two looks at an engine that owes an answer
         self._known: dict[str, object] = {}  # what was reported last, by URL
         self._nudging: dict[Instance, asyncio.Task[None]] = {}
 
@@ -147,14 +163,20 @@ class Discovery:
                 _raise_of(probing, weighing)
                 if self._is_well(instance, trouble):
                     lived = loop.time()
-                elif not instance.up and (self._replaceable(instance) or self._is_lost(trouble, loop.time() - lived)):
+                elif not instance.up and (
+                    self._replaceable(instance) or self._is_lost(trouble, loop.time() - lived)
+                ):
                     self._abandon(instance)
                 if not instance.up and trouble:
                     if probing:
                         probing.cancel()
-                elif (instance.needs_probe or self._forgets(instance)) and (not probing or probing.done()):
+                elif (instance.needs_probe or self._forgets(instance)) and (
+                    not probing or probing.done()
+                ):
                     probing = asyncio.create_task(self._probe(instance))
-                elif self._is_to_weigh(instance, loop.time() - weighed) and (not weighing or weighing.done()):
+                elif self._is_to_weigh(instance, loop.time() - weighed) and (
+                    not weighing or weighing.done()
+                ):
                     weighed = loop.time()
                     weighing = asyncio.create_task(self._weigh(instance))
                 self._note(instance)
@@ -176,14 +198,18 @@ class Discovery:
         return False
 
     def _is_lost(self, trouble: str, seconds: float) -> bool:
-        """Whether nobody may wait longer for it.  An engine in a very long step, as one that compiles, may yet answer."""
+        """Whether nobody may wait longer for it. An engine in a very long step, as one that
+        compiles, may yet answer.
+        """
         return seconds > (LOST if trouble else self._patience)
 
     def _abandon(self, instance: Instance) -> None:
         """End the requests that it has: they go elsewhere."""
         if instance.stepping.stalled:
             self._pools[instance.url].abort("stalled", STALLED)
-            instance.stepping.stalled = False  # from now on it is an instance that has to answer a probe
+            instance.stepping.stalled = (
+                False  # from now on it is an instance that has to answer a probe
+            )
         else:
             self._pools[instance.url].abort()
 
@@ -194,7 +220,9 @@ class Discovery:
 
     def _forgets(self, instance: Instance) -> bool:
         """Whether it is long ago that its engine said what its clock is; clocks drift."""
-        return instance.kind == "disagg" and asyncio.get_running_loop().time() - instance.told > DRIFT
+        return (
+            instance.kind == "disagg" and asyncio.get_running_loop().time() - instance.told > DRIFT
+        )
 
     def _replaceable(self, instance: Instance) -> bool:
         """Whether its requests have somewhere to go."""
@@ -209,7 +237,9 @@ class Discovery:
             while not asking.done():
                 looked = loop.time()
                 await asyncio.wait({asking}, timeout=interval)
-                life += max(0.0, loop.time() - looked - interval)  # we stood still, and have not read what came
+                life += max(
+                    0.0, loop.time() - looked - interval
+                )  # we stood still, and have not read what came
                 if pool.heard != heard:
                     life, heard = loop.time(), pool.heard
                 elif loop.time() - life > self._silence:
@@ -236,7 +266,9 @@ class Discovery:
             self._on_change()
 
     async def _ask_all(self, instance: Instance) -> tuple[list[str], bytes, EngineCard | None]:
-        """(its models, a probe's answer, its engine's card); _Odd, and what `_ask` and decoders raise."""
+        """(its models, a probe's answer, its engine's card); _Odd, and what `_ask` and decoders
+        raise.
+        """
         models = _models(await self._ask(instance, "GET", "/v1/models", timeout=PROBE_TIMEOUT))
         if not models.data:
             raise _Odd("it serves no model")
@@ -254,22 +286,34 @@ class Discovery:
         except TimeoutError:
             if not instance.up:  # else it is healthy and has much to do; it is asked again
                 instance.down("does not answer a probe in time")
-        except (Unreachable, _Odd, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (
+            Unreachable,
+            _Odd,
+            msgspec.DecodeError,
+            UnicodeDecodeError,
+            RecursionError,
+        ) as error:
             if not (instance.up and isinstance(error, _Odd) and error.status in FULL):
                 instance.down(f"does not answer a probe: {error}")
         else:
             instance.stepping.lived(asyncio.get_running_loop().time())
             engine = engine_in(answer)
             if card:
-                instance.tells_clock(engine.clock if engine else card.clock, asyncio.get_running_loop().time())
+                instance.tells_clock(
+                    engine.clock if engine else card.clock, asyncio.get_running_loop().time()
+                )
             if engine:
-                engine = msgspec.structs.replace(engine, clock=0.0)  # no fact of it: it would always seem to have changed
+                engine = msgspec.structs.replace(
+                    engine, clock=0.0
+                )  # no fact of it: it would always seem to have changed
             elif card and card.rank != instance.rank:  # each time another one may answer
                 engine = EngineInfo(card.incarnation, instance.role, [], {}, card.rank)
             instance.probed(names[0], engine, names, nixl=params_in(answer) is not None)
         self._note(instance)
 
-    async def _ask_who(self, instance: Instance, model: str, card: EngineCard | None = None) -> bytes:
+    async def _ask_who(
+        self, instance: Instance, model: str, card: EngineCard | None = None
+    ) -> bytes:
         """A probe's answer.  Without an engine's card all we learn is the card."""
         name, until = (card.incarnation, card.clock + 2 * PROBE_TIMEOUT) if card else ("", 0.0)
         grant = mint(self._key, Grant(VERSION, "probe", new_transfer(), name, until=until))
@@ -281,25 +325,39 @@ class Discovery:
             "kv_transfer_params": {**NIXL_PREFILL, REQUEST_KEY: grant},
         }
         return await self._ask(
-            instance, "POST", "/v1/completions", body=msgspec.json.encode(body), timeout=PROBE_TIMEOUT
+            instance,
+            "POST",
+            "/v1/completions",
+            body=msgspec.json.encode(body),
+            timeout=PROBE_TIMEOUT,
         )
 
     async def _weigh(self, instance: Instance) -> None:
-        """How full its KV cache is, which other proxies' requests count for too, and whether its engine makes steps."""
+        """How full its KV cache is, which other proxies' requests count for too, and whether its
+        engine makes steps.
+        """
         now = asyncio.get_running_loop().time
         is_due = instance.stepping.is_due(now(), instance.busy > 0, self._look)
         try:
             page = await self._ask(instance, "GET", "/metrics", timeout=PROBE_TIMEOUT)
             label = b"" if instance.rank is None else b'engine="%d"' % instance.rank
-            instance.kv_use = max((float(value) for labels, value in _KV_USE.findall(page) if label in labels), default=0.0)
+            instance.kv_use = max(
+                (float(value) for labels, value in _KV_USE.findall(page) if label in labels),
+                default=0.0,
+            )
         except (Unreachable, TimeoutError, _Odd, ValueError):
             instance.kv_use = 0.0  # not known; whether it lives is found out elsewhere
             return
-        if is_due and instance.stepping.saw(fingerprint(page, instance.rank), now()) is Verdict.NUDGE:
+        if (
+            is_due
+            and instance.stepping.saw(fingerprint(page, instance.rank), now()) is Verdict.NUDGE
+        ):
             self._nudge(instance)
 
     def _nudge(self, instance: Instance) -> None:
-        """Do something that the engine's next step would show: ask for one more token, or take that back."""
+        """Do something that the engine's next step would show: ask for one more token, or take that
+        back.
+        """
         nudging = self._nudging.get(instance)
         if nudging and not nudging.done():
             nudging.cancel()
@@ -307,12 +365,16 @@ class Discovery:
             self._nudging[instance] = asyncio.create_task(self._one_token(instance))
 
     async def _one_token(self, instance: Instance) -> None:
-        body = msgspec.json.encode({"model": instance.model, "prompt": "probe", "max_tokens": 1, "temperature": 0})
+        body = msgspec.json.encode(
+            {"model": instance.model, "prompt": "probe", "max_tokens": 1, "temperature": 0}
+        )
         with contextlib.suppress(Unreachable, TimeoutError, _Odd):  # then nothing is known
             await self._ask(instance, "POST", "/v1/completions", body=body, timeout=PROBE_TIMEOUT)
             instance.stepping.lived(asyncio.get_running_loop().time())
 
-    async def _ask(self, instance: Instance, method: str, path: str, *, body: bytes = b"", timeout: float) -> bytes:
+    async def _ask(
+        self, instance: Instance, method: str, path: str, *, body: bytes = b"", timeout: float
+    ) -> bytes:
         async with patient(timeout):
             answer = await self._pools[instance.url].send(method, path, self._headers, body)
             try:
@@ -338,7 +400,9 @@ class Discovery:
         log.info("%s (%s) is ready: %s, %s", instance.url, instance.role, instance.model, what)
         for other in self._fleet.instances:
             if other.role != instance.role and other.up and other.transfers:
-                prefill, decode = (instance, other) if instance.role == "prefill" else (other, instance)
+                prefill, decode = (
+                    (instance, other) if instance.role == "prefill" else (other, instance)
+                )
                 if words := mismatch(prefill, decode):
                     log.warning("%s and %s are never paired: %s", prefill.url, decode.url, words)
 

@@ -1,9 +1,10 @@
-"""Instances that run as Kubernetes pods, found by their labels or by those of the EndpointSlices of their Service.
+"""Instances that run as Kubernetes pods, found by their labels or by those of the EndpointSlices of
+their Service.
 
-Both are listed every few seconds instead of watched: a list is the truth, while a watch that silently stops is an
-outage that nobody sees.  A pod counts while it is ready and not being deleted, so one that terminates is drained at
-once; an endpoint likewise, which says so itself.  Needs the official client (`pip install vllm-disagg[kubernetes]`),
-which is used from a thread.
+Both are listed every few seconds instead of watched: a list is the truth, while a watch that
+silently stops is an outage that nobody sees. A pod counts while it is ready and not being deleted,
+so one that terminates is drained at once; an endpoint likewise, which says so itself. Needs the
+official client (`pip install vllm-disagg[kubernetes]`), which is used from a thread.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ TIMEOUT = 5.0  # seconds for one list
 
 
 def connect(slices: bool) -> Any:
-    """What lists pods or EndpointSlices, of the cluster we run in, or of the kubeconfig at hand; or ConfigError."""
+    """What lists pods or EndpointSlices, of the cluster we run in, or of the kubeconfig at hand; or
+    ConfigError.
+    """
     try:
         import kubernetes  # noqa: PLC0415  an extra
     except ImportError:
-        raise ConfigError("--service-discovery needs the client: pip install 'vllm-disagg[kubernetes]'") from None
+        raise ConfigError(
+            "--service-discovery needs the client: pip install 'vllm-disagg[kubernetes]'"
+        ) from None
     config: Any = kubernetes.config
     try:
         try:
@@ -41,8 +46,12 @@ def connect(slices: bool) -> Any:
         raise ConfigError(f"--service-discovery: no cluster is configured: {error}") from None
     if slices:
         settings = kubernetes.client.Configuration.get_default_copy()
-        settings.client_side_validation = False  # a Service without pods has a slice with `endpoints: null`
-        return kubernetes.client.DiscoveryV1Api(kubernetes.client.ApiClient(settings)).list_namespaced_endpoint_slice
+        settings.client_side_validation = (
+            False  # a Service without pods has a slice with `endpoints: null`
+        )
+        return kubernetes.client.DiscoveryV1Api(
+            kubernetes.client.ApiClient(settings)
+        ).list_namespaced_endpoint_slice
     return kubernetes.client.CoreV1Api().list_namespaced_pod
 
 
@@ -58,18 +67,27 @@ def members(pods: Any, role: Role, port: int) -> set[Member]:
 
 
 def endpoint_members(slices: Any, role: Role, port: int) -> set[Member]:
-    """The instances among a list of EndpointSlices: at the slice's only port, else at `port`.  A pod with an IPv4 and an
-    IPv6 address stands in two slices, and is one instance."""
+    """The instances among a list of EndpointSlices: at the slice's only port, else at `port`. A pod
+    with an IPv4 and an IPv6 address stands in two slices, and is one instance.
+    """
     found: dict[str, Member] = {}
     for part in sorted(slices.items or (), key=lambda s: str(s.address_type)):
         ports = [p.port for p in part.ports or () if p.port]
         for endpoint in part.endpoints or ():
             state = endpoint.conditions
-            ready = not state or (state.ready is not False and not state.terminating)  # unknown counts as ready
+            ready = not state or (
+                state.ready is not False and not state.terminating
+            )  # unknown counts as ready
             if ready and endpoint.addresses and part.address_type != "FQDN":
                 address = endpoint.addresses[0]  # the others are not to be used
-                name = endpoint.target_ref.uid if endpoint.target_ref and endpoint.target_ref.uid else address
-                found.setdefault(name, _member(address, ports[0] if len(ports) == 1 else port, role))
+                name = (
+                    endpoint.target_ref.uid
+                    if endpoint.target_ref and endpoint.target_ref.uid
+                    else address
+                )
+                found.setdefault(
+                    name, _member(address, ports[0] if len(ports) == 1 else port, role)
+                )
     return set(found.values())
 
 
@@ -78,19 +96,32 @@ def _member(address: str, port: int, role: Role) -> Member:
 
 
 async def follow(
-    lister: Any, read: Reader, namespace: str, selectors: dict[Role, str], port: int, interval: float, tell: Tell
-) -> None:  # fmt: skip
-    """Tell all that are ready, again and again.  While the API server does not answer, nothing changes."""
+    lister: Any,
+    read: Reader,
+    namespace: str,
+    selectors: dict[Role, str],
+    port: int,
+    interval: float,
+    tell: Tell,
+) -> None:
+    """Tell all that are ready, again and again. While the API server does not answer, nothing
+    changes.
+    """
     failing = False
     while True:
         try:
             found: set[Member] = set()
             for role, selector in selectors.items():
-                listed = await asyncio.to_thread(lister, namespace, label_selector=selector, _request_timeout=TIMEOUT)
+                listed = await asyncio.to_thread(
+                    lister, namespace, label_selector=selector, _request_timeout=TIMEOUT
+                )
                 found |= read(listed, role, port)
         except Exception as error:  # the client raises its own and its HTTP library's
             if not failing:
-                log.warning("the Kubernetes API does not answer, the fleet stays as it is: %s", str(error)[:300])
+                log.warning(
+                    "the Kubernetes API does not answer, the fleet stays as it is: %s",
+                    str(error)[:300],
+                )
             failing = True
         else:
             failing = False

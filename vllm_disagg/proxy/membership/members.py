@@ -1,4 +1,6 @@
-"""Carries out what `reconcile` decides: instances join, leave and are forgotten, while requests run."""
+"""Carries out what `reconcile` decides: instances join, leave and are forgotten, while requests
+run.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,30 @@ from .reconcile import Member, reconcile
 log = logging.getLogger(__name__)
 
 SWEEP = 0.2  # seconds between looks at instances that leave
-ORDER = ("flags", "admin", "file", "registration", "dns", "kubernetes")  # who is believed when sources disagree
+ORDER = (
+    "flags",
+    "admin",
+    "file",
+    "registration",
+    "dns",
+    "kubernetes",
+)  # who is believed when sources disagree
 
 
 class Change(msgspec.Struct, frozen=True):
     """What somebody wants changed by hand."""
 
-    kind: Literal["add", "remove", "drain", "cut"]  # add: and end a drain; remove: drain where others name it still
+    kind: Literal[
+        "add", "remove", "drain", "cut"
+    ]  # add: and end a drain; remove: drain where others name it still
     url: str
     role: Role = "decode"  # of what is added
 
 
 class Members:
-    """The fleet's population.  `connect` makes the pool of a URL that the operator has named or not, `watch` follows an
-    instance for ever, `on_change` is told when somebody came or left."""
+    """The fleet's population. `connect` makes the pool of a URL that the operator has named or not,
+    `watch` follows an instance for ever, `on_change` is told when somebody came or left.
+    """
 
     def __init__(
         self,
@@ -51,7 +63,9 @@ class Members:
         self._told: set[str] = set()
 
     def start(self, tasks: asyncio.TaskGroup) -> asyncio.Task[None]:
-        """Begin; what is followed is followed in `tasks`.  Before this, sources are only listened to."""
+        """Begin; what is followed is followed in `tasks`. Before this, sources are only listened
+        to.
+        """
         self._tasks = tasks
         self._settle()
         return tasks.create_task(self._sweep())
@@ -65,7 +79,9 @@ class Members:
 
     def sources(self, url: str) -> list[str]:
         """Who names this URL."""
-        return [name for name, members in self._wanted.items() if any(m.url == url for m in members)]
+        return [
+            name for name, members in self._wanted.items() if any(m.url == url for m in members)
+        ]
 
     def is_named(self, url: str) -> bool:
         """Whether the operator names this URL, in a flag or the fleet file."""
@@ -73,7 +89,9 @@ class Members:
 
     def role(self, url: str) -> Role | None:
         """The role that this URL has in the fleet now, even while it leaves."""
-        return next((i.role for i in (*self._fleet.instances, *self._fleet.leaving) if i.url == url), None)
+        return next(
+            (i.role for i in (*self._fleet.instances, *self._fleet.leaving) if i.url == url), None
+        )
 
     def apply(self, change: Change) -> None:
         """Change the fleet by hand."""
@@ -127,7 +145,9 @@ class Members:
             instance = here[member]
             fleet.instances.remove(instance)
             fleet.leaving.append(instance)
-            log.info("%s (%s) leaves: %d requests are to end", member.url, member.role, instance.busy)
+            log.info(
+                "%s (%s) leaves: %d requests are to end", member.url, member.role, instance.busy
+            )
         for member in changes.resume:
             fleet.leaving.remove(leaving[member])
             fleet.instances.append(leaving[member])

@@ -1,9 +1,11 @@
 """Which instances there should be, and what to do about it.  Pure: no clock, no sockets.
 
-Several *sources* say which instances they know: flags, a file, the admin API, DNS, Kubernetes, the instances
-themselves.  An instance is wanted while any source names it and nobody has drained it by hand:
+Several *sources* say which instances they know: flags, a file, the admin API, DNS, Kubernetes, the
+instances themselves. An instance is wanted while any source names it and nobody has drained it by
+hand:
 
-    wanted -> in the fleet -> (no source names it, or drained) -> leaving: gets no new request, running ones end
+    wanted -> in the fleet -> (no source names it, or drained) -> leaving: gets no new request,
+    running ones end
                   ^                                                    |                         |
                   '------------------- wanted again ------------------'                    idle: removed
 
@@ -41,11 +43,11 @@ def reconcile(
     wanted: Mapping[str, Iterable[Member]],
     drained: Collection[str],
 ) -> Changes:
-    """What to change, given who is `here`, who is `leaving`, what each source wants, in order of rank, and which URLs
-    are drained by hand.
+    """What to change, given who is `here`, who is `leaving`, what each source wants, in order of
+    rank, and which URLs are drained by hand.
 
-    One URL has one role: of sources that disagree the first is believed.  An instance that is to change its role
-    leaves first, and joins again when it is gone.
+    One URL has one role: of sources that disagree the first is believed. An instance that is to
+    change its role leaves first, and joins again when it is gone.
     """
     chosen: dict[str, tuple[Member, str]] = {}
     conflicts = []
@@ -59,7 +61,11 @@ def reconcile(
     right = [member for member, _ in chosen.values() if member.url not in drained]
     still_leaving = {member.url for member in leaving}
     return Changes(
-        add=[m for m in right if m not in here and m.url not in still_leaving and not _holds(here, m.url)],
+        add=[
+            m
+            for m in right
+            if m not in here and m.url not in still_leaving and not _holds(here, m.url)
+        ],
         resume=[m for m in right if m in leaving],
         leave=[m for m in here if m not in right],
         conflicts=conflicts,

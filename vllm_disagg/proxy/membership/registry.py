@@ -1,6 +1,7 @@
 """The engines that have made themselves known (`vllm_disagg.fleet.registration`).
 
-No clock, no sockets: bytes and time are passed in.  A challenge is drawn at random where none is given.
+No clock, no sockets: bytes and time are passed in. A challenge is drawn at random where none is
+given.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class Registered(NamedTuple):
 class Registry:
     """Who is there by their own word."""
 
-    def __init__(self, key: FleetKey, challenge: str = "", networks: Networks | None = None) -> None:
+    def __init__(
+        self, key: FleetKey, challenge: str = "", networks: Networks | None = None
+    ) -> None:
         self._key = key
         self._networks = networks or Networks()
         self.challenge = challenge or secrets.token_hex(16)
@@ -37,19 +40,25 @@ class Registry:
         self._heard: dict[Member, tuple[float, str]] = {}  # when, and from which incarnation
 
     def tell(self, data: bytes, now: float) -> Literal["ok", "again"]:
-        """A message came; "again": with the present challenge, please.  BadGrant: not of this fleet, or heard before."""
+        """A message came; "again": with the present challenge, please. BadGrant: not of this fleet,
+        or heard before.
+        """
         note = read(self._key, data)
         if note.challenge != self.challenge:
             return "again"
         if note.number <= self._numbers.get(note.incarnation, -1):
             raise BadGrant("heard before")
         try:
-            member = Member(self._networks.check(check_url(note.url, "advertise"), "advertise"), note.role)
+            member = Member(
+                self._networks.check(check_url(note.url, "advertise"), "advertise"), note.role
+            )
         except ConfigError as error:
             raise BadGrant(str(error)) from None
         self._remember(note)
         if note.leaving:
-            if self._heard.get(member, (0.0, ""))[1] == note.incarnation:  # not somebody else's place by now
+            if (
+                self._heard.get(member, (0.0, ""))[1] == note.incarnation
+            ):  # not somebody else's place by now
                 del self._heard[member]
         else:
             self._heard[member] = (now, note.incarnation)
@@ -61,7 +70,9 @@ class Registry:
             self._numbers[incarnation] = max(number, self._numbers.get(incarnation, -1))
 
     def members(self, now: float) -> frozenset[Member]:
-        self._heard = {member: heard for member, heard in self._heard.items() if now - heard[0] < PATIENCE}
+        self._heard = {
+            member: heard for member, heard in self._heard.items() if now - heard[0] < PATIENCE
+        }
         return frozenset(self._heard)
 
     def _remember(self, note: RegistrationNote) -> None:

@@ -1,4 +1,6 @@
-"""Where instances are looked up, again and again: a YAML file, and names in DNS that stand for many addresses."""
+"""Where instances are looked up, again and again: a YAML file, and names in DNS that stand for many
+addresses.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,16 @@ def parse_fleet(text: str, where: str) -> frozenset[Member]:
     """
     try:
         found = yaml.safe_load(text)
-    except Exception as error:  # not only YAMLError: a date that is none is a ValueError, `!!bool x` a KeyError
-        raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split()) or type(error).__name__}") from None
+    except (
+        Exception
+    ) as error:  # not only YAMLError: a date that is none is a ValueError, `!!bool x` a KeyError
+        raise ConfigError(
+            f"{where}: not YAML: {' '.join(str(error).split()) or type(error).__name__}"
+        ) from None
     if not isinstance(found, dict) or not set(found) <= set(ROLES):
-        raise ConfigError(f"{where}: must map `prefill` and `decode` to lists of URLs, and nothing else")
+        raise ConfigError(
+            f"{where}: must map `prefill` and `decode` to lists of URLs, and nothing else"
+        )
     members: dict[str, Member] = {}
     for role in ROLES:
         urls = found.get(role) or []
@@ -52,11 +60,15 @@ def read_fleet(path: str) -> frozenset[Member]:
     try:
         return parse_fleet(Path(path).read_text(), path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'not text'}") from None
+        raise ConfigError(
+            f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'not text'}"
+        ) from None
 
 
 async def follow_file(path: str, interval: float, tell: Tell) -> None:
-    """Tell what the file says, now and whenever it changes; a file that makes no sense changes nothing."""
+    """Tell what the file says, now and whenever it changes; a file that makes no sense changes
+    nothing.
+    """
     seen: object = None
     while True:
         try:
@@ -85,7 +97,9 @@ def parse_name(text: str, flag: str) -> tuple[str, int]:
 
 
 def within(networks: Networks, source: str, tell: Tell) -> Tell:
-    """A `tell` that leaves out members whose addresses are not allowed, with a warning for each new one."""
+    """A `tell` that leaves out members whose addresses are not allowed, with a warning for each new
+    one.
+    """
     left_out: set[Member] = set()
 
     def tell_allowed(members: Iterable[Member]) -> None:
@@ -105,7 +119,9 @@ def within(networks: Networks, source: str, tell: Tell) -> Tell:
 
 
 async def follow_names(names: list[tuple[Role, str, int]], interval: float, tell: Tell) -> None:
-    """Tell all addresses of all names, again and again.  A name that does not resolve keeps its last addresses."""
+    """Tell all addresses of all names, again and again. A name that does not resolve keeps its last
+    addresses.
+    """
     last: dict[tuple[Role, str, int], set[Member]] = {name: set() for name in names}
     failing: set[tuple[Role, str, int]] = set()
     loop = asyncio.get_running_loop()
@@ -116,11 +132,15 @@ async def follow_names(names: list[tuple[Role, str, int]], interval: float, tell
                 found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             except (OSError, UnicodeError) as error:  # UnicodeError: no name that DNS can have
                 if name not in failing:
-                    log.warning("%s does not resolve (%s); its instances stay as they are", host, error)
+                    log.warning(
+                        "%s does not resolve (%s); its instances stay as they are", host, error
+                    )
                 failing.add(name)
                 continue
             failing.discard(name)
             addresses = {cast(str, address[0]) for *_, address in found}
-            last[name] = {Member(f"http://{f'[{a}]' if ':' in a else a}:{port}", role) for a in addresses}
+            last[name] = {
+                Member(f"http://{f'[{a}]' if ':' in a else a}:{port}", role) for a in addresses
+            }
         tell(set().union(*last.values()))
         await asyncio.sleep(interval)

@@ -6,10 +6,11 @@
     DELETE /disagg/instances        {"url": ..., "now": false}                   drain, then remove; now: cut what runs
     POST   /disagg/register         an engine makes itself known (`vllm_disagg.fleet.registration`)
 
-Changes need the admin key, always: a reverse proxy on this machine makes every client look local.  Instances are shown to
-the holder of the admin key or of a client's key.  Where there is neither key, only this machine sees them: the peer's
-address and the Host field must be loopback, the request HTTP/1.1 and not forwarded.  Registrations carry their own proof.
-URLs are http or https to a host and port, nothing more, within `Networks`.
+Changes need the admin key, always: a reverse proxy on this machine makes every client look local.
+Instances are shown to the holder of the admin key or of a client's key. Where there is neither key,
+only this machine sees them: the peer's address and the Host field must be loopback, the request
+HTTP/1.1 and not forwarded. Registrations carry their own proof. URLs are http or https to a host
+and port, nothing more, within `Networks`.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ class Admin:
         return True
 
     def refusal(self, request: Request, peer: str) -> tuple[int, Headers, bytes] | None:
-        """The answer to a request that may not see or change the fleet, known from its head; None for any other."""
+        """The answer to a request that may not see or change the fleet, known from its head; None
+        for any other.
+        """
         what = (request.method, request.path)
         if what in CHANGES:
             if not self._admin_keys:
@@ -123,7 +126,11 @@ class Admin:
         except _Conflict as error:
             _refuse(client, 409, str(error))
         else:
-            facts = {"url": url, "sources": self._members.sources(url), "drained": self._members.is_drained(url)}
+            facts = {
+                "url": url,
+                "sources": self._members.sources(url),
+                "drained": self._members.is_drained(url),
+            }
             client.answer(200, [JSON], json.dumps(facts).encode())
 
     def _add(self, body: _Add) -> str:
@@ -139,7 +146,9 @@ class Admin:
 
     def _remove(self, body: _Remove) -> str:
         url = self._apply(Change("remove", self._known(body.url)))
-        if self._members.is_drained(url):  # said in so many words, for a worker that starts later and hears of it first
+        if self._members.is_drained(
+            url
+        ):  # said in so many words, for a worker that starts later and hears of it first
             self._apply(Change("drain", url))
         return self._apply(Change("cut", url)) if body.now else url
 
@@ -191,15 +200,20 @@ def _has_key(request: Request, keys: list[bytes]) -> bool:
 
 
 def _is_local(request: Request, peer: str) -> bool:
-    """Whether a request comes from this machine, as far as it can be seen: forwarders that keep quiet about it speak
-    HTTP/1.0, as nginx does unless told otherwise, or keep the Host that the client gave."""
+    """Whether a request comes from this machine, as far as it can be seen: forwarders that keep
+    quiet about it speak HTTP/1.0, as nginx does unless told otherwise, or keep the Host that the
+    client gave.
+    """
     host = find(request.headers, b"host").decode("latin-1")
     name = host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]
     return (
         is_loopback(peer)
         and (name == "localhost" or is_loopback(name))
         and request.chunked_ok  # HTTP/1.1
-        and not any(field in FORWARDED or field.startswith(FORWARDED_PREFIXES) for field, _ in request.headers)
+        and not any(
+            field in FORWARDED or field.startswith(FORWARDED_PREFIXES)
+            for field, _ in request.headers
+        )
     )
 
 

@@ -35,7 +35,12 @@ from .relay import Relay, Trip
 log = logging.getLogger(__name__)
 
 SMALL_BODY_BYTES = 64 * 1024  # where a body has nothing to say, or a stranger may send one
-ADMIN = (("POST", INSTANCES), ("DELETE", INSTANCES), ("POST", DRAIN), ("POST", REGISTER))  # their guard is their own
+ADMIN = (
+    ("POST", INSTANCES),
+    ("DELETE", INSTANCES),
+    ("POST", DRAIN),
+    ("POST", REGISTER),
+)  # their guard is their own
 REQUEST_ID = b"x-request-id"
 TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 
@@ -46,7 +51,9 @@ Metered = Callable[[Request, Connection, Meter], Awaitable[int]]
 class Api:
     """Routes requests, guards them, bounds their time, and counts how they end."""
 
-    def __init__(self, relay: Relay, admin: Admin, gate: Gate, books: Books, settings: Settings) -> None:
+    def __init__(
+        self, relay: Relay, admin: Admin, gate: Gate, books: Books, settings: Settings
+    ) -> None:
         self._relay = relay
         self._admin = admin
         self._gate = gate
@@ -75,7 +82,9 @@ class Api:
 
     async def handle(self, request: Request, client: Connection) -> None:
         """Answer one request, whatever happens."""
-        if (self._cors and self._cors.handle(request, client)) or self._admin.handle(request, client):
+        if (self._cors and self._cors.handle(request, client)) or self._admin.handle(
+            request, client
+        ):
             return
         if refusal := self._refusal(request):
             client.answer(*refusal)
@@ -109,18 +118,32 @@ class Api:
         methods, how = routes.find(request.path) or ((), "own")
         if not methods:
             why = routes.REFUSED.get(request.path)
-            return 404, [JSON], error_body(404, f"{request.path} {why}") if why else b'{"detail":"Not Found"}'
+            return (
+                404,
+                [JSON],
+                error_body(404, f"{request.path} {why}") if why else b'{"detail":"Not Found"}',
+            )
         if request.method not in methods:
-            return 405, [JSON, (b"allow", ", ".join(methods).encode())], b'{"detail":"Method Not Allowed"}'
+            return (
+                405,
+                [JSON, (b"allow", ", ".join(methods).encode())],
+                b'{"detail":"Method Not Allowed"}',
+            )
         if request.upgrade and how != "session":
-            return 400, [JSON], error_body(400, f"{request.path} is no WebSocket; /v1/realtime is one")
+            return (
+                400,
+                [JSON],
+                error_body(400, f"{request.path} is no WebSocket; /v1/realtime is one"),
+            )
         return None
 
     def _allowed(self, request: Request) -> bool:
         if not self._keys or not routes.guarded(request.path):
             return True
         scheme, _, given = find(request.headers, b"authorization").partition(b" ")
-        return scheme.lower() == b"bearer" and any(hmac.compare_digest(given, key) for key in self._keys)
+        return scheme.lower() == b"bearer" and any(
+            hmac.compare_digest(given, key) for key in self._keys
+        )
 
     async def _run(self, route: Metered, request: Request, client: Connection) -> str:
         """Run a route that needs an engine, within the time limit; how it ended."""
@@ -184,12 +207,16 @@ class Api:
         request.priority = priority(request.headers, 0)
         await self._enter(request, meter, began)
         try:
-            return await self._relay.passing.forward(request, client, self._candidates(Ask(0, model=model)))
+            return await self._relay.passing.forward(
+                request, client, self._candidates(Ask(0, model=model))
+            )
         finally:
             self._gate.leave()
 
     async def _session(self, request: Request, client: Connection, meter: Meter) -> int:
-        """A WebSocket.  The model is named in the query, or only later in the session, where nobody here reads it."""
+        """A WebSocket. The model is named in the query, or only later in the session, where nobody
+        here reads it.
+        """
         request.mode = "passthrough"
         began = asyncio.get_running_loop().time()
         if not request.upgrade:
@@ -202,7 +229,9 @@ class Api:
         request.priority = priority(request.headers, 0)
         await self._enter(request, meter, began)
         try:
-            return await self._relay.passing.forward(request, client, self._candidates(Ask(0, model=model)), seek=True)
+            return await self._relay.passing.forward(
+                request, client, self._candidates(Ask(0, model=model)), seek=True
+            )
         finally:
             self._gate.leave()
 
@@ -229,7 +258,9 @@ class Api:
         """Who can answer, best first; prefill instances only when no decode instance is up."""
         fleet, now = self._relay.fleet, asyncio.get_running_loop().time()
         found: list[Instance] = []
-        while len(found) <= RETRIES and (decode := choose_decode(fleet, self._relay.policy, now, found, ask)):
+        while len(found) <= RETRIES and (
+            decode := choose_decode(fleet, self._relay.policy, now, found, ask)
+        ):
             found.append(decode)
         return found or [p for p in fleet.of("prefill") if p.up]
 
@@ -248,10 +279,14 @@ class Api:
         return 200
 
     async def _load(self, request: Request, client: Connection) -> int:
-        """Requests at work or waiting, under vLLM's name: what somebody who balances several proxies needs to know.  Each
-        request is in flight at one instance; at work are those of all workers, waiting are this one's."""
+        """Requests at work or waiting, under vLLM's name: what somebody who balances several
+        proxies needs to know. Each request is in flight at one instance; at work are those of all
+        workers, waiting are this one's.
+        """
         fleet = self._relay.fleet
-        load = self._relay.metrics.now_waiting() + sum(i.in_flight for i in (*fleet.instances, *fleet.leaving))
+        load = self._relay.metrics.now_waiting() + sum(
+            i.in_flight for i in (*fleet.instances, *fleet.leaving)
+        )
         client.answer(200, [JSON], msgspec.json.encode({"server_load": load}))
         return 200
 
@@ -262,7 +297,8 @@ class Api:
                 "url": i.url,
                 "role": i.role,
                 "usable": i.usable(now) and (i.role == "decode" or i.transfers),
-                "why_not": i.why_not or ("rests after failures" if i.up and not i.usable(now) else fleet.unpaired(i)),
+                "why_not": i.why_not
+                or ("rests after failures" if i.up and not i.usable(now) else fleet.unpaired(i)),
                 "incarnation": i.engine.incarnation if i.engine else "",
                 "in_flight": i.busy,
                 "leaving": i in fleet.leaving,
@@ -274,11 +310,15 @@ class Api:
 
 
 def _identify(request: Request, client: Connection) -> None:
-    """Give a request an id if it has none, so that the log lines of its engines can be joined; the answer has it too."""
+    """Give a request an id if it has none, so that the log lines of its engines can be joined; the
+    answer has it too.
+    """
     given = find(request.headers, REQUEST_ID)
     if not given:
         given = uuid.uuid4().hex.encode()
-        request.headers = [field for field in request.headers if field[0] != REQUEST_ID] + [(REQUEST_ID, given)]
+        request.headers = [field for field in request.headers if field[0] != REQUEST_ID] + [
+            (REQUEST_ID, given)
+        ]
     client.extra = [*client.extra, (REQUEST_ID, given)]
 
 

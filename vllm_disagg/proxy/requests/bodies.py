@@ -1,13 +1,16 @@
-"""Request bodies: what they may not contain, whether they can be disaggregated, and what each leg is sent.
+"""Request bodies: what they may not contain, whether they can be disaggregated, and what each leg
+is sent.
 
-A body is split into its top-level fields and those stay the client's bytes: an engine reads each number and string
-as the client wrote it.
+A body is split into its top-level fields and those stay the client's bytes: an engine reads each
+number and string as the client wrote it.
 
-The two fields that steer KV transfers are ours alone.  An engine reads JSON with Python's `json`, so they are searched
-at any depth, through duplicate keys, and in every way to write a key.  `null` is what they are without a transfer.
+The two fields that steer KV transfers are ours alone. An engine reads JSON with Python's `json`, so
+they are searched at any depth, through duplicate keys, and in every way to write a key. `null` is
+what they are without a transfer.
 
-A large body is read in a thread, so that others are served meanwhile.  No call of C there, which holds Python's lock,
-may last: text is searched in slices, and a body of too many fields is given up while it is read.
+A large body is read in a thread, so that others are served meanwhile. No call of C there, which
+holds Python's lock, may last: text is searched in slices, and a body of too many fields is given up
+while it is read.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from ..routing.prefixes import Prefix
 
 PARAMS = "kv_transfer_params"
 FORBIDDEN = (PARAMS, "ec_transfer_params")
-# A key can hide only behind \u escapes of ASCII letters or the underscore: all begin with \u005, 6 or 7.
+# A key can hide only behind \u escapes of ASCII letters or the underscore: all begin with \u005, 6
+# or 7.
 _ESCAPE = re.compile(rb"\\u00[567]")
 SMALL = 8192  # bytes that are searched as they are
 MAX_FIELDS = 1000
@@ -46,14 +50,18 @@ T = TypeVar("T")
 
 def _written(name: str) -> str:
     """A pattern of all ways to write a name in JSON."""
-    codes = ["".join(f"[{c}{c.upper()}]" if c.isalpha() else c for c in f"{ord(letter):02x}") for letter in name]
+    codes = [
+        "".join(f"[{c}{c.upper()}]" if c.isalpha() else c for c in f"{ord(letter):02x}")
+        for letter in name
+    ]
     return "".join(rf"(?:{letter}|\\u00{code})" for letter, code in zip(name, codes, strict=True))
 
 
 _KEY = re.compile(f'"(?:{"|".join(map(_written, FORBIDDEN))})"'.encode())
 MAX_KEY_BYTES = 2 + 6 * max(map(len, FORBIDDEN))
 _VALUE = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*(null)?")
-# RFC 2231's names, in parts or in a charset, which some versions of python-multipart put together: name*0=, name*=.
+# RFC 2231's names, in parts or in a charset, which some versions of python-multipart put together:
+# name*0=, name*=.
 _EXTENDED_NAME = re.compile(rb"\*(?<=[;\s\x1c-\x1f\x85\xa0](?i:name)\*)[0-9=\s\x1c-\x1f\x85\xa0]")
 MAX_NAME_BYTES = len(";name*0")
 
@@ -102,12 +110,15 @@ class Body:
 
     @property
     def reproducible(self) -> bool:
-        """Whether the same request gets the same answer.  Without a temperature the model's own default holds, which
-        is not known here."""
+        """Whether the same request gets the same answer. Without a temperature the model's own
+        default holds, which is not known here.
+        """
         if bytes(self._sampling.get("seed", b"null")) != b"null":
             return True
         try:
-            return float(bytes(memoryview(self._sampling.get("temperature", b"1"))[:MAX_DIGITS])) == 0
+            return (
+                float(bytes(memoryview(self._sampling.get("temperature", b"1"))[:MAX_DIGITS])) == 0
+            )
         except ValueError:
             return False
 
@@ -180,15 +191,26 @@ def parse(raw: bytes, dialect: Dialect = COMPLETIONS) -> Body:
 
 
 async def check(raw: bytes) -> str:
-    """Refuse what only the proxy may send, in a body that is passed on as it is; the model it is for, if it says so."""
+    """Refuse what only the proxy may send, in a body that is passed on as it is; the model it is
+    for, if it says so.
+    """
     return (await parsed(raw)).model if raw else ""
 
 
 async def check_form(kind: bytes, raw: bytes) -> None:
-    """The same for a form: vLLM reads `vllm_xargs` there as JSON, which may hold what FORBIDDEN names."""
-    extended = await _apart(_has_extended_name, raw) if len(raw) > LARGE_BYTES else _has_extended_name(raw)
-    if extended or b"vllm_xargs" in raw or b"charset" in kind.lower():  # in another charset the name would look otherwise
-        raise BadBody("`vllm_xargs`, a charset and names as in RFC 2231 cannot be sent with a form", "vllm_xargs")
+    """The same for a form: vLLM reads `vllm_xargs` there as JSON, which may hold what FORBIDDEN
+    names.
+    """
+    extended = (
+        await _apart(_has_extended_name, raw) if len(raw) > LARGE_BYTES else _has_extended_name(raw)
+    )
+    if (
+        extended or b"vllm_xargs" in raw or b"charset" in kind.lower()
+    ):  # in another charset the name would look otherwise
+        raise BadBody(
+            "`vllm_xargs`, a charset and names as in RFC 2231 cannot be sent with a form",
+            "vllm_xargs",
+        )
 
 
 async def _apart(work: Callable[..., T], *args: object) -> T:
@@ -233,7 +255,9 @@ def _fields(raw: bytes) -> dict[str, msgspec.Raw]:
 
 
 def _check_utf8(raw: bytes) -> None:
-    """UnicodeDecodeError for what is not: Python's json lets surrogates pass, and an engine fails of them later."""
+    """UnicodeDecodeError for what is not: Python's json lets surrogates pass, and an engine fails
+    of them later.
+    """
     if raw.isascii():
         return
     decoder = codecs.getincrementaldecoder("utf-8")()
@@ -244,7 +268,9 @@ def _check_utf8(raw: bytes) -> None:
 
 def _forbidden(raw: bytes, fields: Mapping[str, msgspec.Raw]) -> str | None:
     """The name of a field that only the proxy may set."""
-    if len(raw) < SMALL or not fields.keys().isdisjoint(FORBIDDEN):  # given twice, `fields` has the last one only
+    if len(raw) < SMALL or not fields.keys().isdisjoint(
+        FORBIDDEN
+    ):  # given twice, `fields` has the last one only
         return _key_in(raw)
     for value in fields.values():  # no key is within a text, and the long things are texts
         if memoryview(value)[0] in b"{[" and (hidden := _key_in(bytes(value))):
@@ -264,10 +290,16 @@ def _key_in(text: bytes) -> str | None:
 
 
 def _may_hide(text: bytes) -> bool:
-    """Whether a forbidden key may be in here.  One byte is found much faster than two, and most bodies have no escapes."""
+    """Whether a forbidden key may be in here. One byte is found much faster than two, and most
+    bodies have no escapes.
+    """
     if b"_transfer_params" in text:
         return True
-    return b"\\" in text and b"\\u00" in text and any(True for _ in _search(_ESCAPE, text, len("\\u005")))
+    return (
+        b"\\" in text
+        and b"\\u00" in text
+        and any(True for _ in _search(_ESCAPE, text, len("\\u005")))
+    )
 
 
 def _has_extended_name(text: bytes) -> bool:

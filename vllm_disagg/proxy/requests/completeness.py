@@ -1,9 +1,10 @@
 """Answers that their engine calls complete, and that may have been cut.
 
-An engine that gets SIGTERM gives up its answers at once.  Most endpoints say so; those in `ENDS` do not: what is cut
-there looks complete.  But such an engine takes no new request, so whoever gets one more token out of it *after* an answer
-knows that the answer was whole.  Those answers are held until then: for about one step of the engine, and one such
-request serves all answers that were there before it.
+An engine that gets SIGTERM gives up its answers at once. Most endpoints say so; those in `ENDS` do
+not: what is cut there looks complete. But such an engine takes no new request, so whoever gets one
+more token out of it *after* an answer knows that the answer was whole. Those answers are held until
+then: for about one step of the engine, and one such request serves all answers that were there
+before it.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ from .streams import aborted
 log = logging.getLogger(__name__)
 
 PATIENCE = 300.0  # seconds; it waits behind the engine's other work
-LOOK = 5.0  # seconds: so often, while it waits behind the engine's other work, it is seen whether the engine lives
+# seconds: so often, while it waits behind the engine's other work, it is seen whether the engine
+# lives
+LOOK = 5.0
 
-ENDS = {  # by path: in the event with which such a stream says that it is complete; no JSON text can hold these bytes
+# by path: in the event with which such a stream says that it is complete; no JSON text can hold
+# these bytes
+ENDS = {
     "/v1/responses": b"event: response.completed\n",
     "/cohere/v2/chat": b'"type":"message-end"',
     "/v1/audio/transcriptions": b"data: [DONE]",
@@ -58,7 +63,9 @@ class Vouching:
         if api_key:
             self._headers.append((b"authorization", b"Bearer " + api_key.encode()))
         self._running: dict[str, asyncio.Task[bool]] = {}  # by URL
-        self._next: dict[str, asyncio.Task[bool]] = {}  # not sent yet, so that it is later than all answers that wait for it
+        self._next: dict[
+            str, asyncio.Task[bool]
+        ] = {}  # not sent yet, so that it is later than all answers that wait for it
 
     async def works(self, instance: Instance) -> bool:
         """Whether an engine that has answered is at work still, so that its answer was whole."""
@@ -75,7 +82,9 @@ class Vouching:
         asking = asyncio.create_task(self._ask(url, instance.model))
         try:
             async with asyncio.timeout(PATIENCE):
-                while not asking.done() and instance.up:  # one request: another might meet another life of the engine
+                while (
+                    not asking.done() and instance.up
+                ):  # one request: another might meet another life of the engine
                     await asyncio.wait((asking,), timeout=LOOK)
             return asking.done() and asking.result()
         except TimeoutError:
@@ -86,10 +95,14 @@ class Vouching:
             del self._running[url]
 
     async def _ask(self, url: str, model: str) -> bool:
-        body = msgspec.json.encode({"model": model, "prompt": "probe", "max_tokens": 1, "temperature": 0})
+        body = msgspec.json.encode(
+            {"model": model, "prompt": "probe", "max_tokens": 1, "temperature": 0}
+        )
         try:
             while True:
-                answer = await pool_of(self._pools, url).send("POST", "/v1/completions", self._headers, body)
+                answer = await pool_of(self._pools, url).send(
+                    "POST", "/v1/completions", self._headers, body
+                )
                 try:
                     if answer.status not in FULL:
                         return answer.status == 200 and not aborted(await answer.read())

@@ -1,20 +1,25 @@
-"""Going on with a stream whose instance died: another one answers the request again, what the client already has is
-taken away from that answer, and the rest is passed on as if nothing had happened.
+"""Going on with a stream whose instance died: another one answers the request again, what the
+client already has is taken away from that answer, and the rest is passed on as if nothing had
+happened.
 
-A second answer is the same answer only if it can be reproduced, so this is done when the request says
-`"temperature": 0` or has a `seed` (`Body.reproducible`), and only if each event of the first was understood.  Here are the
-events of completions and chat completions, which are pieces of text; `named_events.py` has those of other endpoints.
+A second answer is the same answer only if it can be reproduced, so this is done when the request
+says `"temperature": 0` or has a `seed` (`Body.reproducible`), and only if each event of the first
+was understood. Here are the events of completions and chat completions, which are pieces of text;
+`named_events.py` has those of other endpoints.
 
-It is also *verified*: what is taken away must be, piece by piece and per choice, what was delivered (text, content,
-reasoning, tool calls, token ids; of logprobs only how many, since their last digits depend on the batch).  When it is
-not, the client gets an error event, never two halves of different answers.
+It is also *verified*: what is taken away must be, piece by piece and per choice, what was delivered
+(text, content, reasoning, tool calls, token ids; of logprobs only how many, since their last digits
+depend on the batch). When it is not, the client gets an error event, never two halves of different
+answers.
 
-The client sees one stream: the first one's `id` and `created`, no second role, the ids that its tool calls began with.
-Usage and finish reason come from the answer that ended, and are those of an undisturbed run.  Where the two answers are
-cut into events differently, the rest of an event is one event in the same form.
+The client sees one stream: the first one's `id` and `created`, no second role, the ids that its
+tool calls began with. Usage and finish reason come from the answer that ended, and are those of an
+undisturbed run. Where the two answers are cut into events differently, the rest of an event is one
+event in the same form.
 
-`Told` is what a client was told, in constant space: a count and a hash per choice and kind of piece.  While a stream
-runs its bytes are only kept (`streams.Tape`), and folded into a `Told` some hundred events at a time.
+`Told` is what a client was told, in constant space: a count and a hash per choice and kind of
+piece. While a stream runs its bytes are only kept (`streams.Tape`), and folded into a `Told` some
+hundred events at a time.
 """
 
 from __future__ import annotations
@@ -127,13 +132,22 @@ def _plain(event: _Event) -> tuple[int, str, str] | None:
     delta = choice.delta
     if delta is None:
         return (choice.index, "text", choice.text) if choice.text else None
-    if choice.text or not delta.content or delta.role or delta.reasoning or delta.reasoning_content or delta.tool_calls:
+    if (
+        choice.text
+        or not delta.content
+        or delta.role
+        or delta.reasoning
+        or delta.reasoning_content
+        or delta.tool_calls
+    ):
         return None
     return choice.index, "content", delta.content
 
 
 class Form(NamedTuple):
-    """Events that say one piece of text each and are otherwise equal: what comes before and after that piece."""
+    """Events that say one piece of text each and are otherwise equal: what comes before and after
+    that piece.
+    """
 
     before: bytes
     after: bytes
@@ -142,7 +156,9 @@ class Form(NamedTuple):
 
 
 def form_of(event: bytes) -> Form | None:
-    """The form of a whole event, blank line included; None when it says anything else, or its text is escaped."""
+    """The form of a whole event, blank line included; None when it says anything else, or its text
+    is escaped.
+    """
     try:
         plain = _plain(_parse(event))
     except NotTold:
@@ -155,7 +171,11 @@ def form_of(event: bytes) -> Form | None:
     begin = event.find(b'"%b":"' % kind.encode()) + len(kind) + 4
     form = Form(event[:begin], event[begin + len(piece.encode()) :], index, kind)
     again = form.before + b"x" + form.after
-    return form if event[begin:].startswith(piece.encode()) and _plain(_parse(again)) == (index, kind, "x") else None
+    return (
+        form
+        if event[begin:].startswith(piece.encode()) and _plain(_parse(again)) == (index, kind, "x")
+        else None
+    )
 
 
 def _pieces(event: _Event) -> Iterator[tuple[int, str, Piece]]:
@@ -248,7 +268,8 @@ class Told:
     def add(self, events: Iterable[bytes]) -> None:
         """More events, whole ones; NotTold when one of them is not understood.
 
-        Nearly all of them say one piece of text and nothing else: those in a row are noted together.
+        Nearly all of them say one piece of text and nothing else: those in a row are noted
+        together.
         """
         content = b",".join(self._content(events))
         row: list[str] = []
@@ -298,12 +319,16 @@ class Told:
 
 
 class Replay:
-    """A second answer, without what was told of it already.  Ends (`caught_up`) where the first one broke off."""
+    """A second answer, without what was told of it already. Ends (`caught_up`) where the first one
+    broke off.
+    """
 
     lasts = False  # what comes after it needs no more than `rename`
 
     def __init__(self, told: Told) -> None:
-        self.rename: tuple[bytes, bytes] | None = None  # how this answer's events begin, and the client's
+        self.rename: tuple[bytes, bytes] | None = (
+            None  # how this answer's events begin, and the client's
+        )
         self._told = told
         self._seen = Told()
         self._missing = {key for key, channel in told.channels.items() if channel.count}
@@ -311,9 +336,10 @@ class Replay:
     @property
     def caught_up(self) -> bool:
         return (
-            not self._missing and self._told.finished.keys() <= self._seen.finished.keys()
+            not self._missing
+            and self._told.finished.keys() <= self._seen.finished.keys()
             and self._seen.usage >= self._told.usage
-        )  # fmt: skip
+        )
 
     def event(self, raw: bytes) -> bytes:
         """What is new in an event, as an event; empty when nothing is.  Diverged, NotTold."""
@@ -363,7 +389,9 @@ class Replay:
             return 0
         seen = self._seen.channels.setdefault(key, _Channel())
         part = piece[: told.count - seen.count]
-        if kind.endswith(".name") and len(part) < len(piece):  # another function, whose name begins alike
+        if kind.endswith(".name") and len(part) < len(
+            piece
+        ):  # another function, whose name begins alike
             raise Diverged("the answer made again is another one")
         seen.add(kind, part)
         if seen.count == told.count:
@@ -400,7 +428,10 @@ def _cut(raw: bytes, old: dict[tuple[int, str], int]) -> bytes:
         if choice.get("delta"):
             _cut_delta(choice["delta"], mine)
         if choice.get("logprobs"):
-            left = {k: v[mine.get(f"logprobs.{k}", 0) :] if v else v for k, v in choice["logprobs"].items()}
+            left = {
+                k: v[mine.get(f"logprobs.{k}", 0) :] if v else v
+                for k, v in choice["logprobs"].items()
+            }
             choice["logprobs"] = left if any(left.values()) else None
     return _DATA + _encode(event)
 

@@ -1,18 +1,21 @@
-"""What a request does next when an attempt to serve it has failed.  Pure: no clock, no instances, no sockets.
+"""What a request does next when an attempt to serve it has failed. Pure: no clock, no instances, no
+sockets.
 
     a pair fails at P   -> another pair -> this D alone -> another D alone -> give up
     P has no room (429) -> another pair ---------------------------------> give up
     a pair fails at D   -> another pair ------------------> another D alone -> give up
     D alone fails       -------------------------------------> another D alone -> give up
 
-The same ladder serves a stream that has begun, if its answer can be made again (`continuation.py`); else its client
-gets an error event.  No instance is tried twice by one request, and three bounds keep failing requests from
-multiplying:
+The same ladder serves a stream that has begun, if its answer can be made again (`continuation.py`);
+else its client gets an error event. No instance is tried twice by one request, and three bounds
+keep failing requests from multiplying:
 
 * `ATTEMPTS` and `PAIRS` per request;
 * `DEATHS`: a request under which instances died twice may be what kills them, and gets no third;
-* `Budget`, for the whole fleet: what fails on instances that live (5xx, no answer in time) may be repeated for a fifth
-  of the requests, since then the fleet is busy rather than broken.  Death is not charged: it ends each request of the
+* `Budget`, for the whole fleet: what fails on instances that live (5xx, no answer in time) may be
+  repeated for a fifth
+  of the requests, since then the fleet is busy rather than broken.  Death is not charged: it ends
+  each request of the
   dead instance once, all at the same moment, and must cost none of them its answer.
 """
 
@@ -31,7 +34,8 @@ ATTEMPTS = 5
 PAIRS = 3  # attempts with two legs; what then still fails is left to a D alone
 DEATHS = 2
 
-# Where the instance lives, as far as one can tell, and so the failure may be the sign of an overload.
+# Where the instance lives, as far as one can tell, and so the failure may be the sign of an
+# overload.
 CHARGED = frozenset(("garbled", "timeout", "5xx", "busy"))
 
 
@@ -63,7 +67,9 @@ class Left:
 
 
 class Budget:
-    """How much may be repeated: a share of all requests, and a little more so that a quiet fleet has some too."""
+    """How much may be repeated: a share of all requests, and a little more so that a quiet fleet
+    has some too.
+    """
 
     def __init__(self, share: float = 0.2, rate: float = 10.0, most: float = 100.0) -> None:
         self._share, self._rate, self._most = share, rate, most
@@ -85,7 +91,9 @@ class Budget:
 
 
 def step(leg: Literal["prefill", "decode"], reason: Reason, past: Past, left: Left) -> Step:
-    """The next step after a failure; the caller asks the budget before it takes one that is charged."""
+    """The next step after a failure; the caller asks the budget before it takes one that is
+    charged.
+    """
     if past.begun and not past.resumable:
         return Step.GIVE_UP
     if past.attempts >= ATTEMPTS or past.deaths >= DEATHS or reason == "diverged":

@@ -1,8 +1,10 @@
-"""Whether an answer's stream has begun: with its first event of content, or with the end of the answer.
+"""Whether an answer's stream has begun: with its first event of content, or with the end of the
+answer.
 
-What comes before is no beginning: comments (keep-alives), `response.created` and the like, a role.  vLLM sends those
-before its engine has computed anything, so they say nothing about the request's success.  An answer that begins with an
-error event has failed.  Pure, and cheap: each event up to the first of content is read once, nothing after it.
+What comes before is no beginning: comments (keep-alives), `response.created` and the like, a role.
+vLLM sends those before its engine has computed anything, so they say nothing about the request's
+success. An answer that begins with an error event has failed. Pure, and cheap: each event up to the
+first of content is read once, nothing after it.
 """
 
 from __future__ import annotations
@@ -25,11 +27,19 @@ class Begun(Enum):
 
 
 # Before the first content.  All other types are content, also those that are unknown here.
-_PREFACES = frozenset((
-    "response.created", "response.queued", "response.in_progress", "response.output_item.added",
-    "response.content_part.added", "response.reasoning_part.added", "response.reasoning_summary_part.added",
-    "message_start", "ping",
-))  # fmt: skip
+_PREFACES = frozenset(
+    (
+        "response.created",
+        "response.queued",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.reasoning_part.added",
+        "response.reasoning_summary_part.added",
+        "message_start",
+        "ping",
+    )
+)
 
 
 class _Block(msgspec.Struct):

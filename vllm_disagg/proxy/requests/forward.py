@@ -41,15 +41,20 @@ _models = msgspec.json.Decoder(_Models).decode
 class Passing:
     """Passes requests on."""
 
-    def __init__(self, fleet: Fleet, policy: Policy, pools: dict[str, Pool], vouching: Vouching) -> None:
+    def __init__(
+        self, fleet: Fleet, policy: Policy, pools: dict[str, Pool], vouching: Vouching
+    ) -> None:
         self.fleet = fleet
         self._policy = policy
         self._pools = pools
         self._vouching = vouching
 
-    async def forward(self, request: Request, client: Connection, candidates: list[Instance], seek: bool = False) -> int:
-        """Pass a request to the first of some instances that answers; its status.  `seek`: to the first that does not
-        say that it has no such thing."""
+    async def forward(
+        self, request: Request, client: Connection, candidates: list[Instance], seek: bool = False
+    ) -> int:
+        """Pass a request to the first of some instances that answers; its status. `seek`: to the
+        first that does not say that it has no such thing.
+        """
         error: Unreachable | None = None
         for at, instance in enumerate(candidates):
             chosen(self.fleet, self._policy, Ask(0), _now(), instance)
@@ -57,24 +62,37 @@ class Passing:
                 answer: Answer | None = None
                 try:
                     answer = await pool_of(self._pools, instance.url).send(
-                        request.method, request.target, request.headers, request.body, request.upgrade
+                        request.method,
+                        request.target,
+                        request.headers,
+                        request.body,
+                        request.upgrade,
                     )
                     if answer.status == 101:
                         await join(client, answer)
                         return 101
-                    missing = answer.status in ((403, 404) if request.upgrade else (404,))  # 403: there is no such WebSocket
+                    missing = answer.status in (
+                        (403, 404) if request.upgrade else (404,)
+                    )  # 403: there is no such WebSocket
                     if seek and missing and (error or at + 1 < len(candidates)):
                         continue  # `error`: who failed may be the one who knew
                     if answer.status == 200 and answer.is_stream:
                         return await self._forward_stream(client, instance, answer)
                     content = await answer.read()
                     if answer.status == 200 and (
-                        (aborted(content) and not request.path.endswith("/derender"))  # which answers what it was sent
-                        or (doubtful(request.path, content) and not await self._vouching.works(instance))
+                        (
+                            aborted(content) and not request.path.endswith("/derender")
+                        )  # which answers what it was sent
+                        or (
+                            doubtful(request.path, content)
+                            and not await self._vouching.works(instance)
+                        )
                     ):
                         raise Unreachable("died", "it is being stopped")
                 except Unreachable as failure:
-                    log.warning("%s failed %s %s: %s", instance.url, request.method, request.path, failure)
+                    log.warning(
+                        "%s failed %s %s: %s", instance.url, request.method, request.path, failure
+                    )
                     instance.leg_failed(failure.reason, _now())
                     error = failure
                     if client.started or at >= RETRIES:
@@ -113,14 +131,22 @@ class Passing:
                 return status
             for model in _models(content).data:
                 known.setdefault(_model(model).id, model)
-        client.answer(200, [JSON], msgspec.json.encode({"object": "list", "data": list(known.values())}))
+        client.answer(
+            200, [JSON], msgspec.json.encode({"object": "list", "data": list(known.values())})
+        )
         return 200
 
     async def everywhere(self, request: Request, client: Connection) -> int:
         """Pass a request to all instances; the worst answer is the answer."""
-        instances = list({split_rank(i.url)[0]: i for i in self.fleet.instances}.values())  # ranks share an API server
+        instances = list(
+            {split_rank(i.url)[0]: i for i in self.fleet.instances}.values()
+        )  # ranks share an API server
         if not instances or not all(instance.up for instance in self.fleet.instances):
-            raise Failed(503, "not every instance can be reached at the moment, and all must do this", retry_after=5)
+            raise Failed(
+                503,
+                "not every instance can be reached at the moment, and all must do this",
+                retry_after=5,
+            )
         answers = await asyncio.gather(*(self._told(request, instance) for instance in instances))
         for instance in self.fleet.instances:
             instance.needs_probe = True  # it may serve other names now

@@ -1,12 +1,16 @@
-"""Going on with a stream whose events have names: /v1/responses and /v1/messages.  See `continuation.py` for why and when.
+"""Going on with a stream whose events have names: /v1/responses and /v1/messages. See
+`continuation.py` for why and when.
 
-Such a stream is a sequence of *steps* (an item begins, a block ends, ...) with *runs* of deltas between them.  Two answers
-to one request are the same when their steps are, and the texts of their runs: how a run is cut into deltas may differ.  So
-a `Transcript` is a list of steps (a hash) and runs (a count and a hash), and a `NamedReplay` walks along it.  What is random
-is not compared but renamed: the client goes on with the ids of the first answer.  Sequence numbers go on where they were.
-The second answer's texts of whole items (`*.done`, `response.completed`) are passed on: they are those of the deltas.
+Such a stream is a sequence of *steps* (an item begins, a block ends, ...) with *runs* of deltas
+between them. Two answers to one request are the same when their steps are, and the texts of their
+runs: how a run is cut into deltas may differ. So a `Transcript` is a list of steps (a hash) and
+runs (a count and a hash), and a `NamedReplay` walks along it. What is random is not compared but
+renamed: the client goes on with the ids of the first answer. Sequence numbers go on where they
+were. The second answer's texts of whole items (`*.done`, `response.completed`) are passed on: they
+are those of the deltas.
 
-Only events that are listed here are understood.  Tools that the engine runs by itself are not: they would run twice.
+Only events that are listed here are understood. Tools that the engine runs by itself are not: they
+would run twice.
 """
 
 from __future__ import annotations
@@ -50,13 +54,17 @@ class Schema(Protocol):
     numbered: bool  # each event has a sequence number
 
     def delta(self, name: str, data: bytes) -> Delta | None:
-        """The piece of text that an event says, if its name is that of a delta; a DecodeError if it says anything else."""
+        """The piece of text that an event says, if its name is that of a delta; a DecodeError if it
+        says anything else.
+        """
 
     def cut(self, event: Object, chars: int, logprobs: int) -> None:
         """Take the beginning of a delta away."""
 
     def step(self, event: Object) -> tuple[Object, list[str]]:
-        """What is to be the same in another answer, and the ids that are not; NotTold when it is not understood."""
+        """What is to be the same in another answer, and the ids that are not; NotTold when it is
+        not understood.
+        """
 
 
 class _ResponsesDelta(msgspec.Struct, forbid_unknown_fields=True):
@@ -76,25 +84,45 @@ class Responses:
     """/v1/responses, as vLLM streams it."""
 
     numbered = True
-    _DELTAS = frozenset((
-        "response.output_text.delta", "response.reasoning_text.delta", "response.function_call_arguments.delta",
-        "response.custom_tool_call_input.delta",
-    ))  # fmt: skip
-    _WHOLE = frozenset(("response.created", "response.in_progress", "response.completed", "response.incomplete"))
+    _DELTAS = frozenset(
+        (
+            "response.output_text.delta",
+            "response.reasoning_text.delta",
+            "response.function_call_arguments.delta",
+            "response.custom_tool_call_input.delta",
+        )
+    )
+    _WHOLE = frozenset(
+        ("response.created", "response.in_progress", "response.completed", "response.incomplete")
+    )
     _ITEMS = frozenset(("response.output_item.added", "response.output_item.done"))
     _ITEM_TYPES = frozenset(("message", "reasoning", "function_call", "custom_tool_call"))
-    _PARTS = frozenset((
-        "response.content_part.added", "response.content_part.done", "response.output_text.done",
-        "response.reasoning_part.added", "response.reasoning_part.done", "response.reasoning_text.done",
-        "response.function_call_arguments.done", "response.custom_tool_call_input.done",
-    ))  # fmt: skip
+    _PARTS = frozenset(
+        (
+            "response.content_part.added",
+            "response.content_part.done",
+            "response.output_text.done",
+            "response.reasoning_part.added",
+            "response.reasoning_part.done",
+            "response.reasoning_text.done",
+            "response.function_call_arguments.done",
+            "response.custom_tool_call_input.done",
+        )
+    )
 
     def delta(self, name: str, data: bytes) -> Delta | None:
         if name not in self._DELTAS:
             return None
         event = _responses_delta(data)
         run = (name, event.output_index, event.content_index)
-        return Delta(run, event.delta, event.item_id, len(event.logprobs or ()), event.sequence_number, event.type)
+        return Delta(
+            run,
+            event.delta,
+            event.item_id,
+            len(event.logprobs or ()),
+            event.sequence_number,
+            event.type,
+        )
 
     def cut(self, event: Object, chars: int, logprobs: int) -> None:
         event["delta"] = event["delta"][chars:]
@@ -318,7 +346,9 @@ class Transcript:
 
 
 class NamedReplay:
-    """A second answer: what the client has of it is compared and left out, and the rest made part of the first."""
+    """A second answer: what the client has of it is compared and left out, and the rest made part
+    of the first.
+    """
 
     lasts = True  # every event is to be renamed and numbered
     rename: tuple[bytes, bytes] | None = None
@@ -338,7 +368,9 @@ class NamedReplay:
         return self._at == len(self._told)
 
     def event(self, raw: bytes) -> bytes:
-        """What is new in an event, as the client's next event; empty when nothing is.  Diverged, NotTold."""
+        """What is new in an event, as the client's next event; empty when nothing is. Diverged,
+        NotTold.
+        """
         if says_nothing(raw):
             return raw  # a sign of life
         if raw == _DONE:
@@ -361,7 +393,11 @@ class NamedReplay:
         if self.caught_up:
             return False
         told = self._told[self._at]
-        if not isinstance(told, Step) or told.digest != step.digest or len(told.ids) != len(step.ids):
+        if (
+            not isinstance(told, Step)
+            or told.digest != step.digest
+            or len(told.ids) != len(step.ids)
+        ):
             raise Diverged("the answer made again is another one")
         for mine, theirs in zip(step.ids, told.ids, strict=True):
             self._learn(mine, theirs)

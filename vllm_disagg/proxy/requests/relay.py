@@ -8,9 +8,10 @@
   nothing is left          -> the last failure as an answer, or as an event in the stream and [DONE]
   client left, or out of time: both legs are cancelled
 
-A decode answer has begun when it is complete, or a stream's first event of content is here (`first_content.py`).  What an
-engine sends before, as comments and `response.created`, says nothing about how it ends: that is held back, up to a bound,
-so that until then P's failure or refusal counts, and any other answer may take its place.
+A decode answer has begun when it is complete, or a stream's first event of content is here
+(`first_content.py`). What an engine sends before, as comments and `response.created`, says nothing
+about how it ends: that is held back, up to a bound, so that until then P's failure or refusal
+counts, and any other answer may take its place.
 """
 
 from __future__ import annotations
@@ -45,9 +46,12 @@ from .streams import Tape, aborted, engine_failed, failure_in
 
 log = logging.getLogger(__name__)
 
-SECOND_WORD = 0.2  # seconds in which D may refuse too: its words are about what the client asked, P's about its leg
+# seconds in which D may refuse too: its words are about what the client asked, P's about its leg
+SECOND_WORD = 0.2
 SESSION = b"x-session-id"
-ECHOES = 4  # how often a request's size may stand in what an engine sends before its content: two events repeat parts of it
+# how often a request's size may stand in what an engine sends before its content: two events repeat
+# parts of it
+ECHOES = 4
 WORDS = 500  # bytes of an error event that a client is told
 
 
@@ -120,8 +124,12 @@ class Relay:
         self.passing = Passing(fleet, policy, pools, self._vouching)
 
     async def generate(self, trip: Trip) -> int:
-        """The whole journey; the status it ended with.  Afterwards nothing of the request is left anywhere."""
-        trip.ask = trip.body.ask(find(trip.request.headers, SESSION), self.policy.name == "prefix_aware")
+        """The whole journey; the status it ended with. Afterwards nothing of the request is left
+        anywhere.
+        """
+        trip.ask = trip.body.ask(
+            find(trip.request.headers, SESSION), self.policy.name == "prefix_aware"
+        )
         trip.ask.rank = find(trip.request.headers, RANK)
         trip.ask.path = trip.request.path
         self._budget.earn()
@@ -149,9 +157,16 @@ class Relay:
     async def _first(self, trip: Trip) -> Plan:
         """How a request is to be served if nothing goes wrong."""
         # A client that names a rank means one of one instance, which two legs cannot both honour.
-        if trip.body.whole or trip.ask.rank or better_whole(self.fleet, self.policy, trip.ask, self._threshold):
+        if (
+            trip.body.whole
+            or trip.ask.rank
+            or better_whole(self.fleet, self.policy, trip.ask, self._threshold)
+        ):
             return self._other(trip)
-        full = self._spill and choose(self.fleet, self.policy, self._concurrency, trip.ask, _now()) == "busy"
+        full = (
+            self._spill
+            and choose(self.fleet, self.policy, self._concurrency, trip.ask, _now()) == "busy"
+        )
         if full and (idle := spill(self.fleet, self.policy, _now(), trip.ask)):
             self.metrics.fell_back("prefill_full")
             return idle
@@ -196,7 +211,7 @@ class Relay:
         if place:
             self._admission.release(place)
 
-    # -- one attempt --------------------------------------------------------------------------------------------
+    # -- one attempt -------------------------------------------------------------------------------
 
     async def _attempt(self, trip: Trip, plan: Plan) -> Answer | Failure:
         """An answer to deliver, begun, or what went wrong."""
@@ -227,7 +242,9 @@ class Relay:
             instance.whole -= 1
 
     async def _at_prefill(self, trip: Trip, pair: Pair) -> Answer | Failure:
-        """One token is wanted: the prefill instance has it when it has the prompt, and no KV needs to move."""
+        """One token is wanted: the prefill instance has it when it has the prompt, and no KV needs
+        to move.
+        """
         return await self._leg(trip, pair, trip.body.plain())
 
     async def _in_turn(self, trip: Trip, pair: Pair) -> Answer | Failure:
@@ -237,7 +254,9 @@ class Relay:
             return answer
         self._release(trip)
         params = params_in(await answer.read())
-        return await self._ask(trip, "decode", pair.decode, trip.body.decode(params) if params else trip.body.plain())
+        return await self._ask(
+            trip, "decode", pair.decode, trip.body.decode(params) if params else trip.body.plain()
+        )
 
     async def _both(self, trip: Trip, pair: Pair) -> Answer | Failure:
         """Both legs at once."""
@@ -246,10 +265,31 @@ class Relay:
             raise TypeError("a pair without engines")
         transfer, back = new_transfer(), new_transfer() if pair.reads_back else None
         there = decode_engine.workers if back else []
-        p_end, d_end = (each.clock_after(self._patience + MARGIN_SECONDS, _now()) for each in (pair.prefill, pair.decode))
-        for_p = Grant(VERSION, "prefill", transfer, prefill_engine.incarnation, there, self._patience, back, p_end)
+        p_end, d_end = (
+            each.clock_after(self._patience + MARGIN_SECONDS, _now())
+            for each in (pair.prefill, pair.decode)
+        )
+        for_p = Grant(
+            VERSION,
+            "prefill",
+            transfer,
+            prefill_engine.incarnation,
+            there,
+            self._patience,
+            back,
+            p_end,
+        )
         of_p = prefill_engine.workers
-        for_d = Grant(VERSION, "decode", transfer, decode_engine.incarnation, of_p, self._patience, back, d_end)
+        for_d = Grant(
+            VERSION,
+            "decode",
+            transfer,
+            decode_engine.incarnation,
+            of_p,
+            self._patience,
+            back,
+            d_end,
+        )
         prefill_body = trip.body.prefill({REQUEST_KEY: mint(self._key, for_p)})
         decode_body = trip.body.decode({REQUEST_KEY: mint(self._key, for_d)})
         trip.prefill = prefill = asyncio.create_task(self._prefill(trip, pair, prefill_body))
@@ -289,7 +329,9 @@ class Relay:
         return answer
 
     async def _prefill(self, trip: Trip, pair: Pair, body: bytes) -> Answer | Failure:
-        """The prefill leg.  A success is an answer of the very process that the decode leg was told to read from."""
+        """The prefill leg. A success is an answer of the very process that the decode leg was told
+        to read from.
+        """
         instance = pair.prefill
         answer = await self._leg(trip, pair, body)
         if isinstance(answer, Answer) and answer.status == 200:
@@ -297,14 +339,21 @@ class Relay:
             engine = engine_in(content)
             if card := card_in(content):
                 instance.tells_clock(card.clock, _now())
-            if card and not engine:  # if our notion of its clock is wrong, so may be that of D's, which says nothing
+            if (
+                card and not engine
+            ):  # if our notion of its clock is wrong, so may be that of D's, which says nothing
                 instance.needs_probe = pair.decode.needs_probe = True
                 return Failure("prefill", "stale", "the prefill instance has refused its grant")
             if not engine or engine.rank != instance.rank:
-                # As old versions of vLLM at new endpoints, or it was restarted without the connector, or with more ranks.
+                # As old versions of vLLM at new endpoints, or it was restarted without the
+                # connector, or with more ranks.
                 instance.deaf.add(trip.request.path)
                 instance.needs_probe = True
-                words = "another data parallel rank answered" if engine else "the prefill instance says nothing of KV transfers"
+                words = (
+                    "another data parallel rank answered"
+                    if engine
+                    else "the prefill instance says nothing of KV transfers"
+                )
                 return Failure("prefill", "stale", words)
             if not instance.engine or engine.incarnation != instance.engine.incarnation:
                 instance.probed(instance.model, engine, instance.models)
@@ -321,7 +370,9 @@ class Relay:
         instance.stepping.asked(began)
         try:
             headers = self.tracing.leg(trip.request, instance.role, instance.url)
-            answer = await pool_of(self._pools, instance.url).send("POST", trip.request.target, headers, body)
+            answer = await pool_of(self._pools, instance.url).send(
+                "POST", trip.request.target, headers, body
+            )
             failed = await self._beginning(trip, answer)
             good = True
         except Unreachable as error:
@@ -334,11 +385,15 @@ class Relay:
             return self._failure(trip, leg, instance, failure_in(failed), _words(failed), began)
         if answer.status >= 500 or engine_failed(answer.peek()):
             reason = failure_in(answer.peek())
-            return self._failure(trip, leg, instance, reason, f"it answered {answer.status}", began, answer)
+            return self._failure(
+                trip, leg, instance, reason, f"it answered {answer.status}", began, answer
+            )
         if await self._given_up(trip, leg, instance, answer):
             return self._failure(trip, leg, instance, "died", "it is being stopped", began)
         if not 200 <= answer.status < 500:
-            return self._failure(trip, leg, instance, "garbled", f"it answered {answer.status}", began, answer)
+            return self._failure(
+                trip, leg, instance, "garbled", f"it answered {answer.status}", began, answer
+            )
         instance.leg_succeeded(_now())
         if answer.status == 200:
             instance.stepping.lived(_now())
@@ -362,7 +417,9 @@ class Relay:
         return beginning.failure
 
     async def _given_up(self, trip: Trip, leg: str, instance: Instance, answer: Answer) -> bool:
-        """Whether this is no answer, but what an engine that is being stopped leaves of one.  Of a stream: its beginning."""
+        """Whether this is no answer, but what an engine that is being stopped leaves of one. Of a
+        stream: its beginning.
+        """
         path, said = trip.request.path, answer.peek()
         if aborted(said):
             return True
@@ -398,7 +455,7 @@ class Relay:
             instance.leg_failed("5xx", _now(), began, ended)
         trip.suspects.clear()
 
-    # -- after a failure ----------------------------------------------------------------------------------------
+    # -- after a failure ---------------------------------------------------------------------------
 
     def _next(self, trip: Trip, plan: Plan, failure: Failure) -> Plan | None:
         """The next attempt; None when there is none."""
@@ -412,13 +469,26 @@ class Relay:
         if isinstance(plan, Pair):
             pair = choose(self.fleet, self.policy, self._concurrency, trip.ask, now, trip.failed)
         other = choose_decode(self.fleet, self.policy, now, trip.failed, trip.ask)
-        todo = step(failure.leg, failure.reason, past, Left(isinstance(pair, Pair), decode.up, other is not None))
+        todo = step(
+            failure.leg,
+            failure.reason,
+            past,
+            Left(isinstance(pair, Pair), decode.up, other is not None),
+        )
         if todo is Step.GIVE_UP or (failure.reason in CHARGED and not self._budget.spend(now)):
-            if failure.reason != "busy":  # then the client is told to come back, and nothing has failed
+            if (
+                failure.reason != "busy"
+            ):  # then the client is told to come back, and nothing has failed
                 self.metrics.failed_over("none")
             return None
         self.metrics.failed_over(todo.value)
-        why = f"prefill_{failure.reason}" if at_p else "decode_in_stream" if past.begun else "decode_failed"
+        why = (
+            f"prefill_{failure.reason}"
+            if at_p
+            else "decode_in_stream"
+            if past.begun
+            else "decode_failed"
+        )
         self.metrics.fell_back(why)
         if todo is Step.PAIR and isinstance(pair, Pair):
             return pair
@@ -428,7 +498,9 @@ class Relay:
         """Tell the client that it failed: in the instance's words if it said something."""
         if trip.client.started:
             tape = trip.tape
-            if tape and tape.error and (not tape.continued or tape.error.startswith(ERROR)):  # others have that answer's ids
+            if (
+                tape and tape.error and (not tape.continued or tape.error.startswith(ERROR))
+            ):  # others have that answer's ids
                 trip.client.write(tape.error + b"\n\n" + DONE)
                 trip.client.end()
                 return 500
@@ -443,7 +515,7 @@ class Relay:
             raise Failed(503, "no decode instance can be used at the moment", retry_after=5)
         return decode
 
-    # -- delivery -----------------------------------------------------------------------------------------------
+    # -- delivery ----------------------------------------------------------------------------------
 
     async def _deliver(self, trip: Trip, at: Instance, answer: Answer) -> int | Failure:
         """Give an answer to the client; its status, or how it broke off."""
@@ -463,7 +535,11 @@ class Relay:
         raw = bool(find(answer.headers, b"content-encoding"))  # its events cannot be seen
         if not tape:
             client.start(answer.status, end_to_end(answer.headers))
-            keep = trip.body.reproducible and not raw and any(d is not at for d in self.fleet.of("decode"))
+            keep = (
+                trip.body.reproducible
+                and not raw
+                and any(d is not at for d in self.fleet.of("decode"))
+            )
             path = trip.request.path
             trip.tape = tape = Tape(client.write, keep, ENDS.get(path, b""), path)
         client.on_pause = answer.flow
@@ -474,7 +550,9 @@ class Relay:
                 return self._failure(trip, "decode", at, error.reason, str(error), answer.began)
         else:
             if tape.held and not await self._vouching.works(at):
-                return self._failure(trip, "decode", at, "died", "it is being stopped", answer.began)
+                return self._failure(
+                    trip, "decode", at, "died", "it is being stopped", answer.began
+                )
             if not tape.flush():
                 return Failure("decode", "diverged", "the answer made again is shorter")
         client.end()

@@ -1,9 +1,9 @@
 """A stream on its way to the client: whole events only, and a memory of what was said.
 
-The usual way of a chunk is short.  Nearly all events of a stream are equal but for one piece of text (`Form`): a chunk that
-is such an event is written, and its piece kept.  Of other chunks it is looked at whether they end with a whole event and
-say that the engine failed.  What is kept is folded into a `Told` when it is much; only that, what follows a failure, and
-finding the form look into JSON.
+The usual way of a chunk is short. Nearly all events of a stream are equal but for one piece of text
+(`Form`): a chunk that is such an event is written, and its piece kept. Of other chunks it is looked
+at whether they end with a whole event and say that the engine failed. What is kept is folded into a
+`Told` when it is much; only that, what follows a failure, and finding the form look into JSON.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from . import named_events
 from .continuation import Diverged, Form, NotTold, Told, form_of, says_nothing
 
 LAST = (DONE, b'data: {"type":"message_stop"}\n\n')
-ABORTS = (  # in what an engine that is being stopped says to everybody; for messages it gives no reason at all
+# in what an engine that is being stopped says to everybody; for messages it gives no reason at all
+ABORTS = (
     b'"finish_reason":"abort"',
     b'"delta":{"stop_reason":null',
-)  # these bytes may also stand in what a client wrote, and be answered as they are: then `aborted` looks closer
+    # these bytes may also stand in what a client wrote, and be answered as they are: then `aborted`
+    # looks closer
+)
 FOLD = 16 * 1024  # bytes kept as they came
 PIECE = 48  # bytes of memory that a piece takes beside its own
 NO_FORM = Form(b"\0", b"\0", 0, "")  # fits nothing
@@ -48,7 +51,9 @@ class AnyReplay(Protocol):
         """Whether the client has no more than this answer."""
 
     def event(self, raw: bytes) -> bytes:
-        """What is new in an event, as the client's next event; empty when nothing is.  Diverged, NotTold."""
+        """What is new in an event, as the client's next event; empty when nothing is. Diverged,
+        NotTold.
+        """
 
 
 class Transcript(Protocol):
@@ -91,17 +96,24 @@ _said = msgspec.json.Decoder(_Said).decode
 
 
 def engine_failed(data: bytes) -> bool:
-    """Whether bytes begin with an event in which an engine says that it failed, and not that the request is wrong."""
+    """Whether bytes begin with an event in which an engine says that it failed, and not that the
+    request is wrong.
+    """
     event = data.partition(b"\n\n")[0]
     return is_error(event) and sse.failed(sse.data_of(event) or b"")
 
 
 def aborted(content: bytes) -> bool:
-    """Whether an answer, or one of the events in it, is one that its engine gave up: no error by its status, and not what
-    was asked for."""
+    """Whether an answer, or one of the events in it, is one that its engine gave up: no error by
+    its status, and not what was asked for.
+    """
     if ABORTS[0] not in content and ABORTS[1] not in content:
         return False
-    events = [content] if content.startswith(b"{") else [line[6:] for line in content.split(b"\n") if line.startswith(b"data: {")]
+    events = (
+        [content]
+        if content.startswith(b"{")
+        else [line[6:] for line in content.split(b"\n") if line.startswith(b"data: {")]
+    )
     return any(_is_given_up(event) for event in events)
 
 
@@ -115,7 +127,9 @@ def _is_given_up(event: bytes) -> bool:
 
 
 def failure_in(content: bytes) -> Reason:
-    """What an engine's words of failure mean: vLLM's API server outlives its engine a little, and says so."""
+    """What an engine's words of failure mean: vLLM's API server outlives its engine a little, and
+    says so.
+    """
     return "died" if b"EngineCore" in content else "5xx"
 
 
@@ -124,12 +138,16 @@ def _drop(_: bytes) -> None:
 
 
 class Tape:
-    """Everything that one client gets of one stream, be it from one instance or from several after each other.
+    """Everything that one client gets of one stream, be it from one instance or from several after
+    each other.
 
-    `keep`: remember what was said, for another instance, if `path` is an endpoint whose events are understood.
-    `hold`: what stands in the event from which on all is held."""
+    `keep`: remember what was said, for another instance, if `path` is an endpoint whose events are
+    understood. `hold`: what stands in the event from which on all is held.
+    """
 
-    def __init__(self, write: Callable[[bytes], None], keep: bool, hold: bytes = b"", path: str = "") -> None:
+    def __init__(
+        self, write: Callable[[bytes], None], keep: bool, hold: bytes = b"", path: str = ""
+    ) -> None:
         self._write = write
         self._told: Transcript = _TRANSCRIPTS.get(path, Told)()
         self._keep = keep and path in _TRANSCRIPTS
@@ -144,15 +162,18 @@ class Tape:
         self._pieces: list[bytes] = []  # of events of the form, after those that were kept whole
         self._size = 0
         self._begun = False  # the client has more than comments
-        self._rename: tuple[bytes, bytes] | None = None  # how the present instance's events begin, and the client's
+        self._rename: tuple[bytes, bytes] | None = (
+            None  # how the present instance's events begin, and the client's
+        )
         self._replay: AnyReplay | None = None
         self._last = b""  # what was written last
         self.error = b""  # the event in which the instance said that it failed
         self.continued = False  # by a second instance
 
     def source(self, stop: Stop, raw: bool = False) -> Callable[[bytes], None]:
-        """A new instance's answer begins: where its bytes go.  `stop` is called when they are of no use.  `raw`: its events
-        cannot be seen, as it is compressed."""
+        """A new instance's answer begins: where its bytes go. `stop` is called when they are of no
+        use. `raw`: its events cannot be seen, as it is compressed.
+        """
         if self._begun and (raw or not self.resumable):
             stop("diverged", "what was sent of the first answer cannot be continued")
             return _drop
@@ -174,7 +195,9 @@ class Tape:
 
     @property
     def resumable(self) -> bool:
-        """Whether another answer could take over here: nothing was told, or all of it was understood."""
+        """Whether another answer could take over here: nothing was told, or all of it was
+        understood.
+        """
         if self._keep:
             self._fold()
         return self._keep or not self._begun
@@ -202,7 +225,9 @@ class Tape:
 
     def _feed_events(self, data: bytes) -> None:
         """Whole events of any kind, an engine's last words too."""
-        if (ERROR in data or EVENT_ERROR in data or EVENT_FAILED in data) and not (data := self._before_error(data)):
+        if (ERROR in data or EVENT_ERROR in data or EVENT_FAILED in data) and not (
+            data := self._before_error(data)
+        ):
             return
         if (ABORTS[0] in data or ABORTS[1] in data) and not (data := self._before_abort(data)):
             return
@@ -210,7 +235,11 @@ class Tape:
             return
         if self._rename:
             data = data.replace(*self._rename)
-        if self._hold and (self.held or self._hold in data) and not (data := self._before_end(data)):
+        if (
+            self._hold
+            and (self.held or self._hold in data)
+            and not (data := self._before_end(data))
+        ):
             return
         self._last = data
         self._write(data)
@@ -280,7 +309,9 @@ class Tape:
         return b"".join(event + b"\n\n" for event in news)
 
     def flush(self) -> bool:
-        """The stream ended as it should, and what is left belongs to it; False when it ended too early."""
+        """The stream ended as it should, and what is left belongs to it; False when it ended too
+        early.
+        """
         if self._replay and (self._parts or not self._replay.caught_up):
             return False
         if self.held:

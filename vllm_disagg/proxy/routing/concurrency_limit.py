@@ -1,4 +1,6 @@
-"""The cap on requests at work: so many run, so many wait for a place, the rest is told to come back."""
+"""The cap on requests at work: so many run, so many wait for a place, the rest is told to come
+back.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from .priority_queue import Waiting
 
 
 def priority(headers: Headers, body: int) -> int:
-    """A request's priority: as in vLLM the header overrules the body's field, unless it makes no sense."""
+    """A request's priority: as in vLLM the header overrules the body's field, unless it makes no
+    sense.
+    """
     try:
         return int(find(headers, b"x-vllm-priority") or body)
     except ValueError:
@@ -52,7 +56,9 @@ class Gate:
             raise QueueTimeout(f"no place was free within {self._patience:g} s") from None
         finally:
             self._waiting.remove(turn)
-            if not took and turn.done() and not turn.cancelled():  # its turn came in the very moment that it gave up
+            if (
+                not took and turn.done() and not turn.cancelled()
+            ):  # its turn came in the very moment that it gave up
                 self.leave()
 
     def leave(self) -> None:

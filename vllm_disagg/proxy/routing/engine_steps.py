@@ -1,17 +1,22 @@
-"""Whether an instance's engine makes steps, as far as can be seen from outside.  Pure: no clock, no sockets.
+"""Whether an instance's engine makes steps, as far as can be seen from outside. Pure: no clock, no
+sockets.
 
-An API server says that it is healthy also while its engine process, or a worker of it, stands still.  Two things show
-steps: an answer, and those numbers of /metrics that only a step of the engine changes (`fingerprint`).  Tokens and
-iterations move with each step that makes a token, the use of the KV cache with each chunk of a long prompt.  While an
-instance owes an answer and none comes, it is looked at, `LOOKS` times within the time that it has:
+An API server says that it is healthy also while its engine process, or a worker of it, stands
+still. Two things show steps: an answer, and those numbers of /metrics that only a step of the
+engine changes (`fingerprint`). Tokens and iterations move with each step that makes a token, the
+use of the KV cache with each chunk of a long prompt. While an instance owes an answer and none
+comes, it is looked at, `LOOKS` times within the time that it has:
 
-    NUDGE looks without a change  -> it is sent a request of one token, or the one that it has is taken back.  A living
-                                     engine answers it, or has another number of waiting requests in its next step:
-                                     so an engine that only waits, or whose cache use stays as it is, is not misjudged
+    NUDGE looks without a change  -> it is sent a request of one token, or the one that it has is
+    taken back.  A living
+                                     engine answers it, or has another number of waiting requests in
+                                     its next step:
+                                     so an engine that only waits, or whose cache use stays as it
+                                     is, is not misjudged
     LOOKS looks without a change  -> it stands still, also if the request was given up meanwhile
 
-Looks are counted, not seconds: while this proxy itself stands still it does not look.  Without those numbers (vLLM's
---disable-log-stats, other servers) nothing is concluded.
+Looks are counted, not seconds: while this proxy itself stands still it does not look. Without those
+numbers (vLLM's --disable-log-stats, other servers) nothing is concluded.
 """
 
 from __future__ import annotations
@@ -30,7 +35,9 @@ _FACTS = re.compile(
 
 
 def fingerprint(page: bytes, rank: int | None = None) -> bytes:
-    """The part of a page of metrics that changes with the steps of an engine, and with nothing else."""
+    """The part of a page of metrics that changes with the steps of an engine, and with nothing
+    else.
+    """
     label = b"" if rank is None else b'engine="%d"' % rank
     return b"\n".join(line for line in _FACTS.findall(page) if label in line)
 

@@ -1,9 +1,10 @@
 """The instances as the proxy knows them.  Pure state: no clock, no sockets.
 
-An instance is `up` when it answers; `engine` says what its connector told a probe, None for a vLLM without one.
-What fails twice in a row while up is left alone for a while.  Then one request may try it; success ends its penance,
-failure doubles it.  Who has only such instances uses them all the same: a rest is a preference, not a lock.  In a row
-means one after the other: failures of requests that were in flight together count once, and not at all beside a success.
+An instance is `up` when it answers; `engine` says what its connector told a probe, None for a vLLM
+without one. What fails twice in a row while up is left alone for a while. Then one request may try
+it; success ends its penance, failure doubles it. Who has only such instances uses them all the
+same: a rest is a preference, not a lock. In a row means one after the other: failures of requests
+that were in flight together count once, and not at all beside a success.
 """
 
 from __future__ import annotations
@@ -56,20 +57,31 @@ class Instance:
     worker_names: frozenset[str] = frozenset()
     ahead: float = 0.0  # of our clock is its engine's, as it said last
     told: float = float("-inf")  # when that was
-    cache: object = field(default_factory=object)  # stands for what is in its prefix cache; another one after a restart
+    cache: object = field(
+        default_factory=object
+    )  # stands for what is in its prefix cache; another one after a restart
 
     def __post_init__(self) -> None:
         self.rank = split_rank(self.url)[1]
 
-    def probed(self, model: str, engine: EngineInfo | None, models: Iterable[str] = (), nixl: bool = False) -> None:
+    def probed(
+        self, model: str, engine: EngineInfo | None, models: Iterable[str] = (), nixl: bool = False
+    ) -> None:
         """It answered a probe."""
-        if not self.up or not self.engine or not engine or self.engine.incarnation != engine.incarnation:
+        if (
+            not self.up
+            or not self.engine
+            or not engine
+            or self.engine.incarnation != engine.incarnation
+        ):
             self.cache, self.deaf = object(), set() if self.rank is None else set(RANKLESS)
         self.up, self.needs_probe, self.why_not = True, False, ""
         self.misses = self.failures = 0
         self.resting_until = 0.0
         self.model, self.engine, self.models = model, engine, frozenset((model, *models))
-        self.worker_names = frozenset(worker.name for worker in engine.workers) if engine else frozenset()
+        self.worker_names = (
+            frozenset(worker.name for worker in engine.workers) if engine else frozenset()
+        )
         self.kind, self.kin = "plain", ""
         if engine:
             self.kind = "disagg"
@@ -79,7 +91,8 @@ class Instance:
             return
         if engine is None:
             self.why_not = (
-                "serves no KV transfers: either it runs without a connector, or with another fleet key or version than this proxy"
+                "serves no KV transfers: either it runs without a connector, or with another fleet"
+                " key or version than this proxy"
             )
         elif engine.role not in (self.role, "both"):
             self.why_not = f"is given as --{self.role}, but its connector's role is {engine.role}"
@@ -107,9 +120,12 @@ class Instance:
         if self.up and self.misses >= MISSES:
             self.down(why)
 
-    def leg_failed(self, reason: str, now: float, began: float | None = None, ended: float | None = None) -> None:
-        """A leg of a request, sent at `began` and over at `ended` (by default just now), failed in a way that is the
-        instance's fault."""
+    def leg_failed(
+        self, reason: str, now: float, began: float | None = None, ended: float | None = None
+    ) -> None:
+        """A leg of a request, sent at `began` and over at `ended` (by default just now), failed in
+        a way that is the instance's fault.
+        """
         if reason == "refused":
             self.down("refuses connections")
         elif reason == "died":
@@ -144,7 +160,9 @@ class Instance:
     def transfers(self) -> bool:
         """Whether it can take part in disaggregation in its role, once up."""
         return self.kind == "nixl" or (
-            self.engine is not None and self.engine.role in (self.role, "both") and self.engine.rank == self.rank
+            self.engine is not None
+            and self.engine.role in (self.role, "both")
+            and self.engine.rank == self.rank
         )
 
     @property
@@ -168,11 +186,14 @@ class Instance:
 
 
 def is_one_engine(a: Instance, b: Instance) -> bool:
-    """Whether two instances are one engine, as under two names of its address.  It cannot read its own KV: both legs of a
-    request would wait in one scheduler, and share their workers' tables."""
+    """Whether two instances are one engine, as under two names of its address. It cannot read its
+    own KV: both legs of a request would wait in one scheduler, and share their workers' tables.
+    """
     if not a.engine or not b.engine:
         return False
-    return a.engine.incarnation == b.engine.incarnation or not a.worker_names.isdisjoint(b.worker_names)
+    return a.engine.incarnation == b.engine.incarnation or not a.worker_names.isdisjoint(
+        b.worker_names
+    )
 
 
 def mismatch(prefill: Instance, decode: Instance) -> str:
@@ -196,30 +217,40 @@ class Fleet:
 
     instances: list[Instance] = field(default_factory=list)
     turns: int = 0  # how many choices were made
-    leaving: list[Instance] = field(default_factory=list)  # chosen no more, until their requests have ended
+    leaving: list[Instance] = field(
+        default_factory=list
+    )  # chosen no more, until their requests have ended
 
     def of(self, role: Role) -> list[Instance]:
         return [instance for instance in self.instances if instance.role == role]
 
     def unpaired(self, instance: Instance) -> str:
-        """Why an instance fits none of the other role, of those that are up; empty while one does or there are none."""
+        """Why an instance fits none of the other role, of those that are up; empty while one does
+        or there are none.
+        """
         if not (instance.up and instance.transfers):
             return ""
         words = ""
         for other in self.instances:
             if other.role != instance.role and other.up and other.transfers:
-                prefill, decode = (instance, other) if instance.role == "prefill" else (other, instance)
+                prefill, decode = (
+                    (instance, other) if instance.role == "prefill" else (other, instance)
+                )
                 if not (why := mismatch(prefill, decode)):
                     return ""
                 words = words or f"{prefill.url} and {decode.url} do not fit: {why}"
         return words
 
     def misfit(self) -> str:
-        """Why no two instances can ever work together, once all of them answer; empty while that may still change."""
+        """Why no two instances can ever work together, once all of them answer; empty while that
+        may still change.
+        """
         prefills, decodes = self.of("prefill"), self.of("decode")
         if not prefills or not all(i.up for i in self.instances):
             return ""
-        if any(p.transfers and d.transfers and not mismatch(p, d) for p in prefills for d in decodes):
+        if any(
+            p.transfers and d.transfers and not mismatch(p, d) for p in prefills for d in decodes
+        ):
             return ""
         for instance in self.instances:
             if not instance.transfers:

@@ -1,8 +1,10 @@
-"""Who serves a request: prefill and decode instance are chosen as one decision, because not every two fit.
+"""Who serves a request: prefill and decode instance are chosen as one decision, because not every
+two fit.
 
-Instances fit when they are of one *kin* (`Instance.kin`: the same connector, and the same layout).  Per kin
-the policy names its best P and its best D with their costs; the pair of the least sum is taken.  So all pairs are
-considered, in the time of looking at every instance once.  One engine, given under two names, is no pair.
+Instances fit when they are of one *kin* (`Instance.kin`: the same connector, and the same layout).
+Per kin the policy names its best P and its best D with their costs; the pair of the least sum is
+taken. So all pairs are considered, in the time of looking at every instance once. One engine, given
+under two names, is no pair.
 
 Pure: the fleet, the time and the policy's chance are passed in.
 """
@@ -46,10 +48,13 @@ Choice = Pair | Literal["busy", "none"]
 def choose(
     fleet: Fleet, policy: Policy, limit: int, ask: Ask, now: float, avoid: Collection[Instance] = ()
 ) -> Choice:
-    """A pair for a prompt; "busy" when every fitting prefill instance has `limit` legs at work, "none" when no two
-    instances fit."""
+    """A pair for a prompt; "busy" when every fitting prefill instance has `limit` legs at work,
+    "none" when no two instances fit.
+    """
     known = _is_known(fleet, ask.model)
-    kins: dict[str, tuple[list[Instance], list[Instance]]] = {}  # prefill and decode instances that fit each other
+    kins: dict[
+        str, tuple[list[Instance], list[Instance]]
+    ] = {}  # prefill and decode instances that fit each other
     for i in fleet.instances:
         if i.up and i.transfers and (not known or ask.model in i.models) and i not in avoid:
             if ask.path in i.deaf:
@@ -70,7 +75,9 @@ def choose(
         return "none"
     if not found:
         return "busy"
-    _, prefill, decode = found[0] if len(found) == 1 else min(found, key=lambda f: (f[0], f[1].turn))
+    _, prefill, decode = (
+        found[0] if len(found) == 1 else min(found, key=lambda f: (f[0], f[1].turn))
+    )
     return Pair(prefill, decode, ask, policy.reads_back(prefill, decode, ask))
 
 
@@ -94,10 +101,15 @@ def _best(
 
 
 def choose_decode(
-    fleet: Fleet, policy: Policy, now: float, avoid: Collection[Instance] = (), ask: Ask | None = None
+    fleet: Fleet,
+    policy: Policy,
+    now: float,
+    avoid: Collection[Instance] = (),
+    ask: Ask | None = None,
 ) -> Instance | None:
-    """A decode instance that serves a request alone: of the rank that the client names, if there are such; one that rests
-    only when there is no other."""
+    """A decode instance that serves a request alone: of the rank that the client names, if there
+    are such; one that rests only when there is no other.
+    """
     ask = ask or Ask(0)
     up = _of_model(fleet, [d for d in fleet.of("decode") if d.up and d not in avoid], ask)
     if not up:
@@ -107,7 +119,9 @@ def choose_decode(
 
 
 def better_whole(fleet: Fleet, policy: Policy, ask: Ask, threshold: int) -> bool:
-    """Whether so little of a prompt is unknown to some decode instance that a transfer is not worth its while."""
+    """Whether so little of a prompt is unknown to some decode instance that a transfer is not worth
+    its while.
+    """
     if not threshold or ask.size < threshold:
         return threshold > 0
     decodes = [d for d in fleet.of("decode") if d.up]
@@ -115,14 +129,22 @@ def better_whole(fleet: Fleet, policy: Policy, ask: Ask, threshold: int) -> bool
 
 
 def spill(fleet: Fleet, policy: Policy, now: float, ask: Ask) -> Instance | None:
-    """Where a prompt goes that finds every prefill instance full: to a D that computes no other whole prompt."""
+    """Where a prompt goes that finds every prefill instance full: to a D that computes no other
+    whole prompt.
+    """
     idle = _of_model(fleet, [d for d in fleet.of("decode") if d.usable(now) and not d.whole], ask)
     return policy.best(idle, ask)[1] if idle else None
 
 
 def _of_model(fleet: Fleet, instances: list[Instance], ask: Ask) -> list[Instance]:
-    """Those that serve the model; all, if none in the fleet ever did: an engine has the right words for a wrong name."""
-    return [i for i in instances if ask.model in i.models] if _is_known(fleet, ask.model) else instances
+    """Those that serve the model; all, if none in the fleet ever did: an engine has the right words
+    for a wrong name.
+    """
+    return (
+        [i for i in instances if ask.model in i.models]
+        if _is_known(fleet, ask.model)
+        else instances
+    )
 
 
 def _is_known(fleet: Fleet, model: str) -> bool:

@@ -1,20 +1,27 @@
-"""Who is the best of several instances for a request.  Pure: the only chance is a generator that is handed in.
+"""Who is the best of several instances for a request. Pure: the only chance is a generator that is
+handed in.
 
-Loads are counted in bytes of prompts, which are proportional to tokens and known without a tokenizer:
+Loads are counted in bytes of prompts, which are proportional to tokens and known without a
+tokenizer:
 
     at P   the prompts in prefill legs at work
     at D   the prompts of running requests, and `REQUEST` for each of them: a decode step costs by context and by batch;
            a D whose KV cache is nearly full comes after all others, since it would preempt
 
-* `prefix_aware` adds to its load the part of the prompt that an instance has not seen.  The sum is the work until this
-  request is done there, so a cached prefix attracts exactly as far as it saves more than the queue in front of it
-  costs: nothing to tune, and no hot spot.  The default, since without shared prefixes it *is* least_loaded.
+* `prefix_aware` adds to its load the part of the prompt that an instance has not seen.  The sum is
+  the work until this
+  request is done there, so a cached prefix attracts exactly as far as it saves more than the queue
+  in front of it
+  costs: nothing to tune, and no hot spot.  The default, since without shared prefixes it *is*
+  least_loaded.
 * `least_loaded`: the load alone.
-* `power_of_two`: the less loaded of two taken at random, for several proxies that do not know of each other.
+* `power_of_two`: the less loaded of two taken at random, for several proxies that do not know of
+  each other.
 * `round_robin`: in turn, for benchmarks and for equal requests.
 
-A request with a session (`X-Session-ID`) goes where its session goes, by rendezvous hashing: no memory, and when an
-instance leaves only its own sessions move.  An instance that cannot be used, or a D that is nearly full, is left aside.
+A request with a session (`X-Session-ID`) goes where its session goes, by rendezvous hashing: no
+memory, and when an instance leaves only its own sessions move. An instance that cannot be used, or
+a D that is nearly full, is left aside.
 """
 
 from __future__ import annotations
@@ -34,7 +41,9 @@ NAMES: tuple[Name, ...] = get_args(Name)
 
 REQUEST = 2048  # bytes: what a running request costs beside its context, about 500 tokens' worth
 FULL = 0.9  # of the KV cache
-BACK = 1024  # bytes of a prompt, about 250 tokens: what a D must have more of it than a P for P to ask
+BACK = (
+    1024  # bytes of a prompt, about 250 tokens: what a D must have more of it than a P for P to ask
+)
 _NONE = Prefix(b"")
 
 
@@ -57,7 +66,9 @@ class Policy:
     prefixes: Prefixes = field(default_factory=Prefixes)
 
     def best(self, candidates: Sequence[Instance], ask: Ask) -> tuple[float, Instance]:
-        """The best of some instances of one role, at least one, and its cost: bytes of work, or turns."""
+        """The best of some instances of one role, at least one, and its cost: bytes of work, or
+        turns.
+        """
         if ask.session:
             chosen = max(candidates, key=lambda i: (not _full(i), _weight(i, ask.session)))
             return _load(chosen), chosen
@@ -77,7 +88,9 @@ class Policy:
         return self.prefixes.longest(ask.prefix, {i.cache for i in candidates})
 
     def reads_back(self, prefill: Instance, decode: Instance, ask: Ask) -> bool:
-        """Whether P should ask D for what it has of the prompt, most likely an earlier answer.  Before they are `chose`n."""
+        """Whether P should ask D for what it has of the prompt, most likely an earlier answer.
+        Before they are `chose`n.
+        """
         if self.name != "prefix_aware" or not (prefill.two_way and decode.two_way):
             return False
         seen = self.seen((prefill, decode), ask)

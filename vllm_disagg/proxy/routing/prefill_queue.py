@@ -1,8 +1,9 @@
-"""The queue: requests wait here, in the order of `priority_queue`, until a prefill instance can start them.
+"""The queue: requests wait here, in the order of `priority_queue`, until a prefill instance can
+start them.
 
-Engines hold blocks only for work that runs.  A request leaves with a pair, with None (no two instances fit: serve it
-whole), with an error, or because its client left.  There is a queue for each model and path, since other instances may
-serve them: who waits for a full one holds up nobody else.
+Engines hold blocks only for work that runs. A request leaves with a pair, with None (no two
+instances fit: serve it whole), with an error, or because its client left. There is a queue for each
+model and path, since other instances may serve them: who waits for a full one holds up nobody else.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class _Turn:
 class Admission:
     """Gives out places at prefill instances."""
 
-    def __init__(self, fleet: Fleet, policy: Policy, concurrency: int, max_waiting: int, patience: float) -> None:
+    def __init__(
+        self, fleet: Fleet, policy: Policy, concurrency: int, max_waiting: int, patience: float
+    ) -> None:
         self._fleet = fleet
         self._policy = policy
         self._concurrency = concurrency
@@ -69,7 +72,9 @@ class Admission:
                 pair = await turn.pair
                 return pair
         except TimeoutError:
-            raise QueueTimeout(f"no prefill instance was free within {self._patience:g} s") from None
+            raise QueueTimeout(
+                f"no prefill instance was free within {self._patience:g} s"
+            ) from None
         finally:
             self._remove(turn)
             done = turn.pair
@@ -89,7 +94,11 @@ class Admission:
         while queues:
             queue = min(queues, key=lambda q: q.rank)
             turn = queue.next()
-            choice = choose(self._fleet, self._policy, self._concurrency, turn.ask, now) if turn else "busy"
+            choice = (
+                choose(self._fleet, self._policy, self._concurrency, turn.ask, now)
+                if turn
+                else "busy"
+            )
             if not turn or choice == "busy":
                 queues.remove(queue)
                 continue

@@ -1,15 +1,17 @@
 """Which instances have seen the beginning of a prompt.  Pure, and bounded.
 
-A prompt is hashed as the bytes that the client sent, no tokenizer needed: equal bytes are equal tokens, and a chat's
-next turn begins with the bytes of its last one.  The hashes are those of growing prefixes (128 and 512 bytes, then an
-eighth more each time), so a prompt of 400 KB has about 60 of them.  What an engine mixes into its own cache keys
-(`cache_salt`, the model, the tools) goes in first.
+A prompt is hashed as the bytes that the client sent, no tokenizer needed: equal bytes are equal
+tokens, and a chat's next turn begins with the bytes of its last one. The hashes are those of
+growing prefixes (128 and 512 bytes, then an eighth more each time), so a prompt of 400 KB has about
+60 of them. What an engine mixes into its own cache keys (`cache_salt`, the model, the tools) goes
+in first.
 
-Who has answered a prompt has more: the answer, which the next turn's prompt has in it.  That is noted at the prompt's last
-beginning; a longer prompt that goes on from there has perhaps that answer in it, perhaps another.
+Who has answered a prompt has more: the answer, which the next turn's prompt has in it. That is
+noted at the prompt's last beginning; a longer prompt that goes on from there has perhaps that
+answer in it, perhaps another.
 
-An instance stands here as its *cache*, an object that is another one after each restart.  It may have evicted what is
-noted here: then a guess was wrong, and cost what no guess would have cost.
+An instance stands here as its *cache*, an object that is another one after each restart. It may
+have evicted what is noted here: then a guess was wrong, and cost what no guess would have cost.
 """
 
 from __future__ import annotations
@@ -46,8 +48,12 @@ class Prefixes:
 
     def __init__(self, entries: int = ENTRIES) -> None:
         self._entries = entries
-        self._seen: OrderedDict[int, tuple[object, ...]] = OrderedDict()  # by hash, least recently used first
-        self._answered: OrderedDict[int, tuple[object, int]] = OrderedDict()  # by hash of the last prefix: (by whom, bytes)
+        self._seen: OrderedDict[int, tuple[object, ...]] = (
+            OrderedDict()
+        )  # by hash, least recently used first
+        self._answered: OrderedDict[int, tuple[object, int]] = (
+            OrderedDict()
+        )  # by hash of the last prefix: (by whom, bytes)
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -74,8 +80,13 @@ class Prefixes:
                 self._answered.popitem(last=False)
 
     def goes_on(self, prefix: Prefix, size: int, cache: object) -> int:
-        """By how many bytes a prompt goes on from the last in it that was answered, if by this instance."""
-        found = next((self._answered[mark] for _, mark in reversed(prefix.marks) if mark in self._answered), None)
+        """By how many bytes a prompt goes on from the last in it that was answered, if by this
+        instance.
+        """
+        found = next(
+            (self._answered[mark] for _, mark in reversed(prefix.marks) if mark in self._answered),
+            None,
+        )
         return max(0, size - found[1]) if found and found[0] is cache else 0
 
     def longest(self, prefix: Prefix, caches: Collection[object]) -> dict[object, int]:

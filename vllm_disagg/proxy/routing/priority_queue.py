@@ -1,13 +1,15 @@
 """Who waits, and who is next.  Pure.
 
-Priorities are vLLM's: a smaller number is served earlier, 0 is usual.  A request waits as if it had come `AGE` seconds
-earlier for each step of urgency (later for each step of patience), of at most `STEPS` either way:
+Priorities are vLLM's: a smaller number is served earlier, 0 is usual. A request waits as if it had
+come `AGE` seconds earlier for each step of urgency (later for each step of patience), of at most
+`STEPS` either way:
 
     rank = time of arrival + AGE * priority
 
-So the rank of a waiting request never changes, a new one overtakes only those that came less than `AGE` seconds a step
-before it, and nobody is overtaken by what comes more than 2 * STEPS * AGE = 40 s later: no one starves, and the queue's
-patience (60 s) is longer than that.  A stricter order would let any client stop all others by sending a big number.
+So the rank of a waiting request never changes, a new one overtakes only those that came less than
+`AGE` seconds a step before it, and nobody is overtaken by what comes more than 2 * STEPS * AGE = 40
+s later: no one starves, and the queue's patience (60 s) is longer than that. A stricter order would
+let any client stop all others by sending a big number.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Waiting(Generic[T]):
 
     def add(self, item: T, priority: int, now: float) -> None:
         self._count += 1  # equals leave in the order of their coming
-        heapq.heappush(self._heap, (now + AGE * max(-STEPS, min(STEPS, priority)), self._count, item))
+        heapq.heappush(
+            self._heap, (now + AGE * max(-STEPS, min(STEPS, priority)), self._count, item)
+        )
         self._here.add(item)
 
     def remove(self, item: T) -> None:

@@ -1,8 +1,9 @@
 """What one request took, measured where its client sees it.
 
-Nothing of a stream is parsed: a piece that arrives is a time and a number of events (blank lines).  An event is about a
-token, not exactly one: an engine may put several into one, and the last ones carry usage and [DONE].  Exact counts come
-from the answer's `usage`, where it has one (streams: with `stream_options.include_usage`).
+Nothing of a stream is parsed: a piece that arrives is a time and a number of events (blank lines).
+An event is about a token, not exactly one: an engine may put several into one, and the last ones
+carry usage and [DONE]. Exact counts come from the answer's `usage`, where it has one (streams: with
+`stream_options.include_usage`).
 """
 
 from __future__ import annotations
@@ -39,9 +40,23 @@ class Meter:
     """One request."""
 
     __slots__ = (
-        "_before", "_itl", "_tail", "began", "decode", "events", "first", "is_session", "last", "prefill",
-        "prefill_seconds", "prefilled", "queue_seconds", "received", "second", "sent",
-    )  # fmt: skip
+        "_before",
+        "_itl",
+        "_tail",
+        "began",
+        "decode",
+        "events",
+        "first",
+        "is_session",
+        "last",
+        "prefill",
+        "prefill_seconds",
+        "prefilled",
+        "queue_seconds",
+        "received",
+        "second",
+        "sent",
+    )
 
     def __init__(self, itl: Buckets) -> None:
         self.began = now()
@@ -60,7 +75,9 @@ class Meter:
     def wrote(self, data: bytes) -> None:
         """A piece of a stream goes to the client."""
         self.sent += len(data)
-        if data[0] == COLON and b"\ndata:" not in data:  # comments alone, to keep the connection open
+        if (
+            data[0] == COLON and b"\ndata:" not in data
+        ):  # comments alone, to keep the connection open
             return
         at = now()
         lines = data.count(b"\n")  # one byte is found much faster than two
@@ -70,7 +87,9 @@ class Meter:
         elif events:
             if not self.second:
                 self.second = at
-            self._itl.observe((at - self.last) / events, events)  # events that come together share their gap
+            self._itl.observe(
+                (at - self.last) / events, events
+            )  # events that come together share their gap
         self.last = at
         self.events += events
         self._before, self._tail = self._tail, data
@@ -99,7 +118,9 @@ class Meter:
         return max(0.0, self.first - self.prefilled) if self.first and self.prefilled else None
 
     def usage(self) -> dict[str, int]:
-        """Token counts as the answer states them: prompt, completion, cached; empty when it does not."""
+        """Token counts as the answer states them: prompt, completion, cached; empty when it does
+        not.
+        """
         tail = self._before + self._tail
         at = tail.rfind(b'"usage":')  # cannot stand within a JSON text, where quotes are escaped
         if at < 0:

@@ -1,4 +1,6 @@
-"""What the proxy counts, for Prometheus.  Every label has few values: roles, routes, reasons and the fleet's URLs."""
+"""What the proxy counts, for Prometheus. Every label has few values: roles, routes, reasons and the
+fleet's URLs.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,12 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
@@ -16,11 +23,32 @@ from ..routing.fleet import Fleet
 from .meter import Buckets, Meter, now
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
+_TOKEN_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.04,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    1,
+    2.5,
+)
 
 _HISTOGRAMS = {
     "ttft": ("From a request to the first byte of its stream, as its client sees it.", _SECONDS),
-    "itl": ("Between the events of a stream; events that came together share their gap.", _TOKEN_SECONDS),
+    "itl": (
+        "Between the events of a stream; events that came together share their gap.",
+        _TOKEN_SECONDS,
+    ),
     "tpot": ("For each token of a stream after the first.", _TOKEN_SECONDS),
     "e2e": ("From a request to the end of its answer.", _SECONDS),
     "queue": ("Phase 1: waiting in this proxy.", _SECONDS),
@@ -45,13 +73,22 @@ class Metrics:
         self._objectives = objectives or Objectives()
         self._registry = CollectorRegistry()
         self._requests = Counter(
-            "vllm_disagg_requests", "Requests by how they ended.", ["path", "mode", "outcome"], registry=self._registry
+            "vllm_disagg_requests",
+            "Requests by how they ended.",
+            ["path", "mode", "outcome"],
+            registry=self._registry,
         )
         self._fallbacks = Counter(
-            "vllm_disagg_fallbacks", "Requests that did not run as first planned.", ["reason"], registry=self._registry
+            "vllm_disagg_fallbacks",
+            "Requests that did not run as first planned.",
+            ["reason"],
+            registry=self._registry,
         )
         self._failovers = Counter(
-            "vllm_disagg_failovers", "What was tried after a failure.", ["rung"], registry=self._registry
+            "vllm_disagg_failovers",
+            "What was tried after a failure.",
+            ["rung"],
+            registry=self._registry,
         )
         self._request: dict[tuple[str, str, str], Counter] = {}
         self.histograms = {name: Buckets(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
@@ -61,13 +98,17 @@ class Metrics:
         self.waiting: dict[str, Callable[[], int]] = {}  # by where: who can say how many
         self._amounts: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._pairs: dict[tuple[str, str], dict[str, float]] = {}
-        self._registry.register(_Views([self._instances, self._phases, self._counts, self._pairings]))
+        self._registry.register(
+            _Views([self._instances, self._phases, self._counts, self._pairings])
+        )
 
     def meter(self) -> Meter:
         """For a request that begins."""
         return Meter(self.histograms["itl"])
 
-    def ended(self, path: str, mode: str, outcome: str, meter: Meter | None = None, received: int = 0) -> dict[str, int]:
+    def ended(
+        self, path: str, mode: str, outcome: str, meter: Meter | None = None, received: int = 0
+    ) -> dict[str, int]:
         """A request is over; the token counts that its answer stated."""
         key = (path, mode, outcome)
         if key not in self._request:
@@ -114,7 +155,11 @@ class Metrics:
         if meter.prefill:
             sums = self._pairs.setdefault((meter.prefill, meter.decode), defaultdict(float))
             sums["requests"] += 1
-            for phase, seconds in (("prefill", meter.prefill_seconds), ("handoff", meter.handoff), ("ttft", ttft)):
+            for phase, seconds in (
+                ("prefill", meter.prefill_seconds),
+                ("handoff", meter.handoff),
+                ("ttft", ttft),
+            ):
                 sums[phase] += seconds or 0.0
 
     def _judge(self, ttft: float | None, tpot: float | None) -> None:
@@ -129,13 +174,19 @@ class Metrics:
         if not missed:
             self._amounts["goodput", ""] += 1
 
-    # -- what is read when it is asked for ----------------------------------------------------------------------
+    # -- what is read when it is asked for ---------------------------------------------------------
 
     def _instances(self) -> Iterator[Metric]:
         labels, at = ["url", "role"], now()
-        up = GaugeMetricFamily("vllm_disagg_instance_up", "Whether an instance answers.", labels=labels)
-        rests = GaugeMetricFamily("vllm_disagg_breaker_open", "Whether an instance rests after failures.", labels=labels)
-        leaves = GaugeMetricFamily("vllm_disagg_instance_leaving", "Whether an instance is drained.", labels=labels)
+        up = GaugeMetricFamily(
+            "vllm_disagg_instance_up", "Whether an instance answers.", labels=labels
+        )
+        rests = GaugeMetricFamily(
+            "vllm_disagg_breaker_open", "Whether an instance rests after failures.", labels=labels
+        )
+        leaves = GaugeMetricFamily(
+            "vllm_disagg_instance_leaving", "Whether an instance is drained.", labels=labels
+        )
         busy = GaugeMetricFamily("vllm_disagg_in_flight", "Requests at an instance.", labels=labels)
         for instance in (*self._fleet.instances, *self._fleet.leaving):
             names = [instance.url, instance.role]
@@ -144,7 +195,9 @@ class Metrics:
             leaves.add_metric(names, float(instance in self._fleet.leaving))
             busy.add_metric(names, float(instance.busy))
         yield from (up, rests, leaves, busy)
-        waiting = GaugeMetricFamily("vllm_disagg_waiting", "Requests that wait, by what for.", labels=["place"])
+        waiting = GaugeMetricFamily(
+            "vllm_disagg_waiting", "Requests that wait, by what for.", labels=["place"]
+        )
         for place, count in self.waiting.items():
             waiting.add_metric([place], count())
         yield waiting
@@ -155,7 +208,9 @@ class Metrics:
             for bound, count in zip((*made.bounds, math.inf), made.counts, strict=True):
                 total += count
                 rows.append((str(float(bound)).replace("inf", "+Inf"), total))
-            yield HistogramMetricFamily(f"vllm_disagg_{name}_seconds", text, buckets=rows, sum_value=made.sum)
+            yield HistogramMetricFamily(
+                f"vllm_disagg_{name}_seconds", text, buckets=rows, sum_value=made.sum
+            )
 
     def _counts(self) -> Iterator[Metric]:
         for name, label, text in (
@@ -169,14 +224,20 @@ class Metrics:
                 if of == name:
                     family.add_metric([kind], amount)
             yield family
-        good = CounterMetricFamily("vllm_disagg_goodput", "Requests that ended well and missed no objective.")
+        good = CounterMetricFamily(
+            "vllm_disagg_goodput", "Requests that ended well and missed no objective."
+        )
         good.add_metric([], self._amounts["goodput", ""])
         yield good
 
     def _pairings(self) -> Iterator[Metric]:
         labels = ["prefill", "decode"]
-        requests = CounterMetricFamily("vllm_disagg_pair_requests", "Requests by the pair that served them.", labels=labels)
-        spent = CounterMetricFamily("vllm_disagg_pair_seconds", "Time spent, by pair and phase.", labels=[*labels, "phase"])
+        requests = CounterMetricFamily(
+            "vllm_disagg_pair_requests", "Requests by the pair that served them.", labels=labels
+        )
+        spent = CounterMetricFamily(
+            "vllm_disagg_pair_seconds", "Time spent, by pair and phase.", labels=[*labels, "phase"]
+        )
         here = {instance.url for instance in (*self._fleet.instances, *self._fleet.leaving)}
         self._pairs = {pair: sums for pair, sums in self._pairs.items() if here.issuperset(pair)}
         for pair, sums in self._pairs.items():
@@ -187,8 +248,9 @@ class Metrics:
 
 
 def merge(texts: list[str], gauges: bool = True) -> bytes:
-    """Metrics of several workers as those of one: what is counted is added, what each sees of the same thing is not.
-    Without `gauges` only what is counted."""
+    """Metrics of several workers as those of one: what is counted is added, what each sees of the
+    same thing is not. Without `gauges` only what is counted.
+    """
     families: dict[str, Metric] = {}
     values: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = {}
     for text in texts:

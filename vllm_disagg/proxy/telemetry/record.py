@@ -23,9 +23,13 @@ class Books:
         self._tracing = tracing
         self._log = log
 
-    def close(self, request: Request, client: Connection, meter: Meter, outcome: str, status: int) -> None:
+    def close(
+        self, request: Request, client: Connection, meter: Meter, outcome: str, status: int
+    ) -> None:
         """`status`: what was answered, or would have been; 499 when the client left."""
-        usage = self._metrics.ended(template(request.path), request.mode, outcome, meter, len(request.body))
+        usage = self._metrics.ended(
+            template(request.path), request.mode, outcome, meter, len(request.body)
+        )
         if not (request.spans or self._log.is_on):
             return
         facts: dict[str, object] = {
@@ -40,7 +44,11 @@ class Books:
             "events": meter.events,
             **{f"{kind}_tokens": count for kind, count in usage.items()},
         }
-        for name, value in (("ttft", meter.ttft), ("tpot", meter.tpot(usage)), ("handoff", meter.handoff)):
+        for name, value in (
+            ("ttft", meter.ttft),
+            ("tpot", meter.tpot(usage)),
+            ("handoff", meter.handoff),
+        ):
             if value is not None:
                 facts[f"{name}_seconds"] = round(value, 6)
         self._tracing.end(request, status, facts)
@@ -61,15 +69,17 @@ class Books:
         """A request was refused before anything of it was read but its head."""
         self._metrics.ended(template(request.path), "refused", outcome)
         if self._log.is_on:
-            self._log.write({
-                "time": round(time.time(), 3),
-                "client": client.peer,
-                "method": request.method,
-                "path": request.path[:MAX_LOGGED],
-                "status": status,
-                "mode": "refused",
-                "outcome": outcome,
-            })  # fmt: skip
+            self._log.write(
+                {
+                    "time": round(time.time(), 3),
+                    "client": client.peer,
+                    "method": request.method,
+                    "path": request.path[:MAX_LOGGED],
+                    "status": status,
+                    "mode": "refused",
+                    "outcome": outcome,
+                }
+            )
 
     def shut(self) -> None:
         """Nothing comes any more."""

@@ -1,7 +1,8 @@
-"""OpenTelemetry spans: one for a request, one for each leg, which an engine's own spans become children of.
+"""OpenTelemetry spans: one for a request, one for each leg, which an engine's own spans become
+children of.
 
-An extra (`pip install vllm-disagg[otel]`, `--otlp-traces-endpoint`).  Without it a client's `traceparent` goes to both
-legs as it is.
+An extra (`pip install vllm-disagg[otel]`, `--otlp-traces-endpoint`). Without it a client's
+`traceparent` goes to both legs as it is.
 """
 
 from __future__ import annotations
@@ -31,8 +32,12 @@ class Tracing:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator  # noqa: PLC0415
         except ImportError:
-            raise ConfigError("--otlp-traces-endpoint needs the library: pip install 'vllm-disagg[otel]'") from None
-        self._provider: Any = TracerProvider(resource=Resource.create({"service.name": "vllm-disagg-proxy"}))
+            raise ConfigError(
+                "--otlp-traces-endpoint needs the library: pip install 'vllm-disagg[otel]'"
+            ) from None
+        self._provider: Any = TracerProvider(
+            resource=Resource.create({"service.name": "vllm-disagg-proxy"})
+        )
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
         self._tracer = self._provider.get_tracer("vllm_disagg.proxy")
         self._trace: Any = trace
@@ -41,7 +46,11 @@ class Tracing:
     def begin(self, request: Request) -> None:
         """A request came."""
         if self._tracer:
-            carrier = {name.decode(): value.decode("latin-1") for name, value in request.headers if name in CONTEXT}
+            carrier = {
+                name.decode(): value.decode("latin-1")
+                for name, value in request.headers
+                if name in CONTEXT
+            }
             parent = self._propagator.extract(carrier)
             kind = self._trace.SpanKind.SERVER
             name = f"{request.method} {template(request.path)}"
@@ -52,7 +61,9 @@ class Tracing:
         if not request.spans:
             return request.headers
         parent = self._trace.set_span_in_context(request.spans[0])
-        span = self._tracer.start_span(leg, context=parent, kind=self._trace.SpanKind.CLIENT, attributes={"server.url": url})
+        span = self._tracer.start_span(
+            leg, context=parent, kind=self._trace.SpanKind.CLIENT, attributes={"server.url": url}
+        )
         request.spans.append(span)
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, self._trace.set_span_in_context(span))
@@ -71,7 +82,11 @@ class Tracing:
         spans, request.spans = request.spans, []
         for span in reversed(spans):
             if span is spans[0]:
-                known = {name: value for name, value in facts.items() if isinstance(value, str | int | float)}
+                known = {
+                    name: value
+                    for name, value in facts.items()
+                    if isinstance(value, str | int | float)
+                }
                 span.set_attributes({"http.response.status_code": status, **known})
             if span.is_recording():
                 span.end()

@@ -1,8 +1,10 @@
-"""One of several workers: what it tells the others and hears from them, through the hub of its supervisor.
+"""One of several workers: what it tells the others and hears from them, through the hub of its
+supervisor.
 
-Each worker follows the file, DNS and Kubernetes and probes instances for itself.  What reaches only one of them is
-passed on: changes over the admin API, and registrations.  Loads are in shared memory.  Messages are JSON, each after its
-length in 8 bytes, since metrics of a large fleet are longer than any line that a reader would take.
+Each worker follows the file, DNS and Kubernetes and probes instances for itself. What reaches only
+one of them is passed on: changes over the admin API, and registrations. Loads are in shared memory.
+Messages are JSON, each after its length in 8 bytes, since metrics of a large fleet are longer than
+any line that a reader would take.
 """
 
 from __future__ import annotations
@@ -80,7 +82,9 @@ def parse_place(text: str) -> Place:
 class Crew:
     """This worker's connection with the others."""
 
-    def __init__(self, place: Place, fleet: Fleet, render: Callable[[], bytes], wake: Callable[[], None]) -> None:
+    def __init__(
+        self, place: Place, fleet: Fleet, render: Callable[[], bytes], wake: Callable[[], None]
+    ) -> None:
         self._fleet = fleet
         self._render = render
         self._wake = wake
@@ -97,7 +101,9 @@ class Crew:
                 self._wake()
             await asyncio.sleep(SYNC)
 
-    async def listen(self, members: Members, registry: Registry | None, over: Callable[[], None]) -> None:
+    async def listen(
+        self, members: Members, registry: Registry | None, over: Callable[[], None]
+    ) -> None:
         """Do what the others have done; `over` when the supervisor is gone."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
         self._say(Message("ready"))

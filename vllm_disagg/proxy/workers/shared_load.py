@@ -1,7 +1,9 @@
-"""How busy instances are, shared by the workers of one proxy: a table of counters in memory that all of them map.
+"""How busy instances are, shared by the workers of one proxy: a table of counters in memory that
+all of them map.
 
-Each worker writes its own row and reads the others'.  What the others have at work is simply part of an instance's
-counters, so that whoever chooses needs not know of workers; it is as old as the last `sync`.
+Each worker writes its own row and reads the others'. What the others have at work is simply part of
+an instance's counters, so that whoever chooses needs not know of workers; it is as old as the last
+`sync`.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class SharedLoad:
         for instance in instances:
             before = gone.pop(instance, [0] * len(FIELDS))
             place = _place(instance.url)
-            after = [sum(table[row * ROW + place + k] for row in self._rows) for k in range(len(FIELDS))]
+            after = [
+                sum(table[row * ROW + place + k] for row in self._rows) for k in range(len(FIELDS))
+            ]
             for k, name in enumerate(FIELDS):
                 ours = getattr(instance, name) - before[k]
                 table[self._row * ROW + place + k] = ours

@@ -1,7 +1,9 @@
-"""`--workers N`: N processes that listen on one port (SO_REUSEPORT), and this one, which keeps them running.
+"""`--workers N`: N processes that listen on one port (SO_REUSEPORT), and this one, which keeps them
+running.
 
-A worker that dies is started again, and told what the admin API had changed; its clients' requests are lost with it,
-nobody else's.  A worker that cannot serve at all (a bad setting, a fleet that does not fit) ends all.
+A worker that dies is started again, and told what the admin API had changed; its clients' requests
+are lost with it, nobody else's. A worker that cannot serve at all (a bad setting, a fleet that does
+not fit) ends all.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class Hub:
         self.workers = [Worker(index) for index in range(count)]
         self._changes: dict[tuple[str, str], Change] = {}
         self._notes: dict[str, float] = {}
-        self._numbers: dict[str, int] = {}  # of registrations, by incarnation: what has been heard is not to be heard again
+        self._numbers: dict[
+            str, int
+        ] = {}  # of registrations, by incarnation: what has been heard is not to be heard again
         self._texts: dict[Worker, str] = {}  # metrics, as each life of a worker told them last
         self._past = ""  # what was counted by workers that have died, as far as they told
         self._told_now: set[Worker] = set()
@@ -128,7 +132,9 @@ class Hub:
             worker.say(Message("texts", texts=[*texts, self._past]))
 
 
-async def supervise(command: list[str], count: int, host: str, port: int, ready: Callable[[int], None]) -> int:
+async def supervise(
+    command: list[str], count: int, host: str, port: int, ready: Callable[[int], None]
+) -> int:
     """Run `count` workers of `command` until SIGTERM or SIGINT; the exit status."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -141,7 +147,9 @@ async def supervise(command: list[str], count: int, host: str, port: int, ready:
     with _reserve(host, port) as held:
         port = held.getsockname()[1]
         lives = [
-            loop.create_task(_keep(w, hub, command, Place(w.index, count, 0, table, port, challenge), stop))
+            loop.create_task(
+                _keep(w, hub, command, Place(w.index, count, 0, table, port, challenge), stop)
+            )
             for w in hub.workers
         ]
         started = loop.create_task(_when_ready(hub.workers, partial(ready, port)))
@@ -172,7 +180,9 @@ def _reserve(host: str, port: int) -> socket.socket:
     return held
 
 
-async def _keep(worker: Worker, hub: Hub, command: list[str], place: Place, stop: asyncio.Event) -> int:
+async def _keep(
+    worker: Worker, hub: Hub, command: list[str], place: Place, stop: asyncio.Event
+) -> int:
     """Run one worker, again and again; the status with which it ended for good."""
     while True:
         status = await _live(worker, hub, command, place)
@@ -215,4 +225,6 @@ async def _live(worker: Worker, hub: Hub, command: list[str], place: Place) -> i
 
 def run(argv: list[str], count: int, host: str, port: int, ready: Callable[[int], None]) -> int:
     """The supervisor of `vllm-disagg ARGV`; the exit status.  OSError when the port cannot be had."""
-    return asyncio.run(supervise([sys.executable, "-m", "vllm_disagg.cli", *argv], count, host, port, ready))
+    return asyncio.run(
+        supervise([sys.executable, "-m", "vllm_disagg.cli", *argv], count, host, port, ready)
+    )

@@ -1,22 +1,26 @@
 """The two ends of a communicator that has no tags, as state machines that do no I/O.
 
-NCCL and Gloo match sends and receives by their order alone.  So the reader's end starts everything, and both ends do
-the same things in the same order, which P says over the (ordered, authenticated) control channel:
+NCCL and Gloo match sends and receives by their order alone. So the reader's end starts everything,
+and both ends do the same things in the same order, which P says over the (ordered, authenticated)
+control channel:
 
-    D: Connect ---- PairRequest(epoch) ----> P      a communicator is wanted; both make it, with LinkParameters for what they must swap
-                 <--- ChannelReady ---------        P's end is up; when D's is too, D asks for its pieces here (Route)
-    P: a ReadRequest: gather into a slot of the ring
-                 <--- Piece(seq) ----        the gather has ended (Sent); the send of that slot is queued, in order of seq
-    D: receive into a slot, in order of seq; when it has ended: DeliverSlot
+    D  --- PairRequest(epoch) --->  P    both make a communicator; LinkParameters carry its address
+    D  <-- ChannelReady ----------  P    P's end is up; D's too: D asks for pieces here (ChangeRoute)
+                                    P    on a ReadRequest, gathers into a slot of the ring
+    D  <-- ChannelPiece(seq) -----  P    the gather has ended; the slot's send is queued, by seq
+    D                                    receives into a slot, by seq; at its end: DeliverSlot
 
-Whatever does not fit (a gap in seq, a size, an epoch that makes no progress in time) breaks the epoch: both abort
-their end, D takes its pieces by ZMQ at once and pairs again later, under the next epoch.
+Whatever does not fit (a gap in seq, a size, an epoch that makes no progress in time) breaks the
+epoch: both abort their end, D takes its pieces by ZMQ at once and pairs again later, under the next
+epoch.
 
 Rules, checked by `validate` and by tests/transports/collective/test_channel.py:
   1. Both ends execute one order: the n-th receive of an epoch is for the bytes of the n-th send.
-  2. A slot has one user at a time; nothing is queued beyond the slots, and what waits for one is not lost.
+  2. A slot has one user at a time; nothing is queued beyond the slots, and what waits for one is
+     not lost.
   3. Each SendRequested ends in exactly one SendFinished, and not while its blocks are being read.
-  4. What belongs to another epoch has no effect, except that a gather that has ended gives its blocks back.
+  4. What belongs to another epoch has no effect, except that a gather that has ended gives its
+     blocks back.
 """
 
 from __future__ import annotations
@@ -32,14 +36,17 @@ from ...errors import BadMessage
 from ...protocol.events import SendPiece
 from ...protocol.messages import Count, Name
 
-SLOTS_PER_CHANNEL = 4  # of a communicator at each end: one is filled, one on its way, one emptied, one to spare
+SLOTS_PER_CHANNEL = (
+    4  # of a communicator at each end: one is filled, one on its way, one emptied, one to spare
+)
 MAX_SLOT_BYTES = 64 << 20  # bytes of a slot
 PAIRING_SECONDS = 10.0  # seconds that making a communicator may take
-IDLE_SECONDS = 300.0  # seconds without a piece after which a communicator is closed: its memory, and a peer that is gone
+# seconds without a piece after which a communicator is closed: its memory, and a peer that is gone
+IDLE_SECONDS = 300.0
 BACKOFF_SECONDS = (1.0, 60.0)  # seconds before D pairs again after a failure: at first, at most
 
 
-# Notes -------------------------------------------------------------------------------------------------------
+# Notes --------------------------------------------------------------------------------------------
 class PairRequest(msgspec.Struct, frozen=True, tag="pair"):
     """D: let us make a communicator.  `slot`: bytes of the largest piece that D will ask for."""
 
@@ -82,7 +89,7 @@ AtSenderEnd = PairRequest | LinkParameters | ChannelBroken
 AtReceiverEnd = LinkParameters | ChannelReady | ChannelPiece | ChannelBroken
 
 
-# What happens here -------------------------------------------------------------------------------------------
+# What happens here --------------------------------------------------------------------------------
 class ConnectChannel(msgspec.Struct, frozen=True):
     """D: pieces will be asked of this peer."""
 
@@ -106,7 +113,9 @@ class LinkBlob(msgspec.Struct, frozen=True):
 
 
 class SlotGathered(msgspec.Struct, frozen=True):
-    """P: the blocks have been read.  `size`: -1 where the piece does not fit into a slot, or could not be read."""
+    """P: the blocks have been read. `size`: -1 where the piece does not fit into a slot, or could
+    not be read.
+    """
 
     epoch: int
     seq: int
@@ -144,7 +153,7 @@ SenderEndEvent = AtSenderEnd | SendRequested | LinkEvent | ChannelTick
 ReceiverEndEvent = AtReceiverEnd | ConnectChannel | LinkEvent | SlotFreed | ChannelTick
 
 
-# What is to be done ------------------------------------------------------------------------------------------
+# What is to be done -------------------------------------------------------------------------------
 class SendNote(msgspec.Struct, frozen=True):
     note: AtSenderEnd | AtReceiverEnd
 
@@ -201,13 +210,17 @@ class SendFinished(msgspec.Struct, frozen=True):
 
 
 class ChangeRoute(msgspec.Struct, frozen=True):
-    """Pieces come by this epoch from now on; None: by ZMQ, and what was asked for here will not come."""
+    """Pieces come by this epoch from now on; None: by ZMQ, and what was asked for here will not
+    come.
+    """
 
     epoch: int | None
 
 
 SenderEndAction = SendNote | OpenLink | PassBlob | TransmitSlot | CloseLink | SendFinished
-ReceiverEndAction = SendNote | OpenLink | PassBlob | ReceiveSlot | CloseLink | DeliverSlot | ChangeRoute
+ReceiverEndAction = (
+    SendNote | OpenLink | PassBlob | ReceiveSlot | CloseLink | DeliverSlot | ChangeRoute
+)
 
 
 class ChannelState(Enum):
@@ -228,19 +241,33 @@ class ChannelEnd:
     free: list[int] = field(default_factory=list)  # slots
 
     def begin(self, epoch: int, now: float) -> None:
-        self.state, self.epoch, self.moved, self.seq, self.free = ChannelState.OPENING, epoch, now, 0, list(range(SLOTS_PER_CHANNEL))
+        self.state, self.epoch, self.moved, self.seq, self.free = (
+            ChannelState.OPENING,
+            epoch,
+            now,
+            0,
+            list(range(SLOTS_PER_CHANNEL)),
+        )
 
     def due(self, busy: bool) -> float | None:
         """When this epoch is over for want of progress; `busy`: something is on its way."""
         if self.state is ChannelState.CLOSED:
             return None
-        return self.moved + (PAIRING_SECONDS if self.state is ChannelState.OPENING else self.patience if busy else IDLE_SECONDS)
+        return self.moved + (
+            PAIRING_SECONDS
+            if self.state is ChannelState.OPENING
+            else self.patience
+            if busy
+            else IDLE_SECONDS
+        )
 
     def overdue(self, busy: bool) -> str:
         """In words."""
         if self.state is ChannelState.OPENING:
             return f"no communicator after {PAIRING_SECONDS:g} s"
-        return f"nothing moved for {self.patience:g} s" if busy else f"unused for {IDLE_SECONDS:g} s"
+        return (
+            f"nothing moved for {self.patience:g} s" if busy else f"unused for {IDLE_SECONDS:g} s"
+        )
 
 
 @dataclass
@@ -262,7 +289,11 @@ class SenderEnd(ChannelEnd):
                 return self._gathered(event, now)
             case ChannelTick():
                 due = self.next_deadline()
-                return self._break(self.overdue(bool(self.told))) if due is not None and due <= now else []
+                return (
+                    self._break(self.overdue(bool(self.told)))
+                    if due is not None and due <= now
+                    else []
+                )
         if event.epoch != self.epoch or self.state is ChannelState.CLOSED:
             return []
         match event:
@@ -301,7 +332,9 @@ class SenderEnd(ChannelEnd):
 
     def _ask(self, event: SendRequested, now: float) -> list[SenderEndAction]:
         if event.epoch != self.epoch or self.state is not ChannelState.UP:
-            return [SendFinished(event.piece)]  # D knows, or will, that this epoch is over, and asks again
+            return [
+                SendFinished(event.piece)
+            ]  # D knows, or will, that this epoch is over, and asks again
         self.moved = max(self.moved, now) if self.is_idle else self.moved
         self.waiting.append(event.piece)
         return self._pump()
@@ -320,18 +353,26 @@ class SenderEnd(ChannelEnd):
         if event.epoch != self.epoch or self.state is not ChannelState.UP:
             return [SendFinished(piece)]
         if event.size < 0:
-            return [SendFinished(piece), *self._break(f"piece {piece.number} of {piece.transfer} does not fit into a slot")]
+            return [
+                SendFinished(piece),
+                *self._break(f"piece {piece.number} of {piece.transfer} does not fit into a slot"),
+            ]
         if not self.told:
             self.moved = now
         if event.seq in self.slots:  # else its send has ended before we looked
             self.told.add(event.seq)
-        note = ChannelPiece(self.epoch, event.seq, piece.transfer, piece.number, event.size, event.checksum)
+        note = ChannelPiece(
+            self.epoch, event.seq, piece.transfer, piece.number, event.size, event.checksum
+        )
         return [SendNote(note), SendFinished(piece)]
 
     def _break(self, why: str, *, tell: bool = True) -> list[SenderEndAction]:
         if self.state is ChannelState.CLOSED:
             return []
-        actions: list[SenderEndAction] = [CloseLink(self.epoch, why), *(SendFinished(piece) for piece in self.waiting)]
+        actions: list[SenderEndAction] = [
+            CloseLink(self.epoch, why),
+            *(SendFinished(piece) for piece in self.waiting),
+        ]
         self.state = ChannelState.CLOSED
         self.waiting.clear()
         self.slots.clear()
@@ -342,7 +383,9 @@ class SenderEnd(ChannelEnd):
         """Raise if the state contradicts itself.  Tests call it after each event."""
         assert self.state is ChannelState.UP or self.is_idle, self
         if self.state is ChannelState.UP:
-            assert sorted([*self.free, *self.slots.values()]) == list(range(SLOTS_PER_CHANNEL)), self
+            assert sorted([*self.free, *self.slots.values()]) == list(range(SLOTS_PER_CHANNEL)), (
+                self
+            )
             assert not (self.waiting and self.free), self
         assert self.told <= self.slots.keys(), self
 
@@ -357,7 +400,9 @@ class ReceiverEnd(ChannelEnd):
     is_up: bool = False  # our link
     is_ready: bool = False  # P's
     queued: deque[ChannelPiece] = field(default_factory=deque)  # that wait for a slot
-    posted: dict[int, tuple[ChannelPiece, int]] = field(default_factory=dict)  # by seq: the piece and its slot
+    posted: dict[int, tuple[ChannelPiece, int]] = field(
+        default_factory=dict
+    )  # by seq: the piece and its slot
 
     def handle(self, event: ReceiverEndEvent, now: float) -> list[ReceiverEndAction]:
         match event:
@@ -365,7 +410,11 @@ class ReceiverEnd(ChannelEnd):
                 return self._connect(now)
             case ChannelTick():
                 due = self.next_deadline()
-                return self._break(self.overdue(bool(self.posted)), now) if due is not None and due <= now else []
+                return (
+                    self._break(self.overdue(bool(self.posted)), now)
+                    if due is not None and due <= now
+                    else []
+                )
         if event.epoch != self.epoch or self.state is ChannelState.CLOSED:
             return []
         match event:
@@ -400,7 +449,11 @@ class ReceiverEnd(ChannelEnd):
 
     @property
     def is_idle(self) -> bool:
-        return self.state is not ChannelState.OPENING and len(self.free) == SLOTS_PER_CHANNEL and not self.queued
+        return (
+            self.state is not ChannelState.OPENING
+            and len(self.free) == SLOTS_PER_CHANNEL
+            and not self.queued
+        )
 
     def _connect(self, now: float) -> list[ReceiverEndAction]:
         if self.state is not ChannelState.CLOSED or now < self.retry:

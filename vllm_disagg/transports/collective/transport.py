@@ -1,7 +1,8 @@
 """The carrier for libraries with sends and receives: NCCL between GPUs, Gloo between CPUs.
 
-The order is kept by `channel`, the calls are made by `worker`; this is what joins them to the driver.  One pair per
-worker we read from (we are its rank 1) and per worker that reads from us (rank 0): data flows one way in each.
+The order is kept by `channel`, the calls are made by `worker`; this is what joins them to the
+driver. One pair per worker we read from (we are its rank 1) and per worker that reads from us (rank
+0): data flows one way in each.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from typing import assert_never
 import zmq
 
 from ...errors import BadMessage
-from ...protocol.events import PieceArrived, PieceWritten, SendCompleted, SendPiece, TransportChanged, WritePiece
+from ...protocol.events import (
+    PieceArrived,
+    PieceWritten,
+    SendCompleted,
+    SendPiece,
+    TransportChanged,
+    WritePiece,
+)
 from ...protocol.peers import WorkerInfo
 from ..base import DriverPort, TransportEvent
 from . import channel as pairs
@@ -25,7 +33,9 @@ from .worker import MAX_COMMUNICATORS, CollectiveWorker, MakeLink, Staging
 
 log = logging.getLogger("vllm_disagg.two_sided")
 
-MAX_LINKS_PER_DIRECTION = MAX_COMMUNICATORS // 4  # communicators in each direction; the one unused for longest makes room for another
+MAX_LINKS_PER_DIRECTION = (
+    MAX_COMMUNICATORS // 4
+)  # communicators in each direction; the one unused for longest makes room for another
 MAX_KNOWN_RECEIVERS = 1024  # readers remembered
 
 End = pairs.SenderEnd | pairs.ReceiverEnd
@@ -33,11 +43,15 @@ SENDS, READS = "sends to", "reads from"
 
 
 class CollectiveTransport:
-    """`name`: of the transport, as in a worker's `carriers`.  `make_link` makes our end of a communicator."""
+    """`name`: of the transport, as in a worker's `carriers`. `make_link` makes our end of a
+    communicator.
+    """
 
     def __init__(self, name: str, port: DriverPort, staging: Staging, make_link: MakeLink) -> None:
         self._name, self._port = name, port
-        self._readers: dict[str, pairs.SenderEnd] = {}  # that read from us, the one heard of last at the end
+        self._readers: dict[
+            str, pairs.SenderEnd
+        ] = {}  # that read from us, the one heard of last at the end
         self._sources: dict[str, pairs.ReceiverEnd] = {}
         self._events: deque[TransportEvent | tuple[str, pairs.DeliverSlot]] = deque()
         self._arrived: tuple[str, pairs.DeliverSlot] | None = None  # just yielded
@@ -48,14 +62,20 @@ class CollectiveTransport:
         port.poller.register(self._woken, zmq.POLLIN)
         self._mover = CollectiveWorker(staging, make_link)
 
-    # The driver ----------------------------------------------------------------------------------------------
+    # The driver -----------------------------------------------------------------------------------
     def connect(self, worker: WorkerInfo) -> None:
         end = self._sources.get(worker.name)
         if end is None:
-            largest = max(self._port.config.piece, *(sum(kind.rows) for kind in worker.holds.kinds))  # as `layout.split` cuts
-            end = self._sources[worker.name] = pairs.ReceiverEnd(self._port.config.silence, slot=largest)
-        if end.state is pairs.ChannelState.CLOSED and time.monotonic() >= end.retry and self._make_room(
-            READS, self._sources, worker.name
+            largest = max(
+                self._port.config.piece, *(sum(kind.rows) for kind in worker.holds.kinds)
+            )  # as `layout.split` cuts
+            end = self._sources[worker.name] = pairs.ReceiverEnd(
+                self._port.config.silence, slot=largest
+            )
+        if (
+            end.state is pairs.ChannelState.CLOSED
+            and time.monotonic() >= end.retry
+            and self._make_room(READS, self._sources, worker.name)
         ):
             self._read(worker.name, pairs.ConnectChannel())
 
@@ -84,7 +104,9 @@ class CollectiveTransport:
             self._events.append(PieceWritten(land.transfer, land.number, ok))
             self._read(source, pairs.SlotFreed(arrived.epoch, arrived.slot))
 
-        self._mover.scatter(land, found, size, arrived.piece.checksum, lambda ok: self._later(lambda: landed(ok)))
+        self._mover.scatter(
+            land, found, size, arrived.piece.checksum, lambda ok: self._later(lambda: landed(ok))
+        )
         return None
 
     def happened(self, ready: Collection[object]) -> Iterator[TransportEvent]:
@@ -124,11 +146,17 @@ class CollectiveTransport:
             self._bad(reader, error)
             return
         if isinstance(note, pairs.PairRequest):
-            known = self._readers.pop(reader) if reader in self._readers else pairs.SenderEnd(self._port.config.silence)
+            known = (
+                self._readers.pop(reader)
+                if reader in self._readers
+                else pairs.SenderEnd(self._port.config.silence)
+            )
             self._readers[reader] = known
             self._forget_readers()
             if not self._make_room(SENDS, self._readers, reader):
-                refusal = pairs.ChannelBroken(note.epoch, f"{MAX_LINKS_PER_DIRECTION} communicators are busy")
+                refusal = pairs.ChannelBroken(
+                    note.epoch, f"{MAX_LINKS_PER_DIRECTION} communicators are busy"
+                )
                 self._port.to_reader(reader, pairs.encode(refusal))
                 return
         if reader in self._readers:
@@ -150,7 +178,7 @@ class CollectiveTransport:
             self._wake_up.close()
             self._woken.close()
 
-    # The pairs -----------------------------------------------------------------------------------------------
+    # The pairs ------------------------------------------------------------------------------------
     def _serve(self, reader: str, event: pairs.SenderEndEvent) -> None:
         end = self._readers.get(reader)
         if end is None:
@@ -165,7 +193,9 @@ class CollectiveTransport:
                     self._mover.hear((SENDS, reader, action.epoch), action.blob)
                 case pairs.TransmitSlot():
                     key = (SENDS, reader, action.epoch)
-                    self._mover.transmit(key, action.seq, action.slot, action.piece, self._teller(SENDS, reader))
+                    self._mover.transmit(
+                        key, action.seq, action.slot, action.piece, self._teller(SENDS, reader)
+                    )
                 case pairs.CloseLink():
                     self._close_pair(SENDS, reader, action)
                 case pairs.SendFinished():
@@ -186,7 +216,9 @@ class CollectiveTransport:
                 case pairs.PassBlob():
                     self._mover.hear((READS, source, action.epoch), action.blob)
                 case pairs.ReceiveSlot():
-                    self._mover.receive((READS, source, action.epoch), action.seq, action.slot, action.size)
+                    self._mover.receive(
+                        (READS, source, action.epoch), action.seq, action.slot, action.size
+                    )
                 case pairs.CloseLink():
                     self._close_pair(READS, source, action)
                 case pairs.DeliverSlot():
@@ -209,13 +241,21 @@ class CollectiveTransport:
         self._mover.close_pair((role, peer, action.epoch))
 
     def _make_room(self, role: str, ends: Mapping[str, End], newcomer: str) -> bool:
-        """Whether one more communicator may be made; closes the one unused for longest if that is what it takes."""
+        """Whether one more communicator may be made; closes the one unused for longest if that is
+        what it takes.
+        """
         is_open = [
-            (end.moved, peer) for peer, end in ends.items() if end.state is not pairs.ChannelState.CLOSED and peer != newcomer
+            (end.moved, peer)
+            for peer, end in ends.items()
+            if end.state is not pairs.ChannelState.CLOSED and peer != newcomer
         ]
         if len(is_open) < MAX_LINKS_PER_DIRECTION:
             return True
-        idle = [(moved, peer) for moved, peer in is_open if ends[peer].state is pairs.ChannelState.UP and ends[peer].is_idle]
+        idle = [
+            (moved, peer)
+            for moved, peer in is_open
+            if ends[peer].state is pairs.ChannelState.UP and ends[peer].is_idle
+        ]
         if not idle:
             return False
         peer = min(idle)[1]
@@ -232,7 +272,7 @@ class CollectiveTransport:
         for peer in closed[: max(0, len(self._readers) - MAX_KNOWN_RECEIVERS)]:
             del self._readers[peer]
 
-    # Other threads -------------------------------------------------------------------------------------------
+    # Other threads --------------------------------------------------------------------------------
     def _teller(self, role: str, peer: str) -> Callable[[pairs.LinkEvent], None]:
         do = self._serve if role is SENDS else self._read
         return lambda event: self._later(lambda: do(peer, event))

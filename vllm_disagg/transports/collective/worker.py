@@ -1,7 +1,9 @@
-"""The thread that owns every call of a two-sided library: gathers, sends, receives and scatters, for all its pairs.
+"""The thread that owns every call of a two-sided library: gathers, sends, receives and scatters,
+for all its pairs.
 
-The driver's thread puts jobs in and never waits; what has come of them goes back with `tell`.  Nothing here waits for
-a peer either: a link posts and returns, so that no peer holds up another, and `close` aborts without waiting.
+The driver's thread puts jobs in and never waits; what has come of them goes back with `tell`.
+Nothing here waits for a peer either: a link posts and returns, so that no peer holds up another,
+and `close` aborts without waiting.
 """
 
 from __future__ import annotations
@@ -24,14 +26,18 @@ log = logging.getLogger("vllm_disagg.mover")
 
 POLL_SECONDS = 0.0002  # seconds between looks at what does not say by itself when it has ended
 CLOSE_SECONDS = 3.0  # seconds that the aborts of a worker that ends may take
-MAX_COMMUNICATORS = 32  # open or being aborted, of a worker: each has SLOTS slots, and NCCL takes memory of its own
+MAX_COMMUNICATORS = (
+    32  # open or being aborted, of a worker: each has SLOTS slots, and NCCL takes memory of its own
+)
 
 Slot = Any  # memory of one piece: what the staging makes and the link takes
 Key = tuple[str, str, int]  # of a link: our role in it, the other worker, the epoch
 
 
 class CollectiveLink(Protocol):
-    """Our end of one communicator.  Used by the mover's thread alone; no method waits for the other end."""
+    """Our end of one communicator. Used by the mover's thread alone; no method waits for the other
+    end.
+    """
 
     is_polled: bool  # whether `poll` must be called for it to go on
 
@@ -46,15 +52,21 @@ class CollectiveLink(Protocol):
         """Whether it is to be called again soon."""
 
     def close(self) -> None:
-        """Abort.  What was posted may go on writing into our slots for a while, and into nothing else."""
+        """Abort. What was posted may go on writing into our slots for a while, and into nothing
+        else.
+        """
 
 
 Poll = Callable[[], Any]  # None while it is not over
-MakeLink = Callable[[int, Callable[[LinkEvent], None], int], CollectiveLink]  # rank (0 sends), tell, epoch
+MakeLink = Callable[
+    [int, Callable[[LinkEvent], None], int], CollectiveLink
+]  # rank (0 sends), tell, epoch
 
 
 class Staging(Protocol):
-    """Between the blocks of a KV cache and slots.  Methods start something; the Poll they return says when it ended."""
+    """Between the blocks of a KV cache and slots. Methods start something; the Poll they return
+    says when it ended.
+    """
 
     def slots(self, count: int, size: int) -> Sequence[Slot]: ...
 
@@ -63,7 +75,9 @@ class Staging(Protocol):
 
         ValueError if the piece does not fit."""
 
-    def scatter(self, land: WritePiece, slot: Slot, size: int, expected: int, link: CollectiveLink) -> Poll:
+    def scatter(
+        self, land: WritePiece, slot: Slot, size: int, expected: int, link: CollectiveLink
+    ) -> Poll:
         """Ends in whether size and checksum were right; if not, nothing was written."""
 
 
@@ -88,9 +102,13 @@ class HostStaging:
         found = checksum(piece.transfer, [memoryview(slot[:size])])
         return size, lambda: found
 
-    def scatter(self, land: WritePiece, slot: Slot, size: int, expected: int, link: CollectiveLink) -> Poll:
+    def scatter(
+        self, land: WritePiece, slot: Slot, size: int, expected: int, link: CollectiveLink
+    ) -> Poll:
         frame = memoryview(slot[:size])
-        ok = checksum(land.transfer, [frame]) == expected and self._memory.write(land.extent, land.blocks, [frame], land.theirs)
+        ok = checksum(land.transfer, [frame]) == expected and self._memory.write(
+            land.extent, land.blocks, [frame], land.theirs
+        )
         return lambda: ok
 
 
@@ -110,30 +128,45 @@ class CollectiveWorker:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._pairs: dict[Key, _LinkSlots] = {}
         self._closing: list[_LinkSlots] = []
-        self._polls: list[tuple[Poll, Callable[[Any], None], Any]] = []  # the last: what a failure gives
+        self._polls: list[
+            tuple[Poll, Callable[[Any], None], Any]
+        ] = []  # the last: what a failure gives
         self._thread = threading.Thread(target=self._run, name="vllm-disagg-mover", daemon=True)
         self._thread.start()
 
-    # The driver's thread -------------------------------------------------------------------------------------
+    # The driver's thread --------------------------------------------------------------------------
     def open(self, key: Key, slot: int, rank: int, tell: Callable[[LinkEvent], None]) -> None:
         self._jobs.put(lambda: self._open(key, slot, rank, tell))
 
     def hear(self, key: Key, blob: bytes) -> None:
         self._jobs.put(lambda: self._with(key, lambda pair: pair.link.hear(blob)))
 
-    def transmit(self, key: Key, seq: int, slot: int, piece: SendPiece, tell: Callable[[LinkEvent], None]) -> None:
+    def transmit(
+        self, key: Key, seq: int, slot: int, piece: SendPiece, tell: Callable[[LinkEvent], None]
+    ) -> None:
         """Ends in SlotGathered, always; in SlotCompleted, perhaps."""
         self._jobs.put(lambda: self._transmit(key, seq, slot, piece, tell))
 
     def receive(self, key: Key, seq: int, slot: int, size: int) -> None:
-        self._jobs.put(lambda: self._with(key, lambda pair: pair.link.receive(seq, pair.slots[slot], size)))
+        self._jobs.put(
+            lambda: self._with(key, lambda pair: pair.link.receive(seq, pair.slots[slot], size))
+        )
 
     def slot(self, key: Key, slot: int) -> tuple[Slot, CollectiveLink]:
-        """Of a pair that is open: only a `close_pair` takes it away, and what was found here stays what it is."""
+        """Of a pair that is open: only a `close_pair` takes it away, and what was found here stays
+        what it is.
+        """
         pair = self._pairs[key]
         return pair.slots[slot], pair.link
 
-    def scatter(self, land: WritePiece, found: tuple[Slot, CollectiveLink], size: int, expected: int, tell: Callable[[bool], None]) -> None:
+    def scatter(
+        self,
+        land: WritePiece,
+        found: tuple[Slot, CollectiveLink],
+        size: int,
+        expected: int,
+        tell: Callable[[bool], None],
+    ) -> None:
         """Ends in `tell`, always."""
         self._jobs.put(lambda: self._scatter(land, found, size, expected, tell))
 
@@ -146,7 +179,7 @@ class CollectiveWorker:
         if self._thread.is_alive():
             raise TimeoutError("the mover's thread does not end")
 
-    # The mover's thread --------------------------------------------------------------------------------------
+    # The mover's thread ---------------------------------------------------------------------------
     def _run(self) -> None:
         looking, is_open = False, True
         while is_open:
@@ -157,7 +190,9 @@ class CollectiveWorker:
                     job()
             except queue.Empty:
                 pass
-            except Exception as error:  # a fault of ours: the pair it was for has its deadline, the others go on
+            except (
+                Exception
+            ) as error:  # a fault of ours: the pair it was for has its deadline, the others go on
                 log.critical("the mover of KV failed in a job", exc_info=error)
             looking = self._look()
         for key in list(self._pairs):
@@ -172,7 +207,11 @@ class CollectiveWorker:
         polls, self._polls = self._polls, []
         for poll, then, failed in polls:
             self._when(poll, then, failed)
-        busy = [self._look_at(pair) for pair in [*self._pairs.values(), *self._closing] if pair.link.is_polled]
+        busy = [
+            self._look_at(pair)
+            for pair in [*self._pairs.values(), *self._closing]
+            if pair.link.is_polled
+        ]
         self._closing = [pair for pair in self._closing if not pair.link.is_gone]
         return bool(self._polls) or any(busy)
 
@@ -208,7 +247,9 @@ class CollectiveWorker:
             log.warning("the communicator with %s has failed: %r", key[1], error)
             pair.tell(LinkFailed(key[2], str(error)))
 
-    def _transmit(self, key: Key, seq: int, slot: int, piece: SendPiece, tell: Callable[[LinkEvent], None]) -> None:
+    def _transmit(
+        self, key: Key, seq: int, slot: int, piece: SendPiece, tell: Callable[[LinkEvent], None]
+    ) -> None:
         epoch, pair = key[2], self._pairs.get(key)
         if pair is None:
             tell(SlotGathered(epoch, seq, -1, 0))
@@ -219,11 +260,20 @@ class CollectiveWorker:
             log.warning("a piece for %s cannot be sent: %r", key[1], error)
             tell(SlotGathered(epoch, seq, -1, 0))
             return
-        self._when(poll, lambda found: tell(SlotGathered(epoch, seq, -1 if found is None else size, found or 0)), None)
+        self._when(
+            poll,
+            lambda found: tell(SlotGathered(epoch, seq, -1 if found is None else size, found or 0)),
+            None,
+        )
         self._with(key, lambda pair: pair.link.send(seq, pair.slots[slot], size))
 
     def _scatter(
-        self, land: WritePiece, found: tuple[Slot, CollectiveLink], size: int, expected: int, tell: Callable[[bool], None]
+        self,
+        land: WritePiece,
+        found: tuple[Slot, CollectiveLink],
+        size: int,
+        expected: int,
+        tell: Callable[[bool], None],
     ) -> None:
         try:
             poll = self._staging.scatter(land, found[0], size, expected, found[1])

@@ -1,12 +1,19 @@
-"""One NIXL agent with UCX underneath: registered memory, peers, reads.  No thread of ours, none of NIXL's.
+"""One NIXL agent with UCX underneath: registered memory, peers, reads. No thread of ours, none of
+NIXL's.
 
-Facts of NIXL 1.5 and UCX that shape this file (docs/explanation/transports.md tells how they were found):
+Facts of NIXL 1.5 and UCX that shape this file (docs/explanation/transports.md tells how they were
+found):
 
-* Without a progress thread nothing happens between calls, so an idle agent costs nothing.  A read through shared memory
-  (CMA) ends within the call that posts it; others go on in the hardware or need `progress` at the other end.
-* A read cannot be taken back: releasing its handle cancels "what it can".  Nor does an error say that the other
-  descriptors of the read have ended.  Only when the whole agent is gone (`close`) can nothing be written any more.
-* UCX asks nobody who they are.  What it listens on is therefore kept to the loopback or to RDMA devices, unless the user
+* Without a progress thread nothing happens between calls, so an idle agent costs nothing.  A read
+  through shared memory
+  (CMA) ends within the call that posts it; others go on in the hardware or need `progress` at the
+  other end.
+* A read cannot be taken back: releasing its handle cancels "what it can".  Nor does an error say
+  that the other
+  descriptors of the read have ended.  Only when the whole agent is gone (`close`) can nothing be
+  written any more.
+* UCX asks nobody who they are.  What it listens on is therefore kept to the loopback or to RDMA
+  devices, unless the user
   has said otherwise (`environment`).
 """
 
@@ -85,7 +92,9 @@ class Agent:
         self.regions = list(regions)
         with _translated(), _told(config):
             api = importlib.import_module("nixl._api")
-            self._agent: Any = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+            self._agent: Any = api.nixl_agent(
+                name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+            )
             if "UCX" not in self._agent.backends:
                 raise NixlError("this build of NIXL has no UCX")
             self._agent.register_memory([(*region, 0, "") for region in regions], "DRAM")
@@ -151,14 +160,21 @@ class Agent:
             self._agent.get_new_notifs()
 
     def close(self) -> None:
-        """When this returns, nothing can be written into registered memory any more.  May take long, or for ever."""
+        """When this returns, nothing can be written into registered memory any more. May take long,
+        or for ever.
+        """
         for read in self._open:
-            with contextlib.suppress(NixlError), _translated():  # what cannot be cancelled dies with the agent
+            with (
+                contextlib.suppress(NixlError),
+                _translated(),
+            ):  # what cannot be cancelled dies with the agent
                 read.handle.release()
             read.handle = None
         self._open.clear()
         alive = weakref.ref(self._agent.agent)
-        self._agent = None  # nobody else has it: UCX's worker, its connections and registrations go with it
+        self._agent = (
+            None  # nobody else has it: UCX's worker, its connections and registrations go with it
+        )
         end = time.monotonic() + 5
         while alive() is not None:  # somebody else has it, as an exception's traceback might
             gc.collect()
@@ -179,14 +195,18 @@ class Job(Generic[T]):
         self.began = time.monotonic()
         self.result: T | None = None
         self.error = ""
-        self._thread = threading.Thread(target=self._run, args=(do,), name="vllm-disagg-nixl", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(do,), name="vllm-disagg-nixl", daemon=True
+        )
         self._thread.start()
 
     def _run(self, do: Callable[[], T]) -> None:
         try:
             self.result = do()
         except Exception as error:
-            self.error = str(error) or type(error).__name__  # words only: the traceback would hold the agent
+            self.error = (
+                str(error) or type(error).__name__
+            )  # words only: the traceback would hold the agent
 
     @property
     def is_over(self) -> bool:
@@ -202,9 +222,11 @@ class Job(Generic[T]):
 
 
 def zmq_speed(size: int = 8 << 20, times: int = 3) -> float:
-    """Bytes a second that ZMQ moves between two sockets of this process: what NIXL must not fall below to be preferred.
+    """Bytes a second that ZMQ moves between two sockets of this process: what NIXL must not fall
+    below to be preferred.
 
-    An upper bound of what ZMQ will do between two workers: nothing is checked, copied into blocks or shared with others.
+    An upper bound of what ZMQ will do between two workers: nothing is checked, copied into blocks
+    or shared with others.
     """
     data = memoryview(np.zeros(FRAME_BYTES, np.uint8))  # type: ignore[arg-type]
     count, best = size // FRAME_BYTES, float("inf")
@@ -245,9 +267,11 @@ def _translated() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _told(config: Config) -> Iterator[None]:
-    """UCX reads its settings from the environment when an agent is made; others in this process keep theirs.
+    """UCX reads its settings from the environment when an agent is made; others in this process
+    keep theirs.
 
-    What the user has set is looked at with the lock held: else another agent's settings look like the user's.
+    What the user has set is looked at with the lock held: else another agent's settings look like
+    the user's.
     """
     with _environment:
         settings = environment(config, os.environ)

@@ -1,12 +1,12 @@
 """What the NIXL carriers of two workers say to each other, and the checks on it.  Pure.
 
-    D -> P   Hello    who are you?
-    P -> D   Part     of a Card: NIXL's metadata of P's agent, and what it has registered
-    P -> D   Cannot   there is no agent here, and why
-    P -> D   Lies     a piece: where its bytes lie in P's memory, in wire order
-    D -> P   Look     a read of mine does not move: let UCX work for a while
-    D -> P   Still    how often have you let UCX work, ever?
-    P -> D   Stood    so often
+D -> P   Hello    who are you?
+P -> D   Part     of a Card: NIXL's metadata of P's agent, and what it has registered
+P -> D   Cannot   there is no agent here, and why
+P -> D   Lies     a piece: where its bytes lie in P's memory, in wire order
+D -> P   Look     a read of mine does not move: let UCX work for a while
+D -> P   Still    how often have you let UCX work, ever?
+P -> D   Stood    so often
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ from ...errors import BadMessage
 from ...protocol.messages import MAX_NOTE_BYTES, Count, Name
 
 TEST_REGION_BYTES = 4 << 20  # bytes of the region by which a reader measures the way
-NONCE_BYTES = 16  # bytes at both ends of it, by which the reader knows that it reads from whom it thinks
+NONCE_BYTES = (
+    16  # bytes at both ends of it, by which the reader knows that it reads from whom it thinks
+)
 MAX_RUNS_PER_NOTE = 3000  # in one note: two numbers of at most 9 bytes each, and room
 MAX_PARTS = 256  # of a card or a piece
-Run = tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**62)], Annotated[int, msgspec.Meta(gt=0, le=2**40)]]  # address, bytes
+Run = tuple[
+    Annotated[int, msgspec.Meta(ge=0, lt=2**62)], Annotated[int, msgspec.Meta(gt=0, le=2**40)]
+]  # address, bytes
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)]
 Parts = Annotated[int, msgspec.Meta(gt=0, le=MAX_PARTS)]
 
@@ -118,13 +122,26 @@ def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
 def parts(attempt: int, card: AgentInfo) -> list[bytes]:
     data, size = encode(card), MAX_NOTE_BYTES - 256
     count = -(-len(data) // size)
-    return [encode(AgentInfoPart(attempt, at, count, data[at * size : (at + 1) * size])) for at in range(count)]
+    return [
+        encode(AgentInfoPart(attempt, at, count, data[at * size : (at + 1) * size]))
+        for at in range(count)
+    ]
 
 
 def pieces(transfer: str, number: int, agent: str, runs: Sequence[Run]) -> list[bytes]:
     count = -(-len(runs) // MAX_RUNS_PER_NOTE)
     return [
-        encode(PieceRuns(transfer, number, agent, at, count, list(runs[at * MAX_RUNS_PER_NOTE : (at + 1) * MAX_RUNS_PER_NOTE]))) for at in range(count)
+        encode(
+            PieceRuns(
+                transfer,
+                number,
+                agent,
+                at,
+                count,
+                list(runs[at * MAX_RUNS_PER_NOTE : (at + 1) * MAX_RUNS_PER_NOTE]),
+            )
+        )
+        for at in range(count)
     ]
 
 

@@ -1,8 +1,9 @@
 """Whether reads from a worker need its hands, and how fast they are: proved, not timed.  Pure.
 
-Where UCX emulates one-sided reads (TCP), they end only when the other process lets UCX work.  Such a way is never taken:
-a reply that cannot be sent is fatal to UCX there, so one reader that dies would end a prefill engine.  How long a read
-takes proves nothing on a busy machine.  So P counts how often it lets UCX work, and says the count when it is asked:
+Where UCX emulates one-sided reads (TCP), they end only when the other process lets UCX work. Such a
+way is never taken: a reply that cannot be sent is fatal to UCX there, so one reader that dies would
+end a prefill engine. How long a read takes proves nothing on a busy machine. So P counts how often
+it lets UCX work, and says the count when it is asked:
 
     CONNECTING  a small read, with as much help (Look) as it takes
     QUIET       nobody asks P for help, for a while
@@ -10,9 +11,9 @@ takes proves nothing on a busy machine.  So P counts how often it lets UCX work,
     READING     a small read, then large ones
     CHECKING    Still --> Stood(count): the same, so all these reads have ended without P's hands
 
-A count that has changed (another reader's Look) proves nothing, and it begins again at QUIET.  A read that does not end
-by itself is helped, and it begins again too, because the ends of a connection coming up look alike; after TRIES such
-reads the way is taken for emulated.
+A count that has changed (another reader's Look) proves nothing, and it begins again at QUIET. A
+read that does not end by itself is helped, and it begins again too, because the ends of a
+connection coming up look alike; after TRIES such reads the way is taken for emulated.
 """
 
 from __future__ import annotations
@@ -67,7 +68,11 @@ class OneSidedProbe:
                 return ProbeAction.ASK_STILL
             case ProbeStep.CONNECTING | ProbeStep.READING:
                 self.due = math.inf
-                return ProbeAction.READ_LARGE if self.step is ProbeStep.READING and self._reads else ProbeAction.READ_SMALL
+                return (
+                    ProbeAction.READ_LARGE
+                    if self.step is ProbeStep.READING and self._reads
+                    else ProbeAction.READ_SMALL
+                )
         return None
 
     def needs_help(self, seconds: float) -> bool:

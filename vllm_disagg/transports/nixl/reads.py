@@ -1,7 +1,9 @@
-"""The reads of one NIXL agent, until each has ended or all of them are given up together; and how agents are closed.
+"""The reads of one NIXL agent, until each has ended or all of them are given up together; and how
+agents are closed.
 
-A read that hangs may still write into blocks and cannot be taken back (agent.py).  So when one fails or does not
-end in time, the whole agent is closed, by a thread of its own; only when it is gone do its reads end.
+A read that hangs may still write into blocks and cannot be taken back (agent.py). So when one fails
+or does not end in time, the whole agent is closed, by a thread of its own; only when it is gone do
+its reads end.
 """
 
 from __future__ import annotations
@@ -52,12 +54,26 @@ class Reads:
         self._buffers: list[Buffer] = []  # registered and free
 
     def begin(
-        self, source: str, peer: str, runs: tuple[Sequence[Run], Sequence[Run]], land: WritePiece | None, buffer: Buffer | None
+        self,
+        source: str,
+        peer: str,
+        runs: tuple[Sequence[Run], Sequence[Run]],
+        land: WritePiece | None,
+        buffer: Buffer | None,
     ) -> OpenRead:
-        """`runs`: ours and theirs, of common lengths.  Refused: nothing was read; Broken: all must be given up."""
+        """`runs`: ours and theirs, of common lengths. Refused: nothing was read; Broken: all must
+        be given up.
+        """
         began, size = time.monotonic(), sum(size for _, size in runs[0])
         waiting = sum(one.size for one in self.open)
-        opened = OpenRead(source, size, began, began + self._silence + (size + waiting) / MIN_BYTES_PER_SECOND, land, buffer)
+        opened = OpenRead(
+            source,
+            size,
+            began,
+            began + self._silence + (size + waiting) / MIN_BYTES_PER_SECOND,
+            land,
+            buffer,
+        )
         try:
             opened.read = self.agent.read(peer, *runs)
         except NixlRefused:
@@ -115,11 +131,14 @@ class Closings:
     def __init__(self) -> None:
         self._doomed: list[tuple[Agent, list[WritePiece]]] = []
         self._closing: list[tuple[Job[None], list[WritePiece]]] = []
-        self._stuck = 0  # reads whose agent did not go: their blocks are never given back, and their requests wait
+        # reads whose agent did not go: their blocks are never given back, and their requests wait
+        self._stuck = 0
 
     def give_up(self, reads: Reads) -> None:
         """Not closed at once: the exception that brought us here still holds the agent."""
-        self._doomed.append((reads.agent, [opened.land for opened in reads.open if opened.land is not None]))
+        self._doomed.append(
+            (reads.agent, [opened.land for opened in reads.open if opened.land is not None])
+        )
 
     def look(self) -> Iterator[PieceWritten]:
         self._closing += [(Job(agent.close), lands) for agent, lands in self._doomed]
@@ -133,7 +152,9 @@ class Closings:
             yield from (PieceWritten(land.transfer, land.number, False) for land in closing[1])
 
     def finish(self) -> None:
-        """Until all agents of which reads are open are gone; NixlError if one does not go, or did not."""
+        """Until all agents of which reads are open are gone; NixlError if one does not go, or did
+        not.
+        """
         doomed, self._doomed = self._doomed, []
         jobs = [(Job(agent.close), lands) for agent, lands in doomed] + self._closing
         end = time.monotonic() + CLOSE_SECONDS

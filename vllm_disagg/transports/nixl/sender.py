@@ -1,4 +1,6 @@
-"""The side of a NIXL carrier that is read from: who we are, where a piece lies, and UCX's work for readers that need it."""
+"""The side of a NIXL carrier that is read from: who we are, where a piece lies, and UCX's work for
+readers that need it.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,10 @@ class NixlSender:
             self._looking = now + PROGRESS_SECONDS
             return
         if isinstance(note, notes.ProbeProgress):
-            self._port.to_reader(reader, notes.encode(notes.ProbeProgressReply(note.attempt, note.turn, self._helped)))
+            self._port.to_reader(
+                reader,
+                notes.encode(notes.ProbeProgressReply(note.attempt, note.turn, self._helped)),
+            )
             return
         if self._made.is_over and self._made.error and now > self._made.began + AGENT_RETRY_SECONDS:
             self._made = Job(self._make)
@@ -107,4 +112,6 @@ class NixlSender:
 
     def close(self) -> None:
         if (ready := self._ready) is not None:
-            Job(ready[0].close)  # a daemon: the process need not wait for a peer that does not answer
+            Job(
+                ready[0].close
+            )  # a daemon: the process need not wait for a peer that does not answer

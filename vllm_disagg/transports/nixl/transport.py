@@ -1,21 +1,24 @@
-"""Pieces over NIXL: the reader fetches them itself from where they lie in P's memory, straight into its own blocks.
+"""Pieces over NIXL: the reader fetches them itself from where they lie in P's memory, straight into
+its own blocks.
 
     D                                          P
     connect   Hello ------------------------>  makes its agent, once
               <------------------------ Card   whom to read from, and what is registered
     tries the way (path.py): reads of a test region        (Look: P lets UCX work; Still: how often it has)
     TransportChanged("nixl:...")
-              ReadRequest, answered by SendPiece --> Lies: (address, bytes) of the piece's runs.  Sent, at once.
+              ReadRequest, answered by SendPiece --> Lies: (address, bytes) of the piece's runs.
+              Sent, at once.
     Arrived, WritePiece: READ into the blocks; PieceWritten
 
-P does not know when it is read, and need not: bytes that were read too late are rejected by Confirm.  D's side is the
-dangerous one, because a read that hangs may still write into blocks (reads.py).  So when one fails or does not end
-in time, all of this worker's reads are given up with the whole agent, and end in PieceWritten when it is gone.  Until then,
-and until the ways have been tried again, pieces come by another carrier.  To serve others this worker has a second
-agent, which none of that touches.
+P does not know when it is read, and need not: bytes that were read too late are rejected by
+Confirm. D's side is the dangerous one, because a read that hangs may still write into blocks
+(reads.py). So when one fails or does not end in time, all of this worker's reads are given up with
+the whole agent, and end in PieceWritten when it is gone. Until then, and until the ways have been
+tried again, pieces come by another carrier. To serve others this worker has a second agent, which
+none of that touches.
 
-Threads: an agent is made and closed by a thread for just that (seconds, at times).  Everything else is the driver's, and
-nothing runs while no read is open.
+Threads: an agent is made and closed by a thread for just that (seconds, at times). Everything else
+is the driver's, and nothing runs while no read is open.
 """
 
 from __future__ import annotations
@@ -74,7 +77,9 @@ class NixlSource:
     card: notes.AgentInfo | None = None
     trial: OneSidedProbe | None = None
     looked: float = 0.0  # when we last said Look
-    lies: dict[tuple[str, int], dict[int, list[Run]]] = field(default_factory=dict)  # of which not all is here
+    lies: dict[tuple[str, int], dict[int, list[Run]]] = field(
+        default_factory=dict
+    )  # of which not all is here
 
 
 @dataclass
@@ -91,31 +96,36 @@ class NixlTransport:
             raise TypeError("NIXL is used for KV in host memory only")
         self._port, self._memory = port, port.memory
         self._serving = NixlSender(port, port.memory)
-        # At once: UCX takes a second to start, and several beside busy engines; no transfer waits for it yet.
+        # At once: UCX takes a second to start, and several beside busy engines; no transfer waits
+        # for it yet.
         self._making: Job[NixlReady] | None = Job(self._make)
         self._ready: NixlReady | None = None
         self._sources: dict[str, NixlSource] = {}
         self._gone: set[str] = set()  # peers to remove once nothing reads from them
         self._lie: deque[tuple[NixlSource, str, int, list[Run]]] = deque()
-        self._current: tuple[NixlSource, list[Run]] | None = None  # of the PieceArrived just yielded
+        self._current: tuple[NixlSource, list[Run]] | None = (
+            None  # of the PieceArrived just yielded
+        )
         self._said: deque[TransportChanged] = deque()
         self._closings = Closings()
 
-    # P's side ------------------------------------------------------------------------------------------------
+    # P's side -------------------------------------------------------------------------------------
     def send(self, piece: SendPiece) -> None:
         self._serving.send(piece)
 
     def note_at_prefill(self, reader: str, data: bytes) -> None:
         self._serving.note(reader, data)
 
-    # D's side: ways ------------------------------------------------------------------------------------------
+    # D's side: ways -------------------------------------------------------------------------------
     def connect(self, worker: WorkerInfo) -> None:
         now = time.monotonic()
         source = self._sources.pop(worker.name, None) or NixlSource(worker.name)
         self._sources[worker.name] = source  # the youngest, at the end
         if len(self._sources) > MAX_SOURCES:
             self.disconnect(next(iter(self._sources)))
-        if source.way is PathState.WAITING or (source.way is PathState.DOWN and now >= source.again):
+        if source.way is PathState.WAITING or (
+            source.way is PathState.DOWN and now >= source.again
+        ):
             self._begin(source, now)
 
     def _begin(self, source: NixlSource, now: float) -> None:
@@ -182,7 +192,11 @@ class NixlTransport:
         log.warning("dropped a note of %s: %s", whom, error)
 
     def _card(self, source: NixlSource, part: notes.AgentInfoPart) -> None:
-        if source.way is not PathState.ASKING or part.attempt != source.attempt or self._ready is None:
+        if (
+            source.way is not PathState.ASKING
+            or part.attempt != source.attempt
+            or self._ready is None
+        ):
             return
         source.parts[part.index] = part.data
         if len(source.parts) < part.count:
@@ -201,7 +215,11 @@ class NixlTransport:
         if peer != card.agent:
             agent.remove(peer)
             raise BadMessage(f"metadata of {peer!r} for {card.agent!r}")
-        source.card, source.way, source.trial = card, PathState.TRYING, OneSidedProbe(time.monotonic())
+        source.card, source.way, source.trial = (
+            card,
+            PathState.TRYING,
+            OneSidedProbe(time.monotonic()),
+        )
 
     def _try(self, source: NixlSource, now: float) -> None:
         """Go on with the trial of a way."""
@@ -232,7 +250,11 @@ class NixlTransport:
         if source.way is not PathState.TRYING or source.card is None or source.trial is None:
             return
         found, nonce = opened.buffer, source.card.nonce
-        if not bytes(found[: notes.NONCE_BYTES]) == bytes(found[opened.size - notes.NONCE_BYTES : opened.size]) == nonce:
+        if (
+            not bytes(found[: notes.NONCE_BYTES])
+            == bytes(found[opened.size - notes.NONCE_BYTES : opened.size])
+            == nonce
+        ):
             self._lose(source, "it read something else than that worker's memory")
             return
         source.trial.read_ended(now, now - opened.began)
@@ -249,19 +271,26 @@ class NixlTransport:
             self._lose(source, f"{figures}; {_devices()}", pause=MAX_RETRY_SECONDS)
             return
         if speed < told:
-            log.warning("pieces of %s come by NIXL, although it is slow: %s; %s", source.name, figures, _devices())
+            log.warning(
+                "pieces of %s come by NIXL, although it is slow: %s; %s",
+                source.name,
+                figures,
+                _devices(),
+            )
         else:
             log.info("pieces of %s come by NIXL: %s", source.name, figures)
         source.way, source.failures = PathState.UP, 0
         self._said.append(TransportChanged(source.name, f"nixl:{source.card.agent}"))
 
-    # D's side: pieces ----------------------------------------------------------------------------------------
+    # D's side: pieces -----------------------------------------------------------------------------
     def _lies(self, source: NixlSource, note: notes.PieceRuns) -> None:
         card = source.card
         if source.way is not PathState.UP or card is None:
             return  # rerouted meanwhile: the piece has been asked for again
         if note.agent != card.agent or not notes.is_inside(note.runs, card.regions):
-            raise BadMessage(f"piece {note.number} of {note.transfer} lies outside what is registered")
+            raise BadMessage(
+                f"piece {note.number} of {note.transfer} lies outside what is registered"
+            )
         known = source.lies.setdefault((note.transfer, note.number), {})
         known[note.index] = note.runs
         if len(known) == note.count:
@@ -272,7 +301,9 @@ class NixlTransport:
             del source.lies[next(iter(source.lies))]
 
     def land(self, land: WritePiece) -> bool | None:
-        """Where both lie alike, straight into the blocks; else over memory of ours that is registered."""
+        """Where both lie alike, straight into the blocks; else over memory of ours that is
+        registered.
+        """
         assert self._current is not None
         source, theirs = self._current
         if source.way is not PathState.UP or self._ready is None:
@@ -294,7 +325,11 @@ class NixlTransport:
         return self._finish(opened, land) if opened.read is None else None
 
     def _read(
-        self, source: NixlSource, runs: tuple[list[Run], list[Run]], land: WritePiece | None, buffer: Buffer | None
+        self,
+        source: NixlSource,
+        runs: tuple[list[Run], list[Run]],
+        land: WritePiece | None,
+        buffer: Buffer | None,
     ) -> OpenRead | None:
         """Begin to read; None when nothing was read."""
         assert self._ready is not None and source.card is not None
@@ -322,7 +357,7 @@ class NixlTransport:
             self._port.counters.landed("nixl", opened.size)
         return ok
 
-    # What happens --------------------------------------------------------------------------------------------
+    # What happens ---------------------------------------------------------------------------------
     def happened(self, ready: Collection[object]) -> Iterator[TransportEvent]:
         now = time.monotonic()
         yield from self._closings.look()
@@ -350,10 +385,16 @@ class NixlTransport:
         for source in list(self._sources.values()):
             if source.way is PathState.TRYING and source.trial is not None:
                 self._try(source, now)
-                if source.way is PathState.TRYING and source.trial.step in (ProbeStep.PROVED, ProbeStep.EMULATED):
+                if source.way is PathState.TRYING and source.trial.step in (
+                    ProbeStep.PROVED,
+                    ProbeStep.EMULATED,
+                ):
                     self._decide(source, source.trial)
                 elif source.way is PathState.TRYING and now >= source.until:
-                    self._lose(source, "it answers, but there was no time in which nobody else asked it for help")
+                    self._lose(
+                        source,
+                        "it answers, but there was no time in which nobody else asked it for help",
+                    )
             elif source.way is PathState.ASKING and now >= source.until:
                 self._lose(source, "it runs here, and there nobody answers for it")
             elif source.way is PathState.ASKING and now >= source.again:
@@ -367,7 +408,9 @@ class NixlTransport:
         try:
             for opened in reads.ended(now):
                 if opened.land is not None:
-                    yield PieceWritten(opened.land.transfer, opened.land.number, self._finish(opened, opened.land))
+                    yield PieceWritten(
+                        opened.land.transfer, opened.land.number, self._finish(opened, opened.land)
+                    )
                 elif (source := self._sources.get(opened.source)) is not None:
                     self._tested(source, opened, time.monotonic())
                 else:
@@ -390,7 +433,11 @@ class NixlTransport:
         if source is None or now - source.looked <= PROGRESS_SECONDS / 4:
             return
         trial = source.trial if opened.land is None else None
-        if trial.needs_help(now - opened.began) if trial is not None else now - opened.began > UNAIDED_READ_SECONDS:
+        if (
+            trial.needs_help(now - opened.began)
+            if trial is not None
+            else now - opened.began > UNAIDED_READ_SECONDS
+        ):
             source.looked = now
             if trial is not None:
                 trial.help_asked()
@@ -411,12 +458,19 @@ class NixlTransport:
         now = time.monotonic()
         if self._lie or self._said:
             return now
-        due = [*self._closings.next_look(now), *([self._making.next_look(now)] if self._making is not None else [])]
+        due = [
+            *self._closings.next_look(now),
+            *([self._making.next_look(now)] if self._making is not None else []),
+        ]
         for source in self._sources.values():
             if source.way is PathState.ASKING:
                 due.append(min(source.again, source.until))
             elif source.way is PathState.TRYING and source.trial is not None:
-                due.append(now if source.trial.step in (ProbeStep.PROVED, ProbeStep.EMULATED) else min(source.trial.due, source.until))
+                due.append(
+                    now
+                    if source.trial.step in (ProbeStep.PROVED, ProbeStep.EMULATED)
+                    else min(source.trial.due, source.until)
+                )
         reads = self._ready.reads.next_look(now) if self._ready is not None else None
         due += [at for at in (self._serving.next_look(now), reads) if at is not None]
         return min((at for at in due if at < math.inf), default=None)
@@ -437,7 +491,15 @@ def carrier(config: Config) -> Callable[[DriverPort], NixlTransport]:
 
 def _devices() -> str:
     devices = rdma_devices()
-    told = [f"{name}={os.environ[name]}" for name in ("UCX_TLS", "UCX_NET_DEVICES") if name in os.environ]
-    found = f"RDMA devices here: {', '.join(devices)}" if devices else "there is no RDMA device here, so UCX can only take TCP \
+    told = [
+        f"{name}={os.environ[name]}"
+        for name in ("UCX_TLS", "UCX_NET_DEVICES")
+        if name in os.environ
+    ]
+    found = (
+        f"RDMA devices here: {', '.join(devices)}"
+        if devices
+        else "there is no RDMA device here, so UCX can only take TCP \
 to another machine"
+    )
     return " ".join([found, *(["with", *told] if told else [])])

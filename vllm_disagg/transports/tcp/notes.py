@@ -1,9 +1,10 @@
-"""What the TCP carriers of two workers say to each other, over control and ahead of each piece.  Pure.
+"""What the TCP carriers of two workers say to each other, over control and ahead of each piece.
+Pure.
 
-    D -> P   Hello    let me in
-    P -> D   Door     where, and the ticket to show there
-    P -> D   Gone     pieces cannot come to this address: its connection has ended here
-    P => D   Head     on the connection: what follows is this piece; after its bytes, their checksum
+D -> P   Hello    let me in
+P -> D   Door     where, and the ticket to show there
+P -> D   Gone     pieces cannot come to this address: its connection has ended here
+P => D   Head     on the connection: what follows is this piece; after its bytes, their checksum
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ TOKEN_BYTES = 16  # bytes
 ACCEPTED = b"\1"
 CHECKSUM_BYTES = 8  # bytes
 HEADER_LENGTH_BYTES = 2  # bytes of a Head's length
-MIN_BYTES_PER_SECOND = 1e6  # bytes a second: a piece that is slower than that is given up, and its blocks are free
+MIN_BYTES_PER_SECOND = (
+    1e6  # bytes a second: a piece that is slower than that is given up, and its blocks are free
+)
 
 
 def due(now: float, size: int, silence: float) -> float:

@@ -1,6 +1,8 @@
-"""The side of a TCP carrier that is read from: its door, who has come in by it, and what each is being sent.
+"""The side of a TCP carrier that is read from: its door, who has come in by it, and what each is
+being sent.
 
-Pieces go out of the KV cache into the kernel, by this thread, a frame at a time as each is hashed; nothing waits.
+Pieces go out of the KV cache into the kernel, by this thread, a frame at a time as each is hashed;
+nothing waits.
 """
 
 from __future__ import annotations
@@ -27,10 +29,16 @@ from . import notes
 
 log = logging.getLogger("vllm_disagg.tcp")
 
-MAX_PENDING_CONNECTIONS = 64  # connections that have shown no ticket yet; a newer one takes the place of the oldest
+MAX_PENDING_CONNECTIONS = (
+    64  # connections that have shown no ticket yet; a newer one takes the place of the oldest
+)
 MAX_TOKENS = 1024  # given and not shown
 TOKEN_SECONDS = 5.0  # seconds until a ticket must have been shown
-SEND_BUFFER_BYTES = 4 << 20  # bytes between us and a reader on this machine (no more than net.core.wmem_max); TCP finds its own
+SEND_BUFFER_BYTES = (
+    4 << 20
+    # bytes between us and a reader on this machine (no more than net.core.wmem_max); TCP finds its
+    # own
+)
 NOTHING = memoryview(b"")
 FRAMES_PER_TURN = 32  # frames sent to one reader before the others have their turn
 
@@ -99,11 +107,19 @@ class TcpSender:
                 self._let_in(door)
         for fd in [fd for fd in self._guests if fd in ready]:
             self._greet(fd)
-        for reader in [reader for reader in self._readers.values() if reader.connection.fileno() in ready]:
+        for reader in [
+            reader for reader in self._readers.values() if reader.connection.fileno() in ready
+        ]:
             self._look_at(reader)
         now = time.monotonic()
-        for reader in [r for r in self._readers.values() if r.queue and now > min(r.moved + self._port.config.silence, r.due)]:
-            self._close(reader, "takes nothing any more" if now <= reader.due else "takes too little")
+        for reader in [
+            r
+            for r in self._readers.values()
+            if r.queue and now > min(r.moved + self._port.config.silence, r.due)
+        ]:
+            self._close(
+                reader, "takes nothing any more" if now <= reader.due else "takes too little"
+            )
         for fd in [fd for fd, (_, until) in self._guests.items() if now > until]:
             self._send_off(fd)
         while self._ended:
@@ -113,21 +129,30 @@ class TcpSender:
         if self._ended:
             return 0.0
         silence = self._port.config.silence
-        due = [min(reader.moved + silence, reader.due) for reader in self._readers.values() if reader.queue]
+        due = [
+            min(reader.moved + silence, reader.due)
+            for reader in self._readers.values()
+            if reader.queue
+        ]
         return min([*due, *(until for _, until in self._guests.values())], default=None)
 
     def close(self) -> None:
         self._shut()
-        for one in (*(guest for guest, _ in self._guests.values()), *(reader.connection for reader in self._readers.values())):
+        for one in (
+            *(guest for guest, _ in self._guests.values()),
+            *(reader.connection for reader in self._readers.values()),
+        ):
             one.close()
 
-    # Coming in -----------------------------------------------------------------------------------------------
+    # Coming in ------------------------------------------------------------------------------------
     def _open(self) -> None:
         host = self._port.config.host
         with contextlib.ExitStack() as undo:
             self._folder = tempfile.mkdtemp(prefix="vllm-disagg-")  # readable by this user alone
             undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            anywhere = undo.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+            anywhere = undo.enter_context(
+                socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            )
             anywhere.bind((host, 0))
             nearby = undo.enter_context(socket.socket(socket.AF_UNIX))
             nearby.bind(f"{self._folder}/data")
@@ -155,7 +180,9 @@ class TcpSender:
                 guest, _ = door.accept()
             except BlockingIOError:
                 return
-            except OSError as error:  # no file descriptor is left, say: who waits would wake us for ever
+            except (
+                OSError
+            ) as error:  # no file descriptor is left, say: who waits would wake us for ever
                 log.warning("nobody can come in by TCP: %s", error)
                 self._shut()
                 return
@@ -166,7 +193,9 @@ class TcpSender:
                 self._send_off(next(iter(self._guests)))
 
     def _greet(self, fd: int) -> None:
-        """A ticket is so short that it comes whole; who shows another thing, or half of one, may ask again."""
+        """A ticket is so short that it comes whole; who shows another thing, or half of one, may
+        ask again.
+        """
         guest, until = self._guests.pop(fd)
         try:
             reader, attempt = self._tickets.pop(guest.recv(notes.TOKEN_BYTES))
@@ -188,7 +217,7 @@ class TcpSender:
         self._port.poller.unregister(fd)
         guest.close()
 
-    # Sending -------------------------------------------------------------------------------------------------
+    # Sending --------------------------------------------------------------------------------------
     def _look_at(self, reader: TcpReceiver) -> None:
         """It can take more, or it has gone: readers never say anything here."""
         try:
@@ -217,7 +246,9 @@ class TcpSender:
             return
         if is_full is not reader.is_full:
             reader.is_full = is_full
-            self._port.poller.modify(reader.connection.fileno(), zmq.POLLIN | (zmq.POLLOUT if is_full else 0))
+            self._port.poller.modify(
+                reader.connection.fileno(), zmq.POLLIN | (zmq.POLLOUT if is_full else 0)
+            )
 
     def _next_part(self, reader: TcpReceiver) -> bool:
         while reader.queue:
@@ -243,8 +274,15 @@ class TcpSender:
         self._port.counters.bytes_sent += size
 
     def _close(self, reader: TcpReceiver, why: str, *, broken: bool = False) -> None:
-        """What it was being sent is lost, as on any network: it asks again, by another way.  `broken`: the reader closed it."""
-        log.info("closed the connection of %s, which %s; %d pieces were on their way", reader.name, why, len(reader.queue))
+        """What it was being sent is lost, as on any network: it asks again, by another way.
+        `broken`: the reader closed it.
+        """
+        log.info(
+            "closed the connection of %s, which %s; %d pieces were on their way",
+            reader.name,
+            why,
+            len(reader.queue),
+        )
         del self._readers[reader.name]
         self._port.poller.unregister(reader.connection.fileno())
         reader.connection.close()

@@ -1,17 +1,20 @@
-"""Pieces over plain sockets, from P's blocks straight into D's: a UNIX socket on one machine, TCP between machines.
+"""Pieces over plain sockets, from P's blocks straight into D's: a UNIX socket on one machine, TCP
+between machines.
 
     D                                                    P
     connect   Hello -----------------------------------> opens its door, once
-              <----------------------------------- Door  where it is, and a ticket for this reader (control: CURVE)
+              <----------------------------------- Door  where it is, and a ticket for this reader
+              (control: CURVE)
     connects, shows the ticket ========================> knows whose connection this is
               <=============================== welcome
     TransportChanged("tcp:<attempt>")
               ReadRequest, answered by SendPiece ============> head, bytes, checksum
     Arrived, WritePiece: the bytes go into the blocks; PieceWritten
 
-ZMQ would take the bytes into memory of its own first, by threads of its own: that is most of what ZMQ costs.  Bytes
-that come too late or are not right are in the blocks already, as with NIXL; they are not used, because no LoadResult says
-so.  What breaks or stands still ends the connection, and with it all writing; ZMQ takes over at once.
+ZMQ would take the bytes into memory of its own first, by threads of its own: that is most of what
+ZMQ costs. Bytes that come too late or are not right are in the blocks already, as with NIXL; they
+are not used, because no LoadResult says so. What breaks or stands still ends the connection, and
+with it all writing; ZMQ takes over at once.
 """
 
 from __future__ import annotations
@@ -86,14 +89,14 @@ class TcpTransport:
         self._scratch = memoryview(bytearray(FRAME_BYTES))  # for what nobody wants
         self._said: deque[TransportEvent] = deque()
 
-    # P's side ------------------------------------------------------------------------------------------------
+    # P's side -------------------------------------------------------------------------------------
     def send(self, piece: SendPiece) -> None:
         self._serving.send(piece)
 
     def note_at_prefill(self, reader: str, data: bytes) -> None:
         self._serving.note(reader, data)
 
-    # D's side: connections -----------------------------------------------------------------------------------
+    # D's side: connections ------------------------------------------------------------------------
     def connect(self, worker: WorkerInfo) -> None:
         now = time.monotonic()
         source = self._sources.setdefault(worker.name, TcpSource(worker))
@@ -125,7 +128,11 @@ class TcpTransport:
                     self._lose(known, "its end has been closed")
 
     def _dial(self, source: TcpSource, door: notes.Listening) -> None:
-        here = source.worker.host == machine_id() and dialling.is_socket(door.path) and os.path.exists(door.path)
+        here = (
+            source.worker.host == machine_id()
+            and dialling.is_socket(door.path)
+            and os.path.exists(door.path)
+        )
         if not here and not dialling.is_at(source.worker.control, door.host):
             self._lose(source, "its door is at another address than itself")
             return
@@ -170,16 +177,20 @@ class TcpTransport:
         pause = min(MAX_RETRY_SECONDS, RETRY_SECONDS * 2 ** (source.failures - 1))
         source.way, source.again = TcpState.DOWN, time.monotonic() + pause
         source.landing, source.is_inside, source.due = None, False, math.inf
-        log.warning("no pieces of %s by TCP for %.0f s at least: %s", source.worker.name, pause, why)
+        log.warning(
+            "no pieces of %s by TCP for %.0f s at least: %s", source.worker.name, pause, why
+        )
 
     def _bad(self, source: TcpSource, error: BadMessage) -> None:
         self._port.counters.bad_messages += 1
         log.warning("dropped what %s said: %s", source.worker.name, error)
 
-    # D's side: pieces ----------------------------------------------------------------------------------------
+    # D's side: pieces -----------------------------------------------------------------------------
     def land(self, land: WritePiece) -> bool | None:
         assert self._current is not None
-        if self._current.connection is None:  # it was lost since the piece's head came: nothing would ever end this
+        if (
+            self._current.connection is None
+        ):  # it was lost since the piece's head came: nothing would ever end this
             return False
         self._current.landing = land
         return None
@@ -254,7 +265,9 @@ class TcpTransport:
             source.is_inside, source.due = False, math.inf
 
     def _room(self, land: WritePiece, size: int) -> tuple[memoryview | None, list[memoryview]]:
-        """Where a piece's bytes go: into the blocks, or into a buffer that is written into them when all is there."""
+        """Where a piece's bytes go: into the blocks, or into a buffer that is written into them
+        when all is there.
+        """
         memory = self._port.memory
         if land.theirs is None and isinstance(memory, HostMemory):
             views = memory.views(land.extent, land.blocks)
@@ -263,7 +276,7 @@ class TcpTransport:
         buffer = memoryview(np.empty(size, np.uint8))  # type: ignore[arg-type]
         return buffer, [buffer[at : at + FRAME_BYTES] for at in range(0, size, FRAME_BYTES)]
 
-    # What happens --------------------------------------------------------------------------------------------
+    # What happens ---------------------------------------------------------------------------------
     def happened(self, ready: Collection[object]) -> Iterator[TransportEvent]:
         yield from self._serving.happened(ready)
         for fd in [fd for fd in self._by_fd if fd in ready]:
@@ -284,7 +297,10 @@ class TcpTransport:
             self._lose(source, "it has stopped in the middle of a piece")
         elif now > source.due:
             self._lose(source, "a piece takes too long")
-        elif source.way in (TcpState.ASKING, TcpState.CONNECTING, TcpState.WAITING) and now >= source.until:
+        elif (
+            source.way in (TcpState.ASKING, TcpState.CONNECTING, TcpState.WAITING)
+            and now >= source.until
+        ):
             self._lose(source, "it does not let us in")
         elif source.way is TcpState.ASKING and now >= source.again:
             self._port.to_source(source.worker.name, notes.encode(notes.TcpHello(source.attempt)))
@@ -294,10 +310,18 @@ class TcpTransport:
         if self._said:
             return 0.0
         silence = self._port.config.silence
-        due = [min(source.moved + silence, source.due) for source in self._sources.values() if source.is_inside]
+        due = [
+            min(source.moved + silence, source.due)
+            for source in self._sources.values()
+            if source.is_inside
+        ]
         for source in self._sources.values():
             if source.way in (TcpState.ASKING, TcpState.CONNECTING, TcpState.WAITING):
-                due.append(min(source.until, source.again) if source.way is TcpState.ASKING else source.until)
+                due.append(
+                    min(source.until, source.again)
+                    if source.way is TcpState.ASKING
+                    else source.until
+                )
         if (serving := self._serving.next_look()) is not None:
             due.append(serving)
         return min(due, default=None)

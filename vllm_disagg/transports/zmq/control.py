@@ -1,8 +1,9 @@
-"""Messages between workers over ZMQ.  Only sockets: what the messages mean is the driver's business.
+"""Messages between workers over ZMQ. Only sockets: what the messages mean is the driver's business.
 
-Each worker binds a ROUTER and connects a DEALER to every worker it reads from.  CURVE with keys derived from the
-fleet key, checked by a ZAP handler that knows one client key: who has the fleet key is a member, nobody else gets a
-message through.  Every socket has bounded messages, heartbeats, a handshake limit and no linger; nothing here blocks.
+Each worker binds a ROUTER and connects a DEALER to every worker it reads from. CURVE with keys
+derived from the fleet key, checked by a ZAP handler that knows one client key: who has the fleet
+key is a member, nobody else gets a message through. Every socket has bounded messages, heartbeats,
+a handshake limit and no linger; nothing here blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ MAX_SOCKETS = 4 * MAX_LINKS  # two a link; ZMQ itself allows 1023
 
 
 class Control:
-    """The control sockets of one worker, and how to make more of their kind.  Made and used by one thread."""
+    """The control sockets of one worker, and how to make more of their kind. Made and used by one
+    thread.
+    """
 
     def __init__(self, config: Config, key: FleetKey, name: str) -> None:
         raise_limit()
@@ -44,7 +47,9 @@ class Control:
         self.zap.bind("inproc://zeromq.zap.01")
         self.router = self.socket(zmq.ROUTER, messages.MAX_FRAME_BYTES, server=True)
         self.router.router_mandatory = True
-        self.router.router_handover = True  # a reader that lost its connection comes back under its name
+        self.router.router_handover = (
+            True  # a reader that lost its connection comes back under its name
+        )
         self.address, self.strangers = self.bind(self.router)
         self.links: dict[str, zmq.Socket[bytes]] = {}
         for receiver in (self.router, self.zap):
@@ -59,7 +64,9 @@ class Control:
             _send(link, [messages.encode(message)])
 
     def connect(self, worker: WorkerInfo) -> str | None:
-        """Be ready to exchange messages with this worker; the name of the one that had to make room, if one had."""
+        """Be ready to exchange messages with this worker; the name of the one that had to make
+        room, if one had.
+        """
         link = self.links.pop(worker.name, None)
         if link is None:
             link = self.dial(worker.control, self.name.encode(), messages.MAX_FRAME_BYTES)
@@ -80,10 +87,14 @@ class Control:
 
     def next_look(self) -> float | None:
         """When strangers must be bounded at the latest, even if nothing happens."""
-        return min((at for one in self._half_open if (at := one.next_look()) is not None), default=None)
+        return min(
+            (at for one in self._half_open if (at := one.next_look()) is not None), default=None
+        )
 
     def answer_zap(self) -> None:
-        """Let in whoever has the client key, or the password, of this fleet (RFC 27, one request a connection)."""
+        """Let in whoever has the client key, or the password, of this fleet (RFC 27, one request a
+        connection).
+        """
         for message in receive(self.zap):
             frames = [frame.bytes for frame in message]
             match frames[5:]:
@@ -93,14 +104,20 @@ class Control:
                     known = hmac.compare_digest(password, self._password())
                 case _:
                     known = False
-            verdict = [b"200", b"OK", b"reader", b""] if known else [b"400", b"not of this fleet", b"", b""]
+            verdict = (
+                [b"200", b"OK", b"reader", b""]
+                if known
+                else [b"400", b"not of this fleet", b"", b""]
+            )
             self.zap.send_multipart([b"1.0", frames[1] if len(frames) > 1 else b"", *verdict])
 
     def close(self) -> None:
         self.context.destroy(linger=0)
 
-    # Sockets of this kind ------------------------------------------------------------------------------------
-    def dial(self, endpoint: str, name: bytes, largest: int, *, encrypt: bool = True) -> zmq.Socket[bytes] | None:
+    # Sockets of this kind -------------------------------------------------------------------------
+    def dial(
+        self, endpoint: str, name: bytes, largest: int, *, encrypt: bool = True
+    ) -> zmq.Socket[bytes] | None:
         """A DEALER of that name; None, and a line of the log, where there can be none."""
         link = None
         try:
@@ -115,14 +132,18 @@ class Control:
             return None
         return link
 
-    def socket(self, kind: int, largest: int, *, server: bool, encrypt: bool = True) -> zmq.Socket[bytes]:
+    def socket(
+        self, kind: int, largest: int, *, server: bool, encrypt: bool = True
+    ) -> zmq.Socket[bytes]:
         """`largest`: bytes of a message."""
         made: zmq.Socket[bytes] = self.context.socket(kind)
         made.maxmsgsize = largest
         made.linger = 0
         made.handshake_ivl = round(HANDSHAKE_SECONDS * 1000)
         made.heartbeat_ivl, made.heartbeat_timeout, made.heartbeat_ttl = 1000, 3000, 3000
-        if self._key.is_set and not encrypt:  # a password keeps strangers out, if not those who listen
+        if (
+            self._key.is_set and not encrypt
+        ):  # a password keeps strangers out, if not those who listen
             if server:
                 made.zap_domain, made.plain_server = ZAP_DOMAIN, True
             else:
@@ -137,13 +158,17 @@ class Control:
         return made
 
     def bind(self, router: zmq.Socket[bytes]) -> tuple[str, SilentConnections]:
-        """Bind to a free port of the configured address; the endpoint, and what is to hear of each message there."""
+        """Bind to a free port of the configured address; the endpoint, and what is to hear of each
+        message there.
+        """
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         router.ipv6 = ":" in self.config.host
         try:
             router.bind(f"tcp://{host}:0")
         except zmq.ZMQError as error:
-            raise ConfigError(f"host {self.config.host}: cannot listen there ({error.strerror})") from None
+            raise ConfigError(
+                f"host {self.config.host}: cannot listen there ({error.strerror})"
+            ) from None
         endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         if not endpoint.startswith(f"tcp://{host}:"):
             raise ConfigError(f"host {self.config.host}: listens at {endpoint} instead")
@@ -164,7 +189,9 @@ class Control:
 
 
 def receive(receiver: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
-    """What has arrived on a socket, whole messages; at most 64, so that no peer keeps us from the others."""
+    """What has arrived on a socket, whole messages; at most 64, so that no peer keeps us from the
+    others.
+    """
     for _ in range(64):
         try:
             yield receiver.recv_multipart(zmq.NOBLOCK, copy=False)

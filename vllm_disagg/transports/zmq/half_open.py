@@ -1,9 +1,10 @@
 """Bounds the connections at a listening ZMQ socket that have not proved to be a member's.
 
-ZMQ has no such limit: each connection costs a descriptor until `handshake_ivl` ends it, so a thousand silent ones take
-all that a process may have.  ZMQ does say which descriptor a connection has, and from which one a message came; members
-say something at once.  So connections are young until a message has come or the handshake's time is over, and of more
-than LIMIT young ones the oldest is shut down.  Connections of members live on.
+ZMQ has no such limit: each connection costs a descriptor until `handshake_ivl` ends it, so a
+thousand silent ones take all that a process may have. ZMQ does say which descriptor a connection
+has, and from which one a message came; members say something at once. So connections are young
+until a message has come or the handshake's time is over, and of more than LIMIT young ones the
+oldest is shut down. Connections of members live on.
 """
 
 from __future__ import annotations
@@ -23,16 +24,22 @@ log = logging.getLogger("vllm_disagg.control")
 
 MAX_SILENT_CONNECTIONS = 128  # young connections at one socket
 GRACE_SECONDS = 0.25  # seconds for members to say something, after there were too many
-HANDSHAKE_SECONDS = 5.0  # seconds that ZMQ gives a handshake; a connection that is older has passed it
+HANDSHAKE_SECONDS = (
+    5.0  # seconds that ZMQ gives a handshake; a connection that is older has passed it
+)
 WANTED_DESCRIPTORS = 65536  # as vLLM allows its API server
 LOG_INTERVAL_SECONDS = 60.0  # seconds between two lines of the log
-MONITOR_EVENT = struct.Struct("=hi")  # as zmq_socket_monitor has it: what happened, and to which descriptor
+MONITOR_EVENT = struct.Struct(
+    "=hi"
+)  # as zmq_socket_monitor has it: what happened, and to which descriptor
 
 
 class SilentConnections:
     """Of one listening socket.  Used by the thread that uses the socket."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], listener: zmq.Socket[bytes], port: int) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], listener: zmq.Socket[bytes], port: int
+    ) -> None:
         self._listener = listener
         self._port = port
         self._young: dict[int, float] = {}  # descriptor -> since when, the oldest first
@@ -58,7 +65,9 @@ class SilentConnections:
             self._crowded = None
             return
         self._crowded = self._crowded or now
-        if now < self._crowded + GRACE_SECONDS:  # while our thread was elsewhere no handshake went on
+        if (
+            now < self._crowded + GRACE_SECONDS
+        ):  # while our thread was elsewhere no handshake went on
             return
         self._crowded = None
         while len(self._young) > MAX_SILENT_CONNECTIONS:
@@ -77,18 +86,26 @@ class SilentConnections:
     def heard(self, message: Sequence[zmq.Frame]) -> None:
         """A message came by this connection, so it is a member's."""
         self._learn()
-        with contextlib.suppress(zmq.ZMQError, IndexError):  # of what speaks an older ZMTP, ZMQ does not say it
+        with contextlib.suppress(
+            zmq.ZMQError, IndexError
+        ):  # of what speaks an older ZMTP, ZMQ does not say it
             self._young.pop(int(message[-1].get(zmq.SRCFD)), None)
 
     def _shut_down(self, fd: int) -> None:
-        """ZMQ closes it when it finds it ended.  Its number may be another one's by now: only ours are touched."""
+        """ZMQ closes it when it finds it ended. Its number may be another one's by now: only ours
+        are touched.
+        """
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
             here = connection.getsockname()
             if connection.family != socket.AF_UNIX and here[1] == self._port:
                 connection.shutdown(socket.SHUT_RDWR)
         if time.monotonic() > self._told + LOG_INTERVAL_SECONDS:
             self._told = time.monotonic()
-            log.warning("more than %d connections at port %d say nothing: the oldest are closed", MAX_SILENT_CONNECTIONS, self._port)
+            log.warning(
+                "more than %d connections at port %d say nothing: the oldest are closed",
+                MAX_SILENT_CONNECTIONS,
+                self._port,
+            )
 
 
 def raise_limit() -> None:

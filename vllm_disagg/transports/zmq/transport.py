@@ -1,8 +1,9 @@
 """Pieces over ZMQ, sent where they lie in the KV cache: the carrier that is always there.
 
-Each worker binds a ROUTER; a reader connects a DEALER to every worker it reads from and is known there under a random
-address, told over control.  It says nothing to the ROUTER but an empty greeting, and the bytes are worth nothing without the
-checksum and the Confirm that goes over control.  On one machine a UNIX socket takes them.
+Each worker binds a ROUTER; a reader connects a DEALER to every worker it reads from and is known
+there under a random address, told over control. It says nothing to the ROUTER but an empty
+greeting, and the bytes are worth nothing without the checksum and the Confirm that goes over
+control. On one machine a UNIX socket takes them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from .control import Control, receive
 
 log = logging.getLogger("vllm_disagg.zmq")
 
-UNSENT_POLL_SECONDS = 0.002  # seconds between looks at sends that wait for a connection or have not ended
+UNSENT_POLL_SECONDS = (
+    0.002  # seconds between looks at sends that wait for a connection or have not ended
+)
 CONNECT_SECONDS = 2.0  # seconds that a piece waits for a reader's connection
 
 
@@ -52,12 +55,16 @@ class ZmqTransport:
         self._unsent: list[tuple[SendPiece, list[bytes | memoryview], float]] = []
         self._sending: list[tuple[SendPiece, zmq.MessageTracker]] = []
 
-    # Sending -------------------------------------------------------------------------------------------------
+    # Sending --------------------------------------------------------------------------------------
     def send(self, piece: SendPiece) -> None:
         frames = self._port.memory.read(piece.extent, piece.blocks)
-        header = messages.PieceHeader(piece.transfer, piece.number, checksum(piece.transfer, frames))
+        header = messages.PieceHeader(
+            piece.transfer, piece.number, checksum(piece.transfer, frames)
+        )
         address = piece.address.removeprefix("zmq:").encode()
-        self._send(piece, [address, messages.encode(header), *frames], time.monotonic() + CONNECT_SECONDS)
+        self._send(
+            piece, [address, messages.encode(header), *frames], time.monotonic() + CONNECT_SECONDS
+        )
 
     def _send(self, piece: SendPiece, message: list[bytes | memoryview], until: float) -> None:
         try:
@@ -65,7 +72,9 @@ class ZmqTransport:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            self._unsent.append((piece, message, until))  # the reader's data connection comes up beside its control connection
+            self._unsent.append(
+                (piece, message, until)
+            )  # the reader's data connection comes up beside its control connection
             return
         self._port.counters.bytes_sent += sum(len(frame) for frame in message[2:])
         assert tracker is not None  # asked for
@@ -78,7 +87,9 @@ class ZmqTransport:
         for link in [link for link in self.links.values() if link in ready]:
             for message in receive(link):
                 yield from self._received(message)
-        for greeting in receive(self._router):  # only so does ZMQ notice that a reader has gone, and let go of what was queued
+        for greeting in receive(
+            self._router
+        ):  # only so does ZMQ notice that a reader has gone, and let go of what was queued
             self._strangers.heard(greeting)
         now = time.monotonic()
         unsent, self._unsent = self._unsent, []
@@ -92,17 +103,24 @@ class ZmqTransport:
         for piece in ended:
             yield SendCompleted(piece.transfer, piece.reader)
 
-    # Reading -------------------------------------------------------------------------------------------------
+    # Reading --------------------------------------------------------------------------------------
     def connect(self, worker: WorkerInfo) -> None:
         if worker.name in self.links:
             return
         here = worker.host == machine_id() and os.path.exists(worker.local.removeprefix("ipc://"))
-        endpoint, name = worker.local if here else worker.data, self.address.removeprefix("zmq:").encode()
-        link = self._control.dial(endpoint, name, 2 * FRAME_BYTES, encrypt=self._port.config.encrypt_data)
+        endpoint, name = (
+            worker.local if here else worker.data,
+            self.address.removeprefix("zmq:").encode(),
+        )
+        link = self._control.dial(
+            endpoint, name, 2 * FRAME_BYTES, encrypt=self._port.config.encrypt_data
+        )
         if link is None:
             return
         with contextlib.suppress(zmq.Again):  # it was refused already
-            link.send(b"", zmq.NOBLOCK)  # a connection that says nothing is taken for a stranger's where there are many
+            link.send(
+                b"", zmq.NOBLOCK
+            )  # a connection that says nothing is taken for a stranger's where there are many
         self._port.poller.register(link, zmq.POLLIN)
         self.links[worker.name] = link
 
@@ -128,7 +146,7 @@ class ZmqTransport:
             self._port.counters.landed("zmq", sum(len(frame) for frame in self._frames))
         return ok
 
-    # Both ----------------------------------------------------------------------------------------------------
+    # Both -----------------------------------------------------------------------------------------
     def note_at_prefill(self, reader: str, data: bytes) -> None:
         """ZMQ needs no notes."""
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from named_scripts import hear_message, hear_response
-from vllm_disagg.proxy.requests.streams import Tape
+from vllm_disagg.proxy.requests.streams import StreamRecorder
 
 pytest.importorskip("vllm.entrypoints.generate.base.protocol")  # of another vLLM they are elsewhere
 THOUGHT = ["Let", " me", " sée", "."]
@@ -169,7 +169,7 @@ def test_broken_off_at_every_event(
     ]
     for at in range(1, len(first)):
         out, stopped = bytearray(), []
-        tape = Tape(out.extend, keep=True, path=path)
+        tape = StreamRecorder(out.extend, keep=True, path=path)
         tape.source(lambda *said, to=stopped: to.append(said))(b"".join(first[:at]))
         assert tape.resumable
         tape.source(lambda *said, to=stopped: to.append(said))(b"".join(again))

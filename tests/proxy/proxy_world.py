@@ -20,7 +20,7 @@ from vllm_disagg.fleet.grants import MAX_VALIDITY_SECONDS, Grant, verify
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
 from vllm_disagg.proxy.main import serve
-from vllm_disagg.proxy.settings import Settings
+from vllm_disagg.proxy.settings import ProxySettings
 
 KEY = FleetKey(b"k" * 32)
 LAYOUT = {"model": "m", "dtype": "bf16"}
@@ -549,7 +549,7 @@ async def world(
         "prefill": [u for e in it.prefills for u in e.urls],
         "decode": [u for e in it.decodes for u in e.urls],
     }
-    made = Settings(**{**named, **settings})
+    made = ProxySettings(**{**named, **settings})
     proxy = asyncio.create_task(serve(made, listening.set_result, stop))
     try:
         it.port = await listening

@@ -8,9 +8,9 @@ import json
 import pytest
 
 from proxy_world import Call, answer, world
-from vllm_disagg.proxy.http.upstream import Pool, Unreachable, pool_of
+from vllm_disagg.proxy.http.upstream import ConnectionPool, Unreachable, pool_of
 from vllm_disagg.proxy.membership.discovery import Discovery
-from vllm_disagg.proxy.membership.members import Change, Members
+from vllm_disagg.proxy.membership.members import Members, MembershipChange
 from vllm_disagg.proxy.requests import bodies
 from vllm_disagg.proxy.routing.fleet import Fleet
 
@@ -61,10 +61,10 @@ def test_a_form_cannot_carry_what_json_must_not(kind: bytes) -> None:
 
 
 async def test_a_drain_ends_with_its_instance() -> None:
-    members = Members(Fleet(), {}, Pool, Discovery.watch, lambda: None)  # type: ignore[arg-type]  # not started: it only listens
-    members.apply(Change("add", "http://a"))
+    members = Members(Fleet(), {}, ConnectionPool, Discovery.watch, lambda: None)  # type: ignore[arg-type]  # not started: it only listens
+    members.apply(MembershipChange("add", "http://a"))
     for kind in ("drain", "remove"):
-        members.apply(Change(kind, "http://a"))  # type: ignore[arg-type]
+        members.apply(MembershipChange(kind, "http://a"))  # type: ignore[arg-type]
     assert not members.is_drained("http://a")
 
 

@@ -16,9 +16,9 @@ from functools import partial
 import uvloop
 
 from ..errors import ConfigError
-from .http.addresses import Networks
+from .http.addresses import AllowedNetworks
 from .http.server import Server
-from .http.upstream import Pool
+from .http.upstream import ConnectionPool
 from .membership import kubernetes
 from .membership.discovery import Discovery
 from .membership.members import Members
@@ -28,22 +28,22 @@ from .membership.sources import follow_file, follow_names, within
 from .requests.admin import Admin
 from .requests.api import Api
 from .requests.relay import Relay
-from .routing.concurrency_limit import Gate
+from .routing.concurrency_limit import ConcurrencyLimit
 from .routing.fleet import Fleet, Role
 from .routing.policies import Policy
-from .routing.prefill_queue import Admission
-from .settings import Settings, add_arguments, from_arguments
+from .routing.prefill_queue import PrefillQueue
+from .settings import ProxySettings, add_arguments, from_arguments
 from .telemetry.access_log import AccessLog
 from .telemetry.metrics import Metrics
-from .telemetry.record import Books
+from .telemetry.record import RequestRecorder
 from .workers import supervisor
-from .workers.bus import Crew
+from .workers.bus import WorkerBus
 
 __all__ = ["add_arguments", "run", "serve"]
 
 
 async def serve(
-    settings: Settings,
+    settings: ProxySettings,
     ready: Callable[[int], None] | None = None,
     stop: asyncio.Event | None = None,
     must_fit: bool = False,
@@ -53,10 +53,10 @@ async def serve(
     `must_fit`: ConfigError if, the first time that all instances answer, no two of them can work
     together.
     """
-    fleet, policy, pools = Fleet(), Policy(settings.policy), dict[str, Pool]()
+    fleet, policy, pools = Fleet(), Policy(settings.policy), dict[str, ConnectionPool]()
     tls = ssl.create_default_context(cafile=settings.upstream_ca) if settings.upstream_ca else None
-    networks = Networks(settings.instance_networks)
-    admission = Admission(
+    networks = AllowedNetworks(settings.instance_networks)
+    admission = PrefillQueue(
         fleet, policy, settings.prefill_concurrency, settings.queue_size, settings.queue_timeout
     )
     discovery = Discovery(
@@ -71,7 +71,7 @@ async def serve(
     members = Members(
         fleet,
         pools,
-        connect=lambda url, named: Pool(url, tls, None if named else networks),
+        connect=lambda url, named: ConnectionPool(url, tls, None if named else networks),
         watch=lambda instance: discovery.watch(instance, settings.probe_interval),
         on_change=admission.wake,
     )
@@ -82,7 +82,7 @@ async def serve(
         if settings.registration
         else None
     )
-    crew = Crew(place, fleet, metrics.render, admission.wake) if place else None
+    crew = WorkerBus(place, fleet, metrics.render, admission.wake) if place else None
     metrics.crew = crew.texts if crew else None
     admin = Admin(
         members,
@@ -93,9 +93,9 @@ async def serve(
         settings.api_keys,
     )
     relay = Relay(fleet, policy, pools, admission, metrics, settings)
-    gate = Gate(settings.max_requests, settings.queue_size, settings.queue_timeout)
+    gate = ConcurrencyLimit(settings.max_requests, settings.queue_size, settings.queue_timeout)
     metrics.waiting = {"work": lambda: len(gate), "prefill": lambda: len(admission)}
-    books = Books(metrics, relay.tracing, AccessLog(settings.access_log))
+    books = RequestRecorder(metrics, relay.tracing, AccessLog(settings.access_log))
     api = Api(relay, admin, gate, books, settings)
     server = Server(api.handle, settings.limits, api.body_limit, api.refused)
     port = await server.start(
@@ -128,7 +128,7 @@ async def serve(
         await asyncio.to_thread(books.shut)  # may wait for a collector of spans
 
 
-def _listener_tls(settings: Settings) -> ssl.SSLContext | None:
+def _listener_tls(settings: ProxySettings) -> ssl.SSLContext | None:
     if not settings.certfile:
         return None
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -137,7 +137,7 @@ def _listener_tls(settings: Settings) -> ssl.SSLContext | None:
 
 
 def _sources(
-    settings: Settings, members: Members, registry: Registry | None, networks: Networks
+    settings: ProxySettings, members: Members, registry: Registry | None, networks: AllowedNetworks
 ) -> Iterator[Coroutine[None, None, None]]:
     """What says which instances there are; the flags say it here and now."""
     given: list[tuple[Role, list[str]]] = [
@@ -188,7 +188,7 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"vllm-disagg proxy: {error}", file=sys.stderr)
         return 2
-    refused = supervisor.REFUSED if settings.place else 1
+    refused = supervisor.REFUSED_EXIT_STATUS if settings.place else 1
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
@@ -224,7 +224,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _until_signal(settings: Settings) -> None:
+async def _until_signal(settings: ProxySettings) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -232,6 +232,6 @@ async def _until_signal(settings: Settings) -> None:
     await serve(settings, ready, stop, must_fit=True)
 
 
-def _listening(settings: Settings, port: int) -> None:
+def _listening(settings: ProxySettings, port: int) -> None:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     print(f"listening on {'https' if settings.certfile else 'http'}://{host}:{port}", flush=True)

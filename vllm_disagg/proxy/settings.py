@@ -18,14 +18,14 @@ from .http.addresses import Network, check_url, parse_networks
 from .http.server import Limits
 from .membership.sources import parse_name, read_fleet
 from .routing.fleet import Role
-from .routing.policies import NAMES, Name
-from .telemetry.metrics import Objectives
-from .workers.bus import Place, parse_place
+from .routing.policies import POLICY_NAMES, Name
+from .telemetry.metrics import LatencyObjectives
+from .workers.bus import WorkerPlace, parse_place
 
-MAX_PATIENCE = 86400.0  # seconds; engines refuse grants with more
+MAX_PATIENCE_SECONDS = 86400.0  # seconds; engines refuse grants with more
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     """All there is to set.  What has no flag is here for tests."""
 
     prefill: list[str]
@@ -69,11 +69,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     certfile: str = ""
     keyfile: str = ""
     origins: list[str] = []
-    objectives: Objectives = Objectives()
+    objectives: LatencyObjectives = LatencyObjectives()
     access_log: str = ""
     traces_endpoint: str = ""
     workers: int = 1
-    place: Place | None = None  # among several workers
+    place: WorkerPlace | None = None  # among several workers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -270,7 +270,7 @@ def _add_choices(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--policy",
-        choices=NAMES,
+        choices=POLICY_NAMES,
         default="prefix_aware",
         help="how instances are chosen (default: %(default)s)",
     )
@@ -385,7 +385,7 @@ def _natural(text: str) -> int:
     return int(text)
 
 
-def from_arguments(args: argparse.Namespace) -> Settings:
+def from_arguments(args: argparse.Namespace) -> ProxySettings:
     """Settings, or ConfigError with one line that names the flag."""
     prefill = [check_url(url, "--prefill") for url in args.prefill]
     decode = [check_url(url, "--decode") for url in args.decode]
@@ -416,7 +416,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         raise ConfigError(
             "--allow-registration needs --key-file: the fleet key is what tells members from others"
         )
-    return Settings(
+    return ProxySettings(
         prefill=prefill,
         decode=decode,
         key=key,
@@ -450,7 +450,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         certfile=args.ssl_certfile,
         keyfile=args.ssl_keyfile,
         origins=_origins(args.allowed_origins),
-        objectives=Objectives(args.objective_ttft, args.objective_tpot),
+        objectives=LatencyObjectives(args.objective_ttft, args.objective_tpot),
         access_log=args.access_log,
         traces_endpoint=args.otlp_traces_endpoint,
         workers=args.workers,
@@ -486,8 +486,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} must be more than 0")
         if not 0 <= value < float("inf"):
             raise ConfigError(f"{flag} must not be less than 0")
-    if args.patience > MAX_PATIENCE:
-        raise ConfigError(f"--patience must be at most {MAX_PATIENCE:g}")
+    if args.patience > MAX_PATIENCE_SECONDS:
+        raise ConfigError(f"--patience must be at most {MAX_PATIENCE_SECONDS:g}")
 
 
 def _room() -> int:

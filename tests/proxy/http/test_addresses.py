@@ -3,7 +3,13 @@
 import pytest
 
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.proxy.http.addresses import Networks, bad_name, check_url, host_of, parse_networks
+from vllm_disagg.proxy.http.addresses import (
+    AllowedNetworks,
+    bad_name,
+    check_url,
+    host_of,
+    parse_networks,
+)
 
 LONG = "x" * 64
 GOOD = [
@@ -126,11 +132,11 @@ def test_every_good_name_can_be_looked_up() -> None:
     ],
 )
 def test_networks(allowed: str, address: str, may: bool) -> None:
-    assert Networks(parse_networks(allowed)).allow(address) is may
+    assert AllowedNetworks(parse_networks(allowed)).allow(address) is may
 
 
 def test_urls_in_networks() -> None:
-    networks = Networks(parse_networks("10.0.0.0/8"))
+    networks = AllowedNetworks(parse_networks("10.0.0.0/8"))
     for url in ("http://10.1.2.3:1", "https://10.1.2.3@2", "http://name:80"):
         assert networks.check(url, "x") == url
     for url in ("http://11.1.2.3:1", "https://[::1]:4@2"):

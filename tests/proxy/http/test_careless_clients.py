@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from proxy_world import Call, Client, answer, until, world
-from vllm_disagg.proxy.http.server import Connection, Limits, Request, Server
+from vllm_disagg.proxy.http.server import Connection, HttpRequest, Limits, Server
 from vllm_disagg.proxy.routing.fleet import Fleet
 from vllm_disagg.proxy.telemetry.metrics import Metrics
-from vllm_disagg.proxy.telemetry.record import Books
+from vllm_disagg.proxy.telemetry.record import RequestRecorder
 
 BODY = b'{"model":"m","prompt":"hi"}'
 STATUS = re.compile(rb"HTTP/1.1 (\d{3}) ")
@@ -41,7 +41,7 @@ class Hand:
         self.bodies: list[int] = []
         self.gone = 0
 
-    async def __call__(self, asked: Request, client: Connection) -> None:
+    async def __call__(self, asked: HttpRequest, client: Connection) -> None:
         self.bodies.append(len(asked.body))
         try:
             await self.go.wait()
@@ -538,10 +538,10 @@ def test_ten_thousand_paths_are_a_few_series() -> None:
             pass
 
     metrics = Metrics(Fleet())
-    books = Books(metrics, Silent(), Silent())  # type: ignore[arg-type]
+    books = RequestRecorder(metrics, Silent(), Silent())  # type: ignore[arg-type]
 
     def close(path: str) -> None:
-        request = Request("GET", path, mode="passthrough")
+        request = HttpRequest("GET", path, mode="passthrough")
         books.close(request, Silent(), metrics.meter(), "ok", 200)  # type: ignore[arg-type]
 
     kinds = ("/v1/responses/{}", "/v1/responses/{}/cancel", "/adapters/{}", "/{}", "/v1/{}/x")

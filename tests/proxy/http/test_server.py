@@ -7,7 +7,7 @@ import time
 import pytest
 
 from proxy_world import Call, answer, until, world
-from vllm_disagg.proxy.http.server import Connection, Limits, Request, Server
+from vllm_disagg.proxy.http.server import Connection, HttpRequest, Limits, Server
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 BODY = b'{"model":"m","prompt":"hi"}'
@@ -142,7 +142,7 @@ async def test_a_bad_request_after_a_good_one() -> None:
 
 
 async def test_a_handler_that_fails_cuts_the_connection(caplog: pytest.LogCaptureFixture) -> None:
-    async def broken(request: Request, client: Connection) -> None:
+    async def broken(request: HttpRequest, client: Connection) -> None:
         client.start(200, [])
         client.write(b"half")
         raise ZeroDivisionError
@@ -347,7 +347,7 @@ async def test_what_the_connection_names_stays_there(named: bytes) -> None:
 
 
 async def test_no_content_has_no_length() -> None:
-    async def nothing(request: Request, client: Connection) -> None:
+    async def nothing(request: HttpRequest, client: Connection) -> None:
         client.answer(204, [], b"")
 
     server = Server(nothing, Limits())

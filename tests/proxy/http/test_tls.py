@@ -12,8 +12,8 @@ import trustme
 
 from proxy_world import Client, ScriptedEngine, World, until, world
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.proxy.http.addresses import Networks, check_url
-from vllm_disagg.proxy.http.upstream import Pool, Unreachable
+from vllm_disagg.proxy.http.addresses import AllowedNetworks, check_url
+from vllm_disagg.proxy.http.upstream import ConnectionPool, Unreachable
 
 
 class Papers:
@@ -79,9 +79,9 @@ async def test_a_name_that_is_looked_up_here_has_its_own_certificate(
     d = SecureEngine("d", "decode")
     await d.start_secure(listener)
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
-    answer = await Pool(f"https://engine.example:{d.port}", trust, Networks()).send(
-        "GET", "/health", [], b""
-    )
+    answer = await ConnectionPool(
+        f"https://engine.example:{d.port}", trust, AllowedNetworks()
+    ).send("GET", "/health", [], b"")
     assert answer.status == 200
     answer.close()
     await d.stop()
@@ -103,7 +103,7 @@ async def test_instances_over_tls(papers: Papers) -> None:
             else:
                 await until(lambda w=w: _not_trusted(w))
     with pytest.raises(Unreachable, match="TLS"):
-        await Pool(d.url).send("GET", "/health", [])
+        await ConnectionPool(d.url).send("GET", "/health", [])
     await d.stop()
 
 

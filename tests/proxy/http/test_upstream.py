@@ -9,18 +9,18 @@ import pytest
 from proxy_world import Call, ScriptedEngine, answer
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.proxy.http import upstream
-from vllm_disagg.proxy.http.addresses import Networks
+from vllm_disagg.proxy.http.addresses import AllowedNetworks
 from vllm_disagg.proxy.http.stall_timer import patient
-from vllm_disagg.proxy.http.upstream import Pool, Unreachable
+from vllm_disagg.proxy.http.upstream import ConnectionPool, Unreachable
 
 
-async def engine(script: object = answer) -> tuple[ScriptedEngine, Pool]:
+async def engine(script: object = answer) -> tuple[ScriptedEngine, ConnectionPool]:
     made = ScriptedEngine("e", "decode", script)  # type: ignore[arg-type]
     await made.start()
-    return made, Pool(made.url)
+    return made, ConnectionPool(made.url)
 
 
-async def ask(pool: Pool) -> bytes:
+async def ask(pool: ConnectionPool) -> bytes:
     reply = await pool.send("POST", "/x", [], b'{"a":1}')
     try:
         return await reply.read()
@@ -54,7 +54,7 @@ async def test_heads_of_one_connection_do_not_add_up(monkeypatch: pytest.MonkeyP
 
 async def test_old_connections_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     e, pool = await engine()
-    monkeypatch.setattr(upstream, "IDLE", 0.05)
+    monkeypatch.setattr(upstream, "IDLE_SECONDS", 0.05)
     await ask(pool)
     await asyncio.sleep(0.1)
     await ask(pool)
@@ -182,7 +182,7 @@ async def test_giving_up_closes_the_connection() -> None:
 )
 def test_bad_urls(url: str) -> None:
     with pytest.raises(ConfigError):
-        Pool(url)
+        ConnectionPool(url)
 
 
 async def test_a_connection_that_is_reset_before_anything_is_said() -> None:
@@ -226,7 +226,7 @@ async def test_trailers_of_an_answer_are_no_headers() -> None:
 
 @pytest.mark.parametrize("host", ["gpu1..cluster", "a" * 64 + ".cluster", "."])
 async def test_a_name_that_no_host_can_have_is_not_reached(host: str) -> None:
-    pool = Pool("http://127.0.0.1:8200")
+    pool = ConnectionPool("http://127.0.0.1:8200")
     pool._address = (host, 8200)
     with pytest.raises(Unreachable, match="refused"):
         await pool.send("GET", "/health", [])
@@ -234,7 +234,7 @@ async def test_a_name_that_no_host_can_have_is_not_reached(host: str) -> None:
 
 async def test_a_standstill_of_ours_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine has accepted long ago; it is we who did not look."""
-    monkeypatch.setattr(upstream, "CONNECT", 0.2)
+    monkeypatch.setattr(upstream, "CONNECT_SECONDS", 0.2)
     e, pool = await engine()
     for pause in range(6):  # at several moments of a connection's beginning
         pool.abort()
@@ -275,5 +275,7 @@ async def test_any_allowed_address_of_a_name_may_accept(
         ]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
-    assert b"whole" in await ask(Pool(f"http://engine.example:{e.port}", networks=Networks()))
+    assert b"whole" in await ask(
+        ConnectionPool(f"http://engine.example:{e.port}", networks=AllowedNetworks())
+    )
     await e.stop()

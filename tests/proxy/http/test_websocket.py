@@ -20,7 +20,7 @@ from websockets.server import ServerProtocol
 from proxy_world import ScriptedEngine, World, until, world
 from vllm_disagg.proxy.http import websocket
 from vllm_disagg.proxy.http.server import Limits
-from vllm_disagg.proxy.http.websocket import Frames
+from vllm_disagg.proxy.http.websocket import FrameReader
 
 PATH = "/v1/realtime"
 HANDSHAKE = (
@@ -231,7 +231,7 @@ async def test_a_stopped_proxy_says_so() -> None:
 
 
 async def test_silence_ends_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(websocket, "IDLE", 0.2)
+    monkeypatch.setattr(websocket, "IDLE_SECONDS", 0.2)
     async with fleet() as w, dial(w) as ws:
         for _ in range(8):
             await asyncio.sleep(0.05)
@@ -359,15 +359,15 @@ def test_frames_in_any_pieces() -> None:
             data += frame.serialize(mask=mask)
             ends.add(len(data))
         for cut in [*range(400), *(end + off for end in ends for off in (-1, 0, 1, 2, 9))]:
-            it = Frames()
+            it = FrameReader()
             for piece in (data[: max(0, cut)], data[max(0, cut) : cut + 1]):
                 it.feed(piece)
             between = min(max(0, cut + 1), len(data)) in ends if cut >= 0 else 0 in ends
             assert (it.close(502, "x") != b"") is between, cut
         it.feed(b"")
-    it = Frames()
+    it = FrameReader()
     it.feed(Frame(Opcode.CLOSE, b"\x03\xe8").serialize(mask=False))
     assert it.closed and it.close(502, "x") == b""
-    said = Frames().close(502, "é" * 200)
+    said = FrameReader().close(502, "é" * 200)
     assert said[0] == 0x88 and len(said) == 2 + said[1] <= 127 and said[2:4] == (1014).to_bytes(2)
     said[4:].decode()

@@ -240,7 +240,7 @@ async def test_who_has_nowhere_to_go_waits_for_a_frozen_instance() -> None:
 async def test_a_probe_that_hangs_does_not_blind_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(decode=2, **QUICK) as w:
         monkeypatch.setattr(
-            "vllm_disagg.proxy.membership.discovery.PROBE_TIMEOUT", 0.03
+            "vllm_disagg.proxy.membership.discovery.PROBE_TIMEOUT_SECONDS", 0.03
         )  # the engine has much to do
         w.d.probe_hangs = True
         w.d.script = Call.forever
@@ -280,7 +280,7 @@ async def test_an_engine_that_is_too_full_for_a_probe_lives() -> None:
 
 
 async def test_a_full_kv_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_disagg.proxy.membership.discovery.WEIGH", 0.03)
+    monkeypatch.setattr("vllm_disagg.proxy.membership.discovery.CACHE_POLL_SECONDS", 0.03)
     async with world(decode=2) as w:
         w.d.kv_use = 0.95
 
@@ -296,7 +296,7 @@ async def test_a_full_kv_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
 async def test_a_mistake_in_one_watch_ends_that_watch_only(
     part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("vllm_disagg.proxy.membership.discovery.AGAIN", 0.05)
+    monkeypatch.setattr("vllm_disagg.proxy.membership.discovery.WATCH_RETRY_SECONDS", 0.05)
     async with world(decode=2) as w:
         real = getattr(Discovery, part)
 
@@ -399,7 +399,7 @@ async def test_a_clock_that_was_told_long_ago_is_asked_for_again(
     caplog.set_level("INFO")
     async with world() as w:
         assert w.p.probes == w.d.probes == 1
-        monkeypatch.setattr(discovery, "DRIFT", 0.2)
+        monkeypatch.setattr(discovery, "CLOCK_REFRESH_SECONDS", 0.2)
         await until(lambda: w.p.probes > 2 and w.d.probes > 2)
         assert (await w.post()).json()["leg"] == "decode"
         assert caplog.text.count(f"{w.p.url} (prefill) is ready") == 1, (

@@ -14,8 +14,8 @@ from vllm_disagg.errors import BadGrant, ConfigError
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.fleet.registration import Registration, RegistrationNote, sign
 from vllm_disagg.proxy.http.addresses import parse_networks
-from vllm_disagg.proxy.membership.reconcile import Changes, Member, reconcile
-from vllm_disagg.proxy.membership.registry import PATIENCE, Registry
+from vllm_disagg.proxy.membership.reconcile import Member, MembershipChanges, reconcile
+from vllm_disagg.proxy.membership.registry import EXPIRY_SECONDS, Registry
 from vllm_disagg.proxy.membership.sources import parse_fleet, parse_name
 
 P1, P2 = Member("http://p1", "prefill"), Member("http://p2", "prefill")
@@ -26,16 +26,16 @@ P1_AS_D = Member("http://p1", "decode")
 @pytest.mark.parametrize(
     ("here", "leaving", "wanted", "drained", "changes"),
     [
-        ([], [], {"a": [P1], "b": [P1, D1]}, [], Changes(add=[P1, D1])),
-        ([P1, D1], [], {"a": [P1], "b": [D1]}, [], Changes()),
-        ([P1, D1], [], {"a": [P1], "b": []}, [], Changes(leave=[D1])),
-        ([P1], [], {"a": [P1]}, ["http://p1"], Changes(leave=[P1])),
-        ([], [P1], {"a": [P1]}, ["http://p1"], Changes()),
-        ([], [P1], {"a": [P1]}, [], Changes(resume=[P1])),
-        ([], [], {"a": [P1, P2]}, ["http://p1"], Changes(add=[P2])),
-        ([P1], [], {"a": [P1_AS_D]}, [], Changes(leave=[P1])),  # leaves first
-        ([], [P1], {"a": [P1_AS_D]}, [], Changes()),  # not gone yet
-        ([], [], {"a": [P1_AS_D]}, [], Changes(add=[P1_AS_D])),
+        ([], [], {"a": [P1], "b": [P1, D1]}, [], MembershipChanges(add=[P1, D1])),
+        ([P1, D1], [], {"a": [P1], "b": [D1]}, [], MembershipChanges()),
+        ([P1, D1], [], {"a": [P1], "b": []}, [], MembershipChanges(leave=[D1])),
+        ([P1], [], {"a": [P1]}, ["http://p1"], MembershipChanges(leave=[P1])),
+        ([], [P1], {"a": [P1]}, ["http://p1"], MembershipChanges()),
+        ([], [P1], {"a": [P1]}, [], MembershipChanges(resume=[P1])),
+        ([], [], {"a": [P1, P2]}, ["http://p1"], MembershipChanges(add=[P2])),
+        ([P1], [], {"a": [P1_AS_D]}, [], MembershipChanges(leave=[P1])),  # leaves first
+        ([], [P1], {"a": [P1_AS_D]}, [], MembershipChanges()),  # not gone yet
+        ([], [], {"a": [P1_AS_D]}, [], MembershipChanges(add=[P1_AS_D])),
     ],
 )
 def test_reconcile(
@@ -43,7 +43,7 @@ def test_reconcile(
     leaving: list[Member],
     wanted: dict[str, list[Member]],
     drained: list[str],
-    changes: Changes,
+    changes: MembershipChanges,
 ) -> None:
     assert reconcile(here, leaving, wanted, drained) == changes
 
@@ -438,7 +438,7 @@ def test_registrations_cannot_be_forged_or_repeated() -> None:
         Registry(FleetKey(None)).tell(sign(FleetKey(None), note(2)), 0.0)
     assert registry.tell(sign(KEY, note(2, incarnation="old", leaving=True)), 1.0) == "ok"
     assert registry.members(1.0) == {D1}, "another incarnation's goodbye"
-    assert registry.members(PATIENCE + 1) == frozenset()
+    assert registry.members(EXPIRY_SECONDS + 1) == frozenset()
     assert registry.tell(sign(KEY, note(3)), 20.0) == "ok"
     assert registry.tell(sign(KEY, note(4, leaving=True)), 21.0) == "ok" and not registry.members(
         21.0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from proxy_world import Call, Reply, Script, ScriptedEngine, World, answer, until, world
-from vllm_disagg.proxy.http.upstream import HOLD, Answer
+from vllm_disagg.proxy.http.upstream import HOLD_BYTES, UpstreamResponse
 
 COMMENT = b": keep-alive\n\n"
 ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
@@ -280,8 +280,8 @@ async def test_a_preface_that_came_at_once_is_not_waited_for() -> None:
     has stopped.
     """
     flows: list[bool] = []
-    held = Answer(SimpleNamespace(flow=lambda paused: flows.append(paused)))  # type: ignore[arg-type]
-    held.chunk(b"x" * (HOLD + 1))
+    held = UpstreamResponse(SimpleNamespace(flow=lambda paused: flows.append(paused)))  # type: ignore[arg-type]
+    held.chunk(b"x" * (HOLD_BYTES + 1))
     assert flows == [True]
     waiting = asyncio.create_task(held.until(lambda data: b"!" in data, 1 << 20))
     await asyncio.sleep(0)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_disagg.proxy.http.endpoint_schema import _NOT_FOR_PREFILL, CHAT, COMPLETIONS, DIALECTS
+from vllm_disagg.proxy.http.endpoint_schema import _NOT_FOR_PREFILL, CHAT, COMPLETIONS, SCHEMAS
 from vllm_disagg.proxy.requests.bodies import (
     FORBIDDEN,
     SLICE_BYTES,
@@ -240,7 +240,7 @@ def test_editing_preserves_all_other_fields(fields: dict[str, object], ascii_onl
 
 
 def leg(path: str, **fields: object) -> dict[str, object]:
-    body = parse(json.dumps({"model": "m", **fields}).encode(), DIALECTS[path])
+    body = parse(json.dumps({"model": "m", **fields}).encode(), SCHEMAS[path])
     assert body.whole == ""
     made: dict[str, object] = json.loads(body.prefill({"disagg_grant": "G"}))
     assert made.pop("stream") is False and made.pop("model") == "m"
@@ -328,7 +328,7 @@ def test_prefill_leg_of_generate() -> None:
     ],
 )
 def test_served_whole_at_other_endpoints(path: str, fields: dict[str, object], reason: str) -> None:
-    assert parse(json.dumps(fields).encode(), DIALECTS[path]).whole == reason
+    assert parse(json.dumps(fields).encode(), SCHEMAS[path]).whole == reason
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_served_whole_at_other_endpoints(path: str, fields: dict[str, object], r
     ],
 )
 def test_one_token(path: str, fields: dict[str, object], one: bool) -> None:
-    assert parse(json.dumps(fields).encode(), DIALECTS[path]).one_token is one
+    assert parse(json.dumps(fields).encode(), SCHEMAS[path]).one_token is one
 
 
 @pytest.mark.parametrize(
@@ -414,14 +414,14 @@ def test_a_body_has_at_most_a_thousand_fields(path: str, count: int, pad: int) -
     fields = {"\u00e9" * (i % 2) + str(i): "x" * (pad // count) for i in range(count)}
     raw = json.dumps({"sampling_params": fields} if path.startswith("/inf") else fields).encode()
     if count <= 1000:
-        assert json.loads(parse(raw, DIALECTS[path]).plain()) == json.loads(raw)
+        assert json.loads(parse(raw, SCHEMAS[path]).plain()) == json.loads(raw)
         return
     with pytest.raises(BadBody, match="more than 1000 fields"):
-        parse(raw, DIALECTS[path])
+        parse(raw, SCHEMAS[path])
     if pad:
         with pytest.raises(BadBody, match="more than 1000 fields"):
-            parse(raw[:-2], DIALECTS["/v1/completions"]) if path == "/v1/completions" else parse(
-                raw, DIALECTS[path]
+            parse(raw[:-2], SCHEMAS["/v1/completions"]) if path == "/v1/completions" else parse(
+                raw, SCHEMAS[path]
             )
 
 
@@ -465,7 +465,7 @@ async def test_no_body_stops_the_others(kind: str) -> None:
     async def read() -> None:
         nonlocal over
         try:
-            body = await parsed(raw, DIALECTS["/v1/responses"])
+            body = await parsed(raw, SCHEMAS["/v1/responses"])
             assert body.plain() and body.priority >= 0 and not body.one_token
             assert (body.whole == "tools") is (kind == "tools") or not body.reproducible
         except BadBody:

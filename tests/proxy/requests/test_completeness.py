@@ -133,7 +133,7 @@ async def test_who_says_in_progress_is_believed() -> None:
 
 async def test_an_engine_with_much_to_do_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its queue says nothing against it."""
-    monkeypatch.setattr(completeness, "LOOK", 0.02)
+    monkeypatch.setattr(completeness, "RETRY_SECONDS", 0.02)
     async with world(prefill=0) as w:
         engines = Stopping(w, living=99)
 
@@ -153,8 +153,8 @@ async def test_an_engine_that_is_gone_is_not_waited_for(monkeypatch: pytest.Monk
         await asyncio.sleep(30)
         return True
 
-    instance, asks = Instance("http://d", "decode", up=True), completeness.Vouching({}, "")
-    monkeypatch.setattr(completeness, "LOOK", 0.02)
+    instance, asks = Instance("http://d", "decode", up=True), completeness.CompletenessCheck({}, "")
+    monkeypatch.setattr(completeness, "RETRY_SECONDS", 0.02)
     monkeypatch.setattr(asks, "_ask", silent)
     assert not await asyncio.wait_for(asks.works(instance), 5)
 

@@ -9,7 +9,7 @@ import pytest
 
 from proxy_world import Call, World, answer, world
 from vllm_disagg.proxy.requests.continuation import form_of
-from vllm_disagg.proxy.requests.streams import FOLD, Tape, aborted
+from vllm_disagg.proxy.requests.streams import FOLD_BYTES, StreamRecorder, aborted
 
 DONE = b"data: [DONE]\n\n"
 WORDS = [
@@ -176,7 +176,7 @@ class Wire:
     def __init__(self, keep: bool = True, path: str = "/v1/completions") -> None:
         self.out = bytearray()
         self.stopped: list[tuple[str, str]] = []
-        self.tape = Tape(self.out.extend, keep, path=path)
+        self.tape = StreamRecorder(self.out.extend, keep, path=path)
 
     def play(self, data: bytes, step: int = 0) -> bool:
         """Feed a source in pieces; whether it was stopped."""
@@ -330,7 +330,7 @@ def test_memory_is_bounded() -> None:
     wire = Wire()
     for event in events[:4000]:
         wire.tape.feed(event) if wire.out else wire.play(event)
-        assert wire.tape._size <= FOLD
+        assert wire.tape._size <= FOLD_BYTES
     assert wire.tape.resumable and len(wire.tape._told.channels) == 3
     assert not wire.play(b"".join(Script("B", 7, words=words, ids=True).completion()))
     same(bytes(wire.out), b"".join(events), "A")
@@ -697,7 +697,7 @@ def test_a_token_of_backslashes_is_a_token(text: str) -> None:
     )
     assert form_of(said) is None
     got: list[bytes] = []
-    feed = Tape(got.append, keep=True, path="/v1/completions").source(
+    feed = StreamRecorder(got.append, keep=True, path="/v1/completions").source(
         lambda *_: pytest.fail("it was given up")
     )
     for event in (said, said, said, DONE):
@@ -709,7 +709,7 @@ def test_a_stream_that_said_nothing_yet_goes_on_under_its_own_id() -> None:
     """Half of a character is an event without text."""
     event = b'data: {"id":"%b","object":"o","created":1,"choices":[{"index":0,"text":"%b"}]}\n\n'
     got: list[bytes] = []
-    tape = Tape(got.append, keep=True, path="/v1/completions")
+    tape = StreamRecorder(got.append, keep=True, path="/v1/completions")
     tape.source(lambda *_: None)(event % (b"A", b""))
     feed = tape.source(lambda *_: pytest.fail("it was given up"))
     for text in (b"", b"x", b"y"):
@@ -748,7 +748,7 @@ def test_memory_is_bounded_on_the_short_way_too() -> None:
     sink = wire.tape.source(lambda *_: None)
     for event in events[:4000]:
         sink(event)
-        assert wire.tape._size <= FOLD
-        assert sum(map(len, wire.tape._pieces)) + 48 * len(wire.tape._pieces) <= FOLD
+        assert wire.tape._size <= FOLD_BYTES
+        assert sum(map(len, wire.tape._pieces)) + 48 * len(wire.tape._pieces) <= FOLD_BYTES
     assert wire.tape.resumable and not wire.play(b"".join(Script("B", 7, words=words).completion()))
     same(bytes(wire.out), b"".join(events), "A")

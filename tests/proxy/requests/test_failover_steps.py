@@ -7,23 +7,23 @@ import pytest
 
 from vllm_disagg.proxy.http.reasons import Reason
 from vllm_disagg.proxy.requests.failover import (
-    ATTEMPTS,
-    DEATHS,
-    PAIRS,
-    Budget,
-    Left,
-    Past,
-    Step,
+    MAX_ATTEMPTS,
+    MAX_DEATHS,
+    MAX_PAIR_ATTEMPTS,
+    Alternatives,
+    AttemptHistory,
+    NextStep,
+    RetryBudget,
     step,
 )
 
 LEGS: list[Any] = ["prefill", "decode"]
-LEFTS = [Left(*flags) for flags in itertools.product((False, True), repeat=3)]
+LEFTS = [Alternatives(*flags) for flags in itertools.product((False, True), repeat=3)]
 PASTS = [
-    Past(attempts, pairs, deaths, begun, resumable)
-    for attempts in range(1, ATTEMPTS + 1)
+    AttemptHistory(attempts, pairs, deaths, begun, resumable)
+    for attempts in range(1, MAX_ATTEMPTS + 1)
     for pairs in range(attempts + 1)
-    for deaths in range(min(attempts, DEATHS) + 1)
+    for deaths in range(min(attempts, MAX_DEATHS) + 1)
     for begun, resumable in ((False, False), (True, False), (True, True))
 ]
 EVERYTHING = list(itertools.product(LEGS, get_args(Reason), PASTS, LEFTS))
@@ -32,59 +32,77 @@ EVERYTHING = list(itertools.product(LEGS, get_args(Reason), PASTS, LEFTS))
 def test_only_what_is_there_is_chosen() -> None:
     for leg, reason, past, left in EVERYTHING:
         chosen = step(leg, reason, past, left)
-        assert chosen is not Step.PAIR or (left.pair and past.pairs < PAIRS)
-        assert chosen is not Step.SAME or (left.same and leg == "prefill")
-        assert chosen is not Step.OTHER or left.other
+        assert chosen is not NextStep.PAIR or (left.pair and past.pairs < MAX_PAIR_ATTEMPTS)
+        assert chosen is not NextStep.SAME or (left.same and leg == "prefill")
+        assert chosen is not NextStep.OTHER or left.other
 
 
 def test_a_stream_that_cannot_be_made_again_ends() -> None:
     for leg, reason, past, left in EVERYTHING:
         if past.begun and not past.resumable:
-            assert step(leg, reason, past, left) is Step.GIVE_UP
+            assert step(leg, reason, past, left) is NextStep.GIVE_UP
 
 
 def test_nobody_gives_up_while_something_is_left() -> None:
     for leg, reason, past, left in EVERYTHING:
         bounded = (
-            past.attempts >= ATTEMPTS
-            or past.deaths >= DEATHS
+            past.attempts >= MAX_ATTEMPTS
+            or past.deaths >= MAX_DEATHS
             or (past.begun and not past.resumable)
         )
         alone = reason != "busy" and (
             left.other or (left.same and leg == "prefill")
         )  # full is no failure
-        something = (left.pair and past.pairs < PAIRS) or alone
-        gave_up = step(leg, reason, past, left) is Step.GIVE_UP
+        something = (left.pair and past.pairs < MAX_PAIR_ATTEMPTS) or alone
+        gave_up = step(leg, reason, past, left) is NextStep.GIVE_UP
         assert gave_up is (bounded or not something or reason == "diverged")
 
 
 def test_the_order_of_the_rungs() -> None:
-    assert step("prefill", "5xx", Past(1, 1), Left(True, True, True)) is Step.PAIR
-    assert step("prefill", "5xx", Past(1, 1), Left(False, True, True)) is Step.SAME
-    assert step("prefill", "5xx", Past(3, 3), Left(True, True, True)) is Step.SAME
-    assert step("prefill", "reset", Past(1, 1, 1), Left(False, False, True)) is Step.OTHER
-    assert step("decode", "reset", Past(1, 1, 1), Left(True, True, True)) is Step.PAIR
-    assert step("decode", "reset", Past(1, 1, 1), Left(False, True, True)) is Step.OTHER
+    assert (
+        step("prefill", "5xx", AttemptHistory(1, 1), Alternatives(True, True, True))
+        is NextStep.PAIR
+    )
+    assert (
+        step("prefill", "5xx", AttemptHistory(1, 1), Alternatives(False, True, True))
+        is NextStep.SAME
+    )
+    assert (
+        step("prefill", "5xx", AttemptHistory(3, 3), Alternatives(True, True, True))
+        is NextStep.SAME
+    )
+    assert (
+        step("prefill", "reset", AttemptHistory(1, 1, 1), Alternatives(False, False, True))
+        is NextStep.OTHER
+    )
+    assert (
+        step("decode", "reset", AttemptHistory(1, 1, 1), Alternatives(True, True, True))
+        is NextStep.PAIR
+    )
+    assert (
+        step("decode", "reset", AttemptHistory(1, 1, 1), Alternatives(False, True, True))
+        is NextStep.OTHER
+    )
 
 
 def test_a_request_that_kills_gets_no_third_instance() -> None:
     for leg, left in itertools.product(LEGS, LEFTS):
-        assert step(leg, "reset", Past(2, 1, 2), left) is Step.GIVE_UP
+        assert step(leg, "reset", AttemptHistory(2, 1, 2), left) is NextStep.GIVE_UP
 
 
 @pytest.mark.parametrize("reasons", list(itertools.product(["5xx", "refused", "reset"], repeat=3)))
 def test_every_journey_ends(reasons: tuple[Reason, ...]) -> None:
-    past, everything = Past(), Left(True, True, True)
+    past, everything = AttemptHistory(), Alternatives(True, True, True)
     for reason in itertools.cycle(reasons):
         past.attempts += 1
         past.deaths += reason == "reset"
-        if step("prefill", reason, past, everything) is Step.GIVE_UP:
+        if step("prefill", reason, past, everything) is NextStep.GIVE_UP:
             break
-    assert past.attempts <= ATTEMPTS
+    assert past.attempts <= MAX_ATTEMPTS
 
 
 def test_a_fleet_repeats_a_fifth_of_its_requests_at_most() -> None:
-    budget, repeated = Budget(rate=0.0), 0
+    budget, repeated = RetryBudget(rate=0.0), 0
     for _ in range(10_000):
         budget.earn()
         repeated += budget.spend(1.0)
@@ -92,7 +110,7 @@ def test_a_fleet_repeats_a_fifth_of_its_requests_at_most() -> None:
 
 
 def test_a_quiet_fleet_has_a_budget_too() -> None:
-    budget = Budget(rate=10.0)
+    budget = RetryBudget(rate=10.0)
     while budget.spend(1.0):
         pass
     assert [budget.spend(1.15), budget.spend(1.15)] == [True, False]
@@ -100,5 +118,5 @@ def test_a_quiet_fleet_has_a_budget_too() -> None:
 
 
 def test_a_clock_that_stands_gives_nothing() -> None:
-    budget = Budget()
+    budget = RetryBudget()
     assert sum(budget.spend(0.0) for _ in range(1000)) == 100

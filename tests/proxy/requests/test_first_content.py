@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from vllm_disagg.proxy.http.sse import Cutter
-from vllm_disagg.proxy.requests.first_content import Beginning, Begun
+from vllm_disagg.proxy.http.sse import EventSplitter
+from vllm_disagg.proxy.requests.first_content import ContentState, FirstContentDetector
 
-NOT_YET, CONTENT, FAILED = Begun.NOT_YET, Begun.CONTENT, Begun.FAILED
+NOT_YET, CONTENT, FAILED = ContentState.NOT_YET, ContentState.CONTENT, ContentState.FAILED
 
 
 def typed(kind: str, **fields: object) -> str:
@@ -107,11 +107,11 @@ CASES = [
 @pytest.mark.parametrize(("path", "events", "expected"), CASES)
 @pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
 def test_a_stream_begins_with_its_first_content(
-    path: str, events: list[str], expected: Begun, line_end: str
+    path: str, events: list[str], expected: ContentState, line_end: str
 ) -> None:
     stream = "".join(events).replace("\n", line_end).encode()
     for step in (1, 7, len(stream) or 1):
-        beginning = Beginning(path)
+        beginning = FirstContentDetector(path)
         states = [beginning.feed(stream[at : at + step]) for at in range(0, len(stream), step)]
         assert (states[-1] if states else beginning.state) is expected
         assert states == sorted(states, key=lambda state: state is not NOT_YET), (
@@ -121,7 +121,7 @@ def test_a_stream_begins_with_its_first_content(
 
 
 def test_each_event_is_seen_as_soon_as_it_is_whole() -> None:
-    beginning = Beginning("/v1/completions")
+    beginning = FirstContentDetector("/v1/completions")
     assert beginning.feed(COMPLETION.encode()[:-1]) is NOT_YET
     assert beginning.feed(b"\n") is CONTENT
 
@@ -139,7 +139,7 @@ class Counted(bytes):
 @pytest.mark.parametrize("step", [1000, 16000])
 def test_a_large_event_is_searched_once(step: int) -> None:
     event = b"data: " + b"a" * 2_000_000 + b"\n\n"
-    cutter, Counted.searched = Cutter(), 0
+    cutter, Counted.searched = EventSplitter(), 0
     out = [cutter.feed(Counted(event[at : at + step])) for at in range(0, len(event), step)]
     assert b"".join(out) == event and out[-1] == event
     assert Counted.searched <= len(event)
@@ -148,6 +148,6 @@ def test_a_large_event_is_searched_once(step: int) -> None:
 def test_events_in_parts_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit is that of one event, and a stream may go on for hours."""
     monkeypatch.setattr("vllm_disagg.proxy.http.sse.EVENT_LIMIT_BYTES", 1000)
-    cutter, event = Cutter(), b"data: " + b"a" * 600 + b"\n\n"
+    cutter, event = EventSplitter(), b"data: " + b"a" * 600 + b"\n\n"
     for _ in range(3):
         assert (cutter.feed(event[:-1]), cutter.feed(event[-1:])) == (b"", event)

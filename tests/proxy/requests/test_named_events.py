@@ -26,8 +26,8 @@ from named_scripts import (
     hear_response,
 )
 from proxy_world import Call, answer, world
-from vllm_disagg.proxy.requests.completeness import ENDS
-from vllm_disagg.proxy.requests.streams import FOLD
+from vllm_disagg.proxy.requests.completeness import END_MARKS
+from vllm_disagg.proxy.requests.streams import FOLD_BYTES
 
 Kind = type[Responses] | type[Messages]
 SAID: dict[str, list[Said]] = {"plain": PLAIN, "thinking": THINKING, "calls": CALLS, "empty": EMPTY}
@@ -326,7 +326,7 @@ def test_memory_is_bounded() -> None:
     sink = wire.tape.source(lambda *_: None)
     for event in first[:2500]:
         sink(event)
-        assert wire.tape._size <= FOLD
+        assert wire.tape._size <= FOLD_BYTES
     assert wire.tape.resumable and len(wire.tape._told.told) == 5  # type: ignore[attr-defined]
     assert not wire.play(b"".join(again))
     same(Responses, bytes(wire.out), b"".join(first), b"".join(first[:2500]), b"".join(again))
@@ -433,7 +433,7 @@ async def test_an_answer_that_nobody_vouches_for_goes_on_elsewhere(done: bool) -
         reply = await w.post("/v1/responses", body)
         assert reply.complete and len(asked) == 2
         if done:
-            assert ENDS["/v1/responses"] not in reply.body and b'"error"' in reply.body
+            assert END_MARKS["/v1/responses"] not in reply.body and b'"error"' in reply.body
             return
         said = hear_response(reply.body)
         assert said["said"] == [("message", "".join(text for _, text in PLAIN))]
@@ -443,7 +443,7 @@ async def test_an_answer_that_nobody_vouches_for_goes_on_elsewhere(done: bool) -
 def test_what_goes_on_for_ever_after_its_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_disagg.proxy.http.sse.EVENT_LIMIT_BYTES", 10_000)
     wire = Wire(path=Responses.path)
-    wire.tape._hold = ENDS[Responses.path]
+    wire.tape._hold = END_MARKS[Responses.path]
     sink = wire.tape.source(lambda reason, detail: wire.stopped.append((reason, detail)))
     for _ in range(100):
         if not wire.stopped:

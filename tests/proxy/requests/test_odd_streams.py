@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from proxy_world import Call, answer, world
-from vllm_disagg.proxy.http.endpoint_schema import DIALECTS
-from vllm_disagg.proxy.requests.streams import Tape
+from vllm_disagg.proxy.http.endpoint_schema import SCHEMAS
+from vllm_disagg.proxy.requests.streams import StreamRecorder
 
 SAID = ("START", "MIDDLE", "END")
 
@@ -60,7 +60,7 @@ UNDERSTOOD = (
 )  # of the last nothing is sent before the end
 
 
-@pytest.mark.parametrize("path", DIALECTS)
+@pytest.mark.parametrize("path", SCHEMAS)
 @pytest.mark.parametrize("framing", FRAMINGS)
 async def test_a_second_answer_is_never_appended(framing: str, path: str) -> None:
     made = [FRAMINGS[framing](said).encode() for said in SAID]
@@ -132,7 +132,7 @@ class Counted(bytes):
 @pytest.mark.parametrize("again", [False, True])
 def test_a_large_event_costs_its_size_and_not_its_square(again: bool) -> None:
     begin, text, out = f"data: {chunk('a')}\n\n".encode(), b"x" * 3_000_000, bytearray()
-    tape = Tape(out.extend, keep=again, path="/v1/completions")
+    tape = StreamRecorder(out.extend, keep=again, path="/v1/completions")
     sink = tape.source(lambda *_: None)
     sink(begin)
     if again:
@@ -148,7 +148,7 @@ def test_a_large_event_costs_its_size_and_not_its_square(again: bool) -> None:
 def test_an_event_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch, again: bool) -> None:
     monkeypatch.setattr("vllm_disagg.proxy.http.sse.EVENT_LIMIT_BYTES", 100_000)
     begin, out, stopped = f"data: {chunk('a')}\n\n".encode(), bytearray(), []
-    tape = Tape(out.extend, keep=again, path="/v1/completions")
+    tape = StreamRecorder(out.extend, keep=again, path="/v1/completions")
     sink = tape.source(lambda *said: stopped.append(said))
     sink(begin)
     if again:
@@ -167,7 +167,7 @@ ENDS_OF_LINES = ["\n", "\r\n", "\r"]
 @pytest.mark.parametrize("step", [1, 2, 3, 1000])
 def test_each_event_is_passed_on_as_soon_as_it_is_whole(end: str, step: int) -> None:
     out = bytearray()
-    tape = Tape(out.extend, keep=False, path="/v1/completions")
+    tape = StreamRecorder(out.extend, keep=False, path="/v1/completions")
     sink = tape.source(lambda *_: None)
     for said in SAID:
         event = f": x{end}data: {chunk(said)}{end}{end}".encode()
@@ -187,7 +187,7 @@ def test_failures_are_seen_whatever_the_line_ends(end: str) -> None:
     ):
         for step in (1, 5, 1000):
             out, stopped = bytearray(), []
-            tape = Tape(out.extend, keep=False)
+            tape = StreamRecorder(out.extend, keep=False)
             sink = tape.source(lambda *said, to=stopped: to.append(said))
             data = (f"data: {chunk('a')}\n\n" + last).replace("\n", end).encode()
             for at in range(0, len(data), step):
@@ -201,7 +201,9 @@ def test_what_another_instance_would_say_too_is_no_failure() -> None:
         b'data: {"error": {"code": 400}}\n\n',
     ):
         out, stopped = bytearray(), []
-        Tape(out.extend, keep=False).source(lambda *said, to=stopped: to.append(said))(last)
+        StreamRecorder(out.extend, keep=False).source(lambda *said, to=stopped: to.append(said))(
+            last
+        )
         assert not stopped and bytes(out) == last
 
 
@@ -236,14 +238,14 @@ async def test_what_cannot_be_seen_is_not_continued(compressed: tuple[bool, bool
 @pytest.mark.parametrize("framing", FRAMINGS)
 def test_one_odd_event_is_enough(framing: str) -> None:
     out = bytearray()
-    tape = Tape(out.extend, keep=True, path="/v1/completions")
+    tape = StreamRecorder(out.extend, keep=True, path="/v1/completions")
     sink = tape.source(lambda *_: None)
     sink(f"data: {chunk('START')}\n\n".encode() + FRAMINGS[framing]("MIDDLE").encode())
     assert tape.resumable == (framing in UNDERSTOOD)
 
 
 def test_an_event_of_another_answer_is_odd() -> None:
-    tape = Tape(bytearray().extend, keep=True, path="/v1/completions")
+    tape = StreamRecorder(bytearray().extend, keep=True, path="/v1/completions")
     tape.source(lambda *_: None)(
         (f"data: {chunk('a')}\n\n" + f"data: {chunk('b')}\n\n".replace("c-1", "c-2")).encode()
     )

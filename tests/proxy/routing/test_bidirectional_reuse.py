@@ -14,9 +14,9 @@ from test_pairing import instance
 from proxy_world import World, world
 from vllm_disagg.fleet.grants import Grant
 from vllm_disagg.proxy.routing.fleet import Fleet, Instance
-from vllm_disagg.proxy.routing.pairing import Pair, choose
-from vllm_disagg.proxy.routing.policies import NAMES, Ask, Name, Policy
-from vllm_disagg.proxy.routing.prefixes import Prefix, Prefixes
+from vllm_disagg.proxy.routing.pairing import InstancePair, choose
+from vllm_disagg.proxy.routing.policies import POLICY_NAMES, Name, Policy, RoutingQuery
+from vllm_disagg.proxy.routing.prefixes import PrefixIndex, PromptPrefix
 
 QUESTION, ANSWER, NEXT = "What is it? " * 100, "It is this. " * 200, "And why?"
 
@@ -31,15 +31,17 @@ def fleet(
     return Fleet(made), Policy(name, random.Random(1))
 
 
-def ask(prompt: str) -> Ask:
-    return Ask(len(prompt), Prefix(prompt.encode()))
+def ask(prompt: str) -> RoutingQuery:
+    return RoutingQuery(len(prompt), PromptPrefix(prompt.encode()))
 
 
-def turn(it: tuple[Fleet, Policy], prompt: str, avoid: list[Instance] | None = None) -> Pair:
+def turn(
+    it: tuple[Fleet, Policy], prompt: str, avoid: list[Instance] | None = None
+) -> InstancePair:
     """A request from its choice to its answer."""
     instances, policy = it
     pair = choose(instances, policy, 9, ask(prompt), 0.0, avoid or [])
-    assert isinstance(pair, Pair)
+    assert isinstance(pair, InstancePair)
     pair.take(instances, policy, 0.0)
     pair.release_prefill()
     pair.release_decode()
@@ -76,7 +78,7 @@ def test_another_p_reads_the_whole_conversation_back() -> None:
     assert other.prefill is not first.prefill and other.reads_back
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", POLICY_NAMES)
 @pytest.mark.parametrize("two_way", ["prefill", "decode", "prefill decode"])
 def test_only_who_can_and_only_where_prefixes_are_known(name: Name, two_way: str) -> None:
     it = fleet(name, two_way)
@@ -86,14 +88,14 @@ def test_only_who_can_and_only_where_prefixes_are_known(name: Name, two_way: str
 
 
 def test_memory_of_answers_is_bounded() -> None:
-    memory, cache = Prefixes(entries=10), object()
+    memory, cache = PrefixIndex(entries=10), object()
     for at in range(50):
-        memory.answered(Prefix(b"%d" % at * 500), 1000, cache)
+        memory.answered(PromptPrefix(b"%d" % at * 500), 1000, cache)
     assert len(memory._answered) == 10
-    assert memory.goes_on(Prefix(b"49" * 2000), 4000, cache) == 3000
+    assert memory.goes_on(PromptPrefix(b"49" * 2000), 4000, cache) == 3000
     assert (
-        memory.goes_on(Prefix(b"49" * 2000), 4000, object())
-        == memory.goes_on(Prefix(b"3" * 2000), 2000, cache)
+        memory.goes_on(PromptPrefix(b"49" * 2000), 4000, object())
+        == memory.goes_on(PromptPrefix(b"3" * 2000), 2000, cache)
         == 0
     )
 

@@ -124,7 +124,7 @@ async def test_responses_are_split_between_others_only() -> None:
 
 
 async def test_each_ranks_kv_cache_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_disagg.proxy.membership.discovery.WEIGH", 0.03)
+    monkeypatch.setattr("vllm_disagg.proxy.membership.discovery.CACHE_POLL_SECONDS", 0.03)
     async with world(prepare=ranks("d0")) as w:
         w.d.kv_use = 0.95  # rank 0's
 

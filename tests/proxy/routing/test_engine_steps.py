@@ -8,7 +8,13 @@ import time
 import pytest
 
 from proxy_world import Call, ScriptedEngine, World, answer, answer_at_once, until, world
-from vllm_disagg.proxy.routing.engine_steps import LOOKS, NUDGE, Stepping, Verdict, fingerprint
+from vllm_disagg.proxy.routing.engine_steps import (
+    LOOKS_PER_PATIENCE,
+    NUDGE_AFTER_LOOKS,
+    StepMonitor,
+    StepVerdict,
+    fingerprint,
+)
 
 PATIENCE = 3.2  # an engine is down after a quarter of it, 0.8 s, without a step
 STILL = PATIENCE / 4
@@ -43,7 +49,9 @@ def test_what_of_a_page_shows_steps() -> None:
     assert fingerprint(b"vllm:other 1\n") == b""
 
 
-def looks(it: Stepping, pages: list[bytes], busy: bool = True, began: float = 0.0) -> list[Verdict]:
+def looks(
+    it: StepMonitor, pages: list[bytes], busy: bool = True, began: float = 0.0
+) -> list[StepVerdict]:
     """What is concluded of a look each second."""
     found = []
     for at, page in enumerate(pages):
@@ -54,35 +62,35 @@ def looks(it: Stepping, pages: list[bytes], busy: bool = True, began: float = 0.
 
 
 def test_an_engine_without_steps() -> None:
-    it = Stepping()
+    it = StepMonitor()
     it.asked(0.5)
-    found = looks(it, [b"x"] * (LOOKS + 1))
-    assert found[NUDGE] is Verdict.NUDGE and found.count(Verdict.NUDGE) == 1
-    assert found[-1] is Verdict.STALLED and found.count(Verdict.STALLED) == 1 and it.stalled
+    found = looks(it, [b"x"] * (LOOKS_PER_PATIENCE + 1))
+    assert found[NUDGE_AFTER_LOOKS] is StepVerdict.NUDGE and found.count(StepVerdict.NUDGE) == 1
+    assert found[-1] is StepVerdict.STALLED and found.count(StepVerdict.STALLED) == 1 and it.stalled
 
 
 def test_each_step_is_a_new_beginning() -> None:
-    it = Stepping()
-    pages = [b"x"] * LOOKS + [b"y"] * LOOKS + [b"z"] * LOOKS
-    assert Verdict.STALLED not in looks(it, pages)
+    it = StepMonitor()
+    pages = [b"x"] * LOOKS_PER_PATIENCE + [b"y"] * LOOKS_PER_PATIENCE + [b"z"] * LOOKS_PER_PATIENCE
+    assert StepVerdict.STALLED not in looks(it, pages)
     it.lived(99.0)
-    assert Verdict.STALLED not in looks(it, [b"z"] * (LOOKS - 1), began=99.0)
+    assert StepVerdict.STALLED not in looks(it, [b"z"] * (LOOKS_PER_PATIENCE - 1), began=99.0)
 
 
 def test_a_request_that_was_given_up_is_owed_still() -> None:
     """As when D computes a prompt itself after some seconds, again and again: P is found all the
     same.
     """
-    it = Stepping()
+    it = StepMonitor()
     found = []
     for round_ in range(5):
         it.asked(round_ * 4.0 + 0.5)
         found += looks(it, [b"x"] * 4, busy=False, began=round_ * 4.0)
-    assert Verdict.STALLED in found
+    assert StepVerdict.STALLED in found
 
 
 def test_who_owes_nothing_is_not_looked_at() -> None:
-    it = Stepping()
+    it = StepMonitor()
     it.asked(1.0)
     it.lived(2.0)
     assert not it.is_due(99.0, False, 1.0)
@@ -92,8 +100,8 @@ def test_who_owes_nothing_is_not_looked_at() -> None:
 
 
 def test_without_its_numbers_nothing_is_concluded() -> None:
-    it = Stepping()
-    assert set(looks(it, [b""] * 3 * LOOKS)) == {Verdict.UNKNOWN}
+    it = StepMonitor()
+    assert set(looks(it, [b""] * 3 * LOOKS_PER_PATIENCE)) == {StepVerdict.UNKNOWN}
 
 
 async def only_whole(call: Call) -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
 from vllm_disagg.proxy.routing.fleet import Fleet, Instance, mismatch
-from vllm_disagg.proxy.routing.pairing import Pair, choose, choose_decode
-from vllm_disagg.proxy.routing.policies import Ask, Policy
+from vllm_disagg.proxy.routing.pairing import InstancePair, choose, choose_decode
+from vllm_disagg.proxy.routing.policies import Policy, RoutingQuery
 
 POLICY = Policy()
 _names = itertools.count()
@@ -29,8 +29,8 @@ def fleet(*instances: Instance) -> Fleet:
     return Fleet(list(instances))
 
 
-def pair(choice: object) -> Pair:
-    assert isinstance(choice, Pair)
+def pair(choice: object) -> InstancePair:
+    assert isinstance(choice, InstancePair)
     return choice
 
 
@@ -40,7 +40,7 @@ def test_least_prompt_bytes_then_turns() -> None:
     p[0].prompt_bytes = 10
     chosen = []
     for _ in range(4):
-        choice = pair(choose(world, POLICY, 9, Ask(0), 0.0))
+        choice = pair(choose(world, POLICY, 9, RoutingQuery(0), 0.0))
         choice.take(world, POLICY, 0.0)
         chosen.append(choice.prefill)
     assert chosen == [p[1], p[2], p[1], p[2]]
@@ -50,10 +50,10 @@ def test_fewest_running_decode() -> None:
     d = [instance("decode", str(i)) for i in range(2)]
     d[0].in_flight = 1
     world = fleet(instance("prefill"), *d)
-    first = pair(choose(world, POLICY, 9, Ask(5), 0.0))
+    first = pair(choose(world, POLICY, 9, RoutingQuery(5), 0.0))
     first.take(world, POLICY, 0.0)
     assert first.decode is d[1] and d[1].in_flight == 1 and first.prefill.prompt_bytes == 5
-    second = pair(choose(world, POLICY, 9, Ask(5), 0.0))
+    second = pair(choose(world, POLICY, 9, RoutingQuery(5), 0.0))
     assert second.decode is d[0], "equals take turns"
     first.release_prefill()
     assert (first.prefill.legs, first.prefill.prompt_bytes) == (0, 0)
@@ -62,10 +62,10 @@ def test_fewest_running_decode() -> None:
 def test_busy_and_none() -> None:
     p, d = instance("prefill"), instance("decode")
     world = fleet(p, d)
-    pair(choose(world, POLICY, 1, Ask(1), 0.0)).take(world, POLICY, 0.0)
-    assert choose(world, POLICY, 1, Ask(1), 0.0) == "busy"
+    pair(choose(world, POLICY, 1, RoutingQuery(1), 0.0)).take(world, POLICY, 0.0)
+    assert choose(world, POLICY, 1, RoutingQuery(1), 0.0) == "busy"
     d.down("gone")
-    assert choose(world, POLICY, 1, Ask(1), 0.0) == "none"
+    assert choose(world, POLICY, 1, RoutingQuery(1), 0.0) == "none"
 
 
 def test_only_fitting_pairs() -> None:
@@ -73,7 +73,7 @@ def test_only_fitting_pairs() -> None:
     d = instance("decode", of=engine(dtype="b"))
     world = fleet(a, b, d)
     for _ in range(3):
-        choice = pair(choose(world, POLICY, 9, Ask(1), 0.0))
+        choice = pair(choose(world, POLICY, 9, RoutingQuery(1), 0.0))
         choice.take(world, POLICY, 0.0)
         assert choice.prefill is b
     assert mismatch(a, d) == "dtype is a on one side and b on the other"
@@ -81,7 +81,7 @@ def test_only_fitting_pairs() -> None:
 
 def test_any_number_of_workers() -> None:
     p, d = instance("prefill", of=engine(workers=2)), instance("decode")
-    assert pair(choose(fleet(p, d), POLICY, 9, Ask(1), 0.0)).prefill is p
+    assert pair(choose(fleet(p, d), POLICY, 9, RoutingQuery(1), 0.0)).prefill is p
     assert mismatch(p, d) == ""
 
 
@@ -97,7 +97,9 @@ def test_any_number_of_workers() -> None:
 def test_roles(role: str, told: str, fits: bool) -> None:
     odd = instance(role, of=engine(told))
     other = instance("decode" if role == "prefill" else "prefill")
-    assert isinstance(choose(fleet(odd, other), POLICY, 9, Ask(1), 0.0), Pair) is fits
+    assert (
+        isinstance(choose(fleet(odd, other), POLICY, 9, RoutingQuery(1), 0.0), InstancePair) is fits
+    )
     assert bool(odd.why_not) is not fits
     assert (choose_decode(fleet(odd), POLICY, 0.0) is odd) is (role == "decode"), (
         "any decode instance serves whole requests"
@@ -109,7 +111,8 @@ def test_plain_decode_serves_whole_only() -> None:
     d.probed("m", None)
     world = fleet(instance("prefill"), d)
     assert (
-        choose(world, POLICY, 9, Ask(1), 0.0) == "none" and choose_decode(world, POLICY, 0.0) is d
+        choose(world, POLICY, 9, RoutingQuery(1), 0.0) == "none"
+        and choose_decode(world, POLICY, 0.0) is d
     )
     assert "connector" in d.why_not and "key" in d.why_not
 
@@ -181,7 +184,8 @@ def test_an_engine_is_never_paired_with_itself() -> None:
     p, d = instance("prefill", of=one), instance("decode", of=one)
     world = fleet(p, d)
     assert (
-        choose(world, POLICY, 9, Ask(1), 0.0) == "none" and choose_decode(world, POLICY, 0.0) is d
+        choose(world, POLICY, 9, RoutingQuery(1), 0.0) == "none"
+        and choose_decode(world, POLICY, 0.0) is d
     )
     assert mismatch(p, d) == "they are one engine, and no engine is paired with itself"
     assert world.unpaired(p) == f"{p.url} and {d.url} do not fit: {mismatch(p, d)}"
@@ -189,15 +193,15 @@ def test_an_engine_is_never_paired_with_itself() -> None:
     world = fleet(p, d, other)
     d.turn, other.in_flight = 0, 5  # by its load the other is worse
     for _ in range(3):
-        choice = pair(choose(world, POLICY, 9, Ask(1), 0.0))
+        choice = pair(choose(world, POLICY, 9, RoutingQuery(1), 0.0))
         assert choice.decode is other
     assert not world.unpaired(p)
     third = instance("prefill", "3")
     world = fleet(p, d, third)
-    assert pair(choose(world, POLICY, 1, Ask(1), 0.0)).prefill is third
+    assert pair(choose(world, POLICY, 1, RoutingQuery(1), 0.0)).prefill is third
     third.legs = 1
-    assert choose(world, POLICY, 1, Ask(1), 0.0) == "busy"
-    assert choose(fleet(p, d), POLICY, 0, Ask(1), 0.0) == "none", (
+    assert choose(world, POLICY, 1, RoutingQuery(1), 0.0) == "busy"
+    assert choose(fleet(p, d), POLICY, 0, RoutingQuery(1), 0.0) == "none", (
         "who waits for it would wait in vain"
     )
 
@@ -218,12 +222,16 @@ def test_one_request_at_a_time_tries_an_instance_that_rested() -> None:
     world = fleet(p, instance("decode"))
     for _ in range(3):
         p.leg_failed("5xx", 0.0)
-    assert choose(world, POLICY, 9, Ask(1), 1.9) == "none"
-    pair(choose(world, POLICY, 9, Ask(1), 2.0)).take(world, POLICY, 2.0)
-    assert choose(world, POLICY, 9, Ask(1), 2.0) == "none", "the others wait for how that one ends"
-    assert isinstance(choose(world, POLICY, 9, Ask(1), 4.0), Pair), "and not for ever"
+    assert choose(world, POLICY, 9, RoutingQuery(1), 1.9) == "none"
+    pair(choose(world, POLICY, 9, RoutingQuery(1), 2.0)).take(world, POLICY, 2.0)
+    assert choose(world, POLICY, 9, RoutingQuery(1), 2.0) == "none", (
+        "the others wait for how that one ends"
+    )
+    assert isinstance(choose(world, POLICY, 9, RoutingQuery(1), 4.0), InstancePair), (
+        "and not for ever"
+    )
     p.leg_succeeded(2.1)
-    assert isinstance(choose(world, POLICY, 9, Ask(1), 2.1), Pair)
+    assert isinstance(choose(world, POLICY, 9, RoutingQuery(1), 2.1), InstancePair)
 
 
 def test_resting_decodes_are_better_than_none() -> None:
@@ -235,7 +243,7 @@ def test_resting_decodes_are_better_than_none() -> None:
     assert choose_decode(world, POLICY, 0.0, [b]) is a
     assert choose_decode(world, POLICY, 0.0, [a, b]) is None
     world = fleet(instance("prefill"), a)
-    assert pair(choose(world, POLICY, 9, Ask(1), 0.0)).decode is a
+    assert pair(choose(world, POLICY, 9, RoutingQuery(1), 0.0)).decode is a
 
 
 def test_refused_is_down_and_reset_is_doubt() -> None:
@@ -260,4 +268,6 @@ def test_never_empty_handed_errors() -> None:
             *[instance("prefill") for _ in range(prefills)],
             *[instance("decode") for _ in range(decodes)],
         )
-        assert isinstance(choose(world, POLICY, 1, Ask(1), 0.0), Pair) is bool(prefills and decodes)
+        assert isinstance(choose(world, POLICY, 1, RoutingQuery(1), 0.0), InstancePair) is bool(
+            prefills and decodes
+        )

@@ -10,8 +10,19 @@ from test_pairing import engine, fleet, instance, pair
 
 from vllm_disagg.proxy.routing.fleet import Fleet, Instance
 from vllm_disagg.proxy.routing.pairing import better_whole, choose, choose_decode, spill
-from vllm_disagg.proxy.routing.policies import NAMES, REQUEST, Ask, Name, Policy
-from vllm_disagg.proxy.routing.prefixes import HOLDERS, SHORT, Prefix, Prefixes
+from vllm_disagg.proxy.routing.policies import (
+    POLICY_NAMES,
+    REQUEST_COST_BYTES,
+    Name,
+    Policy,
+    RoutingQuery,
+)
+from vllm_disagg.proxy.routing.prefixes import (
+    MAX_HOLDERS,
+    SHORT_PREFIX_BYTES,
+    PrefixIndex,
+    PromptPrefix,
+)
 
 
 def world(name: Name, prefills: int, decodes: int, **kinds: str) -> tuple[Fleet, Policy]:
@@ -21,8 +32,10 @@ def world(name: Name, prefills: int, decodes: int, **kinds: str) -> tuple[Fleet,
     return Fleet(made), Policy(name, random.Random(1))
 
 
-def ask(prompt: str, **fields: bytes) -> Ask:
-    return Ask(len(prompt), Prefix(prompt.encode(), fields.pop("salt", b"")), **fields)  # type: ignore[arg-type]
+def ask(prompt: str, **fields: bytes) -> RoutingQuery:
+    return RoutingQuery(
+        len(prompt), PromptPrefix(prompt.encode(), fields.pop("salt", b"")), **fields
+    )  # type: ignore[arg-type]
 
 
 def nixl(role: str, name: str, model: str = "m") -> Instance:
@@ -53,7 +66,7 @@ def test_never_someone_who_cannot(data: st.DataObject) -> None:
             data.draw(st.sampled_from([0.1, 0.95])),
         )
         members.append(member)
-    it, policy = Fleet(members), Policy(data.draw(st.sampled_from(NAMES)), random.Random(0))
+    it, policy = Fleet(members), Policy(data.draw(st.sampled_from(POLICY_NAMES)), random.Random(0))
     avoid = data.draw(st.lists(st.sampled_from(members), max_size=2)) if members else []
     session = data.draw(st.sampled_from([b"", b"s"]))
     choice = choose(it, policy, 2, ask("x" * 2000, session=session), 1.0, avoid)
@@ -81,7 +94,7 @@ def test_never_someone_who_cannot(data: st.DataObject) -> None:
         assert not any(d.usable(1.0) for d in up), "the least bad is used when all rest"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", POLICY_NAMES)
 def test_equal_requests_are_spread_evenly(name: Name) -> None:
     it, policy = world(name, 3, 4)
     for i in range(240):
@@ -105,7 +118,7 @@ def test_long_prompts_count_for_more(name: Name) -> None:
 def test_running_requests_count_beside_their_context() -> None:
     it, policy = world("least_loaded", 1, 2)
     a, b = it.of("decode")
-    a.enter(REQUEST)
+    a.enter(REQUEST_COST_BYTES)
     b.enter(10)
     b.enter(10)
     b.enter(10)
@@ -125,7 +138,7 @@ def test_round_robin() -> None:
     it.of("prefill")[0].prompt_bytes = 10**9
     chosen = []
     for _ in range(6):
-        one = pair(choose(it, policy, 9, Ask(1), 0.0))
+        one = pair(choose(it, policy, 9, RoutingQuery(1), 0.0))
         one.take(it, policy, 0.0)
         chosen.append((one.prefill.url[-1], one.decode.url[-1]))
     assert chosen == [("0", "0"), ("1", "1"), ("0", "2"), ("1", "0"), ("0", "1"), ("1", "2")]
@@ -134,7 +147,7 @@ def test_round_robin() -> None:
 def test_power_of_two_never_takes_the_worst() -> None:
     it, policy = world("power_of_two", 4, 1)
     it.of("prefill")[2].prompt_bytes = 10**9
-    counts = Counter(pair(choose(it, policy, 9, Ask(1), 0.0)).prefill for _ in range(200))
+    counts = Counter(pair(choose(it, policy, 9, RoutingQuery(1), 0.0)).prefill for _ in range(200))
     assert len(counts) == 3 and it.of("prefill")[2] not in counts
 
 
@@ -188,7 +201,7 @@ def test_salts_keep_prompts_apart() -> None:
     assert not policy.seen(it.instances, ask("p" * 5000))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", POLICY_NAMES)
 def test_sessions_stay_and_are_spread(name: Name) -> None:
     it, policy = world(name, 3, 3)
     homes = {}
@@ -218,11 +231,11 @@ def test_only_like_is_paired_with_like() -> None:
     d_theirs = nixl("decode", "1")
     it, policy = fleet(ours, theirs, d_theirs), Policy()
     for _ in range(3):
-        one = pair(choose(it, policy, 9, Ask(1), 0.0))
+        one = pair(choose(it, policy, 9, RoutingQuery(1), 0.0))
         one.take(it, policy, 0.0)
         assert (one.prefill, one.decode) == (theirs, d_theirs)
     d_theirs.down("gone")
-    assert choose(it, policy, 9, Ask(1), 0.0) == "none"
+    assert choose(it, policy, 9, RoutingQuery(1), 0.0) == "none"
 
 
 def test_kin_is_one_decision() -> None:
@@ -231,7 +244,7 @@ def test_kin_is_one_decision() -> None:
     b = [instance("prefill", "b", engine(dtype="b")), instance("decode", "b", engine(dtype="b"))]
     a[1].enter(100_000)
     b[0].prompt_bytes = 500
-    one = pair(choose(fleet(*a, *b), Policy(), 9, Ask(1), 0.0))
+    one = pair(choose(fleet(*a, *b), Policy(), 9, RoutingQuery(1), 0.0))
     assert [one.prefill, one.decode] == b
 
 
@@ -239,8 +252,10 @@ def test_models() -> None:
     it, policy = world("least_loaded", 1, 2)
     it.instances[2].models = frozenset(("other", "lora"))
     for model, place in (("m", 1), ("lora", 2), ("other", 2)):
-        assert choose_decode(it, policy, 0.0, (), Ask(1, model=model)) is it.instances[place]
-    assert choose_decode(it, policy, 0.0, (), Ask(1, model="nobody's")), (
+        assert (
+            choose_decode(it, policy, 0.0, (), RoutingQuery(1, model=model)) is it.instances[place]
+        )
+    assert choose_decode(it, policy, 0.0, (), RoutingQuery(1, model="nobody's")), (
         "for an answer in an engine's words"
     )
 
@@ -263,9 +278,9 @@ def test_spilling_takes_one_prompt_at_a_time() -> None:
     it, policy = world("least_loaded", 1, 2)
     a, b = it.of("decode")
     a.whole = 1
-    assert spill(it, policy, 0.0, Ask(1)) is b
+    assert spill(it, policy, 0.0, RoutingQuery(1)) is b
     b.whole = 1
-    assert spill(it, policy, 0.0, Ask(1)) is None
+    assert spill(it, policy, 0.0, RoutingQuery(1)) is None
 
 
 # Prefixes -----------------------------------------------------------------------------------------
@@ -275,38 +290,38 @@ def test_spilling_takes_one_prompt_at_a_time() -> None:
 @settings(deadline=None)
 def test_beginnings_are_equal_as_far_as_prompts_are(prompt: bytes, cut: int) -> None:
     other = prompt[:cut] + bytes(b ^ 1 for b in prompt[cut:])
-    one, two = dict(Prefix(prompt).marks), dict(Prefix(other).marks)
+    one, two = dict(PromptPrefix(prompt).marks), dict(PromptPrefix(other).marks)
     assert one.keys() == two.keys()
     for length, mark in one.items():
         assert (mark == two[length]) is (length <= cut)
 
 
 def test_few_marks_for_long_prompts() -> None:
-    assert not Prefix(b"x" * (SHORT - 1)).marks
-    marks = Prefix(b"x" * 400_000).marks
+    assert not PromptPrefix(b"x" * (SHORT_PREFIX_BYTES - 1)).marks
+    marks = PromptPrefix(b"x" * 400_000).marks
     assert 40 < len(marks) < 70 and marks[-1][0] > 0.88 * 400_000
 
 
 def test_memory_of_prefixes_is_bounded() -> None:
-    memory = Prefixes(entries=100)
-    caches = [object() for _ in range(3 * HOLDERS)]
+    memory = PrefixIndex(entries=100)
+    caches = [object() for _ in range(3 * MAX_HOLDERS)]
     for i in range(500):
-        memory.saw(Prefix(b"%d" % i * 1000), caches[0])
+        memory.saw(PromptPrefix(b"%d" % i * 1000), caches[0])
         assert len(memory) <= 100
     for cache in caches:
-        memory.saw(Prefix(b"499" * 1000), cache)
-    found = memory.longest(Prefix(b"499" * 1000), caches)
-    assert set(found) == set(caches[-HOLDERS:])
+        memory.saw(PromptPrefix(b"499" * 1000), cache)
+    found = memory.longest(PromptPrefix(b"499" * 1000), caches)
+    assert set(found) == set(caches[-MAX_HOLDERS:])
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5000)), max_size=30))
 @settings(deadline=None)
 def test_longest_is_what_was_seen(history: list[tuple[int, int]]) -> None:
     text = random.Random(0).randbytes(5000)
-    memory, caches, seen = Prefixes(), [object() for _ in range(4)], [0] * 4
+    memory, caches, seen = PrefixIndex(), [object() for _ in range(4)], [0] * 4
     for who, length in history:
-        memory.saw(Prefix(text[:length]), caches[who])
-        seen[who] = max([seen[who], *(end for end, _ in Prefix(text[:length]).marks)])
-    assert memory.longest(Prefix(text), caches) == {
+        memory.saw(PromptPrefix(text[:length]), caches[who])
+        seen[who] = max([seen[who], *(end for end, _ in PromptPrefix(text[:length]).marks)])
+    assert memory.longest(PromptPrefix(text), caches) == {
         c: n for c, n in zip(caches, seen, strict=True) if n
     }

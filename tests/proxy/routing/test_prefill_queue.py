@@ -6,30 +6,30 @@ import pytest
 
 from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
 from vllm_disagg.proxy.routing.fleet import Fleet, Instance
-from vllm_disagg.proxy.routing.pairing import Pair
-from vllm_disagg.proxy.routing.policies import Ask, Policy
-from vllm_disagg.proxy.routing.prefill_queue import Admission, QueueFull, QueueTimeout
+from vllm_disagg.proxy.routing.pairing import InstancePair
+from vllm_disagg.proxy.routing.policies import Policy, RoutingQuery
+from vllm_disagg.proxy.routing.prefill_queue import PrefillQueue, QueueFull, QueueTimeout
 
 
 def queue(
     concurrency: int = 1, size: int = 9, patience: float = 9.0
-) -> tuple[Admission, Instance, Instance]:
+) -> tuple[PrefillQueue, Instance, Instance]:
     p, d = Instance("p", "prefill"), Instance("d", "decode")
     for instance in (p, d):
         instance.probed(
             "m", EngineInfo(instance.url, "both", [WorkerInfo(instance.url, "a", "b")], {})
         )
-    return Admission(Fleet([p, d]), Policy(), concurrency, size, patience), p, d
+    return PrefillQueue(Fleet([p, d]), Policy(), concurrency, size, patience), p, d
 
 
-async def taken(admission: Admission) -> Pair:
-    pair = await admission.acquire(Ask(1))
+async def taken(admission: PrefillQueue) -> InstancePair:
+    pair = await admission.acquire(RoutingQuery(1))
     assert pair
     return pair
 
 
-async def waiter(admission: Admission) -> asyncio.Task[Pair | None]:
-    task = asyncio.create_task(admission.acquire(Ask(1)))
+async def waiter(admission: PrefillQueue) -> asyncio.Task[InstancePair | None]:
+    task = asyncio.create_task(admission.acquire(RoutingQuery(1)))
     await asyncio.sleep(0)
     return task
 
@@ -52,7 +52,7 @@ async def test_who_leaves_makes_room() -> None:
     held = await taken(admission)
     first = await waiter(admission)
     with pytest.raises(QueueFull):
-        await admission.acquire(Ask(1))
+        await admission.acquire(RoutingQuery(1))
     first.cancel()
     await asyncio.sleep(0)
     assert len(admission) == 0
@@ -69,7 +69,7 @@ async def test_nobody_waits_for_ever() -> None:
     admission, p, _ = queue(patience=0.02)
     await taken(admission)
     with pytest.raises(QueueTimeout):
-        await admission.acquire(Ask(1))
+        await admission.acquire(RoutingQuery(1))
     assert len(admission) == 0 and p.legs == 1
 
 
@@ -80,7 +80,7 @@ async def test_nobody_waits_for_what_cannot_come() -> None:
     p.down("gone")
     admission.wake()
     assert await waiting is None
-    assert await admission.acquire(Ask(1)) is None
+    assert await admission.acquire(RoutingQuery(1)) is None
 
 
 async def test_a_full_instance_holds_up_only_its_own_model() -> None:
@@ -100,10 +100,10 @@ async def test_a_full_instance_holds_up_only_its_own_model() -> None:
                 instance.url, "both", [WorkerInfo(instance.url, "a", "b")], {"model": model}
             ),
         )
-    admission = Admission(fleet, Policy(), 1, 9, 9.0)
+    admission = PrefillQueue(fleet, Policy(), 1, 9, 9.0)
 
-    def ask(model: str, path: str = "/v1/completions") -> asyncio.Task[Pair | None]:
-        return asyncio.create_task(admission.acquire(Ask(1, model=model, path=path)))
+    def ask(model: str, path: str = "/v1/completions") -> asyncio.Task[InstancePair | None]:
+        return asyncio.create_task(admission.acquire(RoutingQuery(1, model=model, path=path)))
 
     held = [await ask("m1"), await ask("m2")]
     waiters = [ask("m1"), ask("m1"), ask("m2"), ask("m2", "/v1/responses"), ask("nobody's")]

@@ -8,13 +8,13 @@ import pytest
 
 from proxy_world import Call, answer, until, world
 from vllm_disagg.proxy.http.server import Limits
-from vllm_disagg.proxy.routing.concurrency_limit import Gate, priority
+from vllm_disagg.proxy.routing.concurrency_limit import ConcurrencyLimit, priority
 from vllm_disagg.proxy.routing.prefill_queue import QueueFull, QueueTimeout
-from vllm_disagg.proxy.routing.priority_queue import AGE, STEPS, Waiting
+from vllm_disagg.proxy.routing.priority_queue import AGING_SECONDS, AGING_STEPS, PriorityQueue
 
 
 def test_the_more_urgent_goes_first_and_equals_take_turns() -> None:
-    waiting: Waiting[str] = Waiting()
+    waiting: PriorityQueue[str] = PriorityQueue()
     for item, urgency in (("a", 0), ("b", 0), ("late", 5), ("urgent", -1)):
         waiting.add(item, urgency, 1.0)
     order = []
@@ -25,17 +25,17 @@ def test_the_more_urgent_goes_first_and_equals_take_turns() -> None:
 
 
 def test_nobody_starves() -> None:
-    waiting: Waiting[str] = Waiting()
+    waiting: PriorityQueue[str] = PriorityQueue()
     waiting.add("patient", 10**9, 0.0)
-    waiting.add("urgent", -(10**9), 2 * STEPS * AGE - 0.1)
+    waiting.add("urgent", -(10**9), 2 * AGING_STEPS * AGING_SECONDS - 0.1)
     assert waiting.next() == "urgent"
     waiting.remove("urgent")
-    waiting.add("too late", -(10**9), 2 * STEPS * AGE + 0.1)
+    waiting.add("too late", -(10**9), 2 * AGING_STEPS * AGING_SECONDS + 0.1)
     assert waiting.next() == "patient"
 
 
 def test_what_has_left_is_forgotten() -> None:
-    waiting: Waiting[int] = Waiting()
+    waiting: PriorityQueue[int] = PriorityQueue()
     for item in range(1000):
         waiting.add(item, 0, 0.0)
         if item:
@@ -50,7 +50,7 @@ def test_the_header_overrules_the_body() -> None:
 
 
 async def test_the_gate() -> None:
-    gate, order = Gate(1, 2, 9.0), []
+    gate, order = ConcurrencyLimit(1, 2, 9.0), []
     leave = asyncio.Event()
 
     async def work(name: str, urgency: int) -> None:
@@ -71,7 +71,7 @@ async def test_the_gate() -> None:
 
 
 async def test_places_survive_those_who_leave() -> None:
-    gate = Gate(1, 9, 0.02)
+    gate = ConcurrencyLimit(1, 9, 0.02)
     await gate.enter(0)
     with pytest.raises(QueueTimeout):
         await gate.enter(0)

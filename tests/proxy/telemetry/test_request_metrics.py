@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from proxy_world import Call, until, world
-from vllm_disagg.proxy.telemetry.meter import Buckets, Meter
-from vllm_disagg.proxy.telemetry.metrics import Objectives
+from vllm_disagg.proxy.telemetry.meter import HistogramBuckets, TrafficCounters
+from vllm_disagg.proxy.telemetry.metrics import LatencyObjectives
 
 USAGE = {
     "prompt_tokens": 7,
@@ -43,7 +43,7 @@ async def paced(call: Call) -> None:
 
 
 async def test_a_streams_times_and_tokens() -> None:
-    async with world(objectives=Objectives(ttft=60.0, tpot=STEP / 10)) as w:
+    async with world(objectives=LatencyObjectives(ttft=60.0, tpot=STEP / 10)) as w:
         w.p.script = w.d.script = paced
         await w.post(stream=True)
 
@@ -113,20 +113,20 @@ async def test_whole_answers_have_no_first_token() -> None:
     ],
 )
 def test_usage(tail: bytes, usage: dict[str, int]) -> None:
-    meter = Meter(Buckets((1.0,)))
+    meter = TrafficCounters(HistogramBuckets((1.0,)))
     meter.wrote(b"data: {}\n\n")
     meter.wrote(tail)
     assert meter.usage() == usage
 
 
 def test_comments_are_no_tokens() -> None:
-    meter = Meter(Buckets((1.0,)))
+    meter = TrafficCounters(HistogramBuckets((1.0,)))
     meter.wrote(b": keep-alive\n\n")
     assert meter.ttft is None and meter.events == 0 and meter.sent == 14
 
 
 def test_buckets() -> None:
-    buckets = Buckets((1.0, 2.0))
+    buckets = HistogramBuckets((1.0, 2.0))
     for value, times in ((0.5, 1), (1.0, 2), (1.5, 1), (9.0, 1)):
         buckets.observe(value, times)
     assert buckets.counts == [3, 1, 1] and buckets.sum == 13.0

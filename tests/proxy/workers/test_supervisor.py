@@ -13,14 +13,14 @@ from proxy_world import ScriptedEngine, World, until
 from vllm_disagg.errors import BadGrant
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.fleet.registration import RegistrationNote, sign
-from vllm_disagg.proxy.membership.members import Change
+from vllm_disagg.proxy.membership.members import MembershipChange
 from vllm_disagg.proxy.membership.registry import Registry
 from vllm_disagg.proxy.routing.fleet import Instance
 from vllm_disagg.proxy.telemetry.metrics import merge
 from vllm_disagg.proxy.workers import supervisor
-from vllm_disagg.proxy.workers.bus import Message, Place
+from vllm_disagg.proxy.workers.bus import BusMessage, WorkerPlace
 from vllm_disagg.proxy.workers.shared_load import SharedLoad, size
-from vllm_disagg.proxy.workers.supervisor import Hub, _live
+from vllm_disagg.proxy.workers.supervisor import BusHub, _live
 
 
 def test_load_is_shared() -> None:
@@ -84,17 +84,17 @@ h_seconds_sum 7.0
 
 
 def test_a_new_worker_learns_how_things_are() -> None:
-    hub = Hub(2)
-    said: list[Message] = []
+    hub = BusHub(2)
+    said: list[BusMessage] = []
     hub.workers[1].say = said.append  # type: ignore[assignment, method-assign]
-    add, drain = Change("add", "u", "prefill"), Change("drain", "v")
-    for change in (Change("drain", "u"), add, Change("cut", "w"), drain):
-        hub.heard(hub.workers[0], Message("change", change=change), 0.0)
-    hub.heard(hub.workers[0], Message("note", text="old"), 0.0)
-    hub.heard(hub.workers[0], Message("note", text="new"), 20.0)
+    add, drain = MembershipChange("add", "u", "prefill"), MembershipChange("drain", "v")
+    for change in (MembershipChange("drain", "u"), add, MembershipChange("cut", "w"), drain):
+        hub.heard(hub.workers[0], BusMessage("change", change=change), 0.0)
+    hub.heard(hub.workers[0], BusMessage("note", text="old"), 0.0)
+    hub.heard(hub.workers[0], BusMessage("note", text="new"), 20.0)
     said.clear()
-    hub.heard(hub.workers[1], Message("ready"), 21.0)
-    assert [m.change for m in said if m.change] == [Change("drain", "u"), add, drain]
+    hub.heard(hub.workers[1], BusMessage("ready"), 21.0)
+    assert [m.change for m in said if m.change] == [MembershipChange("drain", "u"), add, drain]
     assert [m.text for m in said if m.kind == "note"] == ["new"]
 
 
@@ -193,16 +193,16 @@ def counted(value: int) -> str:
 
 
 def test_what_a_dead_worker_had_counted_stays_counted() -> None:
-    hub = Hub(2)
-    said: list[Message] = []
+    hub = BusHub(2)
+    said: list[BusMessage] = []
     first, second = hub.workers
     first.say = second.say = said.append  # type: ignore[assignment, method-assign]
 
     async def scrape(*counts: int) -> list[str]:
         said.clear()
-        hub.heard(first, Message("ask"), 0.0)
+        hub.heard(first, BusMessage("ask"), 0.0)
         for worker, count in zip(hub.workers, counts, strict=True):
-            hub.heard(worker, Message("rendered", text=counted(count)), 0.0)
+            hub.heard(worker, BusMessage("rendered", text=counted(count)), 0.0)
         return merge(next(m.texts for m in said if m.kind == "texts")).decode().splitlines()
 
     async def lives() -> None:
@@ -224,15 +224,17 @@ def test_what_a_dead_worker_had_counted_stays_counted() -> None:
 
 
 def test_a_new_worker_refuses_registrations_that_the_others_have_heard() -> None:
-    key, hub, said = FleetKey(b"k" * 32), Hub(2), list[Message]()
+    key, hub, said = FleetKey(b"k" * 32), BusHub(2), list[BusMessage]()
     registry = Registry(key, "c")
     old = sign(key, RegistrationNote("c", "i", 1, "decode", "http://d"))
     for number in (1, 2):
         note = sign(key, RegistrationNote("c", "i", number, "decode", "http://d"))
         assert registry.tell(note, 0.0) == "ok"
-        hub.heard(hub.workers[0], Message("note", text=note.decode(), numbers=registry.last), 0.0)
+        hub.heard(
+            hub.workers[0], BusMessage("note", text=note.decode(), numbers=registry.last), 0.0
+        )
     hub.workers[1].say = said.append  # type: ignore[assignment, method-assign]
-    hub.heard(hub.workers[1], Message("ready"), 3600.0)
+    hub.heard(hub.workers[1], BusMessage("ready"), 3600.0)
     new = Registry(key, "c")
     for message in said:
         assert not message.text
@@ -246,10 +248,10 @@ LARGE_SCRAPE = """
 import asyncio, sys
 from vllm_disagg.proxy.routing.fleet import Fleet
 from vllm_disagg.proxy.workers import supervisor
-from vllm_disagg.proxy.workers.bus import Crew, parse_place
+from vllm_disagg.proxy.workers.bus import WorkerBus, parse_place
 
 async def main():
-    crew = Crew(parse_place(sys.argv[2]), Fleet(), lambda: b"#" * (65 << 20), lambda: None)
+    crew = WorkerBus(parse_place(sys.argv[2]), Fleet(), lambda: b"#" * (65 << 20), lambda: None)
     await crew.listen(None, None, lambda: None)
 
 asyncio.run(main())
@@ -258,28 +260,30 @@ asyncio.run(main())
 
 async def test_a_large_scrape_kills_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Metrics of a large fleet are longer than any line."""
-    monkeypatch.setattr(supervisor, "PATIENCE", 15.0)
+    monkeypatch.setattr(supervisor, "METRICS_TIMEOUT_SECONDS", 15.0)
     table = os.memfd_create("test")
     os.truncate(table, size(1))
-    hub, asking = Hub(1), asyncio.Event()
+    hub, asking = BusHub(1), asyncio.Event()
     (worker,) = hub.workers
-    said: list[Message] = []
+    said: list[BusMessage] = []
     life = asyncio.create_task(
-        _live(worker, hub, [sys.executable, "-c", LARGE_SCRAPE], Place(0, 1, 0, table, 0, "c"))
+        _live(
+            worker, hub, [sys.executable, "-c", LARGE_SCRAPE], WorkerPlace(0, 1, 0, table, 0, "c")
+        )
     )
     await asyncio.wait(
         (asyncio.create_task(worker.ready.wait()), life), timeout=10, return_when="FIRST_COMPLETED"
     )
     assert worker.process and worker.ready.is_set()
 
-    def note(message: Message, say: Any = worker.say) -> None:
+    def note(message: BusMessage, say: Any = worker.say) -> None:
         said.append(message)
         say(message)
         if message.kind == "texts":
             asking.set()
 
     worker.say = note  # type: ignore[assignment, method-assign]
-    hub.heard(worker, Message("ask"), 0.0)
+    hub.heard(worker, BusMessage("ask"), 0.0)
     await asyncio.wait(
         (asyncio.create_task(asking.wait()), life), timeout=10, return_when="FIRST_COMPLETED"
     )

@@ -19,7 +19,7 @@ from ...errors import ConfigError
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-MAX_NAME = 253  # characters of a host name (RFC 1035)
+MAX_HOST_NAME_CHARACTERS = 253  # characters of a host name (RFC 1035)
 _URL = re.compile(r"(https?)://(\[[^][/?#@]+\]|[^][/?#@:]+)(?::([0-9]+))?/*", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _RANKED = re.compile(r"(.*)@([0-9]{1,4})", re.DOTALL)
@@ -73,8 +73,8 @@ def bad_name(host: str) -> str:
         words = f"the host name {host!r} has an empty part"
     elif _NUMBER.fullmatch(labels[-1]):  # resolvers read 127.1 and 2130706433 as addresses
         words = f"{host!r} is neither a host name nor an IP address"
-    elif len(coded) > MAX_NAME:
-        words = f"the host name is longer than {MAX_NAME} characters"
+    elif len(coded) > MAX_HOST_NAME_CHARACTERS:
+        words = f"the host name is longer than {MAX_HOST_NAME_CHARACTERS} characters"
     elif not _NAME.fullmatch(coded):
         words = f"the host name {host!r} has a part of more than 63 characters, or characters that no host name has"
     return words
@@ -94,7 +94,7 @@ def host_of(url: str) -> str:
     return found[2].strip("[]") if found else ""
 
 
-class Networks:
+class AllowedNetworks:
     """Where instances may be that neither a flag nor the fleet file names."""
 
     def __init__(self, allowed: tuple[Network, ...] = ()) -> None:

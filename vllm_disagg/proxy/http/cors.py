@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from .headers import Headers, find
-from .server import Connection, Request
+from .server import Connection, HttpRequest
 
 ALLOWED_METHODS = b"GET, POST, OPTIONS"
 MAX_AGE = b"600"  # seconds that a browser may remember a preflight's answer
 
 
-def may_open(request: Request, origins: list[str]) -> bool:
+def may_open(request: HttpRequest, origins: list[str]) -> bool:
     """Whether a WebSocket may be opened. Browsers let any page try, and leave it to the server: so
     a page must come from a named origin, or from the host that it asks. Who is no browser says no
     origin.
@@ -25,7 +25,7 @@ class Cors:
     def __init__(self, origins: list[str]) -> None:
         self._origins = {origin.encode() for origin in origins}
 
-    def handle(self, request: Request, client: Connection) -> bool:
+    def handle(self, request: HttpRequest, client: Connection) -> bool:
         """Add what a browser has to know to the answer; whether that was all (a preflight)."""
         origin = find(request.headers, b"origin")
         client.extra = self._headers(origin)

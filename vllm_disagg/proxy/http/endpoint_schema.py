@@ -35,16 +35,16 @@ _NOT_FOR_PREFILL = frozenset(
 _UNSET = (b"null", b"false")
 
 
-class _Tool(msgspec.Struct):
+class _ToolKind(msgspec.Struct):
     type: str = "function"
 
 
 MAX_TOOLS_BYTES = 1024 * 1024  # that are looked into
-_tools = msgspec.json.Decoder(list[_Tool]).decode
+_tools = msgspec.json.Decoder(list[_ToolKind]).decode
 
 
 @dataclass(frozen=True)
-class Dialect:
+class EndpointSchema:
     """One endpoint's names for things."""
 
     prompt: str  # the field with the prompt
@@ -129,18 +129,18 @@ _CHAT = (
     "mm_processor_kwargs",
 )
 
-COMPLETIONS = Dialect(
+COMPLETIONS = EndpointSchema(
     prompt="prompt",
     caps=("max_tokens",),
     before=("model", "cache_salt"),
     list_of_texts=True,
 )
-CHAT = Dialect(
+CHAT = EndpointSchema(
     prompt="messages",
     caps=("max_tokens", "max_completion_tokens"),
     before=_CHAT,
 )
-RESPONSES = Dialect(
+RESPONSES = EndpointSchema(
     prompt="input",
     caps=("max_output_tokens",),
     before=(*_CHAT, "instructions", "reasoning"),
@@ -155,7 +155,7 @@ RESPONSES = Dialect(
     ),
     stores=True,
 )
-MESSAGES = Dialect(
+MESSAGES = EndpointSchema(
     prompt="messages",
     caps=("max_tokens",),
     before=(*_CHAT, "system", "thinking"),
@@ -163,7 +163,7 @@ MESSAGES = Dialect(
         "do_remote_decode",
     ),  # else a thinking budget must be less than the one token of the prefill leg
 )
-GENERATE = Dialect(
+GENERATE = EndpointSchema(
     prompt="token_ids",
     caps=("max_tokens",),
     before=("model", "cache_salt"),
@@ -172,7 +172,7 @@ GENERATE = Dialect(
     whole=("features", "content_parts", "prompt_logprob_token_ids"),
 )
 
-DIALECTS: dict[str, Dialect] = {
+SCHEMAS: dict[str, EndpointSchema] = {
     "/v1/completions": COMPLETIONS,
     "/v1/chat/completions": CHAT,
     "/v1/responses": RESPONSES,

@@ -8,7 +8,7 @@ from .server import JSON, Connection, error_body
 from .sse import DONE
 
 
-class Failed(Exception):
+class RequestFailed(Exception):
     """The request ends with this error of ours."""
 
     def __init__(self, status: int, message: str, retry_after: int = 0) -> None:

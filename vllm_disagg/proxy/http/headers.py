@@ -9,9 +9,11 @@ from http import HTTPStatus
 
 Headers = list[tuple[bytes, bytes]]  # names in lower case
 
-RANK = b"x-data-parallel-rank"  # which of the engines behind vLLM's API server a request is for
+RANK_HEADER = (
+    b"x-data-parallel-rank"  # which of the engines behind vLLM's API server a request is for
+)
 
-REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
+REASON_PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
 
 # Fields that concern one connection only (RFC 9110, 7.6.1), and those that we state ourselves.
 _HOP = frozenset(

@@ -16,12 +16,12 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from .endpoint_schema import DIALECTS
+from .endpoint_schema import SCHEMAS
 
 How = Literal["generate", "forward", "look up", "models", "session", "all", "own"]
 
 ROUTES: dict[str, tuple[tuple[str, ...], How]] = {
-    **dict.fromkeys(DIALECTS, (("POST",), "generate")),
+    **dict.fromkeys(SCHEMAS, (("POST",), "generate")),
     **dict.fromkeys(
         (
             # generation whose bodies or answers are not made for two legs

@@ -30,7 +30,7 @@ import httptools
 import msgspec
 
 from .headers import (
-    REASONS,
+    REASON_PHRASES,
     Headers,
     find,
     head,
@@ -39,14 +39,14 @@ from .headers import (
     plain_path,
     without_upgrade,
 )
-from .stall_timer import Standstill
+from .stall_timer import StallTimer
 
 log = logging.getLogger(__name__)
 
 JSON = (b"content-type", b"application/json")
 TOO_LONG = "the request's head is too large"
 ALL_BODIES = "the bodies of all requests are too large together"
-LINGER = 2.0  # seconds in which a refused client may read why
+LINGER_SECONDS = 2.0  # seconds in which a refused client may read why
 MAX_EARLY_BYTES = 64 * 1024  # of later requests, beside one body
 MAX_HEADERS = 240  # of a request; vLLM takes 256, and we add a few
 
@@ -65,7 +65,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class Request:
+class HttpRequest:
     method: str = ""
     path: str = ""  # without the query
     query: str = ""
@@ -87,12 +87,12 @@ class Request:
         return f"{self.path}?{self.query}" if self.query else self.path
 
 
-Handler = Callable[[Request, "Connection"], Awaitable[None]]
+Handler = Callable[[HttpRequest, "Connection"], Awaitable[None]]
 BodyLimit = Callable[
-    [Request], int
+    [HttpRequest], int
 ]  # bytes that a request's body may have; 0: the handler refuses it without a body
 OnRefused = Callable[
-    [Request, "Connection", int], None
+    [HttpRequest, "Connection", int], None
 ]  # told of each status that no handler has answered
 
 
@@ -141,7 +141,7 @@ class Connection(asyncio.Protocol):
         self._limits = server.limits
         self._transport: asyncio.Transport
         self._parser = httptools.HttpRequestParser(self)
-        self._incoming = Request()
+        self._incoming = HttpRequest()
         self._url = b""
         # where the request line is looked for: the present bytes, and those before until it is
         # complete
@@ -153,14 +153,14 @@ class Connection(asyncio.Protocol):
         self._between = 0  # bytes since the last ones of the body: framing, or trailers
         self._state = "idle"
         self._timer: asyncio.TimerHandle | None = None
-        self._ready: deque[Request] = deque()
+        self._ready: deque[HttpRequest] = deque()
         self._early = bytearray()
         self._task: asyncio.Task[None] | None = None
-        self._request = Request()  # the one being answered
+        self._request = HttpRequest()  # the one being answered
         self._chunked = False
         self._begun = b""  # the head of an answer of which nothing was written yet
         self._drained: asyncio.Future[None] | None = None
-        self._stall: Standstill | None = None
+        self._stall: StallTimer | None = None
         self._sink: Callable[[bytes], None] | None = (
             None  # where bytes go since the protocol was switched
         )
@@ -221,7 +221,7 @@ class Connection(asyncio.Protocol):
 
     def _flow(self, paused: bool) -> None:
         if paused and not self._stall:  # nobody writes more while it is paused
-            self._stall = Standstill(
+            self._stall = StallTimer(
                 self._transport.get_write_buffer_size, self._limits.stall_seconds, self._stalled
             )
         elif not paused and self._stall:
@@ -339,7 +339,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self._state != "refused":
-            self._incoming, self._url, self._state = Request(), b"", "head"
+            self._incoming, self._url, self._state = HttpRequest(), b"", "head"
 
     def on_url(self, url: bytes) -> None:
         if self._state != "refused":
@@ -390,7 +390,7 @@ class Connection(asyncio.Protocol):
         elif codings or length:
             self._expect_body(request, length, upgrades)
 
-    def _problem(self, request: Request, large: bool) -> tuple[int, str] | None:
+    def _problem(self, request: HttpRequest, large: bool) -> tuple[int, str] | None:
         """The status and the words for a head that is no HTTP/1 of ours."""
         if not (self._is_http if request.headers else self._url + b" HTTP/" in self._line):
             return 400, "the request line must end with HTTP/1.1 or HTTP/1.0"
@@ -402,7 +402,7 @@ class Connection(asyncio.Protocol):
             return 431, TOO_LONG
         return host_problem(request.headers, needed=version == "1.1")
 
-    def _expect_body(self, request: Request, length: int, upgrades: bool) -> None:
+    def _expect_body(self, request: HttpRequest, length: int, upgrades: bool) -> None:
         """Decide whether a body may come, before any of it is kept."""
         self._body_limit = self._server.body_limit(request)
         if not self._body_limit:
@@ -421,7 +421,7 @@ class Connection(asyncio.Protocol):
     def _too_large(self) -> str:
         return f"the request's body is larger than {self._body_limit} bytes"
 
-    def _may_say_continue(self, request: Request, upgrades: bool) -> bool:
+    def _may_say_continue(self, request: HttpRequest, upgrades: bool) -> bool:
         """Not to HTTP/1.0, not before an earlier answer, not to a head that is parsed once more."""
         return request.chunked_ok and not self._ready and not upgrades
 
@@ -451,7 +451,7 @@ class Connection(asyncio.Protocol):
             self._drop_body()
             about = self._incoming
             self._ready.append(
-                Request(about.method, about.path, keep_alive=False, refusal=(status, message))
+                HttpRequest(about.method, about.path, keep_alive=False, refusal=(status, message))
             )
 
     def _deadline(self) -> None:
@@ -465,7 +465,7 @@ class Connection(asyncio.Protocol):
             "body": limits.body_seconds,
         }
         self._timer = asyncio.get_running_loop().call_later(
-            seconds.get(self._state, LINGER), self._late
+            seconds.get(self._state, LINGER_SECONDS), self._late
         )
 
     def _late(self) -> None:
@@ -504,7 +504,7 @@ class Connection(asyncio.Protocol):
         self._state = "linger"
         self._deadline()
 
-    async def _handle(self, request: Request) -> None:
+    async def _handle(self, request: HttpRequest) -> None:
         await self._server.handler(request, self)
 
     def _finished(self, task: asyncio.Task[None]) -> None:
@@ -605,7 +605,7 @@ class Connection(asyncio.Protocol):
         headers = headers + [field for field in self.extra if field not in headers]
         if not self._keep_alive():
             headers = [*headers, (b"connection", b"close")]
-        return head(b"HTTP/1.1 %d %b" % (status, REASONS.get(status, b"Unknown")), headers)
+        return head(b"HTTP/1.1 %d %b" % (status, REASON_PHRASES.get(status, b"Unknown")), headers)
 
     def write(self, data: bytes) -> None:
         if data and not self._transport.is_closing():

@@ -34,7 +34,7 @@ class EventTooLarge(DisaggError):
     """One event of more than EVENT_LIMIT_BYTES."""
 
 
-class Cutter:
+class EventSplitter:
     """Cuts a stream into whole events. Each byte is searched once and joined once, however it
     arrives.
     """
@@ -108,22 +108,22 @@ def is_error(event: bytes) -> bool:
     return event.startswith((ERROR, EVENT_ERROR, EVENT_FAILED))
 
 
-class _Code(msgspec.Struct):
+class _ErrorCode(msgspec.Struct):
     code: int | str | None = None
     type: str | None = None
 
 
-class _Failed(msgspec.Struct):
+class _ErrorEvent(msgspec.Struct):
     """All forms of an error event: `{"error": {...}}`, Anthropic's with a type beside it, OpenAI's
     flat one, and a response that failed.
     """
 
     type: str = ""
     code: int | str | None = None
-    error: _Code | None = None
+    error: _ErrorCode | None = None
 
 
-_failed = msgspec.json.Decoder(_Failed).decode
+_failed = msgspec.json.Decoder(_ErrorEvent).decode
 
 
 def failed(data: bytes) -> bool:

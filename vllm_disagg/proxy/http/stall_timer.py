@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-SLICES = 8
+SLICES_PER_TIMEOUT = 8
 
 
-class Standstill:
+class StallTimer:
     """Calls `act` once when `value` has stayed as it is for `seconds`, give or take half of them."""
 
     def __init__(
@@ -40,7 +40,7 @@ async def patient(seconds: float) -> AsyncIterator[None]:
     """TimeoutError after `seconds` in which this loop ran. What it stood still does not count: then
     answers that are here already were not read, and whoever sent them is not late.
     """
-    loop, part, left = asyncio.get_running_loop(), seconds / SLICES, SLICES
+    loop, part, left = asyncio.get_running_loop(), seconds / SLICES_PER_TIMEOUT, SLICES_PER_TIMEOUT
     timer: asyncio.TimerHandle
     async with asyncio.timeout(None) as limit:
 

@@ -20,17 +20,20 @@ from urllib.parse import urlsplit
 import httptools
 
 from ...errors import DisaggError
-from .addresses import Networks, check_url, split_rank
-from .headers import RANK, Headers, end_to_end, find, head
+from .addresses import AllowedNetworks, check_url, split_rank
+from .headers import RANK_HEADER, Headers, end_to_end, find, head
 from .reasons import Reason
 from .stall_timer import patient
 
-IDLE = 4.0  # seconds; below vLLM's VLLM_HTTP_TIMEOUT_KEEP_ALIVE
-CONNECT = 2.0  # seconds
-FULL = (429, 503)  # what an API server answers whose engine has as much to do as it may have
+IDLE_SECONDS = 4.0  # seconds; below vLLM's VLLM_HTTP_TIMEOUT_KEEP_ALIVE
+CONNECT_SECONDS = 2.0  # seconds
+FULL_STATUSES = (
+    429,
+    503,
+)  # what an API server answers whose engine has as much to do as it may have
 QUICKACK: int = getattr(socket, "TCP_QUICKACK", 0)  # Linux has it
 MAX_HEAD_BYTES = 256 * 1024  # of an answer, with those of 1xx before it
-HOLD = 256 * 1024  # bytes of an answer held for someone who has not asked for its body yet
+HOLD_BYTES = 256 * 1024  # bytes of an answer held for someone who has not asked for its body yet
 
 
 class Unreachable(DisaggError):
@@ -46,17 +49,17 @@ def _drop(_: bytes) -> None:
     """A sink for what nobody wants any more."""
 
 
-class Answer:
+class UpstreamResponse:
     """One answer, from its head to its last byte."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: UpstreamConnection) -> None:
         self._wire = wire
         self.began = asyncio.get_running_loop().time()
         self.status = 0  # until the head is here
         self.headers: Headers = []
         self._held: list[bytes] = []
         self._size = 0
-        self._hold = HOLD
+        self._hold = HOLD_BYTES
         self._sink: Callable[[bytes], None] | None = None
         self._collect = False
         self._complete = False
@@ -189,14 +192,14 @@ class Answer:
             self._tell()
 
 
-class Wire(asyncio.Protocol):
+class UpstreamConnection(asyncio.Protocol):
     """One connection to an instance.  It carries one exchange at a time."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
         self._transport: asyncio.Transport
         self._parser: httptools.HttpResponseParser
-        self._answer: Answer | None = None
+        self._answer: UpstreamResponse | None = None
         self.sink: Callable[[bytes], None] | None = (
             None  # where the present answer's body goes, once somebody wants it
         )
@@ -227,11 +230,11 @@ class Wire(asyncio.Protocol):
     def is_open(self) -> bool:
         return not self._transport.is_closing()
 
-    def ask(self, data: bytes, body: bytes, upgrade: bytes = b"") -> Answer:
+    def ask(self, data: bytes, body: bytes, upgrade: bytes = b"") -> UpstreamResponse:
         """Send a request. If it asks for an upgrade and gets a 101, what follows is the answer's
         body.
         """
-        self._answer = answer = Answer(self)
+        self._answer = answer = UpstreamResponse(self)
         self._upgrade = upgrade
         self._parser, self.sink = httptools.HttpResponseParser(self), None
         self._done = self.spoke = False
@@ -356,11 +359,11 @@ class Wire(asyncio.Protocol):
             self._answer.completed()
 
 
-class Pool:
+class ConnectionPool:
     """The connections to one instance.  If it is a data parallel rank, every request says so."""
 
     def __init__(
-        self, url: str, tls: ssl.SSLContext | None = None, networks: Networks | None = None
+        self, url: str, tls: ssl.SSLContext | None = None, networks: AllowedNetworks | None = None
     ) -> None:
         """`tls`: whom to trust when the URL is https; by default whom this system trusts.
         `networks`: where it may be; by default anywhere.
@@ -373,9 +376,9 @@ class Pool:
         self._tls = (tls or ssl.create_default_context()) if secure else None
         self._host = parts.netloc.encode()
         self._networks = networks
-        self.wires: set[Wire] = set()
+        self.wires: set[UpstreamConnection] = set()
         self.heard = 0  # pieces of data, which are signs of life
-        self._idle: deque[Wire] = deque()
+        self._idle: deque[UpstreamConnection] = deque()
         self.closed = False  # for good: no new connections
 
     def close(self) -> None:
@@ -385,7 +388,7 @@ class Pool:
 
     async def send(
         self, method: str, path: str, headers: Headers, body: bytes = b"", upgrade: bytes = b""
-    ) -> Answer:
+    ) -> UpstreamResponse:
         """Send a request; return when the answer's head is here. The caller closes the answer.
         `upgrade`: the protocol to ask for, on a connection of its own; an answer of 101 means that
         it is spoken.
@@ -396,7 +399,10 @@ class Pool:
         else:
             fields.append((b"content-length", b"%d" % len(body)))
         if self._rank:
-            fields = [*(field for field in fields if field[0] != RANK), (RANK, self._rank)]
+            fields = [
+                *(field for field in fields if field[0] != RANK_HEADER),
+                (RANK_HEADER, self._rank),
+            ]
         data = head(f"{method} {path} HTTP/1.1".encode(), fields)
         wire = None if upgrade else self._kept()
         wire = wire or await self._connect()
@@ -423,31 +429,31 @@ class Pool:
         for wire in list(self.wires):
             wire.drop(reason, detail)
 
-    def release(self, wire: Wire) -> None:
+    def release(self, wire: UpstreamConnection) -> None:
         now = asyncio.get_running_loop().time()
         wire.idle_since = now
         self._idle.append(wire)
-        while now - self._idle[0].idle_since > IDLE:
+        while now - self._idle[0].idle_since > IDLE_SECONDS:
             self._idle.popleft().close()
 
-    def _kept(self) -> Wire | None:
+    def _kept(self) -> UpstreamConnection | None:
         """The connection used last, if vLLM has surely not tired of it."""
         now = asyncio.get_running_loop().time()
         while self._idle:
             wire = self._idle.pop()
-            if wire.is_open and now - wire.idle_since <= IDLE:
+            if wire.is_open and now - wire.idle_since <= IDLE_SECONDS:
                 return wire
             wire.close()
         return None
 
-    async def _connect(self) -> Wire:
+    async def _connect(self) -> UpstreamConnection:
         if self.closed:
             raise Unreachable("refused", "it has left the fleet")
         try:
-            async with patient(CONNECT):
+            async with patient(CONNECT_SECONDS):
                 return await self._open()
         except TimeoutError:
-            raise Unreachable("refused", f"no connection within {CONNECT:.0f} s") from None
+            raise Unreachable("refused", f"no connection within {CONNECT_SECONDS:.0f} s") from None
         except ssl.SSLError as error:
             raise Unreachable(
                 "refused", f"TLS: {getattr(error, 'verify_message', '') or error.reason}"
@@ -458,7 +464,7 @@ class Pool:
         ) as error:  # ValueError: a name that no host can have, as with a label of 64 bytes
             raise Unreachable("refused", getattr(error, "strerror", None) or str(error)) from None
 
-    async def _open(self) -> Wire:
+    async def _open(self) -> UpstreamConnection:
         """Connect to the first address that accepts. DNS may answer differently each time, so what
         it answers is compared with the allowed networks here.
         """
@@ -476,17 +482,17 @@ class Pool:
                 return await self._open_to(address)
         return await self._open_to(allowed[-1])
 
-    async def _open_to(self, address: str) -> Wire:
+    async def _open_to(self, address: str) -> UpstreamConnection:
         loop, (host, port) = asyncio.get_running_loop(), self._address
         name = host if self._tls else None  # whose certificate is expected
         return (
             await loop.create_connection(
-                lambda: Wire(self), address, port, ssl=self._tls, server_hostname=name
+                lambda: UpstreamConnection(self), address, port, ssl=self._tls, server_hostname=name
             )
         )[1]
 
 
-def pool_of(pools: dict[str, Pool], url: str) -> Pool:
+def pool_of(pools: dict[str, ConnectionPool], url: str) -> ConnectionPool:
     """An instance's connections; Unreachable when it was cut from the fleet after somebody had
     chosen it.
     """

@@ -8,22 +8,22 @@ that the instance sends are counted, and not looked into.
 
 from __future__ import annotations
 
-from .error_replies import Failed
+from .error_replies import RequestFailed
 from .headers import end_to_end
 from .reasons import Reason
 from .server import Connection
-from .stall_timer import Standstill
-from .upstream import Answer, Unreachable
+from .stall_timer import StallTimer
+from .upstream import Unreachable, UpstreamResponse
 
-CLOSE = 8
-CODES = {
+CLOSE_OPCODE = 8
+CLOSE_CODES = {
     502: 1014,
     503: 1012,
 }  # HTTP's words in a WebSocket's: bad gateway, service restart; any other is 1011
-IDLE = 75.0  # seconds in which neither side says anything; vLLM pings every 20 s
+IDLE_SECONDS = 75.0  # seconds in which neither side says anything; vLLM pings every 20 s
 
 
-class Frames:
+class FrameReader:
     """Where the bytes of one direction stand: between two frames, or within one."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Frames:
             more = {126: 2, 127: 8}.get(length, 0)
             if len(head) == 2 + more + 4 * mask:
                 self._left = int.from_bytes(head[2 : 2 + more]) if more else length
-                self.closed = self.closed or head[0] & 15 == CLOSE
+                self.closed = self.closed or head[0] & 15 == CLOSE_OPCODE
                 head.clear()
 
     def close(self, status: int, message: str) -> bytes:
@@ -56,14 +56,18 @@ class Frames:
             return b""
         self.closed = True
         reason = message.encode()[:120].decode(errors="ignore").encode()
-        return bytes((128 | CLOSE, 2 + len(reason))) + CODES.get(status, 1011).to_bytes(2) + reason
+        return (
+            bytes((128 | CLOSE_OPCODE, 2 + len(reason)))
+            + CLOSE_CODES.get(status, 1011).to_bytes(2)
+            + reason
+        )
 
 
-async def join(client: Connection, answer: Answer) -> None:
+async def join(client: Connection, answer: UpstreamResponse) -> None:
     """Pass everything on, both ways, until the instance closes the session; Unreachable when it
     broke it off, Failed when nobody says anything. If the client leaves, the caller is cancelled.
     """
-    frames, meter = Frames(), client.meter
+    frames, meter = FrameReader(), client.meter
     if not meter:
         raise TypeError("a session without a meter")
     client.meter, meter.is_session = None, True  # it has no events, only bytes
@@ -81,16 +85,16 @@ async def join(client: Connection, answer: Answer) -> None:
     client.last_words, client.on_pause = frames.close, answer.flow
     answer.on_full(client.hold)
     client.switch(end_to_end(answer.headers), to_instance)
-    idle = Standstill(
+    idle = StallTimer(
         lambda: (meter.sent, meter.received),
-        IDLE,
-        lambda: answer.reject(reason, f"nobody said anything for {IDLE:g} s"),
+        IDLE_SECONDS,
+        lambda: answer.reject(reason, f"nobody said anything for {IDLE_SECONDS:g} s"),
     )
     try:
         await answer.pipe(to_client, paused=client.paused)
     except Unreachable as error:
         if error.reason == reason:  # nobody's fault
-            raise Failed(504, error.detail) from None
+            raise RequestFailed(504, error.detail) from None
         if not frames.closed:
             raise
     finally:

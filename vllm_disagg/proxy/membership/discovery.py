@@ -27,30 +27,34 @@ from ...fleet.keys import FleetKey
 from ...protocol.peers import EngineCard, EngineInfo
 from ..http.headers import Headers
 from ..http.stall_timer import patient
-from ..http.upstream import FULL, Pool, Unreachable
-from ..routing.engine_steps import LOOKS, Verdict, fingerprint
-from ..routing.fleet import UNKNOWN, Fleet, Instance, mismatch
+from ..http.upstream import FULL_STATUSES, ConnectionPool, Unreachable
+from ..routing.engine_steps import LOOKS_PER_PATIENCE, StepVerdict, fingerprint
+from ..routing.fleet import NOT_PROBED, Fleet, Instance, mismatch
 
 log = logging.getLogger(__name__)
 
-PROBE_TIMEOUT = 30.0  # seconds; a probe waits behind the engine's other work
-LOST = 30.0  # seconds of silence after which answers that are still owed are given up
-WEIGH = 2.0  # seconds between two looks at a decode instance's KV cache
-DRIFT = 3600.0  # seconds after which an engine's clock is asked for again
-MUTE = 30.0  # seconds that /health may take while streams show that the instance lives
-STILL = (
+PROBE_TIMEOUT_SECONDS = 30.0  # seconds; a probe waits behind the engine's other work
+MAX_SILENCE_SECONDS = (
+    30.0  # seconds of silence after which answers that are still owed are given up
+)
+CACHE_POLL_SECONDS = 2.0  # seconds between two looks at a decode instance's KV cache
+CLOCK_REFRESH_SECONDS = 3600.0  # seconds after which an engine's clock is asked for again
+BUSY_HEALTH_SECONDS = (
+    30.0  # seconds that /health may take while streams show that the instance lives
+)
+STEP_CHECK_RATIO = (
     4  # an engine that owes an answer and makes no steps is down after a patience divided by this
 )
 STALLED = "its engine makes no steps"
-AGAIN = 5.0  # seconds after which a watch that failed begins anew
+WATCH_RETRY_SECONDS = 5.0  # seconds after which a watch that failed begins anew
 
 
-class _Model(msgspec.Struct):
+class _ListedModel(msgspec.Struct):
     id: str
 
 
-class _Models(msgspec.Struct):
-    data: list[_Model]
+class _ModelList(msgspec.Struct):
+    data: list[_ListedModel]
 
 
 class _Completion(msgspec.Struct):
@@ -70,7 +74,7 @@ _NIXL_KEY = "remote_engine_id"
 
 _KV_USE = re.compile(rb"^vllm:kv_cache_usage_perc(\{[^\n]*\})? (\S+)$", re.MULTILINE)
 
-_models = msgspec.json.Decoder(_Models).decode
+_models = msgspec.json.Decoder(_ModelList).decode
 _completion = msgspec.json.Decoder(_Completion).decode
 _engine = msgspec.json.Decoder(EngineInfo).decode
 _card = msgspec.json.Decoder(EngineCard).decode
@@ -105,7 +109,7 @@ def params_in(answer: bytes) -> dict[str, msgspec.Raw] | None:
     return params if params and bytes(params.get(_NIXL_KEY, b"null")) != b"null" else None
 
 
-class _Odd(Exception):
+class _UnexpectedAnswer(Exception):
     """An instance answered, but not as vLLM does."""
 
     def __init__(self, words: str, status: int = 200) -> None:
@@ -119,7 +123,7 @@ class Discovery:
     def __init__(
         self,
         fleet: Fleet,
-        pools: dict[str, Pool],
+        pools: dict[str, ConnectionPool],
         key: FleetKey,
         on_change: Callable[[], None],
         api_key: str,
@@ -136,7 +140,7 @@ class Discovery:
         self._silence = silence
         self._patience = patience
         self._look = (
-            patience / STILL / (LOOKS + 1)
+            patience / STEP_CHECK_RATIO / (LOOKS_PER_PATIENCE + 1)
         )  # seconds between two looks at an engine that owes an answer
         self._known: dict[str, object] = {}  # what was reported last, by URL
         self._nudging: dict[Instance, asyncio.Task[None]] = {}
@@ -147,9 +151,13 @@ class Discovery:
             try:
                 await self._follow(instance, interval)
             except Exception as error:
-                log.exception("the watch of %s failed; it begins anew in %g s", instance.url, AGAIN)
+                log.exception(
+                    "the watch of %s failed; it begins anew in %g s",
+                    instance.url,
+                    WATCH_RETRY_SECONDS,
+                )
                 instance.down(f"its watch failed: {type(error).__name__}: {error}")
-            await asyncio.sleep(AGAIN)
+            await asyncio.sleep(WATCH_RETRY_SECONDS)
 
     async def _follow(self, instance: Instance, interval: float) -> None:
         loop = asyncio.get_running_loop()
@@ -201,7 +209,7 @@ class Discovery:
         """Whether nobody may wait longer for it. An engine in a very long step, as one that
         compiles, may yet answer.
         """
-        return seconds > (LOST if trouble else self._patience)
+        return seconds > (MAX_SILENCE_SECONDS if trouble else self._patience)
 
     def _abandon(self, instance: Instance) -> None:
         """End the requests that it has: they go elsewhere."""
@@ -216,12 +224,13 @@ class Discovery:
     def _is_to_weigh(self, instance: Instance, since: float) -> bool:
         now = asyncio.get_running_loop().time()
         owes = instance.up and instance.stepping.is_due(now, instance.busy > 0, self._look)
-        return owes or (instance.role == "decode" and since > WEIGH)
+        return owes or (instance.role == "decode" and since > CACHE_POLL_SECONDS)
 
     def _forgets(self, instance: Instance) -> bool:
         """Whether it is long ago that its engine said what its clock is; clocks drift."""
         return (
-            instance.kind == "disagg" and asyncio.get_running_loop().time() - instance.told > DRIFT
+            instance.kind == "disagg"
+            and asyncio.get_running_loop().time() - instance.told > CLOCK_REFRESH_SECONDS
         )
 
     def _replaceable(self, instance: Instance) -> bool:
@@ -232,7 +241,9 @@ class Discovery:
         """What is wrong with it; empty when it lives."""
         loop, pool = asyncio.get_running_loop(), self._pools[instance.url]
         life, heard = loop.time(), pool.heard
-        asking = asyncio.create_task(self._ask(instance, "GET", "/health", timeout=MUTE))
+        asking = asyncio.create_task(
+            self._ask(instance, "GET", "/health", timeout=BUSY_HEALTH_SECONDS)
+        )
         try:
             while not asking.done():
                 looked = loop.time()
@@ -251,7 +262,7 @@ class Discovery:
                 instance.down(f"refuses connections: {error.detail}")
                 pool.abort()
             return f"does not answer /health: {error}"
-        except (TimeoutError, _Odd) as error:
+        except (TimeoutError, _UnexpectedAnswer) as error:
             return f"does not answer /health: {error or 'timeout'}"
         finally:
             asking.cancel()
@@ -260,7 +271,7 @@ class Discovery:
     def _note(self, instance: Instance) -> None:
         """Tell of changes, once each."""
         now = (instance.up, instance.why_not, instance.engine)
-        if self._known.get(instance.url, (False, UNKNOWN, None)) != now:
+        if self._known.get(instance.url, (False, NOT_PROBED, None)) != now:
             self._known[instance.url] = now
             self._report(instance)
             self._on_change()
@@ -269,15 +280,17 @@ class Discovery:
         """(its models, a probe's answer, its engine's card); _Odd, and what `_ask` and decoders
         raise.
         """
-        models = _models(await self._ask(instance, "GET", "/v1/models", timeout=PROBE_TIMEOUT))
+        models = _models(
+            await self._ask(instance, "GET", "/v1/models", timeout=PROBE_TIMEOUT_SECONDS)
+        )
         if not models.data:
-            raise _Odd("it serves no model")
+            raise _UnexpectedAnswer("it serves no model")
         names = [model.id for model in models.data]
         answer = await self._ask_who(instance, names[0])
         if (card := card_in(answer)) and card.rank == instance.rank:  # now it can be asked by name
             answer = await self._ask_who(instance, names[0], card)
             if (again := card_in(answer)) is None or again.incarnation != card.incarnation:
-                raise _Odd("it is another process than a moment ago")
+                raise _UnexpectedAnswer("it is another process than a moment ago")
         return names, answer, card
 
     async def _probe(self, instance: Instance) -> None:
@@ -288,12 +301,16 @@ class Discovery:
                 instance.down("does not answer a probe in time")
         except (
             Unreachable,
-            _Odd,
+            _UnexpectedAnswer,
             msgspec.DecodeError,
             UnicodeDecodeError,
             RecursionError,
         ) as error:
-            if not (instance.up and isinstance(error, _Odd) and error.status in FULL):
+            if not (
+                instance.up
+                and isinstance(error, _UnexpectedAnswer)
+                and error.status in FULL_STATUSES
+            ):
                 instance.down(f"does not answer a probe: {error}")
         else:
             instance.stepping.lived(asyncio.get_running_loop().time())
@@ -315,7 +332,9 @@ class Discovery:
         self, instance: Instance, model: str, card: EngineCard | None = None
     ) -> bytes:
         """A probe's answer.  Without an engine's card all we learn is the card."""
-        name, until = (card.incarnation, card.clock + 2 * PROBE_TIMEOUT) if card else ("", 0.0)
+        name, until = (
+            (card.incarnation, card.clock + 2 * PROBE_TIMEOUT_SECONDS) if card else ("", 0.0)
+        )
         grant = mint(self._key, Grant(VERSION, "probe", new_transfer(), name, until=until))
         body = {
             "model": model,
@@ -329,7 +348,7 @@ class Discovery:
             "POST",
             "/v1/completions",
             body=msgspec.json.encode(body),
-            timeout=PROBE_TIMEOUT,
+            timeout=PROBE_TIMEOUT_SECONDS,
         )
 
     async def _weigh(self, instance: Instance) -> None:
@@ -339,18 +358,18 @@ class Discovery:
         now = asyncio.get_running_loop().time
         is_due = instance.stepping.is_due(now(), instance.busy > 0, self._look)
         try:
-            page = await self._ask(instance, "GET", "/metrics", timeout=PROBE_TIMEOUT)
+            page = await self._ask(instance, "GET", "/metrics", timeout=PROBE_TIMEOUT_SECONDS)
             label = b"" if instance.rank is None else b'engine="%d"' % instance.rank
             instance.kv_use = max(
                 (float(value) for labels, value in _KV_USE.findall(page) if label in labels),
                 default=0.0,
             )
-        except (Unreachable, TimeoutError, _Odd, ValueError):
+        except (Unreachable, TimeoutError, _UnexpectedAnswer, ValueError):
             instance.kv_use = 0.0  # not known; whether it lives is found out elsewhere
             return
         if (
             is_due
-            and instance.stepping.saw(fingerprint(page, instance.rank), now()) is Verdict.NUDGE
+            and instance.stepping.saw(fingerprint(page, instance.rank), now()) is StepVerdict.NUDGE
         ):
             self._nudge(instance)
 
@@ -368,8 +387,12 @@ class Discovery:
         body = msgspec.json.encode(
             {"model": instance.model, "prompt": "probe", "max_tokens": 1, "temperature": 0}
         )
-        with contextlib.suppress(Unreachable, TimeoutError, _Odd):  # then nothing is known
-            await self._ask(instance, "POST", "/v1/completions", body=body, timeout=PROBE_TIMEOUT)
+        with contextlib.suppress(
+            Unreachable, TimeoutError, _UnexpectedAnswer
+        ):  # then nothing is known
+            await self._ask(
+                instance, "POST", "/v1/completions", body=body, timeout=PROBE_TIMEOUT_SECONDS
+            )
             instance.stepping.lived(asyncio.get_running_loop().time())
 
     async def _ask(
@@ -382,7 +405,7 @@ class Discovery:
             finally:
                 answer.close()
         if answer.status != 200:
-            raise _Odd(f"{method} {path} answered {answer.status}", answer.status)
+            raise _UnexpectedAnswer(f"{method} {path} answered {answer.status}", answer.status)
         return content
 
     def _report(self, instance: Instance) -> None:

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 Reader = Callable[[Any, Role, int], set[Member]]
 
-TIMEOUT = 5.0  # seconds for one list
+LIST_TIMEOUT_SECONDS = 5.0  # seconds for one list
 
 
 def connect(slices: bool) -> Any:
@@ -113,7 +113,10 @@ async def follow(
             found: set[Member] = set()
             for role, selector in selectors.items():
                 listed = await asyncio.to_thread(
-                    lister, namespace, label_selector=selector, _request_timeout=TIMEOUT
+                    lister,
+                    namespace,
+                    label_selector=selector,
+                    _request_timeout=LIST_TIMEOUT_SECONDS,
                 )
                 found |= read(listed, role, port)
         except Exception as error:  # the client raises its own and its HTTP library's

@@ -11,14 +11,14 @@ from typing import Literal
 
 import msgspec
 
-from ..http.upstream import Pool
+from ..http.upstream import ConnectionPool
 from ..routing.fleet import Fleet, Instance, Role
 from .reconcile import Member, reconcile
 
 log = logging.getLogger(__name__)
 
-SWEEP = 0.2  # seconds between looks at instances that leave
-ORDER = (
+SWEEP_SECONDS = 0.2  # seconds between looks at instances that leave
+SOURCE_ORDER = (
     "flags",
     "admin",
     "file",
@@ -28,7 +28,7 @@ ORDER = (
 )  # who is believed when sources disagree
 
 
-class Change(msgspec.Struct, frozen=True):
+class MembershipChange(msgspec.Struct, frozen=True):
     """What somebody wants changed by hand."""
 
     kind: Literal[
@@ -46,8 +46,8 @@ class Members:
     def __init__(
         self,
         fleet: Fleet,
-        pools: dict[str, Pool],
-        connect: Callable[[str, bool], Pool],
+        pools: dict[str, ConnectionPool],
+        connect: Callable[[str, bool], ConnectionPool],
         watch: Callable[[Instance], Coroutine[None, None, None]],
         on_change: Callable[[], None],
     ) -> None:
@@ -58,7 +58,7 @@ class Members:
         self._on_change = on_change
         self._tasks: asyncio.TaskGroup | None = None
         self._watches: dict[str, asyncio.Task[None]] = {}
-        self._wanted: dict[str, list[Member]] = {name: [] for name in ORDER}
+        self._wanted: dict[str, list[Member]] = {name: [] for name in SOURCE_ORDER}
         self._drained: set[str] = set()
         self._told: set[str] = set()
 
@@ -93,7 +93,7 @@ class Members:
             (i.role for i in (*self._fleet.instances, *self._fleet.leaving) if i.url == url), None
         )
 
-    def apply(self, change: Change) -> None:
+    def apply(self, change: MembershipChange) -> None:
         """Change the fleet by hand."""
         admin = [member for member in self._wanted["admin"] if member.url != change.url]
         match change.kind:
@@ -119,7 +119,7 @@ class Members:
     async def _sweep(self) -> None:
         """Forget instances that have left, for ever."""
         while True:
-            await asyncio.sleep(SWEEP)
+            await asyncio.sleep(SWEEP_SECONDS)
             for instance in list(self._fleet.leaving):
                 if not instance.busy:
                     self._remove(instance)

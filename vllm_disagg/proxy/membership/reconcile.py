@@ -28,7 +28,7 @@ class Member(msgspec.Struct, frozen=True, order=True):
     role: Role
 
 
-class Changes(msgspec.Struct, frozen=True):
+class MembershipChanges(msgspec.Struct, frozen=True):
     """What makes the fleet as it is wanted."""
 
     add: list[Member] = []
@@ -42,7 +42,7 @@ def reconcile(
     leaving: Collection[Member],
     wanted: Mapping[str, Iterable[Member]],
     drained: Collection[str],
-) -> Changes:
+) -> MembershipChanges:
     """What to change, given who is `here`, who is `leaving`, what each source wants, in order of
     rank, and which URLs are drained by hand.
 
@@ -60,7 +60,7 @@ def reconcile(
                 )
     right = [member for member, _ in chosen.values() if member.url not in drained]
     still_leaving = {member.url for member in leaving}
-    return Changes(
+    return MembershipChanges(
         add=[
             m
             for m in right

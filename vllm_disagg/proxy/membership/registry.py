@@ -12,11 +12,11 @@ from typing import Literal, NamedTuple
 from ...errors import BadGrant, ConfigError
 from ...fleet.keys import FleetKey
 from ...fleet.registration import REGISTER_SECONDS, RegistrationNote, read
-from ..http.addresses import Networks, check_url
+from ..http.addresses import AllowedNetworks, check_url
 from .reconcile import Member
 
-PATIENCE = 5 * REGISTER_SECONDS  # seconds without a word, until an engine is no longer wanted
-MAX_LIVES = 4096  # incarnations whose numbers are remembered
+EXPIRY_SECONDS = 5 * REGISTER_SECONDS  # seconds without a word, until an engine is no longer wanted
+MAX_INCARNATIONS = 4096  # incarnations whose numbers are remembered
 
 
 class Registered(NamedTuple):
@@ -30,10 +30,10 @@ class Registry:
     """Who is there by their own word."""
 
     def __init__(
-        self, key: FleetKey, challenge: str = "", networks: Networks | None = None
+        self, key: FleetKey, challenge: str = "", networks: AllowedNetworks | None = None
     ) -> None:
         self._key = key
-        self._networks = networks or Networks()
+        self._networks = networks or AllowedNetworks()
         self.challenge = challenge or secrets.token_hex(16)
         self._numbers: dict[str, int] = {}  # the last one of each incarnation
         self.last: dict[str, int] = {}  # the number taken last
@@ -71,13 +71,15 @@ class Registry:
 
     def members(self, now: float) -> frozenset[Member]:
         self._heard = {
-            member: heard for member, heard in self._heard.items() if now - heard[0] < PATIENCE
+            member: heard
+            for member, heard in self._heard.items()
+            if now - heard[0] < EXPIRY_SECONDS
         }
         return frozenset(self._heard)
 
     def _remember(self, note: RegistrationNote) -> None:
         self._numbers[note.incarnation] = note.number
         self.last = {note.incarnation: note.number}
-        if len(self._numbers) > MAX_LIVES:  # what we forget must not be said again
+        if len(self._numbers) > MAX_INCARNATIONS:  # what we forget must not be said again
             self._numbers.clear()
             self.challenge = secrets.token_hex(16)

@@ -15,7 +15,7 @@ from typing import cast
 import yaml
 
 from ...errors import ConfigError
-from ..http.addresses import Networks, bad_name, check_url, is_port
+from ..http.addresses import AllowedNetworks, bad_name, check_url, is_port
 from ..routing.fleet import Role
 from .reconcile import Member
 
@@ -96,7 +96,7 @@ def parse_name(text: str, flag: str) -> tuple[str, int]:
     return host.encode("idna").decode(), int(port)
 
 
-def within(networks: Networks, source: str, tell: Tell) -> Tell:
+def within(networks: AllowedNetworks, source: str, tell: Tell) -> Tell:
     """A `tell` that leaves out members whose addresses are not allowed, with a warning for each new
     one.
     """

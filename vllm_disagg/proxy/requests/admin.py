@@ -28,33 +28,33 @@ import msgspec
 from ...errors import BadGrant, ConfigError
 from ...fleet.keys import ADMIN_KEY
 from ...fleet.registration import REGISTER_PATH as REGISTER
-from ..http.addresses import Networks, check_url
+from ..http.addresses import AllowedNetworks, check_url
 from ..http.headers import Headers, find
-from ..http.server import JSON, Connection, Request, error_body
-from ..membership.members import Change, Members
+from ..http.server import JSON, Connection, HttpRequest, error_body
+from ..membership.members import Members, MembershipChange
 from ..membership.registry import Registered, Registry
 
 log = logging.getLogger(__name__)
 
-INSTANCES = "/disagg/instances"
-DRAIN = "/disagg/instances/drain"
-CHANGES = (("POST", INSTANCES), ("DELETE", INSTANCES), ("POST", DRAIN))
+INSTANCES_PATH = "/disagg/instances"
+DRAIN_PATH = "/disagg/instances/drain"
+CHANGES = (("POST", INSTANCES_PATH), ("DELETE", INSTANCES_PATH), ("POST", DRAIN_PATH))
 FORWARDED = (b"forwarded", b"x-real-ip", b"true-client-ip", b"cf-connecting-ip", b"via", b"origin")
 FORWARDED_PREFIXES = (b"x-forwarded-", b"x-envoy-", b"x-original-")
-OFF = f"changes over HTTP are off: start the proxy with --admin-key, or with {ADMIN_KEY} in its environment"
-LOCAL = "only this machine may see the instances, as long as the proxy has no --admin-key and no --api-key"
+CHANGES_ARE_OFF = f"changes over HTTP are off: start the proxy with --admin-key, or with {ADMIN_KEY} in its environment"
+LOCAL_ONLY = "only this machine may see the instances, as long as the proxy has no --admin-key and no --api-key"
 
 
-class _Add(msgspec.Struct, forbid_unknown_fields=True):
+class _AddInstance(msgspec.Struct, forbid_unknown_fields=True):
     url: str
     role: Literal["prefill", "decode"]
 
 
-class _Drain(msgspec.Struct, forbid_unknown_fields=True):
+class _DrainInstance(msgspec.Struct, forbid_unknown_fields=True):
     url: str
 
 
-class _Remove(msgspec.Struct, forbid_unknown_fields=True):
+class _RemoveInstance(msgspec.Struct, forbid_unknown_fields=True):
     url: str
     now: bool = False
 
@@ -66,8 +66,8 @@ class Admin:
         self,
         members: Members,
         registry: Registry | None,
-        broadcast: Callable[[Change | Registered], None] | None,
-        networks: Networks,
+        broadcast: Callable[[MembershipChange | Registered], None] | None,
+        networks: AllowedNetworks,
         admin_key: str,
         api_keys: list[str],
     ) -> None:
@@ -78,7 +78,7 @@ class Admin:
         self._admin_keys = [admin_key.encode()] if admin_key else []
         self._api_keys = [key.encode() for key in api_keys]
 
-    def handle(self, request: Request, client: Connection) -> bool:
+    def handle(self, request: HttpRequest, client: Connection) -> bool:
         """Answer a request if it is one of ours; whether it was."""
         what = (request.method, request.path)
         if refused := self.refusal(request, client.peer):
@@ -91,34 +91,34 @@ class Admin:
             return False
         return True
 
-    def refusal(self, request: Request, peer: str) -> tuple[int, Headers, bytes] | None:
+    def refusal(self, request: HttpRequest, peer: str) -> tuple[int, Headers, bytes] | None:
         """The answer to a request that may not see or change the fleet, known from its head; None
         for any other.
         """
         what = (request.method, request.path)
         if what in CHANGES:
             if not self._admin_keys:
-                return _error(403, OFF)
+                return _error(403, CHANGES_ARE_OFF)
             if not _has_key(request, self._admin_keys):
                 return 401, [JSON], b'{"error":"Unauthorized"}'
             if find(request.headers, b"content-type").partition(b";")[0].strip().lower() != JSON[1]:
                 return _error(415, "content-type must be application/json")
-        elif what == ("GET", INSTANCES):
+        elif what == ("GET", INSTANCES_PATH):
             keys = self._admin_keys + self._api_keys
             if keys and not _has_key(request, keys):
                 return 401, [JSON], b'{"error":"Unauthorized"}'
             if not keys and not _is_local(request, peer):
-                return _error(403, LOCAL)
+                return _error(403, LOCAL_ONLY)
         return None
 
-    def _change(self, request: Request, client: Connection) -> None:
+    def _change(self, request: HttpRequest, client: Connection) -> None:
         try:
             if request.method == "DELETE":
-                url = self._remove(msgspec.json.decode(request.body, type=_Remove))
-            elif request.path == DRAIN:
-                url = self._drain(msgspec.json.decode(request.body, type=_Drain))
+                url = self._remove(msgspec.json.decode(request.body, type=_RemoveInstance))
+            elif request.path == DRAIN_PATH:
+                url = self._drain(msgspec.json.decode(request.body, type=_DrainInstance))
             else:
-                url = self._add(msgspec.json.decode(request.body, type=_Add))
+                url = self._add(msgspec.json.decode(request.body, type=_AddInstance))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigError) as error:
             _refuse(client, 400, str(error))
         except KeyError as error:
@@ -133,26 +133,26 @@ class Admin:
             }
             client.answer(200, [JSON], json.dumps(facts).encode())
 
-    def _add(self, body: _Add) -> str:
+    def _add(self, body: _AddInstance) -> str:
         url = check_url(body.url, "url")
         if not self._members.is_named(url):
             self._networks.check(url, "url")
         if (role := self._members.role(url)) not in (None, body.role):
             raise _Conflict(f"{url} is a {role} instance")
-        return self._apply(Change("add", url, body.role))
+        return self._apply(MembershipChange("add", url, body.role))
 
-    def _drain(self, body: _Drain) -> str:
-        return self._apply(Change("drain", self._known(body.url)))
+    def _drain(self, body: _DrainInstance) -> str:
+        return self._apply(MembershipChange("drain", self._known(body.url)))
 
-    def _remove(self, body: _Remove) -> str:
-        url = self._apply(Change("remove", self._known(body.url)))
+    def _remove(self, body: _RemoveInstance) -> str:
+        url = self._apply(MembershipChange("remove", self._known(body.url)))
         if self._members.is_drained(
             url
         ):  # said in so many words, for a worker that starts later and hears of it first
-            self._apply(Change("drain", url))
-        return self._apply(Change("cut", url)) if body.now else url
+            self._apply(MembershipChange("drain", url))
+        return self._apply(MembershipChange("cut", url)) if body.now else url
 
-    def _apply(self, change: Change) -> str:
+    def _apply(self, change: MembershipChange) -> str:
         log.info("admin: %s %s", change.kind, change.url)
         self._members.apply(change)
         if self._broadcast:
@@ -165,7 +165,7 @@ class Admin:
             raise KeyError(url)
         return url
 
-    def _register(self, registry: Registry, request: Request, client: Connection) -> None:
+    def _register(self, registry: Registry, request: HttpRequest, client: Connection) -> None:
         now = asyncio.get_running_loop().time()
         try:
             said = registry.tell(request.body, now)
@@ -194,12 +194,12 @@ def _error(status: int, message: str) -> tuple[int, Headers, bytes]:
     return status, [JSON], error_body(status, message)
 
 
-def _has_key(request: Request, keys: list[bytes]) -> bool:
+def _has_key(request: HttpRequest, keys: list[bytes]) -> bool:
     scheme, _, given = find(request.headers, b"authorization").partition(b" ")
     return scheme.lower() == b"bearer" and any(hmac.compare_digest(given, key) for key in keys)
 
 
-def _is_local(request: Request, peer: str) -> bool:
+def _is_local(request: HttpRequest, peer: str) -> bool:
     """Whether a request comes from this machine, as far as it can be seen: forwarders that keep
     quiet about it speak HTTP/1.0, as nginx does unless told otherwise, or keep the Host that the
     client gave.

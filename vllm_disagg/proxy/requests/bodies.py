@@ -27,16 +27,16 @@ from typing import Self, TypeVar
 import msgspec
 
 from ...errors import DisaggError
-from ..http.endpoint_schema import COMPLETIONS, Dialect
-from ..routing.policies import Ask
-from ..routing.prefixes import Prefix
+from ..http.endpoint_schema import COMPLETIONS, EndpointSchema
+from ..routing.policies import RoutingQuery
+from ..routing.prefixes import PromptPrefix
 
 PARAMS = "kv_transfer_params"
 FORBIDDEN = (PARAMS, "ec_transfer_params")
 # A key can hide only behind \u escapes of ASCII letters or the underscore: all begin with \u005, 6
 # or 7.
 _ESCAPE = re.compile(rb"\\u00[567]")
-SMALL = 8192  # bytes that are searched as they are
+SMALL_BYTES = 8192  # bytes that are searched as they are
 MAX_FIELDS = 1000
 MAX_DIGITS = 64  # of a number, that are looked at
 FEW_FIELDS_BYTES = 64 * 1024  # less has so few fields that reading them all is quick
@@ -77,7 +77,7 @@ class BadBody(DisaggError):
 class Body:
     """A parsed request body of an endpoint."""
 
-    def __init__(self, fields: dict[str, msgspec.Raw], size: int, dialect: Dialect) -> None:
+    def __init__(self, fields: dict[str, msgspec.Raw], size: int, dialect: EndpointSchema) -> None:
         self._fields = fields
         self._dialect = dialect
         self._sampling = fields
@@ -129,13 +129,13 @@ class Body:
         except (msgspec.DecodeError, UnicodeDecodeError):
             return ""
 
-    def ask(self, session: bytes, with_prefix: bool) -> Ask:
+    def ask(self, session: bytes, with_prefix: bool) -> RoutingQuery:
         """What a choice of instances needs to know of this request."""
         prompt = memoryview(self._fields.get(self._dialect.prompt, b""))
-        ask = Ask(len(prompt), session=session, model=self.model)
+        ask = RoutingQuery(len(prompt), session=session, model=self.model)
         if with_prefix:
             salt = b"\0".join(bytes(self._fields.get(name, b"")) for name in self._dialect.before)
-            ask.prefix = Prefix(prompt, salt)
+            ask.prefix = PromptPrefix(prompt, salt)
         return ask
 
     @property
@@ -171,12 +171,12 @@ class Body:
         return _encode({**self._fields, PARAMS: params})
 
 
-async def parsed(raw: bytes, dialect: Dialect = COMPLETIONS) -> Body:
+async def parsed(raw: bytes, dialect: EndpointSchema = COMPLETIONS) -> Body:
     """A body from its bytes, or BadBody."""
     return await _apart(parse, raw, dialect) if len(raw) > LARGE_BYTES else parse(raw, dialect)
 
 
-def parse(raw: bytes, dialect: Dialect = COMPLETIONS) -> Body:
+def parse(raw: bytes, dialect: EndpointSchema = COMPLETIONS) -> Body:
     """The same, at once."""
     try:
         _check_utf8(raw)
@@ -217,7 +217,7 @@ async def _apart(work: Callable[..., T], *args: object) -> T:
     return await asyncio.get_running_loop().run_in_executor(_reader, work, *args)
 
 
-class _Name(enum.Enum):
+class _FieldName(enum.Enum):
     """The name of a field, made while a body is read, so that reading ends at one too many."""
 
     NONE = ""
@@ -233,7 +233,7 @@ class _Name(enum.Enum):
 
 
 _made = threading.local()  # how many
-_decode_few = msgspec.json.Decoder(dict[_Name, msgspec.Raw]).decode
+_decode_few = msgspec.json.Decoder(dict[_FieldName, msgspec.Raw]).decode
 
 
 def _fields(raw: bytes) -> dict[str, msgspec.Raw]:
@@ -268,7 +268,7 @@ def _check_utf8(raw: bytes) -> None:
 
 def _forbidden(raw: bytes, fields: Mapping[str, msgspec.Raw]) -> str | None:
     """The name of a field that only the proxy may set."""
-    if len(raw) < SMALL or not fields.keys().isdisjoint(
+    if len(raw) < SMALL_BYTES or not fields.keys().isdisjoint(
         FORBIDDEN
     ):  # given twice, `fields` has the last one only
         return _key_in(raw)

@@ -15,20 +15,20 @@ import logging
 import msgspec
 
 from ..http.headers import Headers
-from ..http.upstream import FULL, Pool, Unreachable, pool_of
+from ..http.upstream import FULL_STATUSES, ConnectionPool, Unreachable, pool_of
 from ..routing.fleet import Instance
 from .streams import aborted
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 300.0  # seconds; it waits behind the engine's other work
+CHECK_TIMEOUT_SECONDS = 300.0  # seconds; it waits behind the engine's other work
 # seconds: so often, while it waits behind the engine's other work, it is seen whether the engine
 # lives
-LOOK = 5.0
+RETRY_SECONDS = 5.0
 
 # by path: in the event with which such a stream says that it is complete; no JSON text can hold
 # these bytes
-ENDS = {
+END_MARKS = {
     "/v1/responses": b"event: response.completed\n",
     "/cohere/v2/chat": b'"type":"message-end"',
     "/v1/audio/transcriptions": b"data: [DONE]",
@@ -36,16 +36,16 @@ ENDS = {
 }
 
 
-class _Answer(msgspec.Struct):
+class _WholeAnswer(msgspec.Struct):
     status: str
 
 
-_answer = msgspec.json.Decoder(_Answer).decode
+_answer = msgspec.json.Decoder(_WholeAnswer).decode
 
 
 def doubtful(path: str, answer: bytes) -> bool:
     """Whether a whole answer with status 200 may be one that was cut."""
-    if path not in ENDS:
+    if path not in END_MARKS:
         return False
     try:
         # gpt-oss: what is cut is "cancelled", or "incomplete" as if it had reached its limit.
@@ -54,10 +54,10 @@ def doubtful(path: str, answer: bytes) -> bool:
         return True  # has no status
 
 
-class Vouching:
+class CompletenessCheck:
     """Asks instances whether they are still at work."""
 
-    def __init__(self, pools: dict[str, Pool], api_key: str) -> None:
+    def __init__(self, pools: dict[str, ConnectionPool], api_key: str) -> None:
         self._pools = pools
         self._headers: Headers = [(b"content-type", b"application/json")]
         if api_key:
@@ -81,14 +81,18 @@ class Vouching:
         self._running[url] = self._next.pop(url)
         asking = asyncio.create_task(self._ask(url, instance.model))
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(CHECK_TIMEOUT_SECONDS):
                 while (
                     not asking.done() and instance.up
                 ):  # one request: another might meet another life of the engine
-                    await asyncio.wait((asking,), timeout=LOOK)
+                    await asyncio.wait((asking,), timeout=RETRY_SECONDS)
             return asking.done() and asking.result()
         except TimeoutError:
-            log.warning("%s was asked for one more token: no answer within %.0f s", url, PATIENCE)
+            log.warning(
+                "%s was asked for one more token: no answer within %.0f s",
+                url,
+                CHECK_TIMEOUT_SECONDS,
+            )
             return False
         finally:
             asking.cancel()
@@ -104,11 +108,11 @@ class Vouching:
                     "POST", "/v1/completions", self._headers, body
                 )
                 try:
-                    if answer.status not in FULL:
+                    if answer.status not in FULL_STATUSES:
                         return answer.status == 200 and not aborted(await answer.read())
                 finally:
                     answer.close()
-                await asyncio.sleep(LOOK)
+                await asyncio.sleep(RETRY_SECONDS)
         except Unreachable as error:
             log.warning("%s was asked for one more token: %s", url, error)
             return False

@@ -41,7 +41,7 @@ _DONE = b"data: [DONE]"
 Piece = str | list[Any]
 
 
-class NotTold(DisaggError):
+class NotReplayable(DisaggError):
     """An event that we cannot follow, so that its stream cannot be continued."""
 
 
@@ -49,30 +49,30 @@ class Diverged(DisaggError):
     """The second answer is another one."""
 
 
-class _Function(msgspec.Struct, forbid_unknown_fields=True):
+class _FunctionDelta(msgspec.Struct, forbid_unknown_fields=True):
     name: str | None = None
     arguments: str | None = None
 
 
-class _ToolCall(msgspec.Struct, forbid_unknown_fields=True):
+class _ToolCallDelta(msgspec.Struct, forbid_unknown_fields=True):
     index: int = 0
     id: str | None = None
     type: str | None = None
-    function: _Function | None = None
+    function: _FunctionDelta | None = None
 
 
-class _Delta(msgspec.Struct, forbid_unknown_fields=True):
+class _ChatDelta(msgspec.Struct, forbid_unknown_fields=True):
     role: str | None = None
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[_ToolCall] | None = None
+    tool_calls: list[_ToolCallDelta] | None = None
 
 
-class _Choice(msgspec.Struct, forbid_unknown_fields=True):
+class _ChoiceDelta(msgspec.Struct, forbid_unknown_fields=True):
     index: int = 0
     text: str | None = None
-    delta: _Delta | None = None
+    delta: _ChatDelta | None = None
     logprobs: dict[str, list[Any] | None] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -80,26 +80,26 @@ class _Choice(msgspec.Struct, forbid_unknown_fields=True):
     token_ids: list[int] | None = None
 
 
-class _Event(msgspec.Struct):
-    choices: list[_Choice]
+class _ChunkEvent(msgspec.Struct):
+    choices: list[_ChoiceDelta]
     prompt_token_ids: list[int] | None = None
     prompt_text: str | None = None
 
 
-_event = msgspec.json.Decoder(_Event).decode
-_events = msgspec.json.Decoder(list[_Event]).decode
+_event = msgspec.json.Decoder(_ChunkEvent).decode
+_events = msgspec.json.Decoder(list[_ChunkEvent]).decode
 _strings = msgspec.json.Decoder(list[str]).decode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 _encode = msgspec.json.Encoder().encode
 
-WHOLE = -1  # the index under which pieces go that belong to no choice
+WHOLE_INDEX = -1  # the index under which pieces go that belong to no choice
 
 
 def identity(event: bytes) -> bytes:
     """The bytes with which a stream's events begin; NotTold when they are not vLLM's."""
     found = _IDENTITY.match(event)
     if not found:
-        raise NotTold("an event of another kind")
+        raise NotReplayable("an event of another kind")
     return found[0]
 
 
@@ -108,21 +108,21 @@ def says_nothing(event: bytes) -> bool:
     return not event or (event.startswith(b":") and b"\n" not in event)
 
 
-def _parse(event: bytes) -> _Event:
+def _parse(event: bytes) -> _ChunkEvent:
     try:
         return _event(event[len(_DATA) :])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise NotTold(f"an event that this proxy cannot follow: {error}") from None
+        raise NotReplayable(f"an event that this proxy cannot follow: {error}") from None
 
 
-def _parse_all(events: bytes) -> list[_Event]:
+def _parse_all(events: bytes) -> list[_ChunkEvent]:
     try:
         return _events(events)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise NotTold(f"events that this proxy cannot follow: {error}") from None
+        raise NotReplayable(f"events that this proxy cannot follow: {error}") from None
 
 
-def _plain(event: _Event) -> tuple[int, str, str] | None:
+def _plain(event: _ChunkEvent) -> tuple[int, str, str] | None:
     """(choice, kind, piece) of an event that says one piece of text and nothing else."""
     if len(event.choices) != 1 or event.prompt_token_ids or event.prompt_text:
         return None
@@ -144,7 +144,7 @@ def _plain(event: _Event) -> tuple[int, str, str] | None:
     return choice.index, "content", delta.content
 
 
-class Form(NamedTuple):
+class EventForm(NamedTuple):
     """Events that say one piece of text each and are otherwise equal: what comes before and after
     that piece.
     """
@@ -155,13 +155,13 @@ class Form(NamedTuple):
     kind: str
 
 
-def form_of(event: bytes) -> Form | None:
+def form_of(event: bytes) -> EventForm | None:
     """The form of a whole event, blank line included; None when it says anything else, or its text
     is escaped.
     """
     try:
         plain = _plain(_parse(event))
-    except NotTold:
+    except NotReplayable:
         return None
     if not plain:
         return None
@@ -169,7 +169,7 @@ def form_of(event: bytes) -> Form | None:
     if "\\" in piece:  # in JSON it is two bytes, so the piece's end cannot be told
         return None
     begin = event.find(b'"%b":"' % kind.encode()) + len(kind) + 4
-    form = Form(event[:begin], event[begin + len(piece.encode()) :], index, kind)
+    form = EventForm(event[:begin], event[begin + len(piece.encode()) :], index, kind)
     again = form.before + b"x" + form.after
     return (
         form
@@ -178,12 +178,12 @@ def form_of(event: bytes) -> Form | None:
     )
 
 
-def _pieces(event: _Event) -> Iterator[tuple[int, str, Piece]]:
+def _pieces(event: _ChunkEvent) -> Iterator[tuple[int, str, Piece]]:
     """All content of an event: choice, kind, piece."""
     if event.prompt_token_ids:
-        yield WHOLE, "prompt_token_ids", event.prompt_token_ids
+        yield WHOLE_INDEX, "prompt_token_ids", event.prompt_token_ids
     if event.prompt_text:
-        yield WHOLE, "prompt_text", event.prompt_text
+        yield WHOLE_INDEX, "prompt_text", event.prompt_text
     for choice in event.choices:
         if choice.text:
             yield choice.index, "text", choice.text
@@ -199,7 +199,7 @@ def _pieces(event: _Event) -> Iterator[tuple[int, str, Piece]]:
                     yield choice.index, f"logprobs.{name}", values
 
 
-def _of_delta(index: int, delta: _Delta) -> Iterator[tuple[int, str, Piece]]:
+def _of_delta(index: int, delta: _ChatDelta) -> Iterator[tuple[int, str, Piece]]:
     if delta.role:
         yield index, "role", delta.role
     if delta.content:
@@ -215,7 +215,7 @@ def _of_delta(index: int, delta: _Delta) -> Iterator[tuple[int, str, Piece]]:
             yield index, f"tool{call.index}.arguments", call.function.arguments
 
 
-class _Channel:
+class _TextChannel:
     """All pieces of one kind, as a count and a hash."""
 
     __slots__ = ("_hash", "count")
@@ -236,18 +236,18 @@ class _Channel:
         return self._hash.digest()
 
 
-class Told:
+class ChoiceTranscript:
     """What a client was told so far of a completion or a chat completion."""
 
     def __init__(self) -> None:
-        self.channels: dict[tuple[int, str], _Channel] = {}
+        self.channels: dict[tuple[int, str], _TextChannel] = {}
         self.finished: dict[int, str] = {}
         self.usage = False  # the event without choices, which is the last one
         self.identity = b""  # how all events begin
         self._done = False
 
-    def replay(self) -> Replay:
-        return Replay(self)
+    def replay(self) -> ChoiceReplay:
+        return ChoiceReplay(self)
 
     def _content(self, events: Iterable[bytes]) -> Iterator[bytes]:
         """The JSON of events, each of which is one of ours; else NotTold."""
@@ -255,14 +255,14 @@ class Told:
             if says_nothing(event):
                 continue
             if self._done:
-                raise NotTold("an event after the last one")
+                raise NotReplayable("an event after the last one")
             if event == _DONE:
                 self._done = True
                 continue
             if not self.identity:
                 self.identity = identity(event)
             if not event.startswith(self.identity):
-                raise NotTold("an event of another answer")
+                raise NotReplayable("an event of another answer")
             yield event[len(_DATA) :]
 
     def add(self, events: Iterable[bytes]) -> None:
@@ -291,25 +291,25 @@ class Told:
         if row:
             channel = self.channels.get(key)
             if channel is None:
-                channel = self.channels[key] = _Channel()
+                channel = self.channels[key] = _TextChannel()
             channel.add(key[1], "".join(row))
             row.clear()
 
-    def add_texts(self, form: Form, pieces: list[bytes]) -> None:
+    def add_texts(self, form: EventForm, pieces: list[bytes]) -> None:
         """The same for the texts of events of one form, as they stood in JSON."""
         try:
             row = _strings(b'["' + b'","'.join(pieces) + b'"]')
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise NotTold(f"texts that this proxy cannot follow: {error}") from None
+            raise NotReplayable(f"texts that this proxy cannot follow: {error}") from None
         if len(row) != len(pieces):
-            raise NotTold("texts that are no texts")
+            raise NotReplayable("texts that are no texts")
         self._add_row((form.choice, form.kind), row)
 
-    def note(self, event: _Event) -> None:
+    def note(self, event: _ChunkEvent) -> None:
         for index, kind, piece in _pieces(event):
             channel = self.channels.get((index, kind))
             if channel is None:
-                channel = self.channels[index, kind] = _Channel()
+                channel = self.channels[index, kind] = _TextChannel()
             channel.add(kind, piece)
         for choice in event.choices:
             if choice.finish_reason:
@@ -318,19 +318,19 @@ class Told:
             self.usage = True
 
 
-class Replay:
+class ChoiceReplay:
     """A second answer, without what was told of it already. Ends (`caught_up`) where the first one
     broke off.
     """
 
     lasts = False  # what comes after it needs no more than `rename`
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, told: ChoiceTranscript) -> None:
         self.rename: tuple[bytes, bytes] | None = (
             None  # how this answer's events begin, and the client's
         )
         self._told = told
-        self._seen = Told()
+        self._seen = ChoiceTranscript()
         self._missing = {key for key, channel in told.channels.items() if channel.count}
 
     @property
@@ -358,7 +358,7 @@ class Replay:
             return b""
         return _cut(raw, old) if old else raw
 
-    def _compare(self, event: _Event) -> tuple[dict[tuple[int, str], int], set[int]]:
+    def _compare(self, event: _ChunkEvent) -> tuple[dict[tuple[int, str], int], set[int]]:
         """How much of each piece the client has; the choices of which there is more than that."""
         old: dict[tuple[int, str], int] = {}
         new: set[int] = set()
@@ -375,7 +375,7 @@ class Replay:
             if self._missing:
                 raise Diverged("the answer made again is shorter")
             if not self._told.usage:
-                new.add(WHOLE)
+                new.add(WHOLE_INDEX)
             self._seen.usage = True
         return old, new
 
@@ -387,7 +387,7 @@ class Replay:
             if index in self._told.finished:
                 raise Diverged("the answer made again is longer")
             return 0
-        seen = self._seen.channels.setdefault(key, _Channel())
+        seen = self._seen.channels.setdefault(key, _TextChannel())
         part = piece[: told.count - seen.count]
         if kind.endswith(".name") and len(part) < len(
             piece
@@ -415,7 +415,7 @@ def _cut(raw: bytes, old: dict[tuple[int, str], int]) -> bytes:
     """An event without the first `old` characters or items of its pieces."""
     event = _decode(raw[len(_DATA) :])
     for name in ("prompt_token_ids", "prompt_text"):
-        if old.get((WHOLE, name)):
+        if old.get((WHOLE_INDEX, name)):
             event[name] = None
     for choice in event["choices"]:
         index = choice.get("index", 0)

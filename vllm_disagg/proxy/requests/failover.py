@@ -28,18 +28,18 @@ from typing import Literal
 from ..http.reasons import Reason
 
 # The connection broke; the API server says that its engine died; its engine makes no steps.
-DEATH = frozenset(("reset", "died", "stalled"))
+DEATH_REASONS = frozenset(("reset", "died", "stalled"))
 
-ATTEMPTS = 5
-PAIRS = 3  # attempts with two legs; what then still fails is left to a D alone
-DEATHS = 2
+MAX_ATTEMPTS = 5
+MAX_PAIR_ATTEMPTS = 3  # attempts with two legs; what then still fails is left to a D alone
+MAX_DEATHS = 2
 
 # Where the instance lives, as far as one can tell, and so the failure may be the sign of an
 # overload.
-CHARGED = frozenset(("garbled", "timeout", "5xx", "busy"))
+CHARGED_REASONS = frozenset(("garbled", "timeout", "5xx", "busy"))
 
 
-class Step(Enum):
+class NextStep(Enum):
     PAIR = "pair"  # two other legs, at least one of them new
     SAME = "same_decode"  # the decode instance at hand serves it alone
     OTHER = "other_decode"  # another decode instance serves it alone
@@ -47,7 +47,7 @@ class Step(Enum):
 
 
 @dataclass(slots=True)
-class Past:
+class AttemptHistory:
     """What a request has been through."""
 
     attempts: int = 0
@@ -58,7 +58,7 @@ class Past:
 
 
 @dataclass(slots=True, frozen=True)
-class Left:
+class Alternatives:
     """What could be tried now."""
 
     pair: bool
@@ -66,7 +66,7 @@ class Left:
     other: bool
 
 
-class Budget:
+class RetryBudget:
     """How much may be repeated: a share of all requests, and a little more so that a quiet fleet
     has some too.
     """
@@ -90,18 +90,20 @@ class Budget:
         return True
 
 
-def step(leg: Literal["prefill", "decode"], reason: Reason, past: Past, left: Left) -> Step:
+def step(
+    leg: Literal["prefill", "decode"], reason: Reason, past: AttemptHistory, left: Alternatives
+) -> NextStep:
     """The next step after a failure; the caller asks the budget before it takes one that is
     charged.
     """
     if past.begun and not past.resumable:
-        return Step.GIVE_UP
-    if past.attempts >= ATTEMPTS or past.deaths >= DEATHS or reason == "diverged":
-        return Step.GIVE_UP
-    if left.pair and past.pairs < PAIRS:
-        return Step.PAIR
+        return NextStep.GIVE_UP
+    if past.attempts >= MAX_ATTEMPTS or past.deaths >= MAX_DEATHS or reason == "diverged":
+        return NextStep.GIVE_UP
+    if left.pair and past.pairs < MAX_PAIR_ATTEMPTS:
+        return NextStep.PAIR
     if reason == "busy":
-        return Step.GIVE_UP  # its words are true, and its client can come back
+        return NextStep.GIVE_UP  # its words are true, and its client can come back
     if leg == "prefill" and left.same:
-        return Step.SAME
-    return Step.OTHER if left.other else Step.GIVE_UP
+        return NextStep.SAME
+    return NextStep.OTHER if left.other else NextStep.GIVE_UP

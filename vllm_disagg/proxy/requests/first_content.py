@@ -18,7 +18,7 @@ import msgspec
 from ..http import sse
 
 
-class Begun(Enum):
+class ContentState(Enum):
     """How far a stream is."""
 
     NOT_YET = "not yet"  # nothing of it is content
@@ -42,29 +42,29 @@ _PREFACES = frozenset(
 )
 
 
-class _Block(msgspec.Struct):
+class _ContentBlock(msgspec.Struct):
     type: str = ""
     text: str = ""
     thinking: str = ""
 
 
-class _Typed(msgspec.Struct):
+class _TypedEvent(msgspec.Struct):
     type: str = ""
-    content_block: _Block | None = None
+    content_block: _ContentBlock | None = None
 
 
-class _Choice(msgspec.Struct):
+class _FirstChoice(msgspec.Struct):
     delta: dict[str, Any] = {}
     finish_reason: str | None = None
     token_ids: list[int] | None = None
 
 
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
+class _FirstChunk(msgspec.Struct):
+    choices: list[_FirstChoice] = []
 
 
-_typed = msgspec.json.Decoder(_Typed).decode
-_chunk = msgspec.json.Decoder(_Chunk).decode
+_typed = msgspec.json.Decoder(_TypedEvent).decode
+_chunk = msgspec.json.Decoder(_FirstChunk).decode
 
 
 def _is_typed_preface(data: bytes) -> bool:
@@ -94,42 +94,42 @@ _PREFACE: dict[str, Callable[[bytes], bool]] = {
 }
 
 
-class Beginning:
+class FirstContentDetector:
     """Reads a stream until it has begun.  `failure`: the error event that it began with."""
 
     __slots__ = ("_cutter", "_is_preface", "failure", "state")
 
     def __init__(self, path: str) -> None:
         self._is_preface = _PREFACE.get(path)
-        self._cutter = sse.Cutter()
-        self.state = Begun.NOT_YET
+        self._cutter = sse.EventSplitter()
+        self.state = ContentState.NOT_YET
         self.failure = b""
 
-    def feed(self, data: bytes) -> Begun:
+    def feed(self, data: bytes) -> ContentState:
         """More bytes of the body; the state after them.  CONTENT and FAILED are final."""
-        if self.state is not Begun.NOT_YET:
+        if self.state is not ContentState.NOT_YET:
             return self.state
         try:
             events = self._cutter.feed(data)
         except sse.EventTooLarge:
-            self.state = Begun.CONTENT  # for who reads it to refuse
+            self.state = ContentState.CONTENT  # for who reads it to refuse
             return self.state
         for event in events.split(b"\n\n"):
             self.state = self._state_after(event)
-            if self.state is not Begun.NOT_YET:
+            if self.state is not ContentState.NOT_YET:
                 self._cutter.clear()
                 break
         return self.state
 
-    def _state_after(self, event: bytes) -> Begun:
+    def _state_after(self, event: bytes) -> ContentState:
         data = sse.data_of(event)
         if not data:
-            return Begun.NOT_YET
+            return ContentState.NOT_YET
         if sse.failed(data):
             self.failure = event
-            return Begun.FAILED
+            return ContentState.FAILED
         try:
             is_preface = self._is_preface and self._is_preface(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             is_preface = False
-        return Begun.NOT_YET if is_preface else Begun.CONTENT
+        return ContentState.NOT_YET if is_preface else ContentState.CONTENT

@@ -10,39 +10,43 @@ from contextlib import contextmanager
 import msgspec
 
 from ..http.addresses import split_rank
-from ..http.error_replies import Failed
+from ..http.error_replies import RequestFailed
 from ..http.headers import Headers, end_to_end
-from ..http.server import JSON, Connection, Request, error_body
-from ..http.upstream import Answer, Pool, Unreachable, pool_of
+from ..http.server import JSON, Connection, HttpRequest, error_body
+from ..http.upstream import ConnectionPool, Unreachable, UpstreamResponse, pool_of
 from ..http.websocket import join
 from ..routing.fleet import Fleet, Instance
 from ..routing.pairing import chosen
-from ..routing.policies import Ask, Policy
-from .completeness import ENDS, Vouching, doubtful
-from .streams import Tape, aborted
+from ..routing.policies import Policy, RoutingQuery
+from .completeness import END_MARKS, CompletenessCheck, doubtful
+from .streams import StreamRecorder, aborted
 
 log = logging.getLogger(__name__)
 
-RETRIES = 2
+MAX_RETRIES = 2
 
 
-class _Model(msgspec.Struct):
+class _ServedModel(msgspec.Struct):
     id: str
 
 
-class _Models(msgspec.Struct):
+class _ServedModels(msgspec.Struct):
     data: list[msgspec.Raw]
 
 
-_model = msgspec.json.Decoder(_Model).decode
-_models = msgspec.json.Decoder(_Models).decode
+_model = msgspec.json.Decoder(_ServedModel).decode
+_models = msgspec.json.Decoder(_ServedModels).decode
 
 
-class Passing:
+class Forwarder:
     """Passes requests on."""
 
     def __init__(
-        self, fleet: Fleet, policy: Policy, pools: dict[str, Pool], vouching: Vouching
+        self,
+        fleet: Fleet,
+        policy: Policy,
+        pools: dict[str, ConnectionPool],
+        vouching: CompletenessCheck,
     ) -> None:
         self.fleet = fleet
         self._policy = policy
@@ -50,16 +54,20 @@ class Passing:
         self._vouching = vouching
 
     async def forward(
-        self, request: Request, client: Connection, candidates: list[Instance], seek: bool = False
+        self,
+        request: HttpRequest,
+        client: Connection,
+        candidates: list[Instance],
+        seek: bool = False,
     ) -> int:
         """Pass a request to the first of some instances that answers; its status. `seek`: to the
         first that does not say that it has no such thing.
         """
         error: Unreachable | None = None
         for at, instance in enumerate(candidates):
-            chosen(self.fleet, self._policy, Ask(0), _now(), instance)
+            chosen(self.fleet, self._policy, RoutingQuery(0), _now(), instance)
             with _counted(instance):
-                answer: Answer | None = None
+                answer: UpstreamResponse | None = None
                 try:
                     answer = await pool_of(self._pools, instance.url).send(
                         request.method,
@@ -95,7 +103,7 @@ class Passing:
                     )
                     instance.leg_failed(failure.reason, _now())
                     error = failure
-                    if client.started or at >= RETRIES:
+                    if client.started or at >= MAX_RETRIES:
                         break
                     continue
                 finally:
@@ -105,13 +113,15 @@ class Passing:
                 await client.drained()
                 return answer.status
         if not error:
-            raise Failed(503, "no instance can be used at the moment", retry_after=5)
-        raise Failed(502, f"the instance failed: {error}")
+            raise RequestFailed(503, "no instance can be used at the moment", retry_after=5)
+        raise RequestFailed(502, f"the instance failed: {error}")
 
-    async def _forward_stream(self, client: Connection, instance: Instance, answer: Answer) -> int:
+    async def _forward_stream(
+        self, client: Connection, instance: Instance, answer: UpstreamResponse
+    ) -> int:
         await answer.first()
         client.start(answer.status, end_to_end(answer.headers))
-        tape = Tape(client.write, keep=False, hold=ENDS.get(client.path, b""))
+        tape = StreamRecorder(client.write, keep=False, hold=END_MARKS.get(client.path, b""))
         client.on_pause = answer.flow
         await answer.pipe(tape.source(answer.reject), paused=client.paused)
         if tape.held and not await self._vouching.works(instance):
@@ -121,7 +131,9 @@ class Passing:
         await client.drained()
         return answer.status
 
-    async def models(self, request: Request, client: Connection, instances: list[Instance]) -> int:
+    async def models(
+        self, request: HttpRequest, client: Connection, instances: list[Instance]
+    ) -> int:
         """The models of instances that serve different ones, as one list."""
         answers = await asyncio.gather(*(self._told(request, instance) for instance in instances))
         known: dict[str, msgspec.Raw] = {}
@@ -136,13 +148,13 @@ class Passing:
         )
         return 200
 
-    async def everywhere(self, request: Request, client: Connection) -> int:
+    async def everywhere(self, request: HttpRequest, client: Connection) -> int:
         """Pass a request to all instances; the worst answer is the answer."""
         instances = list(
             {split_rank(i.url)[0]: i for i in self.fleet.instances}.values()
         )  # ranks share an API server
         if not instances or not all(instance.up for instance in self.fleet.instances):
-            raise Failed(
+            raise RequestFailed(
                 503,
                 "not every instance can be reached at the moment, and all must do this",
                 retry_after=5,
@@ -155,8 +167,8 @@ class Passing:
         await client.drained()
         return status
 
-    async def _told(self, request: Request, instance: Instance) -> tuple[int, Headers, bytes]:
-        answer: Answer | None = None
+    async def _told(self, request: HttpRequest, instance: Instance) -> tuple[int, Headers, bytes]:
+        answer: UpstreamResponse | None = None
         try:
             answer = await pool_of(self._pools, instance.url).send(
                 request.method, request.target, request.headers, request.body

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from .continuation import Diverged, Form, NotTold, says_nothing
+from .continuation import Diverged, EventForm, NotReplayable, says_nothing
 
 MAX_PARTS = 8192  # of one answer: a few MiB here
 _DONE = b"data: [DONE]"
@@ -37,7 +37,7 @@ _encode = msgspec.json.Encoder().encode
 _sorted = msgspec.json.Encoder(order="sorted").encode
 
 
-class Delta(NamedTuple):
+class NamedDelta(NamedTuple):
     """One more piece of a run."""
 
     run: tuple[str, int, int]  # its type, item or block, and part
@@ -48,12 +48,12 @@ class Delta(NamedTuple):
     type: str = ""
 
 
-class Schema(Protocol):
+class NamedEventSchema(Protocol):
     """An endpoint's events."""
 
     numbered: bool  # each event has a sequence number
 
-    def delta(self, name: str, data: bytes) -> Delta | None:
+    def delta(self, name: str, data: bytes) -> NamedDelta | None:
         """The piece of text that an event says, if its name is that of a delta; a DecodeError if it
         says anything else.
         """
@@ -80,7 +80,7 @@ class _ResponsesDelta(msgspec.Struct, forbid_unknown_fields=True):
 _responses_delta = msgspec.json.Decoder(_ResponsesDelta).decode
 
 
-class Responses:
+class ResponsesSchema:
     """/v1/responses, as vLLM streams it."""
 
     numbered = True
@@ -110,12 +110,12 @@ class Responses:
         )
     )
 
-    def delta(self, name: str, data: bytes) -> Delta | None:
+    def delta(self, name: str, data: bytes) -> NamedDelta | None:
         if name not in self._DELTAS:
             return None
         event = _responses_delta(data)
         run = (name, event.output_index, event.content_index)
-        return Delta(
+        return NamedDelta(
             run,
             event.delta,
             event.item_id,
@@ -134,16 +134,16 @@ class Responses:
         if name in self._WHOLE:  # of which much depends on the instance
             response = _object(event, "response")
             if response.get("background"):
-                raise NotTold("an answer that one instance goes on with by itself")
+                raise NotReplayable("an answer that one instance goes on with by itself")
             return {"type": name}, _strings(response, "id")
         if name in self._ITEMS:
             item = _object(event, "item")
             if item.get("type") not in self._ITEM_TYPES:
-                raise NotTold(f"an item of type {item.get('type')!r:.40}")
+                raise NotReplayable(f"an item of type {item.get('type')!r:.40}")
             return event, _strings(item, "id", "call_id")
         if name in self._PARTS:
             return event, _strings(event, "item_id")
-        raise NotTold(f"an event {name!r:.60}")
+        raise NotReplayable(f"an event {name!r:.60}")
 
 
 class _TextDelta(msgspec.Struct, tag="text_delta", forbid_unknown_fields=True):
@@ -171,20 +171,20 @@ class _BlockDelta(msgspec.Struct, forbid_unknown_fields=True):
 _block_delta = msgspec.json.Decoder(_BlockDelta).decode
 
 
-class Messages:
+class MessagesSchema:
     """/v1/messages, as vLLM streams it."""
 
     numbered = False
     _FIELDS = ("text", "thinking", "partial_json")
     _BLOCK_TYPES = frozenset(("text", "thinking", "tool_use"))
 
-    def delta(self, name: str, data: bytes) -> Delta | None:
+    def delta(self, name: str, data: bytes) -> NamedDelta | None:
         if name != "content_block_delta":
             return None
         event = _block_delta(data)
         for kind in self._FIELDS:
             if (text := getattr(event.delta, kind, None)) is not None:
-                return Delta((kind, event.index, 0), text, type=event.type)
+                return NamedDelta((kind, event.index, 0), text, type=event.type)
         return None  # a signature: a step
 
     def cut(self, event: Object, chars: int, logprobs: int) -> None:
@@ -200,17 +200,17 @@ class Messages:
         if name == "content_block_start":
             block = _object(event, "content_block")
             if block.get("type") not in self._BLOCK_TYPES:
-                raise NotTold(f"a block of type {block.get('type')!r:.40}")
+                raise NotReplayable(f"a block of type {block.get('type')!r:.40}")
             return event, _strings(block, "id")
         if name in ("content_block_delta", "content_block_stop", "message_delta", "message_stop"):
             return event, []
-        raise NotTold(f"an event {name!r:.60}")
+        raise NotReplayable(f"an event {name!r:.60}")
 
 
 def _object(event: Object, name: str) -> Object:
     found = event.get(name)
     if not isinstance(found, dict):
-        raise NotTold(f"an event without its {name}")
+        raise NotReplayable(f"an event without its {name}")
     return found
 
 
@@ -226,7 +226,7 @@ def _compared(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Step:
+class EventStep:
     """An event that is no delta."""
 
     digest: bytes
@@ -234,7 +234,7 @@ class Step:
 
 
 @dataclass
-class Run:
+class DeltaRun:
     """Deltas in a row."""
 
     key: tuple[str, int, int]
@@ -248,58 +248,58 @@ class Run:
         self.logprobs += logprobs
         self.hash.update(text.encode())
 
-    def frozen(self) -> Run:
-        return Run(self.key, self.item, self.chars, self.logprobs, self.hash.copy())
+    def frozen(self) -> DeltaRun:
+        return DeltaRun(self.key, self.item, self.chars, self.logprobs, self.hash.copy())
 
 
-def _step(schema: Schema, event: Object) -> Step:
+def _step(schema: NamedEventSchema, event: Object) -> EventStep:
     said, ids = schema.step(event)
-    return Step(hashlib.blake2b(_sorted(_compared(said)), digest_size=16).digest(), ids)
+    return EventStep(hashlib.blake2b(_sorted(_compared(said)), digest_size=16).digest(), ids)
 
 
 def _opened(event: bytes) -> tuple[str, bytes]:
     """Name and data of an event, which is made of just these two lines; else NotTold."""
     first, _, second = event.partition(b"\n")
     if not first.startswith(b"event: ") or not second.startswith(b"data: {") or b"\n" in second:
-        raise NotTold("an event of another kind")
+        raise NotReplayable("an event of another kind")
     return first[7:].decode(), second[6:]
 
 
-class _Reader:
+class _EventReader:
     """Reads one answer's events, and sees that none is missing."""
 
-    def __init__(self, schema: Schema) -> None:
+    def __init__(self, schema: NamedEventSchema) -> None:
         self.schema = schema
         self.events = 0
         self.done = False
 
-    def read(self, raw: bytes) -> tuple[Delta | None, Object]:
+    def read(self, raw: bytes) -> tuple[NamedDelta | None, Object]:
         """An event: as a delta, or whole; NotTold."""
         if self.done:
-            raise NotTold("an event after the last one")
+            raise NotReplayable("an event after the last one")
         try:
             name, data = _opened(raw)
             delta = self.schema.delta(name, data)
             event = {} if delta else _decode(data)
         except _FAULTS as error:
-            raise NotTold(f"an event that this proxy cannot follow: {error}") from None
+            raise NotReplayable(f"an event that this proxy cannot follow: {error}") from None
         number = delta.number if delta else event.get("sequence_number")
         if self.schema.numbered and number != self.events:
-            raise NotTold("an event out of sequence")
+            raise NotReplayable("an event out of sequence")
         if (delta.type if delta else event.get("type")) != name:
-            raise NotTold("an event of two names")
+            raise NotReplayable("an event of two names")
         self.events += 1
         return delta, event
 
 
-class Transcript:
+class NamedTranscript:
     """What a client was told so far."""
 
-    def __init__(self, schema: Schema) -> None:
+    def __init__(self, schema: NamedEventSchema) -> None:
         self.schema = schema
-        self.told: list[Step | Run] = []
+        self.told: list[EventStep | DeltaRun] = []
         self.created: object = None  # when the answer was
-        self._reader = _Reader(schema)
+        self._reader = _EventReader(schema)
 
     @property
     def events(self) -> int:
@@ -318,15 +318,15 @@ class Transcript:
             else:
                 self._add_step(event)
 
-    def add_texts(self, form: Form, pieces: list[bytes]) -> None:
-        raise NotTold("texts without their events")
+    def add_texts(self, form: EventForm, pieces: list[bytes]) -> None:
+        raise NotReplayable("texts without their events")
 
-    def _add_delta(self, delta: Delta) -> None:
+    def _add_delta(self, delta: NamedDelta) -> None:
         run = self.told[-1] if self.told else None
-        if not isinstance(run, Run) or run.key != delta.run:
+        if not isinstance(run, DeltaRun) or run.key != delta.run:
             if not delta.text:  # nothing begins with nothing
                 return
-            run = Run(delta.run, delta.item)
+            run = DeltaRun(delta.run, delta.item)
             self._append(run)
         run.add(delta.text, delta.logprobs)
 
@@ -336,9 +336,9 @@ class Transcript:
             self.created = response.get("created_at")
         self._append(step)
 
-    def _append(self, part: Step | Run) -> None:
+    def _append(self, part: EventStep | DeltaRun) -> None:
         if len(self.told) >= MAX_PARTS:
-            raise NotTold("an answer of too many parts")
+            raise NotReplayable("an answer of too many parts")
         self.told.append(part)
 
     def replay(self) -> NamedReplay:
@@ -353,12 +353,12 @@ class NamedReplay:
     lasts = True  # every event is to be renamed and numbered
     rename: tuple[bytes, bytes] | None = None
 
-    def __init__(self, told: Transcript) -> None:
+    def __init__(self, told: NamedTranscript) -> None:
         self._schema = told.schema
-        self._reader = _Reader(told.schema)
-        self._told = [part.frozen() if isinstance(part, Run) else part for part in told.told]
+        self._reader = _EventReader(told.schema)
+        self._told = [part.frozen() if isinstance(part, DeltaRun) else part for part in told.told]
         self._at = 0  # all before is the same in both answers
-        self._seen: Run | None = None  # as much of the run at hand as was seen
+        self._seen: DeltaRun | None = None  # as much of the run at hand as was seen
         self._ids: dict[str, str] = {}  # this answer's, and the client's
         self._events = told.events
         self._created = told.created
@@ -389,12 +389,12 @@ class NamedReplay:
             self._schema.cut(event, chars, logprobs)
         return self._renamed(event)
 
-    def _is_told(self, step: Step) -> bool:
+    def _is_told(self, step: EventStep) -> bool:
         if self.caught_up:
             return False
         told = self._told[self._at]
         if (
-            not isinstance(told, Step)
+            not isinstance(told, EventStep)
             or told.digest != step.digest
             or len(told.ids) != len(step.ids)
         ):
@@ -404,15 +404,15 @@ class NamedReplay:
         self._at += 1
         return True
 
-    def _taken(self, delta: Delta) -> tuple[int, int]:
+    def _taken(self, delta: NamedDelta) -> tuple[int, int]:
         """How many characters and logprobs of a delta the client has."""
         if self.caught_up or not delta.text:
             return 0, 0
         told = self._told[self._at]
-        if not isinstance(told, Run) or told.key != delta.run:
+        if not isinstance(told, DeltaRun) or told.key != delta.run:
             raise Diverged("the answer made again is another one")
         if self._seen is None:
-            self._seen = Run(told.key)
+            self._seen = DeltaRun(told.key)
             if delta.item is not None and told.item is not None:
                 self._learn(delta.item, told.item)
         seen = self._seen

@@ -22,53 +22,69 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from ...fleet.grants import MARGIN_SECONDS, REQUEST_KEY, VERSION, Grant, mint, new_transfer
-from ..http.error_replies import Failed
-from ..http.headers import RANK, end_to_end, find
+from ..http.error_replies import RequestFailed
+from ..http.headers import RANK_HEADER, end_to_end, find
 from ..http.reasons import Reason
-from ..http.server import Connection, Request
+from ..http.server import Connection, HttpRequest
 from ..http.sse import DONE, ERROR
-from ..http.upstream import HOLD, Answer, Pool, Unreachable, pool_of
+from ..http.upstream import HOLD_BYTES, ConnectionPool, Unreachable, UpstreamResponse, pool_of
 from ..membership.discovery import NIXL_PREFILL, card_in, engine_in, params_in
 from ..routing.fleet import Fleet, Instance
-from ..routing.pairing import Choice, Pair, better_whole, choose, choose_decode, chosen, spill
-from ..routing.policies import Ask, Policy
-from ..routing.prefill_queue import Admission, QueueFull, QueueTimeout
-from ..settings import Settings
-from ..telemetry.meter import Meter
+from ..routing.pairing import (
+    Choice,
+    InstancePair,
+    better_whole,
+    choose,
+    choose_decode,
+    chosen,
+    spill,
+)
+from ..routing.policies import Policy, RoutingQuery
+from ..routing.prefill_queue import PrefillQueue, QueueFull, QueueTimeout
+from ..settings import ProxySettings
+from ..telemetry.meter import TrafficCounters
 from ..telemetry.metrics import Metrics
 from ..telemetry.tracing import Tracing
 from .bodies import Body
-from .completeness import ENDS, Vouching, doubtful
-from .failover import CHARGED, DEATH, Budget, Left, Past, Step, step
-from .first_content import Beginning, Begun
-from .forward import Passing
-from .streams import Tape, aborted, engine_failed, failure_in
+from .completeness import END_MARKS, CompletenessCheck, doubtful
+from .failover import (
+    CHARGED_REASONS,
+    DEATH_REASONS,
+    Alternatives,
+    AttemptHistory,
+    NextStep,
+    RetryBudget,
+    step,
+)
+from .first_content import ContentState, FirstContentDetector
+from .forward import Forwarder
+from .streams import StreamRecorder, aborted, engine_failed, failure_in
 
 log = logging.getLogger(__name__)
 
 # seconds in which D may refuse too: its words are about what the client asked, P's about its leg
-SECOND_WORD = 0.2
-SESSION = b"x-session-id"
+SECOND_WORD_SECONDS = 0.2
+SESSION_HEADER = b"x-session-id"
 # how often a request's size may stand in what an engine sends before its content: two events repeat
 # parts of it
-ECHOES = 4
-WORDS = 500  # bytes of an error event that a client is told
+MAX_ECHOES = 4
+MAX_ERROR_BYTES = 500  # bytes of an error event that a client is told
 
 
 @dataclass(slots=True, frozen=True)
-class Failure:
+class AttemptFailure:
     """A leg failed in a way that another instance might not."""
 
     leg: Literal["prefill", "decode"]
     reason: Reason
     detail: str
-    answer: Answer | None = None  # what it answered instead
+    answer: UpstreamResponse | None = None  # what it answered instead
 
 
-Plan = Pair | Instance  # both legs, or a decode instance alone
+Plan = InstancePair | Instance  # both legs, or a decode instance alone
 
 
-class Suspect(NamedTuple):
+class SuspectLeg(NamedTuple):
     """An instance that answered 5xx: guilty if another does better."""
 
     instance: Instance
@@ -77,23 +93,23 @@ class Suspect(NamedTuple):
 
 
 @dataclass(slots=True)
-class Trip:
+class RequestContext:
     """A request on its way."""
 
-    request: Request
+    request: HttpRequest
     client: Connection
-    meter: Meter
+    meter: TrafficCounters
     body: Body
     began: float
-    ask: Ask = field(default_factory=lambda: Ask(0))
-    place: Pair | None = None  # at a prefill instance, not yet handed to a prefill leg
-    prefill: asyncio.Task[Answer | Failure] | None = None
+    ask: RoutingQuery = field(default_factory=lambda: RoutingQuery(0))
+    place: InstancePair | None = None  # at a prefill instance, not yet handed to a prefill leg
+    prefill: asyncio.Task[UpstreamResponse | AttemptFailure] | None = None
     decode: Instance | None = None  # counts it as in flight
-    past: Past = field(default_factory=Past)
+    past: AttemptHistory = field(default_factory=AttemptHistory)
     failed: list[Instance] = field(default_factory=list)  # not asked again
-    suspects: list[Suspect] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
-    tape: Tape | None = None
+    suspects: list[SuspectLeg] = field(default_factory=list)
+    answers: list[UpstreamResponse] = field(default_factory=list)
+    tape: StreamRecorder | None = None
 
 
 class Relay:
@@ -103,10 +119,10 @@ class Relay:
         self,
         fleet: Fleet,
         policy: Policy,
-        pools: dict[str, Pool],
-        admission: Admission,
+        pools: dict[str, ConnectionPool],
+        admission: PrefillQueue,
         metrics: Metrics,
-        settings: Settings,
+        settings: ProxySettings,
     ) -> None:
         self.fleet = fleet
         self.policy = policy
@@ -119,25 +135,25 @@ class Relay:
         self._concurrency = settings.prefill_concurrency
         self._threshold = settings.min_prompt_bytes
         self._spill = settings.spill
-        self._budget = Budget()
-        self._vouching = Vouching(pools, next(iter(settings.api_keys), ""))
-        self.passing = Passing(fleet, policy, pools, self._vouching)
+        self._budget = RetryBudget()
+        self._vouching = CompletenessCheck(pools, next(iter(settings.api_keys), ""))
+        self.passing = Forwarder(fleet, policy, pools, self._vouching)
 
-    async def generate(self, trip: Trip) -> int:
+    async def generate(self, trip: RequestContext) -> int:
         """The whole journey; the status it ended with. Afterwards nothing of the request is left
         anywhere.
         """
         trip.ask = trip.body.ask(
-            find(trip.request.headers, SESSION), self.policy.name == "prefix_aware"
+            find(trip.request.headers, SESSION_HEADER), self.policy.name == "prefix_aware"
         )
-        trip.ask.rank = find(trip.request.headers, RANK)
+        trip.ask.rank = find(trip.request.headers, RANK_HEADER)
         trip.ask.path = trip.request.path
         self._budget.earn()
         try:
             plan = await self._first(trip)
             while True:
                 outcome = await self._attempt(trip, plan)
-                if isinstance(outcome, Answer):
+                if isinstance(outcome, UpstreamResponse):
                     result = await self._deliver(trip, _server(trip, plan), outcome)
                     if isinstance(result, int):
                         self._answered(trip, result)
@@ -148,13 +164,13 @@ class Relay:
                     return await self._give_up(trip, outcome)
                 self._leave(trip)
                 plan = following
-                if isinstance(plan, Pair):
+                if isinstance(plan, InstancePair):
                     plan.take(self.fleet, self.policy, _now())
                     trip.place, trip.decode = plan, plan.decode
         finally:
             self._leave(trip)
 
-    async def _first(self, trip: Trip) -> Plan:
+    async def _first(self, trip: RequestContext) -> Plan:
         """How a request is to be served if nothing goes wrong."""
         # A client that names a rank means one of one instance, which two legs cannot both honour.
         if (
@@ -172,13 +188,13 @@ class Relay:
             return idle
         return await self._queue(trip) or self._other(trip)
 
-    async def _queue(self, trip: Trip) -> Pair | None:
+    async def _queue(self, trip: RequestContext) -> InstancePair | None:
         try:
             trip.place = pair = await self._admission.acquire(trip.ask, trip.request.priority)
         except QueueFull as error:
-            raise Failed(429, str(error), retry_after=1) from None
+            raise RequestFailed(429, str(error), retry_after=1) from None
         except QueueTimeout as error:
-            raise Failed(503, str(error), retry_after=5) from None
+            raise RequestFailed(503, str(error), retry_after=5) from None
         finally:
             self.metrics.queue.observe(waited := _now() - trip.began)
             trip.meter.queue_seconds = waited
@@ -188,11 +204,11 @@ class Relay:
             self.metrics.fell_back("no_pair")
         return pair
 
-    def _answered(self, trip: Trip, status: int) -> None:
+    def _answered(self, trip: RequestContext, status: int) -> None:
         if status == 200 and trip.decode and not trip.body.one_token:
             self.policy.answered(trip.ask, trip.decode)
 
-    def _leave(self, trip: Trip) -> None:
+    def _leave(self, trip: RequestContext) -> None:
         """End whatever runs for the request, and give back its places."""
         if trip.prefill:
             trip.prefill.cancel()
@@ -205,7 +221,7 @@ class Relay:
             answer.close()
         trip.answers.clear()
 
-    def _release(self, trip: Trip) -> None:
+    def _release(self, trip: RequestContext) -> None:
         """Give back the place at the prefill instance."""
         place, trip.place = trip.place, None
         if place:
@@ -213,7 +229,7 @@ class Relay:
 
     # -- one attempt -------------------------------------------------------------------------------
 
-    async def _attempt(self, trip: Trip, plan: Plan) -> Answer | Failure:
+    async def _attempt(self, trip: RequestContext, plan: Plan) -> UpstreamResponse | AttemptFailure:
         """An answer to deliver, begun, or what went wrong."""
         trip.past.attempts += 1
         if isinstance(plan, Instance):
@@ -227,7 +243,9 @@ class Relay:
             return await self._in_turn(trip, plan)
         return await self._both(trip, plan)
 
-    async def _alone(self, trip: Trip, instance: Instance) -> Answer | Failure:
+    async def _alone(
+        self, trip: RequestContext, instance: Instance
+    ) -> UpstreamResponse | AttemptFailure:
         """A decode instance serves all of it."""
         if not trip.client.started:
             trip.request.mode = "whole"
@@ -241,16 +259,20 @@ class Relay:
         finally:
             instance.whole -= 1
 
-    async def _at_prefill(self, trip: Trip, pair: Pair) -> Answer | Failure:
+    async def _at_prefill(
+        self, trip: RequestContext, pair: InstancePair
+    ) -> UpstreamResponse | AttemptFailure:
         """One token is wanted: the prefill instance has it when it has the prompt, and no KV needs
         to move.
         """
         return await self._leg(trip, pair, trip.body.plain())
 
-    async def _in_turn(self, trip: Trip, pair: Pair) -> Answer | Failure:
+    async def _in_turn(
+        self, trip: RequestContext, pair: InstancePair
+    ) -> UpstreamResponse | AttemptFailure:
         """NixlConnector's two legs: what P answers is what D is asked with."""
         answer = await self._leg(trip, pair, trip.body.prefill(NIXL_PREFILL))
-        if isinstance(answer, Failure) or answer.status != 200:
+        if isinstance(answer, AttemptFailure) or answer.status != 200:
             return answer
         self._release(trip)
         params = params_in(await answer.read())
@@ -258,7 +280,9 @@ class Relay:
             trip, "decode", pair.decode, trip.body.decode(params) if params else trip.body.plain()
         )
 
-    async def _both(self, trip: Trip, pair: Pair) -> Answer | Failure:
+    async def _both(
+        self, trip: RequestContext, pair: InstancePair
+    ) -> UpstreamResponse | AttemptFailure:
         """Both legs at once."""
         prefill_engine, decode_engine = pair.prefill.engine, pair.decode.engine
         if not prefill_engine or not decode_engine:  # no pair is made of such
@@ -300,17 +324,23 @@ class Relay:
             await _first_of(prefill, decode)
             if not decode.done():
                 outcome = prefill.result()
-                if isinstance(outcome, Failure):
+                if isinstance(outcome, AttemptFailure):
                     return outcome
                 if outcome.status != 200:
-                    await asyncio.wait((decode,), timeout=SECOND_WORD)
+                    await asyncio.wait((decode,), timeout=SECOND_WORD_SECONDS)
                     own = decode.result() if decode.done() else None
-                    return own if isinstance(own, Answer) and 400 <= own.status < 500 else outcome
+                    return (
+                        own
+                        if isinstance(own, UpstreamResponse) and 400 <= own.status < 500
+                        else outcome
+                    )
             return await decode
         finally:
             decode.cancel()
 
-    async def _leg(self, trip: Trip, pair: Pair, body: bytes) -> Answer | Failure:
+    async def _leg(
+        self, trip: RequestContext, pair: InstancePair, body: bytes
+    ) -> UpstreamResponse | AttemptFailure:
         """A prefill leg."""
         began = _now()
         try:
@@ -319,22 +349,24 @@ class Relay:
         except TimeoutError:
             words = f"no answer within {self._patience:g} s"
             return self._failure(trip, "prefill", pair.prefill, "timeout", words, began)
-        if isinstance(answer, Answer) and answer.status == 429:
+        if isinstance(answer, UpstreamResponse) and answer.status == 429:
             trip.failed.append(pair.prefill)
-            return Failure("prefill", "busy", "it answered 429", answer)
-        if isinstance(answer, Answer) and answer.status == 200:
+            return AttemptFailure("prefill", "busy", "it answered 429", answer)
+        if isinstance(answer, UpstreamResponse) and answer.status == 200:
             self.metrics.prefill_leg.observe(seconds := _now() - began)
             self.tracing.prefilled(trip.request)
             trip.meter.prefill_done(seconds)
         return answer
 
-    async def _prefill(self, trip: Trip, pair: Pair, body: bytes) -> Answer | Failure:
+    async def _prefill(
+        self, trip: RequestContext, pair: InstancePair, body: bytes
+    ) -> UpstreamResponse | AttemptFailure:
         """The prefill leg. A success is an answer of the very process that the decode leg was told
         to read from.
         """
         instance = pair.prefill
         answer = await self._leg(trip, pair, body)
-        if isinstance(answer, Answer) and answer.status == 200:
+        if isinstance(answer, UpstreamResponse) and answer.status == 200:
             content = await answer.read()
             engine = engine_in(content)
             if card := card_in(content):
@@ -343,7 +375,9 @@ class Relay:
                 card and not engine
             ):  # if our notion of its clock is wrong, so may be that of D's, which says nothing
                 instance.needs_probe = pair.decode.needs_probe = True
-                return Failure("prefill", "stale", "the prefill instance has refused its grant")
+                return AttemptFailure(
+                    "prefill", "stale", "the prefill instance has refused its grant"
+                )
             if not engine or engine.rank != instance.rank:
                 # As old versions of vLLM at new endpoints, or it was restarted without the
                 # connector, or with more ranks.
@@ -354,18 +388,22 @@ class Relay:
                     if engine
                     else "the prefill instance says nothing of KV transfers"
                 )
-                return Failure("prefill", "stale", words)
+                return AttemptFailure("prefill", "stale", words)
             if not instance.engine or engine.incarnation != instance.engine.incarnation:
                 instance.probed(instance.model, engine, instance.models)
                 instance.needs_probe = True
-                return Failure("prefill", "stale", "the prefill instance was restarted")
+                return AttemptFailure("prefill", "stale", "the prefill instance was restarted")
         return answer
 
     async def _ask(
-        self, trip: Trip, leg: Literal["prefill", "decode"], instance: Instance, body: bytes
-    ) -> Answer | Failure:
+        self,
+        trip: RequestContext,
+        leg: Literal["prefill", "decode"],
+        instance: Instance,
+        body: bytes,
+    ) -> UpstreamResponse | AttemptFailure:
         """Send a leg; return when its answer has begun (a stream) or is complete (all else)."""
-        answer: Answer | None = None
+        answer: UpstreamResponse | None = None
         good, began = False, _now()
         instance.stepping.asked(began)
         try:
@@ -400,7 +438,7 @@ class Relay:
             self._convict(trip)
         return answer
 
-    async def _beginning(self, trip: Trip, answer: Answer) -> bytes:
+    async def _beginning(self, trip: RequestContext, answer: UpstreamResponse) -> bytes:
         """Return when an answer has begun or is complete; the error that a stream begins with."""
         if answer.status != 200 or not answer.is_stream:
             await answer.read()
@@ -408,15 +446,19 @@ class Relay:
         if find(answer.headers, b"content-encoding"):  # its events cannot be seen
             await answer.first()
             return b""
-        beginning = Beginning(trip.request.path)
-        most = HOLD + ECHOES * len(trip.request.body)
-        if not await answer.until(lambda data: beginning.feed(data) is not Begun.NOT_YET, most):
+        beginning = FirstContentDetector(trip.request.path)
+        most = HOLD_BYTES + MAX_ECHOES * len(trip.request.body)
+        if not await answer.until(
+            lambda data: beginning.feed(data) is not ContentState.NOT_YET, most
+        ):
             beginning.feed(b"\n\n")  # an end of the body ends its last event
-            if beginning.state is Begun.NOT_YET:
+            if beginning.state is ContentState.NOT_YET:
                 raise Unreachable("died", "the stream ended before its first content")
         return beginning.failure
 
-    async def _given_up(self, trip: Trip, leg: str, instance: Instance, answer: Answer) -> bool:
+    async def _given_up(
+        self, trip: RequestContext, leg: str, instance: Instance, answer: UpstreamResponse
+    ) -> bool:
         """Whether this is no answer, but what an engine that is being stopped leaves of one. Of a
         stream: its beginning.
         """
@@ -432,24 +474,24 @@ class Relay:
 
     def _failure(
         self,
-        trip: Trip,
+        trip: RequestContext,
         leg: Literal["prefill", "decode"],
         instance: Instance,
         reason: Reason,
         detail: str,
         began: float,
-        answer: Answer | None = None,
-    ) -> Failure:
+        answer: UpstreamResponse | None = None,
+    ) -> AttemptFailure:
         """Note that a leg, sent at `began`, has failed."""
         log.warning("%s failed a %s leg: %s", instance.url, leg, detail)
         trip.failed.append(instance)
         if reason == "5xx":  # perhaps this request gets a 500 from everybody
-            trip.suspects.append(Suspect(instance, began, _now()))
+            trip.suspects.append(SuspectLeg(instance, began, _now()))
         elif reason != "diverged":
             instance.leg_failed(reason, _now(), began)
-        return Failure(leg, reason, detail, answer)
+        return AttemptFailure(leg, reason, detail, answer)
 
-    def _convict(self, trip: Trip) -> None:
+    def _convict(self, trip: RequestContext) -> None:
         """The request is fine, so it was those instances that failed."""
         for instance, began, ended in trip.suspects:
             instance.leg_failed("5xx", _now(), began, ended)
@@ -457,25 +499,27 @@ class Relay:
 
     # -- after a failure ---------------------------------------------------------------------------
 
-    def _next(self, trip: Trip, plan: Plan, failure: Failure) -> Plan | None:
+    def _next(self, trip: RequestContext, plan: Plan, failure: AttemptFailure) -> Plan | None:
         """The next attempt; None when there is none."""
         now, past = _now(), trip.past
-        past.deaths += failure.reason in DEATH
+        past.deaths += failure.reason in DEATH_REASONS
         past.begun = trip.client.started
         past.resumable = bool(trip.tape and trip.tape.resumable)
         at_p = failure.leg == "prefill"
-        decode = plan.decode if isinstance(plan, Pair) else plan
+        decode = plan.decode if isinstance(plan, InstancePair) else plan
         pair: Choice = "none"
-        if isinstance(plan, Pair):
+        if isinstance(plan, InstancePair):
             pair = choose(self.fleet, self.policy, self._concurrency, trip.ask, now, trip.failed)
         other = choose_decode(self.fleet, self.policy, now, trip.failed, trip.ask)
         todo = step(
             failure.leg,
             failure.reason,
             past,
-            Left(isinstance(pair, Pair), decode.up, other is not None),
+            Alternatives(isinstance(pair, InstancePair), decode.up, other is not None),
         )
-        if todo is Step.GIVE_UP or (failure.reason in CHARGED and not self._budget.spend(now)):
+        if todo is NextStep.GIVE_UP or (
+            failure.reason in CHARGED_REASONS and not self._budget.spend(now)
+        ):
             if (
                 failure.reason != "busy"
             ):  # then the client is told to come back, and nothing has failed
@@ -490,11 +534,11 @@ class Relay:
             else "decode_failed"
         )
         self.metrics.fell_back(why)
-        if todo is Step.PAIR and isinstance(pair, Pair):
+        if todo is NextStep.PAIR and isinstance(pair, InstancePair):
             return pair
-        return decode if todo is Step.SAME else other
+        return decode if todo is NextStep.SAME else other
 
-    async def _give_up(self, trip: Trip, failure: Failure) -> int:
+    async def _give_up(self, trip: RequestContext, failure: AttemptFailure) -> int:
         """Tell the client that it failed: in the instance's words if it said something."""
         if trip.client.started:
             tape = trip.tape
@@ -504,33 +548,39 @@ class Relay:
                 trip.client.write(tape.error + b"\n\n" + DONE)
                 trip.client.end()
                 return 500
-            raise Failed(502, f"the {failure.leg} instance failed: {failure.detail}")
+            raise RequestFailed(502, f"the {failure.leg} instance failed: {failure.detail}")
         if failure.answer:
             return await self._pass_on(trip, failure.answer)
-        raise Failed(502, f"the {failure.leg} instance failed: {failure.detail}")
+        raise RequestFailed(502, f"the {failure.leg} instance failed: {failure.detail}")
 
-    def _other(self, trip: Trip) -> Instance:
+    def _other(self, trip: RequestContext) -> Instance:
         decode = choose_decode(self.fleet, self.policy, _now(), trip.failed, trip.ask)
         if not decode:
-            raise Failed(503, "no decode instance can be used at the moment", retry_after=5)
+            raise RequestFailed(503, "no decode instance can be used at the moment", retry_after=5)
         return decode
 
     # -- delivery ----------------------------------------------------------------------------------
 
-    async def _deliver(self, trip: Trip, at: Instance, answer: Answer) -> int | Failure:
+    async def _deliver(
+        self, trip: RequestContext, at: Instance, answer: UpstreamResponse
+    ) -> int | AttemptFailure:
         """Give an answer to the client; its status, or how it broke off."""
         if answer.status == 200 and answer.is_stream:
             return await self._stream(trip, at, answer)
         if trip.client.started:  # with a stream; now a refusal came, or an answer of another kind
-            return Failure("decode", "diverged", f"another instance answered {answer.status}")
+            return AttemptFailure(
+                "decode", "diverged", f"another instance answered {answer.status}"
+            )
         return await self._pass_on(trip, answer)
 
-    async def _pass_on(self, trip: Trip, answer: Answer) -> int:
+    async def _pass_on(self, trip: RequestContext, answer: UpstreamResponse) -> int:
         trip.client.answer(answer.status, end_to_end(answer.headers), await answer.read())
         await trip.client.drained()
         return answer.status
 
-    async def _stream(self, trip: Trip, at: Instance, answer: Answer) -> int | Failure:
+    async def _stream(
+        self, trip: RequestContext, at: Instance, answer: UpstreamResponse
+    ) -> int | AttemptFailure:
         client, tape = trip.client, trip.tape
         raw = bool(find(answer.headers, b"content-encoding"))  # its events cannot be seen
         if not tape:
@@ -541,7 +591,7 @@ class Relay:
                 and any(d is not at for d in self.fleet.of("decode"))
             )
             path = trip.request.path
-            trip.tape = tape = Tape(client.write, keep, ENDS.get(path, b""), path)
+            trip.tape = tape = StreamRecorder(client.write, keep, END_MARKS.get(path, b""), path)
         client.on_pause = answer.flow
         try:
             await answer.pipe(tape.source(answer.reject, raw), paused=client.paused)
@@ -554,7 +604,7 @@ class Relay:
                     trip, "decode", at, "died", "it is being stopped", answer.began
                 )
             if not tape.flush():
-                return Failure("decode", "diverged", "the answer made again is shorter")
+                return AttemptFailure("decode", "diverged", "the answer made again is shorter")
         client.end()
         await client.drained()
         return answer.status
@@ -562,10 +612,10 @@ class Relay:
 
 def _words(event: bytes) -> str:
     """An error event in a line for people."""
-    return f"it began with an error: {event[:WORDS].decode(errors='replace')}"
+    return f"it began with an error: {event[:MAX_ERROR_BYTES].decode(errors='replace')}"
 
 
-def _server(trip: Trip, plan: Plan) -> Instance:
+def _server(trip: RequestContext, plan: Plan) -> Instance:
     """Whose answer the client gets."""
     if isinstance(plan, Instance):
         return plan

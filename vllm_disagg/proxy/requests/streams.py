@@ -18,9 +18,16 @@ from ..http import sse
 from ..http.reasons import Reason
 from ..http.sse import DONE, ERROR, EVENT_ERROR, EVENT_FAILED, is_error
 from . import named_events
-from .continuation import Diverged, Form, NotTold, Told, form_of, says_nothing
+from .continuation import (
+    ChoiceTranscript,
+    Diverged,
+    EventForm,
+    NotReplayable,
+    form_of,
+    says_nothing,
+)
 
-LAST = (DONE, b'data: {"type":"message_stop"}\n\n')
+LAST_EVENTS = (DONE, b'data: {"type":"message_stop"}\n\n')
 # in what an engine that is being stopped says to everybody; for messages it gives no reason at all
 ABORTS = (
     b'"finish_reason":"abort"',
@@ -28,9 +35,9 @@ ABORTS = (
     # these bytes may also stand in what a client wrote, and be answered as they are: then `aborted`
     # looks closer
 )
-FOLD = 16 * 1024  # bytes kept as they came
-PIECE = 48  # bytes of memory that a piece takes beside its own
-NO_FORM = Form(b"\0", b"\0", 0, "")  # fits nothing
+FOLD_BYTES = 16 * 1024  # bytes kept as they came
+PIECE_OVERHEAD_BYTES = 48  # bytes of memory that a piece takes beside its own
+NO_FORM = EventForm(b"\0", b"\0", 0, "")  # fits nothing
 
 Stop = Callable[[Reason, str], None]
 
@@ -62,21 +69,21 @@ class Transcript(Protocol):
     def add(self, events: Iterable[bytes]) -> None:
         """More events; NotTold when one of them is not one that this endpoint is known to have."""
 
-    def add_texts(self, form: Form, pieces: list[bytes]) -> None:
+    def add_texts(self, form: EventForm, pieces: list[bytes]) -> None:
         """Texts of events of one form; NotTold."""
 
     def replay(self) -> AnyReplay: ...
 
 
 _TRANSCRIPTS: dict[str, Callable[[], Transcript]] = {  # of other paths no stream is continued
-    "/v1/completions": Told,
-    "/v1/chat/completions": Told,
-    "/v1/responses": partial(named_events.Transcript, named_events.Responses()),
-    "/v1/messages": partial(named_events.Transcript, named_events.Messages()),
+    "/v1/completions": ChoiceTranscript,
+    "/v1/chat/completions": ChoiceTranscript,
+    "/v1/responses": partial(named_events.NamedTranscript, named_events.ResponsesSchema()),
+    "/v1/messages": partial(named_events.NamedTranscript, named_events.MessagesSchema()),
 }
 
 
-class _Choice(msgspec.Struct):
+class _ChoiceText(msgspec.Struct):
     finish_reason: str | None = None
 
 
@@ -84,15 +91,15 @@ class _MessageDelta(msgspec.Struct, frozen=True):
     stop_reason: str | None = ""
 
 
-class _Said(msgspec.Struct):
+class _TextEvent(msgspec.Struct):
     """An answer, or an event of one."""
 
     type: str = ""
-    choices: list[_Choice] = []
+    choices: list[_ChoiceText] = []
     delta: _MessageDelta = _MessageDelta()
 
 
-_said = msgspec.json.Decoder(_Said).decode
+_said = msgspec.json.Decoder(_TextEvent).decode
 
 
 def engine_failed(data: bytes) -> bool:
@@ -137,7 +144,7 @@ def _drop(_: bytes) -> None:
     """Where the bytes of an answer go that is of no use."""
 
 
-class Tape:
+class StreamRecorder:
     """Everything that one client gets of one stream, be it from one instance or from several after
     each other.
 
@@ -149,12 +156,12 @@ class Tape:
         self, write: Callable[[bytes], None], keep: bool, hold: bytes = b"", path: str = ""
     ) -> None:
         self._write = write
-        self._told: Transcript = _TRANSCRIPTS.get(path, Told)()
+        self._told: Transcript = _TRANSCRIPTS.get(path, ChoiceTranscript)()
         self._keep = keep and path in _TRANSCRIPTS
         self._hold = hold
         self.held = bytearray()
         self._stop: Stop
-        self._cutter = sse.Cutter()
+        self._cutter = sse.EventSplitter()
         self._parts = self._cutter.parts  # of an event that is not complete yet
         self._form = NO_FORM
         self._odd = 0  # chunks that were of no form that we knew
@@ -191,7 +198,7 @@ class Tape:
     @property
     def done(self) -> bool:
         """Whether the last event said that it is the last."""
-        return self._last.endswith(LAST)
+        return self._last.endswith(LAST_EVENTS)
 
     @property
     def resumable(self) -> bool:
@@ -211,8 +218,8 @@ class Tape:
                 self._write(data)
                 if self._keep:
                     self._pieces.append(piece)
-                    self._size += len(piece) + PIECE
-                    if self._size > FOLD:
+                    self._size += len(piece) + PIECE_OVERHEAD_BYTES
+                    if self._size > FOLD_BYTES:
                         self._fold()
                 return
         try:
@@ -253,7 +260,7 @@ class Tape:
                 self._fold()
             self._kept.append(data)
             self._size += len(data)
-            if self._size > FOLD:
+            if self._size > FOLD_BYTES:
                 self._fold()
         self._odd += 1
         if self._odd & (self._odd - 1) == 0 and not (self._rename or self._replay or self._hold):
@@ -300,7 +307,7 @@ class Tape:
                 break
             try:
                 new = replay.event(event)
-            except (Diverged, NotTold) as error:
+            except (Diverged, NotReplayable) as error:
                 self._stop("diverged", str(error))
                 break
             if new:
@@ -328,5 +335,5 @@ class Tape:
             self._told.add(events)
             if pieces:
                 self._told.add_texts(self._form, pieces)
-        except NotTold:
+        except NotReplayable:
             self._keep = False

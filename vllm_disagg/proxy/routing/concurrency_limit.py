@@ -8,7 +8,7 @@ import asyncio
 
 from ..http.headers import Headers, find
 from .prefill_queue import QueueFull, QueueTimeout
-from .priority_queue import Waiting
+from .priority_queue import PriorityQueue
 
 
 def priority(headers: Headers, body: int) -> int:
@@ -21,7 +21,7 @@ def priority(headers: Headers, body: int) -> int:
         return body
 
 
-class Gate:
+class ConcurrencyLimit:
     """`limit` requests at a time; 0: no limit."""
 
     def __init__(self, limit: int, max_waiting: int, patience: float) -> None:
@@ -29,7 +29,7 @@ class Gate:
         self._max_waiting = max_waiting
         self._patience = patience
         self._running = 0
-        self._waiting: Waiting[asyncio.Future[None]] = Waiting()
+        self._waiting: PriorityQueue[asyncio.Future[None]] = PriorityQueue()
 
     def __len__(self) -> int:
         return len(self._waiting)

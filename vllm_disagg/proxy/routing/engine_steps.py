@@ -24,8 +24,8 @@ from __future__ import annotations
 import re
 from enum import Enum
 
-LOOKS = 15
-NUDGE = 5
+LOOKS_PER_PATIENCE = 15
+NUDGE_AFTER_LOOKS = 5
 
 _FACTS = re.compile(
     rb"^vllm:(?:num_requests_running|num_requests_waiting|kv_cache_usage_perc|iteration_tokens_total_count)"
@@ -42,13 +42,13 @@ def fingerprint(page: bytes, rank: int | None = None) -> bytes:
     return b"\n".join(line for line in _FACTS.findall(page) if label in line)
 
 
-class Verdict(Enum):
+class StepVerdict(Enum):
     UNKNOWN = "unknown"
     NUDGE = "nudge"  # do something that a step would show
     STALLED = "stalled"
 
 
-class Stepping:
+class StepMonitor:
     """What was seen of one engine."""
 
     __slots__ = ("_asked", "_lived", "_looked", "_page", "_same", "stalled")
@@ -76,7 +76,7 @@ class Stepping:
             return False
         return now - self._looked >= interval
 
-    def saw(self, page: bytes, now: float) -> Verdict:
+    def saw(self, page: bytes, now: float) -> StepVerdict:
         """It was looked at, because that was due; `page` is a `fingerprint`."""
         first, changed = not self._page, page != self._page
         self._page, self._looked = page, now
@@ -84,7 +84,7 @@ class Stepping:
             self.lived(now)
         elif not first:
             self._same += 1
-            self.stalled = self._same >= LOOKS
+            self.stalled = self._same >= LOOKS_PER_PATIENCE
         if self.stalled:
-            return Verdict.STALLED
-        return Verdict.NUDGE if self._same == NUDGE else Verdict.UNKNOWN
+            return StepVerdict.STALLED
+        return StepVerdict.NUDGE if self._same == NUDGE_AFTER_LOOKS else StepVerdict.UNKNOWN

@@ -16,14 +16,14 @@ from typing import Literal
 from ...protocol.peers import EngineInfo, difference
 from ..http.addresses import split_rank
 from ..http.endpoint_schema import RANKLESS
-from .engine_steps import Stepping
+from .engine_steps import StepMonitor
 
 Role = Literal["prefill", "decode"]
 Kind = Literal["disagg", "nixl", "plain"]  # its connector: ours, NixlConnector, none that we know
 
-MISSES = 2  # health checks answered badly until an instance counts as down
-UNKNOWN = "not probed yet"
-MAX_PENANCE = 30.0  # seconds
+MAX_FAILED_PROBES = 2  # health checks answered badly until an instance counts as down
+NOT_PROBED = "not probed yet"
+MAX_BACKOFF_SECONDS = 30.0  # seconds
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,9 @@ class Instance:
     model: str = ""
     engine: EngineInfo | None = None
     up: bool = False
-    why_not: str = UNKNOWN  # for people: what keeps it from being used, or from being used in full
+    why_not: str = (
+        NOT_PROBED  # for people: what keeps it from being used, or from being used in full
+    )
     needs_probe: bool = True
     misses: int = 0
     failures: int = 0  # of legs, in a row
@@ -53,7 +55,7 @@ class Instance:
     deaf: set[str] = field(default_factory=set)  # paths at which it does not know what a grant is
     kind: Kind = "plain"
     kin: str = ""  # who of the other role has the same can be paired with it
-    stepping: Stepping = field(default_factory=Stepping)  # whether its engine does
+    stepping: StepMonitor = field(default_factory=StepMonitor)  # whether its engine does
     worker_names: frozenset[str] = frozenset()
     ahead: float = 0.0  # of our clock is its engine's, as it said last
     told: float = float("-inf")  # when that was
@@ -117,7 +119,7 @@ class Instance:
     def missed(self, why: str) -> None:
         """A health check failed."""
         self.misses += 1
-        if self.up and self.misses >= MISSES:
+        if self.up and self.misses >= MAX_FAILED_PROBES:
             self.down(why)
 
     def leg_failed(
@@ -149,7 +151,7 @@ class Instance:
 
     def _rest(self, now: float) -> None:
         if self.failures > 1:
-            self.resting_until = now + min(2.0 ** (self.failures - 2), MAX_PENANCE)
+            self.resting_until = now + min(2.0 ** (self.failures - 2), MAX_BACKOFF_SECONDS)
 
     @property
     def busy(self) -> int:

@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .fleet import Fleet, Instance, is_one_engine
-from .policies import Ask, Policy
+from .policies import Policy, RoutingQuery
 
 
 @dataclass(slots=True, frozen=True, eq=False)
-class Pair:
+class InstancePair:
     """A place at a prefill instance for one request, and where it will be decoded."""
 
     prefill: Instance
     decode: Instance
-    ask: Ask
+    ask: RoutingQuery
     reads_back: bool = False  # whether P may read what D has of the prompt
 
     def take(self, fleet: Fleet, policy: Policy, now: float) -> None:
@@ -42,11 +42,16 @@ class Pair:
         self.decode.leave(self.ask.size)
 
 
-Choice = Pair | Literal["busy", "none"]
+Choice = InstancePair | Literal["busy", "none"]
 
 
 def choose(
-    fleet: Fleet, policy: Policy, limit: int, ask: Ask, now: float, avoid: Collection[Instance] = ()
+    fleet: Fleet,
+    policy: Policy,
+    limit: int,
+    ask: RoutingQuery,
+    now: float,
+    avoid: Collection[Instance] = (),
 ) -> Choice:
     """A pair for a prompt; "busy" when every fitting prefill instance has `limit` legs at work,
     "none" when no two instances fit.
@@ -78,11 +83,11 @@ def choose(
     _, prefill, decode = (
         found[0] if len(found) == 1 else min(found, key=lambda f: (f[0], f[1].turn))
     )
-    return Pair(prefill, decode, ask, policy.reads_back(prefill, decode, ask))
+    return InstancePair(prefill, decode, ask, policy.reads_back(prefill, decode, ask))
 
 
 def _best(
-    policy: Policy, prefills: list[Instance], decodes: list[Instance], ask: Ask
+    policy: Policy, prefills: list[Instance], decodes: list[Instance], ask: RoutingQuery
 ) -> tuple[float, Instance, Instance] | None:
     """The best pair of some that fit, and its cost; None without two different engines."""
     if not prefills or not decodes:
@@ -105,12 +110,12 @@ def choose_decode(
     policy: Policy,
     now: float,
     avoid: Collection[Instance] = (),
-    ask: Ask | None = None,
+    ask: RoutingQuery | None = None,
 ) -> Instance | None:
     """A decode instance that serves a request alone: of the rank that the client names, if there
     are such; one that rests only when there is no other.
     """
-    ask = ask or Ask(0)
+    ask = ask or RoutingQuery(0)
     up = _of_model(fleet, [d for d in fleet.of("decode") if d.up and d not in avoid], ask)
     if not up:
         return None
@@ -118,7 +123,7 @@ def choose_decode(
     return policy.best([d for d in up if d.usable(now)] or up, ask)[1]
 
 
-def better_whole(fleet: Fleet, policy: Policy, ask: Ask, threshold: int) -> bool:
+def better_whole(fleet: Fleet, policy: Policy, ask: RoutingQuery, threshold: int) -> bool:
     """Whether so little of a prompt is unknown to some decode instance that a transfer is not worth
     its while.
     """
@@ -128,7 +133,7 @@ def better_whole(fleet: Fleet, policy: Policy, ask: Ask, threshold: int) -> bool
     return ask.size - max(policy.seen(decodes, ask).values(), default=0) < threshold
 
 
-def spill(fleet: Fleet, policy: Policy, now: float, ask: Ask) -> Instance | None:
+def spill(fleet: Fleet, policy: Policy, now: float, ask: RoutingQuery) -> Instance | None:
     """Where a prompt goes that finds every prefill instance full: to a D that computes no other
     whole prompt.
     """
@@ -136,7 +141,7 @@ def spill(fleet: Fleet, policy: Policy, now: float, ask: Ask) -> Instance | None
     return policy.best(idle, ask)[1] if idle else None
 
 
-def _of_model(fleet: Fleet, instances: list[Instance], ask: Ask) -> list[Instance]:
+def _of_model(fleet: Fleet, instances: list[Instance], ask: RoutingQuery) -> list[Instance]:
     """Those that serve the model; all, if none in the fleet ever did: an engine has the right words
     for a wrong name.
     """
@@ -151,7 +156,9 @@ def _is_known(fleet: Fleet, model: str) -> bool:
     return any(model in i.models for i in fleet.instances)
 
 
-def chosen(fleet: Fleet, policy: Policy, ask: Ask, now: float, *instances: Instance) -> None:
+def chosen(
+    fleet: Fleet, policy: Policy, ask: RoutingQuery, now: float, *instances: Instance
+) -> None:
     """Note who was chosen, so that equals take turns and prefixes find their way back."""
     fleet.turns += 1
     for instance in instances:

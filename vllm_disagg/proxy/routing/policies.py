@@ -34,25 +34,27 @@ from typing import Literal, get_args
 import xxhash
 
 from .fleet import Instance
-from .prefixes import Prefix, Prefixes
+from .prefixes import PrefixIndex, PromptPrefix
 
 Name = Literal["prefix_aware", "least_loaded", "power_of_two", "round_robin"]
-NAMES: tuple[Name, ...] = get_args(Name)
+POLICY_NAMES: tuple[Name, ...] = get_args(Name)
 
-REQUEST = 2048  # bytes: what a running request costs beside its context, about 500 tokens' worth
-FULL = 0.9  # of the KV cache
-BACK = (
+REQUEST_COST_BYTES = (
+    2048  # bytes: what a running request costs beside its context, about 500 tokens' worth
+)
+FULL_CACHE_RATIO = 0.9  # of the KV cache
+MIN_REUSE_BYTES = (
     1024  # bytes of a prompt, about 250 tokens: what a D must have more of it than a P for P to ask
 )
-_NONE = Prefix(b"")
+_NONE = PromptPrefix(b"")
 
 
 @dataclass(slots=True)
-class Ask:
+class RoutingQuery:
     """What a choice needs to know of a request."""
 
     size: int  # bytes
-    prefix: Prefix = _NONE
+    prefix: PromptPrefix = _NONE
     session: bytes = b""
     model: str = ""
     path: str = ""
@@ -63,9 +65,9 @@ class Ask:
 class Policy:
     name: Name = "least_loaded"
     chance: random.Random = field(default_factory=random.Random)
-    prefixes: Prefixes = field(default_factory=Prefixes)
+    prefixes: PrefixIndex = field(default_factory=PrefixIndex)
 
-    def best(self, candidates: Sequence[Instance], ask: Ask) -> tuple[float, Instance]:
+    def best(self, candidates: Sequence[Instance], ask: RoutingQuery) -> tuple[float, Instance]:
         """The best of some instances of one role, at least one, and its cost: bytes of work, or
         turns.
         """
@@ -81,13 +83,13 @@ class Policy:
         chosen = min(candidates, key=lambda i: (_full(i), _load(i) - seen.get(i.cache, 0), i.turn))
         return _load(chosen) + ask.size - seen.get(chosen.cache, 0), chosen
 
-    def seen(self, candidates: Iterable[Instance], ask: Ask) -> dict[object, int]:
+    def seen(self, candidates: Iterable[Instance], ask: RoutingQuery) -> dict[object, int]:
         """How many bytes of the prompt each cache has, as far as this policy knows."""
         if self.name != "prefix_aware":
             return {}
         return self.prefixes.longest(ask.prefix, {i.cache for i in candidates})
 
-    def reads_back(self, prefill: Instance, decode: Instance, ask: Ask) -> bool:
+    def reads_back(self, prefill: Instance, decode: Instance, ask: RoutingQuery) -> bool:
         """Whether P should ask D for what it has of the prompt, most likely an earlier answer.
         Before they are `chose`n.
         """
@@ -96,14 +98,14 @@ class Policy:
         seen = self.seen((prefill, decode), ask)
         here, there = seen.get(prefill.cache, 0), seen.get(decode.cache, 0)
         more = min(ask.size - here, self.prefixes.goes_on(ask.prefix, ask.size, decode.cache))
-        return max(there - here, more) >= BACK
+        return max(there - here, more) >= MIN_REUSE_BYTES
 
-    def answered(self, ask: Ask, decode: Instance) -> None:
+    def answered(self, ask: RoutingQuery, decode: Instance) -> None:
         """D has the prompt and the answer."""
         if self.name == "prefix_aware":
             self.prefixes.answered(ask.prefix, ask.size, decode.cache)
 
-    def chose(self, ask: Ask, *instances: Instance) -> None:
+    def chose(self, ask: RoutingQuery, *instances: Instance) -> None:
         """These get the prompt."""
         if self.name == "prefix_aware":
             self.prefixes.saw(ask.prefix, *(i.cache for i in instances))
@@ -112,11 +114,11 @@ class Policy:
 def _load(instance: Instance) -> int:
     if instance.role == "prefill":
         return instance.prompt_bytes
-    return instance.context + REQUEST * instance.in_flight
+    return instance.context + REQUEST_COST_BYTES * instance.in_flight
 
 
 def _full(instance: Instance) -> bool:
-    return instance.role == "decode" and instance.kv_use > FULL
+    return instance.role == "decode" and instance.kv_use > FULL_CACHE_RATIO
 
 
 def _weight(instance: Instance, session: bytes) -> int:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from ...errors import DisaggError
 from .fleet import Fleet
-from .pairing import Pair, choose
-from .policies import Ask, Policy
-from .priority_queue import Waiting
+from .pairing import InstancePair, choose
+from .policies import Policy, RoutingQuery
+from .priority_queue import PriorityQueue
 
 
 class QueueFull(DisaggError):
@@ -30,13 +30,13 @@ Kind = tuple[str, str]  # model (empty: one that nobody serves), path
 
 
 @dataclass(slots=True, eq=False)
-class _Turn:
-    ask: Ask
+class _WaitingRequest:
+    ask: RoutingQuery
     kind: Kind
-    pair: asyncio.Future[Pair | None]
+    pair: asyncio.Future[InstancePair | None]
 
 
-class Admission:
+class PrefillQueue:
     """Gives out places at prefill instances."""
 
     def __init__(
@@ -47,12 +47,12 @@ class Admission:
         self._concurrency = concurrency
         self._max_waiting = max_waiting
         self._patience = patience
-        self._waiting: dict[Kind, Waiting[_Turn]] = {}  # none of them is empty
+        self._waiting: dict[Kind, PriorityQueue[_WaitingRequest]] = {}  # none of them is empty
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    async def acquire(self, ask: Ask, priority: int = 0) -> Pair | None:
+    async def acquire(self, ask: RoutingQuery, priority: int = 0) -> InstancePair | None:
         """A pair whose places are taken, or None when no two instances fit."""
         loop = asyncio.get_running_loop()
         if not self._waiting or self._kind(ask) not in self._waiting:
@@ -64,8 +64,8 @@ class Admission:
                 return choice
         if len(self) >= self._max_waiting:
             raise QueueFull(f"{len(self)} requests wait already")
-        turn = _Turn(ask, self._kind(ask), loop.create_future())
-        self._waiting.setdefault(turn.kind, Waiting()).add(turn, priority, loop.time())
+        turn = _WaitingRequest(ask, self._kind(ask), loop.create_future())
+        self._waiting.setdefault(turn.kind, PriorityQueue()).add(turn, priority, loop.time())
         pair = None
         try:
             async with asyncio.timeout(self._patience):
@@ -82,7 +82,7 @@ class Admission:
                 unused.release_decode()  # the request ended in the very moment that its turn came
                 self.release(unused)
 
-    def release(self, pair: Pair) -> None:
+    def release(self, pair: InstancePair) -> None:
         """Its prefill leg is over."""
         pair.release_prefill()
         self.wake()
@@ -111,11 +111,11 @@ class Admission:
                 choice.take(self._fleet, self._policy, now)
                 turn.pair.set_result(choice)
 
-    def _kind(self, ask: Ask) -> Kind:
+    def _kind(self, ask: RoutingQuery) -> Kind:
         known = any(ask.model in i.models for i in self._fleet.instances)
         return ask.model if known else "", ask.path
 
-    def _remove(self, turn: _Turn) -> None:
+    def _remove(self, turn: _WaitingRequest) -> None:
         """It waits no longer, if it still did."""
         if queue := self._waiting.get(turn.kind):
             queue.remove(turn)

@@ -21,14 +21,14 @@ from collections.abc import Collection
 
 import xxhash
 
-SHORT = 128  # bytes: the first of all, so that a short question is known too
-FIRST = 512  # bytes
-GROWTH = 8  # each prefix is longer than the last by 1/8
-ENTRIES = 65536  # prefixes remembered, 41 MiB when full
-HOLDERS = 64  # caches remembered for each, the latest
+SHORT_PREFIX_BYTES = 128  # bytes: the first of all, so that a short question is known too
+FIRST_PREFIX_BYTES = 512  # bytes
+GROWTH_DIVISOR = 8  # each prefix is longer than the last by 1/8
+MAX_PREFIXES = 65536  # prefixes remembered, 41 MiB when full
+MAX_HOLDERS = 64  # caches remembered for each, the latest
 
 
-class Prefix:
+class PromptPrefix:
     """A prompt's beginnings: (length in bytes, hash), shortest first."""
 
     __slots__ = ("marks",)
@@ -36,17 +36,22 @@ class Prefix:
     def __init__(self, prompt: bytes | memoryview, salt: bytes = b"") -> None:
         self.marks: list[tuple[int, int]] = []
         state = xxhash.xxh3_64(salt)
-        begin, end = 0, SHORT
+        begin, end = 0, SHORT_PREFIX_BYTES
         while end <= len(prompt):
             state.update(prompt[begin:end])
             self.marks.append((end, state.intdigest()))
-            begin, end = end, end + max(FIRST, end // GROWTH) if end >= FIRST else FIRST
+            begin, end = (
+                end,
+                end + max(FIRST_PREFIX_BYTES, end // GROWTH_DIVISOR)
+                if end >= FIRST_PREFIX_BYTES
+                else FIRST_PREFIX_BYTES,
+            )
 
 
-class Prefixes:
+class PrefixIndex:
     """The memory."""
 
-    def __init__(self, entries: int = ENTRIES) -> None:
+    def __init__(self, entries: int = MAX_PREFIXES) -> None:
         self._entries = entries
         self._seen: OrderedDict[int, tuple[object, ...]] = (
             OrderedDict()
@@ -58,19 +63,19 @@ class Prefixes:
     def __len__(self) -> int:
         return len(self._seen)
 
-    def saw(self, prefix: Prefix, *caches: object) -> None:
+    def saw(self, prefix: PromptPrefix, *caches: object) -> None:
         """Instances got a prompt."""
         seen = self._seen
         for _, mark in prefix.marks:
             held = seen.get(mark, ())
             if held != caches:
                 others = [cache for cache in held if cache not in caches]
-                seen[mark] = (*others, *caches)[-HOLDERS:]
+                seen[mark] = (*others, *caches)[-MAX_HOLDERS:]
             seen.move_to_end(mark)
         while len(seen) > self._entries:
             seen.popitem(last=False)
 
-    def answered(self, prefix: Prefix, size: int, cache: object) -> None:
+    def answered(self, prefix: PromptPrefix, size: int, cache: object) -> None:
         """An instance has answered a prompt of so many bytes."""
         if prefix.marks:
             mark = prefix.marks[-1][1]
@@ -79,7 +84,7 @@ class Prefixes:
             if len(self._answered) > self._entries:
                 self._answered.popitem(last=False)
 
-    def goes_on(self, prefix: Prefix, size: int, cache: object) -> int:
+    def goes_on(self, prefix: PromptPrefix, size: int, cache: object) -> int:
         """By how many bytes a prompt goes on from the last in it that was answered, if by this
         instance.
         """
@@ -89,7 +94,7 @@ class Prefixes:
         )
         return max(0, size - found[1]) if found and found[0] is cache else 0
 
-    def longest(self, prefix: Prefix, caches: Collection[object]) -> dict[object, int]:
+    def longest(self, prefix: PromptPrefix, caches: Collection[object]) -> dict[object, int]:
         """Of these, how many bytes of a prompt each one has seen; who saw none is left out."""
         found: dict[object, int] = {}
         for length, mark in reversed(prefix.marks):

@@ -19,13 +19,13 @@ import math
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-AGE = 2.0  # seconds a step
-STEPS = 10
+AGING_SECONDS = 2.0  # seconds a step
+AGING_STEPS = 10
 
 T = TypeVar("T")
 
 
-class Waiting(Generic[T]):
+class PriorityQueue(Generic[T]):
     """Items by rank; what has been removed takes no turn."""
 
     def __init__(self) -> None:
@@ -42,7 +42,12 @@ class Waiting(Generic[T]):
     def add(self, item: T, priority: int, now: float) -> None:
         self._count += 1  # equals leave in the order of their coming
         heapq.heappush(
-            self._heap, (now + AGE * max(-STEPS, min(STEPS, priority)), self._count, item)
+            self._heap,
+            (
+                now + AGING_SECONDS * max(-AGING_STEPS, min(AGING_STEPS, priority)),
+                self._count,
+                item,
+            ),
         )
         self._here.add(item)
 

@@ -10,7 +10,7 @@ import msgspec
 
 from ...errors import ConfigError
 
-FLUSH = 0.5  # seconds until a line is written
+FLUSH_SECONDS = 0.5  # seconds until a line is written
 
 
 class AccessLog:
@@ -31,7 +31,7 @@ class AccessLog:
 
     def write(self, line: dict[str, object]) -> None:
         if not self._lines:
-            asyncio.get_running_loop().call_later(FLUSH, self.flush)
+            asyncio.get_running_loop().call_later(FLUSH_SECONDS, self.flush)
         self._lines.append(msgspec.json.encode(line))
 
     def flush(self) -> None:

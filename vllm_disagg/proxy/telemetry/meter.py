@@ -21,7 +21,7 @@ COLON = ord(":")
 now = time.monotonic
 
 
-class Buckets:
+class HistogramBuckets:
     """A histogram, cheap to add to.  For one thread."""
 
     __slots__ = ("bounds", "counts", "sum")
@@ -36,7 +36,7 @@ class Buckets:
         self.sum += value * times
 
 
-class Meter:
+class TrafficCounters:
     """One request."""
 
     __slots__ = (
@@ -58,7 +58,7 @@ class Meter:
         "sent",
     )
 
-    def __init__(self, itl: Buckets) -> None:
+    def __init__(self, itl: HistogramBuckets) -> None:
         self.began = now()
         self.queue_seconds = 0.0
         self.prefill = self.decode = ""  # URLs, of the pair that served it last

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from ..routing.fleet import Fleet
-from .meter import Buckets, Meter, now
+from .meter import HistogramBuckets, TrafficCounters, now
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (
@@ -58,7 +58,7 @@ _HISTOGRAMS = {
 }
 
 
-class Objectives(msgspec.Struct, frozen=True):
+class LatencyObjectives(msgspec.Struct, frozen=True):
     """What a stream must keep to count as goodput, in seconds; 0: nothing."""
 
     ttft: float = 0.0
@@ -68,9 +68,9 @@ class Objectives(msgspec.Struct, frozen=True):
 class Metrics:
     """One registry per proxy, so that several can live in one process."""
 
-    def __init__(self, fleet: Fleet, objectives: Objectives | None = None) -> None:
+    def __init__(self, fleet: Fleet, objectives: LatencyObjectives | None = None) -> None:
         self._fleet = fleet
-        self._objectives = objectives or Objectives()
+        self._objectives = objectives or LatencyObjectives()
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "vllm_disagg_requests",
@@ -91,7 +91,9 @@ class Metrics:
             registry=self._registry,
         )
         self._request: dict[tuple[str, str, str], Counter] = {}
-        self.histograms = {name: Buckets(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self.histograms = {
+            name: HistogramBuckets(bounds) for name, (_, bounds) in _HISTOGRAMS.items()
+        }
         self.queue = self.histograms["queue"]
         self.prefill_leg = self.histograms["prefill_leg"]
         self.crew: Callable[[], Awaitable[list[str]]] | None = None  # asks all workers for theirs
@@ -99,15 +101,20 @@ class Metrics:
         self._amounts: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._pairs: dict[tuple[str, str], dict[str, float]] = {}
         self._registry.register(
-            _Views([self._instances, self._phases, self._counts, self._pairings])
+            _LiveGauges([self._instances, self._phases, self._counts, self._pairings])
         )
 
-    def meter(self) -> Meter:
+    def meter(self) -> TrafficCounters:
         """For a request that begins."""
-        return Meter(self.histograms["itl"])
+        return TrafficCounters(self.histograms["itl"])
 
     def ended(
-        self, path: str, mode: str, outcome: str, meter: Meter | None = None, received: int = 0
+        self,
+        path: str,
+        mode: str,
+        outcome: str,
+        meter: TrafficCounters | None = None,
+        received: int = 0,
     ) -> dict[str, int]:
         """A request is over; the token counts that its answer stated."""
         key = (path, mode, outcome)
@@ -142,7 +149,7 @@ class Metrics:
         """Of all workers together."""
         return merge(await self.crew()) if self.crew else self.render()
 
-    def _observe(self, meter: Meter, ok: bool, usage: dict[str, int]) -> None:
+    def _observe(self, meter: TrafficCounters, ok: bool, usage: dict[str, int]) -> None:
         ttft, tpot = meter.ttft, meter.tpot(usage)
         if ok and not meter.is_session:
             self.histograms["e2e"].observe(now() - meter.began)
@@ -268,11 +275,11 @@ def merge(texts: list[str], gauges: bool = True) -> bytes:
     for (family_name, name, labels), value in values.items():
         families[family_name].add_sample(name, dict(labels), value)
     registry = CollectorRegistry()
-    registry.register(_Views([families.values]))
+    registry.register(_LiveGauges([families.values]))
     return generate_latest(registry)
 
 
-class _Views(Collector):
+class _LiveGauges(Collector):
     """Metrics that are made when they are asked for."""
 
     def __init__(self, views: Iterable[Callable[[], Iterable[Metric]]]) -> None:

@@ -6,16 +6,16 @@ import time
 
 from ..http.headers import find
 from ..http.routes import template
-from ..http.server import Connection, Request
+from ..http.server import Connection, HttpRequest
 from .access_log import AccessLog
-from .meter import Meter, now
+from .meter import TrafficCounters, now
 from .metrics import Metrics
 from .tracing import Tracing
 
-MAX_LOGGED = 1024  # characters of a path that is not served
+MAX_LOGGED_CHARACTERS = 1024  # characters of a path that is not served
 
 
-class Books:
+class RequestRecorder:
     """Closes requests."""
 
     def __init__(self, metrics: Metrics, tracing: Tracing, log: AccessLog) -> None:
@@ -24,7 +24,12 @@ class Books:
         self._log = log
 
     def close(
-        self, request: Request, client: Connection, meter: Meter, outcome: str, status: int
+        self,
+        request: HttpRequest,
+        client: Connection,
+        meter: TrafficCounters,
+        outcome: str,
+        status: int,
     ) -> None:
         """`status`: what was answered, or would have been; 499 when the client left."""
         usage = self._metrics.ended(
@@ -65,7 +70,7 @@ class Books:
             }
             self._log.write({**about, **facts})
 
-    def refused(self, request: Request, client: Connection, outcome: str, status: int) -> None:
+    def refused(self, request: HttpRequest, client: Connection, outcome: str, status: int) -> None:
         """A request was refused before anything of it was read but its head."""
         self._metrics.ended(template(request.path), "refused", outcome)
         if self._log.is_on:
@@ -74,7 +79,7 @@ class Books:
                     "time": round(time.time(), 3),
                     "client": client.peer,
                     "method": request.method,
-                    "path": request.path[:MAX_LOGGED],
+                    "path": request.path[:MAX_LOGGED_CHARACTERS],
                     "status": status,
                     "mode": "refused",
                     "outcome": outcome,

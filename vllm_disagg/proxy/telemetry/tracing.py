@@ -12,9 +12,9 @@ from typing import Any, Literal
 from ...errors import ConfigError
 from ..http.headers import Headers
 from ..http.routes import template
-from ..http.server import Request
+from ..http.server import HttpRequest
 
-CONTEXT = (b"traceparent", b"tracestate")
+CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 
 
 class Tracing:
@@ -43,20 +43,20 @@ class Tracing:
         self._trace: Any = trace
         self._propagator: Any = TraceContextTextMapPropagator()
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: HttpRequest) -> None:
         """A request came."""
         if self._tracer:
             carrier = {
                 name.decode(): value.decode("latin-1")
                 for name, value in request.headers
-                if name in CONTEXT
+                if name in CONTEXT_HEADERS
             }
             parent = self._propagator.extract(carrier)
             kind = self._trace.SpanKind.SERVER
             name = f"{request.method} {template(request.path)}"
             request.spans = [self._tracer.start_span(name, context=parent, kind=kind)]
 
-    def leg(self, request: Request, leg: Literal["prefill", "decode"], url: str) -> Headers:
+    def leg(self, request: HttpRequest, leg: Literal["prefill", "decode"], url: str) -> Headers:
         """A leg begins; the headers to send."""
         if not request.spans:
             return request.headers
@@ -67,17 +67,17 @@ class Tracing:
         request.spans.append(span)
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, self._trace.set_span_in_context(span))
-        headers = [header for header in request.headers if header[0] not in CONTEXT]
+        headers = [header for header in request.headers if header[0] not in CONTEXT_HEADERS]
         return headers + [(name.encode(), value.encode()) for name, value in carrier.items()]
 
-    def prefilled(self, request: Request) -> None:
+    def prefilled(self, request: HttpRequest) -> None:
         """The latest prefill leg is over."""
         for span in reversed(request.spans):
             if getattr(span, "name", "") == "prefill":  # one that is not sampled has none
                 span.end()
                 return
 
-    def end(self, request: Request, status: int, facts: dict[str, object]) -> None:
+    def end(self, request: HttpRequest, status: int, facts: dict[str, object]) -> None:
         """A request is over, and its legs with it."""
         spans, request.spans = request.spans, []
         for span in reversed(spans):

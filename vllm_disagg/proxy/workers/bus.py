@@ -18,29 +18,29 @@ from typing import Literal
 import msgspec
 
 from ...errors import BadGrant, ConfigError
-from ..membership.members import Change, Members
+from ..membership.members import Members, MembershipChange
 from ..membership.registry import Registered, Registry
 from ..routing.fleet import Fleet
 from .shared_load import SharedLoad
 
 log = logging.getLogger(__name__)
 
-SYNC = 0.02  # seconds between looks at the others' load
-PATIENCE = 2.0  # seconds for the others' metrics
+SYNC_SECONDS = 0.02  # seconds between looks at the others' load
+METRICS_TIMEOUT_SECONDS = 2.0  # seconds for the others' metrics
 MAX_MESSAGE_BYTES = 1 << 30  # no proxy has so many metrics
 
 
-class Message(msgspec.Struct, omit_defaults=True):
+class BusMessage(msgspec.Struct, omit_defaults=True):
     """Between a worker and the hub; `kind` says which fields matter."""
 
     kind: Literal["ready", "change", "note", "ask", "render", "rendered", "texts"]
-    change: Change | None = None
+    change: MembershipChange | None = None
     text: str = ""  # a registration's, or metrics
     numbers: dict[str, int] = {}  # of registrations, by incarnation
     texts: list[str] = []
 
 
-class Place(msgspec.Struct, frozen=True):
+class WorkerPlace(msgspec.Struct, frozen=True):
     """A worker's place in its crew, as its supervisor gives it on the command line."""
 
     index: int
@@ -52,16 +52,16 @@ class Place(msgspec.Struct, frozen=True):
 
 
 encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(Message).decode
+_decode = msgspec.json.Decoder(BusMessage).decode
 
 
-def frame(message: Message) -> bytes:
+def frame(message: BusMessage) -> bytes:
     """A message as it is written."""
     data = encode(message)
     return len(data).to_bytes(8) + data
 
 
-async def receive(reader: asyncio.StreamReader) -> Message | None:
+async def receive(reader: asyncio.StreamReader) -> BusMessage | None:
     """The next message; None at the end.  ValueError when it makes no sense."""
     try:
         size = int.from_bytes(await reader.readexactly(8))
@@ -72,18 +72,22 @@ async def receive(reader: asyncio.StreamReader) -> Message | None:
         return None
 
 
-def parse_place(text: str) -> Place:
+def parse_place(text: str) -> WorkerPlace:
     try:
-        return msgspec.json.decode(text, type=Place)
+        return msgspec.json.decode(text, type=WorkerPlace)
     except msgspec.DecodeError:
         raise ConfigError("--worker is for the supervisor's own use; give --workers") from None
 
 
-class Crew:
+class WorkerBus:
     """This worker's connection with the others."""
 
     def __init__(
-        self, place: Place, fleet: Fleet, render: Callable[[], bytes], wake: Callable[[], None]
+        self,
+        place: WorkerPlace,
+        fleet: Fleet,
+        render: Callable[[], bytes],
+        wake: Callable[[], None],
     ) -> None:
         self._fleet = fleet
         self._render = render
@@ -91,7 +95,7 @@ class Crew:
         self._load = SharedLoad(place.table, place.index, place.count)
         self._socket = socket.socket(fileno=place.hub)
         self._writer: asyncio.StreamWriter | None = None
-        self._unsaid: list[Message] = []
+        self._unsaid: list[BusMessage] = []
         self._asked: list[asyncio.Future[list[str]]] = []
 
     async def sync(self) -> None:
@@ -99,14 +103,14 @@ class Crew:
         while True:
             if self._load.sync((*self._fleet.instances, *self._fleet.leaving)):
                 self._wake()
-            await asyncio.sleep(SYNC)
+            await asyncio.sleep(SYNC_SECONDS)
 
     async def listen(
         self, members: Members, registry: Registry | None, over: Callable[[], None]
     ) -> None:
         """Do what the others have done; `over` when the supervisor is gone."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
-        self._say(Message("ready"))
+        self._say(BusMessage("ready"))
         for unsaid in self._unsaid:
             self._say(unsaid)
         while message := await receive(reader):
@@ -117,7 +121,7 @@ class Crew:
                     self._note(message.text, members, registry)
                 registry.knows(message.numbers)
             elif message.kind == "render":
-                self._say(Message("rendered", text=self._render().decode()))
+                self._say(BusMessage("rendered", text=self._render().decode()))
             elif message.kind == "texts":
                 asked, self._asked = self._asked, []
                 for future in asked:
@@ -125,20 +129,20 @@ class Crew:
                         future.set_result(message.texts)
         over()
 
-    def broadcast(self, news: Change | Registered) -> None:
+    def broadcast(self, news: MembershipChange | Registered) -> None:
         """Tell the others of a change made here, or of a registration taken here."""
-        if isinstance(news, Change):
-            self._say(Message("change", change=news))
+        if isinstance(news, MembershipChange):
+            self._say(BusMessage("change", change=news))
         else:
-            self._say(Message("note", text=news.note.decode(), numbers=news.numbers))
+            self._say(BusMessage("note", text=news.note.decode(), numbers=news.numbers))
 
     async def texts(self) -> list[str]:
         """The metrics of all workers that answer in time; ours alone if the hub does not."""
         future: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
         self._asked.append(future)
-        self._say(Message("ask"))
+        self._say(BusMessage("ask"))
         try:
-            async with asyncio.timeout(2 * PATIENCE):
+            async with asyncio.timeout(2 * METRICS_TIMEOUT_SECONDS):
                 return await future
         except TimeoutError:
             return [self._render().decode()]
@@ -151,7 +155,7 @@ class Crew:
             log.warning("another worker took in a registration that this one refuses: %s", error)
         members.set("registration", registry.members(now))
 
-    def _say(self, message: Message) -> None:
+    def _say(self, message: BusMessage) -> None:
         if self._writer:
             self._writer.write(frame(message))
         else:  # in the first moments

@@ -14,14 +14,16 @@ from collections.abc import Iterable
 
 from ..routing.fleet import Instance
 
-FIELDS = ("in_flight", "legs", "prompt_bytes", "context", "whole")
-SLOTS = 1 << 16  # an instance's place is a hash of its URL; two at one place would share their load
-ROW = SLOTS * len(FIELDS)
+LOAD_FIELDS = ("in_flight", "legs", "prompt_bytes", "context", "whole")
+MAX_SLOTS = (
+    1 << 16
+)  # an instance's place is a hash of its URL; two at one place would share their load
+ROW_CELLS = MAX_SLOTS * len(LOAD_FIELDS)
 
 
 def size(workers: int) -> int:
     """Bytes; only what is used takes memory."""
-    return workers * ROW * 8
+    return workers * ROW_CELLS * 8
 
 
 class SharedLoad:
@@ -39,14 +41,15 @@ class SharedLoad:
         table, less = self._table, False
         gone, self._others = self._others, {}
         for instance in instances:
-            before = gone.pop(instance, [0] * len(FIELDS))
+            before = gone.pop(instance, [0] * len(LOAD_FIELDS))
             place = _place(instance.url)
             after = [
-                sum(table[row * ROW + place + k] for row in self._rows) for k in range(len(FIELDS))
+                sum(table[row * ROW_CELLS + place + k] for row in self._rows)
+                for k in range(len(LOAD_FIELDS))
             ]
-            for k, name in enumerate(FIELDS):
+            for k, name in enumerate(LOAD_FIELDS):
                 ours = getattr(instance, name) - before[k]
-                table[self._row * ROW + place + k] = ours
+                table[self._row * ROW_CELLS + place + k] = ours
                 if after[k] != before[k]:
                     setattr(instance, name, ours + after[k])
                     less = less or after[k] < before[k]
@@ -60,13 +63,13 @@ class SharedLoad:
 
 def clear(table: memoryview, row: int) -> None:
     """Forget what a worker had at work."""
-    table[row * ROW : (row + 1) * ROW] = memoryview(bytes(ROW * 8)).cast("q")
+    table[row * ROW_CELLS : (row + 1) * ROW_CELLS] = memoryview(bytes(ROW_CELLS * 8)).cast("q")
 
 
 def _zero(table: memoryview, row: int, place: int) -> None:
-    for k in range(len(FIELDS)):
-        table[row * ROW + place + k] = 0
+    for k in range(len(LOAD_FIELDS)):
+        table[row * ROW_CELLS + place + k] = 0
 
 
 def _place(url: str) -> int:
-    return zlib.crc32(url.encode()) % SLOTS * len(FIELDS)
+    return zlib.crc32(url.encode()) % MAX_SLOTS * len(LOAD_FIELDS)

@@ -21,20 +21,20 @@ from functools import partial
 
 import msgspec
 
-from ..membership.members import Change
+from ..membership.members import MembershipChange
 from ..telemetry.metrics import merge
 from . import shared_load
-from .bus import PATIENCE, Message, Place, encode, frame, receive
+from .bus import METRICS_TIMEOUT_SECONDS, BusMessage, WorkerPlace, encode, frame, receive
 
 log = logging.getLogger(__name__)
 
-REFUSED = 3  # exit status of a worker that is not to be started again, having said why
-AGAIN = 0.5  # seconds until a dead worker is started again
+REFUSED_EXIT_STATUS = 3  # exit status of a worker that is not to be started again, having said why
+RESTART_SECONDS = 0.5  # seconds until a dead worker is started again
 MAX_NUMBERS = 65536  # incarnations that are remembered
-NOTE_LIFE = 10.0  # seconds for which a registration is worth repeating to a new worker
+NOTE_LIFE_SECONDS = 10.0  # seconds for which a registration is worth repeating to a new worker
 
 
-class Worker:
+class WorkerProcess:
     """One process, in all its lives."""
 
     def __init__(self, index: int) -> None:
@@ -43,37 +43,39 @@ class Worker:
         self.writer: asyncio.StreamWriter | None = None
         self.ready = asyncio.Event()
 
-    def say(self, message: Message) -> None:
+    def say(self, message: BusMessage) -> None:
         if self.writer:
             self.writer.write(frame(message))
 
 
-class Hub:
+class BusHub:
     """Passes on what one worker says to the others, and remembers what a new one has to know."""
 
     def __init__(self, count: int) -> None:
-        self.workers = [Worker(index) for index in range(count)]
-        self._changes: dict[tuple[str, str], Change] = {}
+        self.workers = [WorkerProcess(index) for index in range(count)]
+        self._changes: dict[tuple[str, str], MembershipChange] = {}
         self._notes: dict[str, float] = {}
         self._numbers: dict[
             str, int
         ] = {}  # of registrations, by incarnation: what has been heard is not to be heard again
-        self._texts: dict[Worker, str] = {}  # metrics, as each life of a worker told them last
+        self._texts: dict[
+            WorkerProcess, str
+        ] = {}  # metrics, as each life of a worker told them last
         self._past = ""  # what was counted by workers that have died, as far as they told
-        self._told_now: set[Worker] = set()
-        self._asking: list[Worker] = []
+        self._told_now: set[WorkerProcess] = set()
+        self._asking: list[WorkerProcess] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    def joined(self, worker: Worker, now: float) -> None:
+    def joined(self, worker: WorkerProcess, now: float) -> None:
         for change in self._changes.values():
-            worker.say(Message("change", change=change))
-        self._notes = {text: at for text, at in self._notes.items() if now - at < NOTE_LIFE}
+            worker.say(BusMessage("change", change=change))
+        self._notes = {text: at for text, at in self._notes.items() if now - at < NOTE_LIFE_SECONDS}
         for text in self._notes:
-            worker.say(Message("note", text=text))
+            worker.say(BusMessage("note", text=text))
         if self._numbers:  # after the notes, which would else be known already
-            worker.say(Message("note", numbers=self._numbers))
+            worker.say(BusMessage("note", numbers=self._numbers))
 
-    def heard(self, worker: Worker, message: Message, now: float) -> None:
+    def heard(self, worker: WorkerProcess, message: BusMessage, now: float) -> None:
         if message.kind == "ready":
             self.joined(worker, now)
             worker.ready.set()
@@ -81,7 +83,9 @@ class Hub:
             self._remember(message.change)
             self._pass_on(worker, message)
         elif message.kind == "note":
-            self._notes = {text: at for text, at in self._notes.items() if now - at < NOTE_LIFE}
+            self._notes = {
+                text: at for text, at in self._notes.items() if now - at < NOTE_LIFE_SECONDS
+            }
             self._notes[message.text] = now
             for incarnation, number in message.numbers.items():
                 self._numbers.pop(incarnation, None)
@@ -97,31 +101,31 @@ class Hub:
             if len(self._told_now) >= sum(w.ready.is_set() for w in self.workers):
                 self._told()
 
-    def died(self, worker: Worker) -> None:
+    def died(self, worker: WorkerProcess) -> None:
         """What it had counted when it was asked last stays counted, so that no sum ever falls."""
         if text := self._texts.pop(worker, ""):
             self._past = merge([self._past, text], gauges=False).decode()
 
-    def _remember(self, change: Change) -> None:
+    def _remember(self, change: MembershipChange) -> None:
         """Only how it is in the end."""
         if change.kind != "cut":
             about = "member" if change.kind in ("add", "remove") else "drain"
             self._changes.pop((about, change.url), None)
             self._changes[about, change.url] = change
 
-    def _pass_on(self, source: Worker, message: Message) -> None:
+    def _pass_on(self, source: WorkerProcess, message: BusMessage) -> None:
         for worker in self.workers:
             if worker is not source:
                 worker.say(message)
 
-    def _ask(self, worker: Worker) -> None:
+    def _ask(self, worker: WorkerProcess) -> None:
         self._asking.append(worker)
         if len(self._asking) == 1:
             self._told_now = set()
-            self._timer = asyncio.get_running_loop().call_later(PATIENCE, self._told)
+            self._timer = asyncio.get_running_loop().call_later(METRICS_TIMEOUT_SECONDS, self._told)
             for other in self.workers:
                 if other.ready.is_set():
-                    other.say(Message("render"))
+                    other.say(BusMessage("render"))
 
     def _told(self) -> None:
         if self._timer:
@@ -129,7 +133,7 @@ class Hub:
         asking, self._asking = self._asking, []
         texts = [self._texts[worker] for worker in self._told_now if worker in self._texts]
         for worker in asking:
-            worker.say(Message("texts", texts=[*texts, self._past]))
+            worker.say(BusMessage("texts", texts=[*texts, self._past]))
 
 
 async def supervise(
@@ -142,13 +146,13 @@ async def supervise(
         loop.add_signal_handler(number, stop.set)
     table = os.memfd_create("vllm-disagg-load")
     os.truncate(table, shared_load.size(count))
-    hub = Hub(count)
+    hub = BusHub(count)
     challenge = secrets.token_hex(16)
     with _reserve(host, port) as held:
         port = held.getsockname()[1]
         lives = [
             loop.create_task(
-                _keep(w, hub, command, Place(w.index, count, 0, table, port, challenge), stop)
+                _keep(w, hub, command, WorkerPlace(w.index, count, 0, table, port, challenge), stop)
             )
             for w in hub.workers
         ]
@@ -161,7 +165,7 @@ async def supervise(
         return max(await asyncio.gather(*lives))
 
 
-async def _when_ready(workers: list[Worker], tell: Callable[[], None]) -> None:
+async def _when_ready(workers: list[WorkerProcess], tell: Callable[[], None]) -> None:
     for worker in workers:
         await worker.ready.wait()
     tell()
@@ -181,27 +185,27 @@ def _reserve(host: str, port: int) -> socket.socket:
 
 
 async def _keep(
-    worker: Worker, hub: Hub, command: list[str], place: Place, stop: asyncio.Event
+    worker: WorkerProcess, hub: BusHub, command: list[str], place: WorkerPlace, stop: asyncio.Event
 ) -> int:
     """Run one worker, again and again; the status with which it ended for good."""
     while True:
         status = await _live(worker, hub, command, place)
         if stop.is_set():
             return 0 if status in (0, -signal.SIGTERM) else status
-        if status == REFUSED or not worker.ready.is_set():
+        if status == REFUSED_EXIT_STATUS or not worker.ready.is_set():
             stop.set()
             return 1
         worker.ready.clear()
         hub.died(worker)
         log.error("worker %d ended with status %d and is started again", worker.index, status)
         with suppress(TimeoutError):
-            async with asyncio.timeout(AGAIN):
+            async with asyncio.timeout(RESTART_SECONDS):
                 await stop.wait()
         if stop.is_set():
             return 0
 
 
-async def _live(worker: Worker, hub: Hub, command: list[str], place: Place) -> int:
+async def _live(worker: WorkerProcess, hub: BusHub, command: list[str], place: WorkerPlace) -> int:
     """One life of a worker; its exit status."""
     ours, theirs = socket.socketpair()
     with theirs:

@@ -113,11 +113,11 @@ class Driver:
             zmq_carrier.address,
             rank,
             memory.shape,
-            retry=config.retry,
-            silence=config.silence,
-            stall=config.stall,
-            piece=config.piece,
-            window=config.window,
+            keepalive_interval=config.retry,
+            peer_timeout=config.silence,
+            engine_stall_timeout=config.stall,
+            piece_bytes=config.piece,
+            window_bytes=config.window,
         )
         self._thread.start()
 
@@ -182,7 +182,7 @@ class Driver:
                 "the KV transfer thread failed; this worker goes on without transfers",
                 exc_info=error,
             )
-            self._landing = self._decode.landing()
+            self._landing = self._decode.transfers_being_written()
             self._is_broken = True
             self._give_up()
             if self._close():
@@ -286,7 +286,7 @@ class Driver:
             self._do_prefill(message)
         elif (
             message.source == self.name
-            and (carrier := self._carriers.get(message.carrier)) is not None
+            and (carrier := self._carriers.get(message.transport)) is not None
         ):
             carrier.note_at_prefill(message.reader, message.data)
 
@@ -295,7 +295,7 @@ class Driver:
             self._do_decode(message)
         elif (
             message.reader == self.name
-            and (carrier := self._carriers.get(message.carrier)) is not None
+            and (carrier := self._carriers.get(message.transport)) is not None
         ):
             carrier.note_at_decode(message.source, message.data)
 
@@ -323,7 +323,7 @@ class Driver:
         best = next((up[name] for name in self._carriers if name in up), self._fallback)
         if not up:
             del self._up[event.source]
-        return events.TransportChanged(event.source, best, event.lost)
+        return events.TransportChanged(event.source, best, event.in_flight_lost)
 
     def _landed(self, event: events.PieceWritten) -> None:
         self.counters.damaged_pieces += not event.ok
@@ -335,7 +335,7 @@ class Driver:
 
     # Actions --------------------------------------------------------------------------------------
     def _do_prefill(self, event: events.SenderEvent) -> None:
-        now, self._prefill.stepped = time.monotonic(), self._stepped
+        now, self._prefill.last_engine_step = time.monotonic(), self._stepped
         self._remember(now, event)
         for action in self._prefill.handle(event, now):
             self._remember(now, action)

@@ -289,7 +289,9 @@ class DeviceStaging:
             if found is not None:
                 if found ^ seed != expected:
                     return False
-                if land.theirs is not None or size != self._memory._size(land.extent, land.blocks):
+                if land.remote_layout is not None or size != self._memory._size(
+                    land.extent, land.blocks
+                ):
                     return False
                 self._memory.move(land.extent, land.blocks, slot, self._scatters, gather=False)
                 done.append(self._event(self._scatters))

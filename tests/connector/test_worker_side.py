@@ -292,7 +292,7 @@ def test_bytes_that_were_read_back_are_counted_apart() -> None:
         end: Any = events.LoadCancelled(transfer) if transfer == "given up" else wanted
         worker.begin(StepMetadata(decode=[end], loading={transfer: transfer}))
     driver.outcomes = [
-        events.LoadResult(transfer, None, landed=10) for transfer in ("back", "other")
+        events.LoadResult(transfer, None, bytes_landed=10) for transfer in ("back", "other")
     ]
     assert worker.results()[1] == {"back", "other"}
     assert (worker.stats.data["received_bytes"], worker.stats.data["reused_bytes"]) == (20, 10)

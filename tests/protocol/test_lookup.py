@@ -28,7 +28,7 @@ PLAN = plan(HALVES, [SHAPE])
 @pytest.fixture
 def side() -> Receiver:
     """It asks `p` and `q`, which hold a layer each, since 0.0."""
-    side = Receiver("d", "zmq:d", 0, SHAPE, retry=0.5, silence=2.0)
+    side = Receiver("d", "zmq:d", 0, SHAPE, keepalive_interval=0.5, peer_timeout=2.0)
     asked = [
         a.message
         for a in side.handle(LookupRequested("t", WORKERS, PLAN), 0.0)
@@ -72,7 +72,7 @@ def test_sources_are_reminded_until_it_is_wanted(side: Receiver) -> None:
     assert len(side.handle(ClockTick(), 0.6)) == 2 and side.next_deadline() == 1.1
     wanted = LoadRequested("t", WORKERS, PLAN, [GroupBlocks(0, [0, 1])], 8, 1.0)
     assert sum(isinstance(a, SendMessage) for a in side.handle(wanted, 0.7)) == 2
-    assert not side.searches.open and side.handle(LoadCancelled("t"), 0.8)[-1].transfer == "t"  # type: ignore[union-attr]
+    assert not side.lookups.open and side.handle(LoadCancelled("t"), 0.8)[-1].transfer == "t"  # type: ignore[union-attr]
 
 
 def test_a_search_that_is_cancelled_says_so(side: Receiver) -> None:

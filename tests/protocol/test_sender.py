@@ -54,13 +54,13 @@ def test_a_reader_of_the_first_layers_is_done_before_the_others_are_computed() -
     side.handle(BlocksScheduled("t", 4, [[1]]), 0.0)
     side.handle(messages.TransferRequest("t", "p", "d", "zmq:x", 2), 0.0)
     done = messages.ReadComplete(transfer="t", source="p", reader="d")
-    for layers, intact in ((0, False), (1, True)):
+    for layers, valid in ((0, False), (1, True)):
         side.handle(LayersComputed("t", layers), 0.0)
         (settled,) = side.handle(done, 0.1)
         assert (
             isinstance(settled, SendMessage)
             and isinstance(settled.message, messages.Confirm)
-            and settled.message.intact == intact
+            and settled.message.valid == valid
         )
 
 
@@ -88,7 +88,7 @@ def test_layers_computed_again_are_served_to_nobody_and_held_while_they_are_sent
     assert (
         isinstance(done, SendMessage)
         and isinstance(done.message, messages.Confirm)
-        and not done.message.intact
+        and not done.message.valid
     )
     assert side.handle(SendCompleted("t", "d"), 0.3) == [ReleaseBlocks("t", delivered=False)]
 
@@ -255,24 +255,24 @@ def test_what_was_taken_back_is_not_confirmed(side: Sender) -> None:
     side.handle(BlocksRevoked("t"), 0.1)
     (action,) = side.handle(messages.ReadComplete("t", "p", "d"), 0.2)
     assert isinstance(action, SendMessage) and action.message == messages.Confirm(
-        "t", "p", "d", intact=False
+        "t", "p", "d", valid=False
     )
 
 
 def still(side: Sender, now: float, transfer: str = "t") -> float:
     (action,) = side.handle(messages.TransferRequest(transfer, "p", "d", "zmq:x"), now)
     assert isinstance(action, SendMessage) and isinstance(action.message, messages.Progress)
-    return action.message.still
+    return action.message.seconds_without_step
 
 
 def test_an_offer_says_how_long_vllm_has_made_no_step_in_the_middle_of_a_prompt(
     side: Sender,
 ) -> None:
     assert still(side, 50.0) == 0, "nobody has said when it made one"
-    side.stepped = 10.0
+    side.last_engine_step = 10.0
     assert still(side, 10.9) == 0 and still(side, 12.0) == 2.0
     assert still(side, 40.0, "another, not begun") == 30.0
-    side.stepped = 41.0
+    side.last_engine_step = 41.0
     assert still(side, 41.5) == 0
     side.handle(PrefillFinished("t"), 42.0)
     assert still(side, 90.0) == still(side, 90.0, "another, not begun") == 0, (

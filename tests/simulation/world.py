@@ -247,7 +247,7 @@ class World:
             self.random.choice(sorted(self.lengths)),
             self.random.choice(self.readers()).name,
         )
-        self.post(reader, "reading", wire.encode(wire.Confirm(transfer, LIAR, reader, intact=True)))
+        self.post(reader, "reading", wire.encode(wire.Confirm(transfer, LIAR, reader, valid=True)))
         self.post(
             reader,
             "reading",
@@ -330,7 +330,7 @@ class World:
             assert not side.serving.machine.transfers, (
                 f"{side.name} still holds {side.serving.machine.transfers}"
             )
-            left = side.reading.machine.transfers or side.reading.machine.searches.open
+            left = side.reading.machine.transfers or side.reading.machine.lookups.open
             assert not left, f"{side.name} still reads {left}"
         assert not self.prefill.prompts, f"never released: {self.prefill.prompts}"
         assert not any(engine.cached for engine in self.decodes.values()), "served for ever"

@@ -48,7 +48,7 @@ class Engine:
     def stepped(self) -> None:
         """vLLM's thread was here."""
         for rank in self.ranks:
-            rank.serving.machine.stepped = rank.now
+            rank.serving.machine.last_engine_step = rank.now
 
     def tell(self, event: object) -> None:
         self.stepped()

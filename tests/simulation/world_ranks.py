@@ -182,7 +182,7 @@ class Half:
         return repr(
             [
                 self.machine.transfers,
-                *([self.machine.searches.open] if self is self.rank.reading else []),
+                *([self.machine.lookups.open] if self is self.rank.reading else []),
             ]
         )
 
@@ -283,11 +283,11 @@ class Reading(Half):
             rank.name,
             rank.rank,
             rank.shape,
-            retry=RETRY,
-            silence=SILENCE,
-            stall=STALL,
-            piece=40,
-            window=window,
+            keepalive_interval=RETRY,
+            peer_timeout=SILENCE,
+            engine_stall_timeout=STALL,
+            piece_bytes=40,
+            window_bytes=window,
         )
         self.landing: list[tuple[events.WritePiece, bool, list[str]]] = []
         self.frames: tuple[list[str], list[str]] = ([], [])
@@ -323,7 +323,7 @@ class Reading(Half):
             self.rank.shape.kind(land.extent.layer),
             land.extent.head_end - land.extent.head,
         )
-        return land.theirs or RemoteLayout(
+        return land.remote_layout or RemoteLayout(
             kind.cut(heads), land.extent.token - land.extent.token % kind.block_size
         )
 

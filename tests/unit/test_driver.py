@@ -110,7 +110,11 @@ def test_bytes_arrive_where_they_belong(
     assert isinstance(report, events.LoadResult) and report.reason is None, report
     assert outcome(p) == events.ReleaseBlocks(transfer, delivered=True)
     carried = d.counters.received["zmq"]
-    assert carried == p.counters.bytes_sent == report.landed // (2 if "compress" in settings else 1)
+    assert (
+        carried
+        == p.counters.bytes_sent
+        == report.bytes_landed // (2 if "compress" in settings else 1)
+    )
     for layer in range(LAYERS):
         for plane, reference in zip(ours.planes[layer], theirs.planes[layer], strict=True):
             sent = reference[source[1:]]
@@ -236,7 +240,9 @@ def test_what_vllm_has_withdrawn_is_never_confirmed(
     d.submit([wanted(p, d, transfer, [2], 0, 3)])
     report = outcome(d)
     assert isinstance(report, events.LoadResult)
-    assert report.landed and report.reason in (events.Reason.WITHDRAWN, events.Reason.LOST), report
+    assert report.bytes_landed and report.reason in (events.Reason.WITHDRAWN, events.Reason.LOST), (
+        report
+    )
 
 
 def test_an_idle_pair_does_not_wake_up(start: Callable[..., Driver]) -> None:
@@ -338,7 +344,7 @@ def wait_until_idle(*drivers: Driver) -> None:
     for driver in drivers:
         driver.submit([events.LoadCancelled("be" * 16)])
         end = time.monotonic() + 5
-        while driver._decode.transfers or driver._prefill.transfers or driver._decode.searches.open:
+        while driver._decode.transfers or driver._prefill.transfers or driver._decode.lookups.open:
             assert time.monotonic() < end, "something is left"
             time.sleep(0.01)
 
@@ -350,7 +356,7 @@ def test_the_first_carrier_that_is_up_takes_the_pieces(start: Callable[..., Driv
 
     def say(carrier: str, address: str = "", *, lost: bool = False) -> tuple[str, bool]:
         told = d._preferred(carrier, events.TransportChanged("p", address or d._fallback, lost))
-        return told.address, told.lost
+        return told.address, told.in_flight_lost
 
     assert say("slow", "slow:1") == ("slow:1", False)
     assert say("fast", "fast:1") == ("fast:1", False)
@@ -524,14 +530,14 @@ def test_a_reader_that_wants_its_pieces_by_what_is_not_here_harms_nobody(
     """As after a carrier has broken at P alone; the next TransferRequest says another way."""
     ours, theirs = memory(64, None), memory(64, 1)
     p, d = start(theirs), start(ours, silence=0.9, retry=0.3)
-    d._decode.routes[p.name] = "pigeon:1"
+    d._decode.addresses[p.name] = "pigeon:1"
     prefill(p, "ac" * 16, [1], 3)
     d.submit([wanted(p, d, "ac" * 16, [2], 0, 3)])
     end = time.monotonic() + 5
     while not p.counters.bad_messages:
         assert time.monotonic() < end, "P took it for something else"
         time.sleep(0.01)
-    d._decode.routes.clear()
+    d._decode.addresses.clear()
     report = outcome(d)
     assert isinstance(report, events.LoadResult) and report.reason is None
     assert (ours.planes[0][0][2] == theirs.planes[0][0][1]).all()

@@ -19,8 +19,8 @@ from vllm_disagg.protocol.events import (
 from vllm_disagg.protocol.peers import WorkerInfo
 from vllm_disagg.protocol.receiver import Receiver
 
-SHAPE = uniform(layers=2, block_size=4, rows=[10])
-HALVES = [uniform(layers=1, block_size=4, rows=[10]), RankLayout(SHAPE.kinds, [0], first=1)]
+SHAPE = uniform(layers=2, block_size=4, block_bytes=[10])
+HALVES = [uniform(layers=1, block_size=4, block_bytes=[10]), RankLayout(SHAPE.kinds, [0], first=1)]
 WORKERS = [WorkerInfo(name, "", "", holds=shape) for name, shape in zip("pq", HALVES, strict=True)]
 PLAN = plan(HALVES, [SHAPE])
 

@@ -28,12 +28,12 @@ from vllm_disagg.protocol.events import (
 from vllm_disagg.protocol.peers import WorkerInfo
 from vllm_disagg.protocol.receiver import Receiver
 
-SHAPE = uniform(layers=2, block_size=4, rows=[10])
+SHAPE = uniform(layers=2, block_size=4, block_bytes=[10])
 
 
 def wanted(*sources: str) -> LoadRequested:
     """Eight tokens; several sources hold a layer each."""
-    whole, layer = SHAPE, uniform(layers=1, block_size=4, rows=[10])
+    whole, layer = SHAPE, uniform(layers=1, block_size=4, block_bytes=[10])
     holds = (
         [whole]
         if len(sources) == 1
@@ -218,7 +218,7 @@ def test_one_silent_source_of_two_is_enough(two: Receiver) -> None:
 
 def test_a_source_that_nobody_reads_is_told_by_one_rank() -> None:
     kind = SHAPE.kinds[0]
-    copy = msgspec.structs.replace(kind, heads=1, head=0, of=1)
+    copy = msgspec.structs.replace(kind, heads=1, head=0, total_heads=1)
     ranks = [RankLayout([copy], [0, 0]) for _ in range(3)]
     workers = [
         WorkerInfo(name, "", "", holds=shape) for name, shape in zip("pqr", ranks, strict=True)

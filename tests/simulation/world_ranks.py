@@ -65,7 +65,7 @@ def shapes(heads: int, window: int, split: str, block_size: int) -> list[RankLay
         if not window:
             return RankLayout([kind], [0] * layers, first)
         other = msgspec.structs.replace(
-            kind, form=f"cells, window {window}", group=1, window=max(0, window)
+            kind, fingerprint=f"cells, window {window}", group=1, window=max(0, window)
         )
         if window == STATES:
             other = LayerLayout("state", STATE, [CELL], [opaque(CELL)], 1, rank, ranks, group=1)

@@ -49,7 +49,7 @@ class Lookups:
     ) -> list[ConnectPeer | SendMessage]:
         """Ask all sources from which this rank would read."""
         assert event.transfer not in self.open, f"{event.transfer}: two lookups at a time"
-        ranks = sorted({shard.source for shard in event.plan.shares[self.rank]})
+        ranks = sorted({shard.source for shard in event.plan.shards[self.rank]})
         readers = {event.sources[rank].name: event.plan.readers[rank] for rank in ranks}
         retry_at = now + self.keepalive_interval
         lookup = Lookup(readers, address, retry_at, event.prompt, {})

@@ -45,7 +45,7 @@ class ReadPlan:
         full = whole_blocks(tokens_final, token_end, block_size)
         partial = max(full, whole_blocks(tokens_partial, token_end, block_size))
         layers = len(self.cut_tokens)
-        partial_layers = min(max(0, layers_partial - self.shard.layer_there), layers)
+        partial_layers = min(max(0, layers_partial - self.shard.source_layer), layers)
         ranges = ((0, partial_layers, partial), (partial_layers, layers, full))
         for first, stop, final in ranges:
             layer = first
@@ -65,7 +65,7 @@ class ReadPlan:
         The layout is None if the bytes are in the order of this rank's own blocks.
         """
         shard = self.shard
-        layer = shard.layer + extent.layer - shard.layer_there
+        layer = shard.layer + extent.layer - shard.source_layer
         # A source with larger blocks sends tokens before our first one: these are not written.
         token = max(extent.token, self.blocks.token)
         ours = Extent(
@@ -83,13 +83,13 @@ class ReadPlan:
     def source_extent(self, layer: int, layer_end: int, token: int, token_end: int) -> Extent:
         """Return a part of the shard in the source's numbering; layers count from the shard's."""
         shard = self.shard
-        head_end = shard.head_there + shard.head_end - shard.head
+        head_end = shard.source_head + shard.head_end - shard.head
         return Extent(
-            shard.layer_there + layer,
-            shard.layer_there + layer_end,
+            shard.source_layer + layer,
+            shard.source_layer + layer_end,
             token,
             token_end,
-            shard.head_there,
+            shard.source_head,
             head_end,
         )
 
@@ -97,14 +97,14 @@ class ReadPlan:
 def read_plans(event: LoadRequested, rank: int, layout: RankLayout) -> dict[int, list[ReadPlan]]:
     """Return, by rank of the source, all that the rank `rank` of this engine reads from it."""
     plans: dict[int, list[ReadPlan]] = {}
-    for shard in event.plan.shares[rank]:
+    for shard in event.plan.shards[rank]:
         kind = layout.kind(shard.layer)
-        source_kind = event.sources[shard.source].holds.kind(shard.layer_there)
+        source_kind = event.sources[shard.source].holds.kind(shard.source_layer)
         blocks = event.blocks[kind.group]
         start = blocks.token - blocks.token % source_kind.block_size
         heads = shard.head_end - shard.head
         piece_kind = source_kind.cut(heads)
-        is_same = piece_kind.lies_as(kind.cut(heads))
+        is_same = piece_kind.has_equal_blocks(kind.cut(heads))
         layers = shard.layer_end - shard.layer
         read_plan = ReadPlan(
             shard=shard,

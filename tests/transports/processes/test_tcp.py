@@ -218,7 +218,7 @@ def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
 
     def sending() -> int:
         return sum(
-            r.sending for t in list(p._prefill.transfers.values()) for r in t.readers.values()
+            r.pieces_sending for t in list(p._prefill.transfers.values()) for r in t.receivers.values()
         )
 
     freeze_before_the_first_byte(slow, monkeypatch)

@@ -269,18 +269,18 @@ GOOD = kind("heads first", 4, 2, 0, 2)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"form": "other"}, "KV of a token is other at P and kv at D"),
-        ({"of": 4}, "KV heads are 4 at P and 2 at D"),
+        ({"fingerprint": "other"}, "KV of a token is other at P and kv at D"),
+        ({"total_heads": 4}, "KV heads are 4 at P and 2 at D"),
         (
-            {"heads": 1, "rows": [64], "regions": kind("heads first", 4, 1, 0, 2).regions},
+            {"heads": 1, "block_bytes": [64], "regions": kind("heads first", 4, 1, 0, 2).regions},
             "head 1 of layer 0 is at none",
         ),
         (
-            {"block_size": 8, "rows": [256], "regions": [opaque(256, 2)]},
+            {"block_size": 8, "block_bytes": [256], "regions": [opaque(256, 2)]},
             "blocks of 8 tokens, 256 bytes at P and of 4",
         ),
-        ({"rows": [130]}, "rows of 130 bytes"),
-        ({"rows": [64]}, "rows of 64 bytes do not hold 2 heads"),
+        ({"block_bytes": [130]}, "rows of 130 bytes"),
+        ({"block_bytes": [64]}, "rows of 64 bytes do not hold 2 heads"),
         ({"regions": [[StridedRegion(2**30, GOOD.regions[0][0].axes)]]}, "a region leaves its row"),
         (
             {"regions": [[StridedRegion(0, [("h", 2, 64), ("t", 4, 1), ("c", 8, 4)])]]},

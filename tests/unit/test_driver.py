@@ -217,7 +217,7 @@ def test_a_reader_may_come_back_while_its_old_connections_seem_alive(
         report = outcome(d)
         assert isinstance(report, events.LoadResult) and report.reason is None, (turn, report)
         outcome(p)
-        held += [links.pop(p.name) for links in (d._control.links, d._carriers["zmq"].links)]  # type: ignore[attr-defined]
+        held += [links.pop(p.name) for links in (d._control.links, d._transports["zmq"].links)]  # type: ignore[attr-defined]
 
 
 def test_what_vllm_has_withdrawn_is_never_confirmed(
@@ -261,15 +261,17 @@ def test_a_broken_driver_becomes_a_plain_vllm(
     """Nobody is told that a load has failed while something may still write into its blocks."""
     d, told = start(memory(64, None)), []
 
-    def close(of_carrier: Callable[[], None] = d._carriers["zmq"].close) -> None:
+    def close(of_carrier: Callable[[], None] = d._transports["zmq"].close) -> None:
         told.extend(d._outbox)
         of_carrier()
         if lands == "for ever":
             raise TimeoutError
 
-    monkeypatch.setattr(d._decode, "handle", lambda *_: 1 / 0)
-    monkeypatch.setattr(d._decode, "landing", lambda: {"23" * 16} if lands != "nothing" else set())
-    monkeypatch.setattr(d._carriers["zmq"], "close", close)
+    monkeypatch.setattr(d._receiver, "handle", lambda *_: 1 / 0)
+    monkeypatch.setattr(
+        d._receiver, "transfers_being_written", lambda: {"23" * 16} if lands != "nothing" else set()
+    )
+    monkeypatch.setattr(d._transports["zmq"], "close", close)
     p = start(memory(64, 1))
     d.submit([wanted(p, d, "23" * 16, [1], 0, 3)])
     d._thread.join(5)
@@ -344,7 +346,9 @@ def wait_until_idle(*drivers: Driver) -> None:
     for driver in drivers:
         driver.submit([events.LoadCancelled("be" * 16)])
         end = time.monotonic() + 5
-        while driver._decode.transfers or driver._prefill.transfers or driver._decode.lookups.open:
+        while (
+            driver._receiver.transfers or driver._sender.transfers or driver._receiver.lookups.open
+        ):
             assert time.monotonic() < end, "something is left"
             time.sleep(0.01)
 
@@ -352,7 +356,7 @@ def wait_until_idle(*drivers: Driver) -> None:
 def test_the_first_carrier_that_is_up_takes_the_pieces(start: Callable[..., Driver]) -> None:
     d = start(memory(64, None))
     d.close()
-    d._carriers = dict.fromkeys(("zmq", "fast", "slow"), d._carriers["zmq"])
+    d._transports = dict.fromkeys(("zmq", "fast", "slow"), d._transports["zmq"])
 
     def say(carrier: str, address: str = "", *, lost: bool = False) -> tuple[str, bool]:
         told = d._preferred(carrier, events.TransportChanged("p", address or d._fallback, lost))
@@ -489,7 +493,7 @@ def test_bytes_damaged_on_their_way_are_asked_for_again(
     """One bit of the first piece, after P has made its checksum; the third time it is given up."""
     ours, theirs = memory(4000, None), memory(4000, 1)
     p, d = start(theirs, **settings), start(ours, **settings)
-    router = p._carriers["zmq"]._router  # type: ignore[attr-defined]
+    router = p._transports["zmq"]._router  # type: ignore[attr-defined]
     left, send = [times], router.send_multipart
 
     def damaging(frames: list[object], *args: object, **more: object) -> object:
@@ -511,7 +515,7 @@ def test_bytes_damaged_on_their_way_are_asked_for_again(
         def __getattr__(self, name: str) -> object:
             return getattr(router, name)
 
-    monkeypatch.setattr(p._carriers["zmq"], "_router", Router())
+    monkeypatch.setattr(p._transports["zmq"], "_router", Router())
     prefill(p, "ba" * 16, [1], 3)
     d.submit([wanted(p, d, "ba" * 16, [2], 0, 3)])
     report = outcome(d)
@@ -530,14 +534,14 @@ def test_a_reader_that_wants_its_pieces_by_what_is_not_here_harms_nobody(
     """As after a carrier has broken at P alone; the next TransferRequest says another way."""
     ours, theirs = memory(64, None), memory(64, 1)
     p, d = start(theirs), start(ours, silence=0.9, retry=0.3)
-    d._decode.addresses[p.name] = "pigeon:1"
+    d._receiver.addresses[p.name] = "pigeon:1"
     prefill(p, "ac" * 16, [1], 3)
     d.submit([wanted(p, d, "ac" * 16, [2], 0, 3)])
     end = time.monotonic() + 5
     while not p.counters.bad_messages:
         assert time.monotonic() < end, "P took it for something else"
         time.sleep(0.01)
-    d._decode.addresses.clear()
+    d._receiver.addresses.clear()
     report = outcome(d)
     assert isinstance(report, events.LoadResult) and report.reason is None
     assert (ours.planes[0][0][2] == theirs.planes[0][0][1]).all()

@@ -344,7 +344,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("without a key a grant's transfer is forgotten at its end", "kv_connectors/scheduler.py", "ends = until if self._key.is_set else now + MAX_VALIDITY", "ends = until", "tests/connector/test_scheduler_side.py"),
     ("an optional source fails a prefill leg", "kv_connectors/scheduler.py", "        if (\n            grant.leg != \"decode\"\n        ):  # without what D has cached it is a prefill leg all the same: `_plan_back`\n", "        if False:  # without what D has cached it is a prefill leg all the same: `_plan_back`\n", "tests/connector/test_scheduler_side.py"),
     ("P reads back from any address", "kv_connectors/scheduler.py", "            log.warning(\"what D has cached is not read: %s\", words)\n            return None", "            pass", "tests/connector/test_scheduler_side.py"),
-    ("an engine may have an address that none dials", "config.py", "        if words := unreachable(address):", "        if words := \"\":", "tests/fleet/test_grants.py"),
+    ("an engine may have an address that none dials", "config.py", "        if problem := unreachable(address):", "        if problem := \"\":", "tests/fleet/test_grants.py"),
     ("a token of backslashes has a form", "proxy/requests/continuation.py", "    if \"\\\\\" in piece:", "    if False:", "tests/proxy/requests/test_continuation.py"),
     ("a replay of nothing renames nothing", "proxy/requests/streams.py", "replay.caught_up and replay.rename:", "replay.caught_up:", "tests/proxy/requests/test_continuation.py"),
     ("reading stays stopped when more may be held", "proxy/http/upstream.py", "        self.flow(paused=False)  # it may have held", "        pass  # it may have held", "tests/proxy/requests/test_before_first_content.py"),

@@ -36,14 +36,17 @@ class Memory(Protocol):
 
     shape: RankLayout
 
-    def read(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]: ...
+    def read(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]:
+        """Return the extent's bytes in wire order, in frames."""
+
     def write(
         self,
         extent: Extent,
         blocks: Sequence[int],
         frames: Sequence[memoryview],
         remote_layout: RemoteLayout | None = None,
-    ) -> bool: ...
+    ) -> bool:
+        """Write frames into the extent's blocks; False, without effect, if their size is wrong."""
 
 
 class HostMemory:

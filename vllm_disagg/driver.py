@@ -13,7 +13,7 @@ a deadline wakes it.  All facts from vLLM go into the machines before a message 
 does (rule 3 of `protocol/sender.py`).
 
 If the thread fails, the worker goes on as plain vLLM: every load is reported as failed, every held
-block is released, and the log tells so.
+block is released, and one log line reports it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Driver:
         rank: int,
         transports: Mapping[str, Callable[[DriverPort], Transport]] | None = None,
     ) -> None:
-        """Start the thread.  `transports` makes those besides ZMQ, the preferred one first."""
+        """Start the thread.  `transports` makes all others than ZMQ, the preferred one first."""
         self.name = f"{secrets.token_hex(6)}/{rank}"
         self.counters = Counters()
         self._inbox: deque[Fact] = deque()

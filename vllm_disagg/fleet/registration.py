@@ -1,6 +1,6 @@
 """Registration: an engine announces itself to proxies, without a service in between.
 
-The connector posts a small note to each proxy every few seconds, in a thread of its own:
+The connector posts a small note to each proxy every few seconds, in a separate thread:
 
     POST /disagg/register   {"note": "<payload>", "mac": "<hex>"}
     200                            the proxy has registered the engine

@@ -1,10 +1,11 @@
 """KV compressed to fp8 on the wire: the setting `compress`.
 
-bf16 KV crosses the wire as fp8 (e4m3fn), in half the bytes and rounded: answers are not exact.  A
-table of 65,536 bytes rounds each bf16 to the nearest code, ties to even.  Finite values beyond +-448
-become +-448, infinities become NaN.  A table of 256 words widens a code again.  Both are computed
-here from the definition of the format (Micikevicius et al., "FP8 formats for deep learning", 2022).
-There are no scales, as in vLLM's `--kv-cache-dtype fp8` without calibration.
+bf16 KV crosses the wire as fp8 (e4m3fn), in half the bytes and rounded: answers are not exact.
+
+A table of 65,536 bytes rounds each bf16 to the nearest code, ties to even.  Finite values beyond
++-448 become +-448, infinities become NaN.  A table of 256 entries widens a code again.  Both tables
+are computed here from the definition of the format (Micikevicius et al., "FP8 formats for deep
+learning", 2022).  There are no scales, as in vLLM's `--kv-cache-dtype fp8` without calibration.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ class Fp8:
         if not self._has_warned and ((codes & NAN) >= NAN - 1).any():
             self._has_warned = True
             log.warning(
-                "compress: values of this model's KV reach %g, the largest of fp8, and are clipped: "
-                "answers may differ much from those without compress",
+                "compress: values of this model's KV reach %g, the largest of fp8, and are "
+                "clipped: answers may differ much from those without compress",
                 LARGEST,
             )
         return memoryview(codes)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """Layouts: which part of a model's KV a rank holds, and where each byte of a block is.
 
 A layout travels to other engines in `protocol.peers.WorkerInfo`, so it refers to nothing that only
-this engine knows.  All structs here are arrays on the wire: the order of fields is the format.
+this engine can resolve.  All structs here are arrays on the wire: the order of fields is the format.
 
     RankLayout      the layers of one rank
       LayerLayout   one kind: layers with equal blocks, in one KV-cache group
@@ -30,7 +30,7 @@ Axis = tuple[Literal["h", "t", "c", "x"], Positive, Positive]
 class StridedRegion(msgspec.Struct, frozen=True, array_like=True):
     """Places of the keys, or of the values, within a row of one block.
 
-    `axes` stand in the order from the slowest to the fastest.
+    The order of `axes` is from the slowest to the fastest.
     """
 
     offset: Count  # bytes

@@ -52,8 +52,8 @@ class Memory(Protocol):
 class HostMemory:
     """A KV cache in this process's memory.
 
-    `planes`, by layer, are arrays of shape (blocks, bytes of a block) with contiguous rows.  `shape`
-    is the layout, or a block size: then all layers are of one opaque kind.
+    `planes`, by layer, are arrays of shape (blocks, bytes of a block) with contiguous rows.
+    `shape` is the layout, or a block size: then all layers are of one opaque kind.
     """
 
     def __init__(self, planes: Sequence[Sequence[Row]], shape: RankLayout | int) -> None:

@@ -104,7 +104,7 @@ class LoadRequested(msgspec.Struct, frozen=True, tag=True):
 
 
 class LookupRequested(msgspec.Struct, frozen=True, tag=True):
-    """Asks how many tokens of a transfer its sources have; lasts until a load or a cancel."""
+    """Requests the number of tokens that all sources have; lasts until a load or a cancel."""
 
     transfer: str
     sources: list[WorkerInfo]  # the sending engine's workers by rank
@@ -207,7 +207,7 @@ class LookupResult(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadResult(msgspec.Struct, frozen=True, tag=True):
-    """Report the end of a load to vLLM; with a reason, the whole load is to be recomputed."""
+    """Report the end of a load to vLLM; with a reason, vLLM recomputes the prompt."""
 
     transfer: str
     reason: Reason | None

@@ -47,7 +47,7 @@ class Lookups:
     def start(
         self, event: LookupRequested, address: str, now: float
     ) -> list[ConnectPeer | SendMessage]:
-        """Ask all sources from which this rank would read."""
+        """Send a TransferRequest to all sources from which this rank would read."""
         assert event.transfer not in self.open, f"{event.transfer}: two lookups at a time"
         ranks = sorted({shard.source for shard in event.plan.shards[self.rank]})
         readers = {event.sources[rank].name: event.plan.readers[rank] for rank in ranks}

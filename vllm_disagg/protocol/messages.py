@@ -1,14 +1,14 @@
 """Messages between a sender and a receiver of KV, and their wire format.
 
-No other file knows the format.  A message is one frame: a version byte, then msgpack.  Both ends
-are named in each message, and a worker's name holds its process's incarnation: a message meant for
-an earlier or later process has no effect.  There is one union per direction, so a message for the
-wrong side does not decode.
+No other file depends on the format.  A message is one frame: a version byte, then msgpack.  Both
+ends are named in each message, and a worker's name holds its process's incarnation: a message meant
+for an earlier or later process has no effect.  There is one union per direction, so a message for
+the wrong side does not decode.
 
     receiver                                 sender
-       |-- TransferRequest ------------------->|  asks for a transfer; repeated as a keep-alive
+       |-- TransferRequest ------------------->|  requests a transfer; repeated as a keep-alive
        |<------------------------- Progress ---|  how many tokens and layers are final
-       |-- ReadRequest ----------------------->|  asks for one piece; nothing is sent unasked
+       |-- ReadRequest ----------------------->|  requests one piece; no other is sent
        |<----------- PieceHeader and bytes ----|  on the data socket, of transports that need one
        |-- ReadComplete ---------------------->|  all bytes are in place
        |<------------------------- Confirm ----|  whether the blocks were held until then
@@ -38,7 +38,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class TransferRequest(msgspec.Struct, frozen=True, tag="transfer_request"):
-    """Asks a sender for a transfer; repeated while the transfer runs, as the keep-alive."""
+    """Requests a transfer from a sender; repeated while the transfer runs, as the keep-alive."""
 
     transfer: Name
     source: Name
@@ -49,7 +49,7 @@ class TransferRequest(msgspec.Struct, frozen=True, tag="transfer_request"):
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """Tells a receiver how much of a prompt's KV is final.  Cumulative.
+    """Reports to a receiver how much of a prompt's KV is final.  Cumulative.
 
     Tokens [0, tokens_final) are final in all layers.  Tokens [0, tokens_partial) are final in the
     layers [0, layers_partial).
@@ -66,7 +66,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class ReadRequest(msgspec.Struct, frozen=True, tag="read_request"):
-    """Asks for the bytes of one piece.  This is the credit: a sender sends nothing else."""
+    """Requests the bytes of one piece.  This is the credit: a sender sends nothing else."""
 
     transfer: Name
     source: Name
@@ -76,7 +76,7 @@ class ReadRequest(msgspec.Struct, frozen=True, tag="read_request"):
 
 
 class ReadComplete(msgspec.Struct, frozen=True, tag="read_complete"):
-    """Tells a sender that all its bytes are in place, and asks for a Confirm."""
+    """Reports to a sender that all its bytes are in place, and requests a Confirm."""
 
     transfer: Name
     source: Name

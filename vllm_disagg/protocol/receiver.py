@@ -17,7 +17,7 @@ States of one transfer:
 MOVING    Repeats TransferRequest, takes Progress, and requests the pieces that are final.
 SETTLING  All bytes are in place.  Repeats ReadComplete until the source confirms.
 DRAINING  The transfer has failed, but a piece may still be written into its blocks.  Reporting
-          earlier would let vLLM give the blocks to another request, whose tokens would change.
+          earlier would let vLLM give the blocks to another request and change its tokens.
 
 States of one piece:
 
@@ -28,7 +28,7 @@ States of one piece:
                                       PieceWritten(not ok): requested again
 
 A ReadRequest is a credit: at most `window_bytes` are in flight, however long the prompt is.
-A lookup (`lookup.py`) precedes a transfer: it has no blocks and asks only for a number of tokens.
+A lookup (`lookup.py`) precedes a transfer: it has no blocks and requests only a number of tokens.
 
 Rules, checked by `validate` and by the property tests:
   1. Each LoadRequested is answered by exactly one LoadResult.
@@ -274,7 +274,7 @@ class Receiver:
         return []  # late or repeated: the transfer was reported before
 
     def _release_idle_sources(self, event: LoadRequested | LoadSkipped) -> list[ReceiverAction]:
-        """Tell source ranks from which no rank reads to release; each is told by one rank."""
+        """Release the source ranks that no rank reads; each is informed by one rank of ours."""
         actions: list[ReceiverAction] = []
         for rank in event.plan.idle(self.rank):
             worker = event.sources[rank]
@@ -510,7 +510,7 @@ class Receiver:
     def _fail(
         self, name: str, reason: Reason, now: float, *, informed: str = ""
     ) -> list[ReceiverAction]:
-        """End the whole transfer and abort it at all open sources but `informed`."""
+        """End the whole transfer and abort it at every open source but `informed`."""
         t = self.transfers[name]
         if t.failure is not None:
             return []

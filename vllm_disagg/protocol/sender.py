@@ -12,9 +12,9 @@ States of one transfer, by what vLLM and the receivers have done:
         |                           v                               |     v
         |                       (unknown)                           |    HELD
         |                                                           |     |
-        | BlocksScheduled: COMPUTING at once          BlocksRevoked |     | all receivers have ended,
+        | BlocksScheduled                             BlocksRevoked |     | all receivers have ended
         v                                                           v     v or the lease runs out
-                                                              (ended)    (ended), ReleaseBlocks
+    COMPUTING                                                 (ended)    (ended), ReleaseBlocks
 
 WANTED     A receiver has asked; vLLM has scheduled nothing of the prompt yet.
 COMPUTING  vLLM's request runs and owns the blocks.  Pieces are served as they become final.
@@ -89,7 +89,7 @@ class ReceiverRecord:
 
     @property
     def is_active(self) -> bool:
-        """Whether the receiver may still ask for pieces."""
+        """Whether the receiver may still request pieces."""
         return not (self.is_complete or self.is_gone)
 
 
@@ -125,7 +125,7 @@ class OutgoingTransfer:
         return extent.token_end <= self.tokens_partial and extent.layer_end <= self.layers_partial
 
     def active_receivers(self) -> list[str]:
-        """Names of the receivers that may still ask for pieces."""
+        """Names of the receivers that may still request pieces."""
         return [name for name, receiver in self.receivers.items() if receiver.is_active]
 
 

@@ -1,7 +1,8 @@
 """Layouts: which part of a model's KV a rank holds, and where each byte of a block is.
 
 A layout travels to other engines in `protocol.peers.WorkerInfo`, so it refers to nothing that only
-this engine can resolve.  All structs here are arrays on the wire: the order of fields is the format.
+this engine can resolve.  All structs here are arrays on the wire: the order of fields is the
+format.
 
     RankLayout      the layers of one rank
       LayerLayout   one kind: layers with equal blocks, in one KV-cache group

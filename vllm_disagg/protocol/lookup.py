@@ -68,12 +68,14 @@ class Lookups:
             return []  # of another incarnation of one of the two workers
         tokens = 0
         if isinstance(message, messages.Progress):
+            # Nothing is final yet: the answer comes with a later Progress.
             if not message.tokens_final:
                 return []
             lookup.tokens_by_source[message.source] = message.tokens_final
             if len(lookup.tokens_by_source) < len(lookup.readers):
                 return []
             tokens = min(lookup.tokens_by_source.values())
+        # One refusal is enough: without all sources no token can be loaded.
         lookup.is_answered = True
         return [LookupResult(message.transfer, tokens)]
 

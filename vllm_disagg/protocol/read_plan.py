@@ -41,10 +41,12 @@ class ReadPlan:
         The first three arguments are those of Progress.  Extents are as large as `piece_bytes`
         allows.
         """
+        # The source sends whole blocks of its own size.
         block_size = self.source_kind.block_size
         full = whole_blocks(tokens_final, token_end, block_size)
         partial = max(full, whole_blocks(tokens_partial, token_end, block_size))
         layers = len(self.cut_tokens)
+        # Of the shard's layers, those that are ahead of the others.
         partial_layers = min(max(0, layers_partial - self.shard.source_layer), layers)
         ranges = ((0, partial_layers, partial), (partial_layers, layers, full))
         for first, stop, final in ranges:
@@ -101,7 +103,9 @@ def read_plans(event: LoadRequested, rank: int, layout: RankLayout) -> dict[int,
         kind = layout.kind(shard.layer)
         source_kind = event.sources[shard.source].holds.kind(shard.source_layer)
         blocks = event.blocks[kind.group]
+        # Extents begin at a block of the source, which may precede our first token.
         start = blocks.token - blocks.token % source_kind.block_size
+        # Both layouts are compared with the heads of the shard only, as pieces have no others.
         heads = shard.head_end - shard.head
         piece_kind = source_kind.cut(heads)
         is_same = piece_kind.has_equal_blocks(kind.cut(heads))

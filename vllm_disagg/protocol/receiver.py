@@ -245,6 +245,7 @@ class Receiver:
     # Facts from vLLM ------------------------------------------------------------------------------
     def _on_load_requested(self, event: LoadRequested, now: float) -> list[ReceiverAction]:
         assert event.transfer not in self.transfers, f"{event.transfer}: two loads at a time"
+        # The keep-alives of the lookup are continued by those of the transfer.
         self.lookups.end(event.transfer)
         actions = self._release_idle_sources(event)
         t = IncomingTransfer(
@@ -263,6 +264,7 @@ class Receiver:
             source = SourceRecord(worker.name, event.plan.readers[rank], plans, total, now)
             t.sources[worker.name] = source
             actions += [ConnectPeer(worker), self._transfer_request(event.transfer, source)]
+        # A rank that reads nothing has no sources and is settled at once.
         return actions + self._report_if_settled(event.transfer, t, now)
 
     def _on_unknown_transfer(self, event: ReceiverEvent) -> list[ReceiverAction]:
@@ -286,6 +288,7 @@ class Receiver:
 
     # Facts from transports ------------------------------------------------------------------------
     def _on_transport_changed(self, event: TransportChanged, now: float) -> list[ReceiverAction]:
+        # Our own address is the default, and needs no entry.
         if event.address == self.address:
             self.addresses.pop(event.source, None)
         else:
@@ -295,6 +298,7 @@ class Receiver:
             for source in t.open_sources:
                 if source.name != event.source or source.state is not SourceState.MOVING:
                     continue
+                # The keep-alive has the new address: the sender must have it before requests.
                 actions.append(self._transfer_request(name, source))
                 if event.in_flight_lost:
                     for number in self._requested_pieces(t, source):
@@ -308,6 +312,7 @@ class Receiver:
         # In DRAINING only pieces in WRITING are left: all others are dropped here (rule 4).
         if piece is None or piece.state is not PieceState.REQUESTED:
             return []
+        # Bytes are a sign of life, as messages are.
         t.sources[piece.source].last_seen = now
         piece.state = PieceState.WRITING
         extent, blocks, remote_layout = piece.read_plan.target(piece.extent)
@@ -318,9 +323,11 @@ class Receiver:
     ) -> list[ReceiverAction]:
         piece = t.pieces[event.number]
         source = t.sources[piece.source]
+        # DRAINING: its bytes were taken off the window when the transfer failed.
         if t.failure is not None:
             del t.pieces[event.number]
             return self._report_if_drained(event.transfer, t, now)
+        # A damaged piece keeps its credit while it is requested again.
         if not event.ok:
             piece.damaged += 1
             if piece.damaged >= MAX_PIECE_TRIES:
@@ -335,6 +342,7 @@ class Receiver:
         t.bytes_landed += piece.bytes
         if source.tokens_final < t.token_end:
             t.bytes_overlapped += piece.bytes
+        # Only the last piece of all makes the number of remaining bytes zero.
         if source.bytes_remaining:
             return self._use_credits(now)
         source.state = SourceState.SETTLING
@@ -357,6 +365,7 @@ class Receiver:
             case messages.Abort():
                 if source.state is SourceState.SETTLED:
                     return []  # answers a TransferRequest that was overtaken by the ReadComplete
+                # A newer sender may have reasons that this version lacks.
                 known = event.reason in Reason._value2member_map_
                 reason = Reason(event.reason) if known else Reason.REFUSED
                 return self._fail(event.transfer, reason, now, informed=source.name)
@@ -370,6 +379,7 @@ class Receiver:
         # A sender that has all tokens owes only bytes, for which its engine need not step.
         if is_stalled and event.tokens_final < t.token_end:
             return self._fail(event.transfer, Reason.STALLED, now)
+        # Progress is cumulative, so a later message is never smaller than an earlier one.
         progress = (event.tokens_final, event.tokens_partial, event.layers_partial)
         if progress <= (source.tokens_final, source.tokens_partial, source.layers_partial):
             return []  # repeated, or overtaken by a later one
@@ -379,6 +389,7 @@ class Receiver:
         t.last_progress = now
         for read_plan in source.read_plans:
             for extent, size in read_plan.cut(*progress, t.token_end, self.piece_bytes):
+                # Numbers are not reused: a late piece is never taken for another one.
                 number = t.pieces_created
                 t.pieces_created += 1
                 t.pieces[number] = PieceRecord(source.name, read_plan, extent, size)
@@ -390,6 +401,7 @@ class Receiver:
     ) -> list[ReceiverAction]:
         if t.failure is not None or source.state is not SourceState.SETTLING:
             return []
+        # vLLM may have reused the blocks before our last byte was read: none can be trusted.
         if not event.valid:
             return self._fail(event.transfer, Reason.LOST, now, informed=source.name)
         source.state = SourceState.SETTLED
@@ -416,6 +428,7 @@ class Receiver:
                 source.last_seen = max(source.last_seen, now - self.keepalive_interval)
         if any(now >= source.last_seen + self.peer_timeout for source in t.open_sources):
             return self._fail(name, Reason.SILENT, now)
+        # The peers answer, but tokens and bytes do not come: recomputing is quicker.
         if now >= t.last_progress + t.stall_timeout:
             return self._fail(name, Reason.LATE, now)
         if now < t.retry_at:
@@ -428,6 +441,7 @@ class Receiver:
                 continue
             actions.append(self._transfer_request(name, source))
             for number in self._requested_pieces(t, source):
+                # The ReadRequest or the bytes were lost; a duplicate piece is dropped on arrival.
                 if t.pieces[number].retry_at <= now:
                     actions.append(self._request_piece(name, number, now))
         return actions
@@ -438,6 +452,7 @@ class Receiver:
         Without them such a sender would hold the blocks for its lease.
         """
         actions: list[ReceiverAction] = []
+        # One turn of the queue: entries that go on are appended behind those not seen yet.
         for _ in range(len(self.repeated_aborts)):
             repeated = self.repeated_aborts.popleft()
             if repeated.retry_at <= now:
@@ -463,6 +478,7 @@ class Receiver:
         One piece is always allowed, however large.
         """
         actions: list[ReceiverAction] = []
+        # One piece a source and round, until no source has both a piece and a credit.
         sources = list(self.queues)
         while sources:
             remaining: list[str] = []
@@ -493,6 +509,7 @@ class Receiver:
         return None
 
     def _has_credit(self, source: str, size: int) -> bool:
+        # With nothing in flight the first piece passes, even if larger than the window.
         of_source = self.bytes_in_flight[source]
         of_all = self.bytes_in_flight.total()
         if of_source and of_source + size > self.window_bytes // 2:
@@ -524,6 +541,7 @@ class Receiver:
             until = now + ABORT_REPEAT_SECONDS
             repeated = _RepeatedAborts(now + self.keepalive_interval, until, actions[:])
             self.repeated_aborts.append(repeated)
+        # Queued and requested pieces are dropped; those in WRITING keep the transfer in DRAINING.
         t.failure = reason
         for piece in t.pieces.values():
             self.bytes_in_flight[piece.source] -= piece.bytes_in_flight

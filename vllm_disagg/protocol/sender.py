@@ -202,9 +202,11 @@ class Sender:
         if t is None:
             t = self.transfers[event.transfer] = OutgoingTransfer(SendState.COMPUTING, now)
         t.state = SendState.COMPUTING
+        # The first event has a list for each KV-cache group; later ones extend those lists.
         t.blocks = t.blocks or [[] for _ in event.blocks]
         for blocks, added in zip(t.blocks, event.blocks, strict=True):
             blocks += added
+        # No layer of the new tokens is final yet; `tokens_final` remains that of earlier steps.
         t.tokens_partial = event.tokens
         t.layers_partial = 0
         t.prompt = event.prompt
@@ -223,6 +225,7 @@ class Sender:
             f"{event.transfer}: {t.layers_partial} layers were final, and now {event.layers}"
         )
         t.layers_partial = event.layers
+        # All layers: the step's tokens are final everywhere, and none are partial.
         if t.layers_partial >= len(self.layout.layers):
             t.tokens_final = t.tokens_partial
             t.layers_partial = 0
@@ -243,12 +246,14 @@ class Sender:
         t = self.transfers.get(transfer)
         if t is None:  # ended before: the blocks are of no use to any receiver
             return [ReleaseBlocks(transfer, delivered=bool(self.endings.get(transfer)))]
+        # From now on the lease runs: a receiver that has not asked yet may still come.
         t.state = SendState.HELD
         t.deadline = now + self.lease
         return self._release_if_over(transfer, t)
 
     def _on_revoked(self, transfer: str) -> list[SenderAction]:
         t = self.transfers.pop(transfer, None)
+        # No receiver counts as complete: a ReadComplete that is under way must not be confirmed.
         self._remember_ending(transfer, frozenset())
         if t is None:
             return []
@@ -287,6 +292,7 @@ class Sender:
         t = self.transfers.get(event.transfer)
         if event.transfer in self.endings or (t is None and len(self.transfers) >= MAX_TRANSFERS):
             return [_abort(event)]
+        # The receiver's request may be quicker than vLLM's scheduler.
         if t is None:
             t = OutgoingTransfer(SendState.WANTED, now + self.lease)
             self.transfers[event.transfer] = t
@@ -296,13 +302,16 @@ class Sender:
             return self._release_if_over(event.transfer, t)
         receiver = t.receivers.get(event.reader)
         if receiver is None:
+            # More receivers than announced: the plan of the other engine does not fit.
             if len(t.receivers) >= event.readers:
                 return [_abort(event)]
             receiver = ReceiverRecord(event.address, event.prompt, now)
             t.receivers[event.reader] = receiver
         receiver.last_seen = now
         receiver.address = event.address  # the receiver may have changed its transport
+        # While WANTED or HELD a keep-alive renews the transfer, too.
         t.deadline = max(t.deadline, now + self.lease)
+        # A complete receiver needs no answer: it repeats ReadComplete until it has the Confirm.
         if not receiver.is_active:
             return [_abort(event)] if receiver.is_gone else []
         refusal: Reason | None = None
@@ -326,6 +335,7 @@ class Sender:
         if receiver.is_complete or receiver.pieces_sending >= MAX_PIECES_PER_RECEIVER:
             return []  # the receiver asks again if it still needs the piece
         receiver.pieces_sending += 1
+        # Blocks of the group of the extent's layers: groups have blocks of their own.
         kind = self.layout.kind(event.extent.layer)
         blocks = blocks_of(event.extent, t.blocks[kind.group], 0, kind.block_size)
         address = receiver.address
@@ -346,6 +356,7 @@ class Sender:
             # A repeated ReadComplete after the release gets the same answer as the first one.
             valid = event.reader in self.endings.get(event.transfer, ())
             return [self._confirm(event, valid)]
+        # Complete receivers do not hold the blocks any longer; the last one releases them.
         receiver.is_complete = True
         return [self._confirm(event, True), *self._release_if_over(event.transfer, t)]
 
@@ -354,13 +365,16 @@ class Sender:
         receiver = t.receivers.get(event.reader) if t else None
         if t is None or receiver is None or receiver.is_complete:
             return []
+        # Pieces that are being sent to it go on: their SendCompleted releases the blocks (rule 2).
         receiver.is_gone = True
         return self._release_if_over(event.transfer, t)
 
     # Time -----------------------------------------------------------------------------------------
     def _deadline(self, t: OutgoingTransfer) -> float | None:
         """Return when the transfer's state may change by time alone; None if by events only."""
+        # The first lease of an active receiver decides; without one, the transfer's own deadline.
         leases = [r.last_seen + self.lease for r in t.receivers.values() if r.is_active]
+        # COMPUTING ends by vLLM's events only, sends by SendCompleted only.
         if leases or t.state is SendState.COMPUTING or t.is_sending():
             return min(leases, default=None)
         return t.deadline
@@ -376,6 +390,7 @@ class Sender:
         deadline = self._deadline(t)
         if deadline is None or deadline > now:
             return []
+        # Silence for the lease is as good as an Abort.
         for receiver in t.receivers.values():
             if receiver.is_active and receiver.last_seen + self.lease <= now:
                 receiver.is_gone = True
@@ -392,6 +407,7 @@ class Sender:
         """Return whether the extent exists in this layout, is final, and is still held."""
         if not extent.layer < extent.layer_end <= len(self.layout.layers):
             return False
+        # The extent comes from another process: no field can be trusted.
         kind = self.layout.kind(extent.layer)
         layers = range(extent.layer, extent.layer_end)
         head, head_end = heads_of(extent, kind)
@@ -457,6 +473,7 @@ class Sender:
 
     def _remember_ending(self, transfer: str, complete: frozenset[str]) -> None:
         self.endings[transfer] = complete
+        # Insertion order is the order of endings: the oldest one is forgotten first.
         while len(self.endings) > MAX_TRANSFERS:
             del self.endings[next(iter(self.endings))]
 

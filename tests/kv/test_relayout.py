@@ -63,7 +63,7 @@ def kind(size: int, regions: list[StridedRegion]) -> LayerLayout:
 
 
 def offsets(kind: LayerLayout, token: int) -> npt.NDArray[np.int64]:
-    """Where in a row the bytes of a token are, head by head, from the definition of a region alone."""
+    """Return the places in a row of a token's bytes, by head, from a region's definition alone."""
     return np.array(
         [
             offset(r, h, token, b)

@@ -1,4 +1,4 @@
-"""What a rank asks before anything is wanted: how much is there?"""
+"""Lookups of a rank before its load: how many tokens have all sources?"""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLAN = plan(HALVES, [SHAPE])
 
 @pytest.fixture
 def side() -> Receiver:
-    """It asks `p` and `q`, which hold a layer each, since 0.0."""
+    """A receiver with a lookup at `p` and `q`, which hold a layer each, since 0.0."""
     side = Receiver("d", "zmq:d", 0, SHAPE, keepalive_interval=0.5, peer_timeout=2.0)
     asked = [
         a.message

@@ -1,7 +1,6 @@
-"""What the decode side does with messages that an honest peer never sends, and with time that it
-slept through.
+"""Receiver: messages that an honest sender never sends, and a process that was asleep.
 
-Worlds seldom or never show these: no honest P says such things, and a clock that leaps is rare.
+The seeded worlds seldom or never have these.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SHAPE = uniform(layers=2, block_size=4, block_bytes=[10])
 
 
 def wanted(*sources: str) -> LoadRequested:
-    """Eight tokens; several sources hold a layer each."""
+    """Return a load of eight tokens; several sources hold a layer each."""
     whole, layer = SHAPE, uniform(layers=1, block_size=4, block_bytes=[10])
     holds = (
         [whole]
@@ -49,7 +48,7 @@ def wanted(*sources: str) -> LoadRequested:
 
 @pytest.fixture
 def side() -> Receiver:
-    """It waits for 8 tokens of transfer `t` from P, since 0.0."""
+    """A receiver that loads 8 tokens of transfer `t` from `p` since 0.0."""
     side = Receiver("d", "", 0, SHAPE, keepalive_interval=0.5, peer_timeout=2.0)
     side.handle(wanted("p"), 0.0)
     return side
@@ -113,7 +112,7 @@ def test_a_silent_p_is_asked_again_and_then_given_up(side: Receiver) -> None:
 
 
 def test_a_p_that_was_frozen_hears_later_that_it_was_given_up(side: Receiver) -> None:
-    """The first Abort may be lost with the link: P would hold the blocks for its lease."""
+    """The first Abort may be lost with the connection: P would hold the blocks for its lease."""
     side.handle(ClockTick(), 0.5)
     side.handle(ClockTick(), 1.0)
     side.handle(ClockTick(), 1.5)
@@ -156,9 +155,7 @@ def test_when_a_carrier_breaks_what_it_owed_is_asked_for_along_the_new_way(side:
 # Several sources ----------------------------------------------------------------------------------
 @pytest.fixture
 def two() -> Receiver:
-    """It waits for a layer of `p` and a layer of `q`, and has all bytes of `p`, which says that it
-    held them.
-    """
+    """A receiver that loads a layer of `p` and one of `q`; `p` has sent and confirmed its own."""
     side = Receiver("d", "", 0, SHAPE, keepalive_interval=0.5, peer_timeout=2.0)
     assert said(side.handle(wanted("p", "q"), 0.0)) == [
         "ConnectPeer",
@@ -238,7 +235,7 @@ def test_a_source_that_nobody_reads_is_told_by_one_rank() -> None:
 
 
 def test_a_source_whose_bytes_do_not_come_stops_nobody_else() -> None:
-    """It has half of the credits at most; the others have theirs in turn."""
+    """One source has at most half of the credits; the others have theirs in turn."""
     side = Receiver("d", "", 0, SHAPE, piece_bytes=20, window_bytes=80)
     asked: list[str] = []
     for transfer, source in (("t1", "slow"), ("t2", "other"), ("t3", "slow")):

@@ -1,5 +1,6 @@
-"""The workers of a seeded world (`world.py`): a memory, a clock, and both machines behind one
-inbox, as in the driver.
+"""Workers of a seeded world (`world.py`): memory, clock, and both machines behind one inbox.
+
+The order of events is that of the driver.
 """
 
 from __future__ import annotations
@@ -123,7 +124,10 @@ class Rank:
 
     def truth(self, transfer: str, layer: int, head: int, token: int) -> str:
         """Of a state: after so many tokens."""
-        return f"{self.engine.prompt(transfer)}:{self.shape.first + layer}:{self.shape.kind(layer).head + head}:{token}"
+        prompt = self.engine.prompt(transfer)
+        model_layer = self.shape.first + layer
+        model_head = self.shape.kind(layer).head + head
+        return f"{prompt}:{model_layer}:{model_head}:{token}"
 
     def compute(
         self,
@@ -149,7 +153,7 @@ class Rank:
             (self.serving if isinstance(fact, FOR_SERVING) else self.reading).handle(fact)
 
     def receive(self, half: str, raw: bytes) -> None:
-        self.drain()  # rule 3 of the prefill side: what vLLM has said comes first
+        self.drain()  # rule 3 of the sender: facts from vLLM come first
         self.halves[half].receive(raw)
 
     def tick(self) -> None:

@@ -1,4 +1,4 @@
-"""Two drivers, real sockets, real bytes: what the seeded worlds cannot show."""
+"""Two drivers with real sockets and real bytes, which the seeded worlds lack."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def prefill(driver: Driver, transfer: str, blocks: list[int], tokens: int) -> No
 
 
 def rounded(kv: np.ndarray) -> np.ndarray:
-    """What of bf16 `kv` is left after it has been fp8."""
+    """Return bf16 `kv` after rounding to fp8 and back."""
     return DECODE[ENCODE[np.ascontiguousarray(kv).view(np.uint16)]].view(np.uint8)
 
 
@@ -145,7 +145,7 @@ def test_a_dead_source_is_noticed(start: Callable[..., Driver]) -> None:
 def test_a_source_whose_vllm_stands_still_is_given_up_and_one_that_steps_is_not(
     start: Callable[..., Driver],
 ) -> None:
-    """Its driver lives and answers all the while."""
+    """The driver of the stalled source lives and answers."""
     p, d = start(memory(64, 1)), start(memory(64, None), silence=0.9, retry=0.3, stall=1.5)
     d.submit([wanted(p, d, "ef" * 16, [1, 2], 0, 20)])
     p.submit(
@@ -161,7 +161,7 @@ def test_a_source_whose_vllm_stands_still_is_given_up_and_one_that_steps_is_not(
 
 
 def test_a_member_is_no_stranger_at_either_port(start: Callable[..., Driver]) -> None:
-    """Of those who have said nothing the oldest are closed where there are many (`half_open`)."""
+    """The oldest of many silent connections are closed (`half_open`)."""
     p, d = start(memory(64, 1)), start(memory(64, None))
     prefill(p, "ab" * 16, [1, 2], 20)
     d.submit([wanted(p, d, "ab" * 16, [1, 2], 0, 20)])
@@ -176,7 +176,7 @@ def test_a_member_is_no_stranger_at_either_port(start: Callable[..., Driver]) ->
 def test_strangers_are_bounded_where_nothing_else_happens(
     start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No message and no deadline wakes the driver when their grace ends."""
+    """No message and no other deadline wakes the driver when their grace period ends."""
     monkeypatch.setattr(half_open, "MAX_SILENT_CONNECTIONS", 2)
     p = start(memory(64, 1))
     address = urlsplit(p.worker.control)
@@ -194,7 +194,7 @@ def test_strangers_are_bounded_where_nothing_else_happens(
 
 
 def has_ended(stranger: socket.socket) -> bool:
-    """Whether the other side has closed it; what it has said before that is thrown away."""
+    """Return whether the peer has closed the connection; drops the bytes received before."""
     try:
         while stranger.recv(1000, socket.MSG_DONTWAIT):
             pass
@@ -223,8 +223,9 @@ def test_a_reader_may_come_back_while_its_old_connections_seem_alive(
 def test_what_vllm_has_withdrawn_is_never_confirmed(
     start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even if it says so while D's last word is being read: facts go into the machine before
-    any message (rule 3).
+    """Facts go into the machine before any message (rule 3).
+
+    Here vLLM revokes the blocks while the ReadComplete is being decoded.
     """
     p, d = start(memory(64, 1)), start(memory(64, None))
     transfer, decode = "0a" * 16, messages.decode_at_sender
@@ -258,7 +259,7 @@ def test_an_idle_pair_does_not_wake_up(start: Callable[..., Driver]) -> None:
 def test_a_broken_driver_becomes_a_plain_vllm(
     start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch, lands: str
 ) -> None:
-    """Nobody is told that a load has failed while something may still write into its blocks."""
+    """A failed load is not reported while a transport may still write into its blocks."""
     d, told = start(memory(64, None)), []
 
     def close(of_carrier: Callable[[], None] = d._transports["zmq"].close) -> None:
@@ -373,7 +374,7 @@ def test_the_first_carrier_that_is_up_takes_the_pieces(start: Callable[..., Driv
 
 # Several ranks ------------------------------------------------------------------------------------
 def engine(split: str, block_size: int, seed: int | None) -> list[HostMemory]:
-    """The memories of an engine's ranks: a model of 4 layers with 4 heads, shared out."""
+    """Return the memories of an engine's ranks, for a model of 4 layers with 4 heads."""
 
     def rank(layers: int, first: int, heads: int, head: int) -> HostMemory:
         width = 96  # bytes of keys, and of values, of a token of a head

@@ -49,6 +49,7 @@ class Lookups:
     ) -> list[ConnectPeer | SendMessage]:
         """Send a TransferRequest to all sources from which this rank would read."""
         assert event.transfer not in self.open, f"{event.transfer}: two lookups at a time"
+        # One request a source rank, however many shards are read from it.
         ranks = sorted({shard.source for shard in event.plan.shards[self.rank]})
         readers = {event.sources[rank].name: event.plan.readers[rank] for rank in ranks}
         retry_at = now + self.keepalive_interval

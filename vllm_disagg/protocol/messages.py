@@ -159,6 +159,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
         raise BadMessage(f"a message of {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}")
     if not frame:
         raise BadMessage("an empty message")
+    # Checked before decoding: another version may have the same tags with other fields.
     if frame[:1] != _PREFIX:
         raise BadMessage(
             f"a message of protocol version {frame[0]}, this worker has version {VERSION}: "

@@ -55,6 +55,7 @@ def difference(ours: dict[str, str], theirs: dict[str, str]) -> str:
     for fact in sorted(ours.keys() | theirs.keys()):
         here = ours.get(fact, "unknown")
         there = theirs.get(fact, "unknown")
+        # A fact that only one side has is a difference: the other is of another version.
         if ours.get(fact) != theirs.get(fact):
             return f"{fact} is {here} on one side and {there} on the other"
     return ""

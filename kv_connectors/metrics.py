@@ -56,9 +56,9 @@ class Stats(KVConnectorStats):
         if isinstance(outcome, events.ReleaseBlocks):
             self.data["released" if outcome.delivered else "unclaimed"] += 1
             return
-        self.data["received_bytes"] += outcome.landed
-        self.data["reused_bytes"] += outcome.landed * back
-        self.data["early_bytes"] += outcome.early
+        self.data["received_bytes"] += outcome.bytes_landed
+        self.data["reused_bytes"] += outcome.bytes_landed * back
+        self.data["early_bytes"] += outcome.bytes_overlapped
         if outcome.reason is None:
             self.data["loads"].append(outcome.seconds)
         else:

@@ -170,7 +170,7 @@ class SchedulerSide:
             for name, layer in zip(handshake.layers, holds.layers, strict=True):
                 if name not in numbers:
                     kind = holds.kinds[layer]
-                    forms[f"{kind.of} heads of {kind.form}"] += 1
+                    forms[f"{kind.total_heads} heads of {kind.fingerprint}"] += 1
                 numbers.setdefault(name, len(numbers))
             holds = msgspec.structs.replace(
                 holds, first=numbers[handshake.layers[0]] if handshake.layers else 0

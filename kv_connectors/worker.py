@@ -129,7 +129,8 @@ class WorkerSide:
             self._layers.begin()
             self._announced = 0
         per_layer = max(
-            sum(k.rows) * sum(len(e.blocks[k.group]) for e in scheduled) for k in self._shape.kinds
+            sum(k.block_bytes) * sum(len(e.blocks[k.group]) for e in scheduled)
+            for k in self._shape.kinds
         )
         self._group = -(-PROGRESS_BYTES // per_layer) if per_layer else len(self._layers) + 1
         if metadata.decode:

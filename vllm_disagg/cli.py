@@ -1,4 +1,4 @@
-"""The command `vllm-disagg`.  A subcommand's module is imported only when it is the one asked for."""
+"""The command `vllm-disagg`.  Only the module of the given subcommand is imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import NoReturn, Protocol, cast
 from . import __version__
 from .errors import DisaggError
 
-COMMANDS = {  # name: (module with add_arguments and run, one line of help)
+# By name: the module with add_arguments and run, one line of help.
+COMMANDS = {
     "up": ("launcher.main", "start prefill and decode instances and the proxy on this machine"),
     "proxy": ("proxy.main", "serve one OpenAI-compatible address in front of a fleet"),
     "plan": (
@@ -26,24 +27,29 @@ COMMANDS = {  # name: (module with add_arguments and run, one line of help)
 
 
 class Command(Protocol):
-    """What a subcommand's module has."""
+    """A subcommand's module."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-    def run(self, args: argparse.Namespace) -> int: ...
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the subcommand's arguments."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Run the subcommand; returns the exit status."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Bad input is one line, without the usage."""
+    """A parser that reports bad input in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
+        """Exit with status 2 and one line."""
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; its exit status."""
+    """Run one subcommand; returns its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
-    words, extra = words[:end], words[end + 1 :]
+    extra = words[end + 1 :]
+    words = words[:end]
     command = words[0] if words and words[0] in COMMANDS else ""
     parser = _parser(command)
     args = parser.parse_args(words, argparse.Namespace(extra=extra))

@@ -1,4 +1,4 @@
-"""The settings of one engine's connector, parsed once from vLLM's `kv_connector_extra_config`."""
+"""Connector settings, parsed once from vLLM's `kv_connector_extra_config`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from .errors import ConfigError
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Bytes = Annotated[int, msgspec.Meta(ge=1024, le=1 << 32)]
-
-
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def plain(address: Address) -> Address:
-    """An IPv4 address written as an IPv6 one, as IPv4."""
+    """Return an IPv4-mapped IPv6 address as IPv4; any other as given."""
     return getattr(address, "ipv4_mapped", None) or address
 
 
 def unreachable(address: Address) -> str:
-    """Why no engine may have this address, in words; empty when one may."""
+    """Return why no engine may have this address; empty if an engine may."""
     address = plain(address)
     for name in ("unspecified", "multicast", "link_local"):
         if getattr(address, f"is_{name}"):
@@ -33,48 +31,48 @@ def unreachable(address: Address) -> str:
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Each field says what more and less of it costs."""
+    """Connector settings.  The comment of each field is its entry in docs/reference/settings.md."""
 
-    host: str = "127.0.0.1"  # address that other engines reach this one under; never a wildcard
-    key_file: str = ""  # the fleet's key; without one no engine starts, except an insecure one
-    insecure: bool = (
-        False  # no key: every client of this engine may feed, read and steer it; loopback only
-    )
-    # http://HOST:PORT of a proxy (several: with commas) to which this engine makes itself known
+    # address that other engines connect to; never a wildcard
+    host: str = "127.0.0.1"
+    # file with the fleet key; without one only an insecure engine starts
+    key_file: str = ""
+    # no key: every client of this engine can write, read and control its KV; loopback only
+    insecure: bool = False
+    # http://HOST:PORT of a proxy (several: with commas) with which this engine registers
     register: str = ""
     # with `register`: http://HOST:PORT under which that proxy reaches this engine's API server
     advertise: str = ""
-    transport: Literal["auto", "zmq", "tcp", "gloo", "nccl", "nixl"] = (
-        "auto"  # moves KV bytes; ZMQ is the fallback
-    )
-    gpu: bool = False  # serve KV in GPU memory; never yet run on a GPU
-    encrypt_data: bool = (
-        False  # CURVE on KV bytes too: private on any network, about a fifth of the speed
-    )
-    compress: Literal["off", "fp8"] = (
-        "off"  # bf16 KV as fp8 on the wire: half the bytes, and answers are NOT exact any more
-    )
-    lease: Seconds = 10.0  # P keeps blocks so long for a reader that gives no sign of life
-    retry: Seconds = 0.5  # between D's signs of life; more often costs messages
-    silence: Seconds = (
-        2.0  # D gives P up after so long without a word; a false alarm costs a recompute
-    )
+    # moves KV bytes; ZMQ is the fallback
+    transport: Literal["auto", "zmq", "tcp", "gloo", "nccl", "nixl"] = "auto"
+    # serve KV in GPU memory; never yet run on a GPU
+    gpu: bool = False
+    # CURVE on KV bytes too: private on any network, about a fifth of the speed
+    encrypt_data: bool = False
+    # bf16 KV as fp8 on the wire: half the bytes, and answers are NOT exact any more
+    compress: Literal["off", "fp8"] = "off"
+    # P keeps blocks so long for a D that sends no keep-alive
+    lease: Seconds = 10.0
+    # between D's keep-alives; more often costs messages
+    retry: Seconds = 0.5
+    # D gives P up after so long without a message; a false alarm costs a recompute
+    silence: Seconds = 2.0
     # D gives P up when P's vLLM makes no step for so long; longer than any step, which may compile
     stall: Seconds = 30.0
-    piece: Bytes = (
-        4 << 20
-    )  # bytes moved per request to P; larger ones cost less CPU and overlap less
-    overlap: Literal["layer", "chunk", "off"] = (
-        "layer"  # P offers KV every few layers, each chunk, or once
-    )
-    window: Bytes = 32 << 20  # bytes on their way to D at a time; bounds memory on both sides
+    # bytes of one piece; larger ones cost less CPU and overlap less
+    piece: Bytes = 4 << 20
+    # P offers KV every few layers, each chunk, or once
+    overlap: Literal["layer", "chunk", "off"] = "layer"
+    # bytes in flight to D at a time; bounds memory on both sides
+    window: Bytes = 32 << 20
 
     @property
     def proxies(self) -> list[str]:
-        """Where to register."""
+        """URLs of the proxies with which to register."""
         return [url.strip() for url in self.register.split(",") if url.strip()]
 
     def validate(self) -> None:
+        """Raise ConfigError, with the setting and a remedy, if settings contradict each other."""
         self._validate_transport()
         if self.silence < 3 * self.retry:
             raise ConfigError(
@@ -90,7 +88,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.register and not self.key_file:
             raise ConfigError(
-                "register needs key_file: the fleet key is what tells members from others"
+                "register needs key_file: only the holder of the fleet key is a member of the fleet"
             )
         for url in (*self.proxies, *filter(None, [self.advertise])):
             if not url.startswith(("http://", "https://")):
@@ -100,7 +98,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         self._validate_host()
 
     def _validate_host(self) -> None:
-        """And that only those who have the fleet key are believed."""
+        """Check the address, and that without a fleet key only loopback is served."""
         try:
             address = ipaddress.ip_address(self.host)
         except ValueError:
@@ -111,13 +109,15 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(
                 f"host {self.host} is a wildcard; name the one address other engines connect to"
             )
-        if words := unreachable(address):
+        if problem := unreachable(address):
             raise ConfigError(
-                f"host {self.host} {words}, and no engine connects to such; name another address of this machine"
+                f"host {self.host} {problem}, and no engine connects to such an address; "
+                "name another address of this machine"
             )
         if not address.is_loopback and not self.key_file:
             raise ConfigError(
-                f"host {self.host} is not loopback, so key_file must be set; make one with: vllm-disagg key FILE"
+                f"host {self.host} is not loopback, so key_file must be set; "
+                "make one with: vllm-disagg key FILE"
             )
         if self.key_file and self.insecure:
             raise ConfigError("key_file and insecure exclude each other: leave insecure out")
@@ -133,13 +133,14 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"encrypt_data: only ZMQ encrypts KV bytes, and transport is {self.transport}"
             )
         if self.compress != "off" and (self.transport not in ("auto", "zmq") or self.gpu):
-            why = "gpu is set" if self.gpu else f"transport is {self.transport}"
+            conflict = "gpu is set" if self.gpu else f"transport is {self.transport}"
             raise ConfigError(
-                f"compress: only ZMQ compresses KV, and only in host memory, and {why}"
+                f"compress: only ZMQ compresses KV, and only in host memory, and {conflict}"
             )
 
 
 def parse(extra: dict[str, Any]) -> Config:
+    """Return the settings of `kv_connector_extra_config`.  Raises ConfigError."""
     try:
         config = msgspec.convert(extra, Config)
     except msgspec.ValidationError as error:

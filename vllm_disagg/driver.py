@@ -1,13 +1,19 @@
-"""The only meeting place of the machines, the sockets, the KV memory and the clock: one thread a
-worker.
+"""Driver: the thread of a worker that connects machines, sockets, KV memory and clock.
 
-vLLM's thread calls `submit` (facts for the machines) and `take` (what they want vLLM to know);
-neither blocks. The thread sleeps in one poll until a message, a fact or a deadline wakes it. Before
-a message from the network goes into a machine, all facts from vLLM have (rule 3 of the prefill
-side).
+One thread a worker; nothing else touches all of them:
 
-If this thread ever fails, the worker goes on as plain vLLM: every load is reported as failed, every
-pinned block released, and the log says so.
+    vLLM's thread                     the driver's thread
+      submit(facts) ---- inbox ---->    Sender, Receiver  <---- messages -----  control channel
+      take() <--------- outbox -----         |     ^
+                                             v     |
+                                           transports (ZMQ, TCP, NIXL, Gloo, NCCL)
+
+`submit` and `take` do not block.  The driver's thread sleeps in one poll until a message, a fact or
+a deadline wakes it.  All facts from vLLM go into the machines before a message from the network
+does (rule 3 of `protocol/sender.py`).
+
+If the thread fails, the worker goes on as plain vLLM: every load is reported as failed, every held
+block is released, and one log line reports it.
 """
 
 from __future__ import annotations
@@ -42,20 +48,22 @@ log = logging.getLogger("vllm_disagg.driver")
 
 Outcome = events.ReleaseBlocks | events.LoadResult | events.LookupResult
 Fact = events.ForSender | events.LayersComputed | events.LayersRecomputed | events.ForReceiver
+# The outcome with which each of these facts must end, once.
 OWED: dict[type, type[Outcome]] = {
     events.LoadRequested: events.LoadResult,
     events.PrefillFinished: events.ReleaseBlocks,
 }
-STORY = 4000  # events and actions remembered, for the story of a transfer that failed
+TRACE_ENTRIES = 4000  # events and actions remembered, to log those of a failed transfer
+MAX_LOGGED_ENTRIES = 50  # of one failed transfer
 
 T = TypeVar("T")
 
 
 class Driver:
-    """Its threads keep to the CPUs that the calling thread is pinned to, as vLLM's workers on CPUs
-    are.
+    """The transfers of one worker, in a thread of their own.
 
-    On other cores they would stand behind another engine's worker, which spins while it waits: on
+    Its threads keep to the CPUs that the calling thread is pinned to, as vLLM's workers on CPUs
+    are.  On other cores they would wait behind another engine's worker, which spins while idle: on
     two cores that was slower in three of four comparisons, and never faster.
     """
 
@@ -65,71 +73,70 @@ class Driver:
         key: FleetKey,
         memory: Memory,
         rank: int,
-        carriers: Mapping[str, Callable[[DriverPort], Transport]] | None = None,
+        transports: Mapping[str, Callable[[DriverPort], Transport]] | None = None,
     ) -> None:
-        """`carriers`: what can carry pieces besides ZMQ, the preferred one first."""
+        """Start the thread.  `transports` makes all others than ZMQ, the preferred one first."""
         self.name = f"{secrets.token_hex(6)}/{rank}"
         self.counters = Counters()
         self._inbox: deque[Fact] = deque()
         self._outbox: deque[Outcome] = deque()
-        self._story: deque[tuple[float, str, object]] = deque(maxlen=STORY)
+        self._trace: deque[tuple[float, str, object]] = deque(maxlen=TRACE_ENTRIES)
         self._wake_up, self._woken = socket.socketpair()
         for end in (self._wake_up, self._woken):
             end.setblocking(False)
         self._closing = False
         self._is_broken = False
-        self._landing: set[str] = (
-            set()
-        )  # once broken: transfers into whose blocks a carrier may still write
-        self._owed: set[tuple[type[Outcome], str]] = set()  # outcomes vLLM waits for
-        self._stepped = time.monotonic()  # when its thread was here last
+        # Once broken: transfers into whose blocks a transport may still write.
+        self._being_written: set[str] = set()
+        self._owed: set[tuple[type[Outcome], str]] = set()  # outcomes that vLLM waits for
+        self._last_engine_step = time.monotonic()  # time of the last call from vLLM's thread
         self._thread = threading.Thread(target=self._run, name="vllm-disagg", daemon=True)
         self._control = Control(config, key, self.name)
         self._control.poller.register(self._woken, zmq.POLLIN)
-        carried = Fp8(memory) if config.compress == "fp8" else memory
-        zmq_carrier = ZmqTransport(self._port("zmq", config, carried), self._control)
-        self._fallback = zmq_carrier.address
-        self._up: dict[
-            str, dict[str, str]
-        ] = {}  # source -> carriers that have come up beside ZMQ, and their addresses
-        others = {
-            name: make(self._port(name, config, memory, self._fallback))
-            for name, make in (carriers or {}).items()
-        }
-        self._carriers: dict[str, Transport] = {"zmq": zmq_carrier, **others}
-        self._arriving: Transport = zmq_carrier  # whose PieceArrived is in the machine just now
+        zmq_memory = Fp8(memory) if config.compress == "fp8" else memory
+        zmq_transport = ZmqTransport(self._port("zmq", config, zmq_memory), self._control)
+        self._fallback = zmq_transport.address
+        # By source: the transports that work besides ZMQ, and their addresses.
+        self._up: dict[str, dict[str, str]] = {}
+        self._transports: dict[str, Transport] = {"zmq": zmq_transport}
+        for name, make in (transports or {}).items():
+            self._transports[name] = make(self._port(name, config, memory, self._fallback))
+        # The transport whose PieceArrived the receiver handles at present.
+        self._arriving: Transport = zmq_transport
         self.worker = WorkerInfo(
             self.name,
             self._control.address,
-            zmq_carrier.endpoint,
-            zmq_carrier.local,
+            zmq_transport.endpoint,
+            zmq_transport.local,
             machine_id(),
-            list(others),
+            [name for name in self._transports if name != "zmq"],
             memory.shape,
         )
-        self._prefill = Sender(self.name, memory.shape, lease=config.lease, grace=2 * config.retry)
-        self._decode = Receiver(
+        self._sender = Sender(self.name, memory.shape, lease=config.lease, grace=2 * config.retry)
+        self._receiver = Receiver(
             self.name,
-            zmq_carrier.address,
+            zmq_transport.address,
             rank,
             memory.shape,
-            retry=config.retry,
-            silence=config.silence,
-            stall=config.stall,
-            piece=config.piece,
-            window=config.window,
+            keepalive_interval=config.retry,
+            peer_timeout=config.silence,
+            engine_stall_timeout=config.stall,
+            piece_bytes=config.piece,
+            window_bytes=config.window,
         )
         self._thread.start()
 
-    def _port(self, carrier: str, config: Config, memory: Memory, fallback: str = "") -> DriverPort:
+    def _port(
+        self, transport: str, config: Config, memory: Memory, fallback: str = ""
+    ) -> DriverPort:
         def to_reader(reader: str, data: bytes) -> None:
             self._control.send_to_reader(
-                reader, messages.TransportNote(self.name, reader, carrier, data)
+                reader, messages.TransportNote(self.name, reader, transport, data)
             )
 
         def to_source(source: str, data: bytes) -> None:
             self._control.send_to_source(
-                source, messages.TransportNote(source, self.name, carrier, data)
+                source, messages.TransportNote(source, self.name, transport, data)
             )
 
         return DriverPort(
@@ -145,26 +152,29 @@ class Driver:
 
     # vLLM's thread --------------------------------------------------------------------------------
     def submit(self, facts: Iterable[Fact]) -> None:
-        self._stepped = time.monotonic()
+        """Hand facts from vLLM to the machines, in order.  Does not block."""
+        self._last_engine_step = time.monotonic()
         for fact in facts:
-            if (kind := OWED.get(type(fact))) is not None:
-                self._owed.add((kind, fact.transfer))
+            outcome = OWED.get(type(fact))
+            if outcome is not None:
+                self._owed.add((outcome, fact.transfer))
             self._inbox.append(fact)
         if self._is_broken:
-            self._give_up()
+            self._fail_owed()
             return
-        with contextlib.suppress(OSError):  # full: it is being woken already; or closed
+        with contextlib.suppress(OSError):  # full: a wake-up is under way; or closed
             self._wake_up.send(b"\0")
 
     def take(self) -> list[Outcome]:
-        """What has ended since the last call, each once."""
-        self._stepped = time.monotonic()
-        taken = []
+        """Return the outcomes since the last call, each once.  Does not block."""
+        self._last_engine_step = time.monotonic()
+        taken: list[Outcome] = []
         while self._outbox:
             taken.append(self._outbox.popleft())
         return taken
 
     def close(self) -> None:
+        """Stop the thread and close all sockets; waits at most 5 s."""
         self._closing = True
         self.submit(())
         self._thread.join(timeout=5)
@@ -177,60 +187,60 @@ class Driver:
         try:
             while not self._closing:
                 self._turn()
-        except Exception as error:  # the one place: see the module's docstring
+        except Exception as error:  # the one place: see the head of this file
             log.critical(
                 "the KV transfer thread failed; this worker goes on without transfers",
                 exc_info=error,
             )
-            self._landing = self._decode.landing()
+            self._being_written = self._receiver.transfers_being_written()
             self._is_broken = True
-            self._give_up()
+            self._fail_owed()
             if self._close():
-                self._landing = set()
-                self._give_up()
+                self._being_written = set()
+                self._fail_owed()
         else:
             self._close()
 
     def _close(self) -> bool:
-        """Whether nothing can write into blocks any more."""
-        is_over = True
-        for name, carrier in self._carriers.items():
+        """Close all transports; return whether none of them can write into blocks any more."""
+        is_closed = True
+        for name, transport in self._transports.items():
             try:
-                carrier.close()
-            except Exception as error:  # perhaps the one that failed
-                is_over = False
-                log.error("%s is not over", name, exc_info=error)
+                transport.close()
+            except Exception as error:  # perhaps of the transport that failed before
+                is_closed = False
+                log.error("%s: close failed; it may still write into blocks", name, exc_info=error)
         self._control.close()
-        return is_over
+        return is_closed
 
     def _turn(self) -> None:
         ready = {receiver for receiver, _ in self._control.poller.poll(self._timeout())}
         self._drain()
         self._receive(ready)
-        for name, carrier in self._carriers.items():
-            for event in carrier.happened(ready):
-                self._take(name, carrier, event)
+        for name, transport in self._transports.items():
+            for event in transport.happened(ready):
+                self._take(name, transport, event)
         self._control.bound_strangers()  # after all that members have said was read
         now = time.monotonic()
-        for side, do in ((self._prefill, self._do_prefill), (self._decode, self._do_decode)):
-            due = side.next_deadline()
-            if due is not None and due <= now:
-                do(events.ClockTick())
+        if _is_due(self._sender.next_deadline(), now):
+            self._handle_sender(events.ClockTick())
+        if _is_due(self._receiver.next_deadline(), now):
+            self._handle_receiver(events.ClockTick())
 
     def _timeout(self) -> int | None:
-        """Milliseconds until something is due; None: until something happens."""
+        """Return the milliseconds until the next deadline; None without one."""
         if self._inbox:
             return 0
-        looks = [carrier.next_look() for carrier in self._carriers.values()]
-        looks.append(self._control.next_look())
-        due = [
-            at
-            for at in (self._prefill.next_deadline(), self._decode.next_deadline(), *looks)
-            if at is not None
-        ]
-        return max(0, math.ceil((min(due) - time.monotonic()) * 1000)) if due else None
+        deadlines = [self._sender.next_deadline(), self._receiver.next_deadline()]
+        deadlines += [transport.next_look() for transport in self._transports.values()]
+        deadlines.append(self._control.next_look())
+        first = min((at for at in deadlines if at is not None), default=None)
+        if first is None:
+            return None
+        return max(0, math.ceil((first - time.monotonic()) * 1000))
 
     def _drain(self) -> None:
+        """Hand all facts from vLLM to the machines."""
         while self._inbox:
             fact = self._inbox.popleft()
             match fact:
@@ -241,19 +251,19 @@ class Driver:
                     | events.PrefillFinished()
                     | events.BlocksRevoked()
                 ):
-                    self._do_prefill(fact)
+                    self._handle_sender(fact)
                 case (
                     events.LoadRequested()
                     | events.LookupRequested()
                     | events.LoadSkipped()
                     | events.LoadCancelled()
                 ):
-                    self._do_decode(fact)
+                    self._handle_receiver(fact)
                 case _:
                     assert_never(fact)
 
     def _receive(self, ready: Collection[object]) -> None:
-        """Messages.  Pieces are the carriers' business."""
+        """Take the messages that have arrived.  Pieces are taken by the transports."""
         control = self._control
         if self._woken.fileno() in ready:
             with contextlib.suppress(BlockingIOError):
@@ -263,81 +273,81 @@ class Driver:
         if control.router in ready:
             for _, *message in receive(control.router):
                 control.strangers.heard(message)
-                self._receive_one(message, messages.decode_at_sender, self._at_prefill)
+                self._receive_one(message, messages.decode_at_sender, self._on_receiver_message)
         for link in [link for link in control.links.values() if link in ready]:
             for message in receive(link):
-                self._receive_one(message, messages.decode_at_receiver, self._at_decode)
+                self._receive_one(message, messages.decode_at_receiver, self._on_sender_message)
 
     def _receive_one(
-        self, message: list[zmq.Frame], decode: Callable[[bytes], T], do: Callable[[T], None]
+        self, message: list[zmq.Frame], decode: Callable[[bytes], T], handle: Callable[[T], None]
     ) -> None:
         try:
             if len(message) != 1:
-                raise BadMessage(f"{len(message)} frames")
+                raise BadMessage(f"{len(message)} frames instead of one")
             decoded = decode(message[0].bytes)
         except BadMessage as error:
-            self._bad(error)
+            self._drop(error)
             return
         self._drain()
-        do(decoded)
+        handle(decoded)
 
-    def _at_prefill(self, message: messages.AtSender) -> None:
+    def _on_receiver_message(self, message: messages.AtSender) -> None:
         if not isinstance(message, messages.TransportNote):
-            self._do_prefill(message)
-        elif (
-            message.source == self.name
-            and (carrier := self._carriers.get(message.carrier)) is not None
-        ):
-            carrier.note_at_prefill(message.reader, message.data)
+            self._handle_sender(message)
+            return
+        transport = self._transports.get(message.transport)
+        if transport is not None and message.source == self.name:
+            transport.note_at_prefill(message.reader, message.data)
 
-    def _at_decode(self, message: messages.AtReceiver) -> None:
+    def _on_sender_message(self, message: messages.AtReceiver) -> None:
         if not isinstance(message, messages.TransportNote):
-            self._do_decode(message)
-        elif (
-            message.reader == self.name
-            and (carrier := self._carriers.get(message.carrier)) is not None
-        ):
-            carrier.note_at_decode(message.source, message.data)
+            self._handle_receiver(message)
+            return
+        transport = self._transports.get(message.transport)
+        if transport is not None and message.reader == self.name:
+            transport.note_at_decode(message.source, message.data)
 
-    def _take(self, name: str, carrier: Transport, event: TransportEvent) -> None:
+    def _take(self, name: str, transport: Transport, event: TransportEvent) -> None:
+        """Hand an event of a transport to its machine, after all facts from vLLM."""
         self._drain()
         if isinstance(event, events.SendCompleted | events.ConnectionLost):
-            self._do_prefill(event)
+            self._handle_sender(event)
             return
-        self._arriving = carrier
+        self._arriving = transport
         match event:
             case events.PieceWritten():
-                self._landed(event)
+                self._on_piece_written(event)
             case events.TransportChanged():
-                self._do_decode(self._preferred(name, event))
+                self._handle_receiver(self._preferred(name, event))
             case _:
-                self._do_decode(event)
+                self._handle_receiver(event)
 
     def _preferred(self, name: str, event: events.TransportChanged) -> events.TransportChanged:
-        """Of the carriers that are up, the first one takes the pieces."""
+        """Return the event with the address of the first transport that works."""
         up = self._up.setdefault(event.source, {})
         if event.address == self._fallback:
             up.pop(name, None)
         else:
             up[name] = event.address
-        best = next((up[name] for name in self._carriers if name in up), self._fallback)
+        best = next((up[name] for name in self._transports if name in up), self._fallback)
         if not up:
             del self._up[event.source]
-        return events.TransportChanged(event.source, best, event.lost)
+        return events.TransportChanged(event.source, best, event.in_flight_lost)
 
-    def _landed(self, event: events.PieceWritten) -> None:
+    def _on_piece_written(self, event: events.PieceWritten) -> None:
         self.counters.damaged_pieces += not event.ok
-        self._do_decode(event)
+        self._handle_receiver(event)
 
-    def _bad(self, error: BadMessage) -> None:
+    def _drop(self, error: BadMessage) -> None:
         self.counters.bad_messages += 1
         log.warning("dropped a message: %s", error)
 
     # Actions --------------------------------------------------------------------------------------
-    def _do_prefill(self, event: events.SenderEvent) -> None:
-        now, self._prefill.stepped = time.monotonic(), self._stepped
+    def _handle_sender(self, event: events.SenderEvent) -> None:
+        now = time.monotonic()
+        self._sender.last_engine_step = self._last_engine_step
         self._remember(now, event)
-        for action in self._prefill.handle(event, now):
+        for action in self._sender.handle(event, now):
             self._remember(now, action)
             match action:
                 case events.SendMessage():
@@ -345,14 +355,14 @@ class Driver:
                 case events.SendPiece():
                     self._send_piece(action)
                 case events.ReleaseBlocks():
-                    self._settle(action)
+                    self._report(action)
                 case _:
                     assert_never(action)
 
-    def _do_decode(self, event: events.ReceiverEvent) -> None:
+    def _handle_receiver(self, event: events.ReceiverEvent) -> None:
         now = time.monotonic()
         self._remember(now, event)
-        for action in self._decode.handle(event, now):
+        for action in self._receiver.handle(event, now):
             self._remember(now, action)
             match action:
                 case events.SendMessage():
@@ -362,87 +372,93 @@ class Driver:
                 case events.WritePiece():
                     ok = self._arriving.land(action)
                     if ok is not None:
-                        self._landed(events.PieceWritten(action.transfer, action.number, ok))
+                        written = events.PieceWritten(action.transfer, action.number, ok)
+                        self._on_piece_written(written)
                 case events.LookupResult():
                     self._outbox.append(action)
                 case events.LoadResult():
                     if action.reason not in (None, events.Reason.CANCELLED):
-                        self._tell(action)
-                    self._settle(action)
+                        self._log_failure(action)
+                    self._report(action)
                 case _:
                     assert_never(action)
 
     def _connect(self, worker: WorkerInfo) -> None:
-        """Messages and ZMQ at once; the carriers that both have come up beside it, and say so with
-        TransportChanged.
+        """Open the control channel and ZMQ at once, and all other transports that both have.
+
+        Those announce themselves with TransportChanged when they work.
         """
         is_new = worker.name not in self._control.links
-        forgotten = self._control.connect(worker)
-        self._carriers["zmq"].connect(worker)
-        common = [name for name in self._carriers if name in worker.carriers and name != "zmq"]
+        evicted = self._control.connect(worker)
+        self._transports["zmq"].connect(worker)
+        ours = [name for name in self._transports if name != "zmq"]
+        theirs = [name for name in worker.carriers if name != "zmq"]
+        common = [name for name in ours if name in theirs]
         for name in common:
-            self._carriers[name].connect(worker)
-        if not common and is_new and (transport := self._control.config.transport) != "zmq":
-            here, there = (
-                [name for name in names if name != "zmq"]
-                for names in (self._carriers, worker.carriers)
-            )
+            self._transports[name].connect(worker)
+        setting = self._control.config.transport
+        if not common and is_new and setting != "zmq":
             log.log(
-                logging.INFO if transport == "auto" else logging.WARNING,
-                "pieces of %s come by ZMQ: besides it, here is %s (transport is %s), and there %s",
-                *(
-                    worker.name,
-                    " and ".join(here) or "nothing",
-                    transport,
-                    " and ".join(there) or "nothing",
-                ),
+                logging.INFO if setting == "auto" else logging.WARNING,
+                "pieces of %s come by ZMQ: besides ZMQ this worker has %s (transport is %s), "
+                "the other has %s",
+                worker.name,
+                " and ".join(ours) or "nothing",
+                setting,
+                " and ".join(theirs) or "nothing",
             )
-        if forgotten is not None:
-            for carrier in self._carriers.values():
-                carrier.disconnect(forgotten)
+        if evicted is not None:
+            for transport in self._transports.values():
+                transport.disconnect(evicted)
 
     def _send_piece(self, action: events.SendPiece) -> None:
-        carrier = self._carriers.get(action.address.partition(":")[0])
-        if carrier is None:
-            self._bad(
-                BadMessage(
-                    f"{action.reader} asks for pieces by {action.address!r}, which is not here"
-                )
-            )
-            self._do_prefill(events.SendCompleted(action.transfer, action.reader))
+        transport = self._transports.get(action.address.partition(":")[0])
+        if transport is None:
+            text = f"{action.reader} asks for pieces at {action.address!r}: no such transport here"
+            self._drop(BadMessage(text))
+            # Without this event the sender would hold the blocks for the piece.
+            self._handle_sender(events.SendCompleted(action.transfer, action.reader))
         else:
-            carrier.send(action)
+            transport.send(action)
 
-    def _settle(self, outcome: Outcome) -> None:
+    def _report(self, outcome: Outcome) -> None:
         self._owed.discard((type(outcome), outcome.transfer))
         self._outbox.append(outcome)
 
-    # When things go wrong -------------------------------------------------------------------------
-    def _remember(self, now: float, what: object) -> None:
-        message = what.message if isinstance(what, events.SendMessage) else what
-        self._story.append((now, getattr(message, "transfer", ""), what))
+    # Failures -------------------------------------------------------------------------------------
+    def _remember(self, now: float, event: object) -> None:
+        message = event.message if isinstance(event, events.SendMessage) else event
+        self._trace.append((now, getattr(message, "transfer", ""), event))
 
-    def _tell(self, report: events.LoadResult) -> None:
-        story = [
-            f"{at:.3f} {what}" for at, transfer, what in self._story if transfer == report.transfer
-        ]
+    def _log_failure(self, result: events.LoadResult) -> None:
+        trace: list[str] = []
+        for at, transfer, event in self._trace:
+            if transfer == result.transfer:
+                trace.append(f"{at:.3f} {event}")
         log.warning(
-            "transfer %s failed (%s), the prompt is recomputed here", report.transfer, report.reason
+            "transfer %s failed (%s); this engine recomputes the prompt",
+            result.transfer,
+            result.reason.value if result.reason else "",
         )
-        log.info("its story:\n%s", "\n".join(story[-50:]))
+        log.info("transfer %s trace:\n%s", result.transfer, "\n".join(trace[-MAX_LOGGED_ENTRIES:]))
 
-    def _give_up(self) -> None:
-        """Give every answer that is owed, as a failure. Both threads may be in here: each takes
-        what it finds.
+    def _fail_owed(self) -> None:
+        """Report a failure for each outcome that is owed.
+
+        Both threads may run this at the same time: each reports what it removes from the set.
         """
         for kind, transfer in list(self._owed):
-            if kind is events.LoadResult and transfer in self._landing:
-                continue  # who hears that a load has failed gives its blocks to others
-            with contextlib.suppress(KeyError):
+            if kind is events.LoadResult and transfer in self._being_written:
+                continue  # vLLM gives the blocks of a failed load to other requests
+            try:
                 self._owed.remove((kind, transfer))
-                failed = events.LoadResult(transfer, events.Reason.BROKEN)
-                self._outbox.append(
-                    failed
-                    if kind is events.LoadResult
-                    else events.ReleaseBlocks(transfer, delivered=False)
-                )
+            except KeyError:
+                continue  # the other thread has reported it
+            if kind is events.LoadResult:
+                self._outbox.append(events.LoadResult(transfer, events.Reason.BROKEN))
+            else:
+                self._outbox.append(events.ReleaseBlocks(transfer, delivered=False))
+
+
+def _is_due(deadline: float | None, now: float) -> bool:
+    return deadline is not None and deadline <= now

@@ -1,10 +1,10 @@
-"""The errors this project raises, by what the person who sees them can do.
+"""Errors that this project raises, by their remedy.
 
 DisaggError
-  ConfigError       ours to fix before anything starts; names the setting
-  BadMessage        a peer sent bytes that are not a message of this protocol
-  BadGrant          a request carries a grant that is forged, stale or not for this engine
-  Unmappable        two engines hold KV in ways that do not fit
+  ConfigError       to be mended by the operator before the start; names the setting
+  BadMessage        a peer sent bytes that are no message of this protocol
+  BadGrant          a request has a grant that is forged, stale or for another engine
+  Unmappable        the KV of two engines cannot be rearranged into each other
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ class DisaggError(Exception):
 
 
 class ConfigError(DisaggError):
-    """A setting is missing or contradicts another; one line that names it and says what to do."""
+    """A setting is missing or contradicts another; one line with the setting and the remedy."""
 
 
 class BadMessage(DisaggError):
-    """Bytes from a peer that do not decode; the message is dropped and counted."""
+    """Bytes from a peer do not decode; the message is dropped and counted."""
 
 
 class BadGrant(DisaggError):
-    """A grant that this engine does not accept; the request is served locally."""
+    """An engine does not accept a grant; the request is served locally."""
 
 
 class Unmappable(DisaggError):
-    """What one engine holds cannot be made of what another holds; one line that names both sides'
-    values.
-    """
+    """The KV of one engine cannot become that of another; one line with the values of both."""

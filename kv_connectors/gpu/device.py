@@ -222,13 +222,13 @@ class DeviceMemory:
         extent: Extent,
         blocks: Sequence[int],
         frames: Sequence[memoryview],
-        theirs: RemoteLayout | None = None,
+        remote_layout: RemoteLayout | None = None,
     ) -> bool:
         """False, and nothing is written, unless the frames have exactly the extent's bytes, laid
         out as ours.
         """
         size = self._size(extent, blocks)
-        if theirs is not None or sum(len(frame) for frame in frames) != size:
+        if remote_layout is not None or sum(len(frame) for frame in frames) != size:
             return False
         host = torch.empty(size, dtype=torch.uint8, pin_memory=self._bounce is not None)
         target, at = memoryview(host.numpy()), 0
@@ -289,7 +289,9 @@ class DeviceStaging:
             if found is not None:
                 if found ^ seed != expected:
                     return False
-                if land.theirs is not None or size != self._memory._size(land.extent, land.blocks):
+                if land.remote_layout is not None or size != self._memory._size(
+                    land.extent, land.blocks
+                ):
                     return False
                 self._memory.move(land.extent, land.blocks, slot, self._scatters, gather=False)
                 done.append(self._event(self._scatters))

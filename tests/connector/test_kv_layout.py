@@ -101,12 +101,12 @@ def test_what_the_kernel_wrote_there_is_what_it_would_have_written_here(
     )
     for rank, memory in enumerate(memories):
         for source, of_source in read_plans(wanted, rank, memory.shape).items():
-            for reading in of_source:
-                for extent, _ in reading.cut(TOKENS, TOKENS, 0, TOKENS, 1 << 20):
+            for read_plan in of_source:
+                for extent, _ in read_plan.cut(TOKENS, TOKENS, 0, TOKENS, 1 << 20):
                     blocks = list(
                         range(extent.token // theirs[0], -(-extent.token_end // theirs[0]))
                     )
-                    landing, into, other = reading.landing(extent)
+                    landing, into, other = read_plan.target(extent)
                     assert memory.write(landing, into, held[source].read(extent, blocks), other)
     for one, truth in zip(found, expected, strict=True):
         assert torch.equal(one, truth)
@@ -316,9 +316,9 @@ def test_states_beside_attention() -> None:
         1.0,
     )
     moved = [0, 0]
-    for reading in read_plans(wanted, 0, ours.shape)[0]:
-        for extent, size in reading.cut(TOKENS, TOKENS, 0, TOKENS, 1 << 20):
-            landing, into, other = reading.landing(extent)
+    for read_plan in read_plans(wanted, 0, ours.shape)[0]:
+        for extent, size in read_plan.cut(TOKENS, TOKENS, 0, TOKENS, 1 << 20):
+            landing, into, other = read_plan.target(extent)
             source = [2] if into == [3] else [0, 1]
             assert ours.write(landing, into, theirs.read(extent, source), other)
             moved[extent.layer] += size

@@ -27,7 +27,7 @@ from vllm_disagg.protocol import events
 
 KEY = keys.FleetKey(b"k" * keys.KEY_BYTES)
 BLOCK = 16
-HOLDS = uniform(layers=2, block_size=BLOCK, rows=[64])
+HOLDS = uniform(layers=2, block_size=BLOCK, block_bytes=[64])
 P_WORKER = peers.WorkerInfo("p/0", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", holds=HOLDS)
 BACK, T = "cd" * 16, "ab" * 16
 NEAR = "tcp://127.0.0.1:1"
@@ -346,7 +346,7 @@ def test_whatever_else_a_client_writes_is_an_ordinary_request(_: str, params: An
 
 
 OTHER_BLOCKS = peers.WorkerInfo(
-    "p/1", NEAR, NEAR, holds=uniform(layers=2, block_size=2 * BLOCK, rows=[128])
+    "p/1", NEAR, NEAR, holds=uniform(layers=2, block_size=2 * BLOCK, block_bytes=[128])
 )
 
 

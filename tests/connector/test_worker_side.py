@@ -45,7 +45,7 @@ def started(overlap: str, layers: str = "ab") -> tuple[WorkerSide, Recorder]:
     worker._driver = driver  # type: ignore[assignment]
     worker._layers = Layers(layers)
     worker._shape = uniform(
-        len(layers), block_size=16, rows=[4 << 20]
+        len(layers), block_size=16, block_bytes=[4 << 20]
     )  # so large that each layer is worth an offer
     return worker, driver
 
@@ -145,7 +145,7 @@ def test_no_order_of_layers_offers_what_is_computed_later() -> None:
     for _ in range(300):
         worker, driver = started("layer", layers)
         worker._shape = uniform(
-            len(layers), block_size=16, rows=[random.choice([1 << 20, 4 << 20])]
+            len(layers), block_size=16, block_bytes=[random.choice([1 << 20, 4 << 20])]
         )
         orders = [
             layers[: random.randint(0, 6)] + "".join(random.choices(layers, k=random.randint(0, 6)))
@@ -292,7 +292,7 @@ def test_bytes_that_were_read_back_are_counted_apart() -> None:
         end: Any = events.LoadCancelled(transfer) if transfer == "given up" else wanted
         worker.begin(StepMetadata(decode=[end], loading={transfer: transfer}))
     driver.outcomes = [
-        events.LoadResult(transfer, None, landed=10) for transfer in ("back", "other")
+        events.LoadResult(transfer, None, bytes_landed=10) for transfer in ("back", "other")
     ]
     assert worker.results()[1] == {"back", "other"}
     assert (worker.stats.data["received_bytes"], worker.stats.data["reused_bytes"]) == (20, 10)

@@ -1,4 +1,4 @@
-"""An engine's side of registration: its settings, and a proxy that is not there."""
+"""Registration by an engine: settings, and a proxy that cannot be reached."""
 
 import logging
 import time

@@ -178,7 +178,7 @@ def test_the_memory_of_a_model_and_that_warming_up_changes_nothing() -> None:
     ]
     made, names = device.device_memory(caches, groups, BLOCKS, RankCache(0, 1, {HEADS}))
     assert names == list(caches) and len(made.shape.layers) == 3
-    assert {sum(kind.rows) for kind in made.shape.kinds} == {2 * TOKENS * HEADS * DIM * 2}
+    assert {sum(kind.block_bytes) for kind in made.shape.kinds} == {2 * TOKENS * HEADS * DIM * 2}
     assert all(
         torch.equal(tensor, old) for tensor, old in zip(caches.values(), before, strict=True)
     )

@@ -64,11 +64,11 @@ def test_half_the_bytes_travel_and_a_wrong_number_of_them_is_not_written() -> No
 @pytest.mark.parametrize(
     ("value", "warns"), [(400.0, False), (-440.0, True), (float("nan"), True), (0.0, False)]
 )
-def test_a_model_that_is_not_for_fp8_is_said_once(
+def test_values_beyond_fp8_are_logged_once(
     value: float, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("vllm_disagg").propagate = True
     memory = Fp8(cache(value))
     for _ in range(2):
         memory.read(Extent(0, 1, 0, 32), [1, 3])
-    assert caplog.text.count("where fp8 ends") == warns
+    assert caplog.text.count("the largest of fp8") == warns

@@ -63,7 +63,7 @@ def kind(size: int, regions: list[StridedRegion]) -> LayerLayout:
 
 
 def offsets(kind: LayerLayout, token: int) -> npt.NDArray[np.int64]:
-    """Where in a row the bytes of a token are, head by head, from the definition of a region alone."""
+    """Return the places in a row of a token's bytes, by head, from a region's definition alone."""
     return np.array(
         [
             offset(r, h, token, b)
@@ -138,9 +138,9 @@ def test_a_landing_writes_its_own_tokens_and_leaves_what_others_write_meanwhile(
 
 def test_other_sizes_than_the_extents_write_nothing() -> None:
     there, here = plain(16), plain(8)
-    ours = np.zeros((3, here.rows[0]), np.uint8)
+    ours = np.zeros((3, here.block_bytes[0]), np.uint8)
     memory = HostMemory([[ours]], RankLayout([here], [0]))
-    for size in (there.rows[0] - 1, there.rows[0] + 1, 2 * there.rows[0], 0):
+    for size in (there.block_bytes[0] - 1, there.block_bytes[0] + 1, 2 * there.block_bytes[0], 0):
         frame = memoryview(np.ones(size, np.uint8))  # type: ignore[arg-type]
         assert not memory.write(Extent(0, 1, 0, 16), [0, 1], [frame], RemoteLayout(there, 0)), size
     assert not ours.any()

@@ -101,7 +101,7 @@ def test_every_layer_and_head_comes_once_from_a_rank_that_holds_it(
 ) -> None:
     sources, readers = pair
     made = plan(sources, readers)
-    for reader, shares in zip(readers, made.shares, strict=True):
+    for reader, shares in zip(readers, made.shards, strict=True):
         cells: Counter[tuple[int, int]] = Counter()
         for share in shares:
             source, ours, theirs = (
@@ -112,10 +112,10 @@ def test_every_layer_and_head_comes_once_from_a_rank_that_holds_it(
             for layer in range(share.layer, share.layer_end):
                 assert source.first <= reader.first + layer < source.end
                 assert (
-                    reader.first + layer == source.first + layer - share.layer + share.layer_there
+                    reader.first + layer == source.first + layer - share.layer + share.source_layer
                 )
             for head in range(share.head, share.head_end):
-                there = head - share.head + share.head_there
+                there = head - share.head + share.source_head
                 assert 0 <= there < theirs.heads and ours.head + head == theirs.head + there
             cells.update(
                 (y, h)
@@ -127,7 +127,7 @@ def test_every_layer_and_head_comes_once_from_a_rank_that_holds_it(
         }
     for source, readers_of_it in enumerate(made.readers):
         assert readers_of_it == sum(
-            any(share.source == source for share in shares) for shares in made.shares
+            any(share.source == source for share in shares) for shares in made.shards
         )
         told = [rank for rank in range(len(readers)) if source in made.idle(rank)]
         assert len(told) == (readers_of_it == 0), "each idle rank hears it from one"
@@ -140,7 +140,7 @@ def test_copies_share_the_work(pair: tuple[list[RankLayout], list[RankLayout]]) 
     same = plan(sources, sources)
     assert all(
         {share.source for share in shares} == {rank}
-        for rank, shares in enumerate(same.shares)
+        for rank, shares in enumerate(same.shards)
         if sources[rank].layers
     )
     made = plan(sources, readers)
@@ -163,7 +163,7 @@ def fill(shape: RankLayout, ids: list[int], tokens: int) -> HostMemory:
 def empty(shape: RankLayout) -> HostMemory:
     return HostMemory(
         [
-            [np.zeros((BLOCKS * 8, row), np.uint8) for row in shape.kinds[0].rows]
+            [np.zeros((BLOCKS * 8, row), np.uint8) for row in shape.kinds[0].block_bytes]
             for _ in shape.layers
         ],
         shape,
@@ -220,10 +220,10 @@ def test_every_byte_of_every_token_lands_once_and_nothing_else_is_touched(
         memory = empty(shape)
         moved = 0
         for source, found in read_plans(wanted, rank, shape).items():
-            expected, got = sum(reading.bytes for reading in found), 0
+            expected, got = sum(read_plan.bytes for read_plan in found), 0
             for step in steps:
-                for reading in found:
-                    for extent, count in reading.cut(
+                for read_plan in found:
+                    for extent, count in read_plan.cut(
                         step, step, 0, tokens, data.draw(st.sampled_from([1, 60, 10**6]))
                     ):
                         their_kind = sources[source].kinds[0]
@@ -234,7 +234,7 @@ def test_every_byte_of_every_token_lands_once_and_nothing_else_is_touched(
                         ]
                         frames = held[source].read(extent, blocks)
                         assert sum(map(len, frames)) == count == size(extent, their_kind)
-                        landing, target, other = reading.landing(extent)
+                        landing, target, other = read_plan.target(extent)
                         assert memory.write(landing, target, frames, other)
                         assert not memory.write(
                             landing, target, [*frames, memoryview(b"x")], other
@@ -269,26 +269,26 @@ GOOD = kind("heads first", 4, 2, 0, 2)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"form": "other"}, "KV of a token is other at P and kv at D"),
-        ({"of": 4}, "KV heads are 4 at P and 2 at D"),
+        ({"fingerprint": "other"}, "KV of a token is other at P and kv at D"),
+        ({"total_heads": 4}, "KV heads are 4 at P and 2 at D"),
         (
-            {"heads": 1, "rows": [64], "regions": kind("heads first", 4, 1, 0, 2).regions},
+            {"heads": 1, "block_bytes": [64], "regions": kind("heads first", 4, 1, 0, 2).regions},
             "head 1 of layer 0 is at none",
         ),
         (
-            {"block_size": 8, "rows": [256], "regions": [opaque(256, 2)]},
+            {"block_size": 8, "block_bytes": [256], "regions": [opaque(256, 2)]},
             "blocks of 8 tokens, 256 bytes at P and of 4",
         ),
-        ({"rows": [130]}, "rows of 130 bytes"),
-        ({"rows": [64]}, "rows of 64 bytes do not hold 2 heads"),
+        ({"block_bytes": [130]}, "rows of 130 bytes"),
+        ({"block_bytes": [64]}, "rows of 64 bytes do not hold 2 heads"),
         ({"regions": [[StridedRegion(2**30, GOOD.regions[0][0].axes)]]}, "a region leaves its row"),
         (
             {"regions": [[StridedRegion(0, [("h", 2, 64), ("t", 4, 1), ("c", 8, 4)])]]},
-            "a token's bytes do not lie together",
+            "a token's bytes are not contiguous",
         ),
         (
             {"regions": [[StridedRegion(0, [("h", 2, 64), ("t", 4, 1)])]]},
-            "a token's bytes do not lie together",
+            "a token's bytes are not contiguous",
         ),
         ({"regions": []}, "its planes are not all described"),
         ({"block_size": 3}, "a region does not hold 3 tokens"),
@@ -311,7 +311,7 @@ def test_a_missing_layer_is_refused() -> None:
 def test_kinds_that_alternate_are_read_layer_by_layer() -> None:
     other = msgspec.structs.replace(GOOD, group=1)
     mixed = RankLayout([GOOD, other], [0, 1, 1, 0])
-    assert [(s.layer, s.layer_end) for s in plan([mixed], [mixed]).shares[0]] == [
+    assert [(s.layer, s.layer_end) for s in plan([mixed], [mixed]).shards[0]] == [
         (0, 1),
         (1, 3),
         (3, 4),
@@ -325,4 +325,4 @@ def test_nobody_reads() -> None:
 
 def test_equal_engines_read_in_one_share() -> None:
     whole = uniform(80, 16, [4096, 4096], heads=8)
-    assert plan([whole], [whole]).shares == [[Shard(0, 0, 80, 0, 8, 0, 0)]]
+    assert plan([whole], [whole]).shards == [[Shard(0, 0, 80, 0, 8, 0, 0)]]

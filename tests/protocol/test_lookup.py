@@ -1,4 +1,4 @@
-"""What a rank asks before anything is wanted: how much is there?"""
+"""Lookups of a rank before its load: how many tokens have all sources?"""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from vllm_disagg.protocol.events import (
 from vllm_disagg.protocol.peers import WorkerInfo
 from vllm_disagg.protocol.receiver import Receiver
 
-SHAPE = uniform(layers=2, block_size=4, rows=[10])
-HALVES = [uniform(layers=1, block_size=4, rows=[10]), RankLayout(SHAPE.kinds, [0], first=1)]
+SHAPE = uniform(layers=2, block_size=4, block_bytes=[10])
+HALVES = [uniform(layers=1, block_size=4, block_bytes=[10]), RankLayout(SHAPE.kinds, [0], first=1)]
 WORKERS = [WorkerInfo(name, "", "", holds=shape) for name, shape in zip("pq", HALVES, strict=True)]
 PLAN = plan(HALVES, [SHAPE])
 
 
 @pytest.fixture
 def side() -> Receiver:
-    """It asks `p` and `q`, which hold a layer each, since 0.0."""
-    side = Receiver("d", "zmq:d", 0, SHAPE, retry=0.5, silence=2.0)
+    """A receiver with a lookup at `p` and `q`, which hold a layer each, since 0.0."""
+    side = Receiver("d", "zmq:d", 0, SHAPE, keepalive_interval=0.5, peer_timeout=2.0)
     asked = [
         a.message
         for a in side.handle(LookupRequested("t", WORKERS, PLAN), 0.0)
@@ -72,7 +72,7 @@ def test_sources_are_reminded_until_it_is_wanted(side: Receiver) -> None:
     assert len(side.handle(ClockTick(), 0.6)) == 2 and side.next_deadline() == 1.1
     wanted = LoadRequested("t", WORKERS, PLAN, [GroupBlocks(0, [0, 1])], 8, 1.0)
     assert sum(isinstance(a, SendMessage) for a in side.handle(wanted, 0.7)) == 2
-    assert not side.searches.open and side.handle(LoadCancelled("t"), 0.8)[-1].transfer == "t"  # type: ignore[union-attr]
+    assert not side.lookups.open and side.handle(LoadCancelled("t"), 0.8)[-1].transfer == "t"  # type: ignore[union-attr]
 
 
 def test_a_search_that_is_cancelled_says_so(side: Receiver) -> None:

@@ -1,7 +1,6 @@
-"""What the decode side does with messages that an honest peer never sends, and with time that it
-slept through.
+"""Receiver: messages that an honest sender never sends, and a process that was asleep.
 
-Worlds seldom or never show these: no honest P says such things, and a clock that leaps is rare.
+The seeded worlds seldom or never have these.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from vllm_disagg.protocol.events import (
 from vllm_disagg.protocol.peers import WorkerInfo
 from vllm_disagg.protocol.receiver import Receiver
 
-SHAPE = uniform(layers=2, block_size=4, rows=[10])
+SHAPE = uniform(layers=2, block_size=4, block_bytes=[10])
 
 
 def wanted(*sources: str) -> LoadRequested:
-    """Eight tokens; several sources hold a layer each."""
-    whole, layer = SHAPE, uniform(layers=1, block_size=4, rows=[10])
+    """Return a load of eight tokens; several sources hold a layer each."""
+    whole, layer = SHAPE, uniform(layers=1, block_size=4, block_bytes=[10])
     holds = (
         [whole]
         if len(sources) == 1
@@ -43,21 +42,26 @@ def wanted(*sources: str) -> LoadRequested:
         WorkerInfo(name, "", "", holds=shape) for name, shape in zip(sources, holds, strict=True)
     ]
     return LoadRequested(
-        "t", workers, plan(holds, [whole]), [GroupBlocks(0, [0, 1])], 8, patience=30.0
+        "t", workers, plan(holds, [whole]), [GroupBlocks(0, [0, 1])], 8, stall_timeout=30.0
     )
 
 
 @pytest.fixture
 def side() -> Receiver:
-    """It waits for 8 tokens of transfer `t` from P, since 0.0."""
-    side = Receiver("d", "", 0, SHAPE, retry=0.5, silence=2.0)
+    """A receiver that loads 8 tokens of transfer `t` from `p` since 0.0."""
+    side = Receiver("d", "", 0, SHAPE, keepalive_interval=0.5, peer_timeout=2.0)
     side.handle(wanted("p"), 0.0)
     return side
 
 
 def offer(tokens: int) -> messages.Progress:
     return messages.Progress(
-        transfer="t", source="p", reader="d", tokens=tokens, ahead=tokens, layers=0
+        transfer="t",
+        source="p",
+        reader="d",
+        tokens_final=tokens,
+        tokens_partial=tokens,
+        layers_partial=0,
     )
 
 
@@ -70,7 +74,7 @@ def said(actions: Sequence[object]) -> list[str]:
 
 def test_nothing_is_settled_before_all_bytes_have_landed(side: Receiver) -> None:
     assert (
-        side.handle(messages.Confirm(transfer="t", source="p", reader="d", intact=True), 0.1) == []
+        side.handle(messages.Confirm(transfer="t", source="p", reader="d", valid=True), 0.1) == []
     )
     assert side.transfers
 
@@ -78,20 +82,20 @@ def test_nothing_is_settled_before_all_bytes_have_landed(side: Receiver) -> None
 def test_an_older_offer_changes_nothing(side: Receiver) -> None:
     assert said(side.handle(offer(8), 0.1)) == ["ReadRequest"]
     t = side.transfers["t"]
-    before = t.sources["p"].tokens, t.moved
+    before = t.sources["p"].tokens_final, t.last_progress
     assert side.handle(offer(4), 0.2) == []
-    assert (t.sources["p"].tokens, t.moved) == before
+    assert (t.sources["p"].tokens_final, t.last_progress) == before
 
 
 @pytest.mark.parametrize(
-    ("tokens", "still", "ends"), [(0, 29.9, False), (4, 30.0, True), (8, 99.0, False)]
+    ("tokens", "seconds", "ends"), [(0, 29.9, False), (4, 30.0, True), (8, 99.0, False)]
 )
 def test_a_p_that_stands_still_is_given_up_if_it_owes_more_than_bytes(
-    side: Receiver, tokens: int, still: float, ends: bool
+    side: Receiver, tokens: int, seconds: float, ends: bool
 ) -> None:
     side.handle(offer(tokens), 0.1)
     actions = side.handle(
-        msgspec.structs.replace(offer(tokens), still=still), 0.6
+        msgspec.structs.replace(offer(tokens), seconds_without_step=seconds), 0.6
     )  # asked again, the same answer
     assert [a.reason for a in actions if isinstance(a, LoadResult)] == (
         [Reason.STALLED] if ends else []
@@ -108,7 +112,7 @@ def test_a_silent_p_is_asked_again_and_then_given_up(side: Receiver) -> None:
 
 
 def test_a_p_that_was_frozen_hears_later_that_it_was_given_up(side: Receiver) -> None:
-    """The first Abort may be lost with the link: P would hold the blocks for its lease."""
+    """The first Abort may be lost with the connection: P would hold the blocks for its lease."""
     side.handle(ClockTick(), 0.5)
     side.handle(ClockTick(), 1.0)
     side.handle(ClockTick(), 1.5)
@@ -130,7 +134,7 @@ def test_who_slept_asks_once_more_before_blaming_p(side: Receiver) -> None:
 
 def test_when_a_carrier_breaks_what_it_owed_is_asked_for_along_the_new_way(side: Receiver) -> None:
     side.handle(offer(8), 0.1)
-    pull, fetch = side.handle(TransportChanged("p", "fast:1", lost=True), 0.2)
+    pull, fetch = side.handle(TransportChanged("p", "fast:1", in_flight_lost=True), 0.2)
     assert (
         isinstance(pull, SendMessage)
         and isinstance(pull.message, messages.TransferRequest)
@@ -141,18 +145,18 @@ def test_when_a_carrier_breaks_what_it_owed_is_asked_for_along_the_new_way(side:
         and isinstance(fetch.message, messages.ReadRequest)
         and fetch.message.number == 0
     )
-    assert said(side.handle(TransportChanged("p", "", lost=False), 0.3)) == ["TransferRequest"]
-    assert not side.routes, "our own address is no route"
-    assert side.handle(TransportChanged("q", "fast:1", lost=True), 0.4) == []
+    assert said(side.handle(TransportChanged("p", "", in_flight_lost=False), 0.3)) == [
+        "TransferRequest"
+    ]
+    assert not side.addresses, "our own address is no route"
+    assert side.handle(TransportChanged("q", "fast:1", in_flight_lost=True), 0.4) == []
 
 
 # Several sources ----------------------------------------------------------------------------------
 @pytest.fixture
 def two() -> Receiver:
-    """It waits for a layer of `p` and a layer of `q`, and has all bytes of `p`, which says that it
-    held them.
-    """
-    side = Receiver("d", "", 0, SHAPE, retry=0.5, silence=2.0)
+    """A receiver that loads a layer of `p` and one of `q`; `p` has sent and confirmed its own."""
+    side = Receiver("d", "", 0, SHAPE, keepalive_interval=0.5, peer_timeout=2.0)
     assert said(side.handle(wanted("p", "q"), 0.0)) == [
         "ConnectPeer",
         "TransferRequest",
@@ -167,8 +171,8 @@ def two() -> Receiver:
     return side
 
 
-def settled(source: str, intact: bool = True) -> messages.Confirm:
-    return messages.Confirm(transfer="t", source=source, reader="d", intact=intact)
+def settled(source: str, valid: bool = True) -> messages.Confirm:
+    return messages.Confirm(transfer="t", source=source, reader="d", valid=valid)
 
 
 def test_one_of_two_sources_is_not_success(two: Receiver) -> None:
@@ -178,7 +182,7 @@ def test_one_of_two_sources_is_not_success(two: Receiver) -> None:
     two.handle(PieceArrived("t", 1), 0.6)
     assert said(two.handle(PieceWritten("t", 1, ok=True), 0.7)) == ["ReadComplete"]
     (report,) = two.handle(settled("q"), 0.8)
-    assert isinstance(report, LoadResult) and report.reason is None and report.landed == 40
+    assert isinstance(report, LoadResult) and report.reason is None and report.bytes_landed == 40
 
 
 def test_a_source_that_has_settled_owes_no_sign_of_life_and_is_asked_no_more(two: Receiver) -> None:
@@ -191,7 +195,7 @@ def test_a_source_that_has_settled_owes_no_sign_of_life_and_is_asked_no_more(two
 
 
 def test_what_one_source_lost_fails_the_whole_and_the_others_hear_of_it() -> None:
-    side = Receiver("d", "", 0, SHAPE, retry=0.5, silence=2.0)
+    side = Receiver("d", "", 0, SHAPE, keepalive_interval=0.5, peer_timeout=2.0)
     side.handle(wanted("p", "q"), 0.0)
     fail, report = side.handle(messages.Abort("t", "q", "d", "withdrawn"), 0.1)
     assert (
@@ -211,7 +215,7 @@ def test_one_silent_source_of_two_is_enough(two: Receiver) -> None:
 
 def test_a_source_that_nobody_reads_is_told_by_one_rank() -> None:
     kind = SHAPE.kinds[0]
-    copy = msgspec.structs.replace(kind, heads=1, head=0, of=1)
+    copy = msgspec.structs.replace(kind, heads=1, head=0, total_heads=1)
     ranks = [RankLayout([copy], [0, 0]) for _ in range(3)]
     workers = [
         WorkerInfo(name, "", "", holds=shape) for name, shape in zip("pqr", ranks, strict=True)
@@ -231,8 +235,8 @@ def test_a_source_that_nobody_reads_is_told_by_one_rank() -> None:
 
 
 def test_a_source_whose_bytes_do_not_come_stops_nobody_else() -> None:
-    """It has half of the credits at most; the others have theirs in turn."""
-    side = Receiver("d", "", 0, SHAPE, piece=20, window=80)
+    """One source has at most half of the credits; the others have theirs in turn."""
+    side = Receiver("d", "", 0, SHAPE, piece_bytes=20, window_bytes=80)
     asked: list[str] = []
     for transfer, source in (("t1", "slow"), ("t2", "other"), ("t3", "slow")):
         blocks = [GroupBlocks(0, list(range(16)))]
@@ -247,7 +251,7 @@ def test_a_source_whose_bytes_do_not_come_stops_nobody_else() -> None:
     assert asked == ["slow", "slow", "other", "other"]
     for at in range(4):
         number = min(
-            n for n, piece in side.transfers["t2"].pieces.items() if piece.where.name == "ASKED"
+            n for n, piece in side.transfers["t2"].pieces.items() if piece.state.name == "REQUESTED"
         )
         side.handle(PieceArrived("t2", number), 0.2)
         (again,) = side.handle(PieceWritten("t2", number, ok=True), 0.3)

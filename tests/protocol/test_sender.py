@@ -1,5 +1,6 @@
-"""What the prefill side refuses to send: an honest reader asks for none of it, so worlds seldom
-show it.
+"""Sender: requests that it refuses.
+
+An honest receiver makes none of them, so the seeded worlds seldom have them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ STATES = LayerLayout("state", STATE, [100], [opaque(100)], group=2)
 
 @pytest.fixture
 def side() -> Sender:
-    """20 tokens of three layers, one of each kind, are final; `d` reads them."""
+    """A sender of 20 final tokens in three layers, one of each kind; `d` reads them."""
     side = Sender("p", RankLayout([FULL, WINDOW, STATES], [0, 1, 2]))
     side.handle(BlocksScheduled("t", 20, [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11]]), 0.0)
     side.handle(LayersComputed("t", 3), 0.0)
@@ -42,7 +43,7 @@ def side() -> Sender:
 
 
 def fetch(side: Sender, *numbers: int) -> list[int] | None:
-    """The blocks that are sent; None when it refuses."""
+    """Return the blocks that are sent; None for a refusal."""
     (action,) = side.handle(messages.ReadRequest("t", "p", "d", 0, extents.Extent(*numbers)), 0.1)
     side.validate()
     return action.blocks if isinstance(action, SendPiece) else None
@@ -54,13 +55,13 @@ def test_a_reader_of_the_first_layers_is_done_before_the_others_are_computed() -
     side.handle(BlocksScheduled("t", 4, [[1]]), 0.0)
     side.handle(messages.TransferRequest("t", "p", "d", "zmq:x", 2), 0.0)
     done = messages.ReadComplete(transfer="t", source="p", reader="d")
-    for layers, intact in ((0, False), (1, True)):
+    for layers, valid in ((0, False), (1, True)):
         side.handle(LayersComputed("t", layers), 0.0)
         (settled,) = side.handle(done, 0.1)
         assert (
             isinstance(settled, SendMessage)
             and isinstance(settled.message, messages.Confirm)
-            and settled.message.intact == intact
+            and settled.message.valid == valid
         )
 
 
@@ -88,7 +89,7 @@ def test_layers_computed_again_are_served_to_nobody_and_held_while_they_are_sent
     assert (
         isinstance(done, SendMessage)
         and isinstance(done.message, messages.Confirm)
-        and not done.message.intact
+        and not done.message.valid
     )
     assert side.handle(SendCompleted("t", "d"), 0.3) == [ReleaseBlocks("t", delivered=False)]
 
@@ -107,7 +108,7 @@ def test_who_asks_after_layers_were_computed_again_is_refused() -> None:
 
 
 def test_layers_that_were_final_stay_so(side: Sender) -> None:
-    """What has changed again must be withdrawn: readers may have it already."""
+    """Layers computed again must be withdrawn: receivers may have their earlier bytes."""
     side.handle(BlocksScheduled("t", 22, [[12], [13], []]), 0.0)
     for layers in (1, 1, 2):
         side.handle(LayersComputed("t", layers), 0.0)
@@ -135,8 +136,9 @@ def test_heads_that_it_has(side: Sender, head: int, head_end: int, fits: bool) -
 
 
 def test_what_a_window_has_left_is_vllms_again(side: Sender) -> None:
-    """Token 19 looks back to token 14, in the block of 12 to 15; what computes token 19 again must
-    have it.
+    """Token 19 attends to token 14 and later, in the block of 12 to 15.
+
+    The step that computes token 19 again needs that block.
     """
     assert fetch(side, 1, 2, 8, 12) is None
     assert fetch(side, 1, 2, 8, 20) is None
@@ -251,28 +253,28 @@ def test_a_broken_link_releases_nothing_that_is_being_sent(side: Sender) -> None
 
 
 def test_what_was_taken_back_is_not_confirmed(side: Sender) -> None:
-    """The name of the transfer is known still; the reader had not its bytes by then."""
+    """The transfer's ending is remembered; the receiver had not all bytes by then."""
     side.handle(BlocksRevoked("t"), 0.1)
     (action,) = side.handle(messages.ReadComplete("t", "p", "d"), 0.2)
     assert isinstance(action, SendMessage) and action.message == messages.Confirm(
-        "t", "p", "d", intact=False
+        "t", "p", "d", valid=False
     )
 
 
 def still(side: Sender, now: float, transfer: str = "t") -> float:
     (action,) = side.handle(messages.TransferRequest(transfer, "p", "d", "zmq:x"), now)
     assert isinstance(action, SendMessage) and isinstance(action.message, messages.Progress)
-    return action.message.still
+    return action.message.seconds_without_step
 
 
 def test_an_offer_says_how_long_vllm_has_made_no_step_in_the_middle_of_a_prompt(
     side: Sender,
 ) -> None:
     assert still(side, 50.0) == 0, "nobody has said when it made one"
-    side.stepped = 10.0
+    side.last_engine_step = 10.0
     assert still(side, 10.9) == 0 and still(side, 12.0) == 2.0
     assert still(side, 40.0, "another, not begun") == 30.0
-    side.stepped = 41.0
+    side.last_engine_step = 41.0
     assert still(side, 41.5) == 0
     side.handle(PrefillFinished("t"), 42.0)
     assert still(side, 90.0) == still(side, 90.0, "another, not begun") == 0, (

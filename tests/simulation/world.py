@@ -1,10 +1,9 @@
-"""A seeded world for the protocol: engines of one or two ranks, a bad network, real memory, a model
-of vLLM's schedulers.
+"""Seeded world of the protocol: engines, a bad network, memory, and a model of vLLM's schedulers.
 
-Memory is a dict (layer, head, block, slot) -> content. A freed block is overwritten the next time
-the engine runs, as vLLM would; a piece is read from memory *while* it is being sent and checked
-against the checksum taken before; a copy into D's blocks happens when it ends. So "exact" is
-checked against the truth, not against what machines believe.
+Engines have one or two ranks. Memory is a dict (layer, head, block, slot) -> content. A freed block
+is overwritten the next time the engine runs, as vLLM would; a piece is read from memory *while* it
+is being sent and checked against the checksum taken before; a copy into D's blocks happens when it
+ends. So "exact" is checked against the truth, not against what machines believe.
 
 Each world has a topology: how the model's layers and heads are shared out on either side, and the
 sizes of blocks. Of half of the transfers D has a part cached, and P may read it back first.
@@ -247,7 +246,7 @@ class World:
             self.random.choice(sorted(self.lengths)),
             self.random.choice(self.readers()).name,
         )
-        self.post(reader, "reading", wire.encode(wire.Confirm(transfer, LIAR, reader, intact=True)))
+        self.post(reader, "reading", wire.encode(wire.Confirm(transfer, LIAR, reader, valid=True)))
         self.post(
             reader,
             "reading",
@@ -290,7 +289,7 @@ class World:
                 side.serving.handle(events.ConnectionLost(reader))
 
     def die(self, label: str) -> None:
-        """An engine is gone with its memory and its state; another takes its place under new names."""
+        """End an engine with its memory and state; another one replaces it under new names."""
         old = self.prefill if label == "p" else self.decodes[label]
         life = old.ranks[0].life + 1
         if isinstance(old, PrefillEngine):
@@ -330,7 +329,7 @@ class World:
             assert not side.serving.machine.transfers, (
                 f"{side.name} still holds {side.serving.machine.transfers}"
             )
-            left = side.reading.machine.transfers or side.reading.machine.searches.open
+            left = side.reading.machine.transfers or side.reading.machine.lookups.open
             assert not left, f"{side.name} still reads {left}"
         assert not self.prefill.prompts, f"never released: {self.prefill.prompts}"
         assert not any(engine.cached for engine in self.decodes.values()), "served for ever"

@@ -48,7 +48,7 @@ class Engine:
     def stepped(self) -> None:
         """vLLM's thread was here."""
         for rank in self.ranks:
-            rank.serving.machine.stepped = rank.now
+            rank.serving.machine.last_engine_step = rank.now
 
     def tell(self, event: object) -> None:
         self.stepped()
@@ -214,7 +214,7 @@ class PrefillEngine(Engine):
         return True
 
     def leave_window(self, prompt: Prompt) -> None:
-        """Blocks of which the next token needs nothing go back at once, and no worker hears of it."""
+        """Free blocks outside the sliding window of the next token; no worker is informed."""
         if self.world.window <= 0:
             return
         for index in range(max(0, prompt.computed - self.world.window + 1) // self.block_size):

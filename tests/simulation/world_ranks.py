@@ -1,5 +1,6 @@
-"""The workers of a seeded world (`world.py`): a memory, a clock, and both machines behind one
-inbox, as in the driver.
+"""Workers of a seeded world (`world.py`): memory, clock, and both machines behind one inbox.
+
+The order of events is that of the driver.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def shapes(heads: int, window: int, split: str, block_size: int) -> list[RankLay
         if not window:
             return RankLayout([kind], [0] * layers, first)
         other = msgspec.structs.replace(
-            kind, form=f"cells, window {window}", group=1, window=max(0, window)
+            kind, fingerprint=f"cells, window {window}", group=1, window=max(0, window)
         )
         if window == STATES:
             other = LayerLayout("state", STATE, [CELL], [opaque(CELL)], 1, rank, ranks, group=1)
@@ -123,7 +124,10 @@ class Rank:
 
     def truth(self, transfer: str, layer: int, head: int, token: int) -> str:
         """Of a state: after so many tokens."""
-        return f"{self.engine.prompt(transfer)}:{self.shape.first + layer}:{self.shape.kind(layer).head + head}:{token}"
+        prompt = self.engine.prompt(transfer)
+        model_layer = self.shape.first + layer
+        model_head = self.shape.kind(layer).head + head
+        return f"{prompt}:{model_layer}:{model_head}:{token}"
 
     def compute(
         self,
@@ -149,7 +153,7 @@ class Rank:
             (self.serving if isinstance(fact, FOR_SERVING) else self.reading).handle(fact)
 
     def receive(self, half: str, raw: bytes) -> None:
-        self.drain()  # rule 3 of the prefill side: what vLLM has said comes first
+        self.drain()  # rule 3 of the sender: facts from vLLM come first
         self.halves[half].receive(raw)
 
     def tick(self) -> None:
@@ -182,7 +186,7 @@ class Half:
         return repr(
             [
                 self.machine.transfers,
-                *([self.machine.searches.open] if self is self.rank.reading else []),
+                *([self.machine.lookups.open] if self is self.rank.reading else []),
             ]
         )
 
@@ -283,11 +287,11 @@ class Reading(Half):
             rank.name,
             rank.rank,
             rank.shape,
-            retry=RETRY,
-            silence=SILENCE,
-            stall=STALL,
-            piece=40,
-            window=window,
+            keepalive_interval=RETRY,
+            peer_timeout=SILENCE,
+            engine_stall_timeout=STALL,
+            piece_bytes=40,
+            window_bytes=window,
         )
         self.landing: list[tuple[events.WritePiece, bool, list[str]]] = []
         self.frames: tuple[list[str], list[str]] = ([], [])
@@ -323,7 +327,7 @@ class Reading(Half):
             self.rank.shape.kind(land.extent.layer),
             land.extent.head_end - land.extent.head,
         )
-        return land.theirs or RemoteLayout(
+        return land.remote_layout or RemoteLayout(
             kind.cut(heads), land.extent.token - land.extent.token % kind.block_size
         )
 

@@ -1,4 +1,4 @@
-"""The command line: what it answers to good and bad words."""
+"""The command line: answers to good and bad arguments."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def test_each_command_explains_itself(name: str, capsys: pytest.CaptureFixture[s
 def test_only_the_command_that_runs_is_imported(tmp_path: Path) -> None:
     code = (
         "import sys; from vllm_disagg import cli; cli.main(['key', sys.argv[1]]); "
-        "sys.exit(any(name.startswith(('vllm_disagg.proxy', 'vllm_disagg.launcher', 'uvloop')) for name in sys.modules))"
+        "others = ('vllm_disagg.proxy', 'vllm_disagg.launcher', 'uvloop'); "
+        "sys.exit(any(name.startswith(others) for name in sys.modules))"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "key")]
     assert subprocess.run(command, env=os.environ, capture_output=True, check=False).returncode == 0

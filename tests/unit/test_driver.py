@@ -1,4 +1,4 @@
-"""Two drivers, real sockets, real bytes: what the seeded worlds cannot show."""
+"""Two drivers with real sockets and real bytes, which the seeded worlds lack."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def prefill(driver: Driver, transfer: str, blocks: list[int], tokens: int) -> No
 
 
 def rounded(kv: np.ndarray) -> np.ndarray:
-    """What of bf16 `kv` is left after it has been fp8."""
+    """Return bf16 `kv` after rounding to fp8 and back."""
     return DECODE[ENCODE[np.ascontiguousarray(kv).view(np.uint16)]].view(np.uint8)
 
 
@@ -110,7 +110,11 @@ def test_bytes_arrive_where_they_belong(
     assert isinstance(report, events.LoadResult) and report.reason is None, report
     assert outcome(p) == events.ReleaseBlocks(transfer, delivered=True)
     carried = d.counters.received["zmq"]
-    assert carried == p.counters.bytes_sent == report.landed // (2 if "compress" in settings else 1)
+    assert (
+        carried
+        == p.counters.bytes_sent
+        == report.bytes_landed // (2 if "compress" in settings else 1)
+    )
     for layer in range(LAYERS):
         for plane, reference in zip(ours.planes[layer], theirs.planes[layer], strict=True):
             sent = reference[source[1:]]
@@ -141,7 +145,7 @@ def test_a_dead_source_is_noticed(start: Callable[..., Driver]) -> None:
 def test_a_source_whose_vllm_stands_still_is_given_up_and_one_that_steps_is_not(
     start: Callable[..., Driver],
 ) -> None:
-    """Its driver lives and answers all the while."""
+    """The driver of the stalled source lives and answers."""
     p, d = start(memory(64, 1)), start(memory(64, None), silence=0.9, retry=0.3, stall=1.5)
     d.submit([wanted(p, d, "ef" * 16, [1, 2], 0, 20)])
     p.submit(
@@ -157,7 +161,7 @@ def test_a_source_whose_vllm_stands_still_is_given_up_and_one_that_steps_is_not(
 
 
 def test_a_member_is_no_stranger_at_either_port(start: Callable[..., Driver]) -> None:
-    """Of those who have said nothing the oldest are closed where there are many (`half_open`)."""
+    """The oldest of many silent connections are closed (`half_open`)."""
     p, d = start(memory(64, 1)), start(memory(64, None))
     prefill(p, "ab" * 16, [1, 2], 20)
     d.submit([wanted(p, d, "ab" * 16, [1, 2], 0, 20)])
@@ -172,7 +176,7 @@ def test_a_member_is_no_stranger_at_either_port(start: Callable[..., Driver]) ->
 def test_strangers_are_bounded_where_nothing_else_happens(
     start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No message and no deadline wakes the driver when their grace ends."""
+    """No message and no other deadline wakes the driver when their grace period ends."""
     monkeypatch.setattr(half_open, "MAX_SILENT_CONNECTIONS", 2)
     p = start(memory(64, 1))
     address = urlsplit(p.worker.control)
@@ -190,7 +194,7 @@ def test_strangers_are_bounded_where_nothing_else_happens(
 
 
 def has_ended(stranger: socket.socket) -> bool:
-    """Whether the other side has closed it; what it has said before that is thrown away."""
+    """Return whether the peer has closed the connection; drops the bytes received before."""
     try:
         while stranger.recv(1000, socket.MSG_DONTWAIT):
             pass
@@ -213,14 +217,15 @@ def test_a_reader_may_come_back_while_its_old_connections_seem_alive(
         report = outcome(d)
         assert isinstance(report, events.LoadResult) and report.reason is None, (turn, report)
         outcome(p)
-        held += [links.pop(p.name) for links in (d._control.links, d._carriers["zmq"].links)]  # type: ignore[attr-defined]
+        held += [links.pop(p.name) for links in (d._control.links, d._transports["zmq"].links)]  # type: ignore[attr-defined]
 
 
 def test_what_vllm_has_withdrawn_is_never_confirmed(
     start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even if it says so while D's last word is being read: facts go into the machine before
-    any message (rule 3).
+    """Facts go into the machine before any message (rule 3).
+
+    Here vLLM revokes the blocks while the ReadComplete is being decoded.
     """
     p, d = start(memory(64, 1)), start(memory(64, None))
     transfer, decode = "0a" * 16, messages.decode_at_sender
@@ -236,7 +241,9 @@ def test_what_vllm_has_withdrawn_is_never_confirmed(
     d.submit([wanted(p, d, transfer, [2], 0, 3)])
     report = outcome(d)
     assert isinstance(report, events.LoadResult)
-    assert report.landed and report.reason in (events.Reason.WITHDRAWN, events.Reason.LOST), report
+    assert report.bytes_landed and report.reason in (events.Reason.WITHDRAWN, events.Reason.LOST), (
+        report
+    )
 
 
 def test_an_idle_pair_does_not_wake_up(start: Callable[..., Driver]) -> None:
@@ -252,18 +259,20 @@ def test_an_idle_pair_does_not_wake_up(start: Callable[..., Driver]) -> None:
 def test_a_broken_driver_becomes_a_plain_vllm(
     start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch, lands: str
 ) -> None:
-    """Nobody is told that a load has failed while something may still write into its blocks."""
+    """A failed load is not reported while a transport may still write into its blocks."""
     d, told = start(memory(64, None)), []
 
-    def close(of_carrier: Callable[[], None] = d._carriers["zmq"].close) -> None:
+    def close(of_carrier: Callable[[], None] = d._transports["zmq"].close) -> None:
         told.extend(d._outbox)
         of_carrier()
         if lands == "for ever":
             raise TimeoutError
 
-    monkeypatch.setattr(d._decode, "handle", lambda *_: 1 / 0)
-    monkeypatch.setattr(d._decode, "landing", lambda: {"23" * 16} if lands != "nothing" else set())
-    monkeypatch.setattr(d._carriers["zmq"], "close", close)
+    monkeypatch.setattr(d._receiver, "handle", lambda *_: 1 / 0)
+    monkeypatch.setattr(
+        d._receiver, "transfers_being_written", lambda: {"23" * 16} if lands != "nothing" else set()
+    )
+    monkeypatch.setattr(d._transports["zmq"], "close", close)
     p = start(memory(64, 1))
     d.submit([wanted(p, d, "23" * 16, [1], 0, 3)])
     d._thread.join(5)
@@ -338,7 +347,9 @@ def wait_until_idle(*drivers: Driver) -> None:
     for driver in drivers:
         driver.submit([events.LoadCancelled("be" * 16)])
         end = time.monotonic() + 5
-        while driver._decode.transfers or driver._prefill.transfers or driver._decode.searches.open:
+        while (
+            driver._receiver.transfers or driver._sender.transfers or driver._receiver.lookups.open
+        ):
             assert time.monotonic() < end, "something is left"
             time.sleep(0.01)
 
@@ -346,11 +357,11 @@ def wait_until_idle(*drivers: Driver) -> None:
 def test_the_first_carrier_that_is_up_takes_the_pieces(start: Callable[..., Driver]) -> None:
     d = start(memory(64, None))
     d.close()
-    d._carriers = dict.fromkeys(("zmq", "fast", "slow"), d._carriers["zmq"])
+    d._transports = dict.fromkeys(("zmq", "fast", "slow"), d._transports["zmq"])
 
     def say(carrier: str, address: str = "", *, lost: bool = False) -> tuple[str, bool]:
         told = d._preferred(carrier, events.TransportChanged("p", address or d._fallback, lost))
-        return told.address, told.lost
+        return told.address, told.in_flight_lost
 
     assert say("slow", "slow:1") == ("slow:1", False)
     assert say("fast", "fast:1") == ("fast:1", False)
@@ -363,7 +374,7 @@ def test_the_first_carrier_that_is_up_takes_the_pieces(start: Callable[..., Driv
 
 # Several ranks ------------------------------------------------------------------------------------
 def engine(split: str, block_size: int, seed: int | None) -> list[HostMemory]:
-    """The memories of an engine's ranks: a model of 4 layers with 4 heads, shared out."""
+    """Return the memories of an engine's ranks, for a model of 4 layers with 4 heads."""
 
     def rank(layers: int, first: int, heads: int, head: int) -> HostMemory:
         width = 96  # bytes of keys, and of values, of a token of a head
@@ -483,7 +494,7 @@ def test_bytes_damaged_on_their_way_are_asked_for_again(
     """One bit of the first piece, after P has made its checksum; the third time it is given up."""
     ours, theirs = memory(4000, None), memory(4000, 1)
     p, d = start(theirs, **settings), start(ours, **settings)
-    router = p._carriers["zmq"]._router  # type: ignore[attr-defined]
+    router = p._transports["zmq"]._router  # type: ignore[attr-defined]
     left, send = [times], router.send_multipart
 
     def damaging(frames: list[object], *args: object, **more: object) -> object:
@@ -505,7 +516,7 @@ def test_bytes_damaged_on_their_way_are_asked_for_again(
         def __getattr__(self, name: str) -> object:
             return getattr(router, name)
 
-    monkeypatch.setattr(p._carriers["zmq"], "_router", Router())
+    monkeypatch.setattr(p._transports["zmq"], "_router", Router())
     prefill(p, "ba" * 16, [1], 3)
     d.submit([wanted(p, d, "ba" * 16, [2], 0, 3)])
     report = outcome(d)
@@ -524,14 +535,14 @@ def test_a_reader_that_wants_its_pieces_by_what_is_not_here_harms_nobody(
     """As after a carrier has broken at P alone; the next TransferRequest says another way."""
     ours, theirs = memory(64, None), memory(64, 1)
     p, d = start(theirs), start(ours, silence=0.9, retry=0.3)
-    d._decode.routes[p.name] = "pigeon:1"
+    d._receiver.addresses[p.name] = "pigeon:1"
     prefill(p, "ac" * 16, [1], 3)
     d.submit([wanted(p, d, "ac" * 16, [2], 0, 3)])
     end = time.monotonic() + 5
     while not p.counters.bad_messages:
         assert time.monotonic() < end, "P took it for something else"
         time.sleep(0.01)
-    d._decode.routes.clear()
+    d._receiver.addresses.clear()
     report = outcome(d)
     assert isinstance(report, events.LoadResult) and report.reason is None
     assert (ours.planes[0][0][2] == theirs.planes[0][0][1]).all()

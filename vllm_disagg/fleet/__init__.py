@@ -1,1 +1,1 @@
-"""Who may talk to whom: the fleet key, grants, registration."""
+"""Permissions between engines and proxies: the fleet key, grants, registration."""

@@ -1,8 +1,7 @@
-"""Which addresses of a grant an engine may connect to. Pure: a grant is checked before anything is
-dialled.
+"""Addresses in a grant to which an engine may connect.  Pure: checked before any connection.
 
-A worker names its address itself, in the answer to a probe; so every honest one has the form that
-`Control.bind` and `ZmqCarrier` make. Any other was written by hand.
+A worker reports its own address in the answer to a probe, so an honest address has the form that
+`Control.bind` and `ZmqTransport` make.  Any other was written by hand.
 """
 
 from __future__ import annotations
@@ -15,19 +14,18 @@ from ..config import Address, plain, unreachable
 from ..protocol.peers import WorkerInfo
 
 _TCP = re.compile(r"tcp://(?:\[([0-9A-Fa-f:.]{2,45})\]|([0-9.]{7,15})):([0-9]{1,5})", re.ASCII)
-_SOCKET = re.compile(
-    r"(/[^/\0]+)*/vllm-disagg-[a-z0-9_]{8}/data"
-)  # in a folder of tempfile.mkdtemp
-MAX_SOCKET_PATH_BYTES = 107  # bytes of a UNIX socket's path
+# In a folder of tempfile.mkdtemp.
+_SOCKET = re.compile(r"(/[^/\0]+)*/vllm-disagg-[a-z0-9_]{8}/data")
+MAX_SOCKET_PATH_BYTES = 107  # of a UNIX socket, on Linux
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an IP address is one of this machine's own, which no other machine reaches."""
+    """Return whether an IP address is loopback, which no other machine reaches."""
     return plain(ipaddress.ip_address(host)).is_loopback
 
 
 def is_socket(path: str) -> bool:
-    """Whether a path has the form of the UNIX sockets that engines make."""
+    """Return whether a path has the form of the UNIX sockets that engines make."""
     return (
         bool(_SOCKET.fullmatch(path))
         and not {"..", "."} & set(path.split("/"))
@@ -36,35 +34,36 @@ def is_socket(path: str) -> bool:
 
 
 def is_at(endpoint: str, host: str) -> bool:
-    """Whether an endpoint, tcp://ADDRESS:PORT, is of this IP address."""
+    """Return whether an endpoint, tcp://ADDRESS:PORT, has this IP address."""
     try:
-        return (address := _address(endpoint)) is not None and address == ipaddress.ip_address(host)
+        address = _address(endpoint)
+        return address is not None and address == ipaddress.ip_address(host)
     except ValueError:
         return False
 
 
 def refusal(workers: Iterable[WorkerInfo], *, loopback_only: bool) -> str:
-    """Why one of these workers must not be dialled, in words; empty when all may be.
+    """Return why no connection to one of these workers is allowed; empty if all are.
 
-    `loopback_only`: for an engine that other machines do not reach either, or that has no key.
+    `loopback_only` is for an engine that other machines do not reach either, or without a key.
     """
     for worker in workers:
-        for what, endpoint in (("control", worker.control), ("data", worker.data)):
-            if words := _refused(endpoint, loopback_only):
-                return f"{what} address {endpoint!r} of a source {words}"
-        if worker.local and not (
-            worker.local.startswith("ipc://") and is_socket(worker.local.removeprefix("ipc://"))
-        ):
+        for channel, endpoint in (("control", worker.control), ("data", worker.data)):
+            if problem := _problem(endpoint, loopback_only):
+                return f"{channel} address {endpoint!r} of a source {problem}"
+        scheme, _, path = worker.local.partition("://")
+        if worker.local and not (scheme == "ipc" and is_socket(path)):
             return f"local address {worker.local!r} of a source is not one that an engine makes"
     return ""
 
 
-def _refused(endpoint: str, loopback_only: bool) -> str:
-    """What is wrong with an endpoint."""
-    if (address := _address(endpoint)) is None:
+def _problem(endpoint: str, loopback_only: bool) -> str:
+    """Return why no connection to an endpoint is allowed; empty if one is."""
+    address = _address(endpoint)
+    if address is None:
         return "is not tcp://ADDRESS:PORT with an IP address"
-    if words := unreachable(address):
-        return words
+    if problem := unreachable(address):
+        return problem
     if loopback_only and not plain(address).is_loopback:
         return "is not loopback, and this engine's own host is"
     return ""

@@ -1,16 +1,15 @@
-"""Grants: the only thing in a request that an engine acts on, and what an engine tells about
-itself.
+"""Grants: signed permissions, the only part of a request that an engine acts on.
 
-A client may write anything into `kv_transfer_params`; an engine believes none of it but a *grant*,
-a token that whoever has the fleet key minted for one leg of one request:
+A client may write anything into `kv_transfer_params`.  An engine accepts only a *grant* there: a
+token that a holder of the fleet key minted for one leg of one request.
 
-    kv_transfer_params = {"disagg_grant": "<payload>.<mac>"}            in a request, from the proxy
-    kv_transfer_params = {"disagg_engine": {...}}                       in the answer of a prefill or probe leg
+    in a request, from the proxy:          kv_transfer_params = {"disagg_grant": "<payload>.<mac>"}
+    in the answer to a prefill or probe:   kv_transfer_params = {"disagg_engine": {...}}
 
-A grant names the incarnation of the engine it is for, so it dies with that process. It is good
-until a moment of that engine's own clock, and each use of its transfer id works once until then. An
-engine tells its clock in every answer, so whoever mints adds only durations to it. A probe that
-names no engine learns nothing but the `Card`, which is what the next probe needs.
+A grant names the incarnation of its engine, so it expires with that process.  It is valid until a
+time of that engine's own clock, and each use of its transfer id is accepted once until then.  Every
+answer of an engine has its clock, so a minter adds only durations.  A probe that names no engine is
+answered with an EngineCard, which the next probe needs.
 """
 
 from __future__ import annotations
@@ -31,36 +30,31 @@ from .keys import FleetKey
 REQUEST_KEY = "disagg_grant"
 ANSWER_KEY = "disagg_engine"
 VERSION: Literal[2] = 2  # of grants
-# seconds that a leg's grant is good for besides its patience: on the way, in queues, for clocks
-# that drift
+# Validity of a leg's grant beyond its patience: for the network, queues, and drifting clocks.
 MARGIN_SECONDS = 60.0
 MAC_BYTES = 16
-MAX_VALIDITY_SECONDS = (
-    25 * 3600.0
-    # seconds; a grant that is good for longer is refused, so that used ones need not be kept for
-    # ever
-)
-MAX_TOKEN_CHARACTERS = 64 * 1024  # characters; 64 ranks of 80 layers need about 46 KiB
+# A grant with a longer validity is refused, so that used grants need not be kept for ever.
+MAX_VALIDITY_SECONDS = 25 * 3600.0
+MAX_TOKEN_CHARACTERS = 64 * 1024  # 64 ranks of 80 layers need about 46 KiB
 
 Text = Annotated[str, msgspec.Meta(max_length=256)]
 TransferId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
-    """What one leg of one request may do."""
+    """The permission of one leg of one request.  An array on the wire."""
 
     version: Literal[2]
     leg: Literal["probe", "prefill", "decode"]
     transfer: TransferId
     engine: Text  # incarnation of the engine that may use it; a first probe names none
-    sources: Annotated[
-        list[WorkerInfo], msgspec.Meta(max_length=1024)
-    ] = []  # the other engine's workers, by rank
+    # The sending engine's workers, by rank.
+    sources: Annotated[list[WorkerInfo], msgspec.Meta(max_length=1024)] = []
     patience: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 60.0  # seconds without progress
-    back: TransferId | None = None  # the transfer in which P reads what D has cached of this prompt
-    until: Annotated[float, msgspec.Meta(ge=0)] = (
-        0.0  # by the engine's clock; a first probe has no end
-    )
+    # Bidirectional reuse: the transfer in which P reads D's cached KV of this prompt.
+    back: TransferId | None = None
+    # End of validity by the engine's clock; 0, for a first probe: none.
+    until: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -68,32 +62,37 @@ _decode = msgspec.msgpack.Decoder(Grant).decode
 
 
 def new_transfer() -> str:
-    """A fresh transfer id: 128 random bits."""
+    """Return a new transfer id: 128 random bits in hexadecimal."""
     return secrets.token_hex(16)
 
 
 def mint(key: FleetKey, grant: Grant) -> str:
+    """Return the token of a grant: `<payload>.<mac>`, both base64url."""
     payload = _encode(grant)
     return f"{_b64(payload)}.{_b64(_mac(key, payload))}"
 
 
 def verify(key: FleetKey, token: object) -> Grant:
-    """The grant in a token, or BadGrant. Takes anything: what comes from a request has no type yet."""
+    """Return the grant of a token.  Raises BadGrant for any other object.
+
+    The caller checks the engine, the end of validity, and that the grant was not used before.
+    """
     if not key.accepts_grants:
-        raise BadGrant("this engine has no fleet key, so it believes no grant")
+        raise BadGrant("this engine has no fleet key, so it accepts no grant")
     if not isinstance(token, str) or len(token) > MAX_TOKEN_CHARACTERS:
-        raise BadGrant("not a token")
+        raise BadGrant("not a token, or too long")
     body, _, mac = token.partition(".")
     try:
-        payload, given = _unb64(body), _unb64(mac)
+        payload = _unb64(body)
+        given_mac = _unb64(mac)
     except (binascii.Error, UnicodeEncodeError, ValueError):
         raise BadGrant("not base64") from None
-    if not hmac.compare_digest(_mac(key, payload), given):
+    if not hmac.compare_digest(_mac(key, payload), given_mac):
         raise BadGrant("minted with another key")
     try:
         return _decode(payload)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise BadGrant(f"not of this version: {error}") from None
+        raise BadGrant(f"not a grant of version {VERSION}: {error}") from None
 
 
 def _mac(key: FleetKey, payload: bytes) -> bytes:

@@ -1,8 +1,8 @@
 """The fleet key, and the keys derived from it.
 
-One secret of 32 bytes makes a fleet: who has it may mint grants and open control connections. Each
-use has its own derived key (BLAKE2b with the use as personalisation), so that none gives away
-another.
+One secret of 32 bytes makes a fleet: its holders may mint grants and open control connections.
+Each use has its own derived key, BLAKE2b with the use as personalisation.  So a derived key that
+leaks reveals no other.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from pathlib import Path
 from ..errors import ConfigError
 
 KEY_BYTES = 32
-# variable of the environment: the key that changes a proxy's fleet over HTTP
+# Environment variable with the key that protects a proxy's admin API.
 ADMIN_KEY = "VLLM_DISAGG_ADMIN_KEY"
 
 
 class FleetKey:
-    """A fleet's secret. `FleetKey(None)` is the key of a fleet without one: it authenticates
-    nobody.
+    """The secret of a fleet.  `FleetKey(None)`, of a fleet without one, authenticates no one.
 
-    `insecure`: without a secret, an engine accepts grants all the same, and everybody can make
-    those.
+    With `insecure`, an engine without a secret accepts grants, which then anyone can mint.
     """
 
     def __init__(self, secret: bytes | None, *, insecure: bool = False) -> None:
@@ -36,15 +34,16 @@ class FleetKey:
 
     @property
     def is_set(self) -> bool:
+        """Whether the fleet has a secret."""
         return self._secret is not None
 
     @property
     def accepts_grants(self) -> bool:
-        """Whether a grant minted with this key counts for anything."""
+        """Whether an engine with this key accepts grants minted with it."""
         return self.is_set or self._insecure
 
     def derive(self, use: str) -> bytes:
-        """32 bytes for `use` (at most 16 ASCII characters)."""
+        """Return the key of 32 bytes for `use`, which has at most 16 ASCII characters."""
         if use not in self._derived:
             derived = hashlib.blake2b(
                 key=self._secret or b"", person=use.encode(), digest_size=KEY_BYTES
@@ -57,7 +56,7 @@ class FleetKey:
 
 
 def load(path: str, *, insecure: bool = False) -> FleetKey:
-    """The key in a file as `create` writes it; an empty path is a fleet without a key."""
+    """Read a key file; an empty path gives the key of a fleet without one.  Raises ConfigError."""
     if not path:
         return FleetKey(None, insecure=insecure)
     try:
@@ -72,16 +71,17 @@ def load(path: str, *, insecure: bool = False) -> FleetKey:
         return FleetKey(bytes.fromhex(text))
     except (ValueError, ConfigError):
         raise ConfigError(
-            f"key file {path}: not {2 * KEY_BYTES} hexadecimal digits; make one with: vllm-disagg key {path}"
+            f"key file {path}: not {2 * KEY_BYTES} hexadecimal digits; "
+            f"make one with: vllm-disagg key {path}"
         ) from None
 
 
 def create(path: str) -> None:
-    """Write a new key to `path`, readable by its owner alone.  Never overwrites."""
+    """Write a new key to `path` with mode 0600.  Raises ConfigError if the file exists."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        raise ConfigError(f"key file {path} exists already; it is left as it is") from None
+        raise ConfigError(f"key file {path} exists already; it was not changed") from None
     except OSError as error:
         raise ConfigError(f"key file {path}: {error.strerror}") from None
     with os.fdopen(descriptor, "w") as file:

@@ -1,17 +1,18 @@
-"""How an engine makes itself known to a proxy, without a service in between.
+"""Registration: an engine announces itself to proxies, without a service in between.
 
-The connector posts a small message to the proxy every few seconds, in a thread of its own:
+The connector posts a small note to each proxy every few seconds, in a separate thread:
 
     POST /disagg/register   {"note": "<payload>", "mac": "<hex>"}
-    200: known | 409 {"challenge": "<hex>"}: say that again with this challenge | 403: another fleet
-    key
+    200                            the proxy has registered the engine
+    409 {"challenge": "<hex>"}     repeat the note with this challenge
+    403                            the note was signed with another fleet key
 
-HTTP because the proxy listens to that already, with the same address, firewall and TLS; the MAC,
-with a key derived from the fleet key, because the fleet key is what makes a member. A recorded
-message is worth nothing later: it names the proxy's challenge, which dies with the proxy, and a
-number that must grow within an incarnation.
+HTTP, because the proxy serves it already, with the same address, firewall and TLS.  The MAC has a
+key derived from the fleet key, because holding that key makes an engine a member.  A recorded note
+is useless later: it has the proxy's challenge, which expires with the proxy's process, and a number
+that must grow within an incarnation.
 
-Whatever goes wrong here is logged and tried again; the engine never waits for it.
+Every failure here is logged and tried again; the engine never waits for registration.
 """
 
 from __future__ import annotations
@@ -35,20 +36,21 @@ from .keys import FleetKey
 log = logging.getLogger("vllm_disagg.fleet.registration")
 
 REGISTER_PATH = "/disagg/register"
-REGISTER_SECONDS = 2.0  # seconds
-TIMEOUT_SECONDS = 3.0  # seconds for one message
-MAX_NOTE_BYTES = 4096  # bytes of a message
+REGISTER_SECONDS = 2.0  # between two notes
+TIMEOUT_SECONDS = 3.0  # for one note
+MAX_NOTE_BYTES = 4096  # of one note, and of its answer
+MAX_TRIES = 2  # the first note, and the first after a proxy's restart, are answered by a challenge
 
 
 class RegistrationNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an engine says."""
+    """The announcement of an engine."""
 
     challenge: Text  # the proxy's
     incarnation: Text
     number: Annotated[int, msgspec.Meta(ge=0)]  # grows with each note of an incarnation
     role: Literal["prefill", "decode"]
-    url: Text  # where its API server is reached
-    leaving: bool = False
+    url: Text  # of its API server
+    leaving: bool = False  # the engine is shutting down
 
 
 class _Envelope(msgspec.Struct, frozen=True):
@@ -62,23 +64,24 @@ _note = msgspec.json.Decoder(RegistrationNote).decode
 
 
 def sign(key: FleetKey, note: RegistrationNote) -> bytes:
+    """Return the body of the request: the note and its MAC, as JSON."""
     text = _encode(note)
     return _encode(_Envelope(text.decode(), _mac(key, text)))
 
 
 def read(key: FleetKey, data: bytes) -> RegistrationNote:
-    """The note in a message, or BadGrant."""
+    """Return the note of a request's body.  Raises BadGrant for any other bytes."""
     if not key.is_set:
-        raise BadGrant("this proxy has no fleet key, so it knows nobody")
+        raise BadGrant("this proxy has no fleet key, so it registers no engine")
     if len(data) > MAX_NOTE_BYTES:
-        raise BadGrant("too long")
+        raise BadGrant(f"more than {MAX_NOTE_BYTES} bytes")
     try:
         envelope = _envelope(data)
         if not hmac.compare_digest(_mac(key, envelope.note.encode()), envelope.mac):
             raise BadGrant("signed with another key")
         return _note(envelope.note)
     except (msgspec.DecodeError, UnicodeError, TypeError, RecursionError) as error:
-        raise BadGrant(f"not of this version: {error}") from None
+        raise BadGrant(f"not a note of this version: {error}") from None
 
 
 def _mac(key: FleetKey, text: bytes) -> str:
@@ -88,8 +91,9 @@ def _mac(key: FleetKey, text: bytes) -> str:
 def register_all(
     config: Config, key: FleetKey, incarnation: str, kind: str, rank: int | None = None
 ) -> list[Registration]:
-    """Begin with every proxy of the settings; an engine that is both prefill and decode registers
-    as decode, and a data parallel rank as an instance of its own.
+    """Start the registration with every proxy of the settings.
+
+    An engine of both roles registers as decode, a data parallel rank as a separate instance.
     """
     role: Literal["prefill", "decode"] = "prefill" if kind == "prefill" else "decode"
     url = config.advertise if rank is None else f"{config.advertise.rstrip('/')}@{rank}"
@@ -97,7 +101,7 @@ def register_all(
 
 
 class Registration:
-    """Tells one proxy of this engine until it is closed."""
+    """Registers this engine with one proxy, again and again, until `close`."""
 
     def __init__(
         self,
@@ -107,31 +111,32 @@ class Registration:
         role: Literal["prefill", "decode"],
         url: str,
     ) -> None:
-        self._to = proxy.rstrip("/") + REGISTER_PATH
+        self._register_url = proxy.rstrip("/") + REGISTER_PATH
         self._key = key
-        self._incarnation, self._role, self._url = incarnation, role, url
+        self._incarnation = incarnation
+        self._role = role
+        self._url = url
         self._challenge = ""
         self._number = 0
-        self._over = threading.Event()
-        self._said = ""
+        self._closing = threading.Event()
+        self._last_logged = ""
         self._thread = threading.Thread(target=self._run, name="vllm-disagg-register", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Say goodbye and stop; waits for little."""
-        self._over.set()
+        """Announce the shutdown and stop the thread; waits at most TIMEOUT_SECONDS."""
+        self._closing.set()
         self._thread.join(TIMEOUT_SECONDS)
 
     def _run(self) -> None:
-        while not self._over.is_set():
-            self._over.wait(self._tell(leaving=False))
-        self._tell(leaving=True)
+        while not self._closing.is_set():
+            self._register(leaving=False)
+            self._closing.wait(REGISTER_SECONDS)
+        self._register(leaving=True)
 
-    def _tell(self, leaving: bool) -> float:
-        """Seconds until the next note."""
-        for _ in range(
-            2
-        ):  # the first note, and the first after the proxy's restart, learn the challenge
+    def _register(self, leaving: bool) -> None:
+        """Send one note, and once more if the proxy answers with a challenge."""
+        for _ in range(MAX_TRIES):
             self._number += 1
             note = RegistrationNote(
                 self._challenge, self._incarnation, self._number, self._role, self._url, leaving
@@ -139,19 +144,26 @@ class Registration:
             try:
                 status, answer = self._post(sign(self._key, note))
                 if status == 200:
-                    self._log("%s knows this engine as %s", self._to, self._url)
-                    return REGISTER_SECONDS
+                    self._log(
+                        "registration: %s has registered this engine as %s",
+                        self._register_url,
+                        self._url,
+                    )
+                    return
                 if status != 409:
-                    self._log("%s refuses this engine: %s", self._to, answer)
-                    return REGISTER_SECONDS
+                    self._log(
+                        "registration: %s refuses this engine: %s", self._register_url, answer
+                    )
+                    return
                 self._challenge = str(answer["challenge"])
-            except Exception as error:  # a thread inside vLLM: whatever it is, the engine goes on
-                self._log("%s is not reached: %s", self._to, error)
-                return REGISTER_SECONDS
-        return REGISTER_SECONDS
+            except Exception as error:  # in a thread of vLLM's process: no error may end the engine
+                self._log("registration: %s is not reached: %s", self._register_url, error)
+                return
 
     def _post(self, data: bytes) -> tuple[int, dict[str, object]]:
-        request = urllib.request.Request(self._to, data, {"content-type": "application/json"})
+        request = urllib.request.Request(
+            self._register_url, data, {"content-type": "application/json"}
+        )
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
                 return answer.status, json.loads(answer.read(MAX_NOTE_BYTES))
@@ -160,8 +172,9 @@ class Registration:
                 body = error.read(MAX_NOTE_BYTES)
             return error.code, json.loads(body) if body.startswith(b"{") else {}
 
-    def _log(self, words: str, *what: object) -> None:
-        """Once, until something else happens."""
-        if (said := words % what) != self._said:
-            self._said = said
-            log.info("%s", said)
+    def _log(self, template: str, *values: object) -> None:
+        """Log a line unless it repeats the last one."""
+        line = template % values
+        if line != self._last_logged:
+            self._last_logged = line
+            log.info("%s", line)

@@ -1,1 +1,1 @@
-"""The KV cache of a rank: its layout, extents of it, resharding, memory.  Knows no protocol."""
+"""The KV cache of a rank: layout, extents, resharding, memory.  Independent of the protocol."""

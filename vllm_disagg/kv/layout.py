@@ -1,10 +1,13 @@
-"""What one rank's KV cache holds, in words that another engine's ranks understand. It travels in
-`grants.Worker`.
+"""Layouts: which part of a model's KV a rank holds, and where each byte of a block is.
 
-A rank holds some of the model's layers, and of each layer some of its KV heads. Layers of one
-*kind* have blocks that look the same and lie in the same KV-cache group. A block of one layer is a
-row of bytes in each of its planes (one, or keys and values apart); *regions* say where in a row the
-bytes of a head, a token, a channel are.
+A layout travels to other engines in `protocol.peers.WorkerInfo`, so it refers to nothing that only
+this engine can resolve.  All structs here are arrays on the wire: the order of fields is the
+format.
+
+    RankLayout      the layers of one rank
+      LayerLayout   one kind: layers with equal blocks, in one KV-cache group
+        plane       one row of bytes a block: keys and values together, or one plane for each
+          StridedRegion   keys, or values, within a row: the place of each head, token and channel
 """
 
 from __future__ import annotations
@@ -18,138 +21,152 @@ import msgspec
 Text = Annotated[str, msgspec.Meta(max_length=256)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
-STATE = 1 << 30  # block size of what is no KV of tokens, but one state of the whole prompt
+# The block size, in tokens, of an SSM state: one block for the whole prompt.
+STATE = 1 << 30
+# (name, size, stride in bytes).  Names: h heads, t tokens, c the bytes of one token of one head,
+# x bytes in an unknown order.
 Axis = tuple[Literal["h", "t", "c", "x"], Positive, Positive]
 
 
 class StridedRegion(msgspec.Struct, frozen=True, array_like=True):
-    """Keys, or values, in a row: axes from the slowest to the fastest, each (what it counts, its
-    size, stride in bytes).
+    """Places of the keys, or of the values, within a row of one block.
 
-    `h` counts heads, `t` tokens, `c` bytes of one token of one head; `x` bytes whose order nobody
-    knows.
+    The order of `axes` is from the slowest to the fastest.
     """
 
-    offset: Count
+    offset: Count  # bytes
     axes: Annotated[list[Axis], msgspec.Meta(max_length=8)]
 
-    def size(self, what: str) -> int:
-        return math.prod(size for name, size, _ in self.axes if name == what)
+    def size(self, axis_name: str) -> int:
+        """Return the product of the sizes of all axes of this name; 1 if there is none."""
+        return math.prod(size for name, size, _ in self.axes if name == axis_name)
 
 
 class LayerLayout(msgspec.Struct, frozen=True, array_like=True):
-    """Layers whose blocks look the same."""
+    """One kind: layers whose blocks are alike, in one KV-cache group."""
 
-    form: Text  # what two engines must have alike, for people: "keys 64 B, values 64 B, bfloat16"
-    block_size: Positive  # tokens
-    rows: Annotated[
-        list[Positive], msgspec.Meta(min_length=1, max_length=4)
-    ]  # by plane: bytes of a block in one layer
+    # Must be equal in two engines; readable: "keys 64 B, values 64 B, bfloat16".
+    fingerprint: Text
+    block_size: Positive  # tokens; STATE for an SSM state
+    # By plane: bytes of one block in one layer.
+    block_bytes: Annotated[list[Positive], msgspec.Meta(min_length=1, max_length=4)]
     regions: Annotated[list[list[StridedRegion]], msgspec.Meta(max_length=4)]  # by plane
-    heads: Positive = 1  # of this rank
-    head: Count = 0  # the number of the first, in the model
-    of: Positive = 1  # heads of the model
+    heads: Positive = 1  # held by this rank
+    head: Count = 0  # number in the model of this rank's first head
+    total_heads: Positive = 1  # of the model
     group: Count = 0  # KV-cache group of the engine
-    # tokens that attention looks back, the present one included; 0: all.  Older blocks go back to
-    # vLLM
+    # Sliding window: tokens that attention looks back, the present one included; 0: all.  vLLM
+    # frees older blocks.
     window: Count = 0
 
     @property
     def head_bytes(self) -> int:
-        """Of one head in one block of one layer."""
-        return sum(self.rows) // self.heads
+        """Bytes of one head in one block of one layer."""
+        return sum(self.block_bytes) // self.heads
 
     def cut(self, heads: int) -> LayerLayout:
-        """How blocks of only so many of the heads look on the wire: bytes in the same order, the
-        others left out.
+        """Return the layout of blocks with only `heads` of the heads, as on the wire.
+
+        The bytes keep their order; those of other heads are left out.
         """
         if heads == self.heads:
             return self
-        rows, regions = [], []
-        for row, plane in zip(self.rows, self.regions, strict=True):
+        block_bytes: list[int] = []
+        regions: list[list[StridedRegion]] = []
+        for row_bytes, plane in zip(self.block_bytes, self.regions, strict=True):
             stride = _head_stride(plane)
-            rows.append(row // self.heads * heads)
+            block_bytes.append(row_bytes // self.heads * heads)
             regions.append([_cut(region, stride, self.heads, heads) for region in plane])
-        return msgspec.structs.replace(self, rows=rows, regions=regions, heads=heads)
+        return msgspec.structs.replace(self, block_bytes=block_bytes, regions=regions, heads=heads)
 
-    def lies_as(self, other: LayerLayout) -> bool:
-        """Whether bytes may be copied block by block."""
-        return (self.block_size, self.rows, self.regions) == (
-            other.block_size,
-            other.rows,
-            other.regions,
+    def has_equal_blocks(self, other: LayerLayout) -> bool:
+        """Return whether blocks of both have the same bytes in the same order."""
+        return (
+            self.block_size == other.block_size
+            and self.block_bytes == other.block_bytes
+            and self.regions == other.regions
         )
 
     def is_known(self) -> bool:
-        """Whether every byte's head, token and channel are known."""
+        """Return whether the head, token and channel of every byte are known."""
         return all(not region.size("x") > 1 for plane in self.regions for region in plane)
 
     def problem(self) -> str:
-        """How this contradicts itself, in words; empty if it does not. It came from another engine."""
-        if len(self.rows) != len(self.regions):
+        """Return how this layout contradicts itself; empty if it does not.
+
+        Another engine sent it: no field can be trusted.
+        """
+        if len(self.block_bytes) != len(self.regions):
             return "its planes are not all described"
-        for row, plane in zip(self.rows, self.regions, strict=True):
+        for row_bytes, plane in zip(self.block_bytes, self.regions, strict=True):
             stride = _head_stride(plane)
-            if not plane or row % (self.heads * stride) or self.head + self.heads > self.of:
-                return f"rows of {row} bytes do not hold {self.heads} heads"
+            exceeds_model = self.head + self.heads > self.total_heads
+            if not plane or row_bytes % (self.heads * stride) or exceeds_model:
+                return f"rows of {row_bytes} bytes do not hold {self.heads} heads"
             for region in plane:
-                last = region.offset + sum((size - 1) * step for _, size, step in region.axes)
-                opaque = region.size("x") > 1
-                if (
-                    last >= row
-                    or region.size("h") != self.heads
-                    or _head_stride([region]) != stride
-                ):
-                    return "a region leaves its row"
-                if region.size("t") != (1 if opaque else self.block_size):
-                    return f"a region does not hold {self.block_size} tokens"
-                steps = [step for name, _, step in region.axes if name == "c"]
-                if not opaque and (
-                    steps[-1:] != [1] or sum(name == "h" for name, _, _ in region.axes) > 1
-                ):
-                    return "a token's bytes do not lie together"
+                if problem := self._region_problem(region, row_bytes, stride):
+                    return problem
+        return ""
+
+    def _region_problem(self, region: StridedRegion, row_bytes: int, stride: int) -> str:
+        last = region.offset + sum((size - 1) * step for _, size, step in region.axes)
+        is_opaque = region.size("x") > 1
+        has_other_heads = region.size("h") != self.heads or _head_stride([region]) != stride
+        if last >= row_bytes or has_other_heads:
+            return "a region leaves its row"
+        if region.size("t") != (1 if is_opaque else self.block_size):
+            return f"a region does not hold {self.block_size} tokens"
+        channel_steps = [step for name, _, step in region.axes if name == "c"]
+        head_axes = sum(name == "h" for name, _, _ in region.axes)
+        if not is_opaque and (channel_steps[-1:] != [1] or head_axes > 1):
+            return "a token's bytes are not contiguous"
         return ""
 
 
 class RemoteLayout(msgspec.Struct, frozen=True):
-    """How the bytes of a piece lie, where not as in our own blocks."""
+    """Layout of the bytes of a piece, where it differs from that of our own blocks."""
 
-    kind: LayerLayout  # with no more heads than the piece has
-    token: int  # the first in the piece: perhaps before the extent's
+    kind: LayerLayout  # with only the heads that the piece has
+    token: int  # first token of the piece; may precede the first token of our extent
 
 
 class RankLayout(msgspec.Struct, frozen=True, array_like=True):
-    """All layers of one rank, in an order that all ranks share: computing order, as far as names
-    tell it.
+    """All layers of one rank, in an order that all ranks share.
+
+    The order is that of computation, as far as the names of the layers tell it.
     """
 
     kinds: Annotated[list[LayerLayout], msgspec.Meta(min_length=1, max_length=64)]
-    layers: Annotated[list[Count], msgspec.Meta(max_length=4096)]  # the kind of each
-    first: Count = 0  # the number of our layer 0 in the model
+    layers: Annotated[list[Count], msgspec.Meta(max_length=4096)]  # index in `kinds` of each layer
+    first: Count = 0  # number in the model of our layer 0
 
     def kind(self, layer: int) -> LayerLayout:
+        """Return the layout of one of our layers."""
         return self.kinds[self.layers[layer]]
 
     @property
     def end(self) -> int:
+        """Number in the model of the layer after our last one."""
         return self.first + len(self.layers)
 
 
+# The layout of a worker without KV.
 NOTHING = RankLayout([LayerLayout("nothing", 1, [1], [[StridedRegion(0, [("h", 1, 1)])]])], [])
 
 
-def opaque(row: int, heads: int = 1) -> list[StridedRegion]:
-    """A row of which is known only that its heads lie one behind the other."""
-    return [StridedRegion(0, [("h", heads, row // heads), ("x", row // heads, 1)])]
+def opaque(row_bytes: int, heads: int = 1) -> list[StridedRegion]:
+    """Return a row of which is known only that its heads follow each other."""
+    head_bytes = row_bytes // heads
+    return [StridedRegion(0, [("h", heads, head_bytes), ("x", head_bytes, 1)])]
 
 
-def uniform(layers: int, block_size: int, rows: Sequence[int], heads: int = 1) -> RankLayout:
-    """Layers of one kind, all heads of the model, in an order that does not matter as long as
-    nothing is cut.
+def uniform(layers: int, block_size: int, block_bytes: Sequence[int], heads: int = 1) -> RankLayout:
+    """Return layers of one opaque kind with all heads of the model; `block_bytes` is by plane.
+
+    The order of bytes does not matter as long as neither heads nor blocks are cut.
     """
-    kind = LayerLayout(
-        "bytes", block_size, list(rows), [opaque(row, heads) for row in rows], heads, 0, heads
-    )
+    regions = [opaque(row_bytes, heads) for row_bytes in block_bytes]
+    kind = LayerLayout("bytes", block_size, list(block_bytes), regions, heads, 0, heads)
     return RankLayout([kind], [0] * layers)
 
 
@@ -157,10 +174,12 @@ def _head_stride(plane: Sequence[StridedRegion]) -> int:
     return next((stride for region in plane for name, _, stride in region.axes if name == "h"), 1)
 
 
-def _cut(region: StridedRegion, stride: int, heads: int, left: int) -> StridedRegion:
+def _cut(region: StridedRegion, stride: int, heads: int, heads_kept: int) -> StridedRegion:
     def scale(value: int) -> int:
         whole, rest = divmod(value, heads * stride)
-        return whole * left * stride + rest
+        return whole * heads_kept * stride + rest
 
-    axes = [(name, left if name == "h" else size, scale(step)) for name, size, step in region.axes]
+    axes: list[Axis] = []
+    for name, size, step in region.axes:
+        axes.append((name, heads_kept if name == "h" else size, scale(step)))
     return StridedRegion(scale(region.offset), axes)

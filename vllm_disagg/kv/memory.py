@@ -1,10 +1,9 @@
-"""The KV cache of one rank as bytes in host memory: reading an extent's blocks out, writing them
-in.
+"""KV caches in host memory: read the blocks of an extent, write them.
 
-A layer is one plane or two (keys and values apart); a plane is rows of equal size, one a block, at
-a fixed stride. Bytes of an extent on the wire: layer by layer, plane by plane, block by block, in
-each block the heads that are asked for, in the order in which they lie in the sender's memory,
-however they are framed.
+A layer has one plane, or two (keys and values apart).  A plane has one row of bytes a block, at a
+fixed stride.  The bytes of an extent on the wire are ordered by layer, then plane, then block.
+Within a block they are the requested heads, in the order of the sender's memory.  How they are
+framed does not matter.
 """
 
 from __future__ import annotations
@@ -21,42 +20,45 @@ from .extents import Extent, heads_of
 from .layout import LayerLayout, RankLayout, RemoteLayout, uniform
 from .relayout import scatter
 
-FRAME_BYTES = (
-    512 << 10
-)  # bytes; larger frames fall out of the cache on their way, smaller ones cost a system call each
-SMALL_RUN_BYTES = (
-    64 << 10
-)  # runs shorter than this are gathered into frames instead of being sent where they lie
+# Larger frames fall out of the CPU's cache on their way; smaller ones cost one system call each.
+FRAME_BYTES = 512 << 10
+# Extents whose runs are shorter than this on average are copied into frames before they are sent.
+SMALL_RUN_BYTES = 64 << 10
 
 Row = npt.NDArray[np.uint8]
 
 
 class Memory(Protocol):
-    """What a driver needs of a KV cache. `read` may return views: they are true only as long as the
-    blocks are ours.
+    """The KV cache that a driver reads and writes.
+
+    `read` may return views, which are valid only while the blocks are held.
     """
 
     shape: RankLayout
 
-    def read(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]: ...
+    def read(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]:
+        """Return the extent's bytes in wire order, in frames."""
+
     def write(
         self,
         extent: Extent,
         blocks: Sequence[int],
         frames: Sequence[memoryview],
-        theirs: RemoteLayout | None = None,
-    ) -> bool: ...
+        remote_layout: RemoteLayout | None = None,
+    ) -> bool:
+        """Write frames into the extent's blocks; False, without effect, if their size is wrong."""
 
 
 class HostMemory:
-    """`planes`: by layer, arrays of shape (blocks, bytes of a block), rows contiguous.
+    """A KV cache in this process's memory.
 
-    `shape` may be a block size: then all layers are of one kind, and how their rows are made does
-    not matter.
+    `planes`, by layer, are arrays of shape (blocks, bytes of a block) with contiguous rows.
+    `shape` is the layout, or a block size: then all layers are of one opaque kind.
     """
 
     def __init__(self, planes: Sequence[Sequence[Row]], shape: RankLayout | int) -> None:
         self.planes = planes
+        # By layer and plane: address, rows, bytes of a row, stride.
         self._places = [
             [(plane.ctypes.data, *plane.shape, plane.strides[0]) for plane in layer]
             for layer in planes
@@ -66,72 +68,70 @@ class HostMemory:
         self.shape = shape
 
     def read(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]:
+        """Return the extent's bytes in wire order, as views or, for short runs, as a copy."""
         runs = list(self._runs(extent, blocks))
         if sum(run.nbytes for run in runs) < SMALL_RUN_BYTES * len(runs):
             runs = [np.concatenate(runs)]
-        return [
-            memoryview(run[at : at + FRAME_BYTES])  # type: ignore[arg-type]
-            for run in runs
-            for at in range(0, run.nbytes, FRAME_BYTES)
-        ]
+        return _frames(runs)
 
     def write(
         self,
         extent: Extent,
         blocks: Sequence[int],
         frames: Sequence[memoryview],
-        theirs: RemoteLayout | None = None,
+        remote_layout: RemoteLayout | None = None,
     ) -> bool:
-        """False, and nothing is written, unless the frames have exactly the extent's bytes.
+        """Write the frames into the extent's blocks.
 
-        `theirs`: how the frames' bytes lie, if not as ours.
+        Returns False, and writes nothing, unless the frames have exactly the extent's size.
+        `remote_layout` is that of the frames' bytes, if it differs from ours.
         """
-        if theirs is not None:
-            return self._convert(extent, blocks, frames, theirs)
+        if remote_layout is not None:
+            return self._convert(extent, blocks, frames, remote_layout)
         runs = list(self._runs(extent, blocks))
         if sum(len(frame) for frame in frames) != sum(run.nbytes for run in runs):
             return False
-        at, target = 0, iter(runs)
-        run = next(target)
+        targets = iter(runs)
+        run = next(targets)
+        at = 0  # bytes of `run` that are written
         for frame in frames:
             source = np.frombuffer(frame, np.uint8)
             while source.size:
                 if at == run.size:
-                    at, run = 0, next(target)
+                    run = next(targets)
+                    at = 0
                 count = min(source.size, run.size - at)
                 run[at : at + count] = source[:count]
-                at, source = at + count, source[count:]
+                source = source[count:]
+                at += count
         return True
 
     def views(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]:
-        """Where the extent's bytes lie, in wire order: to be written into."""
-        return [
-            memoryview(run[at : at + FRAME_BYTES])  # type: ignore[arg-type]
-            for run in self._runs(extent, blocks)
-            for at in range(0, run.nbytes, FRAME_BYTES)
-        ]
+        """Return writable views of the extent's bytes in wire order."""
+        return _frames(self._runs(extent, blocks))
 
     def runs(self, extent: Extent, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """(address, bytes) of the stretches of memory that hold the extent, in wire order."""
-        head, end = heads_of(extent, kind := self.shape.kind(extent.layer))
-        if end - head < kind.heads:
+        """Yield (address, bytes) of the runs of memory that hold the extent, in wire order."""
+        kind = self.shape.kind(extent.layer)
+        head, head_end = heads_of(extent, kind)
+        if head_end - head < kind.heads:
             for run in self._cut_runs(extent, blocks, kind):
                 yield run.__array_interface__["data"][0], run.nbytes
             return
         spans = list(_spans(blocks))
-        for layer in range(
-            extent.layer, extent.layer_end
-        ):  # by arithmetic: arrays are slow to say where they lie
-            for address, rows, row, stride in self._places[layer]:
+        # By arithmetic: numpy is slow to tell an array's address.
+        for layer in range(extent.layer, extent.layer_end):
+            for address, rows, row_bytes, stride in self._places[layer]:
                 for first, count in spans:
-                    last = min(first + count, rows)
-                    if stride == row:
-                        yield address + first * stride, (last - first) * row
-                    else:
-                        yield from ((address + block * stride, row) for block in range(first, last))
+                    end = min(first + count, rows)
+                    if stride == row_bytes:
+                        yield address + first * stride, (end - first) * row_bytes
+                        continue
+                    for block in range(first, end):
+                        yield address + block * stride, row_bytes
 
     def regions(self) -> Iterator[tuple[int, int]]:
-        """(address, bytes) that hold all there is."""
+        """Yield (address, bytes) of all planes, from the first byte to the last."""
         for layer in self.planes:
             for plane in layer:
                 yield plane.ctypes.data, (len(plane) - 1) * plane.strides[0] + plane.shape[1]
@@ -141,43 +141,46 @@ class HostMemory:
         extent: Extent,
         blocks: Sequence[int],
         frames: Sequence[memoryview],
-        theirs: RemoteLayout,
+        remote_layout: RemoteLayout,
     ) -> bool:
-        kind, there = self.shape.kind(extent.layer), theirs.kind
-        count = -(-(extent.token_end - theirs.token) // there.block_size)
+        kind = self.shape.kind(extent.layer)
+        there = remote_layout.kind
+        count = -(-(extent.token_end - remote_layout.token) // there.block_size)
         layers = extent.layer_end - extent.layer
-        if sum(len(frame) for frame in frames) != layers * count * sum(there.rows):
+        if sum(len(frame) for frame in frames) != layers * count * sum(there.block_bytes):
             return False
-        bytes_ = np.frombuffer(frames[0] if len(frames) == 1 else b"".join(frames), np.uint8)
+        content = np.frombuffer(frames[0] if len(frames) == 1 else b"".join(frames), np.uint8)
         at = 0
         for layer in range(extent.layer, extent.layer_end):
-            rows = []
-            for row in there.rows:
-                rows.append(bytes_[at : at + count * row].reshape(count, row))
-                at += count * row
-            scatter(rows, theirs, self.planes[layer], kind, extent, blocks)
+            planes: list[Row] = []
+            for row_bytes in there.block_bytes:
+                plane = content[at : at + count * row_bytes]
+                planes.append(plane.reshape(count, row_bytes))
+                at += count * row_bytes
+            scatter(planes, remote_layout, self.planes[layer], kind, extent, blocks)
         return True
 
     def _runs(self, extent: Extent, blocks: Sequence[int]) -> Iterator[Row]:
-        """The longest stretches of memory that hold the extent, in wire order."""
-        spans = list(_spans(blocks))
+        """Yield the longest runs of memory that hold the extent, in wire order."""
         kind = self.shape.kind(extent.layer)
-        head, end = heads_of(extent, kind)
-        if end - head < kind.heads:
+        head, head_end = heads_of(extent, kind)
+        if head_end - head < kind.heads:
             yield from self._cut_runs(extent, blocks, kind)
             return
+        spans = list(_spans(blocks))
         for layer in range(extent.layer, extent.layer_end):
             for plane in self.planes[layer]:
-                dense = plane.strides[0] == plane.shape[1]
+                is_dense = plane.strides[0] == plane.shape[1]
                 for first, count in spans:
-                    if dense:
+                    if is_dense:
                         yield plane[first : first + count].reshape(-1)
                     else:
                         yield from (plane[block] for block in range(first, first + count))
 
     def _cut_runs(self, extent: Extent, blocks: Sequence[int], kind: LayerLayout) -> Iterator[Row]:
-        """Of some heads: one stretch a block where heads lie one behind the other, one a token
-        where tokens do.
+        """Yield the runs of some of the heads.
+
+        There is one run a block if a block is ordered by head, and one a token if by token.
         """
         for layer in range(extent.layer, extent.layer_end):
             for plane, regions in zip(self.planes[layer], kind.regions, strict=True):
@@ -188,12 +191,15 @@ class HostMemory:
 
 
 def hasher(transfer: str) -> xxhash.xxh3_64:
-    """Seeded with the transfer, so another transfer's bytes do not pass; no secret, no MAC."""
+    """Return an xxh3_64 seeded with the transfer, so another transfer's bytes do not pass.
+
+    It has no secret: it detects errors, not forgery.
+    """
     return xxhash.xxh3_64(seed=int(transfer[:16], 16))
 
 
 def checksum(transfer: str, frames: Sequence[memoryview]) -> int:
-    """xxh3_64 of the bytes."""
+    """Return the seeded xxh3_64 of the frames' bytes."""
     state = hasher(transfer)
     for frame in frames:
         state.update(frame)
@@ -201,22 +207,33 @@ def checksum(transfer: str, frames: Sequence[memoryview]) -> int:
 
 
 def plane_at(address: int, rows: int, row_bytes: int, stride: int) -> Row:
-    """`rows` rows of `row_bytes` at an address of this process, `stride` bytes apart. The caller
-    keeps it alive.
+    """Return `rows` rows of `row_bytes`, `stride` bytes apart, at an address of this process.
+
+    The caller keeps the memory alive.
     """
     buffer = (ctypes.c_uint8 * ((rows - 1) * stride + row_bytes)).from_address(address)
     return np.ndarray((rows, row_bytes), np.uint8, buffer=memoryview(buffer), strides=(stride, 1))
 
 
+def _frames(runs: Iterator[Row] | Sequence[Row]) -> list[memoryview]:
+    return [
+        memoryview(run[at : at + FRAME_BYTES])  # type: ignore[arg-type]
+        for run in runs
+        for at in range(0, run.nbytes, FRAME_BYTES)
+    ]
+
+
 def _spans(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first, count) of neighbouring ids."""
-    first, count = -1, 0
+    """Yield (first, count) of each series of neighbouring ids."""
+    first = -1
+    count = 0
     for block in blocks:
         if block == first + count and count:
             count += 1
             continue
         if count:
             yield first, count
-        first, count = block, 1
+        first = block
+        count = 1
     if count:
         yield first, count

@@ -1,8 +1,7 @@
-"""Copying KV between blocks that are made differently: other sizes, other orders of heads, tokens
-and channels.
+"""Relayout: copies KV between blocks of different sizes or orders of heads, tokens and channels.
 
-Each region becomes an array (blocks, tokens..., heads, channels...) by its strides alone, so numpy
-moves the bytes; in between stands one array (tokens, heads, channels).
+Strides alone turn each region into an array (blocks, tokens..., heads, channels...), so numpy moves
+the bytes.  Between source and target there is one array (tokens, heads, channels).
 """
 
 from __future__ import annotations
@@ -19,32 +18,37 @@ from .layout import LayerLayout, RemoteLayout, StridedRegion
 
 Rows = npt.NDArray[np.uint8]
 Words = npt.NDArray[Any]
+MAX_WORD_BYTES = 8
 
 
 def scatter(
     source: Sequence[Rows],
-    theirs: RemoteLayout,
+    remote_layout: RemoteLayout,
     target: Sequence[Rows],
     kind: LayerLayout,
     extent: Extent,
     blocks: Sequence[int],
 ) -> None:
-    """Write the tokens of `extent` (of one layer, its `head` to `head_end`) from their rows, in
-    order, into our blocks.
+    """Write the tokens and heads of an extent of one layer from a piece into our blocks.
+
+    `source` has the piece's rows by plane, in the remote layout; `target` our planes, laid out as
+    `kind`.  `blocks` are the ids of the extent's blocks.
     """
-    places = [(p, r) for p, plane in enumerate(kind.regions) for r in range(len(plane))]
-    origins = [(p, r) for p, plane in enumerate(theirs.kind.regions) for r in range(len(plane))]
+    our_regions = [(p, r) for p, plane in enumerate(kind.regions) for r in range(len(plane))]
+    their_planes = remote_layout.kind.regions
+    their_regions = [(p, r) for p, plane in enumerate(their_planes) for r in range(len(plane))]
     first = extent.token // kind.block_size * kind.block_size  # of our first block
     head, head_end = heads_of(extent, kind)
-    skip, count = extent.token - theirs.token, extent.token_end - extent.token
-    for (p, r), (q, s) in zip(places, origins, strict=True):
-        here, there = kind.regions[p][r], theirs.kind.regions[q][s]
-        word = math.gcd(_word(here), _word(there))
+    skip = extent.token - remote_layout.token
+    count = extent.token_end - extent.token
+    for (p, r), (q, s) in zip(our_regions, their_regions, strict=True):
+        here = kind.regions[p][r]
+        there = their_planes[q][s]
+        word = math.gcd(_word_bytes(here), _word_bytes(there))
         read = _view(source[q], there, word)
         write = _view(target[p], here, word)
-        write = write[
-            (slice(None),) * (write.ndim - len(_sizes(here, "c")) - 1) + (slice(head, head_end),)
-        ]
+        head_axis = write.ndim - len(_sizes(here, "c")) - 1
+        write = write[(slice(None),) * head_axis + (slice(head, head_end),)]
         tokens = _tokens(read, there)[skip : skip + count]
         _write(tokens, write, here, blocks, extent.token - first, kind.block_size)
 
@@ -57,37 +61,41 @@ def _write(
     start: int,
     block_size: int,
 ) -> None:
-    """`tokens`: (tokens, heads, channels); the first goes to place `start` of the first block.
+    """Write an array (tokens, heads, channels), beginning at token `start` of the first block.
 
-    Not a byte of other tokens is written, nor read: another thread may be landing them, in the same
-    block.
+    Bytes of other tokens are neither written nor read: another thread may be writing them, in the
+    same block.
     """
     end = start + len(tokens)
-    first, stop = -(-start // block_size), end // block_size  # the blocks of which we have all
+    # Blocks of which we have all tokens are written at once.
+    first = -(-start // block_size)
+    stop = end // block_size
     if first < stop:
         whole = tokens[first * block_size - start : stop * block_size - start]
         write[np.array(blocks[first:stop])] = whole.reshape(stop - first, *write.shape[1:])
     outer = len(_sizes(here, "t"))
     for edge in {start // block_size, (end - 1) // block_size} - set(range(first, stop)):
-        low, high = max(start, edge * block_size), min(end, (edge + 1) * block_size)
+        low = max(start, edge * block_size)
+        high = min(end, (edge + 1) * block_size)
         block = write[blocks[edge]]
         places = np.unravel_index(np.arange(low, high) % block_size, block.shape[:outer])
         block[places] = tokens[low - start : high - start].reshape(high - low, *block.shape[outer:])
 
 
 def _tokens(blocks: Words, region: StridedRegion) -> Words:
-    """(tokens, heads, channels) of a view of blocks."""
-    after = 1 + len(_sizes(region, "t"))
-    return blocks.reshape(-1, blocks.shape[after], math.prod(blocks.shape[after + 1 :]))
+    """Return a view of blocks as (tokens, heads, channels)."""
+    head_axis = 1 + len(_sizes(region, "t"))
+    channels = math.prod(blocks.shape[head_axis + 1 :])
+    return blocks.reshape(-1, blocks.shape[head_axis], channels)
 
 
 def _view(rows: Rows, region: StridedRegion, word: int) -> Words:
-    """All rows of a region as (rows, tokens..., heads, channels...), in words of so many bytes."""
-    axes = [(size, step) for what in "thc" for name, size, step in region.axes if name == what]
+    """Return all rows of a region as (rows, tokens..., heads, channels...), in words of bytes."""
+    axes = [(size, step) for axis in "thc" for name, size, step in region.axes if name == axis]
     if not any(name == "h" for name, _, _ in region.axes):
         axes.insert(len(_sizes(region, "t")), (1, 1))
     size, step = axes.pop()  # the fastest of the channels
-    assert step == 1 and size % word == 0, "checked by mapping.plan"
+    assert step == 1 and size % word == 0, "checked by reshard.plan"
     axes.append((size // word, word))
     dtype = np.dtype(f"u{word}")
     return np.ndarray(
@@ -100,18 +108,18 @@ def _view(rows: Rows, region: StridedRegion, word: int) -> Words:
 
 
 def _bytes(rows: Rows) -> Rows:
-    """The same memory as one row."""
-    return np.lib.stride_tricks.as_strided(
-        rows, ((len(rows) - 1) * rows.strides[0] + rows.shape[1],), (1,)
-    )
+    """Return the memory of all rows, gaps included, as one row."""
+    span = (len(rows) - 1) * rows.strides[0] + rows.shape[1]
+    return np.lib.stride_tricks.as_strided(rows, (span,), (1,))
 
 
-def _sizes(region: StridedRegion, what: str) -> list[int]:
-    return [size for name, size, _ in region.axes if name == what]
+def _sizes(region: StridedRegion, axis_name: str) -> list[int]:
+    return [size for name, size, _ in region.axes if name == axis_name]
 
 
-def _word(region: StridedRegion) -> int:
-    """The largest word, up to 8 bytes, of which all of a region is made."""
-    *outer, (_, size, _step) = [axis for what in "htc" for axis in region.axes if axis[0] == what]
+def _word_bytes(region: StridedRegion) -> int:
+    """Return the largest word, up to 8 bytes, that divides the region's offset and strides."""
+    axes = [axis for name in "htc" for axis in region.axes if axis[0] == name]
+    *outer, (_, size, _step) = axes
     numbers = [region.offset, size, *(stride for _, _, stride in outer if stride > 1)]
-    return math.gcd(8, *numbers)
+    return math.gcd(MAX_WORD_BYTES, *numbers)

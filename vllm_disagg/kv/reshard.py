@@ -1,9 +1,9 @@
-"""Which rank of D reads what from which rank of P: one pure function of what they hold.
+"""Reshard plans: which rank of an engine reads which KV from which rank of another.
 
-Tensor parallelism shares out heads (and copies them, where ranks are more than heads), pipeline
-parallelism layers. Of copies the one with the fewest readers is taken, so that equal engines read
-rank by rank. A P rank knows nothing of this: it is asked for some of its own layers, heads and
-tokens.
+A pure function of the layouts.  Tensor parallelism distributes heads, and replicates them if there
+are more ranks than heads; pipeline parallelism distributes layers.  Of replicated heads the copy
+with the fewest readers is read, so engines of equal shape read rank by rank.  The sending rank
+needs no plan: it is asked for some of its own layers, heads and tokens.
 """
 
 from __future__ import annotations
@@ -18,28 +18,26 @@ from .layout import LayerLayout, RankLayout
 
 
 class Shard(msgspec.Struct, frozen=True, array_like=True):
-    """A rectangle of layers and heads, of one kind on either side, that a reader takes from one
-    source.
-    """
+    """Layers x heads that one rank reads from one source; of one kind at both ends."""
 
-    source: int  # P's rank
-    layer: int  # ours
+    source: int  # rank of the sending engine
+    layer: int  # in the reading rank's numbering, as all but the last two fields
     layer_end: int
     head: int
     head_end: int
-    layer_there: int  # what our first layer is called at the source
-    head_there: int
+    source_layer: int  # number at the source of `layer`
+    source_head: int  # number at the source of `head`
 
 
 class ReshardPlan(msgspec.Struct, frozen=True, array_like=True):
-    """A whole engine's reading."""
+    """All reads of one engine from another."""
 
-    shares: list[list[Shard]]  # by rank of D
-    readers: list[int]  # by rank of P: how many ranks of D read from it
+    shards: list[list[Shard]]  # by rank of the reading engine
+    readers: list[int]  # by rank of the sending engine: the number of ranks that read from it
 
     def idle(self, rank: int) -> list[int]:
-        """The ranks of P that nobody reads, and whom this rank of D tells so."""
-        count = len(self.shares)
+        """Return the source ranks without readers that this reading rank has to inform."""
+        count = len(self.shards)
         return [
             source
             for source, readers in enumerate(self.readers)
@@ -48,88 +46,100 @@ class ReshardPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 def plan(sources: Sequence[RankLayout], readers: Sequence[RankLayout]) -> ReshardPlan:
-    """Unmappable, in words, if something that a reader holds is at no source in a form that can be
-    read.
+    """Return the plan for engines with these layouts by rank.
+
+    Raises Unmappable, with the reason, if some KV of a reader is at no source in a readable layout.
     """
-    for shape in sources:
-        if problem := next(filter(None, (kind.problem() for kind in shape.kinds)), ""):
+    for layout in sources:
+        problem = next(filter(None, (kind.problem() for kind in layout.kinds)), "")
+        if problem:
             raise Unmappable(f"P's KV cache contradicts itself: {problem}")
-        if any(layer >= len(shape.kinds) for layer in shape.layers):
+        if any(layer >= len(layout.kinds) for layer in layout.layers):
             raise Unmappable("P's KV cache contradicts itself: a layer has no kind")
     readers_of = [0] * len(sources)
-    return ReshardPlan([_shares(sources, reader, readers_of) for reader in readers], readers_of)
+    shards: list[list[Shard]] = []
+    for reader in readers:
+        shards.append(_shards(sources, reader, readers_of))
+    return ReshardPlan(shards, readers_of)
 
 
 def nothing(sources: int, readers: int) -> ReshardPlan:
-    """Nobody reads."""
+    """Return the plan in which no rank reads, for so many ranks."""
     return ReshardPlan([[] for _ in range(readers)], [0] * sources)
 
 
-def _shares(
+def _shards(
     sources: Sequence[RankLayout], reader: RankLayout, readers_of: list[int]
 ) -> list[Shard]:
-    """All that one rank reads; who is read by one more rank is noted in `readers_of`."""
-    found: list[Shard] = []
-    mine: set[int] = set()
+    """Return all reads of one rank; counts the rank in `readers_of` of each of its sources."""
+    shards: list[Shard] = []
+    mine: set[int] = set()  # sources from which this rank reads already
     columns = [
-        (reader.layers[at], _column(sources, reader.first + at)) for at in range(len(reader.layers))
+        (reader.layers[layer], _column(sources, reader.first + layer))
+        for layer in range(len(reader.layers))
     ]
-    at = 0
+    layer = 0
     for (_, column), run in groupby(columns):
-        count = len(list(run))
+        layer_end = layer + len(list(run))
         holders = [(s, sources[s].kinds[kind]) for s, kind in enumerate(column) if kind is not None]
-        ours, head = reader.kind(at), reader.kind(at).head
+        ours = reader.kind(layer)
+        head = ours.head
         while head < ours.head + ours.heads:
-            having = [
+            candidates = [
                 (s, kind) for s, kind in holders if kind.head <= head < kind.head + kind.heads
             ]
-            if not having:
+            if not candidates:
                 raise Unmappable(
-                    f"head {head} of layer {reader.first + at} is at none of P's {len(holders)} ranks that hold this layer"
+                    f"head {head} of layer {reader.first + layer} is at none of P's "
+                    f"{len(holders)} ranks that hold this layer"
                 )
+            # A source that this rank reads from anyway comes first, then the least read one.
             source, theirs = min(
-                having, key=lambda holder: (holder[0] not in mine, readers_of[holder[0]])
+                candidates, key=lambda holder: (holder[0] not in mine, readers_of[holder[0]])
             )
-            end = min(ours.head + ours.heads, theirs.head + theirs.heads)
-            _check(theirs, ours, end - head)
+            head_end = min(ours.head + ours.heads, theirs.head + theirs.heads)
+            _check(theirs, ours, head_end - head)
             readers_of[source] += source not in mine
             mine.add(source)
-            there = reader.first + at - sources[source].first
-            found.append(
-                Shard(
-                    source,
-                    at,
-                    at + count,
-                    head - ours.head,
-                    end - ours.head,
-                    there,
-                    head - theirs.head,
-                )
+            shard = Shard(
+                source=source,
+                layer=layer,
+                layer_end=layer_end,
+                head=head - ours.head,
+                head_end=head_end - ours.head,
+                source_layer=reader.first + layer - sources[source].first,
+                source_head=head - theirs.head,
             )
-            head = end
-        at += count
-    return found
+            shards.append(shard)
+            head = head_end
+        layer = layer_end
+    return shards
 
 
-def _column(shapes: Sequence[RankLayout], layer: int) -> tuple[int | None, ...]:
-    """Who holds a layer of the model, as which of their kinds."""
+def _column(layouts: Sequence[RankLayout], layer: int) -> tuple[int | None, ...]:
+    """Return, by rank, the index of the kind of one layer of the model; None if not held."""
     return tuple(
-        shape.layers[layer - shape.first] if shape.first <= layer < shape.end else None
-        for shape in shapes
+        layout.layers[layer - layout.first] if layout.first <= layer < layout.end else None
+        for layout in layouts
     )
 
 
 def _check(theirs: LayerLayout, ours: LayerLayout, heads: int) -> None:
-    if theirs.form != ours.form:
-        raise Unmappable(f"KV of a token is {theirs.form} at P and {ours.form} at D")
-    if theirs.of != ours.of:
-        raise Unmappable(f"KV heads are {theirs.of} at P and {ours.of} at D")
-    there, here = theirs.cut(heads), ours.cut(heads)
-    known = there.is_known() and here.is_known() and _channels(there) == _channels(here)
-    if not known and not there.lies_as(here):
+    """Raise Unmappable if blocks of one layout cannot be rearranged into the other."""
+    if theirs.fingerprint != ours.fingerprint:
+        raise Unmappable(f"KV of a token is {theirs.fingerprint} at P and {ours.fingerprint} at D")
+    if theirs.total_heads != ours.total_heads:
+        raise Unmappable(f"KV heads are {theirs.total_heads} at P and {ours.total_heads} at D")
+    there = theirs.cut(heads)
+    here = ours.cut(heads)
+    if there.has_equal_blocks(here):
+        return
+    is_known = there.is_known() and here.is_known()
+    if not is_known or _channels(there) != _channels(here):
         raise Unmappable(
-            f"blocks of {theirs.block_size} tokens, {sum(there.rows)} bytes at P and of {ours.block_size} tokens,"
-            f" {sum(here.rows)} bytes at D, in an order that only their engines know"
+            f"blocks of {theirs.block_size} tokens, {sum(there.block_bytes)} bytes at P and of "
+            f"{ours.block_size} tokens, {sum(here.block_bytes)} bytes at D, in an order that only "
+            "their engines know"
         )
 
 

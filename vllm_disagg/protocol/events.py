@@ -1,8 +1,8 @@
-"""What goes into the protocol machines and what comes out, besides wire messages.
+"""Events and actions of the protocol machines, apart from the messages on the wire.
 
-An event is a fact the machine could not know by itself; an action is a thing it may not do by
-itself. All are plain values, so a run can be recorded, read by a person and replayed. What a
-scheduler tells its workers in vLLM's step metadata *is* a list of these events.
+An event is a fact from outside the machine; an action is a request to the driver.  All are plain
+values, so a run can be recorded, read and replayed.  A connector's scheduler hands such events to
+its workers in vLLM's step metadata.
 """
 
 from __future__ import annotations
@@ -19,214 +19,200 @@ from .peers import WorkerInfo
 
 
 class Reason(str, Enum):
-    """Why a transfer did not deliver; a closed set, because it labels metrics."""
+    """Names why a transfer failed.  A closed set, because the values label metrics."""
 
-    CANCELLED = "cancelled"  # vLLM no longer wants it
-    WITHDRAWN = "withdrawn"  # P's request was aborted or preempted
-    DIFFERENT = "different"  # P computes another prompt under this name
-    REFUSED = "refused"  # P knows nothing (any more) of this transfer, or has no room for it
-    SILENT = "silent"  # P does not answer
-    LATE = "late"  # P answers, but nothing moves
-    STALLED = "stalled"  # P's worker answers, but its vLLM has made no step for long, and has work
-    CORRUPT = "corrupt"  # bytes did not match their checksum or size, again and again
-    BROKEN = "broken"  # our own driver failed
-    LOST = "lost"  # P let go of the blocks before we were done
+    CANCELLED = "cancelled"  # the receiving engine cancelled the request
+    WITHDRAWN = "withdrawn"  # the sending engine aborted or preempted the request
+    DIFFERENT = "different"  # the sender computes another prompt under this transfer id
+    REFUSED = "refused"  # the sender does not know the transfer (any more), or has no room for it
+    SILENT = "silent"  # the sender does not answer
+    LATE = "late"  # the sender answers, but no bytes or tokens arrive
+    STALLED = "stalled"  # the sending engine has work, but has made no step for long
+    CORRUPT = "corrupt"  # a piece failed its checksum or size several times
+    BROKEN = "broken"  # the driver of this worker failed
+    LOST = "lost"  # the sender released the blocks before all bytes were in place
 
 
-# Events, prefill side -----------------------------------------------------------------------------
+# Events for the sender ----------------------------------------------------------------------------
 class BlocksScheduled(msgspec.Struct, frozen=True, tag=True):
-    """This step computes the prompt up to `tokens`; `blocks` are the block ids added since the last
-    such event, by group.
-    """
+    """This engine step computes the prompt up to `tokens`."""
 
     transfer: str
     tokens: int
-    blocks: list[list[int]]
-    cached: bool = (
-        False  # of a prefix-cache hit: computed by whatever this step or an earlier one computes
-    )
-    prompt: str = ""  # a digest of the whole of it: readers who have another are served nothing
+    blocks: list[list[int]]  # block ids added since the last such event, by KV-cache group
+    # The tokens are a prefix-cache hit: this step or an earlier one computes them.
+    cached: bool = False
+    prompt: str = ""  # digest of the whole prompt; receivers of another prompt are refused
 
 
 class LayersComputed(msgspec.Struct, frozen=True, tag=True):
-    """The first `layers` layers of what the last BlocksScheduled announced are in memory, and do
-    not change any more.
-    """
+    """The first `layers` layers of the last BlocksScheduled are in memory and final."""
 
     transfer: str
     layers: int
 
 
 class LayersRecomputed(msgspec.Struct, frozen=True, tag=True):
-    """Layers that this step has said to be final were computed again: readers may have what they
-    were before.
-    """
+    """Layers that were final were computed again; receivers may have read their earlier bytes."""
 
     transfer: str
 
 
 class PrefillFinished(msgspec.Struct, frozen=True, tag=True):
-    """The request has finished; its blocks stay until we ReleaseBlocks them."""
+    """The request has finished; vLLM keeps its blocks until ReleaseBlocks."""
 
     transfer: str
 
 
 class BlocksRevoked(msgspec.Struct, frozen=True, tag=True):
-    """The blocks are vLLM's again (abort, preemption), whatever we were doing with them."""
+    """vLLM has taken the blocks back at once (abort, preemption)."""
 
     transfer: str
 
 
 class SendCompleted(msgspec.Struct, frozen=True, tag=True):
-    """A SendPiece has ended: the transport no longer reads our blocks for it."""
+    """A SendPiece has ended: the transport no longer reads the blocks for it."""
 
     transfer: str
     reader: str
 
 
 class ConnectionLost(msgspec.Struct, frozen=True, tag=True):
-    """The reader's end of a connection has closed: its process has ended, or it will soon say
-    something.
-    """
+    """The receiver's end of a connection has closed; its process may live and reconnect."""
 
     reader: str
 
 
-# Events, decode side ------------------------------------------------------------------------------
+# Events for the receiver --------------------------------------------------------------------------
 class GroupBlocks(msgspec.Struct, frozen=True):
-    """Of one KV-cache group: the blocks of a prompt from `token`, a multiple of the group's block
-    size.
-    """
+    """Blocks of a prompt in one KV-cache group, from a token on."""
 
-    token: int
+    token: int  # of the first block; a multiple of the group's block size
     ids: list[int]
 
 
 class LoadRequested(msgspec.Struct, frozen=True, tag=True):
-    """vLLM has parked a request and allocated `blocks`, by group, for its tokens up to `token_end`."""
+    """vLLM has parked a request and allocated blocks for its tokens up to `token_end`."""
 
     transfer: str
-    sources: list[WorkerInfo]  # P's workers by rank
+    sources: list[WorkerInfo]  # the sending engine's workers by rank
     plan: ReshardPlan
-    blocks: list[GroupBlocks]
+    blocks: list[GroupBlocks]  # by KV-cache group
     token_end: int
-    patience: float
-    prompt: str = ""  # a digest of the whole of it
+    stall_timeout: float  # seconds without progress after which the load fails
+    prompt: str = ""  # digest of the whole prompt
 
 
 class LookupRequested(msgspec.Struct, frozen=True, tag=True):
-    """How many tokens of a transfer do its sources have?  Until it is LoadRequested or
-    LoadCancelled.
-    """
+    """Requests the number of tokens that all sources have; lasts until a load or a cancel."""
 
     transfer: str
-    sources: list[WorkerInfo]
+    sources: list[WorkerInfo]  # the sending engine's workers by rank
     plan: ReshardPlan
-    prompt: str = ""
+    prompt: str = ""  # digest of the whole prompt
 
 
 class LoadSkipped(msgspec.Struct, frozen=True, tag=True):
-    """We shall read nothing of this transfer (a full prefix hit, an abort in the queue): P may let
-    go.
-    """
+    """Nothing of this transfer will be read (full prefix hit, abort in the queue): release it."""
 
     transfer: str
     sources: list[WorkerInfo]
-    plan: ReshardPlan  # in which nobody reads
+    plan: ReshardPlan  # in which no rank reads
 
 
 class LoadCancelled(msgspec.Struct, frozen=True, tag=True):
-    """vLLM no longer wants a transfer that it wanted or sought."""
+    """vLLM has cancelled a load or a lookup."""
 
     transfer: str
 
 
 class PieceArrived(msgspec.Struct, frozen=True, tag=True):
-    """The bytes of a piece are here, in the transport's own memory."""
+    """The bytes of a piece have arrived in the transport's own memory."""
 
     transfer: str
     number: int
 
 
 class PieceWritten(msgspec.Struct, frozen=True, tag=True):
-    """A Land has ended; `ok` says whether size and checksum were right."""
+    """A WritePiece has ended."""
 
     transfer: str
     number: int
-    ok: bool
+    ok: bool  # whether size and checksum were right
 
 
 class TransportChanged(msgspec.Struct, frozen=True, tag=True):
-    """From now on pieces from this source come to `address`. `lost`: what was asked for before will
-    not come.
-    """
+    """Pieces from this source come to `address` from now on."""
 
     source: str
-    address: str
-    lost: bool = False
+    address: str  # <transport>:<address>
+    in_flight_lost: bool = False  # pieces requested before will not come
 
 
-# Events, both sides -------------------------------------------------------------------------------
+# Events for both ----------------------------------------------------------------------------------
 class ClockTick(msgspec.Struct, frozen=True, tag=True):
     """Time has passed."""
 
 
 # Actions ------------------------------------------------------------------------------------------
 class SendMessage(msgspec.Struct, frozen=True, tag=True):
+    """Send a message to the worker `to`."""
+
     to: str
     message: messages.ToSender | messages.ToReceiver
 
 
 class SendPiece(msgspec.Struct, frozen=True, tag=True):
-    """Send the bytes of a piece; `blocks` hold the extent's tokens in order. Ends in SendCompleted."""
+    """Send the bytes of a piece.  Ends in one SendCompleted."""
 
     transfer: str
     reader: str
     address: str
     number: int
     extent: Extent
-    blocks: list[int]
+    blocks: list[int]  # ids of the blocks that hold the extent's tokens, in order
 
 
 class ReleaseBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Give the blocks back to vLLM."""
+    """Give a finished request's blocks back to vLLM."""
 
     transfer: str
-    delivered: bool
+    delivered: bool  # whether all expected receivers have all their bytes
 
 
 class ConnectPeer(msgspec.Struct, frozen=True, tag=True):
-    """Be ready to exchange messages with this worker."""
+    """Open the control channel to a sending worker."""
 
     worker: WorkerInfo
 
 
 class WritePiece(msgspec.Struct, frozen=True, tag=True):
-    """Check the piece that has just arrived and copy it into `blocks`.  Ends in PieceWritten."""
+    """Check the piece of the last PieceArrived and write it into `blocks`.
+
+    Ends in one PieceWritten.
+    """
 
     transfer: str
     number: int
-    extent: Extent  # in our own numbering; `token` need not start a block
+    extent: Extent  # in this rank's numbering; `token` need not start a block
     blocks: list[int]
-    theirs: RemoteLayout | None = None
+    remote_layout: RemoteLayout | None = None  # layout of the piece's bytes, if not as in blocks
 
 
 class LookupResult(msgspec.Struct, frozen=True, tag=True):
-    """All sources of what was sought have at least so many tokens; 0 if one of them will not serve
-    it.
-    """
+    """Every source of a lookup has at least `tokens` tokens; 0 if one of them refuses."""
 
     transfer: str
     tokens: int
 
 
 class LoadResult(msgspec.Struct, frozen=True, tag=True):
-    """Tell vLLM.  With a reason the load failed, and all of it is to be recomputed."""
+    """Report the end of a load to vLLM; with a reason, vLLM recomputes the prompt."""
 
     transfer: str
     reason: Reason | None
-    landed: int = 0  # bytes
-    early: int = 0  # bytes of these that landed while P still computed
+    bytes_landed: int = 0
+    bytes_overlapped: int = 0  # bytes that landed while the sender still computed the prompt
     seconds: float = 0.0  # since LoadRequested
 
 

@@ -1,8 +1,14 @@
-"""What a rank asks of its sources before vLLM can say what it wants: how many tokens do you have?
+"""Lookups of one rank: how many tokens of a transfer do its sources have?
 
-A TransferRequest asks, the first Progress of more than nothing answers. Pulls go on until the
-transfer is wanted or cancelled, so that the sources do not forget the reader meanwhile. Nobody
-waits for an answer here: how long to, vLLM's side decides.
+A lookup precedes a load, while vLLM has allocated no blocks yet:
+
+    LookupRequested --> TransferRequest to each source, repeated as the keep-alive
+    Progress with tokens from every source --> LookupResult(least of them)
+    Abort from any source                  --> LookupResult(0)
+    LoadRequested, LoadCancelled           --> the lookup ends
+
+The keep-alives go on after the answer: otherwise the sources would forget the receiver before the
+load begins.  There is no timeout here; the connector's scheduler decides how long to wait.
 """
 
 from __future__ import annotations
@@ -15,90 +21,94 @@ from .events import ConnectPeer, LookupRequested, LookupResult, Reason, SendMess
 
 @dataclass
 class Lookup:
-    readers: dict[str, int]  # by source: how many of us will read from it
-    address: str
-    retry: float  # when to ask once more
-    prompt: str
-    said: dict[str, int]  # tokens, by source
-    is_over: bool = False  # it has been answered
+    """One open lookup."""
+
+    readers: dict[str, int]  # by source: the number of ranks of this engine that read from it
+    address: str  # <transport>:<address> of this rank
+    retry_at: float  # time of the next keep-alive
+    prompt: str  # digest of the whole prompt
+    tokens_by_source: dict[str, int]
+    is_answered: bool = False
 
 
 class Lookups:
-    """All searches of one rank.  `retry`: seconds between questions."""
+    """All lookups of one rank.  `keepalive_interval` is in seconds."""
 
-    def __init__(self, name: str, rank: int, retry: float) -> None:
+    def __init__(self, name: str, rank: int, keepalive_interval: float) -> None:
         self.name = name
         self.rank = rank
-        self.retry = retry
+        self.keepalive_interval = keepalive_interval
         self.open: dict[str, Lookup] = {}
 
     def next_deadline(self) -> float | None:
-        return min((search.retry for search in self.open.values()), default=None)
+        """Return the time at which the next `tick` is due; None without lookups."""
+        return min((lookup.retry_at for lookup in self.open.values()), default=None)
 
-    def sought(
+    def start(
         self, event: LookupRequested, address: str, now: float
     ) -> list[ConnectPeer | SendMessage]:
-        assert event.transfer not in self.open, f"{event.transfer} is sought twice"
-        ranks = sorted({share.source for share in event.plan.shares[self.rank]})
-        workers = {event.sources[source].name: event.plan.readers[source] for source in ranks}
-        search = self.open[event.transfer] = Lookup(
-            workers, address, now + self.retry, event.prompt, {}
-        )
+        """Send a TransferRequest to all sources from which this rank would read."""
+        assert event.transfer not in self.open, f"{event.transfer}: two lookups at a time"
+        # One request a source rank, however many shards are read from it.
+        ranks = sorted({shard.source for shard in event.plan.shards[self.rank]})
+        readers = {event.sources[rank].name: event.plan.readers[rank] for rank in ranks}
+        retry_at = now + self.keepalive_interval
+        lookup = Lookup(readers, address, retry_at, event.prompt, {})
+        self.open[event.transfer] = lookup
         return [
-            *(ConnectPeer(event.sources[source]) for source in ranks),
-            *self._pulls(event.transfer, search),
+            *(ConnectPeer(event.sources[rank]) for rank in ranks),
+            *self._transfer_requests(event.transfer, lookup),
         ]
 
-    def heard(self, message: messages.Progress | messages.Abort) -> list[LookupResult]:
-        """At most one answer for each search."""
-        search = self.open.get(message.transfer)
-        if (
-            search is None
-            or search.is_over
-            or message.source not in search.readers
-            or message.reader != self.name
-        ):
+    def on_message(self, message: messages.Progress | messages.Abort) -> list[LookupResult]:
+        """Apply a source's answer; returns at most one result for each lookup."""
+        lookup = self.open.get(message.transfer)
+        if lookup is None or lookup.is_answered:
             return []
+        if message.source not in lookup.readers or message.reader != self.name:
+            return []  # of another incarnation of one of the two workers
+        tokens = 0
         if isinstance(message, messages.Progress):
-            if not message.tokens:
+            # Nothing is final yet: the answer comes with a later Progress.
+            if not message.tokens_final:
                 return []
-            search.said[message.source] = message.tokens
-            if len(search.said) < len(search.readers):
+            lookup.tokens_by_source[message.source] = message.tokens_final
+            if len(lookup.tokens_by_source) < len(lookup.readers):
                 return []
-        search.is_over = True
-        return [
-            LookupResult(
-                message.transfer,
-                min(search.said.values()) if isinstance(message, messages.Progress) else 0,
-            )
-        ]
+            tokens = min(lookup.tokens_by_source.values())
+        # One refusal is enough: without all sources no token can be loaded.
+        lookup.is_answered = True
+        return [LookupResult(message.transfer, tokens)]
 
-    def wanted(self, transfer: str) -> None:
-        """The transfer itself goes on from here."""
+    def end(self, transfer: str) -> None:
+        """Forget a lookup whose load begins: the receiver sends the keep-alives from now on."""
         self.open.pop(transfer, None)
 
-    def cancelled(self, transfer: str) -> list[SendMessage]:
-        search = self.open.pop(transfer, None)
+    def cancel(self, transfer: str) -> list[SendMessage]:
+        """Forget a lookup and tell its sources."""
+        lookup = self.open.pop(transfer, None)
+        if lookup is None:
+            return []
         reason = Reason.CANCELLED.value
-        return (
-            [SendMessage(s, messages.Abort(transfer, s, self.name, reason)) for s in search.readers]
-            if search
-            else []
-        )
+        return [
+            SendMessage(source, messages.Abort(transfer, source, self.name, reason))
+            for source in lookup.readers
+        ]
 
     def tick(self, now: float) -> list[SendMessage]:
+        """Return the keep-alives that are due."""
         actions: list[SendMessage] = []
-        for transfer, search in self.open.items():
-            if search.retry <= now:
-                search.retry = now + self.retry
-                actions += self._pulls(transfer, search)
+        for transfer, lookup in self.open.items():
+            if lookup.retry_at <= now:
+                lookup.retry_at = now + self.keepalive_interval
+                actions += self._transfer_requests(transfer, lookup)
         return actions
 
-    def _pulls(self, transfer: str, search: Lookup) -> list[SendMessage]:
-        return [
-            SendMessage(
-                s,
-                messages.TransferRequest(transfer, s, self.name, search.address, n, search.prompt),
+    def _transfer_requests(self, transfer: str, lookup: Lookup) -> list[SendMessage]:
+        actions: list[SendMessage] = []
+        for source, readers in lookup.readers.items():
+            request = messages.TransferRequest(
+                transfer, source, self.name, lookup.address, readers, lookup.prompt
             )
-            for s, n in search.readers.items()
-        ]
+            actions.append(SendMessage(source, request))
+        return actions

@@ -1,18 +1,21 @@
-"""Every message between a prefill worker (P) and a decode worker (D).
+"""Messages between a sender and a receiver of KV, and their wire format.
 
-This is the only file that knows the wire. A message is one frame: a version byte, then msgpack.
-Both ends are named in each message, and a name holds the process's incarnation: what was meant for
-another life of a process has no effect. There is one union per direction, so a message for the
-wrong side does not even decode.
+No other file depends on the format.  A message is one frame: a version byte, then msgpack.  Both
+ends are named in each message, and a worker's name holds its process's incarnation: a message meant
+for an earlier or later process has no effect.  There is one union per direction, so a message for
+the wrong side does not decode.
 
-    D -> P   TransferRequest     I want this transfer (repeated: it is also the sign of life)
-    P -> D   Progress    so much is final
-    D -> P   ReadRequest    send me this piece (a credit: P never sends what was not asked for)
-    P -> D   Header   before the bytes of a piece, on the data socket
-    D -> P   Done     all my bytes are in place.  Did you hold the blocks until now?
-    P -> D   Confirm  the answer
-    both     Fail     this transfer will not happen
-    both     Note     from the one's carrier of bytes to the other's, which alone know what it says
+    receiver                                 sender
+       |-- TransferRequest ------------------->|  requests a transfer; repeated as a keep-alive
+       |<------------------------- Progress ---|  how many tokens and layers are final
+       |-- ReadRequest ----------------------->|  requests one piece; no other is sent
+       |<----------- PieceHeader and bytes ----|  on the data socket, of transports that need one
+       |-- ReadComplete ---------------------->|  all bytes are in place
+       |<------------------------- Confirm ----|  whether the blocks were held until then
+       |<------------------------> Abort       |  the transfer will not happen, and why
+       |<----------------> TransportNote       |  opaque to all but the two ends of one transport
+
+The fields `source` and `reader` name the worker that sends KV and the worker that receives it.
 """
 
 from __future__ import annotations
@@ -24,96 +27,104 @@ import msgspec
 from ..errors import BadMessage
 from ..kv.extents import Extent
 
-VERSION = 2
-MAX_PIECE_BYTES = 64 << 20  # bytes
-MAX_FRAME_BYTES = 64 * 1024  # bytes of a control message
-MAX_NOTE_BYTES = 60 * 1024  # bytes of what a carrier says in one
+VERSION = 3  # of the format; both ends must have the same
+MAX_PIECE_BYTES = 64 << 20
+MAX_FRAME_BYTES = 64 * 1024  # of one control message
+MAX_NOTE_BYTES = 60 * 1024  # of the data of one TransportNote
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
-class TransferRequest(msgspec.Struct, frozen=True, tag="pull"):
+class TransferRequest(msgspec.Struct, frozen=True, tag="transfer_request"):
+    """Requests a transfer from a sender; repeated while the transfer runs, as the keep-alive."""
+
     transfer: Name
     source: Name
     reader: Name
-    address: Name  # <carrier>:<how the carrier knows the reader>, where the reader takes its pieces
-    readers: Count = 1  # P may let go when so many are done; 0: this rank is needed by nobody
-    prompt: Name = ""  # a digest of what the reader will compute on: P serves none but the same
+    address: Name  # <transport>:<address>, where the receiver takes its pieces
+    readers: Count = 1  # the blocks are released after so many receivers; 0: none needs this rank
+    prompt: Name = ""  # digest of the receiver's own prompt; another prompt's KV is never served
 
 
-class Progress(msgspec.Struct, frozen=True, tag="offer"):
-    """Final: tokens [0, tokens) in all layers, and tokens [0, ahead) in the layers [0, layers).
-    Cumulative.
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """Reports to a receiver how much of a prompt's KV is final.  Cumulative.
 
-    `still`: seconds since P's vLLM has last begun or ended a step, while a prompt of this kind
-    waits for its next one.
+    Tokens [0, tokens_final) are final in all layers.  Tokens [0, tokens_partial) are final in the
+    layers [0, layers_partial).
     """
 
     transfer: Name
     source: Name
     reader: Name
-    tokens: Count
-    ahead: Count
-    layers: Count
-    still: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    tokens_final: Count
+    tokens_partial: Count
+    layers_partial: Count
+    # Since the sender's engine last began or ended a step; 0 if no prompt is being computed.
+    seconds_without_step: Seconds = 0.0
 
 
-class ReadRequest(msgspec.Struct, frozen=True, tag="fetch"):
+class ReadRequest(msgspec.Struct, frozen=True, tag="read_request"):
+    """Requests the bytes of one piece.  This is the credit: a sender sends nothing else."""
+
     transfer: Name
     source: Name
     reader: Name
-    number: Count
+    number: Count  # of the piece, within the transfer and receiver
     extent: Extent
 
 
-class ReadComplete(msgspec.Struct, frozen=True, tag="done"):
-    transfer: Name
-    source: Name
-    reader: Name
-
-
-class Confirm(msgspec.Struct, frozen=True, tag="settled"):
-    """`intact`: P held the blocks, without a break, until the reader had its bytes."""
+class ReadComplete(msgspec.Struct, frozen=True, tag="read_complete"):
+    """Reports to a sender that all its bytes are in place, and requests a Confirm."""
 
     transfer: Name
     source: Name
     reader: Name
-    intact: bool
 
 
-class Abort(msgspec.Struct, frozen=True, tag="fail"):
+class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
+    """Answers ReadComplete.  `valid`: the blocks were held without a break until then."""
+
+    transfer: Name
+    source: Name
+    reader: Name
+    valid: bool
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Ends a transfer for one receiver.  `reason` is a value of `events.Reason`."""
+
     transfer: Name
     source: Name
     reader: Name
     reason: Name
 
 
-class TransportNote(msgspec.Struct, frozen=True, tag="note"):
-    """What the carriers of two workers tell each other, by the carrier's name. One that is lost is
-    said again or missed.
+class TransportNote(msgspec.Struct, frozen=True, tag="transport_note"):
+    """Carries data between the two ends of one transport.
+
+    A note may be lost: each transport repeats its notes, or does without one.
     """
 
     source: Name
     reader: Name
-    carrier: Name
+    transport: Name
     data: Annotated[bytes, msgspec.Meta(max_length=MAX_NOTE_BYTES)]
 
 
-class PieceHeader(msgspec.Struct, frozen=True, tag="header"):
-    """Precedes a piece on the data socket. `checksum`: xxh3_64 of the bytes, seeded with the
-    transfer.
-    """
+class PieceHeader(msgspec.Struct, frozen=True, tag="piece_header"):
+    """Precedes the bytes of a piece on a data socket."""
 
     transfer: Name
     number: Count
-    checksum: int
+    checksum: int  # xxh3_64 of the bytes, seeded with the transfer
 
 
 ToSender = TransferRequest | ReadRequest | ReadComplete | Abort
 ToReceiver = Progress | Confirm | Abort
-AtSender = ToSender | TransportNote  # what a worker takes from its readers
-AtReceiver = ToReceiver | TransportNote  # what it takes from its sources
+AtSender = ToSender | TransportNote  # all that a worker accepts from receivers
+AtReceiver = ToReceiver | TransportNote  # all that a worker accepts from senders
 
 _encode = msgspec.msgpack.Encoder().encode
 _at_sender: msgspec.msgpack.Decoder[AtSender] = msgspec.msgpack.Decoder(AtSender)
@@ -124,26 +135,36 @@ T = TypeVar("T")
 
 
 def encode(message: AtSender | AtReceiver | PieceHeader) -> bytes:
+    """Return the frame of a message."""
     return _PREFIX + _encode(message)
 
 
 def decode_at_sender(frame: bytes) -> AtSender:
+    """Return the message of a frame from a receiver.  Raises BadMessage for anything else."""
     return _decode(_at_sender, frame)
 
 
 def decode_at_receiver(frame: bytes) -> AtReceiver:
+    """Return the message of a frame from a sender.  Raises BadMessage for anything else."""
     return _decode(_at_receiver, frame)
 
 
 def decode_header(frame: bytes) -> PieceHeader:
+    """Return the header of a piece.  Raises BadMessage for anything else."""
     return _decode(_header, frame)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
     if len(frame) > MAX_FRAME_BYTES:
-        raise BadMessage(f"a message of {len(frame)} bytes")
+        raise BadMessage(f"a message of {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}")
+    if not frame:
+        raise BadMessage("an empty message")
+    # Checked before decoding: another version may have the same tags with other fields.
     if frame[:1] != _PREFIX:
-        raise BadMessage(f"protocol version {frame[:1].hex() or 'missing'}, ours is {VERSION}")
+        raise BadMessage(
+            f"a message of protocol version {frame[0]}, this worker has version {VERSION}: "
+            "run the same vllm-disagg on all engines"
+        )
     try:
         return decoder.decode(memoryview(frame)[1:])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

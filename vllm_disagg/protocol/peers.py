@@ -1,4 +1,4 @@
-"""What an engine and its workers say of themselves, and whether two engines may exchange KV."""
+"""Peers: descriptions of workers and engines that other processes receive."""
 
 from __future__ import annotations
 
@@ -10,41 +10,39 @@ from ..kv.layout import NOTHING, RankLayout, Text
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
-    """Where one rank of an engine listens. `name` is unique to the process: a restarted worker has
-    another.
+    """Addresses and KV layout of one rank of an engine.
+
+    `name` is unique to the process: a restarted worker has another one.
     """
 
     name: Text
     control: Text  # tcp://HOST:PORT, authenticated
     data: Text  # tcp://HOST:PORT
-    local: Text = ""  # ipc://PATH, the same data for readers on `host`
+    local: Text = ""  # ipc://PATH, the same data for receivers on `host`
     host: Text = ""  # boot id of the machine
-    carriers: Annotated[
-        list[Text], msgspec.Meta(max_length=8)
-    ] = []  # what can carry its KV besides ZMQ
+    # Transports that can carry its KV, besides ZMQ.
+    carriers: Annotated[list[Text], msgspec.Meta(max_length=8)] = []
     holds: RankLayout = NOTHING
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What an engine says of itself in the answer to a probe."""
+    """Description of an engine in its answer to a probe."""
 
     incarnation: Text
     role: Literal["prefill", "decode", "both"]
-    workers: list[WorkerInfo]  # by rank: stage of the pipeline, then tensor parallel rank
-    layout: dict[str, str]  # facts that two engines must share to exchange KV
-    rank: int | None = (
-        # among the data parallel ranks behind one API server; None when it has only this engine
-        None
-    )
-    two_way: bool = (
-        False  # whether it can read back what a decode engine has cached, and serve that
-    )
+    workers: list[WorkerInfo]  # by rank: pipeline stage, then tensor parallel rank
+    layout: dict[str, str]  # facts that must be equal in two engines that exchange KV
+    # Data parallel rank behind one API server; None if this is its only engine.
+    rank: int | None = None
+    # Whether it can read back KV that a decode engine has cached, and can serve such KV.
+    two_way: bool = False
     clock: float = 0.0  # seconds since this incarnation began
 
 
 class EngineCard(msgspec.Struct, frozen=True):
-    """The part of it that the answer to a grant without an engine, or to a refused one, has: enough
-    to mint another.
+    """The part of EngineInfo that the next probe needs.
+
+    It answers a grant that names no engine, and one that is refused.
     """
 
     incarnation: Text
@@ -53,8 +51,11 @@ class EngineCard(msgspec.Struct, frozen=True):
 
 
 def difference(ours: dict[str, str], theirs: dict[str, str]) -> str:
-    """What keeps two layouts from exchanging KV, in words; empty when nothing does."""
+    """Return the first fact that keeps two engines from exchanging KV; empty if there is none."""
     for fact in sorted(ours.keys() | theirs.keys()):
+        here = ours.get(fact, "unknown")
+        there = theirs.get(fact, "unknown")
+        # A fact that only one side has is a difference: the other is of another version.
         if ours.get(fact) != theirs.get(fact):
-            return f"{fact} is {ours.get(fact, 'unknown')} on one side and {theirs.get(fact, 'unknown')} on the other"
+            return f"{fact} is {here} on one side and {there} on the other"
     return ""

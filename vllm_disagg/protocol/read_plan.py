@@ -1,7 +1,7 @@
-"""What a decode rank takes from one source in one transfer: cut into pieces in the source's
-numbering, landed in ours.
+"""ReadPlan: the pieces that a rank reads from one source in one transfer.
 
-Pure arithmetic with a memory of how far it has come.
+Extents are cut in the source's numbering and written in this rank's numbering.  Pure arithmetic,
+with a memory of how many tokens have been cut so far.
 """
 
 from __future__ import annotations
@@ -18,84 +18,108 @@ from .events import GroupBlocks, LoadRequested
 
 @dataclass
 class ReadPlan:
-    """One share, for the tokens from `blocks.token` up to the prompt's end."""
+    """The read of one shard, for the tokens from `blocks.token` up to the prompt's end."""
 
-    share: Shard
-    kind: LayerLayout  # ours
-    there: LayerLayout  # the source's
+    shard: Shard
+    kind: LayerLayout  # in this rank
+    source_kind: LayerLayout  # at the source
     blocks: GroupBlocks
-    asked: list[int]  # by layer of the share: up to which token pieces have been cut
-    bytes: int  # of all its pieces
-    other: LayerLayout | None  # how its bytes lie in pieces, if not as in our blocks
+    cut_tokens: list[int]  # by layer of the shard: the tokens up to which pieces have been cut
+    bytes: int  # of all pieces
+    piece_kind: LayerLayout | None  # layout of the bytes of pieces, if not as in this rank's blocks
 
     def cut(
-        self, tokens: int, ahead: int, layers: int, end: int, limit: int
+        self,
+        tokens_final: int,
+        tokens_partial: int,
+        layers_partial: int,
+        token_end: int,
+        piece_bytes: int,
     ) -> Iterator[tuple[Extent, int]]:
-        """(extent at the source, bytes) of what an Progress has made final since the last one, as
-        large as it allows.
+        """Yield (extent at the source, its bytes) of all that has become final since the last call.
+
+        The first three arguments are those of Progress.  Extents are as large as `piece_bytes`
+        allows.
         """
-        full = whole_blocks(tokens, end, self.there.block_size)
-        more = max(full, whole_blocks(ahead, end, self.there.block_size))
-        early = min(
-            max(0, layers - self.share.layer_there), len(self.asked)
-        )  # layers that are ahead
-        for first, stop, upto in ((0, early, more), (early, len(self.asked), full)):
+        # The source sends whole blocks of its own size.
+        block_size = self.source_kind.block_size
+        full = whole_blocks(tokens_final, token_end, block_size)
+        partial = max(full, whole_blocks(tokens_partial, token_end, block_size))
+        layers = len(self.cut_tokens)
+        # Of the shard's layers, those that are ahead of the others.
+        partial_layers = min(max(0, layers_partial - self.shard.source_layer), layers)
+        ranges = ((0, partial_layers, partial), (partial_layers, layers, full))
+        for first, stop, final in ranges:
             layer = first
-            # Neighbours of which the same is missing make one extent.
-            for missing, run in groupby(self.asked[first:stop]):
+            # Neighbouring layers that lack the same tokens make one extent.
+            for cut, run in groupby(self.cut_tokens[first:stop]):
                 layer_end = layer + len(list(run))
-                if missing < upto:
-                    for part in split(
-                        self._there(layer, layer_end, missing, upto), self.there, limit
-                    ):
-                        yield part, size(part, self.there)
-                    self.asked[layer:layer_end] = [upto] * (layer_end - layer)
+                if cut < final:
+                    extent = self.source_extent(layer, layer_end, cut, final)
+                    for piece in split(extent, self.source_kind, piece_bytes):
+                        yield piece, size(piece, self.source_kind)
+                    self.cut_tokens[layer:layer_end] = [final] * (layer_end - layer)
                 layer = layer_end
 
-    def landing(self, extent: Extent) -> tuple[Extent, list[int], RemoteLayout | None]:
-        """Where a piece belongs here: our extent, our blocks, and how its bytes lie if not as here."""
-        share = self.share
-        layer = share.layer + extent.layer - share.layer_there
+    def target(self, extent: Extent) -> tuple[Extent, list[int], RemoteLayout | None]:
+        """Return where a piece is written: extent and blocks of this rank, layout of the bytes.
+
+        The layout is None if the bytes are in the order of this rank's own blocks.
+        """
+        shard = self.shard
+        layer = shard.layer + extent.layer - shard.source_layer
+        # A source with larger blocks sends tokens before our first one: these are not written.
         token = max(extent.token, self.blocks.token)
         ours = Extent(
             layer,
             layer + extent.layer_end - extent.layer,
             token,
             extent.token_end,
-            share.head,
-            share.head_end,
+            shard.head,
+            shard.head_end,
         )
         blocks = blocks_of(ours, self.blocks.ids, self.blocks.token, self.kind.block_size)
-        return ours, blocks, RemoteLayout(self.other, extent.token) if self.other else None
+        remote = RemoteLayout(self.piece_kind, extent.token) if self.piece_kind else None
+        return ours, blocks, remote
 
-    def _there(self, layer: int, layer_end: int, token: int, token_end: int) -> Extent:
-        """A part of the share in the source's numbering."""
-        share = self.share
-        head_end = share.head_there + share.head_end - share.head
+    def source_extent(self, layer: int, layer_end: int, token: int, token_end: int) -> Extent:
+        """Return a part of the shard in the source's numbering; layers count from the shard's."""
+        shard = self.shard
+        head_end = shard.source_head + shard.head_end - shard.head
         return Extent(
-            share.layer_there + layer,
-            share.layer_there + layer_end,
+            shard.source_layer + layer,
+            shard.source_layer + layer_end,
             token,
             token_end,
-            share.head_there,
+            shard.source_head,
             head_end,
         )
 
 
-def read_plans(event: LoadRequested, rank: int, shape: RankLayout) -> dict[int, list[ReadPlan]]:
-    """By source, all that this rank takes from it."""
-    found: dict[int, list[ReadPlan]] = {}
-    for share in event.plan.shares[rank]:
-        kind = shape.kind(share.layer)
-        there = event.sources[share.source].holds.kind(share.layer_there)
+def read_plans(event: LoadRequested, rank: int, layout: RankLayout) -> dict[int, list[ReadPlan]]:
+    """Return, by rank of the source, all that the rank `rank` of this engine reads from it."""
+    plans: dict[int, list[ReadPlan]] = {}
+    for shard in event.plan.shards[rank]:
+        kind = layout.kind(shard.layer)
+        source_kind = event.sources[shard.source].holds.kind(shard.source_layer)
         blocks = event.blocks[kind.group]
-        start = blocks.token - blocks.token % there.block_size
-        heads = share.head_end - share.head
-        cut = there.cut(heads)
-        other = None if cut.lies_as(kind.cut(heads)) else cut
-        reading = ReadPlan(
-            share, kind, there, blocks, [start] * (share.layer_end - share.layer), 0, other
+        # Extents begin at a block of the source, which may precede our first token.
+        start = blocks.token - blocks.token % source_kind.block_size
+        # Both layouts are compared with the heads of the shard only, as pieces have no others.
+        heads = shard.head_end - shard.head
+        piece_kind = source_kind.cut(heads)
+        is_same = piece_kind.has_equal_blocks(kind.cut(heads))
+        layers = shard.layer_end - shard.layer
+        read_plan = ReadPlan(
+            shard=shard,
+            kind=kind,
+            source_kind=source_kind,
+            blocks=blocks,
+            cut_tokens=[start] * layers,
+            bytes=0,
+            piece_kind=None if is_same else piece_kind,
         )
-        reading.bytes = size(reading._there(0, len(reading.asked), start, event.token_end), there)
-        found.setdefault(share.source, []).append(reading)
-    return found
+        whole = read_plan.source_extent(0, layers, start, event.token_end)
+        read_plan.bytes = size(whole, source_kind)
+        plans.setdefault(shard.source, []).append(read_plan)
+    return plans

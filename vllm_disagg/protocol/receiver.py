@@ -1,23 +1,41 @@
-"""The decode side of transfers, as a state machine that does no I/O.
+"""Receiver: loads the KV of prompts from senders.  A state machine that does no I/O.
 
-    of one source:   MOVING --last piece landed--> SETTLING --Confirm(intact)--> SETTLED
-    of a transfer:   all sources SETTLED --> LoadResult
-                     any failure of any source, cancel --> DRAINING --nothing is being written any
-                     more--> LoadResult(reason)
+`handle` takes an event and returns the actions that the driver carries out, as in `sender.py`.
+A transfer has one source per rank of the other engine that this rank reads from.
 
-MOVING asks (TransferRequest, repeated), hears what is final (Progress), asks for pieces of it
-(ReadRequest: the credits, so that at most `window` bytes are on their way, whatever the prompt's
-length), and lands them. DRAINING is the state that costs others people's tokens: the transfer is
-over, but a copy into our blocks may still run, so nothing may be reported before its end. What is
-only sought yet (`lookup.py`) has no blocks, and asks nothing but how much there is.
+States of one source:
+
+    MOVING ----------------------> SETTLING ----------------> SETTLED
+            last piece is written             Confirm(valid)
+
+States of one transfer:
+
+    (open) -- all sources are SETTLED -------------------------------> LoadResult
+    (open) -- failure of any source, or LoadCancelled --> DRAINING
+    DRAINING -- no piece is being written any more -----------------> LoadResult(reason)
+
+MOVING    Repeats TransferRequest, takes Progress, and requests the pieces that are final.
+SETTLING  All bytes are in place.  Repeats ReadComplete until the source confirms.
+DRAINING  The transfer has failed, but a piece may still be written into its blocks.  Reporting
+          earlier would let vLLM give the blocks to another request and change its tokens.
+
+States of one piece:
+
+    QUEUED ------------------> REQUESTED -------------> WRITING -------------> (forgotten)
+            ReadRequest is sent           PieceArrived           PieceWritten(ok)
+                                   ^                        |
+                                   +------------------------+
+                                      PieceWritten(not ok): requested again
+
+A ReadRequest is a credit: at most `window_bytes` are in flight, however long the prompt is.
+A lookup (`lookup.py`) precedes a transfer: it has no blocks and requests only a number of tokens.
 
 Rules, checked by `validate` and by the property tests:
-  1. Each LoadRequested comes back in exactly one LoadResult.
-  2. No LoadResult, and no use of the blocks by anybody else, while a copy into them runs.
-  3. Report without a reason only after every P rank that we read from has confirmed that it held
-     its blocks until our
-     bytes were in place.
-  4. Only what was asked for and has not landed yet is ever landed.
+  1. Each LoadRequested is answered by exactly one LoadResult.
+  2. No LoadResult while a piece is being written into the blocks.
+  3. LoadResult without a reason only after every source has confirmed that it held its blocks
+     until our bytes were in place.
+  4. A piece is written only if it was requested and has not been written yet.
 """
 
 from __future__ import annotations
@@ -50,86 +68,104 @@ from .events import (
 from .lookup import Lookups
 from .read_plan import ReadPlan, read_plans
 
-MAX_PIECE_TRIES = 3  # of a piece whose bytes arrive damaged
-ABORT_REPEAT_SECONDS = (
-    10.0  # seconds that a silent P is told again that we have given up: as its lease, by default
-)
+MAX_PIECE_TRIES = 3  # for a piece whose bytes arrive damaged
+# Seconds for which the Abort to a silent sender is repeated: the default lease, after which the
+# sender releases the blocks by itself.
+ABORT_REPEAT_SECONDS = 10.0
 
 
 class SourceState(Enum):
+    """State of one source of a transfer; see the head of this file."""
+
     MOVING = auto()
     SETTLING = auto()
     SETTLED = auto()
 
 
 class PieceState(Enum):
-    WAITING = auto()  # for a credit
-    ASKED = auto()
-    LANDING = auto()
+    """State of one piece; see the head of this file."""
+
+    QUEUED = auto()
+    REQUESTED = auto()
+    WRITING = auto()
 
 
 @dataclass
 class PieceRecord:
+    """A piece that has not been written yet."""
+
     source: str
-    reading: ReadPlan
-    extent: Extent
+    read_plan: ReadPlan
+    extent: Extent  # in the source's numbering
     bytes: int
-    where: PieceState = PieceState.WAITING
-    again: float = 0.0  # when to ask once more
-    damaged: int = 0  # times
+    state: PieceState = PieceState.QUEUED
+    retry_at: float = 0.0  # time at which to request it again
+    damaged: int = 0  # times that it has arrived damaged
 
     @property
-    def flying(self) -> int:
-        """Bytes that were asked for and have not landed."""
-        return self.bytes if self.where is not PieceState.WAITING else 0
+    def bytes_in_flight(self) -> int:
+        """Bytes that were requested and have not been written."""
+        return self.bytes if self.state is not PieceState.QUEUED else 0
 
 
 @dataclass
 class SourceRecord:
-    """A P rank, as far as one transfer goes."""
+    """A sender's part in one transfer."""
 
     name: str
-    readers: int
+    readers: int  # ranks of this engine that read from it
     read_plans: list[ReadPlan]
-    left: int  # bytes still to land
-    heard: float
+    bytes_remaining: int  # still to be written
+    last_seen: float
     state: SourceState = SourceState.MOVING
-    tokens: int = 0  # the last Progress
-    ahead: int = 0
-    layers: int = 0
+    # From the last Progress:
+    tokens_final: int = 0
+    tokens_partial: int = 0
+    layers_partial: int = 0
 
 
 @dataclass
 class IncomingTransfer:
+    """One load and its sources."""
+
     sources: dict[str, SourceRecord]
     token_end: int
-    patience: float
-    prompt: str
-    began: float
-    moved: float  # when it last made progress
-    retry: float
-    reason: Reason | None = None  # why it is DRAINING
-    cut: int = 0  # pieces so far
-    pieces: dict[int, PieceRecord] = field(default_factory=dict)  # that have not landed
-    landed: int = 0  # bytes
-    early: int = 0  # bytes that landed before P had computed everything
+    stall_timeout: float
+    prompt: str  # digest of the whole prompt
+    started_at: float
+    last_progress: float  # time at which tokens, bytes or a Confirm arrived last
+    retry_at: float  # time of the next keep-alive
+    failure: Reason | None = None  # set in DRAINING
+    pieces_created: int = 0
+    pieces: dict[int, PieceRecord] = field(default_factory=dict)  # those not written yet, by number
+    bytes_landed: int = 0
+    bytes_overlapped: int = 0  # written before the sender had computed the whole prompt
 
     @property
-    def open(self) -> list[SourceRecord]:
-        """Who owes us something."""
-        return (
-            [s for s in self.sources.values() if s.state is not SourceState.SETTLED]
-            if self.reason is None
-            else []
-        )
+    def open_sources(self) -> list[SourceRecord]:
+        """Sources that have bytes or a Confirm to send; none in DRAINING."""
+        if self.failure is not None:
+            return []
+        return [s for s in self.sources.values() if s.state is not SourceState.SETTLED]
+
+
+@dataclass
+class _RepeatedAborts:
+    """Aborts to senders that may not have received the first ones."""
+
+    retry_at: float
+    until: float
+    aborts: list[ReceiverAction]
 
 
 class Receiver:
-    """All transfers of one decode rank.
+    """All incoming transfers of one rank.
 
-    `retry`: seconds between signs of life; `silence`: seconds without one after which P is given
-    up; `stall`: seconds without a step of P's vLLM after which it is given up, if it still has to
-    compute something of ours; `piece` and `window`: bytes of a piece, and on their way at a time.
+    `address` (<transport>:<address>) is where pieces arrive by default.  Times are in seconds:
+    `keepalive_interval` between keep-alives; `peer_timeout` without a message after which a source
+    is given up; `engine_stall_timeout` without a step of the sending engine after which it is given
+    up, if it still has tokens of ours to compute.  `piece_bytes` limits one piece, `window_bytes`
+    all bytes in flight.
     """
 
     def __init__(
@@ -137,378 +173,436 @@ class Receiver:
         name: str,
         address: str,
         rank: int,
-        shape: RankLayout,
+        layout: RankLayout,
         *,
-        retry: float = 0.5,
-        silence: float = 2.0,
-        stall: float = 30.0,
-        piece: int = 4 << 20,
-        window: int = 32 << 20,
+        keepalive_interval: float = 0.5,
+        peer_timeout: float = 2.0,
+        engine_stall_timeout: float = 30.0,
+        piece_bytes: int = 4 << 20,
+        window_bytes: int = 32 << 20,
     ) -> None:
         self.name = name
         self.address = address
         self.rank = rank
-        self.shape = shape
-        self.retry = retry
-        self.silence = silence
-        self.stall = stall
-        self.piece = piece
-        self.window = window
+        self.layout = layout
+        self.keepalive_interval = keepalive_interval
+        self.peer_timeout = peer_timeout
+        self.engine_stall_timeout = engine_stall_timeout
+        self.piece_bytes = piece_bytes
+        self.window_bytes = window_bytes
         self.transfers: dict[str, IncomingTransfer] = {}
-        self.searches = Lookups(name, rank, retry)
-        self.routes: dict[str, str] = {}  # where pieces of a source come to, if not to our address
-        self.queues: dict[
-            str, deque[tuple[str, int]]
-        ] = {}  # pieces that wait for a credit, by source
-        self.flying: Counter[str] = Counter()  # bytes asked for and not landed, by source
-        self.partings: deque[tuple[float, float, list[ReceiverAction]]] = (
-            deque()
-        )  # when again, until when, the Fails
+        self.lookups = Lookups(name, rank, keepalive_interval)
+        # By source: where its pieces arrive, if not at `address`.
+        self.addresses: dict[str, str] = {}
+        # By source: (transfer, number) of pieces that wait for a credit.
+        self.queues: dict[str, deque[tuple[str, int]]] = {}
+        # By source: requested and not yet written.
+        self.bytes_in_flight: Counter[str] = Counter()
+        self.repeated_aborts: deque[_RepeatedAborts] = deque()
 
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverAction]:
+        """Apply one event at the monotonic time `now`; return the actions that follow from it."""
         match event:
             case LoadRequested():
-                return self._wanted(event, now)
+                return self._on_load_requested(event, now)
             case LookupRequested():
-                return [*self.searches.sought(event, self.address, now)]
+                return [*self.lookups.start(event, self.address, now)]
             case LoadSkipped():
-                return self._tell_idle(event)
+                return self._release_idle_sources(event)
             case TransportChanged():
-                return self._routed(event, now)
+                return self._on_transport_changed(event, now)
             case ClockTick():
-                asked = [
-                    a for name in list(self.transfers) for a in self._tick(name, now)
-                ] + self._pump(now)
-                return asked + self.searches.tick(now) + self._part(now)
+                return self._on_tick(now)
         t = self.transfers.get(event.transfer)
         if t is None:
-            return self._not_wanted(event)
+            return self._on_unknown_transfer(event)
         match event:
             case messages.Progress() | messages.Confirm() | messages.Abort():
                 if event.source not in t.sources or event.reader != self.name:
-                    return []  # meant for another life of one of us
-                return self._heard(event, t, now)
+                    return []  # of another incarnation of one of the two workers
+                return self._on_message(event, t, now)
             case PieceArrived():
-                return self._arrived(event, t, now)
+                return self._on_piece_arrived(event, t, now)
             case PieceWritten():
-                return self._landed(event, t, now)
+                return self._on_piece_written(event, t, now)
             case LoadCancelled():
                 return self._fail(event.transfer, Reason.CANCELLED, now)
             case _:
                 assert_never(event)
 
     def next_deadline(self) -> float | None:
-        """When the next ClockTick is due."""
-        due = [
-            min(t.retry, *(s.heard + self.silence for s in t.open))
-            for t in self.transfers.values()
-            if t.open
-        ]
-        if (search := self.searches.next_deadline()) is not None:
-            due.append(search)
-        return min([*due, *(again for again, _, _ in self.partings)], default=None)
+        """Return the time at which the next ClockTick is due; None if no time matters."""
+        deadlines = [aborts.retry_at for aborts in self.repeated_aborts]
+        for t in self.transfers.values():
+            if t.open_sources:
+                deadlines.append(t.retry_at)
+                deadlines += [s.last_seen + self.peer_timeout for s in t.open_sources]
+        lookup_deadline = self.lookups.next_deadline()
+        if lookup_deadline is not None:
+            deadlines.append(lookup_deadline)
+        return min(deadlines, default=None)
 
-    # Events ---------------------------------------------------------------------------------------
-    def _wanted(self, event: LoadRequested, now: float) -> list[ReceiverAction]:
-        assert event.transfer not in self.transfers, f"{event.transfer} is wanted twice"
-        self.searches.wanted(event.transfer)
-        actions = self._tell_idle(event)
-        t = self.transfers[event.transfer] = IncomingTransfer(
-            {},
-            event.token_end,
-            event.patience,
-            event.prompt,
-            began=now,
-            moved=now,
-            retry=now + self.retry,
+    # Facts from vLLM ------------------------------------------------------------------------------
+    def _on_load_requested(self, event: LoadRequested, now: float) -> list[ReceiverAction]:
+        assert event.transfer not in self.transfers, f"{event.transfer}: two loads at a time"
+        # The keep-alives of the lookup are continued by those of the transfer.
+        self.lookups.end(event.transfer)
+        actions = self._release_idle_sources(event)
+        t = IncomingTransfer(
+            sources={},
+            token_end=event.token_end,
+            stall_timeout=event.stall_timeout,
+            prompt=event.prompt,
+            started_at=now,
+            last_progress=now,
+            retry_at=now + self.keepalive_interval,
         )
-        for source, found in read_plans(event, self.rank, self.shape).items():
-            worker = event.sources[source]
-            left = sum(reading.bytes for reading in found)
-            t.sources[worker.name] = SourceRecord(
-                worker.name, event.plan.readers[source], found, left, now
-            )
-            actions += [ConnectPeer(worker), self._pull(event.transfer, t.sources[worker.name])]
+        self.transfers[event.transfer] = t
+        for rank, plans in read_plans(event, self.rank, self.layout).items():
+            worker = event.sources[rank]
+            total = sum(read_plan.bytes for read_plan in plans)
+            source = SourceRecord(worker.name, event.plan.readers[rank], plans, total, now)
+            t.sources[worker.name] = source
+            actions += [ConnectPeer(worker), self._transfer_request(event.transfer, source)]
+        # A rank that reads nothing has no sources and is settled at once.
         return actions + self._report_if_settled(event.transfer, t, now)
 
-    def _not_wanted(self, event: ReceiverEvent) -> list[ReceiverAction]:
+    def _on_unknown_transfer(self, event: ReceiverEvent) -> list[ReceiverAction]:
         match event:
             case messages.Progress() | messages.Abort():
-                return [*self.searches.heard(event)]
+                return [*self.lookups.on_message(event)]
             case LoadCancelled():
-                return [*self.searches.cancelled(event.transfer)]
-        return []  # late or repeated: everything about it has been said
+                return [*self.lookups.cancel(event.transfer)]
+        return []  # late or repeated: the transfer was reported before
 
-    def _tell_idle(self, event: LoadRequested | LoadSkipped) -> list[ReceiverAction]:
-        """P ranks that nobody reads may let go; one of us tells each."""
+    def _release_idle_sources(self, event: LoadRequested | LoadSkipped) -> list[ReceiverAction]:
+        """Release the source ranks that no rank reads; each is informed by one rank of ours."""
         actions: list[ReceiverAction] = []
-        for source in event.plan.idle(self.rank):
-            worker = event.sources[source]
-            pull = messages.TransferRequest(
+        for rank in event.plan.idle(self.rank):
+            worker = event.sources[rank]
+            request = messages.TransferRequest(
                 event.transfer, worker.name, self.name, self.address, readers=0
             )
-            actions += [ConnectPeer(worker), SendMessage(worker.name, pull)]
+            actions += [ConnectPeer(worker), SendMessage(worker.name, request)]
         return actions
 
-    def _routed(self, event: TransportChanged, now: float) -> list[ReceiverAction]:
+    # Facts from transports ------------------------------------------------------------------------
+    def _on_transport_changed(self, event: TransportChanged, now: float) -> list[ReceiverAction]:
+        # Our own address is the default, and needs no entry.
         if event.address == self.address:
-            self.routes.pop(event.source, None)
+            self.addresses.pop(event.source, None)
         else:
-            self.routes[event.source] = event.address
+            self.addresses[event.source] = event.address
         actions: list[ReceiverAction] = []
         for name, t in self.transfers.items():
-            for source in t.open:
-                if source.name == event.source and source.state is SourceState.MOVING:
-                    asked = self._asked(t, source) if event.lost else []
-                    actions += [
-                        self._pull(name, source),
-                        *(self._fetch(name, n, now) for n in asked),
-                    ]
+            for source in t.open_sources:
+                if source.name != event.source or source.state is not SourceState.MOVING:
+                    continue
+                # The keep-alive has the new address: the sender must have it before requests.
+                actions.append(self._transfer_request(name, source))
+                if event.in_flight_lost:
+                    for number in self._requested_pieces(t, source):
+                        actions.append(self._request_piece(name, number, now))
         return actions
 
-    def _heard(
+    def _on_piece_arrived(
+        self, event: PieceArrived, t: IncomingTransfer, now: float
+    ) -> list[ReceiverAction]:
+        piece = t.pieces.get(event.number)
+        # In DRAINING only pieces in WRITING are left: all others are dropped here (rule 4).
+        if piece is None or piece.state is not PieceState.REQUESTED:
+            return []
+        # Bytes are a sign of life, as messages are.
+        t.sources[piece.source].last_seen = now
+        piece.state = PieceState.WRITING
+        extent, blocks, remote_layout = piece.read_plan.target(piece.extent)
+        return [WritePiece(event.transfer, event.number, extent, blocks, remote_layout)]
+
+    def _on_piece_written(
+        self, event: PieceWritten, t: IncomingTransfer, now: float
+    ) -> list[ReceiverAction]:
+        piece = t.pieces[event.number]
+        source = t.sources[piece.source]
+        # DRAINING: its bytes were taken off the window when the transfer failed.
+        if t.failure is not None:
+            del t.pieces[event.number]
+            return self._report_if_drained(event.transfer, t, now)
+        # A damaged piece keeps its credit while it is requested again.
+        if not event.ok:
+            piece.damaged += 1
+            if piece.damaged >= MAX_PIECE_TRIES:
+                del t.pieces[event.number]
+                self.bytes_in_flight[piece.source] -= piece.bytes
+                return self._fail(event.transfer, Reason.CORRUPT, now)
+            return [self._request_piece(event.transfer, event.number, now)]
+        del t.pieces[event.number]
+        self.bytes_in_flight[piece.source] -= piece.bytes
+        t.last_progress = now
+        source.bytes_remaining -= piece.bytes
+        t.bytes_landed += piece.bytes
+        if source.tokens_final < t.token_end:
+            t.bytes_overlapped += piece.bytes
+        # Only the last piece of all makes the number of remaining bytes zero.
+        if source.bytes_remaining:
+            return self._use_credits(now)
+        source.state = SourceState.SETTLING
+        return [self._read_complete(event.transfer, source), *self._use_credits(now)]
+
+    # Messages from senders ------------------------------------------------------------------------
+    def _on_message(
         self,
         event: messages.Progress | messages.Confirm | messages.Abort,
         t: IncomingTransfer,
         now: float,
     ) -> list[ReceiverAction]:
         source = t.sources[event.source]
-        source.heard = now
+        source.last_seen = now
         match event:
             case messages.Progress():
-                return self._offer(event, t, source, now)
+                return self._on_progress(event, t, source, now)
             case messages.Confirm():
-                if t.reason is not None or source.state is not SourceState.SETTLING:
-                    return []
-                if not event.intact:
-                    return self._fail(event.transfer, Reason.LOST, now, but=source.name)
-                source.state, t.moved = SourceState.SETTLED, now
-                return self._report_if_settled(event.transfer, t, now)
+                return self._on_confirm(event, t, source, now)
             case messages.Abort():
+                if source.state is SourceState.SETTLED:
+                    return []  # answers a TransferRequest that was overtaken by the ReadComplete
+                # A newer sender may have reasons that this version lacks.
                 known = event.reason in Reason._value2member_map_
                 reason = Reason(event.reason) if known else Reason.REFUSED
-                return (
-                    []
-                    if source.state is SourceState.SETTLED
-                    else self._fail(event.transfer, reason, now, but=source.name)
-                )
+                return self._fail(event.transfer, reason, now, informed=source.name)
 
-    def _offer(
+    def _on_progress(
         self, event: messages.Progress, t: IncomingTransfer, source: SourceRecord, now: float
     ) -> list[ReceiverAction]:
-        told = (event.tokens, event.ahead, event.layers)
-        if (
-            event.still >= self.stall
-            and source.state is SourceState.MOVING
-            and event.tokens < t.token_end
-        ):
+        if t.failure is not None or source.state is not SourceState.MOVING:
+            return []
+        is_stalled = event.seconds_without_step >= self.engine_stall_timeout
+        # A sender that has all tokens owes only bytes, for which its engine need not step.
+        if is_stalled and event.tokens_final < t.token_end:
             return self._fail(event.transfer, Reason.STALLED, now)
-        if (
-            t.reason is not None
-            or source.state is not SourceState.MOVING
-            or told <= (source.tokens, source.ahead, source.layers)
-        ):
+        # Progress is cumulative, so a later message is never smaller than an earlier one.
+        progress = (event.tokens_final, event.tokens_partial, event.layers_partial)
+        if progress <= (source.tokens_final, source.tokens_partial, source.layers_partial):
             return []  # repeated, or overtaken by a later one
-        source.tokens, source.ahead, source.layers = told
-        t.moved = now
-        for reading in source.read_plans:
-            for extent, size in reading.cut(*told, t.token_end, self.piece):
-                t.pieces[t.cut] = PieceRecord(source.name, reading, extent, size)
-                self.queues.setdefault(source.name, deque()).append((event.transfer, t.cut))
-                t.cut += 1
-        return self._pump(now)
+        source.tokens_final = event.tokens_final
+        source.tokens_partial = event.tokens_partial
+        source.layers_partial = event.layers_partial
+        t.last_progress = now
+        for read_plan in source.read_plans:
+            for extent, size in read_plan.cut(*progress, t.token_end, self.piece_bytes):
+                # Numbers are not reused: a late piece is never taken for another one.
+                number = t.pieces_created
+                t.pieces_created += 1
+                t.pieces[number] = PieceRecord(source.name, read_plan, extent, size)
+                self.queues.setdefault(source.name, deque()).append((event.transfer, number))
+        return self._use_credits(now)
 
-    def _arrived(
-        self, event: PieceArrived, t: IncomingTransfer, now: float
+    def _on_confirm(
+        self, event: messages.Confirm, t: IncomingTransfer, source: SourceRecord, now: float
     ) -> list[ReceiverAction]:
-        piece = t.pieces.get(event.number)
-        if piece is None or piece.where is not PieceState.ASKED:
-            return []  # what is DRAINING keeps only pieces that land
-        t.sources[piece.source].heard = now
-        piece.where = PieceState.LANDING
-        return [WritePiece(event.transfer, event.number, *piece.reading.landing(piece.extent))]
+        if t.failure is not None or source.state is not SourceState.SETTLING:
+            return []
+        # vLLM may have reused the blocks before our last byte was read: none can be trusted.
+        if not event.valid:
+            return self._fail(event.transfer, Reason.LOST, now, informed=source.name)
+        source.state = SourceState.SETTLED
+        t.last_progress = now
+        return self._report_if_settled(event.transfer, t, now)
 
-    def _landed(self, event: PieceWritten, t: IncomingTransfer, now: float) -> list[ReceiverAction]:
-        piece = t.pieces[event.number]
-        source = t.sources[piece.source]
-        if t.reason is not None:
-            del t.pieces[event.number]
-            return self._report_if_drained(event.transfer, t, now)
-        if not event.ok:
-            piece.damaged += 1
-            if piece.damaged >= MAX_PIECE_TRIES:
-                del t.pieces[event.number]
-                self.flying[piece.source] -= piece.bytes
-                return self._fail(event.transfer, Reason.CORRUPT, now)
-            return [self._fetch(event.transfer, event.number, now)]
-        del t.pieces[event.number]
-        self.flying[piece.source] -= piece.bytes
-        t.moved = now
-        source.left -= piece.bytes
-        t.landed += piece.bytes
-        t.early += piece.bytes if source.tokens < t.token_end else 0
-        if source.left:
-            return self._pump(now)
-        source.state = SourceState.SETTLING
-        return [self._done(event.transfer, source), *self._pump(now)]
+    # Time -----------------------------------------------------------------------------------------
+    def _on_tick(self, now: float) -> list[ReceiverAction]:
+        actions: list[ReceiverAction] = []
+        for name in list(self.transfers):
+            actions += self._tick(name, now)
+        actions += self._use_credits(now)
+        actions += self.lookups.tick(now)
+        actions += self._repeat_aborts(now)
+        return actions
 
     def _tick(self, name: str, now: float) -> list[ReceiverAction]:
         t = self.transfers[name]
-        if t.reason is not None:
+        if t.failure is not None:
             return []
-        if now >= t.retry + self.retry:
-            for source in t.open:  # it was us who slept: ask once more before we blame P
-                source.heard = max(source.heard, now - self.retry)
-        if any(now >= source.heard + self.silence for source in t.open):
+        if now >= t.retry_at + self.keepalive_interval:
+            # A whole interval was missed: this process slept.  Ask once more before blaming peers.
+            for source in t.open_sources:
+                source.last_seen = max(source.last_seen, now - self.keepalive_interval)
+        if any(now >= source.last_seen + self.peer_timeout for source in t.open_sources):
             return self._fail(name, Reason.SILENT, now)
-        if now >= t.moved + t.patience:
+        # The peers answer, but tokens and bytes do not come: recomputing is quicker.
+        if now >= t.last_progress + t.stall_timeout:
             return self._fail(name, Reason.LATE, now)
-        if now < t.retry:
+        if now < t.retry_at:
             return []
-        t.retry = now + self.retry
+        t.retry_at = now + self.keepalive_interval
         actions: list[ReceiverAction] = []
-        for source in t.open:
+        for source in t.open_sources:
             if source.state is SourceState.SETTLING:
-                actions.append(self._done(name, source))
-            else:
-                overdue = [n for n in self._asked(t, source) if t.pieces[n].again <= now]
-                actions += [self._pull(name, source), *(self._fetch(name, n, now) for n in overdue)]
+                actions.append(self._read_complete(name, source))
+                continue
+            actions.append(self._transfer_request(name, source))
+            for number in self._requested_pieces(t, source):
+                # The ReadRequest or the bytes were lost; a duplicate piece is dropped on arrival.
+                if t.pieces[number].retry_at <= now:
+                    actions.append(self._request_piece(name, number, now))
         return actions
 
-    def _part(self, now: float) -> list[ReceiverAction]:
-        """Say again what a P that was frozen may not have heard: it would hold the blocks for its
-        lease.
+    def _repeat_aborts(self, now: float) -> list[ReceiverAction]:
+        """Repeat Aborts to senders that may have been frozen and lost the first ones.
+
+        Without them such a sender would hold the blocks for its lease.
         """
         actions: list[ReceiverAction] = []
-        for _ in range(len(self.partings)):
-            again, until, fails = self.partings.popleft()
-            if again <= now:
-                actions += fails
-                again = now + self.retry
-            if again < until:
-                self.partings.append((again, until, fails))
+        # One turn of the queue: entries that go on are appended behind those not seen yet.
+        for _ in range(len(self.repeated_aborts)):
+            repeated = self.repeated_aborts.popleft()
+            if repeated.retry_at <= now:
+                actions += repeated.aborts
+                repeated.retry_at = now + self.keepalive_interval
+            if repeated.retry_at < repeated.until:
+                self.repeated_aborts.append(repeated)
         return actions
 
     # Pieces ---------------------------------------------------------------------------------------
-    def _asked(self, t: IncomingTransfer, source: SourceRecord) -> list[int]:
+    def _requested_pieces(self, t: IncomingTransfer, source: SourceRecord) -> list[int]:
+        """Return the numbers of the pieces that this source has to send."""
         return [
-            n
-            for n, p in t.pieces.items()
-            if p.where is PieceState.ASKED and p.source == source.name
+            number
+            for number, piece in t.pieces.items()
+            if piece.state is PieceState.REQUESTED and piece.source == source.name
         ]
 
-    def _pump(self, now: float) -> list[ReceiverAction]:
-        """Ask for as many pieces as there are credits, of all sources in turn; of a source at most
-        half of them, so that one whose bytes do not come stops nobody else; one piece at least,
-        however large.
+    def _use_credits(self, now: float) -> list[ReceiverAction]:
+        """Request as many pieces as there are credits, from all sources in turn.
+
+        One source has at most half of the credits: if its bytes do not come, the others go on.
+        One piece is always allowed, however large.
         """
         actions: list[ReceiverAction] = []
-        waiting = list(self.queues)
-        while waiting:
-            waiting = [source for source in waiting if self._pump_one(source, actions, now)]
+        # One piece a source and round, until no source has both a piece and a credit.
+        sources = list(self.queues)
+        while sources:
+            remaining: list[str] = []
+            for source in sources:
+                request = self._request_next(source, now)
+                if request is not None:
+                    actions.append(request)
+                    remaining.append(source)
+            sources = remaining
         return actions
 
-    def _pump_one(self, source: str, actions: list[ReceiverAction], now: float) -> bool:
-        """Whether this source may ask for more."""
+    def _request_next(self, source: str, now: float) -> SendMessage | None:
+        """Request the source's next piece; None without a credit or without a queued piece."""
         queue = self.queues[source]
         while queue:
             name, number = queue[0]
             t = self.transfers.get(name)
             piece = t.pieces.get(number) if t else None
-            if piece is not None and piece.where is PieceState.WAITING:
-                mine, all_ = self.flying[source], self.flying.total()
-                if (mine and mine + piece.bytes > self.window // 2) or (
-                    all_ and all_ + piece.bytes > self.window
-                ):
-                    return False
+            if piece is not None and piece.state is PieceState.QUEUED:
+                if not self._has_credit(source, piece.bytes):
+                    return None
                 queue.popleft()
-                self.flying[source] += piece.bytes
-                actions.append(self._fetch(name, number, now))
-                return True
-            queue.popleft()
+                self.bytes_in_flight[source] += piece.bytes
+                return self._request_piece(name, number, now)
+            queue.popleft()  # of a transfer that has failed
         del self.queues[source]
-        self.flying += Counter()  # forgets those of whom nothing is on its way
-        return False
+        self.bytes_in_flight += Counter()  # drops sources with nothing in flight
+        return None
 
-    def _fetch(self, name: str, number: int, now: float) -> SendMessage:
+    def _has_credit(self, source: str, size: int) -> bool:
+        # With nothing in flight the first piece passes, even if larger than the window.
+        of_source = self.bytes_in_flight[source]
+        of_all = self.bytes_in_flight.total()
+        if of_source and of_source + size > self.window_bytes // 2:
+            return False
+        return not of_all or of_all + size <= self.window_bytes
+
+    def _request_piece(self, name: str, number: int, now: float) -> SendMessage:
         piece = self.transfers[name].pieces[number]
-        piece.where, piece.again = PieceState.ASKED, now + self.silence
-        return SendMessage(
-            piece.source, messages.ReadRequest(name, piece.source, self.name, number, piece.extent)
-        )
+        piece.state = PieceState.REQUESTED
+        piece.retry_at = now + self.peer_timeout
+        request = messages.ReadRequest(name, piece.source, self.name, number, piece.extent)
+        return SendMessage(piece.source, request)
 
     # Ends -----------------------------------------------------------------------------------------
     def _fail(
-        self, name: str, reason: Reason, now: float, *, but: str = ""
+        self, name: str, reason: Reason, now: float, *, informed: str = ""
     ) -> list[ReceiverAction]:
-        """The whole transfer is over. All sources that do not know it are told; `but` is who told
-        us.
-        """
+        """End the whole transfer and abort it at every open source but `informed`."""
         t = self.transfers[name]
-        if t.reason is not None:
+        if t.failure is not None:
             return []
-        actions: list[ReceiverAction] = [
-            SendMessage(s.name, messages.Abort(name, s.name, self.name, reason.value))
-            for s in t.open
-            if s.name != but
-        ]
-        if reason is Reason.SILENT and actions:  # its link may be broken, and these be lost with it
-            self.partings.append((now + self.retry, now + ABORT_REPEAT_SECONDS, actions[:]))
-        t.reason = reason
+        actions: list[ReceiverAction] = []
+        for source in t.open_sources:
+            if source.name != informed:
+                abort = messages.Abort(name, source.name, self.name, reason.value)
+                actions.append(SendMessage(source.name, abort))
+        if reason is Reason.SILENT and actions:
+            # The connection may be broken, and these Aborts be lost with it.
+            until = now + ABORT_REPEAT_SECONDS
+            repeated = _RepeatedAborts(now + self.keepalive_interval, until, actions[:])
+            self.repeated_aborts.append(repeated)
+        # Queued and requested pieces are dropped; those in WRITING keep the transfer in DRAINING.
+        t.failure = reason
         for piece in t.pieces.values():
-            self.flying[piece.source] -= piece.flying
-        t.pieces = {n: p for n, p in t.pieces.items() if p.where is PieceState.LANDING}
-        return actions + self._report_if_drained(name, t, now) + self._pump(now)
+            self.bytes_in_flight[piece.source] -= piece.bytes_in_flight
+        t.pieces = {n: p for n, p in t.pieces.items() if p.state is PieceState.WRITING}
+        actions += self._report_if_drained(name, t, now)
+        return actions + self._use_credits(now)
 
     def _report_if_drained(
         self, name: str, t: IncomingTransfer, now: float
     ) -> list[ReceiverAction]:
-        return [] if t.pieces else self._report(name, t.reason, now)
+        if t.pieces:
+            return []
+        return self._report(name, t.failure, now)
 
     def _report_if_settled(
         self, name: str, t: IncomingTransfer, now: float
     ) -> list[ReceiverAction]:
-        return [] if t.open else self._report(name, None, now)
+        if t.open_sources:
+            return []
+        return self._report(name, None, now)
 
     def _report(self, name: str, reason: Reason | None, now: float) -> list[ReceiverAction]:
         t = self.transfers.pop(name)
-        return [LoadResult(name, reason, t.landed, t.early, now - t.began)]
+        seconds = now - t.started_at
+        return [LoadResult(name, reason, t.bytes_landed, t.bytes_overlapped, seconds)]
 
     # Messages -------------------------------------------------------------------------------------
-    def _pull(self, name: str, source: SourceRecord) -> SendMessage:
-        address, prompt = self.routes.get(source.name, self.address), self.transfers[name].prompt
-        return SendMessage(
-            source.name,
-            messages.TransferRequest(name, source.name, self.name, address, source.readers, prompt),
+    def _transfer_request(self, name: str, source: SourceRecord) -> SendMessage:
+        address = self.addresses.get(source.name, self.address)
+        prompt = self.transfers[name].prompt
+        request = messages.TransferRequest(
+            name, source.name, self.name, address, source.readers, prompt
         )
+        return SendMessage(source.name, request)
 
-    def _done(self, name: str, source: SourceRecord) -> SendMessage:
-        return SendMessage(
-            source.name, messages.ReadComplete(transfer=name, source=source.name, reader=self.name)
-        )
+    def _read_complete(self, name: str, source: SourceRecord) -> SendMessage:
+        return SendMessage(source.name, messages.ReadComplete(name, source.name, self.name))
 
-    def landing(self) -> set[str]:
-        """Transfers into whose blocks a copy may be running."""
+    def transfers_being_written(self) -> set[str]:
+        """Return the transfers into whose blocks a piece may be being written."""
         return {
             name
             for name, t in self.transfers.items()
-            if any(p.where is PieceState.LANDING for p in t.pieces.values())
+            if any(piece.state is PieceState.WRITING for piece in t.pieces.values())
         }
 
     def validate(self) -> None:
-        """Raise if the state contradicts itself.  Tests call it after each event."""
-        assert not self.searches.open.keys() & self.transfers.keys()
-        flying: Counter[str] = Counter()
+        """Raise AssertionError if the state contradicts itself.  Tests call it after each event."""
+        assert not self.lookups.open.keys() & self.transfers.keys()
+        in_flight: Counter[str] = Counter()
         for name, t in self.transfers.items():
+            context = (name, t)
+            if t.failure is not None:
+                assert t.pieces, context
+                continue
+            assert t.open_sources, context
             for source in t.sources.values():
-                mine = [p for p in t.pieces.values() if p.source == source.name]
-                assert t.reason or (source.state is SourceState.MOVING) == bool(source.left), (
-                    name,
-                    t,
-                )
-                assert t.reason or source.state is SourceState.MOVING or not mine, (name, t)
-            assert t.pieces if t.reason else t.open, (name, t)
-            if t.reason is None:
-                for piece in t.pieces.values():
-                    flying[piece.source] += piece.flying
-        assert flying == self.flying, (flying, self.flying)
+                is_moving = source.state is SourceState.MOVING
+                has_pieces = any(p.source == source.name for p in t.pieces.values())
+                assert is_moving == bool(source.bytes_remaining), context
+                assert is_moving or not has_pieces, context
+            for piece in t.pieces.values():
+                in_flight[piece.source] += piece.bytes_in_flight
+        assert in_flight == self.bytes_in_flight, (in_flight, self.bytes_in_flight)

@@ -1,23 +1,40 @@
-"""The prefill side of transfers, as a state machine that does no I/O.
+"""Sender: serves the KV of prompts to receivers.  A state machine that does no I/O.
 
-Put an event in with `handle`, carry out the actions that come back. The machine never sleeps, sends
-or reads a clock: `now` comes with each call, and ClockTick is the passing of time.
+`handle` takes an event and returns the actions that the driver carries out.  The machine never
+sleeps, sends or reads a clock: `now` comes with each call, and ClockTick is the passing of time.
 
-    (nothing) --TransferRequest--> WANTED --BlocksScheduled--> COMPUTING --PrefillFinished--> HELD
-    --all readers done or gone--> ReleaseBlocks
-        |                  |lease                 |                   |lease, nobody reads: ReleaseBlocks
-        +--BlocksScheduled-------|------->--------------+--BlocksRevoked-->(settled: nobody is
-        served any more)
-                           v (nothing)
+States of one transfer, by what vLLM and the receivers have done:
+
+                TransferRequest                 BlocksScheduled
+    (unknown) ------------------> WANTED ------------------------> COMPUTING
+        |                           |                               |     |
+        |                           | lease runs out                |     | PrefillFinished
+        |                           v                               |     v
+        |                       (unknown)                           |    HELD
+        |                                                           |     |
+        | BlocksScheduled                             BlocksRevoked |     | all receivers have ended
+        v                                                           v     v or the lease runs out
+    COMPUTING                                                 (ended)    (ended), ReleaseBlocks
+
+WANTED     A receiver has asked; vLLM has scheduled nothing of the prompt yet.
+COMPUTING  vLLM's request runs and owns the blocks.  Pieces are served as they become final.
+HELD       The request has finished.  The blocks wait for ReleaseBlocks.
+(ended)    Only the name is remembered: late messages are refused, late ReadComplete answered.
+
+A receiver of a transfer is active until it has sent ReadComplete, has aborted, or has been silent
+for the lease.  Its exchange with the sender:
+
+    TransferRequest -> Progress        repeated; each one renews the lease
+    ReadRequest     -> SendPiece       only of tokens and layers that are final
+    ReadComplete    -> Confirm(valid)  whether the blocks were held until then
 
 Rules, checked by `validate` and by the property tests:
-  1. A PrefillFinished is answered by exactly one ReleaseBlocks, and nothing else is.
-  2. No ReleaseBlocks while the transport still reads the blocks for somebody.
-  3. Done is answered `intact` only if the blocks were ours without a break until then.  So the
-     driver must put
-     everything vLLM has said into the machine before it puts in a message from the network.
-  4. A message for another life of this process has no effect.
-  5. A reader is served only what was computed from the prompt that it has itself.
+  1. Each PrefillFinished is answered by exactly one ReleaseBlocks; nothing else is.
+  2. No ReleaseBlocks while the transport still reads the blocks for a receiver.
+  3. ReadComplete is confirmed as valid only if the blocks were held without a break until then.
+     Therefore the driver hands in all facts from vLLM before a message from the network.
+  4. A message for another incarnation of this process has no effect.
+  5. A receiver is served only KV of the prompt that it has itself.
 """
 
 from __future__ import annotations
@@ -27,7 +44,7 @@ from enum import Enum, auto
 from typing import assert_never
 
 from ..kv.extents import Extent, blocks_of, heads_of, size
-from ..kv.layout import STATE, RankLayout
+from ..kv.layout import STATE, LayerLayout, RankLayout
 from . import messages
 from .events import (
     BlocksRevoked,
@@ -46,380 +63,447 @@ from .events import (
     SendPiece,
 )
 
-MAX_TRANSFERS = 4096  # transfers known at a time, and endings remembered
-MAX_PIECES_PER_RECEIVER = 64  # pieces a reader may have outstanding
-STEP_GAP_SECONDS = 1.0  # seconds between two steps that are not worth a look
+MAX_TRANSFERS = 4096  # transfers known at a time; also the number of endings remembered
+MAX_PIECES_PER_RECEIVER = 64  # pieces that one receiver may have outstanding
+STEP_GAP_SECONDS = 1.0  # shorter gaps between two engine steps are not reported
 
 
 class SendState(Enum):
-    WANTED = auto()  # a reader asked, nothing is scheduled
-    COMPUTING = auto()  # the blocks are the running request's
-    HELD = auto()  # the request is over, the blocks wait for our ReleaseBlocks
+    """State of an outgoing transfer; see the head of this file."""
+
+    WANTED = auto()
+    COMPUTING = auto()
+    HELD = auto()
 
 
 @dataclass
 class ReceiverRecord:
-    address: str
-    prompt: str
-    heard: float
-    sending: int = 0
-    done: bool = False
-    gone: bool = False
+    """One receiver of one outgoing transfer."""
+
+    address: str  # <transport>:<address>, to which its pieces go
+    prompt: str  # digest of its own prompt
+    last_seen: float
+    pieces_sending: int = 0  # SendPiece actions that have not ended
+    is_complete: bool = False  # has sent ReadComplete
+    is_gone: bool = False  # aborted, refused, or silent for the lease
 
     @property
     def is_active(self) -> bool:
-        return not (self.done or self.gone)
+        """Whether the receiver may still request pieces."""
+        return not (self.is_complete or self.is_gone)
 
 
 @dataclass
 class OutgoingTransfer:
+    """One prompt's KV and its receivers."""
+
     state: SendState
-    deadline: float  # of WANTED and HELD, for as long as nobody reads
-    blocks: list[list[int]] = field(default_factory=list)  # by group
-    prompt: str = ""  # whose they are
-    tokens: int = 0  # final in all layers
-    ahead: int = 0  # final in the first `layers` layers
-    layers: int = 0
-    is_spoiled: bool = False  # final layers have changed: nobody is served any more
-    expected: int | None = None  # how many readers there will be; the first TransferRequest says
-    readers: dict[str, ReceiverRecord] = field(default_factory=dict)
+    deadline: float  # end of WANTED and HELD while no receiver is active
+    blocks: list[list[int]] = field(default_factory=list)  # block ids by KV-cache group
+    prompt: str = ""  # digest of the prompt that the blocks belong to
+    tokens_final: int = 0  # final in all layers
+    tokens_partial: int = 0  # final in the first `layers_partial` layers
+    layers_partial: int = 0
+    is_recomputed: bool = False  # final layers were computed again: no receiver is served any more
+    expected_receivers: int | None = None  # set by the first TransferRequest
+    receivers: dict[str, ReceiverRecord] = field(default_factory=dict)
 
     def is_over(self) -> bool:
-        ended = sum(not r.is_active for r in self.readers.values())
-        return self.expected is not None and ended >= self.expected and not self.is_sending()
+        """Whether all expected receivers have ended and no piece is being sent."""
+        ended = sum(not receiver.is_active for receiver in self.receivers.values())
+        expected = self.expected_receivers
+        return expected is not None and ended >= expected and not self.is_sending()
 
     def is_sending(self) -> bool:
-        return any(r.sending for r in self.readers.values())
+        """Whether a transport still reads blocks of this transfer."""
+        return any(receiver.pieces_sending for receiver in self.receivers.values())
 
     def is_final(self, extent: Extent) -> bool:
-        return extent.token_end <= self.tokens or (
-            extent.token_end <= self.ahead and extent.layer_end <= self.layers
-        )
+        """Whether all bytes of the extent are computed and do not change any more."""
+        if extent.token_end <= self.tokens_final:
+            return True
+        return extent.token_end <= self.tokens_partial and extent.layer_end <= self.layers_partial
+
+    def active_receivers(self) -> list[str]:
+        """Names of the receivers that may still request pieces."""
+        return [name for name, receiver in self.receivers.items() if receiver.is_active]
 
 
 class Sender:
-    """All transfers of one prefill rank.
+    """All outgoing transfers of one rank.
 
-    `lease`: seconds without a sign of life after which a reader is gone; `grace`: likewise, once
-    its link is broken.
+    `name` is the worker's name, which holds its incarnation; `layout` is that of its KV cache.
+    `lease` is the number of seconds without a message after which a receiver counts as gone.
+    `grace` is the same after the receiver's connection has closed.
     """
 
     def __init__(
-        self, name: str, shape: RankLayout, *, lease: float = 10.0, grace: float = 1.0
+        self, name: str, layout: RankLayout, *, lease: float = 10.0, grace: float = 1.0
     ) -> None:
         self.name = name
-        self.shape = shape
+        self.layout = layout
         self.lease = lease
         self.grace = grace
         self.transfers: dict[str, OutgoingTransfer] = {}
-        self.settled: dict[
-            str, frozenset[str]
-        ] = {}  # the last endings, and which readers were done by then
-        self.stepped: float | None = None  # when vLLM's thread was here last; the driver says it
+        # The last endings: by transfer, the receivers that had sent ReadComplete by then.
+        self.endings: dict[str, frozenset[str]] = {}
+        # Time of vLLM's last call into the driver, which sets it before each `handle`.
+        self.last_engine_step: float | None = None
 
     def handle(self, event: SenderEvent, now: float) -> list[SenderAction]:
+        """Apply one event at the monotonic time `now`; return the actions that follow from it."""
         match event:
             case BlocksScheduled():
-                return self._scheduled(event, now)
+                return self._on_scheduled(event, now)
             case LayersComputed():
-                return self._computed(event)
+                return self._on_computed(event)
             case LayersRecomputed():
-                return self._recomputed(event.transfer)
+                return self._on_recomputed(event.transfer)
             case PrefillFinished():
-                return self._pinned(event.transfer, now)
+                return self._on_finished(event.transfer, now)
             case BlocksRevoked():
-                return self._withdrawn(event.transfer)
+                return self._on_revoked(event.transfer)
             case SendCompleted():
-                return self._sent(event)
+                return self._on_send_completed(event)
             case ConnectionLost():
-                return self._link_broken(event.reader, now)
+                return self._on_connection_lost(event.reader, now)
             case ClockTick():
-                return [a for name in list(self.transfers) for a in self._tick(name, now)]
+                return self._on_tick(now)
             case (
                 messages.TransferRequest()
                 | messages.ReadRequest()
                 | messages.ReadComplete()
                 | messages.Abort()
             ):
-                if event.source != self.name:
-                    return [_fail(event)]
+                if event.source != self.name:  # rule 4
+                    return [_abort(event)]
         match event:
             case messages.TransferRequest():
-                return self._pull(event, now)
+                return self._on_transfer_request(event, now)
             case messages.ReadRequest():
-                return self._fetch(event, now)
+                return self._on_read_request(event, now)
             case messages.ReadComplete():
-                return self._done(event)
+                return self._on_read_complete(event)
             case messages.Abort():
-                return self._failed(event)
+                return self._on_abort(event)
             case _:
                 assert_never(event)
 
     def next_deadline(self) -> float | None:
-        """When the next ClockTick is due."""
-        return min(
-            (due for t in self.transfers.values() if (due := self._due(t)) is not None),
-            default=None,
-        )
+        """Return the time at which the next ClockTick is due; None if no time matters."""
+        deadlines = [self._deadline(transfer) for transfer in self.transfers.values()]
+        return min((at for at in deadlines if at is not None), default=None)
 
-    # What vLLM says -------------------------------------------------------------------------------
-    def _scheduled(self, event: BlocksScheduled, now: float) -> list[SenderAction]:
-        if event.transfer in self.settled:
-            return []  # withdrawn before, or given up by everybody: nobody will be served
-        t = self.transfers.setdefault(event.transfer, OutgoingTransfer(SendState.COMPUTING, now))
-        t.state = SendState.COMPUTING
-        t.blocks = t.blocks or [[] for _ in event.blocks]
-        for blocks, more in zip(t.blocks, event.blocks, strict=True):
-            blocks += more
-        t.ahead, t.layers, t.prompt = event.tokens, 0, event.prompt
-        others = [name for name, r in t.readers.items() if r.is_active and r.prompt != t.prompt]
-        return [self._refuse(event.transfer, t, name, Reason.DIFFERENT) for name in others]
-
-    def _computed(self, event: LayersComputed) -> list[SenderAction]:
+    # Facts from vLLM ------------------------------------------------------------------------------
+    def _on_scheduled(self, event: BlocksScheduled, now: float) -> list[SenderAction]:
+        if event.transfer in self.endings:
+            return []  # revoked before, or all receivers have ended: no one will be served
         t = self.transfers.get(event.transfer)
-        if t is None or t.state is not SendState.COMPUTING or t.is_spoiled:
+        if t is None:
+            t = self.transfers[event.transfer] = OutgoingTransfer(SendState.COMPUTING, now)
+        t.state = SendState.COMPUTING
+        # The first event has a list for each KV-cache group; later ones extend those lists.
+        t.blocks = t.blocks or [[] for _ in event.blocks]
+        for blocks, added in zip(t.blocks, event.blocks, strict=True):
+            blocks += added
+        # No layer of the new tokens is final yet; `tokens_final` remains that of earlier steps.
+        t.tokens_partial = event.tokens
+        t.layers_partial = 0
+        t.prompt = event.prompt
+        actions: list[SenderAction] = []
+        for name in t.active_receivers():
+            if t.receivers[name].prompt != t.prompt:  # rule 5
+                actions.append(self._refuse(event.transfer, t, name, Reason.DIFFERENT))
+        return actions
+
+    def _on_computed(self, event: LayersComputed) -> list[SenderAction]:
+        t = self.transfers.get(event.transfer)
+        if t is None or t.state is not SendState.COMPUTING or t.is_recomputed:
             return []
-        assert event.layers >= t.layers, (
-            f"{event.transfer}: {t.layers} layers were final, and now {event.layers}"
+        # Layers that were announced as final may have been read already.
+        assert event.layers >= t.layers_partial, (
+            f"{event.transfer}: {t.layers_partial} layers were final, and now {event.layers}"
         )
-        t.layers = event.layers
-        if t.layers >= len(self.shape.layers):
-            t.tokens, t.layers = t.ahead, 0
-        return [
-            self._offer(event.transfer, t, name) for name, r in t.readers.items() if r.is_active
-        ]
+        t.layers_partial = event.layers
+        # All layers: the step's tokens are final everywhere, and none are partial.
+        if t.layers_partial >= len(self.layout.layers):
+            t.tokens_final = t.tokens_partial
+            t.layers_partial = 0
+        return [self._progress(event.transfer, t, name) for name in t.active_receivers()]
 
-    def _recomputed(self, transfer: str) -> list[SenderAction]:
-        """The blocks are ours still, and sends of them end before they go (rule 2)."""
+    def _on_recomputed(self, transfer: str) -> list[SenderAction]:
+        """Refuse all receivers; blocks stay held, so running sends end before release (rule 2)."""
         t = self.transfers.get(transfer)
         if t is None:
             return []
-        t.is_spoiled = True
-        return [
-            self._refuse(transfer, t, name, Reason.WITHDRAWN)
-            for name, r in t.readers.items()
-            if r.is_active
-        ]
+        t.is_recomputed = True
+        actions: list[SenderAction] = []
+        for name in t.active_receivers():
+            actions.append(self._refuse(transfer, t, name, Reason.WITHDRAWN))
+        return actions
 
-    def _pinned(self, transfer: str, now: float) -> list[SenderAction]:
+    def _on_finished(self, transfer: str, now: float) -> list[SenderAction]:
         t = self.transfers.get(transfer)
-        if t is None:
-            return [ReleaseBlocks(transfer, delivered=bool(self.settled.get(transfer)))]
-        t.state, t.deadline = SendState.HELD, now + self.lease
+        if t is None:  # ended before: the blocks are of no use to any receiver
+            return [ReleaseBlocks(transfer, delivered=bool(self.endings.get(transfer)))]
+        # From now on the lease runs: a receiver that has not asked yet may still come.
+        t.state = SendState.HELD
+        t.deadline = now + self.lease
         return self._release_if_over(transfer, t)
 
-    def _withdrawn(self, transfer: str) -> list[SenderAction]:
+    def _on_revoked(self, transfer: str) -> list[SenderAction]:
         t = self.transfers.pop(transfer, None)
-        self._settle(transfer, frozenset())
+        # No receiver counts as complete: a ReadComplete that is under way must not be confirmed.
+        self._remember_ending(transfer, frozenset())
         if t is None:
             return []
-        assert t.state is not SendState.HELD, f"{transfer} was pinned and then withdrawn"
+        assert t.state is not SendState.HELD, f"{transfer}: blocks revoked after they were held"
+        reason = Reason.WITHDRAWN.value
         return [
-            SendMessage(
-                name,
-                messages.Abort(
-                    transfer=transfer, source=self.name, reader=name, reason=Reason.WITHDRAWN.value
-                ),
-            )
-            for name, r in t.readers.items()
-            if r.is_active
+            SendMessage(name, messages.Abort(transfer, self.name, name, reason))
+            for name in t.active_receivers()
         ]
 
-    def _sent(self, event: SendCompleted) -> list[SenderAction]:
+    # Facts from transports ------------------------------------------------------------------------
+    def _on_send_completed(self, event: SendCompleted) -> list[SenderAction]:
         t = self.transfers.get(event.transfer)
-        reader = t.readers.get(event.reader) if t else None
-        if t is None or reader is None or not reader.sending:
-            return []  # of a transfer that was withdrawn meanwhile
-        reader.sending -= 1
+        receiver = t.receivers.get(event.reader) if t else None
+        if t is None or receiver is None or not receiver.pieces_sending:
+            return []  # the blocks of this transfer were revoked meanwhile
+        receiver.pieces_sending -= 1
         return self._release_if_over(event.transfer, t)
 
-    def _link_broken(self, name: str, now: float) -> list[SenderAction]:
-        """A reader that lives repeats itself within `grace`; for one that has died the blocks need
-        not wait for the lease.
+    def _on_connection_lost(self, name: str, now: float) -> list[SenderAction]:
+        """Shorten the receiver's lease to `grace` seconds in all transfers.
+
+        A live receiver repeats its TransferRequest within that time.  Blocks that a dead receiver
+        would have read need not wait for the whole lease.
         """
         for t in self.transfers.values():
-            if (reader := t.readers.get(name)) is not None:
-                reader.heard = min(reader.heard, now + self.grace - self.lease)
+            receiver = t.receivers.get(name)
+            if receiver is not None:
+                receiver.last_seen = min(receiver.last_seen, now + self.grace - self.lease)
         return []
 
-    # What readers say -----------------------------------------------------------------------------
-    def _pull(self, event: messages.TransferRequest, now: float) -> list[SenderAction]:
+    # Messages from receivers ----------------------------------------------------------------------
+    def _on_transfer_request(
+        self, event: messages.TransferRequest, now: float
+    ) -> list[SenderAction]:
         t = self.transfers.get(event.transfer)
-        if event.transfer in self.settled or (t is None and len(self.transfers) >= MAX_TRANSFERS):
-            return [_fail(event)]
+        if event.transfer in self.endings or (t is None and len(self.transfers) >= MAX_TRANSFERS):
+            return [_abort(event)]
+        # The receiver's request may be quicker than vLLM's scheduler.
         if t is None:
-            t = self.transfers[event.transfer] = OutgoingTransfer(
-                SendState.WANTED, now + self.lease
-            )
-        t.expected = event.readers if t.expected is None else t.expected
-        if event.readers == 0:
+            t = OutgoingTransfer(SendState.WANTED, now + self.lease)
+            self.transfers[event.transfer] = t
+        if t.expected_receivers is None:
+            t.expected_receivers = event.readers
+        if event.readers == 0:  # no rank of the other engine needs this rank's KV
             return self._release_if_over(event.transfer, t)
-        reader = t.readers.get(event.reader)
-        if reader is None:
-            if len(t.readers) >= event.readers:
-                return [_fail(event)]
-            reader = t.readers[event.reader] = ReceiverRecord(event.address, event.prompt, now)
-        reader.heard, reader.address = now, event.address
+        receiver = t.receivers.get(event.reader)
+        if receiver is None:
+            # More receivers than announced: the plan of the other engine does not fit.
+            if len(t.receivers) >= event.readers:
+                return [_abort(event)]
+            receiver = ReceiverRecord(event.address, event.prompt, now)
+            t.receivers[event.reader] = receiver
+        receiver.last_seen = now
+        receiver.address = event.address  # the receiver may have changed its transport
+        # While WANTED or HELD a keep-alive renews the transfer, too.
         t.deadline = max(t.deadline, now + self.lease)
-        if reader.is_active and t.is_spoiled:
-            return [
-                self._refuse(event.transfer, t, event.reader, Reason.WITHDRAWN),
-                *self._release_if_over(event.transfer, t),
-            ]
-        if reader.is_active and t.state is not SendState.WANTED and reader.prompt != t.prompt:
-            return [
-                self._refuse(event.transfer, t, event.reader, Reason.DIFFERENT),
-                *self._release_if_over(event.transfer, t),
-            ]
-        if reader.is_active:
-            return [self._offer(event.transfer, t, event.reader, self._still(now))]
-        return [_fail(event)] if reader.gone else []
+        # A complete receiver needs no answer: it repeats ReadComplete until it has the Confirm.
+        if not receiver.is_active:
+            return [_abort(event)] if receiver.is_gone else []
+        refusal: Reason | None = None
+        if t.is_recomputed:
+            refusal = Reason.WITHDRAWN
+        elif t.state is not SendState.WANTED and receiver.prompt != t.prompt:  # rule 5
+            refusal = Reason.DIFFERENT
+        if refusal is None:
+            return [self._progress(event.transfer, t, event.reader, self._stalled_seconds(now))]
+        abort = self._refuse(event.transfer, t, event.reader, refusal)
+        return [abort, *self._release_if_over(event.transfer, t)]
 
-    def _fetch(self, event: messages.ReadRequest, now: float) -> list[SenderAction]:
+    def _on_read_request(self, event: messages.ReadRequest, now: float) -> list[SenderAction]:
         t = self.transfers.get(event.transfer)
-        reader = t.readers.get(event.reader) if t else None
-        if t is None or reader is None or reader.gone or not self._is_servable(t, event.extent):
-            return [_fail(event)]
-        reader.heard = now
-        if reader.done or reader.sending >= MAX_PIECES_PER_RECEIVER:
-            return []
-        reader.sending += 1
-        kind = self.shape.kind(event.extent.layer)
+        receiver = t.receivers.get(event.reader) if t else None
+        if t is None or receiver is None or receiver.is_gone:
+            return [_abort(event)]
+        if not self._is_servable(t, event.extent):
+            return [_abort(event)]
+        receiver.last_seen = now
+        if receiver.is_complete or receiver.pieces_sending >= MAX_PIECES_PER_RECEIVER:
+            return []  # the receiver asks again if it still needs the piece
+        receiver.pieces_sending += 1
+        # Blocks of the group of the extent's layers: groups have blocks of their own.
+        kind = self.layout.kind(event.extent.layer)
         blocks = blocks_of(event.extent, t.blocks[kind.group], 0, kind.block_size)
+        address = receiver.address
         return [
-            SendPiece(
-                event.transfer, event.reader, reader.address, event.number, event.extent, blocks
-            )
+            SendPiece(event.transfer, event.reader, address, event.number, event.extent, blocks)
         ]
 
-    def _done(self, event: messages.ReadComplete) -> list[SenderAction]:
+    def _on_read_complete(self, event: messages.ReadComplete) -> list[SenderAction]:
         t = self.transfers.get(event.transfer)
-        reader = t.readers.get(event.reader) if t else None
-        if t is None or reader is None or reader.gone or not (t.tokens or t.layers):
-            return [self._answer(event, event.reader in self.settled.get(event.transfer, ()))]
-        reader.done = True
-        return [self._answer(event, True), *self._release_if_over(event.transfer, t)]
+        receiver = t.receivers.get(event.reader) if t else None
+        # Nothing final means that no byte can have been read: there is nothing to confirm.
+        if (
+            t is None
+            or receiver is None
+            or receiver.is_gone
+            or not (t.tokens_final or t.layers_partial)
+        ):
+            # A repeated ReadComplete after the release gets the same answer as the first one.
+            valid = event.reader in self.endings.get(event.transfer, ())
+            return [self._confirm(event, valid)]
+        # Complete receivers do not hold the blocks any longer; the last one releases them.
+        receiver.is_complete = True
+        return [self._confirm(event, True), *self._release_if_over(event.transfer, t)]
 
-    def _failed(self, event: messages.Abort) -> list[SenderAction]:
+    def _on_abort(self, event: messages.Abort) -> list[SenderAction]:
         t = self.transfers.get(event.transfer)
-        reader = t.readers.get(event.reader) if t else None
-        if t is None or reader is None or reader.done:
+        receiver = t.receivers.get(event.reader) if t else None
+        if t is None or receiver is None or receiver.is_complete:
             return []
-        reader.gone = True
+        # Pieces that are being sent to it go on: their SendCompleted releases the blocks (rule 2).
+        receiver.is_gone = True
         return self._release_if_over(event.transfer, t)
 
     # Time -----------------------------------------------------------------------------------------
-    def _due(self, t: OutgoingTransfer) -> float | None:
-        heard = [r.heard + self.lease for r in t.readers.values() if r.is_active]
-        if heard or t.state is SendState.COMPUTING or t.is_sending():
-            return min(heard, default=None)
+    def _deadline(self, t: OutgoingTransfer) -> float | None:
+        """Return when the transfer's state may change by time alone; None if by events only."""
+        # The first lease of an active receiver decides; without one, the transfer's own deadline.
+        leases = [r.last_seen + self.lease for r in t.receivers.values() if r.is_active]
+        # COMPUTING ends by vLLM's events only, sends by SendCompleted only.
+        if leases or t.state is SendState.COMPUTING or t.is_sending():
+            return min(leases, default=None)
         return t.deadline
+
+    def _on_tick(self, now: float) -> list[SenderAction]:
+        actions: list[SenderAction] = []
+        for transfer in list(self.transfers):
+            actions += self._tick(transfer, now)
+        return actions
 
     def _tick(self, transfer: str, now: float) -> list[SenderAction]:
         t = self.transfers[transfer]
-        due = self._due(t)
-        if due is None or due > now:
+        deadline = self._deadline(t)
+        if deadline is None or deadline > now:
             return []
-        for reader in t.readers.values():
-            reader.gone |= reader.is_active and reader.heard + self.lease <= now
-        if any(r.is_active for r in t.readers.values()) or t.is_sending() or t.deadline > now:
+        # Silence for the lease is as good as an Abort.
+        for receiver in t.receivers.values():
+            if receiver.is_active and receiver.last_seen + self.lease <= now:
+                receiver.is_gone = True
+        if t.active_receivers() or t.is_sending() or t.deadline > now:
             return self._release_if_over(transfer, t)
         if t.state is SendState.WANTED:
-            del self.transfers[transfer]  # if it is scheduled after all, it starts anew
+            del self.transfers[transfer]  # a later BlocksScheduled starts the transfer anew
         elif t.state is SendState.HELD:
             return self._release(transfer, t)
         return []
 
     # Parts ----------------------------------------------------------------------------------------
     def _is_servable(self, t: OutgoingTransfer, extent: Extent) -> bool:
-        if not extent.layer < extent.layer_end <= len(self.shape.layers):
+        """Return whether the extent exists in this layout, is final, and is still held."""
+        if not extent.layer < extent.layer_end <= len(self.layout.layers):
             return False
-        kind = self.shape.kind(extent.layer)
+        # The extent comes from another process: no field can be trusted.
+        kind = self.layout.kind(extent.layer)
+        layers = range(extent.layer, extent.layer_end)
         head, head_end = heads_of(extent, kind)
         return (
-            all(self.shape.kind(layer) is kind for layer in range(extent.layer, extent.layer_end))
+            all(self.layout.kind(layer) is kind for layer in layers)
             and head < head_end <= kind.heads
             and extent.token < extent.token_end
             and extent.token % kind.block_size == 0
             and t.is_final(extent)
-            and (
-                not kind.window or extent.token + kind.block_size > t.ahead - kind.window + 1
-            )  # vLLM keeps no others
-            and (
-                kind.block_size < STATE or extent.token_end == t.ahead
-            )  # a state is one of just so many tokens
+            and _is_in_sliding_window(t, extent, kind)
+            # An SSM state is the state after one exact number of tokens.
+            and (kind.block_size < STATE or extent.token_end == t.tokens_partial)
             and size(extent, kind) <= messages.MAX_PIECE_BYTES
         )
 
-    def _refuse(self, transfer: str, t: OutgoingTransfer, reader: str, why: Reason) -> SendMessage:
-        """It is served nothing of ours any more."""
-        t.readers[reader].gone = True
-        return SendMessage(reader, messages.Abort(transfer, self.name, reader, why.value))
-
-    def _offer(
-        self, transfer: str, t: OutgoingTransfer, reader: str, still: float = 0.0
+    def _refuse(
+        self, transfer: str, t: OutgoingTransfer, receiver: str, reason: Reason
     ) -> SendMessage:
-        return SendMessage(
-            reader,
-            messages.Progress(transfer, self.name, reader, t.tokens, t.ahead, t.layers, still),
-        )
+        """End the receiver's part in the transfer; return the Abort for it."""
+        t.receivers[receiver].is_gone = True
+        return SendMessage(receiver, messages.Abort(transfer, self.name, receiver, reason.value))
 
-    def _still(self, now: float) -> float:
-        """How long vLLM has made no step although a request of ours is in the middle of one. An
-        idle vLLM makes none.
+    def _progress(
+        self, transfer: str, t: OutgoingTransfer, receiver: str, stalled_seconds: float = 0.0
+    ) -> SendMessage:
+        progress = messages.Progress(
+            transfer=transfer,
+            source=self.name,
+            reader=receiver,
+            tokens_final=t.tokens_final,
+            tokens_partial=t.tokens_partial,
+            layers_partial=t.layers_partial,
+            seconds_without_step=stalled_seconds,
+        )
+        return SendMessage(receiver, progress)
+
+    def _stalled_seconds(self, now: float) -> float:
+        """Return the seconds without an engine step while a prompt of ours is being computed.
+
+        An idle engine makes no steps either: without such a prompt the answer is 0.
         """
-        if self.stepped is None or now < self.stepped + STEP_GAP_SECONDS:
+        last_step = self.last_engine_step
+        if last_step is None or now < last_step + STEP_GAP_SECONDS:
             return 0.0
-        return (
-            now - self.stepped
-            if any(t.state is SendState.COMPUTING for t in self.transfers.values())
-            else 0.0
-        )
+        if not any(t.state is SendState.COMPUTING for t in self.transfers.values()):
+            return 0.0
+        return now - last_step
 
-    def _answer(self, done: messages.ReadComplete, intact: bool) -> SendMessage:
-        settled = messages.Confirm(
-            transfer=done.transfer, source=self.name, reader=done.reader, intact=intact
-        )
-        return SendMessage(done.reader, settled)
+    def _confirm(self, complete: messages.ReadComplete, valid: bool) -> SendMessage:
+        confirm = messages.Confirm(complete.transfer, self.name, complete.reader, valid)
+        return SendMessage(complete.reader, confirm)
 
     def _release_if_over(self, transfer: str, t: OutgoingTransfer) -> list[SenderAction]:
-        return self._release(transfer, t) if t.state is SendState.HELD and t.is_over() else []
+        if t.state is SendState.HELD and t.is_over():
+            return self._release(transfer, t)
+        return []
 
     def _release(self, transfer: str, t: OutgoingTransfer) -> list[SenderAction]:
         del self.transfers[transfer]
-        done = frozenset(name for name, r in t.readers.items() if r.done)
-        self._settle(transfer, done)
-        return [ReleaseBlocks(transfer, delivered=len(done) == t.expected)]
+        complete = frozenset(name for name, r in t.receivers.items() if r.is_complete)
+        self._remember_ending(transfer, complete)
+        return [ReleaseBlocks(transfer, delivered=len(complete) == t.expected_receivers)]
 
-    def _settle(self, transfer: str, done: frozenset[str]) -> None:
-        self.settled[transfer] = done
-        while len(self.settled) > MAX_TRANSFERS:
-            del self.settled[next(iter(self.settled))]
+    def _remember_ending(self, transfer: str, complete: frozenset[str]) -> None:
+        self.endings[transfer] = complete
+        # Insertion order is the order of endings: the oldest one is forgotten first.
+        while len(self.endings) > MAX_TRANSFERS:
+            del self.endings[next(iter(self.endings))]
 
     def validate(self) -> None:
-        """Raise if the state contradicts itself.  Tests call it after each event."""
+        """Raise AssertionError if the state contradicts itself.  Tests call it after each event."""
         for name, t in self.transfers.items():
-            assert name not in self.settled, name
-            assert (t.state is SendState.WANTED) == (not t.blocks), (name, t)
-            held = (
-                [len(t.blocks[kind.group]) * kind.block_size for kind in self.shape.kinds]
-                if t.blocks
-                else [0]
-            )
-            assert t.tokens <= t.ahead <= min(held), (name, t)
-            assert t.layers < len(self.shape.layers), (name, t)
-            assert all(0 <= r.sending <= MAX_PIECES_PER_RECEIVER for r in t.readers.values()), (
-                name,
-                t,
-            )
-            assert not (t.state is SendState.HELD and t.is_over()), (name, t)
+            context = (name, t)
+            assert name not in self.endings, name
+            assert (t.state is SendState.WANTED) == (not t.blocks), context
+            capacities = [0]
+            if t.blocks:
+                capacities = [
+                    len(t.blocks[kind.group]) * kind.block_size for kind in self.layout.kinds
+                ]
+            assert t.tokens_final <= t.tokens_partial <= min(capacities), context
+            assert t.layers_partial < len(self.layout.layers), context
+            for receiver in t.receivers.values():
+                assert 0 <= receiver.pieces_sending <= MAX_PIECES_PER_RECEIVER, context
+            assert not (t.state is SendState.HELD and t.is_over()), context
 
 
-def _fail(message: messages.ToSender) -> SendMessage:
-    fail = messages.Abort(
-        transfer=message.transfer,
-        source=message.source,
-        reader=message.reader,
-        reason=Reason.REFUSED.value,
-    )
-    return SendMessage(message.reader, fail)
+def _is_in_sliding_window(t: OutgoingTransfer, extent: Extent, kind: LayerLayout) -> bool:
+    """Return whether vLLM still keeps the extent's first block; older ones are freed."""
+    if not kind.window:
+        return True
+    return extent.token + kind.block_size > t.tokens_partial - kind.window + 1
+
+
+def _abort(message: messages.ToSender) -> SendMessage:
+    """Return the Abort for a message about a transfer that is not, or no longer, served."""
+    reason = Reason.REFUSED.value
+    abort = messages.Abort(message.transfer, message.source, message.reader, reason)
+    return SendMessage(message.reader, abort)

@@ -31,8 +31,8 @@ def hit(memory, extent, blocks, fault, only):
                 row[:] = 0
 
 
-def faulty(self, extent, blocks, frames, theirs=None):
-    done = write(self, extent, blocks, frames, theirs)
+def faulty(self, extent, blocks, frames, remote_layout=None):
+    done = write(self, extent, blocks, frames, remote_layout)
     fault, _, only = Path(os.environ["FAULT"]).read_text().partition(" ")
     if done and fault:
         hit(self, extent, blocks, fault, only)

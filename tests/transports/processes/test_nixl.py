@@ -86,7 +86,7 @@ class Sink:
 
     @property
     def carrier(self) -> nixl.NixlTransport:
-        return self.driver._carriers["nixl"]  # type: ignore[return-value]
+        return self.driver._transports["nixl"]  # type: ignore[return-value]
 
     def way(self, source: Peer) -> nixl.PathState:
         return self.carrier._sources[source.worker.name].way

@@ -114,7 +114,7 @@ def test_bytes_arrive_where_they_belong(
     ours, p = memory(row, None), peer(row, **settings)
     d = start(ours, **settings)
     pair(d, p)
-    families = [source.connection.family for source in d._carriers["tcp"]._sources.values()]  # type: ignore[attr-defined]
+    families = [source.connection.family for source in d._transports["tcp"]._sources.values()]  # type: ignore[attr-defined]
     assert families == [socket.AF_UNIX if there == "here" else socket.AF_INET]
     for tokens in (TOKENS, 5 * BLOCK_SIZE - 5):
         wipe(ours)
@@ -218,7 +218,9 @@ def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
 
     def sending() -> int:
         return sum(
-            r.sending for t in list(p._prefill.transfers.values()) for r in t.readers.values()
+            r.pieces_sending
+            for t in list(p._sender.transfers.values())
+            for r in t.receivers.values()
         )
 
     freeze_before_the_first_byte(slow, monkeypatch)
@@ -324,7 +326,7 @@ def test_who_has_no_ticket_gets_nothing(
     prefill(p, transfer := name(), 48)
     d(f"want {transfer} 48 {msgspec.json.encode(p.worker).decode()}")
     d("outcome"), outcome(p)
-    serving = p._carriers["tcp"]._serving  # type: ignore[attr-defined]
+    serving = p._transports["tcp"]._serving  # type: ignore[attr-defined]
     end = time.monotonic() + 10
     while not serving._readers:
         assert time.monotonic() < end
@@ -437,7 +439,7 @@ def test_the_way_back(start: Callable[..., Driver], peer: Callable[..., Peer]) -
     ours, p = memory(4096, None), peer()
     d = start(ours)
     pair(d, p)
-    (source,) = d._carriers["tcp"]._sources.values()  # type: ignore[attr-defined]
+    (source,) = d._transports["tcp"]._sources.values()  # type: ignore[attr-defined]
     source.connection.shutdown(socket.SHUT_RDWR)
     wipe(ours)
     assert load(d, p).reason is None
@@ -482,7 +484,7 @@ def test_a_piece_whose_source_makes_room_for_another_as_it_comes_ends(
     """
     d, p = start(memory(4096, None)), peer()
     pair(d, p)
-    carrier, took = d._carriers["tcp"], d._take
+    carrier, took = d._transports["tcp"], d._take
 
     def take(name: str, of: object, event: object) -> None:
         if isinstance(event, events.PieceArrived) and name == "tcp":
@@ -491,7 +493,7 @@ def test_a_piece_whose_source_makes_room_for_another_as_it_comes_ends(
 
     monkeypatch.setattr(d, "_take", take)
     assert load(d, p).reason is None, "by another way"
-    assert not d._decode.transfers
+    assert not d._receiver.transfers
 
 
 def test_a_piece_that_stops_in_the_middle_ends(start: Callable[..., Driver]) -> None:
@@ -499,7 +501,7 @@ def test_a_piece_that_stops_in_the_middle_ends(start: Callable[..., Driver]) -> 
     p, d = start(memory(4096, 1)), start(memory(4096, None))
     source = by_tcp_once(p, d)
     carrier, then = (
-        d._carriers["tcp"],
+        d._transports["tcp"],
         time.monotonic() + 60,
     )  # so that D's own thread finds nothing to do
     source.moved, source.due = then, then + 60
@@ -518,19 +520,19 @@ def by_tcp_once(p: Driver, d: Driver) -> tcp.TcpSource:
         prefill(p, transfer := name(), 48)
         want(d, transfer, 48, p.worker)
         assert outcome(d).reason is None and outcome(p)  # type: ignore[union-attr]
-    return d._carriers["tcp"]._sources[p.worker.name]  # type: ignore[attr-defined,no-any-return]
+    return d._transports["tcp"]._sources[p.worker.name]  # type: ignore[attr-defined,no-any-return]
 
 
 def test_a_piece_that_takes_too_long_ends_at_both_ends(start: Callable[..., Driver]) -> None:
     """However often a byte comes: `due` is its number."""
     p, d = start(memory(4096, 1)), start(memory(4096, None))
     source = by_tcp_once(p, d)
-    serving = p._carriers["tcp"]._serving  # type: ignore[attr-defined]
+    serving = p._transports["tcp"]._serving  # type: ignore[attr-defined]
     (reader,), now = serving._readers.values(), time.monotonic()
     assert tcp_notes.due(now, 10**6, 2.0) == now + 2.0 + 10**6 / tcp_notes.MIN_BYTES_PER_SECOND
     reader.queue.append(events.SendPiece("t", "d", "tcp:1", 0, Extent(0, 1, 0, 16), [0]))
     reader.moved, reader.due = now + 5, now - 1
     assert list(serving.happened(())) == [events.SendCompleted("t", "d")] and not serving._readers
     source.is_inside, source.moved, source.due = True, now + 5, now - 1
-    d._carriers["tcp"]._look_at(source, now)  # type: ignore[attr-defined]
+    d._transports["tcp"]._look_at(source, now)  # type: ignore[attr-defined]
     assert source.connection is None and source.way is tcp.TcpState.DOWN

@@ -267,7 +267,7 @@ def test_the_pair_unused_for_longest_makes_room(
 ) -> None:
     monkeypatch.setattr(two_sided, "MAX_LINKS_PER_DIRECTION", 1)
     d, first, second = start(memory(64, None)), peer(row=64), peer(row=64)
-    carrier = d._carriers["gloo"]
+    carrier = d._transports["gloo"]
     number = 0
     for p in (first, second, first):
         number = until_by_gloo(d, p, number)
@@ -288,7 +288,7 @@ def test_a_peer_without_gloo_is_served_by_zmq_and_the_log_says_why(
         record.getMessage() for record in caplog.records if p.worker.name in record.getMessage()
     ]
     assert said == [
-        f"pieces of {p.worker.name} come by ZMQ: besides it, here is gloo (transport is gloo), and there nothing"
+        f"pieces of {p.worker.name} come by ZMQ: besides ZMQ this worker has gloo (transport is gloo), the other has nothing"
     ]
 
 

@@ -67,7 +67,7 @@ class CollectiveTransport:
         end = self._sources.get(worker.name)
         if end is None:
             largest = max(
-                self._port.config.piece, *(sum(kind.rows) for kind in worker.holds.kinds)
+                self._port.config.piece, *(sum(kind.block_bytes) for kind in worker.holds.kinds)
             )  # as `layout.split` cuts
             end = self._sources[worker.name] = pairs.ReceiverEnd(
                 self._port.config.silence, slot=largest

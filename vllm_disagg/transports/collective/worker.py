@@ -107,7 +107,7 @@ class HostStaging:
     ) -> Poll:
         frame = memoryview(slot[:size])
         ok = checksum(land.transfer, [frame]) == expected and self._memory.write(
-            land.extent, land.blocks, [frame], land.theirs
+            land.extent, land.blocks, [frame], land.remote_layout
         )
         return lambda: ok
 

@@ -145,7 +145,7 @@ class NixlTransport:
         if (known := self._sources.pop(source, None)) is None:
             return
         if known.way is PathState.UP:
-            self._said.append(TransportChanged(source, self._port.fallback, lost=True))
+            self._said.append(TransportChanged(source, self._port.fallback, in_flight_lost=True))
         self._forget(known)
 
     def _forget(self, source: NixlSource) -> None:
@@ -162,7 +162,9 @@ class NixlTransport:
         pause = pause or min(MAX_RETRY_SECONDS, RETRY_SECONDS * 2 ** (source.failures - 1))
         source.way, source.again = PathState.DOWN, time.monotonic() + pause
         if was_up:
-            self._said.append(TransportChanged(source.name, self._port.fallback, lost=True))
+            self._said.append(
+                TransportChanged(source.name, self._port.fallback, in_flight_lost=True)
+            )
         log.warning("no pieces of %s by NIXL for %.0f s at least: %s", source.name, pause, why)
 
     def note_at_decode(self, source: str, data: bytes) -> None:
@@ -310,7 +312,7 @@ class NixlTransport:
             return False
         size = sum(size for _, size in theirs)
         ours = notes.merged(self._memory.runs(land.extent, land.blocks))
-        alike = land.theirs is None
+        alike = land.remote_layout is None
         if size > MAX_READ_BYTES or (alike and sum(size for _, size in ours) != size):
             self._lose(source, f"a piece of {size} bytes for {sum(size for _, size in ours)}")
             return False
@@ -350,7 +352,7 @@ class NixlTransport:
         ok = True
         if opened.buffer is not None:
             frame = memoryview(opened.buffer[: opened.size])  # type: ignore[arg-type]
-            ok = self._memory.write(land.extent, land.blocks, [frame], land.theirs)
+            ok = self._memory.write(land.extent, land.blocks, [frame], land.remote_layout)
             if self._ready is not None:
                 self._ready.reads.give_back(opened.buffer)
         if ok:

@@ -170,7 +170,9 @@ class TcpTransport:
             source.connection.close()
             source.connection = None
         if source.way is TcpState.UP:
-            self._said.append(TransportChanged(source.worker.name, self._port.fallback, lost=True))
+            self._said.append(
+                TransportChanged(source.worker.name, self._port.fallback, in_flight_lost=True)
+            )
         if source.landing is not None:
             self._said.append(PieceWritten(source.landing.transfer, source.landing.number, False))
         source.failures += 1
@@ -256,7 +258,9 @@ class TcpTransport:
                 yield memoryview(told)
                 ok = state.digest() == told
                 if ok and buffer is not None:
-                    ok = self._port.memory.write(land.extent, land.blocks, [buffer], land.theirs)
+                    ok = self._port.memory.write(
+                        land.extent, land.blocks, [buffer], land.remote_layout
+                    )
                 if ok:
                     self._port.counters.landed("tcp", head.size)
                     source.failures = 0
@@ -269,7 +273,7 @@ class TcpTransport:
         when all is there.
         """
         memory = self._port.memory
-        if land.theirs is None and isinstance(memory, HostMemory):
+        if land.remote_layout is None and isinstance(memory, HostMemory):
             views = memory.views(land.extent, land.blocks)
             if sum(len(view) for view in views) == size >= SMALL_RUN_BYTES * len(views):
                 return None, views

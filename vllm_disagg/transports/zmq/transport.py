@@ -141,7 +141,9 @@ class ZmqTransport:
 
     def land(self, land: WritePiece) -> bool | None:
         ok = checksum(land.transfer, self._frames) == self._checksum
-        ok = ok and self._port.memory.write(land.extent, land.blocks, self._frames, land.theirs)
+        ok = ok and self._port.memory.write(
+            land.extent, land.blocks, self._frames, land.remote_layout
+        )
         if ok:
             self._port.counters.landed("zmq", sum(len(frame) for frame in self._frames))
         return ok

@@ -123,12 +123,12 @@ class Driver:
 
     def _port(self, carrier: str, config: Config, memory: Memory, fallback: str = "") -> DriverPort:
         def to_reader(reader: str, data: bytes) -> None:
-            self._control.send_to_reader(
+            self._control.send_to_receiver(
                 reader, messages.TransportNote(self.name, reader, carrier, data)
             )
 
         def to_source(source: str, data: bytes) -> None:
-            self._control.send_to_source(
+            self._control.send_to_sender(
                 source, messages.TransportNote(source, self.name, carrier, data)
             )
 
@@ -208,9 +208,9 @@ class Driver:
         self._drain()
         self._receive(ready)
         for name, carrier in self._carriers.items():
-            for event in carrier.happened(ready):
+            for event in carrier.poll_events(ready):
                 self._take(name, carrier, event)
-        self._control.bound_strangers()  # after all that members have said was read
+        self._control.close_excess_connections()  # after all that members have said was read
         now = time.monotonic()
         for side, do in ((self._prefill, self._do_prefill), (self._decode, self._do_decode)):
             due = side.next_deadline()
@@ -221,8 +221,8 @@ class Driver:
         """Milliseconds until something is due; None: until something happens."""
         if self._inbox:
             return 0
-        looks = [carrier.next_look() for carrier in self._carriers.values()]
-        looks.append(self._control.next_look())
+        looks = [carrier.next_deadline() for carrier in self._carriers.values()]
+        looks.append(self._control.next_deadline())
         due = [
             at
             for at in (self._prefill.next_deadline(), self._decode.next_deadline(), *looks)
@@ -262,7 +262,7 @@ class Driver:
             control.answer_zap()
         if control.router in ready:
             for _, *message in receive(control.router):
-                control.strangers.heard(message)
+                control.silent_connections.on_message(message)
                 self._receive_one(message, messages.decode_at_sender, self._at_prefill)
         for link in [link for link in control.links.values() if link in ready]:
             for message in receive(link):
@@ -288,7 +288,7 @@ class Driver:
             message.source == self.name
             and (carrier := self._carriers.get(message.carrier)) is not None
         ):
-            carrier.note_at_prefill(message.reader, message.data)
+            carrier.on_receiver_note(message.reader, message.data)
 
     def _at_decode(self, message: messages.AtReceiver) -> None:
         if not isinstance(message, messages.TransportNote):
@@ -297,7 +297,7 @@ class Driver:
             message.reader == self.name
             and (carrier := self._carriers.get(message.carrier)) is not None
         ):
-            carrier.note_at_decode(message.source, message.data)
+            carrier.on_sender_note(message.source, message.data)
 
     def _take(self, name: str, carrier: Transport, event: TransportEvent) -> None:
         self._drain()
@@ -341,7 +341,7 @@ class Driver:
             self._remember(now, action)
             match action:
                 case events.SendMessage():
-                    self._control.send_to_reader(action.to, action.message)  # type: ignore[arg-type]
+                    self._control.send_to_receiver(action.to, action.message)  # type: ignore[arg-type]
                 case events.SendPiece():
                     self._send_piece(action)
                 case events.ReleaseBlocks():
@@ -356,11 +356,11 @@ class Driver:
             self._remember(now, action)
             match action:
                 case events.SendMessage():
-                    self._control.send_to_source(action.to, action.message)  # type: ignore[arg-type]
+                    self._control.send_to_sender(action.to, action.message)  # type: ignore[arg-type]
                 case events.ConnectPeer():
                     self._connect(action.worker)
                 case events.WritePiece():
-                    ok = self._arriving.land(action)
+                    ok = self._arriving.write_piece(action)
                     if ok is not None:
                         self._landed(events.PieceWritten(action.transfer, action.number, ok))
                 case events.LookupResult():

@@ -172,7 +172,8 @@ class World:
         if self.wires[who] and who not in self.frozen:
             data = self.wires[who].popleft()
             self.at(
-                who, pairs.decode_at_source(data) if who == "p" else pairs.decode_at_reader(data)
+                who,
+                pairs.decode_receiver_note(data) if who == "p" else pairs.decode_sender_note(data),
             )
 
     def pass_time(self, seconds: float) -> None:
@@ -266,7 +267,9 @@ def test_words_for_what_ends_an_epoch() -> None:
     d.handle(pairs.ConnectChannel(), 0.0)
     d.handle(pairs.LinkUp(1), 0.1), d.handle(pairs.ChannelReady(1), 0.2)
     close, told, route = d.handle(pairs.ChannelPiece(1, 1, "t", 0, SIZE, 0), 1.0)
-    assert isinstance(close, pairs.CloseLink) and close.why == "heard of piece 1 where 0 was due"
+    assert (
+        isinstance(close, pairs.CloseLink) and close.why == "piece 1 was announced where 0 was due"
+    )
     assert isinstance(told, pairs.SendNote) and route == pairs.ChangeRoute(None)
     assert d.handle(pairs.ConnectChannel(), 1.5) == [], "pairs again at once"
     assert d.handle(pairs.ConnectChannel(), 2.1)

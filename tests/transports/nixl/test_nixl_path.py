@@ -45,9 +45,9 @@ def run(other: Other, seconds: float = 60.0, lost: float = 0.0) -> OneSidedProbe
                 trial.help_asked()
                 other.until = now + 0.3
         while began is None and (do := trial.next(now)) is not None:
-            if do is ProbeAction.ASK_STILL:
+            if do is ProbeAction.ASK_COUNT:
                 if chance.random() >= lost:
-                    trial.stood(trial.turn, other.count, now)
+                    trial.on_count(trial.turn, other.count, now)
                 continue
             began, counted = now, other.count
     return trial
@@ -55,7 +55,7 @@ def run(other: Other, seconds: float = 60.0, lost: float = 0.0) -> OneSidedProbe
 
 def test_a_way_that_needs_nobody_is_proved() -> None:
     trial = run(Other(emulated=False))
-    assert trial.step is ProbeStep.PROVED and trial.best <= 0.011 and trial.tries == 0
+    assert trial.step is ProbeStep.PROVED and trial.best_seconds <= 0.011 and trial.tries == 0
 
 
 def test_the_end_of_a_connection_coming_up_is_not_emulation() -> None:
@@ -90,16 +90,18 @@ def test_an_answer_to_an_earlier_question_is_none() -> None:
     assert trial.next(0.0) is ProbeAction.READ_SMALL
     trial.read_ended(0.1, 0.1)
     assert trial.next(0.1) is None
-    assert trial.next(0.1 + QUIET_SECONDS) is ProbeAction.ASK_STILL
-    trial.stood(trial.turn - 1, 7, 1.0)
+    assert trial.next(0.1 + QUIET_SECONDS) is ProbeAction.ASK_COUNT
+    trial.on_count(trial.turn - 1, 7, 1.0)
     assert trial.step is ProbeStep.COUNTING
-    trial.stood(trial.turn, 7, 1.0)
+    trial.on_count(trial.turn, 7, 1.0)
     asked = [trial.next(1.0)]
     for _ in range(LARGE_READS):
         trial.read_ended(1.0, UNAIDED_READ_SECONDS / 2)
         asked.append(trial.next(1.0))
     assert asked == [ProbeAction.READ_SMALL, *[ProbeAction.READ_LARGE] * LARGE_READS]
     trial.read_ended(1.0, UNAIDED_READ_SECONDS / 4)
-    assert trial.next(1.0) is ProbeAction.ASK_STILL and trial.best == UNAIDED_READ_SECONDS / 4
-    trial.stood(trial.turn, 8, 1.0)
+    assert (
+        trial.next(1.0) is ProbeAction.ASK_COUNT and trial.best_seconds == UNAIDED_READ_SECONDS / 4
+    )
+    trial.on_count(trial.turn, 8, 1.0)
     assert trial.step is ProbeStep.QUIET and trial.tries == 0

@@ -16,11 +16,11 @@ from vllm_disagg.transports.nixl import reads as nixl_reads
 from vllm_disagg.transports.nixl.agent import NixlError
 from vllm_disagg.transports.nixl.reads import Closings
 
-LAND = WritePiece("t", 0, Extent(0, 1, 0, 16), [0])
+WRITE = WritePiece("t", 0, Extent(0, 1, 0, 16), [0])
 
 
-def reads(close: Any, land: WritePiece | None = LAND) -> Any:
-    return SimpleNamespace(agent=SimpleNamespace(close=close), open=[SimpleNamespace(land=land)])
+def reads(close: Any, write: WritePiece | None = WRITE) -> Any:
+    return SimpleNamespace(agent=SimpleNamespace(close=close), open=[SimpleNamespace(write=write)])
 
 
 def fails() -> None:
@@ -40,7 +40,7 @@ def test_an_agent_that_does_not_go_is_said_also_if_that_was_long_ago(looked: boo
     closings.give_up(reads(fails))
     end = time.monotonic() + (0.2 if looked else 0)
     while time.monotonic() < end:
-        assert list(closings.look()) == [], "its pieces never end"
+        assert list(closings.poll_events()) == [], "its pieces never end"
     with pytest.raises(NixlError, match="1 reads may still write"):
         closings.finish()
 

@@ -89,7 +89,7 @@ class Sink:
         return self.driver._carriers["nixl"]  # type: ignore[return-value]
 
     def way(self, source: Peer) -> nixl.PathState:
-        return self.carrier._sources[source.worker.name].way
+        return self.carrier._sources[source.worker.name].state
 
     def pair(self, source: Peer, wanted: nixl.PathState = nixl.PathState.UP) -> None:
         """A first transfer, by ZMQ most likely; then wait for the way that NIXL finds."""
@@ -130,7 +130,7 @@ def test_bytes_arrive_where_they_belong(start: Callable[..., Any], row: int, pie
 def test_it_starts_before_anybody_asks(start: Callable[..., Any]) -> None:
     """UCX takes a second and more beside busy engines: the first request shall not wait for it."""
     carrier = start(Sink).carrier
-    wait(lambda: carrier._serving._ready is not None)
+    wait(lambda: carrier._sender._ready is not None)
     wait(lambda: bool(carrier._ready or (carrier._making and carrier._making.is_over)))
     assert carrier._ready or (carrier._making and carrier._making.result)
 
@@ -210,15 +210,15 @@ def test_a_worker_whose_memory_is_not_what_it_said_is_not_read_from(
     that is read.
     """
     caplog.set_level("INFO", "vllm_disagg")
-    true = nixl_notes.decode_card
+    true = nixl_notes.decode_agent_info
     monkeypatch.setattr(
         nixl_notes,
-        "decode_card",
+        "decode_agent_info",
         lambda *args: msgspec.structs.replace(true(*args), nonce=b"x" * 16),
     )
     source, sink = start(Source), start(Sink)
     sink.pair(source, nixl.PathState.DOWN)
-    assert "it read something else than that worker's memory" in caplog.text
+    assert "the test read did not return the memory of that worker" in caplog.text
     assert sink.expect_exact(source) == "zmq"
 
 
@@ -312,7 +312,7 @@ def test_one_side_without(start: Callable[..., Any], caplog: pytest.LogCaptureFi
     assert sink.expect_exact(plain) == "zmq"
     assert "here is nixl (transport is nixl), and there nothing" in caplog.text
     sink.pair(broken, nixl.PathState.DOWN)
-    assert "runs here, but not there (" in caplog.text
+    assert "NIXL is not available at the peer (" in caplog.text
     assert sink.expect_exact(broken) == "zmq"
 
 
@@ -325,7 +325,7 @@ def test_none_here(
     monkeypatch.setenv("UCX_TLS", "bogus")
     sink = start(Sink)
     sink.pair(source, nixl.PathState.DOWN)
-    assert "cannot start here (" in caplog.text
+    assert "no agent here (" in caplog.text
     assert sink.expect_exact(source) == "zmq"
 
 
@@ -358,7 +358,7 @@ def test_a_way_that_is_emulated_is_refused(
     monkeypatch.setenv("UCX_TLS", "tcp")
     source, sink = start(Source), start(Sink)
     sink.pair(source, nixl.PathState.DOWN)
-    assert "reads end only with its help" in caplog.text
+    assert "reads end only with the peer's help" in caplog.text
     assert sink.expect_exact(source) == "zmq"
 
 
@@ -383,10 +383,10 @@ def test_notes_that_make_no_sense() -> None:
         (4096, nixl_notes.TEST_REGION_BYTES),
         b"n" * 16,
     )
-    assert nixl_notes.decode_card(nixl_notes.encode(card), "a") == card
+    assert nixl_notes.decode_agent_info(nixl_notes.encode(card), "a") == card
     good = [
-        *nixl_notes.parts(1, card),
-        *nixl_notes.pieces("ab", 1, "a#1", [(1000, 1)] * 10),
+        *nixl_notes.agent_info_notes(1, card),
+        *nixl_notes.piece_notes("ab", 1, "a#1", [(1000, 1)] * 10),
         nixl_notes.encode(card),
     ]
     chance = random.Random(4)
@@ -396,9 +396,9 @@ def test_notes_that_make_no_sense() -> None:
             for _ in range(chance.randint(1, 4)):
                 bad[chance.randrange(len(bad))] = chance.randrange(256)
             for decode in (
-                nixl_notes.decode_at_prefill,
-                nixl_notes.decode_at_decode,
-                lambda d: nixl_notes.decode_card(d, "a"),
+                nixl_notes.decode_receiver_note,
+                nixl_notes.decode_sender_note,
+                lambda d: nixl_notes.decode_agent_info(d, "a"),
             ):
                 try:
                     decode(bytes(bad[: chance.randint(0, len(bad))]))
@@ -410,7 +410,9 @@ def test_notes_that_make_no_sense() -> None:
         {"test": (1000, 8)},
     ):
         with pytest.raises(BadMessage):
-            nixl_notes.decode_card(nixl_notes.encode(msgspec.structs.replace(card, **change)), "a")
+            nixl_notes.decode_agent_info(
+                nixl_notes.encode(msgspec.structs.replace(card, **change)), "a"
+            )
 
 
 def test_runs() -> None:
@@ -419,16 +421,18 @@ def test_runs() -> None:
         [(0, 3), (3, 5), (100, 4)],
         [(50, 3), (60, 5), (65, 4)],
     )
-    regions = nixl_notes.whole([(4, 4), (100, 1), (0, 4)])
+    regions = nixl_notes.joined_regions([(4, 4), (100, 1), (0, 4)])
     assert regions == [(0, 8), (100, 1)]
     assert nixl_notes.is_inside([(5, 3), (0, 8), (100, 1)], regions)
     for run in ((5, 4), (8, 1), (2**62, 2**40), (99, 1)):
         assert not nixl_notes.is_inside([run], regions)
     long = [(at * 10, 5) for at in range(7000)]
-    said = [nixl_notes.decode_at_decode(note) for note in nixl_notes.pieces("ab", 1, "a#1", long)]
+    said = [
+        nixl_notes.decode_sender_note(note) for note in nixl_notes.piece_notes("ab", 1, "a#1", long)
+    ]
     assert [run for note in said for run in note.runs] == long  # type: ignore[union-attr]
     assert (
-        max(map(len, nixl_notes.pieces("a" * 256, 1, "a" * 256, [(2**62 - 1, 2**40)] * 7000)))
+        max(map(len, nixl_notes.piece_notes("a" * 256, 1, "a" * 256, [(2**62 - 1, 2**40)] * 7000)))
         < nixl_notes.MAX_NOTE_BYTES
     )
 
@@ -468,7 +472,7 @@ def test_two_agents_made_at_once_are_both_kept_to_the_loopback(
         return SimpleNamespace(backends=["UCX"], register_memory=lambda *_: None)
 
     api = SimpleNamespace(nixl_agent=make_agent, nixl_agent_config=lambda **_: None)
-    monkeypatch.setattr(nixl_agent, "_environment", Lock())
+    monkeypatch.setattr(nixl_agent, "_environment_lock", Lock())
     monkeypatch.setattr(nixl_agent.importlib, "import_module", lambda _: api)
     make = lambda: nixl_agent.Agent("a", Config(), [])  # noqa: E731
     jobs = [threading.Thread(target=make) for _ in range(2)]

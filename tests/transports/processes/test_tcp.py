@@ -26,7 +26,7 @@ from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.memory import HostMemory
 from vllm_disagg.protocol import events
 from vllm_disagg.transports.tcp import notes as tcp_notes
-from vllm_disagg.transports.tcp import sender as tcp_serving
+from vllm_disagg.transports.tcp import sender as tcp_sender
 from vllm_disagg.transports.tcp import transport as tcp
 
 SILENCE = 0.9
@@ -181,16 +181,16 @@ def test_a_source_that_dies_or_freezes_in_the_middle(
 
 
 def freeze_before_the_first_byte(slow: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    send = tcp_serving.TcpSender.send
+    send = tcp_sender.TcpSender.send
 
-    def freeze_first(self: tcp_serving.TcpSender, piece: events.SendPiece) -> None:
+    def freeze_first(self: tcp_sender.TcpSender, piece: events.SendPiece) -> None:
         if piece.reader == slow.worker.name and not is_stopped(slow):
             slow.process.send_signal(signal.SIGSTOP)
             while not is_stopped(slow):
                 time.sleep(0.001)
         send(self, piece)
 
-    monkeypatch.setattr(tcp_serving.TcpSender, "send", freeze_first)
+    monkeypatch.setattr(tcp_sender.TcpSender, "send", freeze_first)
 
 
 def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
@@ -261,15 +261,15 @@ def test_a_reader_that_is_killed_holds_blocks_for_no_lease(
         d("outcome"), outcome(p)
 
     def kill_first(
-        self: tcp_serving.TcpSender,
+        self: tcp_sender.TcpSender,
         piece: events.SendPiece,
-        send: object = tcp_serving.TcpSender.send,
+        send: object = tcp_sender.TcpSender.send,
     ) -> None:
         d.process.kill()
         d.process.wait()
         send(self, piece)  # type: ignore[operator]
 
-    monkeypatch.setattr(tcp_serving.TcpSender, "send", kill_first)
+    monkeypatch.setattr(tcp_sender.TcpSender, "send", kill_first)
     prefill(p, transfer := name(), TOKENS)
     d(f"want {transfer} {TOKENS} {worker}")
     assert outcome(p, 15) == events.ReleaseBlocks(transfer, delivered=False)
@@ -286,7 +286,7 @@ def test_a_damaged_piece_is_asked_for_again(
         prefill(p, transfer := name(), 48)
         want(d, transfer, 48, p.worker)
         assert outcome(d).reason is None and outcome(p)  # type: ignore[union-attr]
-    true, damaged = tcp_serving.hasher, []
+    true, damaged = tcp_sender.hasher, []
 
     def hasher(transfer: str) -> object:
         damaged.append(transfer)
@@ -295,7 +295,7 @@ def test_a_damaged_piece_is_asked_for_again(
             state.update(b"another byte")
         return state
 
-    monkeypatch.setattr(tcp_serving, "hasher", hasher)
+    monkeypatch.setattr(tcp_sender, "hasher", hasher)
     wipe(ours)
     prefill(p, transfer := name(), TOKENS)
     want(d, transfer, TOKENS, p.worker)
@@ -311,7 +311,7 @@ def given_tickets(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         given.append(os.urandom(size))
         return given[-1]
 
-    monkeypatch.setattr(tcp_serving, "secrets", SimpleNamespace(token_bytes=token_bytes))
+    monkeypatch.setattr(tcp_sender, "secrets", SimpleNamespace(token_bytes=token_bytes))
     return given
 
 
@@ -324,14 +324,14 @@ def test_who_has_no_ticket_gets_nothing(
     prefill(p, transfer := name(), 48)
     d(f"want {transfer} 48 {msgspec.json.encode(p.worker).decode()}")
     d("outcome"), outcome(p)
-    serving = p._carriers["tcp"]._serving  # type: ignore[attr-defined]
+    serving = p._carriers["tcp"]._sender  # type: ignore[attr-defined]
     end = time.monotonic() + 10
-    while not serving._readers:
+    while not serving._receivers:
         assert time.monotonic() < end
         time.sleep(0.01)
-    assert shown and not serving._tickets.keys() & set(shown)
-    (reader,) = serving._readers.values()
-    for door in list(serving._doors.values()):
+    assert shown and not serving._tokens.keys() & set(shown)
+    (reader,) = serving._receivers.values()
+    for door in list(serving._listeners.values()):
         for said in (b"", b"x" * tcp_notes.TOKEN_BYTES, b"x" * 100_000, *shown):
             with socket.socket(door.family) as stranger:
                 stranger.settimeout(5)
@@ -342,13 +342,13 @@ def test_who_has_no_ticket_gets_nothing(
                     assert stranger.recv(100) == b""
                 except OSError as error:  # it was sent off before we had said all
                     assert error.errno in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN)
-    assert list(serving._readers.values()) == [reader] and not serving._guests
-    crowd = [socket.socket(socket.AF_UNIX) for _ in range(tcp_serving.MAX_PENDING_CONNECTIONS + 5)]
+    assert list(serving._receivers.values()) == [reader] and not serving._pending
+    crowd = [socket.socket(socket.AF_UNIX) for _ in range(tcp_sender.MAX_PENDING_CONNECTIONS + 5)]
     for stranger in crowd:
-        stranger.connect(f"{serving._folder}/data")
+        stranger.connect(f"{serving._socket_folder}/data")
     end = time.monotonic() + 5
-    while len(serving._guests) != tcp_serving.MAX_PENDING_CONNECTIONS:
-        assert time.monotonic() < end, len(serving._guests)
+    while len(serving._pending) != tcp_sender.MAX_PENDING_CONNECTIONS:
+        assert time.monotonic() < end, len(serving._pending)
         time.sleep(0.01)
     for stranger in crowd:
         stranger.close()
@@ -360,18 +360,18 @@ def test_a_door_that_lets_nobody_in_is_opened_anew(
     """As without a file descriptor left; who waits at it must not keep P awake."""
     p, d = start(memory(4096, 1)), peer(4096, seed=None)
     worker = msgspec.json.encode(p.worker).decode()
-    let_in, shut = tcp_serving.TcpSender._let_in, []
+    let_in, shut = tcp_sender.TcpSender._accept, []
 
     class Full:
         def accept(self) -> None:
             raise OSError(24, "Too many open files")
 
-    def once(self: tcp_serving.TcpSender, door: socket.socket) -> None:
-        folder = self._folder
+    def once(self: tcp_sender.TcpSender, door: socket.socket) -> None:
+        folder = self._socket_folder
         let_in(self, door if shut else Full())  # type: ignore[arg-type]
         shut.append(os.path.exists(folder))
 
-    monkeypatch.setattr(tcp_serving.TcpSender, "_let_in", once)
+    monkeypatch.setattr(tcp_sender.TcpSender, "_accept", once)
     end = time.monotonic() + 15
     while not d("landed").get("tcp"):  # type: ignore[attr-defined]
         assert time.monotonic() < end, shut
@@ -459,7 +459,7 @@ def test_encryption_and_one_side_without(
 
 def test_notes_that_make_no_sense() -> None:
     door = tcp_notes.Listening(1, "127.0.0.1", 80, "/tmp/data", b"t" * tcp_notes.TOKEN_BYTES)
-    assert tcp_notes.decode_at_decode(tcp_notes.encode(door)) == door
+    assert tcp_notes.decode_sender_note(tcp_notes.encode(door)) == door
     for bad in (
         b"",
         b"\xc1",
@@ -467,11 +467,11 @@ def test_notes_that_make_no_sense() -> None:
         tcp_notes.encode(tcp_notes.TcpHello(1)),
     ):
         with pytest.raises(BadMessage):
-            tcp_notes.decode_at_decode(bad)
+            tcp_notes.decode_sender_note(bad)
         with pytest.raises(BadMessage):
             tcp_notes.decode_head(bad)
     with pytest.raises(BadMessage):
-        tcp_notes.decode_at_prefill(tcp_notes.encode(door))
+        tcp_notes.decode_receiver_note(tcp_notes.encode(door))
 
 
 def test_a_piece_whose_source_makes_room_for_another_as_it_comes_ends(
@@ -502,12 +502,12 @@ def test_a_piece_that_stops_in_the_middle_ends(start: Callable[..., Driver]) -> 
         d._carriers["tcp"],
         time.monotonic() + 60,
     )  # so that D's own thread finds nothing to do
-    source.moved, source.due = then, then + 60
-    source.is_inside = True
-    carrier._look_at(source, then + SILENCE - 0.1)  # type: ignore[attr-defined]
-    assert source.way is tcp.TcpState.UP
-    carrier._look_at(source, then + SILENCE + 0.1)  # type: ignore[attr-defined]
-    assert source.connection is None and source.way is tcp.TcpState.DOWN
+    source.last_progress, source.piece_deadline = then, then + 60
+    source.is_in_piece = True
+    carrier._check_deadlines(source, then + SILENCE - 0.1)  # type: ignore[attr-defined]
+    assert source.state is tcp.TcpState.UP
+    carrier._check_deadlines(source, then + SILENCE + 0.1)  # type: ignore[attr-defined]
+    assert source.connection is None and source.state is tcp.TcpState.DOWN
 
 
 def by_tcp_once(p: Driver, d: Driver) -> tcp.TcpSource:
@@ -525,12 +525,17 @@ def test_a_piece_that_takes_too_long_ends_at_both_ends(start: Callable[..., Driv
     """However often a byte comes: `due` is its number."""
     p, d = start(memory(4096, 1)), start(memory(4096, None))
     source = by_tcp_once(p, d)
-    serving = p._carriers["tcp"]._serving  # type: ignore[attr-defined]
-    (reader,), now = serving._readers.values(), time.monotonic()
-    assert tcp_notes.due(now, 10**6, 2.0) == now + 2.0 + 10**6 / tcp_notes.MIN_BYTES_PER_SECOND
+    serving = p._carriers["tcp"]._sender  # type: ignore[attr-defined]
+    (reader,), now = serving._receivers.values(), time.monotonic()
+    assert (
+        tcp_notes.piece_deadline(now, 10**6, 2.0)
+        == now + 2.0 + 10**6 / tcp_notes.MIN_BYTES_PER_SECOND
+    )
     reader.queue.append(events.SendPiece("t", "d", "tcp:1", 0, Extent(0, 1, 0, 16), [0]))
-    reader.moved, reader.due = now + 5, now - 1
-    assert list(serving.happened(())) == [events.SendCompleted("t", "d")] and not serving._readers
-    source.is_inside, source.moved, source.due = True, now + 5, now - 1
-    d._carriers["tcp"]._look_at(source, now)  # type: ignore[attr-defined]
-    assert source.connection is None and source.way is tcp.TcpState.DOWN
+    reader.last_progress, reader.piece_deadline = now + 5, now - 1
+    assert (
+        list(serving.poll_events(())) == [events.SendCompleted("t", "d")] and not serving._receivers
+    )
+    source.is_in_piece, source.last_progress, source.piece_deadline = True, now + 5, now - 1
+    d._carriers["tcp"]._check_deadlines(source, now)  # type: ignore[attr-defined]
+    assert source.connection is None and source.state is tcp.TcpState.DOWN

@@ -271,7 +271,7 @@ def test_the_pair_unused_for_longest_makes_room(
     number = 0
     for p in (first, second, first):
         number = until_by_gloo(d, p, number)
-        up = [source for source, end in carrier._sources.items() if end.state.name == "UP"]  # type: ignore[attr-defined]
+        up = [source for source, end in carrier._senders.items() if end.state.name == "UP"]  # type: ignore[attr-defined]
         assert up == [p.worker.name]
         time.sleep(1.1)  # the back-off of the one that was closed
 

@@ -75,7 +75,7 @@ def sent(carrier: Any, count: int, seconds: float) -> int:
     ended, end = 0, time.monotonic() + seconds
     while ended < count and time.monotonic() < end:
         carrier.control.answer_zap()
-        ended += len(list(carrier.happened(())))
+        ended += len(list(carrier.poll_events(())))
         time.sleep(0.005)
     return ended
 
@@ -98,7 +98,7 @@ def test_what_waits_for_a_reader_that_has_gone_ends(carrier: ZmqTransport) -> No
     assert ended < 8
     reader.sockets.close()
     assert ended + sent(carrier, 8 - ended, 5.0) == 8
-    assert carrier.next_look() is None
+    assert carrier.next_deadline() is None
 
 
 def test_a_reader_that_never_comes_costs_one_checksum_a_piece(
@@ -169,7 +169,7 @@ def test_more_sources_than_there_is_room_for() -> None:
 def test_a_source_without_an_address_is_none(caplog: pytest.LogCaptureFixture) -> None:
     sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
     assert sockets.connect(WorkerInfo("p/0", "nowhere", "nowhere")) is None
-    assert not sockets.links and "nowhere cannot be reached" in caplog.text
+    assert not sockets.links and "connecting to nowhere failed" in caplog.text
     sockets.close()
 
 
@@ -191,9 +191,9 @@ def heard(sockets: control.Control, seconds: float, wanted: int = 1) -> int:
         sockets.poller.poll(10)
         sockets.answer_zap()
         for message in control.receive(sockets.router):
-            sockets.strangers.heard(message)
+            sockets.silent_connections.on_message(message)
             count += 1
-        sockets.bound_strangers()
+        sockets.close_excess_connections()
     return count
 
 
@@ -269,12 +269,14 @@ def test_members_that_were_not_heard_yet_are_no_strangers() -> None:
         link.connect(sockets.address)
         link.send(b"hello")
     end = time.monotonic() + 20
-    while len(sockets.strangers._young) < count:  # ZAP is answered, and nothing is read
-        assert time.monotonic() < end, len(sockets.strangers._young)
+    while (
+        len(sockets.silent_connections._accepted_at) < count
+    ):  # ZAP is answered, and nothing is read
+        assert time.monotonic() < end, len(sockets.silent_connections._accepted_at)
         sockets.answer_zap()
-        sockets.strangers._learn()
+        sockets.silent_connections._read_monitor_events()
         time.sleep(0.01)
-    sockets.bound_strangers()
+    sockets.close_excess_connections()
     assert heard(sockets, 5.0, count) == count
     assert not any(monitor.poll(0) for monitor in lost), "none was shut down"
     for link in links:
@@ -299,12 +301,12 @@ def test_who_has_left_is_not_counted_and_lends_its_place_to_nobody(
 
     def come(young: int) -> socket.socket:
         made = socket.create_connection((host, int(port)))
-        serve(lambda: len(sockets.strangers._young) == young)
+        serve(lambda: len(sockets.silent_connections._accepted_at) == young)
         return made
 
     gone, oldest = come(1), come(2)
     gone.close()
-    serve(lambda: len(sockets.strangers._young) == 1)
+    serve(lambda: len(sockets.silent_connections._accepted_at) == 1)
     newer = come(2)
     newest = socket.create_connection((host, int(port)))
     serve(lambda: is_closed(oldest))

@@ -109,7 +109,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("links are never closed", "transports/zmq/control.py", "if len(self.links) <= MAX_LINKS:", "if True:"),
     ("silent connections are not bounded", "transports/zmq/half_open.py", "while len(self._accepted_at) > MAX_SILENT_CONNECTIONS:", "while False:"),
     ("a member is taken for a stranger", "transports/zmq/half_open.py", "            self._accepted_at.pop(int(message[-1].get(zmq.SRCFD)), None)\n", "            pass\n"),
-    ("D takes bytes that were damaged on Gloo", "transports/collective/worker.py", "        ok = checksum(write.transfer, [frame]) == expected\n", "        ok = True\n", "tests/transports/processes/test_two_sided.py::test_a_damaged_piece_is_asked_for_again"),
+    ("D takes bytes that were damaged on Gloo", "transports/collective/worker.py", "        ok = checksum(write.transfer, [frame]) == expected\n", "        ok = True\n", "tests/transports/processes/test_collective.py::test_a_damaged_piece_is_asked_for_again"),
     ("more communicators than there is room for", "transports/collective/transport.py", "        if len(is_open) < MAX_LINKS_PER_DIRECTION:\n", "        if True:\n"),
     ("D reads from who is not whom it thinks", "transports/nixl/transport.py", "        if first != nonce or last != nonce:\n", "        if False:\n", "tests/transports/processes/test_nixl.py::test_a_worker_whose_memory_is_not_what_it_said_is_not_read_from"),
     ("D reads outside what P has registered", "transports/nixl/transport.py", "if note.agent != info.agent or not notes.is_inside(note.runs, info.regions):", "if note.agent != info.agent:", "tests/transports/processes/test_nixl.py::test_what_a_source_says_is_checked"),

@@ -3,8 +3,8 @@
 Messages always go over the control channel, whichever transport moves the bytes. A receiver names
 in its TransferRequest the address at which it accepts bytes: `<transport>:<what it needs>`.
 
-ZMQ is always available. Another transport comes up beside ZMQ and reports it as
-`TransportChanged`; when that transport breaks, ZMQ takes over.
+ZMQ is always available. Another transport connects later and reports that as `TransportChanged`;
+when that transport breaks, ZMQ takes over.
 
 No method here blocks, and none raises for what a peer does.
 """
@@ -130,7 +130,7 @@ class Transport(Protocol):
 
 
 def machine_id() -> str:
-    """Return an id of this machine until its next boot, so that its workers recognise each other."""
+    """Return an id of this machine until its next boot; workers on one machine have the same."""
     try:
         return BOOT_ID_PATH.read_text().strip()
     except OSError:

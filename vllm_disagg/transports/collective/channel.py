@@ -65,7 +65,7 @@ class PairRequest(msgspec.Struct, frozen=True, tag="pair"):
 
 
 class LinkParameters(msgspec.Struct, frozen=True, tag="meet"):
-    """Either end: data of its link that the other link needs to connect."""
+    """Either end: data of its link, without which the other link cannot connect."""
 
     epoch: Count
     blob: Annotated[bytes, msgspec.Meta(max_length=16384)]
@@ -358,6 +358,7 @@ class SenderEnd(ChannelEnd):
     def _pair(self, event: PairRequest, now: float) -> list[SenderEndAction]:
         if event.epoch <= self.epoch:
             return []  # a late note of an earlier epoch
+        # The receiver closed its end of the last epoch already, so it needs no ChannelBroken.
         ended = self._break("the receiver pairs again", notify=False)
         self.begin(event.epoch, now)
         return [*ended, OpenLink(event.epoch, event.slot)]
@@ -366,6 +367,7 @@ class SenderEnd(ChannelEnd):
         if event.epoch != self.epoch or self.state is not ChannelState.UP:
             # The receiver learns, or has learnt, that this epoch is over, and asks again.
             return [SendFinished(event.piece)]
+        # An idle channel makes no progress; its time counts from this request on.
         if self.is_idle:
             self.last_progress = max(self.last_progress, now)
         self.waiting.append(event.piece)
@@ -386,9 +388,11 @@ class SenderEnd(ChannelEnd):
         piece = self.gathering.pop((event.epoch, event.seq))
         if event.epoch != self.epoch or self.state is not ChannelState.UP:
             return [SendFinished(piece)]
+        # The order of sends is broken if one is left out, so the whole epoch must end.
         if event.size < 0:
             reason = f"piece {piece.number} of {piece.transfer} does not fit into a slot"
             return [SendFinished(piece), *self._break(reason)]
+        # Nothing was in flight before: `patience` counts from this piece on.
         if not self.announced:
             self.last_progress = now
         # The send may have completed before the gather was looked at; then its slot is free.
@@ -415,6 +419,7 @@ class SenderEnd(ChannelEnd):
         actions: list[SenderEndAction] = [CloseLink(self.epoch, why)]
         for piece in self.waiting:
             actions.append(SendFinished(piece))
+        # `gathering` stays: those blocks are still being read.
         self.state = ChannelState.CLOSED
         self.waiting.clear()
         self.slots.clear()
@@ -508,6 +513,7 @@ class ReceiverEnd(ChannelEnd):
     def _connect(self, now: float) -> list[ReceiverEndAction]:
         if self.state is not ChannelState.CLOSED or now < self.retry_at:
             return []
+        # A new number, so that late events of the last epoch have no effect.
         self.begin(self.epoch + 1, now)
         self.is_link_up = False
         self.is_sender_ready = False
@@ -517,6 +523,7 @@ class ReceiverEnd(ChannelEnd):
         is_complete = self.is_link_up and self.is_sender_ready
         if not is_complete or self.state is not ChannelState.OPENING:
             return []
+        # Only now both ends can execute operations, so only now pieces may be asked for here.
         self.state = ChannelState.UP
         self.last_progress = now
         return [ChangeRoute(self.epoch)]
@@ -524,6 +531,7 @@ class ReceiverEnd(ChannelEnd):
     def _on_piece(self, event: ChannelPiece, now: float) -> list[ReceiverEndAction]:
         if self.state is not ChannelState.UP:
             return self._break("a piece was announced before the channel was up", now)
+        # A note was lost: from here on, receives would take the bytes of other pieces.
         if event.seq != self.seq:
             return self._break(f"piece {event.seq} was announced where {self.seq} was due", now)
         if not 0 < event.size <= self.slot:
@@ -537,6 +545,7 @@ class ReceiverEnd(ChannelEnd):
         while self.queued and self.free:
             piece = self.queued.popleft()
             slot = self.free.pop()
+            # Nothing was in flight before: `patience` counts from this piece on.
             if not self.posted:
                 self.last_progress = now
             self.posted[piece.seq] = piece, slot
@@ -546,6 +555,7 @@ class ReceiverEnd(ChannelEnd):
     def _on_completed(self, event: SlotCompleted, now: float) -> list[ReceiverEndAction]:
         piece, slot = self.posted.pop(event.seq)
         self.last_progress = now
+        # Only a piece that came proves that the channel works; pairing alone does not.
         self.backoff = BACKOFF_SECONDS[0]
         return [DeliverSlot(self.epoch, slot, piece)]
 

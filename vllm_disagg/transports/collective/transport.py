@@ -3,8 +3,8 @@
 `channel` keeps the order of operations, `worker` makes the library's calls; this module joins both
 to the driver.
 
-There is one channel per sender from which this worker reads (as rank 1), and one per receiver that
-reads from it (as rank 0). Data flows one way in each.
+There is one channel per sender, in which this worker is rank 1. There is one per receiver, in which
+it is rank 0. Data flows one way in each.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..base import DriverPort, TransportEvent
 from . import channel
 from .worker import MAX_COMMUNICATORS, CollectiveWorker, MakeLink, Staging
 
-log = logging.getLogger("vllm_disagg.two_sided")
+log = logging.getLogger("vllm_disagg.collective")
 
 # Communicators in each direction; the one unused for longest is evicted for another.
 MAX_LINKS_PER_DIRECTION = MAX_COMMUNICATORS // 4
@@ -61,6 +61,7 @@ class CollectiveTransport:
         self._delivered: tuple[str, channel.DeliverSlot] | None = None
         # Calls handed over by other threads, to be made in the driver's thread.
         self._calls: deque[Callable[[], None]] = deque()
+        # Other threads cannot signal the driver's poller except through a descriptor.
         self._wake_up, self._woken = socket.socketpair()
         for end in (self._wake_up, self._woken):
             end.setblocking(False)
@@ -103,6 +104,8 @@ class CollectiveTransport:
         assert self._delivered is not None
         sender, delivery = self._delivered
         self._delivered = None
+        # The slot is looked up now: the link may be closed before the job runs, and the slot then
+        # still belongs to this piece.
         source = self._worker.slot((READS, sender, delivery.epoch), delivery.slot)
         size = delivery.piece.size
 
@@ -110,6 +113,7 @@ class CollectiveTransport:
             if ok:
                 self._port.counters.count_received(self._name, size)
             self._events.append(PieceWritten(write.transfer, write.number, ok))
+            # Of an epoch that has ended, SlotFreed has no effect.
             freed = channel.SlotFreed(delivery.epoch, delivery.slot)
             self._handle_as_receiver(sender, freed)
 
@@ -149,7 +153,7 @@ class CollectiveTransport:
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def on_receiver_note(self, receiver: str, data: bytes) -> None:
-        """Handle a note of a receiver; a PairRequest may be refused for want of room."""
+        """Handle a note of a receiver; a PairRequest is refused where no room can be made."""
         try:
             note = channel.decode_receiver_note(data)
         except BadMessage as error:
@@ -257,6 +261,7 @@ class CollectiveTransport:
         self._worker.open(key, action.slot, rank, self._reporter(role, peer))
 
     def _close_link(self, role: str, peer: str, action: channel.CloseLink) -> None:
+        # Idle channels are closed as a rule (`timeout_reason`); other reasons concern an operator.
         is_normal = action.why.startswith("unused")
         level = logging.INFO if is_normal else logging.WARNING
         message = "%s: closed the communicator that %s %s: %s"
@@ -265,6 +270,7 @@ class CollectiveTransport:
 
     def _admit(self, receiver: str) -> bool:
         """Return whether this receiver may pair; remember it as the latest."""
+        # Taken out and put back, so that the latest stands at the end of the dict.
         end = self._receivers.pop(receiver, None)
         if end is None:
             end = channel.SenderEnd(self._port.config.silence)
@@ -330,7 +336,7 @@ class CollectiveTransport:
 
 
 def _overdue(ends: Mapping[str, ChannelEnd], now: float) -> list[str]:
-    """Return the peers whose channels need a ChannelTick."""
+    """Return the peers to which a ChannelTick is due."""
     overdue = []
     for peer, end in ends.items():
         deadline = end.next_deadline()

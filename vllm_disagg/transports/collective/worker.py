@@ -23,7 +23,7 @@ from ...kv.memory import Memory, checksum
 from ...protocol.events import SendPiece, WritePiece
 from .channel import SLOTS_PER_CHANNEL, LinkEvent, LinkFailed, SlotGathered
 
-log = logging.getLogger("vllm_disagg.mover")
+log = logging.getLogger("vllm_disagg.collective")
 
 POLL_SECONDS = 0.0002  # between checks of operations that do not signal their end
 CLOSE_SECONDS = 3.0  # that the aborts of a worker that ends may take
@@ -164,7 +164,9 @@ class CollectiveWorker:
         self._links: dict[Key, _OpenLink] = {}
         self._closing: list[_OpenLink] = []
         self._pending: list[_Pending] = []
-        self._thread = threading.Thread(target=self._run, name="vllm-disagg-mover", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="vllm-disagg-collective", daemon=True
+        )
         self._thread.start()
 
     # Called by the driver's thread ----------------------------------------------------------------
@@ -239,6 +241,7 @@ class CollectiveWorker:
                 # A bug of this project: the link concerned has its deadline, the others go on.
                 log.critical("collective worker: a job failed", exc_info=error)
             is_busy = self._poll()
+        # A library's thread that runs on when Python ends may take the process down.
         for key in list(self._links):
             self._close_link(key)
         end = time.monotonic() + CLOSE_SECONDS
@@ -248,6 +251,7 @@ class CollectiveWorker:
 
     def _poll(self) -> bool:
         """Check everything under way; return whether to check again soon."""
+        # `_finish` puts copies that have not ended into the new list.
         pending = self._pending
         self._pending = []
         for copy in pending:
@@ -317,6 +321,7 @@ class CollectiveWorker:
             else:
                 report(SlotGathered(epoch, seq, size, digest))
 
+        # The send may be posted at once: the link orders it behind the gather.
         self._finish(_Pending(poll, gathered, None))
         self._use(key, lambda opened: opened.link.send(seq, opened.slots[slot], size))
 
@@ -355,6 +360,7 @@ class CollectiveWorker:
         opened = self._links.pop(key, None)
         if opened is None:
             return
+        # The slots stay referenced until the abort has ended, because the library may write there.
         self._closing.append(opened)
         try:
             opened.link.close()

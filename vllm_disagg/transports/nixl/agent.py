@@ -10,7 +10,7 @@ found):
   not mean that the other descriptors of the read have ended. Only when the whole agent is gone
   (`close`), nothing can be written any more.
 * UCX authenticates no peer. So UCX is restricted to the loopback or to RDMA devices, unless the
-  user's own settings say otherwise (`environment`).
+  user has set UCX's variables (`environment`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class NixlError(Exception):
-    """A failure of NIXL or UCX, in the words of the library."""
+    """A failure of NIXL or UCX; the text is the library's."""
 
 
 def unavailable_reason(config: Config) -> str:
@@ -108,7 +108,7 @@ class Agent:
         self._open: set[Read] = set()
 
     def buffer(self, size: int) -> npt.NDArray[np.uint8]:
-        """Return new registered memory, which lives as long as the agent."""
+        """Return new memory, registered as long as the agent exists."""
         made = np.zeros(size, np.uint8)
         with _nixl_errors():
             self._agent.register_memory([(made.ctypes.data, size, 0, "")], "DRAM")
@@ -148,6 +148,7 @@ class Agent:
         except NixlError as error:
             raise NixlRefused(str(error)) from None
         read = Read(handle)
+        # Before posting: a read whose posting fails may be under way, and `close` must release it.
         self._open.add(read)
         with _nixl_errors():
             return None if self._ended(read, self._agent.transfer(handle)) else read
@@ -203,9 +204,9 @@ class NixlRefused(NixlError):
 
 
 class Job(Generic[T]):
-    """A slow call, made once by a thread of its own.
+    """A slow call, made once by a thread started for it.
 
-    After the end, either `result` is set or `error` says why not. `error` is text only: a traceback
+    After the end, either `result` is set or `error` is the reason why not. `error` is text only: a traceback
     would refer to the agent.
     """
 

@@ -1,8 +1,8 @@
 """Proves whether reads from a sender are truly one-sided, and measures their speed. Pure.
 
 Where UCX emulates one-sided reads (TCP), a read ends only when the sender's process lets UCX work.
-Such a path is never used. There, a reply that cannot be sent is fatal to UCX, so one receiver that
-dies would end a prefill engine.
+Such a path is never used. There, a reply that cannot be sent is fatal to UCX. One receiver
+that dies would end a prefill engine.
 
 The duration of a read proves nothing on a busy machine. So the sender counts how often it lets UCX
 work, and reports the count on request. States of a probe (`ProbeStep`):
@@ -107,6 +107,7 @@ class OneSidedProbe:
         """Handle the end of a read that took so many seconds."""
         if self.step is ProbeStep.CONNECTING:
             self._wait(now)
+        # A helped read proves nothing: it may be due to a connection that comes up.
         elif self.helped:
             self.tries += 1
             self._wait(now)
@@ -125,6 +126,7 @@ class OneSidedProbe:
 
     def on_count(self, turn: int, count: int, now: float) -> None:
         """Handle the sender's count of how often it has let UCX work."""
+        # An answer to an earlier question may be older than the reads since.
         if turn != self.turn:
             return
         if self.step is ProbeStep.COUNTING:

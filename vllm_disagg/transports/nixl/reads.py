@@ -1,7 +1,7 @@
 """Open reads of one NIXL agent, and how agents are closed.
 
 A read that hangs may still write into blocks and cannot be cancelled (agent.py). So when one read
-fails or does not end in time, the whole agent is closed, by a thread made for it. The reads of the
+fails or does not end in time, a thread made for that closes the whole agent. The reads of the
 agent end only when the agent is gone.
 """
 
@@ -74,6 +74,7 @@ class Reads:
         """
         started_at = time.monotonic()
         size = sum(size for _, size in runs[0])
+        # The reads before this one may take the path's whole rate.
         bytes_ahead = sum(opened.size for opened in self.open)
         deadline = started_at + self._silence + (size + bytes_ahead) / MIN_BYTES_PER_SECOND
         opened = OpenRead(source, size, started_at, deadline, write, buffer)
@@ -158,7 +159,7 @@ class Closings:
         self._given_up.append((reads.agent, writes))
 
     def poll_events(self) -> Iterator[PieceWritten]:
-        """Start closings, and yield a failed PieceWritten for each read of an agent that is gone."""
+        """Start closings; yield a failed PieceWritten for each read of an agent that is gone."""
         self._start()
         for closing in list(self._closing):
             job, writes = closing

@@ -29,7 +29,7 @@ MAX_REASON_CHARACTERS = 500
 class NixlSender:
     """Lets receivers read this worker's blocks.
 
-    The agent is made at the start by a thread of its own, and stays. `_helped` counts the times
+    A thread makes the agent at the start; the agent stays. `_helped` counts the times
     that UCX was let work; `_help_until` is when that ends.
     """
 

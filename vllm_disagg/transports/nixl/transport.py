@@ -22,10 +22,10 @@ States of a receiver's path to one sender (`PathState`):
 
 The sender does not see when it is read, and need not: Confirm rejects bytes that were read too
 late. The receiver's half is the dangerous one, because a read that hangs may still write into
-blocks (reads.py). So if one read fails or does not end in time, the whole agent is closed. All reads
-of this worker then end in PieceWritten when the agent is gone. Until then, and until the paths have
-been probed again, pieces come by another transport. A second agent serves receivers, and none of
-that concerns it.
+blocks (reads.py). So if one read fails or does not end in time, the whole agent is closed. All
+reads of this worker then end in PieceWritten when the agent is gone. Until then, and until the
+paths have been probed again, pieces come by another transport. A second agent serves receivers; it
+stays open.
 
 Threads: an agent is made and closed by a thread for just that, which may take seconds. All other
 work is done in the driver's thread. While no read is open, nothing runs.
@@ -109,7 +109,7 @@ class NixlReady:
 
 @dataclass
 class _LocatedPiece:
-    """A piece whose runs in the sender's memory are all known."""
+    """A piece, with all its runs in the sender's memory."""
 
     source: NixlSource
     transfer: str
@@ -260,6 +260,7 @@ class NixlTransport:
         except NixlError as error:
             self._lose(source, f"UCX finds no path to the peer ({error}); {_devices()}")
             return
+        # The metadata names another agent than the note that carries it.
         if peer != info.agent:
             agent.remove(peer)
             raise BadMessage(f"metadata of {peer!r} for {info.agent!r}")
@@ -293,6 +294,7 @@ class NixlTransport:
         if buffer is None:
             self._lose(source, "registering memory for the test read failed")
             return
+        # An earlier read may have left the nonce in this buffer.
         buffer[:size] = 0
         runs = ([(buffer.ctypes.data, size)], [(address, size)])
         opened = self._read(source, runs, None, buffer)
@@ -300,7 +302,7 @@ class NixlTransport:
             self._on_test_read(source, opened, time.monotonic())
 
     def _on_test_read(self, source: NixlSource, opened: OpenRead, now: float) -> None:
-        """Check the nonce at both ends of what a test read has read."""
+        """Check the nonce at both ends of the bytes of a test read."""
         assert self._ready is not None and opened.buffer is not None
         self._ready.reads.give_back(opened.buffer)
         is_trying = source.state is PathState.TRYING
@@ -360,6 +362,7 @@ class NixlTransport:
             del source.runs[piece]
             runs = [run for _, part in sorted(runs_by_index.items()) for run in part]
             self._located.append(_LocatedPiece(source, note.transfer, note.number, runs))
+        # Notes may be lost, so incomplete pieces are bounded.
         while len(source.runs) > MAX_SOURCES:
             del source.runs[next(iter(source.runs))]
 
@@ -414,7 +417,7 @@ class NixlTransport:
         return reads.open[-1]  # which ends when the agent is gone
 
     def _finish(self, opened: OpenRead, write: WritePiece) -> bool:
-        """Handle the end of a piece's read; return whether its bytes are in the blocks."""
+        """Handle the end of a piece's read; return whether all bytes are in the blocks."""
         ok = True
         if opened.buffer is not None:
             frame = memoryview(opened.buffer[: opened.size])  # type: ignore[arg-type]
@@ -447,6 +450,7 @@ class NixlTransport:
         """Begin the attempts that waited for the agent, once it is made or has failed."""
         if self._making is None or not self._making.is_over:
             return
+        # On failure `_ready` stays None, and the next `_begin` makes another agent.
         making = self._making
         self._making = None
         self._ready = making.result
@@ -572,6 +576,7 @@ class NixlTransport:
         Raises NixlError if a read may still write into blocks after CLOSE_SECONDS.
         """
         self._sender.close()
+        # The sender's agent only reads out of blocks, so nothing waits for its end.
         if self._ready is not None:
             self._closings.give_up(self._ready.reads)
         self._closings.finish()

@@ -7,8 +7,8 @@ A receiver's connection passes through these states:
     TcpReceiver             the token was valid; pieces are queued and sent here
     closed                  broken, stalled, or replaced by a newer connection of that receiver
 
-The driver's thread copies pieces from the KV cache into the kernel, one frame at a time, hashing
-each frame on the way. No call here waits.
+The driver's thread copies pieces from the KV cache into the kernel, one frame at a time, and hashes
+each frame before. No call here waits.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class TcpReceiver:
     """A receiver's connection, and the pieces being sent to it.
 
     `last_progress` is when the receiver last accepted bytes, or when its queue last became
-    non-empty. The first piece of `queue` is being sent: `unsent` is what remains of its current
-    part, `parts` yields the parts after that, and `piece_deadline` is when all must be accepted.
+    non-empty. The first piece of `queue` is being sent. `unsent` is the rest of its current part,
+    and `parts` yields the parts after that. By `piece_deadline` all must be accepted.
     """
 
     name: str
@@ -101,6 +101,7 @@ class TcpSender:
             refusal = notes.encode(notes.NotListening(piece.address))
             self._port.send_to_receiver(piece.reader, refusal)
             return
+        # An idle connection makes no progress; its time counts from this piece on.
         if not receiver.queue:
             receiver.last_progress = time.monotonic()
         receiver.queue.append(piece)
@@ -124,6 +125,7 @@ class TcpSender:
             return
         inet_listener = next(iter(self._listeners.values()))
         host, port, *_ = inet_listener.getsockname()
+        # The token binds a connection to the receiver that asked over the control channel.
         token = secrets.token_bytes(notes.TOKEN_BYTES)
         self._tokens[token] = receiver, note.attempt
         while len(self._tokens) > MAX_TOKENS:
@@ -225,6 +227,7 @@ class TcpSender:
         """
         connection = self._pending[fd].connection
         try:
+            # `pop`: a token is valid once.
             receiver, attempt = self._tokens.pop(connection.recv(notes.TOKEN_BYTES))
             connection.send(notes.ACCEPTED)
         except (OSError, KeyError):
@@ -267,6 +270,7 @@ class TcpSender:
                 sent = receiver.connection.send(receiver.unsent)
                 receiver.unsent = receiver.unsent[sent:]
                 receiver.last_progress = time.monotonic()
+            # The turn is over with pieces left: POLLOUT brings the next turn.
             is_full = bool(receiver.queue)
         except BlockingIOError:
             is_full = True

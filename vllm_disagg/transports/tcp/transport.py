@@ -25,8 +25,8 @@ States of a receiver's path to one sender (`TcpState`):
 On the last transition the connection is closed, which ends all writing into blocks, and ZMQ takes
 over at once. The pause until `retry_at` doubles with each failure, up to MAX_RETRY_SECONDS.
 
-Why not ZMQ alone: ZMQ copies the bytes into memory of its own first, with threads of its own, and
-that is most of its cost. Here, as with NIXL, late or damaged bytes are in the blocks already. They
+Why not ZMQ alone: ZMQ's threads copy the bytes into ZMQ's memory first, and that is most of its
+cost. Here, as with NIXL, late or damaged bytes are in the blocks already. They
 are not used, because no LoadResult reports them.
 """
 
@@ -173,7 +173,7 @@ class TcpTransport:
             and dialling.is_socket(listening.path)
             and os.path.exists(listening.path)
         )
-        # A note must not direct this worker to a third host.
+        # A note must not direct this worker to a third host, where the token would be shown.
         if not is_local and not dialling.is_at(source.worker.control, listening.host):
             self._lose(source, "the sender listens at another address than its control channel")
             return
@@ -224,6 +224,7 @@ class TcpTransport:
         if source.state is TcpState.UP:
             fallback = self._port.fallback_address
             self._events.append(TransportChanged(source.worker.name, fallback, lost=True))
+        # Every order ends in one PieceWritten.
         if source.write is not None:
             self._events.append(PieceWritten(source.write.transfer, source.write.number, False))
         source.failures += 1
@@ -330,11 +331,13 @@ class TcpTransport:
             state.update(view)
         expected = bytearray(notes.CHECKSUM_BYTES)
         yield memoryview(expected)
+        # Damaged bytes may be in the blocks already. They are not used: `ok` is False.
         ok = state.digest() == expected
         if ok and buffer is not None:
             ok = self._port.memory.write(write.extent, write.blocks, [buffer], write.theirs)
         if ok:
             self._port.counters.count_received("tcp", head.size)
+            # Only a piece that came proves that the path works; connecting alone does not.
             source.failures = 0
         source.write = None
         yield PieceWritten(head.transfer, head.number, ok)

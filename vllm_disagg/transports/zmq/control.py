@@ -3,7 +3,7 @@
 Each worker binds a ROUTER, and connects a DEALER to every worker from which it reads.
 
 CURVE protects every socket, with keys derived from the fleet key. A ZAP handler accepts one client
-key alone. So a peer that has the fleet key is a member of the fleet, and no other peer gets a
+key alone. So a peer that has the fleet key is a member of the fleet. No other peer gets a
 message through.
 
 Every socket has a limit on message size, heartbeats, a handshake limit and no linger. No call here
@@ -88,6 +88,7 @@ class Control:
             if link is None:
                 return None
             self.poller.register(link, zmq.POLLIN)
+        # Taken out above and put back, so that the dict is in order of use.
         self.links[worker.name] = link
         if len(self.links) <= MAX_LINKS:
             return None

@@ -1,7 +1,7 @@
 """Bounds the silent connections of a listening ZMQ socket: those that proved no membership yet.
 
-ZMQ has no such limit. Each connection costs a descriptor until `handshake_ivl` ends it, so a
-thousand silent ones take all descriptors that a process may have.
+ZMQ has no such limit. Each connection costs a descriptor until `handshake_ivl` ends it. A thousand
+silent ones take all descriptors that a process may have.
 
 ZMQ does report the descriptor of each connection, and from which one a message came. Members send
 something at once. So a connection is *silent* until its first message comes, or until the time for

@@ -41,7 +41,7 @@ MAX_GREETING_BYTES = 1024
 
 @dataclass
 class _UnsentPiece:
-    """A piece whose receiver has no connection yet; dropped at `deadline`."""
+    """A piece that waits for its receiver's connection; dropped at `deadline`."""
 
     piece: SendPiece
     message: list[bytes | memoryview]

@@ -17,8 +17,8 @@ from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.protocol import events
-from vllm_disagg.transports.collective import transport as two_sided
-from vllm_disagg.transports.collective import worker as mover
+from vllm_disagg.transports.collective import transport as collective
+from vllm_disagg.transports.collective import worker as collective_worker
 
 ROW = 400_000  # about 100 MB in 8 planes
 TOKENS = BLOCKS * BLOCK_SIZE
@@ -108,13 +108,13 @@ def test_a_damaged_piece_is_asked_for_again(
     """One bit, after P has made its checksum."""
     ours, theirs = memory(4096, None), memory(4096, 1)
     p, d = start(theirs), start(ours)
-    true, damaged = mover.HostStaging.gather, []
+    true, damaged = collective_worker.HostStaging.gather, []
 
     def gather(
-        self: mover.HostStaging,
+        self: collective_worker.HostStaging,
         piece: events.SendPiece,
-        slot: mover.Slot,
-        link: mover.CollectiveLink,
+        slot: collective_worker.Slot,
+        link: collective_worker.CollectiveLink,
     ) -> object:
         made = true(self, piece, slot, link)
         if not damaged:
@@ -122,7 +122,7 @@ def test_a_damaged_piece_is_asked_for_again(
             damaged.append(piece)
         return made
 
-    monkeypatch.setattr(mover.HostStaging, "gather", gather)
+    monkeypatch.setattr(collective_worker.HostStaging, "gather", gather)
     end, number = time.monotonic() + 15, 0
     while not by_gloo(d):
         assert time.monotonic() < end
@@ -265,7 +265,7 @@ def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
 def test_the_pair_unused_for_longest_makes_room(
     start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(two_sided, "MAX_LINKS_PER_DIRECTION", 1)
+    monkeypatch.setattr(collective, "MAX_LINKS_PER_DIRECTION", 1)
     d, first, second = start(memory(64, None)), peer(row=64), peer(row=64)
     carrier = d._carriers["gloo"]
     number = 0

@@ -262,7 +262,7 @@ def test_a_full_ring_delays_and_never_grows() -> None:
     assert world.delivered == set(range(12)) and not world.asked
 
 
-def test_words_for_what_ends_an_epoch() -> None:
+def test_reasons_for_a_broken_epoch() -> None:
     d = pairs.ReceiverEnd(PATIENCE, slot=SLOT)
     d.handle(pairs.ConnectChannel(), 0.0)
     d.handle(pairs.LinkUp(1), 0.1), d.handle(pairs.ChannelReady(1), 0.2)

@@ -53,7 +53,7 @@ def run(other: Other, seconds: float = 60.0, lost: float = 0.0) -> OneSidedProbe
     return trial
 
 
-def test_a_way_that_needs_nobody_is_proved() -> None:
+def test_a_one_sided_path_is_proved() -> None:
     trial = run(Other(emulated=False))
     assert trial.step is ProbeStep.PROVED and trial.best_seconds <= 0.011 and trial.tries == 0
 
@@ -62,11 +62,11 @@ def test_the_end_of_a_connection_coming_up_is_not_emulation() -> None:
     assert run(Other(emulated=False, starts=MAX_PROBE_TRIES - 1)).step is ProbeStep.PROVED
 
 
-def test_answers_that_are_lost_are_asked_for_again() -> None:
+def test_lost_answers_are_requested_again() -> None:
     assert run(Other(emulated=False), lost=0.6).step is ProbeStep.PROVED
 
 
-def test_an_emulated_way_is_never_taken_for_another() -> None:
+def test_an_emulated_path_is_never_proved() -> None:
     """Whoever else lets P's UCX work meanwhile, and however often."""
     assert run(Other(emulated=True)).step is ProbeStep.EMULATED
     for seed in range(100):
@@ -80,12 +80,12 @@ def test_an_emulated_way_is_never_taken_for_another() -> None:
         assert trial.step is not ProbeStep.PROVED, seed
 
 
-def test_help_for_others_proves_nothing_and_blames_nobody() -> None:
+def test_help_for_other_receivers_proves_nothing() -> None:
     assert run(Other(emulated=False, others=1.0)).step not in (ProbeStep.PROVED, ProbeStep.EMULATED)
     assert run(Other(emulated=False, others=0.02), 600).step is ProbeStep.PROVED
 
 
-def test_an_answer_to_an_earlier_question_is_none() -> None:
+def test_a_late_answer_is_ignored() -> None:
     trial = OneSidedProbe(0.0)
     assert trial.next(0.0) is ProbeAction.READ_SMALL
     trial.read_ended(0.1, 0.1)

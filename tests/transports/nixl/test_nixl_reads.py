@@ -27,7 +27,7 @@ def fails() -> None:
     raise NixlError("still in use")
 
 
-def test_at_the_end_agents_are_waited_for() -> None:
+def test_finish_waits_for_agents() -> None:
     closed, closings = [], Closings()
     closings.give_up(reads(lambda: (time.sleep(0.05), closed.append(1))))
     closings.finish()
@@ -35,7 +35,7 @@ def test_at_the_end_agents_are_waited_for() -> None:
 
 
 @pytest.mark.parametrize("looked", [True, False])
-def test_an_agent_that_does_not_go_is_said_also_if_that_was_long_ago(looked: bool) -> None:
+def test_finish_reports_an_agent_that_does_not_go(looked: bool) -> None:
     closings = Closings()
     closings.give_up(reads(fails))
     end = time.monotonic() + (0.2 if looked else 0)
@@ -45,7 +45,7 @@ def test_an_agent_that_does_not_go_is_said_also_if_that_was_long_ago(looked: boo
         closings.finish()
 
 
-def test_the_wait_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finish_waits_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_reads, "CLOSE_SECONDS", 0.05)
     closings = Closings()
     closings.give_up(

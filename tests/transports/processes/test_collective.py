@@ -102,7 +102,7 @@ def test_bytes_arrive_by_gloo(
     assert p.process.wait(10) == 0, "a worker that ends while a pair is open must end in order"
 
 
-def test_a_damaged_piece_is_asked_for_again(
+def test_a_damaged_piece_is_requested_again(
     start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One bit, after P has made its checksum."""
@@ -175,7 +175,7 @@ def test_two_workers_read_from_each_other_at_once(
     assert d.counters.damaged_pieces == 0
 
 
-def test_a_killed_source_ends_the_load_and_its_successor_comes_by_gloo(
+def test_a_killed_sender_ends_the_load_and_its_successor_uses_gloo(
     start: Callable[..., Driver], peer: Callable[..., Peer]
 ) -> None:
     ours, p = memory(ROW, None), peer()
@@ -196,7 +196,7 @@ def test_a_killed_source_ends_the_load_and_its_successor_comes_by_gloo(
     assert digest(ours, 3) == again("digest 3")
 
 
-def test_a_frozen_source_is_left_and_comes_back_under_another_epoch(
+def test_a_frozen_sender_comes_back_under_another_epoch(
     start: Callable[..., Driver], peer: Callable[..., Peer]
 ) -> None:
     ours, p = memory(ROW, None), peer()
@@ -219,7 +219,7 @@ def test_a_frozen_source_is_left_and_comes_back_under_another_epoch(
     assert digest(ours, BLOCKS) == p(f"digest {BLOCKS}")
 
 
-def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
+def test_a_frozen_receiver_holds_blocks_only_until_the_deadline(
     start: Callable[..., Driver], peer: Callable[..., Peer]
 ) -> None:
     theirs = memory(ROW, 1)
@@ -262,7 +262,7 @@ def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
     assert slow("digest 3") == digest(theirs, 3)
 
 
-def test_the_pair_unused_for_longest_makes_room(
+def test_the_channel_unused_for_longest_is_evicted(
     start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collective, "MAX_LINKS_PER_DIRECTION", 1)
@@ -276,7 +276,7 @@ def test_the_pair_unused_for_longest_makes_room(
         time.sleep(1.1)  # the back-off of the one that was closed
 
 
-def test_a_peer_without_gloo_is_served_by_zmq_and_the_log_says_why(
+def test_gloo_missing_at_the_peer_is_logged(
     start: Callable[..., Driver], peer: Callable[..., Peer], caplog: pytest.LogCaptureFixture
 ) -> None:
     p = peer(settings={"transport": "zmq"})
@@ -292,6 +292,6 @@ def test_a_peer_without_gloo_is_served_by_zmq_and_the_log_says_why(
     ]
 
 
-def test_settings_that_contradict_each_other() -> None:
+def test_gloo_refuses_encryption() -> None:
     with pytest.raises(ConfigError, match="cannot encrypt"):
         transports.chosen(Config(transport="gloo", encrypt_data=True))

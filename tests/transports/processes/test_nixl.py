@@ -127,7 +127,7 @@ def test_bytes_arrive_where_they_belong(start: Callable[..., Any], row: int, pie
 
 
 @real
-def test_it_starts_before_anybody_asks(start: Callable[..., Any]) -> None:
+def test_agents_start_before_the_first_request(start: Callable[..., Any]) -> None:
     """UCX takes a second and more beside busy engines: the first request shall not wait for it."""
     carrier = start(Sink).carrier
     wait(lambda: carrier._sender._ready is not None)
@@ -148,7 +148,7 @@ def test_it_listens_on_the_loopback_only(start: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(("transport", "count"), [("zmq", 2), ("auto", 3), ("tcp", 3), ("gloo", 3)])
-def test_what_listens_is_known_and_on_the_loopback(
+def test_only_expected_ports_listen_on_the_loopback(
     start: Callable[..., Any], transport: str, count: int
 ) -> None:
     """Control, data; TCP's door, or Gloo's device."""
@@ -191,7 +191,7 @@ def _switches() -> int:
 
 @real
 @pytest.mark.parametrize("lie", ["outside", "short", "unregistered"])
-def test_what_a_source_says_is_checked(start: Callable[..., Any], lie: str) -> None:
+def test_runs_of_a_sender_are_checked(start: Callable[..., Any], lie: str) -> None:
     source, sink = start(Source, lie=lie), start(Sink)
     sink.pair(source)
     assert sink.expect_exact(source) == "zmq"
@@ -203,7 +203,7 @@ def test_what_a_source_says_is_checked(start: Callable[..., Any], lie: str) -> N
 
 
 @real
-def test_a_worker_whose_memory_is_not_what_it_said_is_not_read_from(
+def test_a_wrong_nonce_takes_the_path_down(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As where its address leads to another process: the nonce that it told is not in the region
@@ -226,7 +226,7 @@ def test_a_worker_whose_memory_is_not_what_it_said_is_not_read_from(
 @pytest.mark.parametrize(
     ("tls", "number"), [("", signal.SIGKILL), ("tcp", signal.SIGKILL), ("tcp", signal.SIGSTOP)]
 )
-def test_a_source_that_dies_or_freezes(
+def test_a_sender_that_dies_or_freezes(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tls: str, number: signal.Signals
 ) -> None:
     """Over TCP in the middle of a read; nothing is written after the LoadResult, whatever the
@@ -271,7 +271,9 @@ def _lenient(
 
 
 @real
-def test_the_way_back(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recovery_after_a_failure(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What breaks a read reroutes to ZMQ at once; later NIXL is tried again."""
     monkeypatch.setattr(nixl, "RETRY_SECONDS", 0.3)
     source, sink = start(Source), start(Sink)
@@ -305,7 +307,9 @@ def test_auto_takes_nixl_and_then_tcp(
 
 
 @real
-def test_one_side_without(start: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_nixl_missing_at_the_peer(
+    start: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "vllm_disagg")
     plain, broken = start(Source, transport="zmq"), start(Source, env={"UCX_TLS": "bogus"})
     sink = start(Sink)
@@ -317,7 +321,7 @@ def test_one_side_without(start: Callable[..., Any], caplog: pytest.LogCaptureFi
 
 
 @real
-def test_none_here(
+def test_nixl_missing_here(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "vllm_disagg")
@@ -331,7 +335,7 @@ def test_none_here(
 
 @real
 @pytest.mark.parametrize(("transport", "by"), [("auto", "tcp"), ("nixl", "nixl")])
-def test_a_slow_way_is_told(
+def test_a_slow_path_is_logged(
     start: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -351,7 +355,7 @@ def test_a_slow_way_is_told(
 
 
 @real
-def test_a_way_that_is_emulated_is_refused(
+def test_an_emulated_path_is_refused(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "vllm_disagg")
@@ -363,7 +367,7 @@ def test_a_way_that_is_emulated_is_refused(
 
 
 @real
-def test_a_source_that_makes_room(
+def test_an_evicted_sender_is_disconnected(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "MAX_LINKS", 1)
@@ -375,7 +379,7 @@ def test_a_source_that_makes_room(
 
 
 # Without NIXL -------------------------------------------------------------------------------------
-def test_notes_that_make_no_sense() -> None:
+def test_invalid_notes_are_rejected() -> None:
     card = nixl_notes.AgentInfo(
         "a#1",
         b"metadata",
@@ -437,7 +441,7 @@ def test_runs() -> None:
     )
 
 
-def test_what_ucx_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_of_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nixl_agent.environment(Config(), {}) == {"UCX_NET_DEVICES": "lo"}
     assert nixl_agent.environment(Config(), {"UCX_TLS": "tcp"}) == {}
     assert nixl_agent.environment(Config(host="10.0.0.1"), {}) == {"UCX_TLS": "^tcp"}

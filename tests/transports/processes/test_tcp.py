@@ -149,7 +149,7 @@ def test_an_idle_pair_does_not_wake_up(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_source_that_dies_or_freezes_in_the_middle(
+def test_a_sender_that_dies_or_freezes_in_the_middle(
     start: Callable[..., Driver], peer: Callable[..., Peer], number: signal.Signals
 ) -> None:
     """Nothing is written after the LoadResult, whatever the source still does; afterwards TCP is
@@ -193,7 +193,7 @@ def freeze_before_the_first_byte(slow: Peer, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tcp_sender.TcpSender, "send", freeze_first)
 
 
-def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
+def test_a_frozen_receiver_holds_blocks_only_until_the_deadline(
     start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = memory(ROW, 1)
@@ -248,7 +248,7 @@ def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
     assert slow("digest 3") == digest(theirs, 3)
 
 
-def test_a_reader_that_is_killed_holds_blocks_for_no_lease(
+def test_a_killed_receiver_holds_blocks_for_no_lease(
     start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p, d = start(memory(ROW, 1), lease=60.0), peer(ROW, seed=None)
@@ -275,7 +275,7 @@ def test_a_reader_that_is_killed_holds_blocks_for_no_lease(
     assert outcome(p, 15) == events.ReleaseBlocks(transfer, delivered=False)
 
 
-def test_a_damaged_piece_is_asked_for_again(
+def test_a_damaged_piece_is_requested_again(
     start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = memory(4096, None), memory(4096, 1)
@@ -315,7 +315,7 @@ def given_tickets(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return given
 
 
-def test_who_has_no_ticket_gets_nothing(
+def test_a_token_is_valid_once(
     start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A ticket that has been shown is none any more."""
@@ -354,7 +354,7 @@ def test_who_has_no_ticket_gets_nothing(
         stranger.close()
 
 
-def test_a_door_that_lets_nobody_in_is_opened_anew(
+def test_a_failed_listener_is_opened_again(
     start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As without a file descriptor left; who waits at it must not keep P awake."""
@@ -383,7 +383,7 @@ def test_a_door_that_lets_nobody_in_is_opened_anew(
     assert shut[:2] == [False, True], "it was not shut, or not opened anew"
 
 
-def test_what_a_source_sends_is_checked(
+def test_bytes_of_a_sender_are_checked(
     start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes that are not the piece's, heads that make no sense, pieces that nobody asked for: never
@@ -432,7 +432,7 @@ def test_what_a_source_sends_is_checked(
     assert d.counters.bad_messages >= 3
 
 
-def test_the_way_back(start: Callable[..., Driver], peer: Callable[..., Peer]) -> None:
+def test_recovery_after_a_failure(start: Callable[..., Driver], peer: Callable[..., Peer]) -> None:
     """A connection that ends takes nothing with it."""
     ours, p = memory(4096, None), peer()
     d = start(ours)
@@ -445,7 +445,7 @@ def test_the_way_back(start: Callable[..., Driver], peer: Callable[..., Peer]) -
     pair(d, p)
 
 
-def test_encryption_and_one_side_without(
+def test_encryption_and_tcp_missing_at_the_peer(
     start: Callable[..., Driver], peer: Callable[..., Peer]
 ) -> None:
     assert "tcp" not in transports.chosen(Config(encrypt_data=True))
@@ -457,7 +457,7 @@ def test_encryption_and_one_side_without(
     assert not by_tcp(d)
 
 
-def test_notes_that_make_no_sense() -> None:
+def test_invalid_notes_are_rejected() -> None:
     door = tcp_notes.Listening(1, "127.0.0.1", 80, "/tmp/data", b"t" * tcp_notes.TOKEN_BYTES)
     assert tcp_notes.decode_sender_note(tcp_notes.encode(door)) == door
     for bad in (
@@ -474,7 +474,7 @@ def test_notes_that_make_no_sense() -> None:
         tcp_notes.decode_receiver_note(tcp_notes.encode(door))
 
 
-def test_a_piece_whose_source_makes_room_for_another_as_it_comes_ends(
+def test_a_piece_ends_when_its_sender_is_evicted_meanwhile(
     start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the head of a piece and its landing the driver hears what vLLM says, which may forget

@@ -80,7 +80,7 @@ def sent(carrier: Any, count: int, seconds: float) -> int:
     return ended
 
 
-def test_a_piece_is_sent_when_its_last_byte_is(carrier: ZmqTransport) -> None:
+def test_a_send_ends_with_its_last_byte(carrier: ZmqTransport) -> None:
     reader = Reader(carrier)
     send(carrier, reader.name, 8)
     assert sent(carrier, 8, 1.0) < 8, "nobody has taken them all"
@@ -90,7 +90,7 @@ def test_a_piece_is_sent_when_its_last_byte_is(carrier: ZmqTransport) -> None:
     reader.sockets.close()
 
 
-def test_what_waits_for_a_reader_that_has_gone_ends(carrier: ZmqTransport) -> None:
+def test_queued_pieces_end_when_the_receiver_has_gone(carrier: ZmqTransport) -> None:
     """Else P's blocks were pinned for ever."""
     reader = Reader(carrier)
     send(carrier, reader.name, 8)
@@ -101,7 +101,7 @@ def test_what_waits_for_a_reader_that_has_gone_ends(carrier: ZmqTransport) -> No
     assert carrier.next_deadline() is None
 
 
-def test_a_reader_that_never_comes_costs_one_checksum_a_piece(
+def test_a_receiver_that_never_connects_costs_one_checksum_a_piece(
     carrier: ZmqTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sums = []
@@ -113,7 +113,7 @@ def test_a_reader_that_never_comes_costs_one_checksum_a_piece(
     assert len(sums) == 4
 
 
-def test_a_source_that_refuses_at_once_is_a_source_all_the_same(
+def test_an_immediate_refusal_is_no_error(
     carrier: ZmqTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ZMQ takes no message for a connection whose handshake has just failed; that must not end the
@@ -145,7 +145,7 @@ def test_a_source_that_refuses_at_once_is_a_source_all_the_same(
     made[0].close()
 
 
-def test_more_sources_than_there_is_room_for() -> None:
+def test_links_are_evicted_beyond_the_limit() -> None:
     """As after months of P's that were restarted: those unused for longest make room, and nothing
     runs out.
     """
@@ -166,14 +166,14 @@ def test_more_sources_than_there_is_room_for() -> None:
     sockets.close()
 
 
-def test_a_source_without_an_address_is_none(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_invalid_endpoint_makes_no_link(caplog: pytest.LogCaptureFixture) -> None:
     sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
     assert sockets.connect(WorkerInfo("p/0", "nowhere", "nowhere")) is None
     assert not sockets.links and "connecting to nowhere failed" in caplog.text
     sockets.close()
 
 
-def test_who_does_not_know_the_fleets_key_comes_in_by_no_door(carrier: ZmqTransport) -> None:
+def test_a_stranger_without_the_fleet_key_gets_no_piece(carrier: ZmqTransport) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
         stranger.routing_id = b"stranger"
@@ -198,7 +198,7 @@ def heard(sockets: control.Control, seconds: float, wanted: int = 1) -> int:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_who_knows_the_server_key_alone_is_not_let_in(known: bool) -> None:
+def test_the_server_key_alone_is_not_accepted(known: bool) -> None:
     """CURVE by itself lets in whoever has the server's public key; the ZAP handler knows the
     client's.
     """
@@ -215,7 +215,7 @@ def test_who_knows_the_server_key_alone_is_not_let_in(known: bool) -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_another_password_is_not_let_in_at_the_data_port(
+def test_another_password_is_not_accepted_at_the_data_port(
     carrier: ZmqTransport, known: bool
 ) -> None:
     reader = Reader.__new__(Reader)
@@ -231,7 +231,7 @@ def test_another_password_is_not_let_in_at_the_data_port(
     reader.sockets.close()
 
 
-def test_a_member_that_has_spoken_is_not_closed_for_the_strangers() -> None:
+def test_a_flood_of_silent_connections_closes_no_member() -> None:
     sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
     client = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
     link = client.socket(zmq.DEALER, 1024, server=False)
@@ -258,7 +258,7 @@ def test_a_member_that_has_spoken_is_not_closed_for_the_strangers() -> None:
     sockets.close()
 
 
-def test_members_that_were_not_heard_yet_are_no_strangers() -> None:
+def test_members_with_unread_messages_are_not_closed() -> None:
     """Many come at once, all have spoken, and our thread was elsewhere."""
     sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
     client = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
@@ -285,7 +285,7 @@ def test_members_that_were_not_heard_yet_are_no_strangers() -> None:
     sockets.close()
 
 
-def test_who_has_left_is_not_counted_and_lends_its_place_to_nobody(
+def test_ended_connections_are_not_counted_as_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Descriptors are used again: a newcomer with a low one is not the oldest."""
@@ -316,7 +316,7 @@ def test_who_has_left_is_not_counted_and_lends_its_place_to_nobody(
     sockets.close()
 
 
-def test_what_speaks_an_older_zmtp_harms_nobody() -> None:
+def test_a_peer_with_an_older_zmtp_does_no_harm() -> None:
     """Without a key ZMQ lets it in; of its messages ZMQ does not tell all that it tells of others."""
     sockets = control.Control(Config(), keys.FleetKey(None), "p/0")
     host, port = sockets.address.removeprefix("tcp://").split(":")

@@ -1,5 +1,6 @@
-"""How agents that are given up end, with scripted agents: the real ones are in
-tests/transports/processes/test_nixl.py.
+"""Tests of closing agents, with scripted ones.
+
+tests/transports/processes/test_nixl.py has the real ones.
 """
 
 from __future__ import annotations

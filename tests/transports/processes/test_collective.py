@@ -1,6 +1,4 @@
-"""Real Gloo between two processes: the bytes, and what happens when one of them dies, freezes or
-comes back.
-"""
+"""Tests of the Gloo transport between two processes that die, freeze or come back."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ def load(d: Driver, p: Peer, number: int, tokens: int = 3 * BLOCK_SIZE) -> event
 
 
 def until_by_gloo(d: Driver, p: Peer, first: int, seconds: float = 15.0) -> int:
-    """Load until bytes come by Gloo; all of it is right whatever carries it."""
+    """Load until bytes come by Gloo; each load must be right, whichever transport moves it."""
     before, end, number = by_gloo(d), time.monotonic() + seconds, first
     while by_gloo(d) == before:
         assert time.monotonic() < end, f"no byte came by Gloo in {seconds} s: {d.counters.received}"
@@ -105,7 +103,7 @@ def test_bytes_arrive_by_gloo(
 def test_a_damaged_piece_is_requested_again(
     start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One bit, after P has made its checksum."""
+    """Damages one bit, after the sender has made its checksum."""
     ours, theirs = memory(4096, None), memory(4096, 1)
     p, d = start(theirs), start(ours)
     true, damaged = collective_worker.HostStaging.gather, []
@@ -137,22 +135,25 @@ def test_a_damaged_piece_is_requested_again(
     assert damaged and d.counters.damaged_pieces == 1
 
 
-@pytest.mark.parametrize("carrier", ["gloo", "tcp", "nixl"])
+@pytest.mark.parametrize("transport_name", ["gloo", "tcp", "nixl"])
 def test_two_workers_read_from_each_other_at_once(
-    start: Callable[..., Driver], peer: Callable[..., Peer], carrier: str
+    start: Callable[..., Driver], peer: Callable[..., Peer], transport_name: str
 ) -> None:
-    """As with two-way reuse. Both hold the same bytes, so that each may write over what the other
-    reads.
-    """
-    if carrier == "nixl":
+    """As in bidirectional reuse. Both hold the same bytes, so each may overwrite the other's."""
+    if transport_name == "nixl":
         pytest.importorskip("nixl", reason="NIXL is not installed")
-    settings = {**GLOO, "transport": carrier}
+    settings = {**GLOO, "transport": transport_name}
     ours, p = memory(ROW, 1), peer(settings=settings)
     d = start(ours, **settings)
     right, worker = digest(ours, BLOCKS), msgspec.json.encode(d.worker).decode()
     end, number = time.monotonic() + 30, 0
-    while not d.counters.received.get(carrier, 0) or not p("landed").get(carrier, 0):  # type: ignore[attr-defined]
-        assert time.monotonic() < end, f"not both ways by {carrier}"
+
+    def is_used_both_ways() -> bool:
+        theirs = p("received").get(transport_name, 0)  # type: ignore[attr-defined]
+        return bool(theirs and d.counters.received.get(transport_name, 0))
+
+    while not is_used_both_ways():
+        assert time.monotonic() < end, f"not both ways by {transport_name}"
         there, back = name(2 * number), name(2 * number + 1)
         d.submit(
             [
@@ -233,7 +234,7 @@ def test_a_frozen_receiver_holds_blocks_only_until_the_deadline(
     number = 0
     for d in (slow, other):
         end = time.monotonic() + 15
-        while not d("landed").get("gloo"):  # type: ignore[attr-defined]
+        while not d("received").get("gloo"):  # type: ignore[attr-defined]
             assert time.monotonic() < end
             read(d, number, 48)
             d("outcome"), outcome(p)
@@ -241,19 +242,19 @@ def test_a_frozen_receiver_holds_blocks_only_until_the_deadline(
     read(slow, number, TOKENS)
     slow.process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
-    before = other("landed")["gloo"]  # type: ignore[index]
+    before = other("received")["gloo"]  # type: ignore[index]
     prefill(p, name(9999), TOKENS)
     other(f"want {name(9999)} {TOKENS} {worker}")
     assert "reason=None" in str(other("outcome"))
     took = time.monotonic() - began
-    assert other("landed")["gloo"] - before == 8 * BLOCKS * ROW  # type: ignore[index]
+    assert other("received")["gloo"] - before == 8 * BLOCKS * ROW  # type: ignore[index]
     assert other(f"digest {BLOCKS}") == digest(theirs, BLOCKS)
     outcome(p)
     slow.process.send_signal(signal.SIGCONT)
     slow("outcome"), outcome(p)
     end = time.monotonic() + 15
-    before = slow("landed").get("gloo")  # type: ignore[attr-defined]
-    while slow("landed").get("gloo") == before:  # type: ignore[attr-defined]
+    before = slow("received").get("gloo")  # type: ignore[attr-defined]
+    while slow("received").get("gloo") == before:  # type: ignore[attr-defined]
         assert time.monotonic() < end, f"not back to Gloo; the other took {took:.1f} s"
         number += 1
         read(slow, number, 48)
@@ -267,11 +268,11 @@ def test_the_channel_unused_for_longest_is_evicted(
 ) -> None:
     monkeypatch.setattr(collective, "MAX_LINKS_PER_DIRECTION", 1)
     d, first, second = start(memory(64, None)), peer(row=64), peer(row=64)
-    carrier = d._carriers["gloo"]
+    transport = d._carriers["gloo"]
     number = 0
     for p in (first, second, first):
         number = until_by_gloo(d, p, number)
-        up = [source for source, end in carrier._senders.items() if end.state.name == "UP"]  # type: ignore[attr-defined]
+        up = [source for source, end in transport._senders.items() if end.state.name == "UP"]  # type: ignore[attr-defined]
         assert up == [p.worker.name]
         time.sleep(1.1)  # the back-off of the one that was closed
 

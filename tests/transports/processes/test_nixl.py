@@ -1,6 +1,4 @@
-"""Pieces over real NIXL between two processes: exact, killed, frozen, lied to, and the way back to
-ZMQ.
-"""
+"""Tests of the NIXL transport between two processes: exact, killed, frozen, and back to ZMQ."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from vllm_disagg.kv.memory import HostMemory
 from vllm_disagg.protocol import events
 from vllm_disagg.transports.nixl import agent as nixl_agent
 from vllm_disagg.transports.nixl import notes as nixl_notes
-from vllm_disagg.transports.nixl import path as nixl_way
+from vllm_disagg.transports.nixl import path as nixl_path
 from vllm_disagg.transports.nixl import transport as nixl
 from vllm_disagg.transports.zmq import control
 
@@ -43,7 +41,7 @@ def Source(
 
 
 class Sink:
-    """A decode worker's driver in this process."""
+    """The driver of a receiving worker, in this process."""
 
     def __init__(self, row: int = 4096, **settings: object) -> None:
         self.memory = memory(row, None)
@@ -66,7 +64,7 @@ class Sink:
         raise AssertionError("nothing came")
 
     def expect_exact(self, source: Peer, count: int = 5) -> str:
-        """ReadRequest some blocks, find them right, and say what carried them."""
+        """Load some blocks, check them, and return the transports that moved them."""
         for planes in self.memory.planes:
             for plane in planes:
                 plane[:] = 0
@@ -85,16 +83,16 @@ class Sink:
         return " ".join(sorted(name for name in after if after[name] > before.get(name, 0)))
 
     @property
-    def carrier(self) -> nixl.NixlTransport:
+    def transport(self) -> nixl.NixlTransport:
         return self.driver._carriers["nixl"]  # type: ignore[return-value]
 
-    def way(self, source: Peer) -> nixl.PathState:
-        return self.carrier._sources[source.worker.name].state
+    def path_state(self, source: Peer) -> nixl.PathState:
+        return self.transport._sources[source.worker.name].state
 
     def pair(self, source: Peer, wanted: nixl.PathState = nixl.PathState.UP) -> None:
-        """A first transfer, by ZMQ most likely; then wait for the way that NIXL finds."""
+        """Load once, probably by ZMQ, then wait for the state of the NIXL path."""
         self.expect_exact(source)
-        wait(lambda: self.way(source) is wanted)
+        wait(lambda: self.path_state(source) is wanted)
 
 
 def wait(done: Callable[[], bool], seconds: float = 40.0) -> None:
@@ -128,18 +126,16 @@ def test_bytes_arrive_where_they_belong(start: Callable[..., Any], row: int, pie
 
 @real
 def test_agents_start_before_the_first_request(start: Callable[..., Any]) -> None:
-    """UCX takes a second and more beside busy engines: the first request shall not wait for it."""
-    carrier = start(Sink).carrier
-    wait(lambda: carrier._sender._ready is not None)
-    wait(lambda: bool(carrier._ready or (carrier._making and carrier._making.is_over)))
-    assert carrier._ready or (carrier._making and carrier._making.result)
+    """UCX takes a second and more beside busy engines; the first request must not wait for that."""
+    transport = start(Sink).transport
+    wait(lambda: transport._sender._ready is not None)
+    wait(lambda: bool(transport._ready or (transport._making and transport._making.is_over)))
+    assert transport._ready or (transport._making and transport._making.result)
 
 
 @real
 def test_it_listens_on_the_loopback_only(start: Callable[..., Any]) -> None:
-    """Both agents of a worker, the one that reads and the one that is read from: UCX lets in
-    whatever reaches it.
-    """
+    """Both agents of a worker listen on the loopback only, because UCX authenticates no peer."""
     source, sink = start(Source), start(Sink)
     sink.pair(source)
     assert sink.expect_exact(source) == "nixl"
@@ -151,7 +147,7 @@ def test_it_listens_on_the_loopback_only(start: Callable[..., Any]) -> None:
 def test_only_expected_ports_listen_on_the_loopback(
     start: Callable[..., Any], transport: str, count: int
 ) -> None:
-    """Control, data; TCP's door, or Gloo's device."""
+    """Expect the control port, the data port, and TCP's listener or Gloo's device."""
     source, other = start(Source, transport=transport), start(Source, transport=transport)
     worker = msgspec.json.encode(source.worker).decode()
     for _ in range(2):
@@ -179,7 +175,7 @@ def test_an_idle_pair_costs_nothing(start: Callable[..., Any]) -> None:
 
 
 def _switches() -> int:
-    """Times that the threads of transfers in this process gave up their core."""
+    """Count the context switches of the threads of transfers in this process."""
     counts = 0
     for task in Path("/proc/self/task").iterdir():
         if (task / "comm").read_text().startswith("vllm-disagg"):
@@ -195,7 +191,7 @@ def test_runs_of_a_sender_are_checked(start: Callable[..., Any], lie: str) -> No
     source, sink = start(Source, lie=lie), start(Sink)
     sink.pair(source)
     assert sink.expect_exact(source) == "zmq"
-    assert sink.way(source) is nixl.PathState.DOWN
+    assert sink.path_state(source) is nixl.PathState.DOWN
     bad = sink.driver.counters.bad_messages
     assert bad == (lie == "outside"), (
         "NIXL refuses what P has not registered; we what it has not told"
@@ -206,9 +202,7 @@ def test_runs_of_a_sender_are_checked(start: Callable[..., Any], lie: str) -> No
 def test_a_wrong_nonce_takes_the_path_down(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where its address leads to another process: the nonce that it told is not in the region
-    that is read.
-    """
+    """As if the address led to another process: the region that is read lacks the nonce."""
     caplog.set_level("INFO", "vllm_disagg")
     true = nixl_notes.decode_agent_info
     monkeypatch.setattr(
@@ -229,11 +223,9 @@ def test_a_wrong_nonce_takes_the_path_down(
 def test_a_sender_that_dies_or_freezes(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tls: str, number: signal.Signals
 ) -> None:
-    """Over TCP in the middle of a read; nothing is written after the LoadResult, whatever the
-    source still does.
+    """In the middle of a read; nothing is written after the LoadResult.
 
-    Ways on which UCX emulates reads are refused otherwise; here they stand for hardware whose reads
-    take time.
+    Emulated paths are refused otherwise; here they stand for hardware whose reads take time.
     """
     if tls:
         monkeypatch.setattr(nixl.NixlTransport, "_decide", _lenient)
@@ -243,7 +235,7 @@ def test_a_sender_that_dies_or_freezes(
     sink.pair(source)
     sink.want(source, 16, prefill=bool(tls))
     if tls:
-        wait(lambda: bool(sink.carrier._ready and sink.carrier._ready.reads.open))
+        wait(lambda: bool(sink.transport._ready and sink.transport._ready.reads.open))
     os.kill(source.process.pid, number)
     report = sink.outcome()
     assert report.reason is events.Reason.SILENT, report
@@ -261,20 +253,20 @@ def test_a_sender_that_dies_or_freezes(
 
 
 def _lenient(
-    carrier: nixl.NixlTransport,
+    transport: nixl.NixlTransport,
     source: nixl.NixlSource,
-    trial: nixl_way.OneSidedProbe,
-    true: Any = nixl.NixlTransport._decide,
+    probe: nixl_path.OneSidedProbe,
+    original: Any = nixl.NixlTransport._decide,
 ) -> None:
-    trial.step = nixl_way.ProbeStep.PROVED
-    true(carrier, source, trial)
+    probe.step = nixl_path.ProbeStep.PROVED
+    original(transport, source, probe)
 
 
 @real
 def test_recovery_after_a_failure(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What breaks a read reroutes to ZMQ at once; later NIXL is tried again."""
+    """A failed read reroutes to ZMQ at once; later NIXL is tried again."""
     monkeypatch.setattr(nixl, "RETRY_SECONDS", 0.3)
     source, sink = start(Source), start(Sink)
     sink.pair(source)
@@ -375,7 +367,7 @@ def test_an_evicted_sender_is_disconnected(
     for source in (one, other, one):
         sink.pair(source)
         assert sink.expect_exact(source) == "nixl"
-        assert list(sink.carrier._sources) == [source.worker.name]
+        assert list(sink.transport._sources) == [source.worker.name]
 
 
 # Without NIXL -------------------------------------------------------------------------------------
@@ -451,8 +443,9 @@ def test_environment_of_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_agents_made_at_once_are_both_kept_to_the_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """UCX reads its environment when an agent is made: the second must not take the first one's
-    settings for the user's.
+    """UCX reads its environment when an agent is made.
+
+    The second agent must not take the first one's settings for the user's.
     """
     for name in ("UCX_TLS", "UCX_NET_DEVICES"):
         monkeypatch.delenv(name, raising=False)
@@ -490,7 +483,7 @@ def test_two_agents_made_at_once_are_both_kept_to_the_loopback(
 def test_auto_leaves_nixl_out_without_rdma(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Within a machine TCP is as fast, and UCX listens for strangers."""
+    """Within a machine TCP is as fast, and UCX would accept strangers."""
     caplog.set_level("INFO", "vllm_disagg")
     monkeypatch.setattr(nixl_agent.importlib.util, "find_spec", lambda _: object())
     monkeypatch.setattr(nixl_agent, "rdma_devices", lambda: [])

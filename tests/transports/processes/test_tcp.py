@@ -1,6 +1,4 @@
-"""Pieces over plain sockets between two processes: exact, killed, frozen on either side, strangers,
-and the way back.
-"""
+"""Tests of the TCP transport between two processes: exact, killed, frozen, strangers, recovery."""
 
 from __future__ import annotations
 
@@ -79,7 +77,7 @@ def load(d: Driver, p: Peer, tokens: int = 3 * BLOCK_SIZE - 5) -> events.LoadRes
 
 
 def pair(d: Driver, p: Peer, seconds: float = 15.0) -> None:
-    """Load until bytes come by TCP; all of it is right whatever carries it."""
+    """Load until bytes come by TCP; each load must be right, whichever transport moves it."""
     before, end = by_tcp(d), time.monotonic() + seconds
     while by_tcp(d) == before:
         assert time.monotonic() < end, f"no byte came by TCP in {seconds} s: {d.counters.received}"
@@ -152,9 +150,7 @@ def test_an_idle_pair_does_not_wake_up(
 def test_a_sender_that_dies_or_freezes_in_the_middle(
     start: Callable[..., Driver], peer: Callable[..., Peer], number: signal.Signals
 ) -> None:
-    """Nothing is written after the LoadResult, whatever the source still does; afterwards TCP is
-    taken again.
-    """
+    """Nothing is written after the LoadResult; afterwards TCP is used again."""
     ours, p = memory(ROW, None), peer(ROW)
     d = start(ours)
     pair(d, p)
@@ -211,7 +207,7 @@ def test_a_frozen_receiver_holds_blocks_only_until_the_deadline(
 
     for d in (slow, other):
         end = time.monotonic() + 15
-        while not d("landed").get("tcp"):  # type: ignore[attr-defined]
+        while not d("received").get("tcp"):  # type: ignore[attr-defined]
             assert time.monotonic() < end
             read(d, 48)
             d("outcome"), outcome(p)
@@ -239,8 +235,8 @@ def test_a_frozen_receiver_holds_blocks_only_until_the_deadline(
     assert time.monotonic() - began < 5
     slow.process.send_signal(signal.SIGCONT)
     slow("outcome"), outcome(p)
-    before, end = slow("landed").get("tcp"), time.monotonic() + 15  # type: ignore[attr-defined]
-    while slow("landed").get("tcp") == before:  # type: ignore[attr-defined]
+    before, end = slow("received").get("tcp"), time.monotonic() + 15  # type: ignore[attr-defined]
+    while slow("received").get("tcp") == before:  # type: ignore[attr-defined]
         assert time.monotonic() < end, "not back to TCP"
         read(slow, 48)
         assert "reason=None" in str(slow("outcome"))
@@ -254,7 +250,7 @@ def test_a_killed_receiver_holds_blocks_for_no_lease(
     p, d = start(memory(ROW, 1), lease=60.0), peer(ROW, seed=None)
     worker = msgspec.json.encode(p.worker).decode()
     end = time.monotonic() + 15
-    while not d("landed").get("tcp"):  # type: ignore[attr-defined]
+    while not d("received").get("tcp"):  # type: ignore[attr-defined]
         assert time.monotonic() < end
         prefill(p, transfer := name(), 48)
         d(f"want {transfer} 48 {worker}")
@@ -304,7 +300,7 @@ def test_a_damaged_piece_is_requested_again(
     assert digest(ours, BLOCKS) == digest(theirs, BLOCKS)
 
 
-def given_tickets(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+def given_tokens(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     given: list[bytes] = []
 
     def token_bytes(size: int) -> bytes:
@@ -318,37 +314,37 @@ def given_tickets(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 def test_a_token_is_valid_once(
     start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A ticket that has been shown is none any more."""
-    shown = given_tickets(monkeypatch)
+    """A second connection with a used token is closed."""
+    shown = given_tokens(monkeypatch)
     p, d = start(memory(4096, 1)), peer(4096, seed=None)
     prefill(p, transfer := name(), 48)
     d(f"want {transfer} 48 {msgspec.json.encode(p.worker).decode()}")
     d("outcome"), outcome(p)
-    serving = p._carriers["tcp"]._sender  # type: ignore[attr-defined]
+    sender = p._carriers["tcp"]._sender  # type: ignore[attr-defined]
     end = time.monotonic() + 10
-    while not serving._receivers:
+    while not sender._receivers:
         assert time.monotonic() < end
         time.sleep(0.01)
-    assert shown and not serving._tokens.keys() & set(shown)
-    (reader,) = serving._receivers.values()
-    for door in list(serving._listeners.values()):
+    assert shown and not sender._tokens.keys() & set(shown)
+    (reader,) = sender._receivers.values()
+    for listening in list(sender._listeners.values()):
         for said in (b"", b"x" * tcp_notes.TOKEN_BYTES, b"x" * 100_000, *shown):
-            with socket.socket(door.family) as stranger:
+            with socket.socket(listening.family) as stranger:
                 stranger.settimeout(5)
-                stranger.connect(door.getsockname())
+                stranger.connect(listening.getsockname())
                 try:
                     stranger.sendall(said)
                     stranger.shutdown(socket.SHUT_WR)
                     assert stranger.recv(100) == b""
                 except OSError as error:  # it was sent off before we had said all
                     assert error.errno in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN)
-    assert list(serving._receivers.values()) == [reader] and not serving._pending
+    assert list(sender._receivers.values()) == [reader] and not sender._pending
     crowd = [socket.socket(socket.AF_UNIX) for _ in range(tcp_sender.MAX_PENDING_CONNECTIONS + 5)]
     for stranger in crowd:
-        stranger.connect(f"{serving._socket_folder}/data")
+        stranger.connect(f"{sender._socket_folder}/data")
     end = time.monotonic() + 5
-    while len(serving._pending) != tcp_sender.MAX_PENDING_CONNECTIONS:
-        assert time.monotonic() < end, len(serving._pending)
+    while len(sender._pending) != tcp_sender.MAX_PENDING_CONNECTIONS:
+        assert time.monotonic() < end, len(sender._pending)
         time.sleep(0.01)
     for stranger in crowd:
         stranger.close()
@@ -357,7 +353,7 @@ def test_a_token_is_valid_once(
 def test_a_failed_listener_is_opened_again(
     start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As without a file descriptor left; who waits at it must not keep P awake."""
+    """As without a free descriptor: a waiting connection must not keep the sender busy."""
     p, d = start(memory(4096, 1)), peer(4096, seed=None)
     worker = msgspec.json.encode(p.worker).decode()
     let_in, shut = tcp_sender.TcpSender._accept, []
@@ -366,14 +362,14 @@ def test_a_failed_listener_is_opened_again(
         def accept(self) -> None:
             raise OSError(24, "Too many open files")
 
-    def once(self: tcp_sender.TcpSender, door: socket.socket) -> None:
+    def once(self: tcp_sender.TcpSender, listening: socket.socket) -> None:
         folder = self._socket_folder
-        let_in(self, door if shut else Full())  # type: ignore[arg-type]
+        let_in(self, listening if shut else Full())  # type: ignore[arg-type]
         shut.append(os.path.exists(folder))
 
     monkeypatch.setattr(tcp_sender.TcpSender, "_accept", once)
     end = time.monotonic() + 15
-    while not d("landed").get("tcp"):  # type: ignore[attr-defined]
+    while not d("received").get("tcp"):  # type: ignore[attr-defined]
         assert time.monotonic() < end, shut
         prefill(p, transfer := name(), 48)
         d(f"want {transfer} 48 {worker}")
@@ -386,9 +382,7 @@ def test_a_failed_listener_is_opened_again(
 def test_bytes_of_a_sender_are_checked(
     start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sizes that are not the piece's, heads that make no sense, pieces that nobody asked for: never
-    a byte elsewhere.
-    """
+    """Wrong sizes, invalid heads and unrequested pieces never write a byte elsewhere."""
     theirs, ours = memory(4096, 1), memory(4096, None)
     p, d = start(theirs), start(ours)
 
@@ -433,7 +427,7 @@ def test_bytes_of_a_sender_are_checked(
 
 
 def test_recovery_after_a_failure(start: Callable[..., Driver], peer: Callable[..., Peer]) -> None:
-    """A connection that ends takes nothing with it."""
+    """A connection that ends loses no request."""
     ours, p = memory(4096, None), peer()
     d = start(ours)
     pair(d, p)
@@ -458,12 +452,12 @@ def test_encryption_and_tcp_missing_at_the_peer(
 
 
 def test_invalid_notes_are_rejected() -> None:
-    door = tcp_notes.Listening(1, "127.0.0.1", 80, "/tmp/data", b"t" * tcp_notes.TOKEN_BYTES)
-    assert tcp_notes.decode_sender_note(tcp_notes.encode(door)) == door
+    listening = tcp_notes.Listening(1, "127.0.0.1", 80, "/tmp/data", b"t" * tcp_notes.TOKEN_BYTES)
+    assert tcp_notes.decode_sender_note(tcp_notes.encode(listening)) == listening
     for bad in (
         b"",
         b"\xc1",
-        tcp_notes.encode(msgspec.structs.replace(door, port=0)),
+        tcp_notes.encode(msgspec.structs.replace(listening, port=0)),
         tcp_notes.encode(tcp_notes.TcpHello(1)),
     ):
         with pytest.raises(BadMessage):
@@ -471,22 +465,20 @@ def test_invalid_notes_are_rejected() -> None:
         with pytest.raises(BadMessage):
             tcp_notes.decode_head(bad)
     with pytest.raises(BadMessage):
-        tcp_notes.decode_receiver_note(tcp_notes.encode(door))
+        tcp_notes.decode_receiver_note(tcp_notes.encode(listening))
 
 
 def test_a_piece_ends_when_its_sender_is_evicted_meanwhile(
     start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the head of a piece and its landing the driver hears what vLLM says, which may forget
-    the source.
-    """
+    """Between a piece's head and its WritePiece the driver may evict the sender."""
     d, p = start(memory(4096, None)), peer()
     pair(d, p)
-    carrier, took = d._carriers["tcp"], d._take
+    transport, took = d._carriers["tcp"], d._take
 
     def take(name: str, of: object, event: object) -> None:
         if isinstance(event, events.PieceArrived) and name == "tcp":
-            carrier.disconnect(p.worker.name)
+            transport.disconnect(p.worker.name)
         took(name, of, event)  # type: ignore[arg-type]
 
     monkeypatch.setattr(d, "_take", take)
@@ -495,23 +487,23 @@ def test_a_piece_ends_when_its_sender_is_evicted_meanwhile(
 
 
 def test_a_piece_that_stops_in_the_middle_ends(start: Callable[..., Driver]) -> None:
-    """Long before the time that the whole piece has."""
+    """The stall is found long before the deadline of the whole piece."""
     p, d = start(memory(4096, 1)), start(memory(4096, None))
     source = by_tcp_once(p, d)
-    carrier, then = (
+    transport, then = (
         d._carriers["tcp"],
         time.monotonic() + 60,
     )  # so that D's own thread finds nothing to do
     source.last_progress, source.piece_deadline = then, then + 60
     source.is_in_piece = True
-    carrier._check_deadlines(source, then + SILENCE - 0.1)  # type: ignore[attr-defined]
+    transport._check_deadlines(source, then + SILENCE - 0.1)  # type: ignore[attr-defined]
     assert source.state is tcp.TcpState.UP
-    carrier._check_deadlines(source, then + SILENCE + 0.1)  # type: ignore[attr-defined]
+    transport._check_deadlines(source, then + SILENCE + 0.1)  # type: ignore[attr-defined]
     assert source.connection is None and source.state is tcp.TcpState.DOWN
 
 
 def by_tcp_once(p: Driver, d: Driver) -> tcp.TcpSource:
-    """Load until a piece has come by TCP; P as a source of D."""
+    """Load until a piece has come by TCP; return the sender, seen from the receiver."""
     end = time.monotonic() + 15
     while not d.counters.received.get("tcp"):
         assert time.monotonic() < end
@@ -522,11 +514,11 @@ def by_tcp_once(p: Driver, d: Driver) -> tcp.TcpSource:
 
 
 def test_a_piece_that_takes_too_long_ends_at_both_ends(start: Callable[..., Driver]) -> None:
-    """However often a byte comes: `due` is its number."""
+    """Bytes that trickle in do not extend `piece_deadline`."""
     p, d = start(memory(4096, 1)), start(memory(4096, None))
     source = by_tcp_once(p, d)
-    serving = p._carriers["tcp"]._sender  # type: ignore[attr-defined]
-    (reader,), now = serving._receivers.values(), time.monotonic()
+    sender = p._carriers["tcp"]._sender  # type: ignore[attr-defined]
+    (reader,), now = sender._receivers.values(), time.monotonic()
     assert (
         tcp_notes.piece_deadline(now, 10**6, 2.0)
         == now + 2.0 + 10**6 / tcp_notes.MIN_BYTES_PER_SECOND
@@ -534,7 +526,7 @@ def test_a_piece_that_takes_too_long_ends_at_both_ends(start: Callable[..., Driv
     reader.queue.append(events.SendPiece("t", "d", "tcp:1", 0, Extent(0, 1, 0, 16), [0]))
     reader.last_progress, reader.piece_deadline = now + 5, now - 1
     assert (
-        list(serving.poll_events(())) == [events.SendCompleted("t", "d")] and not serving._receivers
+        list(sender.poll_events(())) == [events.SendCompleted("t", "d")] and not sender._receivers
     )
     source.is_in_piece, source.last_progress, source.piece_deadline = True, now + 5, now - 1
     d._carriers["tcp"]._check_deadlines(source, now)  # type: ignore[attr-defined]

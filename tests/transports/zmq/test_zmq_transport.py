@@ -1,5 +1,6 @@
-"""Pieces over ZMQ to a reader that takes nothing, has gone, or never comes: the real sockets of P's
-side alone.
+"""Tests of the ZMQ transport and the control channel, over real sockets of the sender alone.
+
+Receivers here read nothing, go, or never connect.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ROW = 4 * FRAME_BYTES + 20_000  # whose last frame is a small one
 
 
 @pytest.fixture
-def carrier() -> Iterator[ZmqTransport]:
+def transport() -> Iterator[ZmqTransport]:
     sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
     memory = HostMemory([[np.zeros((8, ROW), np.uint8)]], 16)
     made = ZmqTransport(
@@ -50,9 +51,9 @@ def carrier() -> Iterator[ZmqTransport]:
 
 
 class Reader:
-    """A DEALER that takes what it is told to."""
+    """A receiver whose DEALER reads only on request."""
 
-    def __init__(self, carrier: ZmqTransport) -> None:
+    def __init__(self, transport: ZmqTransport) -> None:
         self.name = secrets.token_hex(8)
         self.sockets = control.Control(
             Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0"
@@ -60,66 +61,67 @@ class Reader:
         self.link = self.sockets.socket(zmq.DEALER, 2 * FRAME_BYTES, server=False, encrypt=False)
         self.link.rcvhwm, self.link.rcvtimeo = 1, 5000
         self.link.routing_id = self.name.encode()
-        self.link.connect(carrier.local)
+        self.link.connect(transport.local)
 
 
-def send(carrier: ZmqTransport, reader: str, count: int) -> None:
+def send(transport: ZmqTransport, reader: str, count: int) -> None:
     for block in range(count):
-        carrier.send(
+        transport.send(
             SendPiece("ab" * 16, "d/0", f"zmq:{reader}", block, Extent(0, 1, 0, 16), [block])
         )
 
 
-def sent(carrier: Any, count: int, seconds: float) -> int:
-    """How many have ended by then, or before if these are all."""
+def sent(transport: Any, count: int, seconds: float) -> int:
+    """Return how many sends ended within `seconds`, or until there were `count`."""
     ended, end = 0, time.monotonic() + seconds
     while ended < count and time.monotonic() < end:
-        carrier.control.answer_zap()
-        ended += len(list(carrier.poll_events(())))
+        transport.control.answer_zap()
+        ended += len(list(transport.poll_events(())))
         time.sleep(0.005)
     return ended
 
 
-def test_a_send_ends_with_its_last_byte(carrier: ZmqTransport) -> None:
-    reader = Reader(carrier)
-    send(carrier, reader.name, 8)
-    assert sent(carrier, 8, 1.0) < 8, "nobody has taken them all"
+def test_a_send_ends_with_its_last_byte(transport: ZmqTransport) -> None:
+    reader = Reader(transport)
+    send(transport, reader.name, 8)
+    assert sent(transport, 8, 1.0) < 8, "nobody has taken them all"
     for _ in range(8):
         reader.link.recv_multipart()
-    assert sent(carrier, 8, 5.0) > 0 and not carrier._sending
+    assert sent(transport, 8, 5.0) > 0 and not transport._sending
     reader.sockets.close()
 
 
-def test_queued_pieces_end_when_the_receiver_has_gone(carrier: ZmqTransport) -> None:
-    """Else P's blocks were pinned for ever."""
-    reader = Reader(carrier)
-    send(carrier, reader.name, 8)
-    ended = sent(carrier, 8, 1.0)
+def test_queued_pieces_end_when_the_receiver_has_gone(transport: ZmqTransport) -> None:
+    """Otherwise the sender's blocks would stay pinned for ever."""
+    reader = Reader(transport)
+    send(transport, reader.name, 8)
+    ended = sent(transport, 8, 1.0)
     assert ended < 8
     reader.sockets.close()
-    assert ended + sent(carrier, 8 - ended, 5.0) == 8
-    assert carrier.next_deadline() is None
+    assert ended + sent(transport, 8 - ended, 5.0) == 8
+    assert transport.next_deadline() is None
 
 
 def test_a_receiver_that_never_connects_costs_one_checksum_a_piece(
-    carrier: ZmqTransport, monkeypatch: pytest.MonkeyPatch
+    transport: ZmqTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sums = []
     true = module.checksum
     monkeypatch.setattr(module, "checksum", lambda *args: (sums.append(args), true(*args))[1])
     monkeypatch.setattr(module, "CONNECT_SECONDS", 0.2)
-    send(carrier, "nobody", 4)
-    assert sent(carrier, 4, 3.0) == 4
+    send(transport, "nobody", 4)
+    assert sent(transport, 4, 3.0) == 4
     assert len(sums) == 4
 
 
 def test_an_immediate_refusal_is_no_error(
-    carrier: ZmqTransport, monkeypatch: pytest.MonkeyPatch
+    transport: ZmqTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ZMQ takes no message for a connection whose handshake has just failed; that must not end the
-    driver's thread.
+    """ZMQ takes no message for a connection whose handshake has just failed.
+
+    That must not end the driver.
     """
-    sockets = carrier._control
+    sockets = transport._control
     real = sockets.dial
 
     class Refused:
@@ -139,16 +141,14 @@ def test_an_immediate_refusal_is_no_error(
         return Refused(made[-1])
 
     monkeypatch.setattr(sockets, "dial", dial)
-    monkeypatch.setattr(carrier._port, "poller", zmq.Poller())
-    carrier.connect(WorkerInfo("p/9", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
-    assert "p/9" in carrier.links
+    monkeypatch.setattr(transport._port, "poller", zmq.Poller())
+    transport.connect(WorkerInfo("p/9", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
+    assert "p/9" in transport.links
     made[0].close()
 
 
 def test_links_are_evicted_beyond_the_limit() -> None:
-    """As after months of P's that were restarted: those unused for longest make room, and nothing
-    runs out.
-    """
+    """As after months in which senders were restarted: links unused for longest are closed."""
     sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
     memory = HostMemory([[np.zeros((1, 8), np.uint8)]], 16)
     port = DriverPort(
@@ -173,19 +173,19 @@ def test_an_invalid_endpoint_makes_no_link(caplog: pytest.LogCaptureFixture) -> 
     sockets.close()
 
 
-def test_a_stranger_without_the_fleet_key_gets_no_piece(carrier: ZmqTransport) -> None:
+def test_a_stranger_without_the_fleet_key_gets_no_piece(transport: ZmqTransport) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
         stranger.routing_id = b"stranger"
-        stranger.connect(carrier.local)
-        send(carrier, "stranger", 1)
-        assert sent(carrier, 1, 5.0) == 1 and not carrier._port.counters.bytes_sent, (
+        stranger.connect(transport.local)
+        send(transport, "stranger", 1)
+        assert sent(transport, 1, 5.0) == 1 and not transport._port.counters.bytes_sent, (
             "lost: there is no such reader"
         )
 
 
 def heard(sockets: control.Control, seconds: float, wanted: int = 1) -> int:
-    """Messages that come in at the control port."""
+    """Count messages that arrive at the control port."""
     end, count = time.monotonic() + seconds, 0
     while count < wanted and time.monotonic() < end:
         sockets.poller.poll(10)
@@ -199,9 +199,7 @@ def heard(sockets: control.Control, seconds: float, wanted: int = 1) -> int:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_the_server_key_alone_is_not_accepted(known: bool) -> None:
-    """CURVE by itself lets in whoever has the server's public key; the ZAP handler knows the
-    client's.
-    """
+    """CURVE alone accepts every client with the server's public key; the ZAP handler does not."""
     sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
     client = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
     link = client.socket(zmq.DEALER, 1024, server=False)
@@ -216,7 +214,7 @@ def test_the_server_key_alone_is_not_accepted(known: bool) -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_another_password_is_not_accepted_at_the_data_port(
-    carrier: ZmqTransport, known: bool
+    transport: ZmqTransport, known: bool
 ) -> None:
     reader = Reader.__new__(Reader)
     reader.sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
@@ -224,10 +222,10 @@ def test_another_password_is_not_accepted_at_the_data_port(
     link.routing_id = b"reader"
     if not known:
         link.plain_password = b"guessed"
-    link.connect(carrier.endpoint)
-    send(carrier, "reader", 1)
-    assert sent(carrier, 1, 5.0) == 1
-    assert bool(carrier._port.counters.bytes_sent) == known
+    link.connect(transport.endpoint)
+    send(transport, "reader", 1)
+    assert sent(transport, 1, 5.0) == 1
+    assert bool(transport._port.counters.bytes_sent) == known
     reader.sockets.close()
 
 
@@ -259,7 +257,7 @@ def test_a_flood_of_silent_connections_closes_no_member() -> None:
 
 
 def test_members_with_unread_messages_are_not_closed() -> None:
-    """Many come at once, all have spoken, and our thread was elsewhere."""
+    """Many members connect at once, all have sent, and the driver's thread was busy elsewhere."""
     sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
     client = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
     count = half_open.MAX_SILENT_CONNECTIONS + 20
@@ -288,7 +286,7 @@ def test_members_with_unread_messages_are_not_closed() -> None:
 def test_ended_connections_are_not_counted_as_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Descriptors are used again: a newcomer with a low one is not the oldest."""
+    """Descriptors are reused: a new connection with a low one is not the oldest."""
     monkeypatch.setattr(half_open, "MAX_SILENT_CONNECTIONS", 2)
     sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
     host, port = sockets.address.removeprefix("tcp://").split(":")
@@ -317,7 +315,7 @@ def test_ended_connections_are_not_counted_as_silent(
 
 
 def test_a_peer_with_an_older_zmtp_does_no_harm() -> None:
-    """Without a key ZMQ lets it in; of its messages ZMQ does not tell all that it tells of others."""
+    """Without a key ZMQ accepts the peer, but gives no descriptor of its messages."""
     sockets = control.Control(Config(), keys.FleetKey(None), "p/0")
     host, port = sockets.address.removeprefix("tcp://").split(":")
     for greeting in (

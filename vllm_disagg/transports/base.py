@@ -130,7 +130,7 @@ class Transport(Protocol):
 
 
 def machine_id() -> str:
-    """Return an id of this machine until its next boot; workers on one machine have the same."""
+    """Return an id of this machine until its next boot; all its workers return the same."""
     try:
         return BOOT_ID_PATH.read_text().strip()
     except OSError:

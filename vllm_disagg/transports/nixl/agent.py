@@ -206,8 +206,8 @@ class NixlRefused(NixlError):
 class Job(Generic[T]):
     """A slow call, made once by a thread started for it.
 
-    After the end, either `result` is set or `error` is the reason why not. `error` is text only: a traceback
-    would refer to the agent.
+    After the end, either `result` is set, or `error` is the reason why not. `error` is text only: a
+    traceback would refer to the agent.
     """
 
     def __init__(self, do: Callable[[], T]) -> None:

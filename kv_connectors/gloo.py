@@ -59,7 +59,7 @@ class NoteStore(Store):  # type: ignore[misc]
         self._changed = threading.Condition()
         self._is_closed = False
 
-    def hear(self, blob: bytes) -> None:
+    def on_blob(self, blob: bytes) -> None:
         key, value = msgspec.msgpack.decode(blob, type=tuple[str, bytes])
         self._put(key, value)
 
@@ -125,8 +125,8 @@ class GlooLink:
         return not any(thread.is_alive() for thread in self._threads)
 
     # The mover's thread ---------------------------------------------------------------------------
-    def hear(self, blob: bytes) -> None:
-        self._store.hear(blob)
+    def on_blob(self, blob: bytes) -> None:
+        self._store.on_blob(blob)
 
     def send(self, seq: int, slot: Slot, size: int) -> None:
         self._post(seq, self._group.send([torch.from_numpy(slot[:size])], 1, 0))
@@ -178,7 +178,7 @@ class GlooLink:
             self._group = None
 
 
-def carrier(config: Config) -> Callable[[DriverPort], CollectiveTransport]:
+def transport_factory(config: Config) -> Callable[[DriverPort], CollectiveTransport]:
     """RuntimeError if this torch has no Gloo, or none for this host."""
     if not is_gloo_available():
         raise RuntimeError(f"torch {torch.__version__} was built without Gloo")

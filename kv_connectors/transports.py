@@ -23,8 +23,10 @@ AUTO: tuple[str, ...] = ("nixl", "tcp")  # what `transport: auto` tries, the pre
 
 
 def chosen(config: Config, device: str = "cpu") -> dict[str, Make]:
-    """By name, each from its module: `carrier(config)`, which raises RuntimeError where it cannot
-    be.
+    """Return the usable transports by name.
+
+    Each is made by `transport_factory(config)` of its module, which raises RuntimeError where the
+    transport cannot be used.
 
     One that cannot be here is left out, and the log says so: KV goes by ZMQ.
     """
@@ -37,9 +39,9 @@ def chosen(config: Config, device: str = "cpu") -> dict[str, Make]:
                 raise RuntimeError(
                     f"{name} is for KV on {' or '.join(DEVICES[name])} here, and this is on {device}"
                 )
-            found[name] = importlib.import_module(MODULES[name]).carrier(
-                config
-            )  # with what it needs, which is not everywhere
+            # Imported only here: its libraries are not installed everywhere.
+            module = importlib.import_module(MODULES[name])
+            found[name] = module.transport_factory(config)
         except (ImportError, RuntimeError) as error:
             if config.transport == "auto":
                 log.info("transport is auto, without %s: %s", name, error)

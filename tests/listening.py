@@ -1,4 +1,4 @@
-"""Which sockets listen, of a process and all its children, as the kernel tells it."""
+"""Listening TCP sockets of a process and its descendants, from /proc."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import re
 import struct
 from pathlib import Path
 
-LISTEN = "0A"  # a socket's state in /proc/net/tcp
+LISTEN_STATE = "0A"  # in /proc/net/tcp
 
 
 def tree(pid: int) -> set[int]:
-    """The process and its descendants."""
+    """Return the ids of the process and its descendants."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -20,17 +20,18 @@ def tree(pid: int) -> set[int]:
                 parents[int(entry.name)] = int(
                     (entry / "stat").read_text().rpartition(")")[2].split()[1]
                 )
-            except OSError:  # it has ended since
+            except OSError:  # the process has ended since
                 continue
-    found, before = {pid}, 0
-    while len(found) > before:
-        before = len(found)
+    found = {pid}
+    count = 0
+    while len(found) > count:
+        count = len(found)
         found |= {child for child, parent in parents.items() if parent in found}
     return found
 
 
 def listening(pid: int) -> dict[int, list[tuple[str, int]]]:
-    """By process of the tree: (address, port) of each TCP socket that it listens on."""
+    """Return (address, port) of each listening TCP socket, by process of the tree."""
     sockets = _listeners()
     found: dict[int, list[tuple[str, int]]] = {}
     for process in tree(pid):
@@ -38,7 +39,7 @@ def listening(pid: int) -> dict[int, list[tuple[str, int]]]:
         for fd in _entries(f"/proc/{process}/fd"):
             try:
                 link = os.readlink(fd)
-            except OSError:  # it has been closed since
+            except OSError:  # the descriptor has been closed since
                 continue
             if match := re.fullmatch(r"socket:\[(\d+)\]", link):
                 inodes.add(match[1])
@@ -48,9 +49,13 @@ def listening(pid: int) -> dict[int, list[tuple[str, int]]]:
 
 
 def beyond_loopback(pid: int) -> list[tuple[str, int]]:
-    """Those that another machine could reach."""
-    held = [one for sockets in listening(pid).values() for one in sockets]
-    return [(address, port) for address, port in held if not _is_loopback(address)]
+    """Return (address, port) of sockets that another machine could reach."""
+    exposed = []
+    for sockets in listening(pid).values():
+        for address, port in sockets:
+            if not _is_loopback(address):
+                exposed.append((address, port))
+    return exposed
 
 
 def _is_loopback(address: str) -> bool:
@@ -67,18 +72,18 @@ def _entries(folder: str) -> list[str]:
 
 
 def _listeners() -> dict[str, tuple[str, int]]:
-    """By inode."""
+    """Return (address, port) by inode."""
     found = {}
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == LISTEN:
+            if fields[3] == LISTEN_STATE:
                 address, port = fields[1].split(":")
                 found[fields[9]] = _address(address), int(port, 16)
     return found
 
 
 def _address(text: str) -> str:
-    """The kernel writes words of 32 bits in the machine's order."""
+    """Decode an address, which the kernel writes as 32-bit words in the machine's byte order."""
     words = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
     return str(ipaddress.ip_address(b"".join(struct.pack("=I", word) for word in words)))

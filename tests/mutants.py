@@ -97,8 +97,8 @@ TESTS = {
     "transports/tcp/transport.py": [Run(["tests/transports/processes/test_tcp.py"])],
     "transports/tcp/sender.py": [Run(["tests/transports/processes/test_tcp.py"])],
     "transports/tcp/notes.py": [Run(["tests/transports/processes/test_tcp.py"])],
-    "transports/collective/transport.py": [Run(["tests/transports/processes/test_two_sided.py"])],
-    "transports/collective/worker.py": [Run(["tests/transports/processes/test_two_sided.py"])],
+    "transports/collective/transport.py": [Run(["tests/transports/processes/test_collective.py"])],
+    "transports/collective/worker.py": [Run(["tests/transports/processes/test_collective.py"])],
     "transports/zmq/control.py": [
         Run(["tests/transports/zmq/test_zmq_transport.py", "tests/unit/test_driver.py"])
     ],

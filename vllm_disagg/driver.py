@@ -130,12 +130,12 @@ class Driver:
         self, transport: str, config: Config, memory: Memory, fallback: str = ""
     ) -> DriverPort:
         def to_reader(reader: str, data: bytes) -> None:
-            self._control.send_to_reader(
+            self._control.send_to_receiver(
                 reader, messages.TransportNote(self.name, reader, transport, data)
             )
 
         def to_source(source: str, data: bytes) -> None:
-            self._control.send_to_source(
+            self._control.send_to_sender(
                 source, messages.TransportNote(source, self.name, transport, data)
             )
 
@@ -218,9 +218,9 @@ class Driver:
         self._drain()
         self._receive(ready)
         for name, transport in self._transports.items():
-            for event in transport.happened(ready):
+            for event in transport.poll_events(ready):
                 self._take(name, transport, event)
-        self._control.bound_strangers()  # after all that members have said was read
+        self._control.close_excess_connections()  # after all that members have said was read
         now = time.monotonic()
         if _is_due(self._sender.next_deadline(), now):
             self._handle_sender(events.ClockTick())
@@ -232,8 +232,8 @@ class Driver:
         if self._inbox:
             return 0
         deadlines = [self._sender.next_deadline(), self._receiver.next_deadline()]
-        deadlines += [transport.next_look() for transport in self._transports.values()]
-        deadlines.append(self._control.next_look())
+        deadlines += [transport.next_deadline() for transport in self._transports.values()]
+        deadlines.append(self._control.next_deadline())
         first = min((at for at in deadlines if at is not None), default=None)
         if first is None:
             return None
@@ -272,7 +272,7 @@ class Driver:
             control.answer_zap()
         if control.router in ready:
             for _, *message in receive(control.router):
-                control.strangers.heard(message)
+                control.silent_connections.on_message(message)
                 self._receive_one(message, messages.decode_at_sender, self._on_receiver_message)
         for link in [link for link in control.links.values() if link in ready]:
             for message in receive(link):
@@ -297,7 +297,7 @@ class Driver:
             return
         transport = self._transports.get(message.transport)
         if transport is not None and message.source == self.name:
-            transport.note_at_prefill(message.reader, message.data)
+            transport.on_receiver_note(message.reader, message.data)
 
     def _on_sender_message(self, message: messages.AtReceiver) -> None:
         if not isinstance(message, messages.TransportNote):
@@ -305,7 +305,7 @@ class Driver:
             return
         transport = self._transports.get(message.transport)
         if transport is not None and message.reader == self.name:
-            transport.note_at_decode(message.source, message.data)
+            transport.on_sender_note(message.source, message.data)
 
     def _take(self, name: str, transport: Transport, event: TransportEvent) -> None:
         """Hand an event of a transport to its machine, after all facts from vLLM."""
@@ -351,7 +351,7 @@ class Driver:
             self._remember(now, action)
             match action:
                 case events.SendMessage():
-                    self._control.send_to_reader(action.to, action.message)  # type: ignore[arg-type]
+                    self._control.send_to_receiver(action.to, action.message)  # type: ignore[arg-type]
                 case events.SendPiece():
                     self._send_piece(action)
                 case events.ReleaseBlocks():
@@ -366,11 +366,11 @@ class Driver:
             self._remember(now, action)
             match action:
                 case events.SendMessage():
-                    self._control.send_to_source(action.to, action.message)  # type: ignore[arg-type]
+                    self._control.send_to_sender(action.to, action.message)  # type: ignore[arg-type]
                 case events.ConnectPeer():
                     self._connect(action.worker)
                 case events.WritePiece():
-                    ok = self._arriving.land(action)
+                    ok = self._arriving.write_piece(action)
                     if ok is not None:
                         written = events.PieceWritten(action.transfer, action.number, ok)
                         self._on_piece_written(written)

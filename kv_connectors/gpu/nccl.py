@@ -171,7 +171,7 @@ class NcclLink:
             tell(LinkBlob(epoch, unique_id))
             self._open(unique_id)
 
-    def hear(self, blob: bytes) -> None:
+    def on_blob(self, blob: bytes) -> None:
         if self._rank == 1 and not self._comm:
             self._open(blob)
 
@@ -255,7 +255,7 @@ class NcclLink:
             log.error("aborting an NCCL communicator: %r; its memory stays taken", error)
 
 
-def carrier(config: Config) -> Callable[[DriverPort], CollectiveTransport]:
+def transport_factory(config: Config) -> Callable[[DriverPort], CollectiveTransport]:
     """RuntimeError where there is no GPU or no NCCL."""
     if config.encrypt_data:
         raise ConfigError(

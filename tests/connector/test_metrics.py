@@ -17,12 +17,12 @@ def test_bytes_by_carrier_are_told_once_and_summed() -> None:
     counters, first, second = Counters(), stats.Stats(), stats.Stats()
     assert counters.received is not Counters().received, "shared by all workers"
     for size in (10, 5):
-        counters.landed("gloo", size)
+        counters.count_received("gloo", size)
         first.count_sent(counters)
     taken = first.take()
     assert taken.data["carried"] == {"gloo": 15} and first.take() is None
-    counters.landed("gloo", 1)
-    counters.landed("zmq", 2)
+    counters.count_received("gloo", 1)
+    counters.count_received("zmq", 2)
     first.count_sent(counters)
     second.data["carried"] = {"zmq": 40}
     assert first.aggregate(second).data["carried"] == {"gloo": 1, "zmq": 42}

@@ -141,12 +141,12 @@ def test_a_link_opens_sends_in_order_and_says_when_each_has_ended(library: Scrip
 def test_the_reader_opens_when_it_hears_and_not_twice(library: Scripted) -> None:
     made, told = link(library, 1)
     assert not made.poll() and not library.calls  # type: ignore[attr-defined]
-    made.hear(b"i" * nccl.UNIQUE_ID), made.hear(b"i" * nccl.UNIQUE_ID)  # type: ignore[attr-defined]
+    made.on_blob(b"i" * nccl.UNIQUE_ID), made.on_blob(b"i" * nccl.UNIQUE_ID)  # type: ignore[attr-defined]
     assert library.calls == ["ncclCommInitRankConfig"]
     made.poll(), made.poll(), made.poll()  # type: ignore[attr-defined]
     assert told == [pairs.LinkUp(3)]
     with pytest.raises(nccl.NcclError, match="5 bytes"):
-        link(library, 1)[0].hear(b"short")  # type: ignore[attr-defined]
+        link(library, 1)[0].on_blob(b"short")  # type: ignore[attr-defined]
 
 
 def test_an_error_is_said_once_and_a_close_aborts(library: Scripted) -> None:

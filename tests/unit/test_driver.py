@@ -168,7 +168,7 @@ def test_a_member_is_no_stranger_at_either_port(start: Callable[..., Driver]) ->
     report = outcome(d)
     assert isinstance(report, events.LoadResult) and report.reason is None
     end = time.monotonic() + 4
-    while any(strangers._young for strangers in p._control._half_open):
+    while any(silent._accepted_at for silent in p._control._silent_of_listeners):
         assert time.monotonic() < end
         time.sleep(0.01)
 

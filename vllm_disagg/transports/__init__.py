@@ -1,1 +1,1 @@
-"""Ways to carry messages and KV bytes between workers."""
+"""Transports: how messages and KV bytes move between workers."""

@@ -1,9 +1,12 @@
-"""What moves the bytes of pieces between two workers. Messages go by `control`, whatever carries
-the bytes.
+"""Interface of the transports, which move the bytes of pieces between two workers.
 
-A reader says in its TransferRequest under which address it takes its bytes, `<carrier>:<what the
-carrier needs>`. ZMQ is always there; another carrier comes up beside it (`TransportChanged`), and
-when it breaks, ZMQ takes over. Nothing here ever blocks, and nothing raises for what a peer does.
+Messages always go over the control channel, whichever transport moves the bytes. A receiver names
+in its TransferRequest the address at which it accepts bytes: `<transport>:<what it needs>`.
+
+ZMQ is always available. Another transport connects later and reports that as `TransportChanged`;
+when that transport breaks, ZMQ takes over.
+
+No method here blocks, and none raises for what a peer does.
 """
 
 from __future__ import annotations
@@ -30,79 +33,105 @@ from ..protocol.events import (
 )
 from ..protocol.peers import WorkerInfo
 
+BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
+
 TransportEvent = SendCompleted | ConnectionLost | PieceArrived | PieceWritten | TransportChanged
 
 
 class Counters(msgspec.Struct):
-    """What this worker has done since it started; only the driver's thread writes."""
+    """Totals of this worker since its start; only the driver's thread writes them.
 
-    bytes_sent: int = 0  # on the wire: with `compress`, half of what the blocks hold
+    `bytes_sent` counts bytes on the wire: with `compress`, half of what the blocks hold.
+    `received` maps a transport to bytes written into blocks, as they crossed the wire.
+    """
+
+    bytes_sent: int = 0
     bad_messages: int = 0
     damaged_pieces: int = 0
-    received: dict[
-        str, int
-    ] = {}  # bytes that are in their blocks, by carrier, as they crossed the wire
+    received: dict[str, int] = {}
 
-    def landed(self, carrier: str, size: int) -> None:
-        self.received[carrier] = self.received.get(carrier, 0) + size
+    def count_received(self, transport: str, size: int) -> None:
+        """Add `size` bytes, received by this transport and written into blocks."""
+        self.received[transport] = self.received.get(transport, 0) + size
 
 
 @dataclass
 class DriverPort:
-    """What a carrier has of its driver. Notes are for the carrier at the other end; one may be
-    lost.
+    """Services of the driver for one transport.
+
+    `name` is this worker's. Descriptors registered with `poller` wake the driver.
+
+    A note goes to the same transport of another worker; a note may be lost. `send_to_receiver`
+    takes the name of a worker that reads from this one. `send_to_sender` takes the name of a
+    worker from which this one reads.
+
+    `fallback_address` is where ZMQ accepts this worker's pieces. A transport that breaks puts it
+    into its TransportChanged.
     """
 
-    name: str  # of this worker
+    name: str
     config: Config
     memory: Memory
     counters: Counters
-    poller: zmq.Poller  # register here what shall wake the driver
-    to_reader: Callable[[str, bytes], None]  # a note to the carrier of a worker that reads from us
-    to_source: Callable[[str, bytes], None]  # a note to the carrier of a worker that we read from
-    fallback: str = (
-        ""  # where ZMQ takes our pieces: what to say in a TransportChanged when this carrier breaks
-    )
+    poller: zmq.Poller
+    send_to_receiver: Callable[[str, bytes], None]
+    send_to_sender: Callable[[str, bytes], None]
+    fallback_address: str = ""
 
 
 class Transport(Protocol):
-    """One per worker and kind; made by vLLM's thread, then used and closed by the driver's."""
+    """One transport of one worker.
+
+    Made by vLLM's thread, then used and closed by the driver's thread.
+    """
 
     def connect(self, worker: WorkerInfo) -> None:
-        """Pieces will be asked of this worker. Said each time, so it must be cheap when nothing is
-        to do.
+        """Prepare to receive pieces from this worker.
+
+        Called before each transfer, so it must be cheap when nothing is to do.
         """
 
-    def disconnect(self, source: str) -> None:
-        """Nothing more will be asked of this worker."""
+    def disconnect(self, sender: str) -> None:
+        """Stop receiving from this worker."""
 
     def send(self, piece: SendPiece) -> None:
-        """Ends in a SendCompleted, whatever happens: until then the blocks are not given back."""
+        """Send a piece.
 
-    def land(self, land: WritePiece) -> bool | None:
-        """Put the piece of the PieceArrived just yielded into its blocks. None: it ends in a
-        PieceWritten later.
+        Always ends in one SendCompleted; until then the blocks are not given back.
         """
 
-    def happened(self, ready: Collection[object]) -> Iterator[TransportEvent]:
-        """What has happened since the last call; `ready` is what the poller found."""
+    def write_piece(self, write: WritePiece) -> bool | None:
+        """Write the piece announced by the last PieceArrived into its blocks.
 
-    def next_look(self) -> float | None:
-        """When (time.monotonic) to be asked again though nothing wakes the driver; None while
-        nothing is open.
+        Returns whether the bytes were valid and written, or None if a PieceWritten reports that
+        later.
         """
 
-    def note_at_prefill(self, reader: str, data: bytes) -> None: ...
-    def note_at_decode(self, source: str, data: bytes) -> None: ...
+    def poll_events(self, ready: Collection[object]) -> Iterator[TransportEvent]:
+        """Yield events since the last call; `ready` holds the sockets that the poller found."""
+
+    def next_deadline(self) -> float | None:
+        """Return when (time.monotonic) to call `poll_events` even if nothing wakes the driver.
+
+        None while nothing is open.
+        """
+
+    def on_receiver_note(self, receiver: str, data: bytes) -> None:
+        """Handle a note from the transport of a worker that reads from this one."""
+
+    def on_sender_note(self, sender: str, data: bytes) -> None:
+        """Handle a note from the transport of a worker from which this one reads."""
+
     def close(self) -> None:
-        """When this returns, nothing is written into blocks any more; it raises where that cannot
-        be said in time.
+        """Close the transport; after it returns, nothing is written into blocks any more.
+
+        Raises where that cannot be guaranteed in time.
         """
 
 
 def machine_id() -> str:
-    """Names this machine until its next boot, so that workers on it know each other for neighbours."""
+    """Return an id of this machine until its next boot; all its workers return the same."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return BOOT_ID_PATH.read_text().strip()
     except OSError:
         return socket.gethostname()

@@ -1,8 +1,7 @@
-"""Two ends of a communicator without tags, a control channel that loses notes, peers that freeze,
-links that fail.
+"""Seeded worlds of two channel ends: lost notes, peers that freeze, links that fail.
 
-The link here knows what NCCL and Gloo know: the n-th send of an epoch goes into the n-th receive.
-What a receive got is compared with what D was told it would be.
+The link here has the properties of NCCL and Gloo: the n-th send of an epoch goes into the n-th
+receive. Received bytes are compared with the announced piece.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ CHAOS = {"lose": 2, "fail": 1, "freeze": 2, "refuse": 1, "leap": 1, "oversize": 
 
 @dataclass
 class Posted:
-    """What one end of one epoch has been asked to do."""
+    """Operations that were posted at both ends of one epoch."""
 
     sends: list[tuple[int, tuple[str, int] | None]] = field(
         default_factory=list
@@ -114,7 +113,7 @@ class World:
 
     # What happens
     def ask(self) -> None:
-        """D's ReadRequest, over the same channel: P knows its address by D's last TransferRequest."""
+        """The receiver's ReadRequest; the sender has its address from the last TransferRequest."""
         if self.routed is not None and len(self.asked) < 12:
             number, self.number = self.number, self.number + 1
             piece = SendPiece("t", "d", f"x:{self.routed}", number, Extent(0, 1, 0, 1), [0])
@@ -136,11 +135,11 @@ class World:
             )
 
     def size(self) -> int:
-        """P may think that D's slots are larger."""
+        """Return the size of a piece; a sender may exceed the receiver's slots."""
         return SLOT + 1 if self.roll("oversize") else SIZE
 
     def move(self) -> None:
-        """One send meets its receive; what a link that is up does by itself."""
+        """Match one send with its receive, and let links connect or fail."""
         for number, epoch in list(self.epochs.items()):
             if epoch.is_broken:
                 if self.random.random() < 0.3:
@@ -172,7 +171,8 @@ class World:
         if self.wires[who] and who not in self.frozen:
             data = self.wires[who].popleft()
             self.at(
-                who, pairs.decode_at_source(data) if who == "p" else pairs.decode_at_reader(data)
+                who,
+                pairs.decode_receiver_note(data) if who == "p" else pairs.decode_sender_note(data),
             )
 
     def pass_time(self, seconds: float) -> None:
@@ -261,12 +261,14 @@ def test_a_full_ring_delays_and_never_grows() -> None:
     assert world.delivered == set(range(12)) and not world.asked
 
 
-def test_words_for_what_ends_an_epoch() -> None:
+def test_reasons_for_a_broken_epoch() -> None:
     d = pairs.ReceiverEnd(PATIENCE, slot=SLOT)
     d.handle(pairs.ConnectChannel(), 0.0)
     d.handle(pairs.LinkUp(1), 0.1), d.handle(pairs.ChannelReady(1), 0.2)
     close, told, route = d.handle(pairs.ChannelPiece(1, 1, "t", 0, SIZE, 0), 1.0)
-    assert isinstance(close, pairs.CloseLink) and close.why == "heard of piece 1 where 0 was due"
+    assert (
+        isinstance(close, pairs.CloseLink) and close.why == "piece 1 was announced where 0 was due"
+    )
     assert isinstance(told, pairs.SendNote) and route == pairs.ChangeRoute(None)
     assert d.handle(pairs.ConnectChannel(), 1.5) == [], "pairs again at once"
     assert d.handle(pairs.ConnectChannel(), 2.1)

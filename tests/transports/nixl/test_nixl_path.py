@@ -1,4 +1,4 @@
-"""Whether reads need the other end's hands: what is proved, and what only looks like it."""
+"""Tests of the probe: which paths it proves, and which only look one-sided."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from vllm_disagg.transports.nixl.path import (
 
 
 class Other:
-    """A worker whose reads end by themselves, or only when it lets UCX work; others may ask it to
-    at any time.
-    """
+    """A sender whose reads are one-sided or emulated; other receivers may ask it for help."""
 
     def __init__(self, emulated: bool, others: float = 0.0, seed: int = 0, starts: int = 0) -> None:
         self.emulated, self.others, self.random = emulated, others, random.Random(seed)
@@ -31,75 +29,77 @@ class Other:
 
 
 def run(other: Other, seconds: float = 60.0, lost: float = 0.0) -> OneSidedProbe:
-    trial, now, began, counted, chance = OneSidedProbe(0.0), 0.0, None, 0, random.Random(1)
-    while now < seconds and trial.step not in (ProbeStep.PROVED, ProbeStep.EMULATED):
+    probe, now, began, counted, chance = OneSidedProbe(0.0), 0.0, None, 0, random.Random(1)
+    while now < seconds and probe.step not in (ProbeStep.PROVED, ProbeStep.EMULATED):
         now += 0.01
         other.work(now)
         if began is not None:
-            needs_hands = other.emulated or trial.step is ProbeStep.CONNECTING or other.starts > 0
+            needs_hands = other.emulated or probe.step is ProbeStep.CONNECTING or other.starts > 0
             if not needs_hands or other.count > counted:
-                other.starts -= trial.step is ProbeStep.READING and other.starts > 0
-                trial.read_ended(now, now - began)
+                other.starts -= probe.step is ProbeStep.READING and other.starts > 0
+                probe.read_ended(now, now - began)
                 began = None
-            elif trial.needs_help(now - began):
-                trial.help_asked()
+            elif probe.needs_help(now - began):
+                probe.help_asked()
                 other.until = now + 0.3
-        while began is None and (do := trial.next(now)) is not None:
-            if do is ProbeAction.ASK_STILL:
+        while began is None and (do := probe.next(now)) is not None:
+            if do is ProbeAction.ASK_COUNT:
                 if chance.random() >= lost:
-                    trial.stood(trial.turn, other.count, now)
+                    probe.on_count(probe.turn, other.count, now)
                 continue
             began, counted = now, other.count
-    return trial
+    return probe
 
 
-def test_a_way_that_needs_nobody_is_proved() -> None:
-    trial = run(Other(emulated=False))
-    assert trial.step is ProbeStep.PROVED and trial.best <= 0.011 and trial.tries == 0
+def test_a_one_sided_path_is_proved() -> None:
+    probe = run(Other(emulated=False))
+    assert probe.step is ProbeStep.PROVED and probe.best_seconds <= 0.011 and probe.tries == 0
 
 
 def test_the_end_of_a_connection_coming_up_is_not_emulation() -> None:
     assert run(Other(emulated=False, starts=MAX_PROBE_TRIES - 1)).step is ProbeStep.PROVED
 
 
-def test_answers_that_are_lost_are_asked_for_again() -> None:
+def test_lost_answers_are_requested_again() -> None:
     assert run(Other(emulated=False), lost=0.6).step is ProbeStep.PROVED
 
 
-def test_an_emulated_way_is_never_taken_for_another() -> None:
-    """Whoever else lets P's UCX work meanwhile, and however often."""
+def test_an_emulated_path_is_never_proved() -> None:
+    """Whatever other receivers make the sender's UCX do meanwhile, and however often."""
     assert run(Other(emulated=True)).step is ProbeStep.EMULATED
     for seed in range(100):
-        trial = run(
+        probe = run(
             Other(
                 emulated=True,
                 others=random.Random(seed).choice([0.0, 0.01, 0.1, 0.5, 1.0]),
                 seed=seed,
             )
         )
-        assert trial.step is not ProbeStep.PROVED, seed
+        assert probe.step is not ProbeStep.PROVED, seed
 
 
-def test_help_for_others_proves_nothing_and_blames_nobody() -> None:
+def test_help_for_other_receivers_proves_nothing() -> None:
     assert run(Other(emulated=False, others=1.0)).step not in (ProbeStep.PROVED, ProbeStep.EMULATED)
     assert run(Other(emulated=False, others=0.02), 600).step is ProbeStep.PROVED
 
 
-def test_an_answer_to_an_earlier_question_is_none() -> None:
-    trial = OneSidedProbe(0.0)
-    assert trial.next(0.0) is ProbeAction.READ_SMALL
-    trial.read_ended(0.1, 0.1)
-    assert trial.next(0.1) is None
-    assert trial.next(0.1 + QUIET_SECONDS) is ProbeAction.ASK_STILL
-    trial.stood(trial.turn - 1, 7, 1.0)
-    assert trial.step is ProbeStep.COUNTING
-    trial.stood(trial.turn, 7, 1.0)
-    asked = [trial.next(1.0)]
+def test_a_late_answer_is_ignored() -> None:
+    probe = OneSidedProbe(0.0)
+    assert probe.next(0.0) is ProbeAction.READ_SMALL
+    probe.read_ended(0.1, 0.1)
+    assert probe.next(0.1) is None
+    assert probe.next(0.1 + QUIET_SECONDS) is ProbeAction.ASK_COUNT
+    probe.on_count(probe.turn - 1, 7, 1.0)
+    assert probe.step is ProbeStep.COUNTING
+    probe.on_count(probe.turn, 7, 1.0)
+    asked = [probe.next(1.0)]
     for _ in range(LARGE_READS):
-        trial.read_ended(1.0, UNAIDED_READ_SECONDS / 2)
-        asked.append(trial.next(1.0))
+        probe.read_ended(1.0, UNAIDED_READ_SECONDS / 2)
+        asked.append(probe.next(1.0))
     assert asked == [ProbeAction.READ_SMALL, *[ProbeAction.READ_LARGE] * LARGE_READS]
-    trial.read_ended(1.0, UNAIDED_READ_SECONDS / 4)
-    assert trial.next(1.0) is ProbeAction.ASK_STILL and trial.best == UNAIDED_READ_SECONDS / 4
-    trial.stood(trial.turn, 8, 1.0)
-    assert trial.step is ProbeStep.QUIET and trial.tries == 0
+    probe.read_ended(1.0, UNAIDED_READ_SECONDS / 4)
+    assert (
+        probe.next(1.0) is ProbeAction.ASK_COUNT and probe.best_seconds == UNAIDED_READ_SECONDS / 4
+    )
+    probe.on_count(probe.turn, 8, 1.0)
+    assert probe.step is ProbeStep.QUIET and probe.tries == 0

@@ -1,5 +1,6 @@
-"""How agents that are given up end, with scripted agents: the real ones are in
-tests/transports/processes/test_nixl.py.
+"""Tests of closing agents, with scripted ones.
+
+tests/transports/processes/test_nixl.py has the real ones.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from vllm_disagg.transports.nixl import reads as nixl_reads
 from vllm_disagg.transports.nixl.agent import NixlError
 from vllm_disagg.transports.nixl.reads import Closings
 
-LAND = WritePiece("t", 0, Extent(0, 1, 0, 16), [0])
+WRITE = WritePiece("t", 0, Extent(0, 1, 0, 16), [0])
 
 
-def reads(close: Any, land: WritePiece | None = LAND) -> Any:
-    return SimpleNamespace(agent=SimpleNamespace(close=close), open=[SimpleNamespace(land=land)])
+def reads(close: Any, write: WritePiece | None = WRITE) -> Any:
+    return SimpleNamespace(agent=SimpleNamespace(close=close), open=[SimpleNamespace(write=write)])
 
 
 def fails() -> None:
     raise NixlError("still in use")
 
 
-def test_at_the_end_agents_are_waited_for() -> None:
+def test_finish_waits_for_agents() -> None:
     closed, closings = [], Closings()
     closings.give_up(reads(lambda: (time.sleep(0.05), closed.append(1))))
     closings.finish()
@@ -35,17 +36,17 @@ def test_at_the_end_agents_are_waited_for() -> None:
 
 
 @pytest.mark.parametrize("looked", [True, False])
-def test_an_agent_that_does_not_go_is_said_also_if_that_was_long_ago(looked: bool) -> None:
+def test_finish_reports_an_agent_that_does_not_go(looked: bool) -> None:
     closings = Closings()
     closings.give_up(reads(fails))
     end = time.monotonic() + (0.2 if looked else 0)
     while time.monotonic() < end:
-        assert list(closings.look()) == [], "its pieces never end"
+        assert list(closings.poll_events()) == [], "its pieces never end"
     with pytest.raises(NixlError, match="1 reads may still write"):
         closings.finish()
 
 
-def test_the_wait_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finish_waits_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_reads, "CLOSE_SECONDS", 0.05)
     closings = Closings()
     closings.give_up(

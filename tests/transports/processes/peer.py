@@ -1,13 +1,13 @@
-"""A worker without vLLM, in a process of its own so that tests can kill and freeze it; and what
-tests do with drivers.
+"""A worker without vLLM, in a separate process that tests can kill and freeze; and helpers.
 
-Commands on stdin, a line of JSON for each on stdout, after one that is its Worker:
+The first line on stdout is the WorkerInfo as JSON. Each command on stdin is answered by one line of
+JSON:
 
-    prefill TRANSFER TOKENS     blocks 0.. hold a finished prompt
-    want TRANSFER TOKENS WORKER read it from that worker into blocks 0..
-    outcome                     of what was wanted
-    landed                      bytes that have landed, by carrier
-    digest BLOCKS               of the first blocks
+    prefill TRANSFER TOKENS     make blocks 0.. hold a finished prompt
+    want TRANSFER TOKENS WORKER load the prompt from that worker into blocks 0..
+    outcome                     wait for the LoadResult, or for another result
+    received                    bytes written into blocks, by transport
+    digest BLOCKS               hash of the first blocks
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HERE = Path(__file__).resolve()
 
 
 class Peer:
-    """Such a process.  `lie`: what it says of its memory, see `Liar`."""
+    """A worker in its own process. `lie`: how its memory misreports its runs, see `Liar`."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Peer:
 
 
 class Liar(HostMemory):
-    """Says of its memory what is not so."""
+    """A memory that misreports its runs."""
 
     how = ""
 
@@ -114,7 +114,7 @@ class Liar(HostMemory):
 
 
 def memory(row: int, seed: int | None) -> HostMemory:
-    """Random bytes, the same for the same seed; zeros without one."""
+    """Return a memory of random bytes, equal for equal seeds; of zeros without a seed."""
     random = np.random.default_rng(seed)
 
     def plane() -> np.ndarray:
@@ -148,7 +148,7 @@ def prefill(driver: Driver, transfer: str, tokens: int) -> None:
 
 
 def want(driver: Driver, transfer: str, tokens: int, source: WorkerInfo, first: int = 0) -> None:
-    """Into the blocks from `first` on."""
+    """Load into the blocks from `first` on."""
     ids = list(range(first, first - (-tokens // BLOCK_SIZE)))
     plan = reshard.plan([source.holds], [driver.worker.holds])
     driver.submit(
@@ -187,7 +187,7 @@ def main() -> None:
             want(made, args[0], int(args[1]), msgspec.json.decode(args[2], type=WorkerInfo))
         elif what == "outcome":
             answer = str(outcome(made))
-        elif what == "landed":
+        elif what == "received":
             answer = made.counters.received
         elif what == "digest":
             answer = digest(ours, int(args[0]))

@@ -1,5 +1,6 @@
-"""The kernels of KV in GPU memory, in Triton's interpreter: in a process of its own, since Triton
-decides at import.
+"""Tests of the kernels for KV in GPU memory, in Triton's interpreter.
+
+In a separate process, since Triton decides at import.
 """
 
 from __future__ import annotations

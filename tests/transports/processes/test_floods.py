@@ -1,6 +1,4 @@
-"""Strangers who connect and say nothing: they must not take the descriptors that a worker needs for
-itself.
-"""
+"""A flood of silent connections must not take the descriptors that a worker needs."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ def load(p: Peer, d: Peer) -> str:
 
 
 class Crowd:
-    """So many silent connections at each of the addresses; who is sent away comes again."""
+    """Many silent connections at each address; a connection that is closed is made again."""
 
     def __init__(self, addresses: list[tuple[str, int]]) -> None:
         self._open = selectors.DefaultSelector()
@@ -69,7 +67,7 @@ class Crowd:
             self._come(key.data)
 
     def has_arrived(self) -> bool:
-        """Whether most have been greeted, or sent away."""
+        """Whether most connections have been greeted or closed."""
         return len(self._open.select(0)) > CROWD / 2
 
     def leave(self) -> None:
@@ -96,7 +94,7 @@ def test_a_flood_of_silent_connections_is_bounded(peers: tuple[Peer, Peer]) -> N
         end = time.monotonic() + SECONDS
         while time.monotonic() < end:
             crowd.renew()
-            if time.monotonic() > end - SECONDS / 2 and not d("landed"):
+            if time.monotonic() > end - SECONDS / 2 and not d("received"):
                 assert "reason=None" in load(p, d), "a member that comes in the middle of it"
     finally:
         crowd.leave()

@@ -1,6 +1,4 @@
-"""Pieces over real NIXL between two processes: exact, killed, frozen, lied to, and the way back to
-ZMQ.
-"""
+"""Tests of the NIXL transport between two processes: exact, killed, frozen, and back to ZMQ."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from vllm_disagg.kv.memory import HostMemory
 from vllm_disagg.protocol import events
 from vllm_disagg.transports.nixl import agent as nixl_agent
 from vllm_disagg.transports.nixl import notes as nixl_notes
-from vllm_disagg.transports.nixl import path as nixl_way
+from vllm_disagg.transports.nixl import path as nixl_path
 from vllm_disagg.transports.nixl import transport as nixl
 from vllm_disagg.transports.zmq import control
 
@@ -43,7 +41,7 @@ def Source(
 
 
 class Sink:
-    """A decode worker's driver in this process."""
+    """The driver of a receiving worker, in this process."""
 
     def __init__(self, row: int = 4096, **settings: object) -> None:
         self.memory = memory(row, None)
@@ -66,7 +64,7 @@ class Sink:
         raise AssertionError("nothing came")
 
     def expect_exact(self, source: Peer, count: int = 5) -> str:
-        """ReadRequest some blocks, find them right, and say what carried them."""
+        """Load some blocks, check them, and return the transports that moved them."""
         for planes in self.memory.planes:
             for plane in planes:
                 plane[:] = 0
@@ -85,16 +83,16 @@ class Sink:
         return " ".join(sorted(name for name in after if after[name] > before.get(name, 0)))
 
     @property
-    def carrier(self) -> nixl.NixlTransport:
+    def transport(self) -> nixl.NixlTransport:
         return self.driver._transports["nixl"]  # type: ignore[return-value]
 
-    def way(self, source: Peer) -> nixl.PathState:
-        return self.carrier._sources[source.worker.name].way
+    def path_state(self, source: Peer) -> nixl.PathState:
+        return self.transport._sources[source.worker.name].state
 
     def pair(self, source: Peer, wanted: nixl.PathState = nixl.PathState.UP) -> None:
-        """A first transfer, by ZMQ most likely; then wait for the way that NIXL finds."""
+        """Load once, probably by ZMQ, then wait for the state of the NIXL path."""
         self.expect_exact(source)
-        wait(lambda: self.way(source) is wanted)
+        wait(lambda: self.path_state(source) is wanted)
 
 
 def wait(done: Callable[[], bool], seconds: float = 40.0) -> None:
@@ -127,19 +125,17 @@ def test_bytes_arrive_where_they_belong(start: Callable[..., Any], row: int, pie
 
 
 @real
-def test_it_starts_before_anybody_asks(start: Callable[..., Any]) -> None:
-    """UCX takes a second and more beside busy engines: the first request shall not wait for it."""
-    carrier = start(Sink).carrier
-    wait(lambda: carrier._serving._ready is not None)
-    wait(lambda: bool(carrier._ready or (carrier._making and carrier._making.is_over)))
-    assert carrier._ready or (carrier._making and carrier._making.result)
+def test_agents_start_before_the_first_request(start: Callable[..., Any]) -> None:
+    """UCX takes a second and more beside busy engines; the first request must not wait for that."""
+    transport = start(Sink).transport
+    wait(lambda: transport._sender._ready is not None)
+    wait(lambda: bool(transport._ready or (transport._making and transport._making.is_over)))
+    assert transport._ready or (transport._making and transport._making.result)
 
 
 @real
 def test_it_listens_on_the_loopback_only(start: Callable[..., Any]) -> None:
-    """Both agents of a worker, the one that reads and the one that is read from: UCX lets in
-    whatever reaches it.
-    """
+    """Both agents of a worker listen on the loopback only, because UCX authenticates no peer."""
     source, sink = start(Source), start(Sink)
     sink.pair(source)
     assert sink.expect_exact(source) == "nixl"
@@ -148,10 +144,10 @@ def test_it_listens_on_the_loopback_only(start: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(("transport", "count"), [("zmq", 2), ("auto", 3), ("tcp", 3), ("gloo", 3)])
-def test_what_listens_is_known_and_on_the_loopback(
+def test_only_expected_ports_listen_on_the_loopback(
     start: Callable[..., Any], transport: str, count: int
 ) -> None:
-    """Control, data; TCP's door, or Gloo's device."""
+    """Expect the control port, the data port, and TCP's listener or Gloo's device."""
     source, other = start(Source, transport=transport), start(Source, transport=transport)
     worker = msgspec.json.encode(source.worker).decode()
     for _ in range(2):
@@ -179,7 +175,7 @@ def test_an_idle_pair_costs_nothing(start: Callable[..., Any]) -> None:
 
 
 def _switches() -> int:
-    """Times that the threads of transfers in this process gave up their core."""
+    """Count the context switches of the threads of transfers in this process."""
     counts = 0
     for task in Path("/proc/self/task").iterdir():
         if (task / "comm").read_text().startswith("vllm-disagg"):
@@ -191,11 +187,11 @@ def _switches() -> int:
 
 @real
 @pytest.mark.parametrize("lie", ["outside", "short", "unregistered"])
-def test_what_a_source_says_is_checked(start: Callable[..., Any], lie: str) -> None:
+def test_runs_of_a_sender_are_checked(start: Callable[..., Any], lie: str) -> None:
     source, sink = start(Source, lie=lie), start(Sink)
     sink.pair(source)
     assert sink.expect_exact(source) == "zmq"
-    assert sink.way(source) is nixl.PathState.DOWN
+    assert sink.path_state(source) is nixl.PathState.DOWN
     bad = sink.driver.counters.bad_messages
     assert bad == (lie == "outside"), (
         "NIXL refuses what P has not registered; we what it has not told"
@@ -203,22 +199,20 @@ def test_what_a_source_says_is_checked(start: Callable[..., Any], lie: str) -> N
 
 
 @real
-def test_a_worker_whose_memory_is_not_what_it_said_is_not_read_from(
+def test_a_wrong_nonce_takes_the_path_down(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where its address leads to another process: the nonce that it told is not in the region
-    that is read.
-    """
+    """As if the address led to another process: the region that is read lacks the nonce."""
     caplog.set_level("INFO", "vllm_disagg")
-    true = nixl_notes.decode_card
+    true = nixl_notes.decode_agent_info
     monkeypatch.setattr(
         nixl_notes,
-        "decode_card",
+        "decode_agent_info",
         lambda *args: msgspec.structs.replace(true(*args), nonce=b"x" * 16),
     )
     source, sink = start(Source), start(Sink)
     sink.pair(source, nixl.PathState.DOWN)
-    assert "it read something else than that worker's memory" in caplog.text
+    assert "the test read did not return the memory of that worker" in caplog.text
     assert sink.expect_exact(source) == "zmq"
 
 
@@ -226,14 +220,12 @@ def test_a_worker_whose_memory_is_not_what_it_said_is_not_read_from(
 @pytest.mark.parametrize(
     ("tls", "number"), [("", signal.SIGKILL), ("tcp", signal.SIGKILL), ("tcp", signal.SIGSTOP)]
 )
-def test_a_source_that_dies_or_freezes(
+def test_a_sender_that_dies_or_freezes(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tls: str, number: signal.Signals
 ) -> None:
-    """Over TCP in the middle of a read; nothing is written after the LoadResult, whatever the
-    source still does.
+    """In the middle of a read; nothing is written after the LoadResult.
 
-    Ways on which UCX emulates reads are refused otherwise; here they stand for hardware whose reads
-    take time.
+    Emulated paths are refused otherwise; here they stand for hardware whose reads take time.
     """
     if tls:
         monkeypatch.setattr(nixl.NixlTransport, "_decide", _lenient)
@@ -243,7 +235,7 @@ def test_a_source_that_dies_or_freezes(
     sink.pair(source)
     sink.want(source, 16, prefill=bool(tls))
     if tls:
-        wait(lambda: bool(sink.carrier._ready and sink.carrier._ready.reads.open))
+        wait(lambda: bool(sink.transport._ready and sink.transport._ready.reads.open))
     os.kill(source.process.pid, number)
     report = sink.outcome()
     assert report.reason is events.Reason.SILENT, report
@@ -261,18 +253,20 @@ def test_a_source_that_dies_or_freezes(
 
 
 def _lenient(
-    carrier: nixl.NixlTransport,
+    transport: nixl.NixlTransport,
     source: nixl.NixlSource,
-    trial: nixl_way.OneSidedProbe,
-    true: Any = nixl.NixlTransport._decide,
+    probe: nixl_path.OneSidedProbe,
+    original: Any = nixl.NixlTransport._decide,
 ) -> None:
-    trial.step = nixl_way.ProbeStep.PROVED
-    true(carrier, source, trial)
+    probe.step = nixl_path.ProbeStep.PROVED
+    original(transport, source, probe)
 
 
 @real
-def test_the_way_back(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What breaks a read reroutes to ZMQ at once; later NIXL is tried again."""
+def test_recovery_after_a_failure(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failed read reroutes to ZMQ at once; later NIXL is tried again."""
     monkeypatch.setattr(nixl, "RETRY_SECONDS", 0.3)
     source, sink = start(Source), start(Sink)
     sink.pair(source)
@@ -305,19 +299,21 @@ def test_auto_takes_nixl_and_then_tcp(
 
 
 @real
-def test_one_side_without(start: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_nixl_missing_at_the_peer(
+    start: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "vllm_disagg")
     plain, broken = start(Source, transport="zmq"), start(Source, env={"UCX_TLS": "bogus"})
     sink = start(Sink)
     assert sink.expect_exact(plain) == "zmq"
     assert "here is nixl (transport is nixl), and there nothing" in caplog.text
     sink.pair(broken, nixl.PathState.DOWN)
-    assert "runs here, but not there (" in caplog.text
+    assert "NIXL is not available at the peer (" in caplog.text
     assert sink.expect_exact(broken) == "zmq"
 
 
 @real
-def test_none_here(
+def test_nixl_missing_here(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "vllm_disagg")
@@ -325,13 +321,13 @@ def test_none_here(
     monkeypatch.setenv("UCX_TLS", "bogus")
     sink = start(Sink)
     sink.pair(source, nixl.PathState.DOWN)
-    assert "cannot start here (" in caplog.text
+    assert "no agent here (" in caplog.text
     assert sink.expect_exact(source) == "zmq"
 
 
 @real
 @pytest.mark.parametrize(("transport", "by"), [("auto", "tcp"), ("nixl", "nixl")])
-def test_a_slow_way_is_told(
+def test_a_slow_path_is_logged(
     start: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -351,19 +347,19 @@ def test_a_slow_way_is_told(
 
 
 @real
-def test_a_way_that_is_emulated_is_refused(
+def test_an_emulated_path_is_refused(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "vllm_disagg")
     monkeypatch.setenv("UCX_TLS", "tcp")
     source, sink = start(Source), start(Sink)
     sink.pair(source, nixl.PathState.DOWN)
-    assert "reads end only with its help" in caplog.text
+    assert "reads end only with the peer's help" in caplog.text
     assert sink.expect_exact(source) == "zmq"
 
 
 @real
-def test_a_source_that_makes_room(
+def test_an_evicted_sender_is_disconnected(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "MAX_LINKS", 1)
@@ -371,11 +367,11 @@ def test_a_source_that_makes_room(
     for source in (one, other, one):
         sink.pair(source)
         assert sink.expect_exact(source) == "nixl"
-        assert list(sink.carrier._sources) == [source.worker.name]
+        assert list(sink.transport._sources) == [source.worker.name]
 
 
 # Without NIXL -------------------------------------------------------------------------------------
-def test_notes_that_make_no_sense() -> None:
+def test_invalid_notes_are_rejected() -> None:
     card = nixl_notes.AgentInfo(
         "a#1",
         b"metadata",
@@ -383,10 +379,10 @@ def test_notes_that_make_no_sense() -> None:
         (4096, nixl_notes.TEST_REGION_BYTES),
         b"n" * 16,
     )
-    assert nixl_notes.decode_card(nixl_notes.encode(card), "a") == card
+    assert nixl_notes.decode_agent_info(nixl_notes.encode(card), "a") == card
     good = [
-        *nixl_notes.parts(1, card),
-        *nixl_notes.pieces("ab", 1, "a#1", [(1000, 1)] * 10),
+        *nixl_notes.agent_info_notes(1, card),
+        *nixl_notes.piece_notes("ab", 1, "a#1", [(1000, 1)] * 10),
         nixl_notes.encode(card),
     ]
     chance = random.Random(4)
@@ -396,9 +392,9 @@ def test_notes_that_make_no_sense() -> None:
             for _ in range(chance.randint(1, 4)):
                 bad[chance.randrange(len(bad))] = chance.randrange(256)
             for decode in (
-                nixl_notes.decode_at_prefill,
-                nixl_notes.decode_at_decode,
-                lambda d: nixl_notes.decode_card(d, "a"),
+                nixl_notes.decode_receiver_note,
+                nixl_notes.decode_sender_note,
+                lambda d: nixl_notes.decode_agent_info(d, "a"),
             ):
                 try:
                     decode(bytes(bad[: chance.randint(0, len(bad))]))
@@ -410,7 +406,9 @@ def test_notes_that_make_no_sense() -> None:
         {"test": (1000, 8)},
     ):
         with pytest.raises(BadMessage):
-            nixl_notes.decode_card(nixl_notes.encode(msgspec.structs.replace(card, **change)), "a")
+            nixl_notes.decode_agent_info(
+                nixl_notes.encode(msgspec.structs.replace(card, **change)), "a"
+            )
 
 
 def test_runs() -> None:
@@ -419,21 +417,23 @@ def test_runs() -> None:
         [(0, 3), (3, 5), (100, 4)],
         [(50, 3), (60, 5), (65, 4)],
     )
-    regions = nixl_notes.whole([(4, 4), (100, 1), (0, 4)])
+    regions = nixl_notes.joined_regions([(4, 4), (100, 1), (0, 4)])
     assert regions == [(0, 8), (100, 1)]
     assert nixl_notes.is_inside([(5, 3), (0, 8), (100, 1)], regions)
     for run in ((5, 4), (8, 1), (2**62, 2**40), (99, 1)):
         assert not nixl_notes.is_inside([run], regions)
     long = [(at * 10, 5) for at in range(7000)]
-    said = [nixl_notes.decode_at_decode(note) for note in nixl_notes.pieces("ab", 1, "a#1", long)]
+    said = [
+        nixl_notes.decode_sender_note(note) for note in nixl_notes.piece_notes("ab", 1, "a#1", long)
+    ]
     assert [run for note in said for run in note.runs] == long  # type: ignore[union-attr]
     assert (
-        max(map(len, nixl_notes.pieces("a" * 256, 1, "a" * 256, [(2**62 - 1, 2**40)] * 7000)))
+        max(map(len, nixl_notes.piece_notes("a" * 256, 1, "a" * 256, [(2**62 - 1, 2**40)] * 7000)))
         < nixl_notes.MAX_NOTE_BYTES
     )
 
 
-def test_what_ucx_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_of_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nixl_agent.environment(Config(), {}) == {"UCX_NET_DEVICES": "lo"}
     assert nixl_agent.environment(Config(), {"UCX_TLS": "tcp"}) == {}
     assert nixl_agent.environment(Config(host="10.0.0.1"), {}) == {"UCX_TLS": "^tcp"}
@@ -443,8 +443,9 @@ def test_what_ucx_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_agents_made_at_once_are_both_kept_to_the_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """UCX reads its environment when an agent is made: the second must not take the first one's
-    settings for the user's.
+    """UCX reads its environment when an agent is made.
+
+    The second agent must not take the first one's settings for the user's.
     """
     for name in ("UCX_TLS", "UCX_NET_DEVICES"):
         monkeypatch.delenv(name, raising=False)
@@ -468,7 +469,7 @@ def test_two_agents_made_at_once_are_both_kept_to_the_loopback(
         return SimpleNamespace(backends=["UCX"], register_memory=lambda *_: None)
 
     api = SimpleNamespace(nixl_agent=make_agent, nixl_agent_config=lambda **_: None)
-    monkeypatch.setattr(nixl_agent, "_environment", Lock())
+    monkeypatch.setattr(nixl_agent, "_environment_lock", Lock())
     monkeypatch.setattr(nixl_agent.importlib, "import_module", lambda _: api)
     make = lambda: nixl_agent.Agent("a", Config(), [])  # noqa: E731
     jobs = [threading.Thread(target=make) for _ in range(2)]
@@ -482,7 +483,7 @@ def test_two_agents_made_at_once_are_both_kept_to_the_loopback(
 def test_auto_leaves_nixl_out_without_rdma(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Within a machine TCP is as fast, and UCX listens for strangers."""
+    """Within a machine TCP is as fast, and UCX would accept strangers."""
     caplog.set_level("INFO", "vllm_disagg")
     monkeypatch.setattr(nixl_agent.importlib.util, "find_spec", lambda _: object())
     monkeypatch.setattr(nixl_agent, "rdma_devices", lambda: [])

@@ -1,6 +1,4 @@
-"""Pieces over plain sockets between two processes: exact, killed, frozen on either side, strangers,
-and the way back.
-"""
+"""Tests of the TCP transport between two processes: exact, killed, frozen, strangers, recovery."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.memory import HostMemory
 from vllm_disagg.protocol import events
 from vllm_disagg.transports.tcp import notes as tcp_notes
-from vllm_disagg.transports.tcp import sender as tcp_serving
+from vllm_disagg.transports.tcp import sender as tcp_sender
 from vllm_disagg.transports.tcp import transport as tcp
 
 SILENCE = 0.9
@@ -79,7 +77,7 @@ def load(d: Driver, p: Peer, tokens: int = 3 * BLOCK_SIZE - 5) -> events.LoadRes
 
 
 def pair(d: Driver, p: Peer, seconds: float = 15.0) -> None:
-    """Load until bytes come by TCP; all of it is right whatever carries it."""
+    """Load until bytes come by TCP; each load must be right, whichever transport moves it."""
     before, end = by_tcp(d), time.monotonic() + seconds
     while by_tcp(d) == before:
         assert time.monotonic() < end, f"no byte came by TCP in {seconds} s: {d.counters.received}"
@@ -149,12 +147,10 @@ def test_an_idle_pair_does_not_wake_up(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_source_that_dies_or_freezes_in_the_middle(
+def test_a_sender_that_dies_or_freezes_in_the_middle(
     start: Callable[..., Driver], peer: Callable[..., Peer], number: signal.Signals
 ) -> None:
-    """Nothing is written after the LoadResult, whatever the source still does; afterwards TCP is
-    taken again.
-    """
+    """Nothing is written after the LoadResult; afterwards TCP is used again."""
     ours, p = memory(ROW, None), peer(ROW)
     d = start(ours)
     pair(d, p)
@@ -181,19 +177,19 @@ def test_a_source_that_dies_or_freezes_in_the_middle(
 
 
 def freeze_before_the_first_byte(slow: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    send = tcp_serving.TcpSender.send
+    send = tcp_sender.TcpSender.send
 
-    def freeze_first(self: tcp_serving.TcpSender, piece: events.SendPiece) -> None:
+    def freeze_first(self: tcp_sender.TcpSender, piece: events.SendPiece) -> None:
         if piece.reader == slow.worker.name and not is_stopped(slow):
             slow.process.send_signal(signal.SIGSTOP)
             while not is_stopped(slow):
                 time.sleep(0.001)
         send(self, piece)
 
-    monkeypatch.setattr(tcp_serving.TcpSender, "send", freeze_first)
+    monkeypatch.setattr(tcp_sender.TcpSender, "send", freeze_first)
 
 
-def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
+def test_a_frozen_receiver_holds_blocks_only_until_the_deadline(
     start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = memory(ROW, 1)
@@ -211,7 +207,7 @@ def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
 
     for d in (slow, other):
         end = time.monotonic() + 15
-        while not d("landed").get("tcp"):  # type: ignore[attr-defined]
+        while not d("received").get("tcp"):  # type: ignore[attr-defined]
             assert time.monotonic() < end
             read(d, 48)
             d("outcome"), outcome(p)
@@ -241,8 +237,8 @@ def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
     assert time.monotonic() - began < 5
     slow.process.send_signal(signal.SIGCONT)
     slow("outcome"), outcome(p)
-    before, end = slow("landed").get("tcp"), time.monotonic() + 15  # type: ignore[attr-defined]
-    while slow("landed").get("tcp") == before:  # type: ignore[attr-defined]
+    before, end = slow("received").get("tcp"), time.monotonic() + 15  # type: ignore[attr-defined]
+    while slow("received").get("tcp") == before:  # type: ignore[attr-defined]
         assert time.monotonic() < end, "not back to TCP"
         read(slow, 48)
         assert "reason=None" in str(slow("outcome"))
@@ -250,34 +246,34 @@ def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
     assert slow("digest 3") == digest(theirs, 3)
 
 
-def test_a_reader_that_is_killed_holds_blocks_for_no_lease(
+def test_a_killed_receiver_holds_blocks_for_no_lease(
     start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p, d = start(memory(ROW, 1), lease=60.0), peer(ROW, seed=None)
     worker = msgspec.json.encode(p.worker).decode()
     end = time.monotonic() + 15
-    while not d("landed").get("tcp"):  # type: ignore[attr-defined]
+    while not d("received").get("tcp"):  # type: ignore[attr-defined]
         assert time.monotonic() < end
         prefill(p, transfer := name(), 48)
         d(f"want {transfer} 48 {worker}")
         d("outcome"), outcome(p)
 
     def kill_first(
-        self: tcp_serving.TcpSender,
+        self: tcp_sender.TcpSender,
         piece: events.SendPiece,
-        send: object = tcp_serving.TcpSender.send,
+        send: object = tcp_sender.TcpSender.send,
     ) -> None:
         d.process.kill()
         d.process.wait()
         send(self, piece)  # type: ignore[operator]
 
-    monkeypatch.setattr(tcp_serving.TcpSender, "send", kill_first)
+    monkeypatch.setattr(tcp_sender.TcpSender, "send", kill_first)
     prefill(p, transfer := name(), TOKENS)
     d(f"want {transfer} {TOKENS} {worker}")
     assert outcome(p, 15) == events.ReleaseBlocks(transfer, delivered=False)
 
 
-def test_a_damaged_piece_is_asked_for_again(
+def test_a_damaged_piece_is_requested_again(
     start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = memory(4096, None), memory(4096, 1)
@@ -288,7 +284,7 @@ def test_a_damaged_piece_is_asked_for_again(
         prefill(p, transfer := name(), 48)
         want(d, transfer, 48, p.worker)
         assert outcome(d).reason is None and outcome(p)  # type: ignore[union-attr]
-    true, damaged = tcp_serving.hasher, []
+    true, damaged = tcp_sender.hasher, []
 
     def hasher(transfer: str) -> object:
         damaged.append(transfer)
@@ -297,7 +293,7 @@ def test_a_damaged_piece_is_asked_for_again(
             state.update(b"another byte")
         return state
 
-    monkeypatch.setattr(tcp_serving, "hasher", hasher)
+    monkeypatch.setattr(tcp_sender, "hasher", hasher)
     wipe(ours)
     prefill(p, transfer := name(), TOKENS)
     want(d, transfer, TOKENS, p.worker)
@@ -306,76 +302,76 @@ def test_a_damaged_piece_is_asked_for_again(
     assert digest(ours, BLOCKS) == digest(theirs, BLOCKS)
 
 
-def given_tickets(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+def given_tokens(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     given: list[bytes] = []
 
     def token_bytes(size: int) -> bytes:
         given.append(os.urandom(size))
         return given[-1]
 
-    monkeypatch.setattr(tcp_serving, "secrets", SimpleNamespace(token_bytes=token_bytes))
+    monkeypatch.setattr(tcp_sender, "secrets", SimpleNamespace(token_bytes=token_bytes))
     return given
 
 
-def test_who_has_no_ticket_gets_nothing(
+def test_a_token_is_valid_once(
     start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A ticket that has been shown is none any more."""
-    shown = given_tickets(monkeypatch)
+    """A second connection with a used token is closed."""
+    shown = given_tokens(monkeypatch)
     p, d = start(memory(4096, 1)), peer(4096, seed=None)
     prefill(p, transfer := name(), 48)
     d(f"want {transfer} 48 {msgspec.json.encode(p.worker).decode()}")
     d("outcome"), outcome(p)
-    serving = p._transports["tcp"]._serving  # type: ignore[attr-defined]
+    sender = p._transports["tcp"]._sender  # type: ignore[attr-defined]
     end = time.monotonic() + 10
-    while not serving._readers:
+    while not sender._receivers:
         assert time.monotonic() < end
         time.sleep(0.01)
-    assert shown and not serving._tickets.keys() & set(shown)
-    (reader,) = serving._readers.values()
-    for door in list(serving._doors.values()):
+    assert shown and not sender._tokens.keys() & set(shown)
+    (reader,) = sender._receivers.values()
+    for listening in list(sender._listeners.values()):
         for said in (b"", b"x" * tcp_notes.TOKEN_BYTES, b"x" * 100_000, *shown):
-            with socket.socket(door.family) as stranger:
+            with socket.socket(listening.family) as stranger:
                 stranger.settimeout(5)
-                stranger.connect(door.getsockname())
+                stranger.connect(listening.getsockname())
                 try:
                     stranger.sendall(said)
                     stranger.shutdown(socket.SHUT_WR)
                     assert stranger.recv(100) == b""
                 except OSError as error:  # it was sent off before we had said all
                     assert error.errno in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN)
-    assert list(serving._readers.values()) == [reader] and not serving._guests
-    crowd = [socket.socket(socket.AF_UNIX) for _ in range(tcp_serving.MAX_PENDING_CONNECTIONS + 5)]
+    assert list(sender._receivers.values()) == [reader] and not sender._pending
+    crowd = [socket.socket(socket.AF_UNIX) for _ in range(tcp_sender.MAX_PENDING_CONNECTIONS + 5)]
     for stranger in crowd:
-        stranger.connect(f"{serving._folder}/data")
+        stranger.connect(f"{sender._socket_folder}/data")
     end = time.monotonic() + 5
-    while len(serving._guests) != tcp_serving.MAX_PENDING_CONNECTIONS:
-        assert time.monotonic() < end, len(serving._guests)
+    while len(sender._pending) != tcp_sender.MAX_PENDING_CONNECTIONS:
+        assert time.monotonic() < end, len(sender._pending)
         time.sleep(0.01)
     for stranger in crowd:
         stranger.close()
 
 
-def test_a_door_that_lets_nobody_in_is_opened_anew(
+def test_a_failed_listener_is_opened_again(
     start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As without a file descriptor left; who waits at it must not keep P awake."""
+    """As without a free descriptor: a waiting connection must not keep the sender busy."""
     p, d = start(memory(4096, 1)), peer(4096, seed=None)
     worker = msgspec.json.encode(p.worker).decode()
-    let_in, shut = tcp_serving.TcpSender._let_in, []
+    let_in, shut = tcp_sender.TcpSender._accept, []
 
     class Full:
         def accept(self) -> None:
             raise OSError(24, "Too many open files")
 
-    def once(self: tcp_serving.TcpSender, door: socket.socket) -> None:
-        folder = self._folder
-        let_in(self, door if shut else Full())  # type: ignore[arg-type]
+    def once(self: tcp_sender.TcpSender, listening: socket.socket) -> None:
+        folder = self._socket_folder
+        let_in(self, listening if shut else Full())  # type: ignore[arg-type]
         shut.append(os.path.exists(folder))
 
-    monkeypatch.setattr(tcp_serving.TcpSender, "_let_in", once)
+    monkeypatch.setattr(tcp_sender.TcpSender, "_accept", once)
     end = time.monotonic() + 15
-    while not d("landed").get("tcp"):  # type: ignore[attr-defined]
+    while not d("received").get("tcp"):  # type: ignore[attr-defined]
         assert time.monotonic() < end, shut
         prefill(p, transfer := name(), 48)
         d(f"want {transfer} 48 {worker}")
@@ -385,12 +381,10 @@ def test_a_door_that_lets_nobody_in_is_opened_anew(
     assert shut[:2] == [False, True], "it was not shut, or not opened anew"
 
 
-def test_what_a_source_sends_is_checked(
+def test_bytes_of_a_sender_are_checked(
     start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sizes that are not the piece's, heads that make no sense, pieces that nobody asked for: never
-    a byte elsewhere.
-    """
+    """Wrong sizes, invalid heads and unrequested pieces never write a byte elsewhere."""
     theirs, ours = memory(4096, 1), memory(4096, None)
     p, d = start(theirs), start(ours)
 
@@ -434,8 +428,8 @@ def test_what_a_source_sends_is_checked(
     assert d.counters.bad_messages >= 3
 
 
-def test_the_way_back(start: Callable[..., Driver], peer: Callable[..., Peer]) -> None:
-    """A connection that ends takes nothing with it."""
+def test_recovery_after_a_failure(start: Callable[..., Driver], peer: Callable[..., Peer]) -> None:
+    """A connection that ends loses no request."""
     ours, p = memory(4096, None), peer()
     d = start(ours)
     pair(d, p)
@@ -447,7 +441,7 @@ def test_the_way_back(start: Callable[..., Driver], peer: Callable[..., Peer]) -
     pair(d, p)
 
 
-def test_encryption_and_one_side_without(
+def test_encryption_and_tcp_missing_at_the_peer(
     start: Callable[..., Driver], peer: Callable[..., Peer]
 ) -> None:
     assert "tcp" not in transports.chosen(Config(encrypt_data=True))
@@ -459,36 +453,34 @@ def test_encryption_and_one_side_without(
     assert not by_tcp(d)
 
 
-def test_notes_that_make_no_sense() -> None:
-    door = tcp_notes.Listening(1, "127.0.0.1", 80, "/tmp/data", b"t" * tcp_notes.TOKEN_BYTES)
-    assert tcp_notes.decode_at_decode(tcp_notes.encode(door)) == door
+def test_invalid_notes_are_rejected() -> None:
+    listening = tcp_notes.Listening(1, "127.0.0.1", 80, "/tmp/data", b"t" * tcp_notes.TOKEN_BYTES)
+    assert tcp_notes.decode_sender_note(tcp_notes.encode(listening)) == listening
     for bad in (
         b"",
         b"\xc1",
-        tcp_notes.encode(msgspec.structs.replace(door, port=0)),
+        tcp_notes.encode(msgspec.structs.replace(listening, port=0)),
         tcp_notes.encode(tcp_notes.TcpHello(1)),
     ):
         with pytest.raises(BadMessage):
-            tcp_notes.decode_at_decode(bad)
+            tcp_notes.decode_sender_note(bad)
         with pytest.raises(BadMessage):
             tcp_notes.decode_head(bad)
     with pytest.raises(BadMessage):
-        tcp_notes.decode_at_prefill(tcp_notes.encode(door))
+        tcp_notes.decode_receiver_note(tcp_notes.encode(listening))
 
 
-def test_a_piece_whose_source_makes_room_for_another_as_it_comes_ends(
+def test_a_piece_ends_when_its_sender_is_evicted_meanwhile(
     start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the head of a piece and its landing the driver hears what vLLM says, which may forget
-    the source.
-    """
+    """Between a piece's head and its WritePiece the driver may evict the sender."""
     d, p = start(memory(4096, None)), peer()
     pair(d, p)
-    carrier, took = d._transports["tcp"], d._take
+    transport, took = d._transports["tcp"], d._take
 
     def take(name: str, of: object, event: object) -> None:
         if isinstance(event, events.PieceArrived) and name == "tcp":
-            carrier.disconnect(p.worker.name)
+            transport.disconnect(p.worker.name)
         took(name, of, event)  # type: ignore[arg-type]
 
     monkeypatch.setattr(d, "_take", take)
@@ -497,23 +489,23 @@ def test_a_piece_whose_source_makes_room_for_another_as_it_comes_ends(
 
 
 def test_a_piece_that_stops_in_the_middle_ends(start: Callable[..., Driver]) -> None:
-    """Long before the time that the whole piece has."""
+    """The stall is found long before the deadline of the whole piece."""
     p, d = start(memory(4096, 1)), start(memory(4096, None))
     source = by_tcp_once(p, d)
-    carrier, then = (
+    transport, then = (
         d._transports["tcp"],
         time.monotonic() + 60,
     )  # so that D's own thread finds nothing to do
-    source.moved, source.due = then, then + 60
-    source.is_inside = True
-    carrier._look_at(source, then + SILENCE - 0.1)  # type: ignore[attr-defined]
-    assert source.way is tcp.TcpState.UP
-    carrier._look_at(source, then + SILENCE + 0.1)  # type: ignore[attr-defined]
-    assert source.connection is None and source.way is tcp.TcpState.DOWN
+    source.last_progress, source.piece_deadline = then, then + 60
+    source.is_in_piece = True
+    transport._check_deadlines(source, then + SILENCE - 0.1)  # type: ignore[attr-defined]
+    assert source.state is tcp.TcpState.UP
+    transport._check_deadlines(source, then + SILENCE + 0.1)  # type: ignore[attr-defined]
+    assert source.connection is None and source.state is tcp.TcpState.DOWN
 
 
 def by_tcp_once(p: Driver, d: Driver) -> tcp.TcpSource:
-    """Load until a piece has come by TCP; P as a source of D."""
+    """Load until a piece has come by TCP; return the sender, seen from the receiver."""
     end = time.monotonic() + 15
     while not d.counters.received.get("tcp"):
         assert time.monotonic() < end
@@ -524,15 +516,20 @@ def by_tcp_once(p: Driver, d: Driver) -> tcp.TcpSource:
 
 
 def test_a_piece_that_takes_too_long_ends_at_both_ends(start: Callable[..., Driver]) -> None:
-    """However often a byte comes: `due` is its number."""
+    """Bytes that trickle in do not extend `piece_deadline`."""
     p, d = start(memory(4096, 1)), start(memory(4096, None))
     source = by_tcp_once(p, d)
-    serving = p._transports["tcp"]._serving  # type: ignore[attr-defined]
-    (reader,), now = serving._readers.values(), time.monotonic()
-    assert tcp_notes.due(now, 10**6, 2.0) == now + 2.0 + 10**6 / tcp_notes.MIN_BYTES_PER_SECOND
+    sender = p._transports["tcp"]._sender  # type: ignore[attr-defined]
+    (reader,), now = sender._receivers.values(), time.monotonic()
+    assert (
+        tcp_notes.piece_deadline(now, 10**6, 2.0)
+        == now + 2.0 + 10**6 / tcp_notes.MIN_BYTES_PER_SECOND
+    )
     reader.queue.append(events.SendPiece("t", "d", "tcp:1", 0, Extent(0, 1, 0, 16), [0]))
-    reader.moved, reader.due = now + 5, now - 1
-    assert list(serving.happened(())) == [events.SendCompleted("t", "d")] and not serving._readers
-    source.is_inside, source.moved, source.due = True, now + 5, now - 1
-    d._transports["tcp"]._look_at(source, now)  # type: ignore[attr-defined]
-    assert source.connection is None and source.way is tcp.TcpState.DOWN
+    reader.last_progress, reader.piece_deadline = now + 5, now - 1
+    assert (
+        list(sender.poll_events(())) == [events.SendCompleted("t", "d")] and not sender._receivers
+    )
+    source.is_in_piece, source.last_progress, source.piece_deadline = True, now + 5, now - 1
+    d._transports["tcp"]._check_deadlines(source, now)  # type: ignore[attr-defined]
+    assert source.connection is None and source.state is tcp.TcpState.DOWN

@@ -1,5 +1,6 @@
-"""Pieces over ZMQ to a reader that takes nothing, has gone, or never comes: the real sockets of P's
-side alone.
+"""Tests of the ZMQ transport and the control channel, over real sockets of the sender alone.
+
+Receivers here read nothing, go, or never connect.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ROW = 4 * FRAME_BYTES + 20_000  # whose last frame is a small one
 
 
 @pytest.fixture
-def carrier() -> Iterator[ZmqTransport]:
+def transport() -> Iterator[ZmqTransport]:
     sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
     memory = HostMemory([[np.zeros((8, ROW), np.uint8)]], 16)
     made = ZmqTransport(
@@ -50,9 +51,9 @@ def carrier() -> Iterator[ZmqTransport]:
 
 
 class Reader:
-    """A DEALER that takes what it is told to."""
+    """A receiver whose DEALER reads only on request."""
 
-    def __init__(self, carrier: ZmqTransport) -> None:
+    def __init__(self, transport: ZmqTransport) -> None:
         self.name = secrets.token_hex(8)
         self.sockets = control.Control(
             Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0"
@@ -60,66 +61,67 @@ class Reader:
         self.link = self.sockets.socket(zmq.DEALER, 2 * FRAME_BYTES, server=False, encrypt=False)
         self.link.rcvhwm, self.link.rcvtimeo = 1, 5000
         self.link.routing_id = self.name.encode()
-        self.link.connect(carrier.local)
+        self.link.connect(transport.local)
 
 
-def send(carrier: ZmqTransport, reader: str, count: int) -> None:
+def send(transport: ZmqTransport, reader: str, count: int) -> None:
     for block in range(count):
-        carrier.send(
+        transport.send(
             SendPiece("ab" * 16, "d/0", f"zmq:{reader}", block, Extent(0, 1, 0, 16), [block])
         )
 
 
-def sent(carrier: Any, count: int, seconds: float) -> int:
-    """How many have ended by then, or before if these are all."""
+def sent(transport: Any, count: int, seconds: float) -> int:
+    """Return how many sends ended within `seconds`, or until there were `count`."""
     ended, end = 0, time.monotonic() + seconds
     while ended < count and time.monotonic() < end:
-        carrier.control.answer_zap()
-        ended += len(list(carrier.happened(())))
+        transport.control.answer_zap()
+        ended += len(list(transport.poll_events(())))
         time.sleep(0.005)
     return ended
 
 
-def test_a_piece_is_sent_when_its_last_byte_is(carrier: ZmqTransport) -> None:
-    reader = Reader(carrier)
-    send(carrier, reader.name, 8)
-    assert sent(carrier, 8, 1.0) < 8, "nobody has taken them all"
+def test_a_send_ends_with_its_last_byte(transport: ZmqTransport) -> None:
+    reader = Reader(transport)
+    send(transport, reader.name, 8)
+    assert sent(transport, 8, 1.0) < 8, "nobody has taken them all"
     for _ in range(8):
         reader.link.recv_multipart()
-    assert sent(carrier, 8, 5.0) > 0 and not carrier._sending
+    assert sent(transport, 8, 5.0) > 0 and not transport._sending
     reader.sockets.close()
 
 
-def test_what_waits_for_a_reader_that_has_gone_ends(carrier: ZmqTransport) -> None:
-    """Else P's blocks were pinned for ever."""
-    reader = Reader(carrier)
-    send(carrier, reader.name, 8)
-    ended = sent(carrier, 8, 1.0)
+def test_queued_pieces_end_when_the_receiver_has_gone(transport: ZmqTransport) -> None:
+    """Otherwise the sender's blocks would stay pinned for ever."""
+    reader = Reader(transport)
+    send(transport, reader.name, 8)
+    ended = sent(transport, 8, 1.0)
     assert ended < 8
     reader.sockets.close()
-    assert ended + sent(carrier, 8 - ended, 5.0) == 8
-    assert carrier.next_look() is None
+    assert ended + sent(transport, 8 - ended, 5.0) == 8
+    assert transport.next_deadline() is None
 
 
-def test_a_reader_that_never_comes_costs_one_checksum_a_piece(
-    carrier: ZmqTransport, monkeypatch: pytest.MonkeyPatch
+def test_a_receiver_that_never_connects_costs_one_checksum_a_piece(
+    transport: ZmqTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sums = []
     true = module.checksum
     monkeypatch.setattr(module, "checksum", lambda *args: (sums.append(args), true(*args))[1])
     monkeypatch.setattr(module, "CONNECT_SECONDS", 0.2)
-    send(carrier, "nobody", 4)
-    assert sent(carrier, 4, 3.0) == 4
+    send(transport, "nobody", 4)
+    assert sent(transport, 4, 3.0) == 4
     assert len(sums) == 4
 
 
-def test_a_source_that_refuses_at_once_is_a_source_all_the_same(
-    carrier: ZmqTransport, monkeypatch: pytest.MonkeyPatch
+def test_an_immediate_refusal_is_no_error(
+    transport: ZmqTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ZMQ takes no message for a connection whose handshake has just failed; that must not end the
-    driver's thread.
+    """ZMQ takes no message for a connection whose handshake has just failed.
+
+    That must not end the driver.
     """
-    sockets = carrier._control
+    sockets = transport._control
     real = sockets.dial
 
     class Refused:
@@ -139,16 +141,14 @@ def test_a_source_that_refuses_at_once_is_a_source_all_the_same(
         return Refused(made[-1])
 
     monkeypatch.setattr(sockets, "dial", dial)
-    monkeypatch.setattr(carrier._port, "poller", zmq.Poller())
-    carrier.connect(WorkerInfo("p/9", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
-    assert "p/9" in carrier.links
+    monkeypatch.setattr(transport._port, "poller", zmq.Poller())
+    transport.connect(WorkerInfo("p/9", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
+    assert "p/9" in transport.links
     made[0].close()
 
 
-def test_more_sources_than_there_is_room_for() -> None:
-    """As after months of P's that were restarted: those unused for longest make room, and nothing
-    runs out.
-    """
+def test_links_are_evicted_beyond_the_limit() -> None:
+    """As after months in which senders were restarted: links unused for longest are closed."""
     sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
     memory = HostMemory([[np.zeros((1, 8), np.uint8)]], 16)
     port = DriverPort(
@@ -166,42 +166,40 @@ def test_more_sources_than_there_is_room_for() -> None:
     sockets.close()
 
 
-def test_a_source_without_an_address_is_none(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_invalid_endpoint_makes_no_link(caplog: pytest.LogCaptureFixture) -> None:
     sockets = control.Control(Config(transport="zmq"), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
     assert sockets.connect(WorkerInfo("p/0", "nowhere", "nowhere")) is None
-    assert not sockets.links and "nowhere cannot be reached" in caplog.text
+    assert not sockets.links and "connecting to nowhere failed" in caplog.text
     sockets.close()
 
 
-def test_who_does_not_know_the_fleets_key_comes_in_by_no_door(carrier: ZmqTransport) -> None:
+def test_a_stranger_without_the_fleet_key_gets_no_piece(transport: ZmqTransport) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
         stranger.routing_id = b"stranger"
-        stranger.connect(carrier.local)
-        send(carrier, "stranger", 1)
-        assert sent(carrier, 1, 5.0) == 1 and not carrier._port.counters.bytes_sent, (
+        stranger.connect(transport.local)
+        send(transport, "stranger", 1)
+        assert sent(transport, 1, 5.0) == 1 and not transport._port.counters.bytes_sent, (
             "lost: there is no such reader"
         )
 
 
 def heard(sockets: control.Control, seconds: float, wanted: int = 1) -> int:
-    """Messages that come in at the control port."""
+    """Count messages that arrive at the control port."""
     end, count = time.monotonic() + seconds, 0
     while count < wanted and time.monotonic() < end:
         sockets.poller.poll(10)
         sockets.answer_zap()
         for message in control.receive(sockets.router):
-            sockets.strangers.heard(message)
+            sockets.silent_connections.on_message(message)
             count += 1
-        sockets.bound_strangers()
+        sockets.close_excess_connections()
     return count
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_who_knows_the_server_key_alone_is_not_let_in(known: bool) -> None:
-    """CURVE by itself lets in whoever has the server's public key; the ZAP handler knows the
-    client's.
-    """
+def test_the_server_key_alone_is_not_accepted(known: bool) -> None:
+    """CURVE alone accepts every client with the server's public key; the ZAP handler does not."""
     sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
     client = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
     link = client.socket(zmq.DEALER, 1024, server=False)
@@ -215,8 +213,8 @@ def test_who_knows_the_server_key_alone_is_not_let_in(known: bool) -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_another_password_is_not_let_in_at_the_data_port(
-    carrier: ZmqTransport, known: bool
+def test_another_password_is_not_accepted_at_the_data_port(
+    transport: ZmqTransport, known: bool
 ) -> None:
     reader = Reader.__new__(Reader)
     reader.sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
@@ -224,14 +222,14 @@ def test_another_password_is_not_let_in_at_the_data_port(
     link.routing_id = b"reader"
     if not known:
         link.plain_password = b"guessed"
-    link.connect(carrier.endpoint)
-    send(carrier, "reader", 1)
-    assert sent(carrier, 1, 5.0) == 1
-    assert bool(carrier._port.counters.bytes_sent) == known
+    link.connect(transport.endpoint)
+    send(transport, "reader", 1)
+    assert sent(transport, 1, 5.0) == 1
+    assert bool(transport._port.counters.bytes_sent) == known
     reader.sockets.close()
 
 
-def test_a_member_that_has_spoken_is_not_closed_for_the_strangers() -> None:
+def test_a_flood_of_silent_connections_closes_no_member() -> None:
     sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
     client = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
     link = client.socket(zmq.DEALER, 1024, server=False)
@@ -258,8 +256,8 @@ def test_a_member_that_has_spoken_is_not_closed_for_the_strangers() -> None:
     sockets.close()
 
 
-def test_members_that_were_not_heard_yet_are_no_strangers() -> None:
-    """Many come at once, all have spoken, and our thread was elsewhere."""
+def test_members_with_unread_messages_are_not_closed() -> None:
+    """Many members connect at once, all have sent, and the driver's thread was busy elsewhere."""
     sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
     client = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "d/0")
     count = half_open.MAX_SILENT_CONNECTIONS + 20
@@ -269,12 +267,14 @@ def test_members_that_were_not_heard_yet_are_no_strangers() -> None:
         link.connect(sockets.address)
         link.send(b"hello")
     end = time.monotonic() + 20
-    while len(sockets.strangers._young) < count:  # ZAP is answered, and nothing is read
-        assert time.monotonic() < end, len(sockets.strangers._young)
+    while (
+        len(sockets.silent_connections._accepted_at) < count
+    ):  # ZAP is answered, and nothing is read
+        assert time.monotonic() < end, len(sockets.silent_connections._accepted_at)
         sockets.answer_zap()
-        sockets.strangers._learn()
+        sockets.silent_connections._read_monitor_events()
         time.sleep(0.01)
-    sockets.bound_strangers()
+    sockets.close_excess_connections()
     assert heard(sockets, 5.0, count) == count
     assert not any(monitor.poll(0) for monitor in lost), "none was shut down"
     for link in links:
@@ -283,10 +283,10 @@ def test_members_that_were_not_heard_yet_are_no_strangers() -> None:
     sockets.close()
 
 
-def test_who_has_left_is_not_counted_and_lends_its_place_to_nobody(
+def test_ended_connections_are_not_counted_as_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Descriptors are used again: a newcomer with a low one is not the oldest."""
+    """Descriptors are reused: a new connection with a low one is not the oldest."""
     monkeypatch.setattr(half_open, "MAX_SILENT_CONNECTIONS", 2)
     sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")
     host, port = sockets.address.removeprefix("tcp://").split(":")
@@ -299,12 +299,12 @@ def test_who_has_left_is_not_counted_and_lends_its_place_to_nobody(
 
     def come(young: int) -> socket.socket:
         made = socket.create_connection((host, int(port)))
-        serve(lambda: len(sockets.strangers._young) == young)
+        serve(lambda: len(sockets.silent_connections._accepted_at) == young)
         return made
 
     gone, oldest = come(1), come(2)
     gone.close()
-    serve(lambda: len(sockets.strangers._young) == 1)
+    serve(lambda: len(sockets.silent_connections._accepted_at) == 1)
     newer = come(2)
     newest = socket.create_connection((host, int(port)))
     serve(lambda: is_closed(oldest))
@@ -314,8 +314,8 @@ def test_who_has_left_is_not_counted_and_lends_its_place_to_nobody(
     sockets.close()
 
 
-def test_what_speaks_an_older_zmtp_harms_nobody() -> None:
-    """Without a key ZMQ lets it in; of its messages ZMQ does not tell all that it tells of others."""
+def test_a_peer_with_an_older_zmtp_does_no_harm() -> None:
+    """Without a key ZMQ accepts the peer, but gives no descriptor of its messages."""
     sockets = control.Control(Config(), keys.FleetKey(None), "p/0")
     host, port = sockets.address.removeprefix("tcp://").split(":")
     for greeting in (

@@ -1,1 +1,1 @@
-"""KV by collective sends: what Gloo and NCCL share."""
+"""Collective transports: KV by sends and receives, shared by Gloo and NCCL."""

@@ -1,8 +1,10 @@
-"""The carrier for libraries with sends and receives: NCCL between GPUs, Gloo between CPUs.
+"""Transport over libraries with sends and receives: NCCL between GPUs, Gloo between CPUs.
 
-The order is kept by `channel`, the calls are made by `worker`; this is what joins them to the
-driver. One pair per worker we read from (we are its rank 1) and per worker that reads from us (rank
-0): data flows one way in each.
+`channel` keeps the order of operations, `worker` makes the library's calls; this module joins both
+to the driver.
+
+There is one channel per sender, in which this worker is rank 1. There is one per receiver, in which
+it is rank 0. Data flows one way in each.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import assert_never
 
 import zmq
@@ -28,265 +30,316 @@ from ...protocol.events import (
 )
 from ...protocol.peers import WorkerInfo
 from ..base import DriverPort, TransportEvent
-from . import channel as pairs
+from . import channel
 from .worker import MAX_COMMUNICATORS, CollectiveWorker, MakeLink, Staging
 
-log = logging.getLogger("vllm_disagg.two_sided")
+log = logging.getLogger("vllm_disagg.collective")
 
-MAX_LINKS_PER_DIRECTION = (
-    MAX_COMMUNICATORS // 4
-)  # communicators in each direction; the one unused for longest makes room for another
-MAX_KNOWN_RECEIVERS = 1024  # readers remembered
+# Communicators in each direction; the one unused for longest is evicted for another.
+MAX_LINKS_PER_DIRECTION = MAX_COMMUNICATORS // 4
+MAX_KNOWN_RECEIVERS = 1024
 
-End = pairs.SenderEnd | pairs.ReceiverEnd
-SENDS, READS = "sends to", "reads from"
+ChannelEnd = channel.SenderEnd | channel.ReceiverEnd
+SENDS = "sends to"
+READS = "reads from"
 
 
 class CollectiveTransport:
-    """`name`: of the transport, as in a worker's `carriers`. `make_link` makes our end of a
-    communicator.
+    """One collective transport of one worker, both halves.
+
+    `name` is the transport's, as in `WorkerInfo.carriers`. `make_link` makes this worker's end of a
+    communicator. `_receivers` holds the last to pair at its end. `_delivered` is the slot of the
+    last PieceArrived, by sender.
     """
 
     def __init__(self, name: str, port: DriverPort, staging: Staging, make_link: MakeLink) -> None:
-        self._name, self._port = name, port
-        self._readers: dict[
-            str, pairs.SenderEnd
-        ] = {}  # that read from us, the one heard of last at the end
-        self._sources: dict[str, pairs.ReceiverEnd] = {}
-        self._events: deque[TransportEvent | tuple[str, pairs.DeliverSlot]] = deque()
-        self._arrived: tuple[str, pairs.DeliverSlot] | None = None  # just yielded
-        self._results: deque[Callable[[], None]] = deque()  # from other threads, for ours
+        self._name = name
+        self._port = port
+        self._receivers: dict[str, channel.SenderEnd] = {}
+        self._senders: dict[str, channel.ReceiverEnd] = {}
+        self._events: deque[TransportEvent | tuple[str, channel.DeliverSlot]] = deque()
+        self._delivered: tuple[str, channel.DeliverSlot] | None = None
+        # Calls handed over by other threads, to be made in the driver's thread.
+        self._calls: deque[Callable[[], None]] = deque()
+        # Other threads cannot signal the driver's poller except through a descriptor.
         self._wake_up, self._woken = socket.socketpair()
         for end in (self._wake_up, self._woken):
             end.setblocking(False)
         port.poller.register(self._woken, zmq.POLLIN)
-        self._mover = CollectiveWorker(staging, make_link)
+        self._worker = CollectiveWorker(staging, make_link)
 
-    # The driver -----------------------------------------------------------------------------------
+    # Called by the driver -------------------------------------------------------------------------
     def connect(self, worker: WorkerInfo) -> None:
-        end = self._sources.get(worker.name)
+        """Pair with a sender, unless that is done, under way or too early."""
+        end = self._senders.get(worker.name)
         if end is None:
-            largest = max(
-                self._port.config.piece, *(sum(kind.block_bytes) for kind in worker.holds.kinds)
-            )  # as `layout.split` cuts
-            end = self._sources[worker.name] = pairs.ReceiverEnd(
-                self._port.config.silence, slot=largest
-            )
-        if (
-            end.state is pairs.ChannelState.CLOSED
-            and time.monotonic() >= end.retry
-            and self._make_room(READS, self._sources, worker.name)
-        ):
-            self._read(worker.name, pairs.ConnectChannel())
+            # The same bound by which the receiver cuts pieces.
+            block_sizes = [sum(kind.block_bytes) for kind in worker.holds.kinds]
+            largest = max(self._port.config.piece, *block_sizes)
+            end = channel.ReceiverEnd(self._port.config.silence, slot=largest)
+            self._senders[worker.name] = end
+        if end.state is not channel.ChannelState.CLOSED or time.monotonic() < end.retry_at:
+            return
+        if self._make_room(READS, self._senders, worker.name):
+            self._handle_as_receiver(worker.name, channel.ConnectChannel())
 
-    def disconnect(self, source: str) -> None:
-        end = self._sources.get(source)
+    def disconnect(self, sender: str) -> None:
+        """Close the channel from a sender and forget it."""
+        end = self._senders.get(sender)
         if end is not None:
-            self._read(source, pairs.LinkFailed(end.epoch, "forgotten"))
-            del self._sources[source]
+            self._handle_as_receiver(sender, channel.LinkFailed(end.epoch, "evicted"))
+            del self._senders[sender]
 
     def send(self, piece: SendPiece) -> None:
+        """Queue a piece in the channel that its address names; ends in one SendCompleted."""
         epoch = piece.address.rpartition(":")[2]
-        if piece.reader in self._readers and epoch.isdecimal():
-            self._serve(piece.reader, pairs.SendRequested(piece, int(epoch)))
+        if piece.reader in self._receivers and epoch.isdecimal():
+            request = channel.SendRequested(piece, int(epoch))
+            self._handle_as_sender(piece.reader, request)
         else:
             self._events.append(SendCompleted(piece.transfer, piece.reader))
 
-    def land(self, land: WritePiece) -> bool | None:
-        assert self._arrived is not None  # it is called for what was just yielded
-        (source, arrived), self._arrived = self._arrived, None
-        found = self._mover.slot((READS, source, arrived.epoch), arrived.slot)
-        size = arrived.piece.size
+    def write_piece(self, write: WritePiece) -> bool | None:
+        """Scatter the slot of the last PieceArrived into blocks; ends in a PieceWritten."""
+        assert self._delivered is not None
+        sender, delivery = self._delivered
+        self._delivered = None
+        # The slot is looked up now: the link may be closed before the job runs, and the slot then
+        # still belongs to this piece.
+        source = self._worker.slot((READS, sender, delivery.epoch), delivery.slot)
+        size = delivery.piece.size
 
-        def landed(ok: bool) -> None:
+        def written(ok: bool) -> None:
             if ok:
-                self._port.counters.landed(self._name, size)
-            self._events.append(PieceWritten(land.transfer, land.number, ok))
-            self._read(source, pairs.SlotFreed(arrived.epoch, arrived.slot))
+                self._port.counters.count_received(self._name, size)
+            self._events.append(PieceWritten(write.transfer, write.number, ok))
+            # Of an epoch that has ended, SlotFreed has no effect.
+            freed = channel.SlotFreed(delivery.epoch, delivery.slot)
+            self._handle_as_receiver(sender, freed)
 
-        self._mover.scatter(
-            land, found, size, arrived.piece.checksum, lambda ok: self._later(lambda: landed(ok))
-        )
+        def report(ok: bool) -> None:
+            self._call_in_driver(lambda: written(ok))
+
+        self._worker.scatter(write, source, size, delivery.piece.checksum, report)
         return None
 
-    def happened(self, ready: Collection[object]) -> Iterator[TransportEvent]:
+    def poll_events(self, ready: Collection[object]) -> Iterator[TransportEvent]:
+        """Make the calls of other threads, pass time to the channels, and yield events."""
         if self._woken in ready or self._woken.fileno() in ready:
             with contextlib.suppress(BlockingIOError):
                 self._woken.recv(4096)
-        for _ in range(len(self._results)):
-            self._results.popleft()()
+        # Calls that come meanwhile wait for the next turn.
+        for _ in range(len(self._calls)):
+            call = self._calls.popleft()
+            call()
         now = time.monotonic()
-        for ends, do in ((self._readers, self._serve), (self._sources, self._read)):
-            for peer in [peer for peer, end in ends.items() if _is_due(end, now)]:
-                do(peer, pairs.ChannelTick())
+        for peer in _overdue(self._receivers, now):
+            self._handle_as_sender(peer, channel.ChannelTick())
+        for peer in _overdue(self._senders, now):
+            self._handle_as_receiver(peer, channel.ChannelTick())
         while self._events:
             event = self._events.popleft()
             if isinstance(event, tuple):
-                end = self._sources.get(event[0])
-                if end is None or (end.state, end.epoch) != (pairs.ChannelState.UP, event[1].epoch):
-                    continue  # broken since; what was asked for is asked for again
-                self._arrived = event
-                yield PieceArrived(event[1].piece.transfer, event[1].piece.number)
-                if self._arrived is not None:  # nobody wants it
-                    self._arrived = None
-                    self._read(event[0], pairs.SlotFreed(event[1].epoch, event[1].slot))
+                yield from self._announce(*event)
             else:
                 yield event
 
-    def next_look(self) -> float | None:
-        if self._events or self._results:
+    def next_deadline(self) -> float | None:
+        """Return the earliest deadline of a channel; 0 while events wait."""
+        if self._events or self._calls:
             return 0.0
-        ends: Iterable[End] = [*self._readers.values(), *self._sources.values()]
-        return min((due for end in ends if (due := end.next_deadline()) is not None), default=None)
+        ends: list[ChannelEnd] = [*self._receivers.values(), *self._senders.values()]
+        deadlines = [end.next_deadline() for end in ends]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
-    def note_at_prefill(self, reader: str, data: bytes) -> None:
+    def on_receiver_note(self, receiver: str, data: bytes) -> None:
+        """Handle a note of a receiver; a PairRequest is refused where no room can be made."""
         try:
-            note = pairs.decode_at_source(data)
+            note = channel.decode_receiver_note(data)
         except BadMessage as error:
-            self._bad(reader, error)
+            self._count_bad(receiver, error)
             return
-        if isinstance(note, pairs.PairRequest):
-            known = (
-                self._readers.pop(reader)
-                if reader in self._readers
-                else pairs.SenderEnd(self._port.config.silence)
-            )
-            self._readers[reader] = known
-            self._forget_readers()
-            if not self._make_room(SENDS, self._readers, reader):
-                refusal = pairs.ChannelBroken(
-                    note.epoch, f"{MAX_LINKS_PER_DIRECTION} communicators are busy"
-                )
-                self._port.to_reader(reader, pairs.encode(refusal))
-                return
-        if reader in self._readers:
-            self._serve(reader, note)
+        if isinstance(note, channel.PairRequest) and not self._admit(receiver):
+            reason = f"{MAX_LINKS_PER_DIRECTION} communicators are busy"
+            refusal = channel.encode(channel.ChannelBroken(note.epoch, reason))
+            self._port.send_to_receiver(receiver, refusal)
+            return
+        if receiver in self._receivers:
+            self._handle_as_sender(receiver, note)
 
-    def note_at_decode(self, source: str, data: bytes) -> None:
+    def on_sender_note(self, sender: str, data: bytes) -> None:
+        """Handle a note of a sender; notes of unknown senders are ignored."""
         try:
-            note = pairs.decode_at_reader(data)
+            note = channel.decode_sender_note(data)
         except BadMessage as error:
-            self._bad(source, error)
+            self._count_bad(sender, error)
             return
-        if source in self._sources:
-            self._read(source, note)
+        if sender in self._senders:
+            self._handle_as_receiver(sender, note)
 
     def close(self) -> None:
+        """Abort all links. Raises TimeoutError if the worker's thread does not end."""
         try:
-            self._mover.close()
+            self._worker.close()
         finally:
             self._wake_up.close()
             self._woken.close()
 
-    # The pairs ------------------------------------------------------------------------------------
-    def _serve(self, reader: str, event: pairs.SenderEndEvent) -> None:
-        end = self._readers.get(reader)
+    # Channels -------------------------------------------------------------------------------------
+    def _announce(self, sender: str, delivery: channel.DeliverSlot) -> Iterator[TransportEvent]:
+        """Yield PieceArrived for a delivered slot, unless its epoch has ended since."""
+        end = self._senders.get(sender)
+        if end is None or end.state is not channel.ChannelState.UP or end.epoch != delivery.epoch:
+            return  # the receiver asks for the piece again
+        self._delivered = sender, delivery
+        yield PieceArrived(delivery.piece.transfer, delivery.piece.number)
+        # `write_piece` was not called: the piece is not needed any more.
+        if self._delivered is not None:
+            self._delivered = None
+            freed = channel.SlotFreed(delivery.epoch, delivery.slot)
+            self._handle_as_receiver(sender, freed)
+
+    def _handle_as_sender(self, receiver: str, event: channel.SenderEndEvent) -> None:
+        """Pass an event to the channel of a receiver, and execute the actions."""
+        end = self._receivers.get(receiver)
         if end is None:
-            return  # forgotten
+            return  # forgotten meanwhile
         for action in end.handle(event, time.monotonic()):
             match action:
-                case pairs.SendNote():
-                    self._port.to_reader(reader, pairs.encode(action.note))
-                case pairs.OpenLink():
-                    self._open(SENDS, reader, action, 0)
-                case pairs.PassBlob():
-                    self._mover.hear((SENDS, reader, action.epoch), action.blob)
-                case pairs.TransmitSlot():
-                    key = (SENDS, reader, action.epoch)
-                    self._mover.transmit(
-                        key, action.seq, action.slot, action.piece, self._teller(SENDS, reader)
-                    )
-                case pairs.CloseLink():
-                    self._close_pair(SENDS, reader, action)
-                case pairs.SendFinished():
-                    self._events.append(SendCompleted(action.piece.transfer, reader))
+                case channel.SendNote():
+                    self._port.send_to_receiver(receiver, channel.encode(action.note))
+                case channel.OpenLink():
+                    self._open(SENDS, receiver, action, 0)
+                case channel.PassBlob():
+                    self._worker.on_blob((SENDS, receiver, action.epoch), action.blob)
+                case channel.TransmitSlot():
+                    key = (SENDS, receiver, action.epoch)
+                    report = self._reporter(SENDS, receiver)
+                    self._worker.transmit(key, action.seq, action.slot, action.piece, report)
+                case channel.CloseLink():
+                    self._close_link(SENDS, receiver, action)
+                case channel.SendFinished():
+                    self._events.append(SendCompleted(action.piece.transfer, receiver))
                 case _:
                     assert_never(action)
 
-    def _read(self, source: str, event: pairs.ReceiverEndEvent) -> None:
-        end = self._sources.get(source)
+    def _handle_as_receiver(self, sender: str, event: channel.ReceiverEndEvent) -> None:
+        """Pass an event to the channel of a sender, and execute the actions."""
+        end = self._senders.get(sender)
         if end is None:
-            return  # forgotten
+            return  # forgotten meanwhile
         for action in end.handle(event, time.monotonic()):
             match action:
-                case pairs.SendNote():
-                    self._port.to_source(source, pairs.encode(action.note))
-                case pairs.OpenLink():
-                    self._open(READS, source, action, 1)
-                case pairs.PassBlob():
-                    self._mover.hear((READS, source, action.epoch), action.blob)
-                case pairs.ReceiveSlot():
-                    self._mover.receive(
-                        (READS, source, action.epoch), action.seq, action.slot, action.size
-                    )
-                case pairs.CloseLink():
-                    self._close_pair(READS, source, action)
-                case pairs.DeliverSlot():
-                    self._events.append((source, action))
-                case pairs.ChangeRoute():
-                    lost = action.epoch is None
-                    address = self._port.fallback if lost else f"{self._name}:{action.epoch}"
-                    if not lost:
-                        log.info("%s with %s: its KV comes by it from now on", self._name, source)
-                    self._events.append(TransportChanged(source, address, lost))
+                case channel.SendNote():
+                    self._port.send_to_sender(sender, channel.encode(action.note))
+                case channel.OpenLink():
+                    self._open(READS, sender, action, 1)
+                case channel.PassBlob():
+                    self._worker.on_blob((READS, sender, action.epoch), action.blob)
+                case channel.ReceiveSlot():
+                    key = (READS, sender, action.epoch)
+                    self._worker.receive(key, action.seq, action.slot, action.size)
+                case channel.CloseLink():
+                    self._close_link(READS, sender, action)
+                case channel.DeliverSlot():
+                    self._events.append((sender, action))
+                case channel.ChangeRoute():
+                    self._change_route(sender, action.epoch)
                 case _:
                     assert_never(action)
 
-    def _open(self, role: str, peer: str, action: pairs.OpenLink, rank: int) -> None:
-        self._mover.open((role, peer, action.epoch), action.slot, rank, self._teller(role, peer))
+    def _change_route(self, sender: str, epoch: int | None) -> None:
+        if epoch is None:
+            fallback = self._port.fallback_address
+            self._events.append(TransportChanged(sender, fallback, in_flight_lost=True))
+            return
+        log.info("%s: connected; pieces of %s come by %s", self._name, sender, self._name)
+        self._events.append(TransportChanged(sender, f"{self._name}:{epoch}"))
 
-    def _close_pair(self, role: str, peer: str, action: pairs.CloseLink) -> None:
-        level = logging.INFO if action.why.startswith("unused") else logging.WARNING
-        log.log(level, "%s: closed what %s %s (%s)", self._name, role, peer, action.why)
-        self._mover.close_pair((role, peer, action.epoch))
+    def _open(self, role: str, peer: str, action: channel.OpenLink, rank: int) -> None:
+        key = (role, peer, action.epoch)
+        self._worker.open(key, action.slot, rank, self._reporter(role, peer))
 
-    def _make_room(self, role: str, ends: Mapping[str, End], newcomer: str) -> bool:
-        """Whether one more communicator may be made; closes the one unused for longest if that is
-        what it takes.
+    def _close_link(self, role: str, peer: str, action: channel.CloseLink) -> None:
+        # Idle channels are closed as a rule (`timeout_reason`); other reasons concern an operator.
+        is_normal = action.why.startswith("unused")
+        level = logging.INFO if is_normal else logging.WARNING
+        message = "%s: closed the communicator that %s %s: %s"
+        log.log(level, message, self._name, role, peer, action.why)
+        self._worker.close_link((role, peer, action.epoch))
+
+    def _admit(self, receiver: str) -> bool:
+        """Return whether this receiver may pair; remember it as the latest."""
+        # Taken out and put back, so that the latest stands at the end of the dict.
+        end = self._receivers.pop(receiver, None)
+        if end is None:
+            end = channel.SenderEnd(self._port.config.silence)
+        self._receivers[receiver] = end
+        self._forget_receivers()
+        return self._make_room(SENDS, self._receivers, receiver)
+
+    def _make_room(self, role: str, ends: Mapping[str, ChannelEnd], newcomer: str) -> bool:
+        """Return whether one more communicator may be made.
+
+        If too many are open, closes the idle one that was unused for longest.
         """
         is_open = [
-            (end.moved, peer)
+            peer
             for peer, end in ends.items()
-            if end.state is not pairs.ChannelState.CLOSED and peer != newcomer
+            if end.state is not channel.ChannelState.CLOSED and peer != newcomer
         ]
         if len(is_open) < MAX_LINKS_PER_DIRECTION:
             return True
         idle = [
-            (moved, peer)
-            for moved, peer in is_open
-            if ends[peer].state is pairs.ChannelState.UP and ends[peer].is_idle
+            (ends[peer].last_progress, peer)
+            for peer in is_open
+            if ends[peer].state is channel.ChannelState.UP and ends[peer].is_idle
         ]
         if not idle:
             return False
-        peer = min(idle)[1]
-        do = self._serve if role is SENDS else self._read
-        do(peer, pairs.LinkFailed(ends[peer].epoch, "makes room for another"))
+        _, oldest = min(idle)
+        reason = f"evicted: more than {MAX_LINKS_PER_DIRECTION} communicators"
+        failure = channel.LinkFailed(ends[oldest].epoch, reason)
+        if role is SENDS:
+            self._handle_as_sender(oldest, failure)
+        else:
+            self._handle_as_receiver(oldest, failure)
         return True
 
-    def _forget_readers(self) -> None:
+    def _forget_receivers(self) -> None:
+        """Forget the oldest closed channels beyond MAX_KNOWN_RECEIVERS; never the latest one."""
+        known = list(self._receivers.items())
         closed = [
-            peer
-            for peer, end in list(self._readers.items())[:-1]
-            if end.state is pairs.ChannelState.CLOSED and not end.gathering
+            receiver
+            for receiver, end in known[:-1]
+            if end.state is channel.ChannelState.CLOSED and not end.gathering
         ]
-        for peer in closed[: max(0, len(self._readers) - MAX_KNOWN_RECEIVERS)]:
-            del self._readers[peer]
+        excess = max(0, len(known) - MAX_KNOWN_RECEIVERS)
+        for receiver in closed[:excess]:
+            del self._receivers[receiver]
 
-    # Other threads --------------------------------------------------------------------------------
-    def _teller(self, role: str, peer: str) -> Callable[[pairs.LinkEvent], None]:
-        do = self._serve if role is SENDS else self._read
-        return lambda event: self._later(lambda: do(peer, event))
+    # Called by other threads ----------------------------------------------------------------------
+    def _reporter(self, role: str, peer: str) -> Callable[[channel.LinkEvent], None]:
+        """Return a callback that hands a link's events over to the driver's thread."""
+        handle = self._handle_as_sender if role is SENDS else self._handle_as_receiver
+        return lambda event: self._call_in_driver(lambda: handle(peer, event))
 
-    def _later(self, do: Callable[[], None]) -> None:
-        self._results.append(do)
-        with contextlib.suppress(OSError):  # full: it is being woken already; or closed
+    def _call_in_driver(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
+        # OSError: the socket is full, so the driver is being woken already; or it is closed.
+        with contextlib.suppress(OSError):
             self._wake_up.send(b"\0")
 
-    def _bad(self, peer: str, error: BadMessage) -> None:
+    def _count_bad(self, peer: str, error: BadMessage) -> None:
         self._port.counters.bad_messages += 1
-        log.warning("dropped what the %s of %s said: %s", self._name, peer, error)
+        log.warning("%s: dropped an invalid note of %s: %s", self._name, peer, error)
 
 
-def _is_due(end: End, now: float) -> bool:
-    due = end.next_deadline()
-    return due is not None and due <= now
+def _overdue(ends: Mapping[str, ChannelEnd], now: float) -> list[str]:
+    """Return the peers to which a ChannelTick is due."""
+    overdue = []
+    for peer, end in ends.items():
+        deadline = end.next_deadline()
+        if deadline is not None and deadline <= now:
+            overdue.append(peer)
+    return overdue

@@ -1,9 +1,10 @@
-"""The thread that owns every call of a two-sided library: gathers, sends, receives and scatters,
-for all its pairs.
+"""Thread that makes every call of a collective library: gathers, sends, receives and scatters.
 
-The driver's thread puts jobs in and never waits; what has come of them goes back with `tell`.
-Nothing here waits for a peer either: a link posts and returns, so that no peer holds up another,
-and `close` aborts without waiting.
+One thread serves all links of a worker. The driver's thread puts jobs in and never waits; results
+go back through callbacks.
+
+This thread does not wait for a peer either. A link posts an operation and returns, so that no peer
+holds up another, and `close` aborts without waiting.
 """
 
 from __future__ import annotations
@@ -22,286 +23,347 @@ from ...kv.memory import Memory, checksum
 from ...protocol.events import SendPiece, WritePiece
 from .channel import SLOTS_PER_CHANNEL, LinkEvent, LinkFailed, SlotGathered
 
-log = logging.getLogger("vllm_disagg.mover")
+log = logging.getLogger("vllm_disagg.collective")
 
-POLL_SECONDS = 0.0002  # seconds between looks at what does not say by itself when it has ended
-CLOSE_SECONDS = 3.0  # seconds that the aborts of a worker that ends may take
-MAX_COMMUNICATORS = (
-    32  # open or being aborted, of a worker: each has SLOTS slots, and NCCL takes memory of its own
-)
+POLL_SECONDS = 0.0002  # between checks of operations that do not signal their end
+CLOSE_SECONDS = 3.0  # that the aborts of a worker that ends may take
+JOIN_SECONDS = 5.0
+# Open or being aborted, of a worker. Each has SLOTS_PER_CHANNEL slots, and NCCL takes memory of its
+# own besides.
+MAX_COMMUNICATORS = 32
 
-Slot = Any  # memory of one piece: what the staging makes and the link takes
-Key = tuple[str, str, int]  # of a link: our role in it, the other worker, the epoch
+Slot = Any  # memory of one piece, made by a Staging and used by its links
+Key = tuple[str, str, int]  # of a link: role of this worker, name of the other worker, epoch
 
 
 class CollectiveLink(Protocol):
-    """Our end of one communicator. Used by the mover's thread alone; no method waits for the other
-    end.
+    """This worker's end of one communicator.
+
+    Used by the collective worker's thread alone. No method waits for the other end. `is_polled`:
+    the link makes progress only in `poll`.
     """
 
-    is_polled: bool  # whether `poll` must be called for it to go on
+    is_polled: bool
 
     @property
     def is_gone(self) -> bool:
-        """Whether a close has ended, so that nothing writes into its slots any more."""
+        """Whether a close has ended, so that nothing writes into the slots any more."""
 
-    def hear(self, blob: bytes) -> None: ...
-    def send(self, seq: int, slot: Slot, size: int) -> None: ...
-    def receive(self, seq: int, slot: Slot, size: int) -> None: ...
+    def on_blob(self, blob: bytes) -> None:
+        """Use data of the other end's link."""
+
+    def send(self, seq: int, slot: Slot, size: int) -> None:
+        """Post the seq-th send; its end is reported as SlotCompleted."""
+
+    def receive(self, seq: int, slot: Slot, size: int) -> None:
+        """Post the seq-th receive; its end is reported as SlotCompleted."""
+
     def poll(self) -> bool:
-        """Whether it is to be called again soon."""
+        """Make progress; return whether to call again soon."""
 
     def close(self) -> None:
-        """Abort. What was posted may go on writing into our slots for a while, and into nothing
-        else.
+        """Abort without waiting.
+
+        Posted operations may write into this link's slots for a while, and into nothing else.
         """
 
 
-Poll = Callable[[], Any]  # None while it is not over
-MakeLink = Callable[
-    [int, Callable[[LinkEvent], None], int], CollectiveLink
-]  # rank (0 sends), tell, epoch
+Poll = Callable[[], Any]  # returns None until the operation has ended, then its result
+# (rank, callback, epoch) -> link; rank 0 sends. May raise any exception: the link has then failed.
+MakeLink = Callable[[int, Callable[[LinkEvent], None], int], CollectiveLink]
 
 
 class Staging(Protocol):
-    """Between the blocks of a KV cache and slots. Methods start something; the Poll they return
-    says when it ended.
+    """Copies between the blocks of a KV cache and slots.
+
+    A method starts a copy; the Poll that it returns reports the end.
     """
 
-    def slots(self, count: int, size: int) -> Sequence[Slot]: ...
+    def slots(self, count: int, size: int) -> Sequence[Slot]:
+        """Return `count` new slots of `size` bytes."""
 
     def gather(self, piece: SendPiece, slot: Slot, link: CollectiveLink) -> tuple[int, Poll]:
-        """(bytes, what ends in a checksum); a send on this link after this sends what was gathered.
+        """Copy a piece's blocks into the slot; return (bytes, poll for the checksum).
 
-        ValueError if the piece does not fit."""
+        A send that is posted on this link afterwards sends what was gathered. Raises ValueError if
+        the piece does not fit.
+        """
 
     def scatter(
-        self, land: WritePiece, slot: Slot, size: int, expected: int, link: CollectiveLink
+        self, write: WritePiece, slot: Slot, size: int, expected: int, link: CollectiveLink
     ) -> Poll:
-        """Ends in whether size and checksum were right; if not, nothing was written."""
+        """Copy the slot into the piece's blocks if size and checksum are right.
+
+        The poll's result is whether they were; if not, nothing was written.
+        """
 
 
 class HostStaging:
-    """In host memory, done when the call returns.  Slots are arrays of bytes."""
+    """Staging in host memory; every copy is done when the call returns. Slots are byte arrays."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
 
     def slots(self, count: int, size: int) -> Sequence[Slot]:
+        """Return new arrays of bytes."""
         return [np.empty(size, np.uint8) for _ in range(count)]
 
     def gather(self, piece: SendPiece, slot: Slot, link: CollectiveLink) -> tuple[int, Poll]:
+        """Copy a piece's frames into the slot, one behind the other."""
         frames = self._memory.read(piece.extent, piece.blocks)
         size = sum(len(frame) for frame in frames)
         if size > slot.size:
-            raise ValueError(f"{size} bytes, and a slot of {slot.size}")
-        at = 0
+            raise ValueError(f"a piece of {size} bytes does not fit into a slot of {slot.size}")
+        offset = 0
         for frame in frames:
-            slot[at : at + len(frame)] = np.frombuffer(frame, np.uint8)
-            at += len(frame)
-        found = checksum(piece.transfer, [memoryview(slot[:size])])
-        return size, lambda: found
+            slot[offset : offset + len(frame)] = np.frombuffer(frame, np.uint8)
+            offset += len(frame)
+        digest = checksum(piece.transfer, [memoryview(slot[:size])])
+        return size, lambda: digest
 
     def scatter(
-        self, land: WritePiece, slot: Slot, size: int, expected: int, link: CollectiveLink
+        self, write: WritePiece, slot: Slot, size: int, expected: int, link: CollectiveLink
     ) -> Poll:
+        """Check the slot's checksum, then write the slot into the blocks."""
         frame = memoryview(slot[:size])
-        ok = checksum(land.transfer, [frame]) == expected and self._memory.write(
-            land.extent, land.blocks, [frame], land.remote_layout
-        )
+        ok = checksum(write.transfer, [frame]) == expected
+        ok = ok and self._memory.write(write.extent, write.blocks, [frame], write.remote_layout)
         return lambda: ok
 
 
 @dataclass
-class _LinkSlots:
+class _OpenLink:
+    """A link with its slots; `report` passes its events to the driver's thread."""
+
     link: CollectiveLink
     slots: Sequence[Slot]
-    tell: Callable[[LinkEvent], None]
+    report: Callable[[LinkEvent], None]
     epoch: int
 
 
+@dataclass
+class _Pending:
+    """A copy under way; `done` gets its result, or `if_failed` if its poll raises."""
+
+    poll: Poll
+    done: Callable[[Any], None]
+    if_failed: Any
+
+
 class CollectiveWorker:
-    """`make_link` may raise what it likes: then the pair has Failed."""
+    """Owner of all links of one transport.
+
+    Methods of the upper half are called by the driver's thread and return at once; callbacks run
+    in the worker's thread. If `make_link` raises anything, the link has failed.
+    """
 
     def __init__(self, staging: Staging, make_link: MakeLink) -> None:
-        self._staging, self._make_link = staging, make_link
+        self._staging = staging
+        self._make_link = make_link
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._pairs: dict[Key, _LinkSlots] = {}
-        self._closing: list[_LinkSlots] = []
-        self._polls: list[
-            tuple[Poll, Callable[[Any], None], Any]
-        ] = []  # the last: what a failure gives
-        self._thread = threading.Thread(target=self._run, name="vllm-disagg-mover", daemon=True)
+        self._links: dict[Key, _OpenLink] = {}
+        self._closing: list[_OpenLink] = []
+        self._pending: list[_Pending] = []
+        self._thread = threading.Thread(
+            target=self._run, name="vllm-disagg-collective", daemon=True
+        )
         self._thread.start()
 
-    # The driver's thread --------------------------------------------------------------------------
-    def open(self, key: Key, slot: int, rank: int, tell: Callable[[LinkEvent], None]) -> None:
-        self._jobs.put(lambda: self._open(key, slot, rank, tell))
+    # Called by the driver's thread ----------------------------------------------------------------
+    def open(self, key: Key, slot: int, rank: int, report: Callable[[LinkEvent], None]) -> None:
+        """Make a link with slots of `slot` bytes; rank 0 sends."""
+        self._jobs.put(lambda: self._open(key, slot, rank, report))
 
-    def hear(self, key: Key, blob: bytes) -> None:
-        self._jobs.put(lambda: self._with(key, lambda pair: pair.link.hear(blob)))
+    def on_blob(self, key: Key, blob: bytes) -> None:
+        """Give a link data of the other end's link."""
+        self._jobs.put(lambda: self._use(key, lambda opened: opened.link.on_blob(blob)))
 
     def transmit(
-        self, key: Key, seq: int, slot: int, piece: SendPiece, tell: Callable[[LinkEvent], None]
+        self, key: Key, seq: int, slot: int, piece: SendPiece, report: Callable[[LinkEvent], None]
     ) -> None:
-        """Ends in SlotGathered, always; in SlotCompleted, perhaps."""
-        self._jobs.put(lambda: self._transmit(key, seq, slot, piece, tell))
+        """Gather a piece into a slot and post its send.
+
+        Always reports SlotGathered; reports SlotCompleted unless the link fails or closes.
+        """
+        self._jobs.put(lambda: self._transmit(key, seq, slot, piece, report))
 
     def receive(self, key: Key, seq: int, slot: int, size: int) -> None:
-        self._jobs.put(
-            lambda: self._with(key, lambda pair: pair.link.receive(seq, pair.slots[slot], size))
-        )
+        """Post a receive into a slot; reports SlotCompleted unless the link fails or closes."""
+
+        def post(opened: _OpenLink) -> None:
+            opened.link.receive(seq, opened.slots[slot], size)
+
+        self._jobs.put(lambda: self._use(key, post))
 
     def slot(self, key: Key, slot: int) -> tuple[Slot, CollectiveLink]:
-        """Of a pair that is open: only a `close_pair` takes it away, and what was found here stays
-        what it is.
+        """Return a slot and the link of an open key.
+
+        Only `close_link` removes the key, and the returned slot stays valid after that.
         """
-        pair = self._pairs[key]
-        return pair.slots[slot], pair.link
+        opened = self._links[key]
+        return opened.slots[slot], opened.link
 
     def scatter(
         self,
-        land: WritePiece,
-        found: tuple[Slot, CollectiveLink],
+        write: WritePiece,
+        source: tuple[Slot, CollectiveLink],
         size: int,
         expected: int,
-        tell: Callable[[bool], None],
+        report: Callable[[bool], None],
     ) -> None:
-        """Ends in `tell`, always."""
-        self._jobs.put(lambda: self._scatter(land, found, size, expected, tell))
+        """Write a slot into blocks; always reports whether that succeeded."""
+        self._jobs.put(lambda: self._scatter(write, source, size, expected, report))
 
-    def close_pair(self, key: Key) -> None:
-        self._jobs.put(lambda: self._close_pair(key))
+    def close_link(self, key: Key) -> None:
+        """Abort a link."""
+        self._jobs.put(lambda: self._close_link(key))
 
     def close(self) -> None:
+        """Abort all links and end the thread. Raises TimeoutError if the thread does not end."""
         self._jobs.put(None)
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=JOIN_SECONDS)
         if self._thread.is_alive():
-            raise TimeoutError("the mover's thread does not end")
+            raise TimeoutError(f"the collective worker did not end within {JOIN_SECONDS:g} s")
 
-    # The mover's thread ---------------------------------------------------------------------------
+    # The worker's thread --------------------------------------------------------------------------
     def _run(self) -> None:
-        looking, is_open = False, True
+        is_busy = False
+        is_open = True
         while is_open:
             try:
-                job = self._jobs.get(timeout=POLL_SECONDS if looking else None)
+                job = self._jobs.get(timeout=POLL_SECONDS if is_busy else None)
                 is_open = job is not None
                 if job is not None:
                     job()
             except queue.Empty:
                 pass
-            except (
-                Exception
-            ) as error:  # a fault of ours: the pair it was for has its deadline, the others go on
-                log.critical("the mover of KV failed in a job", exc_info=error)
-            looking = self._look()
-        for key in list(self._pairs):
-            self._close_pair(key)
+            except Exception as error:
+                # A bug of this project: the link concerned has its deadline, the others go on.
+                log.critical("collective worker: a job failed", exc_info=error)
+            is_busy = self._poll()
+        # A library's thread that runs on when Python ends may take the process down.
+        for key in list(self._links):
+            self._close_link(key)
         end = time.monotonic() + CLOSE_SECONDS
-        while any(not pair.link.is_gone for pair in self._closing) and time.monotonic() < end:
-            self._look()
+        while any(not opened.link.is_gone for opened in self._closing) and time.monotonic() < end:
+            self._poll()
             time.sleep(POLL_SECONDS)
 
-    def _look(self) -> bool:
-        """At what goes on; whether to look again soon."""
-        polls, self._polls = self._polls, []
-        for poll, then, failed in polls:
-            self._when(poll, then, failed)
-        busy = [
-            self._look_at(pair)
-            for pair in [*self._pairs.values(), *self._closing]
-            if pair.link.is_polled
-        ]
-        self._closing = [pair for pair in self._closing if not pair.link.is_gone]
-        return bool(self._polls) or any(busy)
+    def _poll(self) -> bool:
+        """Check everything under way; return whether to check again soon."""
+        # `_finish` puts copies that have not ended into the new list.
+        pending = self._pending
+        self._pending = []
+        for copy in pending:
+            self._finish(copy)
+        is_busy = False
+        for opened in [*self._links.values(), *self._closing]:
+            if opened.link.is_polled and self._poll_link(opened):
+                is_busy = True
+        self._forget_gone()
+        return bool(self._pending) or is_busy
 
-    def _look_at(self, pair: _LinkSlots) -> bool:
+    def _poll_link(self, opened: _OpenLink) -> bool:
         try:
-            return pair.link.poll()
+            return opened.link.poll()
         except Exception as error:
-            log.warning("a communicator has failed: %r", error)
-            pair.tell(LinkFailed(pair.epoch, str(error)))
+            log.warning("collective worker: a communicator failed: %r", error)
+            opened.report(LinkFailed(opened.epoch, str(error)))
             return False
 
-    def _open(self, key: Key, slot: int, rank: int, tell: Callable[[LinkEvent], None]) -> None:
+    def _forget_gone(self) -> None:
+        self._closing = [opened for opened in self._closing if not opened.link.is_gone]
+
+    def _open(self, key: Key, slot: int, rank: int, report: Callable[[LinkEvent], None]) -> None:
         epoch = key[2]
-        self._closing = [pair for pair in self._closing if not pair.link.is_gone]
-        if len(self._pairs) + len(self._closing) >= MAX_COMMUNICATORS:
-            tell(LinkFailed(epoch, f"{MAX_COMMUNICATORS} communicators are open"))
+        self._forget_gone()
+        if len(self._links) + len(self._closing) >= MAX_COMMUNICATORS:
+            report(LinkFailed(epoch, f"{MAX_COMMUNICATORS} communicators are open"))
             return
         try:
             slots = self._staging.slots(SLOTS_PER_CHANNEL, slot)
-            self._pairs[key] = _LinkSlots(self._make_link(rank, tell, epoch), slots, tell, epoch)
-        except Exception as error:  # of a library, in words of its own
-            log.warning("no communicator with %s: %r", key[1], error)
-            tell(LinkFailed(epoch, f"no communicator: {error}"))
+            link = self._make_link(rank, report, epoch)
+        except Exception as error:  # libraries raise exceptions of their own kinds
+            log.warning("collective worker: no communicator with %s: %r", key[1], error)
+            report(LinkFailed(epoch, f"no communicator: {error}"))
+            return
+        self._links[key] = _OpenLink(link, slots, report, epoch)
 
-    def _with(self, key: Key, do: Callable[[_LinkSlots], None]) -> None:
-        """What a link raises is the end of its pair."""
-        pair = self._pairs.get(key)
-        if pair is None:
+    def _use(self, key: Key, do: Callable[[_OpenLink], None]) -> None:
+        """Call `do` with an open link; if it raises, the link has failed."""
+        opened = self._links.get(key)
+        if opened is None:
             return
         try:
-            do(pair)
+            do(opened)
         except Exception as error:
-            log.warning("the communicator with %s has failed: %r", key[1], error)
-            pair.tell(LinkFailed(key[2], str(error)))
+            log.warning("collective worker: the communicator with %s failed: %r", key[1], error)
+            opened.report(LinkFailed(key[2], str(error)))
 
     def _transmit(
-        self, key: Key, seq: int, slot: int, piece: SendPiece, tell: Callable[[LinkEvent], None]
+        self, key: Key, seq: int, slot: int, piece: SendPiece, report: Callable[[LinkEvent], None]
     ) -> None:
-        epoch, pair = key[2], self._pairs.get(key)
-        if pair is None:
-            tell(SlotGathered(epoch, seq, -1, 0))
+        epoch = key[2]
+        opened = self._links.get(key)
+        if opened is None:
+            report(SlotGathered(epoch, seq, -1, 0))
             return
         try:
-            size, poll = self._staging.gather(piece, pair.slots[slot], pair.link)
+            size, poll = self._staging.gather(piece, opened.slots[slot], opened.link)
         except Exception as error:
-            log.warning("a piece for %s cannot be sent: %r", key[1], error)
-            tell(SlotGathered(epoch, seq, -1, 0))
+            log.warning("collective worker: a piece for %s was not sent: %r", key[1], error)
+            report(SlotGathered(epoch, seq, -1, 0))
             return
-        self._when(
-            poll,
-            lambda found: tell(SlotGathered(epoch, seq, -1 if found is None else size, found or 0)),
-            None,
-        )
-        self._with(key, lambda pair: pair.link.send(seq, pair.slots[slot], size))
+
+        def gathered(digest: int | None) -> None:
+            if digest is None:
+                report(SlotGathered(epoch, seq, -1, 0))
+            else:
+                report(SlotGathered(epoch, seq, size, digest))
+
+        # The send may be posted at once: the link orders it behind the gather.
+        self._finish(_Pending(poll, gathered, None))
+        self._use(key, lambda opened: opened.link.send(seq, opened.slots[slot], size))
 
     def _scatter(
         self,
-        land: WritePiece,
-        found: tuple[Slot, CollectiveLink],
+        write: WritePiece,
+        source: tuple[Slot, CollectiveLink],
         size: int,
         expected: int,
-        tell: Callable[[bool], None],
+        report: Callable[[bool], None],
     ) -> None:
+        slot, link = source
         try:
-            poll = self._staging.scatter(land, found[0], size, expected, found[1])
+            poll = self._staging.scatter(write, slot, size, expected, link)
         except Exception as error:
-            log.warning("a piece of %s cannot be put into its blocks: %r", land.transfer, error)
-            tell(False)
+            message = "collective worker: a piece of transfer %s was not written: %r"
+            log.warning(message, write.transfer, error)
+            report(False)
             return
-        self._when(poll, tell, False)
+        self._finish(_Pending(poll, report, False))
 
-    def _when(self, poll: Poll, then: Callable[[Any], None], failed: Any) -> None:
-        """`then` with what the poll ends in, now or when `_look` finds it over."""
+    def _finish(self, copy: _Pending) -> None:
+        """Pass on the result of a copy, or keep the copy for the next `_poll`."""
         try:
-            result = poll()
+            result = copy.poll()
         except Exception as error:
-            log.warning("a copy has failed: %r", error)
-            then(failed)
+            log.warning("collective worker: a copy failed: %r", error)
+            copy.done(copy.if_failed)
             return
         if result is None:
-            self._polls.append((poll, then, failed))
+            self._pending.append(copy)
         else:
-            then(result)
+            copy.done(result)
 
-    def _close_pair(self, key: Key) -> None:
-        pair = self._pairs.pop(key, None)
-        if pair is None:
+    def _close_link(self, key: Key) -> None:
+        opened = self._links.pop(key, None)
+        if opened is None:
             return
-        self._closing.append(pair)
+        # The slots stay referenced until the abort has ended, because the library may write there.
+        self._closing.append(opened)
         try:
-            pair.link.close()
+            opened.link.close()
         except Exception as error:
-            log.warning("aborting the communicator with %s: %r", key[1], error)
+            message = "collective worker: aborting the communicator with %s failed: %r"
+            log.warning(message, key[1], error)

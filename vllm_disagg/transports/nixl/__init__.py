@@ -1,1 +1,1 @@
-"""KV by one-sided reads with NIXL."""
+"""NIXL transport: KV by reads of remote memory."""

@@ -1,20 +1,16 @@
-"""One NIXL agent with UCX underneath: registered memory, peers, reads. No thread of ours, none of
-NIXL's.
+"""One NIXL agent over UCX: registered memory, peers, reads. No thread of this project or of NIXL.
 
-Facts of NIXL 1.5 and UCX that shape this file (docs/explanation/transports.md tells how they were
+Facts of NIXL 1.5 and UCX that shape this file (docs/explanation/transports.md has how they were
 found):
 
-* Without a progress thread nothing happens between calls, so an idle agent costs nothing.  A read
-  through shared memory
-  (CMA) ends within the call that posts it; others go on in the hardware or need `progress` at the
-  other end.
-* A read cannot be taken back: releasing its handle cancels "what it can".  Nor does an error say
-  that the other
-  descriptors of the read have ended.  Only when the whole agent is gone (`close`) can nothing be
-  written any more.
-* UCX asks nobody who they are.  What it listens on is therefore kept to the loopback or to RDMA
-  devices, unless the user
-  has said otherwise (`environment`).
+* Without a progress thread nothing happens between calls, so an idle agent costs nothing. A read
+  through shared memory (CMA) ends within the call that posts it. Other reads go on in the hardware,
+  or need `progress` at the other end.
+* A read cannot be cancelled: releasing its handle cancels "what it can". An error of a read does
+  not mean that the other descriptors of the read have ended. Only when the whole agent is gone
+  (`close`), nothing can be written any more.
+* UCX authenticates no peer. So UCX is restricted to the loopback or to RDMA devices, unless the
+  user has set UCX's variables (`environment`).
 """
 
 from __future__ import annotations
@@ -42,34 +38,41 @@ from ...kv.memory import FRAME_BYTES
 from .notes import Run
 
 RDMA_DEVICES_PATH = Path("/sys/class/infiniband")
+AGENT_GONE_SECONDS = 5.0  # until a closed agent must have no reference any more
+AGENT_GONE_POLL_SECONDS = 0.02
+SPEED_TEST_MILLISECONDS = 2000  # after which measuring ZMQ fails
 
-_environment = threading.Lock()
+_environment_lock = threading.Lock()
 T = TypeVar("T")
 
 
 class NixlError(Exception):
-    """NIXL or UCX cannot; the text says what."""
+    """A failure of NIXL or UCX; the text is the library's."""
 
 
 def unavailable_reason(config: Config) -> str:
-    """Why there can be no NIXL here; empty where there can."""
+    """Return why NIXL is not used here; empty where it can be."""
     if importlib.util.find_spec("nixl") is None:
         return "nixl is not installed (pip install 'vllm-disagg[nixl]')"
     if config.encrypt_data:
         return "encrypt_data is on, and NIXL does not encrypt"
-    if config.transport == "auto" and not rdma_devices():
-        return "this machine has no RDMA device; TCP is as fast here, and lets in readers with a ticket only"
-    if config.transport == "auto" and ipaddress.ip_address(config.host).is_loopback:
-        return "host is loopback, where no RDMA device is; TCP is as fast there, and lets in readers with a ticket only"
+    if config.transport != "auto":
+        return ""
+    tcp_is_better = "TCP is as fast here, and accepts only receivers with a token"
+    if not rdma_devices():
+        return f"this machine has no RDMA device; {tcp_is_better}"
+    if ipaddress.ip_address(config.host).is_loopback:
+        return f"host is loopback, which no RDMA device serves; {tcp_is_better}"
     return ""
 
 
 def rdma_devices() -> list[str]:
+    """Return the names of this machine's RDMA devices."""
     return sorted(os.listdir(RDMA_DEVICES_PATH)) if RDMA_DEVICES_PATH.is_dir() else []
 
 
 def environment(config: Config, given: Mapping[str, str]) -> dict[str, str]:
-    """What UCX is told besides what the user tells it."""
+    """Return environment variables for UCX; none if the user has set its transports or devices."""
     if "UCX_TLS" in given or "UCX_NET_DEVICES" in given:
         return {}
     if ipaddress.ip_address(config.host).is_loopback:
@@ -78,71 +81,84 @@ def environment(config: Config, given: Mapping[str, str]) -> dict[str, str]:
 
 
 class Read:
-    """One that was posted and has not ended."""
+    """A read that was posted and has not ended."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
 
 
 class Agent:
-    """Made by `make`, in whatever thread has the time; then used by one thread only, until `close`."""
+    """A NIXL agent and the memory registered with it.
+
+    Making one takes seconds, so any thread may do that. Then one thread uses the agent until
+    `close`. Any method may raise NixlError.
+    """
 
     def __init__(self, name: str, config: Config, regions: Sequence[Run]) -> None:
         self.name = name
         self.regions = list(regions)
-        with _translated(), _told(config):
+        with _nixl_errors(), _ucx_environment(config):
             api = importlib.import_module("nixl._api")
-            self._agent: Any = api.nixl_agent(
-                name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-            )
+            settings = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+            self._agent: Any = api.nixl_agent(name, settings)
             if "UCX" not in self._agent.backends:
                 raise NixlError("this build of NIXL has no UCX")
             self._agent.register_memory([(*region, 0, "") for region in regions], "DRAM")
-        self._kept: list[npt.NDArray[np.uint8]] = []  # what is registered besides
+        self._buffers: list[npt.NDArray[np.uint8]] = []  # registered besides the regions
         self._open: set[Read] = set()
 
     def buffer(self, size: int) -> npt.NDArray[np.uint8]:
-        """Registered memory, as long as the agent lives."""
+        """Return new memory, registered as long as the agent exists."""
         made = np.zeros(size, np.uint8)
-        with _translated():
+        with _nixl_errors():
             self._agent.register_memory([(made.ctypes.data, size, 0, "")], "DRAM")
-        self._kept.append(made)
+        self._buffers.append(made)
         return made
 
     def metadata(self) -> bytes:
-        with _translated():
+        """Return the data that a peer needs to read from this agent."""
+        with _nixl_errors():
             return bytes(self._agent.get_agent_metadata())
 
     def add(self, metadata: bytes) -> str:
-        """The name of the agent whose metadata these are; it can be read from now on."""
-        with _translated():
+        """Add a peer to read from, by its metadata; return its name."""
+        with _nixl_errors():
             name = self._agent.add_remote_agent(metadata)
         return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
 
     def remove(self, peer: str) -> None:
-        with contextlib.suppress(NixlError), _translated():  # it may have gone by itself
+        """Remove a peer, from which no read is open."""
+        # NIXL may have removed the peer already.
+        with contextlib.suppress(NixlError), _nixl_errors():
             self._agent.remove_remote_agent(peer)
 
-    def read(self, peer: str, ours: Sequence[Run], theirs: Sequence[Run]) -> Read | None:
-        """Start to read their runs into ours, one by one of the same length; None: done.
+    def read(self, peer: str, local: Sequence[Run], remote: Sequence[Run]) -> Read | None:
+        """Start to read the peer's runs into local ones of the same lengths, pair by pair.
 
-        `Refused` before anything was posted, any other NixlError after.
+        Returns None if the read has ended already. Raises NixlRefused before anything was posted,
+        any other NixlError after.
         """
         try:
-            with _translated():
-                local = self._agent.get_xfer_descs(_rows(ours), "DRAM")
-                remote = self._agent.get_xfer_descs(_rows(theirs), "DRAM")
-                handle = self._agent.initialize_xfer("READ", local, remote, peer)
+            with _nixl_errors():
+                local_descriptors = self._agent.get_xfer_descs(_descriptors(local), "DRAM")
+                remote_descriptors = self._agent.get_xfer_descs(_descriptors(remote), "DRAM")
+                handle = self._agent.initialize_xfer(
+                    "READ", local_descriptors, remote_descriptors, peer
+                )
         except NixlError as error:
             raise NixlRefused(str(error)) from None
         read = Read(handle)
+        # Before posting: a read whose posting fails may be under way, and `close` must release it.
         self._open.add(read)
-        with _translated():
+        with _nixl_errors():
             return None if self._ended(read, self._agent.transfer(handle)) else read
 
     def is_done(self, read: Read) -> bool:
-        """NixlError when it has failed; then some of it may still be under way."""
-        with _translated():
+        """Return whether a read has ended well.
+
+        Raises NixlError if it has failed; then parts of it may still be under way.
+        """
+        with _nixl_errors():
             return self._ended(read, self._agent.check_xfer_state(read.handle))
 
     def _ended(self, read: Read, status: str) -> bool:
@@ -151,48 +167,51 @@ class Agent:
         if status == "DONE":
             self._open.discard(read)
             read.handle.release()
-            read.handle = None  # it holds the agent
+            read.handle = None  # a handle refers to the agent
         return status == "DONE"
 
     def progress(self) -> None:
-        """Let UCX answer peers that need it."""
-        with _translated():
+        """Let UCX work for peers that need it."""
+        with _nixl_errors():
             self._agent.get_new_notifs()
 
     def close(self) -> None:
-        """When this returns, nothing can be written into registered memory any more. May take long,
-        or for ever.
+        """Close the agent; then nothing can be written into registered memory any more.
+
+        May take long, or for ever. Raises NixlError if the agent is still referred to.
         """
         for read in self._open:
-            with (
-                contextlib.suppress(NixlError),
-                _translated(),
-            ):  # what cannot be cancelled dies with the agent
+            # A read that cannot be cancelled ends with the agent.
+            with contextlib.suppress(NixlError), _nixl_errors():
                 read.handle.release()
             read.handle = None
         self._open.clear()
         alive = weakref.ref(self._agent.agent)
-        self._agent = (
-            None  # nobody else has it: UCX's worker, its connections and registrations go with it
-        )
-        end = time.monotonic() + 5
-        while alive() is not None:  # somebody else has it, as an exception's traceback might
+        # The last reference: UCX's worker, its connections and registrations end with the agent.
+        self._agent = None
+        end = time.monotonic() + AGENT_GONE_SECONDS
+        # Another reference may exist, for instance in an exception's traceback.
+        while alive() is not None:
             gc.collect()
             if time.monotonic() > end:
                 raise NixlError("NIXL's agent is still in use")
-            time.sleep(0.02)
-        self._kept.clear()
+            time.sleep(AGENT_GONE_POLL_SECONDS)
+        self._buffers.clear()
 
 
 class NixlRefused(NixlError):
-    """Nothing was read."""
+    """NIXL refused a read before anything was posted."""
 
 
 class Job(Generic[T]):
-    """Something slow, done once by a thread of its own."""
+    """A slow call, made once by a thread started for it.
+
+    After the end, either `result` is set, or `error` is the reason why not. `error` is text only: a
+    traceback would refer to the agent.
+    """
 
     def __init__(self, do: Callable[[], T]) -> None:
-        self.began = time.monotonic()
+        self.started_at = time.monotonic()
         self.result: T | None = None
         self.error = ""
         self._thread = threading.Thread(
@@ -204,59 +223,62 @@ class Job(Generic[T]):
         try:
             self.result = do()
         except Exception as error:
-            self.error = (
-                str(error) or type(error).__name__
-            )  # words only: the traceback would hold the agent
+            self.error = str(error) or type(error).__name__
 
     @property
     def is_over(self) -> bool:
+        """Whether the call has returned or raised."""
         return not self._thread.is_alive()
 
     def ends(self, seconds: float) -> bool:
-        """Whether it ends well within so many seconds."""
+        """Wait for so many seconds at most; return whether the call has ended without an error."""
         self._thread.join(max(0.0, seconds))
         return self.is_over and not self.error
 
-    def next_look(self, now: float) -> float:
-        return now + min(1.0, max(0.01, (now - self.began) / 4))
+    def next_deadline(self, now: float) -> float:
+        """Return when to check the job: later, the longer it runs; after 1 s at most."""
+        return now + min(1.0, max(0.01, (now - self.started_at) / 4))
 
 
 def zmq_speed(size: int = 8 << 20, times: int = 3) -> float:
-    """Bytes a second that ZMQ moves between two sockets of this process: what NIXL must not fall
-    below to be preferred.
+    """Measure how many bytes a second ZMQ moves between two sockets of this process.
 
-    An upper bound of what ZMQ will do between two workers: nothing is checked, copied into blocks
-    or shared with others.
+    NIXL is preferred only if it is not slower. The figure is an upper bound of ZMQ's speed between
+    two workers: nothing is checked, copied into blocks or shared with other connections.
     """
     data = memoryview(np.zeros(FRAME_BYTES, np.uint8))  # type: ignore[arg-type]
-    count, best = size // FRAME_BYTES, float("inf")
+    count = size // FRAME_BYTES
+    best_seconds = float("inf")
     with (
         tempfile.TemporaryDirectory(prefix="vllm-disagg-") as folder,
         zmq.Context(io_threads=1) as context,
         context.socket(zmq.PULL) as pull,
         context.socket(zmq.PUSH) as push,
     ):
-        pull.rcvhwm = push.sndhwm = 0
-        pull.rcvtimeo, push.linger = 2000, 0
+        pull.rcvhwm = 0
+        pull.rcvtimeo = SPEED_TEST_MILLISECONDS
+        push.sndhwm = 0
+        push.linger = 0
         pull.bind(f"ipc://{folder}/speed")
         push.connect(f"ipc://{folder}/speed")
-        for _ in range(times + 1):  # once for the connection
-            began = time.monotonic()
+        for _ in range(times + 1):  # one more for the connection
+            started_at = time.monotonic()
             push.send_multipart([data] * count, copy=False)
             pull.recv_multipart(copy=False)
-            best = min(best, time.monotonic() - began)
-    return size / best
+            best_seconds = min(best_seconds, time.monotonic() - started_at)
+    return size / best_seconds
 
 
-def _rows(runs: Sequence[Run]) -> npt.NDArray[np.uint64]:
+def _descriptors(runs: Sequence[Run]) -> npt.NDArray[np.uint64]:
+    """Return NIXL's rows of (address, bytes, device)."""
     rows = np.zeros((len(runs), 3), np.uint64)
     rows[:, :2] = runs
     return rows
 
 
 @contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    """Whatever the library raises (its errors have no common base) is a NixlError from here on."""
+def _nixl_errors() -> Iterator[None]:
+    """Turn all exceptions of the library, which have no common base, into NixlError."""
     try:
         yield
     except NixlError:
@@ -266,14 +288,13 @@ def _translated() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _told(config: Config) -> Iterator[None]:
-    """UCX reads its settings from the environment when an agent is made; others in this process
-    keep theirs.
+def _ucx_environment(config: Config) -> Iterator[None]:
+    """Set UCX's variables while an agent is made: UCX reads them then, and never again.
 
-    What the user has set is looked at with the lock held: else another agent's settings look like
-    the user's.
+    Other users of UCX in this process keep their settings. The user's variables are read with the
+    lock held; otherwise another agent's settings would look like the user's.
     """
-    with _environment:
+    with _environment_lock:
         settings = environment(config, os.environ)
         os.environ.update(settings)
         try:

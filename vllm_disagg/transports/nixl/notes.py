@@ -1,12 +1,14 @@
-"""What the NIXL carriers of two workers say to each other, and the checks on it.  Pure.
+"""Notes between the NIXL transports of two workers, and the checks on them. Pure.
 
-D -> P   Hello    who are you?
-P -> D   Part     of a Card: NIXL's metadata of P's agent, and what it has registered
-P -> D   Cannot   there is no agent here, and why
-P -> D   Lies     a piece: where its bytes lie in P's memory, in wire order
-D -> P   Look     a read of mine does not move: let UCX work for a while
-D -> P   Still    how often have you let UCX work, ever?
-P -> D   Stood    so often
+    receiver -> sender   NixlHello            asks for the sender's AgentInfo
+    sender -> receiver   AgentInfoPart        NIXL's metadata of its agent, and registered regions
+    sender -> receiver   NixlUnavailable      no agent runs here, and why
+    sender -> receiver   PieceRuns            where a piece is in the sender's memory, in wire order
+    receiver -> sender   ProbeLook            a read makes no progress: let UCX work for a while
+    receiver -> sender   ProbeProgress        asks how often UCX has been let work, ever
+    sender -> receiver   ProbeProgressReply   that count
+
+A *run* is a contiguous range of memory: (address, bytes).
 """
 
 from __future__ import annotations
@@ -21,39 +23,47 @@ import msgspec
 from ...errors import BadMessage
 from ...protocol.messages import MAX_NOTE_BYTES, Count, Name
 
-TEST_REGION_BYTES = 4 << 20  # bytes of the region by which a reader measures the way
-NONCE_BYTES = (
-    16  # bytes at both ends of it, by which the reader knows that it reads from whom it thinks
-)
-MAX_RUNS_PER_NOTE = 3000  # in one note: two numbers of at most 9 bytes each, and room
-MAX_PARTS = 256  # of a card or a piece
+TEST_REGION_BYTES = 4 << 20  # by which a receiver measures the path
+# At both ends of the test region. By the nonce a receiver checks that it reads the right process.
+NONCE_BYTES = 16
+MAX_RUNS_PER_NOTE = 3000  # two numbers of at most 9 bytes each, with room to spare
+MAX_PARTS = 256  # of an AgentInfo or a piece
+NOTE_OVERHEAD_BYTES = 256
 Run = tuple[
     Annotated[int, msgspec.Meta(ge=0, lt=2**62)], Annotated[int, msgspec.Meta(gt=0, le=2**40)]
-]  # address, bytes
+]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)]
 Parts = Annotated[int, msgspec.Meta(gt=0, le=MAX_PARTS)]
 
 
 class NixlHello(msgspec.Struct, frozen=True, tag="hello"):
+    """A receiver's wish to read; `attempt` numbers its attempts at this sender."""
+
     attempt: Count
 
 
 class ProbeLook(msgspec.Struct, frozen=True, tag="look"):
-    pass
+    """A read makes no progress; the sender lets UCX work for PROGRESS_SECONDS."""
 
 
 class ProbeProgress(msgspec.Struct, frozen=True, tag="still"):
+    """A question for the number of times that the sender has let UCX work."""
+
     attempt: Count
     turn: Count
 
 
 class ProbeProgressReply(msgspec.Struct, frozen=True, tag="stood"):
+    """The answer to the ProbeProgress of the same turn."""
+
     attempt: Count
     turn: Count
     count: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class AgentInfoPart(msgspec.Struct, frozen=True, tag="part"):
+    """Part `index` of `count` of an encoded AgentInfo."""
+
     attempt: Count
     index: Index
     count: Parts
@@ -61,92 +71,101 @@ class AgentInfoPart(msgspec.Struct, frozen=True, tag="part"):
 
 
 class NixlUnavailable(msgspec.Struct, frozen=True, tag="cannot"):
+    """No agent runs at the sender."""
+
     attempt: Count
     reason: Annotated[str, msgspec.Meta(max_length=1000)]
 
 
 class PieceRuns(msgspec.Struct, frozen=True, tag="lies"):
+    """Part `index` of `count` of a piece's runs, in the memory of this agent."""
+
     transfer: Name
     number: Count
-    agent: Name  # of whose memory the addresses are
+    agent: Name
     index: Index
     count: Parts
     runs: Annotated[list[Run], msgspec.Meta(max_length=MAX_RUNS_PER_NOTE)]
 
 
 class AgentInfo(msgspec.Struct, frozen=True):
-    """An agent that may be read from."""
+    """An agent that may be read from.
+
+    `regions` are registered memory, as `joined_regions` makes them. `test` is the test region.
+    """
 
     agent: Name
     metadata: bytes
-    regions: Annotated[list[Run], msgspec.Meta(max_length=100_000)]  # as `whole` makes them
+    regions: Annotated[list[Run], msgspec.Meta(max_length=100_000)]
     test: Run
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
-AtPrefill = NixlHello | ProbeLook | ProbeProgress
-AtDecode = AgentInfoPart | NixlUnavailable | ProbeProgressReply | PieceRuns
-_at_prefill: msgspec.msgpack.Decoder[AtPrefill] = msgspec.msgpack.Decoder(AtPrefill)
-_at_decode: msgspec.msgpack.Decoder[AtDecode] = msgspec.msgpack.Decoder(AtDecode)
-_card = msgspec.msgpack.Decoder(AgentInfo)
+ReceiverNote = NixlHello | ProbeLook | ProbeProgress
+SenderNote = AgentInfoPart | NixlUnavailable | ProbeProgressReply | PieceRuns
+_receiver_note: msgspec.msgpack.Decoder[ReceiverNote] = msgspec.msgpack.Decoder(ReceiverNote)
+_sender_note: msgspec.msgpack.Decoder[SenderNote] = msgspec.msgpack.Decoder(SenderNote)
+_agent_info = msgspec.msgpack.Decoder(AgentInfo)
 encode = msgspec.msgpack.Encoder().encode
 T = TypeVar("T")
 
 
-def decode_at_prefill(data: bytes) -> AtPrefill:
-    return _decoded(_at_prefill, data)
+def decode_receiver_note(data: bytes) -> ReceiverNote:
+    """Decode a note of a receiver. Raises BadMessage."""
+    return _decode(_receiver_note, data)
 
 
-def decode_at_decode(data: bytes) -> AtDecode:
-    return _decoded(_at_decode, data)
+def decode_sender_note(data: bytes) -> SenderNote:
+    """Decode a note of a sender. Raises BadMessage."""
+    return _decode(_sender_note, data)
 
 
-def decode_card(data: bytes, source: str) -> AgentInfo:
-    """Whose card it is must be who gave it."""
-    card = _decoded(_card, data)
-    if not card.agent.startswith(f"{source}#"):
-        raise BadMessage(f"an agent {card.agent!r} from {source}")
-    card = msgspec.structs.replace(card, regions=whole(card.regions))
-    if card.test[1] != TEST_REGION_BYTES or not is_inside([card.test], card.regions):
-        raise BadMessage(f"a test region that {source} has not registered")
-    return card
+def decode_agent_info(data: bytes, sender: str) -> AgentInfo:
+    """Decode the AgentInfo that this sender gave.
+
+    Raises BadMessage if the agent is another worker's, or if its test region is not registered.
+    """
+    info = _decode(_agent_info, data)
+    if not info.agent.startswith(f"{sender}#"):
+        raise BadMessage(f"an agent {info.agent!r} from {sender}")
+    info = msgspec.structs.replace(info, regions=joined_regions(info.regions))
+    if info.test[1] != TEST_REGION_BYTES or not is_inside([info.test], info.regions):
+        raise BadMessage(f"a test region that {sender} has not registered")
+    return info
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise BadMessage(f"NIXL's note: {error}") from None
 
 
-def parts(attempt: int, card: AgentInfo) -> list[bytes]:
-    data, size = encode(card), MAX_NOTE_BYTES - 256
-    count = -(-len(data) // size)
-    return [
-        encode(AgentInfoPart(attempt, at, count, data[at * size : (at + 1) * size]))
-        for at in range(count)
-    ]
+def agent_info_notes(attempt: int, info: AgentInfo) -> list[bytes]:
+    """Return an AgentInfo as encoded AgentInfoPart notes."""
+    data = encode(info)
+    part_bytes = MAX_NOTE_BYTES - NOTE_OVERHEAD_BYTES
+    count = -(-len(data) // part_bytes)
+    made = []
+    for index in range(count):
+        part = data[index * part_bytes : (index + 1) * part_bytes]
+        made.append(encode(AgentInfoPart(attempt, index, count, part)))
+    return made
 
 
-def pieces(transfer: str, number: int, agent: str, runs: Sequence[Run]) -> list[bytes]:
+def piece_notes(transfer: str, number: int, agent: str, runs: Sequence[Run]) -> list[bytes]:
+    """Return a piece's runs as encoded PieceRuns notes."""
     count = -(-len(runs) // MAX_RUNS_PER_NOTE)
-    return [
-        encode(
-            PieceRuns(
-                transfer,
-                number,
-                agent,
-                at,
-                count,
-                list(runs[at * MAX_RUNS_PER_NOTE : (at + 1) * MAX_RUNS_PER_NOTE]),
-            )
-        )
-        for at in range(count)
-    ]
+    made = []
+    for index in range(count):
+        first = index * MAX_RUNS_PER_NOTE
+        part = list(runs[first : first + MAX_RUNS_PER_NOTE])
+        made.append(encode(PieceRuns(transfer, number, agent, index, count, part)))
+    return made
 
 
 def merged(runs: Iterable[Run]) -> list[Run]:
-    """Neighbours in memory that follow each other become one."""
+    """Join each run with the one before it where they touch; the order stays."""
     made: list[Run] = []
     for address, size in runs:
         if made and sum(made[-1]) == address:
@@ -156,33 +175,42 @@ def merged(runs: Iterable[Run]) -> list[Run]:
     return made
 
 
-def cut(ours: Sequence[Run], theirs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
-    """Both cut to common lengths.  They must have the same bytes in all."""
-    cuts = list(_cut(ours, theirs))
-    return [(a, size) for a, _, size in cuts], [(b, size) for _, b, size in cuts]
+def cut(local: Sequence[Run], remote: Sequence[Run]) -> tuple[list[Run], list[Run]]:
+    """Cut both lists to common lengths, pair by pair. They must have equal bytes in total."""
+    local_runs = []
+    remote_runs = []
+    for local_address, remote_address, size in _common_cuts(local, remote):
+        local_runs.append((local_address, size))
+        remote_runs.append((remote_address, size))
+    return local_runs, remote_runs
 
 
-def _cut(ours: Sequence[Run], theirs: Sequence[Run]) -> Iterator[tuple[int, int, int]]:
-    others = iter(theirs)
-    there, left = 0, 0
-    for here, size in ours:
-        while size:
-            if not left:
-                there, left = next(others)
-            step = min(size, left)
-            yield here, there, step
-            here, there, size, left = here + step, there + step, size - step, left - step
+def _common_cuts(local: Sequence[Run], remote: Sequence[Run]) -> Iterator[tuple[int, int, int]]:
+    """Yield (local address, remote address, bytes)."""
+    remote_runs = iter(remote)
+    remote_address = 0
+    remote_bytes = 0
+    for local_address, local_bytes in local:
+        while local_bytes:
+            if not remote_bytes:
+                remote_address, remote_bytes = next(remote_runs)
+            step = min(local_bytes, remote_bytes)
+            yield local_address, remote_address, step
+            local_address += step
+            remote_address += step
+            local_bytes -= step
+            remote_bytes -= step
 
 
-def whole(regions: Iterable[Run]) -> list[Run]:
-    """In order; regions that touch are one."""
+def joined_regions(regions: Iterable[Run]) -> list[Run]:
+    """Return the regions in order of address; regions that touch become one."""
     return merged(sorted(regions))
 
 
 def is_inside(runs: Iterable[Run], regions: Sequence[Run]) -> bool:
-    """Whether each run lies in one of the regions, which are `whole`."""
+    """Return whether each run is within one of the regions, which `joined_regions` made."""
     for address, size in runs:
-        at = bisect_right(regions, address, key=itemgetter(0)) - 1
-        if at < 0 or address + size > sum(regions[at]):
+        index = bisect_right(regions, address, key=itemgetter(0)) - 1
+        if index < 0 or address + size > sum(regions[index]):
             return False
     return True

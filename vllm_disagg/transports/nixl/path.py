@@ -1,19 +1,25 @@
-"""Whether reads from a worker need its hands, and how fast they are: proved, not timed.  Pure.
+"""Proves whether reads from a sender are truly one-sided, and measures their speed. Pure.
 
-Where UCX emulates one-sided reads (TCP), they end only when the other process lets UCX work. Such a
-way is never taken: a reply that cannot be sent is fatal to UCX there, so one reader that dies would
-end a prefill engine. How long a read takes proves nothing on a busy machine. So P counts how often
-it lets UCX work, and says the count when it is asked:
+Where UCX emulates one-sided reads (TCP), a read ends only when the sender's process lets UCX work.
+Such a path is never used. There, a reply that cannot be sent is fatal to UCX. One receiver
+that dies would end a prefill engine.
 
-    CONNECTING  a small read, with as much help (Look) as it takes
-    QUIET       nobody asks P for help, for a while
-    COUNTING    Still --> Stood(count)
-    READING     a small read, then large ones
-    CHECKING    Still --> Stood(count): the same, so all these reads have ended without P's hands
+The duration of a read proves nothing on a busy machine. So the sender counts how often it lets UCX
+work, and reports the count on request. States of a probe (`ProbeStep`):
 
-A count that has changed (another reader's Look) proves nothing, and it begins again at QUIET. A
-read that does not end by itself is helped, and it begins again too, because the ends of a
-connection coming up look alike; after TRIES such reads the way is taken for emulated.
+    CONNECTING  one small read, with as much help (ProbeLook) as it takes
+    QUIET       no request for help, for QUIET_SECONDS
+    COUNTING    ProbeProgress --> ProbeProgressReply(count)
+    READING     a small read, then LARGE_READS large ones
+    CHECKING    ProbeProgress --> ProbeProgressReply(count)
+    PROVED      the count is the same: all these reads have ended without the sender's help
+    EMULATED    MAX_PROBE_TRIES reads needed help
+
+A count that has changed proves nothing: it may be due to another receiver's ProbeLook. The probe
+then begins again at QUIET.
+
+A read in READING that does not end is helped, and the probe begins again too. A single such read is
+no proof of emulation, because a connection that comes up behaves alike.
 """
 
 from __future__ import annotations
@@ -21,14 +27,17 @@ from __future__ import annotations
 import math
 from enum import Enum, auto
 
-LARGE_READS = 4  # reads of all of the test region; the fastest counts
+LARGE_READS = 4  # of the whole test region; the fastest counts
 MAX_PROBE_TRIES = 3
-QUIET_SECONDS = 0.5  # seconds after a Look in which P may still let UCX work, and some
-UNAIDED_READ_SECONDS = 0.25  # seconds in which a read ends where it needs nobody's hands at P
-REPEAT_SECONDS = 0.5  # seconds until a Still is repeated
+QUIET_SECONDS = 0.5  # longer than the sender lets UCX work after a ProbeLook
+UNAIDED_READ_SECONDS = 0.25  # in which a one-sided read ends
+CONNECTING_READ_SECONDS = 0.002  # after which the first read is helped
+REPEAT_SECONDS = 0.5  # until a ProbeProgress is repeated
 
 
 class ProbeStep(Enum):
+    """State of a probe; the module's docstring describes each."""
+
     CONNECTING = auto()
     QUIET = auto()
     COUNTING = auto()
@@ -39,76 +48,101 @@ class ProbeStep(Enum):
 
 
 class ProbeAction(Enum):
+    """Next action of a probe, for the transport to execute."""
+
     READ_SMALL = auto()
     READ_LARGE = auto()
-    ASK_STILL = auto()
+    ASK_COUNT = auto()
 
 
 class OneSidedProbe:
+    """Probe of the path to one sender.
+
+    `deadline` is when `next` has an action. `turn` numbers the questions, so that a late answer to
+    an earlier one is recognised. `best_seconds` is the time of the fastest large read. `helped`
+    and the number of reads count from the last COUNTING.
+    """
+
     def __init__(self, now: float) -> None:
         self.step = ProbeStep.CONNECTING
-        self.due = now  # when `next` has something to say
-        self.turn = 0  # of a Still, so that an answer to an earlier one is known
-        self.best = math.inf  # seconds a large read took
+        self.deadline = now
+        self.turn = 0
+        self.best_seconds = math.inf
         self.tries = 0
-        self.helped = False  # since the count
+        self.helped = False
         self._count = 0
-        self._reads = 0  # since the count
+        self._reads = 0
 
     def next(self, now: float) -> ProbeAction | None:
-        """What is to be done now; a read ends in `read_ended`."""
-        if now < self.due:
+        """Return the next action, or None. A read must end in `read_ended`."""
+        if now < self.deadline:
             return None
         match self.step:
             case ProbeStep.QUIET:
-                self.step, self.turn = ProbeStep.COUNTING, self.turn + 1
+                self.step = ProbeStep.COUNTING
+                self.turn += 1
                 return self.next(now)
             case ProbeStep.COUNTING | ProbeStep.CHECKING:
-                self.due = now + REPEAT_SECONDS
-                return ProbeAction.ASK_STILL
-            case ProbeStep.CONNECTING | ProbeStep.READING:
-                self.due = math.inf
-                return (
-                    ProbeAction.READ_LARGE
-                    if self.step is ProbeStep.READING and self._reads
-                    else ProbeAction.READ_SMALL
-                )
+                self.deadline = now + REPEAT_SECONDS
+                return ProbeAction.ASK_COUNT
+            case ProbeStep.CONNECTING:
+                self.deadline = math.inf
+                return ProbeAction.READ_SMALL
+            case ProbeStep.READING:
+                self.deadline = math.inf
+                return ProbeAction.READ_LARGE if self._reads else ProbeAction.READ_SMALL
         return None
 
     def needs_help(self, seconds: float) -> bool:
-        """Whether P is to be asked for help with a read that has been open for so long."""
-        return seconds > (UNAIDED_READ_SECONDS if self.step is ProbeStep.READING else 0.002)
+        """Return whether to ask the sender for help with a read open for so many seconds."""
+        if self.step is ProbeStep.READING:
+            return seconds > UNAIDED_READ_SECONDS
+        return seconds > CONNECTING_READ_SECONDS
 
     def help_asked(self) -> None:
+        """Record that the sender was asked for help."""
         self.helped = True
 
     def read_ended(self, now: float, seconds: float) -> None:
+        """Handle the end of a read that took so many seconds."""
         if self.step is ProbeStep.CONNECTING:
             self._wait(now)
+        # A helped read proves nothing: it may be due to a connection that comes up.
         elif self.helped:
             self.tries += 1
             self._wait(now)
             if self.tries >= MAX_PROBE_TRIES:
-                self.step, self.due = ProbeStep.EMULATED, math.inf
+                self.step = ProbeStep.EMULATED
+                self.deadline = math.inf
         elif self.step is ProbeStep.READING:
+            # The first read is small, and not measured.
             if self._reads:
-                self.best = min(self.best, seconds)
-            self._reads, self.due = self._reads + 1, now
+                self.best_seconds = min(self.best_seconds, seconds)
+            self._reads += 1
+            self.deadline = now
             if self._reads > LARGE_READS:
-                self.step, self.turn = ProbeStep.CHECKING, self.turn + 1
+                self.step = ProbeStep.CHECKING
+                self.turn += 1
 
-    def stood(self, turn: int, count: int, now: float) -> None:
-        """P's answer to a Still: how often it has let UCX work."""
+    def on_count(self, turn: int, count: int, now: float) -> None:
+        """Handle the sender's count of how often it has let UCX work."""
+        # An answer to an earlier question may be older than the reads since.
         if turn != self.turn:
             return
         if self.step is ProbeStep.COUNTING:
-            self.step, self.due = ProbeStep.READING, now
-            self._count, self._reads, self.helped, self.best = count, 0, False, math.inf
+            self.step = ProbeStep.READING
+            self.deadline = now
+            self.helped = False
+            self.best_seconds = math.inf
+            self._count = count
+            self._reads = 0
         elif self.step is ProbeStep.CHECKING:
             if count == self._count:
-                self.step, self.due = ProbeStep.PROVED, math.inf
+                self.step = ProbeStep.PROVED
+                self.deadline = math.inf
             else:
                 self._wait(now)
 
     def _wait(self, now: float) -> None:
-        self.step, self.due = ProbeStep.QUIET, now + QUIET_SECONDS
+        self.step = ProbeStep.QUIET
+        self.deadline = now + QUIET_SECONDS

@@ -1,9 +1,8 @@
-"""The reads of one NIXL agent, until each has ended or all of them are given up together; and how
-agents are closed.
+"""Open reads of one NIXL agent, and how agents are closed.
 
-A read that hangs may still write into blocks and cannot be taken back (agent.py). So when one fails
-or does not end in time, the whole agent is closed, by a thread of its own; only when it is gone do
-its reads end.
+A read that hangs may still write into blocks and cannot be cancelled (agent.py). So when one read
+fails or does not end in time, a thread made for that closes the whole agent. The reads of the
+agent end only when the agent is gone.
 """
 
 from __future__ import annotations
@@ -22,30 +21,38 @@ from .notes import TEST_REGION_BYTES, Run
 
 log = logging.getLogger("vllm_disagg.nixl")
 
-CLOSE_SECONDS = 10.0  # seconds that the end of a worker waits for agents of which reads are open
-MIN_BYTES_PER_SECOND = 20e6  # bytes a second: a read that is slower than that is taken for dead
+CLOSE_SECONDS = 10.0  # that the end of a worker waits for agents with open reads
+MIN_BYTES_PER_SECOND = 20e6  # a slower read counts as dead
+PAUSE_SECONDS = 1.0  # between two looks at reads; longer means that this process was paused
+POLL_SECONDS = 0.001  # between two looks at an open read
 
 Buffer = npt.NDArray[np.uint8]
 
 
 class ReadFailed(NixlError):
-    """No read of this agent can be trusted to be over."""
+    """No read of this agent can be relied on to have ended."""
 
 
 @dataclass
 class OpenRead:
-    """A read, of a piece (`land`) or of a test region."""
+    """A read of a piece (`write`), or of a test region (None).
+
+    `buffer` is the registered memory that it reads into, if not blocks. `read` is None once it has
+    ended.
+    """
 
     source: str
     size: int
-    began: float
-    until: float
-    land: WritePiece | None
+    started_at: float
+    deadline: float
+    write: WritePiece | None
     buffer: Buffer | None
-    read: Read | None = None  # None: it has ended
+    read: Read | None = None
 
 
 class Reads:
+    """Open reads and registered buffers of one agent."""
+
     def __init__(self, agent: Agent, silence: float) -> None:
         self.agent = agent
         self.open: list[OpenRead] = []
@@ -58,28 +65,26 @@ class Reads:
         source: str,
         peer: str,
         runs: tuple[Sequence[Run], Sequence[Run]],
-        land: WritePiece | None,
+        write: WritePiece | None,
         buffer: Buffer | None,
     ) -> OpenRead:
-        """`runs`: ours and theirs, of common lengths. Refused: nothing was read; Broken: all must
-        be given up.
+        """Start a read; `runs` are (local, remote), of common lengths.
+
+        Raises NixlRefused if nothing was read, and ReadFailed if the whole agent must be closed.
         """
-        began, size = time.monotonic(), sum(size for _, size in runs[0])
-        waiting = sum(one.size for one in self.open)
-        opened = OpenRead(
-            source,
-            size,
-            began,
-            began + self._silence + (size + waiting) / MIN_BYTES_PER_SECOND,
-            land,
-            buffer,
-        )
+        started_at = time.monotonic()
+        size = sum(size for _, size in runs[0])
+        # The reads before this one may take the path's whole rate.
+        bytes_ahead = sum(opened.size for opened in self.open)
+        deadline = started_at + self._silence + (size + bytes_ahead) / MIN_BYTES_PER_SECOND
+        opened = OpenRead(source, size, started_at, deadline, write, buffer)
         try:
             opened.read = self.agent.read(peer, *runs)
         except NixlRefused:
             raise
         except NixlError as error:
-            opened.read = Read(None)  # of which some may be under way
+            # Parts of the read may be under way.
+            opened.read = Read(None)
             self.open.append(opened)
             raise ReadFailed(f"reading from {source} failed ({error})") from None
         if opened.read is not None:
@@ -87,81 +92,109 @@ class Reads:
         return opened
 
     def ended(self, now: float) -> Iterator[OpenRead]:
-        """Those that have, since the last call."""
-        slept = now - self._looked_at if self.open and now - self._looked_at > 1 else 0.0
+        """Yield reads that have ended since the last call. Raises ReadFailed."""
+        # Time in which this process was paused does not count against the reads.
+        paused = 0.0
+        if self.open and now - self._looked_at > PAUSE_SECONDS:
+            paused = now - self._looked_at
         self._looked_at = now
         for opened in list(self.open):
-            opened.until += slept  # it was us who stood still
+            opened.deadline += paused
             try:
-                done = opened.read is not None and self.agent.is_done(opened.read)
+                is_done = opened.read is not None and self.agent.is_done(opened.read)
             except NixlError as error:
                 raise ReadFailed(f"reading from {opened.source} failed ({error})") from None
-            if done:
+            if is_done:
                 self.open.remove(opened)
                 opened.read = None
                 yield opened
-            elif now >= opened.until:
+            elif now >= opened.deadline:
                 raise ReadFailed(f"a read from {opened.source} does not end")
 
-    def next_look(self, now: float) -> float | None:
+    def next_deadline(self, now: float) -> float | None:
+        """Return when to look at the open reads: at once while one is younger than 1 ms."""
         if not self.open:
             return None
-        youngest = max(opened.began for opened in self.open)
-        return now if now - youngest < 0.001 else now + 0.001
+        latest = max(opened.started_at for opened in self.open)
+        return now if now - latest < POLL_SECONDS else now + POLL_SECONDS
 
     def take_buffer(self, size: int) -> Buffer | None:
-        """Registered memory of at least so many bytes; `give_back` it."""
-        for at, buffer in enumerate(self._buffers):
+        """Return registered memory of at least `size` bytes, or None if registering fails.
+
+        `give_back` must follow.
+        """
+        for index, buffer in enumerate(self._buffers):
             if buffer.size >= size:
-                return self._buffers.pop(at)
+                return self._buffers.pop(index)
         try:
             return self.agent.buffer(max(size, TEST_REGION_BYTES))
         except NixlError as error:
-            log.warning("%d bytes cannot be registered: %s", size, error)
+            log.warning("nixl: registering %d bytes failed: %s", size, error)
             return None
 
     def give_back(self, buffer: Buffer | None) -> None:
+        """Make a buffer free for other reads."""
         if buffer is not None:
             self._buffers.append(buffer)
 
 
 class Closings:
-    """Agents that are given up, and what lands, badly, when they are gone."""
+    """Agents being closed, and the pieces that fail when each is gone.
+
+    An agent that does not go keeps the blocks of its reads for ever, and their requests wait;
+    `_stuck` counts those reads.
+    """
 
     def __init__(self) -> None:
-        self._doomed: list[tuple[Agent, list[WritePiece]]] = []
+        self._given_up: list[tuple[Agent, list[WritePiece]]] = []
         self._closing: list[tuple[Job[None], list[WritePiece]]] = []
-        # reads whose agent did not go: their blocks are never given back, and their requests wait
         self._stuck = 0
 
     def give_up(self, reads: Reads) -> None:
-        """Not closed at once: the exception that brought us here still holds the agent."""
-        self._doomed.append(
-            (reads.agent, [opened.land for opened in reads.open if opened.land is not None])
-        )
+        """Close this agent at the next `poll_events`.
 
-    def look(self) -> Iterator[PieceWritten]:
-        self._closing += [(Job(agent.close), lands) for agent, lands in self._doomed]
-        self._doomed.clear()
-        for closing in [closing for closing in self._closing if closing[0].is_over]:
-            self._closing.remove(closing)
-            if closing[0].error:
-                self._stuck += len(closing[1])
-                log.error("%d reads may still write: %s", len(closing[1]), closing[0].error)
+        Not at once: the exception that is the reason may still refer to the agent.
+        """
+        writes = [opened.write for opened in reads.open if opened.write is not None]
+        self._given_up.append((reads.agent, writes))
+
+    def poll_events(self) -> Iterator[PieceWritten]:
+        """Start closings; yield a failed PieceWritten for each read of an agent that is gone."""
+        self._start()
+        for closing in list(self._closing):
+            job, writes = closing
+            if not job.is_over:
                 continue
-            yield from (PieceWritten(land.transfer, land.number, False) for land in closing[1])
+            self._closing.remove(closing)
+            if job.error:
+                self._stuck += len(writes)
+                message = "nixl: closing an agent failed, %d reads may still write: %s"
+                log.error(message, len(writes), job.error)
+                continue
+            for write in writes:
+                yield PieceWritten(write.transfer, write.number, False)
 
     def finish(self) -> None:
-        """Until all agents of which reads are open are gone; NixlError if one does not go, or did
-        not.
+        """Wait until all agents with open reads are gone, for CLOSE_SECONDS at most.
+
+        Raises NixlError if one did not go, now or earlier.
         """
-        doomed, self._doomed = self._doomed, []
-        jobs = [(Job(agent.close), lands) for agent, lands in doomed] + self._closing
+        self._start()
         end = time.monotonic() + CLOSE_SECONDS
-        for job, lands in jobs:
-            self._stuck += len(lands) if lands and not job.ends(end - time.monotonic()) else 0
+        for job, writes in self._closing:
+            if writes and not job.ends(end - time.monotonic()):
+                self._stuck += len(writes)
         if self._stuck:
             raise NixlError(f"{self._stuck} reads may still write")
 
-    def next_look(self, now: float) -> list[float]:
-        return [now] * bool(self._doomed) + [job.next_look(now) for job, _ in self._closing]
+    def next_deadline(self, now: float) -> list[float]:
+        """Return when to look at each closing."""
+        deadlines = [job.next_deadline(now) for job, _ in self._closing]
+        if self._given_up:
+            deadlines.append(now)
+        return deadlines
+
+    def _start(self) -> None:
+        for agent, writes in self._given_up:
+            self._closing.append((Job(agent.close), writes))
+        self._given_up.clear()

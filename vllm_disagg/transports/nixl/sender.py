@@ -1,6 +1,4 @@
-"""The side of a NIXL carrier that is read from: who we are, where a piece lies, and UCX's work for
-readers that need it.
-"""
+"""Sending half of the NIXL transport: its agent, the runs of pieces, and help for UCX."""
 
 from __future__ import annotations
 
@@ -21,97 +19,130 @@ from .agent import Agent, Job, NixlError
 
 log = logging.getLogger("vllm_disagg.nixl")
 
-PROGRESS_SECONDS = 0.3  # seconds that UCX may work after a Look
-AGENT_RETRY_SECONDS = 300.0  # seconds until we try once more to make an agent
-MAX_WAITING_RECEIVERS = 64  # that wait for our card
+PROGRESS_SECONDS = 0.3  # that UCX may work after a ProbeLook
+PROGRESS_POLL_SECONDS = 0.001  # between two turns of UCX in that time
+AGENT_RETRY_SECONDS = 300.0  # until making an agent is tried again
+MAX_WAITING_RECEIVERS = 64  # for this worker's AgentInfo
+MAX_REASON_CHARACTERS = 500
 
 
 class NixlSender:
-    """Its agent is made at the start, and stays."""
+    """Lets receivers read this worker's blocks.
+
+    A thread makes the agent at the start; the agent stays. `_helped` counts the times
+    that UCX was let work; `_help_until` is when that ends.
+    """
 
     def __init__(self, port: DriverPort, memory: HostMemory) -> None:
-        self._port, self._memory = port, memory
-        self._made = Job(self._make)
-        self._asked: dict[str, int] = {}  # readers that wait for our card, and their attempt
-        self._looking = 0.0  # until then UCX may have something to do for a reader
-        self._helped = 0  # times that we have let it
-        self._sent: deque[SendCompleted] = deque()
+        self._port = port
+        self._memory = memory
+        self._making = Job(self._make_agent)
+        self._waiting: dict[str, int] = {}  # receivers without an answer, and their attempt
+        self._help_until = 0.0
+        self._helped = 0
+        self._completed: deque[SendCompleted] = deque()
 
     @property
     def _ready(self) -> tuple[Agent, notes.AgentInfo] | None:
-        return self._made.result if self._made.is_over else None
+        return self._making.result if self._making.is_over else None
 
     def send(self, piece: SendPiece) -> None:
-        self._sent.append(SendCompleted(piece.transfer, piece.reader))
-        if (ready := self._ready) is None:
-            log.warning("%s asks for pieces by NIXL, which is not ready here", piece.reader)
+        """Send the receiver the runs of a piece.
+
+        Ends in SendCompleted at once: the sender cannot see when it is read. Bytes that are read
+        too late are rejected by Confirm.
+        """
+        self._completed.append(SendCompleted(piece.transfer, piece.reader))
+        ready = self._ready
+        if ready is None:
+            log.warning("nixl: no agent yet; a piece for %s is lost", piece.reader)
             return
+        agent, _ = ready
         runs = notes.merged(self._memory.runs(piece.extent, piece.blocks))
-        for note in notes.pieces(piece.transfer, piece.number, ready[0].name, runs):
-            self._port.to_reader(piece.reader, note)
+        for note in notes.piece_notes(piece.transfer, piece.number, agent.name, runs):
+            self._port.send_to_receiver(piece.reader, note)
         self._port.counters.bytes_sent += sum(size for _, size in runs)
 
-    def note(self, reader: str, data: bytes) -> None:
+    def on_receiver_note(self, receiver: str, data: bytes) -> None:
+        """Handle a note of a receiver; a NixlHello is answered by `poll_events`."""
         try:
-            note = notes.decode_at_prefill(data)
+            note = notes.decode_receiver_note(data)
         except BadMessage as error:
             self._port.counters.bad_messages += 1
-            log.warning("dropped a note of %s: %s", reader, error)
+            log.warning("nixl: dropped an invalid note of %s: %s", receiver, error)
             return
-        now = time.monotonic()
-        if isinstance(note, notes.ProbeLook):
-            self._looking = now + PROGRESS_SECONDS
-            return
-        if isinstance(note, notes.ProbeProgress):
-            self._port.to_reader(
-                reader,
-                notes.encode(notes.ProbeProgressReply(note.attempt, note.turn, self._helped)),
-            )
-            return
-        if self._made.is_over and self._made.error and now > self._made.began + AGENT_RETRY_SECONDS:
-            self._made = Job(self._make)
-        self._asked[reader] = note.attempt
-        while len(self._asked) > MAX_WAITING_RECEIVERS:
-            del self._asked[next(iter(self._asked))]
+        match note:
+            case notes.ProbeLook():
+                self._help_until = time.monotonic() + PROGRESS_SECONDS
+            case notes.ProbeProgress():
+                reply = notes.ProbeProgressReply(note.attempt, note.turn, self._helped)
+                self._port.send_to_receiver(receiver, notes.encode(reply))
+            case notes.NixlHello():
+                self._on_hello(receiver, note)
 
-    def _make(self) -> tuple[Agent, notes.AgentInfo]:
-        regions = notes.whole(self._memory.regions())
+    def _on_hello(self, receiver: str, hello: notes.NixlHello) -> None:
+        retry_at = self._making.started_at + AGENT_RETRY_SECONDS
+        if self._making.is_over and self._making.error and time.monotonic() > retry_at:
+            self._making = Job(self._make_agent)
+        self._waiting[receiver] = hello.attempt
+        while len(self._waiting) > MAX_WAITING_RECEIVERS:
+            del self._waiting[next(iter(self._waiting))]
+
+    def _make_agent(self) -> tuple[Agent, notes.AgentInfo]:
+        """Make the agent and its test region, with the nonce at both ends. Takes seconds."""
+        regions = notes.joined_regions(self._memory.regions())
         agent = Agent(f"{self._port.name}#{os.urandom(4).hex()}", self._port.config, regions)
-        nonce, test = os.urandom(notes.NONCE_BYTES), agent.buffer(notes.TEST_REGION_BYTES)
-        test[: notes.NONCE_BYTES] = test[-notes.NONCE_BYTES :] = np.frombuffer(nonce, np.uint8)
+        nonce = os.urandom(notes.NONCE_BYTES)
+        test = agent.buffer(notes.TEST_REGION_BYTES)
+        test[: notes.NONCE_BYTES] = np.frombuffer(nonce, np.uint8)
+        test[-notes.NONCE_BYTES :] = np.frombuffer(nonce, np.uint8)
         run = (test.ctypes.data, notes.TEST_REGION_BYTES)
         return agent, notes.AgentInfo(agent.name, agent.metadata(), [*regions, run], run, nonce)
 
-    def happened(self) -> Iterator[SendCompleted]:
-        while self._sent:
-            yield self._sent.popleft()
-        if not self._made.is_over:
+    def poll_events(self) -> Iterator[SendCompleted]:
+        """Answer receivers, let UCX work if a receiver asked for that, and yield ends of sends."""
+        while self._completed:
+            yield self._completed.popleft()
+        if not self._making.is_over:
             return
-        asked, self._asked = self._asked, {}
-        for reader, attempt in asked.items():
+        waiting = self._waiting
+        self._waiting = {}
+        for receiver, attempt in waiting.items():
             for note in self._answer(attempt):
-                self._port.to_reader(reader, note)
-        if (ready := self._ready) is not None and time.monotonic() < self._looking:
-            self._helped += 1
-            try:
-                ready[0].progress()
-            except NixlError as error:  # a reader that has gone, mostly
-                log.info("NIXL: %s", error)
+                self._port.send_to_receiver(receiver, note)
+        ready = self._ready
+        if ready is None or time.monotonic() >= self._help_until:
+            return
+        agent, _ = ready
+        self._helped += 1
+        try:
+            agent.progress()
+        except NixlError as error:
+            # Usually because a receiver has gone.
+            log.info("nixl: %s", error)
 
     def _answer(self, attempt: int) -> list[bytes]:
-        if (ready := self._ready) is not None:
-            return notes.parts(attempt, ready[1])
-        return [notes.encode(notes.NixlUnavailable(attempt, self._made.error[:500]))]
+        ready = self._ready
+        if ready is None:
+            reason = self._making.error[:MAX_REASON_CHARACTERS]
+            return [notes.encode(notes.NixlUnavailable(attempt, reason))]
+        _, info = ready
+        return notes.agent_info_notes(attempt, info)
 
-    def next_look(self, now: float) -> float | None:
-        if self._sent:
+    def next_deadline(self, now: float) -> float | None:
+        """Return when to call `poll_events` even if nothing wakes the driver."""
+        if self._completed:
             return now
-        if now < self._looking:
-            return now + 0.001
-        return self._made.next_look(now) if self._asked else None
+        if now < self._help_until:
+            return now + PROGRESS_POLL_SECONDS
+        return self._making.next_deadline(now) if self._waiting else None
 
     def close(self) -> None:
-        if (ready := self._ready) is not None:
-            Job(
-                ready[0].close
-            )  # a daemon: the process need not wait for a peer that does not answer
+        """Close the agent, without waiting.
+
+        The thread is a daemon: the process need not wait for a peer that does not answer.
+        """
+        ready = self._ready
+        if ready is not None:
+            agent, _ = ready
+            Job(agent.close)

@@ -1,24 +1,34 @@
-"""Pieces over NIXL: the reader fetches them itself from where they lie in P's memory, straight into
-its own blocks.
+"""NIXL transport: the receiver reads pieces from the sender's memory into its own blocks.
 
-    D                                          P
-    connect   Hello ------------------------>  makes its agent, once
-              <------------------------ Card   whom to read from, and what is registered
-    tries the way (path.py): reads of a test region        (Look: P lets UCX work; Still: how often it has)
+    receiver                                   sender
+    connect()  NixlHello --------------------> makes its agent, once
+               <------------------------ AgentInfoPart: the agent, and registered regions
+    probes the path (path.py): reads of a test region
+               ProbeLook --------------------> lets UCX work for a while
+               ProbeProgress ----------------> ProbeProgressReply: how often it has
     TransportChanged("nixl:...")
-              ReadRequest, answered by SendPiece --> Lies: (address, bytes) of the piece's runs.
-              Sent, at once.
-    Arrived, WritePiece: READ into the blocks; PieceWritten
+               ReadRequest (control) --------> SendPiece; SendCompleted at once
+               <------------------------ PieceRuns: (address, bytes) of the piece's runs
+    PieceArrived, WritePiece: READ into the blocks; PieceWritten
 
-P does not know when it is read, and need not: bytes that were read too late are rejected by
-Confirm. D's side is the dangerous one, because a read that hangs may still write into blocks
-(reads.py). So when one fails or does not end in time, all of this worker's reads are given up with
-the whole agent, and end in PieceWritten when it is gone. Until then, and until the ways have been
-tried again, pieces come by another carrier. To serve others this worker has a second agent, which
-none of that touches.
+States of a receiver's path to one sender (`PathState`):
 
-Threads: an agent is made and closed by a thread for just that (seconds, at times). Everything else
-is the driver's, and nothing runs while no read is open.
+    WAITING             for this worker's own agent
+    WAITING -> ASKING   the agent is up; repeats NixlHello every HELLO_SECONDS
+    ASKING -> TRYING    all AgentInfoPart came; the probe runs
+    TRYING -> UP        the probe proved the path, and NIXL is not slower than ZMQ
+    any -> DOWN         an error, PAIRING_SECONDS without UP, an emulated or a slow path
+    DOWN -> ASKING      connect(), not before `retry_at`; by WAITING if the agent was closed
+
+The sender does not see when it is read, and need not: Confirm rejects bytes that were read too
+late. The receiver's half is the dangerous one, because a read that hangs may still write into
+blocks (reads.py). So if one read fails or does not end in time, the whole agent is closed. All
+reads of this worker then end in PieceWritten when the agent is gone. Until then, and until the
+paths have been probed again, pieces come by another transport. A second agent serves receivers; it
+stays open.
+
+Threads: an agent is made and closed by a thread for just that, which may take seconds. All other
+work is done in the driver's thread. While no read is open, nothing runs.
 """
 
 from __future__ import annotations
@@ -47,461 +57,547 @@ from .sender import PROGRESS_SECONDS, NixlSender
 
 log = logging.getLogger("vllm_disagg.nixl")
 
-HELLO_SECONDS = 0.5  # seconds between two
-PAIRING_SECONDS = 30.0  # seconds until a way that is not tried to its end is given up for now
-RETRY_SECONDS = 5.0  # until the next attempt, after the first failure; doubles
+HELLO_SECONDS = 0.5  # between two NixlHello of one attempt
+PAIRING_SECONDS = 30.0  # until an attempt is given up
+RETRY_SECONDS = 5.0  # until the next attempt after the first failure; doubles
 MAX_RETRY_SECONDS = 300.0
-MAX_SOURCES = 64  # workers we read from; the one unused for longest makes room
-MAX_READ_BYTES = 256 << 20  # bytes: more than any piece has
+MAX_SOURCES = 64  # senders; the one unused for longest is evicted
+MAX_READ_BYTES = 256 << 20  # more than any piece has
+BYTES_PER_GIGABYTE = 1e9
+DECIDED_STEPS = (ProbeStep.PROVED, ProbeStep.EMULATED)
+UCX_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES")
 
 
 class PathState(Enum):
-    WAITING = auto()  # for our own agent
+    """State of the path to one sender; the module's docstring has the transitions."""
+
+    WAITING = auto()
     ASKING = auto()
     TRYING = auto()
     UP = auto()
-    DOWN = auto()  # another carrier, until `again`
+    DOWN = auto()
 
 
 @dataclass
 class NixlSource:
-    """A worker we read from, or would like to."""
+    """A sender, seen from this receiver.
+
+    `parts` collects the AgentInfo, `runs` the runs of each piece by the index of their note; both
+    hold only what is incomplete. `help_asked_at` is when the last ProbeLook was sent.
+    """
 
     name: str
-    way: PathState = PathState.WAITING
+    state: PathState = PathState.WAITING
     attempt: int = 0
-    again: float = 0.0  # next Hello, or next attempt
-    until: float = 0.0  # of this attempt
+    retry_at: float = 0.0  # next NixlHello while ASKING, next attempt while DOWN
+    attempt_deadline: float = 0.0
     failures: int = 0
     parts: dict[int, bytes] = field(default_factory=dict)
-    card: notes.AgentInfo | None = None
-    trial: OneSidedProbe | None = None
-    looked: float = 0.0  # when we last said Look
-    lies: dict[tuple[str, int], dict[int, list[Run]]] = field(
-        default_factory=dict
-    )  # of which not all is here
+    agent_info: notes.AgentInfo | None = None
+    probe: OneSidedProbe | None = None
+    help_asked_at: float = 0.0
+    runs: dict[tuple[str, int], dict[int, list[Run]]] = field(default_factory=dict)
 
 
 @dataclass
 class NixlReady:
-    """Our agent for reading, and what it is measured against."""
+    """This worker's agent for reading, and ZMQ's speed to compare with."""
 
     reads: Reads
-    zmq: float  # bytes a second
+    zmq_bytes_per_second: float
+
+
+@dataclass
+class _LocatedPiece:
+    """A piece, with all its runs in the sender's memory."""
+
+    source: NixlSource
+    transfer: str
+    number: int
+    runs: list[Run]
 
 
 class NixlTransport:
+    """The NIXL transport of one worker, both halves.
+
+    `_removable` holds peers to remove from the agent once no read of theirs is open. `_current` is
+    the piece of the last PieceArrived.
+    """
+
     def __init__(self, port: DriverPort) -> None:
         if not isinstance(port.memory, HostMemory):
             raise TypeError("NIXL is used for KV in host memory only")
-        self._port, self._memory = port, port.memory
-        self._serving = NixlSender(port, port.memory)
-        # At once: UCX takes a second to start, and several beside busy engines; no transfer waits
-        # for it yet.
-        self._making: Job[NixlReady] | None = Job(self._make)
+        self._port = port
+        self._memory = port.memory
+        self._sender = NixlSender(port, port.memory)
+        # At once: UCX takes a second to start, and several seconds beside busy engines. No
+        # transfer waits for it yet.
+        self._making: Job[NixlReady] | None = Job(self._make_agent)
         self._ready: NixlReady | None = None
-        self._sources: dict[str, NixlSource] = {}
-        self._gone: set[str] = set()  # peers to remove once nothing reads from them
-        self._lie: deque[tuple[NixlSource, str, int, list[Run]]] = deque()
-        self._current: tuple[NixlSource, list[Run]] | None = (
-            None  # of the PieceArrived just yielded
-        )
-        self._said: deque[TransportChanged] = deque()
+        self._sources: dict[str, NixlSource] = {}  # the one used last at the end
+        self._removable: set[str] = set()
+        self._located: deque[_LocatedPiece] = deque()
+        self._current: _LocatedPiece | None = None
+        self._events: deque[TransportChanged] = deque()
         self._closings = Closings()
 
-    # P's side -------------------------------------------------------------------------------------
+    # Sending half ---------------------------------------------------------------------------------
     def send(self, piece: SendPiece) -> None:
-        self._serving.send(piece)
+        """Send the runs of a piece to its receiver."""
+        self._sender.send(piece)
 
-    def note_at_prefill(self, reader: str, data: bytes) -> None:
-        self._serving.note(reader, data)
+    def on_receiver_note(self, receiver: str, data: bytes) -> None:
+        """Handle a note of a receiver."""
+        self._sender.on_receiver_note(receiver, data)
 
-    # D's side: ways -------------------------------------------------------------------------------
+    # Receiving half: paths ------------------------------------------------------------------------
     def connect(self, worker: WorkerInfo) -> None:
+        """Begin an attempt, unless one is under way or the pause is not over."""
         now = time.monotonic()
         source = self._sources.pop(worker.name, None) or NixlSource(worker.name)
-        self._sources[worker.name] = source  # the youngest, at the end
+        self._sources[worker.name] = source
         if len(self._sources) > MAX_SOURCES:
             self.disconnect(next(iter(self._sources)))
-        if source.way is PathState.WAITING or (
-            source.way is PathState.DOWN and now >= source.again
-        ):
+        may_retry = source.state is PathState.DOWN and now >= source.retry_at
+        if source.state is PathState.WAITING or may_retry:
             self._begin(source, now)
 
     def _begin(self, source: NixlSource, now: float) -> None:
         if self._making is None and self._ready is None:
-            self._making = Job(self._make)
-        source.attempt, source.parts, source.card, source.trial = source.attempt + 1, {}, None, None
-        source.way = PathState.ASKING if self._ready is not None else PathState.WAITING
-        source.again, source.until = now, now + PAIRING_SECONDS
+            self._making = Job(self._make_agent)
+        source.attempt += 1
+        source.parts = {}
+        source.agent_info = None
+        source.probe = None
+        source.state = PathState.ASKING if self._ready is not None else PathState.WAITING
+        source.retry_at = now
+        source.attempt_deadline = now + PAIRING_SECONDS
 
-    def _make(self) -> NixlReady:
+    def _make_agent(self) -> NixlReady:
+        """Measure ZMQ and make the agent for reading. Takes seconds."""
         speed = zmq_speed()
-        regions = notes.whole(self._memory.regions())
-        agent = Agent(f"{self._port.name}#reads-{os.urandom(4).hex()}", self._port.config, regions)
+        regions = notes.joined_regions(self._memory.regions())
+        name = f"{self._port.name}#reads-{os.urandom(4).hex()}"
+        agent = Agent(name, self._port.config, regions)
         return NixlReady(Reads(agent, self._port.config.silence), speed)
 
-    def disconnect(self, source: str) -> None:
-        if (known := self._sources.pop(source, None)) is None:
+    def disconnect(self, sender: str) -> None:
+        """Forget a sender; its open reads end as they would have."""
+        source = self._sources.pop(sender, None)
+        if source is None:
             return
-        if known.way is PathState.UP:
-            self._said.append(TransportChanged(source, self._port.fallback, in_flight_lost=True))
-        self._forget(known)
+        if source.state is PathState.UP:
+            self._events.append(
+                TransportChanged(sender, self._port.fallback_address, in_flight_lost=True)
+            )
+        self._forget(source)
 
     def _forget(self, source: NixlSource) -> None:
-        """This source's agent is not read from any more."""
-        if source.card is not None and source.way in (PathState.TRYING, PathState.UP):
-            self._gone.add(source.card.agent)
-        source.lies.clear()
+        """Stop using the agent of this sender."""
+        was_added = source.state in (PathState.TRYING, PathState.UP)
+        if source.agent_info is not None and was_added:
+            self._removable.add(source.agent_info.agent)
+        source.runs.clear()
 
-    def _lose(self, source: NixlSource, why: str, *, pause: float = 0.0) -> None:
-        """Not by NIXL, until the next attempt; nothing of this source is known to be open."""
-        was_up = source.way is PathState.UP
+    def _lose(self, source: NixlSource, reason: str, *, pause: float = 0.0) -> None:
+        """Take this path down until the next attempt.
+
+        `pause`: seconds until then; 0: RETRY_SECONDS, doubled with each failure.
+        """
+        was_up = source.state is PathState.UP
         self._forget(source)
         source.failures += 1
-        pause = pause or min(MAX_RETRY_SECONDS, RETRY_SECONDS * 2 ** (source.failures - 1))
-        source.way, source.again = PathState.DOWN, time.monotonic() + pause
+        if not pause:
+            pause = min(MAX_RETRY_SECONDS, RETRY_SECONDS * 2 ** (source.failures - 1))
+        source.state = PathState.DOWN
+        source.retry_at = time.monotonic() + pause
         if was_up:
-            self._said.append(
-                TransportChanged(source.name, self._port.fallback, in_flight_lost=True)
-            )
-        log.warning("no pieces of %s by NIXL for %.0f s at least: %s", source.name, pause, why)
+            fallback = self._port.fallback_address
+            self._events.append(TransportChanged(source.name, fallback, in_flight_lost=True))
+        log.warning("nixl: %s not reached by NIXL, retry in %.0f s: %s", source.name, pause, reason)
 
-    def note_at_decode(self, source: str, data: bytes) -> None:
-        known = self._sources.get(source)
-        if known is None:
+    def on_sender_note(self, sender: str, data: bytes) -> None:
+        """Handle a note of a sender; an invalid one takes the path down."""
+        source = self._sources.get(sender)
+        if source is None:
             return
         try:
-            note = notes.decode_at_decode(data)
-            match note:
-                case notes.NixlUnavailable():
-                    if known.way is PathState.ASKING and note.attempt == known.attempt:
-                        self._lose(known, f"it runs here, but not there ({note.reason})")
-                case notes.AgentInfoPart():
-                    self._card(known, note)
-                case notes.ProbeProgressReply():
-                    if known.trial is not None and note.attempt == known.attempt:
-                        known.trial.stood(note.turn, note.count, time.monotonic())
-                case notes.PieceRuns():
-                    self._lies(known, note)
+            self._on_note(source, notes.decode_sender_note(data))
         except BadMessage as error:
-            self._bad(source, error)
-            if known.way is not PathState.DOWN:
-                self._lose(known, f"it says what cannot be ({error})")
+            self._port.counters.bad_messages += 1
+            log.warning("nixl: dropped an invalid note of %s: %s", sender, error)
+            if source.state is not PathState.DOWN:
+                self._lose(source, f"invalid note ({error})")
 
-    def _bad(self, whom: str, error: BadMessage) -> None:
-        self._port.counters.bad_messages += 1
-        log.warning("dropped a note of %s: %s", whom, error)
+    def _on_note(self, source: NixlSource, note: notes.SenderNote) -> None:
+        match note:
+            case notes.NixlUnavailable():
+                if source.state is PathState.ASKING and note.attempt == source.attempt:
+                    self._lose(source, f"NIXL is not available at the peer ({note.reason})")
+            case notes.AgentInfoPart():
+                self._on_agent_info_part(source, note)
+            case notes.ProbeProgressReply():
+                if source.probe is not None and note.attempt == source.attempt:
+                    source.probe.on_count(note.turn, note.count, time.monotonic())
+            case notes.PieceRuns():
+                self._on_piece_runs(source, note)
 
-    def _card(self, source: NixlSource, part: notes.AgentInfoPart) -> None:
-        if (
-            source.way is not PathState.ASKING
-            or part.attempt != source.attempt
-            or self._ready is None
-        ):
+    def _on_agent_info_part(self, source: NixlSource, part: notes.AgentInfoPart) -> None:
+        """Collect the parts; with the last one, add the peer and start the probe."""
+        is_current = part.attempt == source.attempt
+        if source.state is not PathState.ASKING or not is_current or self._ready is None:
             return
         source.parts[part.index] = part.data
         if len(source.parts) < part.count:
             return
         data = b"".join(data for _, data in sorted(source.parts.items()))
         source.parts = {}
-        card = notes.decode_card(data, source.name)
-        if card.agent in self._gone:
-            return  # nearly removed: the next Hello will find it gone
+        info = notes.decode_agent_info(data, source.name)
+        # This peer is about to be removed from the agent; the next NixlHello finds it gone.
+        if info.agent in self._removable:
+            return
         agent = self._ready.reads.agent
         try:
-            peer = agent.add(card.metadata)
+            peer = agent.add(info.metadata)
         except NixlError as error:
-            self._lose(source, f"UCX finds no way there ({error}); {_devices()}")
+            self._lose(source, f"UCX finds no path to the peer ({error}); {_devices()}")
             return
-        if peer != card.agent:
+        # The metadata names another agent than the note that carries it.
+        if peer != info.agent:
             agent.remove(peer)
-            raise BadMessage(f"metadata of {peer!r} for {card.agent!r}")
-        source.card, source.way, source.trial = (
-            card,
-            PathState.TRYING,
-            OneSidedProbe(time.monotonic()),
-        )
+            raise BadMessage(f"metadata of {peer!r} for {info.agent!r}")
+        source.agent_info = info
+        source.state = PathState.TRYING
+        source.probe = OneSidedProbe(time.monotonic())
 
-    def _try(self, source: NixlSource, now: float) -> None:
-        """Go on with the trial of a way."""
-        assert source.trial is not None
-        while source.way is PathState.TRYING and (do := source.trial.next(now)) is not None:
-            match do:
-                case ProbeAction.ASK_STILL:
-                    note = notes.encode(notes.ProbeProgress(source.attempt, source.trial.turn))
-                    self._port.to_source(source.name, note)
+    def _advance_probe(self, source: NixlSource, now: float) -> None:
+        """Execute the next actions of a probe."""
+        probe = source.probe
+        assert probe is not None
+        while source.state is PathState.TRYING:
+            action = probe.next(now)
+            if action is None:
+                return
+            match action:
+                case ProbeAction.ASK_COUNT:
+                    question = notes.ProbeProgress(source.attempt, probe.turn)
+                    self._port.send_to_sender(source.name, notes.encode(question))
                 case ProbeAction.READ_SMALL | ProbeAction.READ_LARGE:
-                    self._read_test(source, do is ProbeAction.READ_LARGE)
+                    self._read_test(source, action is ProbeAction.READ_LARGE)
             now = time.monotonic()
 
     def _read_test(self, source: NixlSource, large: bool) -> None:
-        assert self._ready is not None and source.card is not None
-        address, size = source.card.test[0], source.card.test[1] if large else notes.NONCE_BYTES
-        if (buffer := self._ready.reads.take_buffer(size)) is None:
-            self._lose(source, "it registers no more memory here")
+        """Read the whole test region of a sender, or only the nonce at its begin."""
+        assert self._ready is not None and source.agent_info is not None
+        address, size = source.agent_info.test
+        if not large:
+            size = notes.NONCE_BYTES
+        buffer = self._ready.reads.take_buffer(size)
+        if buffer is None:
+            self._lose(source, "registering memory for the test read failed")
             return
+        # An earlier read may have left the nonce in this buffer.
         buffer[:size] = 0
-        opened = self._read(source, ([(buffer.ctypes.data, size)], [(address, size)]), None, buffer)
+        runs = ([(buffer.ctypes.data, size)], [(address, size)])
+        opened = self._read(source, runs, None, buffer)
         if opened is not None and opened.read is None:
-            self._tested(source, opened, time.monotonic())
+            self._on_test_read(source, opened, time.monotonic())
 
-    def _tested(self, source: NixlSource, opened: OpenRead, now: float) -> None:
+    def _on_test_read(self, source: NixlSource, opened: OpenRead, now: float) -> None:
+        """Check the nonce at both ends of the bytes of a test read."""
         assert self._ready is not None and opened.buffer is not None
         self._ready.reads.give_back(opened.buffer)
-        if source.way is not PathState.TRYING or source.card is None or source.trial is None:
+        is_trying = source.state is PathState.TRYING
+        if not is_trying or source.agent_info is None or source.probe is None:
             return
-        found, nonce = opened.buffer, source.card.nonce
-        if (
-            not bytes(found[: notes.NONCE_BYTES])
-            == bytes(found[opened.size - notes.NONCE_BYTES : opened.size])
-            == nonce
-        ):
-            self._lose(source, "it read something else than that worker's memory")
+        nonce = source.agent_info.nonce
+        first = bytes(opened.buffer[: notes.NONCE_BYTES])
+        last = bytes(opened.buffer[opened.size - notes.NONCE_BYTES : opened.size])
+        if first != nonce or last != nonce:
+            self._lose(source, "the test read did not return the memory of that worker")
             return
-        source.trial.read_ended(now, now - opened.began)
+        source.probe.read_ended(now, now - opened.started_at)
 
-    def _decide(self, source: NixlSource, trial: OneSidedProbe) -> None:
-        assert self._ready is not None and source.card is not None
-        if trial.step is ProbeStep.EMULATED:
-            why = "reads end only with its help, so UCX emulates them, and would end its process when a reader dies"
-            self._lose(source, f"{why}; {_devices()}", pause=MAX_RETRY_SECONDS)
+    def _decide(self, source: NixlSource, probe: OneSidedProbe) -> None:
+        """Use the path or take it down, after a probe has ended."""
+        assert self._ready is not None and source.agent_info is not None
+        if probe.step is ProbeStep.EMULATED:
+            reason = (
+                "reads end only with the peer's help, so UCX emulates them; "
+                "a reader that dies would end the peer's process"
+            )
+            self._lose(source, f"{reason}; {_devices()}", pause=MAX_RETRY_SECONDS)
             return
-        told, config, speed = self._ready.zmq, self._port.config, source.card.test[1] / trial.best
-        figures = f"it reads {speed / 1e9:.1f} GB/s, ZMQ moves {told / 1e9:.1f} GB/s here"
-        if speed < told and config.transport == "auto":
+        zmq_speed = self._ready.zmq_bytes_per_second
+        _, test_bytes = source.agent_info.test
+        speed = test_bytes / probe.best_seconds
+        figures = (
+            f"NIXL reads {speed / BYTES_PER_GIGABYTE:.1f} GB/s, "
+            f"ZMQ moves {zmq_speed / BYTES_PER_GIGABYTE:.1f} GB/s here"
+        )
+        if speed < zmq_speed and self._port.config.transport == "auto":
             self._lose(source, f"{figures}; {_devices()}", pause=MAX_RETRY_SECONDS)
             return
-        if speed < told:
-            log.warning(
-                "pieces of %s come by NIXL, although it is slow: %s; %s",
-                source.name,
-                figures,
-                _devices(),
-            )
+        connected = "nixl: connected; pieces of %s come by NIXL"
+        if speed < zmq_speed:
+            message = f"{connected}, although it is slow: %s; %s"
+            log.warning(message, source.name, figures, _devices())
         else:
-            log.info("pieces of %s come by NIXL: %s", source.name, figures)
-        source.way, source.failures = PathState.UP, 0
-        self._said.append(TransportChanged(source.name, f"nixl:{source.card.agent}"))
+            log.info(f"{connected}: %s", source.name, figures)
+        source.state = PathState.UP
+        source.failures = 0
+        self._events.append(TransportChanged(source.name, f"nixl:{source.agent_info.agent}"))
 
-    # D's side: pieces -----------------------------------------------------------------------------
-    def _lies(self, source: NixlSource, note: notes.PieceRuns) -> None:
-        card = source.card
-        if source.way is not PathState.UP or card is None:
-            return  # rerouted meanwhile: the piece has been asked for again
-        if note.agent != card.agent or not notes.is_inside(note.runs, card.regions):
-            raise BadMessage(
-                f"piece {note.number} of {note.transfer} lies outside what is registered"
-            )
-        known = source.lies.setdefault((note.transfer, note.number), {})
-        known[note.index] = note.runs
-        if len(known) == note.count:
-            del source.lies[note.transfer, note.number]
-            runs = [run for _, part in sorted(known.items()) for run in part]
-            self._lie.append((source, note.transfer, note.number, runs))
-        while len(source.lies) > MAX_SOURCES:
-            del source.lies[next(iter(source.lies))]
+    # Receiving half: pieces -----------------------------------------------------------------------
+    def _on_piece_runs(self, source: NixlSource, note: notes.PieceRuns) -> None:
+        """Collect the runs of a piece. Raises BadMessage if they are not in registered memory."""
+        info = source.agent_info
+        # The path went down meanwhile: the receiver has asked for the piece again.
+        if source.state is not PathState.UP or info is None:
+            return
+        if note.agent != info.agent or not notes.is_inside(note.runs, info.regions):
+            raise BadMessage(f"piece {note.number} of {note.transfer} is outside registered memory")
+        piece = (note.transfer, note.number)
+        runs_by_index = source.runs.setdefault(piece, {})
+        runs_by_index[note.index] = note.runs
+        if len(runs_by_index) == note.count:
+            del source.runs[piece]
+            runs = [run for _, part in sorted(runs_by_index.items()) for run in part]
+            self._located.append(_LocatedPiece(source, note.transfer, note.number, runs))
+        # Notes may be lost, so incomplete pieces are bounded.
+        while len(source.runs) > MAX_SOURCES:
+            del source.runs[next(iter(source.runs))]
 
-    def land(self, land: WritePiece) -> bool | None:
-        """Where both lie alike, straight into the blocks; else over memory of ours that is
-        registered.
+    def write_piece(self, write: WritePiece) -> bool | None:
+        """Start to read the announced piece; PieceWritten follows if it does not end at once.
+
+        Reads straight into the blocks where both layouts agree, else into a registered buffer.
         """
         assert self._current is not None
-        source, theirs = self._current
-        if source.way is not PathState.UP or self._ready is None:
+        source = self._current.source
+        remote_runs = self._current.runs
+        if source.state is not PathState.UP or self._ready is None:
             return False
-        size = sum(size for _, size in theirs)
-        ours = notes.merged(self._memory.runs(land.extent, land.blocks))
-        alike = land.remote_layout is None
-        if size > MAX_READ_BYTES or (alike and sum(size for _, size in ours) != size):
-            self._lose(source, f"a piece of {size} bytes for {sum(size for _, size in ours)}")
+        size = sum(size for _, size in remote_runs)
+        local_runs = notes.merged(self._memory.runs(write.extent, write.blocks))
+        local_bytes = sum(size for _, size in local_runs)
+        same_layout = write.remote_layout is None
+        if size > MAX_READ_BYTES or (same_layout and local_bytes != size):
+            self._lose(source, f"a piece of {size} bytes for blocks of {local_bytes} bytes")
             return False
         buffer = None
-        if not alike:
-            if (buffer := self._ready.reads.take_buffer(size)) is None:
+        if not same_layout:
+            buffer = self._ready.reads.take_buffer(size)
+            if buffer is None:
                 return False
-            ours = [(buffer.ctypes.data, size)]
-        opened = self._read(source, notes.cut(ours, theirs), land, buffer)
+            local_runs = [(buffer.ctypes.data, size)]
+        opened = self._read(source, notes.cut(local_runs, remote_runs), write, buffer)
         if opened is None:
             return False
-        return self._finish(opened, land) if opened.read is None else None
+        return self._finish(opened, write) if opened.read is None else None
 
     def _read(
         self,
         source: NixlSource,
         runs: tuple[list[Run], list[Run]],
-        land: WritePiece | None,
+        write: WritePiece | None,
         buffer: Buffer | None,
     ) -> OpenRead | None:
-        """Begin to read; None when nothing was read."""
-        assert self._ready is not None and source.card is not None
+        """Start a read, or return None when nothing was read; `runs` are (local, remote)."""
+        assert self._ready is not None and source.agent_info is not None
         reads = self._ready.reads
         try:
-            return reads.begin(source.name, source.card.agent, runs, land, buffer)
+            return reads.begin(source.name, source.agent_info.agent, runs, write, buffer)
         except NixlRefused as error:
-            self._lose(source, f"it refuses to read ({error})")
+            self._lose(source, f"NIXL refused a read ({error})")
             reads.give_back(buffer)
             return None
         except ReadFailed as error:
-            why = str(error)
-        self._break(why)
+            reason = str(error)
+        # Outside of `except`: the exception refers to the agent, which must go.
+        self._close_agent(reason)
         return reads.open[-1]  # which ends when the agent is gone
 
-    def _finish(self, opened: OpenRead, land: WritePiece) -> bool:
-        """All of a piece's bytes are here."""
+    def _finish(self, opened: OpenRead, write: WritePiece) -> bool:
+        """Handle the end of a piece's read; return whether all bytes are in the blocks."""
         ok = True
         if opened.buffer is not None:
             frame = memoryview(opened.buffer[: opened.size])  # type: ignore[arg-type]
-            ok = self._memory.write(land.extent, land.blocks, [frame], land.remote_layout)
+            ok = self._memory.write(write.extent, write.blocks, [frame], write.remote_layout)
             if self._ready is not None:
                 self._ready.reads.give_back(opened.buffer)
         if ok:
-            self._port.counters.landed("nixl", opened.size)
+            self._port.counters.count_received("nixl", opened.size)
         return ok
 
-    # What happens ---------------------------------------------------------------------------------
-    def happened(self, ready: Collection[object]) -> Iterator[TransportEvent]:
+    # Both halves ----------------------------------------------------------------------------------
+    def poll_events(self, ready: Collection[object]) -> Iterator[TransportEvent]:
+        """Advance closings, paths and reads; yield the events of that."""
         now = time.monotonic()
-        yield from self._closings.look()
-        yield from self._serving.happened()
-        self._ask(now)
-        while self._lie:
-            source, transfer, number, runs = self._lie.popleft()
-            self._current = source, runs
-            yield PieceArrived(transfer, number)
-            self._current = None
-        yield from self._look_at_reads(now)
-        while self._said:
-            yield self._said.popleft()
-
-    def _ask(self, now: float) -> None:
-        """Go on with the ways that are not up."""
-        if self._making is not None and self._making.is_over:
-            made, self._making = self._making, None
-            self._ready = made.result
-            for source in [s for s in self._sources.values() if s.way is PathState.WAITING]:
-                if made.result is None:
-                    self._lose(source, f"it cannot start here ({made.error}); {_devices()}")
-                else:
-                    self._begin(source, now)
+        yield from self._closings.poll_events()
+        yield from self._sender.poll_events()
+        self._use_made_agent(now)
         for source in list(self._sources.values()):
-            if source.way is PathState.TRYING and source.trial is not None:
-                self._try(source, now)
-                if source.way is PathState.TRYING and source.trial.step in (
-                    ProbeStep.PROVED,
-                    ProbeStep.EMULATED,
-                ):
-                    self._decide(source, source.trial)
-                elif source.way is PathState.TRYING and now >= source.until:
-                    self._lose(
-                        source,
-                        "it answers, but there was no time in which nobody else asked it for help",
-                    )
-            elif source.way is PathState.ASKING and now >= source.until:
-                self._lose(source, "it runs here, and there nobody answers for it")
-            elif source.way is PathState.ASKING and now >= source.again:
-                self._port.to_source(source.name, notes.encode(notes.NixlHello(source.attempt)))
-                source.again = now + HELLO_SECONDS
+            self._advance(source, now)
+        while self._located:
+            self._current = self._located.popleft()
+            # The driver may call `write_piece`.
+            yield PieceArrived(self._current.transfer, self._current.number)
+            self._current = None
+        yield from self._poll_reads(now)
+        while self._events:
+            yield self._events.popleft()
 
-    def _look_at_reads(self, now: float) -> Iterator[TransportEvent]:
+    def _use_made_agent(self, now: float) -> None:
+        """Begin the attempts that waited for the agent, once it is made or has failed."""
+        if self._making is None or not self._making.is_over:
+            return
+        # On failure `_ready` stays None, and the next `_begin` makes another agent.
+        making = self._making
+        self._making = None
+        self._ready = making.result
+        for source in list(self._sources.values()):
+            if source.state is not PathState.WAITING:
+                continue
+            if making.result is None:
+                self._lose(source, f"no agent here ({making.error}); {_devices()}")
+            else:
+                self._begin(source, now)
+
+    def _advance(self, source: NixlSource, now: float) -> None:
+        """Go on with a path that is not up: its probe, its hello, or its deadline."""
+        if source.state is PathState.TRYING and source.probe is not None:
+            self._advance_probe(source, now)
+            # `_advance_probe` may have taken the path down.
+            if source.state is not PathState.TRYING:
+                return
+            if source.probe.step in DECIDED_STEPS:
+                self._decide(source, source.probe)
+            elif now >= source.attempt_deadline:
+                message = "the probe never had time without another receiver's request for help"
+                self._lose(source, message)
+        elif source.state is PathState.ASKING and now >= source.attempt_deadline:
+            self._lose(source, f"the peer did not answer within {PAIRING_SECONDS:g} s")
+        elif source.state is PathState.ASKING and now >= source.retry_at:
+            hello = notes.encode(notes.NixlHello(source.attempt))
+            self._port.send_to_sender(source.name, hello)
+            source.retry_at = now + HELLO_SECONDS
+
+    def _poll_reads(self, now: float) -> Iterator[TransportEvent]:
+        """Yield ends of reads, ask for help with slow ones, and remove unused peers."""
         if self._ready is None:
             return
-        reads, why = self._ready.reads, ""
+        reads = self._ready.reads
+        failure = ""
         try:
             for opened in reads.ended(now):
-                if opened.land is not None:
-                    yield PieceWritten(
-                        opened.land.transfer, opened.land.number, self._finish(opened, opened.land)
-                    )
-                elif (source := self._sources.get(opened.source)) is not None:
-                    self._tested(source, opened, time.monotonic())
-                else:
-                    reads.give_back(opened.buffer)
+                yield from self._on_read_ended(reads, opened)
         except ReadFailed as error:
-            why = str(error)
-        if why:
-            self._break(why)
+            failure = str(error)
+        # Outside of `except`: the exception refers to the agent, which must go.
+        if failure:
+            self._close_agent(failure)
             return
         for opened in reads.open:
-            self._help(opened, now)
+            self._ask_for_help(opened, now)
         reading = {opened.source for opened in reads.open}
-        for agent in [agent for agent in self._gone if agent.partition("#")[0] not in reading]:
-            self._gone.remove(agent)
-            reads.agent.remove(agent)
+        for agent in list(self._removable):
+            if agent.partition("#")[0] not in reading:
+                self._removable.remove(agent)
+                reads.agent.remove(agent)
 
-    def _help(self, opened: OpenRead, now: float) -> None:
-        """Ask P to let UCX work, where a read stands still: a connection comes up, or UCX emulates."""
-        source = self._sources.get(opened.source)
-        if source is None or now - source.looked <= PROGRESS_SECONDS / 4:
+    def _on_read_ended(self, reads: Reads, opened: OpenRead) -> Iterator[TransportEvent]:
+        if opened.write is not None:
+            ok = self._finish(opened, opened.write)
+            yield PieceWritten(opened.write.transfer, opened.write.number, ok)
             return
-        trial = source.trial if opened.land is None else None
-        if (
-            trial.needs_help(now - opened.began)
-            if trial is not None
-            else now - opened.began > UNAIDED_READ_SECONDS
-        ):
-            source.looked = now
-            if trial is not None:
-                trial.help_asked()
-            self._port.to_source(source.name, notes.encode(notes.ProbeLook()))
+        source = self._sources.get(opened.source)
+        if source is not None:
+            self._on_test_read(source, opened, time.monotonic())
+        else:
+            reads.give_back(opened.buffer)
 
-    def _break(self, why: str) -> None:
-        """Give up the agent; its reads end when it is gone."""
+    def _ask_for_help(self, opened: OpenRead, now: float) -> None:
+        """Ask the sender to let UCX work, if this read makes no progress.
+
+        Either the connection comes up just now, or UCX emulates reads.
+        """
+        source = self._sources.get(opened.source)
+        if source is None or now - source.help_asked_at <= PROGRESS_SECONDS / 4:
+            return
+        seconds = now - opened.started_at
+        probe = source.probe if opened.write is None else None
+        needs_help = seconds > UNAIDED_READ_SECONDS
+        if probe is not None:
+            needs_help = probe.needs_help(seconds)
+        if not needs_help:
+            return
+        source.help_asked_at = now
+        if probe is not None:
+            probe.help_asked()
+        self._port.send_to_sender(source.name, notes.encode(notes.ProbeLook()))
+
+    def _close_agent(self, reason: str) -> None:
+        """Close the agent for reading; its reads end when it is gone."""
         assert self._ready is not None
-        reads, self._ready = self._ready.reads, None
-        log.warning("%s; closing NIXL's agent, with %d reads open", why, len(reads.open))
+        reads = self._ready.reads
+        self._ready = None
+        log.warning("nixl: %s; closing the agent, with %d reads open", reason, len(reads.open))
         for source in self._sources.values():
-            if source.way in (PathState.ASKING, PathState.TRYING, PathState.UP):
-                self._lose(source, "it starts anew")
-        self._gone.clear()
+            if source.state in (PathState.ASKING, PathState.TRYING, PathState.UP):
+                self._lose(source, "the agent for reading is closed")
+        self._removable.clear()
         self._closings.give_up(reads)
 
-    def next_look(self) -> float | None:
+    def next_deadline(self) -> float | None:
+        """Return when to call `poll_events` even if nothing wakes the driver."""
         now = time.monotonic()
-        if self._lie or self._said:
+        if self._located or self._events:
             return now
-        due = [
-            *self._closings.next_look(now),
-            *([self._making.next_look(now)] if self._making is not None else []),
-        ]
+        deadlines = self._closings.next_deadline(now)
+        if self._making is not None:
+            deadlines.append(self._making.next_deadline(now))
         for source in self._sources.values():
-            if source.way is PathState.ASKING:
-                due.append(min(source.again, source.until))
-            elif source.way is PathState.TRYING and source.trial is not None:
-                due.append(
-                    now
-                    if source.trial.step in (ProbeStep.PROVED, ProbeStep.EMULATED)
-                    else min(source.trial.due, source.until)
-                )
-        reads = self._ready.reads.next_look(now) if self._ready is not None else None
-        due += [at for at in (self._serving.next_look(now), reads) if at is not None]
-        return min((at for at in due if at < math.inf), default=None)
+            if source.state is PathState.ASKING:
+                deadlines.append(min(source.retry_at, source.attempt_deadline))
+            elif source.state is PathState.TRYING and source.probe is not None:
+                is_decided = source.probe.step in DECIDED_STEPS
+                next_action = now if is_decided else source.probe.deadline
+                deadlines.append(min(next_action, source.attempt_deadline))
+        sending = self._sender.next_deadline(now)
+        if sending is not None:
+            deadlines.append(sending)
+        reading = self._ready.reads.next_deadline(now) if self._ready is not None else None
+        if reading is not None:
+            deadlines.append(reading)
+        return min((deadline for deadline in deadlines if deadline < math.inf), default=None)
 
     def close(self) -> None:
-        self._serving.close()
+        """Close both agents.
+
+        Raises NixlError if a read may still write into blocks after CLOSE_SECONDS.
+        """
+        self._sender.close()
+        # The sender's agent only reads out of blocks, so nothing waits for its end.
         if self._ready is not None:
             self._closings.give_up(self._ready.reads)
         self._closings.finish()
 
 
-def carrier(config: Config) -> Callable[[DriverPort], NixlTransport]:
-    """RuntimeError where there can be no NIXL, in words."""
-    if why := unavailable_reason(config):
-        raise RuntimeError(why)
+def transport_factory(config: Config) -> Callable[[DriverPort], NixlTransport]:
+    """Return the maker of NIXL transports. Raises RuntimeError with the reason where none is."""
+    reason = unavailable_reason(config)
+    if reason:
+        raise RuntimeError(reason)
     return NixlTransport
 
 
 def _devices() -> str:
+    """Return, for log lines, this machine's RDMA devices and the user's settings of UCX."""
     devices = rdma_devices()
-    told = [
-        f"{name}={os.environ[name]}"
-        for name in ("UCX_TLS", "UCX_NET_DEVICES")
-        if name in os.environ
-    ]
-    found = (
-        f"RDMA devices here: {', '.join(devices)}"
-        if devices
-        else "there is no RDMA device here, so UCX can only take TCP \
-to another machine"
-    )
-    return " ".join([found, *(["with", *told] if told else [])])
+    if devices:
+        found = f"RDMA devices here: {', '.join(devices)}"
+    else:
+        found = "there is no RDMA device here, so UCX can only take TCP to another machine"
+    settings = [f"{name}={os.environ[name]}" for name in UCX_VARIABLES if name in os.environ]
+    return " ".join([found, "with", *settings]) if settings else found

@@ -1,1 +1,1 @@
-"""KV over plain TCP."""
+"""TCP transport: KV over plain sockets."""

@@ -1,10 +1,12 @@
-"""What the TCP carriers of two workers say to each other, over control and ahead of each piece.
-Pure.
+"""Notes between the TCP transports of two workers, and the frame of a piece. Pure.
 
-D -> P   Hello    let me in
-P -> D   Door     where, and the ticket to show there
-P -> D   Gone     pieces cannot come to this address: its connection has ended here
-P => D   Head     on the connection: what follows is this piece; after its bytes, their checksum
+    receiver -> sender   TcpHello       asks to be accepted, with the number of the attempt
+    sender -> receiver   Listening      where the sender listens, and a token for one connection
+    sender -> receiver   NotListening   pieces cannot go to this address: its connection has ended
+
+Notes go over the control channel. On the connection itself, each piece is
+
+    length of the head (2 bytes)   PieceHead   bytes of the piece   checksum (8 bytes)
 """
 
 from __future__ import annotations
@@ -16,72 +18,89 @@ import msgspec
 from ...errors import BadMessage
 from ...protocol.messages import MAX_PIECE_BYTES, Count, Name
 
-TOKEN_BYTES = 16  # bytes
+TOKEN_BYTES = 16
 ACCEPTED = b"\1"
-CHECKSUM_BYTES = 8  # bytes
-HEADER_LENGTH_BYTES = 2  # bytes of a Head's length
-MIN_BYTES_PER_SECOND = (
-    1e6  # bytes a second: a piece that is slower than that is given up, and its blocks are free
-)
+CHECKSUM_BYTES = 8
+HEADER_LENGTH_BYTES = 2  # of the field that holds the length of a PieceHead
+# A piece that is slower than this is given up, so that its blocks become free.
+MIN_BYTES_PER_SECOND = 1e6
 
 
-def due(now: float, size: int, silence: float) -> float:
-    """When all of a piece must have crossed."""
+def piece_deadline(now: float, size: int, silence: float) -> float:
+    """Return when all `size` bytes of a piece must have crossed."""
     return now + silence + size / MIN_BYTES_PER_SECOND
 
 
 class TcpHello(msgspec.Struct, frozen=True, tag="hello"):
+    """A receiver's wish to connect; `attempt` numbers its attempts at this sender."""
+
     attempt: Count
 
 
 class Listening(msgspec.Struct, frozen=True, tag="door"):
+    """Where the sender listens.
+
+    `path` is a UNIX socket of the same listener, for receivers on the same machine. `ticket` is
+    the token that the receiver sends first on its connection.
+    """
+
     attempt: Count
     host: Name
     port: Annotated[int, msgspec.Meta(gt=0, lt=65536)]
-    path: Name  # the same door for neighbours on one machine
+    path: Name
     ticket: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 
 class NotListening(msgspec.Struct, frozen=True, tag="gone"):
+    """The sender has no connection for this address any more."""
+
     address: Name
 
 
 class PieceHead(msgspec.Struct, frozen=True, array_like=True):
+    """The head of a piece on a connection; `size` counts the bytes that follow it."""
+
     transfer: Name
     number: Count
     size: Annotated[int, msgspec.Meta(gt=0, le=MAX_PIECE_BYTES)]
 
 
-AtDecode = Listening | NotListening
-_at_prefill = msgspec.msgpack.Decoder(TcpHello)
-_at_decode: msgspec.msgpack.Decoder[AtDecode] = msgspec.msgpack.Decoder(AtDecode)
+ReceiverNote = TcpHello
+SenderNote = Listening | NotListening
+_receiver_note = msgspec.msgpack.Decoder(ReceiverNote)
+_sender_note: msgspec.msgpack.Decoder[SenderNote] = msgspec.msgpack.Decoder(SenderNote)
 _head = msgspec.msgpack.Decoder(PieceHead)
 encode = msgspec.msgpack.Encoder().encode
 T = TypeVar("T")
 
 
 def address(attempt: int) -> str:
+    """Return the address of the connection that this attempt made."""
     return f"tcp:{attempt}"
 
 
-def decode_at_prefill(data: bytes) -> TcpHello:
-    return _decoded(_at_prefill, data)
+def decode_receiver_note(data: bytes) -> ReceiverNote:
+    """Decode a note of a receiver. Raises BadMessage."""
+    return _decode(_receiver_note, data)
 
 
-def decode_at_decode(data: bytes) -> AtDecode:
-    return _decoded(_at_decode, data)
+def decode_sender_note(data: bytes) -> SenderNote:
+    """Decode a note of a sender. Raises BadMessage."""
+    return _decode(_sender_note, data)
 
 
 def decode_head(data: bytes | bytearray) -> PieceHead:
-    return _decoded(_head, data)
+    """Decode the head of a piece, without its length. Raises BadMessage."""
+    return _decode(_head, data)
 
 
 def encode_head(head: PieceHead) -> bytes:
+    """Encode the head of a piece, with its length in front."""
     data = encode(head)
     return len(data).to_bytes(HEADER_LENGTH_BYTES, "big") + data
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes | bytearray) -> T:
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | bytearray) -> T:
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

@@ -1,8 +1,14 @@
-"""The side of a TCP carrier that is read from: its door, who has come in by it, and what each is
-being sent.
+"""Sending half of the TCP transport: listeners, pending connections, and a queue per receiver.
 
-Pieces go out of the KV cache into the kernel, by this thread, a frame at a time as each is hashed;
-nothing waits.
+A receiver's connection passes through these states:
+
+    TcpHello over control   the sender opens its listeners once, and answers with a new token
+    pending                 accepted by the kernel; must send its token within TOKEN_SECONDS
+    TcpReceiver             the token was valid; pieces are queued and sent here
+    closed                  broken, stalled, or replaced by a newer connection of that receiver
+
+The driver's thread copies pieces from the KV cache into the kernel, one frame at a time, and hashes
+each frame before. No call here waits.
 """
 
 from __future__ import annotations
@@ -29,242 +35,275 @@ from . import notes
 
 log = logging.getLogger("vllm_disagg.tcp")
 
-MAX_PENDING_CONNECTIONS = (
-    64  # connections that have shown no ticket yet; a newer one takes the place of the oldest
-)
-MAX_TOKENS = 1024  # given and not shown
-TOKEN_SECONDS = 5.0  # seconds until a ticket must have been shown
-SEND_BUFFER_BYTES = (
-    4 << 20
-    # bytes between us and a reader on this machine (no more than net.core.wmem_max); TCP finds its
-    # own
-)
-NOTHING = memoryview(b"")
-FRAMES_PER_TURN = 32  # frames sent to one reader before the others have their turn
+# Connections that have sent no token yet; a newer one replaces the oldest.
+MAX_PENDING_CONNECTIONS = 64
+MAX_TOKENS = 1024  # issued and not used yet
+TOKEN_SECONDS = 5.0  # from accepting a connection until its token must have come
+ACCEPTS_PER_TURN = 16
+# Kernel buffer towards a receiver on this machine, at most net.core.wmem_max. TCP sizes its own.
+SEND_BUFFER_BYTES = 4 << 20
+FRAMES_PER_TURN = 32  # frames sent to one receiver before the others have their turn
+EMPTY = memoryview(b"")
 
 
 @dataclass
 class TcpReceiver:
-    """Its connection, and what it is being sent."""
+    """A receiver's connection, and the pieces being sent to it.
+
+    `last_progress` is when the receiver last accepted bytes, or when its queue last became
+    non-empty. The first piece of `queue` is being sent. `unsent` is the rest of its current part,
+    and `parts` yields the parts after that. By `piece_deadline` all must be accepted.
+    """
 
     name: str
     attempt: int
     connection: socket.socket
-    moved: float  # when it last took something, or began to wait for something
-    queue: deque[SendPiece] = field(default_factory=deque)  # the first is being sent
-    parts: Iterator[memoryview] | None = None  # of the first, still to come
-    left: memoryview = NOTHING  # of the part that is being sent
-    is_full: bool = False
-    due: float = math.inf  # when all of the first must have been taken
+    last_progress: float
+    queue: deque[SendPiece] = field(default_factory=deque)
+    parts: Iterator[memoryview] | None = None
+    unsent: memoryview = EMPTY
+    is_full: bool = False  # the kernel's buffer
+    piece_deadline: float = math.inf
+
+    def deadline(self, silence: float) -> float:
+        """Return when this connection is given up unless it makes progress."""
+        return min(self.last_progress + silence, self.piece_deadline)
+
+
+@dataclass
+class PendingConnection:
+    """An accepted connection that has not sent its token yet."""
+
+    connection: socket.socket
+    deadline: float
 
 
 class TcpSender:
+    """Sends pieces of this worker to its receivers."""
+
     def __init__(self, port: DriverPort) -> None:
         self._port = port
-        self._folder = ""
-        self._doors: dict[int, socket.socket] = {}
-        self._tickets: dict[bytes, tuple[str, int]] = {}  # -> whose, for which attempt
-        self._guests: dict[int, tuple[socket.socket, float]] = {}
-        self._readers: dict[str, TcpReceiver] = {}
-        self._ended: deque[SendCompleted | ConnectionLost] = deque()
+        self._socket_folder = ""
+        self._listeners: dict[int, socket.socket] = {}  # by descriptor
+        self._tokens: dict[bytes, tuple[str, int]] = {}  # -> receiver, attempt
+        self._pending: dict[int, PendingConnection] = {}  # by descriptor, the oldest first
+        self._receivers: dict[str, TcpReceiver] = {}
+        self._events: deque[SendCompleted | ConnectionLost] = deque()
 
     def send(self, piece: SendPiece) -> None:
-        reader = self._readers.get(piece.reader)
-        if reader is None or piece.address != notes.address(reader.attempt):
-            self._ended.append(SendCompleted(piece.transfer, piece.reader))
-            self._port.to_reader(piece.reader, notes.encode(notes.NotListening(piece.address)))
-            return
-        if not reader.queue:
-            reader.moved = time.monotonic()
-        reader.queue.append(piece)
-        if not reader.is_full:
-            self._push(reader)
+        """Queue a piece; ends in one SendCompleted.
 
-    def note(self, reader: str, data: bytes) -> None:
+        If the address names no open connection, the receiver gets NotListening instead of bytes.
+        """
+        receiver = self._receivers.get(piece.reader)
+        if receiver is None or piece.address != notes.address(receiver.attempt):
+            self._events.append(SendCompleted(piece.transfer, piece.reader))
+            refusal = notes.encode(notes.NotListening(piece.address))
+            self._port.send_to_receiver(piece.reader, refusal)
+            return
+        # An idle connection makes no progress; its time counts from this piece on.
+        if not receiver.queue:
+            receiver.last_progress = time.monotonic()
+        receiver.queue.append(piece)
+        if not receiver.is_full:
+            self._push(receiver)
+
+    def on_receiver_note(self, receiver: str, data: bytes) -> None:
+        """Answer a TcpHello with where this worker listens, and a token for one connection."""
         try:
-            note = notes.decode_at_prefill(data)
+            note = notes.decode_receiver_note(data)
         except BadMessage as error:
             self._port.counters.bad_messages += 1
-            log.warning("dropped a note of %s: %s", reader, error)
+            log.warning("tcp: dropped an invalid note of %s: %s", receiver, error)
             return
         try:
-            if not self._doors:
-                self._open()
-        except OSError as error:  # a reader that hears nothing goes on by another way
-            log.warning("no TCP from here: %s", error)
+            if not self._listeners:
+                self._listen()
+        except OSError as error:
+            # Without an answer the receiver goes on by another transport.
+            log.warning("tcp: listen failed: %s; %s uses another transport", error, receiver)
             return
-        host, port, *_ = next(iter(self._doors.values())).getsockname()
-        ticket = secrets.token_bytes(notes.TOKEN_BYTES)
-        self._tickets[ticket] = reader, note.attempt
-        while len(self._tickets) > MAX_TOKENS:
-            del self._tickets[next(iter(self._tickets))]
-        door = notes.Listening(note.attempt, host, port, f"{self._folder}/data", ticket)
-        self._port.to_reader(reader, notes.encode(door))
+        inet_listener = next(iter(self._listeners.values()))
+        host, port, *_ = inet_listener.getsockname()
+        # The token binds a connection to the receiver that asked over the control channel.
+        token = secrets.token_bytes(notes.TOKEN_BYTES)
+        self._tokens[token] = receiver, note.attempt
+        while len(self._tokens) > MAX_TOKENS:
+            del self._tokens[next(iter(self._tokens))]
+        path = f"{self._socket_folder}/data"
+        answer = notes.Listening(note.attempt, host, port, path, token)
+        self._port.send_to_receiver(receiver, notes.encode(answer))
 
-    def happened(self, ready: Collection[object]) -> Iterator[SendCompleted | ConnectionLost]:
-        for fd, door in list(self._doors.items()):
-            if fd in ready and fd in self._doors:
-                self._let_in(door)
-        for fd in [fd for fd in self._guests if fd in ready]:
-            self._greet(fd)
-        for reader in [
-            reader for reader in self._readers.values() if reader.connection.fileno() in ready
-        ]:
-            self._look_at(reader)
-        now = time.monotonic()
-        for reader in [
-            r
-            for r in self._readers.values()
-            if r.queue and now > min(r.moved + self._port.config.silence, r.due)
-        ]:
-            self._close(
-                reader, "takes nothing any more" if now <= reader.due else "takes too little"
-            )
-        for fd in [fd for fd, (_, until) in self._guests.items() if now > until]:
-            self._send_off(fd)
-        while self._ended:
-            yield self._ended.popleft()
+    def poll_events(self, ready: Collection[object]) -> Iterator[SendCompleted | ConnectionLost]:
+        """Accept, send and time out; yield the events of that."""
+        for fd, listener in list(self._listeners.items()):
+            # A failure at one listener closes both.
+            if fd in ready and fd in self._listeners:
+                self._accept(listener)
+        for fd in list(self._pending):
+            if fd in ready:
+                self._check_token(fd)
+        for receiver in list(self._receivers.values()):
+            if receiver.connection.fileno() in ready:
+                self._on_ready(receiver)
+        self._close_overdue(time.monotonic())
+        while self._events:
+            yield self._events.popleft()
 
-    def next_look(self) -> float | None:
-        if self._ended:
+    def next_deadline(self) -> float | None:
+        """Return the earliest deadline of a connection; 0 while events wait."""
+        if self._events:
             return 0.0
         silence = self._port.config.silence
-        due = [
-            min(reader.moved + silence, reader.due)
-            for reader in self._readers.values()
-            if reader.queue
-        ]
-        return min([*due, *(until for _, until in self._guests.values())], default=None)
+        deadlines = [pending.deadline for pending in self._pending.values()]
+        for receiver in self._receivers.values():
+            if receiver.queue:
+                deadlines.append(receiver.deadline(silence))
+        return min(deadlines, default=None)
 
     def close(self) -> None:
-        self._shut()
-        for one in (
-            *(guest for guest, _ in self._guests.values()),
-            *(reader.connection for reader in self._readers.values()),
-        ):
-            one.close()
+        """Close all listeners and connections."""
+        self._stop_listening()
+        for pending in self._pending.values():
+            pending.connection.close()
+        for receiver in self._receivers.values():
+            receiver.connection.close()
 
-    # Coming in ------------------------------------------------------------------------------------
-    def _open(self) -> None:
+    # Accepting connections ------------------------------------------------------------------------
+    def _listen(self) -> None:
+        """Open a TCP listener, and a UNIX one for this machine. Raises OSError."""
         host = self._port.config.host
         with contextlib.ExitStack() as undo:
-            self._folder = tempfile.mkdtemp(prefix="vllm-disagg-")  # readable by this user alone
-            undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            anywhere = undo.enter_context(
-                socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-            )
-            anywhere.bind((host, 0))
-            nearby = undo.enter_context(socket.socket(socket.AF_UNIX))
-            nearby.bind(f"{self._folder}/data")
-            for door in (anywhere, nearby):
-                door.setblocking(False)
-                door.listen(MAX_PENDING_CONNECTIONS)
+            # mkdtemp makes the folder accessible to this user alone.
+            self._socket_folder = tempfile.mkdtemp(prefix="vllm-disagg-")
+            undo.callback(shutil.rmtree, self._socket_folder, ignore_errors=True)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            inet_listener = undo.enter_context(socket.socket(family))
+            inet_listener.bind((host, 0))
+            unix_listener = undo.enter_context(socket.socket(socket.AF_UNIX))
+            unix_listener.bind(f"{self._socket_folder}/data")
+            for listener in (inet_listener, unix_listener):
+                listener.setblocking(False)
+                listener.listen(MAX_PENDING_CONNECTIONS)
             undo.pop_all()
-        for door in (anywhere, nearby):
-            self._doors[door.fileno()] = door
-            self._port.poller.register(door.fileno(), zmq.POLLIN)
+        for listener in (inet_listener, unix_listener):
+            self._listeners[listener.fileno()] = listener
+            self._port.poller.register(listener.fileno(), zmq.POLLIN)
 
-    def _shut(self) -> None:
-        """Who wants to come in says Hello, and it is opened anew."""
-        if not self._doors:
+    def _stop_listening(self) -> None:
+        """Close the listeners; the next TcpHello opens new ones."""
+        if not self._listeners:
             return
-        for fd, door in self._doors.items():
+        for fd, listener in self._listeners.items():
             self._port.poller.unregister(fd)
-            door.close()
-        self._doors.clear()
-        shutil.rmtree(self._folder, ignore_errors=True)
+            listener.close()
+        self._listeners.clear()
+        shutil.rmtree(self._socket_folder, ignore_errors=True)
 
-    def _let_in(self, door: socket.socket) -> None:
-        for _ in range(16):
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
             try:
-                guest, _ = door.accept()
+                connection, _ = listener.accept()
             except BlockingIOError:
                 return
-            except (
-                OSError
-            ) as error:  # no file descriptor is left, say: who waits would wake us for ever
-                log.warning("nobody can come in by TCP: %s", error)
-                self._shut()
+            except OSError as error:
+                # For instance, no descriptor is left: a connection that waits would wake the
+                # driver for ever.
+                log.warning("tcp: accept failed: %s; closed the listeners until a hello", error)
+                self._stop_listening()
                 return
-            guest.setblocking(False)
-            self._guests[guest.fileno()] = guest, time.monotonic() + TOKEN_SECONDS
-            self._port.poller.register(guest.fileno(), zmq.POLLIN)
-            if len(self._guests) > MAX_PENDING_CONNECTIONS:
-                self._send_off(next(iter(self._guests)))
+            connection.setblocking(False)
+            fd = connection.fileno()
+            deadline = time.monotonic() + TOKEN_SECONDS
+            self._pending[fd] = PendingConnection(connection, deadline)
+            self._port.poller.register(fd, zmq.POLLIN)
+            if len(self._pending) > MAX_PENDING_CONNECTIONS:
+                self._drop_pending(next(iter(self._pending)))
 
-    def _greet(self, fd: int) -> None:
-        """A ticket is so short that it comes whole; who shows another thing, or half of one, may
-        ask again.
+    def _check_token(self, fd: int) -> None:
+        """Accept a pending connection if its first bytes are a valid token, else close it.
+
+        A token is so short that it comes whole; a receiver that sends half of one tries again.
         """
-        guest, until = self._guests.pop(fd)
+        connection = self._pending[fd].connection
         try:
-            reader, attempt = self._tickets.pop(guest.recv(notes.TOKEN_BYTES))
-            guest.send(notes.ACCEPTED)
+            # `pop`: a token is valid once.
+            receiver, attempt = self._tokens.pop(connection.recv(notes.TOKEN_BYTES))
+            connection.send(notes.ACCEPTED)
         except (OSError, KeyError):
-            self._guests[fd] = guest, until
-            self._send_off(fd)
+            self._drop_pending(fd)
             return
-        if guest.family == socket.AF_UNIX:
-            guest.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        del self._pending[fd]
+        if connection.family == socket.AF_UNIX:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         else:
-            guest.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if (known := self._readers.get(reader)) is not None:
-            self._close(known, "has come in anew")
-        self._readers[reader] = TcpReceiver(reader, attempt, guest, time.monotonic())
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        previous = self._receivers.get(receiver)
+        if previous is not None:
+            self._close(previous, "replaced by a newer connection")
+        self._receivers[receiver] = TcpReceiver(receiver, attempt, connection, time.monotonic())
 
-    def _send_off(self, fd: int) -> None:
-        guest, _ = self._guests.pop(fd)
+    def _drop_pending(self, fd: int) -> None:
+        pending = self._pending.pop(fd)
         self._port.poller.unregister(fd)
-        guest.close()
+        pending.connection.close()
 
     # Sending --------------------------------------------------------------------------------------
-    def _look_at(self, reader: TcpReceiver) -> None:
-        """It can take more, or it has gone: readers never say anything here."""
+    def _on_ready(self, receiver: TcpReceiver) -> None:
+        """Send more, or close a connection that ended; receivers send nothing after the token."""
         try:
-            if reader.connection.recv(1):
-                self._close(reader, "says something")
+            if receiver.connection.recv(1):
+                self._close(receiver, "unexpected bytes from the receiver")
             else:
-                self._close(reader, "has gone", broken=True)
+                self._close(receiver, "closed by the receiver", is_lost=True)
         except BlockingIOError:
-            self._push(reader)
+            self._push(receiver)
         except OSError as error:
-            self._close(reader, str(error), broken=True)
+            self._close(receiver, str(error), is_lost=True)
 
-    def _push(self, reader: TcpReceiver) -> None:
+    def _push(self, receiver: TcpReceiver) -> None:
+        """Send until the kernel's buffer is full, the queue is empty, or the turn is over."""
         try:
             for _ in range(FRAMES_PER_TURN):
-                if not reader.left and not self._next_part(reader):
+                if not receiver.unsent and not self._next_part(receiver):
                     break
-                sent = reader.connection.send(reader.left)
-                reader.left = reader.left[sent:]
-                reader.moved = time.monotonic()
-            is_full = bool(reader.queue)
+                sent = receiver.connection.send(receiver.unsent)
+                receiver.unsent = receiver.unsent[sent:]
+                receiver.last_progress = time.monotonic()
+            # The turn is over with pieces left: POLLOUT brings the next turn.
+            is_full = bool(receiver.queue)
         except BlockingIOError:
             is_full = True
         except OSError as error:
-            self._close(reader, str(error), broken=True)
+            self._close(receiver, str(error), is_lost=True)
             return
-        if is_full is not reader.is_full:
-            reader.is_full = is_full
-            self._port.poller.modify(
-                reader.connection.fileno(), zmq.POLLIN | (zmq.POLLOUT if is_full else 0)
-            )
+        if is_full is receiver.is_full:
+            return
+        receiver.is_full = is_full
+        wanted = zmq.POLLIN | (zmq.POLLOUT if is_full else 0)
+        self._port.poller.modify(receiver.connection.fileno(), wanted)
 
-    def _next_part(self, reader: TcpReceiver) -> bool:
-        while reader.queue:
-            if reader.parts is None:
-                reader.parts = self._parts(reader, reader.queue[0])
-            if (part := next(reader.parts, None)) is not None:
-                reader.left = part
+    def _next_part(self, receiver: TcpReceiver) -> bool:
+        """Put the next bytes of the queue into `unsent`; return whether there are any."""
+        while receiver.queue:
+            if receiver.parts is None:
+                receiver.parts = self._parts(receiver, receiver.queue[0])
+            part = next(receiver.parts, None)
+            if part is not None:
+                receiver.unsent = part
                 return True
-            piece, reader.parts, reader.due = reader.queue.popleft(), None, math.inf
-            self._ended.append(SendCompleted(piece.transfer, piece.reader))
+            piece = receiver.queue.popleft()
+            receiver.parts = None
+            receiver.piece_deadline = math.inf
+            self._events.append(SendCompleted(piece.transfer, piece.reader))
         return False
 
-    def _parts(self, reader: TcpReceiver, piece: SendPiece) -> Iterator[memoryview]:
+    def _parts(self, receiver: TcpReceiver, piece: SendPiece) -> Iterator[memoryview]:
+        """Yield head, frames and checksum of a piece, as they go on the wire."""
         frames = self._port.memory.read(piece.extent, piece.blocks)
         size = sum(len(frame) for frame in frames)
-        reader.due = notes.due(time.monotonic(), size, self._port.config.silence)
+        silence = self._port.config.silence
+        receiver.piece_deadline = notes.piece_deadline(time.monotonic(), size, silence)
         yield memoryview(notes.encode_head(notes.PieceHead(piece.transfer, piece.number, size)))
         state = hasher(piece.transfer)
         for frame in frames:
@@ -273,19 +312,29 @@ class TcpSender:
         yield memoryview(state.digest())
         self._port.counters.bytes_sent += size
 
-    def _close(self, reader: TcpReceiver, why: str, *, broken: bool = False) -> None:
-        """What it was being sent is lost, as on any network: it asks again, by another way.
-        `broken`: the reader closed it.
+    def _close_overdue(self, now: float) -> None:
+        """Close connections that make no progress or sent no token in time."""
+        silence = self._port.config.silence
+        for receiver in list(self._receivers.values()):
+            if not receiver.queue or now <= receiver.deadline(silence):
+                continue
+            is_slow = now > receiver.piece_deadline
+            self._close(receiver, "too slow for a piece" if is_slow else "stalled")
+        for fd, pending in list(self._pending.items()):
+            if now > pending.deadline:
+                self._drop_pending(fd)
+
+    def _close(self, receiver: TcpReceiver, reason: str, *, is_lost: bool = False) -> None:
+        """Close a connection. The receiver asks for its queued pieces again by another transport.
+
+        `is_lost`: the receiver's end closed the connection, which is reported as ConnectionLost.
         """
-        log.info(
-            "closed the connection of %s, which %s; %d pieces were on their way",
-            reader.name,
-            why,
-            len(reader.queue),
-        )
-        del self._readers[reader.name]
-        self._port.poller.unregister(reader.connection.fileno())
-        reader.connection.close()
-        self._ended += [SendCompleted(piece.transfer, piece.reader) for piece in reader.queue]
-        if broken:
-            self._ended.append(ConnectionLost(reader.name))
+        message = "tcp: closed the connection of receiver %s: %s; %d pieces in flight are lost"
+        log.info(message, receiver.name, reason, len(receiver.queue))
+        del self._receivers[receiver.name]
+        self._port.poller.unregister(receiver.connection.fileno())
+        receiver.connection.close()
+        for piece in receiver.queue:
+            self._events.append(SendCompleted(piece.transfer, piece.reader))
+        if is_lost:
+            self._events.append(ConnectionLost(receiver.name))

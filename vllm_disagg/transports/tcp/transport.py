@@ -1,20 +1,33 @@
-"""Pieces over plain sockets, from P's blocks straight into D's: a UNIX socket on one machine, TCP
-between machines.
+"""TCP transport: pieces over plain sockets, from the sender's blocks into the receiver's.
 
-    D                                                    P
-    connect   Hello -----------------------------------> opens its door, once
-              <----------------------------------- Door  where it is, and a ticket for this reader
-              (control: CURVE)
-    connects, shows the ticket ========================> knows whose connection this is
-              <=============================== welcome
+Workers on one machine use a UNIX socket instead.
+
+    receiver                                             sender
+    connect()  TcpHello -------------------------------> opens its listeners, once
+               <------------------------------ Listening address, and a token for this receiver
+                                                         (both over the control channel: CURVE)
+    connects, sends the token =========================> knows the receiver from the token
+               <================================ ACCEPTED
     TransportChanged("tcp:<attempt>")
-              ReadRequest, answered by SendPiece ============> head, bytes, checksum
-    Arrived, WritePiece: the bytes go into the blocks; PieceWritten
+               ReadRequest (control) ------------------> SendPiece
+               <===================================== head, bytes, checksum
+    PieceArrived, WritePiece: the bytes go into the blocks; PieceWritten
 
-ZMQ would take the bytes into memory of its own first, by threads of its own: that is most of what
-ZMQ costs. Bytes that come too late or are not right are in the blocks already, as with NIXL; they
-are not used, because no LoadResult says so. What breaks or stands still ends the connection, and
-with it all writing; ZMQ takes over at once.
+States of a receiver's path to one sender (`TcpState`):
+
+    DOWN -> ASKING      connect(), not before `retry_at`
+    ASKING              repeats TcpHello every HELLO_SECONDS
+    ASKING -> CONNECTING        Listening came, for this attempt
+    CONNECTING -> WAITING       the socket is connected; the token was sent
+    WAITING -> UP               ACCEPTED came; pieces come by TCP from here on
+    any -> DOWN         an error, PAIRING_SECONDS without UP, or no progress within a piece
+
+On the last transition the connection is closed, which ends all writing into blocks, and ZMQ takes
+over at once. The pause until `retry_at` doubles with each failure, up to MAX_RETRY_SECONDS.
+
+Why not ZMQ alone: ZMQ's threads copy the bytes into ZMQ's memory first, and that is most of its
+cost. Here, as with NIXL, late or damaged bytes are in the blocks already. They
+are not used, because no LoadResult reports them.
 """
 
 from __future__ import annotations
@@ -45,300 +58,368 @@ from .sender import TcpSender
 
 log = logging.getLogger("vllm_disagg.tcp")
 
-HELLO_SECONDS = 0.5  # seconds between two
-PAIRING_SECONDS = 10.0  # seconds until an attempt is given up for now
-RETRY_SECONDS = 1.0  # until the next attempt, after the first failure; doubles
+HELLO_SECONDS = 0.5  # between two TcpHello of one attempt
+PAIRING_SECONDS = 10.0  # until an attempt is given up
+RETRY_SECONDS = 1.0  # until the next attempt after the first failure; doubles
 MAX_RETRY_SECONDS = 60.0
-NOTHING = memoryview(b"")
-BYTES_PER_TURN = 8 << 20  # bytes taken from one source before the others have their turn
+BYTES_PER_TURN = 8 << 20  # bytes received from one sender before the others have their turn
+EMPTY = memoryview(b"")
 
 
 class TcpState(Enum):
+    """State of the path to one sender; the module's docstring has the transitions."""
+
     DOWN = auto()
     ASKING = auto()
     CONNECTING = auto()
-    WAITING = auto()  # for the welcome
+    WAITING = auto()
     UP = auto()
+
+
+PAIRING_STATES = (TcpState.ASKING, TcpState.CONNECTING, TcpState.WAITING)
 
 
 @dataclass
 class TcpSource:
+    """A sender, seen from this receiver.
+
+    `parser` yields either a buffer to fill from the connection, or an event. `unfilled` is the
+    rest of the current buffer. `is_in_piece` holds from a piece's first bytes to its last;
+    `last_progress` and `piece_deadline` bound that time. `write` is the order for the current
+    piece; None: its bytes are dropped.
+    """
+
     worker: WorkerInfo
-    way: TcpState = TcpState.DOWN
+    state: TcpState = TcpState.DOWN
     attempt: int = 0
-    again: float = 0.0  # next Hello, or next attempt
-    until: float = 0.0  # of an attempt
+    retry_at: float = 0.0  # next TcpHello while ASKING, next attempt while DOWN
+    attempt_deadline: float = 0.0
     failures: int = 0
-    ticket: bytes = b""
+    token: bytes = b""
     connection: socket.socket | None = None
-    steps: Iterator[memoryview | TransportEvent] | None = None
-    want: memoryview = NOTHING  # to be filled next
-    is_inside: bool = False  # a piece of which not all is here
-    moved: float = 0.0
-    due: float = math.inf  # when all of the piece must be here
-    landing: WritePiece | None = None
+    parser: Iterator[memoryview | TransportEvent] | None = None
+    unfilled: memoryview = EMPTY
+    is_in_piece: bool = False
+    last_progress: float = 0.0
+    piece_deadline: float = math.inf
+    write: WritePiece | None = None
 
 
 class TcpTransport:
+    """The TCP transport of one worker, both halves."""
+
     def __init__(self, port: DriverPort) -> None:
         self._port = port
-        self._serving = TcpSender(port)
+        self._sender = TcpSender(port)
         self._sources: dict[str, TcpSource] = {}
         self._by_fd: dict[int, TcpSource] = {}
-        self._current: TcpSource | None = None  # of the PieceArrived just yielded
-        self._scratch = memoryview(bytearray(FRAME_BYTES))  # for what nobody wants
-        self._said: deque[TransportEvent] = deque()
+        self._current: TcpSource | None = None  # of the last PieceArrived
+        self._dropped = memoryview(bytearray(FRAME_BYTES))  # for bytes of unwanted pieces
+        self._events: deque[TransportEvent] = deque()
 
-    # P's side -------------------------------------------------------------------------------------
+    # Sending half ---------------------------------------------------------------------------------
     def send(self, piece: SendPiece) -> None:
-        self._serving.send(piece)
+        """Queue a piece for its receiver."""
+        self._sender.send(piece)
 
-    def note_at_prefill(self, reader: str, data: bytes) -> None:
-        self._serving.note(reader, data)
+    def on_receiver_note(self, receiver: str, data: bytes) -> None:
+        """Answer a receiver that wishes to connect."""
+        self._sender.on_receiver_note(receiver, data)
 
-    # D's side: connections ------------------------------------------------------------------------
+    # Receiving half: connections ------------------------------------------------------------------
     def connect(self, worker: WorkerInfo) -> None:
+        """Begin an attempt to connect, unless one is under way or the pause is not over."""
         now = time.monotonic()
         source = self._sources.setdefault(worker.name, TcpSource(worker))
-        if source.way is TcpState.DOWN and now >= source.again:
-            source.way, source.attempt = TcpState.ASKING, source.attempt + 1
-            source.again, source.until = now, now + PAIRING_SECONDS
+        if source.state is not TcpState.DOWN or now < source.retry_at:
+            return
+        source.state = TcpState.ASKING
+        source.attempt += 1
+        source.retry_at = now
+        source.attempt_deadline = now + PAIRING_SECONDS
 
-    def disconnect(self, source: str) -> None:
-        if (known := self._sources.get(source)) is not None:
-            if known.way is not TcpState.DOWN:
-                self._lose(known, "it makes room for another")
-            del self._sources[source]
+    def disconnect(self, sender: str) -> None:
+        """Close the connection to a sender and forget it."""
+        source = self._sources.get(sender)
+        if source is None:
+            return
+        if source.state is not TcpState.DOWN:
+            self._lose(source, "evicted: more senders than this worker may have")
+        del self._sources[sender]
 
-    def note_at_decode(self, source: str, data: bytes) -> None:
-        known = self._sources.get(source)
-        if known is None:
+    def on_sender_note(self, sender: str, data: bytes) -> None:
+        """Handle Listening or NotListening; notes of another attempt have no effect."""
+        source = self._sources.get(sender)
+        if source is None:
             return
         try:
-            note = notes.decode_at_decode(data)
+            note = notes.decode_sender_note(data)
         except BadMessage as error:
-            self._bad(known, error)
+            self._count_bad(source, error)
             return
         match note:
             case notes.Listening():
-                if known.way is TcpState.ASKING and note.attempt == known.attempt:
-                    self._dial(known, note)
+                if source.state is TcpState.ASKING and note.attempt == source.attempt:
+                    self._dial(source, note)
             case notes.NotListening():
-                if known.way is TcpState.UP and note.address == notes.address(known.attempt):
-                    self._lose(known, "its end has been closed")
+                is_current = note.address == notes.address(source.attempt)
+                if source.state is TcpState.UP and is_current:
+                    self._lose(source, "the sender has closed the connection")
 
-    def _dial(self, source: TcpSource, door: notes.Listening) -> None:
-        here = (
+    def _dial(self, source: TcpSource, listening: notes.Listening) -> None:
+        """Connect to the sender's listener, without waiting."""
+        is_local = (
             source.worker.host == machine_id()
-            and dialling.is_socket(door.path)
-            and os.path.exists(door.path)
+            and dialling.is_socket(listening.path)
+            and os.path.exists(listening.path)
         )
-        if not here and not dialling.is_at(source.worker.control, door.host):
-            self._lose(source, "its door is at another address than itself")
+        # A note must not direct this worker to a third host, where the token would be shown.
+        if not is_local and not dialling.is_at(source.worker.control, listening.host):
+            self._lose(source, "the sender listens at another address than its control channel")
             return
-        family = socket.AF_UNIX if here else socket.AF_INET6 if ":" in door.host else socket.AF_INET
+        target: str | tuple[str, int] = (listening.host, listening.port)
+        family = socket.AF_INET6 if ":" in listening.host else socket.AF_INET
+        if is_local:
+            target = listening.path
+            family = socket.AF_UNIX
         try:
-            made = source.connection = socket.socket(family, socket.SOCK_STREAM)
-            made.setblocking(False)
-            error = made.connect_ex(door.path if here else (door.host, door.port))
-        except (OSError, ValueError) as failed:
-            self._lose(source, str(failed))
+            connection = socket.socket(family, socket.SOCK_STREAM)
+            source.connection = connection
+            connection.setblocking(False)
+            error = connection.connect_ex(target)
+        except (OSError, ValueError) as failure:
+            self._lose(source, str(failure))
             return
-        self._by_fd[made.fileno()] = source
-        self._port.poller.register(made.fileno(), zmq.POLLOUT)
-        source.way, source.ticket = TcpState.CONNECTING, door.ticket
+        self._by_fd[connection.fileno()] = source
+        self._port.poller.register(connection.fileno(), zmq.POLLOUT)
+        source.state = TcpState.CONNECTING
+        source.token = listening.ticket
         if error not in (0, errno.EINPROGRESS):
             self._lose(source, os.strerror(error))
 
-    def _show_ticket(self, source: TcpSource) -> None:
+    def _send_token(self, source: TcpSource) -> None:
+        """Finish connecting: check the socket's error, then send the token."""
         assert source.connection is not None
         try:
-            if error := source.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            error = source.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error:
                 raise OSError(error, os.strerror(error))
-            source.connection.send(source.ticket)
-        except OSError as failed:
-            self._lose(source, failed.strerror or str(failed))
+            source.connection.send(source.token)
+        except OSError as failure:
+            self._lose(source, failure.strerror or str(failure))
             return
         self._port.poller.modify(source.connection.fileno(), zmq.POLLIN)
-        source.way, source.steps, source.want = TcpState.WAITING, self._pieces(source), NOTHING
+        source.state = TcpState.WAITING
+        source.parser = self._parse(source)
+        source.unfilled = EMPTY
 
-    def _lose(self, source: TcpSource, why: str) -> None:
-        """No way by TCP, until the next attempt; from here on nothing is written for this source."""
+    def _lose(self, source: TcpSource, reason: str) -> None:
+        """Close the connection until the next attempt; after this nothing is written for it."""
         if source.connection is not None:
+            # The descriptor is registered only once connect_ex has been called.
             if self._by_fd.pop(source.connection.fileno(), None) is not None:
                 self._port.poller.unregister(source.connection.fileno())
             source.connection.close()
             source.connection = None
-        if source.way is TcpState.UP:
-            self._said.append(
-                TransportChanged(source.worker.name, self._port.fallback, in_flight_lost=True)
-            )
-        if source.landing is not None:
-            self._said.append(PieceWritten(source.landing.transfer, source.landing.number, False))
+        if source.state is TcpState.UP:
+            fallback = self._port.fallback_address
+            self._events.append(TransportChanged(source.worker.name, fallback, in_flight_lost=True))
+        # Every order ends in one PieceWritten.
+        if source.write is not None:
+            self._events.append(PieceWritten(source.write.transfer, source.write.number, False))
         source.failures += 1
         pause = min(MAX_RETRY_SECONDS, RETRY_SECONDS * 2 ** (source.failures - 1))
-        source.way, source.again = TcpState.DOWN, time.monotonic() + pause
-        source.landing, source.is_inside, source.due = None, False, math.inf
-        log.warning(
-            "no pieces of %s by TCP for %.0f s at least: %s", source.worker.name, pause, why
-        )
+        source.state = TcpState.DOWN
+        source.retry_at = time.monotonic() + pause
+        source.write = None
+        source.is_in_piece = False
+        source.piece_deadline = math.inf
+        message = "tcp: %s not reached by TCP, retry in %.0f s: %s"
+        log.warning(message, source.worker.name, pause, reason)
 
-    def _bad(self, source: TcpSource, error: BadMessage) -> None:
+    def _count_bad(self, source: TcpSource, error: BadMessage) -> None:
         self._port.counters.bad_messages += 1
-        log.warning("dropped what %s said: %s", source.worker.name, error)
+        log.warning("tcp: dropped invalid data of sender %s: %s", source.worker.name, error)
 
-    # D's side: pieces -----------------------------------------------------------------------------
-    def land(self, land: WritePiece) -> bool | None:
+    # Receiving half: pieces -----------------------------------------------------------------------
+    def write_piece(self, write: WritePiece) -> bool | None:
+        """Receive the bytes of the announced piece into its blocks; ends in a PieceWritten."""
         assert self._current is not None
-        if (
-            self._current.connection is None
-        ):  # it was lost since the piece's head came: nothing would ever end this
+        # Lost since the head of the piece came: no PieceWritten would ever follow.
+        if self._current.connection is None:
             return False
-        self._current.landing = land
+        self._current.write = write
         return None
 
     def _receive(self, source: TcpSource) -> Iterator[TransportEvent]:
-        taken = 0
-        while taken < BYTES_PER_TURN and source.connection is not None and source.steps is not None:
+        """Read from a connection until it is empty, lost, or its turn is over."""
+        received = 0
+        while received < BYTES_PER_TURN:
+            # The driver may have disconnected this sender while handling an event.
+            if source.connection is None or source.parser is None:
+                return
             try:
-                if not source.want:
-                    step = next(source.steps)
+                if not source.unfilled:
+                    step = next(source.parser)
                     if isinstance(step, memoryview):
-                        source.want = step
+                        source.unfilled = step
                     else:
                         yield step
                     continue
-                count = source.connection.recv_into(source.want)
+                count = source.connection.recv_into(source.unfilled)
             except BlockingIOError:
                 return
             except BadMessage as error:
-                self._bad(source, error)
-                self._lose(source, "what it sends makes no sense")
+                self._count_bad(source, error)
+                self._lose(source, "invalid data on the connection")
                 return
             except OSError as error:
                 self._lose(source, error.strerror or str(error))
                 return
             if not count:
-                self._lose(source, "it has closed the connection")
+                self._lose(source, "the sender has closed the connection")
                 return
-            source.want = source.want[count:]
-            source.moved = time.monotonic()
-            taken += count
+            source.unfilled = source.unfilled[count:]
+            source.last_progress = time.monotonic()
+            received += count
 
-    def _pieces(self, source: TcpSource) -> Iterator[memoryview | TransportEvent]:
-        """What is to be filled next, and what has happened by then."""
-        welcome = bytearray(len(notes.ACCEPTED))
-        yield memoryview(welcome)
-        if welcome != notes.ACCEPTED:
-            raise BadMessage(f"TCP: {bytes(welcome)!r} instead of a welcome")
-        source.way = TcpState.UP
-        log.info("pieces of %s come by TCP", source.worker.name)
+    def _parse(self, source: TcpSource) -> Iterator[memoryview | TransportEvent]:
+        """Yield each buffer to fill next, and events; resumed when the buffer is full.
+
+        Raises BadMessage for bytes that make no sense.
+        """
+        accepted = bytearray(len(notes.ACCEPTED))
+        yield memoryview(accepted)
+        if accepted != notes.ACCEPTED:
+            raise BadMessage(f"TCP: {bytes(accepted)!r} instead of ACCEPTED")
+        source.state = TcpState.UP
+        log.info("tcp: connected; pieces of %s come by TCP", source.worker.name)
         yield TransportChanged(source.worker.name, notes.address(source.attempt))
-        length, told = bytearray(notes.HEADER_LENGTH_BYTES), bytearray(notes.CHECKSUM_BYTES)
+        length = bytearray(notes.HEADER_LENGTH_BYTES)
         while True:
             yield memoryview(length)
-            source.is_inside = True
-            raw = bytearray(int.from_bytes(length, "big"))
-            yield memoryview(raw)
-            head = notes.decode_head(raw)
-            source.due = notes.due(time.monotonic(), head.size, self._port.config.silence)
+            source.is_in_piece = True
+            raw_head = bytearray(int.from_bytes(length, "big"))
+            yield memoryview(raw_head)
+            head = notes.decode_head(raw_head)
+            silence = self._port.config.silence
+            source.piece_deadline = notes.piece_deadline(time.monotonic(), head.size, silence)
             self._current = source
-            yield PieceArrived(head.transfer, head.number)
+            yield PieceArrived(head.transfer, head.number)  # the driver may call `write_piece`
             self._current = None
-            if (land := source.landing) is None:
-                for at in range(0, head.size, FRAME_BYTES):
-                    yield self._scratch[: min(FRAME_BYTES, head.size - at)]
-                yield memoryview(told)
+            if source.write is None:
+                yield from self._skip(head.size)
             else:
-                buffer, views = self._room(land, head.size)
-                state = hasher(head.transfer)
-                for view in views:
-                    yield view
-                    state.update(view)
-                yield memoryview(told)
-                ok = state.digest() == told
-                if ok and buffer is not None:
-                    ok = self._port.memory.write(
-                        land.extent, land.blocks, [buffer], land.remote_layout
-                    )
-                if ok:
-                    self._port.counters.landed("tcp", head.size)
-                    source.failures = 0
-                source.landing = None
-                yield PieceWritten(head.transfer, head.number, ok)
-            source.is_inside, source.due = False, math.inf
+                yield from self._fill(source, source.write, head)
+            source.is_in_piece = False
+            source.piece_deadline = math.inf
 
-    def _room(self, land: WritePiece, size: int) -> tuple[memoryview | None, list[memoryview]]:
-        """Where a piece's bytes go: into the blocks, or into a buffer that is written into them
-        when all is there.
+    def _skip(self, size: int) -> Iterator[memoryview]:
+        """Yield buffers for the bytes and the checksum of a piece that is not wanted any more."""
+        for offset in range(0, size, FRAME_BYTES):
+            yield self._dropped[: min(FRAME_BYTES, size - offset)]
+        yield memoryview(bytearray(notes.CHECKSUM_BYTES))
+
+    def _fill(
+        self, source: TcpSource, write: WritePiece, head: notes.PieceHead
+    ) -> Iterator[memoryview | TransportEvent]:
+        """Yield buffers for the bytes and the checksum of a piece, then its PieceWritten."""
+        buffer, views = self._destination(write, head.size)
+        state = hasher(head.transfer)
+        for view in views:
+            yield view
+            state.update(view)
+        expected = bytearray(notes.CHECKSUM_BYTES)
+        yield memoryview(expected)
+        # Damaged bytes may be in the blocks already. They are not used: `ok` is False.
+        ok = state.digest() == expected
+        if ok and buffer is not None:
+            ok = self._port.memory.write(write.extent, write.blocks, [buffer], write.remote_layout)
+        if ok:
+            self._port.counters.count_received("tcp", head.size)
+            # Only a piece that came proves that the path works; connecting alone does not.
+            source.failures = 0
+        source.write = None
+        yield PieceWritten(head.transfer, head.number, ok)
+
+    def _destination(
+        self, write: WritePiece, size: int
+    ) -> tuple[memoryview | None, list[memoryview]]:
+        """Return (buffer, views to fill), in wire order.
+
+        The views are the blocks themselves where both layouts agree and runs are long enough.
+        Otherwise they are frames of the buffer, which is written into the blocks once it is full.
         """
         memory = self._port.memory
-        if land.remote_layout is None and isinstance(memory, HostMemory):
-            views = memory.views(land.extent, land.blocks)
-            if sum(len(view) for view in views) == size >= SMALL_RUN_BYTES * len(views):
+        if write.remote_layout is None and isinstance(memory, HostMemory):
+            views = memory.views(write.extent, write.blocks)
+            viewed = sum(len(view) for view in views)
+            if viewed == size >= SMALL_RUN_BYTES * len(views):
                 return None, views
         buffer = memoryview(np.empty(size, np.uint8))  # type: ignore[arg-type]
-        return buffer, [buffer[at : at + FRAME_BYTES] for at in range(0, size, FRAME_BYTES)]
+        offsets = range(0, size, FRAME_BYTES)
+        return buffer, [buffer[offset : offset + FRAME_BYTES] for offset in offsets]
 
-    # What happens ---------------------------------------------------------------------------------
-    def happened(self, ready: Collection[object]) -> Iterator[TransportEvent]:
-        yield from self._serving.happened(ready)
-        for fd in [fd for fd in self._by_fd if fd in ready]:
-            if (source := self._by_fd.get(fd)) is None:
+    # Both halves ----------------------------------------------------------------------------------
+    def poll_events(self, ready: Collection[object]) -> Iterator[TransportEvent]:
+        """Do all input and output that is possible now; yield the events of that."""
+        yield from self._sender.poll_events(ready)
+        for fd in list(self._by_fd):
+            source = self._by_fd.get(fd)  # None: closed by what came before in this loop
+            if fd not in ready or source is None:
                 continue
-            if source.way is TcpState.CONNECTING:
-                self._show_ticket(source)
+            if source.state is TcpState.CONNECTING:
+                self._send_token(source)
             else:
                 yield from self._receive(source)
         now = time.monotonic()
         for source in list(self._sources.values()):
-            self._look_at(source, now)
-        while self._said:
-            yield self._said.popleft()
+            self._check_deadlines(source, now)
+        while self._events:
+            yield self._events.popleft()
 
-    def _look_at(self, source: TcpSource, now: float) -> None:
-        if source.is_inside and now > source.moved + self._port.config.silence:
-            self._lose(source, "it has stopped in the middle of a piece")
-        elif now > source.due:
-            self._lose(source, "a piece takes too long")
-        elif (
-            source.way in (TcpState.ASKING, TcpState.CONNECTING, TcpState.WAITING)
-            and now >= source.until
-        ):
-            self._lose(source, "it does not let us in")
-        elif source.way is TcpState.ASKING and now >= source.again:
-            self._port.to_source(source.worker.name, notes.encode(notes.TcpHello(source.attempt)))
-            source.again = now + HELLO_SECONDS
+    def _check_deadlines(self, source: TcpSource, now: float) -> None:
+        silence = self._port.config.silence
+        if source.is_in_piece and now > source.last_progress + silence:
+            self._lose(source, "stalled in the middle of a piece")
+        elif now > source.piece_deadline:
+            self._lose(source, "too slow for a piece")
+        elif source.state in PAIRING_STATES and now >= source.attempt_deadline:
+            message = f"peer did not accept the connection within {PAIRING_SECONDS:g} s"
+            self._lose(source, message)
+        elif source.state is TcpState.ASKING and now >= source.retry_at:
+            hello = notes.encode(notes.TcpHello(source.attempt))
+            self._port.send_to_sender(source.worker.name, hello)
+            source.retry_at = now + HELLO_SECONDS
 
-    def next_look(self) -> float | None:
-        if self._said:
+    def next_deadline(self) -> float | None:
+        """Return the earliest deadline of a connection; 0 while events wait."""
+        if self._events:
             return 0.0
         silence = self._port.config.silence
-        due = [
-            min(source.moved + silence, source.due)
-            for source in self._sources.values()
-            if source.is_inside
-        ]
+        deadlines = []
         for source in self._sources.values():
-            if source.way in (TcpState.ASKING, TcpState.CONNECTING, TcpState.WAITING):
-                due.append(
-                    min(source.until, source.again)
-                    if source.way is TcpState.ASKING
-                    else source.until
-                )
-        if (serving := self._serving.next_look()) is not None:
-            due.append(serving)
-        return min(due, default=None)
+            if source.is_in_piece:
+                deadlines.append(min(source.last_progress + silence, source.piece_deadline))
+            if source.state in PAIRING_STATES:
+                deadlines.append(source.attempt_deadline)
+            if source.state is TcpState.ASKING:
+                deadlines.append(source.retry_at)
+        sending = self._sender.next_deadline()
+        if sending is not None:
+            deadlines.append(sending)
+        return min(deadlines, default=None)
 
     def close(self) -> None:
-        self._serving.close()
+        """Close all connections; nothing is written into blocks after that."""
+        self._sender.close()
         for source in self._sources.values():
             if source.connection is not None:
                 source.connection.close()
 
 
-def carrier(config: Config) -> Callable[[DriverPort], TcpTransport]:
-    """RuntimeError where bytes must not go by it, in words."""
+def transport_factory(config: Config) -> Callable[[DriverPort], TcpTransport]:
+    """Return the maker of TCP transports. Raises RuntimeError where TCP must not carry bytes."""
     if config.encrypt_data:
         raise RuntimeError("encrypt_data is on, and plain sockets do not encrypt")
     return TcpTransport

@@ -1,1 +1,1 @@
-"""Messages between workers, and KV over ZMQ."""
+"""Control channel and ZMQ transport."""

@@ -1,9 +1,13 @@
-"""Messages between workers over ZMQ. Only sockets: what the messages mean is the driver's business.
+"""Control channel: messages between workers over ZMQ. Sockets only; the driver reads the messages.
 
-Each worker binds a ROUTER and connects a DEALER to every worker it reads from. CURVE with keys
-derived from the fleet key, checked by a ZAP handler that knows one client key: who has the fleet
-key is a member, nobody else gets a message through. Every socket has bounded messages, heartbeats,
-a handshake limit and no linger; nothing here blocks.
+Each worker binds a ROUTER, and connects a DEALER to every worker from which it reads.
+
+CURVE protects every socket, with keys derived from the fleet key. A ZAP handler accepts one client
+key alone. So a peer that has the fleet key is a member of the fleet. No other peer gets a
+message through.
+
+Every socket has a limit on message size, heartbeats, a handshake limit and no linger. No call here
+blocks.
 """
 
 from __future__ import annotations
@@ -25,108 +29,124 @@ from .half_open import HANDSHAKE_SECONDS, SilentConnections, raise_limit
 log = logging.getLogger("vllm_disagg.control")
 
 ZAP_DOMAIN = b"vllm-disagg"
-MAX_LINKS = 256  # workers we read from; the one unused for longest makes room
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # RFC 27
+MAX_LINKS = 256  # senders connected at a time; the one unused for longest is evicted
 MAX_SOCKETS = 4 * MAX_LINKS  # two a link; ZMQ itself allows 1023
+MAX_RECONNECT_MILLISECONDS = 30_000  # a peer may never come back
+HEARTBEAT_MILLISECONDS = 1000
+HEARTBEAT_TIMEOUT_MILLISECONDS = 3000
+MESSAGES_PER_TURN = 64  # of one socket, so that no peer keeps the driver from the others
 
 
 class Control:
-    """The control sockets of one worker, and how to make more of their kind. Made and used by one
-    thread.
+    """Control sockets of one worker, and a factory for more of their kind.
+
+    Made and used by one thread. `links` maps a sender to its DEALER, the latest used at the end.
+    Each message received on `router` goes to `silent_connections.on_message` too.
     """
 
     def __init__(self, config: Config, key: FleetKey, name: str) -> None:
         raise_limit()
         self.name = name
-        self.config, self._key = config, key
+        self.config = config
+        self._key = key
         self.context = zmq.Context(io_threads=1)
         self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self.poller = zmq.Poller()
-        self._half_open: list[SilentConnections] = []  # of each socket that listens
+        self._silent_of_listeners: list[SilentConnections] = []
         self.zap: zmq.Socket[bytes] = self.context.socket(zmq.REP)
         self.zap.linger = 0
-        self.zap.bind("inproc://zeromq.zap.01")
+        self.zap.bind(ZAP_ENDPOINT)
         self.router = self.socket(zmq.ROUTER, messages.MAX_FRAME_BYTES, server=True)
         self.router.router_mandatory = True
-        self.router.router_handover = (
-            True  # a reader that lost its connection comes back under its name
-        )
-        self.address, self.strangers = self.bind(self.router)
+        # A receiver that lost its connection comes back under its name.
+        self.router.router_handover = True
+        self.address, self.silent_connections = self.bind(self.router)
         self.links: dict[str, zmq.Socket[bytes]] = {}
-        for receiver in (self.router, self.zap):
-            self.poller.register(receiver, zmq.POLLIN)
+        self.poller.register(self.router, zmq.POLLIN)
+        self.poller.register(self.zap, zmq.POLLIN)
 
-    def send_to_reader(self, reader: str, message: messages.AtReceiver) -> None:
-        _send(self.router, [reader.encode(), messages.encode(message)])
+    def send_to_receiver(self, receiver: str, message: messages.AtReceiver) -> None:
+        """Send a message to a worker that reads from this one; it may be lost."""
+        _send(self.router, [receiver.encode(), messages.encode(message)])
 
-    def send_to_source(self, source: str, message: messages.AtSender) -> None:
-        link = self.links.get(source)
+    def send_to_sender(self, sender: str, message: messages.AtSender) -> None:
+        """Send a message to a connected worker from which this one reads; it may be lost."""
+        link = self.links.get(sender)
         if link is not None:
             _send(link, [messages.encode(message)])
 
     def connect(self, worker: WorkerInfo) -> str | None:
-        """Be ready to exchange messages with this worker; the name of the one that had to make
-        room, if one had.
+        """Connect to a worker, if it is not connected yet.
+
+        Returns the name of the worker that was evicted for it, or None. A worker that cannot be
+        reached counts as one that does not answer.
         """
         link = self.links.pop(worker.name, None)
         if link is None:
             link = self.dial(worker.control, self.name.encode(), messages.MAX_FRAME_BYTES)
             if link is None:
-                return None  # this worker is silent, as one that is not there
+                return None
             self.poller.register(link, zmq.POLLIN)
-        self.links[worker.name] = link  # the youngest, at the end
+        # Taken out above and put back, so that the dict is in order of use.
+        self.links[worker.name] = link
         if len(self.links) <= MAX_LINKS:
             return None
         oldest = next(iter(self.links))
         self.close_socket(self.links.pop(oldest))
         return oldest
 
-    def bound_strangers(self) -> None:
-        """Close the connections that say nothing, where there are too many."""
-        for half_open in self._half_open:
-            half_open.look()
+    def close_excess_connections(self) -> None:
+        """Close silent connections where there are too many."""
+        for silent in self._silent_of_listeners:
+            silent.close_excess()
 
-    def next_look(self) -> float | None:
-        """When strangers must be bounded at the latest, even if nothing happens."""
-        return min(
-            (at for one in self._half_open if (at := one.next_look()) is not None), default=None
-        )
+    def next_deadline(self) -> float | None:
+        """Return when to call `close_excess_connections` even if nothing wakes the driver."""
+        deadlines = [silent.next_deadline() for silent in self._silent_of_listeners]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def answer_zap(self) -> None:
-        """Let in whoever has the client key, or the password, of this fleet (RFC 27, one request a
-        connection).
+        """Accept connections that have the fleet's client key or password; refuse all others.
+
+        Source: RFC 27 (ZAP), one request a connection.
         """
         for message in receive(self.zap):
             frames = [frame.bytes for frame in message]
             match frames[5:]:
                 case [b"CURVE", client]:
-                    known = client == z85.decode(self._client()[0])
+                    is_member = client == z85.decode(self._client()[0])
                 case [b"PLAIN", _, password]:
-                    known = hmac.compare_digest(password, self._password())
+                    is_member = hmac.compare_digest(password, self._password())
                 case _:
-                    known = False
-            verdict = (
-                [b"200", b"OK", b"reader", b""]
-                if known
-                else [b"400", b"not of this fleet", b"", b""]
-            )
-            self.zap.send_multipart([b"1.0", frames[1] if len(frames) > 1 else b"", *verdict])
+                    is_member = False
+            request_id = frames[1] if len(frames) > 1 else b""
+            status = [b"400", b"not of this fleet", b"", b""]
+            if is_member:
+                status = [b"200", b"OK", b"reader", b""]
+            self.zap.send_multipart([b"1.0", request_id, *status])
 
     def close(self) -> None:
+        """Close all sockets of the context, dropping messages that were not sent yet."""
         self.context.destroy(linger=0)
 
-    # Sockets of this kind -------------------------------------------------------------------------
+    # Making sockets -------------------------------------------------------------------------------
     def dial(
         self, endpoint: str, name: bytes, largest: int, *, encrypt: bool = True
     ) -> zmq.Socket[bytes] | None:
-        """A DEALER of that name; None, and a line of the log, where there can be none."""
+        """Return a DEALER of this name, connecting to the endpoint.
+
+        Returns None, and logs the reason, for an invalid endpoint or without a free descriptor.
+        `largest`: bytes of a message.
+        """
         link = None
         try:
             link = self.socket(zmq.DEALER, largest, server=False, encrypt=encrypt)
             link.routing_id = name
-            link.reconnect_ivl_max = 30_000  # milliseconds: it may never come back
+            link.reconnect_ivl_max = MAX_RECONNECT_MILLISECONDS
             link.connect(endpoint)
-        except zmq.ZMQError as error:  # no address, or no file descriptor is left
-            log.warning("%s cannot be reached: %s", endpoint, error)
+        except zmq.ZMQError as error:
+            log.warning("control: connecting to %s failed: %s", endpoint, error)
             if link is not None:
                 link.close()
             return None
@@ -135,80 +155,93 @@ class Control:
     def socket(
         self, kind: int, largest: int, *, server: bool, encrypt: bool = True
     ) -> zmq.Socket[bytes]:
-        """`largest`: bytes of a message."""
+        """Return a socket with the fleet's limits and authentication.
+
+        `largest`: bytes of a message. Without a fleet key there is no authentication.
+        """
         made: zmq.Socket[bytes] = self.context.socket(kind)
         made.maxmsgsize = largest
         made.linger = 0
         made.handshake_ivl = round(HANDSHAKE_SECONDS * 1000)
-        made.heartbeat_ivl, made.heartbeat_timeout, made.heartbeat_ttl = 1000, 3000, 3000
-        if (
-            self._key.is_set and not encrypt
-        ):  # a password keeps strangers out, if not those who listen
-            if server:
-                made.zap_domain, made.plain_server = ZAP_DOMAIN, True
-            else:
-                made.plain_username, made.plain_password = b"reader", self._password()
-        elif self._key.is_set:
-            public, secret = _pair(self._key.derive("curve-server"))
-            if server:
-                made.zap_domain, made.curve_server, made.curve_secretkey = ZAP_DOMAIN, True, secret
-            else:
-                made.curve_serverkey = public
-                made.curve_publickey, made.curve_secretkey = self._client()
+        made.heartbeat_ivl = HEARTBEAT_MILLISECONDS
+        made.heartbeat_timeout = HEARTBEAT_TIMEOUT_MILLISECONDS
+        made.heartbeat_ttl = HEARTBEAT_TIMEOUT_MILLISECONDS
+        if not self._key.is_set:
+            return made
+        if server:
+            made.zap_domain = ZAP_DOMAIN
+        if encrypt:
+            self._use_curve(made, server)
+        elif server:
+            made.plain_server = True
+        else:
+            # A password keeps strangers out, but not those who read the network's packets.
+            made.plain_username = b"reader"
+            made.plain_password = self._password()
         return made
 
     def bind(self, router: zmq.Socket[bytes]) -> tuple[str, SilentConnections]:
-        """Bind to a free port of the configured address; the endpoint, and what is to hear of each
-        message there.
+        """Bind to a free port of the configured host; return (endpoint, silent connections).
+
+        Raises ConfigError if the host is not an address of this machine.
         """
-        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-        router.ipv6 = ":" in self.config.host
+        is_ipv6 = ":" in self.config.host
+        host = f"[{self.config.host}]" if is_ipv6 else self.config.host
+        router.ipv6 = is_ipv6
         try:
             router.bind(f"tcp://{host}:0")
         except zmq.ZMQError as error:
-            raise ConfigError(
-                f"host {self.config.host}: cannot listen there ({error.strerror})"
-            ) from None
+            reason = error.strerror
+            raise ConfigError(f"host {self.config.host}: cannot listen there ({reason})") from None
         endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         if not endpoint.startswith(f"tcp://{host}:"):
             raise ConfigError(f"host {self.config.host}: listens at {endpoint} instead")
-        strangers = SilentConnections(self.context, router, int(endpoint.rpartition(":")[2]))
-        self.poller.register(strangers.events, zmq.POLLIN)
-        self._half_open.append(strangers)
-        return endpoint, strangers
+        port = int(endpoint.rpartition(":")[2])
+        silent = SilentConnections(self.context, router, port)
+        self.poller.register(silent.events, zmq.POLLIN)
+        self._silent_of_listeners.append(silent)
+        return endpoint, silent
 
     def close_socket(self, made: zmq.Socket[bytes]) -> None:
+        """Close a socket that is registered with the poller."""
         self.poller.unregister(made)
         made.close()
+
+    def _use_curve(self, made: zmq.Socket[bytes], server: bool) -> None:
+        server_public, server_secret = _curve_keys(self._key.derive("curve-server"))
+        if server:
+            made.curve_server = True
+            made.curve_secretkey = server_secret
+        else:
+            made.curve_serverkey = server_public
+            made.curve_publickey, made.curve_secretkey = self._client()
 
     def _password(self) -> bytes:
         return self._key.derive("data").hex().encode()
 
     def _client(self) -> tuple[bytes, bytes]:
-        return _pair(self._key.derive("curve-client"))
+        return _curve_keys(self._key.derive("curve-client"))
 
 
-def receive(receiver: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
-    """What has arrived on a socket, whole messages; at most 64, so that no peer keeps us from the
-    others.
-    """
-    for _ in range(64):
+def receive(source: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
+    """Yield whole messages that have arrived on a socket, at most MESSAGES_PER_TURN."""
+    for _ in range(MESSAGES_PER_TURN):
         try:
-            yield receiver.recv_multipart(zmq.NOBLOCK, copy=False)
+            yield source.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return
 
 
-def _send(sender: zmq.Socket[bytes], parts: list[bytes]) -> None:
-    """A message that cannot go is lost, as on any network: the protocol repeats what matters."""
+def _send(target: zmq.Socket[bytes], parts: list[bytes]) -> None:
+    """Send a message, or lose it if it cannot go now: the protocol repeats what matters."""
     try:
-        sender.send_multipart(parts, zmq.NOBLOCK)
+        target.send_multipart(parts, zmq.NOBLOCK)
     except zmq.ZMQError as error:
         if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
             raise
 
 
-def _pair(secret: bytes) -> tuple[bytes, bytes]:
-    """(public, secret) in Z85, from 32 secret bytes."""
+def _curve_keys(secret: bytes) -> tuple[bytes, bytes]:
+    """Return (public, secret) in Z85, from 32 secret bytes."""
     encoded = z85.encode(secret)
     return zmq.curve_public(encoded), encoded

@@ -1,10 +1,12 @@
-"""Bounds the connections at a listening ZMQ socket that have not proved to be a member's.
+"""Bounds the silent connections of a listening ZMQ socket: those that proved no membership yet.
 
-ZMQ has no such limit: each connection costs a descriptor until `handshake_ivl` ends it, so a
-thousand silent ones take all that a process may have. ZMQ does say which descriptor a connection
-has, and from which one a message came; members say something at once. So connections are young
-until a message has come or the handshake's time is over, and of more than LIMIT young ones the
-oldest is shut down. Connections of members live on.
+ZMQ has no such limit. Each connection costs a descriptor until `handshake_ivl` ends it. A thousand
+silent ones take all descriptors that a process may have.
+
+ZMQ does report the descriptor of each connection, and from which one a message came. Members send
+something at once. So a connection is *silent* until its first message comes, or until the time for
+the handshake is over. Of more than MAX_SILENT_CONNECTIONS the oldest are shut down; connections of
+members stay.
 """
 
 from __future__ import annotations
@@ -22,98 +24,103 @@ import zmq
 
 log = logging.getLogger("vllm_disagg.control")
 
-MAX_SILENT_CONNECTIONS = 128  # young connections at one socket
-GRACE_SECONDS = 0.25  # seconds for members to say something, after there were too many
-HANDSHAKE_SECONDS = (
-    5.0  # seconds that ZMQ gives a handshake; a connection that is older has passed it
-)
+MAX_SILENT_CONNECTIONS = 128  # at one listening socket
+GRACE_SECONDS = 0.25  # for members to send something, from when there are too many
+# Time that ZMQ gives a handshake; a connection that is older has passed it.
+HANDSHAKE_SECONDS = 5.0
 WANTED_DESCRIPTORS = 65536  # as vLLM allows its API server
-LOG_INTERVAL_SECONDS = 60.0  # seconds between two lines of the log
-MONITOR_EVENT = struct.Struct(
-    "=hi"
-)  # as zmq_socket_monitor has it: what happened, and to which descriptor
+LOG_INTERVAL_SECONDS = 60.0
+MONITOR_EVENT = struct.Struct("=hi")  # of zmq_socket_monitor: (event, descriptor)
 
 
 class SilentConnections:
-    """Of one listening socket.  Used by the thread that uses the socket."""
+    """Silent connections of one listening socket; used by the thread that uses the socket.
+
+    `events` delivers the socket's monitor events; register it with the poller.
+    """
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], listener: zmq.Socket[bytes], port: int
     ) -> None:
         self._listener = listener
         self._port = port
-        self._young: dict[int, float] = {}  # descriptor -> since when, the oldest first
-        self._crowded: float | None = None  # since when there are too many
-        self._told = -LOG_INTERVAL_SECONDS
+        self._accepted_at: dict[int, float] = {}  # by descriptor, the oldest first
+        self._over_limit_since: float | None = None
+        self._logged_at = -LOG_INTERVAL_SECONDS
         address = f"inproc://half-open-{port}"
         listener.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self.events: zmq.Socket[bytes] = context.socket(zmq.PAIR)
-        self.events.rcvhwm = self.events.linger = 0  # a full queue would stop ZMQ's own thread
+        self.events.linger = 0
+        self.events.rcvhwm = 0  # no limit: a full queue would stop ZMQ's own thread
         self.events.connect(address)
 
-    def next_look(self) -> float | None:
-        """When the grace of those who are too many is over; the socket may be quiet until then."""
-        return None if self._crowded is None else self._crowded + GRACE_SECONDS
+    def next_deadline(self) -> float | None:
+        """Return when the grace period ends; the socket may be quiet until then."""
+        if self._over_limit_since is None:
+            return None
+        return self._over_limit_since + GRACE_SECONDS
 
-    def look(self) -> None:
-        """Shut down the oldest of too many, once all messages that are here have been `heard`."""
-        self._learn()
+    def close_excess(self) -> None:
+        """Shut down the oldest of too many, after all waiting messages went to `on_message`."""
+        self._read_monitor_events()
         if int(self._listener.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return
         now = time.monotonic()
-        if len(self._young) <= MAX_SILENT_CONNECTIONS:
-            self._crowded = None
+        if len(self._accepted_at) <= MAX_SILENT_CONNECTIONS:
+            self._over_limit_since = None
             return
-        self._crowded = self._crowded or now
-        if (
-            now < self._crowded + GRACE_SECONDS
-        ):  # while our thread was elsewhere no handshake went on
+        self._over_limit_since = self._over_limit_since or now
+        # While this thread was busy elsewhere, no handshake went on: members get time to finish.
+        if now < self._over_limit_since + GRACE_SECONDS:
             return
-        self._crowded = None
-        while len(self._young) > MAX_SILENT_CONNECTIONS:
-            fd = next(iter(self._young))
-            if self._young.pop(fd) > time.monotonic() - HANDSHAKE_SECONDS:
+        self._over_limit_since = None
+        while len(self._accepted_at) > MAX_SILENT_CONNECTIONS:
+            fd = next(iter(self._accepted_at))
+            if self._accepted_at.pop(fd) > time.monotonic() - HANDSHAKE_SECONDS:
                 self._shut_down(fd)
 
-    def _learn(self) -> None:
-        """Who has come and gone."""
+    def _read_monitor_events(self) -> None:
+        """Add accepted connections, and remove those that have ended."""
         while int(self.events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event, fd = MONITOR_EVENT.unpack(self.events.recv_multipart()[0])
-            self._young.pop(fd, None)
+            self._accepted_at.pop(fd, None)
             if event == zmq.EVENT_ACCEPTED:
-                self._young[fd] = time.monotonic()
+                self._accepted_at[fd] = time.monotonic()
 
-    def heard(self, message: Sequence[zmq.Frame]) -> None:
-        """A message came by this connection, so it is a member's."""
-        self._learn()
-        with contextlib.suppress(
-            zmq.ZMQError, IndexError
-        ):  # of what speaks an older ZMTP, ZMQ does not say it
-            self._young.pop(int(message[-1].get(zmq.SRCFD)), None)
+    def on_message(self, message: Sequence[zmq.Frame]) -> None:
+        """Mark the connection of this message as a member's."""
+        self._read_monitor_events()
+        # ZMQ gives no descriptor for a peer that uses an older ZMTP.
+        with contextlib.suppress(zmq.ZMQError, IndexError):
+            self._accepted_at.pop(int(message[-1].get(zmq.SRCFD)), None)
 
     def _shut_down(self, fd: int) -> None:
-        """ZMQ closes it when it finds it ended. Its number may be another one's by now: only ours
-        are touched.
+        """Shut down a connection; ZMQ closes it when it finds the connection ended.
+
+        The descriptor may have been reused since, so only connections of this port are touched.
         """
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-            here = connection.getsockname()
-            if connection.family != socket.AF_UNIX and here[1] == self._port:
+            address = connection.getsockname()
+            if connection.family != socket.AF_UNIX and address[1] == self._port:
                 connection.shutdown(socket.SHUT_RDWR)
-        if time.monotonic() > self._told + LOG_INTERVAL_SECONDS:
-            self._told = time.monotonic()
+        if time.monotonic() > self._logged_at + LOG_INTERVAL_SECONDS:
+            self._logged_at = time.monotonic()
             log.warning(
-                "more than %d connections at port %d say nothing: the oldest are closed",
-                MAX_SILENT_CONNECTIONS,
+                "port %d: more than %d connections without a message; closing the oldest",
                 self._port,
+                MAX_SILENT_CONNECTIONS,
             )
 
 
 def raise_limit() -> None:
-    """Let this process have as many descriptors as it may."""
+    """Raise this process's soft limit of descriptors, to WANTED_DESCRIPTORS or the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, WANTED_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        except (OSError, ValueError) as error:
-            log.warning("%d descriptors, and no more: %s", soft, error)
+    wanted = WANTED_DESCRIPTORS
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(hard, WANTED_DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError) as error:
+        log.warning("limit of open files stays at %d: %s", soft, error)

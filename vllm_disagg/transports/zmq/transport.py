@@ -1,9 +1,13 @@
-"""Pieces over ZMQ, sent where they lie in the KV cache: the carrier that is always there.
+"""ZMQ transport: pieces over ZMQ, sent from where they are in the KV cache. Always available.
 
-Each worker binds a ROUTER; a reader connects a DEALER to every worker it reads from and is known
-there under a random address, told over control. It says nothing to the ROUTER but an empty
-greeting, and the bytes are worth nothing without the checksum and the Confirm that goes over
-control. On one machine a UNIX socket takes them.
+    receiver                                         sender
+    connect()  DEALER under a random address ------> ROUTER (TCP, or a UNIX socket on one machine)
+               one empty greeting -----------------> the connection counts as a member's
+    ReadRequest with that address (control) -------> SendPiece
+               <------------------------------------ PieceHeader, frames
+
+The address reaches the sender over the control channel. Bytes on this socket alone are worth
+nothing: the receiver needs the checksum of the header and the Confirm on the control channel.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
@@ -29,133 +34,166 @@ from .control import Control, receive
 
 log = logging.getLogger("vllm_disagg.zmq")
 
-UNSENT_POLL_SECONDS = (
-    0.002  # seconds between looks at sends that wait for a connection or have not ended
-)
-CONNECT_SECONDS = 2.0  # seconds that a piece waits for a reader's connection
+UNSENT_POLL_SECONDS = 0.002  # between checks of sends that have not begun or not ended
+CONNECT_SECONDS = 2.0  # that a piece waits for its receiver's connection
+MAX_GREETING_BYTES = 1024
+
+
+@dataclass
+class _UnsentPiece:
+    """A piece that waits for its receiver's connection; dropped at `deadline`."""
+
+    piece: SendPiece
+    message: list[bytes | memoryview]
+    deadline: float
 
 
 class ZmqTransport:
+    """The ZMQ transport of one worker, both halves.
+
+    `address` is where this worker accepts pieces. `endpoint` and `local` are where receivers
+    connect, from other machines and from this one. `links` maps a sender to its DEALER.
+    """
+
     def __init__(self, port: DriverPort, control: Control) -> None:
-        self._port, self._control = port, control
+        self._port = port
+        self._control = control
         self.address = f"zmq:{secrets.token_hex(8)}"
         encrypt = port.config.encrypt_data
-        self._router = control.socket(zmq.ROUTER, 1024, server=True, encrypt=encrypt)
+        self._router = control.socket(zmq.ROUTER, MAX_GREETING_BYTES, server=True, encrypt=encrypt)
         self._router.router_mandatory = True
         self._router.router_handover = True
-        self._router.sndhwm = 0  # bounded by the readers' credits
-        self._router.copy_threshold = 0  # a copied last frame would call all of a piece sent
-        self.endpoint, self._strangers = control.bind(self._router)
-        self._folder = tempfile.mkdtemp(prefix="vllm-disagg-")  # readable by this user alone
-        self.local = f"ipc://{self._folder}/data"
+        self._router.sndhwm = 0  # bounded by the receivers' credits
+        # A copied last frame would make ZMQ report all of a piece as sent.
+        self._router.copy_threshold = 0
+        self.endpoint, self._silent_connections = control.bind(self._router)
+        # mkdtemp makes the folder accessible to this user alone.
+        self._socket_folder = tempfile.mkdtemp(prefix="vllm-disagg-")
+        self.local = f"ipc://{self._socket_folder}/data"
         self._router.bind(self.local)
         self.links: dict[str, zmq.Socket[bytes]] = {}
-        self._frames: list[memoryview] = []  # of the PieceArrived just yielded
-        self._checksum = 0
-        self._unsent: list[tuple[SendPiece, list[bytes | memoryview], float]] = []
+        self._frames: list[memoryview] = []  # of the last PieceArrived
+        self._checksum = 0  # of the last PieceArrived
+        self._unsent: list[_UnsentPiece] = []
         self._sending: list[tuple[SendPiece, zmq.MessageTracker]] = []
 
-    # Sending --------------------------------------------------------------------------------------
+    # Sending half ---------------------------------------------------------------------------------
     def send(self, piece: SendPiece) -> None:
+        """Send a piece, or keep it for CONNECT_SECONDS until its receiver is connected."""
         frames = self._port.memory.read(piece.extent, piece.blocks)
-        header = messages.PieceHeader(
-            piece.transfer, piece.number, checksum(piece.transfer, frames)
-        )
+        digest = checksum(piece.transfer, frames)
+        header = messages.PieceHeader(piece.transfer, piece.number, digest)
         address = piece.address.removeprefix("zmq:").encode()
-        self._send(
-            piece, [address, messages.encode(header), *frames], time.monotonic() + CONNECT_SECONDS
-        )
+        message: list[bytes | memoryview] = [address, messages.encode(header), *frames]
+        self._send(_UnsentPiece(piece, message, time.monotonic() + CONNECT_SECONDS))
 
-    def _send(self, piece: SendPiece, message: list[bytes | memoryview], until: float) -> None:
+    def _send(self, unsent: _UnsentPiece) -> None:
+        message = unsent.message
         try:
             tracker = self._router.send_multipart(message, zmq.NOBLOCK, copy=False, track=True)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            self._unsent.append(
-                (piece, message, until)
-            )  # the reader's data connection comes up beside its control connection
+            # The receiver's data connection may come up later than its control connection.
+            self._unsent.append(unsent)
             return
         self._port.counters.bytes_sent += sum(len(frame) for frame in message[2:])
-        assert tracker is not None  # asked for
-        self._sending.append((piece, tracker))
+        assert tracker is not None  # because of track=True
+        self._sending.append((unsent.piece, tracker))
 
-    def next_look(self) -> float | None:
-        return time.monotonic() + UNSENT_POLL_SECONDS if self._unsent or self._sending else None
+    def next_deadline(self) -> float | None:
+        """Return when to look at unfinished sends again; ZMQ reports no end of a send."""
+        if self._unsent or self._sending:
+            return time.monotonic() + UNSENT_POLL_SECONDS
+        return None
 
-    def happened(self, ready: Collection[object]) -> Iterator[TransportEvent]:
-        for link in [link for link in self.links.values() if link in ready]:
-            for message in receive(link):
-                yield from self._received(message)
-        for greeting in receive(
-            self._router
-        ):  # only so does ZMQ notice that a reader has gone, and let go of what was queued
-            self._strangers.heard(greeting)
+    def poll_events(self, ready: Collection[object]) -> Iterator[TransportEvent]:
+        """Receive pieces, and yield the ends of sends."""
+        for link in list(self.links.values()):
+            if link in ready:
+                for message in receive(link):
+                    yield from self._on_piece(message)
+        # Reading the ROUTER is also how ZMQ notices that a receiver has gone. Only then it drops
+        # the pieces that are queued for that receiver.
+        for greeting in receive(self._router):
+            self._silent_connections.on_message(greeting)
         now = time.monotonic()
-        unsent, self._unsent = self._unsent, []
-        for piece, waiting, until in unsent:
-            if now < until:
-                self._send(piece, waiting, until)
-            else:  # lost, as on any network: the reader asks again
-                yield SendCompleted(piece.transfer, piece.reader)
-        ended = [piece for piece, tracker in self._sending if tracker.done]
-        self._sending = [(piece, tracker) for piece, tracker in self._sending if not tracker.done]
-        for piece in ended:
+        unsent = self._unsent
+        self._unsent = []
+        for waiting in unsent:
+            if now < waiting.deadline:
+                self._send(waiting)
+            else:
+                # The piece is lost, as on any network: the receiver asks again.
+                yield SendCompleted(waiting.piece.transfer, waiting.piece.reader)
+        sending = self._sending
+        self._sending = []
+        completed = []
+        for piece, tracker in sending:
+            if tracker.done:
+                completed.append(piece)
+            else:
+                self._sending.append((piece, tracker))
+        for piece in completed:
             yield SendCompleted(piece.transfer, piece.reader)
 
-    # Reading --------------------------------------------------------------------------------------
+    # Receiving half -------------------------------------------------------------------------------
     def connect(self, worker: WorkerInfo) -> None:
+        """Connect to a sender, by its UNIX socket if it is on this machine."""
         if worker.name in self.links:
             return
-        here = worker.host == machine_id() and os.path.exists(worker.local.removeprefix("ipc://"))
-        endpoint, name = (
-            worker.local if here else worker.data,
-            self.address.removeprefix("zmq:").encode(),
-        )
-        link = self._control.dial(
-            endpoint, name, 2 * FRAME_BYTES, encrypt=self._port.config.encrypt_data
-        )
+        local_path = worker.local.removeprefix("ipc://")
+        is_local = worker.host == machine_id() and os.path.exists(local_path)
+        endpoint = worker.local if is_local else worker.data
+        name = self.address.removeprefix("zmq:").encode()
+        encrypt = self._port.config.encrypt_data
+        link = self._control.dial(endpoint, name, 2 * FRAME_BYTES, encrypt=encrypt)
         if link is None:
             return
-        with contextlib.suppress(zmq.Again):  # it was refused already
-            link.send(
-                b"", zmq.NOBLOCK
-            )  # a connection that says nothing is taken for a stranger's where there are many
+        # Where connections are many, the sender closes those that send nothing. Again is raised
+        # if the sender has refused the connection already.
+        with contextlib.suppress(zmq.Again):
+            link.send(b"", zmq.NOBLOCK)
         self._port.poller.register(link, zmq.POLLIN)
         self.links[worker.name] = link
 
-    def disconnect(self, source: str) -> None:
-        if (link := self.links.pop(source, None)) is not None:
+    def disconnect(self, sender: str) -> None:
+        """Close the connection to a sender."""
+        link = self.links.pop(sender, None)
+        if link is not None:
             self._control.close_socket(link)
 
-    def _received(self, message: list[zmq.Frame]) -> Iterator[TransportEvent]:
+    def _on_piece(self, message: list[zmq.Frame]) -> Iterator[TransportEvent]:
         try:
             header = messages.decode_header(message[0].bytes)
         except BadMessage as error:
             self._port.counters.bad_messages += 1
-            log.warning("dropped a piece: %s", error)
+            log.warning("zmq: dropped a piece with an invalid header: %s", error)
             return
-        self._frames, self._checksum = [frame.buffer for frame in message[1:]], header.checksum
-        yield PieceArrived(header.transfer, header.number)
+        self._frames = [frame.buffer for frame in message[1:]]
+        self._checksum = header.checksum
+        yield PieceArrived(header.transfer, header.number)  # the driver may call `write_piece`
         self._frames = []
 
-    def land(self, land: WritePiece) -> bool | None:
-        ok = checksum(land.transfer, self._frames) == self._checksum
-        ok = ok and self._port.memory.write(
-            land.extent, land.blocks, self._frames, land.remote_layout
-        )
+    def write_piece(self, write: WritePiece) -> bool | None:
+        """Write the last announced piece into its blocks if its checksum is right."""
+        memory = self._port.memory
+        ok = checksum(write.transfer, self._frames) == self._checksum
+        ok = ok and memory.write(write.extent, write.blocks, self._frames, write.remote_layout)
         if ok:
-            self._port.counters.landed("zmq", sum(len(frame) for frame in self._frames))
+            size = sum(len(frame) for frame in self._frames)
+            self._port.counters.count_received("zmq", size)
         return ok
 
-    # Both -----------------------------------------------------------------------------------------
-    def note_at_prefill(self, reader: str, data: bytes) -> None:
-        """ZMQ needs no notes."""
+    # Both halves ----------------------------------------------------------------------------------
+    def on_receiver_note(self, receiver: str, data: bytes) -> None:
+        """Ignore the note: the ZMQ transport uses none."""
 
-    def note_at_decode(self, source: str, data: bytes) -> None:
-        """ZMQ needs no notes."""
+    def on_sender_note(self, sender: str, data: bytes) -> None:
+        """Ignore the note: the ZMQ transport uses none."""
 
     def close(self) -> None:
+        """Remove the UNIX socket; the control channel closes all sockets."""
         with contextlib.suppress(OSError):  # the folder may be gone already
-            Path(self._folder, "data").unlink(missing_ok=True)
-            os.rmdir(self._folder)
+            Path(self._socket_folder, "data").unlink(missing_ok=True)
+            os.rmdir(self._socket_folder)

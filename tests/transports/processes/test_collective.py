@@ -1,6 +1,4 @@
-"""Real Gloo between two processes: the bytes, and what happens when one of them dies, freezes or
-comes back.
-"""
+"""Tests of the Gloo transport between two processes that die, freeze or come back."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ from vllm_disagg.config import Config
 from vllm_disagg.driver import Driver
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.protocol import events
-from vllm_disagg.transports.collective import transport as two_sided
-from vllm_disagg.transports.collective import worker as mover
+from vllm_disagg.transports.collective import transport as collective
+from vllm_disagg.transports.collective import worker as collective_worker
 
 ROW = 400_000  # about 100 MB in 8 planes
 TOKENS = BLOCKS * BLOCK_SIZE
@@ -68,7 +66,7 @@ def load(d: Driver, p: Peer, number: int, tokens: int = 3 * BLOCK_SIZE) -> event
 
 
 def until_by_gloo(d: Driver, p: Peer, first: int, seconds: float = 15.0) -> int:
-    """Load until bytes come by Gloo; all of it is right whatever carries it."""
+    """Load until bytes come by Gloo; each load must be right, whichever transport moves it."""
     before, end, number = by_gloo(d), time.monotonic() + seconds, first
     while by_gloo(d) == before:
         assert time.monotonic() < end, f"no byte came by Gloo in {seconds} s: {d.counters.received}"
@@ -102,19 +100,19 @@ def test_bytes_arrive_by_gloo(
     assert p.process.wait(10) == 0, "a worker that ends while a pair is open must end in order"
 
 
-def test_a_damaged_piece_is_asked_for_again(
+def test_a_damaged_piece_is_requested_again(
     start: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One bit, after P has made its checksum."""
+    """Damages one bit, after the sender has made its checksum."""
     ours, theirs = memory(4096, None), memory(4096, 1)
     p, d = start(theirs), start(ours)
-    true, damaged = mover.HostStaging.gather, []
+    true, damaged = collective_worker.HostStaging.gather, []
 
     def gather(
-        self: mover.HostStaging,
+        self: collective_worker.HostStaging,
         piece: events.SendPiece,
-        slot: mover.Slot,
-        link: mover.CollectiveLink,
+        slot: collective_worker.Slot,
+        link: collective_worker.CollectiveLink,
     ) -> object:
         made = true(self, piece, slot, link)
         if not damaged:
@@ -122,7 +120,7 @@ def test_a_damaged_piece_is_asked_for_again(
             damaged.append(piece)
         return made
 
-    monkeypatch.setattr(mover.HostStaging, "gather", gather)
+    monkeypatch.setattr(collective_worker.HostStaging, "gather", gather)
     end, number = time.monotonic() + 15, 0
     while not by_gloo(d):
         assert time.monotonic() < end
@@ -137,22 +135,25 @@ def test_a_damaged_piece_is_asked_for_again(
     assert damaged and d.counters.damaged_pieces == 1
 
 
-@pytest.mark.parametrize("carrier", ["gloo", "tcp", "nixl"])
+@pytest.mark.parametrize("transport_name", ["gloo", "tcp", "nixl"])
 def test_two_workers_read_from_each_other_at_once(
-    start: Callable[..., Driver], peer: Callable[..., Peer], carrier: str
+    start: Callable[..., Driver], peer: Callable[..., Peer], transport_name: str
 ) -> None:
-    """As with two-way reuse. Both hold the same bytes, so that each may write over what the other
-    reads.
-    """
-    if carrier == "nixl":
+    """As in bidirectional reuse. Both hold the same bytes, so each may overwrite the other's."""
+    if transport_name == "nixl":
         pytest.importorskip("nixl", reason="NIXL is not installed")
-    settings = {**GLOO, "transport": carrier}
+    settings = {**GLOO, "transport": transport_name}
     ours, p = memory(ROW, 1), peer(settings=settings)
     d = start(ours, **settings)
     right, worker = digest(ours, BLOCKS), msgspec.json.encode(d.worker).decode()
     end, number = time.monotonic() + 30, 0
-    while not d.counters.received.get(carrier, 0) or not p("landed").get(carrier, 0):  # type: ignore[attr-defined]
-        assert time.monotonic() < end, f"not both ways by {carrier}"
+
+    def is_used_both_ways() -> bool:
+        theirs = p("received").get(transport_name, 0)  # type: ignore[attr-defined]
+        return bool(theirs and d.counters.received.get(transport_name, 0))
+
+    while not is_used_both_ways():
+        assert time.monotonic() < end, f"not both ways by {transport_name}"
         there, back = name(2 * number), name(2 * number + 1)
         d.submit(
             [
@@ -175,7 +176,7 @@ def test_two_workers_read_from_each_other_at_once(
     assert d.counters.damaged_pieces == 0
 
 
-def test_a_killed_source_ends_the_load_and_its_successor_comes_by_gloo(
+def test_a_killed_sender_ends_the_load_and_its_successor_uses_gloo(
     start: Callable[..., Driver], peer: Callable[..., Peer]
 ) -> None:
     ours, p = memory(ROW, None), peer()
@@ -196,7 +197,7 @@ def test_a_killed_source_ends_the_load_and_its_successor_comes_by_gloo(
     assert digest(ours, 3) == again("digest 3")
 
 
-def test_a_frozen_source_is_left_and_comes_back_under_another_epoch(
+def test_a_frozen_sender_comes_back_under_another_epoch(
     start: Callable[..., Driver], peer: Callable[..., Peer]
 ) -> None:
     ours, p = memory(ROW, None), peer()
@@ -219,7 +220,7 @@ def test_a_frozen_source_is_left_and_comes_back_under_another_epoch(
     assert digest(ours, BLOCKS) == p(f"digest {BLOCKS}")
 
 
-def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
+def test_a_frozen_receiver_holds_blocks_only_until_the_deadline(
     start: Callable[..., Driver], peer: Callable[..., Peer]
 ) -> None:
     theirs = memory(ROW, 1)
@@ -233,7 +234,7 @@ def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
     number = 0
     for d in (slow, other):
         end = time.monotonic() + 15
-        while not d("landed").get("gloo"):  # type: ignore[attr-defined]
+        while not d("received").get("gloo"):  # type: ignore[attr-defined]
             assert time.monotonic() < end
             read(d, number, 48)
             d("outcome"), outcome(p)
@@ -241,19 +242,19 @@ def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
     read(slow, number, TOKENS)
     slow.process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
-    before = other("landed")["gloo"]  # type: ignore[index]
+    before = other("received")["gloo"]  # type: ignore[index]
     prefill(p, name(9999), TOKENS)
     other(f"want {name(9999)} {TOKENS} {worker}")
     assert "reason=None" in str(other("outcome"))
     took = time.monotonic() - began
-    assert other("landed")["gloo"] - before == 8 * BLOCKS * ROW  # type: ignore[index]
+    assert other("received")["gloo"] - before == 8 * BLOCKS * ROW  # type: ignore[index]
     assert other(f"digest {BLOCKS}") == digest(theirs, BLOCKS)
     outcome(p)
     slow.process.send_signal(signal.SIGCONT)
     slow("outcome"), outcome(p)
     end = time.monotonic() + 15
-    before = slow("landed").get("gloo")  # type: ignore[attr-defined]
-    while slow("landed").get("gloo") == before:  # type: ignore[attr-defined]
+    before = slow("received").get("gloo")  # type: ignore[attr-defined]
+    while slow("received").get("gloo") == before:  # type: ignore[attr-defined]
         assert time.monotonic() < end, f"not back to Gloo; the other took {took:.1f} s"
         number += 1
         read(slow, number, 48)
@@ -262,21 +263,21 @@ def test_a_frozen_reader_holds_blocks_for_the_deadline_only_and_hurts_no_other(
     assert slow("digest 3") == digest(theirs, 3)
 
 
-def test_the_pair_unused_for_longest_makes_room(
+def test_the_channel_unused_for_longest_is_evicted(
     start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(two_sided, "MAX_LINKS_PER_DIRECTION", 1)
+    monkeypatch.setattr(collective, "MAX_LINKS_PER_DIRECTION", 1)
     d, first, second = start(memory(64, None)), peer(row=64), peer(row=64)
-    carrier = d._transports["gloo"]
+    transport = d._transports["gloo"]
     number = 0
     for p in (first, second, first):
         number = until_by_gloo(d, p, number)
-        up = [source for source, end in carrier._sources.items() if end.state.name == "UP"]  # type: ignore[attr-defined]
+        up = [source for source, end in transport._senders.items() if end.state.name == "UP"]  # type: ignore[attr-defined]
         assert up == [p.worker.name]
         time.sleep(1.1)  # the back-off of the one that was closed
 
 
-def test_a_peer_without_gloo_is_served_by_zmq_and_the_log_says_why(
+def test_gloo_missing_at_the_peer_is_logged(
     start: Callable[..., Driver], peer: Callable[..., Peer], caplog: pytest.LogCaptureFixture
 ) -> None:
     p = peer(settings={"transport": "zmq"})
@@ -292,6 +293,6 @@ def test_a_peer_without_gloo_is_served_by_zmq_and_the_log_says_why(
     ]
 
 
-def test_settings_that_contradict_each_other() -> None:
+def test_gloo_refuses_encryption() -> None:
     with pytest.raises(ConfigError, match="cannot encrypt"):
         transports.chosen(Config(transport="gloo", encrypt_data=True))

@@ -337,9 +337,9 @@ def test_an_adapter_is_told_by_its_files_as_they_were_when_it_was_loaded(
     )
     (tmp_path / "a" / "train.log").write_text("vLLM reads no such files")
     assert (
-        prompt_digest.prompt(asked(ours))
-        == prompt_digest.prompt(asked(theirs))
-        != prompt_digest.prompt(asked(None))
+        prompt_digest.digest_prompt(asked(ours))
+        == prompt_digest.digest_prompt(asked(theirs))
+        != prompt_digest.digest_prompt(asked(None))
     )
 
 
@@ -350,33 +350,36 @@ def test_an_adapter_whose_files_have_changed_since_gives_no_kv(
     """Of the same length, and perhaps by a tool that keeps times.  Loaded anew it is another one."""
     lora = load(adapter(tmp_path / "a", b"a", 201 + is_used))
     if is_used:
-        assert prompt_digest.prompt(asked(lora))
+        assert prompt_digest.digest_prompt(asked(lora))
     times = (tmp_path / "a" / "adapter_model.safetensors").stat()
     adapter(tmp_path / "a", b"b", 0)
     os.utime(
         tmp_path / "a" / "adapter_model.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns)
     )
-    assert prompt_digest.prompt(asked(lora)) == "", (
+    assert prompt_digest.digest_prompt(asked(lora)) == "", (
         "vLLM may have the old files or, after an eviction, the new ones"
     )
     lora.lora_int_id = 211 + is_used
-    assert prompt_digest.prompt(asked(load(lora)))
+    assert prompt_digest.digest_prompt(asked(load(lora)))
 
 
 def test_where_too_many_adapters_are_remembered_none_is_forgotten(
     load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its files of now would pass for those that were loaded."""
-    monkeypatch.setattr(prompt_digest, "_loaded", {})
+    monkeypatch.setattr(prompt_digest, "_stamps_at_load", {})
     monkeypatch.setattr(prompt_digest, "MAX_ADAPTERS", 1)
     first, second = (
         load(adapter(tmp_path / "a", b"a", 401)),
         load(adapter(tmp_path / "b", b"b", 402)),
     )
-    assert prompt_digest.prompt(asked(first)) and prompt_digest.prompt(asked(second)) == ""
+    assert (
+        prompt_digest.digest_prompt(asked(first))
+        and prompt_digest.digest_prompt(asked(second)) == ""
+    )
     adapter(tmp_path / "a", b"c", 0)
-    prompt_digest._read.cache_clear()
-    assert prompt_digest.prompt(asked(first)) == ""
+    prompt_digest._digest_files.cache_clear()
+    assert prompt_digest.digest_prompt(asked(first)) == ""
 
 
 def test_an_adapter_in_a_home_folder_is_told_by_its_files(
@@ -385,7 +388,7 @@ def test_an_adapter_in_a_home_folder_is_told_by_its_files(
     one = adapter(tmp_path / "a", b"a", 301)
     monkeypatch.setenv("HOME", str(tmp_path))
     expanded = SimpleNamespace(lora_name="one", lora_path="~/a", lora_int_id=302)
-    assert prompt_digest.prompt(asked(expanded)) == prompt_digest.prompt(asked(one))
+    assert prompt_digest.digest_prompt(asked(expanded)) == prompt_digest.digest_prompt(asked(one))
 
 
 def test_what_loads_adapters_keeps_its_signature(monkeypatch: pytest.MonkeyPatch) -> None:

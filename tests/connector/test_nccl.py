@@ -43,7 +43,7 @@ def test_the_layout_is_the_headers() -> None:
         4,
     )
     assert made.cgaClusterSize == -(2**31) and made.netName is None
-    assert ctypes.sizeof(nccl.UniqueId) == nccl.UNIQUE_ID
+    assert ctypes.sizeof(nccl.UniqueId) == nccl.UNIQUE_ID_BYTES
 
 
 def find() -> str:
@@ -55,7 +55,7 @@ def find() -> str:
 
 @pytest.mark.skipif(not find(), reason="no libnccl.so.2 here; name one with VLLM_NCCL_SO_PATH")
 def test_the_library_has_what_is_bound() -> None:
-    library = nccl.Library(find())
+    library = nccl.NcclLibrary(find())
     major, minor, _ = map(int, library.version().split("."))
     assert (major, minor) >= (2, 17)
     with pytest.raises(nccl.NcclError, match="ncclCommGetAsyncError: invalid argument"):
@@ -73,7 +73,7 @@ class Scripted:
         self.fails = ""
 
     def unique_id(self) -> bytes:
-        return b"i" * nccl.UNIQUE_ID
+        return b"i" * nccl.UNIQUE_ID_BYTES
 
     def call(self, name: str, *arguments: object) -> int:
         self.calls.append(name)
@@ -141,7 +141,7 @@ def test_a_link_opens_sends_in_order_and_says_when_each_has_ended(library: Scrip
 def test_the_reader_opens_when_it_hears_and_not_twice(library: Scripted) -> None:
     made, told = link(library, 1)
     assert not made.poll() and not library.calls  # type: ignore[attr-defined]
-    made.hear(b"i" * nccl.UNIQUE_ID), made.hear(b"i" * nccl.UNIQUE_ID)  # type: ignore[attr-defined]
+    made.hear(b"i" * nccl.UNIQUE_ID_BYTES), made.hear(b"i" * nccl.UNIQUE_ID_BYTES)  # type: ignore[attr-defined]
     assert library.calls == ["ncclCommInitRankConfig"]
     made.poll(), made.poll(), made.poll()  # type: ignore[attr-defined]
     assert told == [pairs.LinkUp(3)]

@@ -79,7 +79,7 @@ def request(
     return SimpleNamespace(**fields | change)
 
 
-OF_40, OF_70 = (prompt_digest.prompt(request("probe", None, length)) for length in (40, 70))  # type: ignore[arg-type]
+OF_40, OF_70 = (prompt_digest.digest_prompt(request("probe", None, length)) for length in (40, 70))  # type: ignore[arg-type]
 
 
 def step(
@@ -108,18 +108,18 @@ def test_a_prefill_leg_in_chunks() -> None:
     p = side("prefill")
     asked = request("prefill", p)
     assert p.tokens_to_load(asked, 0) == 0
-    first = p.step(step(new={"r1": (0, 20, [7, 8])}))
-    assert first.prefill == [events.BlocksScheduled("ab" * 16, 20, [[7, 8]], prompt=OF_40)]
-    assert first.serving == {"ab" * 16: "r1"} and not first.loading
-    assert p.step(step(cached={"r1": (20, 20, [9])})).prefill == [
+    first = p.build_step_metadata(step(new={"r1": (0, 20, [7, 8])}))
+    assert first.sender_events == [events.BlocksScheduled("ab" * 16, 20, [[7, 8]], prompt=OF_40)]
+    assert first.serving_requests == {"ab" * 16: "r1"} and not first.loading_requests
+    assert p.build_step_metadata(step(cached={"r1": (20, 20, [9])})).sender_events == [
         events.BlocksScheduled("ab" * 16, 40, [[9]], prompt=OF_40)
     ]
-    assert p.step(step(cached={"r1": (40, 1, [])})).prefill == [], (
+    assert p.build_step_metadata(step(cached={"r1": (40, 1, [])})).sender_events == [], (
         "what follows the prompt is no business of D"
     )
-    keep, answer = p.finished(asked)
+    keep, answer = p.on_request_finished(asked)
     assert keep and answer is not None and answer[grants.ANSWER_KEY]["role"] == "prefill"
-    assert p.step(step()).prefill == [events.PrefillFinished("ab" * 16)]
+    assert p.build_step_metadata(step()).sender_events == [events.PrefillFinished("ab" * 16)]
 
 
 @pytest.mark.parametrize("end", ["abort", "preempt", "early"])
@@ -127,17 +127,21 @@ def test_a_prefill_leg_that_loses_its_blocks_keeps_nothing(end: str) -> None:
     p = side("prefill")
     asked = request("prefill", p)
     p.tokens_to_load(asked, 0)
-    p.step(step(new={"r1": (0, 20 if end == "early" else 40, [7, 8, 9])}))
+    p.build_step_metadata(step(new={"r1": (0, 20 if end == "early" else 40, [7, 8, 9])}))
     if end == "preempt":
-        assert p.step(step(preempted={"r1"})).prefill == [events.BlocksRevoked("ab" * 16)]
-        assert p.step(step(cached={"r1": (0, 40, [1, 2, 3])})).prefill == [], (
+        assert p.build_step_metadata(step(preempted={"r1"})).sender_events == [
+            events.BlocksRevoked("ab" * 16)
+        ]
+        assert p.build_step_metadata(step(cached={"r1": (0, 40, [1, 2, 3])})).sender_events == [], (
             "computed again, but not for D"
         )
     elif end == "abort":
         asked.status.name = "FINISHED_ABORTED"
-    keep, _ = p.finished(asked)
+    keep, _ = p.on_request_finished(asked)
     assert not keep
-    assert p.step(step()).prefill == ([] if end == "preempt" else [events.BlocksRevoked("ab" * 16)])
+    assert p.build_step_metadata(step()).sender_events == (
+        [] if end == "preempt" else [events.BlocksRevoked("ab" * 16)]
+    )
 
 
 def test_a_decode_leg_loads_what_its_own_cache_lacks() -> None:
@@ -145,18 +149,18 @@ def test_a_decode_leg_loads_what_its_own_cache_lacks() -> None:
     asked = request("decode", d)
     assert d.tokens_to_load(asked, 16) == 24
     assert d.tokens_to_load(asked, 16) == 24, "asked again until there is room"
-    d.allocated(asked, ([4, 5, 6],), 24)
-    (wanted,) = d.step(step()).decode
+    d.on_blocks_allocated(asked, ([4, 5, 6],), 24)
+    (wanted,) = d.build_step_metadata(step()).receiver_events
     assert wanted == events.LoadRequested(
         "ab" * 16, [P_WORKER], PLAN, [events.GroupBlocks(16, [5, 6])], 40, 60.0, OF_40
     )
     assert d.tokens_to_load(asked, 0) == 0, (
         "loaded once; after a failure or a preemption it is recomputed"
     )
-    d.allocated(asked, ([4, 5, 6],), 0)
-    d.loaded("r1")
-    assert d.finished(asked) == (False, None)
-    assert d.step(step()).decode == []
+    d.on_blocks_allocated(asked, ([4, 5, 6],), 0)
+    d.on_load_finished("r1")
+    assert d.on_request_finished(asked) == (False, None)
+    assert d.build_step_metadata(step()).receiver_events == []
 
 
 @pytest.mark.parametrize("back", [False, True])
@@ -177,14 +181,14 @@ def test_a_load_that_failed_lets_all_others_go_first_and_once_only(back: bool) -
         for at in range(3)
     ]
     for at, asked in enumerate(loading):
-        engine.arrived(asked)
-        engine.found({f"{at + 9:032x}": [64]} if back else {})
+        engine.on_request_arrived(asked)
+        engine.on_lookup_counts({f"{at + 9:032x}": [64]} if back else {})
         count = engine.tokens_to_load(asked, 0)
-        engine.allocated(asked, ([4, 5, 6, 7, 8],), count or 0)
+        engine.on_blocks_allocated(asked, ([4, 5, 6, 7, 8],), count or 0)
         assert count == (64 if back else 70)
-    engine.loaded("r0")
+    engine.on_load_finished("r0")
     assert [engine.tokens_to_load(loading[0], 0) for _ in range(3)] == [None, 0, 0]
-    engine.allocated(loading[0], ([4, 5, 6, 7, 8],), 0)
+    engine.on_blocks_allocated(loading[0], ([4, 5, 6, 7, 8],), 0)
     assert (
         engine.tokens_to_load(request("decode", None, name="plain", kv_transfer_params=None), 0)
         == 0
@@ -195,8 +199,10 @@ def test_a_prompt_that_is_all_but_cached_is_not_fetched_and_p_is_told() -> None:
     d = side("decode")
     asked = request("decode", d)
     assert d.tokens_to_load(asked, 32) == 0
-    d.allocated(asked, ([4, 5, 6],), 0)
-    assert d.step(step()).decode == [events.LoadSkipped("ab" * 16, [P_WORKER], NOBODY)]
+    d.on_blocks_allocated(asked, ([4, 5, 6],), 0)
+    assert d.build_step_metadata(step()).receiver_events == [
+        events.LoadSkipped("ab" * 16, [P_WORKER], NOBODY)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -207,25 +213,25 @@ def test_a_decode_leg_that_is_aborted_says_so_once(when: str, event: type) -> No
     asked = request("decode", d)
     if when == "loading":
         d.tokens_to_load(asked, 0)
-        d.allocated(asked, ([4, 5, 6],), 40)
-        d.step(step())
-    d.finished(asked)
-    assert [type(e) for e in d.step(step()).decode] == [event]
-    d.finished(asked)
-    assert d.step(step()).decode == []
+        d.on_blocks_allocated(asked, ([4, 5, 6],), 40)
+        d.build_step_metadata(step())
+    d.on_request_finished(asked)
+    assert [type(e) for e in d.build_step_metadata(step()).receiver_events] == [event]
+    d.on_request_finished(asked)
+    assert d.build_step_metadata(step()).receiver_events == []
 
 
 def test_a_probe_learns_who_we_are_whatever_our_role() -> None:
     for role in ("prefill", "decode", "both"):
         engine = side(role)
-        keep, answer = engine.finished(request("probe", engine))
+        keep, answer = engine.on_request_finished(request("probe", engine))
         assert not keep and answer is not None
         layout = answer[grants.ANSWER_KEY]["layout"]
         assert (
             layout["dtype"] == "bf16" and layout["KV of a token"] == "2 layers of 1 heads of bytes"
         )
-        said = engine.step(step())
-        assert not said.serving and not said.loading
+        said = engine.build_step_metadata(step())
+        assert not said.serving_requests and not said.loading_requests
 
 
 def test_a_probe_that_names_no_engine_learns_what_the_next_one_needs_and_no_address(
@@ -236,10 +242,12 @@ def test_a_probe_that_names_no_engine_learns_what_the_next_one_needs_and_no_addr
     clock[0] += 7
     expected = {"incarnation": engine.engine.incarnation, "clock": 7.0, "rank": None}
     asked = request("probe", None, incarnation="", until=0.0)
-    assert engine.finished(asked) == (False, {grants.ANSWER_KEY: expected})
-    assert engine.finished(asked) == (False, {grants.ANSWER_KEY: expected}), "it has no end"
+    assert engine.on_request_finished(asked) == (False, {grants.ANSWER_KEY: expected})
+    assert engine.on_request_finished(asked) == (False, {grants.ANSWER_KEY: expected}), (
+        "it has no end"
+    )
     named = request("probe", engine)
-    answer = engine.finished(named)[1]
+    answer = engine.on_request_finished(named)[1]
     assert (
         answer
         and answer[grants.ANSWER_KEY]["clock"] == 7.0
@@ -250,7 +258,7 @@ def test_a_probe_that_names_no_engine_learns_what_the_next_one_needs_and_no_addr
         request("probe", None),
         request("probe", engine, until=1e6),
     ):
-        assert engine.finished(again) == (False, {grants.ANSWER_KEY: expected}), (
+        assert engine.on_request_finished(again) == (False, {grants.ANSWER_KEY: expected}), (
             "ended, another engine's, never to end"
         )
 
@@ -265,7 +273,7 @@ def test_a_grant_ends_by_the_engines_clock_and_works_once_until_then(
     def accepted(**change: Any) -> bool:
         name = f"r{next(names)}"
         engine.tokens_to_load(request(leg, engine, name=name, **change), 0)
-        return not engine._legs[name].refused
+        return not engine._legs[name].is_refused
 
     clock[0] += 100
     first = {"transfer": "01" * 16, "until": 130.0}
@@ -274,11 +282,11 @@ def test_a_grant_ends_by_the_engines_clock_and_works_once_until_then(
         assert accepted(transfer=f"{at:032x}", until=110.0)
     assert not accepted(**first), "whatever has come since"
     clock[0] += 29.9
-    assert not accepted(**first) and len(engine._used) == len(engine._ends) == 1, (
+    assert not accepted(**first) and len(engine._used_grants) == len(engine._grant_expiries) == 1, (
         "the others have ended, and are forgotten"
     )
     clock[0] += 0.2
-    assert not accepted(**first) and not engine._used, "ended"
+    assert not accepted(**first) and not engine._used_grants, "ended"
     assert not accepted(transfer="02" * 16, until=130.0) and accepted(
         transfer="02" * 16, until=131.0
     )
@@ -300,15 +308,15 @@ def test_a_prefill_leg_whose_grant_does_not_hold_says_so(clock: list[float]) -> 
     clock[0] += 100
     for name, change in (("r1", {"until": 99.0}), ("r2", {"incarnation": "of before"})):
         asked = request("prefill", p, name=name, **change)
-        p.arrived(asked)
+        p.on_request_arrived(asked)
         assert p.tokens_to_load(asked, 0) == 0
-        p.allocated(asked, ([1, 2, 3],), 0)
-        assert p.step(step(new={name: (0, 40, [7, 8, 9])})).prefill == []
+        p.on_blocks_allocated(asked, ([1, 2, 3],), 0)
+        assert p.build_step_metadata(step(new={name: (0, 40, [7, 8, 9])})).sender_events == []
         assert p.engine is not None
         expected = {
             grants.ANSWER_KEY: {"incarnation": p.engine.incarnation, "clock": 100.0, "rank": None}
         }
-        assert p.finished(asked) == (False, expected) and not p._legs
+        assert p.on_request_finished(asked) == (False, expected) and not p._legs
 
 
 def refused() -> list[tuple[str, Any]]:
@@ -334,14 +342,14 @@ def test_whatever_else_a_client_writes_is_an_ordinary_request(_: str, params: An
     d = side("decode")
     asked = request("decode", d, kv_transfer_params=params)
     assert d.tokens_to_load(asked, 0) == 0
-    d.allocated(asked, ([1, 2, 3],), 0)
-    assert d.finished(asked) == (False, None)
-    metadata = d.step(step())
+    d.on_blocks_allocated(asked, ([1, 2, 3],), 0)
+    assert d.on_request_finished(asked) == (False, None)
+    metadata = d.build_step_metadata(step())
     assert (
-        not metadata.prefill
-        and not metadata.decode
-        and not metadata.serving
-        and not metadata.loading
+        not metadata.sender_events
+        and not metadata.receiver_events
+        and not metadata.serving_requests
+        and not metadata.loading_requests
     )
 
 
@@ -374,12 +382,12 @@ def test_nothing_is_dialled_that_an_engine_may_not_dial(leg: str) -> None:
         asked = request(
             leg, engine, length=70, kv_transfer_params={grants.REQUEST_KEY: grants.mint(KEY, grant)}
         )
-        engine.arrived(asked)
+        engine.on_request_arrived(asked)
         assert engine.tokens_to_load(asked, 0) == 0
-        engine.allocated(asked, ([4, 5, 6],), 0)
-        said = engine.step(step())
-        assert not said.decode and not said.loading and not said.prefill
-        assert list(said.serving) == ([T] if leg == "prefill" else [])
+        engine.on_blocks_allocated(asked, ([4, 5, 6],), 0)
+        said = engine.build_step_metadata(step())
+        assert not said.receiver_events and not said.loading_requests and not said.sender_events
+        assert list(said.serving_requests) == ([T] if leg == "prefill" else [])
 
 
 def test_without_a_key_a_transfer_is_remembered_whatever_end_a_client_chose(
@@ -388,10 +396,10 @@ def test_without_a_key_a_transfer_is_remembered_whatever_end_a_client_chose(
     """Its blocks may still be held when the grant has ended."""
     engine = side("prefill", key=keys.FleetKey(None, insecure=True))
     clock[0] += 100
-    engine._use("prefill", T, 100.3)
+    engine._use_grant("prefill", T, 100.3)
     clock[0] += 10
     with pytest.raises(BadGrant, match="used before"):
-        engine._use("prefill", T, 200.0)
+        engine._use_grant("prefill", T, 200.0)
 
 
 def test_one_engine_is_not_both_engines_of_a_request() -> None:
@@ -402,13 +410,17 @@ def test_one_engine_is_not_both_engines_of_a_request() -> None:
     me = peers.WorkerInfo("me/0", NEAR, NEAR, holds=HOLDS)
     p, d = request("prefill", both, name="p"), request("decode", both, name="d", sources=[me])
     assert both.tokens_to_load(p, 0) == both.tokens_to_load(d, 0) == 0
-    said = both.step(step(new={"p": (0, 40, [4, 5, 6])}))
-    assert said.serving == {T: "p"} and not said.loading and not said.decode
-    back = request("prefill", both, name="b", transfer="ef" * 16, back=BACK, sources=[me])
-    both.arrived(back)
-    said = both.step(step())
+    said = both.build_step_metadata(step(new={"p": (0, 40, [4, 5, 6])}))
     assert (
-        not said.decode and not said.serving and said.prefill == [events.BlocksRevoked("ef" * 16)]
+        said.serving_requests == {T: "p"} and not said.loading_requests and not said.receiver_events
+    )
+    back = request("prefill", both, name="b", transfer="ef" * 16, back=BACK, sources=[me])
+    both.on_request_arrived(back)
+    said = both.build_step_metadata(step())
+    assert (
+        not said.receiver_events
+        and not said.serving_requests
+        and said.sender_events == [events.BlocksRevoked("ef" * 16)]
     )
 
 
@@ -431,7 +443,10 @@ def test_without_a_key_no_grant_counts_unless_that_is_asked_for(
     made.set_workers([Handshake(peers.WorkerInfo("me/0", "", "", holds=HOLDS), ["a", "b"])])
     logging.getLogger("vllm_disagg").propagate = True
     assert made.tokens_to_load(request("decode", made, key=nobody), 0) == (40 if insecure else 0)
-    assert made.finished(request("probe", None, name="r2", key=nobody))[1] is None or insecure
+    assert (
+        made.on_request_finished(request("probe", None, name="r2", key=nobody))[1] is None
+        or insecure
+    )
     far = peers.WorkerInfo("p/0", "tcp://10.0.0.1:1", NEAR, holds=HOLDS)
     assert (
         made.tokens_to_load(
@@ -523,8 +538,8 @@ def test_with_a_window_the_last_token_and_the_blocks_before_the_window_are_left_
     d = side("decode", [FULL, WINDOW])
     asked = request("decode", d, length=70)
     assert d.tokens_to_load(asked, 16) == 53
-    d.allocated(asked, ([4, 5, 6, 7, 8], [0, 0, 0, 9, 10]), 53)
-    (wanted,) = d.step(step()).decode
+    d.on_blocks_allocated(asked, ([4, 5, 6, 7, 8], [0, 0, 0, 9, 10]), 53)
+    (wanted,) = d.build_step_metadata(step()).receiver_events
     assert wanted.token_end == 69
     assert wanted.blocks == [events.GroupBlocks(16, [5, 6, 7, 8]), events.GroupBlocks(48, [9, 10])]
 
@@ -547,20 +562,20 @@ def test_a_prefill_leg_of_more_than_one_token_is_a_request_like_any_other(
     p = side("prefill", groups)
     asked = request("prefill", p, **more)
     asked._all_token_ids = list(asked.prompt_token_ids)
-    p.arrived(asked)
+    p.on_request_arrived(asked)
     assert p.tokens_to_load(asked, 0) == 0
     assert asked.num_prompt_tokens == len(asked.prompt_token_ids) == len(asked._all_token_ids) == 40
     scheduled = step(new={"r1": (0, 40, [])})
     scheduled.scheduled_new_reqs[0].block_ids = tuple([4, 5, 6] for _ in groups)
-    assert p.step(scheduled).prefill == [events.BlocksRevoked(T)]
-    assert not p.finished(asked)[0] and p.step(step()).prefill == []
+    assert p.build_step_metadata(scheduled).sender_events == [events.BlocksRevoked(T)]
+    assert not p.on_request_finished(asked)[0] and p.build_step_metadata(step()).sender_events == []
 
 
 def test_without_windows_a_prefill_leg_may_go_on() -> None:
     p = side("prefill")
     asked = request("prefill", p, max_tokens=3)
     p.tokens_to_load(asked, 0)
-    assert p.step(step(new={"r1": (0, 40, [7, 8, 9])})).prefill == [
+    assert p.build_step_metadata(step(new={"r1": (0, 40, [7, 8, 9])})).sender_events == [
         events.BlocksScheduled(T, 40, [[7, 8, 9]], prompt=OF_40)
     ]
 
@@ -569,8 +584,8 @@ def test_of_one_token_nothing_is_left_to_load() -> None:
     d = side("decode", [FULL, WINDOW])
     asked = request("decode", d, length=1)
     assert d.tokens_to_load(asked, 0) == 0
-    d.allocated(asked, ([4], [5]), 0)
-    assert isinstance(d.step(step()).decode[0], events.LoadSkipped)
+    d.on_blocks_allocated(asked, ([4], [5]), 0)
+    assert isinstance(d.build_step_metadata(step()).receiver_events[0], events.LoadSkipped)
 
 
 def test_with_a_state_p_computes_all_tokens_but_the_last() -> None:
@@ -580,12 +595,12 @@ def test_with_a_state_p_computes_all_tokens_but_the_last() -> None:
     p.tokens_to_load(asked, 0)
     p.tokens_to_load(asked, 0)  # asked again until there is room
     assert asked.num_prompt_tokens == len(asked.prompt_token_ids) == len(asked._all_token_ids) == 39
-    p.step(step(new={"r1": (0, 39, [7])}))
-    assert p.finished(asked)[0], "kept for D"
+    p.build_step_metadata(step(new={"r1": (0, 39, [7])}))
+    assert p.on_request_finished(asked)[0], "kept for D"
     other = request("decode", d, length=40)
     assert d.tokens_to_load(other, 0) == 39
-    d.allocated(other, ([3],), 39)
-    (wanted,) = d.step(step()).decode
+    d.on_blocks_allocated(other, ([3],), 39)
+    (wanted,) = d.build_step_metadata(step()).receiver_events
     assert (wanted.token_end, wanted.blocks) == (39, [events.GroupBlocks(0, [3])])
 
 
@@ -613,7 +628,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def arrived(p: SchedulerSide) -> Any:
     """A prefill leg that may read back."""
     asked = request("prefill", p, length=70, back=BACK)
-    p.arrived(asked)
+    p.on_request_arrived(asked)
     return asked
 
 
@@ -621,14 +636,18 @@ def test_a_prefill_leg_asks_d_reads_back_and_computes_the_rest(clock: list[float
     p = side("prefill")
     asked = arrived(p)
     assert p.tokens_to_load(asked, 16) is None, "ask again"
-    assert p.step(step()).decode == [events.LookupRequested(BACK, [P_WORKER], PLAN, OF_70)]
-    assert p.tokens_to_load(asked, 16) is None and p.step(step()).decode == [], "asked once"
-    p.found({BACK: [64], "of another": [16]})
+    assert p.build_step_metadata(step()).receiver_events == [
+        events.LookupRequested(BACK, [P_WORKER], PLAN, OF_70)
+    ]
+    assert (
+        p.tokens_to_load(asked, 16) is None and p.build_step_metadata(step()).receiver_events == []
+    ), "asked once"
+    p.on_lookup_counts({BACK: [64], "of another": [16]})
     assert p.tokens_to_load(asked, 16) == 48
     assert p.tokens_to_load(asked, 32) == 32, "no room yet, and more is cached here by now"
-    p.allocated(asked, ([4, 5, 6, 7],), 32)
-    metadata = p.step(step())
-    assert metadata.decode == [
+    p.on_blocks_allocated(asked, ([4, 5, 6, 7],), 32)
+    metadata = p.build_step_metadata(step())
+    assert metadata.receiver_events == [
         events.LoadRequested(
             BACK,
             [P_WORKER],
@@ -639,14 +658,14 @@ def test_a_prefill_leg_asks_d_reads_back_and_computes_the_rest(clock: list[float
             OF_70,
         )
     ]
-    assert metadata.loading == {BACK: "r1"}
-    p.loaded("r1")
-    first = p.step(step(new={"r1": (64, 6, [4, 5, 6, 7, 8])}))
+    assert metadata.loading_requests == {BACK: "r1"}
+    p.on_load_finished("r1")
+    first = p.build_step_metadata(step(new={"r1": (64, 6, [4, 5, 6, 7, 8])}))
     assert (
-        first.prefill == [events.BlocksScheduled(T, 70, [[4, 5, 6, 7, 8]], prompt=OF_70)]
-        and not first.decode
+        first.sender_events == [events.BlocksScheduled(T, 70, [[4, 5, 6, 7, 8]], prompt=OF_70)]
+        and not first.receiver_events
     )
-    assert p.finished(asked)[0] and not p.step(step()).decode, (
+    assert p.on_request_finished(asked)[0] and not p.build_step_metadata(step()).receiver_events, (
         "nothing is open any more that could be cancelled"
     )
 
@@ -661,30 +680,32 @@ def test_what_d_does_not_have_is_computed(
     if there is None:
         clock[0] += scheduler.REUSE_LOOKUP_SECONDS
     else:
-        p.found({BACK: [there]})
+        p.on_lookup_counts({BACK: [there]})
     assert p.tokens_to_load(asked, local) == 0
-    p.allocated(asked, ([4, 5],), 0)
-    assert p.step(step(new={"r1": (local, 70 - local, [4, 5, 6, 7, 8])})).decode == [
+    p.on_blocks_allocated(asked, ([4, 5],), 0)
+    assert p.build_step_metadata(
+        step(new={"r1": (local, 70 - local, [4, 5, 6, 7, 8])})
+    ).receiver_events == [
         events.LookupRequested(BACK, [P_WORKER], PLAN, OF_70),
         events.LoadCancelled(BACK),
     ]
-    p.found({BACK: [64]})
-    assert p.finished(asked)[0] and p.step(step()).decode == []
+    p.on_lookup_counts({BACK: [64]})
+    assert p.on_request_finished(asked)[0] and p.build_step_metadata(step()).receiver_events == []
 
 
 def test_a_load_back_that_fails_is_computed(clock: list[float]) -> None:
     p = side("prefill")
     asked = arrived(p)
     p.tokens_to_load(asked, 0)
-    p.found({BACK: [64]})
-    p.allocated(asked, ([4, 5, 6, 7],), p.tokens_to_load(asked, 0))  # type: ignore[arg-type]
-    p.step(step())
-    p.loaded("r1")  # vLLM frees the blocks and asks again
+    p.on_lookup_counts({BACK: [64]})
+    p.on_blocks_allocated(asked, ([4, 5, 6, 7],), p.tokens_to_load(asked, 0))  # type: ignore[arg-type]
+    p.build_step_metadata(step())
+    p.on_load_finished("r1")  # vLLM frees the blocks and asks again
     assert p.tokens_to_load(asked, 0) is None, "all others first"
     assert p.tokens_to_load(asked, 0) == 0
-    p.allocated(asked, ([1, 2, 3, 4, 5],), 0)
-    metadata = p.step(step(new={"r1": (0, 70, [1, 2, 3, 4, 5])}))
-    assert metadata.decode == [] and metadata.prefill == [
+    p.on_blocks_allocated(asked, ([1, 2, 3, 4, 5],), 0)
+    metadata = p.build_step_metadata(step(new={"r1": (0, 70, [1, 2, 3, 4, 5])}))
+    assert metadata.receiver_events == [] and metadata.sender_events == [
         events.BlocksScheduled(T, 70, [[1, 2, 3, 4, 5]], prompt=OF_70)
     ]
 
@@ -694,14 +715,14 @@ def test_a_prefill_leg_that_is_aborted_asks_no_more(clock: list[float], when: st
     p = side("prefill")
     asked = arrived(p) if when != "waiting" else request("prefill", p, length=70, back=BACK)
     if when == "reading":
-        p.found({BACK: [64]})
-        p.allocated(asked, ([4, 5, 6, 7],), p.tokens_to_load(asked, 0))  # type: ignore[arg-type]
-    p.step(step())
+        p.on_lookup_counts({BACK: [64]})
+        p.on_blocks_allocated(asked, ([4, 5, 6, 7],), p.tokens_to_load(asked, 0))  # type: ignore[arg-type]
+    p.build_step_metadata(step())
     asked.status.name = "FINISHED_ABORTED"
-    assert not p.finished(asked)[0]
-    metadata = p.step(step())
-    assert metadata.decode == ([] if when == "waiting" else [events.LoadCancelled(BACK)])
-    assert metadata.prefill == [events.BlocksRevoked(T)] and not p._seeking
+    assert not p.on_request_finished(asked)[0]
+    metadata = p.build_step_metadata(step())
+    assert metadata.receiver_events == ([] if when == "waiting" else [events.LoadCancelled(BACK)])
+    assert metadata.sender_events == [events.BlocksRevoked(T)] and not p._lookups
 
 
 def test_all_ranks_must_know_how_much_there_is(clock: list[float]) -> None:
@@ -710,9 +731,9 @@ def test_all_ranks_must_know_how_much_there_is(clock: list[float]) -> None:
     p.set_workers([Handshake(worker, ["a", "b"]) for worker in halves])
     asked = arrived(p)
     p.tokens_to_load(asked, 0)
-    p.found({BACK: [64]})
+    p.on_lookup_counts({BACK: [64]})
     assert p.tokens_to_load(asked, 0) is None
-    p.found({BACK: [48]})
+    p.on_lookup_counts({BACK: [48]})
     assert p.tokens_to_load(asked, 0) == 48
 
 
@@ -722,8 +743,8 @@ def served(d: SchedulerSide, length: int = 70, local: int = 32) -> Any:
     """
     asked = request("decode", d, length=length, back=BACK)
     missing = d.tokens_to_load(asked, local)
-    d.allocated(asked, ([4, 5, 6, 7, 8],), missing or 0)
-    (said,) = d.step(step()).prefill
+    d.on_blocks_allocated(asked, ([4, 5, 6, 7, 8],), missing or 0)
+    (said,) = d.build_step_metadata(step()).sender_events
     assert said == events.BlocksScheduled(
         BACK, local, [[4, 5]], cached=True, prompt={40: OF_40, 70: OF_70}[length]
     )
@@ -735,14 +756,18 @@ def test_a_decode_leg_serves_what_it_has_cached_while_the_blocks_are_its_own(end
     d = side("decode")
     asked = served(d, length=40 if end in ("preempted", "finished") else 70)
     if end == "loaded":
-        d.loaded("r1")
+        d.on_load_finished("r1")
     elif end == "preempted":
-        assert d.step(step(preempted={"r1"})).prefill == [events.BlocksRevoked(BACK)]
+        assert d.build_step_metadata(step(preempted={"r1"})).sender_events == [
+            events.BlocksRevoked(BACK)
+        ]
     else:
-        d.finished(asked)
-    assert d.step(step()).prefill == ([] if end == "preempted" else [events.BlocksRevoked(BACK)])
-    d.finished(asked)
-    assert d.step(step()).prefill == [], "said once"
+        d.on_request_finished(asked)
+    assert d.build_step_metadata(step()).sender_events == (
+        [] if end == "preempted" else [events.BlocksRevoked(BACK)]
+    )
+    d.on_request_finished(asked)
+    assert d.build_step_metadata(step()).sender_events == [], "said once"
 
 
 @pytest.mark.parametrize("why", ["nothing cached", "no blocks shown", "aborted early"])
@@ -750,15 +775,15 @@ def test_a_decode_leg_with_nothing_to_serve_says_so_at_once(why: str) -> None:
     d = side("decode")
     asked = request("decode", d, length=70, back=BACK)
     if why == "aborted early":
-        d.finished(asked)
+        d.on_request_finished(asked)
     else:
         d.tokens_to_load(asked, 0 if why == "nothing cached" else 32)
-        d.allocated(
+        d.on_blocks_allocated(
             asked,
             ([],) if why == "no blocks shown" else ([4, 5, 6, 7, 8],),
             0 if why == "no blocks shown" else 70,
         )
-    assert d.step(step()).prefill == [events.BlocksRevoked(BACK)]
+    assert d.build_step_metadata(step()).sender_events == [events.BlocksRevoked(BACK)]
 
 
 @pytest.mark.parametrize("groups", [[FULL, WINDOW], [STATE]])
@@ -767,29 +792,32 @@ def test_with_windows_or_states_nothing_goes_back(groups: Any) -> None:
     assert p.engine and not p.engine.two_way
     asked = request("prefill", p, back=BACK)
     asked._all_token_ids = list(asked.prompt_token_ids)
-    p.arrived(asked)
+    p.on_request_arrived(asked)
     assert p.tokens_to_load(asked, 0) == 0
     other = request("decode", d, length=70, back=BACK)
     d.tokens_to_load(other, 16)
-    d.allocated(other, tuple([4, 5, 6, 7, 8] for _ in groups), 53)
-    assert not p.step(step()).decode and not d.step(step()).prefill
+    d.on_blocks_allocated(other, tuple([4, 5, 6, 7, 8] for _ in groups), 53)
+    assert (
+        not p.build_step_metadata(step()).receiver_events
+        and not d.build_step_metadata(step()).sender_events
+    )
 
 
 @pytest.mark.parametrize("sources", [[], [OTHER_BLOCKS]])
 def test_a_prefill_leg_with_sources_that_cannot_be_read_is_one_all_the_same(sources: Any) -> None:
     p = side("prefill")
     asked = request("prefill", p, back=BACK, sources=sources)
-    p.arrived(asked)
+    p.on_request_arrived(asked)
     assert p.tokens_to_load(asked, 0) == 0
-    p.allocated(asked, ([4, 5, 6],), 0)
-    metadata = p.step(step(new={"r1": (0, 40, [4, 5, 6])}))
-    assert not metadata.decode and metadata.prefill == [
+    p.on_blocks_allocated(asked, ([4, 5, 6],), 0)
+    metadata = p.build_step_metadata(step(new={"r1": (0, 40, [4, 5, 6])}))
+    assert not metadata.receiver_events and metadata.sender_events == [
         events.BlocksScheduled(T, 40, [[4, 5, 6]], prompt=OF_40)
     ]
 
 
 def test_an_engine_says_whether_it_can() -> None:
-    made = SchedulerSide(KEY, "decode", {}, GROUPS, two_way=False)
+    made = SchedulerSide(KEY, "decode", {}, GROUPS, bidirectional_reuse=False)
     made.set_workers([Handshake(peers.WorkerInfo("me/0", "", "", holds=HOLDS), ["a", "b"])])
     assert made.engine and not made.engine.two_way and side("decode").engine.two_way  # type: ignore[union-attr]
 
@@ -799,13 +827,15 @@ def test_a_prefill_leg_asks_when_it_arrives_and_waits_when_it_is_its_turn(
 ) -> None:
     p = side("prefill")
     asked = arrived(p)
-    assert p.step(step()).decode == [events.LookupRequested(BACK, [P_WORKER], PLAN, OF_70)]
+    assert p.build_step_metadata(step()).receiver_events == [
+        events.LookupRequested(BACK, [P_WORKER], PLAN, OF_70)
+    ]
     clock[0] += 10  # in the queue
     assert p.tokens_to_load(asked, 0) is None
     clock[0] += scheduler.REUSE_LOOKUP_SECONDS / 2
     assert p.tokens_to_load(asked, 0) is None
-    p.found({BACK: [64]})
-    assert p.tokens_to_load(asked, 0) == 64 and p.step(step()).decode == []
+    p.on_lookup_counts({BACK: [64]})
+    assert p.tokens_to_load(asked, 0) == 64 and p.build_step_metadata(step()).receiver_events == []
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -817,13 +847,13 @@ def test_a_way_back_is_used_once_and_is_not_the_way_there(role: str) -> None:
         ("r3", "03" * 16, "03" * 16),
     ):
         asked = request(role, engine, length=70, name=name, transfer=transfer, back=back)
-        engine.arrived(asked)
+        engine.on_request_arrived(asked)
         engine.tokens_to_load(asked, 32)
-        engine.allocated(asked, ([4, 5, 6, 7, 8],), 0)
-    metadata = engine.step(step())
+        engine.on_blocks_allocated(asked, ([4, 5, 6, 7, 8],), 0)
+    metadata = engine.build_step_metadata(step())
     said = [
         e
-        for e in [*metadata.prefill, *metadata.decode]
+        for e in [*metadata.sender_events, *metadata.receiver_events]
         if isinstance(e, events.LookupRequested | events.BlocksScheduled)
     ]
     assert [e.transfer for e in said] == [BACK]
@@ -837,8 +867,8 @@ def test_states_beside_attention() -> None:
     assert asked.num_prompt_tokens == 39
     other = request("decode", d, length=40)
     assert d.tokens_to_load(other, 0) == 39
-    d.allocated(other, ([3], [4, 5, 6]), 39)
-    (wanted,) = d.step(step()).decode
+    d.on_blocks_allocated(other, ([3], [4, 5, 6]), 39)
+    (wanted,) = d.build_step_metadata(step()).receiver_events
     assert wanted.blocks == [events.GroupBlocks(0, [3]), events.GroupBlocks(0, [4, 5, 6])]
 
 
@@ -862,9 +892,9 @@ def told(role: str, **change: Any) -> str:
     """The digest that goes to the workers with a leg."""
     engine = side(role)
     asked = request(role, engine, **change)
-    engine.allocated(asked, ([4, 5, 6],), engine.tokens_to_load(asked, 0) or 0)
-    said = engine.step(step(new={"r1": (0, 40, [7, 8, 9])}))
-    (event,) = said.prefill if role == "prefill" else said.decode
+    engine.on_blocks_allocated(asked, ([4, 5, 6],), engine.tokens_to_load(asked, 0) or 0)
+    said = engine.build_step_metadata(step(new={"r1": (0, 40, [7, 8, 9])}))
+    (event,) = said.sender_events if role == "prefill" else said.receiver_events
     return event.prompt
 
 
@@ -903,11 +933,11 @@ def test_an_adapter_that_was_loaded_anew_is_read_anew(tmp_path: Path) -> None:
 
 def test_what_is_sought_and_served_back_is_of_one_prompt() -> None:
     p, d = side("prefill"), side("decode")
-    p.arrived(request("prefill", p, length=70, back=BACK))
-    (sought,) = p.step(step()).decode
+    p.on_request_arrived(request("prefill", p, length=70, back=BACK))
+    (sought,) = p.build_step_metadata(step()).receiver_events
     asked = request("decode", d, length=70, back=BACK)
-    d.allocated(asked, ([4, 5, 6, 7, 8],), d.tokens_to_load(asked, 32) or 0)
-    (served,) = d.step(step()).prefill
+    d.on_blocks_allocated(asked, ([4, 5, 6, 7, 8],), d.tokens_to_load(asked, 32) or 0)
+    (served,) = d.build_step_metadata(step()).sender_events
     assert sought.transfer == served.transfer and sought.prompt == served.prompt != ""
 
 
@@ -925,20 +955,20 @@ def test_a_prompt_that_cannot_be_told_is_computed_where_it_is_and_nobody_waits(
     p, d = side("prefill"), side("decode")
     for engine, role in ((p, "prefill"), (d, "decode")):
         asked = request(role, engine, **change)
-        engine.arrived(asked)
+        engine.on_request_arrived(asked)
         assert engine.tokens_to_load(asked, 0) == 0
-        engine.allocated(asked, ([4, 5, 6],), 0)
-        said = engine.step(step(new={"r1": (0, 40, [4, 5, 6])}))
-        assert said.prefill == ([events.BlocksRevoked(T)] if role == "prefill" else [])
-        assert said.decode == (
+        engine.on_blocks_allocated(asked, ([4, 5, 6],), 0)
+        said = engine.build_step_metadata(step(new={"r1": (0, 40, [4, 5, 6])}))
+        assert said.sender_events == ([events.BlocksRevoked(T)] if role == "prefill" else [])
+        assert said.receiver_events == (
             [] if role == "prefill" else [events.LoadSkipped(T, [P_WORKER], NOBODY)]
         )
-        keep, answer = engine.finished(asked)
+        keep, answer = engine.on_request_finished(asked)
         assert not keep and bool(answer) == (role == "prefill"), (
             "P says who it is, so the proxy goes on using it"
         )
-        said = engine.step(step())
-        assert not said.prefill and not said.decode
+        said = engine.build_step_metadata(step())
+        assert not said.sender_events and not said.receiver_events
 
 
 @pytest.mark.parametrize("groups", ["windows", "states", "all"])
@@ -946,7 +976,7 @@ def test_what_p_leaves_out_before_vllm_looks_at_the_prompt(groups: str) -> None:
     p = side("prefill", {"windows": [FULL, WINDOW], "states": [STATE], "all": GROUPS}[groups])
     asked = request("prefill", p)
     asked._all_token_ids = list(asked.prompt_token_ids)
-    p.arrived(asked)
+    p.on_request_arrived(asked)
     assert (
         asked.num_prompt_tokens
         == len(asked.prompt_token_ids)
@@ -954,7 +984,7 @@ def test_what_p_leaves_out_before_vllm_looks_at_the_prompt(groups: str) -> None:
         == (40 if groups == "all" else 39)
     )
     odd = request("prefill", p, name="r3", transfer="de" * 16, prompt_embeds=torch.zeros(40, 1))
-    p.arrived(odd)  # ids and embeddings must stay of one length, or the engine dies
+    p.on_request_arrived(odd)  # ids and embeddings must stay of one length, or the engine dies
     assert odd.num_prompt_tokens == len(odd.prompt_token_ids) == 40
     late = request("prefill", p, name="r2", transfer="ef" * 16)
     late._all_token_ids = list(late.prompt_token_ids)
@@ -970,6 +1000,6 @@ def test_an_adapter_that_cannot_be_read_is_served_here(
     def gone(folder: Path) -> None:
         raise OSError("stale file handle")
 
-    monkeypatch.setattr(prompt_digest, "sampled", gone)
+    monkeypatch.setattr(prompt_digest, "sample_files", gone)
     d = side("decode")
     assert d.tokens_to_load(request("decode", d, lora_request=adapter(tmp_path / "a", b"")), 0) == 0

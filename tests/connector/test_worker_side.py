@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kv_connectors.connector import DisaggConnector
-from kv_connectors.layers import Layers
+from kv_connectors.layers import FinalLayers
 from kv_connectors.metadata import StepMetadata, WorkerMetadata
 from kv_connectors.worker import WorkerSide
 from vllm_disagg.config import Config
@@ -43,8 +43,8 @@ def started(overlap: str, layers: str = "ab") -> tuple[WorkerSide, Recorder]:
     )  # type: ignore[arg-type]
     driver = Recorder()
     worker._driver = driver  # type: ignore[assignment]
-    worker._layers = Layers(layers)
-    worker._shape = uniform(
+    worker._layers = FinalLayers(layers)
+    worker._layout = uniform(
         len(layers), block_size=16, rows=[4 << 20]
     )  # so large that each layer is worth an offer
     return worker, driver
@@ -54,14 +54,14 @@ def step(worker: WorkerSide, driver: Recorder, calls: str) -> list[tuple[int, An
     """Compute layers in this order: (calls so far, how many layers are said to be final, or
     "LayersRecomputed").
     """
-    worker.begin(StepMetadata(prefill=[events.BlocksScheduled("t", 16, [[1]])]))
+    worker.begin_step(StepMetadata(sender_events=[events.BlocksScheduled("t", 16, [[1]])]))
     heard: list[tuple[int, Any]] = []
     for at, layer in enumerate([*calls, ""], 1):
         driver.facts.clear()
         if layer:
-            worker.layer_computed(layer)
+            worker.on_layer_computed(layer)
         else:
-            worker.end()
+            worker.end_step()
         heard += [(at, getattr(fact, "layers", type(fact).__name__)) for fact in driver.facts]
     return heard
 
@@ -74,11 +74,13 @@ def prompt(overlap: str) -> list[str]:
     """What the machine hears of a prompt of two chunks and two layers."""
     worker, driver = started(overlap)
     for tokens in (16, 32):
-        worker.begin(StepMetadata(prefill=[events.BlocksScheduled("t", tokens, [[tokens // 16]])]))
+        worker.begin_step(
+            StepMetadata(sender_events=[events.BlocksScheduled("t", tokens, [[tokens // 16]])])
+        )
         for layer in ("a", "b"):
-            worker.layer_computed(layer)
-        worker.end()
-    worker.begin(StepMetadata(prefill=[events.PrefillFinished("t")]))
+            worker.on_layer_computed(layer)
+        worker.end_step()
+    worker.begin_step(StepMetadata(sender_events=[events.PrefillFinished("t")]))
     return said(driver)
 
 
@@ -144,7 +146,7 @@ def test_no_order_of_layers_offers_what_is_computed_later() -> None:
     random, layers = Random(1), "abcdef"
     for _ in range(300):
         worker, driver = started("layer", layers)
-        worker._shape = uniform(
+        worker._layout = uniform(
             len(layers), block_size=16, rows=[random.choice([1 << 20, 4 << 20])]
         )
         orders = [
@@ -166,14 +168,16 @@ def test_no_order_of_layers_offers_what_is_computed_later() -> None:
 def test_what_is_cached_is_in_memory_when_the_step_ends_and_not_before(overlap: str) -> None:
     """Another request of the same step may compute the very blocks of the hit."""
     worker, driver = started(overlap)
-    worker.begin(StepMetadata(prefill=[events.BlocksScheduled("back", 32, [[1, 2]], cached=True)]))
+    worker.begin_step(
+        StepMetadata(sender_events=[events.BlocksScheduled("back", 32, [[1, 2]], cached=True)])
+    )
     for layer in ("a", "b"):
-        worker.layer_computed(layer)
-    worker.end()
+        worker.on_layer_computed(layer)
+    worker.end_step()
     assert said(driver) == ["BlocksScheduled"]
-    worker.results()
+    worker.take_results()
     assert said(driver) == ["BlocksScheduled", "LayersComputed 2"]
-    worker.results()
+    worker.take_results()
     assert len(driver.facts) == 2, "said once"
 
 
@@ -183,12 +187,12 @@ def test_a_step_that_vllm_does_not_call_over_is_over_when_its_results_are_asked_
 ) -> None:
     """With drafts, on all stages of a pipeline but the last."""
     worker, driver = started(overlap)
-    worker.begin(StepMetadata(prefill=[events.BlocksScheduled("t", 32, [[1, 2]])]))
-    worker.layer_computed("a")
-    worker.results()
+    worker.begin_step(StepMetadata(sender_events=[events.BlocksScheduled("t", 32, [[1, 2]])]))
+    worker.on_layer_computed("a")
+    worker.take_results()
     assert said(driver)[-1] == "LayersComputed 2"
     before = len(driver.facts)
-    worker.results()
+    worker.take_results()
     assert len(driver.facts) == before, "said once"
 
 
@@ -201,30 +205,30 @@ def test_a_step_whose_forward_pass_raised_is_offered_to_nobody(saves: bool) -> N
         events.BlocksScheduled("t", 32, [[2]]),
         events.BlocksScheduled("back", 16, [[3]], cached=True),
     ]
-    worker.begin(StepMetadata(prefill=seen))
-    worker.layer_computed("a")
+    worker.begin_step(StepMetadata(sender_events=seen))
+    worker.on_layer_computed("a")
     driver.facts.clear()
     with pytest.raises(MemoryError):
         try:
             raise MemoryError
         finally:
             if saves:
-                worker.end()
-            worker.results()
+                worker.end_step()
+            worker.take_results()
     assert driver.facts == [events.LayersRecomputed("t"), events.LayersRecomputed("back")]
     driver.facts.clear()
-    worker.results()
+    worker.take_results()
     assert not driver.facts
 
 
 def test_what_is_withdrawn_is_said_before_the_step_begins() -> None:
     worker, driver = started("layer")
     metadata = StepMetadata(
-        prefill=[events.BlocksScheduled("t", 32, [[1, 2]]), events.BlocksRevoked("gone")]
+        sender_events=[events.BlocksScheduled("t", 32, [[1, 2]]), events.BlocksRevoked("gone")]
     )
-    worker.withdraw(metadata)
+    worker.revoke_blocks(metadata)
     assert driver.facts == [events.BlocksRevoked("gone")]
-    worker.begin(metadata)
+    worker.begin_step(metadata)
     assert said(driver) == ["BlocksRevoked", "BlocksScheduled", "BlocksRevoked"]
 
 
@@ -234,53 +238,61 @@ def test_vllm_says_what_is_withdrawn_before_it_clears_blocks() -> None:
     connector = DisaggConnector.__new__(DisaggConnector)
     connector._worker = worker
     connector.handle_preemptions(
-        StepMetadata(prefill=[events.BlocksRevoked("gone"), events.PrefillFinished("over")])
+        StepMetadata(sender_events=[events.BlocksRevoked("gone"), events.PrefillFinished("over")])
     )
     assert driver.facts == [events.BlocksRevoked("gone")]
 
 
 def test_what_was_found_goes_to_the_scheduler() -> None:
     worker, driver = started("layer")
-    assert worker.take_found() is None
+    assert worker.take_lookup_counts() is None
     driver.outcomes = [events.LookupResult("x", 32), events.LookupResult("y", 0)]
-    assert worker.results() == (set(), set(), set())
-    ours, theirs = worker.take_found(), WorkerMetadata({"x": [16]})
-    assert ours is not None and ours.aggregate(theirs).found == {"x": [32, 16], "y": [0]}
-    assert worker.take_found() is None
+    assert worker.take_results() == (set(), set(), set())
+    ours, theirs = worker.take_lookup_counts(), WorkerMetadata({"x": [16]})
+    assert ours is not None and ours.aggregate(theirs).lookup_counts == {"x": [32, 16], "y": [0]}
+    assert worker.take_lookup_counts() is None
 
 
 @pytest.mark.parametrize("ends", ["load first", "release first"])
 def test_two_legs_of_one_transfer_on_one_engine_are_two(ends: str) -> None:
     """Their outcomes are different requests', and each id is told once."""
     worker, driver = started("layer")
-    worker.begin(StepMetadata(prefill=[events.BlocksScheduled("t", 16, [[1]])], serving={"t": "p"}))
+    worker.begin_step(
+        StepMetadata(
+            sender_events=[events.BlocksScheduled("t", 16, [[1]])], serving_requests={"t": "p"}
+        )
+    )
     wanted = events.LoadRequested("t", [], None, [events.GroupBlocks(0, [2])], 16, 1.0)  # type: ignore[arg-type]
-    worker.begin(
-        StepMetadata(prefill=[events.PrefillFinished("t")], decode=[wanted], loading={"t": "d"})
+    worker.begin_step(
+        StepMetadata(
+            sender_events=[events.PrefillFinished("t")],
+            receiver_events=[wanted],
+            loading_requests={"t": "d"},
+        )
     )
     outcomes = [
         events.LoadResult("t", events.Reason.LATE),
         events.ReleaseBlocks("t", delivered=False),
     ]
     driver.outcomes = outcomes if ends == "load first" else outcomes[::-1]
-    assert worker.results() == ({"p"}, {"d"}, {"d"})
-    assert worker.results() == (set(), set(), set())
+    assert worker.take_results() == ({"p"}, {"d"}, {"d"})
+    assert worker.take_results() == (set(), set(), set())
 
 
 @pytest.mark.parametrize("what", ["withdrawn", "unneeded"])
 def test_the_end_of_one_leg_leaves_the_other(what: str) -> None:
     worker, driver = started("layer")
-    worker.begin(StepMetadata(serving={"t": "p"}, loading={"t": "d"}))
+    worker.begin_step(StepMetadata(serving_requests={"t": "p"}, loading_requests={"t": "d"}))
     if what == "withdrawn":
-        worker.begin(StepMetadata(prefill=[events.BlocksRevoked("t")]))
-        assert "t" not in worker._serving, "nothing will end for it"
+        worker.begin_step(StepMetadata(sender_events=[events.BlocksRevoked("t")]))
+        assert "t" not in worker._serving_requests, "nothing will end for it"
         driver.outcomes = [events.LoadResult("t", None)]
-        assert worker.results() == (set(), {"d"}, set())
+        assert worker.take_results() == (set(), {"d"}, set())
     else:
-        worker.begin(StepMetadata(decode=[events.LoadSkipped("t", [], None)]))  # type: ignore[arg-type]
-        assert "t" not in worker._loading
+        worker.begin_step(StepMetadata(receiver_events=[events.LoadSkipped("t", [], None)]))  # type: ignore[arg-type]
+        assert "t" not in worker._loading_requests
         driver.outcomes = [events.ReleaseBlocks("t", delivered=False)]
-        assert worker.results() == ({"p"}, set(), set())
+        assert worker.take_results() == ({"p"}, set(), set())
 
 
 def test_bytes_that_were_read_back_are_counted_apart() -> None:
@@ -288,12 +300,14 @@ def test_bytes_that_were_read_back_are_counted_apart() -> None:
     for transfer in ("back", "other", "given up"):
         wanted = events.LoadRequested(transfer, [], None, [events.GroupBlocks(0, [1])], 16, 1.0)  # type: ignore[arg-type]
         sought = [] if transfer == "other" else [events.LookupRequested(transfer, [], None)]  # type: ignore[arg-type]
-        worker.begin(StepMetadata(decode=sought))
+        worker.begin_step(StepMetadata(receiver_events=sought))
         end: Any = events.LoadCancelled(transfer) if transfer == "given up" else wanted
-        worker.begin(StepMetadata(decode=[end], loading={transfer: transfer}))
+        worker.begin_step(
+            StepMetadata(receiver_events=[end], loading_requests={transfer: transfer})
+        )
     driver.outcomes = [
         events.LoadResult(transfer, None, landed=10) for transfer in ("back", "other")
     ]
-    assert worker.results()[1] == {"back", "other"}
+    assert worker.take_results()[1] == {"back", "other"}
     assert (worker.stats.data["received_bytes"], worker.stats.data["reused_bytes"]) == (20, 10)
-    assert not worker._sought
+    assert not worker._reuse_transfers

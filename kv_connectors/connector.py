@@ -105,11 +105,15 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         """Returns this worker's addresses and layout for the scheduler."""
         return self._worker.handshake
 
-    def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:  # type: ignore[override]
+    def handle_preemptions(  # type: ignore[override]
+        self, kv_connector_metadata: StepMetadata
+    ) -> None:
         """Revokes blocks before the step writes into them; vLLM's only hook so early."""
         self._worker.revoke_blocks(kv_connector_metadata)
 
-    def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:  # type: ignore[override]
+    def bind_connector_metadata(  # type: ignore[override]
+        self, connector_metadata: StepMetadata
+    ) -> None:
         """Begins a step with the scheduler's events."""
         super().bind_connector_metadata(connector_metadata)
         self._worker.begin_step(connector_metadata)
@@ -163,7 +167,9 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             registration.close()
 
     # Scheduler ------------------------------------------------------------------------------------
-    def set_xfer_handshake_metadata(self, metadata: dict[int, Handshake]) -> None:  # type: ignore[override]
+    def set_xfer_handshake_metadata(  # type: ignore[override]
+        self, metadata: dict[int, Handshake]
+    ) -> None:
         """Describes this engine from its workers' handshakes, by tensor parallel rank."""
         self.set_xfer_handshake_metadata_pp_aware(
             {(0, rank): handshake for rank, handshake in metadata.items()}
@@ -194,7 +200,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Returns (tokens to load, whether vLLM parks the request); None: ask again later."""
+        """Returns (tokens to load, whether vLLM parks the request); None: not known yet, vLLM calls again."""
         count = self._scheduler.tokens_to_load(request, num_computed_tokens)
         return count, bool(count)
 

@@ -1,6 +1,6 @@
 """Describes vLLM's KV tensors in host memory as planes of bytes and as layouts for other engines.
 
-Words. A *plane* is the memory of a layer's blocks at one address; a layer has one, or two with keys
+Terms. A *plane* is the memory of a layer's blocks at one address; a layer has one, or two with keys
 and values apart. A plane has one row of bytes for each block. A *region* gives, within a row, the
 bytes of a head, a token and a channel. An *opaque* region gives heads only.
 """
@@ -34,7 +34,7 @@ class RankCache:
         """Returns (the number in the layer of this rank's first head, heads of the layer).
 
         `heads`: of this rank in the layer. With more ranks than heads, heads are replicated.
-        Raises ConfigError if the head cannot be told.
+        Raises ConfigError if more than one number, or none, fits.
         """
         if self.size == 1:
             return 0, heads

@@ -438,12 +438,12 @@ class SchedulerSide:
 
         `cached_tokens`: the tokens before them, from this engine's prefix cache.
 
-        Also returns None once after a load has failed. vLLM looks at requests that held blocks
-        before all others, and stops at one that needs more blocks than are free. After a failed
-        load the request holds none. With sliding windows it needs more blocks to compute than to
-        load. In front of the requests that hold the pool it would block vLLM forever. None moves
-        it behind the requests that can run. Once is enough; more often would starve it beside a
-        stream of loads.
+        Also returns None once after a load has ended, for the sake of loads that failed. vLLM looks
+        at requests with loads before all others, and stops at one that needs more blocks than are
+        free. After a failed load the request holds no block. With sliding windows it needs more
+        blocks to compute than to load. In front of the requests that hold the pool it would block
+        vLLM forever. None moves it behind them, and they can run. Once is enough; more often would
+        let a stream of new loads starve it.
         """
         leg = self.leg_of(request)
         if leg is None:

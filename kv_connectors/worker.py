@@ -44,7 +44,7 @@ PROGRESS_BYTES = 2 << 20  # layers are announced in groups of this size, so that
 
 
 def _record_nothing() -> None:
-    """Stands in for `DeviceMemory.record_launch`: on a CPU no copy can overtake the computation."""
+    """Replaces `DeviceMemory.record_launch`: on a CPU no copy can overtake the computation."""
 
 
 class WorkerSide:

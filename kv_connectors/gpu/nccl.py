@@ -8,7 +8,7 @@ wait and has its own thread. Each link has its own stream, so a peer that does n
 no other peer. No call is captured into a CUDA graph: this thread captures nothing, and makes no
 call before the first request, when vLLM's own captures are over. No environment variable is set.
 
-Addresses. NCCL connects by itself: P's end opens a TCP port for the first contact, on the interface
+Addresses. NCCL makes its own connections: P's end opens a TCP port for the first contact, on the interface
 that NCCL chooses (NCCL_SOCKET_IFNAME overrides it). The unique id, 128 bytes with that address,
 goes over the authenticated control channel.
 """

@@ -200,7 +200,10 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Returns (tokens to load, whether vLLM parks the request); None: not known yet, vLLM calls again."""
+        """Returns (tokens to load, whether vLLM parks the request).
+
+        None means not known yet: vLLM calls again.
+        """
         count = self._scheduler.tokens_to_load(request, num_computed_tokens)
         return count, bool(count)
 

@@ -8,9 +8,9 @@ wait and has its own thread. Each link has its own stream, so a peer that does n
 no other peer. No call is captured into a CUDA graph: this thread captures nothing, and makes no
 call before the first request, when vLLM's own captures are over. No environment variable is set.
 
-Addresses. NCCL makes its own connections: P's end opens a TCP port for the first contact, on the interface
-that NCCL chooses (NCCL_SOCKET_IFNAME overrides it). The unique id, 128 bytes with that address,
-goes over the authenticated control channel.
+Addresses. NCCL makes its own connections: P's end opens a TCP port for the first contact, on the
+interface that NCCL chooses (NCCL_SOCKET_IFNAME overrides it). The unique id, 128 bytes with that
+address, goes over the authenticated control channel.
 """
 
 from __future__ import annotations
@@ -328,7 +328,9 @@ def carrier(config: Config) -> Callable[[DriverPort], CollectiveTransport]:
 
 def load() -> NcclLibrary:
     """Returns the library that vLLM would load; RuntimeError if there is none, or an old one."""
-    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary  # noqa: PLC0415 - loads NCCL
+    from vllm.distributed.device_communicators.pynccl_wrapper import (  # noqa: PLC0415 - loads NCCL
+        NCCLLibrary,
+    )
 
     try:
         return NcclLibrary(NCCLLibrary().lib._name)

@@ -10,7 +10,7 @@ import threading
 import time
 
 from asking import Record, ask, at_once, body, expect_same, tokens
-from conftest import STALL, Main
+from conftest import STALL_SECONDS, Main
 from engines import wait
 
 from vllm_disagg.fleet import grants
@@ -80,9 +80,9 @@ def test_a_prefill_engine_whose_core_stands_still_while_its_worker_lives(main: M
     began = time.monotonic()
     try:
         for answer, expected in zip(answers, plain, strict=True):
-            expect_same(answer.result(STALL + 30), expected)
+            expect_same(answer.result(STALL_SECONDS + 30), expected)
         assert main.prefill.is_ready(), "its API server lives"
-        assert time.monotonic() - began > STALL / 2
+        assert time.monotonic() - began > STALL_SECONDS / 2
         assert main.decode.metric("vllm:disagg_failed_stalled_total") > stalled
     finally:
         os.kill(core, signal.SIGCONT)

@@ -9,7 +9,7 @@ import threading
 import time
 
 from asking import (
-    TIMEOUT,
+    TIMEOUT_SECONDS,
     Record,
     ask,
     ask_and_leave,
@@ -152,7 +152,7 @@ def test_d_is_killed_while_p_reads(main: Main) -> None:
     began = time.monotonic()
     answers = at_once(lambda job: ask(main.proxy.url, job[0]), jobs)
     timer.join()
-    assert time.monotonic() - began < TIMEOUT / 4
+    assert time.monotonic() - began < TIMEOUT_SECONDS / 4
     for answer, (_, right) in zip(answers, jobs, strict=True):
         expect_exact_or_clean(answer, right)
     wait("P gives its blocks back", lambda: main.prefill.usage == 0, 20)

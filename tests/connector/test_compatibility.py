@@ -1,4 +1,4 @@
-"""What an engine with our connector refuses to start with, and in which words."""
+"""Refusals at an engine's start and their messages; facts and digests that engines compare."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHORT = MambaSpec(**STATES, mamba_type=MambaAttentionBackendEnum.SHORT_CONV)
 
 
 class ChunkedLocalAttentionSpec:
-    """Named as vLLM's."""
+    """Has the name of vLLM's class."""
 
 
 def config(**change: Any) -> Any:
@@ -188,7 +188,7 @@ def test_another_setting_on_the_other_side_does_not_fit(tmp_path: Any) -> None:
 
 
 def layout(folder: Path, lora: Any = None, **model: Any) -> dict[str, str]:
-    """Of an engine whose model is in a folder."""
+    """Returns the facts of an engine with a model in a folder."""
     hf = SimpleNamespace(architectures=["A"], to_dict=dict, **model.pop("hf", {}))
     fields = {
         "model": str(folder),
@@ -312,7 +312,7 @@ def asked(lora: Any) -> Any:
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Load an adapter as vLLM's engine core is told to."""
+    """Loads an adapter by the call that vLLM's engine core gets."""
     monkeypatch.setattr(EngineCore, "add_lora", EngineCore.add_lora)
     for _ in range(3):  # connectors of one process
         compat.before_adapters_load(prompt_digest.note_adapter)
@@ -347,7 +347,7 @@ def test_an_adapter_is_told_by_its_files_as_they_were_when_it_was_loaded(
 def test_an_adapter_whose_files_have_changed_since_gives_no_kv(
     load: Any, tmp_path: Path, is_used: bool
 ) -> None:
-    """Of the same length, and perhaps by a tool that keeps times.  Loaded anew it is another one."""
+    """New files may have the same length and times. Loaded anew, they are another adapter."""
     lora = load(adapter(tmp_path / "a", b"a", 201 + is_used))
     if is_used:
         assert prompt_digest.digest_prompt(asked(lora))
@@ -366,7 +366,7 @@ def test_an_adapter_whose_files_have_changed_since_gives_no_kv(
 def test_where_too_many_adapters_are_remembered_none_is_forgotten(
     load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its files of now would pass for those that were loaded."""
+    """A forgotten adapter would be recorded again with its present files."""
     monkeypatch.setattr(prompt_digest, "_stamps_at_load", {})
     monkeypatch.setattr(prompt_digest, "MAX_ADAPTERS", 1)
     first, second = (
@@ -392,7 +392,7 @@ def test_an_adapter_in_a_home_folder_is_told_by_its_files(
 
 
 def test_what_loads_adapters_keeps_its_signature(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM converts what a client sends by that."""
+    """vLLM converts a client's arguments by the signature."""
     before = EngineCore.add_lora
     monkeypatch.setattr(EngineCore, "add_lora", before)
     compat.before_adapters_load(lambda lora: None)

@@ -1,4 +1,4 @@
-"""The class that vLLM loads: what it refuses before an engine serves."""
+"""DisaggConnector: refusals before an engine serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is counted by carrier, over looks and workers."""
+"""Bytes by transport are counted once, over several reports and workers."""
 
 from __future__ import annotations
 

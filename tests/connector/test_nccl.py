@@ -1,7 +1,6 @@
-"""The binding of NCCL, as far as it goes without a GPU, and its link over a scripted library.
+"""The binding of NCCL without a GPU, and its link over a scripted library.
 
-With NCCL's library at hand (VLLM_NCCL_SO_PATH, or torch's own) its symbols and its version are
-looked up for real.
+With NCCL's library at hand (VLLM_NCCL_SO_PATH, or torch's own) its symbols and version are real.
 """
 
 from __future__ import annotations
@@ -63,9 +62,7 @@ def test_the_library_has_what_is_bound() -> None:
 
 
 class Scripted:
-    """Stands in for the library of both ranks: a call is begun at once, and taken up by the second
-    look.
-    """
+    """Replaces the library of both ranks: each call is IN_PROGRESS at two queries."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -89,7 +86,7 @@ class Scripted:
 
 
 class Stream:
-    """Stands in for a CUDA stream: its events end when the test says so."""
+    """Replaces a CUDA stream; the test ends its events."""
 
     cuda_stream = 0
 

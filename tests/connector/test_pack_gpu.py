@@ -1,4 +1,4 @@
-"""Wheels in pieces: what goes in comes out, and what is missing or damaged is named."""
+"""Packs wheels in pieces: contents survive, missing and damaged pieces are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler's half of the connector: which events follow from which of vLLM's calls."""
+"""The scheduler's half of the connector: the events that follow from vLLM's calls."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def step(
     cached: Any = None,
     preempted: Any = None,
 ) -> SimpleNamespace:
-    """`new` and `cached`: id -> (computed before, scheduled, block ids)."""
+    """Returns vLLM's output; `new`, `cached`: id -> (computed before, scheduled, block ids)."""
     new, cached = new or {}, cached or {}
     return SimpleNamespace(
         preempted_req_ids=preempted,
@@ -165,8 +165,9 @@ def test_a_decode_leg_loads_what_its_own_cache_lacks() -> None:
 
 @pytest.mark.parametrize("back", [False, True])
 def test_a_load_that_failed_lets_all_others_go_first_and_once_only(back: bool) -> None:
-    """vLLM asks again, with no blocks left, in front of those that still hold some. A stream of
-    other loads starves it not.
+    """vLLM looks at a request without blocks before requests that hold some.
+
+    A stream of other loads does not starve it.
     """
     engine = side("prefill" if back else "decode")
     loading = [
@@ -303,7 +304,7 @@ def test_a_grant_ends_by_the_engines_clock_and_works_once_until_then(
 
 
 def test_a_prefill_leg_whose_grant_does_not_hold_says_so(clock: list[float]) -> None:
-    """Who minted it learns the clock, so that the next one holds."""
+    """The answer carries the engine's clock, so that the next grant is valid."""
     p = side("prefill")
     clock[0] += 100
     for name, change in (("r1", {"until": 99.0}), ("r2", {"incarnation": "of before"})):
@@ -367,7 +368,7 @@ FAR = {
 
 @pytest.mark.parametrize("leg", ["decode", "prefill"])
 def test_nothing_is_dialled_that_an_engine_may_not_dial(leg: str) -> None:
-    """For a prefill leg, these are where it would read back from: it serves D all the same."""
+    """A prefill leg only loses bidirectional KV reuse from these addresses; it serves D."""
     for to in FAR:
         engine = side(leg)
         grant = grants.Grant(
@@ -393,7 +394,7 @@ def test_nothing_is_dialled_that_an_engine_may_not_dial(leg: str) -> None:
 def test_without_a_key_a_transfer_is_remembered_whatever_end_a_client_chose(
     clock: list[float],
 ) -> None:
-    """Its blocks may still be held when the grant has ended."""
+    """The transfer may still hold blocks when the grant has expired."""
     engine = side("prefill", key=keys.FleetKey(None, insecure=True))
     clock[0] += 100
     engine._use_grant("prefill", T, 100.3)
@@ -403,8 +404,9 @@ def test_without_a_key_a_transfer_is_remembered_whatever_end_a_client_chose(
 
 
 def test_one_engine_is_not_both_engines_of_a_request() -> None:
-    """Nor reads it back from itself; D's leg is an ordinary request, and nothing of P's is mixed
-    with it.
+    """An engine does not read back from itself either.
+
+    D's leg is an ordinary request, separate from P's.
     """
     both = side("both")
     me = peers.WorkerInfo("me/0", NEAR, NEAR, holds=HOLDS)
@@ -458,7 +460,7 @@ def test_without_a_key_no_grant_counts_unless_that_is_asked_for(
 
 
 def test_stages_of_a_pipeline_are_numbered_on() -> None:
-    """Two ranks hold the first layers, two the others."""
+    """Two ranks hold the first layers, two others the rest."""
     made = SchedulerSide(KEY, "prefill", {}, GROUPS)
     worker = peers.WorkerInfo("w", "", "", holds=HOLDS)
     made.set_workers(
@@ -556,8 +558,9 @@ MORE: list[dict[str, Any]] = [
 def test_a_prefill_leg_of_more_than_one_token_is_a_request_like_any_other(
     groups: Any, more: dict[str, Any]
 ) -> None:
-    """Its next token would be computed, and cached under the hash of the one that is left out. D is
-    told.
+    """vLLM would compute a second token and cache it under the hash of the one left out.
+
+    D is informed.
     """
     p = side("prefill", groups)
     asked = request("prefill", p, **more)
@@ -617,7 +620,7 @@ def test_an_engine_says_which_data_parallel_rank_it_is() -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, and no sleeping."""
+    """Replaces the time, and removes sleeps."""
     now = [100.0]
     monkeypatch.setattr(
         scheduler, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None)
@@ -626,7 +629,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def arrived(p: SchedulerSide) -> Any:
-    """A prefill leg that may read back."""
+    """Returns a prefill leg that may reuse KV, after its arrival."""
     asked = request("prefill", p, length=70, back=BACK)
     p.on_request_arrived(asked)
     return asked
@@ -738,9 +741,7 @@ def test_all_ranks_must_know_how_much_there_is(clock: list[float]) -> None:
 
 
 def served(d: SchedulerSide, length: int = 70, local: int = 32) -> Any:
-    """A decode leg of which D has two blocks cached, and which waits for the rest if that is worth
-    it.
-    """
+    """Returns a decode leg with two cached blocks; D loads the rest if that is worthwhile."""
     asked = request("decode", d, length=length, back=BACK)
     missing = d.tokens_to_load(asked, local)
     d.on_blocks_allocated(asked, ([4, 5, 6, 7, 8],), missing or 0)
@@ -889,7 +890,7 @@ def image(identifier: str, offset: int = 4) -> SimpleNamespace:
 
 
 def told(role: str, **change: Any) -> str:
-    """The digest that goes to the workers with a leg."""
+    """Returns the digest that goes to the workers with a leg."""
     engine = side(role)
     asked = request(role, engine, **change)
     engine.on_blocks_allocated(asked, ([4, 5, 6],), engine.tokens_to_load(asked, 0) or 0)

@@ -1,4 +1,4 @@
-"""The setting `transport`: what is left out, and why."""
+"""The setting `transport`: transports that are left out, and the reasons."""
 
 from __future__ import annotations
 

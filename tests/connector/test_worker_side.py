@@ -1,4 +1,4 @@
-"""The worker's half of the connector: when KV is offered."""
+"""The worker's half of the connector: the time at which KV is announced as final."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_disagg.transports.base import Counters
 
 
 class Recorder:
-    """In the place of a driver."""
+    """Replaces the driver and records its events."""
 
     def __init__(self) -> None:
         self.facts: list[Any] = []
@@ -51,9 +51,7 @@ def started(overlap: str, layers: str = "ab") -> tuple[WorkerSide, Recorder]:
 
 
 def step(worker: WorkerSide, driver: Recorder, calls: str) -> list[tuple[int, Any]]:
-    """Compute layers in this order: (calls so far, how many layers are said to be final, or
-    "LayersRecomputed").
-    """
+    """Computes layers in this order; returns (calls so far, final layers or event's name)."""
     worker.begin_step(StepMetadata(sender_events=[events.BlocksScheduled("t", 16, [[1]])]))
     heard: list[tuple[int, Any]] = []
     for at, layer in enumerate([*calls, ""], 1):
@@ -71,7 +69,7 @@ def said(driver: Recorder) -> list[str]:
 
 
 def prompt(overlap: str) -> list[str]:
-    """What the machine hears of a prompt of two chunks and two layers."""
+    """Returns the events of a prompt of two chunks and two layers."""
     worker, driver = started(overlap)
     for tokens in (16, 32):
         worker.begin_step(
@@ -142,7 +140,7 @@ def test_an_offer_that_has_changed_is_taken_back_once() -> None:
 
 
 def test_no_order_of_layers_offers_what_is_computed_later() -> None:
-    """Or it is said.  Orders as no model has them, one after the other."""
+    """Otherwise LayersRecomputed follows. No model has such orders, one after the other."""
     random, layers = Random(1), "abcdef"
     for _ in range(300):
         worker, driver = started("layer", layers)
@@ -166,7 +164,7 @@ def test_no_order_of_layers_offers_what_is_computed_later() -> None:
 
 @pytest.mark.parametrize("overlap", ["layer", "chunk", "off"])
 def test_what_is_cached_is_in_memory_when_the_step_ends_and_not_before(overlap: str) -> None:
-    """Another request of the same step may compute the very blocks of the hit."""
+    """Another request of the same step may compute the blocks of the hit."""
     worker, driver = started(overlap)
     worker.begin_step(
         StepMetadata(sender_events=[events.BlocksScheduled("back", 32, [[1, 2]], cached=True)])
@@ -185,7 +183,7 @@ def test_what_is_cached_is_in_memory_when_the_step_ends_and_not_before(overlap: 
 def test_a_step_that_vllm_does_not_call_over_is_over_when_its_results_are_asked_for(
     overlap: str,
 ) -> None:
-    """With drafts, on all stages of a pipeline but the last."""
+    """As with speculative decoding, on all stages of a pipeline but the last."""
     worker, driver = started(overlap)
     worker.begin_step(StepMetadata(sender_events=[events.BlocksScheduled("t", 32, [[1, 2]])]))
     worker.on_layer_computed("a")
@@ -198,7 +196,7 @@ def test_a_step_that_vllm_does_not_call_over_is_over_when_its_results_are_asked_
 
 @pytest.mark.parametrize("saves", [True, False])  # with drafts vLLM asks for the results alone
 def test_a_step_whose_forward_pass_raised_is_offered_to_nobody(saves: bool) -> None:
-    """vLLM ends it in a `finally`, and P lives for some seconds after."""
+    """vLLM ends the step in a `finally`, and P runs on for some seconds."""
     worker, driver = started("layer")
     step(worker, driver, "ab")  # teaches
     seen = [
@@ -255,7 +253,7 @@ def test_what_was_found_goes_to_the_scheduler() -> None:
 
 @pytest.mark.parametrize("ends", ["load first", "release first"])
 def test_two_legs_of_one_transfer_on_one_engine_are_two(ends: str) -> None:
-    """Their outcomes are different requests', and each id is told once."""
+    """Their results belong to different requests, and each id is reported once."""
     worker, driver = started("layer")
     worker.begin_step(
         StepMetadata(

@@ -1,6 +1,4 @@
-"""Conversations: P reads back what D computed while it answered, so the next turn costs P its new
-text only.
-"""
+"""Conversations: P reads the KV of D's answers back, so each turn costs P its new text only."""
 
 from __future__ import annotations
 
@@ -32,12 +30,12 @@ CONVERSATIONS, TURNS = 16, 6
 
 
 def whole(count: int) -> int:
-    """Of so many tokens those in whole blocks."""
+    """Returns how many of these tokens are in whole blocks."""
     return count // BLOCK * BLOCK
 
 
 def computed_and_reused(main: Main) -> tuple[float, float]:
-    """Tokens that P has computed of prompts, and bytes that it has read back."""
+    """Returns (prompt tokens that P has computed, bytes that it has read back)."""
     names = "vllm:request_prefill_kv_computed_tokens_sum", "vllm:disagg_reused_bytes_total"
     computed, reused = (main.prefill.metric(name) for name in names)
     return computed, reused
@@ -81,7 +79,7 @@ def test_many_conversations_at_once(main: Main) -> None:
 
 
 def test_chats_of_text(main: Main) -> None:
-    """What comes back as text is other tokens than it was, here and there."""
+    """Text that comes back is tokenized differently here and there."""
 
     def chat(at: int) -> None:
         messages = [{"role": "user", "content": english(500, f"chat {at}")}]
@@ -94,7 +92,7 @@ def test_chats_of_text(main: Main) -> None:
 
 
 def warm(main: Main, name: str, length: int = 1000) -> tuple[list[int], Record]:
-    """A prompt that D has cached and P has not, and the right answer to it."""
+    """Returns a prompt that D has cached and P has not, and the right answer to it."""
     prompt = tokens(length, name)
     assert ask(main.decode.url, body(prompt, 1)).status == 200
     prompt += tokens(100, "new")
@@ -109,7 +107,7 @@ def test_a_prefill_leg_whose_decode_leg_never_comes(main: Main) -> None:
 
 
 def test_grants_that_are_odd(main: Main) -> None:
-    """Only a proxy could mint them; each costs its own request some time at most."""
+    """Only a proxy could mint them; each costs its request some time at most."""
     worker = main.legs.d.workers[0]
     for name, sources in (
         ("nobody", []),

@@ -82,7 +82,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("theirs", "ours"), PAIRS)
-def test_what_the_kernel_wrote_there_is_what_it_would_have_written_here(
+def test_transferred_blocks_equal_those_of_the_own_kernel(
     theirs: tuple[int, int], ours: tuple[int, int]
 ) -> None:
     _kept, held = engine(*theirs, written=True)  # memories hold addresses only
@@ -110,7 +110,7 @@ def test_what_the_kernel_wrote_there_is_what_it_would_have_written_here(
         assert torch.equal(one, truth)
 
 
-def test_layers_stand_in_computing_order() -> None:
+def test_layers_are_sorted_in_computing_order() -> None:
     names = [
         "model.layers.10.attn",
         "model.layers.2.attn",
@@ -130,7 +130,7 @@ def test_layers_stand_in_computing_order() -> None:
     ("rank", "size", "of", "held", "head"),
     [(0, 1, 4, 4, 0), (1, 2, 4, 2, 2), (3, 4, 4, 1, 3), (3, 4, 2, 1, 1), (2, 8, 1, 1, 0)],
 )
-def test_how_ranks_share_out_heads(rank: int, size: int, of: int, held: int, head: int) -> None:
+def test_share_of_heads_by_rank(rank: int, size: int, of: int, held: int, head: int) -> None:
     assert kv_layout.RankCache(rank, size, {of}).share(held) == (head, of)
 
 
@@ -146,7 +146,7 @@ def test_ranks_have_the_heads_whose_weights_vllm_loads_there(of: int, size: int)
         assert kv_layout.RankCache(rank, size, {of}).share(held) == (rank // replicas * held, of)
 
 
-def test_heads_that_are_shared_out_in_no_way_we_know() -> None:
+def test_an_unknown_split_of_heads_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="how 2 tensor parallel ranks share out 4 KV heads: this one has 3"
     ):

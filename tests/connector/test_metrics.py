@@ -13,7 +13,7 @@ stats = pytest.importorskip("kv_connectors.metrics", reason="there is no vLLM he
 from vllm_disagg.transports.base import Counters  # noqa: E402 - after the skip
 
 
-def test_bytes_by_carrier_are_told_once_and_summed() -> None:
+def test_bytes_by_transport_are_reported_once_and_summed() -> None:
     counters, first, second = Counters(), stats.ConnectorStats(), stats.ConnectorStats()
     assert counters.received is not Counters().received, "shared by all workers"
     for size in (10, 5):
@@ -29,19 +29,19 @@ def test_bytes_by_carrier_are_told_once_and_summed() -> None:
     assert first.reduce()["bytes by zmq"] == 42
 
 
-def test_the_metrics_page_counts_what_was_told_once() -> None:
+def test_the_metrics_page_counts_each_report_once() -> None:
     registry = CollectorRegistry()
     types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
     page = stats.ConnectorPromMetrics(
         SimpleNamespace(kv_transfer_config=None), types, ["engine"], {0: ["0"]}
     )
-    told = stats.ConnectorStats()
-    told.data |= {
+    reported = stats.ConnectorStats()
+    reported.data |= {
         "sent_bytes": 7,
         "loads": [0.1],
         "failures": {"silent": 2},
         "received": {"zmq": 40},
     }
-    page.observe(told.data)
+    page.observe(reported.data)
     for name, value in (("sent_bytes", 7), ("failed_silent", 2), ("received_by_zmq_bytes", 40)):
         assert registry.get_sample_value(f"vllm:disagg_{name}_total", {"engine": "0"}) == value

@@ -109,50 +109,50 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Scripted:
 
 
 def link(library: Scripted, rank: int) -> tuple[object, list[object]]:
-    told: list[object] = []
-    return nccl.NcclLink(library, torch.device("cpu"), rank, told.append, 3), told
+    reported: list[object] = []
+    return nccl.NcclLink(library, torch.device("cpu"), rank, reported.append, 3), reported
 
 
 def slot() -> torch.Tensor:
     return torch.empty(8, dtype=torch.uint8)
 
 
-def test_a_link_opens_sends_in_order_and_says_when_each_has_ended(library: Scripted) -> None:
-    made, told = link(library, 0)
-    assert told == [pairs.LinkBlob(3, library.unique_id())]
+def test_a_link_opens_sends_in_order_and_reports_each_end(library: Scripted) -> None:
+    made, reported = link(library, 0)
+    assert reported == [pairs.LinkBlob(3, library.unique_id())]
     assert made.poll() and made.poll()  # type: ignore[attr-defined]
-    assert made.poll() is False and told[1:] == [pairs.LinkUp(3)]  # type: ignore[attr-defined]
+    assert made.poll() is False and reported[1:] == [pairs.LinkUp(3)]  # type: ignore[attr-defined]
     for seq in range(2):
         made.send(seq, slot(), 8)  # type: ignore[attr-defined]
     assert library.calls.count("ncclSend") == 1, "two calls at a time on one communicator"
     for _ in range(4):
         assert made.poll()  # type: ignore[attr-defined]
     assert library.calls.count("ncclSend") == 2
-    assert told[2:] == []
+    assert reported[2:] == []
     made.stream.ended = 1  # type: ignore[attr-defined]
-    assert made.poll() and told[2:] == [pairs.SlotCompleted(3, 0)]  # type: ignore[attr-defined]
+    assert made.poll() and reported[2:] == [pairs.SlotCompleted(3, 0)]  # type: ignore[attr-defined]
     made.stream.ended = 2  # type: ignore[attr-defined]
-    assert not made.poll() and told[3:] == [pairs.SlotCompleted(3, 1)]  # type: ignore[attr-defined]
+    assert not made.poll() and reported[3:] == [pairs.SlotCompleted(3, 1)]  # type: ignore[attr-defined]
 
 
-def test_the_reader_opens_when_it_hears_and_not_twice(library: Scripted) -> None:
-    made, told = link(library, 1)
+def test_the_receiving_end_opens_at_the_first_blob_only(library: Scripted) -> None:
+    made, reported = link(library, 1)
     assert not made.poll() and not library.calls  # type: ignore[attr-defined]
     made.hear(b"i" * nccl.UNIQUE_ID_BYTES), made.hear(b"i" * nccl.UNIQUE_ID_BYTES)  # type: ignore[attr-defined]
     assert library.calls == ["ncclCommInitRankConfig"]
     made.poll(), made.poll(), made.poll()  # type: ignore[attr-defined]
-    assert told == [pairs.LinkUp(3)]
+    assert reported == [pairs.LinkUp(3)]
     with pytest.raises(nccl.NcclError, match="5 bytes"):
         link(library, 1)[0].hear(b"short")  # type: ignore[attr-defined]
 
 
-def test_an_error_is_said_once_and_a_close_aborts(library: Scripted) -> None:
-    made, told = link(library, 0)
+def test_an_error_is_reported_once_and_close_aborts(library: Scripted) -> None:
+    made, reported = link(library, 0)
     made.poll(), made.poll(), made.poll()  # type: ignore[attr-defined]
     made.send(0, slot(), 8)  # type: ignore[attr-defined]
     library.fails = "communicator: remote process exited"
     assert not made.poll() and not made.poll()  # type: ignore[attr-defined]
-    assert told[2:] == [pairs.LinkFailed(3, "communicator: remote process exited")]
+    assert reported[2:] == [pairs.LinkFailed(3, "communicator: remote process exited")]
     made.close()  # type: ignore[attr-defined]
     while not made.is_gone:  # type: ignore[attr-defined]
         pass

@@ -164,7 +164,7 @@ def test_a_decode_leg_loads_what_its_own_cache_lacks() -> None:
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_a_load_that_failed_lets_all_others_go_first_and_once_only(back: bool) -> None:
+def test_a_failed_load_yields_its_turn_once(back: bool) -> None:
     """vLLM looks at a request without blocks before requests that hold some.
 
     A stream of other loads does not starve it.
@@ -196,7 +196,7 @@ def test_a_load_that_failed_lets_all_others_go_first_and_once_only(back: bool) -
     )
 
 
-def test_a_prompt_that_is_all_but_cached_is_not_fetched_and_p_is_told() -> None:
+def test_a_nearly_cached_prompt_is_not_loaded_and_p_is_informed() -> None:
     d = side("decode")
     asked = request("decode", d)
     assert d.tokens_to_load(asked, 32) == 0
@@ -209,7 +209,7 @@ def test_a_prompt_that_is_all_but_cached_is_not_fetched_and_p_is_told() -> None:
 @pytest.mark.parametrize(
     ("when", "event"), [("waiting", events.LoadSkipped), ("loading", events.LoadCancelled)]
 )
-def test_a_decode_leg_that_is_aborted_says_so_once(when: str, event: type) -> None:
+def test_an_aborted_decode_leg_is_reported_once(when: str, event: type) -> None:
     d = side("decode")
     asked = request("decode", d)
     if when == "loading":
@@ -222,7 +222,7 @@ def test_a_decode_leg_that_is_aborted_says_so_once(when: str, event: type) -> No
     assert d.build_step_metadata(step()).receiver_events == []
 
 
-def test_a_probe_learns_who_we_are_whatever_our_role() -> None:
+def test_a_probe_gets_the_description_in_every_role() -> None:
     for role in ("prefill", "decode", "both"):
         engine = side(role)
         keep, answer = engine.on_request_finished(request("probe", engine))
@@ -235,7 +235,7 @@ def test_a_probe_learns_who_we_are_whatever_our_role() -> None:
         assert not said.serving_requests and not said.loading_requests
 
 
-def test_a_probe_that_names_no_engine_learns_what_the_next_one_needs_and_no_address(
+def test_a_probe_without_an_engine_gets_a_card_without_addresses(
     clock: list[float],
 ) -> None:
     engine = side("decode")
@@ -265,7 +265,7 @@ def test_a_probe_that_names_no_engine_learns_what_the_next_one_needs_and_no_addr
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-def test_a_grant_ends_by_the_engines_clock_and_works_once_until_then(
+def test_a_grant_expires_by_the_engines_clock_and_works_once(
     leg: str, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = side(leg)
@@ -303,7 +303,7 @@ def test_a_grant_ends_by_the_engines_clock_and_works_once_until_then(
     assert accepted(transfer="05" * 16, until=140.0)
 
 
-def test_a_prefill_leg_whose_grant_does_not_hold_says_so(clock: list[float]) -> None:
+def test_a_prefill_leg_with_an_invalid_grant_gets_a_card(clock: list[float]) -> None:
     """The answer carries the engine's clock, so that the next grant is valid."""
     p = side("prefill")
     clock[0] += 100
@@ -339,7 +339,7 @@ def refused() -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize(("_", "params"), refused())
-def test_whatever_else_a_client_writes_is_an_ordinary_request(_: str, params: Any) -> None:
+def test_other_kv_transfer_params_are_ignored(_: str, params: Any) -> None:
     d = side("decode")
     asked = request("decode", d, kv_transfer_params=params)
     assert d.tokens_to_load(asked, 0) == 0
@@ -367,7 +367,7 @@ FAR = {
 
 
 @pytest.mark.parametrize("leg", ["decode", "prefill"])
-def test_nothing_is_dialled_that_an_engine_may_not_dial(leg: str) -> None:
+def test_forbidden_addresses_are_not_dialled(leg: str) -> None:
     """A prefill leg only loses bidirectional KV reuse from these addresses; it serves D."""
     for to in FAR:
         engine = side(leg)
@@ -391,7 +391,7 @@ def test_nothing_is_dialled_that_an_engine_may_not_dial(leg: str) -> None:
         assert list(said.serving_requests) == ([T] if leg == "prefill" else [])
 
 
-def test_without_a_key_a_transfer_is_remembered_whatever_end_a_client_chose(
+def test_without_a_key_a_used_grant_is_remembered_after_it_expires(
     clock: list[float],
 ) -> None:
     """The transfer may still hold blocks when the grant has expired."""
@@ -426,7 +426,7 @@ def test_one_engine_is_not_both_engines_of_a_request() -> None:
     )
 
 
-def test_an_engine_that_others_reach_dials_others() -> None:
+def test_an_engine_on_a_public_address_dials_other_machines() -> None:
     far = peers.WorkerInfo("p/0", "tcp://10.0.0.1:1", "tcp://10.0.0.1:2", holds=HOLDS)
     made = SchedulerSide(KEY, "decode", {}, GROUPS, host="10.0.0.2")
     made.set_workers([Handshake(peers.WorkerInfo("me/0", "", "", holds=HOLDS), ["a", "b"])])
@@ -435,7 +435,7 @@ def test_an_engine_that_others_reach_dials_others() -> None:
 
 
 @pytest.mark.parametrize("insecure", [False, True])
-def test_without_a_key_no_grant_counts_unless_that_is_asked_for(
+def test_without_a_key_grants_are_valid_only_if_insecure(
     insecure: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     nobody = keys.FleetKey(None)
@@ -486,7 +486,7 @@ def test_stages_of_a_pipeline_are_numbered_on() -> None:
         ),
     ],
 )
-def test_sources_that_cannot_be_read_are_refused_in_words(
+def test_unreadable_sources_are_refused_with_a_reason(
     sources: list[peers.WorkerInfo], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     d = side("decode")
@@ -555,7 +555,7 @@ MORE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("more", [*MORE, {"resumable": True}], ids=str)
 @pytest.mark.parametrize("groups", [[FULL, WINDOW], [STATE]], ids=["window", "state"])
-def test_a_prefill_leg_of_more_than_one_token_is_a_request_like_any_other(
+def test_with_windows_or_states_a_longer_prefill_leg_is_not_transferred(
     groups: Any, more: dict[str, Any]
 ) -> None:
     """vLLM would compute a second token and cache it under the hash of the one left out.
@@ -583,7 +583,7 @@ def test_without_windows_a_prefill_leg_may_go_on() -> None:
     ]
 
 
-def test_of_one_token_nothing_is_left_to_load() -> None:
+def test_with_a_window_a_prompt_of_one_token_is_not_loaded() -> None:
     d = side("decode", [FULL, WINDOW])
     asked = request("decode", d, length=1)
     assert d.tokens_to_load(asked, 0) == 0
@@ -607,7 +607,7 @@ def test_with_a_state_p_computes_all_tokens_but_the_last() -> None:
     assert (wanted.token_end, wanted.blocks) == (39, [events.GroupBlocks(0, [3])])
 
 
-def test_an_engine_says_which_data_parallel_rank_it_is() -> None:
+def test_the_description_has_the_data_parallel_rank() -> None:
     made = SchedulerSide(KEY, "decode", {}, GROUPS, rank=1)
     made.set_workers([Handshake(P_WORKER, ["a", "b"])])
     assert made.engine is not None and made.engine.rank == 1
@@ -635,7 +635,7 @@ def arrived(p: SchedulerSide) -> Any:
     return asked
 
 
-def test_a_prefill_leg_asks_d_reads_back_and_computes_the_rest(clock: list[float]) -> None:
+def test_a_prefill_leg_looks_up_reads_back_and_computes_the_rest(clock: list[float]) -> None:
     p = side("prefill")
     asked = arrived(p)
     assert p.tokens_to_load(asked, 16) is None, "ask again"
@@ -674,7 +674,7 @@ def test_a_prefill_leg_asks_d_reads_back_and_computes_the_rest(clock: list[float
 
 
 @pytest.mark.parametrize(("there", "local"), [(0, 0), (32, 32), (16, 32), (80, 0), (None, 0)])
-def test_what_d_does_not_have_is_computed(
+def test_tokens_that_d_lacks_are_computed(
     clock: list[float], there: int | None, local: int
 ) -> None:
     p = side("prefill")
@@ -696,7 +696,7 @@ def test_what_d_does_not_have_is_computed(
     assert p.on_request_finished(asked)[0] and p.build_step_metadata(step()).receiver_events == []
 
 
-def test_a_load_back_that_fails_is_computed(clock: list[float]) -> None:
+def test_a_failed_reuse_load_is_computed(clock: list[float]) -> None:
     p = side("prefill")
     asked = arrived(p)
     p.tokens_to_load(asked, 0)
@@ -714,7 +714,7 @@ def test_a_load_back_that_fails_is_computed(clock: list[float]) -> None:
 
 
 @pytest.mark.parametrize("when", ["waiting", "asking", "reading"])
-def test_a_prefill_leg_that_is_aborted_asks_no_more(clock: list[float], when: str) -> None:
+def test_an_aborted_prefill_leg_cancels_its_lookup(clock: list[float], when: str) -> None:
     p = side("prefill")
     asked = arrived(p) if when != "waiting" else request("prefill", p, length=70, back=BACK)
     if when == "reading":
@@ -728,7 +728,7 @@ def test_a_prefill_leg_that_is_aborted_asks_no_more(clock: list[float], when: st
     assert metadata.sender_events == [events.BlocksRevoked(T)] and not p._lookups
 
 
-def test_all_ranks_must_know_how_much_there_is(clock: list[float]) -> None:
+def test_a_lookup_needs_the_counts_of_all_ranks(clock: list[float]) -> None:
     p = SchedulerSide(KEY, "prefill", {}, GROUPS)
     halves = [peers.WorkerInfo(f"me/{at}", "", "", holds=HOLDS) for at in range(2)]
     p.set_workers([Handshake(worker, ["a", "b"]) for worker in halves])
@@ -753,7 +753,7 @@ def served(d: SchedulerSide, length: int = 70, local: int = 32) -> Any:
 
 
 @pytest.mark.parametrize("end", ["loaded", "aborted", "preempted", "finished"])
-def test_a_decode_leg_serves_what_it_has_cached_while_the_blocks_are_its_own(end: str) -> None:
+def test_a_decode_leg_serves_cached_blocks_while_it_holds_them(end: str) -> None:
     d = side("decode")
     asked = served(d, length=40 if end in ("preempted", "finished") else 70)
     if end == "loaded":
@@ -772,7 +772,7 @@ def test_a_decode_leg_serves_what_it_has_cached_while_the_blocks_are_its_own(end
 
 
 @pytest.mark.parametrize("why", ["nothing cached", "no blocks shown", "aborted early"])
-def test_a_decode_leg_with_nothing_to_serve_says_so_at_once(why: str) -> None:
+def test_a_decode_leg_without_cached_blocks_revokes_at_once(why: str) -> None:
     d = side("decode")
     asked = request("decode", d, length=70, back=BACK)
     if why == "aborted early":
@@ -788,7 +788,7 @@ def test_a_decode_leg_with_nothing_to_serve_says_so_at_once(why: str) -> None:
 
 
 @pytest.mark.parametrize("groups", [[FULL, WINDOW], [STATE]])
-def test_with_windows_or_states_nothing_goes_back(groups: Any) -> None:
+def test_windows_and_states_have_no_bidirectional_reuse(groups: Any) -> None:
     p, d = side("prefill", groups), side("decode", groups)
     assert p.engine and not p.engine.two_way
     asked = request("prefill", p, back=BACK)
@@ -805,7 +805,7 @@ def test_with_windows_or_states_nothing_goes_back(groups: Any) -> None:
 
 
 @pytest.mark.parametrize("sources", [[], [OTHER_BLOCKS]])
-def test_a_prefill_leg_with_sources_that_cannot_be_read_is_one_all_the_same(sources: Any) -> None:
+def test_a_prefill_leg_with_unreadable_sources_runs_without_reuse(sources: Any) -> None:
     p = side("prefill")
     asked = request("prefill", p, back=BACK, sources=sources)
     p.on_request_arrived(asked)
@@ -817,13 +817,13 @@ def test_a_prefill_leg_with_sources_that_cannot_be_read_is_one_all_the_same(sour
     ]
 
 
-def test_an_engine_says_whether_it_can() -> None:
+def test_the_description_has_bidirectional_reuse() -> None:
     made = SchedulerSide(KEY, "decode", {}, GROUPS, bidirectional_reuse=False)
     made.set_workers([Handshake(peers.WorkerInfo("me/0", "", "", holds=HOLDS), ["a", "b"])])
     assert made.engine and not made.engine.two_way and side("decode").engine.two_way  # type: ignore[union-attr]
 
 
-def test_a_prefill_leg_asks_when_it_arrives_and_waits_when_it_is_its_turn(
+def test_a_lookup_starts_at_arrival_and_its_limit_at_the_first_turn(
     clock: list[float],
 ) -> None:
     p = side("prefill")
@@ -840,7 +840,7 @@ def test_a_prefill_leg_asks_when_it_arrives_and_waits_when_it_is_its_turn(
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_way_back_is_used_once_and_is_not_the_way_there(role: str) -> None:
+def test_a_reuse_transfer_is_used_once_and_differs_from_the_main_one(role: str) -> None:
     engine = side(role)
     for name, transfer, back in (
         ("r1", "01" * 16, BACK),
@@ -889,7 +889,7 @@ def image(identifier: str, offset: int = 4) -> SimpleNamespace:
     )
 
 
-def told(role: str, **change: Any) -> str:
+def sent_digest(role: str, **change: Any) -> str:
     """Returns the digest that goes to the workers with a leg."""
     engine = side(role)
     asked = request(role, engine, **change)
@@ -900,10 +900,10 @@ def told(role: str, **change: Any) -> str:
 
 
 def test_both_legs_of_one_prompt_have_one_digest() -> None:
-    assert told("prefill") == told("decode") != ""
+    assert sent_digest("prefill") == sent_digest("decode") != ""
 
 
-def test_every_token_and_image_tells_prompts_apart() -> None:
+def test_every_token_and_image_changes_the_digest() -> None:
     changes: list[dict[str, Any]] = [
         {},
         {"prompt_token_ids": [0] * 39 + [1]},
@@ -918,21 +918,21 @@ def test_every_token_and_image_tells_prompts_apart() -> None:
             )
         ),
     ]
-    assert len({told("decode", **change) for change in changes}) == len(changes)
+    assert len({sent_digest("decode", **change) for change in changes}) == len(changes)
 
 
-def test_adapters_of_one_name_are_told_apart_by_their_files(tmp_path: Path) -> None:
+def test_adapters_of_one_name_differ_by_their_files(tmp_path: Path) -> None:
     ours, same, other = (adapter(tmp_path / name, name[:1].encode()) for name in ("a", "also", "b"))
-    assert told("prefill", lora_request=ours) == told("decode", lora_request=same)
-    assert len({told("decode", lora_request=lora) for lora in (None, same, other)}) == 3
+    assert sent_digest("prefill", lora_request=ours) == sent_digest("decode", lora_request=same)
+    assert len({sent_digest("decode", lora_request=lora) for lora in (None, same, other)}) == 3
 
 
 def test_an_adapter_that_was_loaded_anew_is_read_anew(tmp_path: Path) -> None:
-    before = told("decode", lora_request=adapter(tmp_path / "a", b"a"))
-    assert before != told("decode", lora_request=adapter(tmp_path / "a", b"b", loaded=2))
+    before = sent_digest("decode", lora_request=adapter(tmp_path / "a", b"a"))
+    assert before != sent_digest("decode", lora_request=adapter(tmp_path / "a", b"b", loaded=2))
 
 
-def test_what_is_sought_and_served_back_is_of_one_prompt() -> None:
+def test_lookup_and_served_blocks_carry_one_digest() -> None:
     p, d = side("prefill"), side("decode")
     p.on_request_arrived(request("prefill", p, length=70, back=BACK))
     (sought,) = p.build_step_metadata(step()).receiver_events
@@ -950,7 +950,7 @@ def test_what_is_sought_and_served_back_is_of_one_prompt() -> None:
         {"lora_request": SimpleNamespace(lora_name="one", lora_path="/", load_inplace=True)},
     ],
 )
-def test_a_prompt_that_cannot_be_told_is_computed_where_it_is_and_nobody_waits(
+def test_a_prompt_without_digest_is_computed_here_and_the_peer_is_informed(
     change: dict[str, Any],
 ) -> None:
     p, d = side("prefill"), side("decode")
@@ -973,7 +973,7 @@ def test_a_prompt_that_cannot_be_told_is_computed_where_it_is_and_nobody_waits(
 
 
 @pytest.mark.parametrize("groups", ["windows", "states", "all"])
-def test_what_p_leaves_out_before_vllm_looks_at_the_prompt(groups: str) -> None:
+def test_the_last_token_is_left_out_before_the_prefix_lookup(groups: str) -> None:
     p = side("prefill", {"windows": [FULL, WINDOW], "states": [STATE], "all": GROUPS}[groups])
     asked = request("prefill", p)
     asked._all_token_ids = list(asked.prompt_token_ids)
@@ -995,7 +995,7 @@ def test_what_p_leaves_out_before_vllm_looks_at_the_prompt(groups: str) -> None:
     assert late.num_prompt_tokens == (39 if groups == "states" else 40)
 
 
-def test_an_adapter_that_cannot_be_read_is_served_here(
+def test_a_request_with_an_unreadable_adapter_is_computed_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(folder: Path) -> None:

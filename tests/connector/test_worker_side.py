@@ -53,18 +53,18 @@ def started(overlap: str, layers: str = "ab") -> tuple[WorkerSide, Recorder]:
 def step(worker: WorkerSide, driver: Recorder, calls: str) -> list[tuple[int, Any]]:
     """Computes layers in this order; returns (calls so far, final layers or event's name)."""
     worker.begin_step(StepMetadata(sender_events=[events.BlocksScheduled("t", 16, [[1]])]))
-    heard: list[tuple[int, Any]] = []
+    announced: list[tuple[int, Any]] = []
     for at, layer in enumerate([*calls, ""], 1):
         driver.facts.clear()
         if layer:
             worker.on_layer_computed(layer)
         else:
             worker.end_step()
-        heard += [(at, getattr(fact, "layers", type(fact).__name__)) for fact in driver.facts]
-    return heard
+        announced += [(at, getattr(fact, "layers", type(fact).__name__)) for fact in driver.facts]
+    return announced
 
 
-def said(driver: Recorder) -> list[str]:
+def event_names(driver: Recorder) -> list[str]:
     return [f"{type(f).__name__} {getattr(f, 'layers', '')}".strip() for f in driver.facts]
 
 
@@ -79,7 +79,7 @@ def prompt(overlap: str) -> list[str]:
             worker.on_layer_computed(layer)
         worker.end_step()
     worker.begin_step(StepMetadata(sender_events=[events.PrefillFinished("t")]))
-    return said(driver)
+    return event_names(driver)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_overlap(overlap: str, step: list[str], end: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("calls", "heard"),
+    ("calls", "announced"),
     [
         ("abcd", [(1, 1), (2, 2), (3, 3), (5, 4)]),
         ("cabd", [(2, 1), (3, 3), (5, 4)]),  # Zamba2: blocks of attention in turn
@@ -110,13 +110,13 @@ def test_overlap(overlap: str, step: list[str], end: list[str]) -> None:
         ("", [(1, 4)]),  # a CUDA graph
     ],
 )
-def test_layers_are_offered_when_each_before_them_has_been_computed(
-    calls: str, heard: list[tuple[int, Any]]
+def test_layers_are_announced_when_all_before_them_are_final(
+    calls: str, announced: list[tuple[int, Any]]
 ) -> None:
     worker, driver = started("layer", "abcd")
     assert step(worker, driver, calls) == [(len(calls) + 1, 4)], "the first step teaches"
     for _ in range(3):
-        assert step(worker, driver, calls) == heard
+        assert step(worker, driver, calls) == announced
 
 
 def test_a_layer_computed_less_often_than_ever_waits_for_the_end() -> None:
@@ -126,7 +126,7 @@ def test_a_layer_computed_less_often_than_ever_waits_for_the_end() -> None:
     assert step(worker, driver, "aabbcd") == [(2, 1), (4, 2), (7, 4)]
 
 
-def test_an_offer_that_has_changed_is_taken_back_once() -> None:
+def test_recomputed_layers_are_taken_back_once() -> None:
     worker, driver = started("layer", "abcd")
     step(worker, driver, "abcd")
     assert step(worker, driver, "abcabcd") == [
@@ -139,7 +139,7 @@ def test_an_offer_that_has_changed_is_taken_back_once() -> None:
     assert step(worker, driver, "abcabcd") == [(4, 1), (5, 2), (6, 3), (8, 4)], "and learned from"
 
 
-def test_no_order_of_layers_offers_what_is_computed_later() -> None:
+def test_no_order_of_layers_announces_a_layer_too_early() -> None:
     """Otherwise LayersRecomputed follows. No model has such orders, one after the other."""
     random, layers = Random(1), "abcdef"
     for _ in range(300):
@@ -152,18 +152,20 @@ def test_no_order_of_layers_offers_what_is_computed_later() -> None:
             for _ in range(2)
         ]
         for calls in random.choices(orders, k=6):
-            heard = step(worker, driver, calls)
-            assert heard[-1] == (len(calls) + 1, len(layers)), "at the end, all of it"
-            again = [at for at, what in heard if what == "LayersRecomputed"]
-            said = [(at, what) for at, what in heard[:-1] if what != "LayersRecomputed"]
+            announced = step(worker, driver, calls)
+            assert announced[-1] == (len(calls) + 1, len(layers)), "at the end, all of it"
+            taken_back = [at for at, what in announced if what == "LayersRecomputed"]
+            said = [(at, what) for at, what in announced[:-1] if what != "LayersRecomputed"]
             assert [what for _, what in said] == sorted(what for _, what in said), "never back"
             changed = [at for at, what in said if set(layers[:what]) & set(calls[at:])]
-            assert len(again) == 1 or not (again or changed), (calls, heard)
-            assert all(at < again[0] for at, _ in said if again), "nothing is offered after that"
+            assert len(taken_back) == 1 or not (taken_back or changed), (calls, announced)
+            assert all(at < taken_back[0] for at, _ in said if taken_back), (
+                "nothing is offered after that"
+            )
 
 
 @pytest.mark.parametrize("overlap", ["layer", "chunk", "off"])
-def test_what_is_cached_is_in_memory_when_the_step_ends_and_not_before(overlap: str) -> None:
+def test_cached_blocks_are_final_when_the_step_ends(overlap: str) -> None:
     """Another request of the same step may compute the blocks of the hit."""
     worker, driver = started(overlap)
     worker.begin_step(
@@ -172,15 +174,15 @@ def test_what_is_cached_is_in_memory_when_the_step_ends_and_not_before(overlap: 
     for layer in ("a", "b"):
         worker.on_layer_computed(layer)
     worker.end_step()
-    assert said(driver) == ["BlocksScheduled"]
+    assert event_names(driver) == ["BlocksScheduled"]
     worker.take_results()
-    assert said(driver) == ["BlocksScheduled", "LayersComputed 2"]
+    assert event_names(driver) == ["BlocksScheduled", "LayersComputed 2"]
     worker.take_results()
     assert len(driver.facts) == 2, "said once"
 
 
 @pytest.mark.parametrize("overlap", ["layer", "chunk"])
-def test_a_step_that_vllm_does_not_call_over_is_over_when_its_results_are_asked_for(
+def test_take_results_ends_a_step_that_vllm_has_not_ended(
     overlap: str,
 ) -> None:
     """As with speculative decoding, on all stages of a pipeline but the last."""
@@ -188,14 +190,14 @@ def test_a_step_that_vllm_does_not_call_over_is_over_when_its_results_are_asked_
     worker.begin_step(StepMetadata(sender_events=[events.BlocksScheduled("t", 32, [[1, 2]])]))
     worker.on_layer_computed("a")
     worker.take_results()
-    assert said(driver)[-1] == "LayersComputed 2"
+    assert event_names(driver)[-1] == "LayersComputed 2"
     before = len(driver.facts)
     worker.take_results()
     assert len(driver.facts) == before, "said once"
 
 
 @pytest.mark.parametrize("saves", [True, False])  # with drafts vLLM asks for the results alone
-def test_a_step_whose_forward_pass_raised_is_offered_to_nobody(saves: bool) -> None:
+def test_layers_of_a_failed_forward_pass_are_taken_back(saves: bool) -> None:
     """vLLM ends the step in a `finally`, and P runs on for some seconds."""
     worker, driver = started("layer")
     step(worker, driver, "ab")  # teaches
@@ -219,7 +221,7 @@ def test_a_step_whose_forward_pass_raised_is_offered_to_nobody(saves: bool) -> N
     assert not driver.facts
 
 
-def test_what_is_withdrawn_is_said_before_the_step_begins() -> None:
+def test_revoked_blocks_are_submitted_before_the_step_begins() -> None:
     worker, driver = started("layer")
     metadata = StepMetadata(
         sender_events=[events.BlocksScheduled("t", 32, [[1, 2]]), events.BlocksRevoked("gone")]
@@ -227,10 +229,10 @@ def test_what_is_withdrawn_is_said_before_the_step_begins() -> None:
     worker.revoke_blocks(metadata)
     assert driver.facts == [events.BlocksRevoked("gone")]
     worker.begin_step(metadata)
-    assert said(driver) == ["BlocksRevoked", "BlocksScheduled", "BlocksRevoked"]
+    assert event_names(driver) == ["BlocksRevoked", "BlocksScheduled", "BlocksRevoked"]
 
 
-def test_vllm_says_what_is_withdrawn_before_it_clears_blocks() -> None:
+def test_vllm_revokes_blocks_before_it_clears_them() -> None:
     """By `handle_preemptions`, the only hook before the step zeroes and copies blocks."""
     worker, driver = started("layer")
     connector = DisaggConnector.__new__(DisaggConnector)
@@ -241,7 +243,7 @@ def test_vllm_says_what_is_withdrawn_before_it_clears_blocks() -> None:
     assert driver.facts == [events.BlocksRevoked("gone")]
 
 
-def test_what_was_found_goes_to_the_scheduler() -> None:
+def test_lookup_results_go_to_the_scheduler() -> None:
     worker, driver = started("layer")
     assert worker.take_lookup_counts() is None
     driver.outcomes = [events.LookupResult("x", 32), events.LookupResult("y", 0)]
@@ -252,7 +254,7 @@ def test_what_was_found_goes_to_the_scheduler() -> None:
 
 
 @pytest.mark.parametrize("ends", ["load first", "release first"])
-def test_two_legs_of_one_transfer_on_one_engine_are_two(ends: str) -> None:
+def test_two_legs_of_one_transfer_on_one_engine_stay_separate(ends: str) -> None:
     """Their results belong to different requests, and each id is reported once."""
     worker, driver = started("layer")
     worker.begin_step(
@@ -293,7 +295,7 @@ def test_the_end_of_one_leg_leaves_the_other(what: str) -> None:
         assert worker.take_results() == ({"p"}, set(), set())
 
 
-def test_bytes_that_were_read_back_are_counted_apart() -> None:
+def test_reused_bytes_are_counted_separately() -> None:
     worker, driver = started("layer")
     for transfer in ("back", "other", "given up"):
         wanted = events.LoadRequested(transfer, [], None, [events.GroupBlocks(0, [1])], 16, 1.0)  # type: ignore[arg-type]

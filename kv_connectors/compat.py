@@ -1,9 +1,9 @@
-"""Every difference between the versions of vLLM that are supported, and only that."""
+"""Holds every difference between the supported versions of vLLM, and nothing else."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from typing import Any
 
@@ -14,27 +14,33 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
-OLDEST, NEWEST = Version("0.28"), Version("0.33")  # tried; what is newer may work
+# The tested range; newer versions get a warning.
+OLDEST = Version("0.28")
+NEWEST = Version("0.33")
 
 log = logging.getLogger("vllm_disagg")
 
-# 0.32 and later: one snapshot of what has ended, with failures by request.  Before: get_finished,
-# and failures by block.
+# vLLM 0.32 and later take one snapshot of ended transfers, with failures by request. Earlier
+# versions call `get_finished`, with failures by block.
 Results: Any = getattr(base, "KVConnectorTransferResults", None)
 
 
 def check(version: str) -> str:
-    """What keeps this version of vLLM from being used, in one line; empty when nothing does."""
+    """Returns why this version of vLLM cannot be used, in one line; empty if it can be used.
+
+    Logs a warning for a version newer than the tested ones.
+    """
     try:
         found = Version(version)
     except ValueError:
-        return ""  # a development build: the user knows what they do
+        return ""  # a development build: its user is trusted
     release = Version(f"{found.major}.{found.minor}")
     if release < OLDEST:
         return f"vLLM {version} is too old for DisaggConnector: install vLLM {OLDEST} to {NEWEST}"
     if release > NEWEST:
         log.warning(
-            "vLLM %s is newer than what DisaggConnector was tried with (%s to %s)",
+            "vLLM %s is newer than the versions tested with DisaggConnector (%s to %s); started"
+            " nevertheless",
             version,
             OLDEST,
             NEWEST,
@@ -42,33 +48,41 @@ def check(version: str) -> str:
     return ""
 
 
+# KV-cache specs ----------------------------------------------------------------------------------
 def specs_by_layer(spec: Any) -> dict[str, Any]:
-    """Of a KV-cache group whose layers differ; empty when all are as the group's."""
+    """Returns the specs of a KV-cache group by layer name; empty if all layers share `spec`."""
     return getattr(spec, "kv_cache_specs", {})
 
 
+def all_specs(groups: Sequence[Any]) -> list[Any]:
+    """Returns the specs of all layers in these KV-cache groups, shared specs once."""
+    specs: list[Any] = []
+    for group in groups:
+        spec = group.kv_cache_spec
+        specs.extend(specs_by_layer(spec).values() or [spec])
+    return specs
+
+
 def is_latent(spec: Any) -> bool:
-    """Whether all ranks hold the same one head (MLA)."""
+    """Returns whether a layer has multi-head latent attention (MLA): all ranks hold one head."""
     return any(kind.__name__ == "MLAAttentionSpec" for kind in type(spec).__mro__)
 
 
 def window(spec: Any) -> int:
-    """Tokens that a layer of which vLLM keeps only a window looks back; 0 for a layer of which it
-    keeps all.
-    """
+    """Returns the tokens of a layer's sliding window; 0 if vLLM keeps all of its tokens."""
     return int(spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else 0
 
 
 def is_state(spec: Any) -> bool:
-    """Whether a layer keeps a state of the prompt (Mamba, linear attention) and no KV of its
-    tokens.
-    """
+    """Returns whether a layer keeps an SSM state (Mamba, linear attention) instead of KV."""
     return isinstance(spec, MambaSpec)
 
 
+# Hooks that vLLM has not --------------------------------------------------------------------------
 def before_adapters_load(note: Callable[[Any], None]) -> None:
-    """Have `note` called before vLLM loads a LoRA adapter that its server was given. No hook of
-    connectors says so.
+    """Has `note` called with each LoRA request, before vLLM loads that adapter at run time.
+
+    Connectors have no hook for this, so `EngineCore.add_lora` is wrapped, once.
     """
     from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - it imports connectors
 
@@ -76,7 +90,8 @@ def before_adapters_load(note: Callable[[Any], None]) -> None:
     if getattr(load, "noted_by", None) is note:
         return
 
-    @wraps(load)  # vLLM converts what a client sends by its signature
+    # vLLM converts a client's arguments by the signature, which `wraps` keeps.
+    @wraps(load)
     def add_lora(self: Any, lora_request: Any) -> bool:
         note(lora_request)
         return load(self, lora_request)
@@ -86,28 +101,26 @@ def before_adapters_load(note: Callable[[Any], None]) -> None:
 
 
 def layer_overrides(model: Any) -> list[dict[str, Any]]:
-    """By layer, what of a model's shape is not as in the others; empty where vLLM does not say, or
-    all are alike.
+    """Returns by layer how its shape differs from the model's.
+
+    Empty if all layers are alike, or if this vLLM does not report it.
     """
     return getattr(getattr(model, "model_arch_config", None), "per_layer_overrides", None) or []
 
 
 def generates_one(request: Any) -> bool:
-    """Whether a request ends with its first token, which vLLM then never computes KV for."""
+    """Returns whether a request ends with its first token; vLLM computes no KV for that token."""
     sampling = request.sampling_params
-    return (
-        sampling is not None
-        and sampling.n == request.max_tokens == 1
-        and not getattr(request, "resumable", False)
-    )
+    if sampling is None or getattr(request, "resumable", False):
+        return False
+    return bool(sampling.n == request.max_tokens == 1)
 
 
 def leave_out_last(request: Any) -> None:
-    """Make vLLM compute all tokens of a prompt but the last. Before it is scheduled for the first
-    time.
+    """Makes vLLM compute all tokens of a prompt but the last; before it is scheduled.
 
-    The hash of the last whole block stays, and may be of the token that is left out: only where
-    `generates_one`.
+    The hash of the last whole block stays, and may cover the token that is left out. So this is
+    only for requests that `generates_one`.
     """
     del request.prompt_token_ids[-1:]
     del request._all_token_ids[-1:]
@@ -115,44 +128,51 @@ def leave_out_last(request: Any) -> None:
 
 
 def can_load_groups() -> bool:
-    """Whether vLLM lets a failed load be told by request, as it must be with several KV-cache
-    groups.
-    """
+    """Returns whether vLLM takes load failures by request, as several KV-cache groups need."""
     return Results is not None
 
 
+# Order of elements in a block ---------------------------------------------------------------------
 def kv_order(vllm_config: Any, spec: Any) -> str:
-    """In which order the attention kernel writes one head's keys and values into a block.
+    """Returns the order in which the CPU attention kernel writes one head's KV into a block.
 
-    "keys transposed" (channels before tokens), "plain", or the name of an order that we do not
-    know.
+    "plain"; "keys transposed" (channels before tokens); or the name of an order that the relayout
+    does not support.
     """
     choose = getattr(cpu_attn, "_get_attn_isa", None)
     if choose is None:
         return "an order of its own"
-    dtype, cache_dtype, stored = (
-        vllm_config.model_config.dtype,
-        str(vllm_config.cache_config.cache_dtype),
-        torch.uint8,
-    )
-    if spec.dtype.itemsize > 1:  # no fp8, or a layer that is left out of it
-        cache_dtype, stored = "auto", spec.dtype
+    dtype = vllm_config.model_config.dtype
+    if spec.dtype.itemsize > 1:  # not fp8, or a layer that is excluded from fp8
+        cache_dtype = "auto"
+        stored_dtype = spec.dtype
+    else:
+        cache_dtype = str(vllm_config.cache_config.cache_dtype)
+        stored_dtype = torch.uint8
     isa = choose(dtype, spec.block_size, spec.head_size, cache_dtype)
-    return _written(isa, dtype, cache_dtype, stored, spec.block_size, spec.head_size)
+    return _order_written(isa, dtype, cache_dtype, stored_dtype, spec.block_size, spec.head_size)
 
 
 @cache
-def _written(
-    isa: str, dtype: torch.dtype, cache_dtype: str, stored: torch.dtype, tokens: int, channels: int
+def _order_written(
+    isa: str,
+    dtype: torch.dtype,
+    cache_dtype: str,
+    stored_dtype: torch.dtype,
+    tokens: int,
+    channels: int,
 ) -> str:
-    """Found by letting the kernel write the number of each element, bit by bit, into a block of its
-    own.
+    """Returns the order that a kernel writes, found by an experiment.
+
+    The kernel writes the number of each element, one bit at a time, into a scratch block. So each
+    place of the block yields the number of the element that was written there.
     """
     numbers = torch.arange(tokens * channels).reshape(tokens, 1, channels)
     slots = torch.arange(tokens, 2 * tokens)  # the second block
     read = torch.zeros(2, tokens * channels, dtype=torch.long)
-    for bit in range(int(numbers[-1, 0, -1]).bit_length()):
-        block = torch.zeros(2, 1, 2 * tokens, channels, dtype=stored)
+    bits = int(numbers[-1, 0, -1]).bit_length()
+    for bit in range(bits):
+        block = torch.zeros(2, 1, 2 * tokens, channels, dtype=stored_dtype)
         keys, values = block.chunk(2, dim=2)
         written = ((numbers >> bit) & 1).to(dtype)
         ops.cpu_attn_reshape_and_cache(
@@ -169,9 +189,10 @@ def _written(
         for row, part in zip(read, (keys, values), strict=True):
             row |= (part[1].reshape(-1) != 0).long() << bit
     plain = numbers.reshape(-1)
+    transposed = numbers.reshape(tokens, channels).T.reshape(-1)
     if torch.equal(read[1], plain):
         if torch.equal(read[0], plain):
             return "plain"
-        if torch.equal(read[0], numbers.reshape(tokens, channels).T.reshape(-1)):
+        if torch.equal(read[0], transposed):
             return "keys transposed"
     return f"the order of {isa} kernels"

@@ -1,5 +1,7 @@
-"""What two engines must have in common to exchange KV, read from vLLM's configuration; and which
-rank an engine is.
+"""Reads from vLLM's configuration the facts that two engines must share to exchange KV.
+
+Parallelism and block sizes may differ, so they are not among these facts. The workers add the
+layouts of their layers. Also finds the data parallel rank of an engine.
 """
 
 from __future__ import annotations
@@ -7,12 +9,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .fingerprint import digest, sampled
+from .fingerprint import digest, sample_files
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 IMAGE_SETTINGS = (
     "mm_processor_kwargs",
     "media_io_kwargs",
@@ -21,31 +27,31 @@ IMAGE_SETTINGS = (
     "mm_encoder_attn_dtype",
 )
 IGNORED_MODEL_FIELDS = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
+LLAMA_4_LIMIT_TOKENS = 32768  # `attn_temperature_tuning` differs for longer positions
 
 
 def data_parallel_rank(vllm_config: VllmConfig) -> int | None:
-    """The X-data-parallel-rank that reaches this engine; None when its API server has no other.
+    """Returns the X-data-parallel-rank that reaches this engine; None for a single engine.
 
-    A rank of a model without experts is told that it is alone, size 1; what remains is the ending
-    of its engine's id.
+    vLLM configures each rank of a model without experts with size 1. The rank remains visible in
+    the suffix of the engine id.
     """
     parallel = vllm_config.parallel_config
     rank = parallel.data_parallel_index
-    if parallel.data_parallel_external_lb or not str(
-        vllm_config.kv_transfer_config.engine_id
-    ).endswith(f"_dp{rank}"):
+    engine_id = str(vllm_config.kv_transfer_config.engine_id)
+    if parallel.data_parallel_external_lb or not engine_id.endswith(f"_dp{rank}"):
         return None
-    return int(parallel.data_parallel_rank_local if parallel.data_parallel_hybrid_lb else rank)
+    if parallel.data_parallel_hybrid_lb:
+        return int(parallel.data_parallel_rank_local)
+    return int(rank)
 
 
 def layout(vllm_config: VllmConfig, compress: str = "off") -> dict[str, str]:
-    """Facts by name; `peers.difference` says in words which one differs. `compress`: the setting of
-    this name.
+    """Returns the facts by name; `peers.difference` describes the first one that differs.
 
-    Not what may differ: parallelism and block sizes. What a layer's KV is made of is added by the
-    workers.
+    `compress`: the setting of this name.
     """
-    model, cache = vllm_config.model_config, vllm_config.cache_config
+    model = vllm_config.model_config
     return {
         "architecture": ",".join(model.hf_config.architectures or ["unknown"]),
         "model config": digest(_model_config(model.hf_config)),
@@ -53,7 +59,7 @@ def layout(vllm_config: VllmConfig, compress: str = "off") -> dict[str, str]:
         "positions": _positions(model),
         "images": _images(model),
         "dtype": str(model.dtype),
-        "KV cache dtype": str(cache.cache_dtype),
+        "KV cache dtype": str(vllm_config.cache_config.cache_dtype),
         "quantization": str(model.quantization),
         "load format": str(vllm_config.load_config.load_format),
         "LoRA": _lora(vllm_config.lora_config),
@@ -61,15 +67,14 @@ def layout(vllm_config: VllmConfig, compress: str = "off") -> dict[str, str]:
     }
 
 
-def two_way(vllm_config: VllmConfig) -> bool:
-    """Whether a prefill leg can read back what a decode engine has cached: of a failure it must
-    come to no harm.
+def permits_bidirectional_reuse(vllm_config: VllmConfig) -> bool:
+    """Returns whether a prefill leg may read KV back from D.
+
+    Needs prefix caching. A failed load must be recomputed and not fail the request.
     """
     transfer: Any = vllm_config.kv_transfer_config
-    return (
-        bool(vllm_config.cache_config.enable_prefix_caching)
-        and transfer.kv_load_failure_policy == "recompute"
-    )
+    has_prefix_cache = bool(vllm_config.cache_config.enable_prefix_caching)
+    return has_prefix_cache and transfer.kv_load_failure_policy == "recompute"
 
 
 def _model_config(hf_config: Any) -> dict[str, Any]:
@@ -81,54 +86,64 @@ def _model_config(hf_config: Any) -> dict[str, Any]:
 
 
 def _weights(model: Any) -> str:
-    """A fingerprint of the weights: of the files where they are here, else of the name and revision
-    on the hub.
-    """
+    """Returns a digest of local weights files, else the model's name and revision on the hub."""
     folder = Path(model.model)
-    if samples := sampled(folder) if folder.is_dir() else []:
+    samples = sample_files(folder) if folder.is_dir() else []
+    if samples:
         return digest(samples)
-    name = (
-        getattr(model, "model_weights", "") or model.model
-    )  # weights may be streamed from a bucket
-    return f"{name}@{getattr(model.hf_config, '_commit_hash', None) or model.revision or 'main'}"
+    # `model_weights` is set when weights are streamed from a bucket.
+    name = getattr(model, "model_weights", "") or model.model
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    return f"{name}@{commit or model.revision or 'main'}"
 
 
 def _positions(model: Any) -> str:
-    """What the longest prompt allowed makes of positions: LongRoPE has two tables, and vLLM takes
-    one for all prompts.
+    """Returns on which sides of the rotary embedding's limits the longest permitted prompt is.
+
+    LongRoPE has two tables, and vLLM takes one of them for all prompts, by `max_model_len`.
     """
-    text = getattr(model, "hf_text_config", model.hf_config)
-    given: Any = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    text_config = getattr(model, "hf_text_config", model.hf_config)
+    given: Any = getattr(text_config, "rope_parameters", None)
+    if not given:
+        given = getattr(text_config, "rope_scaling", None)
     rope: dict[str, Any] = given if isinstance(given, dict) else {}
-    limits = [32768] if getattr(text, "attn_temperature_tuning", False) else []  # Llama 4
+    limits = []
+    if getattr(text_config, "attn_temperature_tuning", False):
+        limits.append(LLAMA_4_LIMIT_TOKENS)
     if "longrope" in (rope.get("rope_type"), rope.get("type")):
         name = "original_max_position_embeddings"
-        limits.append(int(rope.get(name) or getattr(text, name, None) or 0))
-    return (
-        ", ".join(
-            f"{'over' if model.max_model_len > limit else 'up to'} {limit}" for limit in limits
-        )
-        or "of any length"
-    )
+        limits.append(int(rope.get(name) or getattr(text_config, name, None) or 0))
+    sides = []
+    for limit in limits:
+        side = "over" if model.max_model_len > limit else "up to"
+        sides.append(f"{side} {limit}")
+    return ", ".join(sides) or "of any length"
 
 
 def _images(model: Any) -> str:
-    """How images become what the model reads; `prompt` compares only the images as they were sent."""
+    """Returns a digest of the settings that turn images into the model's inputs.
+
+    The digest of a prompt covers only the images as they were sent.
+    """
     settings = getattr(model, "multimodal_config", None)
     if settings is None:
         return "none"
-    of_engine = {name: str(getattr(settings, name, None)) for name in IMAGE_SETTINGS}
+    engine_settings = {name: str(getattr(settings, name, None)) for name in IMAGE_SETTINGS}
     folder = Path(model.model)
-    files = {name: (folder / name).read_text() for name in PROCESSORS if (folder / name).is_file()}
-    return digest([of_engine, files])
+    files = {
+        name: (folder / name).read_text() for name in PROCESSOR_FILES if (folder / name).is_file()
+    }
+    return digest([engine_settings, files])
 
 
 def _lora(lora: Any) -> str:
+    """Returns the LoRA settings that change how adapters are applied."""
     if lora is None:
         return "off"
     parts = [f"rank {lora.max_lora_rank}", str(lora.lora_dtype)]
-    if modules := getattr(lora, "target_modules", None):
+    modules = getattr(lora, "target_modules", None)
+    if modules:
         parts.append(f"of {' '.join(sorted(modules))}")
-    return ", ".join(
-        parts + ["of encoders too"] * bool(getattr(lora, "enable_tower_connector_lora", False))
-    )
+    if getattr(lora, "enable_tower_connector_lora", False):
+        parts.append("of encoders too")
+    return ", ".join(parts)

@@ -1,5 +1,7 @@
-"""The class that vLLM loads. Each hook is a line or two; what happens is in `scheduler` and
-`worker`.
+"""DisaggConnector, the class that vLLM loads.
+
+Each hook is one or two lines: `scheduler` and `worker` hold the logic. vLLM creates one instance
+in the scheduler's process and one in each worker.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_disagg import config
+from vllm_disagg.config import Config
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
+from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.fleet.registration import Registration, register_all
 
 from . import compat, compatibility, prompt_digest, supported
 from .metadata import Handshake, WorkerMetadata
-from .metrics import PromMetrics, Stats
+from .metrics import ConnectorPromMetrics, ConnectorStats
 from .scheduler import SchedulerSide
 from .worker import WorkerSide
 
@@ -36,23 +40,27 @@ if TYPE_CHECKING:
 
     from .metadata import StepMetadata
 
+log = logging.getLogger("vllm_disagg")
 # In vLLM's processes our log lines go where vLLM's go.
-logging.getLogger("vllm_disagg").handlers = list(logging.getLogger("vllm").handlers)
-logging.getLogger("vllm_disagg").setLevel(logging.getLogger("vllm").level)
+log.handlers = list(logging.getLogger("vllm").handlers)
+log.setLevel(logging.getLogger("vllm").level)
 
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 
 
 class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
+    """vLLM's KV connector for prefill/decode disaggregation; see KVConnectorBase_V1 for the hooks.
+
+    Raises ConfigError at start for settings, models and versions that are not supported.
+    """
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
+        """Checks the settings, and creates the half of this process. `role`: which half."""
         super().__init__(vllm_config, role, kv_cache_config)
         settings = config.parse(self._kv_transfer_config.kv_connector_extra_config)
-        if problem := compat.check(vllm.__version__):
-            if not settings.gpu:  # who tries it on a GPU may have an older vLLM there
-                raise ConfigError(problem)
-            logging.getLogger("vllm_disagg").warning("%s; it is tried all the same (gpu)", problem)
+        _check_version(settings)
         key = keys.load(settings.key_file, insecure=settings.insecure)
         supported.refuse_unsupported(
             vllm_config, kv_cache_config, gpu=settings.gpu, compress=settings.compress
@@ -61,90 +69,108 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide
         self._registrations: list[Registration] = []
         if role is KVConnectorRole.SCHEDULER:
-            kind = ROLES[str(self._kv_transfer_config.kv_role)]
-            layout, among = (
-                compatibility.layout(vllm_config, settings.compress),
-                compatibility.data_parallel_rank(vllm_config),
-            )
-            compat.before_adapters_load(prompt_digest.note_adapter)
-            two_way, groups = compatibility.two_way(vllm_config), kv_cache_config.kv_cache_groups
-            self._scheduler = SchedulerSide(
-                key, kind, layout, groups, rank=among, two_way=two_way, host=settings.host
-            )
-            if settings.insecure:
-                logging.getLogger("vllm_disagg").warning(
-                    "insecure is set: this engine has no fleet key, so EVERY client may put foreign KV into its prefix cache,"
-                    " read its KV, and make it connect to any port of this machine; set key_file"
-                )
-            if settings.compress != "off":
-                logging.getLogger("vllm_disagg").warning(
-                    "compress is %s: KV is rounded on its way, so answers are NOT exactly a plain vLLM's",
-                    settings.compress,
-                )
-            self._register = lambda incarnation: register_all(
-                settings, key, incarnation, kind, among
-            )
+            self._create_scheduler(settings, key, vllm_config, kv_cache_config)
+            _warn_of(settings)
         else:
             rank = vllm_config.parallel_config.rank
             self._worker = WorkerSide(settings, key, rank, vllm_config, kv_cache_config)
 
-    # Workers --------------------------------------------------------------------------------------
+    def _create_scheduler(
+        self,
+        settings: Config,
+        key: FleetKey,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+    ) -> None:
+        role = ROLES[str(self._kv_transfer_config.kv_role)]
+        rank = compatibility.data_parallel_rank(vllm_config)
+        compat.before_adapters_load(prompt_digest.note_adapter)
+        self._scheduler = SchedulerSide(
+            key,
+            role,
+            compatibility.layout(vllm_config, settings.compress),
+            kv_cache_config.kv_cache_groups,
+            rank=rank,
+            bidirectional_reuse=compatibility.permits_bidirectional_reuse(vllm_config),
+            host=settings.host,
+        )
+        self._register = lambda incarnation: register_all(settings, key, incarnation, role, rank)
+
+    # Worker ---------------------------------------------------------------------------------------
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker.register(kv_caches)
+        """Starts KV transfers on these caches. `kv_caches`: tensors by layer name."""
+        self._worker.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> Handshake | None:
+        """Returns this worker's addresses and layout for the scheduler."""
         return self._worker.handshake
 
-    def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:  # type: ignore[override]
-        """Before anything writes into blocks that were given up."""
-        self._worker.withdraw(kv_connector_metadata)
+    def handle_preemptions(  # type: ignore[override]
+        self, kv_connector_metadata: StepMetadata
+    ) -> None:
+        """Revokes blocks before the step writes into them; vLLM's only hook so early."""
+        self._worker.revoke_blocks(kv_connector_metadata)
 
-    def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:  # type: ignore[override]
+    def bind_connector_metadata(  # type: ignore[override]
+        self, connector_metadata: StepMetadata
+    ) -> None:
+        """Begins a step with the scheduler's events."""
         super().bind_connector_metadata(connector_metadata)
-        self._worker.begin(connector_metadata)
+        self._worker.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads began with the step's metadata."""
+        """Does nothing: loads began with the step's metadata."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """A request runs only when its KV is here."""
+        """Does nothing: a request is scheduled only after its whole load."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        self._worker.layer_computed(layer_name)
+        """Announces layers that are final by now; the KV itself stays in its blocks."""
+        self._worker.on_layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
-        self._worker.end()
+        """Announces the KV of this step; does not wait."""
+        self._worker.end_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        sent, received, failed = self._worker.results()
-        self._worker.take_failed_blocks()  # said by request
+        """Returns ended transfers, vLLM 0.32 and later; failures by request."""
+        sent, received, failed = self._worker.take_results()
+        self._worker.take_failed_blocks()  # dropped: failures are reported by request here
         return compat.Results(
             finished_sending=sent, finished_recving=received, failed_recving=failed
         )
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        sent, received, _ = self._worker.results()
+        """Returns the requests (sent, received), before vLLM 0.32."""
+        sent, received, _ = self._worker.take_results()
         return sent or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
+        """Returns the blocks of failed loads, before vLLM 0.32."""
         return self._worker.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        return self._worker.take_found()
+        """Returns the answers of lookups for the scheduler."""
+        return self._worker.take_lookup_counts()
 
-    def get_kv_connector_stats(self) -> Stats | None:
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        """Returns the statistics since last time; None in the scheduler's process."""
         return self._worker.stats.take() if self._role is KVConnectorRole.WORKER else None
 
     def shutdown(self) -> None:
+        """Stops the driver of a worker, and withdraws the scheduler's registrations at proxies."""
         if self._role is KVConnectorRole.WORKER:
             self._worker.close()
         for registration in self._registrations:
             registration.close()
 
     # Scheduler ------------------------------------------------------------------------------------
-    def set_xfer_handshake_metadata(self, metadata: dict[int, Handshake]) -> None:  # type: ignore[override]
+    def set_xfer_handshake_metadata(  # type: ignore[override]
+        self, metadata: dict[int, Handshake]
+    ) -> None:
+        """Describes this engine from its workers' handshakes, by tensor parallel rank."""
         self.set_xfer_handshake_metadata_pp_aware(
             {(0, rank): handshake for rank, handshake in metadata.items()}
         )
@@ -152,56 +178,70 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], Handshake]
     ) -> None:  # type: ignore[override]
-        """Keys: (stage of the pipeline, tensor parallel rank); sorted, they are in the order of
-        vLLM's global rank.
+        """Describes this engine from its workers' handshakes, and registers it at the proxies.
+
+        `metadata`: by (pipeline stage, tensor parallel rank). Sorted keys have the order of vLLM's
+        global ranks. Raises ConfigError for handshakes of another connector: MultiConnector hands
+        out those of one child only.
         """
-        if not all(
-            isinstance(said, Handshake) for said in metadata.values()
-        ):  # MultiConnector hands out one child's only
+        if not all(isinstance(handshake, Handshake) for handshake in metadata.values()):
             raise ConfigError(
-                "DisaggConnector must be the first among the connectors of MultiConnector that shake hands"
+                "DisaggConnector must be the first among the connectors of MultiConnector that"
+                " exchange handshakes: move it to the front of its list"
             )
         self._scheduler.set_workers([metadata[rank] for rank in sorted(metadata)])
         if self._scheduler.engine and not self._registrations:
             self._registrations = self._register(self._scheduler.engine.incarnation)
 
     def on_new_request(self, request: Request) -> None:
-        self._scheduler.arrived(request)
+        """Makes the leg of a request with a grant."""
+        self._scheduler.on_request_arrived(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        """Returns (tokens to load, whether vLLM parks the request).
+
+        None means not known yet: vLLM calls again.
+        """
         count = self._scheduler.tokens_to_load(request, num_computed_tokens)
         return count, bool(count)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        """Starts the load of a request into its new blocks."""
+        self._scheduler.on_blocks_allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        return self._scheduler.step(scheduler_output)
+        """Returns the events for the workers that go with this step."""
+        return self._scheduler.build_step_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Passes the workers' results of a step to the scheduler's half."""
         for request_id in connector_output.finished_recving or ():
-            self._scheduler.loaded(request_id)
-        if isinstance(said := connector_output.kv_connector_worker_meta, WorkerMetadata):
-            self._scheduler.found(said.found)
+            self._scheduler.on_load_finished(request_id)
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, WorkerMetadata):
+            self._scheduler.on_lookup_counts(metadata.lookup_counts)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.finished(request)
+        """Returns (whether blocks stay until they are sent, `kv_transfer_params` of the answer)."""
+        return self._scheduler.on_request_finished(request)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.finished(request)
+        """Does the same as `request_finished`, for models with several KV-cache groups."""
+        return self._scheduler.on_request_finished(request)
 
     # Statistics -----------------------------------------------------------------------------------
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
-        return Stats(data=data) if data is not None else Stats()
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        """Returns statistics with this data, or empty ones."""
+        return ConnectorStats(data=data) if data is not None else ConnectorStats()
 
     @classmethod
     def build_prom_metrics(
@@ -210,5 +250,35 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         metric_types: Any,
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-    ) -> PromMetrics:
-        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    ) -> ConnectorPromMetrics:
+        """Returns the connector's Prometheus metrics."""
+        return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _check_version(settings: Config) -> None:
+    """Raises ConfigError for an unsupported vLLM; with the setting `gpu` only a warning.
+
+    Those who try this connector on a GPU may have an older vLLM there.
+    """
+    problem = compat.check(vllm.__version__)
+    if not problem:
+        return
+    if not settings.gpu:
+        raise ConfigError(problem)
+    log.warning('%s; started nevertheless, because "gpu" is set', problem)
+
+
+def _warn_of(settings: Config) -> None:
+    """Warns of settings that make a fleet less secure or less exact."""
+    if settings.insecure:
+        log.warning(
+            "insecure is set: this engine has no fleet key, so EVERY client may put foreign KV into"
+            " its prefix cache, read its KV, and make it connect to any port of this machine; set"
+            " key_file"
+        )
+    if settings.compress != "off":
+        log.warning(
+            "compress is %s: KV is rounded for the transfer, so answers are NOT exactly a plain"
+            " vLLM's",
+            settings.compress,
+        )

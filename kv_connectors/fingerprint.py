@@ -1,4 +1,4 @@
-"""Short digests of values and of weights files, equal in any two engines that have the same."""
+"""Makes short digests of values and of weights files, equal in engines that have the same."""
 
 from __future__ import annotations
 
@@ -7,28 +7,37 @@ import json
 from pathlib import Path
 from typing import Any
 
-# Of each weights file so many samples of so many bytes are read, evenly spread: of 5 GB every 20
-# MB, less than one matrix of a model whose file is so large.  Reading all of it would cost a large
-# model a minute at each start.
+# Each weights file is read in evenly spread samples: of 5 GB a sample every 20 MB, less than one
+# matrix of a model with files of that size. To read all of a large model would take a minute at
+# each start.
 SAMPLES_PER_FILE = 256
+MIN_SAMPLES_PER_FILE = 16
 SAMPLE_BYTES = 4096
-MAX_SAMPLES = 8192  # samples of all files: each may be a millisecond on a network's file system
+MAX_SAMPLES = 8192  # of all files: on a network's file system each may take a millisecond
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 
 
-def sampled(folder: Path) -> list[tuple[str, int, str]]:
-    seen = []
+def sample_files(folder: Path) -> list[tuple[str, int, str]]:
+    """Returns (name, size in bytes, digest of the samples) of each weights file, by name.
+
+    Raises OSError for a file that cannot be read.
+    """
+    sampled = []
     files = sorted(file for pattern in WEIGHTS for file in folder.glob(pattern) if file.is_file())
-    samples = max(16, min(SAMPLES_PER_FILE, MAX_SAMPLES // max(1, len(files))))
+    samples = min(SAMPLES_PER_FILE, MAX_SAMPLES // max(1, len(files)))
+    samples = max(MIN_SAMPLES_PER_FILE, samples)
     for file in files:
-        size, digest = file.stat().st_size, hashlib.sha256()
+        size = file.stat().st_size
+        file_digest = hashlib.sha256()
         with file.open("rb", buffering=0) as opened:
-            for at in range(samples):
-                opened.seek(at * max(0, size - SAMPLE_BYTES) // (samples - 1))
-                digest.update(opened.read(SAMPLE_BYTES))
-        seen.append((file.name, size, digest.hexdigest()))
-    return seen
+            for number in range(samples):
+                opened.seek(number * max(0, size - SAMPLE_BYTES) // (samples - 1))
+                file_digest.update(opened.read(SAMPLE_BYTES))
+        sampled.append((file.name, size, file_digest.hexdigest()))
+    return sampled
 
 
 def digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    """Returns 16 hexadecimal digits of the SHA-256 of a value, written as JSON with sorted keys."""
+    encoded = json.dumps(value, sort_keys=True, default=str).encode()
+    return hashlib.sha256(encoded).hexdigest()[:16]

@@ -1,15 +1,14 @@
-"""Gloo between the memories of two hosts: the link that runs everywhere, with the code that NCCL
-runs under.
+"""Gloo between the memories of two hosts: the collective transport that runs everywhere.
 
-A link is a ProcessGroupGloo of two ranks, made by hand: no default group, no TCPStore. The two ends
-find each other through a Store that lives on our notes, so nothing listens for that. What listens
-is Gloo's own device, one a worker: a TCP port of `host`, for as long as the worker lives.
-Connections there are neither encrypted nor authenticated (Gloo's TLS needs certificates); the
-checksum of each piece goes over the authenticated control channel.
+It runs under the same code as NCCL. A link is a ProcessGroupGloo of two ranks, made directly: no
+default group, no TCPStore. The two ends find each other through a Store over our control channel,
+so no port listens for that. Gloo's own device listens: one TCP port of `host` per worker, for as
+long as the worker runs. Connections there are neither encrypted nor authenticated (Gloo's TLS needs
+certificates). The checksum of each piece goes over the authenticated control channel.
 
-Gloo posts without waiting, but says only to one who waits that something has ended: so each link
-has a thread that does. A peer that dies ends the wait at once; for one that is frozen the pair has
-its deadline, and `close` aborts.
+Gloo posts an operation without waiting, but reports its end only to a waiting thread. So each link
+has a thread that waits. If the peer's process dies, the wait ends at once. If the peer is frozen,
+the channel has its deadline, and `close` aborts the wait.
 """
 
 from __future__ import annotations
@@ -45,25 +44,33 @@ if is_gloo_available():
 
 log = logging.getLogger("vllm_disagg.gloo")
 
-NEVER = timedelta(days=1)  # the pair's machine has the deadlines
-AT_ONCE = timedelta(milliseconds=1)  # a wait that ends so breaks the group: that is how Gloo aborts
+NO_TIMEOUT = timedelta(days=1)  # the channel's state machine has the deadlines
+# A wait that times out breaks the process group; Gloo has no other way to abort.
+ABORT_TIMEOUT = timedelta(milliseconds=1)
+MAX_ERROR_CHARACTERS = 120
 
 
-class NoteStore(Store):  # type: ignore[misc]
-    """What one end sets, the other gets: by notes, as (key, value)."""
+class ChannelStore(Store):  # type: ignore[misc]
+    """A Store shared by the two ends of a link: each end sends what it sets to the other.
 
-    def __init__(self, say: Callable[[bytes], None]) -> None:
+    ProcessGroupGloo calls `set`, `get` and `wait` while it is made.
+    """
+
+    def __init__(self, send_blob: Callable[[bytes], None]) -> None:
+        """Creates an empty store. `send_blob`: takes an encoded (key, value) to the other end."""
         super().__init__()
-        self._say = say
+        self._send_blob = send_blob
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
         self._is_closed = False
 
-    def on_blob(self, blob: bytes) -> None:
+    def receive_blob(self, blob: bytes) -> None:
+        """Takes a (key, value) that the other end has set."""
         key, value = msgspec.msgpack.decode(blob, type=tuple[str, bytes])
         self._put(key, value)
 
     def close(self) -> None:
+        """Ends all waits, with an error."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -73,113 +80,135 @@ class NoteStore(Store):  # type: ignore[misc]
             self._values[key] = value
             self._changed.notify_all()
 
-    # What ProcessGroupGloo asks of a Store
+    # The interface of Store -----------------------------------------------------------------------
     def set(self, key: str, value: bytes) -> None:
+        """Sets a value here and at the other end."""
         self._put(key, value)
-        self._say(msgspec.msgpack.encode((key, bytes(value))))
+        self._send_blob(msgspec.msgpack.encode((key, bytes(value))))
 
     def get(self, key: str) -> bytes:
+        """Returns a value, as soon as one end has set it; raises as `wait` does."""
         self.wait([key])
         return self._values[key]
 
     def wait(
         self, keys: list[str], timeout: timedelta = timedelta(seconds=PAIRING_SECONDS)
     ) -> None:
+        """Waits until all keys are set; RuntimeError after the timeout or a `close`."""
         with self._changed:
-            there = self._changed.wait_for(
+            has_all = self._changed.wait_for(
                 lambda: self._is_closed or all(key in self._values for key in keys),
                 timeout.total_seconds(),
             )
-        if self._is_closed or not there:
-            raise RuntimeError(
-                "the pairing was given up" if self._is_closed else f"the peer did not say {keys}"
-            )
+        if self._is_closed:
+            raise RuntimeError("the pairing was given up")
+        if not has_all:
+            raise RuntimeError(f"the peer did not send {keys}")
 
 
 class GlooLink:
-    """`device`: Gloo's, shared by the links of a worker.  See `worker.Link`."""
+    """One end of a link; see `collective.worker.CollectiveLink`.
+
+    Threads: the collective worker's thread calls all public methods. The link's own thread makes
+    the group and waits for the end of each operation. A third thread aborts.
+    """
 
     is_polled = False
 
     def __init__(
-        self, device: Any, rank: int, tell: Callable[[LinkEvent], None], epoch: int
+        self, device: Any, rank: int, report: Callable[[LinkEvent], None], epoch: int
     ) -> None:
-        self._device, self._rank, self._tell, self._epoch = device, rank, tell, epoch
+        """Starts to connect. `device`: Gloo's, common to all links of a worker."""
+        self._device = device
+        self._rank = rank
+        self._report = report
+        self._epoch = epoch
         self._is_closing = False
-        self._store = NoteStore(lambda blob: tell(LinkBlob(epoch, blob)))
+        self._store = ChannelStore(lambda blob: report(LinkBlob(epoch, blob)))
         self._group: Any = None
         self._posted: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
-        self._waiting: deque[Any] = deque()  # what was posted and has not ended
+        self._unfinished: deque[Any] = deque()  # posted operations, the oldest first
         self._threads: list[threading.Thread] = []
-        self._start(self._run)
+        self._start_thread(self._run)
 
-    def _start(self, do: Callable[[], None]) -> None:
-        self._threads.append(threading.Thread(target=do, name="vllm-disagg-gloo", daemon=True))
-        self._threads[-1].start()
+    def _start_thread(self, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, name="vllm-disagg-gloo", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     @property
     def is_gone(self) -> bool:
-        """Ended threads only: one that is still in Gloo when Python ends takes the process down
-        with it.
+        """Whether all threads have ended.
+
+        A thread that is inside Gloo when Python exits would crash the process.
         """
         return not any(thread.is_alive() for thread in self._threads)
 
-    # The mover's thread ---------------------------------------------------------------------------
+    # The collective worker's thread ---------------------------------------------------------------
     def on_blob(self, blob: bytes) -> None:
-        self._store.on_blob(blob)
+        """Takes a blob of the other end's store."""
+        self._store.receive_blob(blob)
 
     def send(self, seq: int, slot: Slot, size: int) -> None:
+        """Posts a send of the slot's first `size` bytes; it ends in SlotCompleted(seq)."""
         self._post(seq, self._group.send([torch.from_numpy(slot[:size])], 1, 0))
 
     def receive(self, seq: int, slot: Slot, size: int) -> None:
+        """Posts a receive of `size` bytes into the slot; it ends in SlotCompleted(seq)."""
         self._post(seq, self._group.recv([torch.from_numpy(slot[:size])], 0, 0))
 
     def _post(self, seq: int, work: Any) -> None:
-        self._waiting.append(work)
+        self._unfinished.append(work)
         self._posted.put((seq, work))
 
     def poll(self) -> bool:
+        """Does nothing: the link's own thread waits."""
         return False
 
     def close(self) -> None:
+        """Aborts all operations, without waiting; `is_gone` reports the end."""
         self._is_closing = True
         self._store.close()
         self._posted.put(None)
-        self._start(self._abort)
+        self._start_thread(self._abort)
 
     def _abort(self) -> None:
-        for work in list(self._waiting):
+        for work in list(self._unfinished):
             try:
-                work.wait(AT_ONCE)
-            except RuntimeError as error:  # as meant
-                log.debug("aborted: %s", error)
+                work.wait(ABORT_TIMEOUT)
+            except RuntimeError as error:  # the intended effect
+                log.debug("gloo: link %d: operation aborted: %s", self._epoch, error)
 
-    # Its own thread -------------------------------------------------------------------------------
+    # The link's own thread ------------------------------------------------------------------------
     def _run(self) -> None:
         try:
             options = ProcessGroupGloo._Options()
-            options._devices, options._threads, options._timeout = (
-                [self._device],
-                1,
-                timedelta(seconds=PAIRING_SECONDS),
-            )
+            options._devices = [self._device]
+            options._threads = 1
+            options._timeout = timedelta(seconds=PAIRING_SECONDS)
             self._group = ProcessGroupGloo(self._store, self._rank, 2, options)
-            self._tell(LinkUp(self._epoch))
+            self._report(LinkUp(self._epoch))
             while (posted := self._posted.get()) is not None:
                 seq, work = posted
-                work.wait(NEVER)
-                self._waiting.popleft()
-                self._tell(SlotCompleted(self._epoch, seq))
-        except Exception as error:  # Gloo has one kind
+                work.wait(NO_TIMEOUT)
+                self._unfinished.popleft()
+                self._report(SlotCompleted(self._epoch, seq))
+        except Exception as error:  # Gloo raises RuntimeError for everything
             if not self._is_closing:
-                self._tell(LinkFailed(self._epoch, f"gloo: {str(error).rpartition('] ')[2]:.120}"))
+                # Gloo puts "[FILE:LINE] " in front of its message.
+                message = str(error).rpartition("] ")[2][:MAX_ERROR_CHARACTERS]
+                self._report(LinkFailed(self._epoch, f"gloo: {message}"))
         finally:
-            self._waiting.clear()
+            self._unfinished.clear()
             self._group = None
 
 
 def transport_factory(config: Config) -> Callable[[DriverPort], CollectiveTransport]:
-    """RuntimeError if this torch has no Gloo, or none for this host."""
+    """Returns the maker of the transport, with one Gloo device for all links of this worker.
+
+    Raises RuntimeError if this torch has no Gloo or Gloo cannot use the setting `host`, and
+    ConfigError for `encrypt_data`.
+    """
     if not is_gloo_available():
         raise RuntimeError(f"torch {torch.__version__} was built without Gloo")
     if config.encrypt_data:
@@ -188,7 +217,7 @@ def transport_factory(config: Config) -> Callable[[DriverPort], CollectiveTransp
         )
     device = ProcessGroupGloo.create_device(hostname=config.host)
 
-    def make_link(rank: int, tell: Callable[[LinkEvent], None], epoch: int) -> GlooLink:
-        return GlooLink(device, rank, tell, epoch)
+    def make_link(rank: int, report: Callable[[LinkEvent], None], epoch: int) -> GlooLink:
+        return GlooLink(device, rank, report, epoch)
 
     return lambda port: CollectiveTransport("gloo", port, HostStaging(port.memory), make_link)

@@ -1,10 +1,15 @@
-"""From vLLM's KV tensors to planes of bytes, and to words that another engine understands."""
+"""Describes vLLM's KV tensors in host memory as planes of bytes and as layouts for other engines.
+
+Terms. A *plane* is the memory of a layer's blocks at one address; a layer has one, or two with keys
+and values apart. A plane has one row of bytes for each block. A *region* gives, within a row, the
+bytes of a head, a token and a channel. An *opaque* region gives heads only.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,85 +24,94 @@ from . import compat
 
 @dataclass(frozen=True)
 class RankCache:
-    """Where a worker stands among those that share out the heads of its layers."""
+    """A tensor parallel rank among those that share the KV heads of its layers."""
 
     rank: int
     size: int
-    heads: Collection[int]  # KV heads of the model's layers, which may differ
+    heads: Collection[int]  # KV heads of the model's layers; layers may differ
 
     def share(self, heads: int) -> tuple[int, int]:
-        """(the first of our `heads` in the layer, heads of the layer); copies, where ranks are more
-        than heads.
+        """Returns (the number in the layer of this rank's first head, heads of the layer).
+
+        `heads`: of this rank in the layer. With more ranks than heads, heads are replicated.
+        Raises ConfigError if more than one number, or none, fits.
         """
         if self.size == 1:
             return 0, heads
-        fitting = [
-            of
-            for of in self.heads
-            if of == heads * self.size or (heads == 1 and of and self.size % of == 0)
-        ]
+        fitting = [total for total in self.heads if self._fits(heads, total)]
         if len(fitting) == 1:
             return self.rank * fitting[0] // self.size, fitting[0]
         known = " or ".join(map(str, sorted(self.heads)))
         if fitting:
             raise ConfigError(
-                f"DisaggConnector cannot tell which KV head this rank has: layers of this model have {known} KV heads, and vLLM"
-                f" does not say which of them have how many; use --tensor-parallel-size {min(fitting)} or less"
+                "DisaggConnector cannot tell which KV head this rank has: layers of this model have"
+                f" {known} KV heads, and vLLM does not report which layer has how many; use"
+                f" --tensor-parallel-size {min(fitting)} or less"
             )
         raise ConfigError(
-            f"DisaggConnector does not understand how {self.size} tensor parallel ranks share out {known} KV heads:"
-            f" this one has {heads}"
+            f"DisaggConnector does not understand how {self.size} tensor parallel ranks share out"
+            f" {known} KV heads: this one has {heads}; use --tensor-parallel-size 1"
         )
 
+    def _fits(self, heads: int, total: int) -> bool:
+        """Returns whether a rank may have `heads` of a layer with `total` heads."""
+        is_split = total == heads * self.size
+        is_replicated = heads == 1 and total > 0 and self.size % total == 0
+        return is_split or is_replicated
 
-OF_KV_HEADS = re.compile(
+
+# The names that model configurations use for a number of KV heads.
+KV_HEADS_FIELDS = re.compile(
     "key_value_heads|kv_heads|n_head_kv|num_attention_groups|multi_query_group_num"
 )
 
 
 def kv_heads(model: Any) -> set[int]:
-    """How many KV heads layers of a model have: its number, and all that its configuration names
-    beside it.
+    """Returns all numbers of KV heads that layers of a model may have.
+
+    These are vLLM's number and each number of KV heads anywhere in the text configuration.
     """
     found = {model.get_total_num_kv_heads()}
-    found |= {
-        layer["total_num_kv_heads"]
-        for layer in compat.layer_overrides(model)
-        if "total_num_kv_heads" in layer
-    }
-
-    def look(name: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for inner, one in value.items():
-                if inner == "per_layer_config" or not str(inner).endswith(
-                    "_config"
-                ):  # not of images, of sound
-                    look(str(inner), one)
-        elif isinstance(value, list | tuple):
-            for one in value:
-                look(name, one)
-        elif (
-            isinstance(value, int)
-            and not isinstance(value, bool)
-            and value > 0
-            and OF_KV_HEADS.search(name)
-        ):
-            found.add(value)
-
-    look("", model.hf_text_config.to_dict())
+    for layer in compat.layer_overrides(model):
+        if "total_num_kv_heads" in layer:
+            found.add(layer["total_num_kv_heads"])
+    found.update(_numbers_of_heads("", model.hf_text_config.to_dict()))
     return found
 
 
-def in_computing_order(names: Sequence[str]) -> list[str]:
-    """By the number in their names; those of one number as vLLM has them.
+def _numbers_of_heads(name: str, value: Any) -> Iterator[int]:
+    """Yields the numbers of KV heads in a field of a configuration and in all fields below it."""
+    if isinstance(value, dict):
+        for inner_name, inner in value.items():
+            # Other nested configurations describe encoders of images and sound.
+            if inner_name == "per_layer_config" or not str(inner_name).endswith("_config"):
+                yield from _numbers_of_heads(str(inner_name), inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _numbers_of_heads(name, inner)
+    elif KV_HEADS_FIELDS.search(name) and _is_positive_int(value):
+        yield value
 
-    A guess, which numbers the layers: where it is wrong they are offered late, but no layer before
-    it is computed (`layers`).
+
+def _is_positive_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+_NUMBER_IN_NAME = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def in_computing_order(names: Sequence[str]) -> list[str]:
+    """Sorts layers by the number in their names; equal numbers keep vLLM's order.
+
+    This guess numbers the layers. Where it is wrong, layers are announced late, but no layer is
+    announced before it is computed: see `layers`.
     """
-    return sorted(
-        names,
-        key=lambda name: int(found[0]) if (found := re.findall(r"(?<=\.)\d+(?=\.)", name)) else -1,
-    )
+    return sorted(names, key=_number_in_name)
+
+
+def _number_in_name(name: str) -> int:
+    found = _NUMBER_IN_NAME.search(name)
+    return int(found[0]) if found else -1
 
 
 def host_memory(
@@ -107,30 +121,29 @@ def host_memory(
     rank: RankCache,
     vllm_config: Any,
 ) -> tuple[HostMemory, list[str]]:
-    """The KV caches of all layers as memory of the protocol, and the layers' names in its order.
+    """Returns the KV caches of all layers as memory of the driver, and the layers in its order.
 
-    A tensor is (num_blocks, ...) or, with keys and values apart, (2, num_blocks, ...); a kernel may
-    cut each block into several rows. Whatever the axes after that, the bytes of one block must lie
-    together.
+    `caches`: by layer name, of shape (num_blocks, ...) or, with keys and values apart,
+    (2, num_blocks, ...). A kernel may cut each block into several rows. The axes after that are
+    free, but the bytes of one block must be contiguous. Raises ConfigError for other layouts.
     """
-    specs = {
-        name: (number, compat.specs_by_layer(group.kv_cache_spec).get(name, group.kv_cache_spec))
-        for number, group in enumerate(groups)
-        for name in group.layer_names
-    }
-    mixed = len({getattr(spec, "dtype", "state") for _, spec in specs.values()}) > 1
+    specs = _specs_by_name(groups)
+    is_mixed = len({getattr(spec, "dtype", "state") for _, spec in specs.values()}) > 1
     names: list[str] = []
     planes: list[list[Row]] = []
     kinds: list[LayerLayout] = []
     layers: list[int] = []
     seen: set[tuple[int, int]] = set()
     for name in in_computing_order(list(caches)):
-        tensor, (group, spec) = caches[name], specs[name]
+        tensor = caches[name]
+        group, spec = specs[name]
         if (tensor.data_ptr(), group) in seen:
-            continue  # it uses another layer's KV
+            continue  # this layer uses another layer's KV
         seen.add((tensor.data_ptr(), group))
-        parts = _parts(name, tensor, num_blocks)
-        kind = _kind(parts, spec, group, num_blocks, rank, vllm_config, fixed=mixed)
+        parts = _split_planes(name, tensor, num_blocks)
+        kind = _layer_layout(
+            parts, spec, group, num_blocks, rank, vllm_config, needs_equal_blocks=is_mixed
+        )
         if kind not in kinds:
             kinds.append(kind)
         names.append(name)
@@ -139,7 +152,17 @@ def host_memory(
     return HostMemory(planes, RankLayout(kinds, layers)), names
 
 
-def _kind(
+def _specs_by_name(groups: Sequence[Any]) -> dict[str, tuple[int, Any]]:
+    """Returns (KV-cache group, spec) of each layer."""
+    specs = {}
+    for group, vllm_group in enumerate(groups):
+        shared = vllm_group.kv_cache_spec
+        for name in vllm_group.layer_names:
+            specs[name] = group, compat.specs_by_layer(shared).get(name, shared)
+    return specs
+
+
+def _layer_layout(
     parts: list[torch.Tensor],
     spec: Any,
     group: int,
@@ -147,126 +170,158 @@ def _kind(
     rank: RankCache,
     vllm_config: Any,
     *,
-    fixed: bool,
+    needs_equal_blocks: bool,
 ) -> LayerLayout:
-    """`fixed`: another engine's blocks must be as large as ours."""
-    rows = [_width(part) * (part.shape[0] // num_blocks) for part in parts]
+    """Returns the layout of a layer. `needs_equal_blocks`: P and D must have equal block sizes."""
+    rows = [_row_bytes(part) * (part.shape[0] // num_blocks) for part in parts]
     if compat.is_state(spec) or compat.is_latent(spec):
-        made = [_describe(part) for part in parts] + [
-            f"{getattr(spec, name, '')}" for name in ("shapes", "dtypes")
-        ]
-        words = hashlib.sha256("; ".join(made).encode()).hexdigest()[:12]
-        form, regions = (
-            f"{type(spec).__name__} {sum(rows)} B a block, {words}",
-            [opaque(row) for row in rows],
-        )
-        if compat.is_latent(spec):  # every rank has the same
-            return LayerLayout(form, spec.block_size, rows, regions, group=group)
-        return LayerLayout(form, STATE, rows, regions, 1, rank.rank, rank.size, group)
-    head, of = rank.share(spec.num_kv_heads)
-    window, order = compat.window(spec), compat.kv_order(vllm_config, spec)
+        return _opaque_layout(parts, spec, group, rank, rows)
+    first_head, total_heads = rank.share(spec.num_kv_heads)
+    window = compat.window(spec)
+    order = compat.kv_order(vllm_config, spec)
     form = f"keys and values of {spec.head_size}, {parts[0].dtype}".replace("torch.", "")
     if window:
         form += f", window {window}"
-    # With windows P keeps only the blocks that its own windows need.  And where a block may have
-    # held a state or another number format before, vLLM clears it first: a kernel that multiplies
-    # what it masks must find numbers in its unused end. Whole blocks bring P's clean end with them;
-    # rearranged ones, of another size or in another order, would not.
-    fixed = fixed or bool(window)
-    known = [_regions(part, spec, num_blocks, len(parts), order) for part in parts]
-    if all(known):
-        if fixed:
+    # With sliding windows P keeps only the blocks that its own windows need. And where a block may
+    # have held a state or another number format before, vLLM clears it first: a kernel that
+    # multiplies masked values must find numbers in the unused end of a block. Whole blocks bring
+    # P's clean end with them; rearranged blocks, of another size or order, would not.
+    needs_equal_blocks = needs_equal_blocks or bool(window)
+    regions = [_regions(part, spec, num_blocks, len(parts), order) for part in parts]
+    if all(regions):
+        if needs_equal_blocks:
             form += f", {order}, blocks of {spec.block_size}"
-        return LayerLayout(
-            form, spec.block_size, rows, known, spec.num_kv_heads, head, of, group, window
-        )
-    if not all(_is_by_heads(part, spec, num_blocks) for part in parts):
+    elif all(_is_by_heads(part, spec, num_blocks) for part in parts):
+        form += f", {order}, blocks of {spec.block_size}"
+        regions = [opaque(row, spec.num_kv_heads) for row in rows]
+    else:
         raise ConfigError(
-            f"DisaggConnector does not know the KV layout {tuple(parts[0].shape)} {parts[0].stride()}"
+            "DisaggConnector does not know the KV layout of this attention kernel: shape"
+            f" {tuple(parts[0].shape)}, strides {parts[0].stride()}"
         )
-    form += f", {order}, blocks of {spec.block_size}"
-    regions = [opaque(row, spec.num_kv_heads) for row in rows]
     return LayerLayout(
-        form, spec.block_size, rows, regions, spec.num_kv_heads, head, of, group, window
+        form,
+        spec.block_size,
+        rows,
+        regions,
+        spec.num_kv_heads,
+        first_head,
+        total_heads,
+        group,
+        window,
     )
+
+
+def _opaque_layout(
+    parts: list[torch.Tensor], spec: Any, group: int, rank: RankCache, rows: list[int]
+) -> LayerLayout:
+    """Returns the layout of SSM states or of MLA: blocks are copied whole between equal layouts."""
+    facts = [_describe(part) for part in parts]
+    facts += [f"{getattr(spec, name, '')}" for name in ("shapes", "dtypes")]
+    digest = hashlib.sha256("; ".join(facts).encode()).hexdigest()[:12]
+    form = f"{type(spec).__name__} {sum(rows)} B a block, {digest}"
+    regions = [opaque(row) for row in rows]
+    if compat.is_latent(spec):  # each rank holds the same
+        return LayerLayout(form, spec.block_size, rows, regions, group=group)
+    return LayerLayout(form, STATE, rows, regions, 1, rank.rank, rank.size, group)
 
 
 def _is_by_heads(part: torch.Tensor, spec: Any, num_blocks: int) -> bool:
-    """(blocks, heads, ...), each head's bytes together."""
-    return (
-        part.shape[0] == num_blocks and part.shape[1] == spec.num_kv_heads and part.is_contiguous()
-    )
+    """Returns whether a plane is (blocks, heads, ...) with the bytes of each head contiguous."""
+    if part.shape[0] != num_blocks or part.shape[1] != spec.num_kv_heads:
+        return False
+    return part.is_contiguous()
 
 
 def _regions(
     part: torch.Tensor, spec: Any, num_blocks: int, parts: int, order: str
 ) -> list[StridedRegion]:
-    """Where keys and values lie in a block of (rows, heads, tokens, channels); empty when that is
-    not known.
+    """Returns the regions of keys and values in a plane of (rows, heads, tokens, channels).
+
+    `parts`: planes of the layer. `order`: from `compat.kv_order`. Empty for a layout or an order
+    that is not known.
     """
-    size = part.element_size()
-    cuts = part.shape[0] // num_blocks  # rows of a block
-    both = 3 - parts  # keys and values in one tensor?
-    if part.dim() != 4 or tuple(part.shape[1:3]) != (spec.num_kv_heads, spec.block_size // cuts):
+    item_bytes = part.element_size()
+    rows_per_block = part.shape[0] // num_blocks
+    tokens_per_row = spec.block_size // rows_per_block
+    tensors = 3 - parts  # 2 with keys and values in one plane
+    if part.dim() != 4 or tuple(part.shape[1:3]) != (spec.num_kv_heads, tokens_per_row):
         return []
-    if part.shape[3] != both * spec.head_size or part.stride(3) != 1:
+    if part.shape[3] != tensors * spec.head_size or part.stride(3) != 1:
         return []
-    outer, heads, tokens = (part.stride(axis) * size for axis in range(3))
-    count, width = part.shape[2], spec.head_size * size
-    front: list[Axis] = [("t", cuts, outer)] if cuts > 1 else []
-    h: Axis = ("h", spec.num_kv_heads, heads)
+    row_stride = part.stride(0) * item_bytes
+    head_stride = part.stride(1) * item_bytes
+    token_stride = part.stride(2) * item_bytes
+    tokens = part.shape[2]
+    width = spec.head_size * item_bytes  # bytes of one token's key or value in one head
+    outer: list[Axis] = []
+    if rows_per_block > 1:
+        outer.append(("t", rows_per_block, row_stride))
+    outer.append(("h", spec.num_kv_heads, head_stride))
     if order == "plain":
-        axes: list[Axis] = [*front, h, ("t", count, tokens), ("c", width, 1)]
-        return [StridedRegion(n * width, axes) for n in range(both)]
-    if order == "keys transposed" and both == 2 and heads == count * both * width:
+        axes: list[Axis] = [*outer, ("t", tokens, token_stride), ("c", width, 1)]
+        return [StridedRegion(number * width, axes) for number in range(tensors)]
+    if order == "keys transposed" and tensors == 2 and head_stride == tokens * tensors * width:
+        # In one head: all keys, channels before tokens; then all values.
         keys: list[Axis] = [
-            *front,
-            h,
-            ("c", spec.head_size, count * size),
-            ("t", count, size),
-            ("c", size, 1),
+            *outer,
+            ("c", spec.head_size, tokens * item_bytes),
+            ("t", tokens, item_bytes),
+            ("c", item_bytes, 1),
         ]
-        values: list[Axis] = [*front, h, ("t", count, width), ("c", width, 1)]
-        return [StridedRegion(0, keys), StridedRegion(count * width, values)]
+        values: list[Axis] = [*outer, ("t", tokens, width), ("c", width, 1)]
+        return [StridedRegion(0, keys), StridedRegion(tokens * width, values)]
     return []
 
 
 def _describe(part: torch.Tensor) -> str:
+    """Returns the shape of a block, the number format, and the order of the axes in memory."""
     strides = part.stride()
     order = sorted(range(part.dim()), key=lambda axis: strides[axis], reverse=True)
     return f"{tuple(part.shape[1:])} {part.dtype} order {order}"
 
 
-def _parts(name: str, tensor: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
+def _split_planes(name: str, tensor: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
+    """Returns the planes of a layer's tensor; their first axis counts blocks, or rows of blocks."""
     if tensor.shape[0] % num_blocks == 0:
         return [tensor]
     if tensor.shape[0] == 2 and tensor.shape[1] % num_blocks == 0:
         return [tensor[0], tensor[1]]
     raise ConfigError(
-        f"DisaggConnector does not know the KV layout {tuple(tensor.shape)} of {name} ({num_blocks} blocks)"
+        f"DisaggConnector does not know the KV layout of layer {name}: shape"
+        f" {tuple(tensor.shape)} for {num_blocks} blocks"
     )
 
 
-def _width(part: torch.Tensor) -> int:
+def _row_bytes(part: torch.Tensor) -> int:
     return part[0].numel() * part.element_size()
 
 
 def _plane(tensor: torch.Tensor, num_blocks: int, name: str) -> Row:
+    """Returns the memory of a plane; ConfigError if the bytes of a block are not contiguous."""
     if tensor.device.type != "cpu":
-        raise ConfigError(f"this KV is to be moved by the host, and {name} is on {tensor.device}")
-    rows, width = tensor.shape[0], _width(tensor)
-    stride = tensor.stride(0) * tensor.element_size()
+        raise ConfigError(
+            f"DisaggConnector moves the KV of this engine in host memory, but layer {name} is on"
+            f" {tensor.device}"
+        )
+    rows = tensor.shape[0]
+    row_bytes = _row_bytes(tensor)
+    row_stride = tensor.stride(0) * tensor.element_size()
     axes = sorted(range(1, tensor.dim()), key=lambda axis: tensor.stride(axis))
-    dense = 1
+    dense = 1  # elements
     for axis in axes:
         if tensor.stride(axis) != dense and tensor.shape[axis] != 1:
             raise ConfigError(
-                f"DisaggConnector needs the bytes of a KV block together; {name} has strides {tensor.stride()}"
+                "DisaggConnector needs the bytes of a KV block together; layer"
+                f" {name} has strides {tensor.stride()}"
             )
         dense *= tensor.shape[axis]
-    per_block = rows // num_blocks
-    if per_block > 1 and stride != width:
+    rows_per_block = rows // num_blocks
+    if rows_per_block > 1 and row_stride != row_bytes:
         raise ConfigError(
-            f"DisaggConnector needs the bytes of a KV block together; {name} is cut into {per_block} parts"
+            "DisaggConnector needs the bytes of a KV block together; layer"
+            f" {name} has {rows_per_block} separate rows a block"
         )
-    return plane_at(tensor.data_ptr(), num_blocks, width * per_block, stride * per_block)
+    return plane_at(
+        tensor.data_ptr(), num_blocks, row_bytes * rows_per_block, row_stride * rows_per_block
+    )

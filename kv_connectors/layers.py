@@ -1,9 +1,14 @@
-"""Which layers' KV is final in the middle of a step.
+"""Finds out which layers' KV is final in the middle of a step.
 
-vLLM says after each attention layer that it was computed. Layers are numbered before the first
-step, so a layer's number is its address on the wire and says nothing about when it is computed. A
-layer may be computed several times in a step (loops over layers, microbatches): its KV is final at
-the last call. Layers of states are computed without a call.
+vLLM calls the connector after each attention layer. Layers are numbered before the first step: a
+layer's number is its address on the wire, and does not tell when the layer is computed. A layer
+may be computed several times in a step (loops over layers, microbatches); its KV is final at the
+last call. Layers with SSM states are computed without a call.
+
+Theory. The number of calls of a layer in earlier steps predicts that of this step. A layer counts
+as final once it has had the highest number of calls in any earlier step. Only a prefix of the
+layers, by number, is reported. If a reported layer is computed again, the report was wrong: the
+caller takes it back, and nothing is reported for the rest of the step.
 """
 
 from __future__ import annotations
@@ -11,42 +16,47 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-class Layers:
-    """Counts the calls of a step.  A layer is final when it has had as many as in any step before.
+class FinalLayers:
+    """Counts the calls of each layer in a step, and reports how many first layers are final.
 
-    So in the first step none is final before the end, and a layer that never has a call never is.
+    In the first step no layer is final before the end. A layer without calls never is.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
+        """Number the layers in the order of their names here."""
         self._numbers = {name: number for number, name in enumerate(names)}
-        self._expected = [0] * len(names)  # calls, by layer
-        self._seen = [0] * len(names)
-        self.begin()
+        self._expected_calls = [0] * len(names)
+        self._calls = [0] * len(names)  # in this step
+        self.begin_step()
 
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def begin(self) -> None:
-        """A step begins; the one before is over."""
-        self._expected = [max(calls) for calls in zip(self._expected, self._seen, strict=True)]
-        self._seen = [0] * len(self._seen)
-        self._final, self._limit = (
-            0,
-            len(self._seen) - 1,
-        )  # never all of them: only the step's end is sure to be the last
+    def begin_step(self) -> None:
+        """Start to count for a new step, and expect the highest counts so far."""
+        self._expected_calls = [
+            max(calls) for calls in zip(self._expected_calls, self._calls, strict=True)
+        ]
+        self._calls = [0] * len(self._calls)
+        self._final = 0  # layers
+        # Never all layers: only the end of the step proves that a call was the last one.
+        self._max_final = len(self._calls) - 1
 
-    def computed(self, name: str) -> int:
-        """How many of the first layers are final. 0 for the rest of the step once a final one is
-        computed again.
+    def count_call(self, name: str) -> int:
+        """Count one call of a layer; return how many of the first layers are final.
+
+        Returns 0 for the rest of the step once a final layer is computed again.
         """
         number = self._numbers.get(name)
-        if number is None:  # it uses another layer's KV
+        if number is None:  # a layer that uses another layer's KV
             return self._final
-        self._seen[number] += 1
+        self._calls[number] += 1
         if number < self._final:
-            self._final = self._limit = 0
-        while (
-            self._final < self._limit and self._seen[self._final] == self._expected[self._final] > 0
-        ):
+            self._final = 0
+            self._max_final = 0
+        while self._final < self._max_final and self._is_final(self._final):
             self._final += 1
         return self._final
+
+    def _is_final(self, number: int) -> bool:
+        return self._calls[number] == self._expected_calls[number] > 0

@@ -1,7 +1,6 @@
-"""What the scheduler's connector and the workers' connectors tell each other through vLLM.
+"""Messages between the scheduler's half and the workers' halves of the connector.
 
-vLLM carries these itself, within one engine. They hold machine events as they are: there is no
-translation.
+vLLM carries them within one engine. They hold the events of the protocol machines unchanged.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from vllm_disagg.protocol.peers import WorkerInfo
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Scheduler to workers, with each step."""
+    """From the scheduler to all workers, with each step."""
 
-    prefill: list[events.ForSender] = field(default_factory=list)
-    decode: list[events.ForReceiver] = field(default_factory=list)
-    # Transfer -> vLLM's id, for those that are new: apart, because both legs of a transfer may come
-    # to one engine.
-    serving: dict[str, str] = field(default_factory=dict)
-    loading: dict[str, str] = field(default_factory=dict)
+    sender_events: list[events.ForSender] = field(default_factory=list)
+    receiver_events: list[events.ForReceiver] = field(default_factory=list)
+    # Transfer id -> vLLM's request id, for new transfers. There are two maps because both legs of
+    # one transfer may run on one engine.
+    serving_requests: dict[str, str] = field(default_factory=dict)
+    loading_requests: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """Worker to scheduler, once at start."""
+    """From a worker to the scheduler, once at start."""
 
     worker: WorkerInfo
     layers: list[str]  # names, in the order of `worker.holds`
@@ -40,16 +39,14 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """Workers to scheduler, after each step in which there is something to say."""
+    """From the workers to the scheduler, after each step in which a lookup was answered."""
 
-    found: dict[
-        str, list[int]
-    ]  # by transfer that was sought: how many tokens there are for each rank that knows by now
+    lookup_counts: dict[str, list[int]]  # by transfer: tokens found, one count for each rank
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
-        """What this step's workers say, as one."""
+        """Return the counts of two workers in one step, joined by transfer."""
         assert isinstance(other, WorkerMetadata)
-        names = {**self.found, **other.found}
-        return WorkerMetadata(
-            {name: [*self.found.get(name, ()), *other.found.get(name, ())] for name in names}
-        )
+        joined = {transfer: list(counts) for transfer, counts in self.lookup_counts.items()}
+        for transfer, counts in other.lookup_counts.items():
+            joined.setdefault(transfer, []).extend(counts)
+        return WorkerMetadata(joined)

@@ -1,5 +1,7 @@
-"""What transfers cost and how they end, through vLLM's own statistics: its log line and its
-Prometheus page.
+"""Counts the bytes and the ends of transfers for vLLM's statistics.
+
+vLLM prints them in its log line and on its Prometheus page. Names of metrics are listed in
+docs/reference/metrics.md.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm_disagg.protocol import events
 from vllm_disagg.transports.base import Counters
 
-SECONDS_BUCKETS = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30]
+LOAD_SECONDS_BUCKETS = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30]
 COUNTS = {
     "received_bytes": "KV bytes that arrived",
-    "reused_bytes": "of these, KV bytes of earlier answers that a prefill engine read back from a decode engine",
+    "reused_bytes": (
+        "of these, KV bytes of earlier answers that a prefill engine read back from a decode engine"
+    ),
     "early_bytes": "KV bytes that arrived while the prefill still computed",
     "sent_bytes": "KV bytes sent",
     "released": "prefills whose KV was taken by a decode engine",
@@ -31,11 +35,11 @@ TRANSPORTS = ("zmq", "tcp", "gloo", "nccl", "nixl")
 
 
 @dataclass
-class Stats(KVConnectorStats):
-    """Since the last look, `data`: the counts above, `loads` (seconds each took), `failures` (by
-    reason), `carried`.
+class ConnectorStats(KVConnectorStats):
+    """Statistics of one worker since the last `take`.
 
-    `carried`: KV bytes that landed, by what carried them; those of loads that failed later too.
+    `data` holds the `COUNTS` by name; "loads", the seconds of each successful load; "failures", a
+    count by reason; "received", KV bytes by transport, those of failed loads included.
     """
 
     def __post_init__(self) -> None:
@@ -43,21 +47,25 @@ class Stats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
+        """Sets all counts to zero."""
         self.data: dict[str, Any] = {
             **dict.fromkeys(COUNTS, 0),
             "loads": [],
             "failures": {},
-            "carried": {},
+            "received": {},
         }
-        self._seen = Counters()
+        self._last_counters = Counters()
 
-    def record(self, outcome: events.ReleaseBlocks | events.LoadResult, back: bool = False) -> None:
-        """`back`: what a prefill leg reads from the engine that will decode."""
+    def record(
+        self, outcome: events.ReleaseBlocks | events.LoadResult, is_reuse: bool = False
+    ) -> None:
+        """Counts the end of one transfer. `is_reuse`: it was bidirectional KV reuse."""
         if isinstance(outcome, events.ReleaseBlocks):
             self.data["released" if outcome.delivered else "unclaimed"] += 1
             return
         self.data["received_bytes"] += outcome.bytes_landed
-        self.data["reused_bytes"] += outcome.bytes_landed * back
+        if is_reuse:
+            self.data["reused_bytes"] += outcome.bytes_landed
         self.data["early_bytes"] += outcome.bytes_overlapped
         if outcome.reason is None:
             self.data["loads"].append(outcome.seconds)
@@ -66,58 +74,66 @@ class Stats(KVConnectorStats):
             failures[outcome.reason.value] = failures.get(outcome.reason.value, 0) + 1
 
     def count_sent(self, counters: Counters) -> None:
-        seen = self._seen
-        self.data["sent_bytes"] += counters.bytes_sent - seen.bytes_sent
-        self.data["bad_messages"] += counters.bad_messages - seen.bad_messages
-        self.data["damaged_pieces"] += counters.damaged_pieces - seen.damaged_pieces
-        for carrier, count in list(counters.received.items()):
-            if more := count - seen.received.get(carrier, 0):
-                self.data["carried"][carrier] = self.data["carried"].get(carrier, 0) + more
-        self._seen = Counters(
+        """Adds the increase of the driver's counters since the last call."""
+        last = self._last_counters
+        self.data["sent_bytes"] += counters.bytes_sent - last.bytes_sent
+        self.data["bad_messages"] += counters.bad_messages - last.bad_messages
+        self.data["damaged_pieces"] += counters.damaged_pieces - last.damaged_pieces
+        received = self.data["received"]
+        # A copy, because the driver's thread may add a transport meanwhile.
+        for transport, count in list(counters.received.items()):
+            increase = count - last.received.get(transport, 0)
+            if increase:
+                received[transport] = received.get(transport, 0) + increase
+        self._last_counters = Counters(
             **{name: getattr(counters, name) for name in counters.__struct_fields__}
         )
-        self._seen.received = dict(counters.received)
+        self._last_counters.received = dict(counters.received)
 
-    def take(self) -> Stats | None:
-        """What has been recorded since the last call."""
+    def take(self) -> ConnectorStats | None:
+        """Returns the statistics since the last call, None if all are zero."""
         if self.is_empty():
             return None
-        taken, seen = Stats(data=self.data), self._seen
+        taken = ConnectorStats(data=self.data)
+        last_counters = self._last_counters
         self.reset()
-        self._seen = seen
+        self._last_counters = last_counters
         return taken
 
     def is_empty(self) -> bool:
+        """Returns whether all counts are zero."""
         return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Adds the statistics of another worker to these."""
         for name in COUNTS:
             self.data[name] += other.data[name]
         self.data["loads"] = self.data["loads"] + other.data["loads"]
-        for by in ("failures", "carried"):
-            for name, count in other.data[by].items():
-                self.data[by][name] = self.data[by].get(name, 0) + count
+        for labelled in ("failures", "received"):
+            for label, count in other.data[labelled].items():
+                self.data[labelled][label] = self.data[labelled].get(label, 0) + count
         return self
 
     def reduce(self) -> dict[str, int | float]:
+        """Returns the values of vLLM's log line, by their names there; zeros are left out."""
+        summary: dict[str, int | float] = {}
+        for name in COUNTS:
+            if self.data[name]:
+                summary[name.replace("_", " ")] = self.data[name]
         loads = sorted(self.data["loads"])
-        summary = {
-            name.replace("_", " "): count
-            for name, count in self.data.items()
-            if name in COUNTS and count
-        }
         if loads:
-            summary |= {
-                "loads": len(loads),
-                "median load (ms)": round(loads[len(loads) // 2] * 1e3, 1),
-            }
-        summary |= {f"bytes by {carrier}": count for carrier, count in self.data["carried"].items()}
-        return summary | {
-            f"failed: {reason}": count for reason, count in self.data["failures"].items()
-        }
+            summary["loads"] = len(loads)
+            summary["median load (ms)"] = round(loads[len(loads) // 2] * 1e3, 1)
+        for transport, count in self.data["received"].items():
+            summary[f"bytes by {transport}"] = count
+        for reason, count in self.data["failures"].items():
+            summary[f"failed: {reason}"] = count
+        return summary
 
 
-class PromMetrics(KVConnectorPromMetrics):
+class ConnectorPromMetrics(KVConnectorPromMetrics):
+    """The connector's metrics on vLLM's Prometheus page, fed from `ConnectorStats.data`."""
+
     def __init__(
         self,
         vllm_config: Any,
@@ -125,54 +141,52 @@ class PromMetrics(KVConnectorPromMetrics):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
+        """Creates all metrics; the arguments are those of vLLM's base class."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
         def per_engine(metric: Any) -> Any:
             return create_metric_per_engine(metric, per_engine_labelvalues)
 
-        self._counts = {
-            name: per_engine(
+        def counter(name: str, documentation: str) -> Any:
+            return per_engine(
                 self._counter_cls(
-                    name=f"vllm:disagg_{name}", documentation=what, labelnames=labelnames
+                    name=f"vllm:disagg_{name}", documentation=documentation, labelnames=labelnames
                 )
             )
-            for name, what in COUNTS.items()
-        }
+
+        self._counts = {name: counter(name, text) for name, text in COUNTS.items()}
         self._loads = per_engine(
             self._histogram_cls(
                 name="vllm:disagg_load_seconds",
-                documentation="Time from asking for a prompt's KV until it was here, P's computing included",
-                buckets=SECONDS_BUCKETS,
+                documentation=(
+                    "Time from asking for a prompt's KV until it was here, P's computing included"
+                ),
+                buckets=LOAD_SECONDS_BUCKETS,
                 labelnames=labelnames,
             )
         )
-        self._carried = {
-            carrier: per_engine(
-                self._counter_cls(
-                    name=f"vllm:disagg_received_by_{carrier}_bytes",
-                    documentation=f"KV bytes that landed here, carried by {carrier}",
-                    labelnames=labelnames,
-                )
+        self._received = {
+            transport: counter(
+                f"received_by_{transport}_bytes",
+                f"KV bytes that landed here, carried by {transport}",
             )
-            for carrier in TRANSPORTS
+            for transport in TRANSPORTS
         }
         self._failures = {
-            reason.value: per_engine(
-                self._counter_cls(
-                    name=f"vllm:disagg_failed_{reason.value}",
-                    documentation=f"loads that failed ({reason.value}), whose prompt was recomputed",
-                    labelnames=labelnames,
-                )
+            reason.value: counter(
+                f"failed_{reason.value}",
+                f"loads that failed ({reason.value}), whose prompt was recomputed",
             )
             for reason in events.Reason
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Adds `ConnectorStats.data` of one engine to the metrics."""
         for name, metric in self._counts.items():
             metric[engine_idx].inc(transfer_stats_data[name])
         for seconds in transfer_stats_data["loads"]:
             self._loads[engine_idx].observe(seconds)
-        for carrier, count in transfer_stats_data["carried"].items():
-            self._carried[carrier][engine_idx].inc(count)
+        for transport, count in transfer_stats_data["received"].items():
+            self._received[transport][engine_idx].inc(count)
         for reason, count in transfer_stats_data["failures"].items():
             self._failures[reason][engine_idx].inc(count)

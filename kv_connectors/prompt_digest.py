@@ -1,5 +1,11 @@
-"""A digest of what the KV of a prompt is made from: tokens, images, the LoRA adapter as vLLM has
-loaded it.
+"""Makes the digest of a prompt: a hash of all inputs of its KV.
+
+The inputs are token ids, images and the like, and the LoRA adapter as vLLM has loaded it.
+
+Theory of adapters. vLLM loads an adapter's files at the start, at `add_lora`, or at the first
+request that names it, and may load them again later. The KV depends on the files as loaded. So
+`note_adapter` records size, times and inode of the files before vLLM loads them. A prompt has a
+digest only while the files are unchanged since; otherwise old and new files are both possible.
 """
 
 from __future__ import annotations
@@ -12,96 +18,113 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .fingerprint import WEIGHTS, digest, sampled
+from .fingerprint import WEIGHTS, digest, sample_files
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = logging.getLogger("vllm_disagg.prompt_digest")
 
+ADAPTER_SETTINGS = "adapter_config.json"
+MAX_ADAPTERS = 65536  # recorded; prompts of further adapters have no digest
+MAX_CACHED_DIGESTS = 1024  # of adapters' files
 
-def prompt(request: Request) -> str:
-    """A digest of all that its KV is made from: token ids, images and the like, the LoRA adapter.
+FileStamps = list[tuple[str, int, int, int, int]]  # name, size, mtime, ctime in ns, inode
+AdapterKey = tuple[str, int]  # path, vLLM's number of the adapter
+_stamps_at_load: dict[AdapterKey, FileStamps] = {}
 
-    Each engine makes tokens of the same body by itself, and may come to others: a chat template
-    knows the time, a tokenizer was changed on one side, an image's address gives another image.
-    Empty where it cannot be told.
+
+def digest_prompt(request: Request) -> str:
+    """Returns the digest of a request's prompt; empty if engines cannot compare its inputs.
+
+    Each engine tokenizes the body separately, and may get other tokens. A chat template may read
+    the time, a tokenizer may have changed at one side, an image's address may return another image.
     """
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return ""
     state = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes(), digest_size=16)
     for item in request.mm_features or ():
-        state.update(
-            json.dumps(
-                [item.modality, item.identifier, item.mm_position.offset, item.mm_position.length]
-            ).encode()
-        )
-    if (lora := request.lora_request) is not None:
-        if getattr(lora, "load_inplace", False):  # its files may be newer than what is loaded
+        place = item.mm_position
+        fields = [item.modality, item.identifier, place.offset, place.length]
+        state.update(json.dumps(fields).encode())
+    if request.lora_request is not None:
+        adapter_digest = _digest_adapter(request.lora_request)
+        if not adapter_digest:
             return ""
-        try:
-            if (fingerprint := _adapter(lora)) is None:
-                log.warning(
-                    "the files of the LoRA adapter %s have changed since it was loaded",
-                    lora.lora_name,
-                )
-                return ""
-        except OSError as error:
-            log.warning("the LoRA adapter %s cannot be read: %s", lora.lora_name, error)
-            return ""
-        state.update(fingerprint.encode())
+        state.update(adapter_digest.encode())
     return state.hexdigest()
 
 
-ADAPTER_SETTINGS = "adapter_config.json"
-Files = list[tuple[str, int, int, int, int]]
-MAX_ADAPTERS = 65536  # remembered; those beyond are served alone
-_loaded: dict[tuple[str, int], Files] = {}  # the adapters' files as they were when vLLM loaded them
-
-
 def note_adapter(lora: Any) -> None:
-    """Before vLLM loads an adapter. Those that it was not told to load it loads for the first
-    request that names them.
+    """Records the state of an adapter's files, once, before vLLM loads them.
+
+    For an adapter without `add_lora` call, the first request that names it is early enough.
     """
     key = lora.lora_path, lora.lora_int_id
-    if (
-        key in _loaded or len(_loaded) >= MAX_ADAPTERS
-    ):  # to forget one would make its files of now those that were loaded
+    if key in _stamps_at_load:
+        return
+    # No entry is dropped to make room: the adapter would be recorded anew, with later files.
+    if len(_stamps_at_load) >= MAX_ADAPTERS:
         return
     try:
-        _loaded[key] = _files(lora.lora_path)
+        _stamps_at_load[key] = _stamp_files(lora.lora_path)
     except OSError as error:
-        log.warning("the LoRA adapter %s cannot be read: %s", lora.lora_name, error)
-        _loaded[key] = []
+        _log_unreadable(lora, error)
+        _stamps_at_load[key] = []
 
 
-def _adapter(lora: Any) -> str | None:
-    """A fingerprint of what vLLM has loaded. None if its files have changed since: vLLM reads them
-    again when it likes, so neither the old nor the new ones are sure to be what it computes with.
-    """
-    note_adapter(lora)
-    found = _read(lora.lora_path, lora.lora_int_id)
-    return (
-        found if _files(lora.lora_path) == _loaded.get((lora.lora_path, lora.lora_int_id)) else None
+def _digest_adapter(lora: Any) -> str:
+    """Returns a digest of the adapter that vLLM has loaded; empty if that is uncertain."""
+    if getattr(lora, "load_inplace", False):  # the files may be newer than the loaded adapter
+        return ""
+    try:
+        note_adapter(lora)
+        adapter_digest = _digest_files(lora.lora_path, lora.lora_int_id)
+        stamps = _stamp_files(lora.lora_path)
+    except OSError as error:
+        _log_unreadable(lora, error)
+        return ""
+    # vLLM may load the files again at any time, so after a change neither the old nor the new
+    # ones are certain.
+    if stamps != _stamps_at_load.get((lora.lora_path, lora.lora_int_id)):
+        log.warning(
+            "LoRA adapter %s: its files have changed since it was loaded; its requests run without"
+            " KV transfers",
+            lora.lora_name,
+        )
+        return ""
+    return adapter_digest
+
+
+def _log_unreadable(lora: Any, error: OSError) -> None:
+    log.warning(
+        "LoRA adapter %s: its files cannot be read (%s); its requests run without KV transfers",
+        lora.lora_name,
+        error,
     )
 
 
-def _files(path: str) -> Files:
-    """What vLLM reads of an adapter; none if it is on the hub."""
+def _stamp_files(path: str) -> FileStamps:
+    """Returns the state of the files that vLLM reads; empty for an adapter on the hub."""
     folder = Path(path).expanduser()
-    stats = [
-        (file.name, file.stat())
-        for pattern in (ADAPTER_SETTINGS, *WEIGHTS)
-        for file in folder.glob(pattern)
-    ]
-    return sorted((name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for name, s in stats)
+    stamps = []
+    for pattern in (ADAPTER_SETTINGS, *WEIGHTS):
+        for file in folder.glob(pattern):
+            stat = file.stat()
+            stamp = (file.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+            stamps.append(stamp)
+    return sorted(stamps)
 
 
-@lru_cache(maxsize=1024)
-def _read(path: str, loaded: int) -> str:
-    """Of an adapter's files, else of its name on the hub; `loaded`: its number, which vLLM gives."""
+@lru_cache(maxsize=MAX_CACHED_DIGESTS)
+def _digest_files(path: str, adapter_number: int) -> str:
+    """Returns a digest of an adapter's files, or of its name on the hub.
+
+    `adapter_number`: vLLM's, part of the cache key; an adapter loaded anew has a new number.
+    """
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return digest(path)
     settings = folder / ADAPTER_SETTINGS
-    return digest([settings.read_text() if settings.is_file() else "", sampled(folder)])
+    settings_text = settings.read_text() if settings.is_file() else ""
+    return digest([settings_text, sample_files(folder)])

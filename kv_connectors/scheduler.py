@@ -1,8 +1,44 @@
-"""The scheduler's half of the connector: from vLLM's requests to events for the workers.
+"""The scheduler's half of the connector: turns vLLM's calls into events for the workers.
 
-It opens no sockets and waits for nothing. Only a verified grant makes a request more than an
-ordinary local one; whatever else stands in `kv_transfer_params` is ignored. Each request with a
-grant is one record, in one state.
+Runs in vLLM's scheduler step, opens no socket and waits for no answer. A request takes part in a
+transfer only with a valid grant in `kv_transfer_params`; all other content there is ignored.
+
+Theory. A *leg* is the request that the proxy sends to one engine for one client request. Each
+request with a valid grant has one `RequestLeg`, with a `LegState` and a `ReuseState`. A leg of
+kind `probe` only requests the engine's description, and never changes its state.
+
+vLLM calls, in this order:
+
+    on_request_arrived          once, before vLLM looks the prompt up in its prefix cache
+    tokens_to_load              when the request's turn comes; repeated until there is room
+    on_blocks_allocated         after each allocation of blocks; with the tokens to load
+    build_step_metadata         in each step; the events go to all workers with that step
+    on_lookup_counts            when ranks have reported how much the other engine has cached
+    on_load_finished            when all ranks have ended a load, with or without success
+    on_request_finished         once; decides whether the blocks stay until the workers release them
+
+Main transfer, P to D (events in brackets):
+
+    prefill leg     NEW --scheduled [BlocksScheduled]--> COMPUTING --finished [PrefillFinished]-->
+                    NEW, COMPUTING --preempted, aborted, refused [BlocksRevoked]--> LOCAL
+    decode leg      NEW --blocks to load [LoadRequested]--> LOADING --load finished--> LOCAL
+                    NEW --nothing to load, aborted [LoadSkipped]--> LOCAL
+                    LOADING --aborted [LoadCancelled]-->
+
+A failed load leaves the leg LOCAL, so vLLM computes the prompt here.
+
+Bidirectional KV reuse, D to P. D may have the start of the prompt cached, from an earlier answer.
+It has a transfer id of its own, `grant.back`:
+
+    prefill leg     NEW --arrived [LookupRequested]--> LOOKING_UP
+                    LOOKING_UP --blocks allocated [LoadRequested]--> READING
+                    READING --load finished--> ENDED
+                    LOOKING_UP, READING --nothing to read, aborted [LoadCancelled]--> ENDED
+    decode leg      NEW --blocks allocated [BlocksScheduled(cached)]--> SERVING
+                    NEW, SERVING --load finished, preempted, aborted [BlocksRevoked]--> ENDED
+
+The receiver recomputes what it does not get, so no state waits without a limit: the workers bound
+the load, and `REUSE_LOOKUP_SECONDS` bounds the lookup.
 """
 
 from __future__ import annotations
@@ -38,82 +74,82 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm_disagg.scheduler")
 
-# With nothing to do but to wait for KV, vLLM's engine looks for it in steps of about a millisecond,
-# spinning in between on whatever core is free, perhaps the one that computes this very prefill.  A
-# pause costs a load so much at the most.
-IDLE_STEP_SLEEP_SECONDS = 0.002  # seconds
-MAX_USED_GRANTS = (
-    1 << 18
-    # grants that are good at a time (up to 60 MB): each works once, so those used are remembered
-    # until their end
-)
-NULL_BLOCK = 0  # vLLM's block that holds nothing
-MAX_CACHED_PLANS = 256  # prefill engines whose plan is remembered
-REUSE_LOOKUP_SECONDS = 0.25  # seconds that a prefill leg waits for D's word on what it has cached
-REUSE_STALL_SECONDS = (
-    1.0  # seconds without progress after which it computes what was to come from D
-)
-NORMAL_ENDS = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
+# While all requests wait for KV, vLLM's engine loops in steps of about a millisecond. It spins in
+# between, and may take the core that computes this very prefill. So an idle step sleeps; that
+# delays a load by at most this time.
+IDLE_STEP_SLEEP_SECONDS = 0.002
+# Each grant works once, so used grants are remembered until they expire. This many may be valid at
+# a time; they take up to 60 MB.
+MAX_USED_GRANTS = 1 << 18
+NULL_BLOCK = 0  # the id of vLLM's block without content
+MAX_CACHED_PLANS = 256  # reshard plans, by the names of the other engine's workers
+REUSE_LOOKUP_SECONDS = 0.25  # a prefill leg waits so long for the answers to its lookup
+REUSE_STALL_SECONDS = 1.0  # a reuse load without progress for so long fails, and P computes
+NORMAL_FINISH_STATUSES = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
 
 
 class LegState(Enum):
+    """The state of a leg's main transfer; transitions are in this file's docstring."""
+
     NEW = auto()
-    COMPUTING = auto()  # prefill leg: the workers know its blocks
-    LOADING = auto()  # decode leg: the workers fetch
-    LOCAL = auto()  # whatever it was, it is an ordinary request now
+    COMPUTING = auto()  # prefill leg: the workers have its blocks
+    LOADING = auto()  # decode leg: the workers read
+    LOCAL = auto()  # both: an ordinary request from here on
 
 
 class ReuseState(Enum):
-    """Of a prompt's beginning that D has cached, an earlier answer perhaps: D serves it, P reads it
-    back.
-    """
+    """The state of a leg's bidirectional KV reuse; transitions are in this file's docstring."""
 
     NEW = auto()
-    SEEKING = auto()  # prefill leg: how much is it?
-    READING = auto()  # prefill leg
-    SERVING = auto()  # decode leg: the workers know the blocks, which are this request's
-    OVER = auto()
+    LOOKING_UP = auto()  # prefill leg: the workers ask D how many tokens it has
+    READING = auto()  # prefill leg: the workers read
+    SERVING = auto()  # decode leg: the workers have the cached blocks, which this request holds
+    ENDED = auto()  # also: never permitted
 
 
 @dataclass
 class RequestLeg:
+    """One request with a grant, in both of its state machines."""
+
     grant: Grant
-    length: int  # tokens of the prompt
-    prompt: str  # a digest of it
-    plan: ReshardPlan | None = (
-        None  # who reads what: of P for a decode leg, of D for a prefill leg that may
-    )
+    prompt_tokens: int
+    digest: str  # of all inputs of the prompt's KV; empty if they cannot be compared
+    # Which rank reads what: of P for a decode leg, of D for a prefill leg that may reuse KV.
+    plan: ReshardPlan | None = None
     state: LegState = LegState.NEW
-    computed: int = 0  # tokens announced to the workers
-    back: ReuseState = ReuseState.OVER
-    local: int = 0  # decode leg: tokens from our prefix cache
-    found: list[int] = field(
-        default_factory=list
-    )  # prefill leg: tokens that D has, by each of our ranks that knows
-    until: float = 0.0  # how long to wait for that, once it is the request's turn
-    refused: bool = False  # the grant did not hold: its answer says so
-    steps_aside: bool = False  # its load has ended, and vLLM has not asked since
+    announced_tokens: int = 0  # prefill leg: computed or scheduled, as announced to the workers
+    reuse: ReuseState = ReuseState.ENDED
+    cached_tokens: int = 0  # decode leg: from this engine's prefix cache
+    lookup_counts: list[int] = field(default_factory=list)  # tokens at D, one count for each rank
+    lookup_deadline: float = 0.0  # monotonic seconds; 0.0 until the request's turn has come
+    is_refused: bool = False  # the grant was not valid; the request's answer reports that
+    yields_turn: bool = False  # a load has ended, and `tokens_to_load` was not called since
 
     @property
-    def waits(self) -> bool:
-        """Whether it needs nothing but steps that bring news."""
-        return self.state is LegState.LOADING or self.back in (
-            ReuseState.SEEKING,
-            ReuseState.READING,
-        )
+    def waits_for_kv(self) -> bool:
+        """Whether the request can only go on after a report of the workers."""
+        if self.state is LegState.LOADING:
+            return True
+        return self.reuse in (ReuseState.LOOKING_UP, ReuseState.READING)
 
 
-def _blocks(ids: Sequence[int], size: int, token: int, end: int) -> events.GroupBlocks:
-    """Of one group: those that hold [token, end), without the ones before a window, for which vLLM
-    puts its null block.
+def _blocks_of_tokens(
+    ids: Sequence[int], block_size: int, token: int, token_end: int
+) -> events.GroupBlocks:
+    """Returns the blocks of one KV-cache group that hold the tokens [token, token_end).
+
+    Leaves out leading null blocks: vLLM puts them where a sliding window has passed.
     """
-    first, stop = token // size, -(-end // size)
+    first = token // block_size
+    stop = -(-token_end // block_size)
     while first < stop - 1 and ids[first] == NULL_BLOCK:
         first += 1
-    return events.GroupBlocks(first * size, list(ids[first:stop]))
+    return events.GroupBlocks(first * block_size, list(ids[first:stop]))
 
 
 class SchedulerSide:
+    """Keeps the legs of one engine and collects the events of the next step."""
+
     def __init__(
         self,
         key: FleetKey,
@@ -122,12 +158,15 @@ class SchedulerSide:
         groups: Sequence[KVCacheGroupSpec],
         *,
         rank: int | None = None,
-        two_way: bool = True,
+        bidirectional_reuse: bool = True,
         host: str = "127.0.0.1",
     ) -> None:
-        """`rank`: among the data parallel ranks behind one API server, if there are several.
-        `two_way`: whether P may read back what D has cached, unless the kind of KV forbids it.
-        `host`: the workers' own address.
+        """Creates the scheduler's half, without workers yet.
+
+        `role`: prefill, decode or both. `layout`: the facts of `compatibility.layout`.
+        `rank`: the data parallel rank behind a common API server, None for a single engine.
+        `bidirectional_reuse`: False forbids reuse; some kinds of KV forbid it as well.
+        `host`: the address of the workers themselves.
         """
         self._key = key
         self._loopback_only = not key.is_set or dialling.is_loopback(host)
@@ -135,69 +174,70 @@ class SchedulerSide:
         self._role = role
         self._layout = layout
         self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
-        # vLLM computes the last token of a prompt that is loaded whole again.  With windows, it has
-        # not allocated the oldest token that this one looks back to; a state is changed by it.  So
-        # the last one is left out of the load.
-        specs = [
-            one
-            for g in groups
-            for one in compat.specs_by_layer(g.kv_cache_spec).values() or [g.kv_cache_spec]
-        ]
+        specs = compat.all_specs(groups)
         self._has_states = any(compat.is_state(spec) for spec in specs)
-        self._last = int(self._has_states or any(compat.window(spec) for spec in specs))
-        self._two_way = two_way and not self._last
-        self._plans: dict[tuple[str, ...], ReshardPlan] = {}  # by the names of P's workers
+        # vLLM computes the last token of a fully loaded prompt again. With a sliding window it has
+        # not allocated the oldest token in that one's window. An SSM state would be advanced
+        # twice. So the last token is left out of the load: 1 token, or 0.
+        has_windows = any(compat.window(spec) for spec in specs)
+        self._tokens_left_out = int(self._has_states or has_windows)
+        self._permits_reuse = bidirectional_reuse and not self._tokens_left_out
+        self._plans: dict[tuple[str, ...], ReshardPlan] = {}  # by the other workers' names
         self._legs: dict[str, RequestLeg] = {}  # by vLLM's request id
-        self._seeking: dict[str, RequestLeg] = {}  # by the transfer back
-        self._used: set[tuple[str, str]] = set()
-        self._ends: list[
-            tuple[float, tuple[str, str]]
-        ] = []  # a heap of the same, the first to end on top
-        self._began = time.monotonic()
-        self._next = StepMetadata()
+        self._lookups: dict[str, RequestLeg] = {}  # by transfer id, while LOOKING_UP
+        self._used_grants: set[tuple[str, str]] = set()  # (kind of use, transfer id)
+        self._grant_expiries: list[tuple[float, tuple[str, str]]] = []  # the same, as a heap
+        self._started_at = time.monotonic()
+        self._next_step = StepMetadata()
         self.engine: EngineInfo | None = None
 
     def set_workers(self, handshakes: Sequence[Handshake]) -> None:
-        """All ranks in order: stages of the pipeline, in each the tensor parallel ranks, which hold
+        """Describes this engine from the handshakes of all its ranks.
+
+        `handshakes`: by pipeline stage, then by tensor parallel rank. The ranks of one stage hold
         the same layers.
         """
         names = "".join(handshake.worker.name for handshake in handshakes)
-        numbers: dict[str, int] = {}  # of layers in the model
-        forms: Counter[str] = Counter()
+        layer_numbers: dict[str, int] = {}  # by name, in the model
+        form_counts: Counter[str] = Counter()
         workers = []
         for handshake in handshakes:
             holds = handshake.worker.holds
             for name, layer in zip(handshake.layers, holds.layers, strict=True):
-                if name not in numbers:
+                if name not in layer_numbers:
                     kind = holds.kinds[layer]
-                    forms[f"{kind.total_heads} heads of {kind.fingerprint}"] += 1
-                numbers.setdefault(name, len(numbers))
-            holds = msgspec.structs.replace(
-                holds, first=numbers[handshake.layers[0]] if handshake.layers else 0
-            )
+                    form_counts[f"{kind.total_heads} heads of {kind.fingerprint}"] += 1
+                layer_numbers.setdefault(name, len(layer_numbers))
+            first = layer_numbers[handshake.layers[0]] if handshake.layers else 0
+            holds = msgspec.structs.replace(holds, first=first)
             workers.append(msgspec.structs.replace(handshake.worker, holds=holds))
-        digest = hashlib.sha256(" ".join(numbers).encode()).hexdigest()[:12]
+        digest = hashlib.sha256(" ".join(layer_numbers).encode()).hexdigest()[:12]
+        forms = [f"{count} layers of {form}" for form, count in sorted(form_counts.items())]
         self.engine = EngineInfo(
             incarnation=hashlib.sha256(names.encode()).hexdigest()[:16],
             role=self._role,  # type: ignore[arg-type]
             workers=workers,
             layout={
                 **self._layout,
-                "layers": f"{len(numbers)} ({digest})",
-                "KV of a token": "; ".join(
-                    f"{count} layers of {form}" for form, count in sorted(forms.items())
-                ),
+                "layers": f"{len(layer_numbers)} ({digest})",
+                "KV of a token": "; ".join(forms),
             },
             rank=self._rank,
-            two_way=self._two_way,
+            two_way=self._permits_reuse,
         )
-        log.info("engine %s (%s) is ready for KV transfers", self.engine.incarnation, self._role)
+        log.info(
+            "engine %s (role %s): ready for KV transfers with %d workers",
+            self.engine.incarnation,
+            self._role,
+            len(workers),
+        )
 
-    # A request comes ------------------------------------------------------------------------------
-    def add(self, request: Request, *, arrives: bool = False) -> RequestLeg | None:
-        """The record of a request with a grant that holds; None for every other request.
+    # Start of a request ---------------------------------------------------------------------------
+    def leg_of(self, request: Request, *, before_lookup: bool = False) -> RequestLeg | None:
+        """Returns the leg of a request, made at the first call; None for a request without a grant.
 
-        `arrives`: vLLM has not looked for the prompt in its prefix cache yet.
+        A grant that can be read but is not valid here makes a leg with `is_refused`.
+        `before_lookup`: vLLM has not looked the prompt up in its prefix cache yet.
         """
         leg = self._legs.get(request.request_id)
         if leg is not None:
@@ -208,87 +248,109 @@ class SchedulerSide:
         try:
             grant = verify(self._key, params[REQUEST_KEY])
         except BadGrant as error:
-            log.warning(
-                "request %s: grant refused (%s); it is served here alone", request.request_id, error
-            )
-            request.kv_transfer_params = None  # asked once, said once
+            self._log_refusal(request, error)
+            request.kv_transfer_params = None  # refuse and log once, not at each of vLLM's calls
             return None
         try:
-            self._accept(grant)
+            self._check_grant(grant)
         except BadGrant as error:
-            log.warning(
-                "request %s: grant refused (%s); it is served here alone", request.request_id, error
-            )
-            leg = self._legs[request.request_id] = RequestLeg(
-                grant, request.num_prompt_tokens, "", state=LegState.LOCAL, refused=True
-            )
+            self._log_refusal(request, error)
+            leg = RequestLeg(grant, request.num_prompt_tokens, "", state=LegState.LOCAL)
+            leg.is_refused = True
+            self._legs[request.request_id] = leg
             return leg
-        plan = self._plan(grant.sources) if grant.leg == "decode" else self._plan_back(grant)
-        digest = prompt_digest.prompt(request) if grant.leg != "probe" else ""
-        # With windows, when P's request ends, vLLM gives back what a token after the prompt would
-        # not look at any more.  D, which computes the prompt's last token, looks at one token more,
-        # perhaps in one block more.
-        leaves_out = self._has_states or (arrives and self._last)
-        one = compat.generates_one(request)
+        leg = self._new_leg(request, grant, before_lookup=before_lookup)
+        self._legs[request.request_id] = leg
+        return leg
+
+    @staticmethod
+    def _log_refusal(request: Request, error: BadGrant) -> None:
+        log.warning(
+            "request %s: grant refused (%s); this engine computes it without a KV transfer",
+            request.request_id,
+            error,
+        )
+
+    def _new_leg(self, request: Request, grant: Grant, *, before_lookup: bool) -> RequestLeg:
+        if grant.leg == "decode":
+            plan: ReshardPlan | None = self._reshard_plan(grant.sources)
+        else:
+            plan = self._reuse_plan(grant)
+        if grant.leg == "probe":
+            return RequestLeg(
+                grant, request.num_prompt_tokens, "", plan, reuse=self._new_reuse(grant, plan)
+            )
+        digest = prompt_digest.digest_prompt(request)
+        generates_one = compat.generates_one(request)
+        # When P's request ends, vLLM frees blocks that no token after the prompt looks back to. D
+        # computes the prompt's last token again, which looks back one token further. That token
+        # may be in one block more, so P leaves out the last token of the prompt too.
+        leaves_out_last = self._has_states or (before_lookup and self._tokens_left_out)
         if (
             digest
             and grant.leg == "prefill"
             and request.num_prompt_tokens > 1
-            and leaves_out
-            and one
+            and leaves_out_last
+            and generates_one
         ):
             compat.leave_out_last(request)
-        leg = self._legs[request.request_id] = RequestLeg(
-            grant, request.num_prompt_tokens, digest, plan
-        )
-        if grant.back and self._two_way and plan and grant.back != grant.transfer:
-            leg.back = self._new_back(grant.back, grant.until)
-        if grant.leg != "probe":
-            ours = self._next.loading if grant.leg == "decode" else self._next.serving
-            ours[grant.transfer] = request.request_id
-            if not digest or (grant.leg == "prefill" and self._last and not one):
-                # A second token would be cached under the hash of the one that is left out.
-                why = (
-                    "a prefill leg of more than one token"
-                    if digest
-                    else "nothing tells whose prompt this is"
-                )
-                log.warning("request %s: %s; it is served here alone", request.request_id, why)
-                self._give_up(leg)
+        leg = RequestLeg(grant, request.num_prompt_tokens, digest, plan)
+        leg.reuse = self._new_reuse(grant, plan)
+        if grant.leg == "decode":
+            self._next_step.loading_requests[grant.transfer] = request.request_id
+        else:
+            self._next_step.serving_requests[grant.transfer] = request.request_id
+        obstacle = ""
+        if not digest:
+            obstacle = "the inputs of its prompt cannot be compared between engines"
+        elif grant.leg == "prefill" and self._tokens_left_out and not generates_one:
+            # vLLM would cache a second token under the hash of the token that was left out.
+            obstacle = "with sliding windows or SSM states a prefill leg must have max_tokens 1"
+        if obstacle:
+            log.warning(
+                "request %s: %s; this engine computes it without a KV transfer",
+                request.request_id,
+                obstacle,
+            )
+            self._refuse_transfer(leg)
         return leg
 
-    def _new_back(self, back: str, until: float) -> ReuseState:
+    def _new_reuse(self, grant: Grant, plan: ReshardPlan | None) -> ReuseState:
+        """Returns NEW if this leg may reuse KV, else ENDED; uses up the reuse's transfer id."""
+        if not grant.back or not self._permits_reuse or not plan or grant.back == grant.transfer:
+            return ReuseState.ENDED
         try:
-            self._use("back", back, until)
+            self._use_grant("back", grant.back, grant.until)
         except BadGrant:
-            return ReuseState.OVER
+            return ReuseState.ENDED
         return ReuseState.NEW
 
-    def _give_up(self, leg: RequestLeg) -> None:
-        """No KV for this request, and the other engine shall not wait."""
-        self._end_back(leg)
+    def _refuse_transfer(self, leg: RequestLeg) -> None:
+        """Makes a leg an ordinary request, and informs the other engine at once."""
+        self._end_reuse(leg)
         if leg.grant.leg == "decode":
-            self._make_local(leg)
+            self._skip_load(leg)
         else:
-            self._withdraw(leg)
+            self._revoke_blocks(leg)
 
-    def _accept(self, grant: Grant) -> None:
+    def _check_grant(self, grant: Grant) -> None:
+        """Raises BadGrant unless the grant is for this engine, valid now, and not used yet."""
         if grant.leg == "probe" and not grant.engine:
             return
         if self.engine is None or grant.engine != self.engine.incarnation:
             raise BadGrant("for another engine, or for this one before its restart")
         if grant.leg != "probe" and self._role not in (grant.leg, "both"):
             raise BadGrant(f"a {grant.leg} leg, but this engine's role is {self._role}")
-        self._use(grant.leg, grant.transfer, grant.until)
+        self._use_grant(grant.leg, grant.transfer, grant.until)
         try:
             self._check_sources(self.engine, grant)
         except BadGrant:
-            if grant.leg == "prefill":  # D shall not wait for it
-                self._next.prefill.append(events.BlocksRevoked(grant.transfer))
+            if grant.leg == "prefill":  # so that D does not wait for it
+                self._next_step.sender_events.append(events.BlocksRevoked(grant.transfer))
             raise
 
     def _check_sources(self, engine: EngineInfo, grant: Grant) -> None:
-        """Before anything is dialled."""
+        """Raises BadGrant for workers that this engine must not read from, before it dials one."""
         names = {worker.name for worker in grant.sources}
         if len(names) < len(grant.sources):
             raise BadGrant("names one worker twice")
@@ -296,323 +358,385 @@ class SchedulerSide:
             raise BadGrant(
                 "names this engine's own workers: it cannot be both engines of a request"
             )
-        if (
-            grant.leg != "decode"
-        ):  # without what D has cached it is a prefill leg all the same: `_plan_back`
+        # A prefill leg runs without reuse as well: see `_reuse_plan`.
+        if grant.leg != "decode":
             return
-        if words := dialling.refusal(grant.sources, loopback_only=self._loopback_only):
-            raise BadGrant(words)
+        if refusal := dialling.refusal(grant.sources, loopback_only=self._loopback_only):
+            raise BadGrant(refusal)
         try:
-            self._plan(grant.sources)
+            self._reshard_plan(grant.sources)
         except Unmappable as error:
-            raise BadGrant(f"P holds what cannot be read here: {error}") from None
+            raise BadGrant(f"the KV of P cannot be read here: {error}") from None
 
     @property
     def clock(self) -> float:
-        """Seconds, by which grants end."""
-        return time.monotonic() - self._began
+        """Seconds since the start of this engine; grants expire by this clock."""
+        return time.monotonic() - self._started_at
 
-    def _use(self, use: str, transfer: str, until: float) -> None:
-        """A grant's transfer id works once in each use, and until its end."""
+    def _use_grant(self, use: str, transfer: str, until: float) -> None:
+        """Uses up a transfer id for one kind of use; BadGrant if it was used or is out of time.
+
+        `use`: probe, prefill, decode or back. `until`: by `clock`.
+        """
         now = self.clock
-        while self._ends and self._ends[0][0] < now:
-            self._used.discard(heapq.heappop(self._ends)[1])
+        while self._grant_expiries and self._grant_expiries[0][0] < now:
+            _, expired = heapq.heappop(self._grant_expiries)
+            self._used_grants.discard(expired)
         if until < now:
-            raise BadGrant(f"it ended {now - until:.1f} s ago")
+            raise BadGrant(f"expired {now - until:.1f} s ago")
         if until > now + MAX_VALIDITY_SECONDS:
-            raise BadGrant(f"good for {until - now:.0f} s, which is too long")
-        if use == "probe":  # it changes nothing
+            raise BadGrant(f"valid for {until - now:.0f} s, which is too long")
+        if use == "probe":  # changes nothing, so it may be repeated
             return
-        if (use, transfer) in self._used:
+        if (use, transfer) in self._used_grants:
             raise BadGrant("used before")
-        if len(self._used) >= MAX_USED_GRANTS:  # to forget one would make it new
-            raise BadGrant("too many others are still good")
-        self._used.add((use, transfer))
-        # Without a key any client mints what it likes, also an end that comes before its
-        # transfer's.
-        ends = until if self._key.is_set else now + MAX_VALIDITY_SECONDS
-        heapq.heappush(self._ends, (ends, (use, transfer)))
+        # No used grant is forgotten to make room: it would become valid again.
+        if len(self._used_grants) >= MAX_USED_GRANTS:
+            raise BadGrant("too many other grants are valid now")
+        self._used_grants.add((use, transfer))
+        # Without a key every client can mint grants, also one that expires before its transfer
+        # ends.
+        expires_at = until if self._key.is_set else now + MAX_VALIDITY_SECONDS
+        heapq.heappush(self._grant_expiries, (expires_at, (use, transfer)))
 
-    def _plan(self, sources: Sequence[WorkerInfo]) -> ReshardPlan:
-        """Who of us reads what of these workers; Unmappable if that cannot be."""
+    def _reshard_plan(self, sources: Sequence[WorkerInfo]) -> ReshardPlan:
+        """Returns which of our ranks reads what of these workers; Unmappable if none can be."""
         assert self.engine is not None
         names = tuple(worker.name for worker in sources)
         if names not in self._plans:
-            ours = [worker.holds for worker in self.engine.workers]
-            self._plans[names] = reshard.plan([worker.holds for worker in sources], ours)
+            own_layouts = [worker.holds for worker in self.engine.workers]
+            source_layouts = [worker.holds for worker in sources]
+            self._plans[names] = reshard.plan(source_layouts, own_layouts)
             if len(self._plans) > MAX_CACHED_PLANS:
                 del self._plans[next(iter(self._plans))]
         return self._plans[names]
 
-    def _plan_back(self, grant: Grant) -> ReshardPlan | None:
-        """For a prefill leg that may read what D has cached. If it cannot, it is a prefill leg all
-        the same.
-        """
+    def _reuse_plan(self, grant: Grant) -> ReshardPlan | None:
+        """Returns the plan by which a prefill leg reads from D; None if it runs without reuse."""
         if not grant.back:
             return None
-        if words := dialling.refusal(grant.sources, loopback_only=self._loopback_only):
-            log.warning("what D has cached is not read: %s", words)
+        if refusal := dialling.refusal(grant.sources, loopback_only=self._loopback_only):
+            log.warning(
+                "transfer %s: KV cached at D is not reused (%s); P computes the whole prompt",
+                grant.transfer,
+                refusal,
+            )
             return None
         try:
-            return self._plan(grant.sources)
+            return self._reshard_plan(grant.sources)
         except Unmappable as error:
-            log.warning("what D has cached cannot be read here: %s", error)
+            log.warning(
+                "transfer %s: KV cached at D cannot be read (%s); P computes the whole prompt",
+                grant.transfer,
+                error,
+            )
             return None
 
-    # The decode leg -------------------------------------------------------------------------------
-    def tokens_to_load(self, request: Request, local: int) -> int | None:
-        """How many tokens of the prompt, after `local` ones from our prefix cache, come from the
-        other engine.
+    # Decode leg -----------------------------------------------------------------------------------
+    def tokens_to_load(self, request: Request, cached_tokens: int) -> int | None:
+        """Returns how many prompt tokens come from the other engine; None if not known yet.
 
-        None: that is not known yet, or the load has failed. vLLM looks at requests that hold blocks
-        before all others, and stops where one needs more than there are. One whose load has failed
-        holds none any more, and with windows it needs more to compute than it did to load: in front
-        of those that hold the pool it would stop vLLM for ever. None sends it to the other
-        requests, where it waits its turn behind nobody who could be kept from running; once is
-        enough, and more than once would let it starve beside a stream of loads.
+        `cached_tokens`: the tokens before them, from this engine's prefix cache.
+
+        Also returns None once after a load has ended, for the sake of loads that failed. vLLM looks
+        at requests with loads before all others, and stops at one that needs more blocks than are
+        free. After a failed load the request holds no block. With sliding windows it needs more
+        blocks to compute than to load. In front of the requests that hold the pool it would block
+        vLLM forever. None moves it behind them, and they can run. Once is enough; more often would
+        let a stream of new loads starve it.
         """
-        leg = self.add(request)
+        leg = self.leg_of(request)
         if leg is None:
             return 0
-        if leg.steps_aside:
-            leg.steps_aside = False
+        if leg.yields_turn:
+            leg.yields_turn = False
             return None
         if leg.state is not LegState.NEW:
             return 0
         if leg.grant.leg != "decode":
-            return self._tokens_back(leg, local)
-        leg.local = local
-        missing = leg.length - self._last - local
-        # With all whole blocks here, the rest is computed faster than it is fetched, and computed
-        # it must be partly.
-        return 0 if missing <= 0 or (local and missing <= max(self._block_sizes)) else missing
+            return self._tokens_to_reuse(leg, cached_tokens)
+        leg.cached_tokens = cached_tokens
+        missing = leg.prompt_tokens - self._tokens_left_out - cached_tokens
+        # With all whole blocks cached, computing the rest is faster than reading it, and part of
+        # it must be computed anyway.
+        is_nearly_cached = cached_tokens > 0 and missing <= max(self._block_sizes)
+        return 0 if missing <= 0 or is_nearly_cached else missing
 
-    def allocated(self, request: Request, blocks: Sequence[list[int]], external: int) -> None:
-        """`blocks`: by group, of the whole request."""
+    def on_blocks_allocated(
+        self, request: Request, blocks: Sequence[list[int]], tokens_to_load: int
+    ) -> None:
+        """Starts the load of a request, or serves its cached blocks.
+
+        `blocks`: ids by KV-cache group, of the whole request.
+        """
         leg = self._legs.get(request.request_id)
         if leg is None or leg.state is not LegState.NEW:
             return
         if leg.grant.leg != "decode":
-            self._read_back(leg, request.request_id, blocks, external)
+            self._start_reuse_load(leg, request.request_id, blocks, tokens_to_load)
             return
-        self._serve_back(leg, blocks)
-        if external == 0:
-            self._make_local(leg)
+        self._serve_cached_blocks(leg, blocks)
+        if tokens_to_load == 0:
+            self._skip_load(leg)
             return
         leg.state = LegState.LOADING
-        end = leg.length - self._last
-        wanted = [
-            _blocks(ids, size, end - external, end)
-            for size, ids in zip(self._block_sizes, blocks, strict=True)
+        token_end = leg.prompt_tokens - self._tokens_left_out
+        self._request_load(
+            leg,
+            leg.grant.transfer,
+            blocks,
+            tokens_to_load,
+            token_end,
+            patience=leg.grant.patience,
+        )
+
+    def _request_load(
+        self,
+        leg: RequestLeg,
+        transfer: str,
+        blocks: Sequence[list[int]],
+        tokens_to_load: int,
+        token_end: int,
+        *,
+        patience: float,
+    ) -> None:
+        """Has the workers read the last `tokens_to_load` tokens before `token_end`.
+
+        `patience`: seconds without progress after which the load fails.
+        """
+        assert leg.plan is not None  # of a decode leg, or of a prefill leg that reuses KV
+        token = token_end - tokens_to_load
+        group_blocks = [
+            _blocks_of_tokens(ids, block_size, token, token_end)
+            for block_size, ids in zip(self._block_sizes, blocks, strict=True)
         ]
-        assert leg.plan is not None  # a decode leg
-        self._next.decode.append(
+        self._next_step.receiver_events.append(
             events.LoadRequested(
-                leg.grant.transfer,
+                transfer,
                 leg.grant.sources,
                 leg.plan,
-                wanted,
-                end,
-                leg.grant.patience,
-                leg.prompt,
+                group_blocks,
+                token_end,
+                patience,
+                leg.digest,
             )
         )
 
-    def loaded(self, request_id: str) -> None:
+    def on_load_finished(self, request_id: str) -> None:
+        """Makes a loading leg an ordinary request, after a success or a failure."""
         leg = self._legs.get(request_id)
         if leg is None:
             return
-        leg.steps_aside = True
+        leg.yields_turn = True
         if leg.state is LegState.LOADING:
             leg.state = LegState.LOCAL
-            self._end_back(
-                leg
-            )  # after a failure vLLM frees the blocks; after a success P has read what it wanted
-        elif leg.back is ReuseState.READING:
-            leg.back = ReuseState.OVER
+            # After a failure vLLM frees the blocks; after a success P has read all that it needs.
+            self._end_reuse(leg)
+        elif leg.reuse is ReuseState.READING:
+            leg.reuse = ReuseState.ENDED
 
-    def _make_local(self, leg: RequestLeg) -> None:
+    def _skip_load(self, leg: RequestLeg) -> None:
+        """Makes a decode leg an ordinary request, and has P release its blocks."""
         leg.state = LegState.LOCAL
-        assert self.engine is not None  # or its grant had been refused
-        nobody = reshard.nothing(len(leg.grant.sources), len(self.engine.workers))
-        self._next.decode.append(events.LoadSkipped(leg.grant.transfer, leg.grant.sources, nobody))
-
-    # What D has cached ----------------------------------------------------------------------------
-    def _serve_back(self, leg: RequestLeg, blocks: Sequence[list[int]]) -> None:
-        """The decode leg's blocks from our prefix cache are this request's until it is preempted or
-        ends, so P may read.
-        """
-        if leg.back is not ReuseState.NEW:
-            return
-        held = [
-            list(ids[: leg.local // size])
-            for size, ids in zip(self._block_sizes, blocks, strict=True)
-        ]
-        if not leg.local or any(
-            len(ids) * size < leg.local for size, ids in zip(self._block_sizes, held, strict=True)
-        ):
-            self._end_back(leg)  # MultiConnector shows no blocks to those that load nothing
-            return
-        leg.back = ReuseState.SERVING
-        assert leg.grant.back is not None
-        self._next.prefill.append(
-            events.BlocksScheduled(leg.grant.back, leg.local, held, cached=True, prompt=leg.prompt)
+        assert self.engine is not None  # else the grant would have been refused
+        empty_plan = reshard.nothing(len(leg.grant.sources), len(self.engine.workers))
+        self._next_step.receiver_events.append(
+            events.LoadSkipped(leg.grant.transfer, leg.grant.sources, empty_plan)
         )
 
-    def arrived(self, request: Request) -> None:
-        """A prefill leg asks D at once how much there is, so that it is known when its turn comes."""
-        leg = self.add(request, arrives=True)
-        if (
-            leg is not None
-            and leg.grant.leg == "prefill"
-            and leg.back is ReuseState.NEW
-            and leg.grant.back
-            and leg.plan
-        ):
-            leg.back = ReuseState.SEEKING
-            self._seeking[leg.grant.back] = leg
-            self._next.decode.append(
-                events.LookupRequested(leg.grant.back, leg.grant.sources, leg.plan, leg.prompt)
-            )
+    # Bidirectional KV reuse -----------------------------------------------------------------------
+    def _serve_cached_blocks(self, leg: RequestLeg, blocks: Sequence[list[int]]) -> None:
+        """Lets P read the blocks that a decode leg has from its prefix cache.
 
-    def _tokens_back(self, leg: RequestLeg, local: int) -> int | None:
-        """How many tokens a prefill leg reads back; None while D has not said how many there are."""
-        if leg.back is not ReuseState.SEEKING:
+        The request holds these blocks until it is preempted or ends.
+        """
+        if leg.reuse is not ReuseState.NEW:
+            return
+        cached_blocks = []
+        is_complete = leg.cached_tokens > 0
+        for block_size, ids in zip(self._block_sizes, blocks, strict=True):
+            cached = list(ids[: leg.cached_tokens // block_size])
+            cached_blocks.append(cached)
+            # MultiConnector passes no blocks to connectors that load nothing.
+            if len(cached) * block_size < leg.cached_tokens:
+                is_complete = False
+        if not is_complete:
+            self._end_reuse(leg)
+            return
+        leg.reuse = ReuseState.SERVING
+        assert leg.grant.back is not None
+        self._next_step.sender_events.append(
+            events.BlocksScheduled(
+                leg.grant.back, leg.cached_tokens, cached_blocks, cached=True, prompt=leg.digest
+            )
+        )
+
+    def on_request_arrived(self, request: Request) -> None:
+        """Makes the leg of a new request; a prefill leg starts its lookup at D.
+
+        An early lookup is answered by the time the request's turn comes.
+        """
+        leg = self.leg_of(request, before_lookup=True)
+        if leg is None or leg.grant.leg != "prefill" or leg.reuse is not ReuseState.NEW:
+            return
+        if not leg.grant.back or not leg.plan:
+            return
+        leg.reuse = ReuseState.LOOKING_UP
+        self._lookups[leg.grant.back] = leg
+        self._next_step.receiver_events.append(
+            events.LookupRequested(leg.grant.back, leg.grant.sources, leg.plan, leg.digest)
+        )
+
+    def _tokens_to_reuse(self, leg: RequestLeg, cached_tokens: int) -> int | None:
+        """Returns how many tokens a prefill leg reads from D; None while the lookup runs."""
+        if leg.reuse is not ReuseState.LOOKING_UP:
             return 0
-        leg.until = leg.until or time.monotonic() + REUSE_LOOKUP_SECONDS
-        assert self.engine is not None  # or its grant had been refused
-        is_known = len(leg.found) >= len(self.engine.workers)
-        if not is_known and time.monotonic() < leg.until:
+        # The limit counts from the request's first turn: time in vLLM's queue costs nothing.
+        leg.lookup_deadline = leg.lookup_deadline or time.monotonic() + REUSE_LOOKUP_SECONDS
+        assert self.engine is not None  # else the grant would have been refused
+        is_answered = len(leg.lookup_counts) >= len(self.engine.workers)
+        if not is_answered and time.monotonic() < leg.lookup_deadline:
             return None
-        there = min(leg.found) if is_known else 0
-        if local < there < leg.length:
-            return there - local
-        self._end_back(leg)
+        tokens_at_d = min(leg.lookup_counts) if is_answered else 0
+        # At least one token of the prompt must be computed here.
+        if cached_tokens < tokens_at_d < leg.prompt_tokens:
+            return tokens_at_d - cached_tokens
+        self._end_reuse(leg)
         return 0
 
-    def found(self, found: dict[str, list[int]]) -> None:
-        """Ranks of ours know how many tokens there are of what is sought."""
-        for back, counts in found.items():
-            if (leg := self._seeking.get(back)) is not None:
-                leg.found += counts
+    def on_lookup_counts(self, lookup_counts: dict[str, list[int]]) -> None:
+        """Adds the answers of lookups: tokens at D by transfer, one count for each rank."""
+        for transfer, counts in lookup_counts.items():
+            leg = self._lookups.get(transfer)
+            if leg is not None:
+                leg.lookup_counts += counts
 
-    def _read_back(
-        self, leg: RequestLeg, request_id: str, blocks: Sequence[list[int]], external: int
+    def _start_reuse_load(
+        self, leg: RequestLeg, request_id: str, blocks: Sequence[list[int]], tokens_to_load: int
     ) -> None:
-        """A prefill leg has its blocks."""
-        if leg.back is not ReuseState.SEEKING or not external:
-            self._end_back(leg)
+        """Has the workers of a prefill leg read from D, or ends the reuse."""
+        if leg.reuse is not ReuseState.LOOKING_UP or not tokens_to_load:
+            self._end_reuse(leg)
             return
-        back, end = leg.grant.back, min(leg.found)
-        assert back is not None and leg.plan is not None
-        leg.back = ReuseState.READING
-        del self._seeking[back]
-        self._next.loading[back] = request_id
-        wanted = [
-            _blocks(ids, size, end - external, end)
-            for size, ids in zip(self._block_sizes, blocks, strict=True)
-        ]
-        self._next.decode.append(
-            events.LoadRequested(
-                back, leg.grant.sources, leg.plan, wanted, end, REUSE_STALL_SECONDS, leg.prompt
-            )
+        transfer = leg.grant.back
+        assert transfer is not None
+        leg.reuse = ReuseState.READING
+        del self._lookups[transfer]
+        self._next_step.loading_requests[transfer] = request_id
+        self._request_load(
+            leg,
+            transfer,
+            blocks,
+            tokens_to_load,
+            token_end=min(leg.lookup_counts),
+            patience=REUSE_STALL_SECONDS,
         )
 
-    def _end_back(self, leg: RequestLeg) -> None:
-        """Whatever it is, nothing more is read back or served."""
-        was, leg.back, back = leg.back, ReuseState.OVER, leg.grant.back
-        if was is ReuseState.OVER or back is None:
+    def _end_reuse(self, leg: RequestLeg) -> None:
+        """Ends a leg's reuse in any state, and informs the workers if they take part."""
+        before = leg.reuse
+        leg.reuse = ReuseState.ENDED
+        transfer = leg.grant.back
+        if before is ReuseState.ENDED or transfer is None:
             return
-        self._seeking.pop(back, None)
+        self._lookups.pop(transfer, None)
         if leg.grant.leg == "decode":
-            self._next.prefill.append(events.BlocksRevoked(back))
-        elif was is not ReuseState.NEW:
-            self._next.decode.append(events.LoadCancelled(back))
+            self._next_step.sender_events.append(events.BlocksRevoked(transfer))
+        elif before is not ReuseState.NEW:
+            self._next_step.receiver_events.append(events.LoadCancelled(transfer))
 
-    # The prefill leg ------------------------------------------------------------------------------
-    def step(self, output: SchedulerOutput) -> StepMetadata:
-        """What the workers have to know with this step."""
+    # Prefill leg ----------------------------------------------------------------------------------
+    def build_step_metadata(self, output: SchedulerOutput) -> StepMetadata:
+        """Returns the events for the workers that go with this step, and collects anew.
+
+        Sleeps `IDLE_STEP_SLEEP_SECONDS` if the step computes nothing and a leg waits for KV.
+        """
         for request_id in output.preempted_req_ids or ():
-            self._withdraw(self._legs.get(request_id))
+            self._revoke_blocks(self._legs.get(request_id))
         if self._legs:
             for new in output.scheduled_new_reqs:
-                self._scheduled(output, new.req_id, new.num_computed_tokens, new.block_ids)
+                self._announce_blocks(output, new.req_id, new.num_computed_tokens, new.block_ids)
             cached = output.scheduled_cached_reqs
-            for request_id, computed, blocks in zip(
+            for request_id, computed_tokens, blocks in zip(
                 cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
             ):
-                self._scheduled(output, request_id, computed, blocks)
-        metadata, self._next = self._next, StepMetadata()
-        if not output.num_scheduled_tokens and any(leg.waits for leg in self._legs.values()):
+                self._announce_blocks(output, request_id, computed_tokens, blocks)
+        metadata = self._next_step
+        self._next_step = StepMetadata()
+        computes_nothing = not output.num_scheduled_tokens
+        if computes_nothing and any(leg.waits_for_kv for leg in self._legs.values()):
             time.sleep(IDLE_STEP_SLEEP_SECONDS)
         return metadata
 
-    def _scheduled(
+    def _announce_blocks(
         self,
         output: SchedulerOutput,
         request_id: str,
-        computed: int,
+        computed_tokens: int,
         blocks: tuple[list[int], ...] | None,
     ) -> None:
+        """Announces the blocks that a prefill leg got in this step; None: no new ones."""
         leg = self._legs.get(request_id)
-        if (
-            leg is None
-            or leg.grant.leg != "prefill"
-            or leg.state is LegState.LOCAL
-            or leg.computed >= leg.length
-        ):
+        if leg is None or leg.grant.leg != "prefill" or leg.state is LegState.LOCAL:
+            return
+        if leg.announced_tokens >= leg.prompt_tokens:  # generated tokens are not transferred
             return
         leg.state = LegState.COMPUTING
-        leg.computed = min(leg.length, computed + output.num_scheduled_tokens[request_id])
-        held = [list(ids) for ids in blocks or [()] * len(self._block_sizes)]
-        self._next.prefill.append(
-            events.BlocksScheduled(leg.grant.transfer, leg.computed, held, prompt=leg.prompt)
+        end = computed_tokens + output.num_scheduled_tokens[request_id]
+        leg.announced_tokens = min(leg.prompt_tokens, end)
+        new_blocks = [list(ids) for ids in blocks or [()] * len(self._block_sizes)]
+        self._next_step.sender_events.append(
+            events.BlocksScheduled(
+                leg.grant.transfer, leg.announced_tokens, new_blocks, prompt=leg.digest
+            )
         )
 
-    def _withdraw(self, leg: RequestLeg | None) -> None:
-        """The blocks of a leg have been given up, perhaps before the other engine had them."""
+    def _revoke_blocks(self, leg: RequestLeg | None) -> None:
+        """Stops serving a leg's blocks: vLLM has taken them back, read by the receiver or not."""
         if leg is None:
             return
-        self._end_back(leg)
+        self._end_reuse(leg)
         if leg.grant.leg == "prefill" and leg.state is not LegState.LOCAL:
             leg.state = LegState.LOCAL
-            self._next.prefill.append(events.BlocksRevoked(leg.grant.transfer))
+            self._next_step.sender_events.append(events.BlocksRevoked(leg.grant.transfer))
 
-    # A request goes -------------------------------------------------------------------------------
-    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """(whether its blocks stay ours until the workers release them, what its answer says of
-        this engine).
+    # End of a request -----------------------------------------------------------------------------
+    def on_request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """Ends a leg; returns (whether vLLM keeps its blocks, `kv_transfer_params` of the answer).
+
+        Kept blocks are freed when the workers report the transfer as sent.
         """
-        self.add(request)  # a request that ends before it was scheduled
+        self.leg_of(request)  # the request may end before it was scheduled
         leg = self._legs.pop(request.request_id, None)
         if leg is None:
             return False, None
-        self._end_back(leg)
+        self._end_reuse(leg)
         if leg.grant.leg == "decode":
             if leg.state is LegState.LOADING:
-                self._next.decode.append(events.LoadCancelled(leg.grant.transfer))
+                self._next_step.receiver_events.append(events.LoadCancelled(leg.grant.transfer))
             elif leg.state is LegState.NEW:
-                self._make_local(leg)
+                self._skip_load(leg)
             return False, None
-        answer = {ANSWER_KEY: self._says(leg)}
-        if leg.grant.leg == "probe" or leg.refused:
+        answer = {ANSWER_KEY: self._engine_description(leg)}
+        if leg.grant.leg == "probe" or leg.is_refused:
             return False, answer
-        if (
-            leg.state is not LegState.COMPUTING
-            or leg.computed < leg.length
-            or request.status.name not in NORMAL_ENDS
-        ):
-            self._withdraw(leg)
+        has_whole_prompt = (
+            leg.state is LegState.COMPUTING and leg.announced_tokens >= leg.prompt_tokens
+        )
+        if not has_whole_prompt or request.status.name not in NORMAL_FINISH_STATUSES:
+            self._revoke_blocks(leg)
             return False, answer
-        self._next.prefill.append(events.PrefillFinished(leg.grant.transfer))
+        self._next_step.sender_events.append(events.PrefillFinished(leg.grant.transfer))
         return True, answer
 
-    def _says(self, leg: RequestLeg) -> Any:
-        """Of this engine, in the answer of a prefill leg or a probe."""
+    def _engine_description(self, leg: RequestLeg) -> Any:
+        """Returns this engine's description for the answer of a prefill leg or a probe.
+
+        A request without a valid grant for this engine gets no addresses, only an `EngineCard`.
+        """
         if self.engine is None:
             return None
-        if leg.refused or not leg.grant.engine:
-            return msgspec.to_builtins(
-                EngineCard(self.engine.incarnation, self.clock, self.engine.rank)
-            )
+        if leg.is_refused or not leg.grant.engine:
+            card = EngineCard(self.engine.incarnation, self.clock, self.engine.rank)
+            return msgspec.to_builtins(card)
         return msgspec.to_builtins(msgspec.structs.replace(self.engine, clock=self.clock))

@@ -1,4 +1,17 @@
-"""A worker's half of the connector: vLLM's hooks on one side, the driver on the other."""
+"""A worker's half of the connector, between vLLM's hooks and the driver.
+
+In each step vLLM calls, in this order:
+
+    revoke_blocks           before the step clears or copies blocks
+    begin_step              with the scheduler's events
+    on_layer_computed       after each attention layer; never in full CUDA graphs
+    end_step                after the forward pass; some set-ups of vLLM leave this call out
+    take_results            after each step, also one that computes nothing
+
+The setting `overlap` decides when KV is announced as final (`LayersComputed`): with "layer" during
+the step, with "chunk" at its end, with "off" when the prefill has finished. Blocks of a prefix
+cache hit are announced at the step's end: a request of the same step may compute them.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +30,9 @@ from vllm_disagg.kv.memory import Memory
 from vllm_disagg.protocol import events
 
 from . import kv_layout, transports
-from .layers import Layers
+from .layers import FinalLayers
 from .metadata import Handshake, StepMetadata, WorkerMetadata
-from .metrics import Stats
+from .metrics import ConnectorStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,12 +40,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm_disagg.worker")
 
-PROGRESS_BYTES = (
-    2 << 20
-)  # bytes: layers are offered in groups that hold so much, so that messages stay few
+PROGRESS_BYTES = 2 << 20  # layers are announced in groups of this size, so that messages stay few
+
+
+def _record_nothing() -> None:
+    """Replaces `DeviceMemory.record_launch`: on a CPU no copy can overtake the computation."""
 
 
 class WorkerSide:
+    """Translates vLLM's calls in one worker into events for its driver, and results back."""
+
     def __init__(
         self,
         config: Config,
@@ -41,42 +58,54 @@ class WorkerSide:
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
     ) -> None:
-        self._config, self._key, self._rank = config, key, rank
-        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+        """Creates the worker's half, without memory yet. `rank`: vLLM's global rank."""
+        self._config = config
+        self._key = key
+        self._rank = rank
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
         self._driver: Driver | None = None
-        self._layers = Layers([])
-        self._shape = NOTHING
-        self._group = 1  # layers per offer, in this step
-        self._announced = 0  # layers that this step has said to be final
-        self._launched: Callable[[], None] = lambda: (
-            None
-        )  # what copies must come after: see `device`
-        self._serving: dict[str, str] = {}  # transfer -> vLLM's id, whose blocks others read
-        self._loading: dict[str, str] = {}  # transfer -> vLLM's id, which reads
-        self._computing: list[str] = []  # transfers of which this step computes a part
-        self._cached: list[str] = []  # transfers of what is in memory when this step ends
-        self._sought: set[str] = set()
-        self._found: dict[str, list[int]] = {}
+        self._layers = FinalLayers([])
+        self._layout = NOTHING
+        self._layers_per_event = 1  # in this step
+        self._announced_layers = 0  # announced as final in this step
+        # Copies must come after all work launched before this call: see `gpu.device`.
+        self._record_launch: Callable[[], None] = _record_nothing
+        self._serving_requests: dict[str, str] = {}  # transfer id -> vLLM's id of the sender
+        self._loading_requests: dict[str, str] = {}  # transfer id -> vLLM's id of the receiver
+        self._computing_transfers: list[str] = []  # this step computes a part of their prompts
+        self._cached_transfers: list[str] = []  # in memory when this step ends
+        self._reuse_transfers: set[str] = set()  # of bidirectional KV reuse
+        self._lookup_counts: dict[str, list[int]] = {}  # tokens found, by transfer
         self._failed_blocks: set[int] = set()
-        self._blocks: dict[str, list[int]] = {}  # of loads under way
-        self.stats = Stats()
+        self._loading_blocks: dict[str, list[int]] = {}  # block ids, by transfer
+        self.stats = ConnectorStats()
         self.handshake: Handshake | None = None
 
-    def register(self, caches: Mapping[str, torch.Tensor]) -> None:
-        self._caches = caches  # the driver holds addresses only
+    def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
+        """Starts the driver on these KV caches. `caches`: tensors by layer name.
+
+        Raises ConfigError for a KV layout that cannot be moved.
+        """
+        self._caches = caches  # kept alive: the driver holds addresses only
         memory, names = self._memory(caches)
-        self._layers = Layers(names)
-        self._shape = memory.shape
-        others = transports.chosen(self._config, next(iter(caches.values())).device.type)
-        self._driver = Driver(self._config, self._key, memory, self._rank, others)
+        self._layers = FinalLayers(names)
+        self._layout = memory.shape
+        device = next(iter(caches.values())).device.type
+        chosen = transports.chosen(self._config, device)
+        self._driver = Driver(self._config, self._key, memory, self._rank, chosen)
         self.handshake = Handshake(self._driver.worker, names)
-        log.info("KV transfers at %s", self._driver.worker.control)
+        log.info(
+            "worker %d: control channel for KV transfers at %s",
+            self._rank,
+            self._driver.worker.control,
+        )
 
     def _memory(self, caches: Mapping[str, torch.Tensor]) -> tuple[Memory, list[str]]:
-        """And the layers' names, in its order."""
-        parallel, model = self._vllm_config.parallel_config, self._vllm_config.model_config
-        size = parallel.tensor_parallel_size
-        rank = kv_layout.RankCache(self._rank % size, size, kv_layout.kv_heads(model))
+        """Returns the caches as memory of the driver, and the layers' names in its order."""
+        size = self._vllm_config.parallel_config.tensor_parallel_size
+        heads = kv_layout.kv_heads(self._vllm_config.model_config)
+        rank = kv_layout.RankCache(self._rank % size, size, heads)
         config = self._kv_cache_config
         if next(iter(caches.values())).device.type == "cpu":
             return kv_layout.host_memory(
@@ -85,164 +114,215 @@ class WorkerSide:
         from .gpu.device import device_memory  # noqa: PLC0415 - Triton, which CPUs need not have
 
         memory, names = device_memory(caches, config.kv_cache_groups, config.num_blocks, rank)
-        self._launched = memory.launched
+        self._record_launch = memory.record_launch
         return memory, names
 
     @property
     def driver(self) -> Driver:
+        """The driver; RuntimeError before `register_kv_caches`."""
         if self._driver is None:
             raise RuntimeError("vLLM used the KV connector before it registered its KV caches")
         return self._driver
 
-    # A step ---------------------------------------------------------------------------------------
-    def withdraw(self, metadata: StepMetadata) -> None:
-        """At once, before this step clears blocks or copies into them; `begin` says it again, which
-        changes nothing.
+    # One step -------------------------------------------------------------------------------------
+    def revoke_blocks(self, metadata: StepMetadata) -> None:
+        """Submits revoked blocks before this step clears them or copies into them.
+
+        `begin_step` submits the same events again, which changes nothing.
         """
-        if withdrawn := [
-            event for event in metadata.prefill if isinstance(event, events.BlocksRevoked)
-        ]:
-            self.driver.submit(withdrawn)
+        revoked = [
+            event for event in metadata.sender_events if isinstance(event, events.BlocksRevoked)
+        ]
+        if revoked:
+            self.driver.submit(revoked)
 
-    def begin(self, metadata: StepMetadata) -> None:
-        self._serving.update(metadata.serving)
-        self._loading.update(metadata.loading)
-        for event in metadata.decode:
-            if isinstance(event, events.LoadRequested):
-                self._blocks[event.transfer] = [
-                    block for blocks in event.blocks for block in blocks.ids
-                ]
-            elif isinstance(event, events.LookupRequested):
-                self._sought.add(event.transfer)
-            elif isinstance(event, events.LoadSkipped):
-                self._loading.pop(event.transfer, None)
-            elif event.transfer not in self._blocks:  # cancelled before it was wanted
-                self._sought.discard(event.transfer)
-        for withdrawn in metadata.prefill:
-            if isinstance(withdrawn, events.BlocksRevoked):
-                self._serving.pop(withdrawn.transfer, None)
-        scheduled = [e for e in metadata.prefill if isinstance(e, events.BlocksScheduled)]
-        self._cached = [e.transfer for e in scheduled if e.cached]
-        scheduled = [e for e in scheduled if not e.cached]
-        self._computing = [e.transfer for e in scheduled]
-        if self._computing:
-            self._layers.begin()
-            self._announced = 0
-        per_layer = max(
-            sum(k.block_bytes) * sum(len(e.blocks[k.group]) for e in scheduled)
-            for k in self._shape.kinds
-        )
-        self._group = -(-PROGRESS_BYTES // per_layer) if per_layer else len(self._layers) + 1
-        if metadata.decode:
-            self._launched()
-        if metadata.prefill or metadata.decode:
-            self.driver.submit([*self._offered(metadata.prefill), *metadata.decode])
+    def begin_step(self, metadata: StepMetadata) -> None:
+        """Submits the scheduler's events to the driver, and prepares to announce layers."""
+        self._serving_requests.update(metadata.serving_requests)
+        self._loading_requests.update(metadata.loading_requests)
+        for event in metadata.receiver_events:
+            self._note_receiver_event(event)
+        scheduled = self._note_sender_events(metadata.sender_events)
+        if self._computing_transfers:
+            self._layers.begin_step()
+            self._announced_layers = 0
+        self._layers_per_event = self._count_layers_per_event(scheduled)
+        if metadata.receiver_events:
+            # A step launched earlier may still write into blocks that are now to be loaded.
+            self._record_launch()
+        if metadata.sender_events or metadata.receiver_events:
+            sender_events = self._with_final_layers(metadata.sender_events)
+            self.driver.submit([*sender_events, *metadata.receiver_events])
 
-    def _offered(
-        self, prefill: list[events.ForSender]
+    def _note_receiver_event(self, event: events.ForReceiver) -> None:
+        if isinstance(event, events.LoadRequested):
+            ids = [block for blocks in event.blocks for block in blocks.ids]
+            self._loading_blocks[event.transfer] = ids
+        elif isinstance(event, events.LookupRequested):
+            self._reuse_transfers.add(event.transfer)
+        elif isinstance(event, events.LoadSkipped):
+            self._loading_requests.pop(event.transfer, None)
+        elif event.transfer not in self._loading_blocks:  # cancelled before the load was requested
+            self._reuse_transfers.discard(event.transfer)
+
+    def _note_sender_events(
+        self, sender_events: list[events.ForSender]
+    ) -> list[events.BlocksScheduled]:
+        """Records this step's transfers; returns the events of prompts that it computes."""
+        self._computing_transfers = []
+        self._cached_transfers = []
+        computed = []
+        for event in sender_events:
+            if isinstance(event, events.BlocksRevoked):
+                self._serving_requests.pop(event.transfer, None)
+            elif isinstance(event, events.BlocksScheduled) and event.cached:
+                self._cached_transfers.append(event.transfer)
+            elif isinstance(event, events.BlocksScheduled):
+                self._computing_transfers.append(event.transfer)
+                computed.append(event)
+        return computed
+
+    def _count_layers_per_event(self, scheduled: list[events.BlocksScheduled]) -> int:
+        """Returns how many layers of this step hold `PROGRESS_BYTES`, by the largest layer kind."""
+        layer_bytes = 0
+        for kind in self._layout.kinds:
+            blocks = sum(len(event.blocks[kind.group]) for event in scheduled)
+            layer_bytes = max(layer_bytes, sum(kind.block_bytes) * blocks)
+        if not layer_bytes:
+            return len(self._layers) + 1  # none before the step's end
+        return -(-PROGRESS_BYTES // layer_bytes)
+
+    def _with_final_layers(
+        self, sender_events: list[events.ForSender]
     ) -> Iterator[events.ForSender | events.LayersComputed]:
-        """Without overlap a prompt's KV is offered when all of it is there."""
-        for event in prefill:
+        """Yields the events; without overlap, all layers are final just before PrefillFinished."""
+        for event in sender_events:
             if isinstance(event, events.PrefillFinished) and self._config.overlap == "off":
                 yield events.LayersComputed(event.transfer, len(self._layers))
             yield event
 
-    def layer_computed(self, name: str) -> None:
-        """Not called in full CUDA graphs: then `end` offers the whole chunk."""
-        if self._config.overlap != "layer" or not self._computing:
+    def on_layer_computed(self, name: str) -> None:
+        """Counts a layer's call, and announces the layers that are final by now.
+
+        vLLM does not call this in full CUDA graphs; then `end_step` announces the whole chunk.
+        """
+        if self._config.overlap != "layer" or not self._computing_transfers:
             return
-        final = self._layers.computed(name)
-        if final < self._announced:
-            self._take_back(name)
-        elif final - self._announced >= self._group:
-            self._announced = final
-            self._announce(self._computing, final)
+        final_layers = self._layers.count_call(name)
+        if final_layers < self._announced_layers:
+            self._revoke_layers(name)
+        elif final_layers - self._announced_layers >= self._layers_per_event:
+            self._announced_layers = final_layers
+            self._announce_layers(self._computing_transfers, final_layers)
 
-    def _take_back(self, name: str) -> None:
-        """What readers were offered has changed, and they may have read it before."""
-        count = len(self._computing)
+    def _revoke_layers(self, name: str) -> None:
+        """Takes back all announced layers of this step: receivers may have read old KV."""
         log.warning(
-            "layer %s was computed again after its KV was offered; D recomputes the %d prompts of this step",
+            "layer %s was computed again after its KV was announced as final;"
+            " D recomputes the %d prompts of this step",
             name,
-            count,
+            len(self._computing_transfers),
         )
-        self._announced = 0
-        self.driver.submit([events.LayersRecomputed(transfer) for transfer in self._computing])
+        self._announced_layers = 0
+        self._submit_recomputed(self._computing_transfers)
 
-    def end(self) -> None:
+    def _submit_recomputed(self, transfers: list[str]) -> None:
+        self.driver.submit([events.LayersRecomputed(transfer) for transfer in transfers])
+
+    def end_step(self) -> None:
+        """Announces all layers of the prompts that this step has computed."""
         if self._has_failed():
             return
-        if self._computing and self._config.overlap != "off":
-            self._announce(self._computing, len(self._layers))
-        self._computing = []
+        if self._computing_transfers and self._config.overlap != "off":
+            self._announce_layers(self._computing_transfers, len(self._layers))
+        self._computing_transfers = []
 
     def _has_failed(self) -> bool:
-        """Whether this step's forward pass raised. vLLM ends steps in a `finally`, and nothing of
-        such a step is final.
+        """Returns whether this step's forward pass raised, and takes its layers back.
+
+        vLLM ends steps in a `finally`, so the exception is still being handled here. No KV of such
+        a step is final.
         """
         if sys.exc_info()[0] is None:
             return False
-        spoiled = [*self._computing, *self._cached]
-        self._computing, self._cached = [], []
-        if spoiled:
+        failed = [*self._computing_transfers, *self._cached_transfers]
+        self._computing_transfers = []
+        self._cached_transfers = []
+        if failed:
             log.error(
-                "a forward pass failed: the KV of its %d requests is offered to no other engine",
-                len(spoiled),
+                "a forward pass failed: the KV of its %d prompts is not sent, and D recomputes it",
+                len(failed),
             )
-            self.driver.submit([events.LayersRecomputed(transfer) for transfer in spoiled])
+            self._submit_recomputed(failed)
         return True
 
-    def _announce(self, transfers: list[str], layers: int) -> None:
-        self._launched()
+    def _announce_layers(self, transfers: list[str], layers: int) -> None:
+        self._record_launch()
         self.driver.submit([events.LayersComputed(transfer, layers) for transfer in transfers])
 
-    # What has ended -------------------------------------------------------------------------------
-    def results(self) -> tuple[set[str], set[str], set[str]]:
-        """Request ids: (sent, received, of these failed). Each id once, and only ids that the
-        scheduler awaits.
+    # Results --------------------------------------------------------------------------------------
+    def take_results(self) -> tuple[set[str], set[str], set[str]]:
+        """Returns the request ids (sent, received, those of received that failed) since last time.
+
+        Each id is returned once, and only if the scheduler waits for it.
         """
-        # vLLM has not said that the step is over, as with drafts on all stages of a pipeline but
-        # the last
-        if self._computing:
-            self.end()
-        if (
-            self._cached and not self._has_failed()
-        ):  # asked for after each step, also one that computes nothing
-            self._announce(self._cached, len(self._layers))
-            self._cached = []
-        sent, received, failed = set[str](), set[str](), set[str]()
+        # vLLM leaves `end_step` out with speculative decoding, on all pipeline stages but the last.
+        if self._computing_transfers:
+            self.end_step()
+        if self._cached_transfers and not self._has_failed():
+            self._announce_layers(self._cached_transfers, len(self._layers))
+            self._cached_transfers = []
+        sent: set[str] = set()
+        received: set[str] = set()
+        failed: set[str] = set()
         for outcome in self.driver.take():
             if isinstance(outcome, events.LookupResult):
-                self._found.setdefault(outcome.transfer, []).append(outcome.tokens)
-                continue
-            self.stats.record(outcome, back=outcome.transfer in self._sought)
-            ours, ended = (
-                (self._serving, sent)
-                if isinstance(outcome, events.ReleaseBlocks)
-                else (self._loading, received)
-            )
-            request = ours.pop(outcome.transfer, None)
-            if request is None:
-                log.error("transfer %s has ended, but belongs to no request", outcome.transfer)
+                self._lookup_counts.setdefault(outcome.transfer, []).append(outcome.tokens)
+            elif isinstance(outcome, events.ReleaseBlocks):
+                self._end_send(outcome, sent)
             else:
-                ended.add(request)
-            if isinstance(outcome, events.LoadResult):
-                self._sought.discard(outcome.transfer)
-                blocks = self._blocks.pop(outcome.transfer, [])
-                if request is not None and outcome.reason is not None:
-                    failed.add(request)
-                    self._failed_blocks.update(blocks)
+                self._end_load(outcome, received, failed)
         self.stats.count_sent(self.driver.counters)
         return sent, received, failed
 
-    def take_found(self) -> WorkerMetadata | None:
-        found, self._found = self._found, {}
-        return WorkerMetadata(found) if found else None
+    def _end_send(self, outcome: events.ReleaseBlocks, sent: set[str]) -> None:
+        self.stats.record(outcome)
+        request_id = self._serving_requests.pop(outcome.transfer, None)
+        if request_id is None:
+            self._log_unknown(outcome.transfer)
+        else:
+            sent.add(request_id)
+
+    def _end_load(self, outcome: events.LoadResult, received: set[str], failed: set[str]) -> None:
+        self.stats.record(outcome, is_reuse=outcome.transfer in self._reuse_transfers)
+        self._reuse_transfers.discard(outcome.transfer)
+        blocks = self._loading_blocks.pop(outcome.transfer, [])
+        request_id = self._loading_requests.pop(outcome.transfer, None)
+        if request_id is None:
+            self._log_unknown(outcome.transfer)
+            return
+        received.add(request_id)
+        if outcome.reason is not None:
+            failed.add(request_id)
+            self._failed_blocks.update(blocks)
+
+    @staticmethod
+    def _log_unknown(transfer: str) -> None:
+        log.error("transfer %s has ended, but no request is known for it; ignored", transfer)
+
+    def take_lookup_counts(self) -> WorkerMetadata | None:
+        """Returns the answers of lookups since last time, None without any."""
+        counts = self._lookup_counts
+        self._lookup_counts = {}
+        return WorkerMetadata(counts) if counts else None
 
     def take_failed_blocks(self) -> set[int]:
-        taken, self._failed_blocks = self._failed_blocks, set()
-        return taken
+        """Returns the blocks of loads that failed since last time."""
+        blocks = self._failed_blocks
+        self._failed_blocks = set()
+        return blocks
 
     def close(self) -> None:
+        """Stops the driver."""
         if self._driver is not None:
             self._driver.close()

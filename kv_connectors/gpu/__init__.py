@@ -1,1 +1,1 @@
-"""KV in GPU memory: Triton kernels and NCCL."""
+"""KV in GPU memory: Triton kernels, and NCCL as a transport."""

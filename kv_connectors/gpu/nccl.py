@@ -1,16 +1,16 @@
-"""NCCL between GPUs: a link of two ranks behind the code that Gloo runs under. Never run on a GPU
-yet.
+"""NCCL between GPUs: a collective transport, under the same code as Gloo. Never run on a GPU yet.
 
-vLLM's wrapper finds the library; what it lacks is bound here: a communicator that does not block
-its maker, the look at its state, and few CTAs. All calls are the mover's thread's, except for the
-abort, which may wait and has a thread of its own. Every link has a stream of its own: a peer that
-does not receive holds up nobody else. No environment variable is touched, and nothing of this is
-ever captured into a CUDA graph: the calls are made by a thread that captures nothing, and none
-before the first request, when vLLM's own captures are over.
+vLLM's wrapper finds the library. This module binds the functions that the wrapper lacks: a
+communicator that does not block its maker, the query of its state, and a limit on its CTAs.
 
-NCCL finds its way by itself: P's end opens a TCP port for the meeting, on the interface that NCCL
-chooses (NCCL_SOCKET_IFNAME says another); the 128 bytes that lead there go over the authenticated
-control channel.
+Threads and streams. The collective worker's thread makes all calls except the abort, which may
+wait and has its own thread. Each link has its own stream, so a peer that does not receive delays
+no other peer. No call is captured into a CUDA graph: this thread captures nothing, and makes no
+call before the first request, when vLLM's own captures are over. No environment variable is set.
+
+Addresses. NCCL makes its own connections: P's end opens a TCP port for the first contact, on the
+interface that NCCL chooses (NCCL_SOCKET_IFNAME overrides it). The unique id, 128 bytes with that
+address, goes over the authenticated control channel.
 """
 
 from __future__ import annotations
@@ -41,21 +41,26 @@ from .device import DeviceMemory, DeviceStaging
 
 log = logging.getLogger("vllm_disagg.nccl")
 
-SUCCESS, IN_PROGRESS = 0, 7
+# From nccl.h.
+SUCCESS = 0  # ncclResult_t
+IN_PROGRESS = 7
 UINT8 = 1  # ncclDataType_t
-UNIQUE_ID = 128  # bytes
-MAGIC, UNDEFINED = 0xCAFEBEEF, -(2**31)  # NCCL_API_MAGIC, NCCL_CONFIG_UNDEF_INT
-CTAS = (1, 4)  # the least and the most that a communicator takes from the forward pass
+UNIQUE_ID_BYTES = 128
+API_MAGIC = 0xCAFEBEEF
+UNDEFINED_INT = -(2**31)  # NCCL_CONFIG_UNDEF_INT
+# A communicator takes at least and at most so many CTAs from the forward pass.
+MIN_CTAS = 1
+MAX_CTAS = 4
 
 
 class UniqueId(ctypes.Structure):
-    _fields_ = (("internal", ctypes.c_char * UNIQUE_ID),)
+    """NCCL's ncclUniqueId: by it the two ranks of a communicator find each other."""
+
+    _fields_ = (("internal", ctypes.c_char * UNIQUE_ID_BYTES),)
 
 
 class CommConfig(ctypes.Structure):
-    """ncclConfig_t as it was in 2.17; later versions only append, and take what is missing from
-    their defaults.
-    """
+    """NCCL's ncclConfig_t of 2.17; later versions append fields, and take defaults for them."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -71,24 +76,32 @@ class CommConfig(ctypes.Structure):
 
 
 def comm_config() -> CommConfig:
+    """Returns the configuration of a communicator that does not block, with few CTAs."""
     return CommConfig(
-        ctypes.sizeof(CommConfig), MAGIC, CommConfig.VERSION, 0, UNDEFINED, *CTAS, None
+        size=ctypes.sizeof(CommConfig),
+        magic=API_MAGIC,
+        version=CommConfig.VERSION,
+        blocking=0,
+        cgaClusterSize=UNDEFINED_INT,
+        minCTAs=MIN_CTAS,
+        maxCTAs=MAX_CTAS,
+        netName=None,
     )
 
 
 class NcclError(RuntimeError):
-    """NCCL refused; in its own words."""
+    """An NCCL call has failed; the text is NCCL's."""
 
 
-class Library:
-    """The functions we call. `path`: of libnccl.so.2; raises OSError or AttributeError for what it
-    lacks.
-    """
+class NcclLibrary:
+    """The functions of libnccl.so.2 that this transport calls."""
 
     def __init__(self, path: str) -> None:
+        """Loads the library; OSError or AttributeError if it or a function is missing."""
         self._library = ctypes.CDLL(path)
-        comm, stream = ctypes.c_void_p, ctypes.c_void_p
-        move = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, comm, stream]
+        comm = ctypes.c_void_p
+        stream = ctypes.c_void_p
+        transfer = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, comm, stream]
         signatures: dict[str, list[Any]] = {
             "ncclGetVersion": [ctypes.POINTER(ctypes.c_int)],
             "ncclGetUniqueId": [ctypes.POINTER(UniqueId)],
@@ -101,162 +114,193 @@ class Library:
             ],
             "ncclCommGetAsyncError": [comm, ctypes.POINTER(ctypes.c_int)],
             "ncclCommAbort": [comm],
-            "ncclSend": move,
-            "ncclRecv": move,
+            "ncclSend": transfer,
+            "ncclRecv": transfer,
         }
         self._functions: dict[str, Any] = {}
         for name, arguments in signatures.items():
             function = self._library[name]
-            function.argtypes, function.restype = arguments, ctypes.c_int
+            function.argtypes = arguments
+            function.restype = ctypes.c_int
             self._functions[name] = function
-        self._words = self._library["ncclGetErrorString"]
-        self._words.argtypes, self._words.restype = [ctypes.c_int], ctypes.c_char_p
+        self._error_string = self._library["ncclGetErrorString"]
+        self._error_string.argtypes = [ctypes.c_int]
+        self._error_string.restype = ctypes.c_char_p
 
     def call(self, name: str, *arguments: Any) -> int:
-        """SUCCESS or IN_PROGRESS; anything else is an NcclError."""
+        """Calls a function; returns SUCCESS or IN_PROGRESS, raises NcclError otherwise."""
         result = int(self._functions[name](*arguments))
         self.check(name, result)
         return result
 
     def check(self, name: str, result: int) -> None:
+        """Raises NcclError unless a result is SUCCESS or IN_PROGRESS."""
         if result not in (SUCCESS, IN_PROGRESS):
-            raise NcclError(f"{name}: {self._words(result).decode()}")
+            raise NcclError(f"{name}: {self._error_string(result).decode()}")
 
     def version(self) -> str:
-        found = ctypes.c_int()
-        self.call("ncclGetVersion", ctypes.byref(found))
-        return f"{found.value // 10000}.{found.value // 100 % 100}.{found.value % 100}"
+        """Returns the version of the library, as in 2.27.3."""
+        version = ctypes.c_int()
+        self.call("ncclGetVersion", ctypes.byref(version))
+        return f"{version.value // 10000}.{version.value // 100 % 100}.{version.value % 100}"
 
     def unique_id(self) -> bytes:
-        made = UniqueId()
-        self.call("ncclGetUniqueId", ctypes.byref(made))
-        return bytes(ctypes.string_at(ctypes.byref(made), UNIQUE_ID))
+        """Returns a new unique id; opens a TCP port for the other rank."""
+        unique_id = UniqueId()
+        self.call("ncclGetUniqueId", ctypes.byref(unique_id))
+        return bytes(ctypes.string_at(ctypes.byref(unique_id), UNIQUE_ID_BYTES))
 
     def state(self, comm: ctypes.c_void_p) -> int:
-        """SUCCESS when what was asked of it has been taken up; IN_PROGRESS before; else an
-        NcclError.
+        """Returns IN_PROGRESS until a communicator has taken up its last call, then SUCCESS.
+
+        Raises NcclError if the communicator has failed.
         """
-        found = ctypes.c_int()
-        self.call("ncclCommGetAsyncError", comm, ctypes.byref(found))
-        self.check("communicator", found.value)
-        return found.value
+        result = ctypes.c_int()
+        self.call("ncclCommGetAsyncError", comm, ctypes.byref(result))
+        self.check("communicator", result.value)
+        return result.value
 
 
 class NcclLink:
-    """See `worker.Link`. A call that NCCL has only begun (IN_PROGRESS) holds back the next one, of
-    this link alone.
+    """One end of a link; see `collective.worker.CollectiveLink`.
+
+    NCCL takes up one call at a time. While a call is IN_PROGRESS, the next one of this link waits;
+    other links go on.
     """
 
     is_polled = True
 
     def __init__(
         self,
-        library: Library,
+        library: NcclLibrary,
         device: torch.device,
         rank: int,
-        tell: Callable[[LinkEvent], None],
+        report: Callable[[LinkEvent], None],
         epoch: int,
     ) -> None:
-        self._library, self._device, self._rank = library, device, rank
-        self._tell, self._epoch = tell, epoch
+        """Starts to connect. `rank`: 0 is P's end, which makes the unique id."""
+        self._library = library
+        self._device = device
+        self._rank = rank
+        self._report = report
+        self._epoch = epoch
         self.is_gone = False
         self.stream = torch.cuda.Stream(device, priority=0)
         self._comm = ctypes.c_void_p()
-        self._is_open = self._is_closing = self._has_failed = False
-        self._todo: deque[tuple[str, int, Slot, int]] = deque()  # not yet given to NCCL
-        self._begun: int | None = None  # seq of the call that NCCL has begun
-        self._posted: deque[tuple[int, Any]] = deque()  # seq, the event behind it
+        self._is_open = False
+        self._is_closing = False
+        self._has_failed = False
+        self._waiting_calls: deque[tuple[str, int, Slot, int]] = deque()  # not yet given to NCCL
+        self._call_in_progress: int | None = None  # seq of the call that NCCL takes up now
+        self._posted: deque[tuple[int, Any]] = deque()  # (seq, event that follows the call)
         if rank == 0:
             unique_id = library.unique_id()
-            tell(LinkBlob(epoch, unique_id))
+            report(LinkBlob(epoch, unique_id))
             self._open(unique_id)
 
     def on_blob(self, blob: bytes) -> None:
+        """Takes the unique id from the other end, once."""
         if self._rank == 1 and not self._comm:
             self._open(blob)
 
     def _open(self, unique_id: bytes) -> None:
-        if len(unique_id) != UNIQUE_ID:
-            raise NcclError(f"an id of {len(unique_id)} bytes")
-        torch.cuda.set_device(self._device)  # of this thread
-        made = UniqueId.from_buffer_copy(unique_id)
+        if len(unique_id) != UNIQUE_ID_BYTES:
+            raise NcclError(f"the peer sent a unique id of {len(unique_id)} bytes")
+        torch.cuda.set_device(self._device)  # applies to this thread
         config = comm_config()
         self._library.call(
             "ncclCommInitRankConfig",
             ctypes.byref(self._comm),
             2,
-            made,
+            UniqueId.from_buffer_copy(unique_id),
             self._rank,
             ctypes.byref(config),
         )
 
     def send(self, seq: int, slot: Slot, size: int) -> None:
-        self._todo.append(("ncclSend", seq, slot, size))
-        self._go_on()
+        """Posts a send of the slot's first `size` bytes; it ends in SlotCompleted(seq)."""
+        self._waiting_calls.append(("ncclSend", seq, slot, size))
+        self._make_calls()
 
     def receive(self, seq: int, slot: Slot, size: int) -> None:
-        self._todo.append(("ncclRecv", seq, slot, size))
-        self._go_on()
+        """Posts a receive of `size` bytes into the slot; it ends in SlotCompleted(seq)."""
+        self._waiting_calls.append(("ncclRecv", seq, slot, size))
+        self._make_calls()
 
-    def _go_on(self) -> None:
-        """Give NCCL what is to be done, one call after the other, each with an event behind it."""
+    def _make_calls(self) -> None:
+        """Gives NCCL the waiting calls, one after the other, each with an event behind it."""
         while self._is_open and not self._is_closing and not self._has_failed:
             if self._library.state(self._comm) == IN_PROGRESS:
                 return
-            if self._begun is not None:
-                self._posted.append((self._begun, self.stream.record_event()))
-                self._begun = None
-            if not self._todo:
+            if self._call_in_progress is not None:
+                self._posted.append((self._call_in_progress, self.stream.record_event()))
+                self._call_in_progress = None
+            if not self._waiting_calls:
                 return
-            name, self._begun, slot, size = self._todo.popleft()
-            peer, stream = 1 - self._rank, ctypes.c_void_p(self.stream.cuda_stream)
+            name, seq, slot, size = self._waiting_calls.popleft()
+            self._call_in_progress = seq
             self._library.call(
-                name, ctypes.c_void_p(slot.data_ptr()), size, UINT8, peer, self._comm, stream
+                name,
+                ctypes.c_void_p(slot.data_ptr()),
+                size,
+                UINT8,
+                1 - self._rank,
+                self._comm,
+                ctypes.c_void_p(self.stream.cuda_stream),
             )
 
     def poll(self) -> bool:
+        """Makes waiting calls and reports ended ones; returns whether to poll again soon."""
         if self._is_closing:
             return not self.is_gone
         if self._has_failed or not self._comm:
             return False
         try:
-            return self._look()
+            return self._advance()
         except NcclError as error:
-            self._tell(LinkFailed(self._epoch, str(error)))
-            self._has_failed = True  # said once
+            self._report(LinkFailed(self._epoch, str(error)))
+            self._has_failed = True  # reported once
             return False
 
-    def _look(self) -> bool:
+    def _advance(self) -> bool:
         if not self._is_open:
             if self._library.state(self._comm) == IN_PROGRESS:
                 return True
             self._is_open = True
-            self._tell(LinkUp(self._epoch))
-        self._go_on()
+            self._report(LinkUp(self._epoch))
+        self._make_calls()
         while self._posted and self._posted[0][1].query():
-            self._tell(SlotCompleted(self._epoch, self._posted.popleft()[0]))
-        return bool(self._posted or self._todo or self._begun is not None)
+            seq, _ = self._posted.popleft()
+            self._report(SlotCompleted(self._epoch, seq))
+        return bool(self._posted or self._waiting_calls or self._call_in_progress is not None)
 
     def close(self) -> None:
+        """Aborts all calls, without waiting; `is_gone` reports the end."""
         self._is_closing = True
         threading.Thread(target=self._abort, name="vllm-disagg-nccl-abort", daemon=True).start()
 
     def _abort(self) -> None:
-        """Returns when NCCL's kernels have ended, so that nothing writes into our slots any more."""
+        """Returns when NCCL's kernels have ended, so that none writes into our slots any more."""
         try:
             if self._comm:
                 torch.cuda.set_device(self._device)
                 self._library.call("ncclCommAbort", self._comm)
             self.stream.synchronize()
             self.is_gone = True
-        except (
-            Exception
-        ) as error:  # then the slots are kept for ever: better lost memory than lost bytes
-            log.error("aborting an NCCL communicator: %r; its memory stays taken", error)
+        # The slots are kept forever then: memory is lost, which is better than wrong bytes.
+        except Exception as error:
+            log.error(
+                "nccl: aborting a communicator failed: %r; the memory of its slots stays in use",
+                error,
+            )
 
 
 def transport_factory(config: Config) -> Callable[[DriverPort], CollectiveTransport]:
-    """RuntimeError where there is no GPU or no NCCL."""
+    """Returns the maker of the transport.
+
+    Raises RuntimeError without a GPU or NCCL, and ConfigError for `encrypt_data`. The maker raises
+    ConfigError if KV is in host memory.
+    """
     if config.encrypt_data:
         raise ConfigError(
             "transport nccl cannot encrypt KV: set encrypt_data to false, or transport to zmq"
@@ -264,28 +308,31 @@ def transport_factory(config: Config) -> Callable[[DriverPort], CollectiveTransp
     if not torch.cuda.is_available():
         raise RuntimeError("there is no GPU here")
     library = load()
-    log.info("NCCL %s", library.version())
+    log.info("nccl: library version %s", library.version())
 
     def make(port: DriverPort) -> CollectiveTransport:
         memory = port.memory
         if not isinstance(memory, DeviceMemory):
             raise ConfigError(
-                "transport nccl moves KV in GPU memory; this engine's is in host memory: use zmq or gloo"
+                "transport nccl moves KV in GPU memory, and this engine's is in host memory: set"
+                " transport to zmq or gloo"
             )
 
-        def make_link(rank: int, tell: Callable[[LinkEvent], None], epoch: int) -> NcclLink:
-            return NcclLink(library, memory.device, rank, tell, epoch)
+        def make_link(rank: int, report: Callable[[LinkEvent], None], epoch: int) -> NcclLink:
+            return NcclLink(library, memory.device, rank, report, epoch)
 
         return CollectiveTransport("nccl", port, DeviceStaging(memory), make_link)
 
     return make
 
 
-def load() -> Library:
-    """The library that vLLM would load; RuntimeError if there is none, or too old a one."""
-    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary  # noqa: PLC0415 - loads NCCL
+def load() -> NcclLibrary:
+    """Returns the library that vLLM would load; RuntimeError if there is none, or an old one."""
+    from vllm.distributed.device_communicators.pynccl_wrapper import (  # noqa: PLC0415 - loads NCCL
+        NCCLLibrary,
+    )
 
     try:
-        return Library(NCCLLibrary().lib._name)
+        return NcclLibrary(NCCLLibrary().lib._name)
     except (OSError, AttributeError, RuntimeError) as error:
         raise RuntimeError(f"no NCCL: {error}") from None

@@ -1,4 +1,4 @@
-"""What an engine with our connector refuses to start with, and in which words."""
+"""Refusals at an engine's start and their messages; facts and digests that engines compare."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHORT = MambaSpec(**STATES, mamba_type=MambaAttentionBackendEnum.SHORT_CONV)
 
 
 class ChunkedLocalAttentionSpec:
-    """Named as vLLM's."""
+    """Has the name of vLLM's class."""
 
 
 def config(**change: Any) -> Any:
@@ -96,12 +96,14 @@ several = pytest.mark.skipif(
         {"images": SimpleNamespace(mm_processor_cache_gb=4), "prefixes": False},
     ],
 )
-def test_what_is_exact_starts(specs: tuple[Any, ...], change: dict[str, Any]) -> None:
+def test_supported_configurations_are_accepted(
+    specs: tuple[Any, ...], change: dict[str, Any]
+) -> None:
     supported.refuse_unsupported(config(**change), caches(*specs))
 
 
 @several
-def test_drafts_without_kv_of_their_own_start() -> None:
+def test_ngram_speculative_decoding_is_accepted() -> None:
     supported.refuse_unsupported(
         config(speculative=SimpleNamespace(method="ngram")), caches(FULL, WINDOW)
     )
@@ -145,7 +147,9 @@ def test_drafts_without_kv_of_their_own_start() -> None:
         ),
     ],
 )
-def test_what_is_refused(change: dict[str, Any], specs: tuple[Any, ...], words: str) -> None:
+def test_unsupported_configurations_are_refused(
+    change: dict[str, Any], specs: tuple[Any, ...], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         supported.refuse_unsupported(config(**change), caches(*specs))
 
@@ -168,12 +172,14 @@ def test_bf16_may_be_compressed(specs: tuple[Any, ...]) -> None:
         ({"dtype": "fp8_e4m3"}, (QUANTISED,), "this model's is torch.uint8"),
     ],
 )
-def test_nothing_else_may_be(change: dict[str, Any], specs: tuple[Any, ...], words: str) -> None:
+def test_other_kv_may_not_be_compressed(
+    change: dict[str, Any], specs: tuple[Any, ...], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         supported.refuse_unsupported(config(**change), caches(*specs), compress="fp8")
 
 
-def test_another_setting_on_the_other_side_does_not_fit(tmp_path: Any) -> None:
+def test_engines_with_different_compress_differ(tmp_path: Any) -> None:
     hf = SimpleNamespace(architectures=["A"], to_dict=dict)
     model = SimpleNamespace(
         hf_config=hf, model=str(tmp_path), revision=None, dtype=torch.bfloat16, quantization=None
@@ -188,7 +194,7 @@ def test_another_setting_on_the_other_side_does_not_fit(tmp_path: Any) -> None:
 
 
 def layout(folder: Path, lora: Any = None, **model: Any) -> dict[str, str]:
-    """Of an engine whose model is in a folder."""
+    """Returns the facts of an engine with a model in a folder."""
     hf = SimpleNamespace(architectures=["A"], to_dict=dict, **model.pop("hf", {}))
     fields = {
         "model": str(folder),
@@ -206,7 +212,7 @@ def layout(folder: Path, lora: Any = None, **model: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.gguf"])
-def test_weights_that_differ_in_one_matrix_are_others(tmp_path: Path, name: str) -> None:
+def test_weights_that_differ_in_one_matrix_differ(tmp_path: Path, name: str) -> None:
     def engine(folder: str, weights: bytes | bytearray) -> dict[str, str]:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / name).write_bytes(weights)
@@ -250,7 +256,7 @@ def test_the_header_that_reaches_a_data_parallel_rank(
     assert compatibility.data_parallel_rank(made) == rank
 
 
-def test_weights_that_are_elsewhere_go_by_their_name(tmp_path: Path) -> None:
+def test_weights_on_the_hub_are_compared_by_name(tmp_path: Path) -> None:
     one, other = (
         layout(tmp_path, model_weights=f"s3://models/{name}") for name in ("one", "other")
     )
@@ -273,7 +279,7 @@ def test_the_longest_prompt_counts_where_it_changes_positions(tmp_path: Path) ->
     assert not difference(layout(tmp_path, max_model_len=8192), layout(tmp_path))
 
 
-def test_how_images_are_read_must_be_the_same(tmp_path: Path) -> None:
+def test_settings_of_image_processing_must_be_equal(tmp_path: Path) -> None:
     def engine(size: int, **settings: Any) -> dict[str, str]:
         folder = tmp_path / f"{size}"
         folder.mkdir(exist_ok=True)
@@ -290,7 +296,7 @@ def test_how_images_are_read_must_be_the_same(tmp_path: Path) -> None:
     assert not difference(ours, engine(56))
 
 
-def test_what_an_adapter_is_applied_to_must_be_the_same(tmp_path: Path) -> None:
+def test_target_modules_of_adapters_must_be_equal(tmp_path: Path) -> None:
     lora = SimpleNamespace(max_lora_rank=8, lora_dtype="bfloat16", target_modules=None)
     part = SimpleNamespace(max_lora_rank=8, lora_dtype="bfloat16", target_modules=["o_proj"])
     words = "LoRA is rank 8, bfloat16 on one side and rank 8, bfloat16, of o_proj on the other"
@@ -312,7 +318,7 @@ def asked(lora: Any) -> Any:
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Load an adapter as vLLM's engine core is told to."""
+    """Loads an adapter by the call that vLLM's engine core gets."""
     monkeypatch.setattr(EngineCore, "add_lora", EngineCore.add_lora)
     for _ in range(3):  # connectors of one process
         compat.before_adapters_load(prompt_digest.note_adapter)
@@ -328,68 +334,69 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     return told
 
 
-def test_an_adapter_is_told_by_its_files_as_they_were_when_it_was_loaded(
-    load: Any, tmp_path: Path
-) -> None:
+def test_an_adapter_is_compared_by_its_files_at_load_time(load: Any, tmp_path: Path) -> None:
     ours, theirs = (
         load(adapter(tmp_path / "a", b"a", 101)),
         load(adapter(tmp_path / "b", b"a", 102)),
     )
     (tmp_path / "a" / "train.log").write_text("vLLM reads no such files")
     assert (
-        prompt_digest.prompt(asked(ours))
-        == prompt_digest.prompt(asked(theirs))
-        != prompt_digest.prompt(asked(None))
+        prompt_digest.digest_prompt(asked(ours))
+        == prompt_digest.digest_prompt(asked(theirs))
+        != prompt_digest.digest_prompt(asked(None))
     )
 
 
 @pytest.mark.parametrize("is_used", [False, True])
-def test_an_adapter_whose_files_have_changed_since_gives_no_kv(
+def test_an_adapter_with_changed_files_has_no_digest(
     load: Any, tmp_path: Path, is_used: bool
 ) -> None:
-    """Of the same length, and perhaps by a tool that keeps times.  Loaded anew it is another one."""
+    """New files may have the same length and times. Loaded anew, they are another adapter."""
     lora = load(adapter(tmp_path / "a", b"a", 201 + is_used))
     if is_used:
-        assert prompt_digest.prompt(asked(lora))
+        assert prompt_digest.digest_prompt(asked(lora))
     times = (tmp_path / "a" / "adapter_model.safetensors").stat()
     adapter(tmp_path / "a", b"b", 0)
     os.utime(
         tmp_path / "a" / "adapter_model.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns)
     )
-    assert prompt_digest.prompt(asked(lora)) == "", (
+    assert prompt_digest.digest_prompt(asked(lora)) == "", (
         "vLLM may have the old files or, after an eviction, the new ones"
     )
     lora.lora_int_id = 211 + is_used
-    assert prompt_digest.prompt(asked(load(lora)))
+    assert prompt_digest.digest_prompt(asked(load(lora)))
 
 
-def test_where_too_many_adapters_are_remembered_none_is_forgotten(
+def test_no_adapter_is_forgotten_above_the_limit(
     load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its files of now would pass for those that were loaded."""
-    monkeypatch.setattr(prompt_digest, "_loaded", {})
+    """A forgotten adapter would be recorded again with its present files."""
+    monkeypatch.setattr(prompt_digest, "_stamps_at_load", {})
     monkeypatch.setattr(prompt_digest, "MAX_ADAPTERS", 1)
     first, second = (
         load(adapter(tmp_path / "a", b"a", 401)),
         load(adapter(tmp_path / "b", b"b", 402)),
     )
-    assert prompt_digest.prompt(asked(first)) and prompt_digest.prompt(asked(second)) == ""
+    assert (
+        prompt_digest.digest_prompt(asked(first))
+        and prompt_digest.digest_prompt(asked(second)) == ""
+    )
     adapter(tmp_path / "a", b"c", 0)
-    prompt_digest._read.cache_clear()
-    assert prompt_digest.prompt(asked(first)) == ""
+    prompt_digest._digest_files.cache_clear()
+    assert prompt_digest.digest_prompt(asked(first)) == ""
 
 
-def test_an_adapter_in_a_home_folder_is_told_by_its_files(
+def test_an_adapter_in_a_home_folder_is_compared_by_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = adapter(tmp_path / "a", b"a", 301)
     monkeypatch.setenv("HOME", str(tmp_path))
     expanded = SimpleNamespace(lora_name="one", lora_path="~/a", lora_int_id=302)
-    assert prompt_digest.prompt(asked(expanded)) == prompt_digest.prompt(asked(one))
+    assert prompt_digest.digest_prompt(asked(expanded)) == prompt_digest.digest_prompt(asked(one))
 
 
-def test_what_loads_adapters_keeps_its_signature(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM converts what a client sends by that."""
+def test_the_wrapped_add_lora_keeps_its_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM converts a client's arguments by the signature."""
     before = EngineCore.add_lora
     monkeypatch.setattr(EngineCore, "add_lora", before)
     compat.before_adapters_load(lambda lora: None)
@@ -397,7 +404,7 @@ def test_what_loads_adapters_keeps_its_signature(monkeypatch: pytest.MonkeyPatch
     assert inspect.signature(EngineCore.add_lora) == inspect.signature(before)
 
 
-def test_several_groups_need_to_be_told_of_failures_by_request(
+def test_several_groups_need_load_failures_by_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compat, "Results", None)  # as before vLLM 0.32

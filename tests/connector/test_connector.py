@@ -1,4 +1,4 @@
-"""The class that vLLM loads: what it refuses before an engine serves."""
+"""DisaggConnector: refusals before an engine serves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kv_connectors.connector import DisaggConnector
 from vllm_disagg.errors import ConfigError
 
 
-def test_another_connectors_handshake_is_refused_in_words() -> None:
+def test_handshakes_of_another_connector_are_refused() -> None:
     """MultiConnector hands every child the handshakes of the first one."""
     ours: Any = SimpleNamespace(_scheduler=None)
     theirs: Any = {(0, 0): object()}

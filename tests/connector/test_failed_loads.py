@@ -1,6 +1,4 @@
-"""vLLM's own scheduler beside ours: loads hold nearly all of the pool of a model with windows, and
-fail.
-"""
+"""vLLM's own scheduler with ours: loads of a model with sliding windows hold the pool, and fail."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ KIND = LayerLayout(
 
 
 class Decode:
-    """A decode engine without workers: they answer as the test says."""
+    """A decode engine without workers; the test makes their answers."""
 
     def __init__(
         self, folder: Path, blocks: int, policy: str, monkeypatch: pytest.MonkeyPatch
@@ -163,7 +161,7 @@ class Decode:
 
 
 def parked(folder: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> Decode:
-    """Nine of fourteen legs load, and hold all but three of 93 blocks."""
+    """Returns an engine where nine of fourteen legs load and hold all but three of 93 blocks."""
     d = Decode(folder, 94, policy, monkeypatch)
     for at in range(14):
         d.ask(f"leg{at}", at)
@@ -177,8 +175,9 @@ def parked(folder: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> Decode
 def test_loads_that_fail_when_they_hold_the_pool(
     first: int, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To compute one, vLLM needs more blocks of the window's group than to load it, and it looks at
-    those first.
+    """Computing a prompt needs more blocks of the window's group than loading it.
+
+    vLLM looks at requests with failed loads first.
     """
     d = parked(tmp_path, policy, monkeypatch)
     d.step(failed=set(sorted(d.loading())[:first]))
@@ -198,7 +197,7 @@ def test_loads_that_fail_when_they_hold_the_pool(
 def test_a_failed_load_is_computed_beside_a_stream_of_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It steps aside once: those that come later find no room before it has some."""
+    """The request yields its turn once: later loads find no room before it has some."""
     d = parked(tmp_path, "fcfs", monkeypatch)
     d.step(failed={"leg0"})
     for at in range(100, 200):

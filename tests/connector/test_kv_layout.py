@@ -1,4 +1,4 @@
-"""From vLLM's tensors to shapes: what the attention kernel itself writes is the truth."""
+"""KV tensors become layouts: the reference is the block as the attention kernel writes it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ CONFIG: Any = SimpleNamespace(
 def engine(
     block_size: int, ranks: int, written: bool
 ) -> tuple[list[torch.Tensor], list[HostMemory]]:
-    """One layer of an engine whose ranks share out the heads; the kernel has written TOKENS tokens,
-    or none.
-    """
+    """Returns one layer of a rank; the kernel has written TOKENS tokens into it, or none."""
     generator = torch.Generator().manual_seed(1)
     keys, values = (
         torch.randn(TOKENS, HEADS, SIZE, generator=generator).to(torch.bfloat16) for _ in range(2)
@@ -84,7 +82,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("theirs", "ours"), PAIRS)
-def test_what_the_kernel_wrote_there_is_what_it_would_have_written_here(
+def test_transferred_blocks_equal_those_of_the_own_kernel(
     theirs: tuple[int, int], ours: tuple[int, int]
 ) -> None:
     _kept, held = engine(*theirs, written=True)  # memories hold addresses only
@@ -112,7 +110,7 @@ def test_what_the_kernel_wrote_there_is_what_it_would_have_written_here(
         assert torch.equal(one, truth)
 
 
-def test_layers_stand_in_computing_order() -> None:
+def test_layers_are_sorted_in_computing_order() -> None:
     names = [
         "model.layers.10.attn",
         "model.layers.2.attn",
@@ -132,14 +130,14 @@ def test_layers_stand_in_computing_order() -> None:
     ("rank", "size", "of", "held", "head"),
     [(0, 1, 4, 4, 0), (1, 2, 4, 2, 2), (3, 4, 4, 1, 3), (3, 4, 2, 1, 1), (2, 8, 1, 1, 0)],
 )
-def test_how_ranks_share_out_heads(rank: int, size: int, of: int, held: int, head: int) -> None:
+def test_share_of_heads_by_rank(rank: int, size: int, of: int, held: int, head: int) -> None:
     assert kv_layout.RankCache(rank, size, {of}).share(held) == (head, of)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 12])
 @pytest.mark.parametrize("of", [1, 2, 3, 4, 6, 8, 12])
 def test_ranks_have_the_heads_whose_weights_vllm_loads_there(of: int, size: int) -> None:
-    """As QKVParallelLinear: of more ranks than heads, neighbours have the same one."""
+    """As in QKVParallelLinear: with more ranks than heads, neighbours have the same head."""
     if of % size and size % of:
         return
     for rank in range(size):
@@ -148,7 +146,7 @@ def test_ranks_have_the_heads_whose_weights_vllm_loads_there(of: int, size: int)
         assert kv_layout.RankCache(rank, size, {of}).share(held) == (rank // replicas * held, of)
 
 
-def test_heads_that_are_shared_out_in_no_way_we_know() -> None:
+def test_an_unknown_split_of_heads_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="how 2 tensor parallel ranks share out 4 KV heads: this one has 3"
     ):
@@ -156,7 +154,7 @@ def test_heads_that_are_shared_out_in_no_way_we_know() -> None:
 
 
 def test_heads_that_differ_by_layer() -> None:
-    """MiMo-V2: full attention has fewer KV heads than windows."""
+    """As in MiMo-V2: full attention has fewer KV heads than sliding-window attention."""
     assert [kv_layout.RankCache(0, 1, {2, 4}).share(held) for held in (2, 4, 7)] == [
         (0, 2),
         (0, 4),
@@ -205,7 +203,7 @@ def test_where_configurations_name_kv_heads() -> None:
 
 
 def of_window(window: int | None, monkeypatch: pytest.MonkeyPatch, order: str) -> Any:
-    """The kind of a layer as an engine with such a kernel describes it."""
+    """Returns the layer kind that an engine with such a kernel describes."""
     monkeypatch.setattr(compat, "kv_order", lambda *_: order)
     fields: Any = {"block_size": 32, "num_kv_heads": 2, "head_size": SIZE, "dtype": torch.bfloat16}
     spec = (
@@ -221,7 +219,7 @@ def of_window(window: int | None, monkeypatch: pytest.MonkeyPatch, order: str) -
 
 
 def test_rearranged_blocks_have_no_clean_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So where blocks may have held something else, both kernels must write them in one order."""
+    """Where blocks may have held other data, both kernels must write them in one order."""
     amx, other = "keys transposed", "plain"
     there, here = (of_window(None, monkeypatch, order) for order in (amx, other))
     reshard.plan([there], [here])
@@ -234,7 +232,7 @@ def test_rearranged_blocks_have_no_clean_end(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_layer_that_uses_anothers_kv_is_not_there_twice() -> None:
-    """But two groups may share a tensor, of which each has other blocks."""
+    """Two groups may share a tensor, in which each has other blocks."""
     cache = torch.zeros(2, 2, 32, 2 * SIZE, dtype=torch.bfloat16)
     spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=SIZE, dtype=torch.bfloat16)
     caches = dict.fromkeys(("m.2.attn", "m.1.attn", "m.0.attn"), cache)
@@ -272,8 +270,9 @@ def test_fp8_and_layers_that_are_left_out_of_it(stored: torch.dtype) -> None:
 
 
 def hybrid(block_size: int) -> HostMemory:
-    """A layer of states and one of attention as vLLM lays them out: pages of one size in one
-    buffer, states padded.
+    """Returns a layer with SSM states and one with attention, laid out as in vLLM.
+
+    Both have pages of one size in one buffer; the states are padded.
     """
     blocks, page, state = 4, block_size * 2 * SIZE * 2, 1000
     buffer = torch.zeros(blocks * page, dtype=torch.int8)

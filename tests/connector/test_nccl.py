@@ -1,7 +1,6 @@
-"""The binding of NCCL, as far as it goes without a GPU, and its link over a scripted library.
+"""The binding of NCCL without a GPU, and its link over a scripted library.
 
-With NCCL's library at hand (VLLM_NCCL_SO_PATH, or torch's own) its symbols and its version are
-looked up for real.
+With NCCL's library at hand (VLLM_NCCL_SO_PATH, or torch's own) its symbols and version are real.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def test_the_layout_is_the_headers() -> None:
         4,
     )
     assert made.cgaClusterSize == -(2**31) and made.netName is None
-    assert ctypes.sizeof(nccl.UniqueId) == nccl.UNIQUE_ID
+    assert ctypes.sizeof(nccl.UniqueId) == nccl.UNIQUE_ID_BYTES
 
 
 def find() -> str:
@@ -55,7 +54,7 @@ def find() -> str:
 
 @pytest.mark.skipif(not find(), reason="no libnccl.so.2 here; name one with VLLM_NCCL_SO_PATH")
 def test_the_library_has_what_is_bound() -> None:
-    library = nccl.Library(find())
+    library = nccl.NcclLibrary(find())
     major, minor, _ = map(int, library.version().split("."))
     assert (major, minor) >= (2, 17)
     with pytest.raises(nccl.NcclError, match="ncclCommGetAsyncError: invalid argument"):
@@ -63,9 +62,7 @@ def test_the_library_has_what_is_bound() -> None:
 
 
 class Scripted:
-    """Stands in for the library of both ranks: a call is begun at once, and taken up by the second
-    look.
-    """
+    """Replaces the library of both ranks: each call is IN_PROGRESS at two queries."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -73,7 +70,7 @@ class Scripted:
         self.fails = ""
 
     def unique_id(self) -> bytes:
-        return b"i" * nccl.UNIQUE_ID
+        return b"i" * nccl.UNIQUE_ID_BYTES
 
     def call(self, name: str, *arguments: object) -> int:
         self.calls.append(name)
@@ -89,7 +86,7 @@ class Scripted:
 
 
 class Stream:
-    """Stands in for a CUDA stream: its events end when the test says so."""
+    """Replaces a CUDA stream; the test ends its events."""
 
     cuda_stream = 0
 
@@ -112,50 +109,50 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Scripted:
 
 
 def link(library: Scripted, rank: int) -> tuple[object, list[object]]:
-    told: list[object] = []
-    return nccl.NcclLink(library, torch.device("cpu"), rank, told.append, 3), told
+    reported: list[object] = []
+    return nccl.NcclLink(library, torch.device("cpu"), rank, reported.append, 3), reported
 
 
 def slot() -> torch.Tensor:
     return torch.empty(8, dtype=torch.uint8)
 
 
-def test_a_link_opens_sends_in_order_and_says_when_each_has_ended(library: Scripted) -> None:
-    made, told = link(library, 0)
-    assert told == [pairs.LinkBlob(3, library.unique_id())]
+def test_a_link_opens_sends_in_order_and_reports_each_end(library: Scripted) -> None:
+    made, reported = link(library, 0)
+    assert reported == [pairs.LinkBlob(3, library.unique_id())]
     assert made.poll() and made.poll()  # type: ignore[attr-defined]
-    assert made.poll() is False and told[1:] == [pairs.LinkUp(3)]  # type: ignore[attr-defined]
+    assert made.poll() is False and reported[1:] == [pairs.LinkUp(3)]  # type: ignore[attr-defined]
     for seq in range(2):
         made.send(seq, slot(), 8)  # type: ignore[attr-defined]
     assert library.calls.count("ncclSend") == 1, "two calls at a time on one communicator"
     for _ in range(4):
         assert made.poll()  # type: ignore[attr-defined]
     assert library.calls.count("ncclSend") == 2
-    assert told[2:] == []
+    assert reported[2:] == []
     made.stream.ended = 1  # type: ignore[attr-defined]
-    assert made.poll() and told[2:] == [pairs.SlotCompleted(3, 0)]  # type: ignore[attr-defined]
+    assert made.poll() and reported[2:] == [pairs.SlotCompleted(3, 0)]  # type: ignore[attr-defined]
     made.stream.ended = 2  # type: ignore[attr-defined]
-    assert not made.poll() and told[3:] == [pairs.SlotCompleted(3, 1)]  # type: ignore[attr-defined]
+    assert not made.poll() and reported[3:] == [pairs.SlotCompleted(3, 1)]  # type: ignore[attr-defined]
 
 
-def test_the_reader_opens_when_it_hears_and_not_twice(library: Scripted) -> None:
-    made, told = link(library, 1)
+def test_the_receiving_end_opens_at_the_first_blob_only(library: Scripted) -> None:
+    made, reported = link(library, 1)
     assert not made.poll() and not library.calls  # type: ignore[attr-defined]
-    made.on_blob(b"i" * nccl.UNIQUE_ID), made.on_blob(b"i" * nccl.UNIQUE_ID)  # type: ignore[attr-defined]
+    made.on_blob(b"i" * nccl.UNIQUE_ID_BYTES), made.hear(b"i" * nccl.UNIQUE_ID_BYTES)  # type: ignore[attr-defined]
     assert library.calls == ["ncclCommInitRankConfig"]
     made.poll(), made.poll(), made.poll()  # type: ignore[attr-defined]
-    assert told == [pairs.LinkUp(3)]
+    assert reported == [pairs.LinkUp(3)]
     with pytest.raises(nccl.NcclError, match="5 bytes"):
         link(library, 1)[0].on_blob(b"short")  # type: ignore[attr-defined]
 
 
-def test_an_error_is_said_once_and_a_close_aborts(library: Scripted) -> None:
-    made, told = link(library, 0)
+def test_an_error_is_reported_once_and_close_aborts(library: Scripted) -> None:
+    made, reported = link(library, 0)
     made.poll(), made.poll(), made.poll()  # type: ignore[attr-defined]
     made.send(0, slot(), 8)  # type: ignore[attr-defined]
     library.fails = "communicator: remote process exited"
     assert not made.poll() and not made.poll()  # type: ignore[attr-defined]
-    assert told[2:] == [pairs.LinkFailed(3, "communicator: remote process exited")]
+    assert reported[2:] == [pairs.LinkFailed(3, "communicator: remote process exited")]
     made.close()  # type: ignore[attr-defined]
     while not made.is_gone:  # type: ignore[attr-defined]
         pass

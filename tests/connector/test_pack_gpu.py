@@ -1,4 +1,4 @@
-"""Wheels in pieces: what goes in comes out, and what is missing or damaged is named."""
+"""Packs wheels in pieces: contents survive, missing and damaged pieces are named."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_there_and_back_and_what_can_be_wrong(tmp_path: Path) -> None:
+def test_pack_unpack_and_their_errors(tmp_path: Path) -> None:
     wheel, out, site = tmp_path / "a-1-py3-none-any.whl", tmp_path / "out", tmp_path / "site"
     big = os.urandom(3 << 20)
     with zipfile.ZipFile(wheel, "w") as made:

@@ -1,4 +1,4 @@
-"""The scheduler's half of the connector: which events follow from which of vLLM's calls."""
+"""The scheduler's half of the connector: the events that follow from vLLM's calls."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def request(
     return SimpleNamespace(**fields | change)
 
 
-OF_40, OF_70 = (prompt_digest.prompt(request("probe", None, length)) for length in (40, 70))  # type: ignore[arg-type]
+OF_40, OF_70 = (prompt_digest.digest_prompt(request("probe", None, length)) for length in (40, 70))  # type: ignore[arg-type]
 
 
 def step(
@@ -87,7 +87,7 @@ def step(
     cached: Any = None,
     preempted: Any = None,
 ) -> SimpleNamespace:
-    """`new` and `cached`: id -> (computed before, scheduled, block ids)."""
+    """Returns vLLM's output; `new`, `cached`: id -> (computed before, scheduled, block ids)."""
     new, cached = new or {}, cached or {}
     return SimpleNamespace(
         preempted_req_ids=preempted,
@@ -108,18 +108,18 @@ def test_a_prefill_leg_in_chunks() -> None:
     p = side("prefill")
     asked = request("prefill", p)
     assert p.tokens_to_load(asked, 0) == 0
-    first = p.step(step(new={"r1": (0, 20, [7, 8])}))
-    assert first.prefill == [events.BlocksScheduled("ab" * 16, 20, [[7, 8]], prompt=OF_40)]
-    assert first.serving == {"ab" * 16: "r1"} and not first.loading
-    assert p.step(step(cached={"r1": (20, 20, [9])})).prefill == [
+    first = p.build_step_metadata(step(new={"r1": (0, 20, [7, 8])}))
+    assert first.sender_events == [events.BlocksScheduled("ab" * 16, 20, [[7, 8]], prompt=OF_40)]
+    assert first.serving_requests == {"ab" * 16: "r1"} and not first.loading_requests
+    assert p.build_step_metadata(step(cached={"r1": (20, 20, [9])})).sender_events == [
         events.BlocksScheduled("ab" * 16, 40, [[9]], prompt=OF_40)
     ]
-    assert p.step(step(cached={"r1": (40, 1, [])})).prefill == [], (
+    assert p.build_step_metadata(step(cached={"r1": (40, 1, [])})).sender_events == [], (
         "what follows the prompt is no business of D"
     )
-    keep, answer = p.finished(asked)
+    keep, answer = p.on_request_finished(asked)
     assert keep and answer is not None and answer[grants.ANSWER_KEY]["role"] == "prefill"
-    assert p.step(step()).prefill == [events.PrefillFinished("ab" * 16)]
+    assert p.build_step_metadata(step()).sender_events == [events.PrefillFinished("ab" * 16)]
 
 
 @pytest.mark.parametrize("end", ["abort", "preempt", "early"])
@@ -127,17 +127,21 @@ def test_a_prefill_leg_that_loses_its_blocks_keeps_nothing(end: str) -> None:
     p = side("prefill")
     asked = request("prefill", p)
     p.tokens_to_load(asked, 0)
-    p.step(step(new={"r1": (0, 20 if end == "early" else 40, [7, 8, 9])}))
+    p.build_step_metadata(step(new={"r1": (0, 20 if end == "early" else 40, [7, 8, 9])}))
     if end == "preempt":
-        assert p.step(step(preempted={"r1"})).prefill == [events.BlocksRevoked("ab" * 16)]
-        assert p.step(step(cached={"r1": (0, 40, [1, 2, 3])})).prefill == [], (
+        assert p.build_step_metadata(step(preempted={"r1"})).sender_events == [
+            events.BlocksRevoked("ab" * 16)
+        ]
+        assert p.build_step_metadata(step(cached={"r1": (0, 40, [1, 2, 3])})).sender_events == [], (
             "computed again, but not for D"
         )
     elif end == "abort":
         asked.status.name = "FINISHED_ABORTED"
-    keep, _ = p.finished(asked)
+    keep, _ = p.on_request_finished(asked)
     assert not keep
-    assert p.step(step()).prefill == ([] if end == "preempt" else [events.BlocksRevoked("ab" * 16)])
+    assert p.build_step_metadata(step()).sender_events == (
+        [] if end == "preempt" else [events.BlocksRevoked("ab" * 16)]
+    )
 
 
 def test_a_decode_leg_loads_what_its_own_cache_lacks() -> None:
@@ -145,24 +149,25 @@ def test_a_decode_leg_loads_what_its_own_cache_lacks() -> None:
     asked = request("decode", d)
     assert d.tokens_to_load(asked, 16) == 24
     assert d.tokens_to_load(asked, 16) == 24, "asked again until there is room"
-    d.allocated(asked, ([4, 5, 6],), 24)
-    (wanted,) = d.step(step()).decode
+    d.on_blocks_allocated(asked, ([4, 5, 6],), 24)
+    (wanted,) = d.build_step_metadata(step()).receiver_events
     assert wanted == events.LoadRequested(
         "ab" * 16, [P_WORKER], PLAN, [events.GroupBlocks(16, [5, 6])], 40, 60.0, OF_40
     )
     assert d.tokens_to_load(asked, 0) == 0, (
         "loaded once; after a failure or a preemption it is recomputed"
     )
-    d.allocated(asked, ([4, 5, 6],), 0)
-    d.loaded("r1")
-    assert d.finished(asked) == (False, None)
-    assert d.step(step()).decode == []
+    d.on_blocks_allocated(asked, ([4, 5, 6],), 0)
+    d.on_load_finished("r1")
+    assert d.on_request_finished(asked) == (False, None)
+    assert d.build_step_metadata(step()).receiver_events == []
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_a_load_that_failed_lets_all_others_go_first_and_once_only(back: bool) -> None:
-    """vLLM asks again, with no blocks left, in front of those that still hold some. A stream of
-    other loads starves it not.
+def test_a_failed_load_yields_its_turn_once(back: bool) -> None:
+    """vLLM looks at a request without blocks before requests that hold some.
+
+    A stream of other loads does not starve it.
     """
     engine = side("prefill" if back else "decode")
     loading = [
@@ -177,58 +182,60 @@ def test_a_load_that_failed_lets_all_others_go_first_and_once_only(back: bool) -
         for at in range(3)
     ]
     for at, asked in enumerate(loading):
-        engine.arrived(asked)
-        engine.found({f"{at + 9:032x}": [64]} if back else {})
+        engine.on_request_arrived(asked)
+        engine.on_lookup_counts({f"{at + 9:032x}": [64]} if back else {})
         count = engine.tokens_to_load(asked, 0)
-        engine.allocated(asked, ([4, 5, 6, 7, 8],), count or 0)
+        engine.on_blocks_allocated(asked, ([4, 5, 6, 7, 8],), count or 0)
         assert count == (64 if back else 70)
-    engine.loaded("r0")
+    engine.on_load_finished("r0")
     assert [engine.tokens_to_load(loading[0], 0) for _ in range(3)] == [None, 0, 0]
-    engine.allocated(loading[0], ([4, 5, 6, 7, 8],), 0)
+    engine.on_blocks_allocated(loading[0], ([4, 5, 6, 7, 8],), 0)
     assert (
         engine.tokens_to_load(request("decode", None, name="plain", kv_transfer_params=None), 0)
         == 0
     )
 
 
-def test_a_prompt_that_is_all_but_cached_is_not_fetched_and_p_is_told() -> None:
+def test_a_nearly_cached_prompt_is_not_loaded_and_p_is_informed() -> None:
     d = side("decode")
     asked = request("decode", d)
     assert d.tokens_to_load(asked, 32) == 0
-    d.allocated(asked, ([4, 5, 6],), 0)
-    assert d.step(step()).decode == [events.LoadSkipped("ab" * 16, [P_WORKER], NOBODY)]
+    d.on_blocks_allocated(asked, ([4, 5, 6],), 0)
+    assert d.build_step_metadata(step()).receiver_events == [
+        events.LoadSkipped("ab" * 16, [P_WORKER], NOBODY)
+    ]
 
 
 @pytest.mark.parametrize(
     ("when", "event"), [("waiting", events.LoadSkipped), ("loading", events.LoadCancelled)]
 )
-def test_a_decode_leg_that_is_aborted_says_so_once(when: str, event: type) -> None:
+def test_an_aborted_decode_leg_is_reported_once(when: str, event: type) -> None:
     d = side("decode")
     asked = request("decode", d)
     if when == "loading":
         d.tokens_to_load(asked, 0)
-        d.allocated(asked, ([4, 5, 6],), 40)
-        d.step(step())
-    d.finished(asked)
-    assert [type(e) for e in d.step(step()).decode] == [event]
-    d.finished(asked)
-    assert d.step(step()).decode == []
+        d.on_blocks_allocated(asked, ([4, 5, 6],), 40)
+        d.build_step_metadata(step())
+    d.on_request_finished(asked)
+    assert [type(e) for e in d.build_step_metadata(step()).receiver_events] == [event]
+    d.on_request_finished(asked)
+    assert d.build_step_metadata(step()).receiver_events == []
 
 
-def test_a_probe_learns_who_we_are_whatever_our_role() -> None:
+def test_a_probe_gets_the_description_in_every_role() -> None:
     for role in ("prefill", "decode", "both"):
         engine = side(role)
-        keep, answer = engine.finished(request("probe", engine))
+        keep, answer = engine.on_request_finished(request("probe", engine))
         assert not keep and answer is not None
         layout = answer[grants.ANSWER_KEY]["layout"]
         assert (
             layout["dtype"] == "bf16" and layout["KV of a token"] == "2 layers of 1 heads of bytes"
         )
-        said = engine.step(step())
-        assert not said.serving and not said.loading
+        said = engine.build_step_metadata(step())
+        assert not said.serving_requests and not said.loading_requests
 
 
-def test_a_probe_that_names_no_engine_learns_what_the_next_one_needs_and_no_address(
+def test_a_probe_without_an_engine_gets_a_card_without_addresses(
     clock: list[float],
 ) -> None:
     engine = side("decode")
@@ -236,10 +243,12 @@ def test_a_probe_that_names_no_engine_learns_what_the_next_one_needs_and_no_addr
     clock[0] += 7
     expected = {"incarnation": engine.engine.incarnation, "clock": 7.0, "rank": None}
     asked = request("probe", None, incarnation="", until=0.0)
-    assert engine.finished(asked) == (False, {grants.ANSWER_KEY: expected})
-    assert engine.finished(asked) == (False, {grants.ANSWER_KEY: expected}), "it has no end"
+    assert engine.on_request_finished(asked) == (False, {grants.ANSWER_KEY: expected})
+    assert engine.on_request_finished(asked) == (False, {grants.ANSWER_KEY: expected}), (
+        "it has no end"
+    )
     named = request("probe", engine)
-    answer = engine.finished(named)[1]
+    answer = engine.on_request_finished(named)[1]
     assert (
         answer
         and answer[grants.ANSWER_KEY]["clock"] == 7.0
@@ -250,13 +259,13 @@ def test_a_probe_that_names_no_engine_learns_what_the_next_one_needs_and_no_addr
         request("probe", None),
         request("probe", engine, until=1e6),
     ):
-        assert engine.finished(again) == (False, {grants.ANSWER_KEY: expected}), (
+        assert engine.on_request_finished(again) == (False, {grants.ANSWER_KEY: expected}), (
             "ended, another engine's, never to end"
         )
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-def test_a_grant_ends_by_the_engines_clock_and_works_once_until_then(
+def test_a_grant_expires_by_the_engines_clock_and_works_once(
     leg: str, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = side(leg)
@@ -265,7 +274,7 @@ def test_a_grant_ends_by_the_engines_clock_and_works_once_until_then(
     def accepted(**change: Any) -> bool:
         name = f"r{next(names)}"
         engine.tokens_to_load(request(leg, engine, name=name, **change), 0)
-        return not engine._legs[name].refused
+        return not engine._legs[name].is_refused
 
     clock[0] += 100
     first = {"transfer": "01" * 16, "until": 130.0}
@@ -274,11 +283,11 @@ def test_a_grant_ends_by_the_engines_clock_and_works_once_until_then(
         assert accepted(transfer=f"{at:032x}", until=110.0)
     assert not accepted(**first), "whatever has come since"
     clock[0] += 29.9
-    assert not accepted(**first) and len(engine._used) == len(engine._ends) == 1, (
+    assert not accepted(**first) and len(engine._used_grants) == len(engine._grant_expiries) == 1, (
         "the others have ended, and are forgotten"
     )
     clock[0] += 0.2
-    assert not accepted(**first) and not engine._used, "ended"
+    assert not accepted(**first) and not engine._used_grants, "ended"
     assert not accepted(transfer="02" * 16, until=130.0) and accepted(
         transfer="02" * 16, until=131.0
     )
@@ -294,21 +303,21 @@ def test_a_grant_ends_by_the_engines_clock_and_works_once_until_then(
     assert accepted(transfer="05" * 16, until=140.0)
 
 
-def test_a_prefill_leg_whose_grant_does_not_hold_says_so(clock: list[float]) -> None:
-    """Who minted it learns the clock, so that the next one holds."""
+def test_a_prefill_leg_with_an_invalid_grant_gets_a_card(clock: list[float]) -> None:
+    """The answer carries the engine's clock, so that the next grant is valid."""
     p = side("prefill")
     clock[0] += 100
     for name, change in (("r1", {"until": 99.0}), ("r2", {"incarnation": "of before"})):
         asked = request("prefill", p, name=name, **change)
-        p.arrived(asked)
+        p.on_request_arrived(asked)
         assert p.tokens_to_load(asked, 0) == 0
-        p.allocated(asked, ([1, 2, 3],), 0)
-        assert p.step(step(new={name: (0, 40, [7, 8, 9])})).prefill == []
+        p.on_blocks_allocated(asked, ([1, 2, 3],), 0)
+        assert p.build_step_metadata(step(new={name: (0, 40, [7, 8, 9])})).sender_events == []
         assert p.engine is not None
         expected = {
             grants.ANSWER_KEY: {"incarnation": p.engine.incarnation, "clock": 100.0, "rank": None}
         }
-        assert p.finished(asked) == (False, expected) and not p._legs
+        assert p.on_request_finished(asked) == (False, expected) and not p._legs
 
 
 def refused() -> list[tuple[str, Any]]:
@@ -330,18 +339,18 @@ def refused() -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize(("_", "params"), refused())
-def test_whatever_else_a_client_writes_is_an_ordinary_request(_: str, params: Any) -> None:
+def test_other_kv_transfer_params_are_ignored(_: str, params: Any) -> None:
     d = side("decode")
     asked = request("decode", d, kv_transfer_params=params)
     assert d.tokens_to_load(asked, 0) == 0
-    d.allocated(asked, ([1, 2, 3],), 0)
-    assert d.finished(asked) == (False, None)
-    metadata = d.step(step())
+    d.on_blocks_allocated(asked, ([1, 2, 3],), 0)
+    assert d.on_request_finished(asked) == (False, None)
+    metadata = d.build_step_metadata(step())
     assert (
-        not metadata.prefill
-        and not metadata.decode
-        and not metadata.serving
-        and not metadata.loading
+        not metadata.sender_events
+        and not metadata.receiver_events
+        and not metadata.serving_requests
+        and not metadata.loading_requests
     )
 
 
@@ -358,8 +367,8 @@ FAR = {
 
 
 @pytest.mark.parametrize("leg", ["decode", "prefill"])
-def test_nothing_is_dialled_that_an_engine_may_not_dial(leg: str) -> None:
-    """For a prefill leg, these are where it would read back from: it serves D all the same."""
+def test_forbidden_addresses_are_not_dialled(leg: str) -> None:
+    """A prefill leg only loses bidirectional KV reuse from these addresses; it serves D."""
     for to in FAR:
         engine = side(leg)
         grant = grants.Grant(
@@ -374,45 +383,50 @@ def test_nothing_is_dialled_that_an_engine_may_not_dial(leg: str) -> None:
         asked = request(
             leg, engine, length=70, kv_transfer_params={grants.REQUEST_KEY: grants.mint(KEY, grant)}
         )
-        engine.arrived(asked)
+        engine.on_request_arrived(asked)
         assert engine.tokens_to_load(asked, 0) == 0
-        engine.allocated(asked, ([4, 5, 6],), 0)
-        said = engine.step(step())
-        assert not said.decode and not said.loading and not said.prefill
-        assert list(said.serving) == ([T] if leg == "prefill" else [])
+        engine.on_blocks_allocated(asked, ([4, 5, 6],), 0)
+        said = engine.build_step_metadata(step())
+        assert not said.receiver_events and not said.loading_requests and not said.sender_events
+        assert list(said.serving_requests) == ([T] if leg == "prefill" else [])
 
 
-def test_without_a_key_a_transfer_is_remembered_whatever_end_a_client_chose(
+def test_without_a_key_a_used_grant_is_remembered_after_it_expires(
     clock: list[float],
 ) -> None:
-    """Its blocks may still be held when the grant has ended."""
+    """The transfer may still hold blocks when the grant has expired."""
     engine = side("prefill", key=keys.FleetKey(None, insecure=True))
     clock[0] += 100
-    engine._use("prefill", T, 100.3)
+    engine._use_grant("prefill", T, 100.3)
     clock[0] += 10
     with pytest.raises(BadGrant, match="used before"):
-        engine._use("prefill", T, 200.0)
+        engine._use_grant("prefill", T, 200.0)
 
 
 def test_one_engine_is_not_both_engines_of_a_request() -> None:
-    """Nor reads it back from itself; D's leg is an ordinary request, and nothing of P's is mixed
-    with it.
+    """An engine does not read back from itself either.
+
+    D's leg is an ordinary request, separate from P's.
     """
     both = side("both")
     me = peers.WorkerInfo("me/0", NEAR, NEAR, holds=HOLDS)
     p, d = request("prefill", both, name="p"), request("decode", both, name="d", sources=[me])
     assert both.tokens_to_load(p, 0) == both.tokens_to_load(d, 0) == 0
-    said = both.step(step(new={"p": (0, 40, [4, 5, 6])}))
-    assert said.serving == {T: "p"} and not said.loading and not said.decode
-    back = request("prefill", both, name="b", transfer="ef" * 16, back=BACK, sources=[me])
-    both.arrived(back)
-    said = both.step(step())
+    said = both.build_step_metadata(step(new={"p": (0, 40, [4, 5, 6])}))
     assert (
-        not said.decode and not said.serving and said.prefill == [events.BlocksRevoked("ef" * 16)]
+        said.serving_requests == {T: "p"} and not said.loading_requests and not said.receiver_events
+    )
+    back = request("prefill", both, name="b", transfer="ef" * 16, back=BACK, sources=[me])
+    both.on_request_arrived(back)
+    said = both.build_step_metadata(step())
+    assert (
+        not said.receiver_events
+        and not said.serving_requests
+        and said.sender_events == [events.BlocksRevoked("ef" * 16)]
     )
 
 
-def test_an_engine_that_others_reach_dials_others() -> None:
+def test_an_engine_on_a_public_address_dials_other_machines() -> None:
     far = peers.WorkerInfo("p/0", "tcp://10.0.0.1:1", "tcp://10.0.0.1:2", holds=HOLDS)
     made = SchedulerSide(KEY, "decode", {}, GROUPS, host="10.0.0.2")
     made.set_workers([Handshake(peers.WorkerInfo("me/0", "", "", holds=HOLDS), ["a", "b"])])
@@ -421,7 +435,7 @@ def test_an_engine_that_others_reach_dials_others() -> None:
 
 
 @pytest.mark.parametrize("insecure", [False, True])
-def test_without_a_key_no_grant_counts_unless_that_is_asked_for(
+def test_without_a_key_grants_are_valid_only_if_insecure(
     insecure: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     nobody = keys.FleetKey(None)
@@ -431,7 +445,10 @@ def test_without_a_key_no_grant_counts_unless_that_is_asked_for(
     made.set_workers([Handshake(peers.WorkerInfo("me/0", "", "", holds=HOLDS), ["a", "b"])])
     logging.getLogger("vllm_disagg").propagate = True
     assert made.tokens_to_load(request("decode", made, key=nobody), 0) == (40 if insecure else 0)
-    assert made.finished(request("probe", None, name="r2", key=nobody))[1] is None or insecure
+    assert (
+        made.on_request_finished(request("probe", None, name="r2", key=nobody))[1] is None
+        or insecure
+    )
     far = peers.WorkerInfo("p/0", "tcp://10.0.0.1:1", NEAR, holds=HOLDS)
     assert (
         made.tokens_to_load(
@@ -443,7 +460,7 @@ def test_without_a_key_no_grant_counts_unless_that_is_asked_for(
 
 
 def test_stages_of_a_pipeline_are_numbered_on() -> None:
-    """Two ranks hold the first layers, two the others."""
+    """Two ranks hold the first layers, two others the rest."""
     made = SchedulerSide(KEY, "prefill", {}, GROUPS)
     worker = peers.WorkerInfo("w", "", "", holds=HOLDS)
     made.set_workers(
@@ -469,7 +486,7 @@ def test_stages_of_a_pipeline_are_numbered_on() -> None:
         ),
     ],
 )
-def test_sources_that_cannot_be_read_are_refused_in_words(
+def test_unreadable_sources_are_refused_with_a_reason(
     sources: list[peers.WorkerInfo], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     d = side("decode")
@@ -523,8 +540,8 @@ def test_with_a_window_the_last_token_and_the_blocks_before_the_window_are_left_
     d = side("decode", [FULL, WINDOW])
     asked = request("decode", d, length=70)
     assert d.tokens_to_load(asked, 16) == 53
-    d.allocated(asked, ([4, 5, 6, 7, 8], [0, 0, 0, 9, 10]), 53)
-    (wanted,) = d.step(step()).decode
+    d.on_blocks_allocated(asked, ([4, 5, 6, 7, 8], [0, 0, 0, 9, 10]), 53)
+    (wanted,) = d.build_step_metadata(step()).receiver_events
     assert wanted.token_end == 69
     assert wanted.blocks == [events.GroupBlocks(16, [5, 6, 7, 8]), events.GroupBlocks(48, [9, 10])]
 
@@ -538,39 +555,40 @@ MORE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("more", [*MORE, {"resumable": True}], ids=str)
 @pytest.mark.parametrize("groups", [[FULL, WINDOW], [STATE]], ids=["window", "state"])
-def test_a_prefill_leg_of_more_than_one_token_is_a_request_like_any_other(
+def test_with_windows_or_states_a_longer_prefill_leg_is_not_transferred(
     groups: Any, more: dict[str, Any]
 ) -> None:
-    """Its next token would be computed, and cached under the hash of the one that is left out. D is
-    told.
+    """vLLM would compute a second token and cache it under the hash of the one left out.
+
+    D is informed.
     """
     p = side("prefill", groups)
     asked = request("prefill", p, **more)
     asked._all_token_ids = list(asked.prompt_token_ids)
-    p.arrived(asked)
+    p.on_request_arrived(asked)
     assert p.tokens_to_load(asked, 0) == 0
     assert asked.num_prompt_tokens == len(asked.prompt_token_ids) == len(asked._all_token_ids) == 40
     scheduled = step(new={"r1": (0, 40, [])})
     scheduled.scheduled_new_reqs[0].block_ids = tuple([4, 5, 6] for _ in groups)
-    assert p.step(scheduled).prefill == [events.BlocksRevoked(T)]
-    assert not p.finished(asked)[0] and p.step(step()).prefill == []
+    assert p.build_step_metadata(scheduled).sender_events == [events.BlocksRevoked(T)]
+    assert not p.on_request_finished(asked)[0] and p.build_step_metadata(step()).sender_events == []
 
 
 def test_without_windows_a_prefill_leg_may_go_on() -> None:
     p = side("prefill")
     asked = request("prefill", p, max_tokens=3)
     p.tokens_to_load(asked, 0)
-    assert p.step(step(new={"r1": (0, 40, [7, 8, 9])})).prefill == [
+    assert p.build_step_metadata(step(new={"r1": (0, 40, [7, 8, 9])})).sender_events == [
         events.BlocksScheduled(T, 40, [[7, 8, 9]], prompt=OF_40)
     ]
 
 
-def test_of_one_token_nothing_is_left_to_load() -> None:
+def test_with_a_window_a_prompt_of_one_token_is_not_loaded() -> None:
     d = side("decode", [FULL, WINDOW])
     asked = request("decode", d, length=1)
     assert d.tokens_to_load(asked, 0) == 0
-    d.allocated(asked, ([4], [5]), 0)
-    assert isinstance(d.step(step()).decode[0], events.LoadSkipped)
+    d.on_blocks_allocated(asked, ([4], [5]), 0)
+    assert isinstance(d.build_step_metadata(step()).receiver_events[0], events.LoadSkipped)
 
 
 def test_with_a_state_p_computes_all_tokens_but_the_last() -> None:
@@ -580,16 +598,16 @@ def test_with_a_state_p_computes_all_tokens_but_the_last() -> None:
     p.tokens_to_load(asked, 0)
     p.tokens_to_load(asked, 0)  # asked again until there is room
     assert asked.num_prompt_tokens == len(asked.prompt_token_ids) == len(asked._all_token_ids) == 39
-    p.step(step(new={"r1": (0, 39, [7])}))
-    assert p.finished(asked)[0], "kept for D"
+    p.build_step_metadata(step(new={"r1": (0, 39, [7])}))
+    assert p.on_request_finished(asked)[0], "kept for D"
     other = request("decode", d, length=40)
     assert d.tokens_to_load(other, 0) == 39
-    d.allocated(other, ([3],), 39)
-    (wanted,) = d.step(step()).decode
+    d.on_blocks_allocated(other, ([3],), 39)
+    (wanted,) = d.build_step_metadata(step()).receiver_events
     assert (wanted.token_end, wanted.blocks) == (39, [events.GroupBlocks(0, [3])])
 
 
-def test_an_engine_says_which_data_parallel_rank_it_is() -> None:
+def test_the_description_has_the_data_parallel_rank() -> None:
     made = SchedulerSide(KEY, "decode", {}, GROUPS, rank=1)
     made.set_workers([Handshake(P_WORKER, ["a", "b"])])
     assert made.engine is not None and made.engine.rank == 1
@@ -602,7 +620,7 @@ def test_an_engine_says_which_data_parallel_rank_it_is() -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, and no sleeping."""
+    """Replaces the time, and removes sleeps."""
     now = [100.0]
     monkeypatch.setattr(
         scheduler, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None)
@@ -611,24 +629,28 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def arrived(p: SchedulerSide) -> Any:
-    """A prefill leg that may read back."""
+    """Returns a prefill leg that may reuse KV, after its arrival."""
     asked = request("prefill", p, length=70, back=BACK)
-    p.arrived(asked)
+    p.on_request_arrived(asked)
     return asked
 
 
-def test_a_prefill_leg_asks_d_reads_back_and_computes_the_rest(clock: list[float]) -> None:
+def test_a_prefill_leg_looks_up_reads_back_and_computes_the_rest(clock: list[float]) -> None:
     p = side("prefill")
     asked = arrived(p)
     assert p.tokens_to_load(asked, 16) is None, "ask again"
-    assert p.step(step()).decode == [events.LookupRequested(BACK, [P_WORKER], PLAN, OF_70)]
-    assert p.tokens_to_load(asked, 16) is None and p.step(step()).decode == [], "asked once"
-    p.found({BACK: [64], "of another": [16]})
+    assert p.build_step_metadata(step()).receiver_events == [
+        events.LookupRequested(BACK, [P_WORKER], PLAN, OF_70)
+    ]
+    assert (
+        p.tokens_to_load(asked, 16) is None and p.build_step_metadata(step()).receiver_events == []
+    ), "asked once"
+    p.on_lookup_counts({BACK: [64], "of another": [16]})
     assert p.tokens_to_load(asked, 16) == 48
     assert p.tokens_to_load(asked, 32) == 32, "no room yet, and more is cached here by now"
-    p.allocated(asked, ([4, 5, 6, 7],), 32)
-    metadata = p.step(step())
-    assert metadata.decode == [
+    p.on_blocks_allocated(asked, ([4, 5, 6, 7],), 32)
+    metadata = p.build_step_metadata(step())
+    assert metadata.receiver_events == [
         events.LoadRequested(
             BACK,
             [P_WORKER],
@@ -639,20 +661,20 @@ def test_a_prefill_leg_asks_d_reads_back_and_computes_the_rest(clock: list[float
             OF_70,
         )
     ]
-    assert metadata.loading == {BACK: "r1"}
-    p.loaded("r1")
-    first = p.step(step(new={"r1": (64, 6, [4, 5, 6, 7, 8])}))
+    assert metadata.loading_requests == {BACK: "r1"}
+    p.on_load_finished("r1")
+    first = p.build_step_metadata(step(new={"r1": (64, 6, [4, 5, 6, 7, 8])}))
     assert (
-        first.prefill == [events.BlocksScheduled(T, 70, [[4, 5, 6, 7, 8]], prompt=OF_70)]
-        and not first.decode
+        first.sender_events == [events.BlocksScheduled(T, 70, [[4, 5, 6, 7, 8]], prompt=OF_70)]
+        and not first.receiver_events
     )
-    assert p.finished(asked)[0] and not p.step(step()).decode, (
+    assert p.on_request_finished(asked)[0] and not p.build_step_metadata(step()).receiver_events, (
         "nothing is open any more that could be cancelled"
     )
 
 
 @pytest.mark.parametrize(("there", "local"), [(0, 0), (32, 32), (16, 32), (80, 0), (None, 0)])
-def test_what_d_does_not_have_is_computed(
+def test_tokens_that_d_lacks_are_computed(
     clock: list[float], there: int | None, local: int
 ) -> None:
     p = side("prefill")
@@ -661,69 +683,69 @@ def test_what_d_does_not_have_is_computed(
     if there is None:
         clock[0] += scheduler.REUSE_LOOKUP_SECONDS
     else:
-        p.found({BACK: [there]})
+        p.on_lookup_counts({BACK: [there]})
     assert p.tokens_to_load(asked, local) == 0
-    p.allocated(asked, ([4, 5],), 0)
-    assert p.step(step(new={"r1": (local, 70 - local, [4, 5, 6, 7, 8])})).decode == [
+    p.on_blocks_allocated(asked, ([4, 5],), 0)
+    assert p.build_step_metadata(
+        step(new={"r1": (local, 70 - local, [4, 5, 6, 7, 8])})
+    ).receiver_events == [
         events.LookupRequested(BACK, [P_WORKER], PLAN, OF_70),
         events.LoadCancelled(BACK),
     ]
-    p.found({BACK: [64]})
-    assert p.finished(asked)[0] and p.step(step()).decode == []
+    p.on_lookup_counts({BACK: [64]})
+    assert p.on_request_finished(asked)[0] and p.build_step_metadata(step()).receiver_events == []
 
 
-def test_a_load_back_that_fails_is_computed(clock: list[float]) -> None:
+def test_a_failed_reuse_load_is_computed(clock: list[float]) -> None:
     p = side("prefill")
     asked = arrived(p)
     p.tokens_to_load(asked, 0)
-    p.found({BACK: [64]})
-    p.allocated(asked, ([4, 5, 6, 7],), p.tokens_to_load(asked, 0))  # type: ignore[arg-type]
-    p.step(step())
-    p.loaded("r1")  # vLLM frees the blocks and asks again
+    p.on_lookup_counts({BACK: [64]})
+    p.on_blocks_allocated(asked, ([4, 5, 6, 7],), p.tokens_to_load(asked, 0))  # type: ignore[arg-type]
+    p.build_step_metadata(step())
+    p.on_load_finished("r1")  # vLLM frees the blocks and asks again
     assert p.tokens_to_load(asked, 0) is None, "all others first"
     assert p.tokens_to_load(asked, 0) == 0
-    p.allocated(asked, ([1, 2, 3, 4, 5],), 0)
-    metadata = p.step(step(new={"r1": (0, 70, [1, 2, 3, 4, 5])}))
-    assert metadata.decode == [] and metadata.prefill == [
+    p.on_blocks_allocated(asked, ([1, 2, 3, 4, 5],), 0)
+    metadata = p.build_step_metadata(step(new={"r1": (0, 70, [1, 2, 3, 4, 5])}))
+    assert metadata.receiver_events == [] and metadata.sender_events == [
         events.BlocksScheduled(T, 70, [[1, 2, 3, 4, 5]], prompt=OF_70)
     ]
 
 
 @pytest.mark.parametrize("when", ["waiting", "asking", "reading"])
-def test_a_prefill_leg_that_is_aborted_asks_no_more(clock: list[float], when: str) -> None:
+def test_an_aborted_prefill_leg_cancels_its_lookup(clock: list[float], when: str) -> None:
     p = side("prefill")
     asked = arrived(p) if when != "waiting" else request("prefill", p, length=70, back=BACK)
     if when == "reading":
-        p.found({BACK: [64]})
-        p.allocated(asked, ([4, 5, 6, 7],), p.tokens_to_load(asked, 0))  # type: ignore[arg-type]
-    p.step(step())
+        p.on_lookup_counts({BACK: [64]})
+        p.on_blocks_allocated(asked, ([4, 5, 6, 7],), p.tokens_to_load(asked, 0))  # type: ignore[arg-type]
+    p.build_step_metadata(step())
     asked.status.name = "FINISHED_ABORTED"
-    assert not p.finished(asked)[0]
-    metadata = p.step(step())
-    assert metadata.decode == ([] if when == "waiting" else [events.LoadCancelled(BACK)])
-    assert metadata.prefill == [events.BlocksRevoked(T)] and not p._seeking
+    assert not p.on_request_finished(asked)[0]
+    metadata = p.build_step_metadata(step())
+    assert metadata.receiver_events == ([] if when == "waiting" else [events.LoadCancelled(BACK)])
+    assert metadata.sender_events == [events.BlocksRevoked(T)] and not p._lookups
 
 
-def test_all_ranks_must_know_how_much_there_is(clock: list[float]) -> None:
+def test_a_lookup_needs_the_counts_of_all_ranks(clock: list[float]) -> None:
     p = SchedulerSide(KEY, "prefill", {}, GROUPS)
     halves = [peers.WorkerInfo(f"me/{at}", "", "", holds=HOLDS) for at in range(2)]
     p.set_workers([Handshake(worker, ["a", "b"]) for worker in halves])
     asked = arrived(p)
     p.tokens_to_load(asked, 0)
-    p.found({BACK: [64]})
+    p.on_lookup_counts({BACK: [64]})
     assert p.tokens_to_load(asked, 0) is None
-    p.found({BACK: [48]})
+    p.on_lookup_counts({BACK: [48]})
     assert p.tokens_to_load(asked, 0) == 48
 
 
 def served(d: SchedulerSide, length: int = 70, local: int = 32) -> Any:
-    """A decode leg of which D has two blocks cached, and which waits for the rest if that is worth
-    it.
-    """
+    """Returns a decode leg with two cached blocks; D loads the rest if that is worthwhile."""
     asked = request("decode", d, length=length, back=BACK)
     missing = d.tokens_to_load(asked, local)
-    d.allocated(asked, ([4, 5, 6, 7, 8],), missing or 0)
-    (said,) = d.step(step()).prefill
+    d.on_blocks_allocated(asked, ([4, 5, 6, 7, 8],), missing or 0)
+    (said,) = d.build_step_metadata(step()).sender_events
     assert said == events.BlocksScheduled(
         BACK, local, [[4, 5]], cached=True, prompt={40: OF_40, 70: OF_70}[length]
     )
@@ -731,85 +753,94 @@ def served(d: SchedulerSide, length: int = 70, local: int = 32) -> Any:
 
 
 @pytest.mark.parametrize("end", ["loaded", "aborted", "preempted", "finished"])
-def test_a_decode_leg_serves_what_it_has_cached_while_the_blocks_are_its_own(end: str) -> None:
+def test_a_decode_leg_serves_cached_blocks_while_it_holds_them(end: str) -> None:
     d = side("decode")
     asked = served(d, length=40 if end in ("preempted", "finished") else 70)
     if end == "loaded":
-        d.loaded("r1")
+        d.on_load_finished("r1")
     elif end == "preempted":
-        assert d.step(step(preempted={"r1"})).prefill == [events.BlocksRevoked(BACK)]
+        assert d.build_step_metadata(step(preempted={"r1"})).sender_events == [
+            events.BlocksRevoked(BACK)
+        ]
     else:
-        d.finished(asked)
-    assert d.step(step()).prefill == ([] if end == "preempted" else [events.BlocksRevoked(BACK)])
-    d.finished(asked)
-    assert d.step(step()).prefill == [], "said once"
+        d.on_request_finished(asked)
+    assert d.build_step_metadata(step()).sender_events == (
+        [] if end == "preempted" else [events.BlocksRevoked(BACK)]
+    )
+    d.on_request_finished(asked)
+    assert d.build_step_metadata(step()).sender_events == [], "said once"
 
 
 @pytest.mark.parametrize("why", ["nothing cached", "no blocks shown", "aborted early"])
-def test_a_decode_leg_with_nothing_to_serve_says_so_at_once(why: str) -> None:
+def test_a_decode_leg_without_cached_blocks_revokes_at_once(why: str) -> None:
     d = side("decode")
     asked = request("decode", d, length=70, back=BACK)
     if why == "aborted early":
-        d.finished(asked)
+        d.on_request_finished(asked)
     else:
         d.tokens_to_load(asked, 0 if why == "nothing cached" else 32)
-        d.allocated(
+        d.on_blocks_allocated(
             asked,
             ([],) if why == "no blocks shown" else ([4, 5, 6, 7, 8],),
             0 if why == "no blocks shown" else 70,
         )
-    assert d.step(step()).prefill == [events.BlocksRevoked(BACK)]
+    assert d.build_step_metadata(step()).sender_events == [events.BlocksRevoked(BACK)]
 
 
 @pytest.mark.parametrize("groups", [[FULL, WINDOW], [STATE]])
-def test_with_windows_or_states_nothing_goes_back(groups: Any) -> None:
+def test_windows_and_states_have_no_bidirectional_reuse(groups: Any) -> None:
     p, d = side("prefill", groups), side("decode", groups)
     assert p.engine and not p.engine.two_way
     asked = request("prefill", p, back=BACK)
     asked._all_token_ids = list(asked.prompt_token_ids)
-    p.arrived(asked)
+    p.on_request_arrived(asked)
     assert p.tokens_to_load(asked, 0) == 0
     other = request("decode", d, length=70, back=BACK)
     d.tokens_to_load(other, 16)
-    d.allocated(other, tuple([4, 5, 6, 7, 8] for _ in groups), 53)
-    assert not p.step(step()).decode and not d.step(step()).prefill
+    d.on_blocks_allocated(other, tuple([4, 5, 6, 7, 8] for _ in groups), 53)
+    assert (
+        not p.build_step_metadata(step()).receiver_events
+        and not d.build_step_metadata(step()).sender_events
+    )
 
 
 @pytest.mark.parametrize("sources", [[], [OTHER_BLOCKS]])
-def test_a_prefill_leg_with_sources_that_cannot_be_read_is_one_all_the_same(sources: Any) -> None:
+def test_a_prefill_leg_with_unreadable_sources_runs_without_reuse(sources: Any) -> None:
     p = side("prefill")
     asked = request("prefill", p, back=BACK, sources=sources)
-    p.arrived(asked)
+    p.on_request_arrived(asked)
     assert p.tokens_to_load(asked, 0) == 0
-    p.allocated(asked, ([4, 5, 6],), 0)
-    metadata = p.step(step(new={"r1": (0, 40, [4, 5, 6])}))
-    assert not metadata.decode and metadata.prefill == [
+    p.on_blocks_allocated(asked, ([4, 5, 6],), 0)
+    metadata = p.build_step_metadata(step(new={"r1": (0, 40, [4, 5, 6])}))
+    assert not metadata.receiver_events and metadata.sender_events == [
         events.BlocksScheduled(T, 40, [[4, 5, 6]], prompt=OF_40)
     ]
 
 
-def test_an_engine_says_whether_it_can() -> None:
-    made = SchedulerSide(KEY, "decode", {}, GROUPS, two_way=False)
+def test_the_description_has_bidirectional_reuse() -> None:
+    made = SchedulerSide(KEY, "decode", {}, GROUPS, bidirectional_reuse=False)
     made.set_workers([Handshake(peers.WorkerInfo("me/0", "", "", holds=HOLDS), ["a", "b"])])
     assert made.engine and not made.engine.two_way and side("decode").engine.two_way  # type: ignore[union-attr]
 
 
-def test_a_prefill_leg_asks_when_it_arrives_and_waits_when_it_is_its_turn(
+def test_a_lookup_starts_at_arrival_and_its_limit_at_the_first_turn(
     clock: list[float],
 ) -> None:
     p = side("prefill")
     asked = arrived(p)
-    assert p.step(step()).decode == [events.LookupRequested(BACK, [P_WORKER], PLAN, OF_70)]
+    assert p.build_step_metadata(step()).receiver_events == [
+        events.LookupRequested(BACK, [P_WORKER], PLAN, OF_70)
+    ]
     clock[0] += 10  # in the queue
     assert p.tokens_to_load(asked, 0) is None
     clock[0] += scheduler.REUSE_LOOKUP_SECONDS / 2
     assert p.tokens_to_load(asked, 0) is None
-    p.found({BACK: [64]})
-    assert p.tokens_to_load(asked, 0) == 64 and p.step(step()).decode == []
+    p.on_lookup_counts({BACK: [64]})
+    assert p.tokens_to_load(asked, 0) == 64 and p.build_step_metadata(step()).receiver_events == []
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_way_back_is_used_once_and_is_not_the_way_there(role: str) -> None:
+def test_a_reuse_transfer_is_used_once_and_differs_from_the_main_one(role: str) -> None:
     engine = side(role)
     for name, transfer, back in (
         ("r1", "01" * 16, BACK),
@@ -817,13 +848,13 @@ def test_a_way_back_is_used_once_and_is_not_the_way_there(role: str) -> None:
         ("r3", "03" * 16, "03" * 16),
     ):
         asked = request(role, engine, length=70, name=name, transfer=transfer, back=back)
-        engine.arrived(asked)
+        engine.on_request_arrived(asked)
         engine.tokens_to_load(asked, 32)
-        engine.allocated(asked, ([4, 5, 6, 7, 8],), 0)
-    metadata = engine.step(step())
+        engine.on_blocks_allocated(asked, ([4, 5, 6, 7, 8],), 0)
+    metadata = engine.build_step_metadata(step())
     said = [
         e
-        for e in [*metadata.prefill, *metadata.decode]
+        for e in [*metadata.sender_events, *metadata.receiver_events]
         if isinstance(e, events.LookupRequested | events.BlocksScheduled)
     ]
     assert [e.transfer for e in said] == [BACK]
@@ -837,8 +868,8 @@ def test_states_beside_attention() -> None:
     assert asked.num_prompt_tokens == 39
     other = request("decode", d, length=40)
     assert d.tokens_to_load(other, 0) == 39
-    d.allocated(other, ([3], [4, 5, 6]), 39)
-    (wanted,) = d.step(step()).decode
+    d.on_blocks_allocated(other, ([3], [4, 5, 6]), 39)
+    (wanted,) = d.build_step_metadata(step()).receiver_events
     assert wanted.blocks == [events.GroupBlocks(0, [3]), events.GroupBlocks(0, [4, 5, 6])]
 
 
@@ -858,21 +889,21 @@ def image(identifier: str, offset: int = 4) -> SimpleNamespace:
     )
 
 
-def told(role: str, **change: Any) -> str:
-    """The digest that goes to the workers with a leg."""
+def sent_digest(role: str, **change: Any) -> str:
+    """Returns the digest that goes to the workers with a leg."""
     engine = side(role)
     asked = request(role, engine, **change)
-    engine.allocated(asked, ([4, 5, 6],), engine.tokens_to_load(asked, 0) or 0)
-    said = engine.step(step(new={"r1": (0, 40, [7, 8, 9])}))
-    (event,) = said.prefill if role == "prefill" else said.decode
+    engine.on_blocks_allocated(asked, ([4, 5, 6],), engine.tokens_to_load(asked, 0) or 0)
+    said = engine.build_step_metadata(step(new={"r1": (0, 40, [7, 8, 9])}))
+    (event,) = said.sender_events if role == "prefill" else said.receiver_events
     return event.prompt
 
 
 def test_both_legs_of_one_prompt_have_one_digest() -> None:
-    assert told("prefill") == told("decode") != ""
+    assert sent_digest("prefill") == sent_digest("decode") != ""
 
 
-def test_every_token_and_image_tells_prompts_apart() -> None:
+def test_every_token_and_image_changes_the_digest() -> None:
     changes: list[dict[str, Any]] = [
         {},
         {"prompt_token_ids": [0] * 39 + [1]},
@@ -887,27 +918,27 @@ def test_every_token_and_image_tells_prompts_apart() -> None:
             )
         ),
     ]
-    assert len({told("decode", **change) for change in changes}) == len(changes)
+    assert len({sent_digest("decode", **change) for change in changes}) == len(changes)
 
 
-def test_adapters_of_one_name_are_told_apart_by_their_files(tmp_path: Path) -> None:
+def test_adapters_of_one_name_differ_by_their_files(tmp_path: Path) -> None:
     ours, same, other = (adapter(tmp_path / name, name[:1].encode()) for name in ("a", "also", "b"))
-    assert told("prefill", lora_request=ours) == told("decode", lora_request=same)
-    assert len({told("decode", lora_request=lora) for lora in (None, same, other)}) == 3
+    assert sent_digest("prefill", lora_request=ours) == sent_digest("decode", lora_request=same)
+    assert len({sent_digest("decode", lora_request=lora) for lora in (None, same, other)}) == 3
 
 
 def test_an_adapter_that_was_loaded_anew_is_read_anew(tmp_path: Path) -> None:
-    before = told("decode", lora_request=adapter(tmp_path / "a", b"a"))
-    assert before != told("decode", lora_request=adapter(tmp_path / "a", b"b", loaded=2))
+    before = sent_digest("decode", lora_request=adapter(tmp_path / "a", b"a"))
+    assert before != sent_digest("decode", lora_request=adapter(tmp_path / "a", b"b", loaded=2))
 
 
-def test_what_is_sought_and_served_back_is_of_one_prompt() -> None:
+def test_lookup_and_served_blocks_carry_one_digest() -> None:
     p, d = side("prefill"), side("decode")
-    p.arrived(request("prefill", p, length=70, back=BACK))
-    (sought,) = p.step(step()).decode
+    p.on_request_arrived(request("prefill", p, length=70, back=BACK))
+    (sought,) = p.build_step_metadata(step()).receiver_events
     asked = request("decode", d, length=70, back=BACK)
-    d.allocated(asked, ([4, 5, 6, 7, 8],), d.tokens_to_load(asked, 32) or 0)
-    (served,) = d.step(step()).prefill
+    d.on_blocks_allocated(asked, ([4, 5, 6, 7, 8],), d.tokens_to_load(asked, 32) or 0)
+    (served,) = d.build_step_metadata(step()).sender_events
     assert sought.transfer == served.transfer and sought.prompt == served.prompt != ""
 
 
@@ -919,34 +950,34 @@ def test_what_is_sought_and_served_back_is_of_one_prompt() -> None:
         {"lora_request": SimpleNamespace(lora_name="one", lora_path="/", load_inplace=True)},
     ],
 )
-def test_a_prompt_that_cannot_be_told_is_computed_where_it_is_and_nobody_waits(
+def test_a_prompt_without_digest_is_computed_here_and_the_peer_is_informed(
     change: dict[str, Any],
 ) -> None:
     p, d = side("prefill"), side("decode")
     for engine, role in ((p, "prefill"), (d, "decode")):
         asked = request(role, engine, **change)
-        engine.arrived(asked)
+        engine.on_request_arrived(asked)
         assert engine.tokens_to_load(asked, 0) == 0
-        engine.allocated(asked, ([4, 5, 6],), 0)
-        said = engine.step(step(new={"r1": (0, 40, [4, 5, 6])}))
-        assert said.prefill == ([events.BlocksRevoked(T)] if role == "prefill" else [])
-        assert said.decode == (
+        engine.on_blocks_allocated(asked, ([4, 5, 6],), 0)
+        said = engine.build_step_metadata(step(new={"r1": (0, 40, [4, 5, 6])}))
+        assert said.sender_events == ([events.BlocksRevoked(T)] if role == "prefill" else [])
+        assert said.receiver_events == (
             [] if role == "prefill" else [events.LoadSkipped(T, [P_WORKER], NOBODY)]
         )
-        keep, answer = engine.finished(asked)
+        keep, answer = engine.on_request_finished(asked)
         assert not keep and bool(answer) == (role == "prefill"), (
             "P says who it is, so the proxy goes on using it"
         )
-        said = engine.step(step())
-        assert not said.prefill and not said.decode
+        said = engine.build_step_metadata(step())
+        assert not said.sender_events and not said.receiver_events
 
 
 @pytest.mark.parametrize("groups", ["windows", "states", "all"])
-def test_what_p_leaves_out_before_vllm_looks_at_the_prompt(groups: str) -> None:
+def test_the_last_token_is_left_out_before_the_prefix_lookup(groups: str) -> None:
     p = side("prefill", {"windows": [FULL, WINDOW], "states": [STATE], "all": GROUPS}[groups])
     asked = request("prefill", p)
     asked._all_token_ids = list(asked.prompt_token_ids)
-    p.arrived(asked)
+    p.on_request_arrived(asked)
     assert (
         asked.num_prompt_tokens
         == len(asked.prompt_token_ids)
@@ -954,7 +985,7 @@ def test_what_p_leaves_out_before_vllm_looks_at_the_prompt(groups: str) -> None:
         == (40 if groups == "all" else 39)
     )
     odd = request("prefill", p, name="r3", transfer="de" * 16, prompt_embeds=torch.zeros(40, 1))
-    p.arrived(odd)  # ids and embeddings must stay of one length, or the engine dies
+    p.on_request_arrived(odd)  # ids and embeddings must stay of one length, or the engine dies
     assert odd.num_prompt_tokens == len(odd.prompt_token_ids) == 40
     late = request("prefill", p, name="r2", transfer="ef" * 16)
     late._all_token_ids = list(late.prompt_token_ids)
@@ -964,12 +995,12 @@ def test_what_p_leaves_out_before_vllm_looks_at_the_prompt(groups: str) -> None:
     assert late.num_prompt_tokens == (39 if groups == "states" else 40)
 
 
-def test_an_adapter_that_cannot_be_read_is_served_here(
+def test_a_request_with_an_unreadable_adapter_is_computed_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(folder: Path) -> None:
         raise OSError("stale file handle")
 
-    monkeypatch.setattr(prompt_digest, "sampled", gone)
+    monkeypatch.setattr(prompt_digest, "sample_files", gone)
     d = side("decode")
     assert d.tokens_to_load(request("decode", d, lora_request=adapter(tmp_path / "a", b"")), 0) == 0

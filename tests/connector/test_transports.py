@@ -1,4 +1,4 @@
-"""The setting `transport`: what is left out, and why."""
+"""The setting `transport`: transports that are left out, and the reasons."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_disagg.transports.nixl import transport as nixl
 
 
 @pytest.mark.parametrize("transport", ["nixl", "tcp", "gloo"])
-def test_what_moves_host_memory_is_not_for_gpus(
+def test_host_memory_transports_are_left_out_on_gpus(
     transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("vllm_disagg").propagate = True
@@ -22,11 +22,11 @@ def test_what_moves_host_memory_is_not_for_gpus(
     assert f"{transport} is for KV on cpu here, and this is on cuda" in caplog.text
 
 
-def test_zmq_needs_nothing_besides() -> None:
+def test_zmq_needs_no_other_transport() -> None:
     assert transports.chosen(Config(transport="zmq")) == {}
 
 
-def test_what_is_compressed_goes_by_zmq_whatever_auto_takes(
+def test_compressed_kv_goes_by_zmq_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transports, "AUTO", ("gloo",))
@@ -34,7 +34,7 @@ def test_what_is_compressed_goes_by_zmq_whatever_auto_takes(
     assert transports.chosen(Config(compress="fp8")) == {}
 
 
-def test_auto_takes_the_fastest_that_can_be_here(
+def test_auto_takes_all_transports_that_can_run_here(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("vllm_disagg").propagate = True
@@ -47,5 +47,5 @@ def test_auto_takes_the_fastest_that_can_be_here(
     assert transports.chosen(Config(), "cuda") == {}
 
 
-def test_auto_encrypts_if_that_is_wanted() -> None:
+def test_auto_with_encryption_uses_zmq_only() -> None:
     assert transports.chosen(Config(encrypt_data=True)) == {}

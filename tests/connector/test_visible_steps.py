@@ -1,6 +1,4 @@
-"""Each step of vLLM's own scheduler can be seen on its page of metrics, as
-`vllm_disagg.proxy.routing.engine_steps` assumes.
-"""
+"""Each step of vLLM's scheduler shows on its metrics page, as `engine_steps` assumes."""
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ MODEL = {
 
 
 class Engine:
-    """vLLM's scheduler and its page of metrics; a model that always says the same."""
+    """vLLM's scheduler and its metrics page, with a model that always generates the same token."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         (folder / "config.json").write_text(json.dumps(MODEL))
@@ -99,7 +97,7 @@ class Engine:
         )
 
     def step(self) -> bytes:
-        """Make one; the fingerprint of the page after it."""
+        """Makes one step; returns the fingerprint of the page after it."""
         now = self.scheduler.schedule()
         names = list(now.num_scheduled_tokens)
         requests = self.scheduler.requests
@@ -122,9 +120,10 @@ class Engine:
 
 @pytest.mark.parametrize("kind", SPECS)
 def test_each_step_shows(kind: str, tmp_path: Path) -> None:
-    """The chunks of a long prompt give no output. With full attention the cache's use tells of
-    each; with a window it stays as it is once that is full, and then one more request, or one less,
-    does.
+    """The chunks of a long prompt give no output, but full attention changes the cache usage.
+
+    With a sliding window the usage stays the same once the window is full. Then one more request,
+    or one less, shows.
     """
     engine = Engine(tmp_path, kind)
     engine.ask("long", PROMPT)

@@ -1,4 +1,4 @@
-"""The worker's half of the connector: when KV is offered."""
+"""The worker's half of the connector: the time at which KV is announced as final."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kv_connectors.connector import DisaggConnector
-from kv_connectors.layers import Layers
+from kv_connectors.layers import FinalLayers
 from kv_connectors.metadata import StepMetadata, WorkerMetadata
 from kv_connectors.worker import WorkerSide
 from vllm_disagg.config import Config
@@ -21,7 +21,7 @@ from vllm_disagg.transports.base import Counters
 
 
 class Recorder:
-    """In the place of a driver."""
+    """Replaces the driver and records its events."""
 
     def __init__(self) -> None:
         self.facts: list[Any] = []
@@ -43,43 +43,43 @@ def started(overlap: str, layers: str = "ab") -> tuple[WorkerSide, Recorder]:
     )  # type: ignore[arg-type]
     driver = Recorder()
     worker._driver = driver  # type: ignore[assignment]
-    worker._layers = Layers(layers)
-    worker._shape = uniform(
+    worker._layers = FinalLayers(layers)
+    worker._layout = uniform(
         len(layers), block_size=16, block_bytes=[4 << 20]
     )  # so large that each layer is worth an offer
     return worker, driver
 
 
 def step(worker: WorkerSide, driver: Recorder, calls: str) -> list[tuple[int, Any]]:
-    """Compute layers in this order: (calls so far, how many layers are said to be final, or
-    "LayersRecomputed").
-    """
-    worker.begin(StepMetadata(prefill=[events.BlocksScheduled("t", 16, [[1]])]))
-    heard: list[tuple[int, Any]] = []
+    """Computes layers in this order; returns (calls so far, final layers or event's name)."""
+    worker.begin_step(StepMetadata(sender_events=[events.BlocksScheduled("t", 16, [[1]])]))
+    announced: list[tuple[int, Any]] = []
     for at, layer in enumerate([*calls, ""], 1):
         driver.facts.clear()
         if layer:
-            worker.layer_computed(layer)
+            worker.on_layer_computed(layer)
         else:
-            worker.end()
-        heard += [(at, getattr(fact, "layers", type(fact).__name__)) for fact in driver.facts]
-    return heard
+            worker.end_step()
+        announced += [(at, getattr(fact, "layers", type(fact).__name__)) for fact in driver.facts]
+    return announced
 
 
-def said(driver: Recorder) -> list[str]:
+def event_names(driver: Recorder) -> list[str]:
     return [f"{type(f).__name__} {getattr(f, 'layers', '')}".strip() for f in driver.facts]
 
 
 def prompt(overlap: str) -> list[str]:
-    """What the machine hears of a prompt of two chunks and two layers."""
+    """Returns the events of a prompt of two chunks and two layers."""
     worker, driver = started(overlap)
     for tokens in (16, 32):
-        worker.begin(StepMetadata(prefill=[events.BlocksScheduled("t", tokens, [[tokens // 16]])]))
+        worker.begin_step(
+            StepMetadata(sender_events=[events.BlocksScheduled("t", tokens, [[tokens // 16]])])
+        )
         for layer in ("a", "b"):
-            worker.layer_computed(layer)
-        worker.end()
-    worker.begin(StepMetadata(prefill=[events.PrefillFinished("t")]))
-    return said(driver)
+            worker.on_layer_computed(layer)
+        worker.end_step()
+    worker.begin_step(StepMetadata(sender_events=[events.PrefillFinished("t")]))
+    return event_names(driver)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_overlap(overlap: str, step: list[str], end: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("calls", "heard"),
+    ("calls", "announced"),
     [
         ("abcd", [(1, 1), (2, 2), (3, 3), (5, 4)]),
         ("cabd", [(2, 1), (3, 3), (5, 4)]),  # Zamba2: blocks of attention in turn
@@ -110,13 +110,13 @@ def test_overlap(overlap: str, step: list[str], end: list[str]) -> None:
         ("", [(1, 4)]),  # a CUDA graph
     ],
 )
-def test_layers_are_offered_when_each_before_them_has_been_computed(
-    calls: str, heard: list[tuple[int, Any]]
+def test_layers_are_announced_when_all_before_them_are_final(
+    calls: str, announced: list[tuple[int, Any]]
 ) -> None:
     worker, driver = started("layer", "abcd")
     assert step(worker, driver, calls) == [(len(calls) + 1, 4)], "the first step teaches"
     for _ in range(3):
-        assert step(worker, driver, calls) == heard
+        assert step(worker, driver, calls) == announced
 
 
 def test_a_layer_computed_less_often_than_ever_waits_for_the_end() -> None:
@@ -126,7 +126,7 @@ def test_a_layer_computed_less_often_than_ever_waits_for_the_end() -> None:
     assert step(worker, driver, "aabbcd") == [(2, 1), (4, 2), (7, 4)]
 
 
-def test_an_offer_that_has_changed_is_taken_back_once() -> None:
+def test_recomputed_layers_are_taken_back_once() -> None:
     worker, driver = started("layer", "abcd")
     step(worker, driver, "abcd")
     assert step(worker, driver, "abcabcd") == [
@@ -139,12 +139,12 @@ def test_an_offer_that_has_changed_is_taken_back_once() -> None:
     assert step(worker, driver, "abcabcd") == [(4, 1), (5, 2), (6, 3), (8, 4)], "and learned from"
 
 
-def test_no_order_of_layers_offers_what_is_computed_later() -> None:
-    """Or it is said.  Orders as no model has them, one after the other."""
+def test_no_order_of_layers_announces_a_layer_too_early() -> None:
+    """Otherwise LayersRecomputed follows. No model has such orders, one after the other."""
     random, layers = Random(1), "abcdef"
     for _ in range(300):
         worker, driver = started("layer", layers)
-        worker._shape = uniform(
+        worker._layout = uniform(
             len(layers), block_size=16, block_bytes=[random.choice([1 << 20, 4 << 20])]
         )
         orders = [
@@ -152,148 +152,162 @@ def test_no_order_of_layers_offers_what_is_computed_later() -> None:
             for _ in range(2)
         ]
         for calls in random.choices(orders, k=6):
-            heard = step(worker, driver, calls)
-            assert heard[-1] == (len(calls) + 1, len(layers)), "at the end, all of it"
-            again = [at for at, what in heard if what == "LayersRecomputed"]
-            said = [(at, what) for at, what in heard[:-1] if what != "LayersRecomputed"]
+            announced = step(worker, driver, calls)
+            assert announced[-1] == (len(calls) + 1, len(layers)), "at the end, all of it"
+            taken_back = [at for at, what in announced if what == "LayersRecomputed"]
+            said = [(at, what) for at, what in announced[:-1] if what != "LayersRecomputed"]
             assert [what for _, what in said] == sorted(what for _, what in said), "never back"
             changed = [at for at, what in said if set(layers[:what]) & set(calls[at:])]
-            assert len(again) == 1 or not (again or changed), (calls, heard)
-            assert all(at < again[0] for at, _ in said if again), "nothing is offered after that"
+            assert len(taken_back) == 1 or not (taken_back or changed), (calls, announced)
+            assert all(at < taken_back[0] for at, _ in said if taken_back), (
+                "nothing is offered after that"
+            )
 
 
 @pytest.mark.parametrize("overlap", ["layer", "chunk", "off"])
-def test_what_is_cached_is_in_memory_when_the_step_ends_and_not_before(overlap: str) -> None:
-    """Another request of the same step may compute the very blocks of the hit."""
+def test_cached_blocks_are_final_when_the_step_ends(overlap: str) -> None:
+    """Another request of the same step may compute the blocks of the hit."""
     worker, driver = started(overlap)
-    worker.begin(StepMetadata(prefill=[events.BlocksScheduled("back", 32, [[1, 2]], cached=True)]))
+    worker.begin_step(
+        StepMetadata(sender_events=[events.BlocksScheduled("back", 32, [[1, 2]], cached=True)])
+    )
     for layer in ("a", "b"):
-        worker.layer_computed(layer)
-    worker.end()
-    assert said(driver) == ["BlocksScheduled"]
-    worker.results()
-    assert said(driver) == ["BlocksScheduled", "LayersComputed 2"]
-    worker.results()
+        worker.on_layer_computed(layer)
+    worker.end_step()
+    assert event_names(driver) == ["BlocksScheduled"]
+    worker.take_results()
+    assert event_names(driver) == ["BlocksScheduled", "LayersComputed 2"]
+    worker.take_results()
     assert len(driver.facts) == 2, "said once"
 
 
 @pytest.mark.parametrize("overlap", ["layer", "chunk"])
-def test_a_step_that_vllm_does_not_call_over_is_over_when_its_results_are_asked_for(
+def test_take_results_ends_a_step_that_vllm_has_not_ended(
     overlap: str,
 ) -> None:
-    """With drafts, on all stages of a pipeline but the last."""
+    """As with speculative decoding, on all stages of a pipeline but the last."""
     worker, driver = started(overlap)
-    worker.begin(StepMetadata(prefill=[events.BlocksScheduled("t", 32, [[1, 2]])]))
-    worker.layer_computed("a")
-    worker.results()
-    assert said(driver)[-1] == "LayersComputed 2"
+    worker.begin_step(StepMetadata(sender_events=[events.BlocksScheduled("t", 32, [[1, 2]])]))
+    worker.on_layer_computed("a")
+    worker.take_results()
+    assert event_names(driver)[-1] == "LayersComputed 2"
     before = len(driver.facts)
-    worker.results()
+    worker.take_results()
     assert len(driver.facts) == before, "said once"
 
 
 @pytest.mark.parametrize("saves", [True, False])  # with drafts vLLM asks for the results alone
-def test_a_step_whose_forward_pass_raised_is_offered_to_nobody(saves: bool) -> None:
-    """vLLM ends it in a `finally`, and P lives for some seconds after."""
+def test_layers_of_a_failed_forward_pass_are_taken_back(saves: bool) -> None:
+    """vLLM ends the step in a `finally`, and P runs on for some seconds."""
     worker, driver = started("layer")
     step(worker, driver, "ab")  # teaches
     seen = [
         events.BlocksScheduled("t", 32, [[2]]),
         events.BlocksScheduled("back", 16, [[3]], cached=True),
     ]
-    worker.begin(StepMetadata(prefill=seen))
-    worker.layer_computed("a")
+    worker.begin_step(StepMetadata(sender_events=seen))
+    worker.on_layer_computed("a")
     driver.facts.clear()
     with pytest.raises(MemoryError):
         try:
             raise MemoryError
         finally:
             if saves:
-                worker.end()
-            worker.results()
+                worker.end_step()
+            worker.take_results()
     assert driver.facts == [events.LayersRecomputed("t"), events.LayersRecomputed("back")]
     driver.facts.clear()
-    worker.results()
+    worker.take_results()
     assert not driver.facts
 
 
-def test_what_is_withdrawn_is_said_before_the_step_begins() -> None:
+def test_revoked_blocks_are_submitted_before_the_step_begins() -> None:
     worker, driver = started("layer")
     metadata = StepMetadata(
-        prefill=[events.BlocksScheduled("t", 32, [[1, 2]]), events.BlocksRevoked("gone")]
+        sender_events=[events.BlocksScheduled("t", 32, [[1, 2]]), events.BlocksRevoked("gone")]
     )
-    worker.withdraw(metadata)
+    worker.revoke_blocks(metadata)
     assert driver.facts == [events.BlocksRevoked("gone")]
-    worker.begin(metadata)
-    assert said(driver) == ["BlocksRevoked", "BlocksScheduled", "BlocksRevoked"]
+    worker.begin_step(metadata)
+    assert event_names(driver) == ["BlocksRevoked", "BlocksScheduled", "BlocksRevoked"]
 
 
-def test_vllm_says_what_is_withdrawn_before_it_clears_blocks() -> None:
+def test_vllm_revokes_blocks_before_it_clears_them() -> None:
     """By `handle_preemptions`, the only hook before the step zeroes and copies blocks."""
     worker, driver = started("layer")
     connector = DisaggConnector.__new__(DisaggConnector)
     connector._worker = worker
     connector.handle_preemptions(
-        StepMetadata(prefill=[events.BlocksRevoked("gone"), events.PrefillFinished("over")])
+        StepMetadata(sender_events=[events.BlocksRevoked("gone"), events.PrefillFinished("over")])
     )
     assert driver.facts == [events.BlocksRevoked("gone")]
 
 
-def test_what_was_found_goes_to_the_scheduler() -> None:
+def test_lookup_results_go_to_the_scheduler() -> None:
     worker, driver = started("layer")
-    assert worker.take_found() is None
+    assert worker.take_lookup_counts() is None
     driver.outcomes = [events.LookupResult("x", 32), events.LookupResult("y", 0)]
-    assert worker.results() == (set(), set(), set())
-    ours, theirs = worker.take_found(), WorkerMetadata({"x": [16]})
-    assert ours is not None and ours.aggregate(theirs).found == {"x": [32, 16], "y": [0]}
-    assert worker.take_found() is None
+    assert worker.take_results() == (set(), set(), set())
+    ours, theirs = worker.take_lookup_counts(), WorkerMetadata({"x": [16]})
+    assert ours is not None and ours.aggregate(theirs).lookup_counts == {"x": [32, 16], "y": [0]}
+    assert worker.take_lookup_counts() is None
 
 
 @pytest.mark.parametrize("ends", ["load first", "release first"])
-def test_two_legs_of_one_transfer_on_one_engine_are_two(ends: str) -> None:
-    """Their outcomes are different requests', and each id is told once."""
+def test_two_legs_of_one_transfer_on_one_engine_stay_separate(ends: str) -> None:
+    """Their results belong to different requests, and each id is reported once."""
     worker, driver = started("layer")
-    worker.begin(StepMetadata(prefill=[events.BlocksScheduled("t", 16, [[1]])], serving={"t": "p"}))
+    worker.begin_step(
+        StepMetadata(
+            sender_events=[events.BlocksScheduled("t", 16, [[1]])], serving_requests={"t": "p"}
+        )
+    )
     wanted = events.LoadRequested("t", [], None, [events.GroupBlocks(0, [2])], 16, 1.0)  # type: ignore[arg-type]
-    worker.begin(
-        StepMetadata(prefill=[events.PrefillFinished("t")], decode=[wanted], loading={"t": "d"})
+    worker.begin_step(
+        StepMetadata(
+            sender_events=[events.PrefillFinished("t")],
+            receiver_events=[wanted],
+            loading_requests={"t": "d"},
+        )
     )
     outcomes = [
         events.LoadResult("t", events.Reason.LATE),
         events.ReleaseBlocks("t", delivered=False),
     ]
     driver.outcomes = outcomes if ends == "load first" else outcomes[::-1]
-    assert worker.results() == ({"p"}, {"d"}, {"d"})
-    assert worker.results() == (set(), set(), set())
+    assert worker.take_results() == ({"p"}, {"d"}, {"d"})
+    assert worker.take_results() == (set(), set(), set())
 
 
 @pytest.mark.parametrize("what", ["withdrawn", "unneeded"])
 def test_the_end_of_one_leg_leaves_the_other(what: str) -> None:
     worker, driver = started("layer")
-    worker.begin(StepMetadata(serving={"t": "p"}, loading={"t": "d"}))
+    worker.begin_step(StepMetadata(serving_requests={"t": "p"}, loading_requests={"t": "d"}))
     if what == "withdrawn":
-        worker.begin(StepMetadata(prefill=[events.BlocksRevoked("t")]))
-        assert "t" not in worker._serving, "nothing will end for it"
+        worker.begin_step(StepMetadata(sender_events=[events.BlocksRevoked("t")]))
+        assert "t" not in worker._serving_requests, "nothing will end for it"
         driver.outcomes = [events.LoadResult("t", None)]
-        assert worker.results() == (set(), {"d"}, set())
+        assert worker.take_results() == (set(), {"d"}, set())
     else:
-        worker.begin(StepMetadata(decode=[events.LoadSkipped("t", [], None)]))  # type: ignore[arg-type]
-        assert "t" not in worker._loading
+        worker.begin_step(StepMetadata(receiver_events=[events.LoadSkipped("t", [], None)]))  # type: ignore[arg-type]
+        assert "t" not in worker._loading_requests
         driver.outcomes = [events.ReleaseBlocks("t", delivered=False)]
-        assert worker.results() == ({"p"}, set(), set())
+        assert worker.take_results() == ({"p"}, set(), set())
 
 
-def test_bytes_that_were_read_back_are_counted_apart() -> None:
+def test_reused_bytes_are_counted_separately() -> None:
     worker, driver = started("layer")
     for transfer in ("back", "other", "given up"):
         wanted = events.LoadRequested(transfer, [], None, [events.GroupBlocks(0, [1])], 16, 1.0)  # type: ignore[arg-type]
         sought = [] if transfer == "other" else [events.LookupRequested(transfer, [], None)]  # type: ignore[arg-type]
-        worker.begin(StepMetadata(decode=sought))
+        worker.begin_step(StepMetadata(receiver_events=sought))
         end: Any = events.LoadCancelled(transfer) if transfer == "given up" else wanted
-        worker.begin(StepMetadata(decode=[end], loading={transfer: transfer}))
+        worker.begin_step(
+            StepMetadata(receiver_events=[end], loading_requests={transfer: transfer})
+        )
     driver.outcomes = [
         events.LoadResult(transfer, None, bytes_landed=10) for transfer in ("back", "other")
     ]
-    assert worker.results()[1] == {"back", "other"}
+    assert worker.take_results()[1] == {"back", "other"}
     assert (worker.stats.data["received_bytes"], worker.stats.data["reused_bytes"]) == (20, 10)
-    assert not worker._sought
+    assert not worker._reuse_transfers

@@ -1,4 +1,7 @@
-"""Ask a server, get a record, compare it with another server's: what an answer is, to these tests."""
+"""Sends requests to servers, and compares the answers of two servers.
+
+A `Record` holds the parts of an answer that must be equal.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,12 @@ from dataclasses import dataclass
 from pydoc_data.topics import topics  # English text that every Python has
 from typing import Any, TypeVar
 
-TIMEOUT = 120.0  # seconds: a hang is a failure
-NEAR = 0.05  # logprobs: how much the order of sums changes them in bfloat16, measured, with room
+TIMEOUT_SECONDS = 120.0  # a hang is a failure
+# The order of sums changes logprobs by less than this in bfloat16: measured, with a margin.
+LOGPROB_TOLERANCE = 0.05
 TEXT = "\n".join(topics.values())
 TEMPERATURE = 0.8
-tally: Counter[str] = Counter()  # requests by how they ended
+tally: Counter[str] = Counter()  # requests: exact, clean, wrong, left
 Body = dict[str, Any]
 T = TypeVar("T")
 R = TypeVar("R")
@@ -25,24 +29,27 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Record:
-    """All of an answer that two servers must agree on."""
+    """The parts of an answer that must be equal in two servers."""
 
     status: int
     texts: tuple[str, ...] = ()
     tokens: tuple[tuple[int, ...], ...] = ()
     finishes: tuple[str, ...] = ()
     usage: tuple[int, int, int] = (0, 0, 0)  # prompt, completion, total
-    logprobs: tuple[
-        tuple[str, float], ...
-    ] = ()  # (token, logprob), the chosen and the best, one after the other
+    # (token, logprob): of each place the chosen token, then the best ones.
+    logprobs: tuple[tuple[str, float], ...] = ()
     error: str = ""
 
     @property
     def prompt_tokens(self) -> int:
+        """The prompt's length as the server reports it."""
         return self.usage[0]
 
 
-def ask(url: str, body: Body, path: str = "/v1/completions", timeout: float = TIMEOUT) -> Record:
+def ask(
+    url: str, body: Body, path: str = "/v1/completions", timeout: float = TIMEOUT_SECONDS
+) -> Record:
+    """Sends a request and returns the record of its answer."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=timeout)
     try:
         connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
@@ -53,6 +60,7 @@ def ask(url: str, body: Body, path: str = "/v1/completions", timeout: float = TI
 
 
 def record(status: int, answer: Body) -> Record:
+    """Returns the record of an answer of the completions or the chat endpoint."""
     if status != 200:
         return Record(status, error=json.dumps(answer, sort_keys=True))
     choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
@@ -89,34 +97,37 @@ def _logprobs(found: Body) -> Iterable[tuple[str, float]]:
 
 
 def difference(ours: Record, plain: Record) -> str:
-    """What differs, in words; empty when nothing does."""
+    """Returns a description of the first difference; empty for equal records."""
     for name in ("status", "error", "finishes", "usage", "tokens", "texts"):
         if getattr(ours, name) != getattr(plain, name):
             return f"{name}: {getattr(ours, name)!r}, plain vLLM: {getattr(plain, name)!r}"
     if len(ours.logprobs) != len(plain.logprobs):
         return f"{len(ours.logprobs)} logprobs, plain vLLM: {len(plain.logprobs)}"
-    near = dict.fromkeys((True, False), 0)
-    for (token, value), (other, expected) in zip(ours.logprobs, plain.logprobs, strict=True):
-        if abs(value - expected) > NEAR:
-            return f"logprob of {token!r}: {value}, plain vLLM: {expected} of {other!r}"
-        near[token == other] += 1
-    # The last of the best may be another token of nearly the same probability.
-    return (
-        ""
-        if near[False] * 20 <= len(plain.logprobs)
-        else f"{near[False]} logprobs are of other tokens"
-    )
+    other_tokens = 0
+    for (token, value), (plain_token, expected) in zip(ours.logprobs, plain.logprobs, strict=True):
+        if abs(value - expected) > LOGPROB_TOLERANCE:
+            return f"logprob of {token!r}: {value}, plain vLLM: {expected} of {plain_token!r}"
+        other_tokens += token != plain_token
+    # The last of the best tokens may be another one of nearly the same probability.
+    if other_tokens * 20 > len(plain.logprobs):
+        return f"{other_tokens} logprobs are of other tokens"
+    return ""
 
 
 def expect_same(ours: Record, plain: Record, what: object = "") -> None:
-    """Count the answer, and fail unless it is the plain one's."""
+    """Counts the answer, and fails unless it equals plain vLLM's."""
     found = difference(ours, plain)
-    tally["wrong" if found else "exact" if plain.status == 200 else "clean"] += 1
+    if found:
+        tally["wrong"] += 1
+    elif plain.status == 200:
+        tally["exact"] += 1
+    else:
+        tally["clean"] += 1
     assert not found, f"{what} {found}"
 
 
 def expect_exact_or_clean(ours: Record, plain: Record, what: object = "") -> None:
-    """Count the answer, and fail unless it is the plain one's or an explicit error."""
+    """Counts the answer, and fails unless it equals plain vLLM's or is an explicit error."""
     if 400 <= ours.status < 600 and "error" in ours.error:
         tally["clean"] += 1
         return
@@ -125,17 +136,19 @@ def expect_exact_or_clean(ours: Record, plain: Record, what: object = "") -> Non
 
 # Prompts ------------------------------------------------------------------------------------------
 def tokens(count: int, seed: object) -> list[int]:
-    """Random token ids: two seeds share no prefix."""
+    """Returns random token ids; two seeds share no prefix."""
     source = random.Random(str(seed))
     return [source.randrange(10, 1000) for _ in range(count)]
 
 
 def english(characters: int, seed: object) -> str:
-    at = random.Random(str(seed)).randrange(len(TEXT) - characters)
-    return TEXT[at : at + characters]
+    """Returns English text, chosen by the seed."""
+    start = random.Random(str(seed)).randrange(len(TEXT) - characters)
+    return TEXT[start : start + characters]
 
 
 def body(prompt: object, max_tokens: int = 16, **more: Any) -> Body:
+    """Returns a greedy request: a chat for a list of messages, else a completion."""
     fixed = {"model": "tiny", "max_tokens": max_tokens, "temperature": 0}
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
         return {**fixed, "messages": prompt, **more}
@@ -143,7 +156,7 @@ def body(prompt: object, max_tokens: int = 16, **more: Any) -> Body:
 
 
 def at_once(do: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """All at the same time; the results in order."""
+    """Runs all calls at the same time; returns the results in order."""
     items = list(items)
     with ThreadPoolExecutor(len(items)) as pool:
         return list(pool.map(do, items))
@@ -151,8 +164,8 @@ def at_once(do: Callable[[T], R], items: Iterable[T]) -> list[R]:
 
 # Leaving ------------------------------------------------------------------------------------------
 def ask_and_leave(url: str, body: Body, seconds: float) -> None:
-    """Send a request and break the connection after so long, whatever has come by then."""
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=TIMEOUT)
+    """Sends a request and breaks the connection after these seconds, answered or not."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=TIMEOUT_SECONDS)
     connection.request(
         "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
     )

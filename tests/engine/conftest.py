@@ -1,8 +1,8 @@
-"""Engines for the tests: started once, reused by all modules, killed whatever happens.
+"""Starts the engines of the tests once, for all modules, and kills them in any case at the end.
 
-`main` is a prefill engine, a decode engine, a plain vLLM (what is right is what it answers) and the
-proxy. Modules that need other engines start their own; they run last, and one after the other, for
-the memory's sake.
+`main` is a prefill engine, a decode engine, a plain vLLM, whose answers are the reference, and the
+proxy. Modules that need other engines start their own; they run last, one after the other, to save
+memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engines import ROOT, Engine, Process, Proxy, free_port, get, wait
 
 from vllm_disagg.fleet import keys
 
-STALL = 12.0  # seconds; the default is longer than any step, and this than any step here
+STALL_SECONDS = 12.0  # longer than any step here; the default is longer than any step at all
 ORDER = [
     "test_exact",
     "test_prefixes",
@@ -87,7 +87,7 @@ class Machine:
         return str(self.folder / "key")
 
     def start(self, *processes: Process) -> None:
-        """All at the same time; return when all are ready."""
+        """Starts all processes at the same time; returns when all are ready."""
         self._tell(f"starting {', '.join(process.name for process in processes)} ...")
         began = time.monotonic()
         for process in processes:
@@ -98,7 +98,7 @@ class Machine:
         self._tell(f" {time.monotonic() - began:.0f} s\n")
 
     def start_again(self, process: Process) -> None:
-        """At the same address."""
+        """Starts a stopped process again, at the same address."""
         self._running.remove(process)
         self.start(process)
 
@@ -130,16 +130,14 @@ def machine(
 
 
 class Main:
-    """A pair behind a proxy, and the plain vLLM they must equal."""
+    """A prefill and a decode engine behind a proxy, and the plain vLLM that they must equal."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.meeting = (
-            free_port()
-        )  # of a proxy that is not there yet, to which both make themselves known
+        self.meeting = free_port()  # of a later proxy, at which both engines register from now on
         register = f"http://127.0.0.1:{self.meeting}"
         self.prefill = Engine("P", machine.folder, role="kv_producer", cpu="0", register=register)
-        settings: dict[str, object] = {"stall": STALL}
+        settings: dict[str, object] = {"stall": STALL_SECONDS}
         self.decode = Engine(
             "D", machine.folder, role="kv_consumer", cpu="1", register=register, settings=settings
         )
@@ -157,17 +155,20 @@ class Main:
         self.machine.stop(self.proxy, self.plain, self.decode, self.prefill)
 
     def check(self, body: dict[str, object], path: str = "/v1/completions") -> Record:
-        """The proxy's answer, after it was found to be plain vLLM's."""
+        """Returns the proxy's answer, and fails unless it equals plain vLLM's."""
         plain, ours = at_once(lambda url: ask(url, body, path), (self.plain.url, self.proxy.url))
         expect_same(ours, plain, f"{body!r:.200}")
         return ours
 
     def ready(self) -> bool:
-        """Whether the proxy would pair the two engines."""
+        """Returns whether the proxy pairs the two engines."""
         return get(self.proxy.url, "/readiness", 5.0)[0] == 200
 
     def expect_well(self, count: int = 10) -> None:
-        """Both engines live, hold no KV for anybody, and the next requests are exact, by transfer."""
+        """Fails unless both engines run, hold no KV, and serve the next requests exactly.
+
+        At least one of these requests must be served by a transfer.
+        """
         for engine in (self.prefill, self.decode):
             assert engine.is_alive(), f"{engine.name} died:\n{engine.tail()}"
             wait(f"{engine.name} gives all its blocks back", lambda e=engine: e.usage == 0, 15)

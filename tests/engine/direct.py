@@ -1,6 +1,4 @@
-"""Both legs of a request sent straight to the engines, with grants made here: what only a proxy
-does otherwise.
-"""
+"""Sends both legs of a request directly to the engines, with grants made here without a proxy."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import msgspec
-from asking import TIMEOUT, Body, Record, ask
+from asking import TIMEOUT_SECONDS, Body, Record, ask
 from engines import Engine
 
 from vllm_disagg.fleet import grants, keys
@@ -23,14 +21,16 @@ class Legs:
 
     def __init__(self, key_file: str, prefill: Engine, decode: Engine) -> None:
         self.key = keys.load(key_file)
-        self.prefill, self.decode = prefill, decode
-        self._began = time.monotonic()
-        self.p, self.d = probe(self.key, prefill), probe(self.key, decode)
+        self.prefill = prefill
+        self.decode = decode
+        self._probed_at = time.monotonic()
+        self.p = probe(self.key, prefill)
+        self.d = probe(self.key, decode)
         assert not peers.difference(self.p.layout, self.d.layout)
         self._pool = ThreadPoolExecutor(64)
 
     def mint(self, leg: str, transfer: str, **more: object) -> str:
-        """A grant for one of our two engines."""
+        """Returns a grant for one leg, at the engine of that leg."""
         fields: dict[str, object] = {
             "engine": self.p.incarnation if leg == "prefill" else self.d.incarnation
         }
@@ -40,36 +40,36 @@ class Legs:
         return grants.mint(self.key, grants.Grant(2, leg, transfer, **{**fields, **more}))  # type: ignore[arg-type]
 
     def until(self, leg: str, seconds: float = 300.0) -> float:
-        """By the clock of the engine of a leg."""
-        return (
-            (self.p if leg == "prefill" else self.d).clock
-            + time.monotonic()
-            - self._began
-            + seconds
-        )
+        """Returns the time after these seconds, by the clock of the leg's engine."""
+        engine = self.p if leg == "prefill" else self.d
+        return engine.clock + time.monotonic() - self._probed_at + seconds
 
     def send_prefill(self, body: Body, transfer: str, grant: str = "") -> Future[Record]:
+        """Starts a prefill leg; `grant`: another one than `mint` makes."""
         one = {**body, "max_tokens": 1, **with_grant(grant or self.mint("prefill", transfer))}
         return self._pool.submit(ask, self.prefill.url, one)
 
     def send_decode(self, body: Body, transfer: str, **more: object) -> Future[Record]:
+        """Starts a decode leg; `more`: fields of its grant."""
         return self._pool.submit(
             ask, self.decode.url, {**body, **with_grant(self.mint("decode", transfer, **more))}
         )
 
     def ask(self, body: Body) -> Record:
-        """A request as the proxy runs it."""
+        """Runs a request as the proxy does: both legs at the same time."""
         transfer = grants.new_transfer()
-        prefill, decode = self.send_prefill(body, transfer), self.send_decode(body, transfer)
+        prefill = self.send_prefill(body, transfer)
+        decode = self.send_decode(body, transfer)
         assert prefill.result().status == 200
         return decode.result()
 
     def close(self) -> None:
+        """Waits for all legs."""
         self._pool.shutdown()
 
 
 def probe(key: keys.FleetKey, engine: Engine) -> peers.EngineInfo:
-    """What an engine says of itself: first only what the second probe must name."""
+    """Returns an engine's description; a first probe finds the incarnation for the second."""
     card = _probe(key, engine, "", 0.0)
     assert not card.keys() - {"incarnation", "clock", "rank"}, card
     return msgspec.convert(
@@ -79,7 +79,7 @@ def probe(key: keys.FleetKey, engine: Engine) -> peers.EngineInfo:
 
 def _probe(key: keys.FleetKey, engine: Engine, name: str, until: float) -> dict[str, Any]:
     grant = grants.mint(key, grants.Grant(2, "probe", grants.new_transfer(), name, until=until))
-    connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=TIMEOUT)
+    connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=TIMEOUT_SECONDS)
     asked = {"model": "tiny", "prompt": "x", "max_tokens": 1, **with_grant(grant)}
     connection.request(
         "POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"}
@@ -90,4 +90,5 @@ def _probe(key: keys.FleetKey, engine: Engine, name: str, until: float) -> dict[
 
 
 def with_grant(grant: object) -> Body:
+    """Returns the field of a request that carries a grant."""
     return {"kv_transfer_params": {grants.REQUEST_KEY: grant}}

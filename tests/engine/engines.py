@@ -1,4 +1,4 @@
-"""Real vLLM engines and a real proxy as processes: start, wait, look at, freeze, kill."""
+"""Runs real vLLM engines and a real proxy as processes: start, wait, inspect, freeze, kill."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ FLAGS = [
     "--served-model-name",
     "tiny",
 ]
-FLAGS += [
-    "--kv-cache-memory-bytes",
-    str(256 << 20),
-]  # of each worker, and touched by it; a dozen run at a time
+# Of each worker, which writes to all of it; a dozen workers run at a time.
+KV_CACHE_BYTES = 256 << 20
+FLAGS += ["--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
 TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 BLOCK, CHUNK, LIMIT = 128, 256, 2048  # tokens: of a KV block on CPU, of a step, of a request
@@ -43,8 +42,9 @@ _PDEATHSIG = 1
 
 
 def free_port() -> int:
-    """None of those that the kernel gives to whoever asks for any: an engine binds its own half a
-    minute later.
+    """Returns a free port outside the kernel's range for automatic ports.
+
+    An engine binds its port half a minute later, so the kernel must not give the port away.
     """
     for port in random.sample(range(20000, 30000), 100):
         with socket.socket() as probe:
@@ -57,7 +57,7 @@ def free_port() -> int:
 
 
 def wait(what: str, done: Callable[[], bool], seconds: float, every: float = 0.1) -> None:
-    """Return as soon as `done` says so; fail when it does not in time."""
+    """Returns as soon as `done` returns true; fails if that takes longer than these seconds."""
     end = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < end, f"not within {seconds:g} s: {what}"
@@ -69,8 +69,9 @@ def _die_with_parent() -> None:
 
 
 class Process:
-    """A server in a process group of its own. Start it from the main thread: it dies with the
-    thread that did.
+    """A server in a separate process group.
+
+    Start it from the main thread: the process dies with the thread that started it.
     """
 
     def __init__(
@@ -103,13 +104,12 @@ class Process:
             )
 
     def wait_ready(self) -> float:
-        """Seconds it took to be ready."""
+        """Waits until the server is ready; returns the seconds since its start."""
         while not self.is_ready():
             died = self._process is None or self._process.poll() is not None
             if died or time.monotonic() - self.began > self.patience:
-                raise RuntimeError(
-                    f"{self.name} {'ended' if died else 'is not ready'}; the end of its log:\n{self.tail()}"
-                )
+                state = "ended" if died else "is not ready"
+                raise RuntimeError(f"{self.name} {state}; the end of its log:\n{self.tail()}")
             time.sleep(0.2)
         return time.monotonic() - self.began
 
@@ -130,7 +130,7 @@ class Process:
                 pass
 
     def child(self, title: str) -> int:
-        """The process id of one that it has started, directly or not, by a part of its title."""
+        """Returns the process id of a descendant, by a part of its title."""
         assert self._process is not None
         parents = {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -142,14 +142,15 @@ class Process:
         return next(pid for pid in ours if title in Path(f"/proc/{pid}/cmdline").read_text())
 
     def lower(self, nice: int) -> None:
-        """Let whoever has started later go first: idle workers of vLLM spin, and an engine that
-        starts needs the core.
+        """Lowers the priority, so that processes started later get the core.
+
+        Idle workers of vLLM spin, and an engine that starts needs the core.
         """
         if self._process is not None:
             os.setpriority(os.PRIO_PGRP, self._process.pid, nice)
 
     def stop(self, gently: float = 8.0) -> None:
-        """End it and all its children."""
+        """Ends the process and all its children; `gently`: seconds before it is killed."""
         if self._process is None:
             return
         self.signal(signal.SIGCONT)
@@ -168,7 +169,7 @@ class Process:
 
 
 class Engine(Process):
-    """`vllm serve`, plain when `role` is empty, with our connector else."""
+    """`vllm serve`: plain for an empty `role`, else with our connector."""
 
     def __init__(
         self,
@@ -184,7 +185,10 @@ class Engine(Process):
         home: Path = BIN,
         ranks: int = 0,
     ) -> None:
-        """`home`: where `vllm` is, of another environment; `ranks`: data parallel ones."""
+        """Prepares the command.
+
+        `home`: the folder of `vllm`, perhaps of another environment. `ranks`: data parallel ranks.
+        """
         port = free_port()
         self.ranks = ranks
         if ranks:
@@ -231,13 +235,11 @@ class Engine(Process):
 
     @property
     def urls(self) -> list[str]:
-        """Its instances."""
+        """The instances of this engine, one for each data parallel rank."""
         return [f"{self.url}@{rank}" for rank in range(self.ranks)] or [self.url]
 
     def metric(self, name: str, label: str = "") -> float:
-        """The sum of a metric over its labels, or over those lines that have one; 0 while there is
-        none.
-        """
+        """Returns the sum of a metric over all its lines, or those with a label; 0 without any."""
         text = get(self.url, "/metrics", 10.0)[1]
         found = re.findall(rf"^{re.escape(name)}(\{{.*\}})? (\S+)$", text, re.MULTILINE)
         return sum(float(value) for labels, value in found if label in labels)
@@ -248,7 +250,7 @@ class Engine(Process):
 
     @property
     def received(self) -> int:
-        """Bytes of KV that arrived by transfers."""
+        """KV bytes that arrived by transfers."""
         return int(self.metric("vllm:disagg_received_bytes_total"))
 
 
@@ -281,14 +283,14 @@ class Proxy(Process):
         super().__init__(name, command, folder, port, {keys.ADMIN_KEY: ADMIN})
 
     def members(self) -> dict[str, bool]:
-        """Instances by URL: whether each can be used."""
+        """Returns by URL whether each instance can be used."""
         return {
             row["url"]: row["usable"]
             for row in json.loads(get(self.url, "/disagg/instances", 5.0, ADMIN)[1])
         }
 
     def change(self, method: str, path: str, **fields: str) -> None:
-        """Change the fleet over the admin API."""
+        """Changes the fleet by the admin API."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
         try:
             headers = {"content-type": "application/json", "authorization": f"Bearer {ADMIN}"}

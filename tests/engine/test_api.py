@@ -1,4 +1,4 @@
-"""The rest of the API, as clients use it: streams, chats, several prompts, several answers, errors."""
+"""The rest of the API, as clients use it: streams, chats, several prompts and answers, errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def client(url: str) -> openai.OpenAI:
 
 
 def streamed(chunks: Any) -> Record:
-    """A stream as one answer, with the usage that came at its end."""
+    """Returns a stream as one answer, with the usage that came at its end."""
     texts: dict[int, str] = {}
     finishes: dict[int, list[str]] = {}
     usages = []
@@ -100,9 +100,7 @@ def test_chats(main: Main, characters: int) -> None:
 
 
 def test_several_answers_and_prompts_are_served_whole(main: Main) -> None:
-    """One grant stands for one prompt and one answer: everything else runs on the decode engine
-    alone.
-    """
+    """One grant is for one prompt and one answer: others run on the decode engine alone."""
     prompt, other, short = (
         tokens(250, "n"),
         tokens(200, "other"),

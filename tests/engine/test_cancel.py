@@ -1,4 +1,4 @@
-"""Clients that leave at every stage: nothing stays behind, and nobody else notices."""
+"""Clients that leave at every stage: no block and no request remains, and other clients go on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_through_the_proxy(main: Main, length: int) -> None:
 
 @pytest.mark.parametrize("who", ["P", "D", "both"])
 def test_legs(main: Main, who: str) -> None:
-    """The proxy leaves one leg, or both; the other goes on by itself."""
+    """The proxy leaves one leg, or both; the other leg goes on."""
 
     def one(delay: float) -> None:
         transfer = grants.new_transfer()
@@ -49,7 +49,7 @@ def test_legs(main: Main, who: str) -> None:
 
 
 def test_many_at_once(main: Main) -> None:
-    """24 at the same time, a third of which stay."""
+    """24 requests at the same time, a third of which stay."""
     began = time.monotonic()
     asked = [body(tokens(600 + 40 * at, f"crowd {at}"), 24) for at in range(24)]
 

@@ -1,6 +1,4 @@
-"""Inside vLLM's MultiConnector, beside a connector that keeps KV on disk (vLLM's own example of
-one).
-"""
+"""In vLLM's MultiConnector, with a connector that keeps KV on disk (vLLM's example connector)."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ def engine(main: Main, name: str, role: str, cpu: str, disk: Path) -> Engine:
 def pair(
     main: Main, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Engine, Engine, Proxy]]:
-    """Engines whose connectors keep KV in a folder of each one's own."""
+    """Starts engines with separate folders for the KV of the other connector."""
     machine = main.machine
     prefill = engine(main, "multi-P", "kv_producer", "0", tmp_path_factory.mktemp("disk-P"))
     decode = engine(main, "multi-D", "kv_consumer", "1", tmp_path_factory.mktemp("disk-D"))
@@ -50,8 +48,9 @@ def pair(
 
 
 def test_both_connectors_at_once(main: Main, pair: tuple[Engine, Engine, Proxy]) -> None:
-    """Prompts of one chunk each: the other connector knows no more. The second time its KV, or
-    ours, is there already.
+    """Prompts of one chunk each, which is all that the other connector supports.
+
+    The second time its KV, or ours, is present already.
     """
     _, decode, proxy = pair
     asked = [body(english(BLOCK + 10 * at, f"composed {at}"), 12) for at in range(1, 12)]

@@ -1,6 +1,4 @@
-"""`compress: fp8` with real engines: half the bytes, nearly the answers, and no other setting
-beside it.
-"""
+"""`compress: fp8` with real engines: half the bytes, nearly equal answers, no mixed pairs."""
 
 from __future__ import annotations
 
@@ -23,7 +21,10 @@ def test_half_the_bytes_and_nearly_the_answers(machine: Machine) -> None:
     proxy = Proxy(machine.folder, prefill, [decode, other], name="fp8-proxy")
     machine.start(prefill, decode, other)
     machine.start(proxy)
-    words = f"{prefill.url} and {other.url} are never paired: compress is fp8 on one side and off on the other"
+    words = (
+        f"{prefill.url} and {other.url} are never paired:"
+        " compress is fp8 on one side and off on the other"
+    )
     wait("the pair that does not fit is named", lambda: words in proxy.log.read_text(), 10)
     machine.stop(other)
     wait(

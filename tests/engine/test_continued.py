@@ -1,5 +1,6 @@
-"""Streams that break off at one real engine and go on at another: to their clients one stream, and
-the very answer.
+"""Streams that break off at one real engine and continue at another.
+
+Their clients get one stream, with the exact answer.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass
 class Stream:
-    """One answer, as it comes."""
+    """One answer, while it arrives."""
 
     url: str
     path: str
@@ -68,7 +69,7 @@ class Stream:
         return self.got.count(b"\n\n")
 
     def heard(self) -> dict[str, Any]:
-        """What a client makes of it; ids and times are left out."""
+        """Returns the content of events, without ids and times."""
         assert not self.error, self.error
         if self.path == "/v1/responses":
             heard = hear_response(bytes(self.got))
@@ -108,7 +109,7 @@ class Fleet:
         }
 
     def ask(self, url: str) -> dict[str, Stream]:
-        """All jobs at once, to their ends."""
+        """Runs all jobs at the same time, to their ends."""
         streams, threads = self.begin(url)
         for thread in threads:
             thread.join()
@@ -167,7 +168,8 @@ def test_all_streams_of_an_engine_go_on_at_another(
             assert stream.heard() == fleet.right[name], name
             said = len(str(stream.heard()["said"]))
             print(
-                f"{name:18} {said:5} characters, exact; {events:4} events of {stream.events} from the first engine"
+                f"{name:18} {said:5} characters, exact; {events:4} events of {stream.events}"
+                " from the first engine"
             )
     finally:
         if fault is signal.SIGSTOP:

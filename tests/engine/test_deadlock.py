@@ -1,5 +1,4 @@
-"""Loads hold nearly all of D's pool, and P dies: a failed load of a model with windows stops
-nobody, itself included.
+"""Loads hold nearly all of D's pool, and P dies: failed loads block no request.
 
 `tests/connector/test_failed_loads.py` has the same with vLLM's scheduler alone.
 """
@@ -23,9 +22,7 @@ SECONDS = 60.0
 
 
 def test_loads_that_fail_when_they_hold_the_pool(machine: Machine) -> None:
-    """vLLM looks at them first, and to compute them it needs more blocks than they had to be
-    loaded.
-    """
+    """vLLM looks at failed loads first. To compute them takes more blocks than to load them."""
     machine.stop()  # all others, for the memory's sake
     p = Engine(
         "deadlock-P", machine.folder, *FLAGS, role="kv_producer", cpu="0", model=model("sliding")

@@ -1,5 +1,6 @@
-"""A prefill engine that freezes, dies and comes back: no answer is lost and none is wrong. Last,
-since P dies.
+"""A prefill engine that freezes, dies and comes back: every answer comes, and is right.
+
+Runs late, since P dies.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import threading
 import time
 
 from asking import Record, ask, at_once, body, expect_same, tokens
-from conftest import STALL, Main
+from conftest import STALL_SECONDS, Main
 from engines import wait
 
 from vllm_disagg.fleet import grants
@@ -19,9 +20,7 @@ from vllm_disagg.fleet import grants
 def while_running(
     main: Main, count: int, length: int, do: object, after: float = 0.05
 ) -> list[float]:
-    """Run requests, `do` something to an engine meanwhile, and find all answers right; how long
-    each took.
-    """
+    """Runs requests while `do` changes an engine; returns their durations, all answers right."""
     asked = [body(tokens(length + at, time.monotonic()), 24) for at in range(count)]
     plain = at_once(lambda one: ask(main.plain.url, one), asked)
     timer = threading.Timer(after, do)  # type: ignore[arg-type]
@@ -60,9 +59,7 @@ def test_a_decode_engine_that_freezes(main: Main) -> None:
 
 
 def test_a_prefill_engine_whose_core_stands_still_while_its_worker_lives(main: Main) -> None:
-    """The worker answers D all the while, and /health is green: D gives P up after `stall`, long
-    before the patience.
-    """
+    """Worker and /health answer. D gives P up after `stall`, long before the patience."""
     asked = [body(tokens(1800 + at, time.monotonic()), 8) for at in range(8)]
     plain = at_once(lambda one: ask(main.plain.url, one), asked)
     stalled, before = main.decode.metric("vllm:disagg_failed_stalled_total"), main.decode.received
@@ -80,9 +77,9 @@ def test_a_prefill_engine_whose_core_stands_still_while_its_worker_lives(main: M
     began = time.monotonic()
     try:
         for answer, expected in zip(answers, plain, strict=True):
-            expect_same(answer.result(STALL + 30), expected)
+            expect_same(answer.result(STALL_SECONDS + 30), expected)
         assert main.prefill.is_ready(), "its API server lives"
-        assert time.monotonic() - began > STALL / 2
+        assert time.monotonic() - began > STALL_SECONDS / 2
         assert main.decode.metric("vllm:disagg_failed_stalled_total") > stalled
     finally:
         os.kill(core, signal.SIGCONT)
@@ -103,9 +100,7 @@ def test_a_prefill_engine_that_dies_and_comes_back(main: Main) -> None:
 
 
 def test_a_decode_engine_that_dies(main: Main) -> None:
-    """There is no other one: every request ends with an explicit error, soon, and P gives its
-    blocks back.
-    """
+    """There is no other: each request soon ends with an explicit error, and P frees its blocks."""
     asked = [body(tokens(1500 + at, f"no decode engine {at}"), 24) for at in range(6)]
     timer = threading.Timer(0.1, lambda: main.decode.stop(gently=0))
     timer.start()

@@ -1,5 +1,6 @@
-"""Every endpoint that generates, through the clients' own libraries, beside a plain vLLM: equal
-except ids and times.
+"""Every endpoint that generates, with the clients' own libraries, compared with a plain vLLM.
+
+Answers are equal except ids and times.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ TOOL = {
 
 
 def lasting(answer: Any) -> Any:
-    """An answer without what differs from one request to the next."""
+    """Returns an answer without the fields that differ from request to request."""
     if hasattr(answer, "model_dump"):
         answer = answer.model_dump()
     if isinstance(answer, dict):
@@ -54,7 +55,7 @@ def lasting(answer: Any) -> Any:
 
 
 def said(events: Any) -> list[Any]:
-    """All that a stream said, however it was cut into events."""
+    """Returns the whole content of a stream, independent of its division into events."""
     text: dict[str, str] = {}
     rest: list[Any] = []
     for event in map(lasting, events):
@@ -102,7 +103,7 @@ def messages(url: str, **more: Any) -> Any:
 
 
 def same(main: Main, ask: Callable[..., Any], **more: Any) -> Any:
-    """The answer through the proxy, which is the plain engine's, and moved KV."""
+    """Returns the proxy's answer; fails unless it equals the plain engine's and moved KV."""
     before = main.decode.received
     if more.get("stream"):
         ours, theirs = said(ask(main.proxy.url, **more)), said(ask(main.plain.url, **more))
@@ -138,7 +139,7 @@ def test_anthropic_messages(main: Main, stream: bool) -> None:
 
 
 def test_a_client_that_has_heard_enough(main: Main) -> None:
-    """What it heard is the same, and closing its stream frees the engines."""
+    """The content so far is the same, and closing the stream frees the engines."""
 
     def begin(url: str) -> str:
         stream = chat(url, stream=True, extra_body={"ignore_eos": True, "max_tokens": 1500})

@@ -1,6 +1,4 @@
-"""Through the proxy, the answer is plain vLLM's: at every length, streamed or not, alone or among
-many.
-"""
+"""Answers through the proxy equal plain vLLM's: all lengths, streamed or not, alone or many."""
 
 from __future__ import annotations
 
@@ -37,12 +35,12 @@ BLOCK_BYTES = 4 * LAYER_BYTES
 
 
 def needed(lengths: Iterable[int]) -> int:
-    """Bytes that must travel for prompts of which nobody has seen anything."""
+    """Returns the bytes to transfer for prompts without any cached prefix."""
     return sum(-(-length // BLOCK) for length in lengths) * BLOCK_BYTES
 
 
 class Transfers:
-    """Asserts that just so many bytes of KV arrived while this is open."""
+    """Asserts that exactly so many bytes of KV arrive while this context is open."""
 
     def __init__(self, main: Main) -> None:
         self.decode = main.decode
@@ -143,8 +141,9 @@ def test_stop_tokens_and_lower_bounds(main: Main) -> None:
 
 @pytest.mark.parametrize("length", [2, BLOCK - 1, BLOCK + 1, CHUNK])
 def test_seeds(main: Main, length: int) -> None:
-    """Not beyond a chunk: on CPU, vLLM 0.32 dies of a seeded prompt in several ("CPU Generator does
-    not use offset").
+    """Not beyond one chunk: on CPUs vLLM 0.32 dies of a seeded prompt in several chunks.
+
+    Its error is "CPU Generator does not use offset".
     """
     prompt = tokens(length, f"seed {length}")
     seen = {

@@ -1,9 +1,9 @@
-"""Two prefill and two decode instances under steady load; each in turn is killed, started again,
-frozen, thawed, drained, and replaced by a new one at another address.
+"""Faults of two prefill and two decode instances under steady load.
 
-Every answer must be EXACT (text, usage and finish reason of an undisturbed run) or CLEAN (an
-explicit error in time), and 99.9 % EXACT. `make chaos` runs it: it takes 5 to 20 minutes, and
-prints what each fault cost.
+Each instance in turn is killed, started again, frozen, thawed, drained, and replaced by a new one
+at another address. Every answer must be EXACT (text, usage and finish reason of an undisturbed
+run) or CLEAN (an explicit error in time), and 99.9 % EXACT. `make chaos` runs it: it takes 5 to 20
+minutes, and prints the cost of each fault.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """What a client got of an answer."""
+    """One answer as its client got it."""
 
     text: str = ""
     finish: str = ""
@@ -57,7 +57,7 @@ CLEAN = "clean: "
 
 @dataclass
 class Phase:
-    """What happened from one fault to the next."""
+    """The requests from one fault to the next."""
 
     name: str
     counts: Counter[str] = field(default_factory=Counter)
@@ -66,7 +66,7 @@ class Phase:
 
 
 def jobs() -> list[Job]:
-    """Prompts of many lengths, answers of many lengths, streams and not."""
+    """Returns prompts and answers of many lengths, streamed and not."""
     made = []
     for at, length in enumerate((20, 130, 300, 520, 900, 1400)):
         more = {"model": "tiny", "temperature": 0, "max_tokens": 20 + 25 * at, "ignore_eos": True}
@@ -141,7 +141,7 @@ def in_stream(raw: bytes) -> Result:
 
 
 class Load:
-    """Clients that ask again and again, and compare."""
+    """Clients that send requests without a break, and compare the answers."""
 
     def __init__(self, url: str, right: list[tuple[Job, Result]]) -> None:
         self._url, self._right = url, right
@@ -247,7 +247,7 @@ def disturb(machine: Machine, proxy: Proxy, load: Load, engine: Engine) -> None:
 
 
 def replace(machine: Machine, proxy: Proxy, load: Load, old: Engine) -> Engine:
-    """Drain an instance through the admin API, stop it when it is gone, and add a new one."""
+    """Drains an instance by the admin API, stops it when it is gone, and adds a new one."""
     role = "kv_producer" if old.name.startswith("P") else "kv_consumer"
     new = Engine(
         f"{old.name}new", machine.folder, role=role, cpu=old.env["VLLM_CPU_OMP_THREADS_BIND"]
@@ -271,7 +271,7 @@ def replace(machine: Machine, proxy: Proxy, load: Load, old: Engine) -> Engine:
 
 
 def show(load: Load, proxy: Proxy) -> None:
-    """What each fault cost, and what the proxy did about it."""
+    """Prints the cost of each fault, and the proxy's reaction."""
     print(f"\n{'':22}{'exact':>7}{'clean':>7}{'wrong':>7}{'slowest':>9}")
     for phase in load.phases:
         exact, clean, wrong = (phase.counts[how] for how in ("exact", "clean", "wrong"))

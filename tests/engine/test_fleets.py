@@ -1,6 +1,4 @@
-"""Our proxy in front of engines that are not ours: vLLM's NixlConnector (one leg after the other)
-and plain vLLM, mixed.
-"""
+"""The proxy before other engines: NixlConnector (legs in turn) and plain vLLM, mixed."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ BLOCK = 128 * 1024  # bytes of KV that this model has for one
 
 
 class Fleet:
-    """A prefill and a decode engine with NixlConnector and one plain engine, behind our proxy."""
+    """A prefill and a decode engine with NixlConnector and one plain engine, behind the proxy."""
 
     def __init__(self, machine: Machine) -> None:
         self.prefill = nixl("NP", "kv_producer", "0", machine)
@@ -37,8 +35,10 @@ class Fleet:
         machine.start(self.proxy)
 
     def has_moved_more_than(self, before: float) -> bool:
-        """Whether the decode engine has read so many bytes of KV. Its statistics come out with its
-        next step, and it may be late with everything where NIXL's threads spin on the only core.
+        """Returns whether the decode engine has read so many bytes of KV.
+
+        Its statistics come with its next step, which is late while NIXL's threads spin on the only
+        core.
         """
         try:
             ask(self.decode.url, body([5], 1), timeout=10)
@@ -83,7 +83,7 @@ def test_answers_are_exact_and_kv_moves(fleet: Fleet) -> None:
 
 
 def test_what_cannot_be_split_is_balanced(fleet: Fleet) -> None:
-    """Whole requests go to both decode instances, the one without a connector too."""
+    """Aggregated requests go to both decode instances, also to the one without a connector."""
     before = [engine.metric("vllm:request_success_total") for engine in (fleet.decode, fleet.plain)]
     for at in range(6):
         job = body(tokens(60, f"whole {at}"), echo=True)
@@ -93,9 +93,7 @@ def test_what_cannot_be_split_is_balanced(fleet: Fleet) -> None:
 
 
 def test_a_killed_prefill_engine_is_survived(fleet: Fleet) -> None:
-    """Under load. Who had its KV there gets an error or the right answer; afterwards all is
-    answered without it.
-    """
+    """Under load: requests with KV there get an error or the right answer; later ones go on."""
     jobs = [body(tokens(length, f"killed {length}"), 24) for length in LENGTHS]
     right = [ask(fleet.plain.url, job) for job in jobs]
     over, failed, exact = threading.Event(), list[Exception](), 0
@@ -134,7 +132,7 @@ def test_a_killed_prefill_engine_is_survived(fleet: Fleet) -> None:
 
 
 def respond(url: str, job: dict[str, object]) -> object:
-    """All of a whole answer of /v1/responses that lasts; its error if that is what came."""
+    """Returns a whole answer of /v1/responses without ids and times, or its error."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
     try:
         connection.request(
@@ -150,8 +148,9 @@ def respond(url: str, job: dict[str, object]) -> object:
 
 
 def test_what_a_stopping_engine_leaves_is_no_answer(fleet: Fleet, machine: Machine) -> None:
-    """vLLM calls a response completed that it gave up because of a SIGTERM. Nobody else is there:
-    its client gets an error.
+    """vLLM marks a response as completed that it gave up because of a SIGTERM.
+
+    Without another engine its client gets an error.
     """
     proxy = Proxy(machine.folder, [], fleet.plain, name="proxy6")
     machine.start(proxy)

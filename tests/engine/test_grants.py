@@ -1,4 +1,4 @@
-"""Straight to the engines: grants that do not hold, and legs whose other leg never comes."""
+"""Requests directly to the engines: invalid grants, and legs without their other leg."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_garbage(main: Main, params: object) -> None:
 
 
 def refused(main: Main) -> dict[str, tuple[str, str]]:
-    """(role, grant) of grants that must count for nothing."""
+    """Yields (role, grant) of grants that must have no effect."""
     legs, stranger = main.legs, keys.FleetKey(b"s" * keys.KEY_BYTES)
     new = grants.new_transfer
     good = legs.mint("decode", new())
@@ -123,9 +123,7 @@ def refused(main: Main) -> dict[str, tuple[str, str]]:
 
 
 def test_grants_that_do_not_hold(main: Main) -> None:
-    """Each costs its own request a prefill here, at most after the time in which P counts as
-    silent.
-    """
+    """Each one costs its request a prefill here, at most after P's time limit for silence."""
     cases = refused(main)
     urls = dict(engines(main))
     asked = {name: body(tokens(400, f"refused {name}")) for name in cases}
@@ -181,7 +179,7 @@ def test_two_prompts_and_one_grant(main: Main) -> None:
 
 
 def test_legs_that_are_not_of_one_prompt(main: Main) -> None:
-    """As when two engines make different tokens of one body: D computes its own, at once."""
+    """As when two engines tokenize one body differently: D computes its own prompt, at once."""
     before = main.decode.received
     for at, (delay, what) in enumerate(
         itertools.product((0.0, 1.0), ("longer", "shorter", "one token"))

@@ -1,4 +1,4 @@
-"""Images: an image becomes tokens of the prompt, and their KV travels like that of others."""
+"""Images: an image becomes tokens of the prompt, and their KV is transferred as all other KV."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pair(machine: Machine) -> Iterator[Pair]:
 
 
 def image(seed: str) -> str:
-    """Noise, as an address that holds it."""
+    """Returns random pixels as a data address."""
     packed = io.BytesIO()
     Image.frombytes("RGB", (56, 56), random.Random(seed).randbytes(3 * 56 * 56)).save(packed, "PNG")
     return f"data:image/png;base64,{base64.b64encode(packed.getvalue()).decode()}"
@@ -55,7 +55,7 @@ def chat(words: str, *images: str) -> Body:
 
 
 def test_a_hundred_chats_through_the_proxy(pair: Pair, machine: Machine) -> None:
-    """Images and words of their own; one text and many images; one image and many texts."""
+    """Different images and texts; one text and many images; one image and many texts."""
     proxy = Proxy(machine.folder, pair.prefill, pair.decode, name="images-proxy")
     machine.start(proxy)
     asked = [chat(english(40 + 35 * at, f"own {at}"), image(f"own {at}")) for at in range(40)]
@@ -78,7 +78,7 @@ def test_a_hundred_chats_through_the_proxy(pair: Pair, machine: Machine) -> None
 
 
 def test_legs_that_have_seen_different_images(pair: Pair) -> None:
-    """As when each fetches it from an address that gives another one each time."""
+    """As when each engine fetches an address that returns another image each time."""
     words, transfer, before = english(900, "legs"), grants.new_transfer(), pair.decode.received
     one, other = (chat(words, image(seed)) for seed in ("one leg", "the other leg"))
     first = {**one, "max_tokens": 1, **with_grant(pair.legs.mint("prefill", transfer))}

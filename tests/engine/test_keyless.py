@@ -1,6 +1,4 @@
-"""Engines without a fleet key: they do not start, or say what that means and still dial nothing but
-this machine.
-"""
+"""Engines without a fleet key: they refuse to start, or warn and dial this machine only."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ def test_an_engine_without_a_key_does_not_start(main: Main) -> None:
 
 
 def forged(engine: peers.EngineInfo, *to: str) -> str:
-    """A decode grant that a client without any key has made: its own worker, which says it holds
-    what P's do.
-    """
+    """Returns a decode grant from a client without a key: its worker claims to hold P's layers."""
     source = peers.WorkerInfo("evil/0", *to, holds=engine.workers[0].holds)
     until = engine.clock + 600.0
     return grants.mint(
@@ -46,8 +42,9 @@ def forged(engine: peers.EngineInfo, *to: str) -> str:
 
 
 def test_what_a_client_mints_is_an_ordinary_request(main: Main) -> None:
-    """Nothing is dialled, and the prefix cache holds what D has computed: the prompt has the same
-    tokens for all others.
+    """No address is dialled, and the prefix cache holds KV that D has computed.
+
+    The prompt gives the same tokens for all others.
     """
     asked = body(tokens(700, "a system prompt"))
     plain = ask(main.plain.url, asked)

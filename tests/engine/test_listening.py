@@ -1,6 +1,4 @@
-"""What an engine's processes listen on: as much as plain vLLM does, and what the transport needs,
-on the loopback.
-"""
+"""Listening sockets of an engine: those of plain vLLM, and the transport's, on the loopback."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ def owners(engine: Engine) -> dict[int, list[tuple[str, int]]]:
 
 
 def expect_listening(engine: Engine, plain: Engine, counts: set[int]) -> None:
-    """`counts`: how many sockets of our own there may be, all in the worker, beside those that a
-    plain engine has.
-    """
+    """Checks our own listening sockets, all in the worker; `counts`: the permitted numbers."""
     assert engine._process is not None
     assert not beyond_loopback(engine._process.pid), engine.name
     found, alone = (

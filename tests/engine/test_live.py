@@ -1,6 +1,4 @@
-"""`vllm-disagg plan --live`: a real proxy with real engines under load, judged by what it measured
-itself.
-"""
+"""`vllm-disagg plan --live`: real engines under load, compared with its own measurements."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ EACH = 0.4  # seconds between two requests of a client; two clients
 
 
 def stream(url: str, prompt: list[int]) -> tuple[float, float]:
-    """Seconds to the first token, and for each later one, as the client sees them."""
+    """Returns the seconds to the first token, and of each later one, at the client."""
     asked = body(
         prompt, ANSWER, ignore_eos=True, stream=True, stream_options={"include_usage": True}
     )
@@ -48,7 +46,7 @@ def stream(url: str, prompt: list[int]) -> tuple[float, float]:
 
 @contextmanager
 def load(url: str, seen: list[tuple[float, float, float]]) -> Iterator[None]:
-    """Two clients that ask again and again; what they saw, and when an answer ended."""
+    """Runs two clients without a break; returns their measurements and the ends of answers."""
     over = threading.Event()
 
     def client(name: int) -> None:

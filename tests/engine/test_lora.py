@@ -1,4 +1,4 @@
-"""LoRA adapters: both legs name one as their model, and get what one plain vLLM with it answers."""
+"""LoRA adapters: both legs name one as their model, and answers equal plain vLLM's with it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ ENV = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
 
 def adapter(folder: Path, of: str, seed: int) -> str:
-    """A random adapter of the attention of a model, as peft writes it, strong enough to change
-    answers.
-    """
+    """Writes a random adapter of a model's attention, strong enough to change answers."""
     config = json.loads((Path(of) / "config.json").read_text())
     hidden, width = config["hidden_size"], config["head_dim"]
     out = {
@@ -76,9 +74,7 @@ def pair(machine: Machine) -> Iterator[Pair]:
 
 
 def test_each_adapter_and_the_model_itself(pair: Pair) -> None:
-    """The same prompts for all three, mixed, with a prefix of which D has a cache: of each, its
-    own.
-    """
+    """The same prompts for all three, mixed, each with a prefix in D's cache."""
     before = pair.decode.received
     common = tokens(300, "lora common")
     prompts = [common + tokens(1 + 17 * at, f"lora {at}") for at in range(34)]
@@ -102,7 +98,7 @@ def test_an_adapter_that_d_does_not_have_is_said_so(pair: Pair, machine: Machine
 
 
 def test_another_adapter_of_the_same_name_gives_no_kv(pair: Pair, machine: Machine) -> None:
-    """D computes the prompt itself, at once."""
+    """D computes the prompt, at once."""
     for engine, seed in ((pair.prefill, 4), (pair.decode, 5), (pair.plain, 5)):
         load(
             engine,
@@ -120,7 +116,7 @@ def test_another_adapter_of_the_same_name_gives_no_kv(pair: Pair, machine: Machi
 def test_an_adapter_whose_files_were_replaced_at_p_gives_no_kv(
     pair: Pair, machine: Machine
 ) -> None:
-    """By those that D has loaded: what P computes with are still the old ones."""
+    """P gets the files that D has loaded, but still computes with the old ones."""
     old, new = (adapter(machine.folder / f"fifth-{seed}", model("dense"), seed) for seed in (6, 7))
     for engine, path in ((pair.prefill, old), (pair.decode, new), (pair.plain, new)):
         load(engine, "fifth", path)

@@ -1,6 +1,4 @@
-"""A fleet that changes under load: an instance is drained, comes back, and engines make themselves
-known.
-"""
+"""A fleet that changes under load: an instance is drained and comes back, and engines register."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ QUIET = 2.0  # seconds of load between changes
 
 @contextmanager
 def load(main: Main) -> Iterator[list[object]]:
-    """One client that asks again and again; every answer must be the plain engine's."""
+    """Runs one client without a break; every answer must equal the plain engine's."""
     jobs = [body(tokens(20 + 90 * at, f"membership {at}"), 8) for at in range(6)]
     right = [ask(main.plain.url, job) for job in jobs]
     failed: list[object] = []
@@ -64,7 +62,7 @@ def test_instances_come_and_go_under_load(main: Main) -> None:
 
 
 def test_engines_make_themselves_known(main: Main) -> None:
-    """A proxy that was told of nobody; both engines have looked for it since they started."""
+    """The proxy has no configured instances; both engines try to register since their start."""
     proxy = Proxy(
         main.machine.folder, [], [], "--allow-registration", name="meeting", port=main.meeting
     )

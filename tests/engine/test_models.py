@@ -1,7 +1,7 @@
-"""Every kind of KV cache: plain vLLM's answers through a pair, or a refusal in words.
+"""Every kind of KV cache: plain vLLM's answers through a pair, or a refusal with its reason.
 
-Prompts cross attention windows, chunks and blocks; half of them share a prefix that D has in its
-cache, and several are under way at a time.
+Prompts cross sliding windows, chunks and blocks. Half of them share a prefix in D's cache, and
+several run at a time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ LENGTHS = [
     900,
 ]
 AT_ONCE = 12
-NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 1}'
+NGRAM = (
+    '{"method": "ngram", "num_speculative_tokens": 3,'
+    ' "prompt_lookup_max": 4, "prompt_lookup_min": 1}'
+)
 DRAFT = json.dumps(
     {
         "method": "draft_model",
@@ -112,7 +115,7 @@ class Pair:
         self.legs = Legs(machine.key, self.prefill, self.decode)
 
     def check(self, asked: list[Body]) -> list[Record]:
-        """Plain vLLM's answers, after the pair's were found to be the same."""
+        """Returns plain vLLM's answers; fails unless the pair's are the same."""
         plain = several(lambda one: ask(self.plain.url, one), asked)
         for ours, expected, what in zip(several(self.legs.ask, asked), plain, asked, strict=True):
             expect_same(ours, expected, f"{len(what['prompt'])} tokens:")
@@ -161,10 +164,11 @@ def test_a_prefix_that_d_has(pair: Pair) -> None:
 
 
 def test_states_and_attention_in_one_model(machine: Machine) -> None:
-    """Qwen3-Next, whose linear layers vLLM's CPU build computes in bfloat16 only. There what is
-    computed together, and in how many steps, decides between tokens of nearly equal probability. So
-    one prompt at a time, of such lengths that plain vLLM too computes the last token, which D
-    computes, in a step of its own.
+    """Qwen3-Next, with linear layers that vLLM's CPU build computes in bfloat16 only.
+
+    In bfloat16 the batch and the number of steps decide between tokens of nearly equal probability.
+    So prompts run one at a time, with lengths for which plain vLLM too computes the last token in a
+    separate step, as D does.
     """
     machine.stop()
     pair = Pair(machine, "linear", "linear", "--no-enable-prefix-caching", "--dtype", "bfloat16")

@@ -1,5 +1,4 @@
-"""Pairs in other modes than vLLM's defaults, each mode on both sides: answers are plain vLLM's, and
-KV moves.
+"""Pairs in other modes than vLLM's defaults, on both sides: exact answers, and KV moves.
 
 In float32: a mode may change how requests are batched.
 """
@@ -32,7 +31,7 @@ PARAMS = [pytest.param(mode, marks=COMPILER if mode == "compiled" else ()) for m
 
 
 class Pair:
-    """And a plain vLLM of the same mode."""
+    """A pair, and a plain vLLM of the same mode."""
 
     def __init__(self, machine: Machine, mode: str) -> None:
         flags = ["--dtype", "float32", *MODES[mode]]

@@ -1,6 +1,7 @@
-"""Inside vLLM's MultiConnector beside its OffloadingConnector, with room for few blocks, so that
-what was computed once is kept in host memory and loaded again. Only the copying itself is ours
-(`copying.py`): vLLM's needs a GPU.
+"""In vLLM's MultiConnector with its OffloadingConnector, which has room for few blocks.
+
+So computed KV is kept in host memory and loaded again. Only the copying is ours (`copying.py`):
+vLLM's needs a GPU.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def test_what_left_the_cache_comes_back_and_is_transferred(pair: Pair) -> None:
 
 
 def test_whole_requests_use_what_d_has_kept(pair: Pair) -> None:
-    """With echo they are D's alone."""
+    """Requests with `echo` run at D alone."""
     prompts = [tokens(400 + 16 * at, f"offloading {at}") for at in range(16)]
     before = pair.decode.metric(LOADED)
     pair.check([body(prompt, 8, echo=True) for prompt in prompts])

@@ -1,6 +1,4 @@
-"""Engines with hardly any room: requests are preempted on both sides, and every answer is right all
-the same.
-"""
+"""Engines with little room: requests are preempted on both sides, and every answer is right."""
 
 from __future__ import annotations
 
@@ -72,9 +70,7 @@ def test_long_answers_preempt_on_the_decode_side(main: Main, small: Small) -> No
 
 
 def test_the_prefill_side_preempts(main: Main, small: Small) -> None:
-    """Requests of its own, which grow, take P's blocks away from the prefill legs, which are
-    younger.
-    """
+    """P's own growing requests take blocks away from the prefill legs, which are younger."""
     before, _ = small.preemptions()
     own = [body(tokens(100 + at, f"own {at}"), 600, ignore_eos=True) for at in range(6)]
     plain = at_once(lambda one: ask(main.plain.url, one), own)

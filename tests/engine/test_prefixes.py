@@ -1,6 +1,4 @@
-"""Prefixes that one side, both, or neither has in its cache: only what is missing travels, and it
-fits.
-"""
+"""Prefixes in the cache of one side, both, or neither: only missing KV is transferred."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ PREFIXES = [BLOCK, 4 * BLOCK, 5 * BLOCK + 60]
 
 
 def warm(main: Main, where: str, prefix: list[int]) -> None:
-    """Let engines compute a prefix by themselves."""
+    """Has engines compute a prefix without a transfer."""
     for engine in (main.prefill, main.decode):
         if engine.name in where:
             assert ask(engine.url, body(prefix + tokens(BLOCK, "warming"), 1)).status == 200
@@ -52,7 +50,7 @@ def test_the_same_again(main: Main, length: int) -> None:
 
 
 def test_an_answer_becomes_the_next_prompt(main: Main) -> None:
-    """A conversation: D has cached what it generated, P has not."""
+    """A conversation: D has cached its generated tokens, P has not."""
     prompt = tokens(200, "conversation")
     for turn in range(6):
         answer = main.check(body(prompt, 60, ignore_eos=True))

@@ -1,7 +1,6 @@
-"""Data parallel engines: two ranks behind one API server, on either side. Each rank has made itself
-known to the proxy.
+"""Data parallel engines: two ranks behind one API server, on either side, registered at the proxy.
 
-In float32: two ranks batch otherwise than one engine does.
+In float32: two ranks batch differently from one engine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Runs the commands of README's code blocks as they stand, as a new user types them.
+"""Runs the commands of README's code blocks unchanged, as a new user types them.
 
-Only the model's name and the ports are replaced.  No argument is added.
+Only the model's name and the ports are replaced. No argument is added.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MARK = "DISAGG_README_TEST"  # in the environment of whatever a command starts
 
 
 def blocks() -> list[list[str]]:
-    """README's code blocks that hold commands, each a list of commands with their line breaks."""
+    """Returns README's code blocks that hold commands, each a list with line breaks kept."""
     found = re.findall(
         r"^```\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
     )
@@ -37,7 +37,7 @@ def blocks() -> list[list[str]]:
 
 
 def commands(block: str) -> list[str]:
-    """The commands of a block: a line goes on inside quotes and after a backslash."""
+    """Yields the commands of a block: a line goes on inside quotes and after a backslash."""
     made: list[str] = []
     text = ""
     for line in block.splitlines():
@@ -54,7 +54,7 @@ def commands(block: str) -> list[str]:
 
 
 def kind(command: str) -> str:
-    """What a command is, by its first words."""
+    """Returns the kind of a command, by its first words."""
     words = shlex.split(command, comments=True)
     name = (
         words[1]
@@ -68,7 +68,7 @@ def kind(command: str) -> str:
 
 
 def find(*kinds: str) -> list[str]:
-    """The commands of the one block that begins with these."""
+    """Returns the commands of the one block that begins with these."""
     (block,) = (
         b
         for b in blocks()
@@ -78,7 +78,7 @@ def find(*kinds: str) -> list[str]:
 
 
 class Shell:
-    """A new user's terminals, all in one folder."""
+    """The terminals of a new user, all in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -98,7 +98,7 @@ class Shell:
         self.running: list[subprocess.Popen[str]] = []
 
     def text(self, command: str) -> str:
-        """A command with this machine's model and ports."""
+        """Returns a command with this machine's model and ports."""
 
         def port(found: re.Match[str]) -> str:
             return str(self.ports.setdefault(found[0], free_port()))
@@ -106,7 +106,7 @@ class Shell:
         return re.sub(r"\bMODEL\b", str(MODEL), re.sub(r"\b8[0-9]{3}\b", port, command))
 
     def run(self, command: str) -> str:
-        """What a command prints that ends."""
+        """Runs a command to its end; returns its output."""
         done = subprocess.run(
             ["bash", "-c", self.text(command)],
             cwd=self.folder,
@@ -119,12 +119,12 @@ class Shell:
         return done.stdout
 
     def export(self, command: str) -> None:
-        """Set a variable for the commands that follow."""
+        """Sets a variable for the following commands."""
         name, _, value = shlex.split(command, comments=True)[1].partition("=")
         self.env[name] = value
 
     def start(self, command: str) -> subprocess.Popen[str]:
-        """A command that goes on until Ctrl-C, in a terminal of its own."""
+        """Starts a command in a separate terminal; it runs until Ctrl-C."""
         log = self.log(len(self.running)).open("w")
         with log:
             self.running.append(
@@ -145,7 +145,7 @@ class Shell:
         return self.folder / f"terminal-{number}.log"
 
     def expect(self, number: int, words: str) -> str:
-        """All that a terminal shows, once it shows these words."""
+        """Returns the output of a terminal as soon as it contains these words."""
         process, path = self.running[number], self.log(number)
 
         def shown() -> bool:
@@ -159,14 +159,14 @@ class Shell:
         return path.read_text(errors="replace")
 
     def interrupt(self) -> list[int]:
-        """Ctrl-C in each terminal, the last one first; the exit statuses."""
+        """Sends Ctrl-C to each terminal, the last one first; returns the exit statuses."""
         for process in self.running[::-1]:
             os.killpg(process.pid, signal.SIGINT)
             process.wait(30)
         return [process.returncode for process in self.running]
 
     def left(self) -> list[int]:
-        """Processes that the commands have started and that still run."""
+        """Returns processes of the commands that still run."""
         mark, found = f"{MARK}={self.mark}".encode(), []
         for process in Path("/proc").glob("[0-9]*"):
             try:

@@ -1,6 +1,4 @@
-"""vLLM's own way in three steps, through the proxy: a prompt is rendered, tokens are generated, and
-become text again.
-"""
+"""vLLM's three steps through the proxy: render a prompt, generate tokens, turn them into text."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ pytestmark = [
 
 
 class Rendering:
-    """A pair with the endpoints, and its proxy."""
+    """A pair with these endpoints, and its proxy."""
 
     def __init__(self, machine: Machine) -> None:
         self.prefill = Engine("rendering-P", machine.folder, FLAG, role="kv_producer", cpu="0")
@@ -57,7 +55,7 @@ def post(url: str, path: str, body: object) -> Any:
 
 
 def in_steps(url: str, path: str, asked: dict[str, object]) -> list[str]:
-    """The texts that come of it."""
+    """Returns the texts of the three steps."""
     rendered = post(url, f"{path}/render", asked)
     parts = rendered if isinstance(rendered, list) else [rendered]
     assert all(part["kv_transfer_params"] is None for part in parts)

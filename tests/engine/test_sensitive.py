@@ -1,6 +1,4 @@
-"""Would these tests see it?  A decode engine that gets one block of a transfer wrong must turn them
-red.
-"""
+"""Checks the tests: a decode engine with one wrong block of a transfer must turn them red."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ PROMPTS = 8
 
 
 class Faulty:
-    """The main prefill engine with a decode engine that writes what it is told to write wrongly."""
+    """The main prefill engine with a decode engine that writes wrong bytes on command."""
 
     def __init__(self, machine: Machine, main: Main) -> None:
         self.fault = machine.folder / "fault"
@@ -36,7 +34,7 @@ class Faulty:
         self.legs = Legs(machine.key, main.prefill, self.decode)
 
     def count_wrong(self, fault: str) -> int:
-        """How many of eight answers the comparison finds wrong."""
+        """Returns how many of eight answers the comparison finds wrong."""
         self.fault.write_text(fault)
         self.rounds += 1
         asked = [

@@ -1,6 +1,4 @@
-"""A prefill engine that refuses or stands still behind a healthy API server, and answers that have
-not begun yet.
-"""
+"""A prefill engine refuses or stalls behind a healthy API server, before answers begin."""
 
 from __future__ import annotations
 
@@ -34,8 +32,9 @@ JOB = {
 
 
 class Shim(ThreadingHTTPServer):
-    """In front of P: refuses prefill legs of /v1/responses as vLLM's admission does, a moment after
-    they came.
+    """A server before P that refuses prefill legs of /v1/responses a moment after they arrive.
+
+    vLLM's admission does the same.
     """
 
     daemon_threads = True
@@ -92,7 +91,7 @@ def pair(machine: Machine) -> Iterator[tuple[Engine, Engine]]:
 
 
 def respond(url: str, seconds: float) -> tuple[str, int, float]:
-    """The text of a streamed response, how many beginnings it had, and how long it took."""
+    """Returns a streamed response's text, its number of beginnings, and its duration."""
     connection, began = (
         http.client.HTTPConnection(url.removeprefix("http://"), timeout=seconds),
         time.monotonic(),
@@ -136,9 +135,7 @@ def test_a_refusal_of_p_is_seen_before_the_first_content(
 
 @contextmanager
 def held(engine: Engine, run: float = 0.0, pause: float = 1.0) -> Iterator[None]:
-    """Its engine process stands still, but for `run` seconds after each `pause`; its API server
-    lives.
-    """
+    """Freezes the engine process, except for `run` seconds after each `pause`, not its server."""
     core = core_of(engine)
     over = threading.Event()
 
@@ -194,7 +191,8 @@ def test_an_engine_that_stands_still_is_found_and_one_at_work_is_not(
         ):  # a step in 1.5 s: eight chunks take longer than an engine may stand still
             ours = ask(proxy.url, long)
         print(
-            f"a prompt of eight chunks at a slow P: {time.monotonic() - began:.1f} s, {fallbacks(proxy)}"
+            f"a prompt of eight chunks at a slow P: {time.monotonic() - began:.1f} s,"
+            f" {fallbacks(proxy)}"
         )
         expect_same(ours, ask(decode.url, long), "slow")
         assert not fallbacks(proxy) and proxy.members()[prefill.url]
@@ -209,7 +207,8 @@ def test_an_engine_that_stands_still_is_found_and_one_at_work_is_not(
             assert ask(proxy.url, body(tokens(310, "next"))).status == 200
             again = time.monotonic() - again
         print(
-            f"P stands still: answered after {answered:.1f} s, found after {found:.1f} s, the next one took {again:.2f} s"
+            f"P stands still: answered after {answered:.1f} s, found after {found:.1f} s,"
+            f" the next one took {again:.2f} s"
         )
         expect_same(ours, ask(decode.url, job), "frozen")
         assert answered < PATIENCE and found < 2 * STILL and again < STILL / 2

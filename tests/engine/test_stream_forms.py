@@ -1,8 +1,7 @@
-"""Streams as vLLM's own code forms them, with thoughts and calls, broken off at every event: no
-engine runs here.
+"""Streams from vLLM's own code, with reasoning and tool calls, broken off at every event.
 
-The tiny models of the other tests neither think nor call tools at any length. These names are those
-of vLLM 0.32.
+No engine runs here: the tiny models of the other tests neither reason nor call tools at length. The
+names are those of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ CALLS = [("look", ['{"a', '": "x', 'y"}']), ("wait", ["{}"])]
 
 
 def deltas(width: int) -> list[dict[str, Any]]:
-    """What vLLM's parsers make of the tokens, `width` of them at a time."""
+    """Yields the deltas of vLLM's parsers for the tokens, `width` of them at a time."""
 
     def merged(parts: list[str]) -> list[str]:
         return ["".join(parts[at : at + width]) for at in range(0, len(parts), width)]
@@ -137,7 +136,8 @@ def messages(width: int) -> list[bytes]:
                 "delta": delta,
                 "finish_reason": "tool_calls" if at == len(said) - 1 else None,
             }
-            yield f"data: {json.dumps({**head, 'choices': [choice], 'usage': {**usage, 'completion_tokens': 0}})}\n\n"
+            chunk = {**head, "choices": [choice], "usage": {**usage, "completion_tokens": 0}}
+            yield f"data: {json.dumps(chunk)}\n\n"
         yield f"data: {json.dumps({**head, 'choices': [], 'usage': usage})}\n\n"
         yield "data: [DONE]\n\n"
 

@@ -1,5 +1,4 @@
-"""Engines of different parallelism and block sizes: four pairs of four engines, compared with one
-plain vLLM.
+"""Engines of different parallelism and block sizes: four pairs, compared with one plain vLLM.
 
 In float32: with bfloat16 the order of sums in tensor parallelism alone may decide between tokens of
 nearly equal probability.
@@ -27,7 +26,7 @@ AT_ONCE = 12
 
 @dataclass
 class Asked:
-    """Requests and what plain vLLM answers."""
+    """Requests and plain vLLM's answers to them."""
 
     bodies: list[Body]
     plain: list[Record]

@@ -1,6 +1,4 @@
-"""Two workers a side. What is right is what the prefill engine itself says: it computes everything,
-and loads nothing.
-"""
+"""Two workers on each side; the reference is the prefill engine, which computes everything."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ from test_exact import needed
 
 
 class Tp2:
-    """Each engine has a core of its own: vLLM's workers spin while they wait, and starve another
-    engine's there.
-    """
+    """Two engines on separate cores: vLLM's workers spin while they wait, and starve others."""
 
     def __init__(self, machine: Machine) -> None:
         both = ["--tensor-parallel-size", "2"]

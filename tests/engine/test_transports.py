@@ -1,6 +1,4 @@
-"""A pair by each carrier besides ZMQ: answers are plain vLLM's, the bytes came by that carrier, and
-a dead P costs no answer.
-"""
+"""A pair by each transport except ZMQ: exact answers, bytes by that transport, and a dead P."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ class Pair:
             expect_same(ours, expected)
 
     def comes_up(self) -> None:
-        """Requests until the carrier has come up beside ZMQ."""
+        """Sends requests until the transport is in use instead of ZMQ."""
 
         def done() -> bool:
             before = self.carried

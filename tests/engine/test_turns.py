@@ -1,6 +1,4 @@
-"""Conversations: P reads back what D computed while it answered, so the next turn costs P its new
-text only.
-"""
+"""Conversations: P reads the KV of D's answers back, so each turn costs P its new text only."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import threading
 import time
 
 from asking import (
-    TIMEOUT,
+    TIMEOUT_SECONDS,
     Record,
     ask,
     ask_and_leave,
@@ -32,12 +30,12 @@ CONVERSATIONS, TURNS = 16, 6
 
 
 def whole(count: int) -> int:
-    """Of so many tokens those in whole blocks."""
+    """Returns how many of these tokens are in whole blocks."""
     return count // BLOCK * BLOCK
 
 
 def computed_and_reused(main: Main) -> tuple[float, float]:
-    """Tokens that P has computed of prompts, and bytes that it has read back."""
+    """Returns (prompt tokens that P has computed, bytes that it has read back)."""
     names = "vllm:request_prefill_kv_computed_tokens_sum", "vllm:disagg_reused_bytes_total"
     computed, reused = (main.prefill.metric(name) for name in names)
     return computed, reused
@@ -81,7 +79,7 @@ def test_many_conversations_at_once(main: Main) -> None:
 
 
 def test_chats_of_text(main: Main) -> None:
-    """What comes back as text is other tokens than it was, here and there."""
+    """Text that comes back is tokenized differently here and there."""
 
     def chat(at: int) -> None:
         messages = [{"role": "user", "content": english(500, f"chat {at}")}]
@@ -94,7 +92,7 @@ def test_chats_of_text(main: Main) -> None:
 
 
 def warm(main: Main, name: str, length: int = 1000) -> tuple[list[int], Record]:
-    """A prompt that D has cached and P has not, and the right answer to it."""
+    """Returns a prompt that D has cached and P has not, and the right answer to it."""
     prompt = tokens(length, name)
     assert ask(main.decode.url, body(prompt, 1)).status == 200
     prompt += tokens(100, "new")
@@ -109,7 +107,7 @@ def test_a_prefill_leg_whose_decode_leg_never_comes(main: Main) -> None:
 
 
 def test_grants_that_are_odd(main: Main) -> None:
-    """Only a proxy could mint them; each costs its own request some time at most."""
+    """Only a proxy could mint them; each costs its request some time at most."""
     worker = main.legs.d.workers[0]
     for name, sources in (
         ("nobody", []),
@@ -152,7 +150,7 @@ def test_d_is_killed_while_p_reads(main: Main) -> None:
     began = time.monotonic()
     answers = at_once(lambda job: ask(main.proxy.url, job[0]), jobs)
     timer.join()
-    assert time.monotonic() - began < TIMEOUT / 4
+    assert time.monotonic() - began < TIMEOUT_SECONDS / 4
     for answer, (_, right) in zip(answers, jobs, strict=True):
         expect_exact_or_clean(answer, right)
     wait("P gives its blocks back", lambda: main.prefill.usage == 0, 20)

@@ -1,8 +1,7 @@
-"""Prefill and decode engines of two versions of vLLM with the same code of ours; what is right is
-what plain vLLM of this environment answers. DISAGG_OTHER_VLLM names the other environment (`make
-versions` does).
+"""Prefill and decode engines of two versions of vLLM, with the same code of ours.
 
-In float32: how sums are ordered may have changed between versions.
+The reference is plain vLLM of this environment. DISAGG_OTHER_VLLM names the other environment
+(`make versions` sets it). In float32: the order of sums may differ between versions.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def versions(machine: Machine) -> Iterator[Versions]:
 
 
 def test_both_versions_alone_give_the_same_tokens(versions: Versions) -> None:
-    """Else nothing below could be compared. Without a grant the other decode engine is a plain one."""
+    """The condition for the other tests. Without a grant the other decode engine is a plain one."""
     alone = several(
         lambda one: ask(versions.other_d.url, {**one, "cache_salt": "alone"}), versions.bodies
     )

@@ -1,7 +1,7 @@
-"""A model whose layers are computed in another order than their names say: Zamba2, two blocks of
-attention in turn.
+"""Zamba2, a model whose layers are computed in another order than their names have.
 
-What is offered before it is computed is fetched before it is computed, with a checksum that fits.
+It has two blocks of attention in turn. Layers announced too early would be read too early, with a
+checksum that fits.
 """
 
 from __future__ import annotations

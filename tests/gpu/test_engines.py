@@ -1,6 +1,4 @@
-"""Two real engines on one GPU with a model of real size, beside a plain one and beside
-NixlConnector, in one run.
-"""
+"""Two engines on one GPU, a model of real size, compared with plain vLLM and NixlConnector."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Gather and scatter by the Triton kernel against numpy: on a GPU, or interpreted on the CPU
-(TRITON_INTERPRET=1).
+"""Gather and scatter by the Triton kernel against numpy.
+
+On a GPU, or interpreted on the CPU (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def cache(
 
 
 def in_memory_order(part: torch.Tensor) -> np.ndarray:
-    """(blocks, bytes of a block) as they lie."""
+    """Returns (blocks, bytes of a block) in memory order."""
     order = sorted(range(1, part.dim()), key=lambda axis: -part.stride(axis))
     dense = part.permute(0, *order).contiguous()
     return dense.view(torch.uint8).reshape(part.shape[0], -1).cpu().numpy()
@@ -83,7 +84,7 @@ def test_gather_and_scatter_against_numpy(name: str, dtype: torch.dtype) -> None
 
 
 def test_some_heads_only() -> None:
-    """A slice of the heads: rows at a distance."""
+    """A slice of the heads has rows at a distance."""
     whole = cache((BLOCKS, TOKENS, HEADS, DIM), (0, 1, 2, 3), torch.bfloat16, 1)
     part = whole[:, :, 1:2]
     (plane,) = device.planes_of(part, BLOCKS)
@@ -117,7 +118,7 @@ def staged(seed: int) -> tuple[torch.Tensor, object]:
 
 
 class Link:
-    """Only its stream is used."""
+    """Has the only field in use: the stream."""
 
     stream = torch.cuda.Stream() if HERE.type == "cuda" else None
 

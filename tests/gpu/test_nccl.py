@@ -1,5 +1,6 @@
-"""NCCL for real: two processes, one GPU or two. Needs a GPU; on one of them NCCL >= 2.30.4 for two
-ranks.
+"""NCCL between two processes on one GPU or two.
+
+Needs a GPU; for two ranks on one GPU, NCCL >= 2.30.4.
 """
 
 from __future__ import annotations
@@ -40,9 +41,7 @@ def test_bytes_are_right_and_the_rates_are_told() -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_peer_that_dies_or_freezes_does_not_hang_the_other(how: signal.Signals) -> None:
-    """The prefill worker is hit in the middle of a stream; the decode worker must say so, and end,
-    in time.
-    """
+    """The prefill worker is hit in mid-stream; the decode worker must report it and end."""
     command = [
         sys.executable,
         str(ROOT / "benchmarks/gpu_transfer.py"),

@@ -123,7 +123,7 @@ async def test_no_byte_of_a_refused_body_is_kept() -> None:
             hand.bodies == [0]
             and server.held_bytes == 0
             and not connection._body
-            and not connection._early
+            and not connection._early_bytes
         )
         hand.go.set()
         assert (await client.receive()).status == 200
@@ -308,7 +308,7 @@ async def test_more_than_one_body_of_early_bytes_is_not_kept() -> None:
             await asyncio.sleep(0)
         await until(lambda: server.held_bytes <= len(BODY))
         (connection,) = server.connections
-        assert not connection._early
+        assert not connection._early_bytes
         hand.go.set()
         reply = await asyncio.wait_for(client.receive(), 2)
         assert (reply.status, reply.headers["connection"]) == (200, "close")
@@ -339,7 +339,7 @@ async def test_who_reads_no_answers_gets_no_more_requests_served() -> None:
             client.writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 100)
             await asyncio.sleep(0)
         (connection,) = server.connections
-        await until(lambda: connection.paused and connection._waits)
+        await until(lambda: connection.paused and connection._awaits_reader)
         served = len(hand.bodies)
         await asyncio.sleep(0.05)
         assert len(hand.bodies) == served < 40_000

@@ -28,11 +28,11 @@ class Cors:
     def handle(self, request: HttpRequest, client: Connection) -> bool:
         """Add what a browser has to know to the answer; whether that was all (a preflight)."""
         origin = find(request.headers, b"origin")
-        client.extra = self._headers(origin)
+        client.extra_headers = self._headers(origin)
         asked = find(request.headers, b"access-control-request-method")
         if not (origin and asked and request.method == "OPTIONS"):
             return False
-        if not client.extra:
+        if not client.extra_headers:
             client.answer(403, [], b"")
             return True
         fields = find(request.headers, b"access-control-request-headers") or b"*"

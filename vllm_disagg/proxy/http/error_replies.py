@@ -19,8 +19,8 @@ class RequestFailed(Exception):
 
 def end_stream(client: Connection, status: int, message: str) -> None:
     """End a stream that has begun with an error that no client can miss."""
-    if client.last_words:
-        client.write(client.last_words(status, message))
+    if client.close_frame:
+        client.write(client.close_frame(status, message))
     elif client.path == "/v1/messages":
         error = {"type": "error", "error": {"type": "api_error", "message": message}}
         client.write(b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n")

@@ -82,8 +82,8 @@ async def join(client: Connection, answer: UpstreamResponse) -> None:
         answer.send(data)
 
     reason: Reason = "timeout"
-    client.last_words, client.on_pause = frames.close, answer.flow
-    answer.on_full(client.hold)
+    client.close_frame, client.on_pause = frames.close, answer.flow
+    answer.on_full(client.pause_reading)
     client.switch(end_to_end(answer.headers), to_instance)
     idle = StallTimer(
         lambda: (meter.sent, meter.received),

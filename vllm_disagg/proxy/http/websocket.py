@@ -82,8 +82,8 @@ async def join(client: Connection, answer: UpstreamResponse) -> None:
         answer.send(data)
 
     reason: Reason = "timeout"
-    client.close_frame, client.on_pause = frames.close, answer.flow
-    answer.on_full(client.pause_reading)
+    client.close_frame, client.on_pause = frames.close, answer.pause_reading
+    answer.on_send_pause(client.pause_reading)
     client.switch(end_to_end(answer.headers), to_instance)
     idle = StallTimer(
         lambda: (meter.sent, meter.received),

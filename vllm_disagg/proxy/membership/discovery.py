@@ -240,7 +240,7 @@ class Discovery:
     async def _listen(self, instance: Instance, interval: float) -> str:
         """What is wrong with it; empty when it lives."""
         loop, pool = asyncio.get_running_loop(), self._pools[instance.url]
-        life, heard = loop.time(), pool.heard
+        life, heard = loop.time(), pool.chunks_received
         asking = asyncio.create_task(
             self._ask(instance, "GET", "/health", timeout=BUSY_HEALTH_SECONDS)
         )
@@ -251,8 +251,8 @@ class Discovery:
                 life += max(
                     0.0, loop.time() - looked - interval
                 )  # we stood still, and have not read what came
-                if pool.heard != heard:
-                    life, heard = loop.time(), pool.heard
+                if pool.chunks_received != heard:
+                    life, heard = loop.time(), pool.chunks_received
                 elif loop.time() - life > self._silence:
                     instance.down("is silent")
                     return "is silent"

@@ -292,7 +292,7 @@ async def test_a_full_kv_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
         assert {(await w.post()).json()["text"] for _ in range(4)} == {"d1"}
 
 
-@pytest.mark.parametrize("part", ["_ask", "_note", "_probe"])
+@pytest.mark.parametrize("part", ["_request", "_report_change", "_probe"])
 async def test_a_mistake_in_one_watch_ends_that_watch_only(
     part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

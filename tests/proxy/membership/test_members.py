@@ -414,11 +414,11 @@ def test_registrations_cannot_be_forged_or_repeated() -> None:
         }
         return RegistrationNote(**{**fields, "number": number, **other})
 
-    assert registry.tell(sign(KEY, note(0, challenge="")), 0.0) == "again" and not registry.members(
-        0.0
-    )
+    assert registry.register(
+        sign(KEY, note(0, challenge="")), 0.0
+    ) == "again" and not registry.members(0.0)
     first = sign(KEY, note(1))
-    assert registry.tell(first, 0.0) == "ok" and registry.members(0.0) == {D1}
+    assert registry.register(first, 0.0) == "ok" and registry.members(0.0) == {D1}
     for bad in (
         first,
         sign(KEY, note(0)),
@@ -433,17 +433,17 @@ def test_registrations_cannot_be_forged_or_repeated() -> None:
         b"x" * 5000,
     ):
         with pytest.raises(BadGrant):
-            registry.tell(bad, 0.0)
+            registry.register(bad, 0.0)
     with pytest.raises(BadGrant):
-        Registry(FleetKey(None)).tell(sign(FleetKey(None), note(2)), 0.0)
-    assert registry.tell(sign(KEY, note(2, incarnation="old", leaving=True)), 1.0) == "ok"
+        Registry(FleetKey(None)).register(sign(FleetKey(None), note(2)), 0.0)
+    assert registry.register(sign(KEY, note(2, incarnation="old", leaving=True)), 1.0) == "ok"
     assert registry.members(1.0) == {D1}, "another incarnation's goodbye"
     assert registry.members(EXPIRY_SECONDS + 1) == frozenset()
-    assert registry.tell(sign(KEY, note(3)), 20.0) == "ok"
-    assert registry.tell(sign(KEY, note(4, leaving=True)), 21.0) == "ok" and not registry.members(
-        21.0
-    )
-    assert Registry(KEY).tell(first, 0.0) == "again", "a proxy's restart"
+    assert registry.register(sign(KEY, note(3)), 20.0) == "ok"
+    assert registry.register(
+        sign(KEY, note(4, leaving=True)), 21.0
+    ) == "ok" and not registry.members(21.0)
+    assert Registry(KEY).register(first, 0.0) == "again", "a proxy's restart"
 
 
 async def test_an_engine_registers_itself_and_says_goodbye() -> None:

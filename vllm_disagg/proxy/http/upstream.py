@@ -557,7 +557,7 @@ class ConnectionPool:
 
 
 def pool_of(pools: dict[str, ConnectionPool], url: str) -> ConnectionPool:
-    """Returns an instance's pool; raises Unreachable when the instance has left since its choice."""
+    """Returns an instance's pool; raises Unreachable when the instance has left the fleet."""
     pool = pools.get(url)
     if pool is None:
         raise Unreachable("refused", _LEFT_DETAIL)

@@ -1,4 +1,4 @@
-"""Carries out the decisions of `reconcile`: instances join, leave and are removed during service."""
+"""Carries out decisions of `reconcile`: instances join, leave and are removed while serving."""
 
 from __future__ import annotations
 

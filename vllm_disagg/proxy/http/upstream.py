@@ -256,7 +256,7 @@ class UpstreamConnection(asyncio.Protocol):
     def send_request(self, head: bytes, body: bytes, upgrade: bytes = b"") -> UpstreamResponse:
         """Sends a request and returns its answer, still without a head.
 
-        `upgrade`: the protocol that the request asks for. After a 101 all bytes are the answer's
+        `upgrade`: the protocol that the request offers. After a 101 all bytes are the answer's
         body.
         """
         self._answer = UpstreamResponse(self)
@@ -443,8 +443,8 @@ class ConnectionPool:
     ) -> UpstreamResponse:
         """Sends a request; returns when the answer's head is here. The caller closes the answer.
 
-        `upgrade`: the protocol to ask for, on a connection of its own; a status of 101 means that
-        the instance has switched to it. Raises Unreachable.
+        `upgrade`: the protocol to offer, on a new connection; a status of 101 means that the
+        instance has switched to it. Raises Unreachable.
         """
         request_head = self._request_head(method, path, headers, len(body), upgrade)
         connection = None if upgrade else self._take_idle()

@@ -1,6 +1,6 @@
 """Probes each instance, and notices within two seconds when its state changes.
 
-One task per instance asks /health four times a second. States of an instance:
+One task per instance requests /health four times a second. States of an instance:
 
     not probed --(probe succeeds)--> up --(see below)--> down --(probe succeeds)--> up
 
@@ -248,7 +248,7 @@ class Discovery:
         return any(other.up and other is not instance for other in self._fleet.of("decode"))
 
     async def _check_health(self, instance: Instance, interval: float) -> str:
-        """Asks /health; returns the reason if the instance does not live, else an empty text."""
+        """Requests /health; returns the reason if the instance does not live, else an empty text."""
         loop = asyncio.get_running_loop()
         pool = self._pools[instance.url]
         last_sign = loop.time()

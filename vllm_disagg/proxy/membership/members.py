@@ -43,7 +43,7 @@ class Members:
         watch: Callable[[Instance], Coroutine[None, None, None]],
         on_change: Callable[[], None],
     ) -> None:
-        """`connect` makes the pool of a URL; its flag tells whether the operator named the URL.
+        """`connect` makes the pool of a URL; its flag is True for a URL that the operator named.
 
         `watch` watches an instance until cancelled. `on_change` is called after each change.
         """
@@ -128,7 +128,7 @@ class Members:
             pool.close()
 
     def _settle(self) -> None:
-        """Makes the fleet as it is wanted."""
+        """Changes the fleet to the wanted one."""
         if not self._tasks:
             return
         here = {Member(i.url, i.role): i for i in self._fleet.instances}

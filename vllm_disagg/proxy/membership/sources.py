@@ -1,4 +1,4 @@
-"""Reads instances from a YAML file, and from DNS names that stand for many addresses.
+"""Reads instances from a YAML file, and from DNS names with many addresses.
 
 Both are read again and again. A source that fails keeps its last answer.
 """

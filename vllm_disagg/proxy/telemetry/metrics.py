@@ -150,7 +150,7 @@ class Metrics:
         self._failovers.labels(rung).inc()
 
     def now_waiting(self) -> int:
-        """Returns the number of requests that wait in this process, at all places."""
+        """Returns the number of requests that wait in this process."""
         return sum(count() for count in self.waiting.values())
 
     def render(self) -> bytes:

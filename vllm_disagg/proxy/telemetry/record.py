@@ -90,6 +90,6 @@ class RequestRecorder:
             )
 
     def shut(self) -> None:
-        """Writes what is buffered, and closes the access log and the tracer."""
+        """Writes buffered lines, and closes the access log and the tracer."""
         self._log.close()
         self._tracing.close()

@@ -78,7 +78,7 @@ class Tracing:
                 return
 
     def end(self, request: HttpRequest, status: int, facts: dict[str, object]) -> None:
-        """Ends all spans of a request. `facts` become attributes of its own span."""
+        """Ends all spans of a request. `facts` become attributes of the request's span."""
         spans = request.spans
         request.spans = []
         for span in reversed(spans):

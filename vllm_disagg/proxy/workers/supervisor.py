@@ -39,7 +39,7 @@ NOTE_LIFE_SECONDS = 10.0  # age up to which a registration is repeated to a new 
 
 
 class WorkerProcess:
-    """Stands for one worker through all its restarts."""
+    """Represents one worker through all its restarts."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -128,7 +128,7 @@ class BusHub:
                 worker.send(message)
 
     def _collect_metrics(self, worker: WorkerProcess) -> None:
-        """Asks all workers for their metrics; requests that arrive meanwhile share the answer."""
+        """Requests the metrics of all workers; a request already running is shared."""
         self._asking.append(worker)
         if len(self._asking) == 1:
             self._answered = set()

@@ -1,4 +1,4 @@
-"""Connections to engines: reuse, and what their ends mean."""
+"""Tests connections to instances: their reuse, and the meaning of their ends."""
 
 import asyncio
 import socket
@@ -186,7 +186,7 @@ def test_bad_urls(url: str) -> None:
 
 
 async def test_a_connection_that_is_reset_before_anything_is_said() -> None:
-    """As by a listener that dies with it in its queue: this must not be an endless wait."""
+    """A listener that dies resets the connections in its queue; the request must not hang."""
     e, pool = await engine()
     connection = await pool._connect()
     connection.close()
@@ -233,7 +233,7 @@ async def test_a_name_that_no_host_can_have_is_not_reached(host: str) -> None:
 
 
 async def test_a_standstill_of_ours_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine has accepted long ago; it is we who did not look."""
+    """The engine has accepted long ago; the test's own event loop was blocked."""
     monkeypatch.setattr(upstream, "CONNECT_SECONDS", 0.2)
     e, pool = await engine()
     for pause in range(6):  # at several moments of a connection's beginning

@@ -1,4 +1,4 @@
-"""Several processes that are one proxy."""
+"""Tests several processes that serve as one proxy."""
 
 import asyncio
 import os
@@ -140,7 +140,7 @@ async def test_two_workers_are_one_proxy(tmp_path: Path) -> None:
         w.port = int(line.rsplit(":", 1)[1])
 
         async def everywhere(url: str, **facts: Any) -> bool:
-            """Whether every worker says so; a new connection reaches any of them."""
+            """Returns whether every worker reports it; a new connection reaches any of them."""
             for _ in range(12):
                 rows = {row["url"]: row for row in await w.instances()}
                 if url not in rows or any(
@@ -263,7 +263,7 @@ asyncio.run(main())
 
 
 async def test_a_large_scrape_kills_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metrics of a large fleet are longer than any line."""
+    """Metrics of a large fleet exceed the line limit of a stream reader."""
     monkeypatch.setattr(supervisor, "METRICS_TIMEOUT_SECONDS", 15.0)
     table = os.memfd_create("test")
     os.truncate(table, size(1))

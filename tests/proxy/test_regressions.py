@@ -54,10 +54,8 @@ async def test_a_failed_stream_that_came_in_one_piece_is_no_answer(ending: bytes
 )
 def test_a_form_cannot_carry_what_json_must_not(kind: bytes) -> None:
     name = b"other" if b"charset" in kind else b"vllm_xargs"
-    part = (
-        b'--x\r\nContent-Disposition: form-data; name="%s"\r\n\r\n{"kv_transfer_params":"x"}\r\n--x--'
-        % name
-    )
+    disposition = b'Content-Disposition: form-data; name="%s"' % name
+    part = b'--x\r\n%s\r\n\r\n{"kv_transfer_params":"x"}\r\n--x--' % disposition
     with pytest.raises(bodies.BadBody):
         asyncio.run(bodies.check_form(kind, part))
     asyncio.run(bodies.check_form(b"multipart/form-data; boundary=x", part.replace(name, b"model")))

@@ -248,7 +248,7 @@ class Discovery:
         return any(other.up and other is not instance for other in self._fleet.of("decode"))
 
     async def _check_health(self, instance: Instance, interval: float) -> str:
-        """Requests /health; returns the reason if the instance does not live, else an empty text."""
+        """Requests /health; returns the reason if the instance is not well, else an empty text."""
         loop = asyncio.get_running_loop()
         pool = self._pools[instance.url]
         last_sign = loop.time()

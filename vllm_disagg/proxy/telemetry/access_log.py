@@ -24,7 +24,7 @@ class AccessLog:
         self._file: TextIO | None = None
         try:
             if path:
-                self._file = sys.stdout if path == "-" else open(path, "a")  # noqa: SIM115  until close()
+                self._file = sys.stdout if path == "-" else open(path, "a")  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"--access-log {path}: {error.strerror}") from None
 

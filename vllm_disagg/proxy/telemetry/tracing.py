@@ -26,11 +26,11 @@ class Tracing:
             return
         try:
             from opentelemetry import trace  # noqa: PLC0415  an extra, this and the following
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
+            from opentelemetry.exporter.otlp.proto.http import trace_exporter  # noqa: PLC0415
             from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
             from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
             from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
-            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator  # noqa: PLC0415
+            from opentelemetry.trace.propagation import tracecontext  # noqa: PLC0415
         except ImportError:
             raise ConfigError(
                 "--otlp-traces-endpoint needs the library: pip install 'vllm-disagg[otel]'"
@@ -38,10 +38,11 @@ class Tracing:
         self._provider: Any = TracerProvider(
             resource=Resource.create({"service.name": "vllm-disagg-proxy"})
         )
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+        exporter = trace_exporter.OTLPSpanExporter(endpoint)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("vllm_disagg.proxy")
         self._trace: Any = trace
-        self._propagator: Any = TraceContextTextMapPropagator()
+        self._propagator: Any = tracecontext.TraceContextTextMapPropagator()
 
     def begin(self, request: HttpRequest) -> None:
         """Begins the span of a request."""

@@ -174,8 +174,8 @@ def _sources(
     if settings.fleet_file:
         yield follow_file(settings.fleet_file, _FILE_CHECK_SECONDS, partial(members.set, "file"))
     if settings.names:
-        tell = within(networks, "dns", partial(members.set, "dns"))
-        yield follow_names(settings.names, settings.lookup_interval, tell)
+        on_members = within(networks, "dns", partial(members.set, "dns"))
+        yield follow_names(settings.names, settings.lookup_interval, on_members)
     if settings.selectors:
         yield kubernetes.follow(
             kubernetes.connect(settings.slices),

@@ -19,7 +19,7 @@ from typing import Any
 from ...errors import ConfigError
 from ..routing.fleet import Role
 from .reconcile import Member
-from .sources import Tell
+from .sources import OnMembers
 
 log = logging.getLogger(__name__)
 
@@ -107,9 +107,9 @@ async def follow(
     selectors: dict[Role, str],
     port: int,
     interval: float,
-    tell: Tell,
+    on_members: OnMembers,
 ) -> None:
-    """Calls `tell` with all ready instances, every `interval` seconds.
+    """Calls `on_members` with all ready instances, every `interval` seconds.
 
     While the API server does not answer, the fleet does not change. `lister`: from `connect`.
     """
@@ -134,5 +134,5 @@ async def follow(
             failing = True
         else:
             failing = False
-            tell(found)
+            on_members(found)
         await asyncio.sleep(interval)

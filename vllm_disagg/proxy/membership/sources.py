@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 
-Tell = Callable[[Iterable[Member]], None]  # takes all members that a source names
+OnMembers = Callable[[Iterable[Member]], None]  # takes all members that a source names
 
 
 def parse_fleet(text: str, where: str) -> frozenset[Member]:
@@ -64,8 +64,8 @@ def read_fleet(path: str) -> frozenset[Member]:
         raise ConfigError(f"{path}: cannot be read: {reason}") from None
 
 
-async def follow_file(path: str, interval: float, tell: Tell) -> None:
-    """Calls `tell` with the file's members now and after each change; an invalid file is ignored.
+async def follow_file(path: str, interval: float, on_members: OnMembers) -> None:
+    """Calls `on_members` with the file's members now and after each change; an invalid file is ignored.
 
     `interval`: seconds between two looks at the file.
     """
@@ -79,7 +79,7 @@ async def follow_file(path: str, interval: float, tell: Tell) -> None:
         if now != seen:
             seen = now
             try:
-                tell(read_fleet(path))
+                on_members(read_fleet(path))
             except ConfigError as error:
                 log.warning("fleet file: ignored, the fleet stays as it is: %s", error)
         await asyncio.sleep(interval)
@@ -96,14 +96,14 @@ def parse_name(text: str, flag: str) -> tuple[str, int]:
     return host.encode("idna").decode(), int(port)
 
 
-def within(networks: AllowedNetworks, source: str, tell: Tell) -> Tell:
-    """Returns a `tell` that leaves out members outside the allowed networks.
+def within(networks: AllowedNetworks, source: str, on_members: OnMembers) -> OnMembers:
+    """Returns a `on_members` that leaves out members outside the allowed networks.
 
     Each new one of them is logged once.
     """
     left_out: set[Member] = set()
 
-    def tell_allowed(members: Iterable[Member]) -> None:
+    def on_allowed_members(members: Iterable[Member]) -> None:
         nonlocal left_out
         left_out_before = left_out
         left_out = set()
@@ -116,13 +116,15 @@ def within(networks: AllowedNetworks, source: str, tell: Tell) -> Tell:
                 left_out.add(member)
                 if member not in left_out_before:
                     log.warning("%s (%s) is left out: %s", member.url, member.role, error)
-        tell(allowed)
+        on_members(allowed)
 
-    return tell_allowed
+    return on_allowed_members
 
 
-async def follow_names(names: list[tuple[Role, str, int]], interval: float, tell: Tell) -> None:
-    """Calls `tell` with all addresses of all names, every `interval` seconds.
+async def follow_names(
+    names: list[tuple[Role, str, int]], interval: float, on_members: OnMembers
+) -> None:
+    """Calls `on_members` with all addresses of all names, every `interval` seconds.
 
     `names`: role, host and port of each. A name that does not resolve keeps its last addresses.
     """
@@ -144,7 +146,7 @@ async def follow_names(names: list[tuple[Role, str, int]], interval: float, tell
             failing.discard(name)
             addresses = {cast(str, address[0]) for *_, address in found}
             last[name] = {_member(address, port, role) for address in addresses}
-        tell(set().union(*last.values()))
+        on_members(set().union(*last.values()))
         await asyncio.sleep(interval)
 
 

@@ -45,13 +45,13 @@ _TOKEN_SECONDS = (
 )
 
 _HISTOGRAMS = {
-    "ttft": ("From a request to the first byte of its stream, as its client sees it.", _SECONDS),
+    "ttft": ("Time from a request to the first byte of its stream, at the client.", _SECONDS),
     "itl": (
-        "Between the events of a stream; events that came together share their gap.",
+        "Time between the events of a stream; events of one chunk share their gap.",
         _TOKEN_SECONDS,
     ),
-    "tpot": ("For each token of a stream after the first.", _TOKEN_SECONDS),
-    "e2e": ("From a request to the end of its answer.", _SECONDS),
+    "tpot": ("Time per token of a stream after the first.", _TOKEN_SECONDS),
+    "e2e": ("Time from a request to the end of its answer.", _SECONDS),
     "queue": ("Phase 1: waiting in this proxy.", _SECONDS),
     "prefill_leg": ("Phase 2: a prefill leg, from its request to its answer.", _SECONDS),
     "handoff": ("Phase 3: from the prefill leg's answer to the stream's first byte.", _SECONDS),
@@ -75,7 +75,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "vllm_disagg_requests",
-            "Requests by how they ended.",
+            "Requests by path, mode and outcome.",
             ["path", "mode", "outcome"],
             registry=self._registry,
         )
@@ -87,7 +87,7 @@ class Metrics:
         )
         self._failovers = Counter(
             "vllm_disagg_failovers",
-            "What was tried after a failure.",
+            "Attempts after a failure, by rung.",
             ["rung"],
             registry=self._registry,
         )
@@ -200,22 +200,24 @@ class Metrics:
         up = GaugeMetricFamily(
             "vllm_disagg_instance_up", "Whether an instance answers.", labels=labels
         )
-        rests = GaugeMetricFamily(
-            "vllm_disagg_breaker_open", "Whether an instance rests after failures.", labels=labels
+        breaker_open = GaugeMetricFamily(
+            "vllm_disagg_breaker_open",
+            "Whether an instance's circuit breaker is open.",
+            labels=labels,
         )
-        leaves = GaugeMetricFamily(
+        leaving = GaugeMetricFamily(
             "vllm_disagg_instance_leaving", "Whether an instance is drained.", labels=labels
         )
         busy = GaugeMetricFamily("vllm_disagg_in_flight", "Requests at an instance.", labels=labels)
         for instance in (*self._fleet.instances, *self._fleet.leaving):
             names = [instance.url, instance.role]
             up.add_metric(names, float(instance.up))
-            rests.add_metric(names, float(instance.up and not instance.usable(time)))
-            leaves.add_metric(names, float(instance in self._fleet.leaving))
+            breaker_open.add_metric(names, float(instance.up and not instance.usable(time)))
+            leaving.add_metric(names, float(instance in self._fleet.leaving))
             busy.add_metric(names, float(instance.busy))
-        yield from (up, rests, leaves, busy)
+        yield from (up, breaker_open, leaving, busy)
         waiting = GaugeMetricFamily(
-            "vllm_disagg_waiting", "Requests that wait, by what for.", labels=["place"]
+            "vllm_disagg_waiting", "Requests that wait, by place.", labels=["place"]
         )
         for place, count in self.waiting.items():
             waiting.add_metric([place], count())

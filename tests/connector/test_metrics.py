@@ -21,8 +21,8 @@ def test_bytes_by_transport_are_reported_once_and_summed() -> None:
         first.count_sent(counters)
     taken = first.take()
     assert taken.data["received"] == {"gloo": 15} and first.take() is None
-    counters.landed("gloo", 1)
-    counters.landed("zmq", 2)
+    counters.count_received("gloo", 1)
+    counters.count_received("zmq", 2)
     first.count_sent(counters)
     second.data["received"] = {"zmq": 40}
     assert first.aggregate(second).data["received"] == {"gloo": 1, "zmq": 42}

@@ -138,7 +138,7 @@ def test_a_link_opens_sends_in_order_and_reports_each_end(library: Scripted) -> 
 def test_the_receiving_end_opens_at_the_first_blob_only(library: Scripted) -> None:
     made, reported = link(library, 1)
     assert not made.poll() and not library.calls  # type: ignore[attr-defined]
-    made.on_blob(b"i" * nccl.UNIQUE_ID_BYTES), made.hear(b"i" * nccl.UNIQUE_ID_BYTES)  # type: ignore[attr-defined]
+    made.on_blob(b"i" * nccl.UNIQUE_ID_BYTES), made.on_blob(b"i" * nccl.UNIQUE_ID_BYTES)  # type: ignore[attr-defined]
     assert library.calls == ["ncclCommInitRankConfig"]
     made.poll(), made.poll(), made.poll()  # type: ignore[attr-defined]
     assert reported == [pairs.LinkUp(3)]

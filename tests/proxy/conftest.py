@@ -1,4 +1,4 @@
-"""Coroutine tests run on uvloop, each with its own loop and a limit: a hang is a failure."""
+"""Runs coroutine tests on uvloop, each with its own loop and a time limit."""
 
 import asyncio
 import inspect

@@ -1,6 +1,4 @@
-"""Scripted stand-ins for engines, a client that sees every byte, and a proxy between them, in one
-process.
-"""
+"""Provides scripted engines, a client that sees every byte, and a proxy between them."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ LAYOUT = {"model": "m", "dtype": "bf16"}
 
 
 class Call:
-    """One request as an engine got it, and the way to answer it."""
+    """Holds one request as an engine received it, and answers it."""
 
     def __init__(
         self, engine: ScriptedEngine, method: str, path: str, headers: dict[str, str], raw: bytes
@@ -54,7 +52,8 @@ class Call:
     async def json(self, obj: object, status: int = 200, headers: str = "") -> None:
         data = json.dumps(obj).encode()
         self.raw_write(
-            f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\n{headers}content-length: {len(data)}\r\n\r\n"
+            f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\n"
+            f"{headers}content-length: {len(data)}\r\n\r\n"
         )
         self.writer.write(data)
         await self.writer.drain()
@@ -64,7 +63,8 @@ class Call:
 
     async def stream(self) -> None:
         self.raw_write(
-            "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+            "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+            "transfer-encoding: chunked\r\n\r\n"
         )
         await self.writer.drain()
 
@@ -97,9 +97,7 @@ _prefilled: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)  # by t
 
 
 async def answer(call: Call) -> None:
-    """What healthy engines do: decode answers after prefill. The text tells which leg and engine
-    made it.
-    """
+    """Answers as a healthy engine: D after P. The text names the leg and the engine."""
     if call.leg == "decode" and call.grant:
         await _prefilled[call.grant.transfer].wait()
         await asyncio.sleep(0.002)
@@ -107,7 +105,7 @@ async def answer(call: Call) -> None:
 
 
 async def answer_at_once(call: Call) -> None:
-    """As an engine whose prefix cache has all of the prompt."""
+    """Answers as an engine that has the whole prompt in its prefix cache."""
     if call.leg == "prefill" and call.grant:
         params = {"disagg_engine": call.engine.facts(call.rank)}
         await call.json({"choices": [{"text": "x"}], "kv_transfer_params": params})
@@ -127,7 +125,7 @@ async def one_more_token(call: Call) -> None:
 
 
 class ScriptedEngine:
-    """An HTTP server that answers probes as an engine would and everything else as `script` says."""
+    """Serves HTTP: answers probes as an engine, and other requests by `script`."""
 
     def __init__(self, name: str, role: str, script: Script = answer) -> None:
         self.name, self.role, self.script = name, role, script
@@ -172,13 +170,13 @@ class ScriptedEngine:
 
     @property
     def urls(self) -> list[str]:
-        """Its instances."""
+        """Returns the engine's instances."""
         return [f"{self.url}@{rank}" for rank in range(self.ranks) if self.names_ranks] or [
             self.url
         ]
 
     def rank_for(self, call: Call) -> int | None:
-        """Which data parallel rank serves a request: the one of its header; else they take turns."""
+        """Returns the data parallel rank for a request: its header's, else ranks take turns."""
         if not self.ranks:
             return None
         if call.path not in self.rankless and (given := call.headers.get("x-data-parallel-rank")):
@@ -198,7 +196,7 @@ class ScriptedEngine:
         return msgspec.to_builtins(engine) | {"clock": self.clock}
 
     def card(self, call: Call) -> dict[str, Any]:
-        """What the answer to a grant that does not hold says."""
+        """Returns the answer to a refused grant."""
         return {
             what: said
             for what, said in self.facts(call.rank).items()
@@ -207,11 +205,11 @@ class ScriptedEngine:
 
     @property
     def clock(self) -> float:
-        """Its own, which has nothing to do with the proxy's."""
+        """Returns the engine's clock, which is independent of the proxy's."""
         return self.began_at + time.monotonic()
 
     def accepts(self, call: Call) -> bool:
-        """As an engine does; the tests of who takes what come after."""
+        """Checks a grant as an engine does."""
         grant = call.grant
         if grant is None or (grant.leg == "probe" and not grant.engine):
             return True
@@ -222,7 +220,7 @@ class ScriptedEngine:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Die as a killed process does."""
+        """Dies like a killed process."""
         if self._server:
             self._server.close()
         for writer in list(self._writers):
@@ -276,7 +274,7 @@ class ScriptedEngine:
         return Call(self, method, path, headers, body)
 
     async def _step(self, call: Call) -> None:
-        """What needs the engine waits while that makes no steps."""
+        """Waits while the engine makes no steps."""
         while self.stuck and not call.gone.is_set():
             await asyncio.sleep(0.005)
 
@@ -338,7 +336,8 @@ class ScriptedEngine:
         elif call.path == "/metrics":
             text = self._metrics()
             call.raw_write(
-                f"HTTP/1.1 200 X\r\ncontent-type: text/plain\r\ncontent-length: {len(text)}\r\n\r\n{text}"
+                f"HTTP/1.1 200 X\r\ncontent-type: text/plain\r\n"
+                f"content-length: {len(text)}\r\n\r\n{text}"
             )
         elif call.path.endswith("tokenize"):
             await call.json({"tokens": [1]})
@@ -361,7 +360,7 @@ class ScriptedEngine:
 
 
 class Reply:
-    """What a client saw."""
+    """Holds an answer as a client received it."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -391,7 +390,7 @@ class Reply:
 
 
 class Client:
-    """One connection to the proxy."""
+    """Connects to the proxy."""
 
     opened: ClassVar[list[Client]] = []  # in this test; `conftest` closes them
 
@@ -406,7 +405,7 @@ class Client:
         self.writer.write("\r\n".join([*lines, "", ""]).encode() + body)
 
     async def receive(self) -> Reply:
-        """One answer; `complete` is False when the connection ended before it did."""
+        """Returns one answer; `complete` is False when the connection ended early."""
         reply = Reply()
         parser = httptools.HttpResponseParser(reply)
         while not reply.complete:
@@ -422,7 +421,7 @@ class Client:
 
 
 class World:
-    """A proxy with its engines."""
+    """Holds a proxy and its engines."""
 
     def __init__(self, prefills: list[ScriptedEngine], decodes: list[ScriptedEngine]) -> None:
         self.prefills, self.decodes = prefills, decodes
@@ -477,7 +476,7 @@ class World:
             client.close()
 
     async def start(self, **fields: Any) -> Client:
-        """Send a completion and do not wait for its answer."""
+        """Sends a completion and does not wait for its answer."""
         client = await self.connect()
         client.send(
             "POST", "/v1/completions", json.dumps({"model": "m", "prompt": "hi", **fields}).encode()
@@ -500,14 +499,12 @@ class World:
         return all(i["usable"] for i in await self.instances())
 
     async def until_probed(self, *engines: ScriptedEngine) -> None:
-        """These, or all, have answered a probe in full, and the proxy has read it; perhaps they are
-        not usable.
-        """
+        """Waits until these engines, or all, have answered a full probe, even if not usable."""
         await until(lambda: all(engine.told for engine in engines or self.prefills + self.decodes))
         await asyncio.sleep(0.1)
 
     async def instances(self) -> list[dict[str, Any]]:
-        """What the proxy says of each instance."""
+        """Returns the proxy's description of each instance."""
         key = {"authorization": f"Bearer {self.admin_key}"} if self.admin_key else {}
         reply = await self.get("/disagg/instances", **key)
         assert reply.status == 200, reply.body
@@ -515,7 +512,7 @@ class World:
 
 
 async def until(condition: Callable[[], Any], limit: float = 20.0) -> None:
-    """Wait for a condition, plain or a coroutine."""
+    """Waits for a condition, plain or a coroutine."""
     async with asyncio.timeout(limit):
         while True:
             value = condition()
@@ -532,7 +529,7 @@ async def world(
     prepare: Callable[[World], None] | None = None,
     **settings: Any,
 ) -> AsyncIterator[World]:
-    """A running proxy with that many engines."""
+    """Runs a proxy with scripted engines."""
     it = World(
         [ScriptedEngine(f"p{i}", "prefill") for i in range(prefill)],
         [ScriptedEngine(f"d{i}", "decode") for i in range(decode)],

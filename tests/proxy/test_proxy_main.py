@@ -1,4 +1,4 @@
-"""The command: its flags, its words, its signals."""
+"""Tests the command: its flags, messages and signals."""
 
 import argparse
 import asyncio

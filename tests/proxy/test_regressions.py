@@ -1,4 +1,4 @@
-"""Cases that a fresh reader of the proxy found, each of which once went wrong."""
+"""Tests faults of the proxy that a reader found."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENDINGS = {
 
 @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
 async def test_a_failed_stream_that_came_in_one_piece_is_no_answer(ending: bytes) -> None:
-    """It is complete before anybody looks into it."""
+    """The answer is complete before the proxy reads it."""
     async with world(decode=2) as w:
 
         async def stopping(call: Call) -> None:
@@ -35,7 +35,10 @@ async def test_a_failed_stream_that_came_in_one_piece_is_no_answer(ending: bytes
                 f"{len(piece):x}\r\n{piece.decode()}\r\n"
                 for piece in (ROLE, ending, b"data: [DONE]\n\n")
             )
-            head = "HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+            head = (
+                "HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\n"
+                "transfer-encoding: chunked\r\n\r\n"
+            )
             call.raw_write(f"{head}{chunks}0\r\n\r\n")
 
         for e in w.prefills + w.decodes:
@@ -51,10 +54,8 @@ async def test_a_failed_stream_that_came_in_one_piece_is_no_answer(ending: bytes
 )
 def test_a_form_cannot_carry_what_json_must_not(kind: bytes) -> None:
     name = b"other" if b"charset" in kind else b"vllm_xargs"
-    part = (
-        b'--x\r\nContent-Disposition: form-data; name="%s"\r\n\r\n{"kv_transfer_params":"x"}\r\n--x--'
-        % name
-    )
+    disposition = b'Content-Disposition: form-data; name="%s"' % name
+    part = b'--x\r\n%s\r\n\r\n{"kv_transfer_params":"x"}\r\n--x--' % disposition
     with pytest.raises(bodies.BadBody):
         asyncio.run(bodies.check_form(kind, part))
     asyncio.run(bodies.check_form(b"multipart/form-data; boundary=x", part.replace(name, b"model")))
@@ -69,9 +70,7 @@ async def test_a_drain_ends_with_its_instance() -> None:
 
 
 async def test_a_refusal_is_in_words_about_what_the_client_asked() -> None:
-    """P is asked for one token; D for as many as the client wants, and its refusal comes a little
-    later.
-    """
+    """P refuses a request for one token; D, a little later, one for the client's number."""
     async with world() as w:
 
         async def refuse(call: Call) -> None:
@@ -79,7 +78,8 @@ async def test_a_refusal_is_in_words_about_what_the_client_asked() -> None:
                 await asyncio.sleep(0.05)
             data = json.dumps({"error": {"message": f"{call.leg} refuses", "code": 400}})
             call.raw_write(
-                f"HTTP/1.1 400 X\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n{data}"
+                f"HTTP/1.1 400 X\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(data)}\r\n\r\n{data}"
             )
 
         w.p.script = w.d.script = refuse

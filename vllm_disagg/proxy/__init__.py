@@ -1,7 +1,7 @@
-"""The proxy: one OpenAI-compatible address in front of prefill and decode instances.
+"""Serves one OpenAI-compatible address in front of prefill and decode instances: the proxy.
 
 main -> requests -> settings -> workers -> membership, telemetry -> routing -> http
 
-Each of these is a folder, or a file, and imports only what stands to its right. `requests/relay.py`
-runs one request. Decisions are pure: failover, pairing, policies, continuation, fleet.
+Each name is a folder or a file, and imports only names to its right. `requests/relay.py` runs one
+request. Decisions are pure: failover, pairing, policies, continuation, fleet.
 """

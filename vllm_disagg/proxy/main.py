@@ -1,4 +1,4 @@
-"""`vllm-disagg proxy`: puts the parts together and runs them until a signal."""
+"""Runs `vllm-disagg proxy`: connects the parts and serves until a signal."""
 
 from __future__ import annotations
 
@@ -41,6 +41,12 @@ from .workers.bus import WorkerBus
 
 __all__ = ["add_arguments", "run", "serve"]
 
+_FILE_CHECK_SECONDS = 1.0  # between two looks at the fleet file
+_EXPIRY_CHECK_SECONDS = 1.0  # between two looks for expired registrations
+
+# Python's default looks for cycles very often, and a request makes few.
+_GC_THRESHOLDS = (50_000, 20, 100)
+
 
 async def serve(
     settings: ProxySettings,
@@ -48,22 +54,23 @@ async def serve(
     stop: asyncio.Event | None = None,
     must_fit: bool = False,
 ) -> None:
-    """Run a proxy until `stop` is set; `ready` is told the port once it listens.
+    """Runs a proxy until `stop` is set; calls `ready` with the port when it listens.
 
-    `must_fit`: ConfigError if, the first time that all instances answer, no two of them can work
-    together.
+    `must_fit`: raises ConfigError if no two instances can be paired, the first time that all of
+    them answer.
     """
-    fleet, policy, pools = Fleet(), Policy(settings.policy), dict[str, ConnectionPool]()
-    tls = ssl.create_default_context(cafile=settings.upstream_ca) if settings.upstream_ca else None
+    fleet = Fleet()
+    policy = Policy(settings.policy)
+    pools: dict[str, ConnectionPool] = {}
     networks = AllowedNetworks(settings.instance_networks)
-    admission = PrefillQueue(
+    prefill_queue = PrefillQueue(
         fleet, policy, settings.prefill_concurrency, settings.queue_size, settings.queue_timeout
     )
     discovery = Discovery(
         fleet,
         pools,
         settings.key,
-        admission.wake,
+        prefill_queue.wake,
         next(iter(settings.api_keys), ""),
         settings.silence,
         settings.patience,
@@ -71,9 +78,9 @@ async def serve(
     members = Members(
         fleet,
         pools,
-        connect=lambda url, named: ConnectionPool(url, tls, None if named else networks),
+        connect=_connector(settings, networks),
         watch=lambda instance: discovery.watch(instance, settings.probe_interval),
-        on_change=admission.wake,
+        on_change=prefill_queue.wake,
     )
     metrics = Metrics(fleet, settings.objectives)
     place = settings.place
@@ -82,21 +89,21 @@ async def serve(
         if settings.registration
         else None
     )
-    crew = WorkerBus(place, fleet, metrics.render, admission.wake) if place else None
-    metrics.crew = crew.texts if crew else None
+    bus = WorkerBus(place, fleet, metrics.render, prefill_queue.wake) if place else None
+    metrics.all_workers = bus.texts if bus else None
     admin = Admin(
         members,
         registry,
-        crew.broadcast if crew else None,
+        bus.broadcast if bus else None,
         networks,
         settings.admin_key,
         settings.api_keys,
     )
-    relay = Relay(fleet, policy, pools, admission, metrics, settings)
-    gate = ConcurrencyLimit(settings.max_requests, settings.queue_size, settings.queue_timeout)
-    metrics.waiting = {"work": lambda: len(gate), "prefill": lambda: len(admission)}
-    books = RequestRecorder(metrics, relay.tracing, AccessLog(settings.access_log))
-    api = Api(relay, admin, gate, books, settings)
+    relay = Relay(fleet, policy, pools, prefill_queue, metrics, settings)
+    limit = ConcurrencyLimit(settings.max_requests, settings.queue_size, settings.queue_timeout)
+    metrics.waiting = {"work": lambda: len(limit), "prefill": lambda: len(prefill_queue)}
+    recorder = RequestRecorder(metrics, relay.tracing, AccessLog(settings.access_log))
+    api = Api(relay, admin, limit, recorder, settings)
     server = Server(api.handle, settings.limits, api.body_limit, api.refused)
     port = await server.start(
         settings.host, settings.port, _listener_tls(settings), shared=place is not None
@@ -109,11 +116,8 @@ async def serve(
             ]
             running.append(members.start(tasks))
             stop = stop or asyncio.Event()
-            if crew:
-                running += [
-                    tasks.create_task(crew.sync()),
-                    tasks.create_task(crew.listen(members, registry, stop.set)),
-                ]
+            if bus:
+                running += _start_bus(tasks, bus, members, registry, stop)
             if must_fit and settings.prefill and settings.decode:
                 running.append(tasks.create_task(_refuse_misfit(fleet, settings.probe_interval)))
             if ready:
@@ -125,7 +129,29 @@ async def serve(
             members.close()
     finally:
         members.close()
-        await asyncio.to_thread(books.shut)  # may wait for a collector of spans
+        await asyncio.to_thread(recorder.shut)  # may wait for a collector of spans
+
+
+def _connector(
+    settings: ProxySettings, networks: AllowedNetworks
+) -> Callable[[str, bool], ConnectionPool]:
+    """Returns the function that makes the pool of a URL, which the operator has named or not."""
+    tls = ssl.create_default_context(cafile=settings.upstream_ca) if settings.upstream_ca else None
+    return lambda url, named: ConnectionPool(url, tls, None if named else networks)
+
+
+def _start_bus(
+    tasks: asyncio.TaskGroup,
+    bus: WorkerBus,
+    members: Members,
+    registry: Registry | None,
+    stop: asyncio.Event,
+) -> list[asyncio.Task[None]]:
+    """Connects this worker with the others; `stop` is set when the supervisor ends."""
+    return [
+        tasks.create_task(bus.sync()),
+        tasks.create_task(bus.listen(members, registry, stop.set)),
+    ]
 
 
 def _listener_tls(settings: ProxySettings) -> ssl.SSLContext | None:
@@ -139,17 +165,17 @@ def _listener_tls(settings: ProxySettings) -> ssl.SSLContext | None:
 def _sources(
     settings: ProxySettings, members: Members, registry: Registry | None, networks: AllowedNetworks
 ) -> Iterator[Coroutine[None, None, None]]:
-    """What says which instances there are; the flags say it here and now."""
-    given: list[tuple[Role, list[str]]] = [
+    """Sets the members that flags name, and yields a task for each other source."""
+    flags: list[tuple[Role, list[str]]] = [
         ("prefill", settings.prefill),
         ("decode", settings.decode),
     ]
-    members.set("flags", [Member(url, role) for role, urls in given for url in urls])
+    members.set("flags", [Member(url, role) for role, urls in flags for url in urls])
     if settings.fleet_file:
-        yield follow_file(settings.fleet_file, 1.0, partial(members.set, "file"))
+        yield follow_file(settings.fleet_file, _FILE_CHECK_SECONDS, partial(members.set, "file"))
     if settings.names:
-        tell = within(networks, "dns", partial(members.set, "dns"))
-        yield follow_names(settings.names, settings.lookup_interval, tell)
+        on_members = within(networks, "dns", partial(members.set, "dns"))
+        yield follow_names(settings.names, settings.lookup_interval, on_members)
     if settings.selectors:
         yield kubernetes.follow(
             kubernetes.connect(settings.slices),
@@ -165,38 +191,38 @@ def _sources(
 
 
 async def _expire(registry: Registry, members: Members) -> None:
-    """Engines that have fallen silent are wanted no more."""
+    """Drops engines whose registrations have expired, until cancelled."""
     while True:
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(_EXPIRY_CHECK_SECONDS)
         members.set("registration", registry.members(asyncio.get_running_loop().time()))
 
 
 async def _refuse_misfit(fleet: Fleet, interval: float) -> None:
-    """A wrong key or a wrong model is the operator's slip: say so at start, instead of serving
+    """Raises ConfigError when all instances answer and none can be paired.
+
+    A wrong key or model is the operator's mistake. It is reported at start, instead of serving
     without transfers.
     """
     while not all(instance.up for instance in fleet.instances):
         await asyncio.sleep(interval)
-    if words := fleet.misfit():
-        raise ConfigError(words)
+    if reason := fleet.misfit():
+        raise ConfigError(reason)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command; its exit status."""
+    """Runs the command; returns its exit status."""
     try:
         settings = from_arguments(args)
     except ConfigError as error:
         print(f"vllm-disagg proxy: {error}", file=sys.stderr)
         return 2
-    refused = supervisor.REFUSED_EXIT_STATUS if settings.place else 1
+    refused_status = supervisor.REFUSED_EXIT_STATUS if settings.place else 1
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a stream is two connections
-    gc.set_threshold(
-        50_000, 20, 100
-    )  # a request makes few cycles; the default threshold looks for them all the time
+    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))  # a stream takes two
+    gc.set_threshold(*_GC_THRESHOLDS)
     try:
         if settings.workers > 1 and not settings.place:
             return supervisor.run(
@@ -204,23 +230,21 @@ def run(args: argparse.Namespace) -> int:
                 settings.workers,
                 settings.host,
                 settings.port,
-                partial(_listening, settings),
+                partial(_print_address, settings),
             )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_until_signal(settings))
     except (OSError, UnicodeError) as error:  # UnicodeError: no name that DNS can have
-        why = getattr(error, "strerror", None) or "it is no host name"
-        print(
-            f"vllm-disagg proxy: cannot listen on {settings.host}:{settings.port}: {why}",
-            file=sys.stderr,
-        )
-        return refused
+        reason = getattr(error, "strerror", None) or "it is no host name"
+        address = f"{settings.host}:{settings.port}"
+        print(f"vllm-disagg proxy: cannot listen on {address}: {reason}", file=sys.stderr)
+        return refused_status
     except ExceptionGroup as errors:
         misfits, others = errors.split(ConfigError)
         if others or not misfits:
             raise
         print(f"vllm-disagg proxy: {misfits.exceptions[0]}", file=sys.stderr)
-        return refused
+        return refused_status
     return 0
 
 
@@ -228,10 +252,11 @@ async def _until_signal(settings: ProxySettings) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    ready = None if settings.place else partial(_listening, settings)
+    ready = None if settings.place else partial(_print_address, settings)
     await serve(settings, ready, stop, must_fit=True)
 
 
-def _listening(settings: ProxySettings, port: int) -> None:
+def _print_address(settings: ProxySettings, port: int) -> None:
+    scheme = "https" if settings.certfile else "http"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    print(f"listening on {'https' if settings.certfile else 'http'}://{host}:{port}", flush=True)
+    print(f"listening on {scheme}://{host}:{port}", flush=True)

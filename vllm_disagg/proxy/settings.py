@@ -1,4 +1,4 @@
-"""The proxy's settings, from its command line."""
+"""Defines the proxy's settings and reads them from the command line."""
 
 from __future__ import annotations
 
@@ -22,11 +22,18 @@ from .routing.policies import POLICY_NAMES, Name
 from .telemetry.metrics import LatencyObjectives
 from .workers.bus import WorkerPlace, parse_place
 
-MAX_PATIENCE_SECONDS = 86400.0  # seconds; engines refuse grants with more
+MAX_PATIENCE_SECONDS = 86400.0  # engines refuse grants that last longer
+
+# Open files of a worker that serve no client: listeners, logs, the fleet file, the event loop.
+_SPARE_FILES = 100
+_MIN_CONNECTIONS = 16
 
 
 class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """All there is to set.  What has no flag is here for tests."""
+    """Holds all settings of a proxy worker. Those without a flag exist for tests.
+
+    Times are in seconds.
+    """
 
     prefill: list[str]
     decode: list[str]
@@ -34,37 +41,33 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: list[str] = []
-    prefill_concurrency: int = (
-        8  # more overlaps tokenisation and queueing, fewer keep P's blocks for running work
-    )
+    # More overlap tokenisation and queueing; fewer keep P's KV blocks for running requests.
+    prefill_concurrency: int = 8
     queue_timeout: float = 60.0
     queue_size: int = 1024
-    max_requests: int = 0  # at work at a time; 0: no limit
+    max_requests: int = 0  # running at a time; 0: no limit
     request_timeout: float = 1800.0
-    patience: float = (
-        120.0  # seconds for a prefill leg; a quarter of it without a step of an engine
-    )
+    # For a prefill leg. An engine that owes an answer has a quarter of it for each step.
+    patience: float = 120.0
     probe_interval: float = 0.25
     policy: Name = "prefix_aware"
-    min_prompt_bytes: int = 0  # prompts of which a D misses less go to it whole
+    min_prompt_bytes: int = 0  # a D that misses fewer bytes of a prompt serves it aggregated
     spill: bool = False
-    silence: float = (
-        1.25  # seconds without a byte of an instance that owes one, until it counts as down
-    )
+    # Without a byte of an instance that owes an answer, until the instance counts as down.
+    silence: float = 1.25
     grace: float = 30.0
     limits: Limits = Limits()
     registration: bool = False
-    admin_key: str = ""  # without one nothing changes the fleet over HTTP
-    instance_networks: tuple[
-        Network, ...
-    ] = ()  # of instances that neither a flag nor the file names; (): see Networks
+    admin_key: str = ""  # empty: the fleet cannot be changed over HTTP
+    # Of instances that neither a flag nor the file names; (): see `AllowedNetworks`.
+    instance_networks: tuple[Network, ...] = ()
     fleet_file: str = ""
     names: list[tuple[Role, str, int]] = []  # DNS: role, host, port
     selectors: dict[Role, str] = {}  # Kubernetes
-    slices: bool = False  # the selectors are those of EndpointSlices, not of pods
+    slices: bool = False  # the selectors are for EndpointSlices, not for pods
     namespace: str = "default"
     pod_port: int = 8000
-    lookup_interval: float = 5.0  # of DNS and Kubernetes; the file is looked at every second
+    lookup_interval: float = 5.0  # of DNS and Kubernetes; the file is checked every second
     upstream_ca: str = ""
     certfile: str = ""
     keyfile: str = ""
@@ -73,10 +76,11 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     access_log: str = ""
     traces_endpoint: str = ""
     workers: int = 1
-    place: WorkerPlace | None = None  # among several workers
+    place: WorkerPlace | None = None  # with several workers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `vllm-disagg proxy` to a parser."""
     _add_fleet(parser.add_argument_group("the fleet"))
     _add_service(parser.add_argument_group("the service"))
     _add_choices(parser.add_argument_group("who serves a request"))
@@ -90,57 +94,60 @@ def _add_fleet(group: argparse._ArgumentGroup) -> None:
         metavar="URL",
         action="append",
         default=[],
-        help="a prefill instance; repeatable",
+        help="URL of a prefill instance; repeatable",
     )
     add(
         "--decode",
         metavar="URL",
         action="append",
         default=[],
-        help="a decode instance; repeatable, at least one",
+        help="URL of a decode instance; repeatable, at least one",
     )
     add(
         "--fleet-file",
         metavar="PATH",
         default="",
-        help="a YAML file with lists `prefill` and `decode`, watched",
+        help="YAML file with lists `prefill` and `decode` of URLs; changes are followed",
     )
     add(
         "--prefill-dns",
         metavar="HOST:PORT",
         action="append",
         default=[],
-        help="a name whose every address is a prefill instance, looked up again and again; repeatable",
+        help="DNS name; each of its addresses is a prefill instance; looked up every 5 s;"
+        " repeatable",
     )
     add(
         "--decode-dns",
         metavar="HOST:PORT",
         action="append",
         default=[],
-        help="the same for decode; repeatable",
+        help="DNS name of decode instances; repeatable",
     )
     add(
         "--service-discovery",
         action="store_true",
-        help="find instances among the pods of a Kubernetes cluster",
+        help="find instances among the pods of a Kubernetes cluster, by --prefill-selector"
+        " and --decode-selector",
     )
     add(
         "--service-discovery-namespace",
         metavar="NAME",
         default="default",
-        help="their namespace (default: %(default)s)",
+        help="namespace of the pods (default: %(default)s)",
     )
     add(
         "--service-discovery-port",
         metavar="PORT",
         type=int,
         default=8000,
-        help="their port (default: %(default)s)",
+        help="port of the API server in each pod (default: %(default)s)",
     )
     add(
         "--service-discovery-endpoints",
         action="store_true",
-        help="the selectors are labels of EndpointSlices (which have those of their Service), not of pods",
+        help="the selectors match labels of EndpointSlices (which copy those of their"
+        " Service) instead of pods",
     )
     add(
         "--prefill-selector",
@@ -159,27 +166,27 @@ def _add_fleet(group: argparse._ArgumentGroup) -> None:
     add(
         "--allow-registration",
         action="store_true",
-        help="take in engines that register themselves; needs --key-file",
+        help="accept engines that register themselves; needs --key-file",
     )
     add(
         "--admin-key",
         metavar="KEY",
         default="",
-        help="changes of the fleet over HTTP need this key; without one they are off"
-        f" (default: the environment's {keys.ADMIN_KEY})",
+        help="key for changes of the fleet over HTTP; without one such changes are off"
+        f" (default: environment variable {keys.ADMIN_KEY})",
     )
     add(
         "--instance-networks",
         metavar="CIDR,...",
         default="",
-        help="networks of instances that the admin API, registration, DNS and Kubernetes may add"
+        help="networks from which the admin API, registration, DNS and Kubernetes may add instances"
         " (default: all but link-local and multicast)",
     )
     add(
         "--upstream-ca",
         metavar="PATH",
         default="",
-        help="certificates to trust of https instances (default: what this system trusts)",
+        help="file of certificates to trust for https instances (default: those of this system)",
     )
 
 
@@ -191,70 +198,72 @@ def _add_service(group: argparse._ArgumentGroup) -> None:
         "--key-file",
         metavar="PATH",
         default="",
-        help="the fleet key, the same that the instances have",
+        help="file with the fleet key, the same as at the instances",
     )
     add(
         "--api-key",
         metavar="KEY",
         action="append",
         default=[],
-        help="clients must send this key; repeatable (default: the environment's VLLM_API_KEY)",
+        help="key that clients must send; repeatable (default: environment variable VLLM_API_KEY)",
     )
     add(
         "--no-api-key",
         action="store_true",
-        help="serve anybody, even on an address that others can reach",
+        help="serve clients without a key, even on an address that other machines can reach",
     )
     add(
         "--ssl-certfile",
         metavar="PATH",
         default="",
-        help="serve https with this certificate (chain)",
+        help="serve https with this certificate or chain",
     )
     add(
         "--ssl-keyfile",
         metavar="PATH",
         default="",
-        help="the certificate's key, if it is in a file of its own",
+        help="the certificate's key, if it is in another file",
     )
     add(
         "--allowed-origins",
         metavar="JSON",
         default="[]",
-        help="origins whose pages browsers may let ask us, as a JSON list (default: %(default)s)",
+        help="JSON list of origins whose web pages may call this proxy (CORS) (default:"
+        " %(default)s)",
     )
     add(
         "--objective-ttft",
         metavar="SECONDS",
         type=float,
         default=0.0,
-        help="streams whose first token comes later do not count as goodput (default: no objective)",
+        help="TTFT objective: streams whose first token comes later do not count as goodput"
+        " (default: none)",
     )
     add(
         "--objective-tpot",
         metavar="SECONDS",
         type=float,
         default=0.0,
-        help="the same for the time per output token",
+        help="TPOT objective: streams with a higher mean do not count as goodput (default: none)",
     )
     add(
         "--access-log",
         metavar="PATH",
         default="",
-        help="a JSON line for each request; - is standard output",
+        help="file for one JSON line per request; - is standard output",
     )
     add(
         "--otlp-traces-endpoint",
         metavar="URL",
         default="",
-        help="where OpenTelemetry spans go (OTLP over HTTP)",
+        help="collector of OpenTelemetry spans (OTLP over HTTP)",
     )
     add(
         "--workers",
         metavar="N",
         type=int,
         default=1,
-        help="processes that serve the port together (default: %(default)s)",
+        help="number of processes that share the port (default: %(default)s)",
     )
     add("--worker", metavar="PLACE", default="", help=argparse.SUPPRESS)
 
@@ -266,25 +275,27 @@ def _add_choices(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         type=int,
         default=8,
-        help="requests that one prefill instance works on at once (default: %(default)s)",
+        help="requests that run at one prefill instance at a time (default: %(default)s)",
     )
     add(
         "--policy",
         choices=POLICY_NAMES,
         default="prefix_aware",
-        help="how instances are chosen (default: %(default)s)",
+        help="policy that chooses instances (default: %(default)s)",
     )
     add(
         "--min-prompt-bytes",
         metavar="N",
         type=_natural,
         default=0,
-        help="a prompt is served whole by a decode instance that misses less than this of it (default: %(default)s)",
+        help="a decode instance that lacks the KV of fewer bytes of a prompt than this"
+        " computes it alone (default: %(default)s)",
     )
     add(
         "--spill",
         action="store_true",
-        help="when all prefill instances are full, a decode instance may serve a prompt whole, one at a time",
+        help="when all prefill instances are full, let each decode instance compute one"
+        " prompt at a time alone",
     )
 
 
@@ -295,21 +306,21 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         metavar="SECONDS",
         type=float,
         default=60.0,
-        help="longest wait for a prefill instance (default: %(default)s)",
+        help="longest wait of a request for a prefill instance (default: %(default)s)",
     )
     add(
         "--queue-size",
         metavar="N",
         type=int,
         default=1024,
-        help="requests that may wait; more are told to come back with 429 (default: %(default)s)",
+        help="requests that may wait; more are answered with 429 (default: %(default)s)",
     )
     add(
         "--max-concurrent-requests",
         metavar="N",
         type=int,
         default=0,
-        help="requests at work at a time, the rest waits; 0: no limit (default: %(default)s)",
+        help="requests that run at a time, the rest waits; 0: no limit (default: %(default)s)",
     )
     limits = Limits()
     add(
@@ -317,65 +328,68 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         type=int,
         default=0,
-        help="client connections at a time (default: as many as the open files allow)",
+        help="client connections at a time (default: as many as the limit of open files allows)",
     )
     add(
         "--max-header-bytes",
         metavar="N",
         type=int,
         default=limits.header_bytes,
-        help="(default: %(default)s)",
+        help="largest head of a request (default: %(default)s)",
     )
     add(
         "--max-body-bytes",
         metavar="N",
         type=int,
         default=limits.body_bytes,
-        help="(default: %(default)s)",
+        help="largest body of a request (default: %(default)s)",
     )
     add(
         "--max-all-bodies-bytes",
         metavar="N",
         type=int,
         default=limits.all_bodies_bytes,
-        help="of all requests that are read or run; more are told to come back with 503 (default: %(default)s)",
+        help="total size of the bodies of all requests that are read or run; more are"
+        " answered with 503 (default: %(default)s)",
     )
     add(
         "--header-timeout",
         metavar="SECONDS",
         type=float,
         default=limits.header_seconds,
-        help="in which a request's head must be here (default: %(default)s)",
+        help="longest time for a request's head to arrive (default: %(default)s)",
     )
     add(
         "--body-timeout",
         metavar="SECONDS",
         type=float,
         default=limits.body_seconds,
-        help="in which a request's body must be here (default: %(default)s)",
+        help="longest time for a request's body to arrive (default: %(default)s)",
     )
     add(
         "--stall-timeout",
         metavar="SECONDS",
         type=float,
         default=limits.stall_seconds,
-        help="a client that reads nothing for so long while there is more is cut (default: %(default)s)",
+        help="longest time without a byte read by a client whose answer waits; then its"
+        " connection is closed (default: %(default)s)",
     )
     add(
         "--patience",
         metavar="SECONDS",
         type=float,
         default=120.0,
-        help="longest time for a prompt at a prefill instance, queue and all; after it another one or the decode instance "
-        "computes it. Raise it where prompts take longer. An engine that owes an answer and makes no step for a quarter "
-        "of it counts as down (default: %(default)s)",
+        help="longest time for a prompt at a prefill instance, with its queue; then another one or"
+        " the decode instance computes the prompt. Raise it where prompts take longer. An engine"
+        " that owes an answer and makes no step for a quarter of this time counts as down"
+        " (default: %(default)s)",
     )
     add(
         "--request-timeout",
         metavar="SECONDS",
         type=float,
         default=1800.0,
-        help="longest time for a request (default: %(default)s)",
+        help="longest time for a request, from its arrival to its end (default: %(default)s)",
     )
 
 
@@ -386,7 +400,7 @@ def _natural(text: str) -> int:
 
 
 def from_arguments(args: argparse.Namespace) -> ProxySettings:
-    """Settings, or ConfigError with one line that names the flag."""
+    """Returns the settings; raises ConfigError with one line that names the flag."""
     prefill = [check_url(url, "--prefill") for url in args.prefill]
     decode = [check_url(url, "--decode") for url in args.decode]
     for flag, urls in (("--prefill", prefill), ("--decode", decode)):
@@ -441,7 +455,7 @@ def from_arguments(args: argparse.Namespace) -> ProxySettings:
             ),
             body_seconds=args.body_timeout,
             stall_seconds=args.stall_timeout,
-            connections=args.max_connections or _room(),
+            connections=args.max_connections or _max_connections(),
         ),
         registration=args.allow_registration,
         admin_key=admin_key,
@@ -481,7 +495,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
         "objective_ttft",
         "objective_tpot",
     ):
-        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        value = getattr(args, name)
+        flag = f"--{name.replace('_', '-')}"
         if name in positive and not 0 < value < float("inf"):
             raise ConfigError(f"{flag} must be more than 0")
         if not 0 <= value < float("inf"):
@@ -490,16 +505,19 @@ def _check_numbers(args: argparse.Namespace) -> None:
         raise ConfigError(f"--patience must be at most {MAX_PATIENCE_SECONDS:g}")
 
 
-def _room() -> int:
-    """How many clients fit, each with its connection to an instance, into the files that this
-    process may open.
+def _max_connections() -> int:
+    """Returns the number of clients that the limit of open files allows; 0 means no limit.
+
+    A client takes two files: its connection and the one to an instance.
     """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(16, (hard - 100) // 2) if hard != resource.RLIM_INFINITY else 0
+    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if max_files == resource.RLIM_INFINITY:
+        return 0
+    return max(_MIN_CONNECTIONS, (max_files - _SPARE_FILES) // 2)
 
 
 def _check_tls(args: argparse.Namespace) -> None:
-    """Whether the files hold what they should."""
+    """Raises ConfigError when a TLS file cannot be used."""
     if args.ssl_keyfile and not args.ssl_certfile:
         raise ConfigError("--ssl-keyfile needs --ssl-certfile")
     try:
@@ -507,7 +525,7 @@ def _check_tls(args: argparse.Namespace) -> None:
             ssl.create_default_context(cafile=args.upstream_ca)
     except OSError as error:  # SSLError is one
         raise ConfigError(
-            f"--upstream-ca {args.upstream_ca}: {_words(error, 'holds no certificates')}"
+            f"--upstream-ca {args.upstream_ca}: {_reason(error, 'holds no certificates')}"
         ) from None
     try:
         if args.ssl_certfile:
@@ -515,12 +533,14 @@ def _check_tls(args: argparse.Namespace) -> None:
                 args.ssl_certfile, args.ssl_keyfile or None
             )
     except OSError as error:
-        words = _words(error, "no certificate and key that fit")
-        raise ConfigError(f"--ssl-certfile {args.ssl_certfile}: {words}") from None
+        reason = _reason(error, "no certificate and key that fit")
+        raise ConfigError(f"--ssl-certfile {args.ssl_certfile}: {reason}") from None
 
 
-def _words(error: OSError, usual: str) -> str:
-    return usual if isinstance(error, ssl.SSLError) else error.strerror or str(error)
+def _reason(error: OSError, tls_reason: str) -> str:
+    if isinstance(error, ssl.SSLError):
+        return tls_reason
+    return error.strerror or str(error)
 
 
 def _origins(text: str) -> list[str]:
@@ -533,10 +553,10 @@ def _origins(text: str) -> list[str]:
 
 
 def _lookups(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of the ways to find instances; none if none is asked for."""
+    """Returns the settings of the sources of instances, only of those that are used."""
     found: dict[str, Any] = {}
     if args.fleet_file:
-        read_fleet(args.fleet_file)  # a mistake is better found now
+        read_fleet(args.fleet_file)  # reports a mistake at start
         found["fleet_file"] = args.fleet_file
     dns: list[tuple[str, Role, list[str]]] = [
         ("--prefill-dns", "prefill", args.prefill_dns),

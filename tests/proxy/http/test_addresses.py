@@ -1,4 +1,4 @@
-"""Which URLs and host names instances can have, and in which networks."""
+"""Checks URLs and host names of instances, and the networks that they may be in."""
 
 import pytest
 
@@ -87,7 +87,7 @@ def test_bad_urls_are_one_line(url: str) -> None:
 
 
 def test_every_good_name_can_be_looked_up() -> None:
-    """What passes is what the event loop can encode."""
+    """A URL that passes the check can be encoded by the event loop."""
     for name in ("a", "a.", "a.b", "a_b", "10.0.0.1", "::1", "b\u00fccher.example", "x" * 63):
         assert not bad_name(name)
         name.encode("idna")

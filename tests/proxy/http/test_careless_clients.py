@@ -1,6 +1,4 @@
-"""What strangers, slow and careless clients may cost the proxy, and the rules of HTTP that it holds
-them to.
-"""
+"""Tests limits for unknown, slow and careless clients, and the rules of HTTP for requests."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def request(
 
 
 class Hand:
-    """A handler that answers when it is told to."""
+    """Handles requests, and answers when `go` is set."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
@@ -123,7 +121,7 @@ async def test_no_byte_of_a_refused_body_is_kept() -> None:
             hand.bodies == [0]
             and server.held_bytes == 0
             and not connection._body
-            and not connection._early
+            and not connection._early_bytes
         )
         hand.go.set()
         assert (await client.receive()).status == 200
@@ -140,7 +138,7 @@ async def test_no_byte_of_a_refused_body_is_kept() -> None:
     ],
 )
 async def test_where_a_body_says_nothing_it_is_small(line: bytes, status: int) -> None:
-    """Some of these paths are for strangers too."""
+    """Some of these paths need no key."""
     async with world(prefill=0) as w:
         assert (await w.raw(request(line + b" HTTP/1.1", body=b"x" * 60_000))).status == status
         chunk = b"8000\r\n" + b"x" * 32768 + b"\r\n"
@@ -267,7 +265,7 @@ async def test_only_whole_requests_hold_a_drain(half: bytes) -> None:
 
 @pytest.mark.parametrize("early", [60_000, 300_000, 5_000_000])
 async def test_a_departure_is_seen_behind_pipelined_bytes(early: int) -> None:
-    """Both legs end."""
+    """Both legs end with the client's connection."""
     async with world() as w:
 
         async def forever(call: Call) -> None:
@@ -308,7 +306,7 @@ async def test_more_than_one_body_of_early_bytes_is_not_kept() -> None:
             await asyncio.sleep(0)
         await until(lambda: server.held_bytes <= len(BODY))
         (connection,) = server.connections
-        assert not connection._early
+        assert not connection._early_bytes
         hand.go.set()
         reply = await asyncio.wait_for(client.receive(), 2)
         assert (reply.status, reply.headers["connection"]) == (200, "close")
@@ -316,7 +314,7 @@ async def test_more_than_one_body_of_early_bytes_is_not_kept() -> None:
 
 
 async def test_pipelined_bytes_are_counted_once() -> None:
-    """Else a client that keeps its connection would take ever more of what all may have."""
+    """Otherwise one kept connection would use up the limit of all connections."""
     async with serving(Limits()) as (server, hand, port):
         client = await connect(port)
         client.writer.write(request())
@@ -339,7 +337,7 @@ async def test_who_reads_no_answers_gets_no_more_requests_served() -> None:
             client.writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 100)
             await asyncio.sleep(0)
         (connection,) = server.connections
-        await until(lambda: connection.paused and connection._waits)
+        await until(lambda: connection.paused and connection._awaits_reader)
         served = len(hand.bodies)
         await asyncio.sleep(0.05)
         assert len(hand.bodies) == served < 40_000
@@ -467,8 +465,9 @@ async def test_adapters_under_sagemakers_names() -> None:
 
 
 async def test_tokens_rendered_by_vllm_can_be_generated_from() -> None:
-    """Its `/render` says `null` of both fields, and its clients send that on; so do answers, to
-    `/derender`.
+    """`/render` answers `null` for both fields, and clients return that.
+
+    Answers that go to `/derender` have such fields too.
     """
     async with world() as w:
         rendered = {
@@ -503,9 +502,7 @@ NAMES = [
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [0, 3_000_000])
 async def test_names_in_parts_are_refused_in_forms(name: str, size: int) -> None:
-    """Some versions of python-multipart put them together (RFC 2231), others leave them out (RFC
-    7578).
-    """
+    """Versions of python-multipart join such parts (RFC 2231) or ignore them (RFC 7578)."""
     async with world(prefill=0) as w:
 
         def form(of: str) -> bytes:
@@ -554,7 +551,7 @@ def test_ten_thousand_paths_are_a_few_series() -> None:
 
 
 async def test_no_client_chooses_a_label(tmp_path: Path) -> None:
-    """Whatever it sends: the second time no new series appears."""
+    """A repeated request adds no new time series, with any content."""
     async with world() as w:
 
         async def barrage(word: str) -> bytes:

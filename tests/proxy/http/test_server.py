@@ -1,4 +1,4 @@
-"""HTTP as clients speak it, well or badly."""
+"""Tests the HTTP server with valid and invalid requests."""
 
 import asyncio
 import socket
@@ -223,7 +223,7 @@ async def test_a_slow_reader_slows_the_engine_and_loses_nothing() -> None:
 
 @pytest.mark.parametrize("begin", [b"0\r\nx: ", b"1;x="])
 async def test_a_trailer_or_an_extension_without_an_end_is_refused(begin: bytes) -> None:
-    """A parser may keep what belongs to one line until the line ends."""
+    """A parser may keep the bytes of one line until the line ends."""
     async with world(prefill=0, limits=Limits(header_bytes=8192)) as w:
         client = await w.connect()
         client.writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n" + begin)
@@ -245,14 +245,15 @@ async def test_small_chunks_are_no_trailers() -> None:
         assert (await asyncio.wait_for(client.receive(), 5)).status == 200
 
 
-H2C = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAARAAAAAAAIAAAAA\r\n"
+H2C = (
+    b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n"
+    b"http2-settings: AAMAAABkAARAAAAAAAIAAAAA\r\n"
+)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_an_offer_of_http2_is_as_if_it_had_not_been_made(chunked: bool) -> None:
-    """As Java's client makes it, with every first request; the body belongs to the request all the
-    same.
-    """
+    """Java's client offers h2c with its first request; the body still belongs to the request."""
     async with world() as w:
         client = await w.connect()
         body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY) if chunked else BODY
@@ -327,10 +328,13 @@ async def test_targets_with_a_host(target: bytes, path: str) -> None:
 
 
 async def test_a_target_s_host_is_the_host() -> None:
-    """Who may see the instances is decided by it."""
+    """The Host decides who may see the instances."""
     async with world(prefill=0) as w:
         for host, status in ((b"evil.example", 403), (b"127.0.0.1", 200)):
-            head = b"GET http://%b/disagg/instances HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
+            head = (
+                b"GET http://%b/disagg/instances HTTP/1.1\r\n"
+                b"host: 127.0.0.1\r\nconnection: close\r\n\r\n"
+            )
             assert (await w.raw(head % host)).status == status
 
 

@@ -1,4 +1,4 @@
-"""TLS on both sides, and cross-origin requests."""
+"""Tests TLS on both sides, and cross-origin requests."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from vllm_disagg.proxy.http.upstream import ConnectionPool, Unreachable
 
 
 class Papers:
-    """Certificates for 127.0.0.1, as files."""
+    """Makes certificate files for 127.0.0.1."""
 
     def __init__(self, folder: Path) -> None:
         self.authority = trustme.CA()

@@ -1,4 +1,4 @@
-"""Connections to engines: reuse, and what their ends mean."""
+"""Tests connections to instances: their reuse, and the meaning of their ends."""
 
 import asyncio
 import socket
@@ -173,7 +173,7 @@ async def test_giving_up_closes_the_connection() -> None:
     asking.cancel()
     async with asyncio.timeout(1):
         await e.calls[0].gone.wait()
-    assert not pool.wires
+    assert not pool.connections
     await e.stop()
 
 
@@ -186,12 +186,12 @@ def test_bad_urls(url: str) -> None:
 
 
 async def test_a_connection_that_is_reset_before_anything_is_said() -> None:
-    """As by a listener that dies with it in its queue: this must not be an endless wait."""
+    """A listener that dies resets the connections in its queue; the request must not hang."""
     e, pool = await engine()
-    wire = await pool._connect()
-    wire.close()
+    connection = await pool._connect()
+    connection.close()
     await asyncio.sleep(0.01)
-    answer = wire.ask(b"GET / HTTP/1.1\r\n\r\n", b"")
+    answer = connection.send_request(b"GET / HTTP/1.1\r\n\r\n", b"")
     with pytest.raises(Unreachable, match="reset"):
         await asyncio.wait_for(answer.head(), 1)
     await e.stop()
@@ -204,7 +204,7 @@ async def test_an_answer_without_a_length_that_we_cut_is_not_complete() -> None:
 
     e, pool = await engine(endless)
     asking = asyncio.create_task(ask(pool))
-    while not pool.heard:
+    while not pool.chunks_received:
         await asyncio.sleep(0.01)
     pool.abort()
     with pytest.raises(Unreachable):
@@ -233,7 +233,7 @@ async def test_a_name_that_no_host_can_have_is_not_reached(host: str) -> None:
 
 
 async def test_a_standstill_of_ours_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine has accepted long ago; it is we who did not look."""
+    """The engine has accepted long ago; the test's own event loop was blocked."""
     monkeypatch.setattr(upstream, "CONNECT_SECONDS", 0.2)
     e, pool = await engine()
     for pause in range(6):  # at several moments of a connection's beginning

@@ -1,6 +1,4 @@
-"""WebSockets: a real client and a real server's protocol (the `websockets` library), and the proxy
-between them.
-"""
+"""Tests WebSockets with a client and a server of the `websockets` library and the proxy."""
 
 from __future__ import annotations
 
@@ -30,8 +28,9 @@ HANDSHAKE = (
 
 
 class Realtime(ScriptedEngine):
-    """Speaks WebSocket at /v1/realtime: echoes what it gets; "die" resets the connection, "stop
-    reading" is obeyed.
+    """Serves a WebSocket at /v1/realtime and echoes messages.
+
+    "die" resets the connection; "stop reading" is obeyed.
     """
 
     refusal = 0  # a status, instead of 101
@@ -271,8 +270,9 @@ EARLY = b"GET /sleep HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 async def test_what_comes_too_early_is_no_request_to_anybody() -> None:
-    """It waits for the 101, in the same piece as the handshake or after it; without one it goes
-    nowhere.
+    """Early bytes wait for the 101, in the handshake's chunk or after it.
+
+    Without a 101 they are dropped.
     """
     async with fleet() as w:
         for refusal in (403, 0):

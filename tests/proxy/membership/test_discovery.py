@@ -1,4 +1,4 @@
-"""What the proxy learns about instances, and when."""
+"""Tests the facts that the proxy learns about instances, and when."""
 
 import asyncio
 import inspect
@@ -116,12 +116,13 @@ async def test_incompatible_layouts_are_never_paired(caplog: pytest.LogCaptureFi
         for _ in range(6):
             assert (await w.post()).json()["leg"] == "decode"
         assert not w.p.calls and len(w.prefills[1].calls) == 6
-        words = f"{w.p.url} and {w.d.url} are never paired: dtype is fp8 on one side and bf16 on the other"
+        pair = f"{w.p.url} and {w.d.url}"
+        words = f"{pair} are never paired: dtype is fp8 on one side and bf16 on the other"
         assert words in caplog.text
 
 
 async def test_worker_counts_may_differ() -> None:
-    """Who reads what of whom is the engines' business."""
+    """Engines decide which rank reads from which rank."""
     async with world(prepare=lambda w: setattr(w.p, "workers", 2)) as w:
         assert (await w.post()).json()["leg"] == "decode"
         assert len(w.p.calls) == 1
@@ -185,7 +186,7 @@ async def test_a_frozen_instance_is_down_and_its_requests_go_on(role: str) -> No
 
 
 async def test_streams_show_that_an_instance_lives() -> None:
-    """Its API server has no time for /health, but streams."""
+    """A busy API server streams, and answers /health late."""
     async with world(decode=2, **QUICK) as w:
 
         async def slow_stream(call: Call) -> None:
@@ -263,7 +264,7 @@ async def test_a_probe_that_hangs_does_not_blind_the_watch(monkeypatch: pytest.M
 
 
 async def test_an_engine_that_is_too_full_for_a_probe_lives() -> None:
-    """It is probed because a connection broke; vLLM's admission answers 503 to whatever comes."""
+    """A broken connection causes a probe; vLLM's admission answers all requests with 503."""
     async with world(decode=2) as w:
 
         async def reset(call: Call) -> None:
@@ -292,7 +293,7 @@ async def test_a_full_kv_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
         assert {(await w.post()).json()["text"] for _ in range(4)} == {"d1"}
 
 
-@pytest.mark.parametrize("part", ["_ask", "_note", "_probe"])
+@pytest.mark.parametrize("part", ["_request", "_report_change", "_probe"])
 async def test_a_mistake_in_one_watch_ends_that_watch_only(
     part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -332,7 +333,7 @@ async def test_a_mistake_in_one_watch_ends_that_watch_only(
 async def test_a_standstill_of_ours_is_not_an_instance_s_silence(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The engine shares our loop: while a question about its health is under way, both stand still."""
+    """Proxy and engine share one loop, which is blocked while a health check runs."""
     async with world(decode=2, **QUICK) as w:
         route, asked = w.d._route, 0
 
@@ -352,9 +353,7 @@ async def test_a_standstill_of_ours_is_not_an_instance_s_silence(
 
 
 async def test_grants_end_by_the_clock_of_the_engine_that_they_are_for() -> None:
-    """Which has begun at any time, and drifts: a grant that it refuses is minted anew, by what the
-    refusal says.
-    """
+    """Clocks start anywhere and drift; a refused grant is minted anew, with the refusal's clock."""
     async with world() as w:
         assert (await w.post()).json()["leg"] == "decode"
         for call, engine in ((w.p.calls[-1], w.p), (w.d.calls[-1], w.d)):
@@ -371,7 +370,7 @@ async def test_grants_end_by_the_clock_of_the_engine_that_they_are_for() -> None
 
 
 async def test_an_engine_that_restarts_between_two_probes_is_probed_again() -> None:
-    """The second one names who has answered the first, and is refused."""
+    """The second probe names the first's incarnation, and is refused."""
     async with world() as w:
         card, told = w.p.card, list[str]()
 

@@ -1,4 +1,4 @@
-"""Which instances there are: what is decided, by whom, and what happens to requests meanwhile."""
+"""Tests how instances join and leave the fleet, and the effect on running requests."""
 
 import asyncio
 import contextlib
@@ -246,9 +246,7 @@ CHANGES = [
 
 @pytest.mark.parametrize(("method", "path"), CHANGES)
 async def test_changes_need_an_admin_key_always(method: str, path: str) -> None:
-    """A reverse proxy on this machine may send nothing that tells it from an operator: nginx's
-    plain proxy_pass.
-    """
+    """A local reverse proxy may look like an operator: nginx's default `proxy_pass` does."""
     async with world(prefill=0, api_keys=["user"], ready=False) as w:
         body = json.dumps(
             {
@@ -302,7 +300,7 @@ async def test_only_this_machine_sees_the_instances_without_a_key(headers: dict[
 
 
 async def test_nginx_s_plain_proxy_pass_does_not_see_the_instances() -> None:
-    """It speaks HTTP/1.0, and its Host is the address that it connects to."""
+    """nginx uses HTTP/1.0, and its Host is the address that it connects to."""
     async with world(prefill=0) as w:
         head = (
             b"GET /disagg/instances HTTP/1.0\r\nHost: 127.0.0.1:%d\r\nConnection: close\r\n\r\n"
@@ -323,9 +321,7 @@ async def test_with_an_admin_key_the_instances_need_one() -> None:
 
 
 async def test_instances_are_added_in_allowed_networks_only() -> None:
-    """A name is looked up and checked at each connection; localhost may have an IPv6 address, which
-    is passed over.
-    """
+    """Each connection looks up and checks a name; localhost may also have an IPv6 address."""
     networks = parse_networks("127.0.0.1/32")
     async with (
         engines("decode") as (d,),
@@ -414,11 +410,11 @@ def test_registrations_cannot_be_forged_or_repeated() -> None:
         }
         return RegistrationNote(**{**fields, "number": number, **other})
 
-    assert registry.tell(sign(KEY, note(0, challenge="")), 0.0) == "again" and not registry.members(
-        0.0
-    )
+    assert registry.register(
+        sign(KEY, note(0, challenge="")), 0.0
+    ) == "again" and not registry.members(0.0)
     first = sign(KEY, note(1))
-    assert registry.tell(first, 0.0) == "ok" and registry.members(0.0) == {D1}
+    assert registry.register(first, 0.0) == "ok" and registry.members(0.0) == {D1}
     for bad in (
         first,
         sign(KEY, note(0)),
@@ -433,17 +429,17 @@ def test_registrations_cannot_be_forged_or_repeated() -> None:
         b"x" * 5000,
     ):
         with pytest.raises(BadGrant):
-            registry.tell(bad, 0.0)
+            registry.register(bad, 0.0)
     with pytest.raises(BadGrant):
-        Registry(FleetKey(None)).tell(sign(FleetKey(None), note(2)), 0.0)
-    assert registry.tell(sign(KEY, note(2, incarnation="old", leaving=True)), 1.0) == "ok"
+        Registry(FleetKey(None)).register(sign(FleetKey(None), note(2)), 0.0)
+    assert registry.register(sign(KEY, note(2, incarnation="old", leaving=True)), 1.0) == "ok"
     assert registry.members(1.0) == {D1}, "another incarnation's goodbye"
     assert registry.members(EXPIRY_SECONDS + 1) == frozenset()
-    assert registry.tell(sign(KEY, note(3)), 20.0) == "ok"
-    assert registry.tell(sign(KEY, note(4, leaving=True)), 21.0) == "ok" and not registry.members(
-        21.0
-    )
-    assert Registry(KEY).tell(first, 0.0) == "again", "a proxy's restart"
+    assert registry.register(sign(KEY, note(3)), 20.0) == "ok"
+    assert registry.register(
+        sign(KEY, note(4, leaving=True)), 21.0
+    ) == "ok" and not registry.members(21.0)
+    assert Registry(KEY).register(first, 0.0) == "again", "a proxy's restart"
 
 
 async def test_an_engine_registers_itself_and_says_goodbye() -> None:
@@ -482,7 +478,7 @@ async def test_registration_is_off_by_default() -> None:
 
 
 class ScriptedCluster:
-    """A Kubernetes API server that lists pods."""
+    """Serves lists of pods, as the Kubernetes API."""
 
     def __init__(self) -> None:
         self.pods: dict[str, list[dict[str, Any]]] = {}
@@ -504,7 +500,10 @@ class ScriptedCluster:
                     }
                 )
                 status = "500 X" if self.broken else "200 OK"
-                head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+                head = (
+                    f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\n"
+                    f"content-length: {len(body)}\r\n\r\n"
+                )
                 writer.write((head + body).encode())
         writer.close()
 
@@ -521,7 +520,7 @@ def pod(ip: str, ready: str = "True", leaving: bool = False) -> dict[str, Any]:
 async def a_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[ScriptedCluster]:
-    """One that the library finds."""
+    """Provides a kubeconfig that the library finds."""
     pytest.importorskip("kubernetes")
     cluster = ScriptedCluster()
     server = await asyncio.start_server(cluster.serve, "127.0.0.1", 0)

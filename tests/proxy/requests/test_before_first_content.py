@@ -280,13 +280,13 @@ async def test_a_preface_that_came_at_once_is_not_waited_for() -> None:
     has stopped.
     """
     flows: list[bool] = []
-    held = UpstreamResponse(SimpleNamespace(flow=lambda paused: flows.append(paused)))  # type: ignore[arg-type]
-    held.chunk(b"x" * (HOLD_BYTES + 1))
+    held = UpstreamResponse(SimpleNamespace(pause_reading=lambda paused: flows.append(paused)))  # type: ignore[arg-type]
+    held.on_chunk(b"x" * (HOLD_BYTES + 1))
     assert flows == [True]
-    waiting = asyncio.create_task(held.until(lambda data: b"!" in data, 1 << 20))
+    waiting = asyncio.create_task(held.read_until(lambda data: b"!" in data, 1 << 20))
     await asyncio.sleep(0)
     assert flows[-1] is False
-    held.chunk(b"!")
+    held.on_chunk(b"!")
     async with asyncio.timeout(1):
         assert await waiting
 

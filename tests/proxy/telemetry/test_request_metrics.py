@@ -1,4 +1,4 @@
-"""Figures that are true: each is compared with what a scripted engine did."""
+"""Compares the proxy's figures with the actions of scripted engines."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ STEP = 0.05
 
 
 async def paced(call: Call) -> None:
-    """Prefill takes 2 steps, hand-off one, each token one."""
+    """Takes 2 steps for the prefill, one for the hand-off, and one for each token."""
     if call.leg == "prefill":
         await asyncio.sleep(2 * STEP)
         await call.json(

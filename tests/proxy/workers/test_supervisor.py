@@ -1,4 +1,4 @@
-"""Several processes that are one proxy."""
+"""Tests several processes that serve as one proxy."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ from vllm_disagg.proxy.telemetry.metrics import merge
 from vllm_disagg.proxy.workers import supervisor
 from vllm_disagg.proxy.workers.bus import BusMessage, WorkerPlace
 from vllm_disagg.proxy.workers.shared_load import SharedLoad, size
-from vllm_disagg.proxy.workers.supervisor import BusHub, _live
+from vllm_disagg.proxy.workers.supervisor import BusHub, _run_process
 
 
 def test_load_is_shared() -> None:
@@ -86,14 +86,14 @@ h_seconds_sum 7.0
 def test_a_new_worker_learns_how_things_are() -> None:
     hub = BusHub(2)
     said: list[BusMessage] = []
-    hub.workers[1].say = said.append  # type: ignore[assignment, method-assign]
+    hub.workers[1].send = said.append  # type: ignore[assignment, method-assign]
     add, drain = MembershipChange("add", "u", "prefill"), MembershipChange("drain", "v")
     for change in (MembershipChange("drain", "u"), add, MembershipChange("cut", "w"), drain):
-        hub.heard(hub.workers[0], BusMessage("change", change=change), 0.0)
-    hub.heard(hub.workers[0], BusMessage("note", text="old"), 0.0)
-    hub.heard(hub.workers[0], BusMessage("note", text="new"), 20.0)
+        hub.on_message(hub.workers[0], BusMessage("change", change=change), 0.0)
+    hub.on_message(hub.workers[0], BusMessage("note", text="old"), 0.0)
+    hub.on_message(hub.workers[0], BusMessage("note", text="new"), 20.0)
     said.clear()
-    hub.heard(hub.workers[1], BusMessage("ready"), 21.0)
+    hub.on_message(hub.workers[1], BusMessage("ready"), 21.0)
     assert [m.change for m in said if m.change] == [MembershipChange("drain", "u"), add, drain]
     assert [m.text for m in said if m.kind == "note"] == ["new"]
 
@@ -140,7 +140,7 @@ async def test_two_workers_are_one_proxy(tmp_path: Path) -> None:
         w.port = int(line.rsplit(":", 1)[1])
 
         async def everywhere(url: str, **facts: Any) -> bool:
-            """Whether every worker says so; a new connection reaches any of them."""
+            """Returns whether every worker reports it; a new connection reaches any of them."""
             for _ in range(12):
                 rows = {row["url"]: row for row in await w.instances()}
                 if url not in rows or any(
@@ -196,13 +196,13 @@ def test_what_a_dead_worker_had_counted_stays_counted() -> None:
     hub = BusHub(2)
     said: list[BusMessage] = []
     first, second = hub.workers
-    first.say = second.say = said.append  # type: ignore[assignment, method-assign]
+    first.send = second.send = said.append  # type: ignore[assignment, method-assign]
 
     async def scrape(*counts: int) -> list[str]:
         said.clear()
-        hub.heard(first, BusMessage("ask"), 0.0)
+        hub.on_message(first, BusMessage("ask"), 0.0)
         for worker, count in zip(hub.workers, counts, strict=True):
-            hub.heard(worker, BusMessage("rendered", text=counted(count)), 0.0)
+            hub.on_message(worker, BusMessage("rendered", text=counted(count)), 0.0)
         return merge(next(m.texts for m in said if m.kind == "texts")).decode().splitlines()
 
     async def lives() -> None:
@@ -210,15 +210,15 @@ def test_what_a_dead_worker_had_counted_stays_counted() -> None:
             worker.ready.set()
         assert "a_total 7.0" in await scrape(3, 4)
         for count in (5, 6):  # two lives of the second, each of which was asked before it died
-            hub.died(second)
+            hub.on_death(second)
             lines = await scrape(3, count)
             assert (
                 f"a_total {3 + 4 + count + (5 if count == 6 else 0)}.0" in lines
                 and "up 1.0" in lines
             )
-        hub.died(first)
-        hub.died(second)
-        assert "up" not in hub._past and "a_total 18.0" in hub._past
+        hub.on_death(first)
+        hub.on_death(second)
+        assert "up" not in hub._dead_text and "a_total 18.0" in hub._dead_text
 
     asyncio.run(lives())
 
@@ -229,19 +229,23 @@ def test_a_new_worker_refuses_registrations_that_the_others_have_heard() -> None
     old = sign(key, RegistrationNote("c", "i", 1, "decode", "http://d"))
     for number in (1, 2):
         note = sign(key, RegistrationNote("c", "i", number, "decode", "http://d"))
-        assert registry.tell(note, 0.0) == "ok"
-        hub.heard(
-            hub.workers[0], BusMessage("note", text=note.decode(), numbers=registry.last), 0.0
+        assert registry.register(note, 0.0) == "ok"
+        hub.on_message(
+            hub.workers[0],
+            BusMessage("note", text=note.decode(), numbers=registry.last_numbers),
+            0.0,
         )
-    hub.workers[1].say = said.append  # type: ignore[assignment, method-assign]
-    hub.heard(hub.workers[1], BusMessage("ready"), 3600.0)
+    hub.workers[1].send = said.append  # type: ignore[assignment, method-assign]
+    hub.on_message(hub.workers[1], BusMessage("ready"), 3600.0)
     new = Registry(key, "c")
     for message in said:
         assert not message.text
-        new.knows(message.numbers)
+        new.mark_used(message.numbers)
     with pytest.raises(BadGrant, match="heard before"):
-        new.tell(old, 3600.0)
-    assert new.tell(sign(key, RegistrationNote("c", "i", 3, "decode", "http://d")), 3600.0) == "ok"
+        new.register(old, 3600.0)
+    assert (
+        new.register(sign(key, RegistrationNote("c", "i", 3, "decode", "http://d")), 3600.0) == "ok"
+    )
 
 
 LARGE_SCRAPE = """
@@ -259,7 +263,7 @@ asyncio.run(main())
 
 
 async def test_a_large_scrape_kills_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metrics of a large fleet are longer than any line."""
+    """Metrics of a large fleet exceed the line limit of a stream reader."""
     monkeypatch.setattr(supervisor, "METRICS_TIMEOUT_SECONDS", 15.0)
     table = os.memfd_create("test")
     os.truncate(table, size(1))
@@ -267,7 +271,7 @@ async def test_a_large_scrape_kills_no_worker(monkeypatch: pytest.MonkeyPatch) -
     (worker,) = hub.workers
     said: list[BusMessage] = []
     life = asyncio.create_task(
-        _live(
+        _run_process(
             worker, hub, [sys.executable, "-c", LARGE_SCRAPE], WorkerPlace(0, 1, 0, table, 0, "c")
         )
     )
@@ -276,19 +280,19 @@ async def test_a_large_scrape_kills_no_worker(monkeypatch: pytest.MonkeyPatch) -
     )
     assert worker.process and worker.ready.is_set()
 
-    def note(message: BusMessage, say: Any = worker.say) -> None:
+    def note(message: BusMessage, send: Any = worker.send) -> None:
         said.append(message)
-        say(message)
+        send(message)
         if message.kind == "texts":
             asking.set()
 
-    worker.say = note  # type: ignore[assignment, method-assign]
-    hub.heard(worker, BusMessage("ask"), 0.0)
+    worker.send = note  # type: ignore[assignment, method-assign]
+    hub.on_message(worker, BusMessage("ask"), 0.0)
     await asyncio.wait(
         (asyncio.create_task(asking.wait()), life), timeout=10, return_when="FIRST_COMPLETED"
     )
-    await until(lambda: hub._texts)
-    assert len(hub._texts[worker]) == 65 << 20 and not life.done()
+    await until(lambda: hub._last_texts)
+    assert len(hub._last_texts[worker]) == 65 << 20 and not life.done()
     assert worker.writer
     worker.writer.close()
     assert await asyncio.wait_for(life, 10) == 0

@@ -1,3 +1,4 @@
-"""HTTP towards clients and instances. Knows no fleet: connections, heads, streams, paths,
-addresses.
+"""Implements HTTP towards clients and instances: connections, heads, streams, paths and addresses.
+
+Imports nothing of the fleet or of routing.
 """

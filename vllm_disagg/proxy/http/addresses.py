@@ -1,12 +1,11 @@
-"""Addresses of instances: URLs and host names that can be used, and networks that instances may be
-in. Pure.
+"""Checks addresses of instances: URLs, host names and allowed networks. Pure.
 
-Flags, fleet file, admin API, DNS and registration share one check, made before a URL reaches the
-event loop: a host name that cannot be encoded for DNS raises UnicodeError there.
+Flags, fleet file, admin API, DNS and registration share one check. It is made before a URL reaches
+the event loop, where a host name that cannot be encoded for DNS raises UnicodeError.
 
-The fleet's operator writes flags and the fleet file. What others add, `Networks` restricts: by
-default no link-local address (a cloud's metadata service is one), no multicast and no unspecified
-one.
+The fleet's operator writes flags and the fleet file. `AllowedNetworks` restricts the instances that
+come from other sources: by default no link-local address (a cloud's metadata service has one), no
+multicast and no unspecified address.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ...errors import ConfigError
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-MAX_HOST_NAME_CHARACTERS = 253  # characters of a host name (RFC 1035)
+MAX_HOST_NAME_CHARACTERS = 253  # RFC 1035
 _URL = re.compile(r"(https?)://(\[[^][/?#@]+\]|[^][/?#@:]+)(?::([0-9]+))?/*", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _RANKED = re.compile(r"(.*)@([0-9]{1,4})", re.DOTALL)
@@ -27,15 +26,16 @@ _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.IGNORECASE)
 
 
 def split_rank(url: str) -> tuple[str, int | None]:
-    """URL@RANK is one of the data parallel ranks behind one API server: (where that is, the rank or
-    None).
-    """
+    """Splits URL@RANK into the API server's URL and the data parallel rank, or None without one."""
     found = _RANKED.fullmatch(url)
     return (found[1], int(found[2])) if found else (url, None)
 
 
 def check_url(given: str, where: str) -> str:
-    """An instance's URL without its last slash, or ConfigError, which says `where` it stood."""
+    """Returns an instance's URL without a slash at its end; raises ConfigError.
+
+    `where`: the place of the URL, for the error's text.
+    """
     url, rank = split_rank(given.rstrip("/"))
     if not url.isascii() or not url.isprintable() or " " in url:
         raise ConfigError(f"{where}: {given!r} has characters that no URL has")
@@ -50,38 +50,41 @@ def check_url(given: str, where: str) -> str:
     if host.startswith("["):
         if not isinstance(literal(host[1:-1]), ipaddress.IPv6Address):
             raise ConfigError(f"{where}: {given!r}: {host[1:-1]} is not an IPv6 address")
-    elif words := bad_name(host):
-        raise ConfigError(f"{where}: {given!r}: {words}")
+    elif problem := bad_name(host):
+        raise ConfigError(f"{where}: {given!r}: {problem}")
     return url.rstrip("/") + ("" if rank is None else f"@{rank}")
 
 
 def is_port(text: str) -> bool:
+    """Returns whether a text is a port number from 1 to 65535."""
     return text.isascii() and text.isdigit() and len(text) <= 5 and 0 < int(text) < 65536
 
 
 def bad_name(host: str) -> str:
-    """Why a host name cannot be looked up; empty when it can."""
+    """Returns the reason why a host name cannot be looked up; empty if it can."""
     if literal(host):
         return ""
     labels = host.removesuffix(".").split(".")
     try:
-        coded = host.encode("idna").decode()
+        encoded = host.encode("idna").decode()
     except UnicodeError:
-        coded = ""
-    words = ""
+        encoded = ""
     if not all(labels):
-        words = f"the host name {host!r} has an empty part"
-    elif _NUMBER.fullmatch(labels[-1]):  # resolvers read 127.1 and 2130706433 as addresses
-        words = f"{host!r} is neither a host name nor an IP address"
-    elif len(coded) > MAX_HOST_NAME_CHARACTERS:
-        words = f"the host name is longer than {MAX_HOST_NAME_CHARACTERS} characters"
-    elif not _NAME.fullmatch(coded):
-        words = f"the host name {host!r} has a part of more than 63 characters, or characters that no host name has"
-    return words
+        return f"the host name {host!r} has an empty part"
+    if _NUMBER.fullmatch(labels[-1]):  # resolvers read 127.1 and 2130706433 as addresses
+        return f"{host!r} is neither a host name nor an IP address"
+    if len(encoded) > MAX_HOST_NAME_CHARACTERS:
+        return f"the host name is longer than {MAX_HOST_NAME_CHARACTERS} characters"
+    if not _NAME.fullmatch(encoded):
+        return (
+            f"the host name {host!r} has a part of more than 63 characters, "
+            "or characters that no host name has"
+        )
+    return ""
 
 
 def literal(host: str) -> Address | None:
-    """The IP address that a text is; None when it is a name."""
+    """Returns the IP address in a text; None for a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
@@ -89,20 +92,20 @@ def literal(host: str) -> Address | None:
 
 
 def host_of(url: str) -> str:
-    """The host of a URL that `check_url` has passed, without brackets."""
+    """Returns the host of a URL from `check_url`, without brackets."""
     found = _URL.fullmatch(split_rank(url)[0])
     return found[2].strip("[]") if found else ""
 
 
 class AllowedNetworks:
-    """Where instances may be that neither a flag nor the fleet file names."""
+    """Restricts the addresses of instances that neither a flag nor the fleet file names."""
 
     def __init__(self, allowed: tuple[Network, ...] = ()) -> None:
-        """`allowed`: these networks only; without any, all addresses that one instance can have."""
+        """`allowed`: only these networks; if empty, all unicast addresses but link-local ones."""
         self._allowed = allowed
 
     def allow(self, address: str) -> bool:
-        """Whether an instance may have this IP address."""
+        """Returns whether an instance may have this IP address."""
         found = literal(address)
         if found is None:
             return False
@@ -115,8 +118,9 @@ class AllowedNetworks:
         return bool(within) or not self._allowed
 
     def check(self, url: str, where: str) -> str:
-        """The URL if its host is an allowed address, or a name, which is checked when it is looked
-        up; or ConfigError.
+        """Returns the URL; raises ConfigError if its host is an address that is not allowed.
+
+        A name passes: its addresses are checked after each lookup.
         """
         host = host_of(url)
         if literal(host) and not self.allow(host):
@@ -124,14 +128,17 @@ class AllowedNetworks:
         return url
 
     def refusal(self, address: str) -> str:
-        """Words for an address that is not allowed."""
+        """Returns the reason why an address is not allowed."""
         if self._allowed:
             return f"the address {address} is in none of --instance-networks"
-        return f"the address {address} is link-local, multicast or unspecified: only --prefill, --decode or the file can name it"
+        return (
+            f"the address {address} is link-local, multicast or unspecified: "
+            "only --prefill, --decode or the file can name it"
+        )
 
 
 def parse_networks(text: str) -> tuple[Network, ...]:
-    """Networks of a list with commas, or ConfigError."""
+    """Returns the networks of a comma-separated list; raises ConfigError."""
     found: list[Network] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         try:

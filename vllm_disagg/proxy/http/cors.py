@@ -1,4 +1,4 @@
-"""Cross-origin requests from browsers: off, unless origins are named, as in vLLM."""
+"""Answers cross-origin requests of browsers: refused unless origins are named, as in vLLM."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from .headers import Headers, find
 from .server import Connection, HttpRequest
 
 ALLOWED_METHODS = b"GET, POST, OPTIONS"
-MAX_AGE = b"600"  # seconds that a browser may remember a preflight's answer
+MAX_AGE = b"600"  # seconds for which a browser may cache a preflight's answer
 
 
 def may_open(request: HttpRequest, origins: list[str]) -> bool:
-    """Whether a WebSocket may be opened. Browsers let any page try, and leave it to the server: so
-    a page must come from a named origin, or from the host that it asks. Who is no browser says no
-    origin.
+    """Returns whether a WebSocket may be opened.
+
+    Browsers let any page open one and leave the check to the server. So a page must come from a
+    named origin, or from the requested host. Clients that are no browsers send no origin.
     """
     origin = find(request.headers, b"origin")
     named = "*" in origins or origin.decode("latin-1") in origins
@@ -20,19 +21,20 @@ def may_open(request: HttpRequest, origins: list[str]) -> bool:
 
 
 class Cors:
-    """`origins`: who may; "*" is everybody."""
+    """Adds CORS headers to answers and answers preflights."""
 
     def __init__(self, origins: list[str]) -> None:
+        """`origins`: the allowed ones; "*" allows all."""
         self._origins = {origin.encode() for origin in origins}
 
     def handle(self, request: HttpRequest, client: Connection) -> bool:
-        """Add what a browser has to know to the answer; whether that was all (a preflight)."""
+        """Adds headers to the answer; returns whether it answered the request (a preflight)."""
         origin = find(request.headers, b"origin")
-        client.extra = self._headers(origin)
-        asked = find(request.headers, b"access-control-request-method")
-        if not (origin and asked and request.method == "OPTIONS"):
+        client.extra_headers = self._headers(origin)
+        method = find(request.headers, b"access-control-request-method")
+        if not (origin and method and request.method == "OPTIONS"):
             return False
-        if not client.extra:
+        if not client.extra_headers:
             client.answer(403, [], b"")
             return True
         fields = find(request.headers, b"access-control-request-headers") or b"*"

@@ -1,9 +1,8 @@
-"""The generating endpoints of vLLM 0.32 that take `kv_transfer_params`, and what each calls the
-things that matter here.
+"""Describes the generating endpoints of vLLM 0.32 that take `kv_transfer_params`.
 
-A prefill leg is the client's request with the same prompt, one token, no stream, and without what
-it must not be asked for. Everything else stays as it is, so that both legs make the same tokens of
-the prompt.
+A prefill leg is the client's request with the same prompt, one token and no stream. It leaves out
+the fields in `drop`. All other fields are the same, so both legs make the same tokens of the
+prompt.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import msgspec
 
 Fields = Mapping[str, msgspec.Raw]
 
-# Only a prompt's KV is wanted of the prefill leg: neither more tokens, nor anything about them.
+# A prefill leg serves for the prompt's KV only: not for tokens, nor for facts about them.
 _NOT_FOR_PREFILL = frozenset(
     {
         "stream",
@@ -29,7 +28,7 @@ _NOT_FOR_PREFILL = frozenset(
         "logprob_token_ids",
         "return_token_ids",
         "return_tokens_as_token_ids",
-        "seed",  # and vLLM 0.32 on CPUs dies of a seeded prompt that it computes in chunks
+        "seed",  # vLLM 0.32 on CPUs also crashes on a seeded prompt that it computes in chunks
     }
 )
 _UNSET = (b"null", b"false")
@@ -39,40 +38,33 @@ class _ToolKind(msgspec.Struct):
     type: str = "function"
 
 
-MAX_TOOLS_BYTES = 1024 * 1024  # that are looked into
-_tools = msgspec.json.Decoder(list[_ToolKind]).decode
+MAX_TOOLS_BYTES = 1024 * 1024  # a longer list is not decoded
+_decode_tools = msgspec.json.Decoder(list[_ToolKind]).decode
 
 
 @dataclass(frozen=True)
 class EndpointSchema:
-    """One endpoint's names for things."""
+    """Names the fields of one endpoint's request."""
 
     prompt: str  # the field with the prompt
-    caps: tuple[
-        str, ...
-    ]  # fields that limit the answer's tokens; the first always counts, the others if they are set
-    drop: frozenset[str] = _NOT_FOR_PREFILL
-    before: tuple[
-        str, ...
-    ] = ()  # fields whose content comes before the prompt's in what the model reads
-    whole: tuple[
-        str, ...
-        # fields that, when set, ask for more than one sequence or for more of the prompt than KV
-    ] = ()
-    nested: str = ""  # the field that the sampling parameters are in, if they are not at the top
-    list_of_texts: bool = False  # several prompts in one request are possible
-    extra: tuple[
-        str, ...
-    ] = ()  # `kv_transfer_params` of the prefill leg that vLLM's own validation looks for
-    stores: bool = False  # answers are kept, and a prefill leg's must not be
+    # Fields that limit the answer's tokens: the first always counts, the others if they are set.
+    caps: tuple[str, ...]
+    drop: frozenset[str] = _NOT_FOR_PREFILL  # fields that a prefill leg leaves out
+    # Fields whose content precedes the prompt in the model's input.
+    before: tuple[str, ...] = ()
+    # Fields that, when set, ask for several sequences or for more of the prompt than its KV.
+    whole: tuple[str, ...] = ()
+    nested: str = ""  # the field that holds the sampling parameters; empty: they are at the top
+    list_of_texts: bool = False  # one request may have several prompts
+    # `kv_transfer_params` of the prefill leg that vLLM's validation requires.
+    extra: tuple[str, ...] = ()
+    stores: bool = False  # the instance stores answers; it must not store a prefill leg's
 
     def why_whole(self, fields: Fields, sampling: Fields) -> str:
-        """The field because of which one decode instance must serve this alone; empty when the work
-        can be split.
-        """
+        """Returns the field that requires aggregated service; empty if the work can be split."""
         for name in (*_WHOLE, *self.whole):
-            for place in (fields, sampling):
-                if name in place and bytes(place[name]) not in _UNSET:
+            for values in (fields, sampling):
+                if name in values and bytes(values[name]) not in _UNSET:
                     return name
         for name in ("n", "best_of"):
             if name in sampling and bytes(sampling[name]) not in (b"null", b"1"):
@@ -81,22 +73,20 @@ class EndpointSchema:
             return self.caps[0]
         if bytes(fields.get("truncate_prompt_tokens", b"")).startswith(b"-"):
             return "truncate_prompt_tokens"  # some versions of vLLM make it depend on max_tokens
-        prompt = bytes(
-            memoryview(fields.get(self.prompt, b""))[:64]
-        )  # a prompt may be large, and its start tells
+        # Only the start: a prompt may be large, and its first characters show its form.
+        prompt = bytes(memoryview(fields.get(self.prompt, b""))[:64])
         if self.list_of_texts:
             return "" if _is_one_prompt(prompt) else self.prompt
-        return self._unusual(fields, prompt)
+        return self._unsplittable(fields, prompt)
 
-    def _unusual(self, fields: Fields, prompt: bytes) -> str:
+    def _unsplittable(self, fields: Fields, prompt: bytes) -> str:
         if self.prompt != "input":
             return "" if prompt.startswith(b"[") else self.prompt
         if bytes(fields.get("truncation", b"null")) not in (b"null", b'"disabled"'):
             return "truncation"  # how much of the prompt is cut depends on the answer's limit
         if "tools" in fields and not _only_functions(bytes(fields["tools"])):
-            return (
-                "tools"  # the engine calls such tools itself, and reads the prompt again after each
-            )
+            # The engine calls such tools itself, and computes the prompt again after each call.
+            return "tools"
         return "" if prompt.startswith((b'"', b"[")) else self.prompt
 
 
@@ -106,16 +96,16 @@ def _only_functions(tools: bytes) -> bool:
     if len(tools) > MAX_TOOLS_BYTES:
         return False
     try:
-        return all(tool.type == "function" for tool in _tools(tools))
+        return all(tool.type == "function" for tool in _decode_tools(tools))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
 
 
 def _is_one_prompt(prompt: bytes) -> bool:
-    """A text, or a flat list of token ids."""
-    return prompt.startswith(b'"') or (
-        prompt.startswith(b"[") and prompt[1:].lstrip()[:1].isdigit()
-    )
+    """Returns whether a prompt is one text, or one flat list of token ids."""
+    if prompt.startswith(b'"'):
+        return True
+    return prompt.startswith(b"[") and prompt[1:].lstrip()[:1].isdigit()
 
 
 _WHOLE = ("use_beam_search", "echo", "prompt_logprobs", "prompt_embeds")
@@ -145,7 +135,7 @@ RESPONSES = EndpointSchema(
     caps=("max_output_tokens",),
     before=(*_CHAT, "instructions", "reasoning"),
     drop=_NOT_FOR_PREFILL | {"include", "max_tool_calls", "request_id"},
-    # kept or looked up at one instance
+    # Stored or looked up at one instance.
     whole=(
         "background",
         "previous_response_id",
@@ -159,9 +149,8 @@ MESSAGES = EndpointSchema(
     prompt="messages",
     caps=("max_tokens",),
     before=(*_CHAT, "system", "thinking"),
-    extra=(
-        "do_remote_decode",
-    ),  # else a thinking budget must be less than the one token of the prefill leg
+    # Without it, vLLM requires a thinking budget below the one token of the prefill leg.
+    extra=("do_remote_decode",),
 )
 GENERATE = EndpointSchema(
     prompt="token_ids",
@@ -179,6 +168,5 @@ SCHEMAS: dict[str, EndpointSchema] = {
     "/v1/messages": MESSAGES,
     "/inference/v1/generate": GENERATE,
 }
-RANKLESS = (
-    "/v1/responses",
-)  # what comes here vLLM gives to any data parallel rank, whatever the header says
+# Paths whose requests vLLM gives to any data parallel rank, and ignores the header.
+RANKLESS = ("/v1/responses",)

@@ -1,4 +1,4 @@
-"""Errors of ours, in the form that a client of that path and at that moment can understand."""
+"""Sends the proxy's own errors, in the form that fits the path and the state of the answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .sse import DONE
 
 
 class RequestFailed(Exception):
-    """The request ends with this error of ours."""
+    """Ends a request with an error of the proxy. `retry_after`: seconds, or 0 for no header."""
 
     def __init__(self, status: int, message: str, retry_after: int = 0) -> None:
         super().__init__(message)
@@ -18,9 +18,9 @@ class RequestFailed(Exception):
 
 
 def end_stream(client: Connection, status: int, message: str) -> None:
-    """End a stream that has begun with an error that no client can miss."""
-    if client.last_words:
-        client.write(client.last_words(status, message))
+    """Ends a stream that has begun with an error event, or a WebSocket with a Close frame."""
+    if client.close_frame:
+        client.write(client.close_frame(status, message))
     elif client.path == "/v1/messages":
         error = {"type": "error", "error": {"type": "api_error", "message": message}}
         client.write(b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n")
@@ -32,7 +32,7 @@ def end_stream(client: Connection, status: int, message: str) -> None:
 def answer_error(
     client: Connection, status: int, message: str, param: str | None = None, retry_after: int = 0
 ) -> None:
-    """An error of ours, in the form that is still possible."""
+    """Sends an error: as an answer, or inside one that has started; not after its end."""
     if client.ended:
         return
     if client.started:

@@ -1,6 +1,4 @@
-"""What the two sides of HTTP share: header lists, hop-by-hop rules and how a message head is
-written.
-"""
+"""Reads and writes header lists and message heads, for both sides of HTTP."""
 
 from __future__ import annotations
 
@@ -9,28 +7,24 @@ from http import HTTPStatus
 
 Headers = list[tuple[bytes, bytes]]  # names in lower case
 
-RANK_HEADER = (
-    b"x-data-parallel-rank"  # which of the engines behind vLLM's API server a request is for
-)
+RANK_HEADER = b"x-data-parallel-rank"  # selects an engine behind vLLM's API server
 
 REASON_PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
 
-# Fields that concern one connection only (RFC 9110, 7.6.1), and those that we state ourselves.
+# Fields for one connection only (RFC 9110, 7.6.1), and those that the proxy sets anew.
 _HOP = frozenset(
     b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization "
     b"te trailer transfer-encoding upgrade content-length".split()
 )
-_REQUEST_ONLY = frozenset(
-    (b"host", b"expect", b"accept-encoding")
-)  # coded answers could not be cut at events
-
+# Without accept-encoding, since an encoded stream could not be cut at events.
+_REQUEST_ONLY = frozenset((b"host", b"expect", b"accept-encoding"))
 
 # RFC 3986, 3.2.2: a name or an address, and a port.
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Za-z:.]+\])(?::[0-9]{0,5})?")
 
 
 def end_to_end(headers: Headers, request: bool = False) -> Headers:
-    """The headers that a proxy passes on."""
+    """Returns the headers that a proxy passes on."""
     drop = _HOP | _REQUEST_ONLY if request else _HOP
     for name, value in headers:
         if name == b"connection":
@@ -39,7 +33,7 @@ def end_to_end(headers: Headers, request: bool = False) -> Headers:
 
 
 def without_upgrade(headers: Headers) -> Headers:
-    """The headers of a request that asks for no other protocol."""
+    """Returns the headers without the offer of another protocol."""
     kept: Headers = []
     for name, value in headers:
         if name == b"connection":
@@ -51,8 +45,9 @@ def without_upgrade(headers: Headers) -> Headers:
 
 
 def origin_form(url: bytes, headers: Headers) -> tuple[bytes, Headers]:
-    """The target of a request as a path, and the headers with the host that it named, if it did
-    (RFC 9112, 3.2.2).
+    """Returns a request's target as a path, and the headers with the host that the target named.
+
+    RFC 9112, 3.2.2. `url` itself is returned if it named none.
     """
     scheme, found, rest = url.partition(b"://")
     if not found or scheme.lower() not in (b"http", b"https"):
@@ -64,7 +59,7 @@ def origin_form(url: bytes, headers: Headers) -> tuple[bytes, Headers]:
 
 
 def host_problem(headers: Headers, needed: bool) -> tuple[int, str] | None:
-    """The status and the words for a Host field that RFC 9112, 3.2 does not allow."""
+    """Returns status and message for a Host field that RFC 9112, 3.2 forbids, else None."""
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1 or (needed and not hosts):
         return 400, "a request must have one Host header"
@@ -74,14 +69,14 @@ def host_problem(headers: Headers, needed: bool) -> tuple[int, str] | None:
 
 
 def plain_path(path: str) -> str:
-    """A path with one slash before it and none behind it, as FastAPI and other proxies serve it."""
+    """Returns a path with one slash in front and none at its end, as FastAPI serves it."""
     if path.startswith("//"):
         path = "/" + path.lstrip("/")
     return path.rstrip("/") or "/"
 
 
 def head(start: bytes, headers: Headers) -> bytes:
-    """The bytes of a message head."""
+    """Returns the bytes of a message head."""
     lines = [start]
     for name, value in headers:
         lines.append(name + b": " + value)
@@ -90,7 +85,7 @@ def head(start: bytes, headers: Headers) -> bytes:
 
 
 def find(headers: Headers, name: bytes) -> bytes:
-    """The first value of a header, empty when there is none."""
+    """Returns the first value of a header, empty if there is none."""
     for key, value in headers:
         if key == name:
             return value

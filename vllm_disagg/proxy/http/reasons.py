@@ -1,4 +1,4 @@
-"""Why an instance gave no complete answer.  Pure."""
+"""Names the reasons for which an instance gave no complete answer. Pure."""
 
 from __future__ import annotations
 

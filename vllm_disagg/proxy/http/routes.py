@@ -1,14 +1,16 @@
-"""Every path that clients may ask for, and how it is served: the routes of vLLM 0.32, in one table.
+"""Lists the paths that the proxy serves, and how: the routes of vLLM 0.32 in one table.
 
-    generate   both legs, where the body allows it (`endpoint_schema.py`)
-    forward    one instance answers, another one if it dies first; bodies are checked for what only the proxy may send
-    look up    decode instances are asked in turn until one knows the id in the path or in the body
-    models     one instance answers, or one of each kind, if they serve different models
-    session    a WebSocket, joined to one instance (`websocket.py`)
+    generate   both legs, if the body allows that (`endpoint_schema.py`)
+    forward    one instance answers, another one if the first dies before its answer;
+               bodies must not contain parameters that only the proxy may send
+    look up    decode instances are asked in turn until one has the id in the path or in the body
+    models     one instance answers, or one of each kind if they serve different models
+    session    a WebSocket, connected to one instance (`websocket.py`)
     all        every instance must do it
     own        the proxy answers
 
-What is not here is a 404 and reaches no engine.  Of vLLM's own routes `REFUSED` says why.
+Any other path is answered with 404 and reaches no engine. `REFUSED` has the reason for routes of
+vLLM that are not served.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ ROUTES: dict[str, tuple[tuple[str, ...], How]] = {
 _ONE = "is about one engine: ask that instance itself"
 _DOCS = "describes one engine's own routes: ask that instance itself"
 _ABORT = "would let clients abort each other's requests: to abort yours, close its connection"
-REFUSED = {  # what vLLM 0.32 serves and no client of a proxy may ask for, and why
+# Routes of vLLM 0.32 that clients of a proxy may not use, and the reason.
+REFUSED = {
     **dict.fromkeys(
         (
             # development and administration
@@ -113,22 +116,23 @@ REFUSED = {  # what vLLM 0.32 serves and no client of a proxy may ask for, and w
     ),
     **dict.fromkeys(("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"), _DOCS),
     **dict.fromkeys(("/abort_requests", "/inference/v1/abort_requests"), _ABORT),
-    "/invocations": "carries any endpoint's body past its checks: ask that endpoint by its own path",
+    "/invocations": (
+        "carries any endpoint's body past its checks: ask that endpoint by its own path"
+    ),
 }
 
-UNGUARDED = frozenset(
-    ("/health", "/ping", "/readiness", "/metrics", "/version", "/load")
-)  # as in vLLM
+# Paths without a key, as in vLLM.
+UNGUARDED = frozenset(("/health", "/ping", "/readiness", "/metrics", "/version", "/load"))
 
 RESPONSES = "/v1/responses/"
 ADAPTERS = "/adapters/"
 OTHER = "other"  # the template of all paths that are not served
-_NAME = re.compile(r"[A-Za-z0-9_-]+")  # of a response
+_RESPONSE_ID = re.compile(r"[A-Za-z0-9_-]+")
 _ADAPTER = re.compile(r"[A-Za-z0-9_:-][A-Za-z0-9_.:-]*")
 
 
 def find(path: str) -> tuple[tuple[str, ...], How] | None:
-    """The methods of a path and how it is served; None when it is not."""
+    """Returns a path's methods and how it is served; None if it is not served."""
     if path in ROUTES:
         return ROUTES[path]
     return _BY_TEMPLATE.get(template(path))
@@ -142,12 +146,12 @@ _BY_TEMPLATE: dict[str, tuple[tuple[str, ...], How]] = {
 
 
 def template(path: str) -> str:
-    """A path without what clients choose of it, for metrics: one of a few."""
+    """Returns a path without the parts that clients choose, for labels of metrics."""
     if path in ROUTES:
         return path
     if path.startswith(RESPONSES):
         name, slash, rest = path[len(RESPONSES) :].partition("/")
-        if _NAME.fullmatch(name) and (rest == "cancel" or not slash):
+        if _RESPONSE_ID.fullmatch(name) and (rest == "cancel" or not slash):
             return "/v1/responses/{id}/cancel" if slash else "/v1/responses/{id}"
     if path.startswith(ADAPTERS) and _ADAPTER.fullmatch(path, len(ADAPTERS)):
         return "/adapters/{name}"
@@ -155,12 +159,13 @@ def template(path: str) -> str:
 
 
 def is_form(path: str) -> bool:
-    """Whether its bodies are forms, not JSON."""
+    """Returns whether a path's bodies are forms, not JSON."""
     return path.startswith("/v1/audio/")
 
 
 def guarded(path: str) -> bool:
-    """Whether a client needs a key. vLLM guards only some prefixes; here it is all that costs an
-    engine something.
+    """Returns whether a client needs a key for a path.
+
+    vLLM guards only some prefixes. The proxy guards every path that takes an engine's time.
     """
     return path not in UNGUARDED and path != "/disagg/instances"  # admin.py guards that

@@ -1,7 +1,8 @@
-"""Server-sent events: cutting a stream into whole events, and reading one event.  Pure.
+"""Splits a stream into server-sent events, and reads one event. Pure.
 
-An event ends with a blank line, and a line ends with LF, CRLF or CR. vLLM writes LF; `Cutter` turns
-the others into LF, which says the same, so that all else here knows one line end.
+An event ends with a blank line, and a line ends with LF, CRLF or CR. vLLM writes LF.
+`EventSplitter` turns the others into LF, which has the same meaning, so all other code handles one
+line end.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ import msgspec
 
 from ...errors import DisaggError
 
-EVENT_LIMIT_BYTES = (
-    64 * 1024 * 1024
-)  # one event; twice the largest request, since logprobs of an echoed prompt fit
+# Of one event: twice the largest request, which leaves room for logprobs of an echoed prompt.
+EVENT_LIMIT_BYTES = 64 * 1024 * 1024
 DONE = b"data: [DONE]\n\n"
-ERROR = b'data: {"error"'  # cannot stand within a JSON text, where quotes are escaped
-EVENT_ERROR, EVENT_FAILED = b"event: error\n", b"event: response.failed\n"  # nor can a line end
-# Error types of requests that are wrong: another instance would say the same.
-_CLIENTS_FAULT = frozenset(
+# No content of an event can contain these: within a JSON text quotes and line ends are escaped.
+ERROR = b'data: {"error"'
+EVENT_ERROR = b"event: error\n"
+EVENT_FAILED = b"event: response.failed\n"
+# Error types of invalid requests, which another instance would refuse too.
+_CLIENT_ERROR_TYPES = frozenset(
     (
         "invalid_request_error",
         "not_found_error",
@@ -31,30 +33,28 @@ _CLIENTS_FAULT = frozenset(
 
 
 class EventTooLarge(DisaggError):
-    """One event of more than EVENT_LIMIT_BYTES."""
+    """Reports an event of more than EVENT_LIMIT_BYTES."""
 
 
 class EventSplitter:
-    """Cuts a stream into whole events. Each byte is searched once and joined once, however it
-    arrives.
-    """
+    """Splits a stream into whole events; searches and joins each byte once."""
 
     __slots__ = ("_after_cr", "_size", "parts")
 
     def __init__(self) -> None:
-        self.parts: list[bytes] = []  # of an event that is not complete yet; always the same list
+        self.parts: list[bytes] = []  # of an incomplete event; always the same list object
         self._size = 0
         self._after_cr = False
 
     def feed(self, data: bytes) -> bytes:
-        """The events that are complete now, in LF; EventTooLarge."""
+        """Returns the events that are complete now, with LF; raises EventTooLarge."""
         if self._after_cr or b"\r" in data:
             data = self._with_lf(data)
         parts = self.parts
         if not parts and data.endswith(b"\n\n"):
             return data
         end = data.rfind(b"\n\n") + 2
-        if end == 1:  # not found: perhaps it lies across the border
+        if end == 1:  # not found; the blank line may cross the border of two chunks
             end = 1 if parts and parts[-1].endswith(b"\n") and data.startswith(b"\n") else 0
         if not end:
             if data:
@@ -67,16 +67,17 @@ class EventSplitter:
         return events
 
     def clear(self) -> None:
+        """Drops the incomplete event."""
         self.parts.clear()
         self._size = 0
 
     def reset(self) -> None:
-        """Another stream begins."""
+        """Begins another stream."""
         self.clear()
         self._after_cr = False
 
     def rest(self) -> bytes:
-        """The beginning of an event that is not complete."""
+        """Returns the bytes of the incomplete event."""
         return b"".join(self.parts)
 
     def _keep(self, data: bytes) -> None:
@@ -86,7 +87,7 @@ class EventSplitter:
             raise EventTooLarge(f"an event of more than {EVENT_LIMIT_BYTES >> 20} MiB")
 
     def _with_lf(self, data: bytes) -> bytes:
-        """A CR ends its line at once; an LF right after it belongs to it."""
+        """Returns the data with LF as line end. An LF directly behind a CR belongs to the CR."""
         if self._after_cr and data.startswith(b"\n"):
             data = data[1:]
         self._after_cr = data.endswith(b"\r")
@@ -94,7 +95,7 @@ class EventSplitter:
 
 
 def data_of(event: bytes) -> bytes | None:
-    """What an event's data lines hold; None when it has none, as a comment."""
+    """Returns the content of an event's data lines; None without any, as in a comment."""
     lines = [
         line for line in event.split(b"\n") if line.startswith((b"data:", b"\xef\xbb\xbfdata:"))
     ]
@@ -104,7 +105,7 @@ def data_of(event: bytes) -> bytes | None:
 
 
 def is_error(event: bytes) -> bool:
-    """Whether an event is an error, in any of the forms that vLLM's endpoints have."""
+    """Returns whether an event is an error, in any form of vLLM's endpoints."""
     return event.startswith((ERROR, EVENT_ERROR, EVENT_FAILED))
 
 
@@ -114,8 +115,10 @@ class _ErrorCode(msgspec.Struct):
 
 
 class _ErrorEvent(msgspec.Struct):
-    """All forms of an error event: `{"error": {...}}`, Anthropic's with a type beside it, OpenAI's
-    flat one, and a response that failed.
+    """Decodes all forms of an error event.
+
+    They are `{"error": {...}}`, Anthropic's with a type next to it, OpenAI's flat one, and a
+    response that failed.
     """
 
     type: str = ""
@@ -123,19 +126,21 @@ class _ErrorEvent(msgspec.Struct):
     error: _ErrorCode | None = None
 
 
-_failed = msgspec.json.Decoder(_ErrorEvent).decode
+_decode_error = msgspec.json.Decoder(_ErrorEvent).decode
 
 
 def failed(data: bytes) -> bool:
-    """Whether an event's data says that the engine failed, and not that the request is wrong."""
+    """Returns whether an event's data reports a failed engine, not an invalid request."""
     try:
-        event = _failed(data)
+        event = _decode_error(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return data.startswith((b'{"error"', b'{"type":"error"'))
     if event.error is None:
-        return event.type == "response.failed" or (
-            event.type == "error" and event.code not in _CLIENTS_FAULT
-        )
+        if event.type == "response.failed":
+            return True
+        return event.type == "error" and event.code not in _CLIENT_ERROR_TYPES
     if isinstance(event.error.code, int):
         return event.error.code >= 500
-    return event.error.type not in _CLIENTS_FAULT and event.error.code not in _CLIENTS_FAULT
+    return (
+        event.error.type not in _CLIENT_ERROR_TYPES and event.error.code not in _CLIENT_ERROR_TYPES
+    )

@@ -1,4 +1,4 @@
-"""Noticing that something has stopped moving, be it ourselves."""
+"""Notices that a value has stopped changing, and measures only time in which this process ran."""
 
 from __future__ import annotations
 
@@ -10,50 +10,63 @@ SLICES_PER_TIMEOUT = 8
 
 
 class StallTimer:
-    """Calls `act` once when `value` has stayed as it is for `seconds`, give or take half of them."""
+    """Calls a function once when a value has not changed for some seconds.
+
+    The value is read twice in that time, so the call may be late by half of it.
+    """
 
     def __init__(
-        self, value: Callable[[], object], seconds: float, act: Callable[[], None]
+        self, value: Callable[[], object], seconds: float, on_stall: Callable[[], None]
     ) -> None:
         self._value = value
-        self._pause = seconds / 2
-        self._act = act
-        self._seen = value()
-        self._same = 0  # looks at which it was as before
-        self._timer = asyncio.get_running_loop().call_later(self._pause, self._look)
+        self._interval_seconds = seconds / 2
+        self._on_stall = on_stall
+        self._last_value = value()
+        self._unchanged_reads = 0
+        self._schedule()
 
-    def _look(self) -> None:
-        now = self._value()
-        self._same = self._same + 1 if now == self._seen else 0
-        self._seen = now
-        if self._same < 2:
-            self._timer = asyncio.get_running_loop().call_later(self._pause, self._look)
+    def _schedule(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._interval_seconds, self._check)
+
+    def _check(self) -> None:
+        value = self._value()
+        self._unchanged_reads = self._unchanged_reads + 1 if value == self._last_value else 0
+        self._last_value = value
+        if self._unchanged_reads < 2:
+            self._schedule()
         else:
-            self._act()
+            self._on_stall()
 
     def stop(self) -> None:
+        """Cancels the timer."""
         self._timer.cancel()
 
 
 @asynccontextmanager
 async def patient(seconds: float) -> AsyncIterator[None]:
-    """TimeoutError after `seconds` in which this loop ran. What it stood still does not count: then
-    answers that are here already were not read, and whoever sent them is not late.
+    """Raises TimeoutError after `seconds` in which this event loop ran.
+
+    Time in which the loop was blocked does not count: answers that arrived then were not read, so
+    the peer is not late. The timeout consists of SLICES_PER_TIMEOUT timers; one that fires late by
+    more than its own length is not counted.
     """
-    loop, part, left = asyncio.get_running_loop(), seconds / SLICES_PER_TIMEOUT, SLICES_PER_TIMEOUT
+    loop = asyncio.get_running_loop()
+    slice_seconds = seconds / SLICES_PER_TIMEOUT
+    slices_left = SLICES_PER_TIMEOUT
     timer: asyncio.TimerHandle
     async with asyncio.timeout(None) as limit:
 
         def tick(due: float) -> None:
-            nonlocal left, timer
+            nonlocal slices_left, timer
             now = loop.time()
-            left -= now - due < part
-            if left:
-                timer = loop.call_later(part, tick, now + part)
+            slices_left -= now - due < slice_seconds
+            if slices_left:
+                timer = loop.call_later(slice_seconds, tick, now + slice_seconds)
             else:
                 limit.reschedule(now)
 
-        timer = loop.call_later(part, tick, loop.time() + part)
+        timer = loop.call_later(slice_seconds, tick, loop.time() + slice_seconds)
         try:
             yield
         finally:

@@ -1,9 +1,18 @@
-"""An HTTP/1.1 client for one instance, with a pool of kept-alive connections.
+"""Sends HTTP/1.1 requests to one instance, over a pool of kept-alive connections.
 
-An answer's body is either collected (`first`, `until`, `read`) or handed on as it comes (`pipe`):
-then a chunk costs one call and no task wakes. vLLM closes idle connections after 5 s, so we stop
-using them before; a kept connection that dies before its first answering byte is no news about the
-engine, and the request goes out once more.
+States of a connection to an instance:
+
+    connecting -> exchange -> idle -> exchange ... -> closed
+                     '--> switched (101): bytes pass both ways until either side closes
+
+A connection carries one exchange at a time: one request and its answer.
+
+An answer's body is either collected (`first_byte`, `read_until`, `read`) or passed on as it arrives
+(`pipe`). In `pipe` a chunk costs one call and wakes no task.
+
+Retry: vLLM closes idle connections after 5 s, so the pool stops using them earlier. A kept
+connection may still die before the first byte of its answer. That shows nothing about the engine,
+and the request is sent once more on a new connection.
 """
 
 from __future__ import annotations
@@ -25,19 +34,19 @@ from .headers import RANK_HEADER, Headers, end_to_end, find, head
 from .reasons import Reason
 from .stall_timer import patient
 
-IDLE_SECONDS = 4.0  # seconds; below vLLM's VLLM_HTTP_TIMEOUT_KEEP_ALIVE
-CONNECT_SECONDS = 2.0  # seconds
-FULL_STATUSES = (
-    429,
-    503,
-)  # what an API server answers whose engine has as much to do as it may have
+IDLE_SECONDS = 4.0  # below vLLM's VLLM_HTTP_TIMEOUT_KEEP_ALIVE
+CONNECT_SECONDS = 2.0
+FULL_STATUSES = (429, 503)  # answers of an API server whose engine takes no more requests
 QUICKACK: int = getattr(socket, "TCP_QUICKACK", 0)  # Linux has it
-MAX_HEAD_BYTES = 256 * 1024  # of an answer, with those of 1xx before it
-HOLD_BYTES = 256 * 1024  # bytes of an answer held for someone who has not asked for its body yet
+MAX_HEAD_BYTES = 256 * 1024  # of an answer, with the 1xx heads before it
+HOLD_BYTES = 256 * 1024  # of an answer's body, held until the body is read
+
+_CLOSED_DETAIL = "the connection was closed"
+_LEFT_DETAIL = "it has left the fleet"
 
 
 class Unreachable(DisaggError):
-    """No complete answer came.  `reason` is one of those of `reasons.Reason`."""
+    """Reports that no complete answer came. `reason` is one of `reasons.Reason`."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -45,248 +54,275 @@ class Unreachable(DisaggError):
         self.detail = detail
 
 
-def _drop(_: bytes) -> None:
-    """A sink for what nobody wants any more."""
+def _discard(_: bytes) -> None:
+    """Drops bytes of a rejected answer."""
 
 
 class UpstreamResponse:
-    """One answer, from its head to its last byte."""
+    """Receives one answer, from its head to its last byte.
 
-    def __init__(self, wire: UpstreamConnection) -> None:
-        self._wire = wire
-        self.began = asyncio.get_running_loop().time()
+    Methods that wait raise Unreachable when the answer cannot become complete.
+    """
+
+    def __init__(self, connection: UpstreamConnection) -> None:
+        self._connection = connection
+        self.sent_at = asyncio.get_running_loop().time()
         self.status = 0  # until the head is here
         self.headers: Headers = []
         self._held: list[bytes] = []
-        self._size = 0
-        self._hold = HOLD_BYTES
+        self._held_bytes = 0
+        self._max_held_bytes = HOLD_BYTES
         self._sink: Callable[[bytes], None] | None = None
-        self._collect = False
+        self._reads_all = False
         self._complete = False
         self._error: Unreachable | None = None
-        self._news: asyncio.Future[None] | None = None
+        self._changed: asyncio.Future[None] | None = None
 
     @property
     def is_stream(self) -> bool:
+        """Returns whether the body is a stream of server-sent events."""
         return find(self.headers, b"content-type").startswith(b"text/event-stream")
 
     async def head(self) -> None:
-        """Return when status and headers are here."""
+        """Returns when status and headers are here."""
         while not self.status:
-            await self._next()
+            await self._wait_change()
 
-    async def first(self) -> None:
-        """Return when the body's first byte is here, or its end."""
+    async def first_byte(self) -> None:
+        """Returns when the body's first byte is here, or the body's end."""
         while not self._held and not self._complete:
-            await self._next()
+            await self._wait_change()
 
-    async def until(self, enough: Callable[[bytes], bool], most: int) -> bool:
-        """Give `enough` each piece of the body, and keep them, until it is content, the body is
-        complete, or more than `most` bytes are here. False only for a body that is complete.
+    async def read_until(self, found: Callable[[bytes], bool], max_bytes: int) -> bool:
+        """Collects the body until `found` returns True, the body ends, or `max_bytes` are here.
+
+        `found` gets each chunk once, in order. Returns False only for a body that is complete.
         """
-        self._hold, seen = most, 0
-        self.flow(paused=False)  # it may have held as much as it may have without this
+        self._max_held_bytes = max_bytes
+        chunks_seen = 0
+        self.pause_reading(paused=False)  # the smaller limit may have stopped it
         while True:
-            for piece in self._held[seen:]:
-                seen += 1
-                if enough(piece):
+            for chunk in self._held[chunks_seen:]:
+                chunks_seen += 1
+                if found(chunk):
                     return True
             if self._complete:
                 return False
-            if self._size > most:
+            if self._held_bytes > max_bytes:
                 return True
-            await self._next()
+            await self._wait_change()
 
     def peek(self) -> bytes:
-        """What of the body is here and was not asked for yet."""
+        """Returns the part of the body that is here and was not passed to a sink."""
         if len(self._held) > 1:
             self._held = [b"".join(self._held)]
         return self._held[0] if self._held else b""
 
     async def read(self) -> bytes:
-        """The whole body."""
-        self._collect = True
-        self.flow(paused=False)
+        """Returns the whole body."""
+        self._reads_all = True
+        self.pause_reading(paused=False)
         while not self._complete:
-            await self._next()
+            await self._wait_change()
         return self.peek()
 
     async def pipe(self, sink: Callable[[bytes], None], paused: bool = False) -> None:
-        """Give the body to `sink` as it arrives; return at its end."""
-        self.flow(paused)
-        held, self._held, self._sink = self._held, [], sink
+        """Passes the body to `sink` as it arrives; returns at its end."""
+        self.pause_reading(paused)
+        held = self._held
+        self._held = []
+        self._sink = sink
         for chunk in held:
             if self._error:  # rejected by the sink
                 break
             sink(chunk)
         if not (self._error or self._complete):
-            self._wire.sink = sink
+            self._connection.body_sink = sink
         while self._error or not self._complete:
-            await self._next()
+            await self._wait_change()
 
-    def flow(self, paused: bool) -> None:
-        """Stop or resume reading from the instance."""
+    def pause_reading(self, paused: bool) -> None:
+        """Stops or resumes reading from the instance."""
         if not self._complete:
-            self._wire.flow(paused)
+            self._connection.pause_reading(paused)
 
     def send(self, data: bytes) -> None:
-        """Say something more, after a 101."""
+        """Sends bytes to the instance after a 101."""
         if not self._complete and not self._error:
-            self._wire.send(data)
+            self._connection.send(data)
 
-    def on_full(self, tell: Callable[[bool], None]) -> None:
-        """Whom to tell that the instance takes no more of what is sent, and that it does again."""
-        self._wire.on_full = tell
+    def on_send_pause(self, callback: Callable[[bool], None]) -> None:
+        """Sets the function called with True when the send buffer is full, and with False after."""
+        self._connection.on_send_pause = callback
 
     def close(self) -> None:
-        """Give up what has not come: the engine sees its client go and aborts."""
+        """Gives up the rest of the answer; the engine then sees its client leave and aborts."""
         if not self._complete and not self._error:
             self._error = Unreachable("reset", "given up")
-            self._wire.close()
+            self._connection.close()
 
     def reject(self, reason: Reason, detail: str) -> None:
-        """Give it up as a failure: whoever waits for its body gets Unreachable."""
-        self._sink = _drop
+        """Gives up the answer as a failure; tasks that wait for its body get Unreachable."""
+        self._sink = _discard
         if not self._complete:
-            self._wire.sink = _drop
+            self._connection.body_sink = _discard
         if not self._error:  # even of an answer that is complete
             self._error = Unreachable(reason, detail)
-            self._tell()
-        if not self._complete:  # else the wire serves somebody else by now
-            self._wire.close()
+            self._notify()
+        if not self._complete:  # else the connection may carry another exchange by now
+            self._connection.close()
 
-    async def _next(self) -> None:
+    async def _wait_change(self) -> None:
         if self._error:
             raise self._error
-        self._news = asyncio.get_running_loop().create_future()
-        await self._news
+        self._changed = asyncio.get_running_loop().create_future()
+        await self._changed
 
-    def _tell(self) -> None:
-        if self._news and not self._news.done():
-            self._news.set_result(None)
+    def _notify(self) -> None:
+        if self._changed and not self._changed.done():
+            self._changed.set_result(None)
 
-    # -- from the wire -----------------------------------------------------------------------------
+    # -- called by the connection ------------------------------------------------------------------
 
-    def headed(self, status: int) -> None:
+    def on_head(self, status: int) -> None:
+        """Takes the status; `headers` are set already."""
         self.status = status
-        self._tell()
+        self._notify()
 
-    def chunk(self, data: bytes) -> None:
+    def on_chunk(self, data: bytes) -> None:
+        """Takes bytes of the body, and stops reading when too many are held."""
         if self._sink:
             self._sink(data)
             return
         self._held.append(data)
-        self._size += len(data)
-        if self._size > self._hold and not self._collect:
-            self._wire.flow(paused=True)
-        self._tell()
+        self._held_bytes += len(data)
+        if self._held_bytes > self._max_held_bytes and not self._reads_all:
+            self._connection.pause_reading(paused=True)
+        self._notify()
 
-    def completed(self) -> None:
+    def on_complete(self) -> None:
+        """Ends the body."""
         if not self._error:
             self._complete = True
-            self._tell()
+            self._notify()
 
-    def failed(self, error: Unreachable) -> None:
+    def on_failure(self, error: Unreachable) -> None:
+        """Ends the answer with an error, unless it has ended already."""
         if not self._complete and not self._error:
             self._error = error
-            self._tell()
+            self._notify()
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """One connection to an instance.  It carries one exchange at a time."""
+    """Connects to an instance and carries one exchange at a time."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
         self._transport: asyncio.Transport
         self._parser: httptools.HttpResponseParser
-        self._answer: UpstreamResponse | None = None
-        self.sink: Callable[[bytes], None] | None = (
-            None  # where the present answer's body goes, once somebody wants it
-        )
-        self.on_full: Callable[[bool], None] | None = None
-        self._done = True
-        self._upgrade = b""  # the protocol that the present request asks for
-        self._switched = False  # and that is spoken since
-        self._cut = False  # by us
-        self._keep_alive = False
-        self._paused = False
-        self._status = 0
-        self._headers: Headers = []
-        self._head_bytes = 0  # until the present answer's head is complete
-        self.spoke = False  # a byte of the present answer came
-        self.used = 0  # exchanges so far
-        self.dropped = False
+        self._closed_here = False
+        self._reading_paused = False
+        self.on_send_pause: Callable[[bool], None] | None = None
+        self.exchanges = 0  # so far
+        self.given_up = False  # with its instance
         self.idle_since = 0.0
 
+        # The present exchange.
+        self._answer: UpstreamResponse | None = None
+        self.body_sink: Callable[[bytes], None] | None = None  # of the answer's body, in `pipe`
+        self._answer_ended = True
+        self._upgrade = b""  # the protocol that the request asks for
+        self._switched = False  # that protocol is in use
+        self._keep_alive = False
+        self._status = 0
+        self._headers: Headers = []
+        self._head_bytes = 0  # received until the answer's head is complete
+        self.got_bytes = False  # of the answer
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Registers the connection with its pool."""
         self._transport = cast(asyncio.Transport, transport)
-        self._pool.wires.add(self)
+        self._pool.connections.add(self)
         if QUICKACK and (sock := transport.get_extra_info("socket")):
-            # Who receives a stream says nothing, so the kernel acknowledges each token by itself.
-            # Let it wait for the next.
+            # The receiver of a stream sends no data, so the kernel acknowledges each token alone.
+            # Without quick acknowledgements one ACK covers several tokens.
             sock.setsockopt(socket.IPPROTO_TCP, QUICKACK, 0)
 
     @property
     def is_open(self) -> bool:
+        """Returns whether bytes can still be sent."""
         return not self._transport.is_closing()
 
-    def ask(self, data: bytes, body: bytes, upgrade: bytes = b"") -> UpstreamResponse:
-        """Send a request. If it asks for an upgrade and gets a 101, what follows is the answer's
+    def send_request(self, head: bytes, body: bytes, upgrade: bytes = b"") -> UpstreamResponse:
+        """Sends a request and returns its answer, still without a head.
+
+        `upgrade`: the protocol that the request offers. After a 101 all bytes are the answer's
         body.
         """
-        self._answer = answer = UpstreamResponse(self)
+        self._answer = UpstreamResponse(self)
+        answer = self._answer
         self._upgrade = upgrade
-        self._parser, self.sink = httptools.HttpResponseParser(self), None
-        self._done = self.spoke = False
-        self._status, self._headers, self._head_bytes = 0, [], 0
-        self.used += 1
+        self._parser = httptools.HttpResponseParser(self)
+        self.body_sink = None
+        self._answer_ended = False
+        self.got_bytes = False
+        self._status = 0
+        self._headers = []
+        self._head_bytes = 0
+        self.exchanges += 1
         if self.is_open:
-            self._transport.writelines((data, body) if body else (data,))  # one system call
-        else:  # it was reset before we could say anything
-            self._fail("reset", "the connection was closed")
+            self._transport.writelines((head, body) if body else (head,))  # one system call
+        else:  # it was reset before the request
+            self._fail("reset", _CLOSED_DETAIL)
         return answer
 
     def send(self, data: bytes) -> None:
+        """Sends bytes after a 101."""
         if self.is_open:
             self._transport.write(data)
 
     def pause_writing(self) -> None:
-        if self.on_full:
-            self.on_full(True)
+        """Reports a full send buffer."""
+        if self.on_send_pause:
+            self.on_send_pause(True)
 
     def resume_writing(self) -> None:
-        if self.on_full:
-            self.on_full(False)
+        """Reports a drained send buffer."""
+        if self.on_send_pause:
+            self.on_send_pause(False)
 
-    def flow(self, paused: bool) -> None:
-        if paused != self._paused and self.is_open:
-            self._paused = paused
+    def pause_reading(self, paused: bool) -> None:
+        """Stops or resumes reading."""
+        if paused != self._reading_paused and self.is_open:
+            self._reading_paused = paused
             if paused:
                 self._transport.pause_reading()
             else:
                 self._transport.resume_reading()
 
     def close(self) -> None:
-        self._cut = True
+        """Closes at once; the end of the connection then does not complete an answer."""
+        self._closed_here = True
         self._transport.abort()
 
-    def drop(self, reason: Reason, detail: str) -> None:
-        """Close it because its instance is given up: its request is not to be sent there again."""
-        self.dropped = True
+    def give_up(self, reason: Reason, detail: str) -> None:
+        """Closes because the instance is given up; its request is not sent there again."""
+        self.given_up = True
         self._fail(reason, detail)
 
     def data_received(self, data: bytes) -> None:
-        self.spoke = True
-        self._pool.heard += 1
+        """Parses the answer, and returns the connection to the pool at the answer's end."""
+        self.got_bytes = True
+        self._pool.chunks_received += 1
         if self._switched:
             self.on_body(data)
             return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as found:
+        except httptools.HttpParserUpgrade as upgrade:
             if self._status == 101:
                 self._switched = True
-                if rest := data[found.args[0] :]:
+                if rest := data[upgrade.args[0] :]:
                     self.on_body(rest)
             return
         except httptools.HttpParserError as error:
@@ -297,76 +333,92 @@ class UpstreamConnection(asyncio.Protocol):
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._fail("garbled", f"its answer's head is larger than {MAX_HEAD_BYTES} bytes")
                 return
-        if self._done and self._answer:
+        if self._answer_ended and self._answer:
             self._answer = None
-            self.flow(paused=False)
+            self.pause_reading(paused=False)
             if self._keep_alive and not self._upgrade:
                 self._pool.release(self)
             else:
                 self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._pool.wires.discard(self)
-        answer = self._answer
-        if answer and not exc and not self._cut and (self._switched or self._until_close()):
+        """Completes an answer that ends with the connection; any other answer fails."""
+        self._pool.connections.discard(self)
+        closed_by_instance = not exc and not self._closed_here
+        if self._answer and closed_by_instance and (self._switched or self._ends_with_close()):
             self.on_message_complete()
-        self._fail("reset", str(exc or "the connection was closed"))
+        self._fail("reset", str(exc or _CLOSED_DETAIL))
 
-    def _until_close(self) -> bool:
-        """Whether the end of the connection is the end of the present answer."""
+    def _ends_with_close(self) -> bool:
+        """Returns whether the end of the connection is the end of the present answer."""
         framed = find(self._headers, b"content-length") or find(self._headers, b"transfer-encoding")
         return self._status >= 200 and not framed
 
     def _fail(self, reason: Reason, detail: str) -> None:
-        answer, self._answer, self._done, self.sink = self._answer, None, True, None
+        answer = self._answer
+        self._answer = None
+        self._answer_ended = True
+        self.body_sink = None
         if answer:
-            answer.failed(Unreachable(reason, detail))
+            answer.on_failure(Unreachable(reason, detail))
         self.close()
 
     def on_message_begin(self) -> None:
-        if self._done:
-            self._transport.abort()  # an answer that nobody asked for
+        """Closes the connection on an answer without a request (parser callback)."""
+        if self._answer_ended:
+            self._transport.abort()
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Collects one header (parser callback)."""
         if not self._status:  # else it is a trailer
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        """Reports the answer's head; heads of 1xx are skipped (parser callback)."""
         status = self._parser.get_status_code()
         if status == 101:
-            named = find(self._headers, b"upgrade").lower()
-            if not (self._upgrade and self._parser.should_upgrade() and named == self._upgrade):
+            protocol = find(self._headers, b"upgrade").lower()
+            accepted = self._parser.should_upgrade() and protocol == self._upgrade
+            if not (self._upgrade and accepted):
                 self._fail("garbled", "it switches to another protocol")
         if status < 200 and not (status == 101 and self._upgrade):
             self._headers = []
-        elif self._answer and not self._done:
+        elif self._answer and not self._answer_ended:
             self._status = status
             self._answer.headers = self._headers
-            self._answer.headed(status)
+            self._answer.on_head(status)
 
     def on_body(self, body: bytes) -> None:
-        if self.sink:
-            self.sink(body)
-        elif self._answer and not self._done:
-            self._answer.chunk(body)
+        """Passes bytes of the body on (parser callback)."""
+        if self.body_sink:
+            self.body_sink(body)
+        elif self._answer and not self._answer_ended:
+            self._answer.on_chunk(body)
 
     def on_message_complete(self) -> None:
+        """Ends the answer; a 101 ends with its connection instead (parser callback)."""
         if self._status == 101 and not self._switched:
             return
-        if self._status and self._answer and not self._done:
-            self._done, self.sink = True, None
+        if self._status and self._answer and not self._answer_ended:
+            self._answer_ended = True
+            self.body_sink = None
             self._keep_alive = self._parser.should_keep_alive()
-            self._answer.completed()
+            self._answer.on_complete()
 
 
 class ConnectionPool:
-    """The connections to one instance.  If it is a data parallel rank, every request says so."""
+    """Keeps the connections to one instance.
+
+    For a data parallel rank, every request carries the rank's header.
+    """
 
     def __init__(
         self, url: str, tls: ssl.SSLContext | None = None, networks: AllowedNetworks | None = None
     ) -> None:
-        """`tls`: whom to trust when the URL is https; by default whom this system trusts.
-        `networks`: where it may be; by default anywhere.
+        """Raises ConfigError for a bad URL.
+
+        `tls`: trusted certificates for an https URL; by default those of this system.
+        `networks`: allowed networks of the instance; by default any.
         """
         base, rank = split_rank(check_url(url, "URL"))
         self._rank = b"" if rank is None else b"%d" % rank
@@ -376,104 +428,114 @@ class ConnectionPool:
         self._tls = (tls or ssl.create_default_context()) if secure else None
         self._host = parts.netloc.encode()
         self._networks = networks
-        self.wires: set[UpstreamConnection] = set()
-        self.heard = 0  # pieces of data, which are signs of life
+        self.connections: set[UpstreamConnection] = set()
+        self.chunks_received = 0  # any of them shows that the instance lives
         self._idle: deque[UpstreamConnection] = deque()
-        self.closed = False  # for good: no new connections
+        self.closed = False  # no new connections
 
     def close(self) -> None:
-        """The instance has left."""
+        """Closes all connections for good: the instance has left the fleet."""
         self.closed = True
         self.abort()
 
     async def send(
         self, method: str, path: str, headers: Headers, body: bytes = b"", upgrade: bytes = b""
     ) -> UpstreamResponse:
-        """Send a request; return when the answer's head is here. The caller closes the answer.
-        `upgrade`: the protocol to ask for, on a connection of its own; an answer of 101 means that
-        it is spoken.
+        """Sends a request; returns when the answer's head is here. The caller closes the answer.
+
+        `upgrade`: the protocol to offer, on a new connection; a status of 101 means that the
+        instance has switched to it. Raises Unreachable.
         """
-        fields = [(b"host", self._host), *end_to_end(headers, request=True)]
-        if upgrade:
-            fields += [(b"connection", b"Upgrade"), (b"upgrade", upgrade)]
-        else:
-            fields.append((b"content-length", b"%d" % len(body)))
-        if self._rank:
-            fields = [
-                *(field for field in fields if field[0] != RANK_HEADER),
-                (RANK_HEADER, self._rank),
-            ]
-        data = head(f"{method} {path} HTTP/1.1".encode(), fields)
-        wire = None if upgrade else self._kept()
-        wire = wire or await self._connect()
+        request_head = self._request_head(method, path, headers, len(body), upgrade)
+        connection = None if upgrade else self._take_idle()
+        connection = connection or await self._connect()
         while True:
-            answer = wire.ask(data, body, upgrade)
+            answer = connection.send_request(request_head, body, upgrade)
             try:
                 await answer.head()
                 return answer
             except Unreachable as error:
                 answer.close()
-                if wire.used == 1 or wire.spoke or wire.dropped or self.closed:
+                if not self._may_retry(connection):
                     raise
-                lost = error
+                first_error = error
             except BaseException:
                 answer.close()
                 raise
             try:
-                wire = await self._connect()
+                connection = await self._connect()
             except Unreachable:
-                raise lost from None  # it died with this request in its hands
+                # The instance died with this request: the first error describes that.
+                raise first_error from None
 
-    def abort(self, reason: Reason = "reset", detail: str = "the connection was closed") -> None:
-        """Drop every connection; who waits on one gets Unreachable."""
-        for wire in list(self.wires):
-            wire.drop(reason, detail)
+    def _request_head(
+        self, method: str, path: str, headers: Headers, body_bytes: int, upgrade: bytes
+    ) -> bytes:
+        fields = [(b"host", self._host), *end_to_end(headers, request=True)]
+        if upgrade:
+            fields += [(b"connection", b"Upgrade"), (b"upgrade", upgrade)]
+        else:
+            fields.append((b"content-length", b"%d" % body_bytes))
+        if self._rank:
+            fields = [field for field in fields if field[0] != RANK_HEADER]
+            fields.append((RANK_HEADER, self._rank))
+        return head(f"{method} {path} HTTP/1.1".encode(), fields)
 
-    def release(self, wire: UpstreamConnection) -> None:
+    def _may_retry(self, connection: UpstreamConnection) -> bool:
+        """Returns whether a request that failed on this connection may be sent once more."""
+        was_kept = connection.exchanges > 1
+        return was_kept and not (connection.got_bytes or connection.given_up or self.closed)
+
+    def abort(self, reason: Reason = "reset", detail: str = _CLOSED_DETAIL) -> None:
+        """Closes every connection; tasks that wait on one get Unreachable."""
+        for connection in list(self.connections):
+            connection.give_up(reason, detail)
+
+    def release(self, connection: UpstreamConnection) -> None:
+        """Takes back a connection whose exchange has ended, and closes those idle for too long."""
         now = asyncio.get_running_loop().time()
-        wire.idle_since = now
-        self._idle.append(wire)
+        connection.idle_since = now
+        self._idle.append(connection)
         while now - self._idle[0].idle_since > IDLE_SECONDS:
             self._idle.popleft().close()
 
-    def _kept(self) -> UpstreamConnection | None:
-        """The connection used last, if vLLM has surely not tired of it."""
+    def _take_idle(self) -> UpstreamConnection | None:
+        """Returns the connection used last, if vLLM has surely not closed it; else None."""
         now = asyncio.get_running_loop().time()
         while self._idle:
-            wire = self._idle.pop()
-            if wire.is_open and now - wire.idle_since <= IDLE_SECONDS:
-                return wire
-            wire.close()
+            connection = self._idle.pop()
+            if connection.is_open and now - connection.idle_since <= IDLE_SECONDS:
+                return connection
+            connection.close()
         return None
 
     async def _connect(self) -> UpstreamConnection:
         if self.closed:
-            raise Unreachable("refused", "it has left the fleet")
+            raise Unreachable("refused", _LEFT_DETAIL)
         try:
             async with patient(CONNECT_SECONDS):
                 return await self._open()
         except TimeoutError:
             raise Unreachable("refused", f"no connection within {CONNECT_SECONDS:.0f} s") from None
         except ssl.SSLError as error:
-            raise Unreachable(
-                "refused", f"TLS: {getattr(error, 'verify_message', '') or error.reason}"
-            ) from None
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # ValueError: a name that no host can have, as with a label of 64 bytes
+            detail = getattr(error, "verify_message", "") or error.reason
+            raise Unreachable("refused", f"TLS: {detail}") from None
+        # ValueError: a name that no host can have, such as one with a label of 64 bytes.
+        except (OSError, ValueError) as error:
             raise Unreachable("refused", getattr(error, "strerror", None) or str(error)) from None
 
     async def _open(self) -> UpstreamConnection:
-        """Connect to the first address that accepts. DNS may answer differently each time, so what
-        it answers is compared with the allowed networks here.
+        """Connects to the first address that accepts.
+
+        DNS may answer differently each time. So each answer is checked against the allowed
+        networks, directly before it is used.
         """
-        loop, (host, port) = asyncio.get_running_loop(), self._address
+        host, port = self._address
         if not self._networks:
             return await self._open_to(host)
-        found = [
-            str(info[4][0]) for info in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        ]
+        loop = asyncio.get_running_loop()
+        infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = [str(info[4][0]) for info in infos]
         allowed = [address for address in found if self._networks.allow(address)]
         if not allowed:
             raise Unreachable("refused", self._networks.refusal(found[0]))
@@ -483,20 +545,20 @@ class ConnectionPool:
         return await self._open_to(allowed[-1])
 
     async def _open_to(self, address: str) -> UpstreamConnection:
-        loop, (host, port) = asyncio.get_running_loop(), self._address
-        name = host if self._tls else None  # whose certificate is expected
-        return (
-            await loop.create_connection(
-                lambda: UpstreamConnection(self), address, port, ssl=self._tls, server_hostname=name
-            )
-        )[1]
+        host, port = self._address
+        _, connection = await asyncio.get_running_loop().create_connection(
+            lambda: UpstreamConnection(self),
+            address,
+            port,
+            ssl=self._tls,
+            server_hostname=host if self._tls else None,  # the name that the certificate must have
+        )
+        return connection
 
 
 def pool_of(pools: dict[str, ConnectionPool], url: str) -> ConnectionPool:
-    """An instance's connections; Unreachable when it was cut from the fleet after somebody had
-    chosen it.
-    """
+    """Returns an instance's pool; raises Unreachable when the instance has left the fleet."""
     pool = pools.get(url)
     if pool is None:
-        raise Unreachable("refused", "it has left the fleet")
+        raise Unreachable("refused", _LEFT_DETAIL)
     return pool

@@ -1,9 +1,13 @@
-"""WebSockets: after the instance's 101 a client and an instance are joined, byte for byte, until
-either goes.
+"""Connects a client's WebSocket with an instance: after the instance's 101 bytes pass both ways.
 
-The proxy adds one thing: a session that breaks off between two frames ends with a Close frame that
-says why (RFC 6455, 5.5.1), so that no client takes it for an end in order. Therefore the frames
-that the instance sends are counted, and not looked into.
+The proxy adds one thing. A session that breaks between two frames ends with a Close frame that has
+the reason (RFC 6455, 5.5.1), so a client does not take it for a normal end. Therefore the proxy
+tracks the borders of the instance's frames. It does not look at their content.
+
+States of the direction to the client (`FrameReader`):
+
+    between frames -> frame head -> payload -> between frames ...
+    after a Close frame: closed
 """
 
 from __future__ import annotations
@@ -16,61 +20,79 @@ from .stall_timer import StallTimer
 from .upstream import Unreachable, UpstreamResponse
 
 CLOSE_OPCODE = 8
-CLOSE_CODES = {
-    502: 1014,
-    503: 1012,
-}  # HTTP's words in a WebSocket's: bad gateway, service restart; any other is 1011
-IDLE_SECONDS = 75.0  # seconds in which neither side says anything; vLLM pings every 20 s
+CLOSE_CODES = {502: 1014, 503: 1012}  # by HTTP status: bad gateway, service restart; others 1011
+IDLE_SECONDS = 75.0  # without a byte from either side; vLLM pings every 20 s
+
+# Of a frame's head (RFC 6455, 5.2).
+_FIXED_HEAD_BYTES = 2
+_MASK_BYTES = 4
+_LENGTH_BYTES = {126: 2, 127: 8}  # size of the extended length, by the value of the short one
+_FINAL_BIT = 128
+_OPCODE_MASK = 15
+_MAX_REASON_BYTES = 120  # a Close frame's payload has at most 125 bytes
 
 
 class FrameReader:
-    """Where the bytes of one direction stand: between two frames, or within one."""
+    """Tracks whether a direction is between two frames or within one."""
 
     def __init__(self) -> None:
         self._head = bytearray()  # of a frame, until it is complete
-        self._left = 0  # bytes of the present frame to come
-        self.closed = False  # a Close frame went by
+        self._payload_left = 0  # bytes of the present frame to come
+        self.closed = False  # a Close frame has passed
 
     def feed(self, data: bytes) -> None:
-        at, head = 0, self._head
-        while at < len(data):
-            if self._left:
-                step = min(self._left, len(data) - at)
-                self._left -= step
-                at += step
-                continue
-            head.append(data[at])
-            at += 1
-            if len(head) < 2:
-                continue
-            length, mask = head[1] & 127, head[1] >> 7
-            more = {126: 2, 127: 8}.get(length, 0)
-            if len(head) == 2 + more + 4 * mask:
-                self._left = int.from_bytes(head[2 : 2 + more]) if more else length
-                self.closed = self.closed or head[0] & 15 == CLOSE_OPCODE
-                head.clear()
+        """Takes the next bytes of the direction."""
+        position = 0
+        while position < len(data):
+            if self._payload_left:
+                step = min(self._payload_left, len(data) - position)
+                self._payload_left -= step
+                position += step
+            else:
+                self._feed_head(data[position])
+                position += 1
+
+    def _feed_head(self, byte: int) -> None:
+        head = self._head
+        head.append(byte)
+        if len(head) < _FIXED_HEAD_BYTES:
+            return
+        short_length = head[1] & 127
+        masked = head[1] >> 7
+        length_bytes = _LENGTH_BYTES.get(short_length, 0)
+        if len(head) < _FIXED_HEAD_BYTES + length_bytes + _MASK_BYTES * masked:
+            return
+        self._payload_left = short_length
+        if length_bytes:
+            length = head[_FIXED_HEAD_BYTES : _FIXED_HEAD_BYTES + length_bytes]
+            self._payload_left = int.from_bytes(length)
+        self.closed = self.closed or head[0] & _OPCODE_MASK == CLOSE_OPCODE
+        head.clear()
 
     def close(self, status: int, message: str) -> bytes:
-        """A server's Close frame, or nothing where none can stand."""
-        if self.closed or self._head or self._left:
+        """Returns a server's Close frame, or nothing within a frame or after a Close frame."""
+        if self.closed or self._head or self._payload_left:
             return b""
         self.closed = True
-        reason = message.encode()[:120].decode(errors="ignore").encode()
-        return (
-            bytes((128 | CLOSE_OPCODE, 2 + len(reason)))
-            + CLOSE_CODES.get(status, 1011).to_bytes(2)
-            + reason
-        )
+        # Cutting may split a character: decoding drops its first part.
+        reason = message.encode()[:_MAX_REASON_BYTES].decode(errors="ignore").encode()
+        code = CLOSE_CODES.get(status, 1011).to_bytes(2)
+        return bytes((_FINAL_BIT | CLOSE_OPCODE, len(code) + len(reason))) + code + reason
 
 
 async def join(client: Connection, answer: UpstreamResponse) -> None:
-    """Pass everything on, both ways, until the instance closes the session; Unreachable when it
-    broke it off, Failed when nobody says anything. If the client leaves, the caller is cancelled.
+    """Passes bytes both ways until the instance closes the session.
+
+    Raises Unreachable when the instance breaks the session, and RequestFailed (504) after
+    IDLE_SECONDS without a byte. If the client leaves, the calling task is cancelled.
     """
-    frames, meter = FrameReader(), client.meter
+    frames = FrameReader()
+    meter = client.meter
     if not meter:
         raise TypeError("a session without a meter")
-    client.meter, meter.is_session = None, True  # it has no events, only bytes
+    # The connection would count events of a stream; a session has bytes only.
+    client.meter = None
+    meter.is_session = True
 
     def to_client(data: bytes) -> None:
         frames.feed(data)
@@ -81,24 +103,25 @@ async def join(client: Connection, answer: UpstreamResponse) -> None:
         meter.received += len(data)
         answer.send(data)
 
-    reason: Reason = "timeout"
-    client.last_words, client.on_pause = frames.close, answer.flow
-    answer.on_full(client.hold)
+    idle_reason: Reason = "timeout"
+
+    def on_idle() -> None:
+        answer.reject(idle_reason, f"nobody said anything for {IDLE_SECONDS:g} s")
+
+    client.close_frame = frames.close
+    client.on_pause = answer.pause_reading
+    answer.on_send_pause(client.pause_reading)
     client.switch(end_to_end(answer.headers), to_instance)
-    idle = StallTimer(
-        lambda: (meter.sent, meter.received),
-        IDLE_SECONDS,
-        lambda: answer.reject(reason, f"nobody said anything for {IDLE_SECONDS:g} s"),
-    )
+    idle_timer = StallTimer(lambda: (meter.sent, meter.received), IDLE_SECONDS, on_idle)
     try:
         await answer.pipe(to_client, paused=client.paused)
     except Unreachable as error:
-        if error.reason == reason:  # nobody's fault
+        if error.reason == idle_reason:  # no failure of the instance
             raise RequestFailed(504, error.detail) from None
         if not frames.closed:
             raise
     finally:
-        idle.stop()
+        idle_timer.stop()
     if not frames.closed:
         raise Unreachable("reset", "it closed the connection")
     client.end()

@@ -1,3 +1,1 @@
-"""Which instances there are: where they are named, how they join and leave, and whether they
-answer.
-"""
+"""Finds instances, lets them join and leave the fleet, and probes whether they answer."""

@@ -1,15 +1,22 @@
-"""Finding out what runs at each URL, and noticing within two seconds when that changes.
+"""Probes each instance, and notices within two seconds when its state changes.
 
-One task per instance asks /health four times a second. An instance is down when it refuses
-connections, twice answers anything but 200, or is *silent* for `Settings.silence` seconds: a busy
-API server may be late with /health, but an instance of which any stream still gets bytes lives.
-With the defaults a frozen instance is down 1.25 to 1.75 s after its last byte. Its requests then
-fail over at once, if there is somebody to go to; else they wait for it, for `LOST` seconds at most.
-It is not used until a probe succeeds, since whoever comes back may be another process.
+One task per instance requests /health four times a second. States of an instance:
 
-An instance whose API server lives and whose engine makes no steps (`engine_steps.py`) is down in
-the same way, after `Settings.patience` / `STILL` seconds. A time in which this process itself stood
-still counts for no instance.
+    not probed --(probe succeeds)--> up --(see below)--> down --(probe succeeds)--> up
+
+An instance goes down when
+  * it refuses connections,
+  * it twice answers anything but 200,
+  * it is *silent*: no byte for `ProxySettings.silence` seconds, on /health or any stream,
+  * its API server answers, but its engine makes no steps (`engine_steps.py`) for
+    `ProxySettings.patience` / STEP_CHECK_RATIO seconds.
+
+A busy API server may be late with /health; bytes of any stream show that the instance lives. With
+the defaults a frozen instance is down 1.25 to 1.75 s after its last byte. Its requests then fail
+over at once if another decode instance is up. Else they wait, for MAX_SILENCE_SECONDS at most.
+
+An instance that is down gets no request until a probe succeeds, since another process may answer at
+its URL. Time in which this process itself did not run counts against no instance.
 """
 
 from __future__ import annotations
@@ -33,20 +40,14 @@ from ..routing.fleet import NOT_PROBED, Fleet, Instance, mismatch
 
 log = logging.getLogger(__name__)
 
-PROBE_TIMEOUT_SECONDS = 30.0  # seconds; a probe waits behind the engine's other work
-MAX_SILENCE_SECONDS = (
-    30.0  # seconds of silence after which answers that are still owed are given up
-)
-CACHE_POLL_SECONDS = 2.0  # seconds between two looks at a decode instance's KV cache
-CLOCK_REFRESH_SECONDS = 3600.0  # seconds after which an engine's clock is asked for again
-BUSY_HEALTH_SECONDS = (
-    30.0  # seconds that /health may take while streams show that the instance lives
-)
-STEP_CHECK_RATIO = (
-    4  # an engine that owes an answer and makes no steps is down after a patience divided by this
-)
+PROBE_TIMEOUT_SECONDS = 30.0  # a probe waits behind the engine's other work
+MAX_SILENCE_SECONDS = 30.0  # of an instance without alternative, until its requests fail
+CACHE_POLL_SECONDS = 2.0  # between two polls of a decode instance's metrics
+CLOCK_REFRESH_SECONDS = 3600.0  # age at which the reading of an engine's clock is renewed
+BUSY_HEALTH_SECONDS = 30.0  # for /health while streams show that the instance lives
+STEP_CHECK_RATIO = 4  # an engine has patience / this for a step while it owes an answer
 STALLED = "its engine makes no steps"
-WATCH_RETRY_SECONDS = 5.0  # seconds after which a watch that failed begins anew
+WATCH_RETRY_SECONDS = 5.0  # until a watch that failed begins anew
 
 
 class _ListedModel(msgspec.Struct):
@@ -61,7 +62,7 @@ class _Completion(msgspec.Struct):
     kv_transfer_params: dict[str, msgspec.Raw] | None = None
 
 
-# What NixlConnector wants to be asked for a prompt's KV, and how its answer is known.
+# NixlConnector's request parameters for a prompt's KV, and the key that marks its answer.
 NIXL_PREFILL: dict[str, object] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -72,53 +73,52 @@ NIXL_PREFILL: dict[str, object] = {
 }
 _NIXL_KEY = "remote_engine_id"
 
-_KV_USE = re.compile(rb"^vllm:kv_cache_usage_perc(\{[^\n]*\})? (\S+)$", re.MULTILINE)
+_KV_CACHE_USAGE = re.compile(rb"^vllm:kv_cache_usage_perc(\{[^\n]*\})? (\S+)$", re.MULTILINE)
 
-_models = msgspec.json.Decoder(_ModelList).decode
-_completion = msgspec.json.Decoder(_Completion).decode
-_engine = msgspec.json.Decoder(EngineInfo).decode
-_card = msgspec.json.Decoder(EngineCard).decode
+_decode_models = msgspec.json.Decoder(_ModelList).decode
+_decode_completion = msgspec.json.Decoder(_Completion).decode
+_decode_engine = msgspec.json.Decoder(EngineInfo).decode
+_decode_card = msgspec.json.Decoder(EngineCard).decode
+
+# Errors of decoding bytes that another program sent.
+_DecodeErrors = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def engine_in(answer: bytes) -> EngineInfo | None:
-    """What an engine says of itself in a completion's answer; None when it says nothing that we
-    understand.
-    """
+    """Returns an engine's description from a completion's answer; None if it has no valid one."""
     try:
-        return _engine((_completion(answer).kv_transfer_params or {})[ANSWER_KEY])
-    except (KeyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _decode_engine((_decode_completion(answer).kv_transfer_params or {})[ANSWER_KEY])
+    except (KeyError, *_DecodeErrors):
         return None
 
 
 def card_in(answer: bytes) -> EngineCard | None:
-    """The least that an engine says there, also when it has refused a grant; None when it says
-    nothing.
-    """
+    """Returns an engine's card, which an answer has even if a grant was refused; else None."""
     try:
-        return _card((_completion(answer).kv_transfer_params or {})[ANSWER_KEY])
-    except (KeyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _decode_card((_decode_completion(answer).kv_transfer_params or {})[ANSWER_KEY])
+    except (KeyError, *_DecodeErrors):
         return None
 
 
 def params_in(answer: bytes) -> dict[str, msgspec.Raw] | None:
-    """What NixlConnector answered for the decode leg; None when it has nothing to fetch."""
+    """Returns NixlConnector's parameters for the decode leg; None if there is nothing to read."""
     try:
-        params = _completion(answer).kv_transfer_params
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        params = _decode_completion(answer).kv_transfer_params
+    except _DecodeErrors:
         return None
     return params if params and bytes(params.get(_NIXL_KEY, b"null")) != b"null" else None
 
 
 class _UnexpectedAnswer(Exception):
-    """An instance answered, but not as vLLM does."""
+    """Reports an answer that vLLM does not give."""
 
-    def __init__(self, words: str, status: int = 200) -> None:
-        super().__init__(words)
+    def __init__(self, message: str, status: int = 200) -> None:
+        super().__init__(message)
         self.status = status
 
 
 class Discovery:
-    """Keeps the fleet's state true."""
+    """Keeps the state of the fleet's instances current."""
 
     def __init__(
         self,
@@ -130,6 +130,10 @@ class Discovery:
         silence: float,
         patience: float,
     ) -> None:
+        """`on_change` is called after each change of an instance's state.
+
+        `silence`, `patience`: seconds, as in `ProxySettings`.
+        """
         self._fleet = fleet
         self._pools = pools
         self._key = key
@@ -139,20 +143,22 @@ class Discovery:
         self._on_change = on_change
         self._silence = silence
         self._patience = patience
-        self._look = (
-            patience / STEP_CHECK_RATIO / (LOOKS_PER_PATIENCE + 1)
-        )  # seconds between two looks at an engine that owes an answer
-        self._known: dict[str, object] = {}  # what was reported last, by URL
-        self._nudging: dict[Instance, asyncio.Task[None]] = {}
+        # Seconds between two polls of an engine that owes an answer.
+        self._step_poll_seconds = patience / STEP_CHECK_RATIO / (LOOKS_PER_PATIENCE + 1)
+        self._reported: dict[str, object] = {}  # the state that was logged last, by URL
+        self._nudges: dict[Instance, asyncio.Task[None]] = {}
 
     async def watch(self, instance: Instance, interval: float) -> None:
-        """Follow one instance for ever.  A mistake of ours ends neither this nor anything else."""
+        """Watches one instance until cancelled. An unexpected error restarts only this watch.
+
+        `interval`: seconds between two health checks.
+        """
         while True:
             try:
                 await self._follow(instance, interval)
             except Exception as error:
                 log.exception(
-                    "the watch of %s failed; it begins anew in %g s",
+                    "discovery: watch of instance %s failed; the instance is down for %g s",
                     instance.url,
                     WATCH_RETRY_SECONDS,
                 )
@@ -161,41 +167,42 @@ class Discovery:
 
     async def _follow(self, instance: Instance, interval: float) -> None:
         loop = asyncio.get_running_loop()
-        self._known.pop(instance.url, None)  # of who had this URL before
-        probing: asyncio.Task[None] | None = None
-        weighing: asyncio.Task[None] | None = None
-        lived = weighed = loop.time()
+        self._reported.pop(instance.url, None)  # of an earlier instance at this URL
+        probe: asyncio.Task[None] | None = None
+        poll: asyncio.Task[None] | None = None
+        last_well = loop.time()
+        last_poll = loop.time()
         try:
             while True:
-                trouble = await self._listen(instance, interval)
-                _raise_of(probing, weighing)
-                if self._is_well(instance, trouble):
-                    lived = loop.time()
+                trouble = await self._check_health(instance, interval)
+                _raise_failures(probe, poll)
+                if self._judge(instance, trouble):
+                    last_well = loop.time()
                 elif not instance.up and (
-                    self._replaceable(instance) or self._is_lost(trouble, loop.time() - lived)
+                    self._has_alternative(instance)
+                    or self._is_lost(trouble, loop.time() - last_well)
                 ):
                     self._abandon(instance)
                 if not instance.up and trouble:
-                    if probing:
-                        probing.cancel()
-                elif (instance.needs_probe or self._forgets(instance)) and (
-                    not probing or probing.done()
-                ):
-                    probing = asyncio.create_task(self._probe(instance))
-                elif self._is_to_weigh(instance, loop.time() - weighed) and (
-                    not weighing or weighing.done()
-                ):
-                    weighed = loop.time()
-                    weighing = asyncio.create_task(self._weigh(instance))
-                self._note(instance)
+                    if probe:
+                        probe.cancel()
+                elif self._is_probe_due(instance) and _is_over(probe):
+                    probe = asyncio.create_task(self._probe(instance))
+                elif self._is_poll_due(instance, loop.time() - last_poll) and _is_over(poll):
+                    last_poll = loop.time()
+                    poll = asyncio.create_task(self._poll_metrics(instance))
+                self._report_change(instance)
                 await asyncio.sleep(interval)
         finally:
-            for task in (probing, weighing, self._nudging.pop(instance, None)):
+            for task in (probe, poll, self._nudges.pop(instance, None)):
                 if task:
                     task.cancel()
 
-    def _is_well(self, instance: Instance, trouble: str) -> bool:
-        """Whether nothing is wrong with it at the moment; what is, is noted."""
+    def _judge(self, instance: Instance, trouble: str) -> bool:
+        """Returns whether the instance is well now; else records the reason.
+
+        `trouble`: the result of the health check.
+        """
         if trouble:
             instance.missed(trouble)
         elif instance.stepping.stalled:
@@ -206,57 +213,63 @@ class Discovery:
         return False
 
     def _is_lost(self, trouble: str, seconds: float) -> bool:
-        """Whether nobody may wait longer for it. An engine in a very long step, as one that
-        compiles, may yet answer.
+        """Returns whether the requests of an instance without alternative fail now.
+
+        An engine in a very long step, such as a compilation, may still answer.
         """
         return seconds > (MAX_SILENCE_SECONDS if trouble else self._patience)
 
     def _abandon(self, instance: Instance) -> None:
-        """End the requests that it has: they go elsewhere."""
+        """Ends the requests at the instance; the relay sends them elsewhere."""
         if instance.stepping.stalled:
             self._pools[instance.url].abort("stalled", STALLED)
-            instance.stepping.stalled = (
-                False  # from now on it is an instance that has to answer a probe
-            )
+            # From now on a probe decides, as for any instance that is down.
+            instance.stepping.stalled = False
         else:
             self._pools[instance.url].abort()
 
-    def _is_to_weigh(self, instance: Instance, since: float) -> bool:
+    def _is_poll_due(self, instance: Instance, since_poll: float) -> bool:
         now = asyncio.get_running_loop().time()
-        owes = instance.up and instance.stepping.is_due(now, instance.busy > 0, self._look)
-        return owes or (instance.role == "decode" and since > CACHE_POLL_SECONDS)
+        is_busy = instance.busy > 0
+        if instance.up and instance.stepping.is_due(now, is_busy, self._step_poll_seconds):
+            return True
+        return instance.role == "decode" and since_poll > CACHE_POLL_SECONDS
 
-    def _forgets(self, instance: Instance) -> bool:
-        """Whether it is long ago that its engine said what its clock is; clocks drift."""
-        return (
-            instance.kind == "disagg"
-            and asyncio.get_running_loop().time() - instance.told > CLOCK_REFRESH_SECONDS
-        )
+    def _is_probe_due(self, instance: Instance) -> bool:
+        return instance.needs_probe or self._is_clock_old(instance)
 
-    def _replaceable(self, instance: Instance) -> bool:
-        """Whether its requests have somewhere to go."""
+    def _is_clock_old(self, instance: Instance) -> bool:
+        """Returns whether the engine's clock must be read again; clocks drift."""
+        now = asyncio.get_running_loop().time()
+        return instance.kind == "disagg" and now - instance.told > CLOCK_REFRESH_SECONDS
+
+    def _has_alternative(self, instance: Instance) -> bool:
+        """Returns whether another decode instance can take the requests."""
         return any(other.up and other is not instance for other in self._fleet.of("decode"))
 
-    async def _listen(self, instance: Instance, interval: float) -> str:
-        """What is wrong with it; empty when it lives."""
-        loop, pool = asyncio.get_running_loop(), self._pools[instance.url]
-        life, heard = loop.time(), pool.heard
-        asking = asyncio.create_task(
-            self._ask(instance, "GET", "/health", timeout=BUSY_HEALTH_SECONDS)
+    async def _check_health(self, instance: Instance, interval: float) -> str:
+        """Requests /health; returns the reason if the instance is not well, else an empty text."""
+        loop = asyncio.get_running_loop()
+        pool = self._pools[instance.url]
+        last_sign = loop.time()
+        chunks_seen = pool.chunks_received
+        health = asyncio.create_task(
+            self._request(instance, "GET", "/health", timeout=BUSY_HEALTH_SECONDS)
         )
         try:
-            while not asking.done():
-                looked = loop.time()
-                await asyncio.wait({asking}, timeout=interval)
-                life += max(
-                    0.0, loop.time() - looked - interval
-                )  # we stood still, and have not read what came
-                if pool.heard != heard:
-                    life, heard = loop.time(), pool.heard
-                elif loop.time() - life > self._silence:
+            while not health.done():
+                slept_at = loop.time()
+                await asyncio.wait({health}, timeout=interval)
+                # If this process did not run, received bytes were not read: that is not silence.
+                overslept = loop.time() - slept_at - interval
+                last_sign += max(0.0, overslept)
+                if pool.chunks_received != chunks_seen:
+                    last_sign = loop.time()
+                    chunks_seen = pool.chunks_received
+                elif loop.time() - last_sign > self._silence:
                     instance.down("is silent")
                     return "is silent"
-            asking.result()
+            health.result()
         except Unreachable as error:
             if error.reason == "refused":
                 instance.down(f"refuses connections: {error.detail}")
@@ -265,77 +278,81 @@ class Discovery:
         except (TimeoutError, _UnexpectedAnswer) as error:
             return f"does not answer /health: {error or 'timeout'}"
         finally:
-            asking.cancel()
+            health.cancel()
         return ""
 
-    def _note(self, instance: Instance) -> None:
-        """Tell of changes, once each."""
-        now = (instance.up, instance.why_not, instance.engine)
-        if self._known.get(instance.url, (False, NOT_PROBED, None)) != now:
-            self._known[instance.url] = now
-            self._report(instance)
+    def _report_change(self, instance: Instance) -> None:
+        """Logs a change of state once, and calls `on_change`."""
+        state = (instance.up, instance.why_not, instance.engine)
+        if self._reported.get(instance.url, (False, NOT_PROBED, None)) != state:
+            self._reported[instance.url] = state
+            self._log_state(instance)
             self._on_change()
 
-    async def _ask_all(self, instance: Instance) -> tuple[list[str], bytes, EngineCard | None]:
-        """(its models, a probe's answer, its engine's card); _Odd, and what `_ask` and decoders
-        raise.
+    async def _request_facts(
+        self, instance: Instance
+    ) -> tuple[list[str], bytes, EngineCard | None]:
+        """Returns the instance's models, a probe's answer and its engine's card.
+
+        Raises _UnexpectedAnswer, and the errors of `_request` and of decoders.
         """
-        models = _models(
-            await self._ask(instance, "GET", "/v1/models", timeout=PROBE_TIMEOUT_SECONDS)
+        models = _decode_models(
+            await self._request(instance, "GET", "/v1/models", timeout=PROBE_TIMEOUT_SECONDS)
         )
         if not models.data:
             raise _UnexpectedAnswer("it serves no model")
         names = [model.id for model in models.data]
-        answer = await self._ask_who(instance, names[0])
-        if (card := card_in(answer)) and card.rank == instance.rank:  # now it can be asked by name
-            answer = await self._ask_who(instance, names[0], card)
-            if (again := card_in(answer)) is None or again.incarnation != card.incarnation:
+        answer = await self._request_probe(instance, names[0])
+        card = card_in(answer)
+        if card and card.rank == instance.rank:
+            # A grant for this incarnation gets the full description.
+            answer = await self._request_probe(instance, names[0], card)
+            second_card = card_in(answer)
+            if second_card is None or second_card.incarnation != card.incarnation:
                 raise _UnexpectedAnswer("it is another process than a moment ago")
         return names, answer, card
 
     async def _probe(self, instance: Instance) -> None:
         try:
-            names, answer, card = await self._ask_all(instance)
+            names, answer, card = await self._request_facts(instance)
         except TimeoutError:
-            if not instance.up:  # else it is healthy and has much to do; it is asked again
+            if not instance.up:  # else it is healthy and busy; the probe is repeated
                 instance.down("does not answer a probe in time")
-        except (
-            Unreachable,
-            _UnexpectedAnswer,
-            msgspec.DecodeError,
-            UnicodeDecodeError,
-            RecursionError,
-        ) as error:
-            if not (
-                instance.up
-                and isinstance(error, _UnexpectedAnswer)
-                and error.status in FULL_STATUSES
-            ):
+        except (Unreachable, _UnexpectedAnswer, *_DecodeErrors) as error:
+            status = error.status if isinstance(error, _UnexpectedAnswer) else 0
+            is_full = instance.up and status in FULL_STATUSES
+            if not is_full:
                 instance.down(f"does not answer a probe: {error}")
         else:
-            instance.stepping.lived(asyncio.get_running_loop().time())
-            engine = engine_in(answer)
-            if card:
-                instance.tells_clock(
-                    engine.clock if engine else card.clock, asyncio.get_running_loop().time()
-                )
-            if engine:
-                engine = msgspec.structs.replace(
-                    engine, clock=0.0
-                )  # no fact of it: it would always seem to have changed
-            elif card and card.rank != instance.rank:  # each time another one may answer
-                engine = EngineInfo(card.incarnation, instance.role, [], {}, card.rank)
-            instance.probed(names[0], engine, names, nixl=params_in(answer) is not None)
-        self._note(instance)
+            self._take_facts(instance, names, answer, card)
+        self._report_change(instance)
 
-    async def _ask_who(
+    def _take_facts(
+        self, instance: Instance, names: list[str], answer: bytes, card: EngineCard | None
+    ) -> None:
+        """Records a probe's results; the instance is up afterwards."""
+        now = asyncio.get_running_loop().time()
+        instance.stepping.lived(now)
+        engine = engine_in(answer)
+        if card:
+            instance.tells_clock(engine.clock if engine else card.clock, now)
+        if engine:
+            # The clock differs in each answer, and would look like a change of the engine.
+            engine = msgspec.structs.replace(engine, clock=0.0)
+        elif card and card.rank != instance.rank:  # each time another rank may answer
+            engine = EngineInfo(card.incarnation, instance.role, [], {}, card.rank)
+        instance.probed(names[0], engine, names, nixl=params_in(answer) is not None)
+
+    async def _request_probe(
         self, instance: Instance, model: str, card: EngineCard | None = None
     ) -> bytes:
-        """A probe's answer.  Without an engine's card all we learn is the card."""
-        name, until = (
-            (card.incarnation, card.clock + 2 * PROBE_TIMEOUT_SECONDS) if card else ("", 0.0)
-        )
-        grant = mint(self._key, Grant(VERSION, "probe", new_transfer(), name, until=until))
+        """Returns a probe's answer. Without an engine's card the answer has only the card."""
+        incarnation = ""
+        until = 0.0
+        if card:
+            incarnation = card.incarnation
+            until = card.clock + 2 * PROBE_TIMEOUT_SECONDS
+        grant = mint(self._key, Grant(VERSION, "probe", new_transfer(), incarnation, until=until))
         body = {
             "model": model,
             "prompt": "probe",
@@ -343,7 +360,7 @@ class Discovery:
             "temperature": 0,
             "kv_transfer_params": {**NIXL_PREFILL, REQUEST_KEY: grant},
         }
-        return await self._ask(
+        return await self._request(
             instance,
             "POST",
             "/v1/completions",
@@ -351,53 +368,59 @@ class Discovery:
             timeout=PROBE_TIMEOUT_SECONDS,
         )
 
-    async def _weigh(self, instance: Instance) -> None:
-        """How full its KV cache is, which other proxies' requests count for too, and whether its
-        engine makes steps.
+    async def _poll_metrics(self, instance: Instance) -> None:
+        """Reads the use of the KV cache, and whether the engine makes steps.
+
+        Requests of other proxies use that cache too.
         """
         now = asyncio.get_running_loop().time
-        is_due = instance.stepping.is_due(now(), instance.busy > 0, self._look)
+        step_due = instance.stepping.is_due(now(), instance.busy > 0, self._step_poll_seconds)
         try:
-            page = await self._ask(instance, "GET", "/metrics", timeout=PROBE_TIMEOUT_SECONDS)
-            label = b"" if instance.rank is None else b'engine="%d"' % instance.rank
-            instance.kv_use = max(
-                (float(value) for labels, value in _KV_USE.findall(page) if label in labels),
-                default=0.0,
-            )
+            page = await self._request(instance, "GET", "/metrics", timeout=PROBE_TIMEOUT_SECONDS)
+            rank_label = b"" if instance.rank is None else b'engine="%d"' % instance.rank
+            usages = [
+                float(value)
+                for labels, value in _KV_CACHE_USAGE.findall(page)
+                if rank_label in labels
+            ]
+            instance.kv_use = max(usages, default=0.0)
         except (Unreachable, TimeoutError, _UnexpectedAnswer, ValueError):
-            instance.kv_use = 0.0  # not known; whether it lives is found out elsewhere
+            instance.kv_use = 0.0  # unknown; the health check decides whether the instance lives
             return
-        if (
-            is_due
-            and instance.stepping.saw(fingerprint(page, instance.rank), now()) is StepVerdict.NUDGE
-        ):
-            self._nudge(instance)
+        if step_due:
+            verdict = instance.stepping.saw(fingerprint(page, instance.rank), now())
+            if verdict is StepVerdict.NUDGE:
+                self._nudge(instance)
 
     def _nudge(self, instance: Instance) -> None:
-        """Do something that the engine's next step would show: ask for one more token, or take that
-        back.
-        """
-        nudging = self._nudging.get(instance)
-        if nudging and not nudging.done():
-            nudging.cancel()
-        else:
-            self._nudging[instance] = asyncio.create_task(self._one_token(instance))
+        """Causes a change that the engine's next step shows.
 
-    async def _one_token(self, instance: Instance) -> None:
+        That is a request for one token; if one is waiting already, its cancellation.
+        """
+        nudge = self._nudges.get(instance)
+        if nudge and not nudge.done():
+            nudge.cancel()
+        else:
+            self._nudges[instance] = asyncio.create_task(self._request_one_token(instance))
+
+    async def _request_one_token(self, instance: Instance) -> None:
         body = msgspec.json.encode(
             {"model": instance.model, "prompt": "probe", "max_tokens": 1, "temperature": 0}
         )
-        with contextlib.suppress(
-            Unreachable, TimeoutError, _UnexpectedAnswer
-        ):  # then nothing is known
-            await self._ask(
+        # A failure shows nothing about the engine.
+        with contextlib.suppress(Unreachable, TimeoutError, _UnexpectedAnswer):
+            await self._request(
                 instance, "POST", "/v1/completions", body=body, timeout=PROBE_TIMEOUT_SECONDS
             )
             instance.stepping.lived(asyncio.get_running_loop().time())
 
-    async def _ask(
+    async def _request(
         self, instance: Instance, method: str, path: str, *, body: bytes = b"", timeout: float
     ) -> bytes:
+        """Returns the body of an answer with status 200.
+
+        Raises Unreachable, TimeoutError, or _UnexpectedAnswer for another status.
+        """
         async with patient(timeout):
             answer = await self._pools[instance.url].send(method, path, self._headers, body)
             try:
@@ -408,30 +431,47 @@ class Discovery:
             raise _UnexpectedAnswer(f"{method} {path} answered {answer.status}", answer.status)
         return content
 
-    def _report(self, instance: Instance) -> None:
-        """One line on what changed, and one for each partner that does not fit."""
+    def _log_state(self, instance: Instance) -> None:
+        """Logs an instance's state, and each instance that it cannot be paired with."""
         if not instance.up:
-            log.warning("%s (%s) is not used: %s", instance.url, instance.role, instance.why_not)
+            log.warning(
+                "instance %s (%s) is not used: %s", instance.url, instance.role, instance.why_not
+            )
             return
         if instance.why_not:
             use = "serves whole requests only" if instance.role == "decode" else "is not used"
-            log.warning("%s (%s) %s: it %s", instance.url, instance.role, use, instance.why_not)
+            log.warning(
+                "instance %s (%s) %s: it %s", instance.url, instance.role, use, instance.why_not
+            )
             return
-        engine = instance.engine
-        workers = len(engine.workers) if engine else 0
-        what = f"{workers} workers" if engine else "NixlConnector"
-        log.info("%s (%s) is ready: %s, %s", instance.url, instance.role, instance.model, what)
+        connector = "NixlConnector"
+        if instance.engine:
+            connector = f"{len(instance.engine.workers)} workers"
+        log.info(
+            "instance %s (%s) is ready: %s, %s",
+            instance.url,
+            instance.role,
+            instance.model,
+            connector,
+        )
         for other in self._fleet.instances:
             if other.role != instance.role and other.up and other.transfers:
-                prefill, decode = (
-                    (instance, other) if instance.role == "prefill" else (other, instance)
-                )
-                if words := mismatch(prefill, decode):
-                    log.warning("%s and %s are never paired: %s", prefill.url, decode.url, words)
+                _log_mismatch(instance, other)
 
 
-def _raise_of(*tasks: asyncio.Task[None] | None) -> None:
-    """Raise what one of them failed of, that it had not foreseen."""
+def _log_mismatch(instance: Instance, other: Instance) -> None:
+    prefill = instance if instance.role == "prefill" else other
+    decode = other if instance.role == "prefill" else instance
+    if reason := mismatch(prefill, decode):
+        log.warning("instances %s and %s are never paired: %s", prefill.url, decode.url, reason)
+
+
+def _is_over(task: asyncio.Task[None] | None) -> bool:
+    return not task or task.done()
+
+
+def _raise_failures(*tasks: asyncio.Task[None] | None) -> None:
+    """Raises the unexpected error of a task that failed."""
     for task in tasks:
         if task and task.done() and not task.cancelled():
             task.result()

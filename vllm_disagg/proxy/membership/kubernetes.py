@@ -1,10 +1,12 @@
-"""Instances that run as Kubernetes pods, found by their labels or by those of the EndpointSlices of
-their Service.
+"""Finds instances that run as Kubernetes pods, by labels of pods or of EndpointSlices.
 
-Both are listed every few seconds instead of watched: a list is the truth, while a watch that
-silently stops is an outage that nobody sees. A pod counts while it is ready and not being deleted,
-so one that terminates is drained at once; an endpoint likewise, which says so itself. Needs the
-official client (`pip install vllm-disagg[kubernetes]`), which is used from a thread.
+Both are listed every few seconds instead of watched. A list is complete; a watch that stops without
+an error would go unnoticed.
+
+A pod counts while it is ready and not being deleted, so a pod that terminates is drained at once.
+The same holds for an endpoint, whose conditions include both.
+
+Needs the official client (`pip install vllm-disagg[kubernetes]`), which runs in a thread.
 """
 
 from __future__ import annotations
@@ -17,18 +19,20 @@ from typing import Any
 from ...errors import ConfigError
 from ..routing.fleet import Role
 from .reconcile import Member
-from .sources import Tell
+from .sources import OnMembers
 
 log = logging.getLogger(__name__)
 
 Reader = Callable[[Any, Role, int], set[Member]]
 
-LIST_TIMEOUT_SECONDS = 5.0  # seconds for one list
+LIST_TIMEOUT_SECONDS = 5.0  # for one list
+MAX_LOGGED_CHARACTERS = 300  # of an error
 
 
 def connect(slices: bool) -> Any:
-    """What lists pods or EndpointSlices, of the cluster we run in, or of the kubeconfig at hand; or
-    ConfigError.
+    """Returns the function that lists pods, or EndpointSlices if `slices`; raises ConfigError.
+
+    Uses the cluster that this process runs in, else the kubeconfig.
     """
     try:
         import kubernetes  # noqa: PLC0415  an extra
@@ -44,22 +48,21 @@ def connect(slices: bool) -> Any:
             config.load_kube_config()
     except (config.ConfigException, OSError) as error:
         raise ConfigError(f"--service-discovery: no cluster is configured: {error}") from None
-    if slices:
-        settings = kubernetes.client.Configuration.get_default_copy()
-        settings.client_side_validation = (
-            False  # a Service without pods has a slice with `endpoints: null`
-        )
-        return kubernetes.client.DiscoveryV1Api(
-            kubernetes.client.ApiClient(settings)
-        ).list_namespaced_endpoint_slice
-    return kubernetes.client.CoreV1Api().list_namespaced_pod
+    if not slices:
+        return kubernetes.client.CoreV1Api().list_namespaced_pod
+    settings = kubernetes.client.Configuration.get_default_copy()
+    # A Service without pods has a slice with `endpoints: null`, which the client would reject.
+    settings.client_side_validation = False
+    client = kubernetes.client.ApiClient(settings)
+    return kubernetes.client.DiscoveryV1Api(client).list_namespaced_endpoint_slice
 
 
 def members(pods: Any, role: Role, port: int) -> set[Member]:
-    """The instances among a list of pods."""
+    """Returns the instances in a list of pods."""
     found = set()
     for pod in pods.items:
-        ready = any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions or ())
+        conditions = pod.status.conditions or ()
+        ready = any(c.type == "Ready" and c.status == "True" for c in conditions)
         address = pod.status.pod_ip
         if ready and address and not pod.metadata.deletion_timestamp:
             found.add(_member(address, port, role))
@@ -67,32 +70,34 @@ def members(pods: Any, role: Role, port: int) -> set[Member]:
 
 
 def endpoint_members(slices: Any, role: Role, port: int) -> set[Member]:
-    """The instances among a list of EndpointSlices: at the slice's only port, else at `port`. A pod
-    with an IPv4 and an IPv6 address stands in two slices, and is one instance.
+    """Returns the instances in a list of EndpointSlices.
+
+    Uses the slice's port if it has exactly one, else `port`. A pod with an IPv4 and an IPv6 address
+    is in two slices, and is one instance.
     """
     found: dict[str, Member] = {}
     for part in sorted(slices.items or (), key=lambda s: str(s.address_type)):
         ports = [p.port for p in part.ports or () if p.port]
+        slice_port = ports[0] if len(ports) == 1 else port
         for endpoint in part.endpoints or ():
-            state = endpoint.conditions
-            ready = not state or (
-                state.ready is not False and not state.terminating
-            )  # unknown counts as ready
-            if ready and endpoint.addresses and part.address_type != "FQDN":
-                address = endpoint.addresses[0]  # the others are not to be used
-                name = (
-                    endpoint.target_ref.uid
-                    if endpoint.target_ref and endpoint.target_ref.uid
-                    else address
-                )
-                found.setdefault(
-                    name, _member(address, ports[0] if len(ports) == 1 else port, role)
-                )
+            if part.address_type == "FQDN" or not endpoint.addresses or not _is_ready(endpoint):
+                continue
+            address = endpoint.addresses[0]  # Kubernetes defines no use for the others
+            pod = endpoint.target_ref
+            name = pod.uid if pod and pod.uid else address
+            found.setdefault(name, _member(address, slice_port, role))
     return set(found.values())
 
 
+def _is_ready(endpoint: Any) -> bool:
+    """Returns whether an endpoint takes requests; an unknown condition counts as ready."""
+    conditions = endpoint.conditions
+    return not conditions or (conditions.ready is not False and not conditions.terminating)
+
+
 def _member(address: str, port: int, role: Role) -> Member:
-    return Member(f"http://{f'[{address}]' if ':' in address else address}:{port}", role)
+    host = f"[{address}]" if ":" in address else address
+    return Member(f"http://{host}:{port}", role)
 
 
 async def follow(
@@ -102,10 +107,11 @@ async def follow(
     selectors: dict[Role, str],
     port: int,
     interval: float,
-    tell: Tell,
+    on_members: OnMembers,
 ) -> None:
-    """Tell all that are ready, again and again. While the API server does not answer, nothing
-    changes.
+    """Calls `on_members` with all ready instances, every `interval` seconds.
+
+    While the API server does not answer, the fleet does not change. `lister`: from `connect`.
     """
     failing = False
     while True:
@@ -122,11 +128,11 @@ async def follow(
         except Exception as error:  # the client raises its own and its HTTP library's
             if not failing:
                 log.warning(
-                    "the Kubernetes API does not answer, the fleet stays as it is: %s",
-                    str(error)[:300],
+                    "Kubernetes: the API does not answer, the fleet stays as it is: %s",
+                    str(error)[:MAX_LOGGED_CHARACTERS],
                 )
             failing = True
         else:
             failing = False
-            tell(found)
+            on_members(found)
         await asyncio.sleep(interval)

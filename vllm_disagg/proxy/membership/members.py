@@ -1,6 +1,4 @@
-"""Carries out what `reconcile` decides: instances join, leave and are forgotten, while requests
-run.
-"""
+"""Carries out decisions of `reconcile`: instances join, leave and are removed while serving."""
 
 from __future__ import annotations
 
@@ -13,35 +11,29 @@ import msgspec
 
 from ..http.upstream import ConnectionPool
 from ..routing.fleet import Fleet, Instance, Role
-from .reconcile import Member, reconcile
+from .reconcile import Member, MembershipChanges, reconcile
 
 log = logging.getLogger(__name__)
 
-SWEEP_SECONDS = 0.2  # seconds between looks at instances that leave
-SOURCE_ORDER = (
-    "flags",
-    "admin",
-    "file",
-    "registration",
-    "dns",
-    "kubernetes",
-)  # who is believed when sources disagree
+SWEEP_SECONDS = 0.2  # between two checks of leaving instances
+
+# The first decides when sources disagree.
+SOURCE_ORDER = ("flags", "admin", "file", "registration", "dns", "kubernetes")
 
 
 class MembershipChange(msgspec.Struct, frozen=True):
-    """What somebody wants changed by hand."""
+    """Describes one change by the admin API.
 
-    kind: Literal[
-        "add", "remove", "drain", "cut"
-    ]  # add: and end a drain; remove: drain where others name it still
+    `add` also ends a drain. `remove` drains an instance that another source still names.
+    """
+
+    kind: Literal["add", "remove", "drain", "cut"]
     url: str
-    role: Role = "decode"  # of what is added
+    role: Role = "decode"  # of an added instance
 
 
 class Members:
-    """The fleet's population. `connect` makes the pool of a URL that the operator has named or not,
-    `watch` follows an instance for ever, `on_change` is told when somebody came or left.
-    """
+    """Keeps the fleet's members, as the sources name them."""
 
     def __init__(
         self,
@@ -51,6 +43,10 @@ class Members:
         watch: Callable[[Instance], Coroutine[None, None, None]],
         on_change: Callable[[], None],
     ) -> None:
+        """`connect` makes the pool of a URL; its flag is True for a URL that the operator named.
+
+        `watch` watches an instance until cancelled. `on_change` is called after each change.
+        """
         self._fleet = fleet
         self._pools = pools
         self._connect = connect
@@ -60,41 +56,40 @@ class Members:
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._wanted: dict[str, list[Member]] = {name: [] for name in SOURCE_ORDER}
         self._drained: set[str] = set()
-        self._told: set[str] = set()
+        self._logged_conflicts: set[str] = set()
 
     def start(self, tasks: asyncio.TaskGroup) -> asyncio.Task[None]:
-        """Begin; what is followed is followed in `tasks`. Before this, sources are only listened
-        to.
-        """
+        """Applies the members named so far, and watches them in `tasks`; returns the sweeper."""
         self._tasks = tasks
         self._settle()
         return tasks.create_task(self._sweep())
 
     def set(self, source: str, members: Iterable[Member]) -> None:
-        """A source's whole answer; the order of a list is kept."""
+        """Takes all members that a source names; the order of a list is kept."""
         members = members if isinstance(members, list) else sorted(members)
         if members != self._wanted[source]:
             self._wanted[source] = members
             self._settle()
 
     def sources(self, url: str) -> list[str]:
-        """Who names this URL."""
+        """Returns the sources that name this URL."""
         return [
             name for name, members in self._wanted.items() if any(m.url == url for m in members)
         ]
 
     def is_named(self, url: str) -> bool:
-        """Whether the operator names this URL, in a flag or the fleet file."""
+        """Returns whether the operator names this URL, in a flag or the fleet file."""
         return not {"flags", "file"}.isdisjoint(self.sources(url))
 
     def role(self, url: str) -> Role | None:
-        """The role that this URL has in the fleet now, even while it leaves."""
-        return next(
-            (i.role for i in (*self._fleet.instances, *self._fleet.leaving) if i.url == url), None
-        )
+        """Returns the role of this URL in the fleet, even while it leaves; else None."""
+        for instance in (*self._fleet.instances, *self._fleet.leaving):
+            if instance.url == url:
+                return instance.role
+        return None
 
     def apply(self, change: MembershipChange) -> None:
-        """Change the fleet by hand."""
+        """Applies a change by the admin API."""
         admin = [member for member in self._wanted["admin"] if member.url != change.url]
         match change.kind:
             case "add":
@@ -114,10 +109,11 @@ class Members:
         self._settle()
 
     def is_drained(self, url: str) -> bool:
+        """Returns whether the admin API has drained this URL."""
         return url in self._drained
 
     async def _sweep(self) -> None:
-        """Forget instances that have left, for ever."""
+        """Removes leaving instances without requests, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             for instance in list(self._fleet.leaving):
@@ -125,45 +121,60 @@ class Members:
                     self._remove(instance)
 
     def close(self) -> None:
+        """Ends all watches and closes all connections."""
         for task in self._watches.values():
             task.cancel()
         for pool in self._pools.values():
             pool.close()
 
     def _settle(self) -> None:
-        fleet, tasks = self._fleet, self._tasks
-        if not tasks:
+        """Changes the fleet to the wanted one."""
+        if not self._tasks:
             return
-        here = {Member(i.url, i.role): i for i in fleet.instances}
-        leaving = {Member(i.url, i.role): i for i in fleet.leaving}
+        here = {Member(i.url, i.role): i for i in self._fleet.instances}
+        leaving = {Member(i.url, i.role): i for i in self._fleet.leaving}
         changes = reconcile(here.keys(), leaving.keys(), self._wanted, self._drained)
-        for conflict in changes.conflicts:
-            if conflict not in self._told:
-                log.warning("%s", conflict)
-        self._told = set(changes.conflicts)
+        self._log_conflicts(changes)
         for member in changes.leave:
-            instance = here[member]
-            fleet.instances.remove(instance)
-            fleet.leaving.append(instance)
-            log.info(
-                "%s (%s) leaves: %d requests are to end", member.url, member.role, instance.busy
-            )
+            self._begin_leaving(here[member])
         for member in changes.resume:
-            fleet.leaving.remove(leaving[member])
-            fleet.instances.append(leaving[member])
-            log.info("%s (%s) stays", member.url, member.role)
+            self._fleet.leaving.remove(leaving[member])
+            self._fleet.instances.append(leaving[member])
+            log.info("instance %s (%s) stays: it is named again", member.url, member.role)
         for member in changes.add:
-            instance = Instance(member.url, member.role)
-            self._pools[member.url] = self._connect(member.url, self.is_named(member.url))
-            fleet.instances.append(instance)
-            self._watches[member.url] = tasks.create_task(self._watch(instance))
-            if (by := self.sources(member.url)) != ["flags"]:
-                log.info("%s (%s) joins, by %s", member.url, member.role, " and ".join(by))
+            self._add(member, self._tasks)
         self._on_change()
+
+    def _log_conflicts(self, changes: MembershipChanges) -> None:
+        for conflict in changes.conflicts:
+            if conflict not in self._logged_conflicts:
+                log.warning("%s", conflict)
+        self._logged_conflicts = set(changes.conflicts)
+
+    def _begin_leaving(self, instance: Instance) -> None:
+        self._fleet.instances.remove(instance)
+        self._fleet.leaving.append(instance)
+        log.info(
+            "instance %s (%s) leaves: no new requests, %d are running",
+            instance.url,
+            instance.role,
+            instance.busy,
+        )
+
+    def _add(self, member: Member, tasks: asyncio.TaskGroup) -> None:
+        instance = Instance(member.url, member.role)
+        self._pools[member.url] = self._connect(member.url, self.is_named(member.url))
+        self._fleet.instances.append(instance)
+        self._watches[member.url] = tasks.create_task(self._watch(instance))
+        sources = self.sources(member.url)
+        if sources != ["flags"]:
+            log.info(
+                "instance %s (%s) joins, by %s", member.url, member.role, " and ".join(sources)
+            )
 
     def _remove(self, instance: Instance) -> None:
         self._fleet.leaving.remove(instance)
         self._watches.pop(instance.url).cancel()
         self._pools.pop(instance.url).close()
-        log.info("%s (%s) has left", instance.url, instance.role)
+        log.info("instance %s (%s) has left", instance.url, instance.role)
         self._settle()  # it may be wanted in another role

@@ -1,15 +1,15 @@
-"""Which instances there should be, and what to do about it.  Pure: no clock, no sockets.
+"""Decides which instances join, leave or stay. Pure: no clock, no sockets.
 
-Several *sources* say which instances they know: flags, a file, the admin API, DNS, Kubernetes, the
-instances themselves. An instance is wanted while any source names it and nobody has drained it by
-hand:
+Several *sources* name instances: flags, a file, the admin API, DNS, Kubernetes, and registration.
+An instance is wanted while any source names it and the admin API has not drained it:
 
-    wanted -> in the fleet -> (no source names it, or drained) -> leaving: gets no new request,
-    running ones end
-                  ^                                                    |                         |
-                  '------------------- wanted again ------------------'                    idle: removed
+    wanted --> in the fleet --(not wanted)--> leaving --(no running request)--> removed
+                    ^                            |
+                    '------(wanted again)--------'
 
-A source that fails to answer keeps what it last said; only an answer takes instances away.
+A leaving instance gets no new request; running ones end.
+
+A source that fails to answer keeps its last answer; only an answer takes instances away.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ..routing.fleet import Role
 
 
 class Member(msgspec.Struct, frozen=True, order=True):
-    """An instance as a source names it."""
+    """Names an instance, as a source does."""
 
     url: str
     role: Role
 
 
 class MembershipChanges(msgspec.Struct, frozen=True):
-    """What makes the fleet as it is wanted."""
+    """Lists the changes that turn the present fleet into the wanted one."""
 
     add: list[Member] = []
     resume: list[Member] = []  # was leaving, is wanted again
     leave: list[Member] = []
-    conflicts: list[str] = []  # for people
+    conflicts: list[str] = []  # messages for the log
 
 
 def reconcile(
@@ -43,34 +43,29 @@ def reconcile(
     wanted: Mapping[str, Iterable[Member]],
     drained: Collection[str],
 ) -> MembershipChanges:
-    """What to change, given who is `here`, who is `leaving`, what each source wants, in order of
-    rank, and which URLs are drained by hand.
+    """Returns the changes of a fleet.
 
-    One URL has one role: of sources that disagree the first is believed. An instance that is to
-    change its role leaves first, and joins again when it is gone.
+    `here`, `leaving`: its present and its leaving members. `wanted`: each source's members, sources
+    in order of rank. `drained`: URLs that the admin API has drained.
+
+    One URL has one role: of sources that disagree the first decides. An instance whose role changes
+    leaves first, and joins again when it is removed.
     """
     chosen: dict[str, tuple[Member, str]] = {}
     conflicts = []
     for source, members in wanted.items():
         for member in members:
-            first, by = chosen.setdefault(member.url, (member, source))
+            first, first_source = chosen.setdefault(member.url, (member, source))
             if first.role != member.role:
                 conflicts.append(
-                    f"{member.url} is a {first.role} instance by {by} and a {member.role} instance by {source}"
+                    f"{member.url} is a {first.role} instance by {first_source} "
+                    f"and a {member.role} instance by {source}"
                 )
     right = [member for member, _ in chosen.values() if member.url not in drained]
-    still_leaving = {member.url for member in leaving}
+    present_urls = {member.url for member in (*here, *leaving)}
     return MembershipChanges(
-        add=[
-            m
-            for m in right
-            if m not in here and m.url not in still_leaving and not _holds(here, m.url)
-        ],
-        resume=[m for m in right if m in leaving],
-        leave=[m for m in here if m not in right],
+        add=[member for member in right if member.url not in present_urls],
+        resume=[member for member in right if member in leaving],
+        leave=[member for member in here if member not in right],
         conflicts=conflicts,
     )
-
-
-def _holds(members: Collection[Member], url: str) -> bool:
-    return any(member.url == url for member in members)

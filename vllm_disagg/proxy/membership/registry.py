@@ -1,7 +1,15 @@
-"""The engines that have made themselves known (`vllm_disagg.fleet.registration`).
+"""Keeps the engines that registered themselves (`vllm_disagg.fleet.registration`).
 
-No clock, no sockets: bytes and time are passed in. A challenge is drawn at random where none is
-given.
+A registration is accepted if it
+  * is signed with the fleet key,
+  * repeats the present challenge, which makes those of an earlier proxy invalid,
+  * has a higher number than the last one of the same incarnation, which makes replays invalid,
+  * names an address in the allowed networks.
+
+An engine that does not repeat its registration for EXPIRY_SECONDS is no longer listed.
+
+No clock, no sockets: bytes and time are parameters. Without a given challenge one is drawn at
+random.
 """
 
 from __future__ import annotations
@@ -15,19 +23,24 @@ from ...fleet.registration import REGISTER_SECONDS, RegistrationNote, read
 from ..http.addresses import AllowedNetworks, check_url
 from .reconcile import Member
 
-EXPIRY_SECONDS = 5 * REGISTER_SECONDS  # seconds without a word, until an engine is no longer wanted
-MAX_INCARNATIONS = 4096  # incarnations whose numbers are remembered
+EXPIRY_SECONDS = 5 * REGISTER_SECONDS  # without a registration
+MAX_INCARNATIONS = 4096  # whose numbers are remembered
 
 
 class Registered(NamedTuple):
-    """A registration that was taken in, for the other workers of this proxy."""
+    """Carries an accepted registration to the other workers of this proxy."""
 
     note: bytes
     numbers: dict[str, int]  # by incarnation
 
 
+class _Listed(NamedTuple):
+    at: float  # time of the last registration
+    incarnation: str
+
+
 class Registry:
-    """Who is there by their own word."""
+    """Lists the engines whose registrations are valid."""
 
     def __init__(
         self, key: FleetKey, challenge: str = "", networks: AllowedNetworks | None = None
@@ -36,12 +49,13 @@ class Registry:
         self._networks = networks or AllowedNetworks()
         self.challenge = challenge or secrets.token_hex(16)
         self._numbers: dict[str, int] = {}  # the last one of each incarnation
-        self.last: dict[str, int] = {}  # the number taken last
-        self._heard: dict[Member, tuple[float, str]] = {}  # when, and from which incarnation
+        self.last_numbers: dict[str, int] = {}  # of the registration accepted last
+        self._listed: dict[Member, _Listed] = {}
 
-    def tell(self, data: bytes, now: float) -> Literal["ok", "again"]:
-        """A message came; "again": with the present challenge, please. BadGrant: not of this fleet,
-        or heard before.
+    def register(self, data: bytes, now: float) -> Literal["ok", "again"]:
+        """Accepts a registration; "again" asks for one with the present challenge.
+
+        Raises BadGrant for a registration that is not of this fleet, or is a replay.
         """
         note = read(self._key, data)
         if note.challenge != self.challenge:
@@ -49,37 +63,39 @@ class Registry:
         if note.number <= self._numbers.get(note.incarnation, -1):
             raise BadGrant("heard before")
         try:
-            member = Member(
-                self._networks.check(check_url(note.url, "advertise"), "advertise"), note.role
-            )
+            url = check_url(note.url, "advertise")
+            self._networks.check(url, "advertise")
         except ConfigError as error:
             raise BadGrant(str(error)) from None
-        self._remember(note)
-        if note.leaving:
-            if (
-                self._heard.get(member, (0.0, ""))[1] == note.incarnation
-            ):  # not somebody else's place by now
-                del self._heard[member]
-        else:
-            self._heard[member] = (now, note.incarnation)
+        member = Member(url, note.role)
+        self._remember_number(note)
+        if not note.leaving:
+            self._listed[member] = _Listed(now, note.incarnation)
+            return "ok"
+        listed = self._listed.get(member)
+        # A later engine may have taken the URL.
+        if listed and listed.incarnation == note.incarnation:
+            del self._listed[member]
         return "ok"
 
-    def knows(self, numbers: dict[str, int]) -> None:
-        """What another worker of this proxy has heard is not news."""
+    def mark_used(self, numbers: dict[str, int]) -> None:
+        """Marks numbers, by incarnation, that another worker of this proxy has accepted."""
         for incarnation, number in numbers.items():
             self._numbers[incarnation] = max(number, self._numbers.get(incarnation, -1))
 
     def members(self, now: float) -> frozenset[Member]:
-        self._heard = {
-            member: heard
-            for member, heard in self._heard.items()
-            if now - heard[0] < EXPIRY_SECONDS
+        """Returns the engines whose registrations have not expired."""
+        self._listed = {
+            member: listed
+            for member, listed in self._listed.items()
+            if now - listed.at < EXPIRY_SECONDS
         }
-        return frozenset(self._heard)
+        return frozenset(self._listed)
 
-    def _remember(self, note: RegistrationNote) -> None:
+    def _remember_number(self, note: RegistrationNote) -> None:
         self._numbers[note.incarnation] = note.number
-        self.last = {note.incarnation: note.number}
-        if len(self._numbers) > MAX_INCARNATIONS:  # what we forget must not be said again
+        self.last_numbers = {note.incarnation: note.number}
+        if len(self._numbers) > MAX_INCARNATIONS:
+            # A forgotten number could be replayed; a new challenge makes old ones invalid.
             self._numbers.clear()
             self.challenge = secrets.token_hex(16)

@@ -1,5 +1,6 @@
-"""Where instances are looked up, again and again: a YAML file, and names in DNS that stand for many
-addresses.
+"""Reads instances from a YAML file, and from DNS names with many addresses.
+
+Both are read again and again. A source that fails keeps its last answer.
 """
 
 from __future__ import annotations
@@ -23,23 +24,21 @@ log = logging.getLogger(__name__)
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 
-Tell = Callable[[Iterable[Member]], None]  # a source's whole answer
+OnMembers = Callable[[Iterable[Member]], None]  # takes all members that a source names
 
 
 def parse_fleet(text: str, where: str) -> frozenset[Member]:
-    """The members in a fleet file, or ConfigError:
+    """Returns the members in a fleet file's text; raises ConfigError.
 
     prefill: [http://10.0.0.1:8100, http://10.0.0.2:8100]
     decode: [http://10.0.0.3:8200]
     """
     try:
         found = yaml.safe_load(text)
-    except (
-        Exception
-    ) as error:  # not only YAMLError: a date that is none is a ValueError, `!!bool x` a KeyError
-        raise ConfigError(
-            f"{where}: not YAML: {' '.join(str(error).split()) or type(error).__name__}"
-        ) from None
+    # Not only YAMLError: an invalid date is a ValueError, `!!bool x` a KeyError.
+    except Exception as error:
+        detail = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{where}: not YAML: {detail}") from None
     if not isinstance(found, dict) or not set(found) <= set(ROLES):
         raise ConfigError(
             f"{where}: must map `prefill` and `decode` to lists of URLs, and nothing else"
@@ -57,70 +56,77 @@ def parse_fleet(text: str, where: str) -> frozenset[Member]:
 
 
 def read_fleet(path: str) -> frozenset[Member]:
+    """Returns the members in a fleet file; raises ConfigError."""
     try:
         return parse_fleet(Path(path).read_text(), path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'not text'}"
-        ) from None
+        reason = getattr(error, "strerror", None) or "not text"
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
 
 
-async def follow_file(path: str, interval: float, tell: Tell) -> None:
-    """Tell what the file says, now and whenever it changes; a file that makes no sense changes
-    nothing.
+async def follow_file(path: str, interval: float, on_members: OnMembers) -> None:
+    """Calls `on_members` with the file's members now and after each change; an invalid file is ignored.
+
+    `interval`: seconds between two looks at the file.
     """
     seen: object = None
     while True:
         try:
-            about = os.stat(path)
-            now: object = (about.st_mtime_ns, about.st_size, about.st_ino)
+            stat = os.stat(path)
+            now: object = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
         except OSError as error:
             now = error.errno
         if now != seen:
             seen = now
             try:
-                tell(read_fleet(path))
+                on_members(read_fleet(path))
             except ConfigError as error:
-                log.warning("the fleet stays as it is: %s", error)
+                log.warning("fleet file: ignored, the fleet stays as it is: %s", error)
         await asyncio.sleep(interval)
 
 
 def parse_name(text: str, flag: str) -> tuple[str, int]:
-    """(host, port) of HOST:PORT, or ConfigError.  The host is as DNS has it."""
+    """Returns host and port of HOST:PORT, the host encoded for DNS; raises ConfigError."""
     host, _, port = text.rpartition(":")
     host = host.strip("[]")
     if not host or not is_port(port):
         raise ConfigError(f"{flag}: {text!r} must be HOST:PORT")
-    if words := bad_name(host):
-        raise ConfigError(f"{flag}: {text!r}: {words}")
+    if problem := bad_name(host):
+        raise ConfigError(f"{flag}: {text!r}: {problem}")
     return host.encode("idna").decode(), int(port)
 
 
-def within(networks: AllowedNetworks, source: str, tell: Tell) -> Tell:
-    """A `tell` that leaves out members whose addresses are not allowed, with a warning for each new
-    one.
+def within(networks: AllowedNetworks, source: str, on_members: OnMembers) -> OnMembers:
+    """Returns a `on_members` that leaves out members outside the allowed networks.
+
+    Each new one of them is logged once.
     """
     left_out: set[Member] = set()
 
-    def tell_allowed(members: Iterable[Member]) -> None:
+    def on_allowed_members(members: Iterable[Member]) -> None:
         nonlocal left_out
-        before, left_out, allowed = left_out, set(), set()
+        left_out_before = left_out
+        left_out = set()
+        allowed = set()
         for member in members:
             try:
                 networks.check(check_url(member.url, source), source)
                 allowed.add(member)
             except ConfigError as error:
                 left_out.add(member)
-                if member not in before:
+                if member not in left_out_before:
                     log.warning("%s (%s) is left out: %s", member.url, member.role, error)
-        tell(allowed)
+        on_members(allowed)
 
-    return tell_allowed
+    return on_allowed_members
 
 
-async def follow_names(names: list[tuple[Role, str, int]], interval: float, tell: Tell) -> None:
-    """Tell all addresses of all names, again and again. A name that does not resolve keeps its last
-    addresses.
+async def follow_names(
+    names: list[tuple[Role, str, int]], interval: float, on_members: OnMembers
+) -> None:
+    """Calls `on_members` with all addresses of all names, every `interval` seconds.
+
+    `names`: role, host and port of each. A name that does not resolve keeps its last addresses.
     """
     last: dict[tuple[Role, str, int], set[Member]] = {name: set() for name in names}
     failing: set[tuple[Role, str, int]] = set()
@@ -133,14 +139,17 @@ async def follow_names(names: list[tuple[Role, str, int]], interval: float, tell
             except (OSError, UnicodeError) as error:  # UnicodeError: no name that DNS can have
                 if name not in failing:
                     log.warning(
-                        "%s does not resolve (%s); its instances stay as they are", host, error
+                        "DNS: %s does not resolve (%s); its instances stay as they are", host, error
                     )
                 failing.add(name)
                 continue
             failing.discard(name)
             addresses = {cast(str, address[0]) for *_, address in found}
-            last[name] = {
-                Member(f"http://{f'[{a}]' if ':' in a else a}:{port}", role) for a in addresses
-            }
-        tell(set().union(*last.values()))
+            last[name] = {_member(address, port, role) for address in addresses}
+        on_members(set().union(*last.values()))
         await asyncio.sleep(interval)
+
+
+def _member(address: str, port: int, role: Role) -> Member:
+    host = f"[{address}]" if ":" in address else address
+    return Member(f"http://{host}:{port}", role)

@@ -168,7 +168,7 @@ class Admin:
     def _register(self, registry: Registry, request: HttpRequest, client: Connection) -> None:
         now = asyncio.get_running_loop().time()
         try:
-            said = registry.tell(request.body, now)
+            said = registry.register(request.body, now)
         except BadGrant as error:
             log.warning("a registration from %s was refused: %s", client.peer, error)
             _refuse(client, 403, str(error))
@@ -178,7 +178,7 @@ class Admin:
             return
         self._members.set("registration", registry.members(now))
         if self._broadcast:
-            self._broadcast(Registered(request.body, registry.last))
+            self._broadcast(Registered(request.body, registry.last_numbers))
         client.answer(200, [JSON], b"{}")
 
 

@@ -338,7 +338,7 @@ def _identify(request: HttpRequest, client: Connection) -> None:
         request.headers = [field for field in request.headers if field[0] != REQUEST_ID] + [
             (REQUEST_ID, given)
         ]
-    client.extra = [*client.extra, (REQUEST_ID, given)]
+    client.extra_headers = [*client.extra_headers, (REQUEST_ID, given)]
 
 
 def _outcome(status: int) -> str:

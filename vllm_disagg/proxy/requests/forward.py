@@ -119,10 +119,10 @@ class Forwarder:
     async def _forward_stream(
         self, client: Connection, instance: Instance, answer: UpstreamResponse
     ) -> int:
-        await answer.first()
+        await answer.first_byte()
         client.start(answer.status, end_to_end(answer.headers))
         tape = StreamRecorder(client.write, keep=False, hold=END_MARKS.get(client.path, b""))
-        client.on_pause = answer.flow
+        client.on_pause = answer.pause_reading
         await answer.pipe(tape.source(answer.reject), paused=client.paused)
         if tape.held and not await self._vouching.works(instance):
             raise Unreachable("died", "it is being stopped")

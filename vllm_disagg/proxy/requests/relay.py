@@ -444,11 +444,11 @@ class Relay:
             await answer.read()
             return b""
         if find(answer.headers, b"content-encoding"):  # its events cannot be seen
-            await answer.first()
+            await answer.first_byte()
             return b""
         beginning = FirstContentDetector(trip.request.path)
         most = HOLD_BYTES + MAX_ECHOES * len(trip.request.body)
-        if not await answer.until(
+        if not await answer.read_until(
             lambda data: beginning.feed(data) is not ContentState.NOT_YET, most
         ):
             beginning.feed(b"\n\n")  # an end of the body ends its last event
@@ -592,16 +592,16 @@ class Relay:
             )
             path = trip.request.path
             trip.tape = tape = StreamRecorder(client.write, keep, END_MARKS.get(path, b""), path)
-        client.on_pause = answer.flow
+        client.on_pause = answer.pause_reading
         try:
             await answer.pipe(tape.source(answer.reject, raw), paused=client.paused)
         except Unreachable as error:
             if not tape.done:
-                return self._failure(trip, "decode", at, error.reason, str(error), answer.began)
+                return self._failure(trip, "decode", at, error.reason, str(error), answer.sent_at)
         else:
             if tape.held and not await self._vouching.works(at):
                 return self._failure(
-                    trip, "decode", at, "died", "it is being stopped", answer.began
+                    trip, "decode", at, "died", "it is being stopped", answer.sent_at
                 )
             if not tape.flush():
                 return AttemptFailure("decode", "diverged", "the answer made again is shorter")

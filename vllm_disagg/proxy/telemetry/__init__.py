@@ -1,1 +1,1 @@
-"""Meters, metrics, spans and the access log."""
+"""Measures requests: meters, metrics, spans and the access log."""

@@ -1,9 +1,9 @@
-"""What one request took, measured where its client sees it.
+"""Measures one request: times, events and bytes, at the connection to its client.
 
-Nothing of a stream is parsed: a piece that arrives is a time and a number of events (blank lines).
-An event is about a token, not exactly one: an engine may put several into one, and the last ones
-carry usage and [DONE]. Exact counts come from the answer's `usage`, where it has one (streams: with
-`stream_options.include_usage`).
+A stream is not parsed: each chunk counts as a time and a number of events (blank lines). An event
+is about one token, not exactly one: an engine may put several tokens into an event, and the last
+events carry usage and [DONE]. Exact counts come from the answer's `usage`, if it has one (streams:
+with `stream_options.include_usage`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ _NUMBERS = {
     "completion": re.compile(rb'"(?:completion|output)_tokens": *(\d+)'),
     "cached": re.compile(rb'"cached_tokens": *(\d+)'),
 }
+_MAX_USAGE_BYTES = 1000  # of the answer's `usage`
 COLON = ord(":")
 now = time.monotonic
 
 
 class HistogramBuckets:
-    """A histogram, cheap to add to.  For one thread."""
+    """Counts values in buckets, with little work for each value. For one thread.
+
+    `bounds`: upper bounds in ascending order; a last bucket without bound is added.
+    """
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -32,17 +36,18 @@ class HistogramBuckets:
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
+        """Adds a value `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
 
 class TrafficCounters:
-    """One request."""
+    """Measures one request. Times are in seconds of a monotonic clock."""
 
     __slots__ = (
-        "_before",
         "_itl",
-        "_tail",
+        "_last_chunk",
+        "_previous_chunk",
         "began",
         "decode",
         "events",
@@ -61,74 +66,90 @@ class TrafficCounters:
     def __init__(self, itl: HistogramBuckets) -> None:
         self.began = now()
         self.queue_seconds = 0.0
-        self.prefill = self.decode = ""  # URLs, of the pair that served it last
+        # URLs of the pair that served the request last.
+        self.prefill = ""
+        self.decode = ""
         self.prefill_seconds = 0.0
-        self.prefilled = 0.0  # when
-        self.first = self.second = self.last = 0.0  # when pieces of the answer came
+        self.prefilled = 0.0  # time of the prefill leg's answer
+        # Times of chunks of the answer; `second` is that of the first event behind `first`.
+        self.first = 0.0
+        self.second = 0.0
+        self.last = 0.0
         self.events = 0
         self.sent = 0  # bytes to the client
-        self.received = 0  # bytes from the client, beside its request's body
-        self.is_session = False  # lasts as long as its client likes: no latency
+        self.received = 0  # bytes from the client, without its request's body
+        self.is_session = False  # its client decides how long it lasts, so it has no latency
         self._itl = itl
-        self._before = self._tail = b""  # the last two pieces
+        # The last two chunks; `usage` reads them.
+        self._previous_chunk = b""
+        self._last_chunk = b""
 
     def wrote(self, data: bytes) -> None:
-        """A piece of a stream goes to the client."""
+        """Counts a chunk of a stream that goes to the client."""
         self.sent += len(data)
-        if (
-            data[0] == COLON and b"\ndata:" not in data
-        ):  # comments alone, to keep the connection open
+        is_keep_alive = data[0] == COLON and b"\ndata:" not in data  # only comments
+        if is_keep_alive:
             return
-        at = now()
-        lines = data.count(b"\n")  # one byte is found much faster than two
+        arrived_at = now()
+        lines = data.count(b"\n")  # searching one byte is much faster than two
         events = 1 if lines == 2 else data.count(b"\n\n")
         if not self.first:
-            self.first = at
+            self.first = arrived_at
         elif events:
             if not self.second:
-                self.second = at
-            self._itl.observe(
-                (at - self.last) / events, events
-            )  # events that come together share their gap
-        self.last = at
+                self.second = arrived_at
+            # Events of one chunk share the gap before it.
+            self._itl.observe((arrived_at - self.last) / events, events)
+        self.last = arrived_at
         self.events += events
-        self._before, self._tail = self._tail, data
+        self._previous_chunk = self._last_chunk
+        self._last_chunk = data
 
     def answered(self, body: bytes) -> None:
-        """A whole answer goes to the client."""
+        """Counts a whole answer that goes to the client."""
         self.sent += len(body)
-        self._tail = body
+        self._last_chunk = body
 
     def paired(self, prefill: str, decode: str) -> None:
-        """Two instances are to serve it; what an earlier pair did no longer counts."""
-        self.prefill, self.decode = prefill, decode
-        self.prefill_seconds = self.prefilled = 0.0
+        """Takes the URLs of the pair that serves the request; resets an earlier pair's times."""
+        self.prefill = prefill
+        self.decode = decode
+        self.prefill_seconds = 0.0
+        self.prefilled = 0.0
 
     def prefill_done(self, seconds: float) -> None:
-        self.prefill_seconds, self.prefilled = seconds, now()
+        """Takes the duration of the prefill leg, which has ended now."""
+        self.prefill_seconds = seconds
+        self.prefilled = now()
 
     @property
     def ttft(self) -> float | None:
-        """Of a stream; a whole answer has no first token."""
+        """Returns a stream's TTFT in seconds; None for a whole answer."""
         return self.first - self.began if self.first else None
 
     @property
     def handoff(self) -> float | None:
-        """From the prefill leg's answer to the stream's first byte."""
-        return max(0.0, self.first - self.prefilled) if self.first and self.prefilled else None
+        """Returns seconds from the prefill leg's answer to the stream's first byte, else None."""
+        if not self.first or not self.prefilled:
+            return None
+        return max(0.0, self.first - self.prefilled)
 
     def usage(self) -> dict[str, int]:
-        """Token counts as the answer states them: prompt, completion, cached; empty when it does
-        not.
-        """
-        tail = self._before + self._tail
-        at = tail.rfind(b'"usage":')  # cannot stand within a JSON text, where quotes are escaped
-        if at < 0:
+        """Returns the answer's own token counts: prompt, completion, cached; empty without any."""
+        tail = self._previous_chunk + self._last_chunk
+        # No content can contain this: quotes within a JSON text are escaped.
+        start = tail.rfind(b'"usage":')
+        if start < 0:
             return {}
-        found = {name: number.search(tail, at, at + 1000) for name, number in _NUMBERS.items()}
+        found = {
+            name: number.search(tail, start, start + _MAX_USAGE_BYTES)
+            for name, number in _NUMBERS.items()
+        }
         return {name: int(match[1]) for name, match in found.items() if match}
 
     def tpot(self, usage: dict[str, int]) -> float | None:
-        """Seconds for each token after the first."""
+        """Returns seconds per token after the first; None without a second token."""
         tokens = usage.get("completion", 0) or self.events
-        return (self.last - self.first) / (tokens - 1) if self.first and tokens > 1 else None
+        if not self.first or tokens < 2:
+            return None
+        return (self.last - self.first) / (tokens - 1)

@@ -1,5 +1,6 @@
-"""What the proxy counts, for Prometheus. Every label has few values: roles, routes, reasons and the
-fleet's URLs.
+"""Counts requests, times and bytes for Prometheus.
+
+Every label has few values: roles, routes, reasons and the fleet's URLs.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ _TOKEN_SECONDS = (
 )
 
 _HISTOGRAMS = {
-    "ttft": ("From a request to the first byte of its stream, as its client sees it.", _SECONDS),
+    "ttft": ("Time from a request to the first byte of its stream, at the client.", _SECONDS),
     "itl": (
-        "Between the events of a stream; events that came together share their gap.",
+        "Time between the events of a stream; events of one chunk share their gap.",
         _TOKEN_SECONDS,
     ),
-    "tpot": ("For each token of a stream after the first.", _TOKEN_SECONDS),
-    "e2e": ("From a request to the end of its answer.", _SECONDS),
+    "tpot": ("Time per token of a stream after the first.", _TOKEN_SECONDS),
+    "e2e": ("Time from a request to the end of its answer.", _SECONDS),
     "queue": ("Phase 1: waiting in this proxy.", _SECONDS),
     "prefill_leg": ("Phase 2: a prefill leg, from its request to its answer.", _SECONDS),
     "handoff": ("Phase 3: from the prefill leg's answer to the stream's first byte.", _SECONDS),
@@ -59,14 +60,14 @@ _HISTOGRAMS = {
 
 
 class LatencyObjectives(msgspec.Struct, frozen=True):
-    """What a stream must keep to count as goodput, in seconds; 0: nothing."""
+    """Holds the objectives that a stream must meet to count as goodput, in seconds; 0: none."""
 
     ttft: float = 0.0
     tpot: float = 0.0
 
 
 class Metrics:
-    """One registry per proxy, so that several can live in one process."""
+    """Counts for one proxy worker, with a registry of its own: a process may hold several."""
 
     def __init__(self, fleet: Fleet, objectives: LatencyObjectives | None = None) -> None:
         self._fleet = fleet
@@ -74,7 +75,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "vllm_disagg_requests",
-            "Requests by how they ended.",
+            "Requests by path, mode and outcome.",
             ["path", "mode", "outcome"],
             registry=self._registry,
         )
@@ -86,26 +87,31 @@ class Metrics:
         )
         self._failovers = Counter(
             "vllm_disagg_failovers",
-            "What was tried after a failure.",
+            "Attempts after a failure, by rung.",
             ["rung"],
             registry=self._registry,
         )
-        self._request: dict[tuple[str, str, str], Counter] = {}
+        # Children of `_requests` by their labels: a lookup here is faster than `labels()`.
+        self._request_counters: dict[tuple[str, str, str], Counter] = {}
         self.histograms = {
             name: HistogramBuckets(bounds) for name, (_, bounds) in _HISTOGRAMS.items()
         }
         self.queue = self.histograms["queue"]
         self.prefill_leg = self.histograms["prefill_leg"]
-        self.crew: Callable[[], Awaitable[list[str]]] | None = None  # asks all workers for theirs
-        self.waiting: dict[str, Callable[[], int]] = {}  # by where: who can say how many
+        # Returns the metrics of all workers, as texts; None for a single worker.
+        self.all_workers: Callable[[], Awaitable[list[str]]] | None = None
+        # Return the number of waiting requests, by place.
+        self.waiting: dict[str, Callable[[], int]] = {}
+        # By metric ("tokens", "events", "bytes", "missed", "goodput") and its label's value.
         self._amounts: defaultdict[tuple[str, str], int] = defaultdict(int)
+        # Sums by the URLs of a pair, then by "requests" or phase (seconds).
         self._pairs: dict[tuple[str, str], dict[str, float]] = {}
         self._registry.register(
             _LiveGauges([self._instances, self._phases, self._counts, self._pairings])
         )
 
     def meter(self) -> TrafficCounters:
-        """For a request that begins."""
+        """Returns the meter of a new request."""
         return TrafficCounters(self.histograms["itl"])
 
     def ended(
@@ -116,11 +122,14 @@ class Metrics:
         meter: TrafficCounters | None = None,
         received: int = 0,
     ) -> dict[str, int]:
-        """A request is over; the token counts that its answer stated."""
+        """Counts a request that has ended; returns the token counts that its answer stated.
+
+        `received`: bytes of the request's body.
+        """
         key = (path, mode, outcome)
-        if key not in self._request:
-            self._request[key] = self._requests.labels(*key)
-        self._request[key].inc()
+        if key not in self._request_counters:
+            self._request_counters[key] = self._requests.labels(*key)
+        self._request_counters[key].inc()
         if not meter:
             return {}
         usage = meter.usage()
@@ -133,27 +142,31 @@ class Metrics:
         return usage
 
     def fell_back(self, reason: str) -> None:
+        """Counts a request that did not run as first planned."""
         self._fallbacks.labels(reason).inc()
 
     def failed_over(self, rung: str) -> None:
+        """Counts an attempt after a failure."""
         self._failovers.labels(rung).inc()
 
     def now_waiting(self) -> int:
-        """Requests that wait in this process, wherever."""
+        """Returns the number of requests that wait in this process."""
         return sum(count() for count in self.waiting.values())
 
     def render(self) -> bytes:
+        """Returns this worker's metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
     async def everything(self) -> bytes:
-        """Of all workers together."""
-        return merge(await self.crew()) if self.crew else self.render()
+        """Returns the sums of all workers' metrics, in Prometheus's text format."""
+        return merge(await self.all_workers()) if self.all_workers else self.render()
 
     def _observe(self, meter: TrafficCounters, ok: bool, usage: dict[str, int]) -> None:
-        ttft, tpot = meter.ttft, meter.tpot(usage)
+        ttft = meter.ttft
+        tpot = meter.tpot(usage)
         if ok and not meter.is_session:
             self.histograms["e2e"].observe(now() - meter.began)
-            self._judge(ttft, tpot)
+            self._count_goodput(ttft, tpot)
         for name, value in (("ttft", ttft), ("tpot", tpot), ("handoff", meter.handoff)):
             if value is not None:
                 self.histograms[name].observe(value)
@@ -169,41 +182,42 @@ class Metrics:
             ):
                 sums[phase] += seconds or 0.0
 
-    def _judge(self, ttft: float | None, tpot: float | None) -> None:
+    def _count_goodput(self, ttft: float | None, tpot: float | None) -> None:
         limits = self._objectives
-        missed = [
-            name
-            for name, value, limit in (("ttft", ttft, limits.ttft), ("tpot", tpot, limits.tpot))
-            if limit and value is not None and value > limit
-        ]
-        for name in missed:
-            self._amounts["missed", name] += 1
+        missed = False
+        for name, value, limit in (("ttft", ttft, limits.ttft), ("tpot", tpot, limits.tpot)):
+            if limit and value is not None and value > limit:
+                missed = True
+                self._amounts["missed", name] += 1
         if not missed:
             self._amounts["goodput", ""] += 1
 
-    # -- what is read when it is asked for ---------------------------------------------------------
+    # -- read at each scrape -----------------------------------------------------------------------
 
     def _instances(self) -> Iterator[Metric]:
-        labels, at = ["url", "role"], now()
+        labels = ["url", "role"]
+        time = now()
         up = GaugeMetricFamily(
             "vllm_disagg_instance_up", "Whether an instance answers.", labels=labels
         )
-        rests = GaugeMetricFamily(
-            "vllm_disagg_breaker_open", "Whether an instance rests after failures.", labels=labels
+        breaker_open = GaugeMetricFamily(
+            "vllm_disagg_breaker_open",
+            "Whether an instance's circuit breaker is open.",
+            labels=labels,
         )
-        leaves = GaugeMetricFamily(
+        leaving = GaugeMetricFamily(
             "vllm_disagg_instance_leaving", "Whether an instance is drained.", labels=labels
         )
         busy = GaugeMetricFamily("vllm_disagg_in_flight", "Requests at an instance.", labels=labels)
         for instance in (*self._fleet.instances, *self._fleet.leaving):
             names = [instance.url, instance.role]
             up.add_metric(names, float(instance.up))
-            rests.add_metric(names, float(instance.up and not instance.usable(at)))
-            leaves.add_metric(names, float(instance in self._fleet.leaving))
+            breaker_open.add_metric(names, float(instance.up and not instance.usable(time)))
+            leaving.add_metric(names, float(instance in self._fleet.leaving))
             busy.add_metric(names, float(instance.busy))
-        yield from (up, rests, leaves, busy)
+        yield from (up, breaker_open, leaving, busy)
         waiting = GaugeMetricFamily(
-            "vllm_disagg_waiting", "Requests that wait, by what for.", labels=["place"]
+            "vllm_disagg_waiting", "Requests that wait, by place.", labels=["place"]
         )
         for place, count in self.waiting.items():
             waiting.add_metric([place], count())
@@ -211,12 +225,15 @@ class Metrics:
 
     def _phases(self) -> Iterator[Metric]:
         for name, (text, _) in _HISTOGRAMS.items():
-            made, rows, total = self.histograms[name], [], 0
-            for bound, count in zip((*made.bounds, math.inf), made.counts, strict=True):
+            histogram = self.histograms[name]
+            bounds = (*histogram.bounds, math.inf)
+            buckets = []
+            total = 0  # Prometheus's buckets are cumulative
+            for bound, count in zip(bounds, histogram.counts, strict=True):
                 total += count
-                rows.append((str(float(bound)).replace("inf", "+Inf"), total))
+                buckets.append((str(float(bound)).replace("inf", "+Inf"), total))
             yield HistogramMetricFamily(
-                f"vllm_disagg_{name}_seconds", text, buckets=rows, sum_value=made.sum
+                f"vllm_disagg_{name}_seconds", text, buckets=buckets, sum_value=histogram.sum
             )
 
     def _counts(self) -> Iterator[Metric]:
@@ -227,9 +244,9 @@ class Metrics:
             ("missed", "objective", "Requests that missed an objective."),
         ):
             family = CounterMetricFamily(f"vllm_disagg_{name}", text, labels=[label])
-            for (of, kind), amount in self._amounts.items():
-                if of == name:
-                    family.add_metric([kind], amount)
+            for (metric, value), amount in self._amounts.items():
+                if metric == name:
+                    family.add_metric([value], amount)
             yield family
         good = CounterMetricFamily(
             "vllm_disagg_goodput", "Requests that ended well and missed no objective."
@@ -245,8 +262,9 @@ class Metrics:
         spent = CounterMetricFamily(
             "vllm_disagg_pair_seconds", "Time spent, by pair and phase.", labels=[*labels, "phase"]
         )
-        here = {instance.url for instance in (*self._fleet.instances, *self._fleet.leaving)}
-        self._pairs = {pair: sums for pair, sums in self._pairs.items() if here.issuperset(pair)}
+        # Instances that have left would add label values without limit.
+        urls = {instance.url for instance in (*self._fleet.instances, *self._fleet.leaving)}
+        self._pairs = {pair: sums for pair, sums in self._pairs.items() if urls.issuperset(pair)}
         for pair, sums in self._pairs.items():
             requests.add_metric(list(pair), sums["requests"])
             for phase in ("prefill", "handoff", "ttft"):
@@ -255,8 +273,10 @@ class Metrics:
 
 
 def merge(texts: list[str], gauges: bool = True) -> bytes:
-    """Metrics of several workers as those of one: what is counted is added, what each sees of the
-    same thing is not. Without `gauges` only what is counted.
+    """Merges the metrics of several workers, in Prometheus's text format.
+
+    Counters are added. Of gauges, which each worker measures of the same instance, the largest is
+    taken; but waiting requests are added. Without `gauges` only counters are returned.
     """
     families: dict[str, Metric] = {}
     values: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = {}
@@ -280,11 +300,12 @@ def merge(texts: list[str], gauges: bool = True) -> bytes:
 
 
 class _LiveGauges(Collector):
-    """Metrics that are made when they are asked for."""
+    """Collects metrics that are computed at each scrape."""
 
     def __init__(self, views: Iterable[Callable[[], Iterable[Metric]]]) -> None:
         self._views = list(views)
 
     def collect(self) -> Iterable[Metric]:
+        """Yields the metrics of all views."""
         for view in self._views:
             yield from view()

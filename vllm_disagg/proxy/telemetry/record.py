@@ -1,4 +1,4 @@
-"""What is noted of a request that has ended: metrics, a span, a line in the access log."""
+"""Records a request that has ended: in metrics, spans and the access log."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .meter import TrafficCounters, now
 from .metrics import Metrics
 from .tracing import Tracing
 
-MAX_LOGGED_CHARACTERS = 1024  # characters of a path that is not served
+MAX_LOGGED_CHARACTERS = 1024  # of a refused request's path
 
 
 class RequestRecorder:
-    """Closes requests."""
+    """Records requests that have ended."""
 
     def __init__(self, metrics: Metrics, tracing: Tracing, log: AccessLog) -> None:
         self._metrics = metrics
@@ -31,7 +31,10 @@ class RequestRecorder:
         outcome: str,
         status: int,
     ) -> None:
-        """`status`: what was answered, or would have been; 499 when the client left."""
+        """Records a request that a handler served.
+
+        `status`: the one answered, or the one that would have been; 499 when the client left.
+        """
         usage = self._metrics.ended(
             template(request.path), request.mode, outcome, meter, len(request.body)
         )
@@ -58,7 +61,7 @@ class RequestRecorder:
                 facts[f"{name}_seconds"] = round(value, 6)
         self._tracing.end(request, status, facts)
         if self._log.is_on:
-            about = {
+            line = {
                 "time": round(time.time(), 3),
                 "id": find(request.headers, b"x-request-id").decode("latin-1"),
                 "client": client.peer,
@@ -68,10 +71,10 @@ class RequestRecorder:
                 "bytes_in": len(request.body) + meter.received,
                 "bytes_out": meter.sent,
             }
-            self._log.write({**about, **facts})
+            self._log.write({**line, **facts})
 
     def refused(self, request: HttpRequest, client: Connection, outcome: str, status: int) -> None:
-        """A request was refused before anything of it was read but its head."""
+        """Records a request that was refused after its head."""
         self._metrics.ended(template(request.path), "refused", outcome)
         if self._log.is_on:
             self._log.write(
@@ -87,6 +90,6 @@ class RequestRecorder:
             )
 
     def shut(self) -> None:
-        """Nothing comes any more."""
+        """Writes buffered lines, and closes the access log and the tracer."""
         self._log.close()
         self._tracing.close()

@@ -1,8 +1,8 @@
-"""OpenTelemetry spans: one for a request, one for each leg, which an engine's own spans become
-children of.
+"""Makes OpenTelemetry spans: one for a request, and one for each leg as its child.
 
-An extra (`pip install vllm-disagg[otel]`, `--otlp-traces-endpoint`). Without it a client's
-`traceparent` goes to both legs as it is.
+An engine's own spans become children of the leg's. Needs an extra (`pip install vllm-disagg[otel]`)
+and `--otlp-traces-endpoint`. Without an endpoint a client's `traceparent` goes to both legs
+unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 
 
 class Tracing:
-    """Makes spans, or nothing without an endpoint."""
+    """Makes spans and sends them to a collector; does nothing without an endpoint."""
 
     def __init__(self, endpoint: str) -> None:
         self._tracer: Any = None
@@ -26,11 +26,11 @@ class Tracing:
             return
         try:
             from opentelemetry import trace  # noqa: PLC0415  an extra, this and the following
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
+            from opentelemetry.exporter.otlp.proto.http import trace_exporter  # noqa: PLC0415
             from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
             from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
             from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
-            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator  # noqa: PLC0415
+            from opentelemetry.trace.propagation import tracecontext  # noqa: PLC0415
         except ImportError:
             raise ConfigError(
                 "--otlp-traces-endpoint needs the library: pip install 'vllm-disagg[otel]'"
@@ -38,13 +38,14 @@ class Tracing:
         self._provider: Any = TracerProvider(
             resource=Resource.create({"service.name": "vllm-disagg-proxy"})
         )
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+        exporter = trace_exporter.OTLPSpanExporter(endpoint)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("vllm_disagg.proxy")
         self._trace: Any = trace
-        self._propagator: Any = TraceContextTextMapPropagator()
+        self._propagator: Any = tracecontext.TraceContextTextMapPropagator()
 
     def begin(self, request: HttpRequest) -> None:
-        """A request came."""
+        """Begins the span of a request."""
         if self._tracer:
             carrier = {
                 name.decode(): value.decode("latin-1")
@@ -57,7 +58,7 @@ class Tracing:
             request.spans = [self._tracer.start_span(name, context=parent, kind=kind)]
 
     def leg(self, request: HttpRequest, leg: Literal["prefill", "decode"], url: str) -> Headers:
-        """A leg begins; the headers to send."""
+        """Begins the span of a leg; returns the headers to send."""
         if not request.spans:
             return request.headers
         parent = self._trace.set_span_in_context(request.spans[0])
@@ -71,15 +72,16 @@ class Tracing:
         return headers + [(name.encode(), value.encode()) for name, value in carrier.items()]
 
     def prefilled(self, request: HttpRequest) -> None:
-        """The latest prefill leg is over."""
+        """Ends the span of the latest prefill leg."""
         for span in reversed(request.spans):
-            if getattr(span, "name", "") == "prefill":  # one that is not sampled has none
+            if getattr(span, "name", "") == "prefill":  # a span that is not sampled has no name
                 span.end()
                 return
 
     def end(self, request: HttpRequest, status: int, facts: dict[str, object]) -> None:
-        """A request is over, and its legs with it."""
-        spans, request.spans = request.spans, []
+        """Ends all spans of a request. `facts` become attributes of the request's span."""
+        spans = request.spans
+        request.spans = []
         for span in reversed(spans):
             if span is spans[0]:
                 known = {
@@ -92,5 +94,6 @@ class Tracing:
                 span.end()
 
     def close(self) -> None:
+        """Sends the last spans; may wait for the collector."""
         if self._tracer:
             self._provider.shutdown()

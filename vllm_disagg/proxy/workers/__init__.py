@@ -1,1 +1,1 @@
-"""Several processes that serve one port: their supervisor, and the bus between them."""
+"""Runs several processes that serve one port: their supervisor, and the bus between them."""

@@ -1,10 +1,20 @@
-"""One of several workers: what it tells the others and hears from them, through the hub of its
-supervisor.
+"""Connects one proxy worker with the others, through the hub of their supervisor.
 
-Each worker follows the file, DNS and Kubernetes and probes instances for itself. What reaches only
-one of them is passed on: changes over the admin API, and registrations. Loads are in shared memory.
-Messages are JSON, each after its length in 8 bytes, since metrics of a large fleet are longer than
-any line that a reader would take.
+Each worker follows the fleet file, DNS and Kubernetes, and probes instances, without the others.
+Two things reach only one worker and are passed on: changes over the admin API, and registrations.
+Loads are in shared memory (`shared_load.py`).
+
+Messages between a worker and the hub:
+
+    ready             worker -> hub           the worker serves; the hub sends what it missed
+    change, note      worker -> hub -> others a change of the fleet; a registration
+    ask               worker -> hub           the worker needs the metrics of all
+    render            hub -> workers          send your metrics
+    rendered          worker -> hub           this worker's metrics
+    texts             hub -> worker           the metrics of all
+
+A message is JSON behind its length in 8 bytes. Lines would not do: the metrics of a large fleet are
+longer than the line limit of a stream reader.
 """
 
 from __future__ import annotations
@@ -25,13 +35,13 @@ from .shared_load import SharedLoad
 
 log = logging.getLogger(__name__)
 
-SYNC_SECONDS = 0.02  # seconds between looks at the others' load
-METRICS_TIMEOUT_SECONDS = 2.0  # seconds for the others' metrics
-MAX_MESSAGE_BYTES = 1 << 30  # no proxy has so many metrics
+SYNC_SECONDS = 0.02  # between two exchanges of loads
+METRICS_TIMEOUT_SECONDS = 2.0  # for the other workers' metrics
+MAX_MESSAGE_BYTES = 1 << 30  # above the metrics of any proxy
 
 
 class BusMessage(msgspec.Struct, omit_defaults=True):
-    """Between a worker and the hub; `kind` says which fields matter."""
+    """Carries one message between a worker and the hub; `kind` decides which fields are set."""
 
     kind: Literal["ready", "change", "note", "ask", "render", "rendered", "texts"]
     change: MembershipChange | None = None
@@ -41,12 +51,12 @@ class BusMessage(msgspec.Struct, omit_defaults=True):
 
 
 class WorkerPlace(msgspec.Struct, frozen=True):
-    """A worker's place in its crew, as its supervisor gives it on the command line."""
+    """Describes one worker among the others; the supervisor passes it on the command line."""
 
     index: int
     count: int
-    hub: int  # file descriptors: a socket to the hub,
-    table: int  # the table of loads
+    hub: int  # file descriptor of a socket to the hub
+    table: int  # file descriptor of the table of loads
     port: int
     challenge: str  # for registrations, the same for all workers
 
@@ -56,13 +66,13 @@ _decode = msgspec.json.Decoder(BusMessage).decode
 
 
 def frame(message: BusMessage) -> bytes:
-    """A message as it is written."""
+    """Returns a message with its length in front."""
     data = encode(message)
     return len(data).to_bytes(8) + data
 
 
 async def receive(reader: asyncio.StreamReader) -> BusMessage | None:
-    """The next message; None at the end.  ValueError when it makes no sense."""
+    """Returns the next message, or None at the end; raises ValueError for an invalid one."""
     try:
         size = int.from_bytes(await reader.readexactly(8))
         if size > MAX_MESSAGE_BYTES:
@@ -73,6 +83,7 @@ async def receive(reader: asyncio.StreamReader) -> BusMessage | None:
 
 
 def parse_place(text: str) -> WorkerPlace:
+    """Returns the place in the value of --worker; raises ConfigError."""
     try:
         return msgspec.json.decode(text, type=WorkerPlace)
     except msgspec.DecodeError:
@@ -80,7 +91,7 @@ def parse_place(text: str) -> WorkerPlace:
 
 
 class WorkerBus:
-    """This worker's connection with the others."""
+    """Sends this worker's messages to the hub, and applies those of the other workers."""
 
     def __init__(
         self,
@@ -89,74 +100,85 @@ class WorkerBus:
         render: Callable[[], bytes],
         wake: Callable[[], None],
     ) -> None:
+        """`render` returns this worker's metrics; `wake` is called when load elsewhere falls."""
         self._fleet = fleet
         self._render = render
         self._wake = wake
         self._load = SharedLoad(place.table, place.index, place.count)
         self._socket = socket.socket(fileno=place.hub)
         self._writer: asyncio.StreamWriter | None = None
-        self._unsaid: list[BusMessage] = []
-        self._asked: list[asyncio.Future[list[str]]] = []
+        self._unsent: list[BusMessage] = []
+        self._pending_texts: list[asyncio.Future[list[str]]] = []
 
     async def sync(self) -> None:
-        """Keep loads shared, for ever."""
+        """Keeps loads shared until cancelled."""
         while True:
             if self._load.sync((*self._fleet.instances, *self._fleet.leaving)):
                 self._wake()
             await asyncio.sleep(SYNC_SECONDS)
 
     async def listen(
-        self, members: Members, registry: Registry | None, over: Callable[[], None]
+        self, members: Members, registry: Registry | None, on_end: Callable[[], None]
     ) -> None:
-        """Do what the others have done; `over` when the supervisor is gone."""
+        """Applies the others' messages; calls `on_end` when the supervisor has ended."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
-        self._say(BusMessage("ready"))
-        for unsaid in self._unsaid:
-            self._say(unsaid)
+        self._send(BusMessage("ready"))
+        for unsent in self._unsent:
+            self._send(unsent)
         while message := await receive(reader):
-            if message.change:
-                members.apply(message.change)
-            elif message.kind == "note" and registry:
-                if message.text:
-                    self._note(message.text, members, registry)
-                registry.knows(message.numbers)
-            elif message.kind == "render":
-                self._say(BusMessage("rendered", text=self._render().decode()))
-            elif message.kind == "texts":
-                asked, self._asked = self._asked, []
-                for future in asked:
-                    if not future.done():
-                        future.set_result(message.texts)
-        over()
+            self._apply(message, members, registry)
+        on_end()
 
-    def broadcast(self, news: MembershipChange | Registered) -> None:
-        """Tell the others of a change made here, or of a registration taken here."""
-        if isinstance(news, MembershipChange):
-            self._say(BusMessage("change", change=news))
+    def _apply(self, message: BusMessage, members: Members, registry: Registry | None) -> None:
+        if message.change:
+            members.apply(message.change)
+        elif message.kind == "note" and registry:
+            if message.text:
+                self._apply_registration(message.text, members, registry)
+            registry.mark_used(message.numbers)
+        elif message.kind == "render":
+            self._send(BusMessage("rendered", text=self._render().decode()))
+        elif message.kind == "texts":
+            pending = self._pending_texts
+            self._pending_texts = []
+            for future in pending:
+                if not future.done():
+                    future.set_result(message.texts)
+
+    def broadcast(self, event: MembershipChange | Registered) -> None:
+        """Sends the other workers a change made here, or a registration accepted here."""
+        if isinstance(event, MembershipChange):
+            self._send(BusMessage("change", change=event))
         else:
-            self._say(BusMessage("note", text=news.note.decode(), numbers=news.numbers))
+            self._send(BusMessage("note", text=event.note.decode(), numbers=event.numbers))
 
     async def texts(self) -> list[str]:
-        """The metrics of all workers that answer in time; ours alone if the hub does not."""
+        """Returns the metrics of all workers that answer in time.
+
+        Returns only this worker's metrics if the hub does not answer.
+        """
         future: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
-        self._asked.append(future)
-        self._say(BusMessage("ask"))
+        self._pending_texts.append(future)
+        self._send(BusMessage("ask"))
         try:
             async with asyncio.timeout(2 * METRICS_TIMEOUT_SECONDS):
                 return await future
         except TimeoutError:
             return [self._render().decode()]
 
-    def _note(self, text: str, members: Members, registry: Registry) -> None:
+    def _apply_registration(self, text: str, members: Members, registry: Registry) -> None:
         now = asyncio.get_running_loop().time()
         try:
-            registry.tell(text.encode(), now)
+            registry.register(text.encode(), now)
         except BadGrant as error:
-            log.warning("another worker took in a registration that this one refuses: %s", error)
+            log.warning(
+                "proxy worker: a registration that another worker accepted is refused here: %s",
+                error,
+            )
         members.set("registration", registry.members(now))
 
-    def _say(self, message: BusMessage) -> None:
+    def _send(self, message: BusMessage) -> None:
         if self._writer:
             self._writer.write(frame(message))
-        else:  # in the first moments
-            self._unsaid.append(message)
+        else:  # before `listen` has connected
+            self._unsent.append(message)

@@ -1,9 +1,10 @@
-"""How busy instances are, shared by the workers of one proxy: a table of counters in memory that
-all of them map.
+"""Shares the load of instances among the proxy workers, in a table of counters in mapped memory.
 
-Each worker writes its own row and reads the others'. What the others have at work is simply part of
-an instance's counters, so that whoever chooses needs not know of workers; it is as old as the last
-`sync`.
+The table has one row for each worker. A row has MAX_SLOTS slots of `LOAD_FIELDS`, 8 bytes each; an
+instance's slot is a hash of its URL.
+
+Each worker writes its own row and reads the others'. The others' counts are added to the counters
+of `Instance`, so routing needs no notion of workers. They are as old as the last `sync`.
 """
 
 from __future__ import annotations
@@ -15,61 +16,68 @@ from collections.abc import Iterable
 from ..routing.fleet import Instance
 
 LOAD_FIELDS = ("in_flight", "legs", "prompt_bytes", "context", "whole")
-MAX_SLOTS = (
-    1 << 16
-)  # an instance's place is a hash of its URL; two at one place would share their load
+MAX_SLOTS = 1 << 16  # two instances with one slot would share their load
 ROW_CELLS = MAX_SLOTS * len(LOAD_FIELDS)
+CELL_BYTES = 8
 
 
 def size(workers: int) -> int:
-    """Bytes; only what is used takes memory."""
-    return workers * ROW_CELLS * 8
+    """Returns the table's size in bytes; only used pages take memory."""
+    return workers * ROW_CELLS * CELL_BYTES
 
 
 class SharedLoad:
-    """One worker's view of the table in the file `fd`."""
+    """Reads and writes the table in the file `fd`, for the worker of one row."""
 
     def __init__(self, fd: int, row: int, workers: int) -> None:
         self._table = memoryview(mmap.mmap(fd, size(workers))).cast("q")
         self._row = row
-        self._rows = [r for r in range(workers) if r != row]
-        self._others: dict[Instance, list[int]] = {}  # what of its counters is the others'
-        clear(self._table, row)  # of a worker that died in our place
+        self._other_rows = [r for r in range(workers) if r != row]
+        # The other workers' share in each instance's counters.
+        self._others: dict[Instance, list[int]] = {}
+        clear(self._table, row)  # of an earlier process of this worker
 
     def sync(self, instances: Iterable[Instance]) -> bool:
-        """Write what is ours, take in what is theirs; whether they have less at work than before."""
-        table, less = self._table, False
-        gone, self._others = self._others, {}
+        """Writes this worker's counts and adds the others'; returns whether any of theirs fell."""
+        any_fell = False
+        gone = self._others
+        self._others = {}
         for instance in instances:
             before = gone.pop(instance, [0] * len(LOAD_FIELDS))
-            place = _place(instance.url)
-            after = [
-                sum(table[row * ROW_CELLS + place + k] for row in self._rows)
-                for k in range(len(LOAD_FIELDS))
-            ]
-            for k, name in enumerate(LOAD_FIELDS):
-                ours = getattr(instance, name) - before[k]
-                table[self._row * ROW_CELLS + place + k] = ours
-                if after[k] != before[k]:
-                    setattr(instance, name, ours + after[k])
-                    less = less or after[k] < before[k]
+            slot = _slot(instance.url)
+            after = self._read_others(slot)
+            for index, name in enumerate(LOAD_FIELDS):
+                ours = getattr(instance, name) - before[index]
+                self._table[self._row * ROW_CELLS + slot + index] = ours
+                if after[index] != before[index]:
+                    setattr(instance, name, ours + after[index])
+                    any_fell = any_fell or after[index] < before[index]
             self._others[instance] = after
-        here = {instance.url for instance in self._others}
+        present = {instance.url for instance in self._others}
         for instance in gone:
-            if instance.url not in here:
-                _zero(table, self._row, _place(instance.url))
-        return less
+            if instance.url not in present:
+                _clear_slot(self._table, self._row, _slot(instance.url))
+        return any_fell
+
+    def _read_others(self, slot: int) -> list[int]:
+        """Returns the sums of the other workers' counts, in the order of `LOAD_FIELDS`."""
+        sums = []
+        for index in range(len(LOAD_FIELDS)):
+            cells = (self._table[row * ROW_CELLS + slot + index] for row in self._other_rows)
+            sums.append(sum(cells))
+        return sums
 
 
 def clear(table: memoryview, row: int) -> None:
-    """Forget what a worker had at work."""
-    table[row * ROW_CELLS : (row + 1) * ROW_CELLS] = memoryview(bytes(ROW_CELLS * 8)).cast("q")
+    """Sets all counts of one row to zero."""
+    zeros = memoryview(bytes(ROW_CELLS * CELL_BYTES)).cast("q")
+    table[row * ROW_CELLS : (row + 1) * ROW_CELLS] = zeros
 
 
-def _zero(table: memoryview, row: int, place: int) -> None:
-    for k in range(len(LOAD_FIELDS)):
-        table[row * ROW_CELLS + place + k] = 0
+def _clear_slot(table: memoryview, row: int, slot: int) -> None:
+    for index in range(len(LOAD_FIELDS)):
+        table[row * ROW_CELLS + slot + index] = 0
 
 
-def _place(url: str) -> int:
+def _slot(url: str) -> int:
     return zlib.crc32(url.encode()) % MAX_SLOTS * len(LOAD_FIELDS)

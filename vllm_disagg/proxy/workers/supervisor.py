@@ -1,9 +1,13 @@
-"""`--workers N`: N processes that listen on one port (SO_REUSEPORT), and this one, which keeps them
-running.
+"""Runs `--workers N`: N processes that share one port (SO_REUSEPORT), restarted when they die.
 
-A worker that dies is started again, and told what the admin API had changed; its clients' requests
-are lost with it, nobody else's. A worker that cannot serve at all (a bad setting, a fleet that does
-not fit) ends all.
+Life of a proxy worker:
+
+    started -> ready (it sends `ready`) -> died -> started again after RESTART_SECONDS
+       '-> died before it was ready, or with REFUSED_EXIT_STATUS: the whole proxy ends
+
+A new process gets the changes that the admin API has made so far. Its death ends the requests of
+its own clients only. A worker that cannot serve (a bad setting, a fleet without a matching pair)
+ends the proxy.
 """
 
 from __future__ import annotations
@@ -28,14 +32,14 @@ from .bus import METRICS_TIMEOUT_SECONDS, BusMessage, WorkerPlace, encode, frame
 
 log = logging.getLogger(__name__)
 
-REFUSED_EXIT_STATUS = 3  # exit status of a worker that is not to be started again, having said why
-RESTART_SECONDS = 0.5  # seconds until a dead worker is started again
+REFUSED_EXIT_STATUS = 3  # of a worker that has printed why it cannot serve; it is not restarted
+RESTART_SECONDS = 0.5  # until a dead worker is started again
 MAX_NUMBERS = 65536  # incarnations that are remembered
-NOTE_LIFE_SECONDS = 10.0  # seconds for which a registration is worth repeating to a new worker
+NOTE_LIFE_SECONDS = 10.0  # age up to which a registration is repeated to a new worker
 
 
 class WorkerProcess:
-    """One process, in all its lives."""
+    """Represents one worker through all its restarts."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -43,103 +47,118 @@ class WorkerProcess:
         self.writer: asyncio.StreamWriter | None = None
         self.ready = asyncio.Event()
 
-    def say(self, message: BusMessage) -> None:
+    def send(self, message: BusMessage) -> None:
+        """Sends a message, or drops it when no process is connected."""
         if self.writer:
             self.writer.write(frame(message))
 
 
 class BusHub:
-    """Passes on what one worker says to the others, and remembers what a new one has to know."""
+    """Passes each worker's messages on to the others, and keeps what a new process must get."""
 
     def __init__(self, count: int) -> None:
         self.workers = [WorkerProcess(index) for index in range(count)]
         self._changes: dict[tuple[str, str], MembershipChange] = {}
-        self._notes: dict[str, float] = {}
-        self._numbers: dict[
-            str, int
-        ] = {}  # of registrations, by incarnation: what has been heard is not to be heard again
-        self._texts: dict[
-            WorkerProcess, str
-        ] = {}  # metrics, as each life of a worker told them last
-        self._past = ""  # what was counted by workers that have died, as far as they told
-        self._told_now: set[WorkerProcess] = set()
+        self._notes: dict[str, float] = {}  # time of arrival, by a registration's text
+        # Highest number of a registration by incarnation: protects new workers from replays.
+        self._numbers: dict[str, int] = {}
+        self._last_texts: dict[WorkerProcess, str] = {}  # last metrics of each live process
+        self._dead_text = ""  # sums of the last metrics of processes that have died
+        self._answered: set[WorkerProcess] = set()
         self._asking: list[WorkerProcess] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    def joined(self, worker: WorkerProcess, now: float) -> None:
+    def on_ready(self, worker: WorkerProcess, now: float) -> None:
+        """Sends a new process the changes and registrations so far."""
         for change in self._changes.values():
-            worker.say(BusMessage("change", change=change))
-        self._notes = {text: at for text, at in self._notes.items() if now - at < NOTE_LIFE_SECONDS}
+            worker.send(BusMessage("change", change=change))
+        self._forget_old_notes(now)
         for text in self._notes:
-            worker.say(BusMessage("note", text=text))
-        if self._numbers:  # after the notes, which would else be known already
-            worker.say(BusMessage("note", numbers=self._numbers))
+            worker.send(BusMessage("note", text=text))
+        if self._numbers:  # after the notes, which the numbers would mark as replays
+            worker.send(BusMessage("note", numbers=self._numbers))
 
-    def heard(self, worker: WorkerProcess, message: BusMessage, now: float) -> None:
+    def on_message(self, worker: WorkerProcess, message: BusMessage, now: float) -> None:
+        """Handles one message of a worker."""
         if message.kind == "ready":
-            self.joined(worker, now)
+            self.on_ready(worker, now)
             worker.ready.set()
         elif message.change:
-            self._remember(message.change)
+            self._remember_change(message.change)
             self._pass_on(worker, message)
         elif message.kind == "note":
-            self._notes = {
-                text: at for text, at in self._notes.items() if now - at < NOTE_LIFE_SECONDS
-            }
-            self._notes[message.text] = now
-            for incarnation, number in message.numbers.items():
-                self._numbers.pop(incarnation, None)
-                self._numbers[incarnation] = number
-            while len(self._numbers) > MAX_NUMBERS:
-                self._numbers.pop(next(iter(self._numbers)))
+            self._remember_note(message, now)
             self._pass_on(worker, message)
         elif message.kind == "ask":
-            self._ask(worker)
+            self._collect_metrics(worker)
         elif message.kind == "rendered" and self._asking:
-            self._texts[worker] = message.text
-            self._told_now.add(worker)
-            if len(self._told_now) >= sum(w.ready.is_set() for w in self.workers):
-                self._told()
+            self._last_texts[worker] = message.text
+            self._answered.add(worker)
+            if len(self._answered) >= sum(w.ready.is_set() for w in self.workers):
+                self._send_metrics()
 
-    def died(self, worker: WorkerProcess) -> None:
-        """What it had counted when it was asked last stays counted, so that no sum ever falls."""
-        if text := self._texts.pop(worker, ""):
-            self._past = merge([self._past, text], gauges=False).decode()
+    def on_death(self, worker: WorkerProcess) -> None:
+        """Keeps the last known counts of a dead process, so that no sum ever falls."""
+        if text := self._last_texts.pop(worker, ""):
+            self._dead_text = merge([self._dead_text, text], gauges=False).decode()
 
-    def _remember(self, change: MembershipChange) -> None:
-        """Only how it is in the end."""
+    def _remember_change(self, change: MembershipChange) -> None:
+        """Keeps only the final state of each URL."""
         if change.kind != "cut":
-            about = "member" if change.kind in ("add", "remove") else "drain"
-            self._changes.pop((about, change.url), None)
-            self._changes[about, change.url] = change
+            subject = "member" if change.kind in ("add", "remove") else "drain"
+            self._changes.pop((subject, change.url), None)
+            self._changes[subject, change.url] = change
+
+    def _remember_note(self, message: BusMessage, now: float) -> None:
+        self._forget_old_notes(now)
+        self._notes[message.text] = now
+        for incarnation, number in message.numbers.items():
+            self._numbers.pop(incarnation, None)
+            self._numbers[incarnation] = number
+        while len(self._numbers) > MAX_NUMBERS:
+            oldest = next(iter(self._numbers))
+            self._numbers.pop(oldest)
+
+    def _forget_old_notes(self, now: float) -> None:
+        self._notes = {text: at for text, at in self._notes.items() if now - at < NOTE_LIFE_SECONDS}
 
     def _pass_on(self, source: WorkerProcess, message: BusMessage) -> None:
         for worker in self.workers:
             if worker is not source:
-                worker.say(message)
+                worker.send(message)
 
-    def _ask(self, worker: WorkerProcess) -> None:
+    def _collect_metrics(self, worker: WorkerProcess) -> None:
+        """Requests the metrics of all workers; a request already running is shared."""
         self._asking.append(worker)
         if len(self._asking) == 1:
-            self._told_now = set()
-            self._timer = asyncio.get_running_loop().call_later(METRICS_TIMEOUT_SECONDS, self._told)
+            self._answered = set()
+            self._timer = asyncio.get_running_loop().call_later(
+                METRICS_TIMEOUT_SECONDS, self._send_metrics
+            )
             for other in self.workers:
                 if other.ready.is_set():
-                    other.say(BusMessage("render"))
+                    other.send(BusMessage("render"))
 
-    def _told(self) -> None:
+    def _send_metrics(self) -> None:
         if self._timer:
             self._timer.cancel()
-        asking, self._asking = self._asking, []
-        texts = [self._texts[worker] for worker in self._told_now if worker in self._texts]
+        asking = self._asking
+        self._asking = []
+        texts = [
+            self._last_texts[worker] for worker in self._answered if worker in self._last_texts
+        ]
+        texts.append(self._dead_text)
         for worker in asking:
-            worker.say(BusMessage("texts", texts=[*texts, self._past]))
+            worker.send(BusMessage("texts", texts=texts))
 
 
 async def supervise(
     command: list[str], count: int, host: str, port: int, ready: Callable[[int], None]
 ) -> int:
-    """Run `count` workers of `command` until SIGTERM or SIGINT; the exit status."""
+    """Runs `count` workers of `command` until SIGTERM or SIGINT; returns the exit status.
+
+    `ready` is called with the port when all workers serve.
+    """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -148,56 +167,61 @@ async def supervise(
     os.truncate(table, shared_load.size(count))
     hub = BusHub(count)
     challenge = secrets.token_hex(16)
-    with _reserve(host, port) as held:
-        port = held.getsockname()[1]
-        lives = [
-            loop.create_task(
-                _keep(w, hub, command, WorkerPlace(w.index, count, 0, table, port, challenge), stop)
-            )
-            for w in hub.workers
-        ]
+    with _reserve(host, port) as reserved:
+        port = reserved.getsockname()[1]
+        keepers = []
+        for worker in hub.workers:
+            place = WorkerPlace(worker.index, count, 0, table, port, challenge)
+            keepers.append(loop.create_task(_keep_running(worker, hub, command, place, stop)))
         started = loop.create_task(_when_ready(hub.workers, partial(ready, port)))
         await stop.wait()
         started.cancel()
         for worker in hub.workers:
             if worker.process and worker.process.returncode is None:
                 worker.process.terminate()
-        return max(await asyncio.gather(*lives))
+        return max(await asyncio.gather(*keepers))
 
 
-async def _when_ready(workers: list[WorkerProcess], tell: Callable[[], None]) -> None:
+async def _when_ready(workers: list[WorkerProcess], callback: Callable[[], None]) -> None:
     for worker in workers:
         await worker.ready.wait()
-    tell()
+    callback()
 
 
 def _reserve(host: str, port: int) -> socket.socket:
-    """The port, kept for the workers and from everybody else; it does not listen."""
+    """Returns a bound socket that holds the port for the workers; it does not listen.
+
+    Raises OSError when another process listens on the port.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))  # not shared: fails if anybody listens
+        probe.bind((host, port))  # without SO_REUSEPORT, so it fails if the port is taken
         port = probe.getsockname()[1]
-    held = socket.socket(family, socket.SOCK_STREAM)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    held.bind((host, port))
-    return held
+    reserved = socket.socket(family, socket.SOCK_STREAM)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind((host, port))
+    return reserved
 
 
-async def _keep(
+async def _keep_running(
     worker: WorkerProcess, hub: BusHub, command: list[str], place: WorkerPlace, stop: asyncio.Event
 ) -> int:
-    """Run one worker, again and again; the status with which it ended for good."""
+    """Runs one worker and restarts it; returns the exit status with which it ended for good."""
     while True:
-        status = await _live(worker, hub, command, place)
+        status = await _run_process(worker, hub, command, place)
         if stop.is_set():
             return 0 if status in (0, -signal.SIGTERM) else status
         if status == REFUSED_EXIT_STATUS or not worker.ready.is_set():
             stop.set()
             return 1
         worker.ready.clear()
-        hub.died(worker)
-        log.error("worker %d ended with status %d and is started again", worker.index, status)
+        hub.on_death(worker)
+        log.error(
+            "supervisor: worker %d ended with status %d and is started again; its requests failed",
+            worker.index,
+            status,
+        )
         with suppress(TimeoutError):
             async with asyncio.timeout(RESTART_SECONDS):
                 await stop.wait()
@@ -205,21 +229,23 @@ async def _keep(
             return 0
 
 
-async def _live(worker: WorkerProcess, hub: BusHub, command: list[str], place: WorkerPlace) -> int:
-    """One life of a worker; its exit status."""
+async def _run_process(
+    worker: WorkerProcess, hub: BusHub, command: list[str], place: WorkerPlace
+) -> int:
+    """Runs one process of a worker to its end; returns its exit status."""
     ours, theirs = socket.socketpair()
     with theirs:
-        told = msgspec.structs.replace(place, hub=theirs.fileno())
+        place = msgspec.structs.replace(place, hub=theirs.fileno())
         worker.process = await asyncio.create_subprocess_exec(
-            *command, "--worker", encode(told).decode(), pass_fds=(told.hub, told.table)
+            *command, "--worker", encode(place).decode(), pass_fds=(place.hub, place.table)
         )
     reader, worker.writer = await asyncio.open_unix_connection(sock=ours)
     loop = asyncio.get_running_loop()
     try:
         while message := await receive(reader):
-            hub.heard(worker, message, loop.time())
+            hub.on_message(worker, message, loop.time())
     except (ConnectionError, ValueError) as error:
-        log.error("worker %d said what makes no sense: %s", worker.index, error)
+        log.error("supervisor: worker %d sent an invalid message: %s", worker.index, error)
         worker.process.kill()
     finally:
         worker.writer.close()
@@ -228,7 +254,9 @@ async def _live(worker: WorkerProcess, hub: BusHub, command: list[str], place: W
 
 
 def run(argv: list[str], count: int, host: str, port: int, ready: Callable[[int], None]) -> int:
-    """The supervisor of `vllm-disagg ARGV`; the exit status.  OSError when the port cannot be had."""
-    return asyncio.run(
-        supervise([sys.executable, "-m", "vllm_disagg.cli", *argv], count, host, port, ready)
-    )
+    """Supervises `vllm-disagg ARGV`; returns the exit status.
+
+    Raises OSError when the port cannot be bound.
+    """
+    command = [sys.executable, "-m", "vllm_disagg.cli", *argv]
+    return asyncio.run(supervise(command, count, host, port, ready))

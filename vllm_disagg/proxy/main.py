@@ -177,7 +177,7 @@ async def _refuse_misfit(fleet: Fleet, interval: float) -> None:
     """
     while not all(instance.up for instance in fleet.instances):
         await asyncio.sleep(interval)
-    if words := fleet.misfit():
+    if words := fleet.permanent_mismatch():
         raise ConfigError(words)
 
 

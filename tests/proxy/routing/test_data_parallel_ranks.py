@@ -108,8 +108,11 @@ async def test_ranks_that_are_not_named_transfer_nothing(caplog: pytest.LogCaptu
 
 def test_a_rank_of_an_engine_that_has_none() -> None:
     made = Instance("http://h:1@0", "decode")
-    made.probed("m", EngineInfo("i", "decode", [], {}))
-    assert not made.transfers and made.why_not == "is no data parallel rank: give it as http://h:1"
+    made.on_probe_answered("m", EngineInfo("i", "decode", [], {}))
+    assert (
+        not made.can_transfer
+        and made.unavailable_reason == "is no data parallel rank: give it as http://h:1"
+    )
 
 
 async def test_responses_are_split_between_others_only() -> None:

@@ -56,14 +56,14 @@ def looks(
     found = []
     for at, page in enumerate(pages):
         now = began + 1.0 + at
-        assert it.is_due(now, busy, 1.0)
-        found.append(it.saw(page, now))
+        assert it.is_read_due(now, busy, 1.0)
+        found.append(it.on_metrics_read(page, now))
     return found
 
 
 def test_an_engine_without_steps() -> None:
     it = StepMonitor()
-    it.asked(0.5)
+    it.on_request_sent(0.5)
     found = looks(it, [b"x"] * (LOOKS_PER_PATIENCE + 1))
     assert found[NUDGE_AFTER_LOOKS] is StepVerdict.NUDGE and found.count(StepVerdict.NUDGE) == 1
     assert found[-1] is StepVerdict.STALLED and found.count(StepVerdict.STALLED) == 1 and it.stalled
@@ -73,7 +73,7 @@ def test_each_step_is_a_new_beginning() -> None:
     it = StepMonitor()
     pages = [b"x"] * LOOKS_PER_PATIENCE + [b"y"] * LOOKS_PER_PATIENCE + [b"z"] * LOOKS_PER_PATIENCE
     assert StepVerdict.STALLED not in looks(it, pages)
-    it.lived(99.0)
+    it.on_step_seen(99.0)
     assert StepVerdict.STALLED not in looks(it, [b"z"] * (LOOKS_PER_PATIENCE - 1), began=99.0)
 
 
@@ -84,17 +84,17 @@ def test_a_request_that_was_given_up_is_owed_still() -> None:
     it = StepMonitor()
     found = []
     for round_ in range(5):
-        it.asked(round_ * 4.0 + 0.5)
+        it.on_request_sent(round_ * 4.0 + 0.5)
         found += looks(it, [b"x"] * 4, busy=False, began=round_ * 4.0)
     assert StepVerdict.STALLED in found
 
 
 def test_who_owes_nothing_is_not_looked_at() -> None:
     it = StepMonitor()
-    it.asked(1.0)
-    it.lived(2.0)
-    assert not it.is_due(99.0, False, 1.0)
-    assert not it.is_due(99.5, True, 1.0) and it.is_due(100.0, True, 1.0), (
+    it.on_request_sent(1.0)
+    it.on_step_seen(2.0)
+    assert not it.is_read_due(99.0, False, 1.0)
+    assert not it.is_read_due(99.5, True, 1.0) and it.is_read_due(100.0, True, 1.0), (
         "the time begins with the request"
     )
 

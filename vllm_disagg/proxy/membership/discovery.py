@@ -156,7 +156,7 @@ class Discovery:
                     instance.url,
                     WATCH_RETRY_SECONDS,
                 )
-                instance.down(f"its watch failed: {type(error).__name__}: {error}")
+                instance.mark_down(f"its watch failed: {type(error).__name__}: {error}")
             await asyncio.sleep(WATCH_RETRY_SECONDS)
 
     async def _follow(self, instance: Instance, interval: float) -> None:
@@ -197,11 +197,11 @@ class Discovery:
     def _is_well(self, instance: Instance, trouble: str) -> bool:
         """Whether nothing is wrong with it at the moment; what is, is noted."""
         if trouble:
-            instance.missed(trouble)
-        elif instance.stepping.stalled:
-            instance.down(STALLED)
+            instance.on_probe_failed(trouble)
+        elif instance.step_monitor.stalled:
+            instance.mark_down(STALLED)
         else:
-            instance.misses = 0
+            instance.failed_probes = 0
             return True
         return False
 
@@ -213,9 +213,9 @@ class Discovery:
 
     def _abandon(self, instance: Instance) -> None:
         """End the requests that it has: they go elsewhere."""
-        if instance.stepping.stalled:
+        if instance.step_monitor.stalled:
             self._pools[instance.url].abort("stalled", STALLED)
-            instance.stepping.stalled = (
+            instance.step_monitor.stalled = (
                 False  # from now on it is an instance that has to answer a probe
             )
         else:
@@ -223,19 +223,21 @@ class Discovery:
 
     def _is_to_weigh(self, instance: Instance, since: float) -> bool:
         now = asyncio.get_running_loop().time()
-        owes = instance.up and instance.stepping.is_due(now, instance.busy > 0, self._look)
+        owes = instance.up and instance.step_monitor.is_read_due(
+            now, instance.active_requests > 0, self._look
+        )
         return owes or (instance.role == "decode" and since > CACHE_POLL_SECONDS)
 
     def _forgets(self, instance: Instance) -> bool:
         """Whether it is long ago that its engine said what its clock is; clocks drift."""
         return (
-            instance.kind == "disagg"
-            and asyncio.get_running_loop().time() - instance.told > CLOCK_REFRESH_SECONDS
+            instance.connector == "disagg"
+            and asyncio.get_running_loop().time() - instance.clock_read_at > CLOCK_REFRESH_SECONDS
         )
 
     def _replaceable(self, instance: Instance) -> bool:
         """Whether its requests have somewhere to go."""
-        return any(other.up and other is not instance for other in self._fleet.of("decode"))
+        return any(other.up and other is not instance for other in self._fleet.with_role("decode"))
 
     async def _listen(self, instance: Instance, interval: float) -> str:
         """What is wrong with it; empty when it lives."""
@@ -254,12 +256,12 @@ class Discovery:
                 if pool.heard != heard:
                     life, heard = loop.time(), pool.heard
                 elif loop.time() - life > self._silence:
-                    instance.down("is silent")
+                    instance.mark_down("is silent")
                     return "is silent"
             asking.result()
         except Unreachable as error:
             if error.reason == "refused":
-                instance.down(f"refuses connections: {error.detail}")
+                instance.mark_down(f"refuses connections: {error.detail}")
                 pool.abort()
             return f"does not answer /health: {error}"
         except (TimeoutError, _UnexpectedAnswer) as error:
@@ -270,7 +272,7 @@ class Discovery:
 
     def _note(self, instance: Instance) -> None:
         """Tell of changes, once each."""
-        now = (instance.up, instance.why_not, instance.engine)
+        now = (instance.up, instance.unavailable_reason, instance.engine)
         if self._known.get(instance.url, (False, NOT_PROBED, None)) != now:
             self._known[instance.url] = now
             self._report(instance)
@@ -298,7 +300,7 @@ class Discovery:
             names, answer, card = await self._ask_all(instance)
         except TimeoutError:
             if not instance.up:  # else it is healthy and has much to do; it is asked again
-                instance.down("does not answer a probe in time")
+                instance.mark_down("does not answer a probe in time")
         except (
             Unreachable,
             _UnexpectedAnswer,
@@ -311,12 +313,12 @@ class Discovery:
                 and isinstance(error, _UnexpectedAnswer)
                 and error.status in FULL_STATUSES
             ):
-                instance.down(f"does not answer a probe: {error}")
+                instance.mark_down(f"does not answer a probe: {error}")
         else:
-            instance.stepping.lived(asyncio.get_running_loop().time())
+            instance.step_monitor.on_step_seen(asyncio.get_running_loop().time())
             engine = engine_in(answer)
             if card:
-                instance.tells_clock(
+                instance.set_clock(
                     engine.clock if engine else card.clock, asyncio.get_running_loop().time()
                 )
             if engine:
@@ -325,7 +327,7 @@ class Discovery:
                 )  # no fact of it: it would always seem to have changed
             elif card and card.rank != instance.rank:  # each time another one may answer
                 engine = EngineInfo(card.incarnation, instance.role, [], {}, card.rank)
-            instance.probed(names[0], engine, names, nixl=params_in(answer) is not None)
+            instance.on_probe_answered(names[0], engine, names, nixl=params_in(answer) is not None)
         self._note(instance)
 
     async def _ask_who(
@@ -356,20 +358,21 @@ class Discovery:
         engine makes steps.
         """
         now = asyncio.get_running_loop().time
-        is_due = instance.stepping.is_due(now(), instance.busy > 0, self._look)
+        is_due = instance.step_monitor.is_read_due(now(), instance.active_requests > 0, self._look)
         try:
             page = await self._ask(instance, "GET", "/metrics", timeout=PROBE_TIMEOUT_SECONDS)
             label = b"" if instance.rank is None else b'engine="%d"' % instance.rank
-            instance.kv_use = max(
+            instance.kv_cache_usage = max(
                 (float(value) for labels, value in _KV_USE.findall(page) if label in labels),
                 default=0.0,
             )
         except (Unreachable, TimeoutError, _UnexpectedAnswer, ValueError):
-            instance.kv_use = 0.0  # not known; whether it lives is found out elsewhere
+            instance.kv_cache_usage = 0.0  # not known; whether it lives is found out elsewhere
             return
         if (
             is_due
-            and instance.stepping.saw(fingerprint(page, instance.rank), now()) is StepVerdict.NUDGE
+            and instance.step_monitor.on_metrics_read(fingerprint(page, instance.rank), now())
+            is StepVerdict.NUDGE
         ):
             self._nudge(instance)
 
@@ -393,7 +396,7 @@ class Discovery:
             await self._ask(
                 instance, "POST", "/v1/completions", body=body, timeout=PROBE_TIMEOUT_SECONDS
             )
-            instance.stepping.lived(asyncio.get_running_loop().time())
+            instance.step_monitor.on_step_seen(asyncio.get_running_loop().time())
 
     async def _ask(
         self, instance: Instance, method: str, path: str, *, body: bytes = b"", timeout: float
@@ -411,18 +414,22 @@ class Discovery:
     def _report(self, instance: Instance) -> None:
         """One line on what changed, and one for each partner that does not fit."""
         if not instance.up:
-            log.warning("%s (%s) is not used: %s", instance.url, instance.role, instance.why_not)
+            log.warning(
+                "%s (%s) is not used: %s", instance.url, instance.role, instance.unavailable_reason
+            )
             return
-        if instance.why_not:
+        if instance.unavailable_reason:
             use = "serves whole requests only" if instance.role == "decode" else "is not used"
-            log.warning("%s (%s) %s: it %s", instance.url, instance.role, use, instance.why_not)
+            log.warning(
+                "%s (%s) %s: it %s", instance.url, instance.role, use, instance.unavailable_reason
+            )
             return
         engine = instance.engine
         workers = len(engine.workers) if engine else 0
         what = f"{workers} workers" if engine else "NixlConnector"
         log.info("%s (%s) is ready: %s, %s", instance.url, instance.role, instance.model, what)
         for other in self._fleet.instances:
-            if other.role != instance.role and other.up and other.transfers:
+            if other.role != instance.role and other.up and other.can_transfer:
                 prefill, decode = (
                     (instance, other) if instance.role == "prefill" else (other, instance)
                 )

@@ -121,7 +121,7 @@ class Members:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             for instance in list(self._fleet.leaving):
-                if not instance.busy:
+                if not instance.active_requests:
                     self._remove(instance)
 
     def close(self) -> None:
@@ -146,7 +146,10 @@ class Members:
             fleet.instances.remove(instance)
             fleet.leaving.append(instance)
             log.info(
-                "%s (%s) leaves: %d requests are to end", member.url, member.role, instance.busy
+                "%s (%s) leaves: %d requests are to end",
+                member.url,
+                member.role,
+                instance.active_requests,
             )
         for member in changes.resume:
             fleet.leaving.remove(leaving[member])

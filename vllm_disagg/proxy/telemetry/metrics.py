@@ -198,9 +198,9 @@ class Metrics:
         for instance in (*self._fleet.instances, *self._fleet.leaving):
             names = [instance.url, instance.role]
             up.add_metric(names, float(instance.up))
-            rests.add_metric(names, float(instance.up and not instance.usable(at)))
+            rests.add_metric(names, float(instance.up and not instance.is_usable(at)))
             leaves.add_metric(names, float(instance in self._fleet.leaving))
-            busy.add_metric(names, float(instance.busy))
+            busy.add_metric(names, float(instance.active_requests))
         yield from (up, rests, leaves, busy)
         waiting = GaugeMetricFamily(
             "vllm_disagg_waiting", "Requests that wait, by what for.", labels=["place"]

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from ..routing.fleet import Instance
 
-LOAD_FIELDS = ("in_flight", "legs", "prompt_bytes", "context", "whole")
+LOAD_FIELDS = ("in_flight", "prefill_legs", "prompt_bytes", "context_bytes", "aggregated_requests")
 MAX_SLOTS = (
     1 << 16
 )  # an instance's place is a hash of its URL; two at one place would share their load

@@ -236,22 +236,27 @@ async def test_an_error_of_the_request_is_its_answer() -> None:
         assert (reply.status, reply.body) == (200, COMMENT + error)
 
 
+def in_two_chunks(preface: bytes, content: bytes, pause: float) -> Script:
+    """Returns an engine's script: a stream's preface, a pause in seconds, its content."""
+
+    async def script(call: Call) -> None:
+        if call.leg == "prefill":
+            await answer(call)
+            return
+        await call.stream()
+        await call.chunk(preface)
+        await asyncio.sleep(pause)
+        await call.chunk(content)
+        await call.end()
+
+    return script
+
+
 async def test_a_long_preface_is_delivered() -> None:
     """`response.created` repeats the request's instructions and tools."""
     preface, content = CREATED % (b"x" * 700_000), PREFACES["/v1/responses"][1]
     async with world() as w:
-
-        async def script(call: Call) -> None:
-            if call.leg == "prefill":
-                await answer(call)
-                return
-            await call.stream()
-            await call.chunk(preface)
-            await asyncio.sleep(0.05)
-            await call.chunk(content)
-            await call.end()
-
-        w.p.script = w.d.script = script
+        w.p.script = w.d.script = in_two_chunks(preface, content, pause=0.05)
         body = {"model": "m", "stream": True, "input": "hi", "instructions": "y" * 200_000}
         reply = await w.post("/v1/responses", json.dumps(body).encode())
         assert reply.status == 200 and reply.body == preface + content
@@ -295,17 +300,6 @@ async def test_the_first_content_is_the_first_token_whatever_comes_with_it() -> 
     """What was held reaches the client in one piece with it."""
     preface, content = PREFACES["/v1/completions"]
     async with world() as w:
-
-        async def script(call: Call) -> None:
-            if call.leg == "prefill":
-                await answer(call)
-                return
-            await call.stream()
-            await call.chunk(preface)
-            await asyncio.sleep(0.02)
-            await call.chunk(content)
-            await call.end()
-
-        w.p.script = w.d.script = script
+        w.p.script = w.d.script = in_two_chunks(preface, content, pause=0.02)
         assert (await post(w, "/v1/completions")).body == preface + content
         assert await w.metric("vllm_disagg_ttft_seconds_count") == 1

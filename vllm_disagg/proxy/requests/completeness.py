@@ -53,7 +53,7 @@ def doubtful(path: str, answer: bytes) -> bool:
 
 
 class CompletenessCheck:
-    """Asks instances for one more token, to prove that their last answers were whole."""
+    """Requests one more token of instances, to prove that their last answers were whole."""
 
     def __init__(self, pools: dict[str, ConnectionPool], api_key: str) -> None:
         self._pools = pools

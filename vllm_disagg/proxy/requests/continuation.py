@@ -296,7 +296,7 @@ class ChoiceTranscript:
         return channel
 
     def add_texts(self, form: EventForm, pieces: list[bytes]) -> None:
-        """Adds the texts of events of one form, as they stood in JSON; raises NotReplayable."""
+        """Adds the texts of events of one form, in their JSON spelling; raises NotReplayable."""
         try:
             texts = _decode_strings(b'["' + b'","'.join(pieces) + b'"]')
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

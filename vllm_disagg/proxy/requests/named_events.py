@@ -11,7 +11,7 @@ Random values are not compared but renamed: the client keeps the ids of the firs
 numbers continue from the first answer. The second answer's texts of whole items (`*.done`,
 `response.completed`) are passed on: they equal those of the deltas.
 
-Only the events listed here are understood. Tools that the engine runs by itself are not: they would
+Only the events listed here are understood. Tools that the engine itself runs are not: they would
 run twice.
 """
 

@@ -168,7 +168,7 @@ class Relay:
     async def generate(self, context: RequestContext) -> int:
         """Serves a request until its last byte is sent; returns the status that the client got.
 
-        Whatever happens, no leg runs and no place is taken afterwards. Raises RequestFailed for
+        In every case no leg runs and no place is taken afterwards. Raises RequestFailed for
         failures that the client has not been answered.
         """
         request = context.request
@@ -601,7 +601,7 @@ class Relay:
         return decode if step is NextStep.SAME_DECODE else other_decode
 
     async def _give_up(self, context: RequestContext, failure: AttemptFailure) -> int:
-        """Answers the client with the failure: in the instance's words, if it sent any.
+        """Answers the client with the failure: with the instance's own answer, if it sent one.
 
         Returns the status, or raises RequestFailed.
         """
@@ -701,7 +701,7 @@ def _fallback_reason(failure: AttemptFailure, history: AttemptHistory) -> str:
 
 
 def _answering_instance(context: RequestContext, plan: AttemptPlan) -> Instance:
-    """Returns the instance whose answer the client gets."""
+    """Returns the instance that answers the client in this attempt."""
     if isinstance(plan, Instance):
         return plan
     return plan.prefill if context.body.one_token else plan.decode

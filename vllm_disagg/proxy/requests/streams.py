@@ -153,7 +153,7 @@ def _discard(_: bytes) -> None:
 class StreamRecorder:
     """Writes one client's stream, whose events come from one instance or several in turn.
 
-    Life of a stream:
+    The calls of a stream:
 
         start_answer -> feed* -> finish                   one instance serves it
         start_answer -> feed* -> stop, or the end of the connection
@@ -339,7 +339,7 @@ class StreamRecorder:
         return b"".join(event + b"\n\n" for event in new_events)
 
     def finish(self) -> bool:
-        """Writes what is held back, after the answer has ended as it should.
+        """Writes the events that are held back, after the answer has ended as it should.
 
         Returns False, and writes nothing, if a second answer is shorter than the first.
         """

@@ -12,7 +12,8 @@ Circuit breaker. After two consecutive failures an `up` instance is skipped for 
 
 An open breaker is a preference, not a lock: without any other instance, an open one is used all the
 same. Failures are consecutive when one request was sent after the other's failure: requests that
-were in flight together count once, and not at all beside a success.
+were in flight together count once. A failure of a request that was sent before a success came does not
+count.
 """
 
 from __future__ import annotations
@@ -243,7 +244,7 @@ def is_one_engine(a: Instance, b: Instance) -> bool:
 
 
 def mismatch(prefill: Instance, decode: Instance) -> str:
-    """Returns in words why two instances cannot be paired; "" if they can."""
+    """Returns the reason why two instances cannot be paired, for people; "" if they can."""
     if is_one_engine(prefill, decode):
         return "they are one engine, and no engine is paired with itself"
     if prefill.compatibility_key and prefill.compatibility_key == decode.compatibility_key:
@@ -282,9 +283,9 @@ class Fleet:
         for other in self.instances:
             if other.role == instance.role or not (other.up and other.can_transfer):
                 continue
-            prefill, decode = instance, other
-            if instance.role == "decode":
-                prefill, decode = other, instance
+            is_prefill = instance.role == "prefill"
+            prefill = instance if is_prefill else other
+            decode = other if is_prefill else instance
             problem = mismatch(prefill, decode)
             if not problem:
                 return ""

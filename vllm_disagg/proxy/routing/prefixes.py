@@ -11,7 +11,7 @@ prompt. That is noted at the prompt's longest prefix. A longer prompt that conti
 that answer in it, perhaps another.
 
 An instance is represented by its `cache_identity`, an object that a restart replaces. The instance
-may have evicted what is noted here: then a guess was wrong, and cost what no guess would have cost.
+may have evicted a prefix that is noted here: such a wrong guess costs as much as no guess.
 """
 
 from __future__ import annotations

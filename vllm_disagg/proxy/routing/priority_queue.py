@@ -49,7 +49,7 @@ class PriorityQueue(Generic[T]):
         self._items.add(item)
 
     def remove(self, item: T) -> None:
-        """Removes an item, wherever it stands; does nothing if it is gone."""
+        """Removes an item from any position; does nothing if it is gone."""
         self._items.discard(item)
         if len(self._heap) > 2 * len(self._items) + _MIN_STALE_ENTRIES:
             self._heap = [entry for entry in self._heap if entry[2] in self._items]

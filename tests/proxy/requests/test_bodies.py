@@ -1,4 +1,4 @@
-"""What clients may send, what is disaggregated, and what each leg gets."""
+"""Bodies: forbidden fields, requests that can be split, and the bodies of the legs."""
 
 import asyncio
 import json
@@ -89,7 +89,7 @@ def test_kv_fields_as_text_are_only_text(size: int) -> None:
         b'\xef\xbb\xbf{"a":1}',
     ],
 )
-def test_what_is_not_an_object_in_json_is_refused(raw: bytes) -> None:
+def test_bodies_that_are_no_json_object_are_refused(raw: bytes) -> None:
     with pytest.raises(BadBody):
         parse(raw)
 
@@ -127,7 +127,7 @@ def test_numbers_and_strings_stay_as_written() -> None:
         {"n": "1"},
     ],
 )
-def test_served_whole(fields: dict[str, Any]) -> None:
+def test_fields_that_require_an_aggregated_request(fields: dict[str, Any]) -> None:
     assert whole(**fields) == next(iter(fields))
 
 
@@ -329,7 +329,9 @@ def test_prefill_leg_of_generate() -> None:
         ("/inference/v1/generate", {"token_ids": "x", "sampling_params": 7}, "token_ids"),
     ],
 )
-def test_served_whole_at_other_endpoints(path: str, fields: dict[str, object], reason: str) -> None:
+def test_fields_that_require_an_aggregated_request_at_other_endpoints(
+    path: str, fields: dict[str, object], reason: str
+) -> None:
     assert parse(json.dumps(fields).encode(), SCHEMAS[path]).aggregated_reason == reason
 
 
@@ -415,7 +417,7 @@ def test_kv_fields_that_are_null_are_as_if_they_were_not_there(size: int) -> Non
 @pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/generate"])
 @pytest.mark.parametrize(("count", "pad"), [(1000, 0), (1000, 100_000), (1001, 0), (1001, 100_000)])
 def test_a_body_has_at_most_a_thousand_fields(path: str, count: int, pad: int) -> None:
-    """And one of more is not read to its end."""
+    """A body of more fields is not parsed to its end."""
     fields = {"\u00e9" * (i % 2) + str(i): "x" * (pad // count) for i in range(count)}
     raw = json.dumps({"sampling_params": fields} if path.startswith("/inf") else fields).encode()
     if count <= 1000:
@@ -461,9 +463,7 @@ LARGE = {
 
 @pytest.mark.parametrize("kind", LARGE)
 async def test_no_body_stops_the_others(kind: str) -> None:
-    """The longest time on the processor between two turns of the loop, or of Python's lock, while
-    32 MB are read.
-    """
+    """Measures the longest hold of the loop or of Python's lock while 32 MB are parsed."""
     raw = LARGE[kind]()
     over, turns = False, []
 

@@ -1,4 +1,4 @@
-"""Streams that break off at every place, and go on in another instance's answer."""
+"""Streams that break off at every position, continued by another instance's answer."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ CALLS = [
 
 
 class Script:
-    """A vLLM's stream, as vLLM 0.32 forms it, cut into events of `width` tokens."""
+    """A stream as vLLM 0.32 forms it, cut into events of `width` tokens."""
 
     def __init__(self, name: str, width: int = 1, **fields: Any) -> None:
         self.name, self.width, self.fields = name, width, fields
@@ -133,7 +133,7 @@ class Script:
 
 
 def told(data: bytes) -> dict[str, Any]:
-    """Everything a client makes of a stream."""
+    """Returns all content that a client gets of a stream."""
     seen: dict[str, Any] = {"heads": set(), "finish": [], "usage": [], "calls": {}}
     *events, end = data.split(b"\n\n")
     assert end == b"" and events[-1] == b"data: [DONE]" and events.count(b"data: [DONE]") == 1
@@ -171,7 +171,7 @@ def hear(seen: dict[str, Any], choice: dict[str, Any]) -> None:
 
 
 class Wire:
-    """A recorder, and what came out of it."""
+    """A recorder and its output."""
 
     def __init__(self, keep: bool = True, path: str = "/v1/completions") -> None:
         self.out = bytearray()
@@ -179,7 +179,7 @@ class Wire:
         self.recorder = StreamRecorder(self.out.extend, keep, path=path)
 
     def play(self, data: bytes, step: int = 0) -> bool:
-        """Feed a source in pieces; whether it was stopped."""
+        """Feeds a sink in pieces; returns whether it was stopped."""
         before = len(self.stopped)
         sink = self.recorder.start_answer(
             lambda reason, detail: self.stopped.append((reason, detail))
@@ -320,7 +320,7 @@ def test_events_of_another_kind_are_not_continued() -> None:
             assert not wire.recorder.resumable
 
 
-def test_what_is_not_kept_is_not_continued() -> None:
+def test_an_unrecorded_stream_is_not_continued() -> None:
     wire = Wire(keep=False)
     wire.play(b"".join(Script("A").completion()[:3]))
     assert not wire.recorder.resumable
@@ -338,7 +338,7 @@ def test_memory_is_bounded() -> None:
     same(bytes(wire.out), b"".join(events), "A")
 
 
-def test_an_engine_that_says_that_it_failed_is_cut_off() -> None:
+def test_an_engine_that_reports_its_failure_is_cut_off() -> None:
     first = Script("A").completion()
     error = b'data: {"error": {"message": "EngineCore died", "type": "InternalServerError", "code": 500}}\n\n'
     for at in range(1, len(first)):
@@ -401,7 +401,7 @@ ECHOED = [  # what a client, or a model, wrote
 ]
 
 
-def test_what_an_engine_gave_up_and_what_looks_like_it() -> None:
+def test_aborted_answers_and_texts_that_look_alike() -> None:
     assert [aborted(said) for said in [*GIVEN_UP, *ECHOED]] == [True] * len(GIVEN_UP) + [
         False
     ] * len(ECHOED)
@@ -490,7 +490,7 @@ def test_a_text_about_errors_is_no_error() -> None:
 
 
 def engine(form: str, width: int, die_after: int | None, **fields: Any) -> Callable[[Call], Any]:
-    """An instance that streams, and dies after so many events if it is the first to be asked."""
+    """Returns an instance that streams; with the first request it dies after so many events."""
 
     async def script(call: Call) -> None:
         if call.leg == "prefill":
@@ -575,7 +575,7 @@ async def test_two_answers_are_never_mixed() -> None:
         assert len(events) == 3 and b'"code": 502' in error and done == b"data: [DONE]"
 
 
-async def test_what_an_engine_says_when_nothing_is_left() -> None:
+async def test_an_engines_error_event_reaches_the_client_at_the_end() -> None:
     async with world(decode=2) as w:
         error = {"error": {"message": "EngineCore died", "code": 500}}
 
@@ -597,7 +597,7 @@ async def test_what_an_engine_says_when_nothing_is_left() -> None:
 
 
 async def test_an_engine_that_fails_before_its_first_token() -> None:
-    """vLLM has sent the head of a stream by then, so it says so in an event."""
+    """vLLM has sent the head of the stream by then, so that it reports the failure in an event."""
     async with world(decode=2) as w:
 
         async def script(call: Call) -> None:
@@ -671,9 +671,7 @@ TEXTS = [
 
 @pytest.mark.parametrize("form", ["completion", "chat"])
 def test_events_of_one_form_take_the_short_way(form: str) -> None:
-    """Each event comes by itself, as they do; wherever the stream breaks off, nothing is lost or
-    told twice.
-    """
+    """Events come one by one; wherever the stream breaks off, no text is lost or sent twice."""
     first, again = (
         make(form, Script(name, width, words=TEXTS, usage=True))
         for name, width in (("A", 1), ("B", 2))

@@ -1,4 +1,4 @@
-"""The ladder's every decision."""
+"""Every decision of the failover ladder."""
 
 import itertools
 from typing import Any, get_args
@@ -29,7 +29,7 @@ PASTS = [
 EVERYTHING = list(itertools.product(LEGS, get_args(Reason), PASTS, LEFTS))
 
 
-def test_only_what_is_there_is_chosen() -> None:
+def test_only_possible_steps_are_chosen() -> None:
     for leg, reason, past, left in EVERYTHING:
         chosen = next_step(leg, reason, past, left)
         assert chosen is not NextStep.PAIR or (left.pair and past.pair_attempts < MAX_PAIR_ATTEMPTS)
@@ -43,7 +43,7 @@ def test_a_stream_that_cannot_be_made_again_ends() -> None:
             assert next_step(leg, reason, past, left) is NextStep.GIVE_UP
 
 
-def test_nobody_gives_up_while_something_is_left() -> None:
+def test_no_request_is_given_up_while_a_step_is_left() -> None:
     for leg, reason, past, left in EVERYTHING:
         bounded = (
             past.attempts >= MAX_ATTEMPTS

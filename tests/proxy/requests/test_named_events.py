@@ -1,6 +1,4 @@
-"""Streams of /v1/responses and /v1/messages that break off at every place, and go on in another
-instance's answer.
-"""
+"""Streams of /v1/responses and /v1/messages that break off at every position."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ def heard(kind: Kind, data: bytes) -> dict[str, Any]:
 
 
 def same(kind: Kind, data: bytes, first: bytes, sent: bytes, again: bytes) -> None:
-    """One stream, which begins as the first answer did, and says all of it."""
+    """Asserts that an output is one stream with the first answer's start and all of its content."""
     assert data.startswith(sent)
     ours, theirs, other = heard(kind, data), heard(kind, first), heard(kind, again)
     ids, old, new = (one.pop("ids") for one in (ours, theirs, other))
@@ -139,7 +137,7 @@ def test_any_answer_broken_off_anywhere(kind: Kind) -> None:
 )
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_another_answer_is_never_passed_on(kind: Kind, change: str, width: int) -> None:
-    """Wherever the client is when the answers part, it gets nothing of the second from there on."""
+    """At any position the client gets no part of a second answer after the two differ."""
     other: list[Said] = {
         "other text": [PLAIN[0], ("content", " quack"), *CALLS[2:]],
         "shorter": CALLS[:1],
@@ -246,7 +244,7 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize(("kind", "events"), UNKNOWN)
-def test_what_is_not_understood_is_not_continued(kind: Kind, events: list[bytes]) -> None:
+def test_unknown_events_are_not_continued(kind: Kind, events: list[bytes]) -> None:
     wire = Wire(path=kind.path)
     wire.play(b"".join(events))
     assert bytes(wire.out) == b"".join(events), "it is passed on all the same"
@@ -300,7 +298,7 @@ def test_nothing_but_comments_is_no_beginning() -> None:
 
 
 @pytest.mark.parametrize("kind", [Responses, Messages])
-def test_an_engine_that_says_that_it_failed_is_cut_off(kind: Kind) -> None:
+def test_an_engine_that_reports_its_failure_is_cut_off(kind: Kind) -> None:
     first, again = kind("A", THINKING).events(), kind("B", THINKING, 2).events()
     error = frame(
         {"type": "error", "error": {"type": "internal_error", "message": "EngineCore died"}}
@@ -350,7 +348,7 @@ def test_an_answer_of_too_many_parts_is_not_continued(monkeypatch: pytest.Monkey
 def engines(
     kind: Kind, die_after: int, asked: list[Call], how: str = "reset"
 ) -> Callable[[Call], Any]:
-    """The first that is asked breaks off after so many events."""
+    """Returns instances of which the first that gets a request breaks off after so many events."""
 
     async def script(call: Call) -> None:
         if call.leg == "prefill":
@@ -408,8 +406,8 @@ async def test_a_stream_goes_on_elsewhere(kind: Kind, prefill: int, fields: dict
 
 
 @pytest.mark.parametrize("done", [False, True])
-async def test_an_answer_that_nobody_vouches_for_goes_on_elsewhere(done: bool) -> None:
-    """Its last event was held, and is the second answer's, unless its text was called done."""
+async def test_an_unverified_answer_is_continued_elsewhere(done: bool) -> None:
+    """The held last event comes from the second answer, unless the text was reported as done."""
     async with world(prefill=0, decode=2) as w:
         asked: list[Call] = []
         victims: list[Any] = []
@@ -444,7 +442,7 @@ async def test_an_answer_that_nobody_vouches_for_goes_on_elsewhere(done: bool) -
         assert said["head"][0] == f"resp_{asked[0].engine.name}"
 
 
-def test_what_goes_on_for_ever_after_its_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_bytes_after_the_end_are_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_disagg.proxy.http.sse.EVENT_LIMIT_BYTES", 10_000)
     wire = Wire(path=Responses.path)
     wire.recorder._end_mark = END_MARKS[Responses.path]

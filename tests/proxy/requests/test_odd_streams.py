@@ -1,6 +1,4 @@
-"""Streams that are not made as vLLM makes them: whatever they look like, a second answer is never
-appended to a first.
-"""
+"""Streams of unknown form: a second answer is never appended to a first."""
 
 import asyncio
 import json
@@ -178,7 +176,7 @@ def test_each_event_is_passed_on_as_soon_as_it_is_whole(end: str, step: int) -> 
 
 
 @pytest.mark.parametrize("end", ENDS_OF_LINES)
-def test_failures_are_seen_whatever_the_line_ends(end: str) -> None:
+def test_failures_are_detected_with_any_line_ends(end: str) -> None:
     for last in (
         'data: {"error": {"code": 500}}\n\n',
         'data: {"choices":[{"finish_reason":"abort"}]}\n\n',
@@ -195,7 +193,7 @@ def test_failures_are_seen_whatever_the_line_ends(end: str) -> None:
             assert len(stopped) == 1 and bytes(out) == f"data: {chunk('a')}\n\n".encode()
 
 
-def test_what_another_instance_would_say_too_is_no_failure() -> None:
+def test_an_error_of_the_request_is_no_failure_of_the_instance() -> None:
     for last in (
         b'event: error\ndata: {"type":"error","error":{"type":"invalid_request_error"}}\n\n',
         b'data: {"error": {"code": 400}}\n\n',
@@ -208,8 +206,8 @@ def test_what_another_instance_would_say_too_is_no_failure() -> None:
 
 
 @pytest.mark.parametrize("compressed", [(True, True), (True, False), (False, True)])
-async def test_what_cannot_be_seen_is_not_continued(compressed: tuple[bool, bool]) -> None:
-    """Nor does it continue anything."""
+async def test_a_compressed_stream_is_not_continued(compressed: tuple[bool, bool]) -> None:
+    """A compressed answer continues no other answer either."""
     asked: list[Call] = []
 
     async def script(call: Call) -> None:

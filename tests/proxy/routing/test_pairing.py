@@ -1,4 +1,4 @@
-"""Fleet state and who is chosen."""
+"""Fleet state, the circuit breaker, and the choice of pairs."""
 
 import itertools
 
@@ -106,7 +106,7 @@ def test_roles(role: str, told: str, fits: bool) -> None:
     )
 
 
-def test_plain_decode_serves_whole_only() -> None:
+def test_a_decode_instance_without_connector_serves_aggregated_requests_only() -> None:
     d = Instance("u", "decode")
     d.on_probe_answered("m", None)
     world = fleet(instance("prefill"), d)
@@ -117,7 +117,7 @@ def test_plain_decode_serves_whole_only() -> None:
     assert "connector" in d.unavailable_reason and "key" in d.unavailable_reason
 
 
-def test_two_misses_and_back() -> None:
+def test_two_failed_probes_and_recovery() -> None:
     d = instance("decode")
     d.on_probe_failed("quiet")
     assert d.is_usable(0.0)
@@ -127,7 +127,7 @@ def test_two_misses_and_back() -> None:
     assert d.is_usable(0.0) and d.failed_probes == 0
 
 
-def test_failing_instances_rest_longer_each_time() -> None:
+def test_the_backoff_doubles_with_each_failure() -> None:
     p = instance("prefill")
     p.on_leg_failed("5xx", 0.0)
     assert p.can_prefill(0.0), "one failure may be its request's fault"
@@ -142,7 +142,7 @@ def test_failing_instances_rest_longer_each_time() -> None:
     assert p.can_prefill(40.0)
 
 
-def test_failures_of_one_moment_count_once() -> None:
+def test_failures_of_requests_in_flight_together_count_once() -> None:
     p = instance("prefill")
     for _ in range(20):
         p.on_leg_failed("5xx", 1.0, started_at=0.5)
@@ -152,7 +152,7 @@ def test_failures_of_one_moment_count_once() -> None:
 
 
 def test_a_failure_counts_from_when_it_came() -> None:
-    """That it was the instance's fault is known when another one has answered, which may take long."""
+    """A 5xx counts when another instance has answered, which may take long."""
     d = instance("decode")
     d.on_leg_failed("5xx", 60.0, started_at=0.5, ended_at=1.0)
     d.on_leg_failed("5xx", 61.0, started_at=2.0, ended_at=2.5)
@@ -160,9 +160,7 @@ def test_a_failure_counts_from_when_it_came() -> None:
 
 
 def test_a_failure_beside_a_success_does_not_count() -> None:
-    """As of a burst of which some are served: the others are known to have failed there when
-    another has served them.
-    """
+    """Of a burst some are served: later reports of the others' failures change nothing."""
     d = instance("decode")
     d.on_leg_failed("5xx", 1.0, started_at=0.5)
     d.on_leg_succeeded(2.0)
@@ -179,7 +177,7 @@ def test_a_dead_engine_is_down_at_once() -> None:
 
 
 def test_an_engine_is_never_paired_with_itself() -> None:
-    """As when it is given under two names of its address."""
+    """An engine may be given under two names of its address."""
     one = engine()
     p, d = instance("prefill", of=one), instance("decode", of=one)
     world = fleet(p, d)
@@ -207,9 +205,7 @@ def test_an_engine_is_never_paired_with_itself() -> None:
 
 
 def test_workers_of_two_engines_are_never_the_same() -> None:
-    """One process's workers under two incarnations: a lie or a mistake, but a load that would never
-    end.
-    """
+    """One process's workers under two incarnations would be a load that never ends."""
     one = engine()
     other = EngineInfo("another", "both", one.workers, {})
     assert "one engine" in mismatch(instance("prefill", of=one), instance("decode", of=other))
@@ -217,7 +213,7 @@ def test_workers_of_two_engines_are_never_the_same() -> None:
     assert "one engine" in mismatch(instance("prefill", of=bare), instance("decode", of=bare))
 
 
-def test_one_request_at_a_time_tries_an_instance_that_rested() -> None:
+def test_a_half_open_breaker_lets_one_trial_request_pass() -> None:
     p = instance("prefill")
     world = fleet(p, instance("decode"))
     for _ in range(3):
@@ -234,7 +230,7 @@ def test_one_request_at_a_time_tries_an_instance_that_rested() -> None:
     assert isinstance(choose(world, POLICY, 9, RoutingQuery(1), 2.1), InstancePair)
 
 
-def test_resting_decodes_are_better_than_none() -> None:
+def test_open_decode_instances_serve_if_no_other_can() -> None:
     a, b = instance("decode", "a"), instance("decode", "b")
     a.open_until = 10.0
     b.in_flight = 99
@@ -253,7 +249,7 @@ def test_refused_is_down_and_reset_is_doubt() -> None:
     assert not p.up and d.up and d.needs_probe
 
 
-def test_readiness_says_why() -> None:
+def test_readiness_gives_the_reason() -> None:
     p, d = instance("prefill", of=engine(dtype="a")), instance("decode", of=engine(dtype="b"))
     assert fleet(p, d).readiness(0.0)[0] is False
     assert fleet(d).readiness(0.0) == (True, {"prefill": 0, "decode": 1})

@@ -1,4 +1,4 @@
-"""Policies: what each prefers, and what none may ever do."""
+"""Policies: the preferences of each, and the rules that hold for all."""
 
 import random
 from collections import Counter
@@ -38,9 +38,8 @@ def world(name: Name, prefills: int, decodes: int, **kinds: str) -> tuple[Fleet,
 
 
 def ask(prompt: str, **fields: bytes) -> RoutingQuery:
-    return RoutingQuery(
-        len(prompt), PromptPrefix(prompt.encode(), fields.pop("salt", b"")), **fields
-    )  # type: ignore[arg-type]
+    prefix = PromptPrefix(prompt.encode(), fields.pop("salt", b""))
+    return RoutingQuery(len(prompt), prefix, **fields)  # type: ignore[arg-type]
 
 
 def nixl(role: str, name: str, model: str = "m") -> Instance:
@@ -51,10 +50,8 @@ def nixl(role: str, name: str, model: str = "m") -> Instance:
 
 @given(st.data())
 @settings(max_examples=150, deadline=None)
-def test_never_someone_who_cannot(data: st.DataObject) -> None:
-    """Whatever state a fleet is in, every policy chooses only what is up, fits, has room and is not
-    to be avoided.
-    """
+def test_no_policy_chooses_an_unusable_instance(data: st.DataObject) -> None:
+    """In any fleet every policy chooses only instances that are up, fit and have room."""
     kinds = st.sampled_from(["a", "b", "nixl", "plain"])
     members = []
     for role in ["prefill"] * data.draw(st.integers(0, 4)) + ["decode"] * data.draw(
@@ -243,8 +240,8 @@ def test_only_like_is_paired_with_like() -> None:
     assert choose(it, policy, 9, RoutingQuery(1), 0.0) == "none"
 
 
-def test_kin_is_one_decision() -> None:
-    """The best P of all has only a busy D to go with, so the pair is another one."""
+def test_both_instances_are_one_decision() -> None:
+    """The best P fits only a busy D, so that another pair is chosen."""
     a = [instance("prefill", "a", engine(dtype="a")), instance("decode", "a", engine(dtype="a"))]
     b = [instance("prefill", "b", engine(dtype="b")), instance("decode", "b", engine(dtype="b"))]
     a[1].add_request(100_000)
@@ -265,7 +262,7 @@ def test_models() -> None:
     )
 
 
-def test_short_or_known_prompts_are_served_whole() -> None:
+def test_short_or_cached_prompts_are_aggregated() -> None:
     it, policy = world("prefix_aware", 1, 2)
     assert prefers_aggregated(it, policy, ask("x" * 99), 100) and not prefers_aggregated(
         it, policy, ask("x" * 100), 100
@@ -321,7 +318,7 @@ def test_memory_of_prefixes_is_bounded() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5000)), max_size=30))
 @settings(deadline=None)
-def test_longest_is_what_was_seen(history: list[tuple[int, int]]) -> None:
+def test_longest_prefixes_are_those_recorded(history: list[tuple[int, int]]) -> None:
     text = random.Random(0).randbytes(5000)
     memory, caches, seen = PrefixIndex(), [object() for _ in range(4)], [0] * 4
     for who, length in history:

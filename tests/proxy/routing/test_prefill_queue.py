@@ -1,4 +1,4 @@
-"""The queue by itself."""
+"""The prefill queue alone."""
 
 import asyncio
 
@@ -34,7 +34,7 @@ async def waiter(admission: PrefillQueue) -> asyncio.Task[InstancePair | None]:
     return task
 
 
-async def test_nobody_overtakes() -> None:
+async def test_no_request_overtakes() -> None:
     admission, p, _ = queue()
     await taken(admission)
     first = await waiter(admission)
@@ -47,7 +47,7 @@ async def test_nobody_overtakes() -> None:
     second.cancel()
 
 
-async def test_who_leaves_makes_room() -> None:
+async def test_a_cancelled_request_makes_room() -> None:
     admission, p, d = queue(size=1)
     held = await taken(admission)
     first = await waiter(admission)
@@ -65,7 +65,7 @@ async def test_who_leaves_makes_room() -> None:
     )
 
 
-async def test_nobody_waits_for_ever() -> None:
+async def test_no_request_waits_for_ever() -> None:
     admission, p, _ = queue(patience=0.02)
     await taken(admission)
     with pytest.raises(QueueTimeout):
@@ -73,7 +73,7 @@ async def test_nobody_waits_for_ever() -> None:
     assert len(admission) == 0 and p.prefill_legs == 1
 
 
-async def test_nobody_waits_for_what_cannot_come() -> None:
+async def test_no_request_waits_without_a_fitting_pair() -> None:
     admission, p, _ = queue()
     await taken(admission)
     waiting = await waiter(admission)

@@ -11,9 +11,9 @@ Circuit breaker. After two consecutive failures an `up` instance is skipped for 
                success closes it; failure doubles the backoff, from 1 s up to MAX_BACKOFF_SECONDS
 
 An open breaker is a preference, not a lock: without any other instance, an open one is used all the
-same. Failures are consecutive when one request was sent after the other's failure: requests that
-were in flight together count once. A failure of a request that was sent before a success came does not
-count.
+same. A failure counts only if its request was sent after the last verdict: the last success, or the
+last failure that counted. So requests that were in flight together count once, and never beside a
+success.
 """
 
 from __future__ import annotations

@@ -169,11 +169,11 @@ def test_broken_off_at_every_event(
     ]
     for at in range(1, len(first)):
         out, stopped = bytearray(), []
-        tape = StreamRecorder(out.extend, keep=True, path=path)
-        tape.source(lambda *said, to=stopped: to.append(said))(b"".join(first[:at]))
-        assert tape.resumable
-        tape.source(lambda *said, to=stopped: to.append(said))(b"".join(again))
-        assert not stopped and tape.flush(), (at, stopped)
+        recorder = StreamRecorder(out.extend, record=True, path=path)
+        recorder.start_answer(lambda *said, to=stopped: to.append(said))(b"".join(first[:at]))
+        assert recorder.resumable
+        recorder.start_answer(lambda *said, to=stopped: to.append(said))(b"".join(again))
+        assert not stopped and recorder.finish(), (at, stopped)
         assert out.startswith(b"".join(first[:at]))
         heard = hear(bytes(out))
         assert {**heard, "ids": 0} == {**right, "ids": 0}

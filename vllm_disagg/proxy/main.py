@@ -205,7 +205,7 @@ async def _refuse_misfit(fleet: Fleet, interval: float) -> None:
     """
     while not all(instance.up for instance in fleet.instances):
         await asyncio.sleep(interval)
-    if reason := fleet.misfit():
+    if reason := fleet.permanent_mismatch():
         raise ConfigError(reason)
 
 

@@ -1,6 +1,4 @@
-"""An answer has begun with its first event of content. Until then P is watched, and any answer may
-take over.
-"""
+"""Failures before an answer's first event of content: any other answer may take over."""
 
 from __future__ import annotations
 
@@ -65,7 +63,7 @@ def preface_of(path: str) -> tuple[str, bytes, bytes]:
 
 
 def streaming(preface: bytes, content: bytes) -> Script:
-    """A whole answer, but for a pair's decode leg: that says its preface and waits for KV."""
+    """Streams a whole answer; a pair's decode leg sends its preface and waits for KV."""
 
     async def script(call: Call) -> None:
         await call.stream()
@@ -79,7 +77,7 @@ def streaming(preface: bytes, content: bytes) -> Script:
 
 
 def after(call_of: list[Call], status: int) -> Script:
-    """P's answer, when D has said its preface."""
+    """Answers at P after D has sent its preface."""
 
     async def script(call: Call) -> None:
         await until(lambda: call_of)
@@ -119,7 +117,7 @@ async def test_a_refusal_of_p_is_the_answer_until_there_is_content(path: str, st
 
 
 def first_fails(how: bytes | None, preface: bytes, content: bytes) -> Script:
-    """Of several D's the first one asked says its preface, then `how`, or dies."""
+    """Lets the first D sent to stream its preface, then `how`, or die."""
     asked: list[ScriptedEngine] = []
 
     async def script(call: Call) -> None:
@@ -144,7 +142,7 @@ def first_fails(how: bytes | None, preface: bytes, content: bytes) -> Script:
 @pytest.mark.parametrize("path", PREFACES)
 @pytest.mark.parametrize("how", [None, b""], ids=["dies", "ends"])
 async def test_d_that_fails_before_its_content_is_replaced(path: str, how: bytes | None) -> None:
-    """Without a temperature or a seed: nothing was said that another answer could contradict."""
+    """Needs no temperature and no seed: nothing was sent that another answer could contradict."""
     preface, content = PREFACES[path]
     async with world(decode=2) as w:
         script = (
@@ -236,29 +234,34 @@ async def test_an_error_of_the_request_is_its_answer() -> None:
         assert (reply.status, reply.body) == (200, COMMENT + error)
 
 
+def in_two_chunks(preface: bytes, content: bytes, pause: float) -> Script:
+    """Returns an engine's script: a stream's preface, a pause in seconds, its content."""
+
+    async def script(call: Call) -> None:
+        if call.leg == "prefill":
+            await answer(call)
+            return
+        await call.stream()
+        await call.chunk(preface)
+        await asyncio.sleep(pause)
+        await call.chunk(content)
+        await call.end()
+
+    return script
+
+
 async def test_a_long_preface_is_delivered() -> None:
     """`response.created` repeats the request's instructions and tools."""
     preface, content = CREATED % (b"x" * 700_000), PREFACES["/v1/responses"][1]
     async with world() as w:
-
-        async def script(call: Call) -> None:
-            if call.leg == "prefill":
-                await answer(call)
-                return
-            await call.stream()
-            await call.chunk(preface)
-            await asyncio.sleep(0.05)
-            await call.chunk(content)
-            await call.end()
-
-        w.p.script = w.d.script = script
+        w.p.script = w.d.script = in_two_chunks(preface, content, pause=0.05)
         body = {"model": "m", "stream": True, "input": "hi", "instructions": "y" * 200_000}
         reply = await w.post("/v1/responses", json.dumps(body).encode())
         assert reply.status == 200 and reply.body == preface + content
 
 
-async def test_what_is_held_is_bounded() -> None:
-    """Who sends more than a preface can be is passed on as it is."""
+async def test_held_bytes_are_bounded() -> None:
+    """A preface that is longer than any real one is passed on unchanged."""
     async with world() as w:
 
         async def flood(call: Call) -> None:
@@ -276,9 +279,7 @@ async def test_what_is_held_is_bounded() -> None:
 
 
 async def test_a_preface_that_came_at_once_is_not_waited_for() -> None:
-    """More of it than is held of other answers may be here before anybody has looked, and reading
-    has stopped.
-    """
+    """Reading resumes when a preface exceeds the bound before `until` is called."""
     flows: list[bool] = []
     held = UpstreamResponse(SimpleNamespace(pause_reading=lambda paused: flows.append(paused)))  # type: ignore[arg-type]
     held.on_chunk(b"x" * (HOLD_BYTES + 1))
@@ -291,21 +292,10 @@ async def test_a_preface_that_came_at_once_is_not_waited_for() -> None:
         assert await waiting
 
 
-async def test_the_first_content_is_the_first_token_whatever_comes_with_it() -> None:
-    """What was held reaches the client in one piece with it."""
+async def test_the_first_content_counts_as_the_first_token() -> None:
+    """The held bytes reach the client in one piece with the first content."""
     preface, content = PREFACES["/v1/completions"]
     async with world() as w:
-
-        async def script(call: Call) -> None:
-            if call.leg == "prefill":
-                await answer(call)
-                return
-            await call.stream()
-            await call.chunk(preface)
-            await asyncio.sleep(0.02)
-            await call.chunk(content)
-            await call.end()
-
-        w.p.script = w.d.script = script
+        w.p.script = w.d.script = in_two_chunks(preface, content, pause=0.02)
         assert (await post(w, "/v1/completions")).body == preface + content
         assert await w.metric("vllm_disagg_ttft_seconds_count") == 1

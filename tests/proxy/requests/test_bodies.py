@@ -1,4 +1,4 @@
-"""What clients may send, what is disaggregated, and what each leg gets."""
+"""Bodies: forbidden fields, requests that can be split, and the bodies of the legs."""
 
 import asyncio
 import json
@@ -16,14 +16,16 @@ from vllm_disagg.proxy.requests.bodies import (
     BadBody,
     check_form,
     parse,
-    parsed,
+    parse_async,
 )
 
 COMPLETION = {"model": "m", "prompt": "hi"}
 
 
 def whole(chat: bool = False, **fields: object) -> str:
-    return parse(json.dumps({**COMPLETION, **fields}).encode(), CHAT if chat else COMPLETIONS).whole
+    return parse(
+        json.dumps({**COMPLETION, **fields}).encode(), CHAT if chat else COMPLETIONS
+    ).aggregated_reason
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ def test_kv_fields_are_refused_however_they_are_written(raw: bytes, size: int) -
     with pytest.raises(BadBody) as caught:
         body = parse(raw)
         if (
-            b"_transfer_params" not in body.plain()
+            b"_transfer_params" not in body.aggregated_body()
         ):  # of a field given twice, an engine gets only the last
             raise BadBody("kv_transfer_params is gone", "kv_transfer_params")
     assert caught.value.param in ("kv_transfer_params", "ec_transfer_params")
@@ -61,7 +63,7 @@ def test_kv_fields_as_text_are_only_text(size: int) -> None:
     body = parse(
         b'{"prompt":"set \\"kv_transfer_params\\": {} \\u006b","pad":"' + b"x" * size + b'"}'
     )
-    assert json.loads(body.plain())["prompt"] == 'set "kv_transfer_params": {} k'
+    assert json.loads(body.aggregated_body())["prompt"] == 'set "kv_transfer_params": {} k'
 
 
 @pytest.mark.parametrize(
@@ -87,14 +89,14 @@ def test_kv_fields_as_text_are_only_text(size: int) -> None:
         b'\xef\xbb\xbf{"a":1}',
     ],
 )
-def test_what_is_not_an_object_in_json_is_refused(raw: bytes) -> None:
+def test_bodies_that_are_no_json_object_are_refused(raw: bytes) -> None:
     with pytest.raises(BadBody):
         parse(raw)
 
 
 def test_numbers_and_strings_stay_as_written() -> None:
     raw = b'{"prompt":"\\u00e9\\/","temperature":0.10,"seed":123456789012345678901234567890,"top_p":1e-7,"x":-0.0}'
-    sent = parse(raw).decode({"disagg_grant": "g"})
+    sent = parse(raw).decode_body({"disagg_grant": "g"})
     for part in (
         b'"\\u00e9\\/"',
         b":0.10,",
@@ -125,7 +127,7 @@ def test_numbers_and_strings_stay_as_written() -> None:
         {"n": "1"},
     ],
 )
-def test_served_whole(fields: dict[str, Any]) -> None:
+def test_fields_that_require_an_aggregated_request(fields: dict[str, Any]) -> None:
     assert whole(**fields) == next(iter(fields))
 
 
@@ -168,7 +170,7 @@ def test_prefill_leg_of_a_completion() -> None:
         "add_special_tokens": False,
         "cache_salt": "s",
     }
-    leg = json.loads(parse(json.dumps(raw).encode()).prefill({"disagg_grant": "G"}))
+    leg = json.loads(parse(json.dumps(raw).encode()).prefill_body({"disagg_grant": "G"}))
     assert leg == {
         **COMPLETION,
         "max_tokens": 1,
@@ -191,7 +193,7 @@ def test_prefill_leg_of_a_chat() -> None:
         "response_format": {"type": "text"},
         "reasoning_effort": "low",
     }
-    leg = json.loads(parse(json.dumps(raw).encode(), CHAT).prefill({"disagg_grant": "G"}))
+    leg = json.loads(parse(json.dumps(raw).encode(), CHAT).prefill_body({"disagg_grant": "G"}))
     assert leg == {
         "messages": [{"role": "user"}],
         "tools": [1],
@@ -226,23 +228,23 @@ def test_editing_preserves_all_other_fields(fields: dict[str, object], ascii_onl
     grant = {"kv_transfer_params": {"disagg_grant": "G"}}
     fields = json.loads(json.dumps(fields, ensure_ascii=ascii_only).encode("utf-8", "replace"))
     exact = repr  # tells 1 from 1.0 and True
-    assert exact(json.loads(body.plain())) == exact(fields)
-    assert exact(json.loads(body.decode({"disagg_grant": "G"}))) == exact({**fields, **grant})
-    leg = json.loads(body.prefill({"disagg_grant": "G"}))
+    assert exact(json.loads(body.aggregated_body())) == exact(fields)
+    assert exact(json.loads(body.decode_body({"disagg_grant": "G"}))) == exact({**fields, **grant})
+    leg = json.loads(body.prefill_body({"disagg_grant": "G"}))
     edited = {"max_tokens", "kv_transfer_params"} | _NOT_FOR_PREFILL
     assert exact({k: v for k, v in leg.items() if k not in edited}) == exact(
         {k: v for k, v in fields.items() if k not in edited}
     )
     # the order is the client's
     assert [
-        k for k in json.loads(body.decode({"disagg_grant": "G"})) if k != "kv_transfer_params"
+        k for k in json.loads(body.decode_body({"disagg_grant": "G"})) if k != "kv_transfer_params"
     ] == list(fields)
 
 
 def leg(path: str, **fields: object) -> dict[str, object]:
     body = parse(json.dumps({"model": "m", **fields}).encode(), SCHEMAS[path])
-    assert body.whole == ""
-    made: dict[str, object] = json.loads(body.prefill({"disagg_grant": "G"}))
+    assert body.aggregated_reason == ""
+    made: dict[str, object] = json.loads(body.prefill_body({"disagg_grant": "G"}))
     assert made.pop("stream") is False and made.pop("model") == "m"
     return made
 
@@ -327,8 +329,10 @@ def test_prefill_leg_of_generate() -> None:
         ("/inference/v1/generate", {"token_ids": "x", "sampling_params": 7}, "token_ids"),
     ],
 )
-def test_served_whole_at_other_endpoints(path: str, fields: dict[str, object], reason: str) -> None:
-    assert parse(json.dumps(fields).encode(), SCHEMAS[path]).whole == reason
+def test_fields_that_require_an_aggregated_request_at_other_endpoints(
+    path: str, fields: dict[str, object], reason: str
+) -> None:
+    assert parse(json.dumps(fields).encode(), SCHEMAS[path]).aggregated_reason == reason
 
 
 @pytest.mark.parametrize(
@@ -373,14 +377,17 @@ def test_reproducible(fields: dict[str, object], same: bool) -> None:
 
 def test_a_chat_s_next_turn_begins_with_its_last_one() -> None:
     turns = [{"role": "user", "content": "a" * 3000}]
-    first = parse(json.dumps({"messages": turns}).encode(), CHAT).ask(b"", True)
+    first = parse(json.dumps({"messages": turns}).encode(), CHAT).routing_query(b"", True)
     turns += [{"role": "assistant", "content": "b"}, {"role": "user", "content": "c" * 3000}]
-    second = parse(json.dumps({"messages": turns}).encode(), CHAT).ask(b"", True)
-    salted = parse(json.dumps({"messages": turns, "cache_salt": "s"}).encode(), CHAT).ask(b"", True)
-    assert (
-        first.prefix.marks and second.prefix.marks[: len(first.prefix.marks)] == first.prefix.marks
+    second = parse(json.dumps({"messages": turns}).encode(), CHAT).routing_query(b"", True)
+    salted = parse(json.dumps({"messages": turns, "cache_salt": "s"}).encode(), CHAT).routing_query(
+        b"", True
     )
-    assert not {m for _, m in second.prefix.marks} & {m for _, m in salted.prefix.marks}
+    assert (
+        first.prefix.hashes
+        and second.prefix.hashes[: len(first.prefix.hashes)] == first.prefix.hashes
+    )
+    assert not {m for _, m in second.prefix.hashes} & {m for _, m in salted.prefix.hashes}
 
 
 def test_a_model_whose_name_is_no_text_is_none_that_we_know() -> None:
@@ -396,13 +403,13 @@ def test_kv_fields_that_are_null_are_as_if_they_were_not_there(size: int) -> Non
         {**fields, "a": [{"kv_transfer_params": None}]}, ensure_ascii=size == 10_000
     ).encode()
     body = parse(raw)
-    assert json.loads(body.decode({"disagg_grant": "G"}))["kv_transfer_params"] == {
+    assert json.loads(body.decode_body({"disagg_grant": "G"}))["kv_transfer_params"] == {
         "disagg_grant": "G"
     }
-    assert json.loads(body.prefill({"disagg_grant": "G"}))["kv_transfer_params"] == {
+    assert json.loads(body.prefill_body({"disagg_grant": "G"}))["kv_transfer_params"] == {
         "disagg_grant": "G"
     }
-    assert json.loads(body.plain()) == json.loads(raw)
+    assert json.loads(body.aggregated_body()) == json.loads(raw)
     with pytest.raises(BadBody):
         parse(raw.replace(b'[{"kv_transfer_params": null}]', b'[{"kv_transfer_params": nulls}]'))
 
@@ -410,11 +417,11 @@ def test_kv_fields_that_are_null_are_as_if_they_were_not_there(size: int) -> Non
 @pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/generate"])
 @pytest.mark.parametrize(("count", "pad"), [(1000, 0), (1000, 100_000), (1001, 0), (1001, 100_000)])
 def test_a_body_has_at_most_a_thousand_fields(path: str, count: int, pad: int) -> None:
-    """And one of more is not read to its end."""
+    """A body of more fields is not parsed to its end."""
     fields = {"\u00e9" * (i % 2) + str(i): "x" * (pad // count) for i in range(count)}
     raw = json.dumps({"sampling_params": fields} if path.startswith("/inf") else fields).encode()
     if count <= 1000:
-        assert json.loads(parse(raw, SCHEMAS[path]).plain()) == json.loads(raw)
+        assert json.loads(parse(raw, SCHEMAS[path]).aggregated_body()) == json.loads(raw)
         return
     with pytest.raises(BadBody, match="more than 1000 fields"):
         parse(raw, SCHEMAS[path])
@@ -456,18 +463,16 @@ LARGE = {
 
 @pytest.mark.parametrize("kind", LARGE)
 async def test_no_body_stops_the_others(kind: str) -> None:
-    """The longest time on the processor between two turns of the loop, or of Python's lock, while
-    32 MB are read.
-    """
+    """Measures the longest hold of the loop or of Python's lock while 32 MB are parsed."""
     raw = LARGE[kind]()
     over, turns = False, []
 
     async def read() -> None:
         nonlocal over
         try:
-            body = await parsed(raw, SCHEMAS["/v1/responses"])
-            assert body.plain() and body.priority >= 0 and not body.one_token
-            assert (body.whole == "tools") is (kind == "tools") or not body.reproducible
+            body = await parse_async(raw, SCHEMAS["/v1/responses"])
+            assert body.aggregated_body() and body.priority >= 0 and not body.one_token
+            assert (body.aggregated_reason == "tools") is (kind == "tools") or not body.reproducible
         except BadBody:
             pass
         over = True

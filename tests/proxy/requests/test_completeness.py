@@ -1,4 +1,4 @@
-"""Answers that look complete although their engine, which is being stopped, gave them up."""
+"""Answers that look complete although their stopping engine aborted them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PARTS = {  # of a stream: its middle, its end
 
 
 async def as_vllm(call: Call, obj: object) -> None:
-    """JSON without spaces."""
+    """Returns JSON without spaces."""
     data = json.dumps(obj, separators=(",", ":"))
     call.raw_write(
         f"HTTP/1.1 200 X\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n{data}"
@@ -33,9 +33,7 @@ async def as_vllm(call: Call, obj: object) -> None:
 
 
 class Stopping:
-    """Engines of which the first one that gets a client's request is being stopped: it answers, and
-    is asked again.
-    """
+    """Engines; the first that gets a client's request is stopping, answers, and is checked."""
 
     def __init__(self, w: World, living: int = 0) -> None:
         self.victim: ScriptedEngine | None = None
@@ -75,7 +73,7 @@ def body(**fields: object) -> bytes:
 
 
 @pytest.mark.parametrize("path", PARTS)
-async def test_a_cut_answer_that_says_completed_is_no_answer(path: str) -> None:
+async def test_a_cut_answer_with_status_completed_is_no_answer(path: str) -> None:
     async with world(decode=2) as w:
         engines = Stopping(w)
         reply = await w.ask("POST", path, body())
@@ -84,7 +82,7 @@ async def test_a_cut_answer_that_says_completed_is_no_answer(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PARTS)
-async def test_a_stream_is_not_complete_until_somebody_vouches_for_it(path: str) -> None:
+async def test_a_stream_is_not_complete_until_one_more_token_came(path: str) -> None:
     async with world(decode=2) as w:
         engines = Stopping(w)
         reply = await w.ask("POST", path, body(stream=True))
@@ -110,7 +108,7 @@ async def test_one_question_serves_all_answers_before_it() -> None:
 
 
 @pytest.mark.parametrize("status", ["cancelled", "incomplete"])
-async def test_gpt_oss_calls_what_is_cut_otherwise(status: str) -> None:
+async def test_gpt_oss_gives_cut_answers_another_status(status: str) -> None:
     async with world(decode=2) as w:
         engines = Stopping(w)
         reply = await w.ask("POST", "/v1/responses", body(status=status))
@@ -124,7 +122,7 @@ async def test_gpt_oss_calls_what_is_cut_otherwise(status: str) -> None:
         )
 
 
-async def test_who_says_in_progress_is_believed() -> None:
+async def test_status_in_progress_needs_no_check() -> None:
     async with world(prefill=0) as w:
         engines = Stopping(w)
         assert (await w.ask("POST", "/v1/responses", body(status="in_progress"))).status == 200
@@ -132,7 +130,7 @@ async def test_who_says_in_progress_is_believed() -> None:
 
 
 async def test_an_engine_with_much_to_do_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its queue says nothing against it."""
+    """A full queue does not make an answer incomplete."""
     monkeypatch.setattr(completeness, "RETRY_SECONDS", 0.02)
     async with world(prefill=0) as w:
         engines = Stopping(w, living=99)
@@ -149,19 +147,19 @@ async def test_an_engine_with_much_to_do_is_waited_for(monkeypatch: pytest.Monke
 
 async def test_an_engine_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async def silent(url: str, model: str) -> bool:
-        instance.down("it is frozen")
+        instance.mark_down("it is frozen")
         await asyncio.sleep(30)
         return True
 
     instance, asks = Instance("http://d", "decode", up=True), completeness.CompletenessCheck({}, "")
     monkeypatch.setattr(completeness, "RETRY_SECONDS", 0.02)
-    monkeypatch.setattr(asks, "_ask", silent)
-    assert not await asyncio.wait_for(asks.works(instance), 5)
+    monkeypatch.setattr(asks, "_request_token", silent)
+    assert not await asyncio.wait_for(asks.is_engine_running(instance), 5)
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions/batch"])
-async def test_what_is_passed_on_whole_is_looked_at_too(path: str) -> None:
-    """The one instance that knows an id cannot be replaced: the client is told so."""
+async def test_forwarded_answers_are_checked_too(path: str) -> None:
+    """No other instance has the id, so the client gets an error."""
     async with world(prefill=0, decode=2) as w:
         engines = Stopping(w)
 

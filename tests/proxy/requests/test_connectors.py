@@ -1,6 +1,4 @@
-"""Fleets with NixlConnector, without any connector, and mixed; and requests that need no second
-leg.
-"""
+"""Fleets with NixlConnector, without a connector, and mixed; requests of one leg."""
 
 import asyncio
 import json
@@ -32,7 +30,7 @@ def with_nixl(*names: str) -> Any:
 
 
 def answered(call: Call) -> dict[str, Any]:
-    """As vLLM 0.32's NixlConnector answers a prefill leg."""
+    """Answers a prefill leg as vLLM 0.32's NixlConnector does."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -254,7 +252,7 @@ async def test_sessions_stay_where_they_are() -> None:
         )
 
 
-async def test_short_prompts_are_served_whole() -> None:
+async def test_short_prompts_are_aggregated() -> None:
     async with world(min_prompt_bytes=1000) as w:
         assert (await w.post(prompt="x" * 900)).json()["leg"] == "whole"
         assert (await w.post(prompt="x" * 4000)).json()["leg"] == "decode"

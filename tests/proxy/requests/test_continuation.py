@@ -1,4 +1,4 @@
-"""Streams that break off at every place, and go on in another instance's answer."""
+"""Streams that break off at every position, continued by another instance's answer."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ CALLS = [
 
 
 class Script:
-    """A vLLM's stream, as vLLM 0.32 forms it, cut into events of `width` tokens."""
+    """A stream as vLLM 0.32 forms it, cut into events of `width` tokens."""
 
     def __init__(self, name: str, width: int = 1, **fields: Any) -> None:
         self.name, self.width, self.fields = name, width, fields
@@ -133,7 +133,7 @@ class Script:
 
 
 def told(data: bytes) -> dict[str, Any]:
-    """Everything a client makes of a stream."""
+    """Returns all content that a client gets of a stream."""
     seen: dict[str, Any] = {"heads": set(), "finish": [], "usage": [], "calls": {}}
     *events, end = data.split(b"\n\n")
     assert end == b"" and events[-1] == b"data: [DONE]" and events.count(b"data: [DONE]") == 1
@@ -171,17 +171,19 @@ def hear(seen: dict[str, Any], choice: dict[str, Any]) -> None:
 
 
 class Wire:
-    """A tape, and what came out of it."""
+    """A recorder and its output."""
 
     def __init__(self, keep: bool = True, path: str = "/v1/completions") -> None:
         self.out = bytearray()
         self.stopped: list[tuple[str, str]] = []
-        self.tape = StreamRecorder(self.out.extend, keep, path=path)
+        self.recorder = StreamRecorder(self.out.extend, keep, path=path)
 
     def play(self, data: bytes, step: int = 0) -> bool:
-        """Feed a source in pieces; whether it was stopped."""
+        """Feeds a sink in pieces; returns whether it was stopped."""
         before = len(self.stopped)
-        sink = self.tape.source(lambda reason, detail: self.stopped.append((reason, detail)))
+        sink = self.recorder.start_answer(
+            lambda reason, detail: self.stopped.append((reason, detail))
+        )
         for at in range(0, len(data), step or len(data) or 1):
             if len(self.stopped) == before:
                 sink(data[at : at + (step or len(data))])
@@ -228,9 +230,9 @@ def test_broken_off_at_every_event(
     for at in range(1, len(first)):
         wire = Wire()
         assert not wire.play(b"".join(first[:at]))
-        assert wire.tape.resumable
+        assert wire.recorder.resumable
         assert not wire.play(b"".join(again), step=50), wire.stopped
-        assert wire.tape.done and wire.tape.flush()
+        assert wire.recorder.is_complete and wire.recorder.finish()
         same(bytes(wire.out), b"".join(first), "A")
 
 
@@ -244,7 +246,7 @@ def test_broken_off_at_every_byte(form: str, fields: dict[str, Any]) -> None:
     for at in range(begin, len(first) - 1, 7):
         wire = Wire()
         assert not wire.play(first[:at], step=31)
-        assert wire.tape.resumable and not wire.play(again)
+        assert wire.recorder.resumable and not wire.play(again)
         same(bytes(wire.out), first, "A")
 
 
@@ -257,8 +259,8 @@ def test_broken_off_twice(form: str, fields: dict[str, Any]) -> None:
         for two in range(1, len(scripts[1])):
             wire = Wire()
             wire.play(b"".join(scripts[0][:one]))
-            assert wire.tape.resumable and not wire.play(b"".join(scripts[1][:two]))
-            assert wire.tape.resumable and not wire.play(b"".join(scripts[2])), wire.stopped
+            assert wire.recorder.resumable and not wire.play(b"".join(scripts[1][:two]))
+            assert wire.recorder.resumable and not wire.play(b"".join(scripts[2])), wire.stopped
             same(bytes(wire.out), b"".join(scripts[0]), "A")
 
 
@@ -269,7 +271,7 @@ def test_the_last_digits_of_logprobs_may_differ() -> None:
     )
     wire = Wire()
     wire.play(b"".join(first[:4]))
-    assert wire.tape.resumable and not wire.play(b"".join(again))
+    assert wire.recorder.resumable and not wire.play(b"".join(again))
     assert told(bytes(wire.out))["logprobs.token_logprobs"][3:5] == [-1.5, -2.0 - 1e-6]
 
 
@@ -291,7 +293,7 @@ def test_another_answer_is_never_passed_on(form: str, change: str) -> None:
     at = len(first) - 1 if change in ("longer", "ends otherwise") else 6
     wire = Wire()
     wire.play(b"".join(first[:at]))
-    assert wire.tape.resumable and wire.play(again)
+    assert wire.recorder.resumable and wire.play(again)
     assert wire.stopped[0][0] == "diverged" and bytes(wire.out) == b"".join(first[:at])
 
 
@@ -299,8 +301,8 @@ def test_an_answer_that_ends_without_done_was_cut() -> None:
     first = Script("A").completion()
     wire = Wire()
     wire.play(b"".join(first[:6]))
-    assert wire.tape.resumable and not wire.play(b"".join(Script("B").completion()[:3]))
-    assert not wire.tape.flush()
+    assert wire.recorder.resumable and not wire.play(b"".join(Script("B").completion()[:3]))
+    assert not wire.recorder.finish()
 
 
 def test_events_of_another_kind_are_not_continued() -> None:
@@ -315,13 +317,13 @@ def test_events_of_another_kind_are_not_continued() -> None:
         wire.play(event)
         assert bytes(wire.out) == event, "they are passed on all the same"
         if event.startswith(b"data"):
-            assert not wire.tape.resumable
+            assert not wire.recorder.resumable
 
 
-def test_what_is_not_kept_is_not_continued() -> None:
+def test_an_unrecorded_stream_is_not_continued() -> None:
     wire = Wire(keep=False)
     wire.play(b"".join(Script("A").completion()[:3]))
-    assert not wire.tape.resumable
+    assert not wire.recorder.resumable
 
 
 def test_memory_is_bounded() -> None:
@@ -329,23 +331,23 @@ def test_memory_is_bounded() -> None:
     events = Script("A", words=words, ids=True).completion()
     wire = Wire()
     for event in events[:4000]:
-        wire.tape.feed(event) if wire.out else wire.play(event)
-        assert wire.tape._size <= FOLD_BYTES
-    assert wire.tape.resumable and len(wire.tape._told.channels) == 3
+        wire.recorder.feed(event) if wire.out else wire.play(event)
+        assert wire.recorder._recorded_bytes <= FOLD_BYTES
+    assert wire.recorder.resumable and len(wire.recorder._transcript.channels) == 3
     assert not wire.play(b"".join(Script("B", 7, words=words, ids=True).completion()))
     same(bytes(wire.out), b"".join(events), "A")
 
 
-def test_an_engine_that_says_that_it_failed_is_cut_off() -> None:
+def test_an_engine_that_reports_its_failure_is_cut_off() -> None:
     first = Script("A").completion()
     error = b'data: {"error": {"message": "EngineCore died", "type": "InternalServerError", "code": 500}}\n\n'
     for at in range(1, len(first)):
         wire = Wire()
         assert wire.play(b"".join(first[:at]) + error + DONE)
         assert wire.stopped[0][0] == "died" and bytes(wire.out) == b"".join(first[:at])
-        assert wire.tape.resumable and wire.play(b"".join(Script("B").completion()[:1]) + error)
-        assert wire.tape.error == error[:-2]
-        assert wire.tape.resumable and not wire.play(b"".join(Script("C", 2).completion()))
+        assert wire.recorder.resumable and wire.play(b"".join(Script("B").completion()[:1]) + error)
+        assert wire.recorder.error_event == error[:-2]
+        assert wire.recorder.resumable and not wire.play(b"".join(Script("C", 2).completion()))
         same(bytes(wire.out), b"".join(first), "A")
 
 
@@ -356,14 +358,14 @@ def test_an_engine_that_is_being_stopped_is_left() -> None:
     for at in range(1, len(first) - 1):
         for data in ([*first[:at], abort, DONE], [b"".join(first[:at]) + abort + DONE]):
             wire = Wire()
-            sink = wire.tape.source(
+            sink = wire.recorder.start_answer(
                 lambda reason, detail, w=wire: w.stopped.append((reason, detail))
             )
             for chunk in data:
                 if not wire.stopped:
                     sink(chunk)
             assert wire.stopped[0][0] == "died" and bytes(wire.out) == b"".join(first[:at])
-            assert wire.tape.resumable and not wire.play(b"".join(Script("B", 2).completion()))
+            assert wire.recorder.resumable and not wire.play(b"".join(Script("B", 2).completion()))
             same(bytes(wire.out), b"".join(first), "A")
 
 
@@ -399,7 +401,7 @@ ECHOED = [  # what a client, or a model, wrote
 ]
 
 
-def test_what_an_engine_gave_up_and_what_looks_like_it() -> None:
+def test_aborted_answers_and_texts_that_look_alike() -> None:
     assert [aborted(said) for said in [*GIVEN_UP, *ECHOED]] == [True] * len(GIVEN_UP) + [
         False
     ] * len(ECHOED)
@@ -462,7 +464,7 @@ def test_another_function_whose_name_begins_alike_is_another_answer() -> None:
     for name, same_call in (("get_weather", False), ("get", True)):
         wire = Wire()
         assert wire.play(call(1, name="get") + b'data: {"error": {"code": 500}}\n\n')
-        assert wire.tape.resumable
+        assert wire.recorder.resumable
         wire.play(call(2, name=name) + call(2, arguments="{}"))
         assert (wire.stopped[-1][0] != "diverged") == same_call
         assert (b"arguments" in wire.out) == same_call
@@ -488,7 +490,7 @@ def test_a_text_about_errors_is_no_error() -> None:
 
 
 def engine(form: str, width: int, die_after: int | None, **fields: Any) -> Callable[[Call], Any]:
-    """An instance that streams, and dies after so many events if it is the first to be asked."""
+    """Returns an instance that streams; with the first request it dies after so many events."""
 
     async def script(call: Call) -> None:
         if call.leg == "prefill":
@@ -573,7 +575,7 @@ async def test_two_answers_are_never_mixed() -> None:
         assert len(events) == 3 and b'"code": 502' in error and done == b"data: [DONE]"
 
 
-async def test_what_an_engine_says_when_nothing_is_left() -> None:
+async def test_an_engines_error_event_reaches_the_client_at_the_end() -> None:
     async with world(decode=2) as w:
         error = {"error": {"message": "EngineCore died", "code": 500}}
 
@@ -595,7 +597,7 @@ async def test_what_an_engine_says_when_nothing_is_left() -> None:
 
 
 async def test_an_engine_that_fails_before_its_first_token() -> None:
-    """vLLM has sent the head of a stream by then, so it says so in an event."""
+    """vLLM has sent the head of the stream by then, so that it reports the failure in an event."""
     async with world(decode=2) as w:
 
         async def script(call: Call) -> None:
@@ -669,9 +671,7 @@ TEXTS = [
 
 @pytest.mark.parametrize("form", ["completion", "chat"])
 def test_events_of_one_form_take_the_short_way(form: str) -> None:
-    """Each event comes by itself, as they do; wherever the stream breaks off, nothing is lost or
-    told twice.
-    """
+    """Events come one by one; wherever the stream breaks off, no text is lost or sent twice."""
     first, again = (
         make(form, Script(name, width, words=TEXTS, usage=True))
         for name, width in (("A", 1), ("B", 2))
@@ -679,12 +679,12 @@ def test_events_of_one_form_take_the_short_way(form: str) -> None:
     short = 0
     for at in range(1, len(first)):
         wire = Wire()
-        sink = wire.tape.source(lambda *_: None)
+        sink = wire.recorder.start_answer(lambda *_: None)
         for event in first[:at]:
             sink(event)
         assert bytes(wire.out) == b"".join(first[:at])
-        short = max(short, len(wire.tape._pieces))
-        assert wire.tape.resumable and not wire.play(b"".join(again)), wire.stopped
+        short = max(short, len(wire.recorder._recorded_texts))
+        assert wire.recorder.resumable and not wire.play(b"".join(again)), wire.stopped
         same(bytes(wire.out), b"".join(first), "A")
     assert short > 1
 
@@ -697,7 +697,7 @@ def test_a_token_of_backslashes_is_a_token(text: str) -> None:
     )
     assert form_of(said) is None
     got: list[bytes] = []
-    feed = StreamRecorder(got.append, keep=True, path="/v1/completions").source(
+    feed = StreamRecorder(got.append, record=True, path="/v1/completions").start_answer(
         lambda *_: pytest.fail("it was given up")
     )
     for event in (said, said, said, DONE):
@@ -709,13 +709,13 @@ def test_a_stream_that_said_nothing_yet_goes_on_under_its_own_id() -> None:
     """Half of a character is an event without text."""
     event = b'data: {"id":"%b","object":"o","created":1,"choices":[{"index":0,"text":"%b"}]}\n\n'
     got: list[bytes] = []
-    tape = StreamRecorder(got.append, keep=True, path="/v1/completions")
-    tape.source(lambda *_: None)(event % (b"A", b""))
-    feed = tape.source(lambda *_: pytest.fail("it was given up"))
+    recorder = StreamRecorder(got.append, record=True, path="/v1/completions")
+    recorder.start_answer(lambda *_: None)(event % (b"A", b""))
+    feed = recorder.start_answer(lambda *_: pytest.fail("it was given up"))
     for text in (b"", b"x", b"y"):
         feed(event % (b"B", text))
     assert b'"B"' not in b"".join(got) and [b'"text":"x"' in said for said in got].count(True) == 1
-    assert tape.continued
+    assert recorder.continued
 
 
 @pytest.mark.parametrize("last", ["abort", "error", "part", "two"])
@@ -723,7 +723,7 @@ def test_the_short_way_is_only_for_one_more_text(last: str) -> None:
     first = Script("A", words=TEXTS).completion()
     stopped: list[str] = []
     wire = Wire()
-    sink = wire.tape.source(lambda reason, _: stopped.append(reason))
+    sink = wire.recorder.start_answer(lambda reason, _: stopped.append(reason))
     for event in first[:9]:
         sink(event)
     event = first[9]
@@ -745,10 +745,15 @@ def test_memory_is_bounded_on_the_short_way_too() -> None:
     words = [f" w{i}" for i in range(5000)]
     events = Script("A", words=words).completion()
     wire = Wire()
-    sink = wire.tape.source(lambda *_: None)
+    sink = wire.recorder.start_answer(lambda *_: None)
     for event in events[:4000]:
         sink(event)
-        assert wire.tape._size <= FOLD_BYTES
-        assert sum(map(len, wire.tape._pieces)) + 48 * len(wire.tape._pieces) <= FOLD_BYTES
-    assert wire.tape.resumable and not wire.play(b"".join(Script("B", 7, words=words).completion()))
+        assert wire.recorder._recorded_bytes <= FOLD_BYTES
+        assert (
+            sum(map(len, wire.recorder._recorded_texts)) + 48 * len(wire.recorder._recorded_texts)
+            <= FOLD_BYTES
+        )
+    assert wire.recorder.resumable and not wire.play(
+        b"".join(Script("B", 7, words=words).completion())
+    )
     same(bytes(wire.out), b"".join(events), "A")

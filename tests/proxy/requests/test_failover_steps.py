@@ -1,4 +1,4 @@
-"""The ladder's every decision."""
+"""Every decision of the failover ladder."""
 
 import itertools
 from typing import Any, get_args
@@ -14,7 +14,7 @@ from vllm_disagg.proxy.requests.failover import (
     AttemptHistory,
     NextStep,
     RetryBudget,
-    step,
+    next_step,
 )
 
 LEGS: list[Any] = ["prefill", "decode"]
@@ -29,65 +29,65 @@ PASTS = [
 EVERYTHING = list(itertools.product(LEGS, get_args(Reason), PASTS, LEFTS))
 
 
-def test_only_what_is_there_is_chosen() -> None:
+def test_only_possible_steps_are_chosen() -> None:
     for leg, reason, past, left in EVERYTHING:
-        chosen = step(leg, reason, past, left)
-        assert chosen is not NextStep.PAIR or (left.pair and past.pairs < MAX_PAIR_ATTEMPTS)
-        assert chosen is not NextStep.SAME or (left.same and leg == "prefill")
-        assert chosen is not NextStep.OTHER or left.other
+        chosen = next_step(leg, reason, past, left)
+        assert chosen is not NextStep.PAIR or (left.pair and past.pair_attempts < MAX_PAIR_ATTEMPTS)
+        assert chosen is not NextStep.SAME_DECODE or (left.same_decode and leg == "prefill")
+        assert chosen is not NextStep.OTHER_DECODE or left.other_decode
 
 
 def test_a_stream_that_cannot_be_made_again_ends() -> None:
     for leg, reason, past, left in EVERYTHING:
-        if past.begun and not past.resumable:
-            assert step(leg, reason, past, left) is NextStep.GIVE_UP
+        if past.answer_started and not past.answer_resumable:
+            assert next_step(leg, reason, past, left) is NextStep.GIVE_UP
 
 
-def test_nobody_gives_up_while_something_is_left() -> None:
+def test_no_request_is_given_up_while_a_step_is_left() -> None:
     for leg, reason, past, left in EVERYTHING:
         bounded = (
             past.attempts >= MAX_ATTEMPTS
             or past.deaths >= MAX_DEATHS
-            or (past.begun and not past.resumable)
+            or (past.answer_started and not past.answer_resumable)
         )
         alone = reason != "busy" and (
-            left.other or (left.same and leg == "prefill")
+            left.other_decode or (left.same_decode and leg == "prefill")
         )  # full is no failure
-        something = (left.pair and past.pairs < MAX_PAIR_ATTEMPTS) or alone
-        gave_up = step(leg, reason, past, left) is NextStep.GIVE_UP
+        something = (left.pair and past.pair_attempts < MAX_PAIR_ATTEMPTS) or alone
+        gave_up = next_step(leg, reason, past, left) is NextStep.GIVE_UP
         assert gave_up is (bounded or not something or reason == "diverged")
 
 
 def test_the_order_of_the_rungs() -> None:
     assert (
-        step("prefill", "5xx", AttemptHistory(1, 1), Alternatives(True, True, True))
+        next_step("prefill", "5xx", AttemptHistory(1, 1), Alternatives(True, True, True))
         is NextStep.PAIR
     )
     assert (
-        step("prefill", "5xx", AttemptHistory(1, 1), Alternatives(False, True, True))
-        is NextStep.SAME
+        next_step("prefill", "5xx", AttemptHistory(1, 1), Alternatives(False, True, True))
+        is NextStep.SAME_DECODE
     )
     assert (
-        step("prefill", "5xx", AttemptHistory(3, 3), Alternatives(True, True, True))
-        is NextStep.SAME
+        next_step("prefill", "5xx", AttemptHistory(3, 3), Alternatives(True, True, True))
+        is NextStep.SAME_DECODE
     )
     assert (
-        step("prefill", "reset", AttemptHistory(1, 1, 1), Alternatives(False, False, True))
-        is NextStep.OTHER
+        next_step("prefill", "reset", AttemptHistory(1, 1, 1), Alternatives(False, False, True))
+        is NextStep.OTHER_DECODE
     )
     assert (
-        step("decode", "reset", AttemptHistory(1, 1, 1), Alternatives(True, True, True))
+        next_step("decode", "reset", AttemptHistory(1, 1, 1), Alternatives(True, True, True))
         is NextStep.PAIR
     )
     assert (
-        step("decode", "reset", AttemptHistory(1, 1, 1), Alternatives(False, True, True))
-        is NextStep.OTHER
+        next_step("decode", "reset", AttemptHistory(1, 1, 1), Alternatives(False, True, True))
+        is NextStep.OTHER_DECODE
     )
 
 
 def test_a_request_that_kills_gets_no_third_instance() -> None:
     for leg, left in itertools.product(LEGS, LEFTS):
-        assert step(leg, "reset", AttemptHistory(2, 1, 2), left) is NextStep.GIVE_UP
+        assert next_step(leg, "reset", AttemptHistory(2, 1, 2), left) is NextStep.GIVE_UP
 
 
 @pytest.mark.parametrize("reasons", list(itertools.product(["5xx", "refused", "reset"], repeat=3)))
@@ -96,7 +96,7 @@ def test_every_journey_ends(reasons: tuple[Reason, ...]) -> None:
     for reason in itertools.cycle(reasons):
         past.attempts += 1
         past.deaths += reason == "reset"
-        if step("prefill", reason, past, everything) is NextStep.GIVE_UP:
+        if next_step("prefill", reason, past, everything) is NextStep.GIVE_UP:
             break
     assert past.attempts <= MAX_ATTEMPTS
 

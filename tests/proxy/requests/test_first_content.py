@@ -1,4 +1,4 @@
-"""When an answer has begun: by endpoint, by event, however the bytes are cut."""
+"""The start of an answer: by endpoint, by event, and with bytes cut anywhere."""
 
 import json
 

@@ -1,6 +1,4 @@
-"""Streams of /v1/responses and /v1/messages that break off at every place, and go on in another
-instance's answer.
-"""
+"""Streams of /v1/responses and /v1/messages that break off at every position."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ def heard(kind: Kind, data: bytes) -> dict[str, Any]:
 
 
 def same(kind: Kind, data: bytes, first: bytes, sent: bytes, again: bytes) -> None:
-    """One stream, which begins as the first answer did, and says all of it."""
+    """Asserts that an output is one stream with the first answer's start and all of its content."""
     assert data.startswith(sent)
     ours, theirs, other = heard(kind, data), heard(kind, first), heard(kind, again)
     ids, old, new = (one.pop("ids") for one in (ours, theirs, other))
@@ -59,9 +57,9 @@ def test_broken_off_at_every_event(kind: Kind, said: str, widths: tuple[int, int
     for at in range(1, len(first)):
         wire = Wire(path=kind.path)
         assert not wire.play(b"".join(first[:at]))
-        assert wire.tape.resumable
+        assert wire.recorder.resumable
         assert not wire.play(b"".join(again), step=50), (at, wire.stopped)
-        assert wire.tape.flush()
+        assert wire.recorder.finish()
         same(kind, bytes(wire.out), b"".join(first), b"".join(first[:at]), b"".join(again))
 
 
@@ -76,7 +74,7 @@ def test_broken_off_at_every_byte(kind: Kind, line_end: bytes) -> None:
         wire = Wire(path=kind.path)
         assert not wire.play(first[:at], step=31)
         sent = bytes(wire.out)
-        assert wire.tape.resumable and not wire.play(again, step=77)
+        assert wire.recorder.resumable and not wire.play(again, step=77)
         same(
             kind,
             bytes(wire.out),
@@ -96,9 +94,9 @@ def test_broken_off_twice(kind: Kind, said: str) -> None:
         for two in range(1, len(second)):
             wire = Wire(path=kind.path)
             wire.play(b"".join(first[:one]))
-            assert wire.tape.resumable and not wire.play(b"".join(second[:two]))
-            assert wire.tape.resumable and not wire.play(b"".join(third)), wire.stopped
-            assert wire.tape.flush()
+            assert wire.recorder.resumable and not wire.play(b"".join(second[:two]))
+            assert wire.recorder.resumable and not wire.play(b"".join(third)), wire.stopped
+            assert wire.recorder.finish()
             ours, theirs = (heard(kind, data) for data in (bytes(wire.out), b"".join(first)))
             assert ours.pop("ids") and theirs.pop("ids")
             assert ours == theirs
@@ -122,8 +120,10 @@ def test_any_answer_broken_off_anywhere(kind: Kind) -> None:
             assert not wire.play(
                 script[: chance.randrange(len(script))], step=chance.randrange(1, 300)
             ), (seed, wire.stopped)
-            assert wire.tape.resumable
-        assert not wire.play(scripts[-1], step=chance.randrange(1, 300)) and wire.tape.flush(), (
+            assert wire.recorder.resumable
+        assert (
+            not wire.play(scripts[-1], step=chance.randrange(1, 300)) and wire.recorder.finish()
+        ), (
             seed,
             wire.stopped,
         )
@@ -137,7 +137,7 @@ def test_any_answer_broken_off_anywhere(kind: Kind) -> None:
 )
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_another_answer_is_never_passed_on(kind: Kind, change: str, width: int) -> None:
-    """Wherever the client is when the answers part, it gets nothing of the second from there on."""
+    """At any position the client gets no part of a second answer after the two differ."""
     other: list[Said] = {
         "other text": [PLAIN[0], ("content", " quack"), *CALLS[2:]],
         "shorter": CALLS[:1],
@@ -152,12 +152,12 @@ def test_another_answer_is_never_passed_on(kind: Kind, change: str, width: int) 
         wire = Wire(path=kind.path)
         sent = b"".join(first[:at])
         wire.play(sent)
-        assert wire.tape.resumable
+        assert wire.recorder.resumable
         if wire.play(b"".join(again)):
             parted += 1
             assert wire.stopped[0][0] == "diverged" and bytes(wire.out) == sent
         else:
-            assert wire.tape.flush()
+            assert wire.recorder.finish()
             ours, theirs = (heard(kind, data) for data in (bytes(wire.out), b"".join(again)))
             assert ours["said"] == theirs["said"], "the answers part after what was sent"
     assert parted > 3
@@ -169,8 +169,8 @@ def test_an_answer_that_ends_too_early_was_cut(kind: Kind) -> None:
     for cut in (again[:3], [*again[:-1], again[-1][:-1]]):
         wire = Wire(path=kind.path)
         wire.play(b"".join(first[:6]))
-        assert wire.tape.resumable and not wire.play(b"".join(cut))
-        assert not wire.tape.flush()
+        assert wire.recorder.resumable and not wire.play(b"".join(cut))
+        assert not wire.recorder.finish()
 
 
 def changed(event: bytes, **fields: object) -> bytes:
@@ -244,11 +244,11 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize(("kind", "events"), UNKNOWN)
-def test_what_is_not_understood_is_not_continued(kind: Kind, events: list[bytes]) -> None:
+def test_unknown_events_are_not_continued(kind: Kind, events: list[bytes]) -> None:
     wire = Wire(path=kind.path)
     wire.play(b"".join(events))
     assert bytes(wire.out) == b"".join(events), "it is passed on all the same"
-    assert not wire.tape.resumable
+    assert not wire.recorder.resumable
     assert wire.play(b"".join(events)) and bytes(wire.out) == b"".join(events), (
         "nothing is appended"
     )
@@ -259,7 +259,7 @@ def test_nor_is_it_gone_on_with(kind: Kind, events: list[bytes]) -> None:
     wire = Wire(path=kind.path)
     told = kind("B", PLAIN).events()[:1]
     wire.play(b"".join(told))
-    assert wire.tape.resumable and wire.play(b"".join(events))
+    assert wire.recorder.resumable and wire.play(b"".join(events))
     assert wire.stopped[0][0] == "diverged" and b"novelty" not in wire.out
 
 
@@ -269,7 +269,9 @@ def test_comments_and_other_paths(kind: Kind) -> None:
     wire = Wire(path=kind.path)
     wire.play(b": keep-alive\n\n" + b": keep-alive\n\n".join(first[:5]))
     assert (
-        wire.tape.resumable and not wire.play(b": keep-alive\n\n".join(again)) and wire.tape.flush()
+        wire.recorder.resumable
+        and not wire.play(b": keep-alive\n\n".join(again))
+        and wire.recorder.finish()
     )
     assert wire.out.count(b": keep-alive\n\n") == 5 + len(again) - 1, (
         "a sign of life while the second answer catches up"
@@ -284,19 +286,19 @@ def test_comments_and_other_paths(kind: Kind) -> None:
     for path in ("/v1/completions", "/other"):
         wire = Wire(path=path)
         wire.play(b"".join(first[:5]))
-        assert not wire.tape.resumable
+        assert not wire.recorder.resumable
 
 
 def test_nothing_but_comments_is_no_beginning() -> None:
     for keep in (True, False):
         wire = Wire(keep, Messages.path)
         wire.play(b": keep-alive\n\n")
-        assert wire.tape.resumable and not wire.play(b"".join(MESSAGE))
+        assert wire.recorder.resumable and not wire.play(b"".join(MESSAGE))
         assert bytes(wire.out) == b": keep-alive\n\n" + b"".join(MESSAGE)
 
 
 @pytest.mark.parametrize("kind", [Responses, Messages])
-def test_an_engine_that_says_that_it_failed_is_cut_off(kind: Kind) -> None:
+def test_an_engine_that_reports_its_failure_is_cut_off(kind: Kind) -> None:
     first, again = kind("A", THINKING).events(), kind("B", THINKING, 2).events()
     error = frame(
         {"type": "error", "error": {"type": "internal_error", "message": "EngineCore died"}}
@@ -305,8 +307,8 @@ def test_an_engine_that_says_that_it_failed_is_cut_off(kind: Kind) -> None:
         wire = Wire(path=kind.path)
         assert wire.play(b"".join(first[:at]) + error)
         assert wire.stopped[0][0] == "died" and bytes(wire.out) == b"".join(first[:at])
-        assert wire.tape.error == error[:-2]
-        assert wire.tape.resumable and not wire.play(b"".join(again)), wire.stopped
+        assert wire.recorder.error_event == error[:-2]
+        assert wire.recorder.resumable and not wire.play(b"".join(again)), wire.stopped
         same(kind, bytes(wire.out), b"".join(first), b"".join(first[:at]), b"".join(again))
 
 
@@ -315,7 +317,7 @@ def test_a_message_that_its_engine_gives_up_goes_on() -> None:
     given_up = frame({"type": "message_delta", "delta": {"stop_reason": None}, "usage": {}})
     wire = Wire(path=Messages.path)
     assert wire.play(b"".join(first[:5]) + given_up) and wire.stopped[0][0] == "died"
-    assert wire.tape.resumable and not wire.play(b"".join(again))
+    assert wire.recorder.resumable and not wire.play(b"".join(again))
     same(Messages, bytes(wire.out), b"".join(first), b"".join(first[:5]), b"".join(again))
 
 
@@ -323,11 +325,11 @@ def test_memory_is_bounded() -> None:
     said = [("content", f" word{at}") for at in range(3000)]
     first, again = Responses("A", said).events(), Responses("B", said, 7).events()
     wire = Wire(path=Responses.path)
-    sink = wire.tape.source(lambda *_: None)
+    sink = wire.recorder.start_answer(lambda *_: None)
     for event in first[:2500]:
         sink(event)
-        assert wire.tape._size <= FOLD_BYTES
-    assert wire.tape.resumable and len(wire.tape._told.told) == 5  # type: ignore[attr-defined]
+        assert wire.recorder._recorded_bytes <= FOLD_BYTES
+    assert wire.recorder.resumable and len(wire.recorder._transcript.parts) == 5  # type: ignore[attr-defined]
     assert not wire.play(b"".join(again))
     same(Responses, bytes(wire.out), b"".join(first), b"".join(first[:2500]), b"".join(again))
 
@@ -337,7 +339,7 @@ def test_an_answer_of_too_many_parts_is_not_continued(monkeypatch: pytest.Monkey
     for sent, resumable in ((TOLD[:4], True), (TOLD[:5], False)):
         wire = Wire(path=Responses.path)
         wire.play(b"".join(sent))
-        assert wire.tape.resumable == resumable
+        assert wire.recorder.resumable == resumable
 
 
 # Through a proxy ----------------------------------------------------------------------------------
@@ -346,7 +348,7 @@ def test_an_answer_of_too_many_parts_is_not_continued(monkeypatch: pytest.Monkey
 def engines(
     kind: Kind, die_after: int, asked: list[Call], how: str = "reset"
 ) -> Callable[[Call], Any]:
-    """The first that is asked breaks off after so many events."""
+    """Returns instances of which the first that gets a request breaks off after so many events."""
 
     async def script(call: Call) -> None:
         if call.leg == "prefill":
@@ -404,8 +406,8 @@ async def test_a_stream_goes_on_elsewhere(kind: Kind, prefill: int, fields: dict
 
 
 @pytest.mark.parametrize("done", [False, True])
-async def test_an_answer_that_nobody_vouches_for_goes_on_elsewhere(done: bool) -> None:
-    """Its last event was held, and is the second answer's, unless its text was called done."""
+async def test_an_unverified_answer_is_continued_elsewhere(done: bool) -> None:
+    """The held last event comes from the second answer, unless the text was reported as done."""
     async with world(prefill=0, decode=2) as w:
         asked: list[Call] = []
         victims: list[Any] = []
@@ -440,12 +442,12 @@ async def test_an_answer_that_nobody_vouches_for_goes_on_elsewhere(done: bool) -
         assert said["head"][0] == f"resp_{asked[0].engine.name}"
 
 
-def test_what_goes_on_for_ever_after_its_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_bytes_after_the_end_are_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_disagg.proxy.http.sse.EVENT_LIMIT_BYTES", 10_000)
     wire = Wire(path=Responses.path)
-    wire.tape._hold = END_MARKS[Responses.path]
-    sink = wire.tape.source(lambda reason, detail: wire.stopped.append((reason, detail)))
+    wire.recorder._end_mark = END_MARKS[Responses.path]
+    sink = wire.recorder.start_answer(lambda reason, detail: wire.stopped.append((reason, detail)))
     for _ in range(100):
         if not wire.stopped:
             sink(TOLD[-1])
-    assert wire.stopped[0][0] == "garbled" and len(wire.tape.held) < 11_000
+    assert wire.stopped[0][0] == "garbled" and len(wire.recorder.held) < 11_000

@@ -1,6 +1,4 @@
-"""Streams that are not made as vLLM makes them: whatever they look like, a second answer is never
-appended to a first.
-"""
+"""Streams of unknown form: a second answer is never appended to a first."""
 
 import asyncio
 import json
@@ -132,11 +130,11 @@ class Counted(bytes):
 @pytest.mark.parametrize("again", [False, True])
 def test_a_large_event_costs_its_size_and_not_its_square(again: bool) -> None:
     begin, text, out = f"data: {chunk('a')}\n\n".encode(), b"x" * 3_000_000, bytearray()
-    tape = StreamRecorder(out.extend, keep=again, path="/v1/completions")
-    sink = tape.source(lambda *_: None)
+    recorder = StreamRecorder(out.extend, record=again, path="/v1/completions")
+    sink = recorder.start_answer(lambda *_: None)
     sink(begin)
     if again:
-        sink = tape.source(lambda *_: None)
+        sink = recorder.start_answer(lambda *_: None)
     event = begin + f"data: {chunk(text.decode())}\n\n".encode()
     Counted.touched = 0
     for at in range(0, len(event), 10_000):
@@ -148,11 +146,11 @@ def test_a_large_event_costs_its_size_and_not_its_square(again: bool) -> None:
 def test_an_event_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch, again: bool) -> None:
     monkeypatch.setattr("vllm_disagg.proxy.http.sse.EVENT_LIMIT_BYTES", 100_000)
     begin, out, stopped = f"data: {chunk('a')}\n\n".encode(), bytearray(), []
-    tape = StreamRecorder(out.extend, keep=again, path="/v1/completions")
-    sink = tape.source(lambda *said: stopped.append(said))
+    recorder = StreamRecorder(out.extend, record=again, path="/v1/completions")
+    sink = recorder.start_answer(lambda *said: stopped.append(said))
     sink(begin)
     if again:
-        sink = tape.source(lambda *said: stopped.append(said))
+        sink = recorder.start_answer(lambda *said: stopped.append(said))
     for _ in range(10):
         sink(b"x" * 10_000)
     assert not stopped
@@ -167,18 +165,18 @@ ENDS_OF_LINES = ["\n", "\r\n", "\r"]
 @pytest.mark.parametrize("step", [1, 2, 3, 1000])
 def test_each_event_is_passed_on_as_soon_as_it_is_whole(end: str, step: int) -> None:
     out = bytearray()
-    tape = StreamRecorder(out.extend, keep=False, path="/v1/completions")
-    sink = tape.source(lambda *_: None)
+    recorder = StreamRecorder(out.extend, record=False, path="/v1/completions")
+    sink = recorder.start_answer(lambda *_: None)
     for said in SAID:
         event = f": x{end}data: {chunk(said)}{end}{end}".encode()
         for at in range(0, len(event), step):
             sink(event[at : at + step])
         assert out.endswith(f"data: {chunk(said)}\n\n".encode())
-    assert tape.flush() and out.count(b"data: ") == 3
+    assert recorder.finish() and out.count(b"data: ") == 3
 
 
 @pytest.mark.parametrize("end", ENDS_OF_LINES)
-def test_failures_are_seen_whatever_the_line_ends(end: str) -> None:
+def test_failures_are_detected_with_any_line_ends(end: str) -> None:
     for last in (
         'data: {"error": {"code": 500}}\n\n',
         'data: {"choices":[{"finish_reason":"abort"}]}\n\n',
@@ -187,29 +185,29 @@ def test_failures_are_seen_whatever_the_line_ends(end: str) -> None:
     ):
         for step in (1, 5, 1000):
             out, stopped = bytearray(), []
-            tape = StreamRecorder(out.extend, keep=False)
-            sink = tape.source(lambda *said, to=stopped: to.append(said))
+            recorder = StreamRecorder(out.extend, record=False)
+            sink = recorder.start_answer(lambda *said, to=stopped: to.append(said))
             data = (f"data: {chunk('a')}\n\n" + last).replace("\n", end).encode()
             for at in range(0, len(data), step):
                 sink(data[at : at + step])
             assert len(stopped) == 1 and bytes(out) == f"data: {chunk('a')}\n\n".encode()
 
 
-def test_what_another_instance_would_say_too_is_no_failure() -> None:
+def test_an_error_of_the_request_is_no_failure_of_the_instance() -> None:
     for last in (
         b'event: error\ndata: {"type":"error","error":{"type":"invalid_request_error"}}\n\n',
         b'data: {"error": {"code": 400}}\n\n',
     ):
         out, stopped = bytearray(), []
-        StreamRecorder(out.extend, keep=False).source(lambda *said, to=stopped: to.append(said))(
-            last
-        )
+        StreamRecorder(out.extend, record=False).start_answer(
+            lambda *said, to=stopped: to.append(said)
+        )(last)
         assert not stopped and bytes(out) == last
 
 
 @pytest.mark.parametrize("compressed", [(True, True), (True, False), (False, True)])
-async def test_what_cannot_be_seen_is_not_continued(compressed: tuple[bool, bool]) -> None:
-    """Nor does it continue anything."""
+async def test_a_compressed_stream_is_not_continued(compressed: tuple[bool, bool]) -> None:
+    """A compressed answer continues no other answer either."""
     asked: list[Call] = []
 
     async def script(call: Call) -> None:
@@ -238,15 +236,15 @@ async def test_what_cannot_be_seen_is_not_continued(compressed: tuple[bool, bool
 @pytest.mark.parametrize("framing", FRAMINGS)
 def test_one_odd_event_is_enough(framing: str) -> None:
     out = bytearray()
-    tape = StreamRecorder(out.extend, keep=True, path="/v1/completions")
-    sink = tape.source(lambda *_: None)
+    recorder = StreamRecorder(out.extend, record=True, path="/v1/completions")
+    sink = recorder.start_answer(lambda *_: None)
     sink(f"data: {chunk('START')}\n\n".encode() + FRAMINGS[framing]("MIDDLE").encode())
-    assert tape.resumable == (framing in UNDERSTOOD)
+    assert recorder.resumable == (framing in UNDERSTOOD)
 
 
 def test_an_event_of_another_answer_is_odd() -> None:
-    tape = StreamRecorder(bytearray().extend, keep=True, path="/v1/completions")
-    tape.source(lambda *_: None)(
+    recorder = StreamRecorder(bytearray().extend, record=True, path="/v1/completions")
+    recorder.start_answer(lambda *_: None)(
         (f"data: {chunk('a')}\n\n" + f"data: {chunk('b')}\n\n".replace("c-1", "c-2")).encode()
     )
-    assert not tape.resumable
+    assert not recorder.resumable

@@ -64,7 +64,7 @@ def test_every_route_of_vllm_is_decided() -> None:
     assert not REFUSED.keys() & ROUTES.keys()
 
 
-async def test_load_is_what_works_and_waits() -> None:
+async def test_load_counts_running_and_waiting_requests() -> None:
     async with world(decode=2, max_requests=2) as w:
         go = asyncio.Event()
 

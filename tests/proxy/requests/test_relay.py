@@ -1,4 +1,4 @@
-"""Journeys of requests through a proxy, with every fault at a known moment."""
+"""Courses of requests through a proxy, with every fault at a known moment."""
 
 import asyncio
 import json
@@ -132,7 +132,7 @@ async def test_chat_goes_to_both() -> None:
 @pytest.mark.parametrize(
     "fields", [{"n": 2}, {"prompt": ["a", "b"]}, {"echo": True}, {"prompt": None}]
 )
-async def test_whole_requests(fields: dict[str, Any]) -> None:
+async def test_aggregated_requests(fields: dict[str, Any]) -> None:
     async with world() as w:
         assert (await w.post(**fields)).json() == {"text": "d0", "leg": "whole"}
         assert not w.p.calls and "kv_transfer_params" not in w.d.calls[0].body
@@ -486,7 +486,7 @@ async def test_engine_connections_are_reused_by_requests() -> None:
         assert len(w.d.calls) == 5 and w.d.connections <= 2 and w.p.connections <= 2
 
 
-async def test_an_engine_that_closes_idle_connections_costs_nobody_an_answer() -> None:
+async def test_an_engine_that_closes_idle_connections_costs_no_answer() -> None:
     async with world() as w:
         for engine in (w.p, w.d):
             engine.close_after = True
@@ -553,7 +553,7 @@ async def test_an_anthropic_stream_ends_in_an_anthropic_error() -> None:
         )
 
 
-async def test_what_fails_everywhere_is_the_request_s_fault() -> None:
+async def test_a_request_that_fails_everywhere_blames_no_instance() -> None:
     async with world(prefill=0, decode=2) as w:
 
         async def script(call: Call) -> None:
@@ -576,7 +576,7 @@ async def test_what_fails_everywhere_is_the_request_s_fault() -> None:
         )
 
 
-async def test_when_all_rest_they_are_used() -> None:
+async def test_open_breakers_are_ignored_when_all_are_open() -> None:
     async with world(decode=2) as w:
         failing = True
 
@@ -593,10 +593,8 @@ async def test_when_all_rest_they_are_used() -> None:
 
 
 @pytest.mark.parametrize("prefill", [0, 1])
-async def test_a_burst_that_meets_a_full_queue_rests_nobody(prefill: int) -> None:
-    """vLLM answers 503 beyond its --max-num-queued-reqs: the engine is well, and idle a moment
-    later.
-    """
+async def test_a_burst_that_meets_a_full_queue_opens_no_breaker(prefill: int) -> None:
+    """vLLM answers 503 beyond its --max-num-queued-reqs: the engine is healthy and soon idle."""
     async with world(prefill=prefill, decode=2, prefill_concurrency=64) as w:
         room = [w.d, *w.prefills]
 
@@ -628,8 +626,8 @@ async def test_a_burst_that_meets_a_full_queue_rests_nobody(prefill: int) -> Non
         assert all(row["usable"] for row in rows), rows
 
 
-async def test_streams_that_break_together_rest_nobody() -> None:
-    """Whatever broke them, it was one thing."""
+async def test_streams_that_break_together_open_no_breaker() -> None:
+    """One cause broke all of them, so they count once."""
     async with world(prefill=0) as w:
 
         async def broken(call: Call) -> None:
@@ -648,7 +646,7 @@ async def test_streams_that_break_together_rest_nobody() -> None:
         assert all(row["usable"] for row in (await w.get("/disagg/instances")).json())
 
 
-async def test_one_engine_given_twice_serves_whole_requests(
+async def test_one_engine_given_twice_serves_aggregated_requests(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Alias(ScriptedEngine):
@@ -678,7 +676,7 @@ async def test_one_engine_given_twice_serves_whole_requests(
 
 @pytest.mark.parametrize("whole", [False, True])
 async def test_a_full_prefill_instance_sends_its_requests_to_another(whole: bool) -> None:
-    """A 429 is this instance's, not the client's, while another one has room."""
+    """A 429 reaches the client only if no other prefill instance has room."""
     async with world(prefill=2) as w:
         first: list[ScriptedEngine] = []
 
@@ -698,7 +696,7 @@ async def test_a_full_prefill_instance_sends_its_requests_to_another(whole: bool
         assert all(row["usable"] for row in (await w.get("/disagg/instances")).json())
 
 
-async def test_when_every_prefill_instance_is_full_the_client_is_told() -> None:
+async def test_when_every_prefill_instance_is_full_the_client_gets_429() -> None:
     async with world(prefill=2, prefill_concurrency=1) as w:
 
         async def full(call: Call) -> None:
@@ -726,8 +724,8 @@ async def test_another_prefill_instance_is_tried() -> None:
         assert len(w.prefills[2].calls) >= 6 and w.p.calls and w.prefills[1].calls
 
 
-async def test_an_endpoint_that_knows_no_grants() -> None:
-    """As a vLLM of which some endpoint ignores `kv_transfer_params`."""
+async def test_an_endpoint_that_ignores_grants() -> None:
+    """A vLLM of which one endpoint ignores `kv_transfer_params`."""
     async with world() as w:
 
         async def ignorant(call: Call) -> None:

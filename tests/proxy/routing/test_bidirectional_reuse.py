@@ -1,6 +1,4 @@
-"""When P is told to read back what D has of a prompt: in the next turn of a conversation, between
-engines that can.
-"""
+"""Bidirectional KV reuse: in the next turn of a conversation P reads KV from D."""
 
 from __future__ import annotations
 
@@ -38,64 +36,64 @@ def ask(prompt: str) -> RoutingQuery:
 def turn(
     it: tuple[Fleet, Policy], prompt: str, avoid: list[Instance] | None = None
 ) -> InstancePair:
-    """A request from its choice to its answer."""
+    """Runs a request from its choice to its answer."""
     instances, policy = it
     pair = choose(instances, policy, 9, ask(prompt), 0.0, avoid or [])
     assert isinstance(pair, InstancePair)
     pair.take(instances, policy, 0.0)
     pair.release_prefill()
     pair.release_decode()
-    policy.answered(pair.ask, pair.decode)
+    policy.record_answer(pair.query, pair.decode)
     return pair
 
 
 @pytest.mark.parametrize("question", [QUESTION, QUESTION[:130]])
-def test_the_next_turn_reads_the_answer_back(question: str) -> None:
+def test_the_next_turn_reads_the_answer_from_d(question: str) -> None:
     it = fleet()
-    assert not turn(it, question).reads_back
-    assert turn(it, question + ANSWER + NEXT).reads_back
-    assert turn(it, question + ANSWER + NEXT + ANSWER).reads_back
+    assert not turn(it, question).bidirectional_reuse
+    assert turn(it, question + ANSWER + NEXT).bidirectional_reuse
+    assert turn(it, question + ANSWER + NEXT + ANSWER).bidirectional_reuse
 
 
-def test_what_p_has_computed_is_not_read_back() -> None:
+def test_kv_that_p_has_computed_is_not_read_from_d() -> None:
     it = fleet()
     turn(it, QUESTION)
     turn(it, QUESTION + ANSWER)
-    assert not turn(it, QUESTION + ANSWER).reads_back, "the same again"
-    assert not turn(it, QUESTION + ANSWER + NEXT).reads_back, "too little"
+    assert not turn(it, QUESTION + ANSWER).bidirectional_reuse, "the same again"
+    assert not turn(it, QUESTION + ANSWER + NEXT).bidirectional_reuse, "too little"
 
 
 def test_other_questions_to_one_system_prompt_are_not_answers() -> None:
     it, system = fleet(), "You are kind. " * 2000
     for at in range(20):
-        assert not turn(it, system + f"{at} {QUESTION}").reads_back
+        assert not turn(it, system + f"{at} {QUESTION}").bidirectional_reuse
 
 
-def test_another_p_reads_the_whole_conversation_back() -> None:
+def test_another_p_reads_the_whole_conversation_from_d() -> None:
     it = fleet(prefills=2)
     first = turn(it, QUESTION + ANSWER)
     other = turn(it, QUESTION + ANSWER + NEXT, avoid=[first.prefill])
-    assert other.prefill is not first.prefill and other.reads_back
+    assert other.prefill is not first.prefill and other.bidirectional_reuse
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 @pytest.mark.parametrize("two_way", ["prefill", "decode", "prefill decode"])
-def test_only_who_can_and_only_where_prefixes_are_known(name: Name, two_way: str) -> None:
+def test_reuse_needs_both_connectors_and_the_prefix_aware_policy(name: Name, two_way: str) -> None:
     it = fleet(name, two_way)
     turn(it, QUESTION)
     expected = name == "prefix_aware" and two_way == "prefill decode"
-    assert turn(it, QUESTION + ANSWER + NEXT).reads_back is expected
+    assert turn(it, QUESTION + ANSWER + NEXT).bidirectional_reuse is expected
 
 
 def test_memory_of_answers_is_bounded() -> None:
     memory, cache = PrefixIndex(entries=10), object()
     for at in range(50):
-        memory.answered(PromptPrefix(b"%d" % at * 500), 1000, cache)
+        memory.record_answer(PromptPrefix(b"%d" % at * 500), 1000, cache)
     assert len(memory._answered) == 10
-    assert memory.goes_on(PromptPrefix(b"49" * 2000), 4000, cache) == 3000
+    assert memory.bytes_after_answer(PromptPrefix(b"49" * 2000), 4000, cache) == 3000
     assert (
-        memory.goes_on(PromptPrefix(b"49" * 2000), 4000, object())
-        == memory.goes_on(PromptPrefix(b"3" * 2000), 2000, cache)
+        memory.bytes_after_answer(PromptPrefix(b"49" * 2000), 4000, object())
+        == memory.bytes_after_answer(PromptPrefix(b"3" * 2000), 2000, cache)
         == 0
     )
 
@@ -111,7 +109,7 @@ async def grants_of(w: World, prompt: str) -> tuple[Grant, Grant]:
 
 
 @pytest.mark.parametrize("can", [True, False])
-async def test_both_grants_name_the_way_back(can: bool) -> None:
+async def test_both_grants_name_the_reuse_transfer(can: bool) -> None:
     def prepare(it: World) -> None:
         it.p.two_way = it.d.two_way = can
 

@@ -1,4 +1,4 @@
-"""Data parallel engines: each rank is an instance, URL@RANK, and whatever is sent there says so."""
+"""Data parallel ranks: each is an instance, URL@RANK, and each of its requests names the rank."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from vllm_disagg.proxy.routing.fleet import Instance
 
 
 def ranks(*engines: str) -> Callable[[World], None]:
-    """Two for each of these engines (p0, d0 ...)."""
+    """Gives two ranks to each of these engines (p0, d0 ...)."""
 
     def prepare(w: World) -> None:
         for engine in w.prefills + w.decodes:
@@ -24,7 +24,7 @@ def ranks(*engines: str) -> Callable[[World], None]:
 
 
 def expect_own_rank(engine: ScriptedEngine) -> None:
-    """Each leg came to the rank that its grant is for."""
+    """Asserts that each leg came to the rank of its grant."""
     for call in engine.calls:
         assert call.grant and call.grant.engine == engine.facts(call.rank)["incarnation"]
 
@@ -50,7 +50,7 @@ async def test_every_leg_goes_to_the_rank_that_its_grant_names(engines: tuple[st
 
 
 async def test_one_rank_dies_with_all_others() -> None:
-    """vLLM ends them together; the next life of each has an incarnation of its own."""
+    """vLLM ends all ranks together; after a restart each has a new incarnation."""
     async with world(prepare=ranks("d0")) as w:
         await w.d.stop()
         await until(lambda: down(w))
@@ -68,7 +68,7 @@ async def down(w: World) -> bool:
     return sum(not row["usable"] for row in rows) == 2
 
 
-async def test_a_clients_rank_that_nobody_has_turns_no_leg_away_from_its_instance() -> None:
+async def test_an_unknown_rank_of_a_client_turns_no_leg_away_from_its_instance() -> None:
     async with world(prepare=ranks("p0", "d0")) as w:
         for at in range(4):
             body = json.dumps({"model": "m", "prompt": f"{at}"}).encode()
@@ -108,12 +108,15 @@ async def test_ranks_that_are_not_named_transfer_nothing(caplog: pytest.LogCaptu
 
 def test_a_rank_of_an_engine_that_has_none() -> None:
     made = Instance("http://h:1@0", "decode")
-    made.probed("m", EngineInfo("i", "decode", [], {}))
-    assert not made.transfers and made.why_not == "is no data parallel rank: give it as http://h:1"
+    made.on_probe_answered("m", EngineInfo("i", "decode", [], {}))
+    assert (
+        not made.can_transfer
+        and made.unavailable_reason == "is no data parallel rank: give it as http://h:1"
+    )
 
 
 async def test_responses_are_split_between_others_only() -> None:
-    """vLLM gives them to any rank, whatever the header says."""
+    """vLLM gives such a request to any rank and ignores the header."""
     body = json.dumps({"model": "m", "input": "hi"}).encode()
     async with world(decode=2, prepare=ranks("d0")) as w:
         for _ in range(4):
@@ -141,7 +144,7 @@ async def test_each_ranks_kv_cache_is_looked_at(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_where_the_header_has_no_effect_prompts_are_not_split_any_more() -> None:
-    """As in versions of vLLM whose endpoint does not know it."""
+    """Some versions of vLLM have endpoints that ignore the header."""
 
     def prepare(w: World) -> None:
         w.p.ranks, w.p.rankless = 2, ("/v1/chat/completions",)

@@ -1,4 +1,4 @@
-"""Engines that make no steps while their API server lives, and engines that only seem to."""
+"""Engines that make no steps while their API server answers, and engines that only seem to."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ process_cpu_seconds_total 12.3
 """
 
 
-def test_what_of_a_page_shows_steps() -> None:
+def test_the_metrics_that_show_steps() -> None:
     found = fingerprint(PAGE, 0).decode().splitlines()
     names = [line.partition("{")[0] for line in found]
     assert names == [
@@ -52,18 +52,18 @@ def test_what_of_a_page_shows_steps() -> None:
 def looks(
     it: StepMonitor, pages: list[bytes], busy: bool = True, began: float = 0.0
 ) -> list[StepVerdict]:
-    """What is concluded of a look each second."""
+    """Returns the verdicts of one read each second."""
     found = []
     for at, page in enumerate(pages):
         now = began + 1.0 + at
-        assert it.is_due(now, busy, 1.0)
-        found.append(it.saw(page, now))
+        assert it.is_read_due(now, busy, 1.0)
+        found.append(it.on_metrics_read(page, now))
     return found
 
 
 def test_an_engine_without_steps() -> None:
     it = StepMonitor()
-    it.asked(0.5)
+    it.on_request_sent(0.5)
     found = looks(it, [b"x"] * (LOOKS_PER_PATIENCE + 1))
     assert found[NUDGE_AFTER_LOOKS] is StepVerdict.NUDGE and found.count(StepVerdict.NUDGE) == 1
     assert found[-1] is StepVerdict.STALLED and found.count(StepVerdict.STALLED) == 1 and it.stalled
@@ -73,28 +73,26 @@ def test_each_step_is_a_new_beginning() -> None:
     it = StepMonitor()
     pages = [b"x"] * LOOKS_PER_PATIENCE + [b"y"] * LOOKS_PER_PATIENCE + [b"z"] * LOOKS_PER_PATIENCE
     assert StepVerdict.STALLED not in looks(it, pages)
-    it.lived(99.0)
+    it.on_step_seen(99.0)
     assert StepVerdict.STALLED not in looks(it, [b"z"] * (LOOKS_PER_PATIENCE - 1), began=99.0)
 
 
 def test_a_request_that_was_given_up_is_owed_still() -> None:
-    """As when D computes a prompt itself after some seconds, again and again: P is found all the
-    same.
-    """
+    """D repeatedly computes a prompt itself after some seconds: P is detected all the same."""
     it = StepMonitor()
     found = []
     for round_ in range(5):
-        it.asked(round_ * 4.0 + 0.5)
+        it.on_request_sent(round_ * 4.0 + 0.5)
         found += looks(it, [b"x"] * 4, busy=False, began=round_ * 4.0)
     assert StepVerdict.STALLED in found
 
 
-def test_who_owes_nothing_is_not_looked_at() -> None:
+def test_an_engine_that_owes_nothing_is_not_read() -> None:
     it = StepMonitor()
-    it.asked(1.0)
-    it.lived(2.0)
-    assert not it.is_due(99.0, False, 1.0)
-    assert not it.is_due(99.5, True, 1.0) and it.is_due(100.0, True, 1.0), (
+    it.on_request_sent(1.0)
+    it.on_step_seen(2.0)
+    assert not it.is_read_due(99.0, False, 1.0)
+    assert not it.is_read_due(99.5, True, 1.0) and it.is_read_due(100.0, True, 1.0), (
         "the time begins with the request"
     )
 
@@ -114,9 +112,7 @@ async def unusable(w: World, engine: ScriptedEngine) -> bool:
 
 
 async def test_a_prefill_engine_that_makes_no_steps() -> None:
-    """It is down long before `patience`, its requests go on, no other goes there, and it comes
-    back.
-    """
+    """P is down before `patience`, its requests move, it gets no other ones, and it recovers."""
     async with world(patience=PATIENCE) as w:
         w.d.script = only_whole
         w.p.stuck = True
@@ -135,7 +131,7 @@ async def test_a_prefill_engine_that_makes_no_steps() -> None:
 
 
 async def test_a_prefill_engine_whose_requests_are_always_given_up() -> None:
-    """D does not wait for it as long as the proxy does."""
+    """D waits for P for a shorter time than the proxy does."""
     async with world(patience=PATIENCE) as w:
 
         async def impatient(call: Call) -> None:
@@ -153,26 +149,26 @@ async def test_a_prefill_engine_whose_requests_are_always_given_up() -> None:
 
 
 async def chunks(engine: ScriptedEngine) -> None:
-    """A long prompt, in chunks: a request of one token waits behind all of them."""
+    """Computes a long prompt in chunks: a request of one token waits behind all of them."""
     for _ in range(40):
         await asyncio.sleep(STILL / 16)
         engine.kv_use += 0.01
 
 
 async def window(engine: ScriptedEngine) -> None:
-    """The same, by a model that holds a window of it only: all that moves is who waits."""
+    """Does the same for a sliding-window model: only the number of waiting requests changes."""
     for _ in range(40):
         await asyncio.sleep(STILL / 16)
         engine.waiting = sum(not call.gone.is_set() for call in asked.get(engine.name, ()))
 
 
 async def parked(engine: ScriptedEngine) -> None:
-    """A request that waits for something else: one of one token is answered."""
+    """Holds a request that waits for another event: a request of one token is answered."""
     await asyncio.sleep(2.5 * STILL)
 
 
 async def mute(engine: ScriptedEngine) -> None:
-    """--disable-log-stats: nothing is known."""
+    """Runs with --disable-log-stats: no metric shows steps."""
     engine.steps = None
     await asyncio.sleep(2.5 * STILL)
 
@@ -268,8 +264,8 @@ async def test_the_only_decode_engine_is_waited_for_within_bounds() -> None:
         assert PATIENCE < time.monotonic() - began < 2 * PATIENCE + STILL
 
 
-async def test_who_has_answered_owes_nothing() -> None:
-    """It is idle, and makes no steps for anybody."""
+async def test_an_engine_that_has_answered_owes_nothing() -> None:
+    """An idle engine makes no steps."""
     async with world(patience=PATIENCE) as w:
         nudged: list[Call] = []
 

@@ -1,4 +1,4 @@
-"""Fleet state and who is chosen."""
+"""Fleet state, the circuit breaker, and the choice of pairs."""
 
 import itertools
 
@@ -21,7 +21,7 @@ def engine(role: str = "both", workers: int = 1, **layout: str) -> EngineInfo:
 
 def instance(role: str, name: str = "", of: EngineInfo | None = None) -> Instance:
     made = Instance(f"http://{role}{name}", role)  # type: ignore[arg-type]
-    made.probed("m", of or engine())
+    made.on_probe_answered("m", of or engine())
     return made
 
 
@@ -56,7 +56,7 @@ def test_fewest_running_decode() -> None:
     second = pair(choose(world, POLICY, 9, RoutingQuery(5), 0.0))
     assert second.decode is d[0], "equals take turns"
     first.release_prefill()
-    assert (first.prefill.legs, first.prefill.prompt_bytes) == (0, 0)
+    assert (first.prefill.prefill_legs, first.prefill.prompt_bytes) == (0, 0)
 
 
 def test_busy_and_none() -> None:
@@ -64,7 +64,7 @@ def test_busy_and_none() -> None:
     world = fleet(p, d)
     pair(choose(world, POLICY, 1, RoutingQuery(1), 0.0)).take(world, POLICY, 0.0)
     assert choose(world, POLICY, 1, RoutingQuery(1), 0.0) == "busy"
-    d.down("gone")
+    d.mark_down("gone")
     assert choose(world, POLICY, 1, RoutingQuery(1), 0.0) == "none"
 
 
@@ -100,86 +100,84 @@ def test_roles(role: str, told: str, fits: bool) -> None:
     assert (
         isinstance(choose(fleet(odd, other), POLICY, 9, RoutingQuery(1), 0.0), InstancePair) is fits
     )
-    assert bool(odd.why_not) is not fits
+    assert bool(odd.unavailable_reason) is not fits
     assert (choose_decode(fleet(odd), POLICY, 0.0) is odd) is (role == "decode"), (
         "any decode instance serves whole requests"
     )
 
 
-def test_plain_decode_serves_whole_only() -> None:
+def test_a_decode_instance_without_connector_serves_aggregated_requests_only() -> None:
     d = Instance("u", "decode")
-    d.probed("m", None)
+    d.on_probe_answered("m", None)
     world = fleet(instance("prefill"), d)
     assert (
         choose(world, POLICY, 9, RoutingQuery(1), 0.0) == "none"
         and choose_decode(world, POLICY, 0.0) is d
     )
-    assert "connector" in d.why_not and "key" in d.why_not
+    assert "connector" in d.unavailable_reason and "key" in d.unavailable_reason
 
 
-def test_two_misses_and_back() -> None:
+def test_two_failed_probes_and_recovery() -> None:
     d = instance("decode")
-    d.missed("quiet")
-    assert d.usable(0.0)
-    d.missed("quiet")
-    assert not d.usable(0.0) and d.needs_probe and d.why_not == "quiet"
-    d.probed("m", engine())
-    assert d.usable(0.0) and d.misses == 0
+    d.on_probe_failed("quiet")
+    assert d.is_usable(0.0)
+    d.on_probe_failed("quiet")
+    assert not d.is_usable(0.0) and d.needs_probe and d.unavailable_reason == "quiet"
+    d.on_probe_answered("m", engine())
+    assert d.is_usable(0.0) and d.failed_probes == 0
 
 
-def test_failing_instances_rest_longer_each_time() -> None:
+def test_the_backoff_doubles_with_each_failure() -> None:
     p = instance("prefill")
-    p.leg_failed("5xx", 0.0)
+    p.on_leg_failed("5xx", 0.0)
     assert p.can_prefill(0.0), "one failure may be its request's fault"
     rests = []
     for _ in range(8):
-        p.leg_failed("5xx", 0.0)
-        rests.append(p.resting_until)
+        p.on_leg_failed("5xx", 0.0)
+        rests.append(p.open_until)
     assert rests == [1, 2, 4, 8, 16, 30, 30, 30]
     assert not p.can_prefill(29.9) and p.can_prefill(30.0)
-    p.leg_succeeded(35.0)
-    p.leg_failed("5xx", 40.0)
+    p.on_leg_succeeded(35.0)
+    p.on_leg_failed("5xx", 40.0)
     assert p.can_prefill(40.0)
 
 
-def test_failures_of_one_moment_count_once() -> None:
+def test_failures_of_requests_in_flight_together_count_once() -> None:
     p = instance("prefill")
     for _ in range(20):
-        p.leg_failed("5xx", 1.0, began=0.5)
-    assert p.failures == 1 and p.usable(1.0), "a burst that met a full queue"
-    p.leg_failed("5xx", 1.5, began=1.2)
-    assert p.failures == 2 and not p.usable(1.6), "and one that was sent after that"
+        p.on_leg_failed("5xx", 1.0, started_at=0.5)
+    assert p.consecutive_failures == 1 and p.is_usable(1.0), "a burst that met a full queue"
+    p.on_leg_failed("5xx", 1.5, started_at=1.2)
+    assert p.consecutive_failures == 2 and not p.is_usable(1.6), "and one that was sent after that"
 
 
 def test_a_failure_counts_from_when_it_came() -> None:
-    """That it was the instance's fault is known when another one has answered, which may take long."""
+    """A 5xx counts when another instance has answered, which may take long."""
     d = instance("decode")
-    d.leg_failed("5xx", 60.0, began=0.5, ended=1.0)
-    d.leg_failed("5xx", 61.0, began=2.0, ended=2.5)
-    assert d.failures == 2 and not d.usable(61.5)
+    d.on_leg_failed("5xx", 60.0, started_at=0.5, ended_at=1.0)
+    d.on_leg_failed("5xx", 61.0, started_at=2.0, ended_at=2.5)
+    assert d.consecutive_failures == 2 and not d.is_usable(61.5)
 
 
 def test_a_failure_beside_a_success_does_not_count() -> None:
-    """As of a burst of which some are served: the others are known to have failed there when
-    another has served them.
-    """
+    """Of a burst some are served: later reports of the others' failures change nothing."""
     d = instance("decode")
-    d.leg_failed("5xx", 1.0, began=0.5)
-    d.leg_succeeded(2.0)
+    d.on_leg_failed("5xx", 1.0, started_at=0.5)
+    d.on_leg_succeeded(2.0)
     for k in range(20):
-        d.leg_failed("5xx", 3.0 + k, began=1.5)
-    assert d.usable(3.0) and d.failures == 0
+        d.on_leg_failed("5xx", 3.0 + k, started_at=1.5)
+    assert d.is_usable(3.0) and d.consecutive_failures == 0
 
 
 def test_a_dead_engine_is_down_at_once() -> None:
     d = instance("decode")
-    d.leg_succeeded(2.0)
-    d.leg_failed("died", 3.0, began=1.0)
+    d.on_leg_succeeded(2.0)
+    d.on_leg_failed("died", 3.0, started_at=1.0)
     assert not d.up
 
 
 def test_an_engine_is_never_paired_with_itself() -> None:
-    """As when it is given under two names of its address."""
+    """An engine may be given under two names of its address."""
     one = engine()
     p, d = instance("prefill", of=one), instance("decode", of=one)
     world = fleet(p, d)
@@ -188,18 +186,18 @@ def test_an_engine_is_never_paired_with_itself() -> None:
         and choose_decode(world, POLICY, 0.0) is d
     )
     assert mismatch(p, d) == "they are one engine, and no engine is paired with itself"
-    assert world.unpaired(p) == f"{p.url} and {d.url} do not fit: {mismatch(p, d)}"
+    assert world.pairing_problem(p) == f"{p.url} and {d.url} do not fit: {mismatch(p, d)}"
     other = instance("decode", "2")
     world = fleet(p, d, other)
-    d.turn, other.in_flight = 0, 5  # by its load the other is worse
+    d.last_choice, other.in_flight = 0, 5  # by its load the other is worse
     for _ in range(3):
         choice = pair(choose(world, POLICY, 9, RoutingQuery(1), 0.0))
         assert choice.decode is other
-    assert not world.unpaired(p)
+    assert not world.pairing_problem(p)
     third = instance("prefill", "3")
     world = fleet(p, d, third)
     assert pair(choose(world, POLICY, 1, RoutingQuery(1), 0.0)).prefill is third
-    third.legs = 1
+    third.prefill_legs = 1
     assert choose(world, POLICY, 1, RoutingQuery(1), 0.0) == "busy"
     assert choose(fleet(p, d), POLICY, 0, RoutingQuery(1), 0.0) == "none", (
         "who waits for it would wait in vain"
@@ -207,9 +205,7 @@ def test_an_engine_is_never_paired_with_itself() -> None:
 
 
 def test_workers_of_two_engines_are_never_the_same() -> None:
-    """One process's workers under two incarnations: a lie or a mistake, but a load that would never
-    end.
-    """
+    """One process's workers under two incarnations would be a load that never ends."""
     one = engine()
     other = EngineInfo("another", "both", one.workers, {})
     assert "one engine" in mismatch(instance("prefill", of=one), instance("decode", of=other))
@@ -217,11 +213,11 @@ def test_workers_of_two_engines_are_never_the_same() -> None:
     assert "one engine" in mismatch(instance("prefill", of=bare), instance("decode", of=bare))
 
 
-def test_one_request_at_a_time_tries_an_instance_that_rested() -> None:
+def test_a_half_open_breaker_lets_one_trial_request_pass() -> None:
     p = instance("prefill")
     world = fleet(p, instance("decode"))
     for _ in range(3):
-        p.leg_failed("5xx", 0.0)
+        p.on_leg_failed("5xx", 0.0)
     assert choose(world, POLICY, 9, RoutingQuery(1), 1.9) == "none"
     pair(choose(world, POLICY, 9, RoutingQuery(1), 2.0)).take(world, POLICY, 2.0)
     assert choose(world, POLICY, 9, RoutingQuery(1), 2.0) == "none", (
@@ -230,13 +226,13 @@ def test_one_request_at_a_time_tries_an_instance_that_rested() -> None:
     assert isinstance(choose(world, POLICY, 9, RoutingQuery(1), 4.0), InstancePair), (
         "and not for ever"
     )
-    p.leg_succeeded(2.1)
+    p.on_leg_succeeded(2.1)
     assert isinstance(choose(world, POLICY, 9, RoutingQuery(1), 2.1), InstancePair)
 
 
-def test_resting_decodes_are_better_than_none() -> None:
+def test_open_decode_instances_serve_if_no_other_can() -> None:
     a, b = instance("decode", "a"), instance("decode", "b")
-    a.resting_until = 10.0
+    a.open_until = 10.0
     b.in_flight = 99
     world = fleet(a, b)
     assert choose_decode(world, POLICY, 0.0) is b
@@ -248,16 +244,16 @@ def test_resting_decodes_are_better_than_none() -> None:
 
 def test_refused_is_down_and_reset_is_doubt() -> None:
     p, d = instance("prefill"), instance("decode")
-    p.leg_failed("refused", 0.0)
-    d.leg_failed("reset", 0.0)
+    p.on_leg_failed("refused", 0.0)
+    d.on_leg_failed("reset", 0.0)
     assert not p.up and d.up and d.needs_probe
 
 
-def test_readiness_says_why() -> None:
+def test_readiness_gives_the_reason() -> None:
     p, d = instance("prefill", of=engine(dtype="a")), instance("decode", of=engine(dtype="b"))
     assert fleet(p, d).readiness(0.0)[0] is False
     assert fleet(d).readiness(0.0) == (True, {"prefill": 0, "decode": 1})
-    d.down("why not")
+    d.mark_down("why not")
     ready, facts = fleet(d).readiness(0.0)
     assert not ready and "why not" in str(facts)
 

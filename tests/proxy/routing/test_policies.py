@@ -1,4 +1,4 @@
-"""Policies: what each prefers, and what none may ever do."""
+"""Policies: the preferences of each, and the rules that hold for all."""
 
 import random
 from collections import Counter
@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from test_pairing import engine, fleet, instance, pair
 
 from vllm_disagg.proxy.routing.fleet import Fleet, Instance
-from vllm_disagg.proxy.routing.pairing import better_whole, choose, choose_decode, spill
+from vllm_disagg.proxy.routing.pairing import (
+    choose,
+    choose_decode,
+    choose_spill,
+    prefers_aggregated,
+)
 from vllm_disagg.proxy.routing.policies import (
     POLICY_NAMES,
     REQUEST_COST_BYTES,
@@ -33,23 +38,20 @@ def world(name: Name, prefills: int, decodes: int, **kinds: str) -> tuple[Fleet,
 
 
 def ask(prompt: str, **fields: bytes) -> RoutingQuery:
-    return RoutingQuery(
-        len(prompt), PromptPrefix(prompt.encode(), fields.pop("salt", b"")), **fields
-    )  # type: ignore[arg-type]
+    prefix = PromptPrefix(prompt.encode(), fields.pop("salt", b""))
+    return RoutingQuery(len(prompt), prefix, **fields)  # type: ignore[arg-type]
 
 
 def nixl(role: str, name: str, model: str = "m") -> Instance:
     made = Instance(f"http://{role}{name}", role)  # type: ignore[arg-type]
-    made.probed(model, None, nixl=True)
+    made.on_probe_answered(model, None, nixl=True)
     return made
 
 
 @given(st.data())
 @settings(max_examples=150, deadline=None)
-def test_never_someone_who_cannot(data: st.DataObject) -> None:
-    """Whatever state a fleet is in, every policy chooses only what is up, fits, has room and is not
-    to be avoided.
-    """
+def test_no_policy_chooses_an_unusable_instance(data: st.DataObject) -> None:
+    """In any fleet every policy chooses only instances that are up, fit and have room."""
     kinds = st.sampled_from(["a", "b", "nixl", "plain"])
     members = []
     for role in ["prefill"] * data.draw(st.integers(0, 4)) + ["decode"] * data.draw(
@@ -58,10 +60,10 @@ def test_never_someone_who_cannot(data: st.DataObject) -> None:
         kind, name = data.draw(kinds), str(len(members))
         member = nixl(role, name) if kind == "nixl" else Instance(f"http://{role}{name}", role)  # type: ignore[arg-type]
         if kind != "nixl":
-            member.probed("m", None if kind == "plain" else engine(layout=kind))
+            member.on_probe_answered("m", None if kind == "plain" else engine(layout=kind))
         member.up = data.draw(st.booleans())
-        member.resting_until = data.draw(st.sampled_from([0.0, 5.0]))
-        member.legs, member.kv_use = (
+        member.open_until = data.draw(st.sampled_from([0.0, 5.0]))
+        member.prefill_legs, member.kv_cache_usage = (
             data.draw(st.integers(0, 2)),
             data.draw(st.sampled_from([0.1, 0.95])),
         )
@@ -72,26 +74,26 @@ def test_never_someone_who_cannot(data: st.DataObject) -> None:
     choice = choose(it, policy, 2, ask("x" * 2000, session=session), 1.0, avoid)
     fitting = [
         (p, d)
-        for p in it.of("prefill")
-        for d in it.of("decode")
+        for p in it.with_role("prefill")
+        for d in it.with_role("decode")
         if p.up
         and d.up
-        and p.usable(1.0)
-        and p.kin == d.kin
-        and p.kin
+        and p.is_usable(1.0)
+        and p.compatibility_key == d.compatibility_key
+        and p.compatibility_key
         and p not in avoid
         and d not in avoid
     ]
     if isinstance(choice, str):
         assert choice == ("busy" if fitting else "none")
-        assert not any(p.legs < 2 for p, _ in fitting)
+        assert not any(p.prefill_legs < 2 for p, _ in fitting)
     else:
-        assert (choice.prefill, choice.decode) in fitting and choice.prefill.legs < 2
+        assert (choice.prefill, choice.decode) in fitting and choice.prefill.prefill_legs < 2
     alone = choose_decode(it, policy, 1.0, avoid, ask("x"))
-    up = [d for d in it.of("decode") if d.up and d not in avoid]
+    up = [d for d in it.with_role("decode") if d.up and d not in avoid]
     assert (alone in up) if up else alone is None
-    if alone and not alone.usable(1.0):
-        assert not any(d.usable(1.0) for d in up), "the least bad is used when all rest"
+    if alone and not alone.is_usable(1.0):
+        assert not any(d.is_usable(1.0) for d in up), "the least bad is used when all rest"
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
@@ -99,8 +101,8 @@ def test_equal_requests_are_spread_evenly(name: Name) -> None:
     it, policy = world(name, 3, 4)
     for i in range(240):
         pair(choose(it, policy, 1000, ask(f"{i}" * 600), 0.0)).take(it, policy, 0.0)
-    legs = [p.legs for p in it.of("prefill")]
-    running = [d.in_flight for d in it.of("decode")]
+    legs = [p.prefill_legs for p in it.with_role("prefill")]
+    running = [d.in_flight for d in it.with_role("decode")]
     assert max(legs) - min(legs) <= 24 and max(running) - min(running) <= 24
 
 
@@ -117,25 +119,25 @@ def test_long_prompts_count_for_more(name: Name) -> None:
 
 def test_running_requests_count_beside_their_context() -> None:
     it, policy = world("least_loaded", 1, 2)
-    a, b = it.of("decode")
-    a.enter(REQUEST_COST_BYTES)
-    b.enter(10)
-    b.enter(10)
-    b.enter(10)
+    a, b = it.with_role("decode")
+    a.add_request(REQUEST_COST_BYTES)
+    b.add_request(10)
+    b.add_request(10)
+    b.add_request(10)
     assert choose_decode(it, policy, 0.0) is a
 
 
 def test_a_full_kv_cache_comes_last() -> None:
     it, policy = world("least_loaded", 1, 2)
-    a, b = it.of("decode")
-    a.kv_use = 0.95
-    b.enter(10**6)
+    a, b = it.with_role("decode")
+    a.kv_cache_usage = 0.95
+    b.add_request(10**6)
     assert choose_decode(it, policy, 0.0) is b
 
 
 def test_round_robin() -> None:
     it, policy = world("round_robin", 2, 3)
-    it.of("prefill")[0].prompt_bytes = 10**9
+    it.with_role("prefill")[0].prompt_bytes = 10**9
     chosen = []
     for _ in range(6):
         one = pair(choose(it, policy, 9, RoutingQuery(1), 0.0))
@@ -146,9 +148,9 @@ def test_round_robin() -> None:
 
 def test_power_of_two_never_takes_the_worst() -> None:
     it, policy = world("power_of_two", 4, 1)
-    it.of("prefill")[2].prompt_bytes = 10**9
+    it.with_role("prefill")[2].prompt_bytes = 10**9
     counts = Counter(pair(choose(it, policy, 9, RoutingQuery(1), 0.0)).prefill for _ in range(200))
-    assert len(counts) == 3 and it.of("prefill")[2] not in counts
+    assert len(counts) == 3 and it.with_role("prefill")[2] not in counts
 
 
 def test_a_prefix_is_found_again() -> None:
@@ -187,18 +189,18 @@ def test_a_restart_empties_a_cache() -> None:
     first = pair(choose(it, policy, 9, history, 0.0))
     first.take(it, policy, 0.0)
     first.release_prefill()
-    assert policy.seen([first.prefill], history)
-    first.prefill.down("killed")
-    first.prefill.probed("m", engine())
-    assert not policy.seen([first.prefill], history)
+    assert policy.cached_bytes([first.prefill], history)
+    first.prefill.mark_down("killed")
+    first.prefill.on_probe_answered("m", engine())
+    assert not policy.cached_bytes([first.prefill], history)
 
 
 def test_salts_keep_prompts_apart() -> None:
     it, policy = world("prefix_aware", 1, 1)
     pair(choose(it, policy, 9, ask("p" * 5000, salt=b"mine"), 0.0)).take(it, policy, 0.0)
-    assert policy.seen(it.instances, ask("p" * 5000, salt=b"mine"))
-    assert not policy.seen(it.instances, ask("p" * 5000, salt=b"yours"))
-    assert not policy.seen(it.instances, ask("p" * 5000))
+    assert policy.cached_bytes(it.instances, ask("p" * 5000, salt=b"mine"))
+    assert not policy.cached_bytes(it.instances, ask("p" * 5000, salt=b"yours"))
+    assert not policy.cached_bytes(it.instances, ask("p" * 5000))
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
@@ -211,8 +213,8 @@ def test_sessions_stay_and_are_spread(name: Name) -> None:
             one.take(it, policy, 0.0)
             assert homes.setdefault(s, (one.prefill, one.decode)) == (one.prefill, one.decode), turn
     assert min(Counter(d for _, d in homes.values()).values()) >= 8
-    gone = it.of("decode")[0]
-    gone.down("killed")
+    gone = it.with_role("decode")[0]
+    gone.mark_down("killed")
     for s, (p, d) in homes.items():
         one = pair(choose(it, policy, 10**6, ask("x" * 100, session=b"%d" % s), 0.0))
         assert one.prefill is p and (one.decode is d or d is gone), "only its own sessions move"
@@ -222,7 +224,7 @@ def test_a_session_leaves_an_instance_that_is_nearly_full() -> None:
     it, policy = world("least_loaded", 1, 2)
     home = choose_decode(it, policy, 0.0, (), ask("x", session=b"s"))
     assert home
-    home.kv_use = 0.99
+    home.kv_cache_usage = 0.99
     assert choose_decode(it, policy, 0.0, (), ask("x", session=b"s")) is not home
 
 
@@ -234,15 +236,15 @@ def test_only_like_is_paired_with_like() -> None:
         one = pair(choose(it, policy, 9, RoutingQuery(1), 0.0))
         one.take(it, policy, 0.0)
         assert (one.prefill, one.decode) == (theirs, d_theirs)
-    d_theirs.down("gone")
+    d_theirs.mark_down("gone")
     assert choose(it, policy, 9, RoutingQuery(1), 0.0) == "none"
 
 
-def test_kin_is_one_decision() -> None:
-    """The best P of all has only a busy D to go with, so the pair is another one."""
+def test_both_instances_are_one_decision() -> None:
+    """The best P fits only a busy D, so that another pair is chosen."""
     a = [instance("prefill", "a", engine(dtype="a")), instance("decode", "a", engine(dtype="a"))]
     b = [instance("prefill", "b", engine(dtype="b")), instance("decode", "b", engine(dtype="b"))]
-    a[1].enter(100_000)
+    a[1].add_request(100_000)
     b[0].prompt_bytes = 500
     one = pair(choose(fleet(*a, *b), Policy(), 9, RoutingQuery(1), 0.0))
     assert [one.prefill, one.decode] == b
@@ -260,27 +262,27 @@ def test_models() -> None:
     )
 
 
-def test_short_or_known_prompts_are_served_whole() -> None:
+def test_short_or_cached_prompts_are_aggregated() -> None:
     it, policy = world("prefix_aware", 1, 2)
-    assert better_whole(it, policy, ask("x" * 99), 100) and not better_whole(
+    assert prefers_aggregated(it, policy, ask("x" * 99), 100) and not prefers_aggregated(
         it, policy, ask("x" * 100), 100
     )
-    assert not better_whole(it, policy, ask(""), 0)
+    assert not prefers_aggregated(it, policy, ask(""), 0)
     long = ask("y" * 20_000)
-    assert not better_whole(it, policy, long, 4000)
+    assert not prefers_aggregated(it, policy, long, 4000)
     pair(choose(it, policy, 9, long, 0.0)).take(it, policy, 0.0)
-    assert better_whole(it, policy, long, 4000) and not better_whole(
+    assert prefers_aggregated(it, policy, long, 4000) and not prefers_aggregated(
         it, policy, ask("z" * 20_000), 4000
     )
 
 
 def test_spilling_takes_one_prompt_at_a_time() -> None:
     it, policy = world("least_loaded", 1, 2)
-    a, b = it.of("decode")
-    a.whole = 1
-    assert spill(it, policy, 0.0, RoutingQuery(1)) is b
-    b.whole = 1
-    assert spill(it, policy, 0.0, RoutingQuery(1)) is None
+    a, b = it.with_role("decode")
+    a.aggregated_requests = 1
+    assert choose_spill(it, policy, 0.0, RoutingQuery(1)) is b
+    b.aggregated_requests = 1
+    assert choose_spill(it, policy, 0.0, RoutingQuery(1)) is None
 
 
 # Prefixes -----------------------------------------------------------------------------------------
@@ -290,15 +292,15 @@ def test_spilling_takes_one_prompt_at_a_time() -> None:
 @settings(deadline=None)
 def test_beginnings_are_equal_as_far_as_prompts_are(prompt: bytes, cut: int) -> None:
     other = prompt[:cut] + bytes(b ^ 1 for b in prompt[cut:])
-    one, two = dict(PromptPrefix(prompt).marks), dict(PromptPrefix(other).marks)
+    one, two = dict(PromptPrefix(prompt).hashes), dict(PromptPrefix(other).hashes)
     assert one.keys() == two.keys()
     for length, mark in one.items():
         assert (mark == two[length]) is (length <= cut)
 
 
 def test_few_marks_for_long_prompts() -> None:
-    assert not PromptPrefix(b"x" * (SHORT_PREFIX_BYTES - 1)).marks
-    marks = PromptPrefix(b"x" * 400_000).marks
+    assert not PromptPrefix(b"x" * (SHORT_PREFIX_BYTES - 1)).hashes
+    marks = PromptPrefix(b"x" * 400_000).hashes
     assert 40 < len(marks) < 70 and marks[-1][0] > 0.88 * 400_000
 
 
@@ -306,22 +308,22 @@ def test_memory_of_prefixes_is_bounded() -> None:
     memory = PrefixIndex(entries=100)
     caches = [object() for _ in range(3 * MAX_HOLDERS)]
     for i in range(500):
-        memory.saw(PromptPrefix(b"%d" % i * 1000), caches[0])
+        memory.record_prompt(PromptPrefix(b"%d" % i * 1000), caches[0])
         assert len(memory) <= 100
     for cache in caches:
-        memory.saw(PromptPrefix(b"499" * 1000), cache)
-    found = memory.longest(PromptPrefix(b"499" * 1000), caches)
+        memory.record_prompt(PromptPrefix(b"499" * 1000), cache)
+    found = memory.longest_prefixes(PromptPrefix(b"499" * 1000), caches)
     assert set(found) == set(caches[-MAX_HOLDERS:])
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5000)), max_size=30))
 @settings(deadline=None)
-def test_longest_is_what_was_seen(history: list[tuple[int, int]]) -> None:
+def test_longest_prefixes_are_those_recorded(history: list[tuple[int, int]]) -> None:
     text = random.Random(0).randbytes(5000)
     memory, caches, seen = PrefixIndex(), [object() for _ in range(4)], [0] * 4
     for who, length in history:
-        memory.saw(PromptPrefix(text[:length]), caches[who])
-        seen[who] = max([seen[who], *(end for end, _ in PromptPrefix(text[:length]).marks)])
-    assert memory.longest(PromptPrefix(text), caches) == {
+        memory.record_prompt(PromptPrefix(text[:length]), caches[who])
+        seen[who] = max([seen[who], *(end for end, _ in PromptPrefix(text[:length]).hashes)])
+    assert memory.longest_prefixes(PromptPrefix(text), caches) == {
         c: n for c, n in zip(caches, seen, strict=True) if n
     }

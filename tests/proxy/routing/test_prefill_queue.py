@@ -1,4 +1,4 @@
-"""The queue by itself."""
+"""The prefill queue alone."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ def queue(
 ) -> tuple[PrefillQueue, Instance, Instance]:
     p, d = Instance("p", "prefill"), Instance("d", "decode")
     for instance in (p, d):
-        instance.probed(
+        instance.on_probe_answered(
             "m", EngineInfo(instance.url, "both", [WorkerInfo(instance.url, "a", "b")], {})
         )
     return PrefillQueue(Fleet([p, d]), Policy(), concurrency, size, patience), p, d
@@ -34,11 +34,11 @@ async def waiter(admission: PrefillQueue) -> asyncio.Task[InstancePair | None]:
     return task
 
 
-async def test_nobody_overtakes() -> None:
+async def test_no_request_overtakes() -> None:
     admission, p, _ = queue()
     await taken(admission)
     first = await waiter(admission)
-    p.legs = 0  # free, but nobody was told
+    p.prefill_legs = 0  # free, but nobody was told
     second = await waiter(admission)
     assert not first.done() and not second.done() and len(admission) == 2
     admission.wake()
@@ -47,7 +47,7 @@ async def test_nobody_overtakes() -> None:
     second.cancel()
 
 
-async def test_who_leaves_makes_room() -> None:
+async def test_a_cancelled_request_makes_room() -> None:
     admission, p, d = queue(size=1)
     held = await taken(admission)
     first = await waiter(admission)
@@ -60,24 +60,24 @@ async def test_who_leaves_makes_room() -> None:
     admission.release(held)
     second.cancel()  # in the very moment that its turn came
     await asyncio.wait([second])
-    assert (p.legs, p.prompt_bytes, d.in_flight) == (0, 0, 1), (
+    assert (p.prefill_legs, p.prompt_bytes, d.in_flight) == (0, 0, 1), (
         "only the first is left, and it is decoding"
     )
 
 
-async def test_nobody_waits_for_ever() -> None:
+async def test_no_request_waits_for_ever() -> None:
     admission, p, _ = queue(patience=0.02)
     await taken(admission)
     with pytest.raises(QueueTimeout):
         await admission.acquire(RoutingQuery(1))
-    assert len(admission) == 0 and p.legs == 1
+    assert len(admission) == 0 and p.prefill_legs == 1
 
 
-async def test_nobody_waits_for_what_cannot_come() -> None:
+async def test_no_request_waits_without_a_fitting_pair() -> None:
     admission, p, _ = queue()
     await taken(admission)
     waiting = await waiter(admission)
-    p.down("gone")
+    p.mark_down("gone")
     admission.wake()
     assert await waiting is None
     assert await admission.acquire(RoutingQuery(1)) is None
@@ -94,7 +94,7 @@ async def test_a_full_instance_holds_up_only_its_own_model() -> None:
     )
     for instance in fleet.instances:
         model = f"m{instance.url[1]}"
-        instance.probed(
+        instance.on_probe_answered(
             model,
             EngineInfo(
                 instance.url, "both", [WorkerInfo(instance.url, "a", "b")], {"model": model}
@@ -123,4 +123,4 @@ async def test_a_full_instance_holds_up_only_its_own_model() -> None:
     for task in waiters:
         task.cancel()
     await asyncio.gather(*waiters, return_exceptions=True)
-    assert len(admission) == 0 and not admission._waiting
+    assert len(admission) == 0 and not admission._queues

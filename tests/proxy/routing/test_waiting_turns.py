@@ -1,4 +1,4 @@
-"""Who may work and who waits: the cap, the queue's order, slow clients, too many of them."""
+"""Running and waiting requests: the cap, the queue's order, slow clients, too many of them."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ def test_the_more_urgent_goes_first_and_equals_take_turns() -> None:
     assert order == ["urgent", "a", "b", "late"] and not waiting
 
 
-def test_nobody_starves() -> None:
+def test_no_request_starves() -> None:
     waiting: PriorityQueue[str] = PriorityQueue()
     waiting.add("patient", 10**9, 0.0)
     waiting.add("urgent", -(10**9), 2 * AGING_STEPS * AGING_SECONDS - 0.1)
@@ -34,7 +34,7 @@ def test_nobody_starves() -> None:
     assert waiting.next() == "patient"
 
 
-def test_what_has_left_is_forgotten() -> None:
+def test_removed_items_are_forgotten() -> None:
     waiting: PriorityQueue[int] = PriorityQueue()
     for item in range(1000):
         waiting.add(item, 0, 0.0)
@@ -49,7 +49,7 @@ def test_the_header_overrules_the_body() -> None:
     assert priority([(b"x-vllm-priority", b"soon")], 3) == 3
 
 
-async def test_the_gate() -> None:
+async def test_the_concurrency_limit() -> None:
     gate, order = ConcurrencyLimit(1, 2, 9.0), []
     leave = asyncio.Event()
 
@@ -70,7 +70,7 @@ async def test_the_gate() -> None:
     assert order == ["first", "urgent", "usual"] and not len(gate) and gate._running == 0
 
 
-async def test_places_survive_those_who_leave() -> None:
+async def test_places_survive_cancelled_requests() -> None:
     gate = ConcurrencyLimit(1, 9, 0.02)
     await gate.enter(0)
     with pytest.raises(QueueTimeout):
@@ -85,7 +85,7 @@ async def test_places_survive_those_who_leave() -> None:
     assert gate._running == 0 and not len(gate)
 
 
-async def test_a_full_proxy_says_when_to_come_back() -> None:
+async def test_a_full_proxy_answers_with_retry_after() -> None:
     async with world(prefill=0, max_requests=1, queue_size=1, queue_timeout=0.3) as w:
 
         async def endless(call: Call) -> None:
@@ -207,7 +207,9 @@ async def _healthy(w: object) -> bool:
         ("/v1/embeddings", {"input": "hi"}),
     ],
 )
-async def test_whatever_works_an_engine_counts(path: str, fields: dict[str, object]) -> None:
+async def test_every_request_that_needs_an_engine_takes_a_place(
+    path: str, fields: dict[str, object]
+) -> None:
     async with world(prefill=0, max_requests=1) as w:
         go = asyncio.Event()
 

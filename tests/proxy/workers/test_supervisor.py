@@ -48,11 +48,11 @@ def test_load_is_shared() -> None:
         table.sync([instance]) for table, instance in zip(tables[1:], seen[1:], strict=True)
     ]
     assert all(sync_rest) and [i.in_flight for i in seen[1:]] == [0, 0]
-    seen[2].legs = 4
+    seen[2].prefill_legs = 4
     tables[2].sync([seen[2]])
     SharedLoad(fd, 2, 3)  # the worker died, and another one took its place
     tables[1].sync([seen[1]])
-    assert seen[1].legs == 0
+    assert seen[1].prefill_legs == 0
     os.close(fd)
 
 

@@ -162,7 +162,7 @@ class Discovery:
                     instance.url,
                     WATCH_RETRY_SECONDS,
                 )
-                instance.down(f"its watch failed: {type(error).__name__}: {error}")
+                instance.mark_down(f"its watch failed: {type(error).__name__}: {error}")
             await asyncio.sleep(WATCH_RETRY_SECONDS)
 
     async def _follow(self, instance: Instance, interval: float) -> None:
@@ -204,11 +204,11 @@ class Discovery:
         `trouble`: the result of the health check.
         """
         if trouble:
-            instance.missed(trouble)
-        elif instance.stepping.stalled:
-            instance.down(STALLED)
+            instance.on_probe_failed(trouble)
+        elif instance.step_monitor.stalled:
+            instance.mark_down(STALLED)
         else:
-            instance.misses = 0
+            instance.failed_probes = 0
             return True
         return False
 
@@ -221,17 +221,17 @@ class Discovery:
 
     def _abandon(self, instance: Instance) -> None:
         """Ends the requests at the instance; the relay sends them elsewhere."""
-        if instance.stepping.stalled:
+        if instance.step_monitor.stalled:
             self._pools[instance.url].abort("stalled", STALLED)
             # From now on a probe decides, as for any instance that is down.
-            instance.stepping.stalled = False
+            instance.step_monitor.stalled = False
         else:
             self._pools[instance.url].abort()
 
     def _is_poll_due(self, instance: Instance, since_poll: float) -> bool:
         now = asyncio.get_running_loop().time()
-        is_busy = instance.busy > 0
-        if instance.up and instance.stepping.is_due(now, is_busy, self._step_poll_seconds):
+        is_busy = instance.active_requests > 0
+        if instance.up and instance.step_monitor.is_read_due(now, is_busy, self._step_poll_seconds):
             return True
         return instance.role == "decode" and since_poll > CACHE_POLL_SECONDS
 
@@ -241,11 +241,13 @@ class Discovery:
     def _is_clock_old(self, instance: Instance) -> bool:
         """Returns whether the engine's clock must be read again; clocks drift."""
         now = asyncio.get_running_loop().time()
-        return instance.kind == "disagg" and now - instance.told > CLOCK_REFRESH_SECONDS
+        return (
+            instance.connector == "disagg" and now - instance.clock_read_at > CLOCK_REFRESH_SECONDS
+        )
 
     def _has_alternative(self, instance: Instance) -> bool:
         """Returns whether another decode instance can take the requests."""
-        return any(other.up and other is not instance for other in self._fleet.of("decode"))
+        return any(other.up and other is not instance for other in self._fleet.with_role("decode"))
 
     async def _check_health(self, instance: Instance, interval: float) -> str:
         """Requests /health; returns the reason if the instance is not well, else an empty text."""
@@ -267,12 +269,12 @@ class Discovery:
                     last_sign = loop.time()
                     chunks_seen = pool.chunks_received
                 elif loop.time() - last_sign > self._silence:
-                    instance.down("is silent")
+                    instance.mark_down("is silent")
                     return "is silent"
             health.result()
         except Unreachable as error:
             if error.reason == "refused":
-                instance.down(f"refuses connections: {error.detail}")
+                instance.mark_down(f"refuses connections: {error.detail}")
                 pool.abort()
             return f"does not answer /health: {error}"
         except (TimeoutError, _UnexpectedAnswer) as error:
@@ -283,7 +285,7 @@ class Discovery:
 
     def _report_change(self, instance: Instance) -> None:
         """Logs a change of state once, and calls `on_change`."""
-        state = (instance.up, instance.why_not, instance.engine)
+        state = (instance.up, instance.unavailable_reason, instance.engine)
         if self._reported.get(instance.url, (False, NOT_PROBED, None)) != state:
             self._reported[instance.url] = state
             self._log_state(instance)
@@ -317,12 +319,12 @@ class Discovery:
             names, answer, card = await self._request_facts(instance)
         except TimeoutError:
             if not instance.up:  # else it is healthy and busy; the probe is repeated
-                instance.down("does not answer a probe in time")
+                instance.mark_down("does not answer a probe in time")
         except (Unreachable, _UnexpectedAnswer, *_DecodeErrors) as error:
             status = error.status if isinstance(error, _UnexpectedAnswer) else 0
             is_full = instance.up and status in FULL_STATUSES
             if not is_full:
-                instance.down(f"does not answer a probe: {error}")
+                instance.mark_down(f"does not answer a probe: {error}")
         else:
             self._take_facts(instance, names, answer, card)
         self._report_change(instance)
@@ -332,16 +334,16 @@ class Discovery:
     ) -> None:
         """Records a probe's results; the instance is up afterwards."""
         now = asyncio.get_running_loop().time()
-        instance.stepping.lived(now)
+        instance.step_monitor.on_step_seen(now)
         engine = engine_in(answer)
         if card:
-            instance.tells_clock(engine.clock if engine else card.clock, now)
+            instance.set_clock(engine.clock if engine else card.clock, now)
         if engine:
             # The clock differs in each answer, and would look like a change of the engine.
             engine = msgspec.structs.replace(engine, clock=0.0)
         elif card and card.rank != instance.rank:  # each time another rank may answer
             engine = EngineInfo(card.incarnation, instance.role, [], {}, card.rank)
-        instance.probed(names[0], engine, names, nixl=params_in(answer) is not None)
+        instance.on_probe_answered(names[0], engine, names, nixl=params_in(answer) is not None)
 
     async def _request_probe(
         self, instance: Instance, model: str, card: EngineCard | None = None
@@ -374,7 +376,9 @@ class Discovery:
         Requests of other proxies use that cache too.
         """
         now = asyncio.get_running_loop().time
-        step_due = instance.stepping.is_due(now(), instance.busy > 0, self._step_poll_seconds)
+        step_due = instance.step_monitor.is_read_due(
+            now(), instance.active_requests > 0, self._step_poll_seconds
+        )
         try:
             page = await self._request(instance, "GET", "/metrics", timeout=PROBE_TIMEOUT_SECONDS)
             rank_label = b"" if instance.rank is None else b'engine="%d"' % instance.rank
@@ -383,12 +387,14 @@ class Discovery:
                 for labels, value in _KV_CACHE_USAGE.findall(page)
                 if rank_label in labels
             ]
-            instance.kv_use = max(usages, default=0.0)
+            instance.kv_cache_usage = max(usages, default=0.0)
         except (Unreachable, TimeoutError, _UnexpectedAnswer, ValueError):
-            instance.kv_use = 0.0  # unknown; the health check decides whether the instance lives
+            instance.kv_cache_usage = (
+                0.0  # unknown; the health check decides whether the instance lives
+            )
             return
         if step_due:
-            verdict = instance.stepping.saw(fingerprint(page, instance.rank), now())
+            verdict = instance.step_monitor.on_metrics_read(fingerprint(page, instance.rank), now())
             if verdict is StepVerdict.NUDGE:
                 self._nudge(instance)
 
@@ -412,7 +418,7 @@ class Discovery:
             await self._request(
                 instance, "POST", "/v1/completions", body=body, timeout=PROBE_TIMEOUT_SECONDS
             )
-            instance.stepping.lived(asyncio.get_running_loop().time())
+            instance.step_monitor.on_step_seen(asyncio.get_running_loop().time())
 
     async def _request(
         self, instance: Instance, method: str, path: str, *, body: bytes = b"", timeout: float
@@ -435,13 +441,20 @@ class Discovery:
         """Logs an instance's state, and each instance that it cannot be paired with."""
         if not instance.up:
             log.warning(
-                "instance %s (%s) is not used: %s", instance.url, instance.role, instance.why_not
+                "instance %s (%s) is not used: %s",
+                instance.url,
+                instance.role,
+                instance.unavailable_reason,
             )
             return
-        if instance.why_not:
+        if instance.unavailable_reason:
             use = "serves whole requests only" if instance.role == "decode" else "is not used"
             log.warning(
-                "instance %s (%s) %s: it %s", instance.url, instance.role, use, instance.why_not
+                "instance %s (%s) %s: it %s",
+                instance.url,
+                instance.role,
+                use,
+                instance.unavailable_reason,
             )
             return
         connector = "NixlConnector"
@@ -455,7 +468,7 @@ class Discovery:
             connector,
         )
         for other in self._fleet.instances:
-            if other.role != instance.role and other.up and other.transfers:
+            if other.role != instance.role and other.up and other.can_transfer:
                 _log_mismatch(instance, other)
 
 

@@ -117,7 +117,7 @@ class Members:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             for instance in list(self._fleet.leaving):
-                if not instance.busy:
+                if not instance.active_requests:
                     self._remove(instance)
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class Members:
             "instance %s (%s) leaves: no new requests, %d are running",
             instance.url,
             instance.role,
-            instance.busy,
+            instance.active_requests,
         )
 
     def _add(self, member: Member, tasks: asyncio.TaskGroup) -> None:

@@ -1,3 +1,1 @@
-"""One request from its body to the last byte of its answer, and the API that clients and admins
-use.
-"""
+"""One request from its body to the last byte of its answer, and the API of clients and admins."""

@@ -1,16 +1,19 @@
-"""The admin API: who may see and change the fleet over HTTP, and how.
+"""The admin API: shows and changes the fleet over HTTP, for those who may.
 
-    GET    /disagg/instances        what is known of each instance (answered by `api.py`)
-    POST   /disagg/instances        {"url": ..., "role": "prefill" | "decode"}   add; also ends a drain
-    POST   /disagg/instances/drain  {"url": ...}                                 no new requests; it stays listed
-    DELETE /disagg/instances        {"url": ..., "now": false}                   drain, then remove; now: cut what runs
-    POST   /disagg/register         an engine makes itself known (`vllm_disagg.fleet.registration`)
+    GET    /disagg/instances        the state of each instance (answered by `api.py`)
+    POST   /disagg/instances        add an instance, or end its drain
+                                    {"url": ..., "role": "prefill" | "decode"}
+    POST   /disagg/instances/drain  send it no new requests; it stays listed
+                                    {"url": ...}
+    DELETE /disagg/instances        drain, then remove; with "now", abort its running requests
+                                    {"url": ..., "now": false}
+    POST   /disagg/register         an engine registers itself (`vllm_disagg.fleet.registration`)
 
-Changes need the admin key, always: a reverse proxy on this machine makes every client look local.
-Instances are shown to the holder of the admin key or of a client's key. Where there is neither key,
-only this machine sees them: the peer's address and the Host field must be loopback, the request
-HTTP/1.1 and not forwarded. Registrations carry their own proof. URLs are http or https to a host
-and port, nothing more, within `Networks`.
+Changes always need the admin key: a reverse proxy on this machine makes every client look local.
+Instances are shown to holders of the admin key or of a client's key. Without any key, only this
+machine sees them: the peer's address and the Host field must be loopback, the request HTTP/1.1 and
+not forwarded. Registrations carry their own proof. URLs are http or https to a host and port,
+nothing more, within `AllowedNetworks`.
 """
 
 from __future__ import annotations
@@ -41,8 +44,14 @@ DRAIN_PATH = "/disagg/instances/drain"
 CHANGES = (("POST", INSTANCES_PATH), ("DELETE", INSTANCES_PATH), ("POST", DRAIN_PATH))
 FORWARDED = (b"forwarded", b"x-real-ip", b"true-client-ip", b"cf-connecting-ip", b"via", b"origin")
 FORWARDED_PREFIXES = (b"x-forwarded-", b"x-envoy-", b"x-original-")
-CHANGES_ARE_OFF = f"changes over HTTP are off: start the proxy with --admin-key, or with {ADMIN_KEY} in its environment"
-LOCAL_ONLY = "only this machine may see the instances, as long as the proxy has no --admin-key and no --api-key"
+CHANGES_ARE_OFF = (
+    "changes over HTTP are off: start the proxy with --admin-key,"
+    f" or with {ADMIN_KEY} in its environment"
+)
+LOCAL_ONLY = (
+    "only this machine may see the instances,"
+    " as long as the proxy has no --admin-key and no --api-key"
+)
 
 
 class _AddInstance(msgspec.Struct, forbid_unknown_fields=True):
@@ -60,7 +69,7 @@ class _RemoveInstance(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Admin:
-    """Answers what changes the fleet, and refuses what may not see or change it."""
+    """Answers requests that change the fleet, and refuses those that may not see or change it."""
 
     def __init__(
         self,
@@ -73,37 +82,38 @@ class Admin:
     ) -> None:
         self._members = members
         self._registry = registry
-        self._broadcast = broadcast  # tells the other workers
+        self._broadcast = broadcast  # to the other proxy workers; None without any
         self._networks = networks
         self._admin_keys = [admin_key.encode()] if admin_key else []
         self._api_keys = [key.encode() for key in api_keys]
 
     def handle(self, request: HttpRequest, client: Connection) -> bool:
-        """Answer a request if it is one of ours; whether it was."""
-        what = (request.method, request.path)
+        """Answers a request that changes the fleet; returns whether it was one."""
+        endpoint = (request.method, request.path)
         if refused := self.refusal(request, client.peer):
             client.answer(*refused)
-        elif what == ("POST", REGISTER) and self._registry:
+        elif endpoint == ("POST", REGISTER) and self._registry:
             self._register(self._registry, request, client)
-        elif what in CHANGES:
+        elif endpoint in CHANGES:
             self._change(request, client)
         else:
             return False
         return True
 
     def refusal(self, request: HttpRequest, peer: str) -> tuple[int, Headers, bytes] | None:
-        """The answer to a request that may not see or change the fleet, known from its head; None
-        for any other.
+        """Returns (status, headers, body) for a request that may not see or change the fleet.
+
+        Judges by the request's head alone; None for any other request.
         """
-        what = (request.method, request.path)
-        if what in CHANGES:
+        endpoint = (request.method, request.path)
+        if endpoint in CHANGES:
             if not self._admin_keys:
                 return _error(403, CHANGES_ARE_OFF)
             if not _has_key(request, self._admin_keys):
                 return 401, [JSON], b'{"error":"Unauthorized"}'
             if find(request.headers, b"content-type").partition(b";")[0].strip().lower() != JSON[1]:
                 return _error(415, "content-type must be application/json")
-        elif what == ("GET", INSTANCES_PATH):
+        elif endpoint == ("GET", INSTANCES_PATH):
             keys = self._admin_keys + self._api_keys
             if keys and not _has_key(request, keys):
                 return 401, [JSON], b'{"error":"Unauthorized"}'
@@ -137,7 +147,8 @@ class Admin:
         url = check_url(body.url, "url")
         if not self._members.is_named(url):
             self._networks.check(url, "url")
-        if (role := self._members.role(url)) not in (None, body.role):
+        role = self._members.role(url)
+        if role not in (None, body.role):
             raise _Conflict(f"{url} is a {role} instance")
         return self._apply(MembershipChange("add", url, body.role))
 
@@ -146,20 +157,20 @@ class Admin:
 
     def _remove(self, body: _RemoveInstance) -> str:
         url = self._apply(MembershipChange("remove", self._known(body.url)))
-        if self._members.is_drained(
-            url
-        ):  # said in so many words, for a worker that starts later and hears of it first
+        # Repeated for a proxy worker that starts later and gets this change first.
+        if self._members.is_drained(url):
             self._apply(MembershipChange("drain", url))
         return self._apply(MembershipChange("cut", url)) if body.now else url
 
     def _apply(self, change: MembershipChange) -> str:
-        log.info("admin: %s %s", change.kind, change.url)
+        log.info("admin: membership change by HTTP: %s %s", change.kind, change.url)
         self._members.apply(change)
         if self._broadcast:
             self._broadcast(change)
         return change.url
 
     def _known(self, url: str) -> str:
+        """Returns the URL of a known instance without its last slash; raises KeyError."""
         url = url.rstrip("/")
         if self._members.role(url) is None and not self._members.sources(url):
             raise KeyError(url)
@@ -168,12 +179,16 @@ class Admin:
     def _register(self, registry: Registry, request: HttpRequest, client: Connection) -> None:
         now = asyncio.get_running_loop().time()
         try:
-            said = registry.register(request.body, now)
+            verdict = registry.register(request.body, now)
         except BadGrant as error:
-            log.warning("a registration from %s was refused: %s", client.peer, error)
+            log.warning(
+                "admin: registration from %s refused: %s; its engine is not added",
+                client.peer,
+                error,
+            )
             _refuse(client, 403, str(error))
             return
-        if said == "again":
+        if verdict == "again":
             client.answer(409, [JSON], json.dumps({"challenge": registry.challenge}).encode())
             return
         self._members.set("registration", registry.members(now))
@@ -183,7 +198,7 @@ class Admin:
 
 
 class _Conflict(Exception):
-    """What is asked for contradicts what is."""
+    """A change contradicts the present state; answered with 409."""
 
 
 def _refuse(client: Connection, status: int, message: str) -> None:
@@ -200,12 +215,15 @@ def _has_key(request: HttpRequest, keys: list[bytes]) -> bool:
 
 
 def _is_local(request: HttpRequest, peer: str) -> bool:
-    """Whether a request comes from this machine, as far as it can be seen: forwarders that keep
-    quiet about it speak HTTP/1.0, as nginx does unless told otherwise, or keep the Host that the
-    client gave.
+    """Whether a request comes from this machine, as far as its head shows.
+
+    Forwarders that add no field for it speak HTTP/1.0, as nginx does by default, or keep the Host
+    field of the client.
     """
     host = find(request.headers, b"host").decode("latin-1")
-    name = host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]
+    name = host.partition(":")[0]
+    if host.startswith("["):  # IPv6
+        name = host.partition("]")[0].strip("[")
     return (
         is_loopback(peer)
         and (name == "localhost" or is_loopback(name))
@@ -218,6 +236,7 @@ def _is_local(request: HttpRequest, peer: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
+    """Whether a text is an IP address of this machine's loopback interface."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

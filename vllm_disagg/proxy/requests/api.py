@@ -1,4 +1,8 @@
-"""The paths that the proxy serves, and nothing else: unknown paths never reach an engine."""
+"""Serves the paths of `routes`, and refuses all others: unknown paths never reach an engine.
+
+A request passes in this order: CORS, the admin API, the checks of its head (`_refusal`), then its
+route. Routes that need an engine run within the time limit and are recorded (`_run`).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from ..http.headers import Headers, find
 from ..http.routes import How
 from ..http.server import JSON, Connection, HttpRequest, error_body
 from ..routing.concurrency_limit import ConcurrencyLimit, priority
-from ..routing.fleet import Instance
+from ..routing.fleet import Fleet, Instance
 from ..routing.pairing import choose_decode
 from ..routing.policies import RoutingQuery
 from ..routing.prefill_queue import QueueFull, QueueTimeout
@@ -34,18 +38,20 @@ from .relay import Relay, RequestContext
 
 log = logging.getLogger(__name__)
 
-SMALL_BODY_BYTES = 64 * 1024  # where a body has nothing to say, or a stranger may send one
+SMALL_BODY_BYTES = 64 * 1024  # the limit where a body has no meaning, or needs no key
+# Guarded by the admin API itself.
 ADMIN = (
     ("POST", INSTANCES_PATH),
     ("DELETE", INSTANCES_PATH),
     ("POST", DRAIN_PATH),
     ("POST", REGISTER),
-)  # their guard is their own
+)
 REQUEST_ID = b"x-request-id"
 TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 
-Route = Callable[[HttpRequest, Connection], Awaitable[int]]  # the answer's status
-Metered = Callable[[HttpRequest, Connection, TrafficCounters], Awaitable[int]]
+# Handlers of a path; they return the answer's status.
+PlainHandler = Callable[[HttpRequest, Connection], Awaitable[int]]
+MeteredHandler = Callable[[HttpRequest, Connection, TrafficCounters], Awaitable[int]]
 
 
 class Api:
@@ -55,20 +61,20 @@ class Api:
         self,
         relay: Relay,
         admin: Admin,
-        gate: ConcurrencyLimit,
-        books: RequestRecorder,
+        concurrency_limit: ConcurrencyLimit,
+        recorder: RequestRecorder,
         settings: ProxySettings,
     ) -> None:
         self._relay = relay
         self._admin = admin
-        self._gate = gate
-        self._books = books
+        self._concurrency_limit = concurrency_limit
+        self._recorder = recorder
         self._origins = settings.origins
         self._cors = Cors(settings.origins) if settings.origins else None
         self._keys = [key.encode() for key in settings.api_keys]
         self._timeout = settings.request_timeout
         self._body_bytes = settings.limits.body_bytes
-        self._own: dict[str, Route] = {
+        self._own_paths: dict[str, PlainHandler] = {
             "/health": self._health,
             "/ping": self._health,
             "/readiness": self._readiness,
@@ -76,7 +82,7 @@ class Api:
             "/load": self._load,
             "/disagg/instances": self._instances,
         }
-        self._served: dict[How, Metered] = {
+        self._engine_routes: dict[How, MeteredHandler] = {
             "generate": self._generate,
             "forward": self._forward,
             "look up": self._look_up,
@@ -86,10 +92,10 @@ class Api:
         }
 
     async def handle(self, request: HttpRequest, client: Connection) -> None:
-        """Answer one request, whatever happens."""
-        if (self._cors and self._cors.handle(request, client)) or self._admin.handle(
-            request, client
-        ):
+        """Answers one request, also when its route fails."""
+        if self._cors and self._cors.handle(request, client):
+            return
+        if self._admin.handle(request, client):
             return
         if refusal := self._refusal(request):
             client.answer(*refusal)
@@ -97,14 +103,14 @@ class Api:
             return
         _, how = routes.find(request.path) or ((), "own")
         if how == "own":
-            await self._own[request.path](request, client)
+            await self._own_paths[request.path](request, client)
         else:
             _identify(request, client)
-            outcome = await self._run(self._served[how], request, client)
-            log.debug("%s %s: %s", request.method, request.path, outcome)
+            outcome = await self._run(self._engine_routes[how], request, client)
+            log.debug("api: %s %s: %s", request.method, request.path, outcome)
 
     def body_limit(self, request: HttpRequest) -> int:
-        """How many bytes of a body are worth reading; 0 when the head alone is refused."""
+        """Returns how many bytes of a body may be read; 0 if the head is refused."""
         if (request.method, request.path) not in ADMIN:
             if self._refusal(request):
                 return 0
@@ -113,36 +119,29 @@ class Api:
         return min(SMALL_BODY_BYTES, self._body_bytes)
 
     def refused(self, request: HttpRequest, client: Connection, status: int) -> None:
-        """Note a request that was refused for its head or its framing."""
-        self._books.refused(request, client, _outcome(status), status)
+        """Records a request that was refused for its head or its framing."""
+        self._recorder.refused(request, client, _outcome(status), status)
 
     def _refusal(self, request: HttpRequest) -> tuple[int, Headers, bytes] | None:
-        """The answer to a request whose head is enough to refuse it."""
+        """Returns (status, headers, body) if the request's head alone is refused, else None."""
         if not self._allowed(request):
             return 401, [JSON], b'{"error":"Unauthorized"}'
         methods, how = routes.find(request.path) or ((), "own")
         if not methods:
-            why = routes.REFUSED.get(request.path)
-            return (
-                404,
-                [JSON],
-                error_body(404, f"{request.path} {why}") if why else b'{"detail":"Not Found"}',
-            )
+            reason = routes.REFUSED.get(request.path)
+            if reason:
+                return 404, [JSON], error_body(404, f"{request.path} {reason}")
+            return 404, [JSON], b'{"detail":"Not Found"}'
         if request.method not in methods:
-            return (
-                405,
-                [JSON, (b"allow", ", ".join(methods).encode())],
-                b'{"detail":"Method Not Allowed"}',
-            )
+            allow = (b"allow", ", ".join(methods).encode())
+            return 405, [JSON, allow], b'{"detail":"Method Not Allowed"}'
         if request.upgrade and how != "session":
-            return (
-                400,
-                [JSON],
-                error_body(400, f"{request.path} is no WebSocket; /v1/realtime is one"),
-            )
+            message = f"{request.path} is no WebSocket; /v1/realtime is one"
+            return 400, [JSON], error_body(400, message)
         return None
 
     def _allowed(self, request: HttpRequest) -> bool:
+        """Whether a request has a client's key, or needs none."""
         if not self._keys or not routes.guarded(request.path):
             return True
         scheme, _, given = find(request.headers, b"authorization").partition(b" ")
@@ -150,9 +149,10 @@ class Api:
             hmac.compare_digest(given, key) for key in self._keys
         )
 
-    async def _run(self, route: Metered, request: HttpRequest, client: Connection) -> str:
-        """Run a route that needs an engine, within the time limit; how it ended."""
-        outcome, status = "cancelled", 499
+    async def _run(self, route: MeteredHandler, request: HttpRequest, client: Connection) -> str:
+        """Runs a route that needs an engine, within the time limit; returns its outcome."""
+        outcome = "cancelled"
+        status = 499
         client.meter = meter = self._relay.metrics.meter()
         self._relay.tracing.begin(request)
         try:
@@ -160,78 +160,91 @@ class Api:
                 status = await route(request, client, meter)
             outcome = _outcome(status)
         except bodies.BadBody as error:
-            outcome, status = "client_error", 400
+            outcome = "client_error"
+            status = 400
             answer_error(client, 400, str(error), error.param)
         except RequestFailed as error:
-            outcome, status = _outcome(error.status), error.status
+            outcome = _outcome(error.status)
+            status = error.status
             answer_error(client, error.status, str(error), retry_after=error.retry_after)
         except TimeoutError:
-            outcome, status = "timeout", 504
+            outcome = "timeout"
+            status = 504
             answer_error(client, 504, f"the request was not finished within {self._timeout:g} s")
         except Exception:
-            outcome, status = "upstream_error", 500
-            log.exception("%s %s failed inside the proxy", request.method, request.path)
+            outcome = "upstream_error"
+            status = 500
+            log.exception(
+                "api: %s %s failed by an error of the proxy; answered with 500",
+                request.method,
+                request.path,
+            )
             answer_error(client, 500, "the proxy failed; its log says why")
         finally:
-            self._books.close(request, client, meter, outcome, status)
+            self._recorder.close(request, client, meter, outcome, status)
         return outcome
 
     async def _generate(
         self, request: HttpRequest, client: Connection, meter: TrafficCounters
     ) -> int:
+        """Serves a request of generation, disaggregated where that is possible."""
         request.mode = "whole"
-        began = asyncio.get_running_loop().time()
-        body = await bodies.parsed(request.body, SCHEMAS[request.path])
+        started_at = asyncio.get_running_loop().time()
+        body = await bodies.parse_async(request.body, SCHEMAS[request.path])
         request.priority = priority(request.headers, body.priority)
-        await self._enter(request, meter, began)
+        await self._enter(request, meter, started_at)
         try:
-            if body.refers:
+            if body.has_previous_response:
                 return await self._look_up(request, client, meter)
-            return await self._relay.generate(RequestContext(request, client, meter, body, began))
+            context = RequestContext(request, client, meter, body, started_at)
+            return await self._relay.generate(context)
         finally:
-            self._gate.leave()
+            self._concurrency_limit.leave()
 
-    async def _enter(self, request: HttpRequest, meter: TrafficCounters, began: float) -> None:
-        """Take one of the places for requests at work, or Failed."""
+    async def _enter(self, request: HttpRequest, meter: TrafficCounters, started_at: float) -> None:
+        """Takes a place for a running request; raises RequestFailed."""
         try:
-            await self._gate.enter(request.priority)
+            await self._concurrency_limit.enter(request.priority)
         except QueueFull as error:
             raise RequestFailed(429, str(error), retry_after=1) from None
         except QueueTimeout as error:
             raise RequestFailed(503, str(error), retry_after=5) from None
-        meter.queue_seconds = asyncio.get_running_loop().time() - began
+        meter.queue_seconds = asyncio.get_running_loop().time() - started_at
 
     async def _forward(
         self, request: HttpRequest, client: Connection, meter: TrafficCounters
     ) -> int:
+        """Forwards a request to one instance, the best first."""
         request.mode = "passthrough"
-        if request.method != "POST":  # what an engine says of itself is no work
-            return await self._relay.passing.forward(
+        if request.method != "POST":  # a request for an engine's state takes no place
+            return await self._relay.forwarder.forward(
                 request, client, self._candidates(RoutingQuery(0))
             )
-        began = asyncio.get_running_loop().time()
+        started_at = asyncio.get_running_loop().time()
         if routes.is_form(request.path):
             await bodies.check_form(find(request.headers, b"content-type"), request.body)
             model = ""
         else:
-            model = await bodies.check(request.body)
+            model = await bodies.check_json(request.body)
         request.priority = priority(request.headers, 0)
-        await self._enter(request, meter, began)
+        await self._enter(request, meter, started_at)
         try:
-            return await self._relay.passing.forward(
+            return await self._relay.forwarder.forward(
                 request, client, self._candidates(RoutingQuery(0, model=model))
             )
         finally:
-            self._gate.leave()
+            self._concurrency_limit.leave()
 
     async def _session(
         self, request: HttpRequest, client: Connection, meter: TrafficCounters
     ) -> int:
-        """A WebSocket. The model is named in the query, or only later in the session, where nobody
-        here reads it.
+        """Forwards a WebSocket.
+
+        The model is named in the query, or only later in the session, which the proxy does not
+        read.
         """
         request.mode = "passthrough"
-        began = asyncio.get_running_loop().time()
+        started_at = asyncio.get_running_loop().time()
         if not request.upgrade:
             upgrade = [JSON, (b"connection", b"upgrade"), (b"upgrade", b"websocket")]
             client.answer(426, upgrade, error_body(426, f"{request.path} is a WebSocket"))
@@ -240,48 +253,57 @@ class Api:
             raise RequestFailed(403, "this page's origin is not among --allowed-origins")
         model = parse_qs(request.query).get("model", [""])[0]
         request.priority = priority(request.headers, 0)
-        await self._enter(request, meter, began)
+        await self._enter(request, meter, started_at)
         try:
-            return await self._relay.passing.forward(
+            return await self._relay.forwarder.forward(
                 request, client, self._candidates(RoutingQuery(0, model=model)), seek=True
             )
         finally:
-            self._gate.leave()
+            self._concurrency_limit.leave()
 
     async def _models(
         self, request: HttpRequest, client: Connection, meter: TrafficCounters
     ) -> int:
+        """Answers with the models of all decode instances."""
         request.mode = "passthrough"
-        kinds = {d.models: d for d in self._relay.fleet.of("decode") if d.up}
-        if len(kinds) > 1:
-            return await self._relay.passing.models(request, client, list(kinds.values()))
-        return await self._relay.passing.forward(request, client, self._candidates(RoutingQuery(0)))
+        by_models = {d.models: d for d in self._relay.fleet.with_role("decode") if d.up}
+        if len(by_models) > 1:
+            return await self._relay.forwarder.models(request, client, list(by_models.values()))
+        return await self._relay.forwarder.forward(
+            request, client, self._candidates(RoutingQuery(0))
+        )
 
     async def _look_up(
         self, request: HttpRequest, client: Connection, meter: TrafficCounters
     ) -> int:
-        """What one decode instance alone remembers."""
+        """Forwards a request for a thing that one decode instance alone has stored."""
         request.mode = "passthrough"
-        await bodies.check(request.body)
-        decodes = [d for d in self._relay.fleet.of("decode") if d.up]
-        return await self._relay.passing.forward(request, client, decodes, seek=True)
+        await bodies.check_json(request.body)
+        decodes = [d for d in self._relay.fleet.with_role("decode") if d.up]
+        return await self._relay.forwarder.forward(request, client, decodes, seek=True)
 
     async def _everywhere(
         self, request: HttpRequest, client: Connection, meter: TrafficCounters
     ) -> int:
+        """Forwards a request to all instances."""
         request.mode = "passthrough"
-        await bodies.check(request.body)
-        return await self._relay.passing.everywhere(request, client)
+        await bodies.check_json(request.body)
+        return await self._relay.forwarder.everywhere(request, client)
 
-    def _candidates(self, ask: RoutingQuery) -> list[Instance]:
-        """Who can answer, best first; prefill instances only when no decode instance is up."""
-        fleet, now = self._relay.fleet, asyncio.get_running_loop().time()
+    def _candidates(self, query: RoutingQuery) -> list[Instance]:
+        """Returns instances that can answer, best first.
+
+        Prefill instances only if no decode instance is up.
+        """
+        fleet = self._relay.fleet
+        now = asyncio.get_running_loop().time()
         found: list[Instance] = []
-        while len(found) <= MAX_RETRIES and (
-            decode := choose_decode(fleet, self._relay.policy, now, found, ask)
-        ):
+        while len(found) <= MAX_RETRIES:
+            decode = choose_decode(fleet, self._relay.policy, now, found, query)
+            if not decode:
+                break
             found.append(decode)
-        return found or [p for p in fleet.of("prefill") if p.up]
+        return found or [p for p in fleet.with_role("prefill") if p.up]
 
     async def _health(self, request: HttpRequest, client: Connection) -> int:
         client.answer(200, [], b"")
@@ -298,48 +320,59 @@ class Api:
         return 200
 
     async def _load(self, request: HttpRequest, client: Connection) -> int:
-        """Requests at work or waiting, under vLLM's name: what somebody who balances several
-        proxies needs to know. Each request is in flight at one instance; at work are those of all
-        workers, waiting are this one's.
+        """Answers with the number of running and waiting requests, under vLLM's name.
+
+        For a balancer in front of several proxies. Each request is in flight at one instance.
+        Running requests are those of all proxy workers, waiting ones this worker's.
         """
         fleet = self._relay.fleet
-        load = self._relay.metrics.now_waiting() + sum(
-            i.in_flight for i in (*fleet.instances, *fleet.leaving)
-        )
+        running = sum(i.in_flight for i in (*fleet.instances, *fleet.leaving))
+        load = self._relay.metrics.now_waiting() + running
         client.answer(200, [JSON], msgspec.json.encode({"server_load": load}))
         return 200
 
     async def _instances(self, request: HttpRequest, client: Connection) -> int:
-        fleet, now = self._relay.fleet, asyncio.get_running_loop().time()
-        rows = [
-            {
-                "url": i.url,
-                "role": i.role,
-                "usable": i.usable(now) and (i.role == "decode" or i.transfers),
-                "why_not": i.why_not
-                or ("rests after failures" if i.up and not i.usable(now) else fleet.unpaired(i)),
-                "incarnation": i.engine.incarnation if i.engine else "",
-                "in_flight": i.busy,
-                "leaving": i in fleet.leaving,
-            }
-            for i in (*fleet.instances, *fleet.leaving)
-        ]
+        fleet = self._relay.fleet
+        now = asyncio.get_running_loop().time()
+        rows = [_instance_row(fleet, i, now) for i in (*fleet.instances, *fleet.leaving)]
         client.answer(200, [JSON], msgspec.json.encode(rows))
         return 200
 
 
+def _instance_row(fleet: Fleet, instance: Instance, now: float) -> dict[str, object]:
+    """Returns an instance's JSON in GET /disagg/instances."""
+    usable = instance.is_usable(now)
+    reason = instance.unavailable_reason
+    if not reason and instance.up and not usable:
+        reason = "rests after failures"
+    elif not reason:
+        reason = fleet.pairing_problem(instance)
+    return {
+        "url": instance.url,
+        "role": instance.role,
+        "usable": usable and (instance.role == "decode" or instance.can_transfer),
+        "why_not": reason,
+        "incarnation": instance.engine.incarnation if instance.engine else "",
+        "in_flight": instance.active_requests,
+        "leaving": instance in fleet.leaving,
+    }
+
+
 def _identify(request: HttpRequest, client: Connection) -> None:
-    """Give a request an id if it has none, so that the log lines of its engines can be joined; the
-    answer has it too.
+    """Gives a request an id if it has none, and its answer the same id.
+
+    By this id the log lines of its engines can be joined.
     """
-    given = find(request.headers, REQUEST_ID)
-    if not given:
-        given = uuid.uuid4().hex.encode()
-        request.headers = [field for field in request.headers if field[0] != REQUEST_ID] + [
-            (REQUEST_ID, given)
-        ]
-    client.extra_headers = [*client.extra_headers, (REQUEST_ID, given)]
+    request_id = find(request.headers, REQUEST_ID)
+    if not request_id:
+        request_id = uuid.uuid4().hex.encode()
+        others = [field for field in request.headers if field[0] != REQUEST_ID]
+        request.headers = [*others, (REQUEST_ID, request_id)]
+    client.extra_headers = [*client.extra_headers, (REQUEST_ID, request_id)]
 
 
 def _outcome(status: int) -> str:
-    return "ok" if status < 400 else "client_error" if status < 500 else "upstream_error"
+    """Returns the label of the metric of requests."""
+    if status < 400:
+        return "ok"
+    return "client_error" if status < 500 else "upstream_error"

@@ -1,16 +1,15 @@
-"""Request bodies: what they may not contain, whether they can be disaggregated, and what each leg
-is sent.
+"""Request bodies: forbidden fields, whether a request can be split, and the bodies of its legs.
 
-A body is split into its top-level fields and those stay the client's bytes: an engine reads each
+A body is split into its top-level fields, and these stay the client's bytes: an engine reads each
 number and string as the client wrote it.
 
-The two fields that steer KV transfers are ours alone. An engine reads JSON with Python's `json`, so
-they are searched at any depth, through duplicate keys, and in every way to write a key. `null` is
-what they are without a transfer.
+Only the proxy may set the two fields that steer KV transfers (`FORBIDDEN`). An engine reads JSON
+with Python's `json`, so they are searched at any depth, behind duplicate keys, and in every JSON
+spelling of a key. `null` is allowed: it is their value without a transfer.
 
-A large body is read in a thread, so that others are served meanwhile. No call of C there, which
-holds Python's lock, may last: text is searched in slices, and a body of too many fields is given up
-while it is read.
+A large body is parsed in a thread, so that others are served meanwhile. A call of C holds Python's
+lock there, so none may take long: text is searched in slices, and a body of too many fields is
+refused while it is parsed.
 """
 
 from __future__ import annotations
@@ -33,23 +32,22 @@ from ..routing.prefixes import PromptPrefix
 
 PARAMS = "kv_transfer_params"
 FORBIDDEN = (PARAMS, "ec_transfer_params")
-# A key can hide only behind \u escapes of ASCII letters or the underscore: all begin with \u005, 6
-# or 7.
+# An escaped key has \u escapes of ASCII letters or the underscore: all begin with \u005, 6 or 7.
 _ESCAPE = re.compile(rb"\\u00[567]")
-SMALL_BYTES = 8192  # bytes that are searched as they are
+SMALL_BYTES = 8192  # a smaller body is searched as a whole, a larger one field by field
 MAX_FIELDS = 1000
-MAX_DIGITS = 64  # of a number, that are looked at
-FEW_FIELDS_BYTES = 64 * 1024  # less has so few fields that reading them all is quick
-LARGE_BYTES = 1024 * 1024  # more is read in a thread
+MAX_DIGITS = 64  # digits of a number that are read
+FEW_FIELDS_BYTES = 64 * 1024  # a smaller body has so few fields that parsing them all is quick
+LARGE_BYTES = 1024 * 1024  # a larger body is parsed in a thread
 SLICE_BYTES = 1024 * 1024  # searched in one call: some 20 ms at worst
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
-_reader = ThreadPoolExecutor(1, "bodies")
+_parser_thread = ThreadPoolExecutor(1, "bodies")
 T = TypeVar("T")
 
 
-def _written(name: str) -> str:
-    """A pattern of all ways to write a name in JSON."""
+def _spellings(name: str) -> str:
+    """Returns a pattern of all JSON spellings of a name."""
     codes = [
         "".join(f"[{c}{c.upper()}]" if c.isalpha() else c for c in f"{ord(letter):02x}")
         for letter in name
@@ -57,17 +55,17 @@ def _written(name: str) -> str:
     return "".join(rf"(?:{letter}|\\u00{code})" for letter, code in zip(name, codes, strict=True))
 
 
-_KEY = re.compile(f'"(?:{"|".join(map(_written, FORBIDDEN))})"'.encode())
+_KEY = re.compile(f'"(?:{"|".join(map(_spellings, FORBIDDEN))})"'.encode())
 MAX_KEY_BYTES = 2 + 6 * max(map(len, FORBIDDEN))
 _VALUE = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*(null)?")
-# RFC 2231's names, in parts or in a charset, which some versions of python-multipart put together:
-# name*0=, name*=.
+# RFC 2231's extended names, in parts (name*0=) or with a charset (name*=). Some versions of
+# python-multipart join them.
 _EXTENDED_NAME = re.compile(rb"\*(?<=[;\s\x1c-\x1f\x85\xa0](?i:name)\*)[0-9=\s\x1c-\x1f\x85\xa0]")
 MAX_NAME_BYTES = len(";name*0")
 
 
 class BadBody(DisaggError):
-    """A body that no engine may see; a 400."""
+    """A body that no engine may get; answered with 400.  `param`: the offending field."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -75,238 +73,253 @@ class BadBody(DisaggError):
 
 
 class Body:
-    """A parsed request body of an endpoint."""
+    """The parsed body of a request to a generating endpoint."""
 
-    def __init__(self, fields: dict[str, msgspec.Raw], size: int, dialect: EndpointSchema) -> None:
+    def __init__(self, fields: dict[str, msgspec.Raw], size: int, schema: EndpointSchema) -> None:
+        """`fields`: top-level fields as JSON.  `size`: bytes of the body."""
         self._fields = fields
-        self._dialect = dialect
-        self._sampling = fields
+        self._schema = schema
+        self._sampling = fields  # the object with the sampling parameters
         self.size = size
-        if dialect.nested:
+        if schema.nested:
             try:
-                self._sampling = _fields(bytes(fields.get(dialect.nested, b"{}")))
+                self._sampling = _fields(bytes(fields.get(schema.nested, b"{}")))
             except msgspec.DecodeError:
                 self._sampling = {}
 
     @property
-    def whole(self) -> str:
-        """Why one decode instance must serve this alone; empty when the work can be split."""
-        return self._dialect.why_whole(self._fields, self._sampling)
+    def aggregated_reason(self) -> str:
+        """The field because of which one decode instance must serve this alone; "": none."""
+        return self._schema.why_whole(self._fields, self._sampling)
 
     @property
-    def refers(self) -> bool:
-        """Whether it goes on from something that one instance remembers."""
+    def has_previous_response(self) -> bool:
+        """Whether it continues a response, which one instance alone has stored."""
         return bytes(self._fields.get("previous_response_id", b"null")) != b"null"
 
     @property
     def one_token(self) -> bool:
-        """Whether the answer is over when the prompt is computed, and P may give it."""
-        if self._dialect.stores and bytes(self._fields.get("store", b"null")) != b"false":
-            return False  # it is looked up at decode instances
-        for name in reversed(self._dialect.caps):  # the last one that is set counts
-            if (cap := bytes(self._sampling.get(name, b"null"))) != b"null":
+        """Whether the prompt's computation yields the whole answer, so that P may give it."""
+        if self._schema.stores and bytes(self._fields.get("store", b"null")) != b"false":
+            return False  # a stored answer is looked up at decode instances
+        # The last of these fields that is set counts.
+        for name in reversed(self._schema.caps):
+            cap = bytes(self._sampling.get(name, b"null"))
+            if cap != b"null":
                 return cap == b"1"
         return False
 
     @property
     def reproducible(self) -> bool:
-        """Whether the same request gets the same answer. Without a temperature the model's own
-        default holds, which is not known here.
+        """Whether an equal request gets an equal answer.
+
+        Without a temperature the model's own default holds, which the proxy cannot see.
         """
         if bytes(self._sampling.get("seed", b"null")) != b"null":
             return True
+        temperature = memoryview(self._sampling.get("temperature", b"1"))[:MAX_DIGITS]
         try:
-            return (
-                float(bytes(memoryview(self._sampling.get("temperature", b"1"))[:MAX_DIGITS])) == 0
-            )
+            return float(bytes(temperature)) == 0
         except ValueError:
             return False
 
     @property
     def model(self) -> str:
+        """The model's name; "" if it is no string."""
         try:
             return msgspec.json.decode(self._fields.get("model", b'""'), type=str)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return ""
 
-    def ask(self, session: bytes, with_prefix: bool) -> RoutingQuery:
-        """What a choice of instances needs to know of this request."""
-        prompt = memoryview(self._fields.get(self._dialect.prompt, b""))
-        ask = RoutingQuery(len(prompt), session=session, model=self.model)
+    def routing_query(self, session: bytes, with_prefix: bool) -> RoutingQuery:
+        """Returns the facts that decide which instances serve this request."""
+        schema = self._schema
+        prompt = memoryview(self._fields.get(schema.prompt, b""))
+        query = RoutingQuery(len(prompt), session=session, model=self.model)
         if with_prefix:
-            salt = b"\0".join(bytes(self._fields.get(name, b"")) for name in self._dialect.before)
-            ask.prefix = PromptPrefix(prompt, salt)
-        return ask
+            salt = b"\0".join(bytes(self._fields.get(name, b"")) for name in schema.before)
+            query.prefix = PromptPrefix(prompt, salt)
+        return query
 
     @property
     def priority(self) -> int:
-        """As the client wrote it; what is not a number is for the engine to refuse."""
+        """The client's priority; 0 if it is no number, which the engine refuses."""
         try:
             return int(bytes(memoryview(self._fields.get("priority", b"0"))[:MAX_DIGITS]))
         except ValueError:
             return 0
 
-    def plain(self) -> bytes:
-        """For an engine that serves this alone."""
+    def aggregated_body(self) -> bytes:
+        """Returns the JSON for an engine that serves this request alone."""
         return _encode(self._fields)
 
-    def prefill(self, params: Mapping[str, object]) -> bytes:
-        """For the prefill leg: the same prompt, one token, no stream."""
-        dialect = self._dialect
-        fields: dict[str, object] = {k: v for k, v in self._fields.items() if k not in dialect.drop}
+    def prefill_body(self, params: Mapping[str, object]) -> bytes:
+        """Returns the JSON of the prefill leg: the same prompt, one token, no stream."""
+        schema = self._schema
+        fields: dict[str, object] = {k: v for k, v in self._fields.items() if k not in schema.drop}
         sampling = fields
-        if dialect.nested:
-            sampling = {k: v for k, v in self._sampling.items() if k not in dialect.drop}
-            fields[dialect.nested] = sampling
-        for at, name in enumerate(dialect.caps):
-            if at == 0 or name in sampling:
+        if schema.nested:
+            sampling = {k: v for k, v in self._sampling.items() if k not in schema.drop}
+            fields[schema.nested] = sampling
+        for position, name in enumerate(schema.caps):
+            if position == 0 or name in sampling:
                 sampling[name] = 1
         fields["stream"] = False
-        if dialect.stores:
+        if schema.stores:
             fields["store"] = False
-        return _encode({**fields, PARAMS: {**dict.fromkeys(dialect.extra, True), **params}})
+        return _encode({**fields, PARAMS: {**dict.fromkeys(schema.extra, True), **params}})
 
-    def decode(self, params: object) -> bytes:
-        """For the decode leg: everything as the client asked."""
+    def decode_body(self, params: object) -> bytes:
+        """Returns the JSON of the decode leg: everything as the client asked."""
         return _encode({**self._fields, PARAMS: params})
 
 
-async def parsed(raw: bytes, dialect: EndpointSchema = COMPLETIONS) -> Body:
-    """A body from its bytes, or BadBody."""
-    return await _apart(parse, raw, dialect) if len(raw) > LARGE_BYTES else parse(raw, dialect)
+async def parse_async(raw: bytes, schema: EndpointSchema = COMPLETIONS) -> Body:
+    """Parses a body, in a thread if it is large; raises BadBody."""
+    if len(raw) > LARGE_BYTES:
+        return await _in_thread(parse, raw, schema)
+    return parse(raw, schema)
 
 
-def parse(raw: bytes, dialect: EndpointSchema = COMPLETIONS) -> Body:
-    """The same, at once."""
+def parse(raw: bytes, schema: EndpointSchema = COMPLETIONS) -> Body:
+    """Parses a body; raises BadBody."""
     try:
         _check_utf8(raw)
         fields = _fields(raw)
-        if name := _forbidden(raw, fields):
+        if name := _forbidden_field(raw, fields):
             raise BadBody(f"`{name}` is set by the proxy; a client must not send it", name)
-        return Body(fields, len(raw), dialect)
+        return Body(fields, len(raw), schema)
     except msgspec.ValidationError:
         raise BadBody("the request's body must be a JSON object") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadBody(f"the request's body is not valid JSON: {error}") from None
 
 
-async def check(raw: bytes) -> str:
-    """Refuse what only the proxy may send, in a body that is passed on as it is; the model it is
-    for, if it says so.
-    """
-    return (await parsed(raw)).model if raw else ""
+async def check_json(raw: bytes) -> str:
+    """Returns the model's name in a body that is forwarded unchanged, or ""; raises BadBody."""
+    return (await parse_async(raw)).model if raw else ""
 
 
-async def check_form(kind: bytes, raw: bytes) -> None:
-    """The same for a form: vLLM reads `vllm_xargs` there as JSON, which may hold what FORBIDDEN
-    names.
+async def check_form(content_type: bytes, raw: bytes) -> None:
+    """Raises BadBody for a form that may carry a forbidden field.
+
+    vLLM parses the form's `vllm_xargs` as JSON, which may contain those fields.
     """
-    extended = (
-        await _apart(_has_extended_name, raw) if len(raw) > LARGE_BYTES else _has_extended_name(raw)
-    )
-    if (
-        extended or b"vllm_xargs" in raw or b"charset" in kind.lower()
-    ):  # in another charset the name would look otherwise
+    if len(raw) > LARGE_BYTES:
+        extended = await _in_thread(_has_extended_name, raw)
+    else:
+        extended = _has_extended_name(raw)
+    # In another charset the bytes of the name would differ.
+    if extended or b"vllm_xargs" in raw or b"charset" in content_type.lower():
         raise BadBody(
             "`vllm_xargs`, a charset and names as in RFC 2231 cannot be sent with a form",
             "vllm_xargs",
         )
 
 
-async def _apart(work: Callable[..., T], *args: object) -> T:
-    return await asyncio.get_running_loop().run_in_executor(_reader, work, *args)
+async def _in_thread(work: Callable[..., T], *args: object) -> T:
+    return await asyncio.get_running_loop().run_in_executor(_parser_thread, work, *args)
 
 
 class _FieldName(enum.Enum):
-    """The name of a field, made while a body is read, so that reading ends at one too many."""
+    """The name of a field.
+
+    The parser looks each name up here, so that parsing can end at the first name too many.
+    """
 
     NONE = ""
 
     @classmethod
     def _missing_(cls, value: object) -> Self:
-        _made.names += 1
-        if _made.names > MAX_FIELDS:
+        _parsed.field_count += 1
+        if _parsed.field_count > MAX_FIELDS:
             raise ValueError(f"more than {MAX_FIELDS} fields")
         name = object.__new__(cls)
-        name._value_, name._name_ = value, str(value)
+        name._value_ = value
+        name._name_ = str(value)
         return name
 
 
-_made = threading.local()  # how many
+_parsed = threading.local()  # field_count: names seen in the body that is being parsed
 _decode_few = msgspec.json.Decoder(dict[_FieldName, msgspec.Raw]).decode
 
 
 def _fields(raw: bytes) -> dict[str, msgspec.Raw]:
-    """The top-level fields of a body."""
+    """Returns the top-level fields of a JSON object; raises BadBody for too many."""
     if len(raw) <= FEW_FIELDS_BYTES:
         fields = _decode(raw)
         too_many = len(fields) > MAX_FIELDS
     else:
-        _made.names = 0
+        _parsed.field_count = 0
         try:
             fields = {str(name.value): value for name, value in _decode_few(raw).items()}
         except msgspec.ValidationError:
-            if _made.names <= MAX_FIELDS:
+            if _parsed.field_count <= MAX_FIELDS:
                 raise
-        too_many = _made.names > MAX_FIELDS
+        too_many = _parsed.field_count > MAX_FIELDS
     if too_many:
         raise BadBody(f"the request's body has more than {MAX_FIELDS} fields")
     return fields
 
 
 def _check_utf8(raw: bytes) -> None:
-    """UnicodeDecodeError for what is not: Python's json lets surrogates pass, and an engine fails
-    of them later.
+    """Raises UnicodeDecodeError for bytes that are no UTF-8.
+
+    Python's json accepts surrogates, and an engine fails with them later.
     """
     if raw.isascii():
         return
     decoder = codecs.getincrementaldecoder("utf-8")()
-    for at in range(0, len(raw), SLICE_BYTES):
-        decoder.decode(raw[at : at + SLICE_BYTES])
+    for begin in range(0, len(raw), SLICE_BYTES):
+        decoder.decode(raw[begin : begin + SLICE_BYTES])
     decoder.decode(b"", final=True)
 
 
-def _forbidden(raw: bytes, fields: Mapping[str, msgspec.Raw]) -> str | None:
-    """The name of a field that only the proxy may set."""
-    if len(raw) < SMALL_BYTES or not fields.keys().isdisjoint(
-        FORBIDDEN
-    ):  # given twice, `fields` has the last one only
-        return _key_in(raw)
-    for value in fields.values():  # no key is within a text, and the long things are texts
-        if memoryview(value)[0] in b"{[" and (hidden := _key_in(bytes(value))):
-            return hidden
+def _forbidden_field(raw: bytes, fields: Mapping[str, msgspec.Raw]) -> str | None:
+    """Returns the name of a field that only the proxy may set, or None."""
+    # Of a duplicate key `fields` has the last value only, so the whole body is searched then.
+    if len(raw) < SMALL_BYTES or not fields.keys().isdisjoint(FORBIDDEN):
+        return _first_forbidden_key(raw)
+    # Strings have no keys in them, and most long values are strings.
+    for value in fields.values():
+        if memoryview(value)[0] in b"{[":
+            hidden = _first_forbidden_key(bytes(value))
+            if hidden:
+                return hidden
     return None
 
 
-def _key_in(text: bytes) -> str | None:
-    """The first such key in valid JSON, however written, with another value than null."""
-    if not _may_hide(text):
+def _first_forbidden_key(json: bytes) -> str | None:
+    """Returns the first forbidden key of valid JSON, in any spelling, whose value is not null."""
+    if not _may_have_forbidden_key(json):
         return None
-    for found in _search(_KEY, text, MAX_KEY_BYTES):
-        value = _VALUE.match(text, found.end())
-        if value and not value[1]:  # else it is no key, or null
+    for found in _search_slices(_KEY, json, MAX_KEY_BYTES):
+        value = _VALUE.match(json, found.end())
+        if value and not value[1]:  # no match: a string value, no key; group 1: null
             return msgspec.json.decode(found[0], type=str)
     return None
 
 
-def _may_hide(text: bytes) -> bool:
-    """Whether a forbidden key may be in here. One byte is found much faster than two, and most
-    bodies have no escapes.
+def _may_have_forbidden_key(json: bytes) -> bool:
+    """Whether a forbidden key is possible.
+
+    One byte is found much faster than two, and most bodies have no escapes.
     """
-    if b"_transfer_params" in text:
+    if b"_transfer_params" in json:
         return True
-    return (
-        b"\\" in text
-        and b"\\u00" in text
-        and any(True for _ in _search(_ESCAPE, text, len("\\u005")))
-    )
+    if b"\\" not in json or b"\\u00" not in json:
+        return False
+    return any(True for _ in _search_slices(_ESCAPE, json, len("\\u005")))
 
 
-def _has_extended_name(text: bytes) -> bool:
-    return any(True for _ in _search(_EXTENDED_NAME, text, MAX_NAME_BYTES))
+def _has_extended_name(form: bytes) -> bool:
+    return any(True for _ in _search_slices(_EXTENDED_NAME, form, MAX_NAME_BYTES))
 
 
-def _search(pattern: re.Pattern[bytes], text: bytes, longest: int) -> Iterator[re.Match[bytes]]:
-    """Matches of at most `longest` bytes, some of them twice."""
-    for at in range(0, len(text), SLICE_BYTES):
-        yield from pattern.finditer(text, at, at + SLICE_BYTES + longest)
+def _search_slices(
+    pattern: re.Pattern[bytes], text: bytes, max_match_bytes: int
+) -> Iterator[re.Match[bytes]]:
+    """Yields matches of at most `max_match_bytes`, some of them twice."""
+    for begin in range(0, len(text), SLICE_BYTES):
+        # Slices overlap, so that no match is lost at their border.
+        yield from pattern.finditer(text, begin, begin + SLICE_BYTES + max_match_bytes)

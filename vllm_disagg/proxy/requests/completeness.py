@@ -1,10 +1,10 @@
-"""Answers that their engine calls complete, and that may have been cut.
+"""Verifies that answers which their engine calls complete were not cut off.
 
-An engine that gets SIGTERM gives up its answers at once. Most endpoints say so; those in `ENDS` do
-not: what is cut there looks complete. But such an engine takes no new request, so whoever gets one
-more token out of it *after* an answer knows that the answer was whole. Those answers are held until
-then: for about one step of the engine, and one such request serves all answers that were there
-before it.
+An engine that gets SIGTERM aborts its requests at once. Most endpoints report that; those in
+`END_MARKS` do not, and a cut answer looks complete there. But a stopping engine takes no new
+request. So one more token from it, requested *after* an answer, proves that the answer was whole.
+Answers of those endpoints are held until then: for about one step of the engine. One such request
+serves all answers that were there before it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from .streams import aborted
 
 log = logging.getLogger(__name__)
 
-CHECK_TIMEOUT_SECONDS = 300.0  # seconds; it waits behind the engine's other work
-# seconds: so often, while it waits behind the engine's other work, it is seen whether the engine
-# lives
+CHECK_TIMEOUT_SECONDS = 300.0  # the request waits behind the engine's other work
+# Interval of checks that the engine is up, and of retries while the engine is full.
 RETRY_SECONDS = 5.0
 
-# by path: in the event with which such a stream says that it is complete; no JSON text can hold
-# these bytes
+# By path: bytes of the event that ends such a stream. No JSON text can contain these bytes.
 END_MARKS = {
     "/v1/responses": b"event: response.completed\n",
     "/cohere/v2/chat": b'"type":"message-end"',
@@ -36,26 +34,26 @@ END_MARKS = {
 }
 
 
-class _WholeAnswer(msgspec.Struct):
+class _CompleteAnswer(msgspec.Struct):
     status: str
 
 
-_answer = msgspec.json.Decoder(_WholeAnswer).decode
+_decode_answer = msgspec.json.Decoder(_CompleteAnswer).decode
 
 
 def doubtful(path: str, answer: bytes) -> bool:
-    """Whether a whole answer with status 200 may be one that was cut."""
+    """Whether a complete-looking answer with status 200 may have been cut off."""
     if path not in END_MARKS:
         return False
     try:
-        # gpt-oss: what is cut is "cancelled", or "incomplete" as if it had reached its limit.
-        return _answer(answer).status not in ("queued", "in_progress", "failed")
+        # gpt-oss: a cut answer is "cancelled", or "incomplete" as if it had reached its limit.
+        return _decode_answer(answer).status not in ("queued", "in_progress", "failed")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return True  # has no status
 
 
 class CompletenessCheck:
-    """Asks instances whether they are still at work."""
+    """Requests one more token of instances, to prove that their last answers were whole."""
 
     def __init__(self, pools: dict[str, ConnectionPool], api_key: str) -> None:
         self._pools = pools
@@ -63,42 +61,45 @@ class CompletenessCheck:
         if api_key:
             self._headers.append((b"authorization", b"Bearer " + api_key.encode()))
         self._running: dict[str, asyncio.Task[bool]] = {}  # by URL
-        self._next: dict[
-            str, asyncio.Task[bool]
-        ] = {}  # not sent yet, so that it is later than all answers that wait for it
+        # By URL: not sent yet, so they will be later than all answers that wait for them.
+        self._next: dict[str, asyncio.Task[bool]] = {}
 
-    async def works(self, instance: Instance) -> bool:
-        """Whether an engine that has answered is at work still, so that its answer was whole."""
+    async def is_engine_running(self, instance: Instance) -> bool:
+        """Whether an engine still works after its answer, so that the answer was whole."""
         url = instance.url
         if url not in self._next:
-            self._next[url] = asyncio.create_task(self._after(self._running.get(url), instance))
+            self._next[url] = asyncio.create_task(
+                self._check_after(self._running.get(url), instance)
+            )
+        # Shielded: other answers wait for the same check.
         return await asyncio.shield(self._next[url])
 
-    async def _after(self, before: asyncio.Task[bool] | None, instance: Instance) -> bool:
-        if before:
-            await asyncio.wait((before,))
+    async def _check_after(self, previous: asyncio.Task[bool] | None, instance: Instance) -> bool:
+        if previous:
+            await asyncio.wait((previous,))
         url = instance.url
         self._running[url] = self._next.pop(url)
-        asking = asyncio.create_task(self._ask(url, instance.model))
+        request = asyncio.create_task(self._request_token(url, instance.model))
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_SECONDS):
-                while (
-                    not asking.done() and instance.up
-                ):  # one request: another might meet another life of the engine
-                    await asyncio.wait((asking,), timeout=RETRY_SECONDS)
-            return asking.done() and asking.result()
+                # One request only: after a restart a second one would meet another process.
+                while not request.done() and instance.up:
+                    await asyncio.wait((request,), timeout=RETRY_SECONDS)
+            return request.done() and request.result()
         except TimeoutError:
             log.warning(
-                "%s was asked for one more token: no answer within %.0f s",
+                "completeness: %s did not produce one more token within %.0f s;"
+                " its last answers count as cut off",
                 url,
                 CHECK_TIMEOUT_SECONDS,
             )
             return False
         finally:
-            asking.cancel()
+            request.cancel()
             del self._running[url]
 
-    async def _ask(self, url: str, model: str) -> bool:
+    async def _request_token(self, url: str, model: str) -> bool:
+        """Requests one token, again while the engine is full; returns whether it was produced."""
         body = msgspec.json.encode(
             {"model": model, "prompt": "probe", "max_tokens": 1, "temperature": 0}
         )
@@ -114,5 +115,10 @@ class CompletenessCheck:
                     answer.close()
                 await asyncio.sleep(RETRY_SECONDS)
         except Unreachable as error:
-            log.warning("%s was asked for one more token: %s", url, error)
+            log.warning(
+                "completeness: %s did not produce one more token: %s;"
+                " its last answers count as cut off",
+                url,
+                error,
+            )
             return False

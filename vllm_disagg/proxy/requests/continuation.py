@@ -1,25 +1,26 @@
-"""Going on with a stream whose instance died: another one answers the request again, what the
-client already has is taken away from that answer, and the rest is passed on as if nothing had
-happened.
+"""Continues a stream whose instance died: another instance answers the request again.
 
-A second answer is the same answer only if it can be reproduced, so this is done when the request
-says `"temperature": 0` or has a `seed` (`Body.reproducible`), and only if each event of the first
-was understood. Here are the events of completions and chat completions, which are pieces of text;
-`named_events.py` has those of other endpoints.
+The part of the second answer that the client already has is removed, and the rest is passed on, so
+that the client sees one undisturbed stream.
 
-It is also *verified*: what is taken away must be, piece by piece and per choice, what was delivered
-(text, content, reasoning, tool calls, token ids; of logprobs only how many, since their last digits
-depend on the batch). When it is not, the client gets an error event, never two halves of different
-answers.
+When. A second answer equals the first only if it can be reproduced. So a stream is continued only
+if the request has `"temperature": 0` or a `seed` (`Body.reproducible`), and only if each event of
+the first answer was understood. This module has the events of completions and chat completions,
+which are pieces of text; `named_events.py` has those of other endpoints.
 
-The client sees one stream: the first one's `id` and `created`, no second role, the ids that its
-tool calls began with. Usage and finish reason come from the answer that ended, and are those of an
-undisturbed run. Where the two answers are cut into events differently, the rest of an event is one
-event in the same form.
+Verification. The removed part must equal what was delivered, piece by piece and per choice: text,
+content, reasoning, tool calls, token ids. Of logprobs only the number is compared, since their last
+digits depend on the batch. On a mismatch the client gets an error event, never two halves of
+different answers.
 
-`Told` is what a client was told, in constant space: a count and a hash per choice and kind of
-piece. While a stream runs its bytes are only kept (`streams.Tape`), and folded into a `Told` some
-hundred events at a time.
+Identity. The client sees one stream: the `id` and `created` of the first answer, no second role,
+and the first ids of its tool calls. Usage and finish reason come from the answer that ended, and
+are those of an undisturbed run. The two answers may be cut into events differently: the rest of an
+event is sent as one event in the same form.
+
+Memory. A transcript holds the delivered content in constant space: a count and a hash per choice
+and kind of piece. While a stream runs its bytes are only recorded (`streams.StreamRecorder`), and
+folded into a transcript some hundred events at a time.
 """
 
 from __future__ import annotations
@@ -33,20 +34,21 @@ import msgspec
 
 from ...errors import DisaggError
 
-# How vLLM's events begin: who answers, since when.  All events of a stream begin so.
+# How vLLM's events begin: the answer's id and its time. All events of a stream begin alike.
 _IDENTITY = re.compile(rb'data: \{"id":"[^"]*","object":"[^"]*","created":\d+')
 _DATA = b"data: "
 _DONE = b"data: [DONE]"
 
 Piece = str | list[Any]
+PieceKey = tuple[int, str]  # choice, kind
 
 
 class NotReplayable(DisaggError):
-    """An event that we cannot follow, so that its stream cannot be continued."""
+    """An event is not understood, so that its stream cannot be continued."""
 
 
 class Diverged(DisaggError):
-    """The second answer is another one."""
+    """The second answer differs from the first."""
 
 
 class _FunctionDelta(msgspec.Struct, forbid_unknown_fields=True):
@@ -86,44 +88,44 @@ class _ChunkEvent(msgspec.Struct):
     prompt_text: str | None = None
 
 
-_event = msgspec.json.Decoder(_ChunkEvent).decode
-_events = msgspec.json.Decoder(list[_ChunkEvent]).decode
-_strings = msgspec.json.Decoder(list[str]).decode
+_decode_event = msgspec.json.Decoder(_ChunkEvent).decode
+_decode_events = msgspec.json.Decoder(list[_ChunkEvent]).decode
+_decode_strings = msgspec.json.Decoder(list[str]).decode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 _encode = msgspec.json.Encoder().encode
 
-WHOLE_INDEX = -1  # the index under which pieces go that belong to no choice
+WHOLE_INDEX = -1  # the index of pieces that belong to no choice
 
 
-def identity(event: bytes) -> bytes:
-    """The bytes with which a stream's events begin; NotTold when they are not vLLM's."""
+def answer_identity(event: bytes) -> bytes:
+    """Returns the bytes that all of a stream's events begin with; raises NotReplayable."""
     found = _IDENTITY.match(event)
     if not found:
         raise NotReplayable("an event of another kind")
     return found[0]
 
 
-def says_nothing(event: bytes) -> bool:
-    """Whether an event is none: a blank line more, or a comment."""
+def is_blank_or_comment(event: bytes) -> bool:
+    """Whether an event carries nothing: an extra blank line, or a comment."""
     return not event or (event.startswith(b":") and b"\n" not in event)
 
 
 def _parse(event: bytes) -> _ChunkEvent:
     try:
-        return _event(event[len(_DATA) :])
+        return _decode_event(event[len(_DATA) :])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise NotReplayable(f"an event that this proxy cannot follow: {error}") from None
 
 
 def _parse_all(events: bytes) -> list[_ChunkEvent]:
     try:
-        return _events(events)
+        return _decode_events(events)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise NotReplayable(f"events that this proxy cannot follow: {error}") from None
 
 
-def _plain(event: _ChunkEvent) -> tuple[int, str, str] | None:
-    """(choice, kind, piece) of an event that says one piece of text and nothing else."""
+def _single_text(event: _ChunkEvent) -> tuple[int, str, str] | None:
+    """Returns (choice, kind, text) of an event that carries one text and nothing else."""
     if len(event.choices) != 1 or event.prompt_token_ids or event.prompt_text:
         return None
     choice = event.choices[0]
@@ -132,22 +134,15 @@ def _plain(event: _ChunkEvent) -> tuple[int, str, str] | None:
     delta = choice.delta
     if delta is None:
         return (choice.index, "text", choice.text) if choice.text else None
-    if (
-        choice.text
-        or not delta.content
-        or delta.role
-        or delta.reasoning
-        or delta.reasoning_content
-        or delta.tool_calls
-    ):
+    if choice.text or not delta.content:
+        return None
+    if delta.role or delta.reasoning or delta.reasoning_content or delta.tool_calls:
         return None
     return choice.index, "content", delta.content
 
 
 class EventForm(NamedTuple):
-    """Events that say one piece of text each and are otherwise equal: what comes before and after
-    that piece.
-    """
+    """The bytes around the text of events that carry one text each and are otherwise equal."""
 
     before: bytes
     after: bytes
@@ -156,30 +151,31 @@ class EventForm(NamedTuple):
 
 
 def form_of(event: bytes) -> EventForm | None:
-    """The form of a whole event, blank line included; None when it says anything else, or its text
-    is escaped.
+    """Returns the form of an event, blank line included.
+
+    None if the event carries more than one text, or if the text is escaped in JSON.
     """
     try:
-        plain = _plain(_parse(event))
+        single = _single_text(_parse(event))
     except NotReplayable:
         return None
-    if not plain:
+    if not single:
         return None
-    index, kind, piece = plain
-    if "\\" in piece:  # in JSON it is two bytes, so the piece's end cannot be told
+    index, kind, text = single
+    # A backslash is two bytes in JSON, so that the end of the text would be misplaced.
+    if "\\" in text:
         return None
     begin = event.find(b'"%b":"' % kind.encode()) + len(kind) + 4
-    form = EventForm(event[:begin], event[begin + len(piece.encode()) :], index, kind)
-    again = form.before + b"x" + form.after
-    return (
-        form
-        if event[begin:].startswith(piece.encode()) and _plain(_parse(again)) == (index, kind, "x")
-        else None
-    )
+    form = EventForm(event[:begin], event[begin + len(text.encode()) :], index, kind)
+    if not event[begin:].startswith(text.encode()):
+        return None
+    # Proof by trial: the form around another text must parse to that text alone.
+    trial = _single_text(_parse(form.before + b"x" + form.after))
+    return form if trial == (index, kind, "x") else None
 
 
 def _pieces(event: _ChunkEvent) -> Iterator[tuple[int, str, Piece]]:
-    """All content of an event: choice, kind, piece."""
+    """Yields all content of an event as (choice, kind, piece)."""
     if event.prompt_token_ids:
         yield WHOLE_INDEX, "prompt_token_ids", event.prompt_token_ids
     if event.prompt_text:
@@ -188,7 +184,7 @@ def _pieces(event: _ChunkEvent) -> Iterator[tuple[int, str, Piece]]:
         if choice.text:
             yield choice.index, "text", choice.text
         if choice.delta:
-            yield from _of_delta(choice.index, choice.delta)
+            yield from _delta_pieces(choice.index, choice.delta)
         if choice.prompt_token_ids:
             yield choice.index, "prompt_token_ids", choice.prompt_token_ids
         if choice.token_ids:
@@ -199,7 +195,7 @@ def _pieces(event: _ChunkEvent) -> Iterator[tuple[int, str, Piece]]:
                     yield choice.index, f"logprobs.{name}", values
 
 
-def _of_delta(index: int, delta: _ChatDelta) -> Iterator[tuple[int, str, Piece]]:
+def _delta_pieces(index: int, delta: _ChatDelta) -> Iterator[tuple[int, str, Piece]]:
     if delta.role:
         yield index, "role", delta.role
     if delta.content:
@@ -221,7 +217,7 @@ class _TextChannel:
     __slots__ = ("_hash", "count")
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = 0  # characters of text, or items of a list
         self._hash = hashlib.blake2b(digest_size=16)
 
     def add(self, kind: str, piece: Piece) -> None:
@@ -237,22 +233,23 @@ class _TextChannel:
 
 
 class ChoiceTranscript:
-    """What a client was told so far of a completion or a chat completion."""
+    """The content of a completion or chat completion that a client has received."""
 
     def __init__(self) -> None:
-        self.channels: dict[tuple[int, str], _TextChannel] = {}
-        self.finished: dict[int, str] = {}
-        self.usage = False  # the event without choices, which is the last one
-        self.identity = b""  # how all events begin
+        self.channels: dict[PieceKey, _TextChannel] = {}
+        self.finish_reasons: dict[int, str] = {}  # by choice
+        self.usage_sent = False  # in the event without choices, which is the last one
+        self.identity = b""  # the bytes that all events begin with
         self._done = False
 
     def replay(self) -> ChoiceReplay:
+        """Returns the comparison for a second answer."""
         return ChoiceReplay(self)
 
-    def _content(self, events: Iterable[bytes]) -> Iterator[bytes]:
-        """The JSON of events, each of which is one of ours; else NotTold."""
+    def _json_of(self, events: Iterable[bytes]) -> Iterator[bytes]:
+        """Yields the JSON of each event; raises NotReplayable for an event of another answer."""
         for event in events:
-            if says_nothing(event):
+            if is_blank_or_comment(event):
                 continue
             if self._done:
                 raise NotReplayable("an event after the last one")
@@ -260,200 +257,207 @@ class ChoiceTranscript:
                 self._done = True
                 continue
             if not self.identity:
-                self.identity = identity(event)
+                self.identity = answer_identity(event)
             if not event.startswith(self.identity):
                 raise NotReplayable("an event of another answer")
             yield event[len(_DATA) :]
 
     def add(self, events: Iterable[bytes]) -> None:
-        """More events, whole ones; NotTold when one of them is not understood.
+        """Adds whole events; raises NotReplayable if one of them is not understood.
 
-        Nearly all of them say one piece of text and nothing else: those in a row are noted
-        together.
+        Nearly all of them carry one text and nothing else: consecutive ones are hashed together.
         """
-        content = b",".join(self._content(events))
-        row: list[str] = []
-        key = (0, "text")
+        content = b",".join(self._json_of(events))
+        texts: list[str] = []
+        key: PieceKey = (0, "text")
         for event in _parse_all(b"[" + content + b"]"):
-            plain = _plain(event)
-            if plain is None:
-                self._add_row(key, row)
-                self.note(event)
+            single = _single_text(event)
+            if single is None:
+                self._add_joined(key, texts)
+                self._add_event(event)
                 continue
-            index, kind, piece = plain
+            index, kind, text = single
             if key != (index, kind):
-                self._add_row(key, row)
+                self._add_joined(key, texts)
                 key = (index, kind)
-            row.append(piece)
-        self._add_row(key, row)
+            texts.append(text)
+        self._add_joined(key, texts)
 
-    def _add_row(self, key: tuple[int, str], row: list[str]) -> None:
-        if row:
-            channel = self.channels.get(key)
-            if channel is None:
-                channel = self.channels[key] = _TextChannel()
-            channel.add(key[1], "".join(row))
-            row.clear()
+    def _add_joined(self, key: PieceKey, texts: list[str]) -> None:
+        """Adds consecutive texts of one channel, and empties their list."""
+        if texts:
+            self._channel(key).add(key[1], "".join(texts))
+            texts.clear()
+
+    def _channel(self, key: PieceKey) -> _TextChannel:
+        channel = self.channels.get(key)
+        if channel is None:
+            channel = self.channels[key] = _TextChannel()
+        return channel
 
     def add_texts(self, form: EventForm, pieces: list[bytes]) -> None:
-        """The same for the texts of events of one form, as they stood in JSON."""
+        """Adds the texts of events of one form, in their JSON spelling; raises NotReplayable."""
         try:
-            row = _strings(b'["' + b'","'.join(pieces) + b'"]')
+            texts = _decode_strings(b'["' + b'","'.join(pieces) + b'"]')
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise NotReplayable(f"texts that this proxy cannot follow: {error}") from None
-        if len(row) != len(pieces):
+        if len(texts) != len(pieces):
             raise NotReplayable("texts that are no texts")
-        self._add_row((form.choice, form.kind), row)
+        self._add_joined((form.choice, form.kind), texts)
 
-    def note(self, event: _ChunkEvent) -> None:
+    def _add_event(self, event: _ChunkEvent) -> None:
         for index, kind, piece in _pieces(event):
-            channel = self.channels.get((index, kind))
-            if channel is None:
-                channel = self.channels[index, kind] = _TextChannel()
-            channel.add(kind, piece)
+            self._channel((index, kind)).add(kind, piece)
         for choice in event.choices:
             if choice.finish_reason:
-                self.finished[choice.index] = choice.finish_reason
+                self.finish_reasons[choice.index] = choice.finish_reason
         if not event.choices:
-            self.usage = True
+            self.usage_sent = True
 
 
 class ChoiceReplay:
-    """A second answer, without what was told of it already. Ends (`caught_up`) where the first one
-    broke off.
+    """Compares a second answer with a transcript, and removes what the client already has.
+
+    It has `caught_up` when the second answer reaches the point where the first one broke off.
     """
 
-    lasts = False  # what comes after it needs no more than `rename`
+    sees_all_events = False  # the events after that point need no more than `identity_rename`
 
-    def __init__(self, told: ChoiceTranscript) -> None:
-        self.rename: tuple[bytes, bytes] | None = (
-            None  # how this answer's events begin, and the client's
-        )
-        self._told = told
-        self._seen = ChoiceTranscript()
-        self._missing = {key for key, channel in told.channels.items() if channel.count}
+    def __init__(self, transcript: ChoiceTranscript) -> None:
+        # The bytes that this answer's events begin with, and those of the client's events.
+        self.identity_rename: tuple[bytes, bytes] | None = None
+        self._transcript = transcript
+        self._seen = ChoiceTranscript()  # the part of this answer that was compared
+        self._unmatched = {key for key, channel in transcript.channels.items() if channel.count}
 
     @property
     def caught_up(self) -> bool:
+        """Whether all of the transcript was found in this answer."""
         return (
-            not self._missing
-            and self._told.finished.keys() <= self._seen.finished.keys()
-            and self._seen.usage >= self._told.usage
+            not self._unmatched
+            and self._transcript.finish_reasons.keys() <= self._seen.finish_reasons.keys()
+            and self._seen.usage_sent >= self._transcript.usage_sent
         )
 
-    def event(self, raw: bytes) -> bytes:
-        """What is new in an event, as an event; empty when nothing is.  Diverged, NotTold."""
-        if says_nothing(raw):
-            return raw  # a sign of life
+    def new_part(self, raw: bytes) -> bytes:
+        """Returns the new part of an event, as an event; b"" if nothing is new.
+
+        Raises Diverged or NotReplayable.
+        """
+        if is_blank_or_comment(raw):
+            return raw  # a keep-alive
         if raw == _DONE:
             if not self.caught_up:
                 raise Diverged("the answer made again is shorter")
             return raw
-        if not self.rename:
-            self.rename = (identity(raw), self._told.identity)
-        old, new = self._compare(_parse(raw))
-        if any(index in new for index, _ in self._missing):
+        if not self.identity_rename:
+            self.identity_rename = (answer_identity(raw), self._transcript.identity)
+        old_lengths, new_choices = self._compare(_parse(raw))
+        if any(index in new_choices for index, _ in self._unmatched):
             raise Diverged("the answer made again is another one")
-        if not new:
+        if not new_choices:
             return b""
-        return _cut(raw, old) if old else raw
+        return _without_old(raw, old_lengths) if old_lengths else raw
 
-    def _compare(self, event: _ChunkEvent) -> tuple[dict[tuple[int, str], int], set[int]]:
-        """How much of each piece the client has; the choices of which there is more than that."""
-        old: dict[tuple[int, str], int] = {}
-        new: set[int] = set()
+    def _compare(self, event: _ChunkEvent) -> tuple[dict[PieceKey, int], set[int]]:
+        """Returns the delivered length of each piece, and the choices with new content."""
+        old_lengths: dict[PieceKey, int] = {}
+        new_choices: set[int] = set()
         for index, kind, piece in _pieces(event):
-            taken = self._take(index, kind, piece)
-            if taken:
-                old[index, kind] = taken
-            if taken < len(piece):
-                new.add(index)
+            old_length = self._match_piece(index, kind, piece)
+            if old_length:
+                old_lengths[index, kind] = old_length
+            if old_length < len(piece):
+                new_choices.add(index)
         for choice in event.choices:
-            if choice.finish_reason and self._finish(choice.index, choice.finish_reason):
-                new.add(choice.index)
+            if choice.finish_reason and self._is_new_finish(choice.index, choice.finish_reason):
+                new_choices.add(choice.index)
         if not event.choices:
-            if self._missing:
+            if self._unmatched:
                 raise Diverged("the answer made again is shorter")
-            if not self._told.usage:
-                new.add(WHOLE_INDEX)
-            self._seen.usage = True
-        return old, new
+            if not self._transcript.usage_sent:
+                new_choices.add(WHOLE_INDEX)
+            self._seen.usage_sent = True
+        return old_lengths, new_choices
 
-    def _take(self, index: int, kind: str, piece: Piece) -> int:
-        """How much of a piece was told already; Diverged when that was something else."""
+    def _match_piece(self, index: int, kind: str, piece: Piece) -> int:
+        """Returns how much of a piece the client has; raises Diverged if that part differs."""
         key = (index, kind)
-        told = self._told.channels.get(key)
-        if told is None or key not in self._missing:
-            if index in self._told.finished:
+        recorded = self._transcript.channels.get(key)
+        if recorded is None or key not in self._unmatched:
+            if index in self._transcript.finish_reasons:
                 raise Diverged("the answer made again is longer")
             return 0
         seen = self._seen.channels.setdefault(key, _TextChannel())
-        part = piece[: told.count - seen.count]
-        if kind.endswith(".name") and len(part) < len(
-            piece
-        ):  # another function, whose name begins alike
+        old_part = piece[: recorded.count - seen.count]
+        # A function's name comes in one piece: this is another function whose name begins alike.
+        if kind.endswith(".name") and len(old_part) < len(piece):
             raise Diverged("the answer made again is another one")
-        seen.add(kind, part)
-        if seen.count == told.count:
-            if seen.digest != told.digest:
+        seen.add(kind, old_part)
+        if seen.count == recorded.count:
+            if seen.digest != recorded.digest:
                 raise Diverged("the answer made again is another one")
-            self._missing.discard(key)
-        return len(part)
+            self._unmatched.discard(key)
+        return len(old_part)
 
-    def _finish(self, index: int, reason: str) -> bool:
-        """Whether a choice's end is news."""
-        self._seen.finished[index] = reason
-        if any(key[0] == index for key in self._missing):
+    def _is_new_finish(self, index: int, reason: str) -> bool:
+        """Whether the end of a choice is new to the client; raises Diverged."""
+        self._seen.finish_reasons[index] = reason
+        if any(key[0] == index for key in self._unmatched):
             raise Diverged("the answer made again is shorter")
-        told = self._told.finished.get(index)
-        if told not in (None, reason):
+        recorded = self._transcript.finish_reasons.get(index)
+        if recorded not in (None, reason):
             raise Diverged("the answer made again ends otherwise")
-        return told is None
+        return recorded is None
 
 
-def _cut(raw: bytes, old: dict[tuple[int, str], int]) -> bytes:
-    """An event without the first `old` characters or items of its pieces."""
+def _without_old(raw: bytes, old_lengths: dict[PieceKey, int]) -> bytes:
+    """Returns an event without the beginnings of its pieces, in characters or items."""
     event = _decode(raw[len(_DATA) :])
     for name in ("prompt_token_ids", "prompt_text"):
-        if old.get((WHOLE_INDEX, name)):
+        if old_lengths.get((WHOLE_INDEX, name)):
             event[name] = None
     for choice in event["choices"]:
         index = choice.get("index", 0)
-        mine = {kind: count for (of, kind), count in old.items() if of == index}
+        lengths = {kind: n for (of_choice, kind), n in old_lengths.items() if of_choice == index}
         for kind in ("text", "token_ids"):
-            if kind in mine:
-                choice[kind] = choice[kind][mine[kind] :]
-        if "prompt_token_ids" in mine:
+            if kind in lengths:
+                choice[kind] = choice[kind][lengths[kind] :]
+        if "prompt_token_ids" in lengths:
             choice["prompt_token_ids"] = None
         if choice.get("delta"):
-            _cut_delta(choice["delta"], mine)
+            _strip_delta(choice["delta"], lengths)
         if choice.get("logprobs"):
-            left = {
-                k: v[mine.get(f"logprobs.{k}", 0) :] if v else v
-                for k, v in choice["logprobs"].items()
+            rest = {
+                name: values[lengths.get(f"logprobs.{name}", 0) :] if values else values
+                for name, values in choice["logprobs"].items()
             }
-            choice["logprobs"] = left if any(left.values()) else None
+            choice["logprobs"] = rest if any(rest.values()) else None
     return _DATA + _encode(event)
 
 
-def _cut_delta(delta: dict[str, Any], old: dict[str, int]) -> None:
-    if "role" in old:
+def _strip_delta(delta: dict[str, Any], old_lengths: dict[str, int]) -> None:
+    """Removes from a chat delta, in place, what the client has."""
+    if "role" in old_lengths:
         del delta["role"]
     for kind in ("content", "reasoning", "reasoning_content"):
-        if kind in old:
-            delta[kind] = delta[kind][old[kind] :]
-    left = []
+        if kind in old_lengths:
+            delta[kind] = delta[kind][old_lengths[kind] :]
+    new_calls = []
     for call in delta.get("tool_calls") or ():
-        mark, function = f"tool{call.get('index', 0)}", call.get("function") or {}
-        if f"{mark}.name" in old:  # the client knows this call, by the id of the first answer
+        prefix = f"tool{call.get('index', 0)}"
+        function = call.get("function") or {}
+        if f"{prefix}.name" in old_lengths:
+            # The client has this call under the id of the first answer.
             call.pop("id", None)
             call.pop("type", None)
             function.pop("name")
-        if f"{mark}.arguments" in old:
-            function["arguments"] = function["arguments"][old[f"{mark}.arguments"] :]
+        if f"{prefix}.arguments" in old_lengths:
+            old_length = old_lengths[f"{prefix}.arguments"]
+            function["arguments"] = function["arguments"][old_length:]
         if function.get("name") or function.get("arguments"):
-            left.append(call)
-    if left:
-        delta["tool_calls"] = left
+            new_calls.append(call)
+    if new_calls:
+        delta["tool_calls"] = new_calls
     else:
         delta.pop("tool_calls", None)

@@ -1,22 +1,20 @@
-"""What a request does next when an attempt to serve it has failed. Pure: no clock, no instances, no
-sockets.
+"""Decides the next step after a failed attempt.  Pure: no clock, no instances, no sockets.
 
     a pair fails at P   -> another pair -> this D alone -> another D alone -> give up
     P has no room (429) -> another pair ---------------------------------> give up
     a pair fails at D   -> another pair ------------------> another D alone -> give up
     D alone fails       -------------------------------------> another D alone -> give up
 
-The same ladder serves a stream that has begun, if its answer can be made again (`continuation.py`);
-else its client gets an error event. No instance is tried twice by one request, and three bounds
-keep failing requests from multiplying:
+The same ladder serves a stream that has started, if its answer can be reproduced
+(`continuation.py`); otherwise its client gets an error event. No instance is tried twice by one
+request. Three bounds keep failing requests from multiplying:
 
-* `ATTEMPTS` and `PAIRS` per request;
-* `DEATHS`: a request under which instances died twice may be what kills them, and gets no third;
-* `Budget`, for the whole fleet: what fails on instances that live (5xx, no answer in time) may be
-  repeated for a fifth
-  of the requests, since then the fleet is busy rather than broken.  Death is not charged: it ends
-  each request of the
-  dead instance once, all at the same moment, and must cost none of them its answer.
+* `MAX_ATTEMPTS` and `MAX_PAIR_ATTEMPTS` per request.
+* `MAX_DEATHS`: a request under which two instances died may be the cause, and gets no third.
+* `RetryBudget`, for the whole fleet. Failures of instances that are alive (5xx, no answer in time)
+  are retried for at most a fifth of the requests, since then the fleet is busy rather than broken.
+  Deaths are not charged: a death ends each request of the dead instance once, all in the same
+  moment, and must cost none of them its answer.
 """
 
 from __future__ import annotations
@@ -27,83 +25,90 @@ from typing import Literal
 
 from ..http.reasons import Reason
 
-# The connection broke; the API server says that its engine died; its engine makes no steps.
+# The connection broke; the API server reports its engine's death; the engine makes no steps.
 DEATH_REASONS = frozenset(("reset", "died", "stalled"))
 
 MAX_ATTEMPTS = 5
-MAX_PAIR_ATTEMPTS = 3  # attempts with two legs; what then still fails is left to a D alone
+MAX_PAIR_ATTEMPTS = 3  # attempts with two legs; after these a D alone is tried
 MAX_DEATHS = 2
 
-# Where the instance lives, as far as one can tell, and so the failure may be the sign of an
-# overload.
+# The instance seems to be alive, so the failure may be a sign of overload.
 CHARGED_REASONS = frozenset(("garbled", "timeout", "5xx", "busy"))
 
 
 class NextStep(Enum):
+    """A rung of the ladder; the values are those of the metric of failovers."""
+
     PAIR = "pair"  # two other legs, at least one of them new
-    SAME = "same_decode"  # the decode instance at hand serves it alone
-    OTHER = "other_decode"  # another decode instance serves it alone
+    SAME_DECODE = "same_decode"  # the decode instance of this attempt serves it alone
+    OTHER_DECODE = "other_decode"  # another decode instance serves it alone
     GIVE_UP = "none"
 
 
 @dataclass(slots=True)
 class AttemptHistory:
-    """What a request has been through."""
+    """The attempts of one request so far."""
 
     attempts: int = 0
-    pairs: int = 0
+    pair_attempts: int = 0
     deaths: int = 0
-    begun: bool = False  # the client has bytes of its answer
-    resumable: bool = False  # and they can be made again
+    answer_started: bool = False  # the client has bytes of its answer
+    answer_resumable: bool = False  # another instance can continue these bytes
 
 
 @dataclass(slots=True, frozen=True)
 class Alternatives:
-    """What could be tried now."""
+    """The steps that are possible now."""
 
     pair: bool
-    same: bool
-    other: bool
+    same_decode: bool
+    other_decode: bool
 
 
 class RetryBudget:
-    """How much may be repeated: a share of all requests, and a little more so that a quiet fleet
-    has some too.
-    """
+    """A token bucket of retries: a share of all requests, and a rate that serves a quiet fleet."""
 
     def __init__(self, share: float = 0.2, rate: float = 10.0, most: float = 100.0) -> None:
-        self._share, self._rate, self._most = share, rate, most
+        """`share`: retries for each request.  `rate`: retries for each second.  `most`: the cap."""
+        self._share = share
+        self._rate = rate
+        self._most = most
         self._tokens = most
-        self._then = 0.0
+        self._refilled_at = 0.0
 
     def earn(self) -> None:
-        """A request came."""
+        """Adds the share of one new request."""
         self._tokens = min(self._most, self._tokens + self._share)
 
     def spend(self, now: float) -> bool:
-        """Whether one more repetition is within the budget; if so it is taken from it."""
-        self._tokens = min(self._most, self._tokens + max(0.0, now - self._then) * self._rate)
-        self._then = now
+        """Takes one retry out of the budget; returns False if the budget is exhausted."""
+        elapsed = max(0.0, now - self._refilled_at)
+        self._tokens = min(self._most, self._tokens + elapsed * self._rate)
+        self._refilled_at = now
         if self._tokens < 1:
             return False
         self._tokens -= 1
         return True
 
 
-def step(
-    leg: Literal["prefill", "decode"], reason: Reason, past: AttemptHistory, left: Alternatives
+def next_step(
+    leg: Literal["prefill", "decode"],
+    reason: Reason,
+    history: AttemptHistory,
+    alternatives: Alternatives,
 ) -> NextStep:
-    """The next step after a failure; the caller asks the budget before it takes one that is
-    charged.
+    """Returns the next step after `leg` failed for `reason`.
+
+    The caller asks the `RetryBudget` before it takes a step after one of `CHARGED_REASONS`.
     """
-    if past.begun and not past.resumable:
+    if history.answer_started and not history.answer_resumable:
         return NextStep.GIVE_UP
-    if past.attempts >= MAX_ATTEMPTS or past.deaths >= MAX_DEATHS or reason == "diverged":
+    if history.attempts >= MAX_ATTEMPTS or history.deaths >= MAX_DEATHS or reason == "diverged":
         return NextStep.GIVE_UP
-    if left.pair and past.pairs < MAX_PAIR_ATTEMPTS:
+    if alternatives.pair and history.pair_attempts < MAX_PAIR_ATTEMPTS:
         return NextStep.PAIR
     if reason == "busy":
-        return NextStep.GIVE_UP  # its words are true, and its client can come back
-    if leg == "prefill" and left.same:
-        return NextStep.SAME
-    return NextStep.OTHER if left.other else NextStep.GIVE_UP
+        return NextStep.GIVE_UP  # P's 429 is a true answer, after which the client can come back
+    if leg == "prefill" and alternatives.same_decode:
+        return NextStep.SAME_DECODE
+    return NextStep.OTHER_DECODE if alternatives.other_decode else NextStep.GIVE_UP

@@ -1,10 +1,10 @@
-"""Whether an answer's stream has begun: with its first event of content, or with the end of the
-answer.
+"""Detects when a streamed answer has started: at its first event of content, or at its end.
 
-What comes before is no beginning: comments (keep-alives), `response.created` and the like, a role.
-vLLM sends those before its engine has computed anything, so they say nothing about the request's
-success. An answer that begins with an error event has failed. Pure, and cheap: each event up to the
-first of content is read once, nothing after it.
+Events before that are prefaces: comments (keep-alives), `response.created` and the like, a role.
+vLLM sends them before its engine has computed anything, so they prove nothing about the request's
+success. An answer whose first other event is an error has failed.
+
+Pure, and cheap: each event up to the first of content is parsed once, and none after it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ..http import sse
 
 
 class ContentState(Enum):
-    """How far a stream is."""
+    """The progress of a stream; CONTENT and FAILED are final."""
 
-    NOT_YET = "not yet"  # nothing of it is content
+    NOT_YET = "not yet"  # prefaces alone
     CONTENT = "content"  # text, reasoning, a tool call, a token, or the answer's end
-    FAILED = "failed"  # an error event came first
+    FAILED = "failed"  # an error event came before any content
 
 
-# Before the first content.  All other types are content, also those that are unknown here.
-_PREFACES = frozenset(
+# Types of events before the first content.  All other types, also unknown ones, are content.
+_PREFACE_TYPES = frozenset(
     (
         "response.created",
         "response.queued",
@@ -63,21 +63,21 @@ class _FirstChunk(msgspec.Struct):
     choices: list[_FirstChoice] = []
 
 
-_typed = msgspec.json.Decoder(_TypedEvent).decode
-_chunk = msgspec.json.Decoder(_FirstChunk).decode
+_decode_typed = msgspec.json.Decoder(_TypedEvent).decode
+_decode_chunk = msgspec.json.Decoder(_FirstChunk).decode
 
 
 def _is_typed_preface(data: bytes) -> bool:
-    event = _typed(data)
+    event = _decode_typed(data)
     block = event.content_block
     if event.type == "content_block_start" and block:
         return block.type in ("text", "thinking") and not (block.text or block.thinking)
-    return event.type in _PREFACES
+    return event.type in _PREFACE_TYPES
 
 
 def _is_role(data: bytes) -> bool:
-    """Whether all that a chunk of a chat completion says is who speaks."""
-    choices = _chunk(data).choices
+    """Whether a chunk of a chat completion carries nothing but the speaker's role."""
+    choices = _decode_chunk(data).choices
     return bool(choices) and all(
         "role" in choice.delta
         and not (choice.finish_reason or choice.token_ids)
@@ -86,8 +86,8 @@ def _is_role(data: bytes) -> bool:
     )
 
 
-# By path.  A path that is not here has no events before the first content.
-_PREFACE: dict[str, Callable[[bytes], bool]] = {
+# By path.  On all other paths no event comes before the first content.
+_PREFACE_TESTS: dict[str, Callable[[bytes], bool]] = {
     "/v1/chat/completions": _is_role,
     "/v1/responses": _is_typed_preface,
     "/v1/messages": _is_typed_preface,
@@ -95,29 +95,33 @@ _PREFACE: dict[str, Callable[[bytes], bool]] = {
 
 
 class FirstContentDetector:
-    """Reads a stream until it has begun.  `failure`: the error event that it began with."""
+    """Reads a stream until it has started or failed.
 
-    __slots__ = ("_cutter", "_is_preface", "failure", "state")
+    `failure` is the error event that came instead of content, or empty.
+    """
+
+    __slots__ = ("_is_preface", "_splitter", "failure", "state")
 
     def __init__(self, path: str) -> None:
-        self._is_preface = _PREFACE.get(path)
-        self._cutter = sse.EventSplitter()
+        self._is_preface = _PREFACE_TESTS.get(path)
+        self._splitter = sse.EventSplitter()
         self.state = ContentState.NOT_YET
         self.failure = b""
 
     def feed(self, data: bytes) -> ContentState:
-        """More bytes of the body; the state after them.  CONTENT and FAILED are final."""
+        """Reads more bytes of the body; returns the state after them."""
         if self.state is not ContentState.NOT_YET:
             return self.state
         try:
-            events = self._cutter.feed(data)
+            events = self._splitter.feed(data)
         except sse.EventTooLarge:
-            self.state = ContentState.CONTENT  # for who reads it to refuse
+            # The reader of the content refuses it, with an error of its own.
+            self.state = ContentState.CONTENT
             return self.state
         for event in events.split(b"\n\n"):
             self.state = self._state_after(event)
             if self.state is not ContentState.NOT_YET:
-                self._cutter.clear()
+                self._splitter.clear()
                 break
         return self.state
 

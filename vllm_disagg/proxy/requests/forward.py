@@ -1,4 +1,4 @@
-"""Requests that are passed on as they are: to one instance, to whoever knows an id, or to all."""
+"""Forwards requests unchanged: to one instance, to the one that holds an id, or to all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..http.server import JSON, Connection, HttpRequest, error_body
 from ..http.upstream import ConnectionPool, Unreachable, UpstreamResponse, pool_of
 from ..http.websocket import join
 from ..routing.fleet import Fleet, Instance
-from ..routing.pairing import chosen
+from ..routing.pairing import record_choice
 from ..routing.policies import Policy, RoutingQuery
 from .completeness import END_MARKS, CompletenessCheck, doubtful
 from .streams import StreamRecorder, aborted
@@ -34,24 +34,24 @@ class _ServedModels(msgspec.Struct):
     data: list[msgspec.Raw]
 
 
-_model = msgspec.json.Decoder(_ServedModel).decode
-_models = msgspec.json.Decoder(_ServedModels).decode
+_decode_model = msgspec.json.Decoder(_ServedModel).decode
+_decode_models = msgspec.json.Decoder(_ServedModels).decode
 
 
 class Forwarder:
-    """Passes requests on."""
+    """Forwards requests that are not disaggregated."""
 
     def __init__(
         self,
         fleet: Fleet,
         policy: Policy,
         pools: dict[str, ConnectionPool],
-        vouching: CompletenessCheck,
+        completeness: CompletenessCheck,
     ) -> None:
         self.fleet = fleet
         self._policy = policy
         self._pools = pools
-        self._vouching = vouching
+        self._completeness = completeness
 
     async def forward(
         self,
@@ -60,73 +60,91 @@ class Forwarder:
         candidates: list[Instance],
         seek: bool = False,
     ) -> int:
-        """Pass a request to the first of some instances that answers; its status. `seek`: to the
-        first that does not say that it has no such thing.
+        """Forwards a request to the first candidate that answers; returns the answer's status.
+
+        `seek`: an answer "no such thing" counts only from the last candidate. Raises RequestFailed
+        if none answers.
         """
         error: Unreachable | None = None
-        for at, instance in enumerate(candidates):
-            chosen(self.fleet, self._policy, RoutingQuery(0), _now(), instance)
-            with _counted(instance):
-                answer: UpstreamResponse | None = None
-                try:
-                    answer = await pool_of(self._pools, instance.url).send(
-                        request.method,
-                        request.target,
-                        request.headers,
-                        request.body,
-                        request.upgrade,
-                    )
-                    if answer.status == 101:
-                        await join(client, answer)
-                        return 101
-                    missing = answer.status in (
-                        (403, 404) if request.upgrade else (404,)
-                    )  # 403: there is no such WebSocket
-                    if seek and missing and (error or at + 1 < len(candidates)):
-                        continue  # `error`: who failed may be the one who knew
-                    if answer.status == 200 and answer.is_stream:
-                        return await self._forward_stream(client, instance, answer)
-                    content = await answer.read()
-                    if answer.status == 200 and (
-                        (
-                            aborted(content) and not request.path.endswith("/derender")
-                        )  # which answers what it was sent
-                        or (
-                            doubtful(request.path, content)
-                            and not await self._vouching.works(instance)
-                        )
-                    ):
-                        raise Unreachable("died", "it is being stopped")
-                except Unreachable as failure:
-                    log.warning(
-                        "%s failed %s %s: %s", instance.url, request.method, request.path, failure
-                    )
-                    instance.leg_failed(failure.reason, _now())
-                    error = failure
-                    if client.started or at >= MAX_RETRIES:
-                        break
-                    continue
-                finally:
-                    if answer:
-                        answer.close()
-                client.answer(answer.status, end_to_end(answer.headers), content)
-                await client.drained()
-                return answer.status
+        for position, instance in enumerate(candidates):
+            record_choice(self.fleet, self._policy, RoutingQuery(0), _now(), instance)
+            # An instance that failed may have been the one with the thing, so that after a failure
+            # no other's 404 counts.
+            is_last_word = not error and position + 1 == len(candidates)
+            try:
+                status = await self._try_instance(
+                    request, client, instance, skip_missing=seek and not is_last_word
+                )
+            except Unreachable as failure:
+                log.warning(
+                    "forward: %s failed %s %s: %s; another instance is tried, if there is one",
+                    instance.url,
+                    request.method,
+                    request.path,
+                    failure,
+                )
+                instance.on_leg_failed(failure.reason, _now())
+                error = failure
+                if client.started or position >= MAX_RETRIES:
+                    break
+                continue
+            if status is not None:
+                return status
         if not error:
             raise RequestFailed(503, "no instance can be used at the moment", retry_after=5)
         raise RequestFailed(502, f"the instance failed: {error}")
+
+    async def _try_instance(
+        self, request: HttpRequest, client: Connection, instance: Instance, skip_missing: bool
+    ) -> int | None:
+        """Forwards a request to one instance; returns the answer's status.
+
+        None if the instance has no such thing and `skip_missing` is set. Raises Unreachable.
+        """
+        with _counted(instance):
+            answer: UpstreamResponse | None = None
+            try:
+                answer = await pool_of(self._pools, instance.url).send(
+                    request.method, request.target, request.headers, request.body, request.upgrade
+                )
+                if answer.status == 101:
+                    await join(client, answer)
+                    return 101
+                if skip_missing and _is_missing(request, answer.status):
+                    return None
+                if answer.status == 200 and answer.is_stream:
+                    return await self._forward_stream(client, instance, answer)
+                content = await answer.read()
+                if answer.status == 200 and await self._is_cut_off(request, instance, content):
+                    raise Unreachable("died", "it is being stopped")
+            finally:
+                if answer:
+                    answer.close()
+            client.answer(answer.status, end_to_end(answer.headers), content)
+            await client.drained()
+            return answer.status
+
+    async def _is_cut_off(self, request: HttpRequest, instance: Instance, content: bytes) -> bool:
+        """Whether an answer with status 200 was cut off by the engine's end."""
+        # /derender answers with text that the client sent, which may look like an abort.
+        if aborted(content) and not request.path.endswith("/derender"):
+            return True
+        if not doubtful(request.path, content):
+            return False
+        return not await self._completeness.is_engine_running(instance)
 
     async def _forward_stream(
         self, client: Connection, instance: Instance, answer: UpstreamResponse
     ) -> int:
         await answer.first_byte()
         client.start(answer.status, end_to_end(answer.headers))
-        tape = StreamRecorder(client.write, keep=False, hold=END_MARKS.get(client.path, b""))
+        end_mark = END_MARKS.get(client.path, b"")
+        recorder = StreamRecorder(client.write, record=False, end_mark=end_mark)
         client.on_pause = answer.pause_reading
-        await answer.pipe(tape.source(answer.reject), paused=client.paused)
-        if tape.held and not await self._vouching.works(instance):
+        await answer.pipe(recorder.start_answer(answer.reject), paused=client.paused)
+        if recorder.held and not await self._completeness.is_engine_running(instance):
             raise Unreachable("died", "it is being stopped")
-        tape.flush()
+        recorder.finish()
         client.end()
         await client.drained()
         return answer.status
@@ -134,40 +152,43 @@ class Forwarder:
     async def models(
         self, request: HttpRequest, client: Connection, instances: list[Instance]
     ) -> int:
-        """The models of instances that serve different ones, as one list."""
-        answers = await asyncio.gather(*(self._told(request, instance) for instance in instances))
+        """Answers with the models of several instances as one list; returns the status."""
+        answers = await asyncio.gather(*(self._fetch(request, instance) for instance in instances))
         known: dict[str, msgspec.Raw] = {}
         for status, headers, content in answers:
             if status != 200:
                 client.answer(status, headers, content)
                 return status
-            for model in _models(content).data:
-                known.setdefault(_model(model).id, model)
-        client.answer(
-            200, [JSON], msgspec.json.encode({"object": "list", "data": list(known.values())})
-        )
+            for model in _decode_models(content).data:
+                known.setdefault(_decode_model(model).id, model)
+        merged = {"object": "list", "data": list(known.values())}
+        client.answer(200, [JSON], msgspec.json.encode(merged))
         return 200
 
     async def everywhere(self, request: HttpRequest, client: Connection) -> int:
-        """Pass a request to all instances; the worst answer is the answer."""
-        instances = list(
-            {split_rank(i.url)[0]: i for i in self.fleet.instances}.values()
-        )  # ranks share an API server
+        """Forwards a request to all instances, and answers with the answer of highest status.
+
+        Raises RequestFailed if an instance is not up.
+        """
+        # Data parallel ranks share an API server, which gets the request once.
+        by_server = {split_rank(i.url)[0]: i for i in self.fleet.instances}
+        instances = list(by_server.values())
         if not instances or not all(instance.up for instance in self.fleet.instances):
             raise RequestFailed(
                 503,
                 "not every instance can be reached at the moment, and all must do this",
                 retry_after=5,
             )
-        answers = await asyncio.gather(*(self._told(request, instance) for instance in instances))
+        answers = await asyncio.gather(*(self._fetch(request, instance) for instance in instances))
         for instance in self.fleet.instances:
-            instance.needs_probe = True  # it may serve other names now
+            instance.needs_probe = True  # its models' names may have changed
         status, headers, content = max(answers, key=lambda answer: answer[0])
         client.answer(status, headers, content)
         await client.drained()
         return status
 
-    async def _told(self, request: HttpRequest, instance: Instance) -> tuple[int, Headers, bytes]:
+    async def _fetch(self, request: HttpRequest, instance: Instance) -> tuple[int, Headers, bytes]:
+        """Forwards a request and returns (status, headers, content); 502 if there is no answer."""
         answer: UpstreamResponse | None = None
         try:
             answer = await pool_of(self._pools, instance.url).send(
@@ -175,15 +196,21 @@ class Forwarder:
             )
             return answer.status, end_to_end(answer.headers), await answer.read()
         except Unreachable as error:
-            instance.leg_failed(error.reason, _now())
+            instance.on_leg_failed(error.reason, _now())
             return 502, [JSON], error_body(502, "an instance failed, others may have done it")
         finally:
             if answer:
                 answer.close()
 
 
+def _is_missing(request: HttpRequest, status: int) -> bool:
+    """Whether an instance answers that it has no such thing; 403: no such WebSocket."""
+    return status == 404 or (status == 403 and bool(request.upgrade))
+
+
 @contextmanager
 def _counted(instance: Instance) -> Iterator[None]:
+    """Counts a request as in flight at an instance."""
     instance.in_flight += 1
     try:
         yield

@@ -1,16 +1,18 @@
-"""Going on with a stream whose events have names: /v1/responses and /v1/messages. See
-`continuation.py` for why and when.
+"""Continues streams whose events have names: /v1/responses and /v1/messages.
+
+`continuation.py` has the reasons and the conditions.
 
 Such a stream is a sequence of *steps* (an item begins, a block ends, ...) with *runs* of deltas
-between them. Two answers to one request are the same when their steps are, and the texts of their
-runs: how a run is cut into deltas may differ. So a `Transcript` is a list of steps (a hash) and
-runs (a count and a hash), and a `NamedReplay` walks along it. What is random is not compared but
-renamed: the client goes on with the ids of the first answer. Sequence numbers go on where they
-were. The second answer's texts of whole items (`*.done`, `response.completed`) are passed on: they
-are those of the deltas.
+between them. Two answers to one request are equal when their steps are equal, and the texts of
+their runs: a run may be cut into deltas differently. So a `NamedTranscript` is a list of steps (a
+hash each) and runs (a count and a hash each), and a `NamedReplay` walks along this list.
 
-Only events that are listed here are understood. Tools that the engine runs by itself are not: they
-would run twice.
+Random values are not compared but renamed: the client keeps the ids of the first answer. Sequence
+numbers continue from the first answer. The second answer's texts of whole items (`*.done`,
+`response.completed`) are passed on: they equal those of the deltas.
+
+Only the events listed here are understood. Tools that the engine itself runs are not: they would
+run twice.
 """
 
 from __future__ import annotations
@@ -22,48 +24,51 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from .continuation import Diverged, EventForm, NotReplayable, says_nothing
+from .continuation import Diverged, EventForm, NotReplayable, is_blank_or_comment
 
-MAX_PARTS = 8192  # of one answer: a few MiB here
+MAX_PARTS = 8192  # steps and runs of one answer: a few MiB of memory
 _DONE = b"data: [DONE]"
-_FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _ID_KEYS = frozenset(("id", "item_id", "call_id"))
 _NOT_COMPARED = _ID_KEYS | {"sequence_number", "signature", "logprobs", "usage"}
 
 Object = dict[str, Any]
+RunKey = tuple[str, int, int]  # type, item or block, part
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 _encode = msgspec.json.Encoder().encode
-_sorted = msgspec.json.Encoder(order="sorted").encode
+_encode_sorted = msgspec.json.Encoder(order="sorted").encode
 
 
 class NamedDelta(NamedTuple):
-    """One more piece of a run."""
+    """One event that adds text to a run."""
 
-    run: tuple[str, int, int]  # its type, item or block, and part
+    run: RunKey
     text: str
     item: str | None = None  # the item's id
-    logprobs: int = 0  # how many
-    number: int | None = None  # of the event
+    logprobs: int = 0  # number of entries
+    number: int | None = None  # the event's sequence number
     type: str = ""
 
 
 class NamedEventSchema(Protocol):
-    """An endpoint's events."""
+    """The events of one endpoint."""
 
     numbered: bool  # each event has a sequence number
 
     def delta(self, name: str, data: bytes) -> NamedDelta | None:
-        """The piece of text that an event says, if its name is that of a delta; a DecodeError if it
-        says anything else.
+        """Returns a delta's text; None if the event is no delta.
+
+        Raises a DecodeError for a delta that carries more than text.
         """
 
     def cut(self, event: Object, chars: int, logprobs: int) -> None:
-        """Take the beginning of a delta away."""
+        """Removes the beginning of a delta, in place: so many characters and logprobs."""
 
     def step(self, event: Object) -> tuple[Object, list[str]]:
-        """What is to be the same in another answer, and the ids that are not; NotTold when it is
-        not understood.
+        """Returns the part of an event that must be equal in a second answer, and its random ids.
+
+        Raises NotReplayable if the event is not understood.
         """
 
 
@@ -77,11 +82,11 @@ class _ResponsesDelta(msgspec.Struct, forbid_unknown_fields=True):
     logprobs: list[msgspec.Raw] | None = None
 
 
-_responses_delta = msgspec.json.Decoder(_ResponsesDelta).decode
+_decode_responses_delta = msgspec.json.Decoder(_ResponsesDelta).decode
 
 
 class ResponsesSchema:
-    """/v1/responses, as vLLM streams it."""
+    """The events of /v1/responses, as vLLM streams them."""
 
     numbered = True
     _DELTAS = frozenset(
@@ -111,9 +116,10 @@ class ResponsesSchema:
     )
 
     def delta(self, name: str, data: bytes) -> NamedDelta | None:
+        """Returns a delta's text; None if the event is no delta."""
         if name not in self._DELTAS:
             return None
-        event = _responses_delta(data)
+        event = _decode_responses_delta(data)
         run = (name, event.output_index, event.content_index)
         return NamedDelta(
             run,
@@ -125,13 +131,15 @@ class ResponsesSchema:
         )
 
     def cut(self, event: Object, chars: int, logprobs: int) -> None:
+        """Removes the beginning of a delta, in place."""
         event["delta"] = event["delta"][chars:]
         if event.get("logprobs"):
             event["logprobs"] = event["logprobs"][logprobs:]
 
     def step(self, event: Object) -> tuple[Object, list[str]]:
+        """Returns the part of an event that must be equal in a second answer, and its ids."""
         name = event["type"]
-        if name in self._WHOLE:  # of which much depends on the instance
+        if name in self._WHOLE:  # most fields of these events depend on the instance
             response = _object(event, "response")
             if response.get("background"):
                 raise NotReplayable("an answer that one instance goes on with by itself")
@@ -168,32 +176,35 @@ class _BlockDelta(msgspec.Struct, forbid_unknown_fields=True):
     delta: _TextDelta | _ThinkingDelta | _JsonDelta | _SignatureDelta
 
 
-_block_delta = msgspec.json.Decoder(_BlockDelta).decode
+_decode_block_delta = msgspec.json.Decoder(_BlockDelta).decode
 
 
 class MessagesSchema:
-    """/v1/messages, as vLLM streams it."""
+    """The events of /v1/messages, as vLLM streams them."""
 
     numbered = False
     _FIELDS = ("text", "thinking", "partial_json")
     _BLOCK_TYPES = frozenset(("text", "thinking", "tool_use"))
 
     def delta(self, name: str, data: bytes) -> NamedDelta | None:
+        """Returns a delta's text; None if the event is no delta."""
         if name != "content_block_delta":
             return None
-        event = _block_delta(data)
+        event = _decode_block_delta(data)
         for kind in self._FIELDS:
             if (text := getattr(event.delta, kind, None)) is not None:
                 return NamedDelta((kind, event.index, 0), text, type=event.type)
-        return None  # a signature: a step
+        return None  # a signature, which is a step
 
     def cut(self, event: Object, chars: int, logprobs: int) -> None:
+        """Removes the beginning of a delta, in place."""
         delta = event["delta"]
         for kind in self._FIELDS:
             if kind in delta:
                 delta[kind] = delta[kind][chars:]
 
     def step(self, event: Object) -> tuple[Object, list[str]]:
+        """Returns the part of an event that must be equal in a second answer, and its ids."""
         name = event["type"]
         if name == "message_start":
             return {"type": name}, _strings(_object(event, "message"), "id")
@@ -208,26 +219,32 @@ class MessagesSchema:
 
 
 def _object(event: Object, name: str) -> Object:
+    """Returns an event's field that must be an object; raises NotReplayable."""
     found = event.get(name)
     if not isinstance(found, dict):
         raise NotReplayable(f"an event without its {name}")
     return found
 
 
-def _strings(found: Object, *names: str) -> list[str]:
-    return [found[name] for name in names if isinstance(found.get(name), str)]
+def _strings(source: Object, *names: str) -> list[str]:
+    """Returns the named fields that are strings."""
+    return [source[name] for name in names if isinstance(source.get(name), str)]
 
 
-def _compared(value: Any) -> Any:
-    """A value without what is random in it."""
+def _without_random(value: Any) -> Any:
+    """Returns a JSON value without its random fields, at any depth."""
     if isinstance(value, dict):
-        return {name: _compared(part) for name, part in value.items() if name not in _NOT_COMPARED}
-    return [_compared(part) for part in value] if isinstance(value, list) else value
+        return {
+            name: _without_random(part) for name, part in value.items() if name not in _NOT_COMPARED
+        }
+    if isinstance(value, list):
+        return [_without_random(part) for part in value]
+    return value
 
 
 @dataclass(frozen=True)
 class EventStep:
-    """An event that is no delta."""
+    """An event that is no delta: a hash of its compared fields, and its random ids."""
 
     digest: bytes
     ids: list[str]
@@ -235,30 +252,36 @@ class EventStep:
 
 @dataclass
 class DeltaRun:
-    """Deltas in a row."""
+    """Consecutive deltas of one text: counts and a hash."""
 
-    key: tuple[str, int, int]
+    key: RunKey
     item: str | None = None
     chars: int = 0
     logprobs: int = 0
     hash: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
 
     def add(self, text: str, logprobs: int) -> None:
+        """Adds a delta's text and its number of logprobs."""
         self.chars += len(text)
         self.logprobs += logprobs
         self.hash.update(text.encode())
 
-    def frozen(self) -> DeltaRun:
+    def snapshot(self) -> DeltaRun:
+        """Returns a copy that later deltas do not change."""
         return DeltaRun(self.key, self.item, self.chars, self.logprobs, self.hash.copy())
 
 
 def _step(schema: NamedEventSchema, event: Object) -> EventStep:
-    said, ids = schema.step(event)
-    return EventStep(hashlib.blake2b(_sorted(_compared(said)), digest_size=16).digest(), ids)
+    compared, ids = schema.step(event)
+    canonical = _encode_sorted(_without_random(compared))
+    return EventStep(hashlib.blake2b(canonical, digest_size=16).digest(), ids)
 
 
-def _opened(event: bytes) -> tuple[str, bytes]:
-    """Name and data of an event, which is made of just these two lines; else NotTold."""
+def _name_and_data(event: bytes) -> tuple[str, bytes]:
+    """Returns name and data of an event, which must have these two lines only.
+
+    Raises NotReplayable.
+    """
     first, _, second = event.partition(b"\n")
     if not first.startswith(b"event: ") or not second.startswith(b"data: {") or b"\n" in second:
         raise NotReplayable("an event of another kind")
@@ -266,48 +289,50 @@ def _opened(event: bytes) -> tuple[str, bytes]:
 
 
 class _EventReader:
-    """Reads one answer's events, and sees that none is missing."""
+    """Parses one answer's events, and verifies that none is missing."""
 
     def __init__(self, schema: NamedEventSchema) -> None:
         self.schema = schema
-        self.events = 0
+        self.events_read = 0
         self.done = False
 
     def read(self, raw: bytes) -> tuple[NamedDelta | None, Object]:
-        """An event: as a delta, or whole; NotTold."""
+        """Returns (delta, {}) for a delta, else (None, event); raises NotReplayable."""
         if self.done:
             raise NotReplayable("an event after the last one")
         try:
-            name, data = _opened(raw)
+            name, data = _name_and_data(raw)
             delta = self.schema.delta(name, data)
             event = {} if delta else _decode(data)
-        except _FAULTS as error:
+        except _DECODE_ERRORS as error:
             raise NotReplayable(f"an event that this proxy cannot follow: {error}") from None
         number = delta.number if delta else event.get("sequence_number")
-        if self.schema.numbered and number != self.events:
+        if self.schema.numbered and number != self.events_read:
             raise NotReplayable("an event out of sequence")
         if (delta.type if delta else event.get("type")) != name:
             raise NotReplayable("an event of two names")
-        self.events += 1
+        self.events_read += 1
         return delta, event
 
 
 class NamedTranscript:
-    """What a client was told so far."""
+    """The steps and runs of an answer that a client has received."""
 
     def __init__(self, schema: NamedEventSchema) -> None:
         self.schema = schema
-        self.told: list[EventStep | DeltaRun] = []
-        self.created: object = None  # when the answer was
+        self.parts: list[EventStep | DeltaRun] = []
+        self.created_at: object = None  # of the answer
         self._reader = _EventReader(schema)
 
     @property
-    def events(self) -> int:
-        return self._reader.events
+    def event_count(self) -> int:
+        """The number of events that the client has received, without comments."""
+        return self._reader.events_read
 
     def add(self, events: Iterable[bytes]) -> None:
+        """Adds whole events; raises NotReplayable if one of them is not understood."""
         for raw in events:
-            if says_nothing(raw):
+            if is_blank_or_comment(raw):
                 continue
             if raw == _DONE:
                 self._reader.done = True
@@ -319,12 +344,13 @@ class NamedTranscript:
                 self._add_step(event)
 
     def add_texts(self, form: EventForm, pieces: list[bytes]) -> None:
+        """Raises NotReplayable: events with names have no form."""
         raise NotReplayable("texts without their events")
 
     def _add_delta(self, delta: NamedDelta) -> None:
-        run = self.told[-1] if self.told else None
+        run = self.parts[-1] if self.parts else None
         if not isinstance(run, DeltaRun) or run.key != delta.run:
-            if not delta.text:  # nothing begins with nothing
+            if not delta.text:  # an empty text begins no run
                 return
             run = DeltaRun(delta.run, delta.item)
             self._append(run)
@@ -332,47 +358,50 @@ class NamedTranscript:
 
     def _add_step(self, event: Object) -> None:
         step = _step(self.schema, event)
-        if self.created is None and isinstance(response := event.get("response"), dict):
-            self.created = response.get("created_at")
+        if self.created_at is None and isinstance(response := event.get("response"), dict):
+            self.created_at = response.get("created_at")
         self._append(step)
 
     def _append(self, part: EventStep | DeltaRun) -> None:
-        if len(self.told) >= MAX_PARTS:
+        if len(self.parts) >= MAX_PARTS:
             raise NotReplayable("an answer of too many parts")
-        self.told.append(part)
+        self.parts.append(part)
 
     def replay(self) -> NamedReplay:
+        """Returns the comparison for a second answer."""
         return NamedReplay(self)
 
 
 class NamedReplay:
-    """A second answer: what the client has of it is compared and left out, and the rest made part
-    of the first.
-    """
+    """Compares a second answer with a transcript, and rewrites its rest as part of the first."""
 
-    lasts = True  # every event is to be renamed and numbered
-    rename: tuple[bytes, bytes] | None = None
+    sees_all_events = True  # every event gets the first answer's ids and numbers
+    identity_rename: tuple[bytes, bytes] | None = None
 
-    def __init__(self, told: NamedTranscript) -> None:
-        self._schema = told.schema
-        self._reader = _EventReader(told.schema)
-        self._told = [part.frozen() if isinstance(part, DeltaRun) else part for part in told.told]
-        self._at = 0  # all before is the same in both answers
-        self._seen: DeltaRun | None = None  # as much of the run at hand as was seen
-        self._ids: dict[str, str] = {}  # this answer's, and the client's
-        self._events = told.events
-        self._created = told.created
+    def __init__(self, transcript: NamedTranscript) -> None:
+        self._schema = transcript.schema
+        self._reader = _EventReader(transcript.schema)
+        self._parts = [
+            part.snapshot() if isinstance(part, DeltaRun) else part for part in transcript.parts
+        ]
+        self._position = 0  # all parts before it are equal in both answers
+        self._run_seen: DeltaRun | None = None  # the second answer's part of the run at _position
+        self._client_ids: dict[str, str] = {}  # by id of this answer
+        self._events_sent = transcript.event_count
+        self._created_at = transcript.created_at
 
     @property
     def caught_up(self) -> bool:
-        return self._at == len(self._told)
+        """Whether all of the transcript was found in this answer."""
+        return self._position == len(self._parts)
 
-    def event(self, raw: bytes) -> bytes:
-        """What is new in an event, as the client's next event; empty when nothing is. Diverged,
-        NotTold.
+    def new_part(self, raw: bytes) -> bytes:
+        """Returns the new part of an event, as the client's next event; b"" if nothing is new.
+
+        Raises Diverged or NotReplayable.
         """
-        if says_nothing(raw):
-            return raw  # a sign of life
+        if is_blank_or_comment(raw):
+            return raw  # a keep-alive
         if raw == _DONE:
             if not self.caught_up:
                 raise Diverged("the answer made again is shorter")
@@ -380,71 +409,75 @@ class NamedReplay:
             return raw
         delta, event = self._reader.read(raw)
         if delta is None:
-            return b"" if self._is_told(_step(self._schema, event)) else self._renamed(event)
-        chars, logprobs = self._taken(delta)
+            if self._match_step(_step(self._schema, event)):
+                return b""
+            return self._renamed(event)
+        chars, logprobs = self._match_delta(delta)
         if not self.caught_up or (chars and chars == len(delta.text)):
             return b""
-        event = _decode(_opened(raw)[1])
+        event = _decode(_name_and_data(raw)[1])
         if chars:
             self._schema.cut(event, chars, logprobs)
         return self._renamed(event)
 
-    def _is_told(self, step: EventStep) -> bool:
+    def _match_step(self, step: EventStep) -> bool:
+        """Whether the client has a step; raises Diverged if the transcript differs here."""
         if self.caught_up:
             return False
-        told = self._told[self._at]
+        recorded = self._parts[self._position]
         if (
-            not isinstance(told, EventStep)
-            or told.digest != step.digest
-            or len(told.ids) != len(step.ids)
+            not isinstance(recorded, EventStep)
+            or recorded.digest != step.digest
+            or len(recorded.ids) != len(step.ids)
         ):
             raise Diverged("the answer made again is another one")
-        for mine, theirs in zip(step.ids, told.ids, strict=True):
-            self._learn(mine, theirs)
-        self._at += 1
+        for own_id, client_id in zip(step.ids, recorded.ids, strict=True):
+            self._map_id(own_id, client_id)
+        self._position += 1
         return True
 
-    def _taken(self, delta: NamedDelta) -> tuple[int, int]:
-        """How many characters and logprobs of a delta the client has."""
+    def _match_delta(self, delta: NamedDelta) -> tuple[int, int]:
+        """Returns how many characters and logprobs of a delta the client has; raises Diverged."""
         if self.caught_up or not delta.text:
             return 0, 0
-        told = self._told[self._at]
-        if not isinstance(told, DeltaRun) or told.key != delta.run:
+        recorded = self._parts[self._position]
+        if not isinstance(recorded, DeltaRun) or recorded.key != delta.run:
             raise Diverged("the answer made again is another one")
-        if self._seen is None:
-            self._seen = DeltaRun(told.key)
-            if delta.item is not None and told.item is not None:
-                self._learn(delta.item, told.item)
-        seen = self._seen
-        text = delta.text[: told.chars - seen.chars]
-        logprobs = max(0, min(delta.logprobs, told.logprobs - seen.logprobs))
+        if self._run_seen is None:
+            self._run_seen = DeltaRun(recorded.key)
+            if delta.item is not None and recorded.item is not None:
+                self._map_id(delta.item, recorded.item)
+        seen = self._run_seen
+        text = delta.text[: recorded.chars - seen.chars]
+        logprobs = max(0, min(delta.logprobs, recorded.logprobs - seen.logprobs))
         seen.add(text, delta.logprobs)
-        if seen.chars == told.chars:
-            if seen.hash.digest() != told.hash.digest():
+        if seen.chars == recorded.chars:
+            if seen.hash.digest() != recorded.hash.digest():
                 raise Diverged("the answer made again is another one")
-            self._at, self._seen = self._at + 1, None
+            self._position += 1
+            self._run_seen = None
             if len(text) < len(delta.text) and not self.caught_up:
                 raise Diverged("the answer made again is longer")
         return len(text), logprobs
 
-    def _learn(self, mine: str, theirs: str) -> None:
-        if self._ids.setdefault(mine, theirs) != theirs:
+    def _map_id(self, own_id: str, client_id: str) -> None:
+        if self._client_ids.setdefault(own_id, client_id) != client_id:
             raise Diverged("the answer made again has other ids")
 
     def _renamed(self, event: Object) -> bytes:
-        """An event as the next one of the first answer."""
+        """Returns an event as the next one of the first answer."""
         if self._schema.numbered:
-            event["sequence_number"] = self._events
-        if self._created is not None and isinstance(event.get("response"), dict):
-            event["response"]["created_at"] = self._created
-        self._events += 1
-        for place, name in _ids_in(event):
-            place[name] = self._ids.get(place[name], place[name])
+            event["sequence_number"] = self._events_sent
+        if self._created_at is not None and isinstance(event.get("response"), dict):
+            event["response"]["created_at"] = self._created_at
+        self._events_sent += 1
+        for holder, name in _ids_in(event):
+            holder[name] = self._client_ids.get(holder[name], holder[name])
         return b"event: %b\ndata: %b" % (str(event["type"]).encode(), _encode(event))
 
 
 def _ids_in(value: Any) -> Iterator[tuple[Object, str]]:
-    """Where ids are in an event."""
+    """Yields each place of an id in an event: (object, key)."""
     if isinstance(value, list):
         for part in value:
             yield from _ids_in(part)

@@ -1,17 +1,39 @@
-"""One request's journey, told in one place.
+"""Runs one request of generation from its queue to the last byte of its answer.
 
-  queue -> both legs at once -> the decode leg's answer, as it comes, to the client
-  either leg refuses (4xx) -> that answer goes to the client, the other leg is cancelled
-  ... P with a 429         -> another P that has room, first
-  either leg fails         -> the next step of the ladder in `failover.py`: other instances, the same request
-  ... in a stream          -> the same, and what the client has already is not sent again (`continuation.py`)
-  nothing is left          -> the last failure as an answer, or as an event in the stream and [DONE]
-  client left, or out of time: both legs are cancelled
+Legs. A leg is the request that the proxy sends to an instance for one client request:
 
-A decode answer has begun when it is complete, or a stream's first event of content is here
-(`first_content.py`). What an engine sends before, as comments and `response.created`, says nothing
-about how it ends: that is held back, up to a bound, so that until then P's failure or refusal
-counts, and any other answer may take its place.
+    aggregated      one leg: D computes the prompt and the answer
+    prefill only    one leg: P answers, because one token is asked and no KV needs to move
+    in turn         NixlConnector: P's leg, then D's leg with the parameters of P's answer
+    concurrent      this project's connector: both legs at once, D reads the KV while P computes
+
+Course of a request:
+
+    wait in the prefill queue -> attempt -> the decode leg's answer goes to the client as it comes
+
+    either leg is refused (4xx)   that answer goes to the client, the other leg is cancelled
+    P answers 429                 another P that has room is tried first
+    either leg fails              the next step of the ladder in `failover.py`: the same request on
+                                  other instances
+    ... after the answer started  the same, and the delivered part is not sent again
+                                  (`continuation.py`)
+    no step is left               the last failure as an answer, or as an event in the stream and
+                                  [DONE]
+    the client left, or timeout   both legs are cancelled
+
+When an answer has started. A whole answer has started when it is complete. A stream has started at
+its first event of content (`first_content.py`): an engine sends comments and `response.created`
+before it has computed anything, so these do not predict the outcome. They are held back, up to a
+bound.
+
+What may take over. Until the decode leg's answer has started, P's failure or refusal ends the
+attempt, and any other answer may replace it. After that P's leg has no influence. Only an answer
+that was recorded in full and can be reproduced may be continued, by another instance's answer that
+equals the delivered part. Nothing replaces a whole answer that the client has, and no second
+status, header or role is ever sent in a stream.
+
+Blame. A failure counts against its instance at once, except a 5xx: the request itself may be its
+cause. That one counts when another instance has answered the request (`_blame_suspects`).
 """
 
 from __future__ import annotations
@@ -33,11 +55,11 @@ from ..routing.fleet import Fleet, Instance
 from ..routing.pairing import (
     Choice,
     InstancePair,
-    better_whole,
     choose,
     choose_decode,
-    chosen,
-    spill,
+    choose_spill,
+    prefers_aggregated,
+    record_choice,
 )
 from ..routing.policies import Policy, RoutingQuery
 from ..routing.prefill_queue import PrefillQueue, QueueFull, QueueTimeout
@@ -54,7 +76,7 @@ from .failover import (
     AttemptHistory,
     NextStep,
     RetryBudget,
-    step,
+    next_step,
 )
 from .first_content import ContentState, FirstContentDetector
 from .forward import Forwarder
@@ -62,499 +84,545 @@ from .streams import StreamRecorder, aborted, engine_failed, failure_in
 
 log = logging.getLogger(__name__)
 
-# seconds in which D may refuse too: its words are about what the client asked, P's about its leg
+# After P's refusal, the time in which D may refuse too: D's refusal is about the client's request,
+# P's about its leg.
 SECOND_WORD_SECONDS = 0.2
 SESSION_HEADER = b"x-session-id"
-# how often a request's size may stand in what an engine sends before its content: two events repeat
-# parts of it
+_REQUEST_ID_HEADER = b"x-request-id"
+# How often a request's size may be contained in the events before the first content: two of them
+# repeat parts of the request.
 MAX_ECHOES = 4
-MAX_ERROR_BYTES = 500  # bytes of an error event that a client is told
+MAX_ERROR_BYTES = 500  # bytes of an error event that are passed on to a client
+
+LegName = Literal["prefill", "decode"]
+AttemptPlan = InstancePair | Instance  # both legs, or a decode instance alone
 
 
 @dataclass(slots=True, frozen=True)
 class AttemptFailure:
-    """A leg failed in a way that another instance might not."""
+    """A leg failed in a way in which another instance may succeed."""
 
-    leg: Literal["prefill", "decode"]
+    leg: LegName
     reason: Reason
     detail: str
-    answer: UpstreamResponse | None = None  # what it answered instead
-
-
-Plan = InstancePair | Instance  # both legs, or a decode instance alone
+    answer: UpstreamResponse | None = None  # the instance's answer, for the client at the end
 
 
 class SuspectLeg(NamedTuple):
-    """An instance that answered 5xx: guilty if another does better."""
+    """An instance that answered 5xx: to blame if another instance answers the same request."""
 
     instance: Instance
-    began: float  # the leg,
-    ended: float
+    started_at: float
+    ended_at: float
 
 
 @dataclass(slots=True)
 class RequestContext:
-    """A request on its way."""
+    """One client request and the state of its attempts.  Times: the event loop's clock."""
 
     request: HttpRequest
     client: Connection
     meter: TrafficCounters
     body: Body
-    began: float
-    ask: RoutingQuery = field(default_factory=lambda: RoutingQuery(0))
-    place: InstancePair | None = None  # at a prefill instance, not yet handed to a prefill leg
-    prefill: asyncio.Task[UpstreamResponse | AttemptFailure] | None = None
-    decode: Instance | None = None  # counts it as in flight
-    past: AttemptHistory = field(default_factory=AttemptHistory)
-    failed: list[Instance] = field(default_factory=list)  # not asked again
+    started_at: float
+    query: RoutingQuery = field(default_factory=lambda: RoutingQuery(0))
+    # A pair whose place at P is taken, and not handed to a prefill leg yet.
+    unstarted_pair: InstancePair | None = None
+    prefill_task: asyncio.Task[UpstreamResponse | AttemptFailure] | None = None
+    decode: Instance | None = None  # counts this request as in flight
+    history: AttemptHistory = field(default_factory=AttemptHistory)
+    failed_instances: list[Instance] = field(default_factory=list)  # not tried again
     suspects: list[SuspectLeg] = field(default_factory=list)
-    answers: list[UpstreamResponse] = field(default_factory=list)
-    tape: StreamRecorder | None = None
+    answers: list[UpstreamResponse] = field(default_factory=list)  # to be closed
+    recorder: StreamRecorder | None = None  # once a stream was started at the client
 
 
 class Relay:
-    """Runs requests on a fleet."""
+    """Runs requests of generation on a fleet."""
 
     def __init__(
         self,
         fleet: Fleet,
         policy: Policy,
         pools: dict[str, ConnectionPool],
-        admission: PrefillQueue,
+        prefill_queue: PrefillQueue,
         metrics: Metrics,
         settings: ProxySettings,
     ) -> None:
+        """`pools`: connections by instance URL."""
         self.fleet = fleet
         self.policy = policy
         self.metrics = metrics
         self.tracing = Tracing(settings.traces_endpoint)
         self._pools = pools
-        self._admission = admission
+        self._prefill_queue = prefill_queue
         self._key = settings.key
         self._patience = settings.patience
         self._concurrency = settings.prefill_concurrency
-        self._threshold = settings.min_prompt_bytes
+        self._min_prompt_bytes = settings.min_prompt_bytes
         self._spill = settings.spill
-        self._budget = RetryBudget()
-        self._vouching = CompletenessCheck(pools, next(iter(settings.api_keys), ""))
-        self.passing = Forwarder(fleet, policy, pools, self._vouching)
+        self._retry_budget = RetryBudget()
+        self._completeness = CompletenessCheck(pools, next(iter(settings.api_keys), ""))
+        self.forwarder = Forwarder(fleet, policy, pools, self._completeness)
 
-    async def generate(self, trip: RequestContext) -> int:
-        """The whole journey; the status it ended with. Afterwards nothing of the request is left
-        anywhere.
+    async def generate(self, context: RequestContext) -> int:
+        """Serves a request until its last byte is sent; returns the status that the client got.
+
+        In every case no leg runs and no place is taken afterwards. Raises RequestFailed for
+        failures that the client has not been answered.
         """
-        trip.ask = trip.body.ask(
-            find(trip.request.headers, SESSION_HEADER), self.policy.name == "prefix_aware"
-        )
-        trip.ask.rank = find(trip.request.headers, RANK_HEADER)
-        trip.ask.path = trip.request.path
-        self._budget.earn()
+        request = context.request
+        session = find(request.headers, SESSION_HEADER)
+        context.query = context.body.routing_query(session, self.policy.name == "prefix_aware")
+        context.query.rank = find(request.headers, RANK_HEADER)
+        context.query.path = request.path
+        self._retry_budget.earn()
         try:
-            plan = await self._first(trip)
+            plan = await self._first_plan(context)
             while True:
-                outcome = await self._attempt(trip, plan)
+                outcome = await self._attempt(context, plan)
                 if isinstance(outcome, UpstreamResponse):
-                    result = await self._deliver(trip, _server(trip, plan), outcome)
+                    server = _answering_instance(context, plan)
+                    result = await self._deliver(context, server, outcome)
                     if isinstance(result, int):
-                        self._answered(trip, result)
+                        self._record_answer(context, result)
                         return result
                     outcome = result
-                following = self._next(trip, plan, outcome)
+                following = self._next_plan(context, plan, outcome)
                 if following is None:
-                    return await self._give_up(trip, outcome)
-                self._leave(trip)
+                    return await self._give_up(context, outcome)
+                self._end_attempt(context)
                 plan = following
                 if isinstance(plan, InstancePair):
                     plan.take(self.fleet, self.policy, _now())
-                    trip.place, trip.decode = plan, plan.decode
+                    context.unstarted_pair = plan
+                    context.decode = plan.decode
         finally:
-            self._leave(trip)
+            self._end_attempt(context)
 
-    async def _first(self, trip: RequestContext) -> Plan:
-        """How a request is to be served if nothing goes wrong."""
-        # A client that names a rank means one of one instance, which two legs cannot both honour.
+    # -- before the first attempt ------------------------------------------------------------------
+
+    async def _first_plan(self, context: RequestContext) -> AttemptPlan:
+        """Returns the instances of the first attempt, after a wait in the queue if necessary."""
+        query = context.query
+        # A client that names a rank means one of one instance: two legs cannot both honour that.
         if (
-            trip.body.whole
-            or trip.ask.rank
-            or better_whole(self.fleet, self.policy, trip.ask, self._threshold)
+            context.body.aggregated_reason
+            or query.rank
+            or prefers_aggregated(self.fleet, self.policy, query, self._min_prompt_bytes)
         ):
-            return self._other(trip)
-        full = (
-            self._spill
-            and choose(self.fleet, self.policy, self._concurrency, trip.ask, _now()) == "busy"
-        )
-        if full and (idle := spill(self.fleet, self.policy, _now(), trip.ask)):
-            self.metrics.fell_back("prefill_full")
-            return idle
-        return await self._queue(trip) or self._other(trip)
+            return self._any_decode(context)
+        if self._spill:
+            choice = choose(self.fleet, self.policy, self._concurrency, query, _now())
+            if choice == "busy":
+                idle = choose_spill(self.fleet, self.policy, _now(), query)
+                if idle:
+                    self.metrics.fell_back("prefill_full")
+                    return idle
+        return await self._wait_for_pair(context) or self._any_decode(context)
 
-    async def _queue(self, trip: RequestContext) -> InstancePair | None:
+    async def _wait_for_pair(self, context: RequestContext) -> InstancePair | None:
+        """Returns a pair with its places taken; None if no two instances fit."""
         try:
-            trip.place = pair = await self._admission.acquire(trip.ask, trip.request.priority)
+            pair = await self._prefill_queue.acquire(context.query, context.request.priority)
+            context.unstarted_pair = pair
         except QueueFull as error:
             raise RequestFailed(429, str(error), retry_after=1) from None
         except QueueTimeout as error:
             raise RequestFailed(503, str(error), retry_after=5) from None
         finally:
-            self.metrics.queue.observe(waited := _now() - trip.began)
-            trip.meter.queue_seconds = waited
+            waited = _now() - context.started_at
+            self.metrics.queue.observe(waited)
+            context.meter.queue_seconds = waited
         if pair:
-            trip.decode = pair.decode
-        elif self.fleet.of("prefill"):
+            context.decode = pair.decode
+        elif self.fleet.with_role("prefill"):
             self.metrics.fell_back("no_pair")
         return pair
 
-    def _answered(self, trip: RequestContext, status: int) -> None:
-        if status == 200 and trip.decode and not trip.body.one_token:
-            self.policy.answered(trip.ask, trip.decode)
+    # -- after an attempt --------------------------------------------------------------------------
 
-    def _leave(self, trip: RequestContext) -> None:
-        """End whatever runs for the request, and give back its places."""
-        if trip.prefill:
-            trip.prefill.cancel()
-            trip.prefill = None
-        self._release(trip)
-        decode, trip.decode = trip.decode, None
+    def _record_answer(self, context: RequestContext, status: int) -> None:
+        """Notes for bidirectional KV reuse that D has the KV of prompt and answer."""
+        if status == 200 and context.decode and not context.body.one_token:
+            self.policy.record_answer(context.query, context.decode)
+
+    def _end_attempt(self, context: RequestContext) -> None:
+        """Ends all legs of the request, and gives back its places."""
+        if context.prefill_task:
+            context.prefill_task.cancel()
+            context.prefill_task = None
+        self._release_prefill_place(context)
+        decode = context.decode
+        context.decode = None
         if decode:
-            decode.leave(trip.ask.size)
-        for answer in trip.answers:
+            decode.remove_request(context.query.prompt_bytes)
+        for answer in context.answers:
             answer.close()
-        trip.answers.clear()
+        context.answers.clear()
 
-    def _release(self, trip: RequestContext) -> None:
-        """Give back the place at the prefill instance."""
-        place, trip.place = trip.place, None
-        if place:
-            self._admission.release(place)
+    def _release_prefill_place(self, context: RequestContext) -> None:
+        pair = context.unstarted_pair
+        context.unstarted_pair = None
+        if pair:
+            self._prefill_queue.release(pair)
 
     # -- one attempt -------------------------------------------------------------------------------
 
-    async def _attempt(self, trip: RequestContext, plan: Plan) -> UpstreamResponse | AttemptFailure:
-        """An answer to deliver, begun, or what went wrong."""
-        trip.past.attempts += 1
+    async def _attempt(
+        self, context: RequestContext, plan: AttemptPlan
+    ) -> UpstreamResponse | AttemptFailure:
+        """Returns an answer that has started, or the failure of a leg."""
+        context.history.attempts += 1
         if isinstance(plan, Instance):
-            return await self._alone(trip, plan)
-        trip.past.pairs += 1
-        trip.request.mode = "disaggregated"
-        trip.meter.paired(plan.prefill.url, plan.decode.url)
-        if trip.body.one_token:
-            return await self._at_prefill(trip, plan)
-        if plan.prefill.kind == "nixl":
-            return await self._in_turn(trip, plan)
-        return await self._both(trip, plan)
+            return await self._run_aggregated(context, plan)
+        context.history.pair_attempts += 1
+        context.request.mode = "disaggregated"
+        context.meter.paired(plan.prefill.url, plan.decode.url)
+        if context.body.one_token:
+            # P has the token when it has the prompt, so that no KV needs to move.
+            return await self._prefill_leg(context, plan, context.body.aggregated_body())
+        if plan.prefill.connector == "nixl":
+            return await self._run_in_turn(context, plan)
+        return await self._run_concurrently(context, plan)
 
-    async def _alone(
-        self, trip: RequestContext, instance: Instance
+    async def _run_aggregated(
+        self, context: RequestContext, instance: Instance
     ) -> UpstreamResponse | AttemptFailure:
-        """A decode instance serves all of it."""
-        if not trip.client.started:
-            trip.request.mode = "whole"
-            trip.meter.paired("", instance.url)
-        chosen(self.fleet, self.policy, trip.ask, _now(), instance)
-        instance.enter(trip.ask.size)
-        trip.decode = instance
-        instance.whole += 1
+        """Runs the request on a decode instance alone."""
+        if not context.client.started:
+            context.request.mode = "whole"
+            context.meter.paired("", instance.url)
+        record_choice(self.fleet, self.policy, context.query, _now(), instance)
+        instance.add_request(context.query.prompt_bytes)
+        context.decode = instance
+        instance.aggregated_requests += 1
         try:
-            return await self._ask(trip, "decode", instance, trip.body.plain())
+            body = context.body.aggregated_body()
+            return await self._send_leg(context, "decode", instance, body)
         finally:
-            instance.whole -= 1
+            instance.aggregated_requests -= 1
 
-    async def _at_prefill(
-        self, trip: RequestContext, pair: InstancePair
+    async def _run_in_turn(
+        self, context: RequestContext, pair: InstancePair
     ) -> UpstreamResponse | AttemptFailure:
-        """One token is wanted: the prefill instance has it when it has the prompt, and no KV needs
-        to move.
-        """
-        return await self._leg(trip, pair, trip.body.plain())
-
-    async def _in_turn(
-        self, trip: RequestContext, pair: InstancePair
-    ) -> UpstreamResponse | AttemptFailure:
-        """NixlConnector's two legs: what P answers is what D is asked with."""
-        answer = await self._leg(trip, pair, trip.body.prefill(NIXL_PREFILL))
+        """Runs NixlConnector's two legs: P's answer has the parameters of D's leg."""
+        answer = await self._prefill_leg(context, pair, context.body.prefill_body(NIXL_PREFILL))
         if isinstance(answer, AttemptFailure) or answer.status != 200:
             return answer
-        self._release(trip)
+        self._release_prefill_place(context)
         params = params_in(await answer.read())
-        return await self._ask(
-            trip, "decode", pair.decode, trip.body.decode(params) if params else trip.body.plain()
-        )
+        body = context.body.decode_body(params) if params else context.body.aggregated_body()
+        return await self._send_leg(context, "decode", pair.decode, body)
 
-    async def _both(
-        self, trip: RequestContext, pair: InstancePair
+    async def _run_concurrently(
+        self, context: RequestContext, pair: InstancePair
     ) -> UpstreamResponse | AttemptFailure:
-        """Both legs at once."""
-        prefill_engine, decode_engine = pair.prefill.engine, pair.decode.engine
-        if not prefill_engine or not decode_engine:  # no pair is made of such
-            raise TypeError("a pair without engines")
-        transfer, back = new_transfer(), new_transfer() if pair.reads_back else None
-        there = decode_engine.workers if back else []
-        p_end, d_end = (
-            each.clock_after(self._patience + MARGIN_SECONDS, _now())
-            for each in (pair.prefill, pair.decode)
-        )
-        for_p = Grant(
-            VERSION,
-            "prefill",
-            transfer,
-            prefill_engine.incarnation,
-            there,
-            self._patience,
-            back,
-            p_end,
-        )
-        of_p = prefill_engine.workers
-        for_d = Grant(
-            VERSION,
-            "decode",
-            transfer,
-            decode_engine.incarnation,
-            of_p,
-            self._patience,
-            back,
-            d_end,
-        )
-        prefill_body = trip.body.prefill({REQUEST_KEY: mint(self._key, for_p)})
-        decode_body = trip.body.decode({REQUEST_KEY: mint(self._key, for_d)})
-        trip.prefill = prefill = asyncio.create_task(self._prefill(trip, pair, prefill_body))
-        trip.place = None
-        prefill.add_done_callback(lambda _: self._admission.release(pair))
-        decode = asyncio.create_task(self._ask(trip, "decode", pair.decode, decode_body))
+        """Runs both legs at once; returns D's answer, or the first failure or refusal."""
+        prefill_grant, decode_grant = self._mint_grants(pair)
+        prefill_body = context.body.prefill_body({REQUEST_KEY: prefill_grant})
+        decode_body = context.body.decode_body({REQUEST_KEY: decode_grant})
+        prefill = asyncio.create_task(self._verified_prefill_leg(context, pair, prefill_body))
+        context.prefill_task = prefill
+        # From here on the end of the prefill leg gives back the place at P.
+        context.unstarted_pair = None
+        prefill.add_done_callback(lambda _: self._prefill_queue.release(pair))
+        decode = asyncio.create_task(self._send_leg(context, "decode", pair.decode, decode_body))
         try:
             await _first_of(prefill, decode)
-            if not decode.done():
-                outcome = prefill.result()
-                if isinstance(outcome, AttemptFailure):
-                    return outcome
-                if outcome.status != 200:
-                    await asyncio.wait((decode,), timeout=SECOND_WORD_SECONDS)
-                    own = decode.result() if decode.done() else None
-                    return (
-                        own
-                        if isinstance(own, UpstreamResponse) and 400 <= own.status < 500
-                        else outcome
-                    )
+            if decode.done():
+                return await decode
+            prefill_outcome = prefill.result()
+            if isinstance(prefill_outcome, AttemptFailure):
+                return prefill_outcome
+            if prefill_outcome.status != 200:
+                await asyncio.wait((decode,), timeout=SECOND_WORD_SECONDS)
+                if decode.done():
+                    refusal = decode.result()
+                    if isinstance(refusal, UpstreamResponse) and 400 <= refusal.status < 500:
+                        return refusal
+                return prefill_outcome
             return await decode
         finally:
             decode.cancel()
 
-    async def _leg(
-        self, trip: RequestContext, pair: InstancePair, body: bytes
+    def _mint_grants(self, pair: InstancePair) -> tuple[str, str]:
+        """Returns the signed grants of the prefill leg and of the decode leg."""
+        prefill_engine = pair.prefill.engine
+        decode_engine = pair.decode.engine
+        if not prefill_engine or not decode_engine:
+            raise TypeError("a pair without engines")  # pairs are made of probed engines only
+        transfer = new_transfer()
+        # The transfer of bidirectional KV reuse, from D to P.
+        reuse_transfer = new_transfer() if pair.bidirectional_reuse else None
+        lifetime = self._patience + MARGIN_SECONDS
+        prefill_grant = Grant(
+            VERSION,
+            "prefill",
+            transfer,
+            prefill_engine.incarnation,
+            decode_engine.workers if reuse_transfer else [],
+            self._patience,
+            reuse_transfer,
+            pair.prefill.engine_clock_after(lifetime, _now()),
+        )
+        decode_grant = Grant(
+            VERSION,
+            "decode",
+            transfer,
+            decode_engine.incarnation,
+            prefill_engine.workers,
+            self._patience,
+            reuse_transfer,
+            pair.decode.engine_clock_after(lifetime, _now()),
+        )
+        return mint(self._key, prefill_grant), mint(self._key, decode_grant)
+
+    # -- one leg -----------------------------------------------------------------------------------
+
+    async def _prefill_leg(
+        self, context: RequestContext, pair: InstancePair, body: bytes
     ) -> UpstreamResponse | AttemptFailure:
-        """A prefill leg."""
-        began = _now()
+        """Runs a prefill leg within the patience."""
+        instance = pair.prefill
+        started_at = _now()
         try:
             async with asyncio.timeout(self._patience):
-                answer = await self._ask(trip, "prefill", pair.prefill, body)
+                answer = await self._send_leg(context, "prefill", instance, body)
         except TimeoutError:
-            words = f"no answer within {self._patience:g} s"
-            return self._failure(trip, "prefill", pair.prefill, "timeout", words, began)
+            detail = f"no answer within {self._patience:g} s"
+            return self._leg_failure(context, "prefill", instance, "timeout", detail, started_at)
         if isinstance(answer, UpstreamResponse) and answer.status == 429:
-            trip.failed.append(pair.prefill)
+            context.failed_instances.append(instance)
             return AttemptFailure("prefill", "busy", "it answered 429", answer)
         if isinstance(answer, UpstreamResponse) and answer.status == 200:
-            self.metrics.prefill_leg.observe(seconds := _now() - began)
-            self.tracing.prefilled(trip.request)
-            trip.meter.prefill_done(seconds)
+            seconds = _now() - started_at
+            self.metrics.prefill_leg.observe(seconds)
+            self.tracing.prefilled(context.request)
+            context.meter.prefill_done(seconds)
         return answer
 
-    async def _prefill(
-        self, trip: RequestContext, pair: InstancePair, body: bytes
+    async def _verified_prefill_leg(
+        self, context: RequestContext, pair: InstancePair, body: bytes
     ) -> UpstreamResponse | AttemptFailure:
-        """The prefill leg. A success is an answer of the very process that the decode leg was told
-        to read from.
-        """
-        instance = pair.prefill
-        answer = await self._leg(trip, pair, body)
+        """Runs a prefill leg, and verifies that the process named in D's grant answered."""
+        answer = await self._prefill_leg(context, pair, body)
         if isinstance(answer, UpstreamResponse) and answer.status == 200:
-            content = await answer.read()
-            engine = engine_in(content)
-            if card := card_in(content):
-                instance.tells_clock(card.clock, _now())
-            if (
-                card and not engine
-            ):  # if our notion of its clock is wrong, so may be that of D's, which says nothing
-                instance.needs_probe = pair.decode.needs_probe = True
-                return AttemptFailure(
-                    "prefill", "stale", "the prefill instance has refused its grant"
-                )
-            if not engine or engine.rank != instance.rank:
-                # As old versions of vLLM at new endpoints, or it was restarted without the
-                # connector, or with more ranks.
-                instance.deaf.add(trip.request.path)
-                instance.needs_probe = True
-                words = (
-                    "another data parallel rank answered"
-                    if engine
-                    else "the prefill instance says nothing of KV transfers"
-                )
-                return AttemptFailure("prefill", "stale", words)
-            if not instance.engine or engine.incarnation != instance.engine.incarnation:
-                instance.probed(instance.model, engine, instance.models)
-                instance.needs_probe = True
-                return AttemptFailure("prefill", "stale", "the prefill instance was restarted")
+            problem = self._identity_problem(context, pair, await answer.read())
+            if problem:
+                return AttemptFailure("prefill", "stale", problem)
         return answer
 
-    async def _ask(
-        self,
-        trip: RequestContext,
-        leg: Literal["prefill", "decode"],
-        instance: Instance,
-        body: bytes,
+    def _identity_problem(self, context: RequestContext, pair: InstancePair, content: bytes) -> str:
+        """Returns why a prefill leg's answer is of no use for D; "" if it is."""
+        instance = pair.prefill
+        engine = engine_in(content)
+        card = card_in(content)
+        if card:
+            instance.set_clock(card.clock, _now())
+        if card and not engine:
+            # Its clock may differ from what the proxy assumed. D's may too, and D reports nothing.
+            instance.needs_probe = True
+            pair.decode.needs_probe = True
+            return "the prefill instance has refused its grant"
+        if not engine or engine.rank != instance.rank:
+            # An old version of vLLM at a new endpoint ignores grants; or it was restarted without
+            # the connector, or with more ranks.
+            instance.unsupported_paths.add(context.request.path)
+            instance.needs_probe = True
+            if engine:
+                return "another data parallel rank answered"
+            return "the prefill instance says nothing of KV transfers"
+        if not instance.engine or engine.incarnation != instance.engine.incarnation:
+            instance.on_probe_answered(instance.model, engine, instance.models)
+            instance.needs_probe = True
+            return "the prefill instance was restarted"
+        return ""
+
+    async def _send_leg(
+        self, context: RequestContext, leg: LegName, instance: Instance, body: bytes
     ) -> UpstreamResponse | AttemptFailure:
-        """Send a leg; return when its answer has begun (a stream) or is complete (all else)."""
+        """Sends a leg; returns when its answer has started (a stream) or is complete (all else)."""
         answer: UpstreamResponse | None = None
-        good, began = False, _now()
-        instance.stepping.asked(began)
+        keep_answer = False
+        started_at = _now()
+        instance.step_monitor.on_request_sent(started_at)
         try:
-            headers = self.tracing.leg(trip.request, instance.role, instance.url)
+            headers = self.tracing.leg(context.request, instance.role, instance.url)
             answer = await pool_of(self._pools, instance.url).send(
-                "POST", trip.request.target, headers, body
+                "POST", context.request.target, headers, body
             )
-            failed = await self._beginning(trip, answer)
-            good = True
+            error_event = await self._until_started(context, answer)
+            keep_answer = True
         except Unreachable as error:
-            return self._failure(trip, leg, instance, error.reason, str(error), began)
+            detail = str(error)
+            return self._leg_failure(context, leg, instance, error.reason, detail, started_at)
         finally:
-            if answer and not good:
+            if answer and not keep_answer:
                 answer.close()
-        trip.answers.append(answer)
-        if failed:
-            return self._failure(trip, leg, instance, failure_in(failed), _words(failed), began)
-        if answer.status >= 500 or engine_failed(answer.peek()):
-            reason = failure_in(answer.peek())
-            return self._failure(
-                trip, leg, instance, reason, f"it answered {answer.status}", began, answer
+        context.answers.append(answer)
+        problem = await self._answer_problem(context, leg, instance, answer, error_event)
+        if problem:
+            reason, detail, error_answer = problem
+            return self._leg_failure(
+                context, leg, instance, reason, detail, started_at, error_answer
             )
-        if await self._given_up(trip, leg, instance, answer):
-            return self._failure(trip, leg, instance, "died", "it is being stopped", began)
-        if not 200 <= answer.status < 500:
-            return self._failure(
-                trip, leg, instance, "garbled", f"it answered {answer.status}", began, answer
-            )
-        instance.leg_succeeded(_now())
+        instance.on_leg_succeeded(_now())
         if answer.status == 200:
-            instance.stepping.lived(_now())
-            self._convict(trip)
+            instance.step_monitor.on_step_seen(_now())
+            self._blame_suspects(context)
         return answer
 
-    async def _beginning(self, trip: RequestContext, answer: UpstreamResponse) -> bytes:
-        """Return when an answer has begun or is complete; the error that a stream begins with."""
+    async def _answer_problem(
+        self,
+        context: RequestContext,
+        leg: LegName,
+        instance: Instance,
+        answer: UpstreamResponse,
+        error_event: bytes,
+    ) -> tuple[Reason, str, UpstreamResponse | None] | None:
+        """Returns (reason, detail, answer for the client at the end) if an answer is a failure.
+
+        None for a good answer, and for a refusal of the client's request.
+        """
+        if error_event:
+            return failure_in(error_event), _error_detail(error_event), None
+        if answer.status >= 500 or engine_failed(answer.peek()):
+            return failure_in(answer.peek()), f"it answered {answer.status}", answer
+        if await self._is_aborted(context, leg, instance, answer):
+            return "died", "it is being stopped", None
+        if not 200 <= answer.status < 500:
+            return "garbled", f"it answered {answer.status}", answer
+        return None
+
+    async def _until_started(self, context: RequestContext, answer: UpstreamResponse) -> bytes:
+        """Waits until an answer has started or is complete; returns an error event at its start."""
         if answer.status != 200 or not answer.is_stream:
             await answer.read()
             return b""
-        if find(answer.headers, b"content-encoding"):  # its events cannot be seen
+        if find(answer.headers, b"content-encoding"):  # compressed: events cannot be parsed
             await answer.first_byte()
             return b""
-        beginning = FirstContentDetector(trip.request.path)
-        most = HOLD_BYTES + MAX_ECHOES * len(trip.request.body)
+        detector = FirstContentDetector(context.request.path)
+        max_held_bytes = HOLD_BYTES + MAX_ECHOES * len(context.request.body)
         if not await answer.read_until(
-            lambda data: beginning.feed(data) is not ContentState.NOT_YET, most
+            lambda data: detector.feed(data) is not ContentState.NOT_YET, max_held_bytes
         ):
-            beginning.feed(b"\n\n")  # an end of the body ends its last event
-            if beginning.state is ContentState.NOT_YET:
+            detector.feed(b"\n\n")  # the end of the body ends its last event
+            if detector.state is ContentState.NOT_YET:
                 raise Unreachable("died", "the stream ended before its first content")
-        return beginning.failure
+        return detector.failure
 
-    async def _given_up(
-        self, trip: RequestContext, leg: str, instance: Instance, answer: UpstreamResponse
+    async def _is_aborted(
+        self, context: RequestContext, leg: LegName, instance: Instance, answer: UpstreamResponse
     ) -> bool:
-        """Whether this is no answer, but what an engine that is being stopped leaves of one. Of a
-        stream: its beginning.
-        """
-        path, said = trip.request.path, answer.peek()
-        if aborted(said):
+        """Whether a stopping engine aborted this answer; of a stream, its beginning is judged."""
+        path = context.request.path
+        content = answer.peek()
+        if aborted(content):
             return True
         if answer.status != 200 or answer.is_stream:
             return False
-        if path == "/v1/messages" and b'"type":"message"' in said and b'"stop_reason":' not in said:
+        # A whole message has a stop reason; an aborted one has not.
+        is_message = path == "/v1/messages" and b'"type":"message"' in content
+        if is_message and b'"stop_reason":' not in content:
             return True
-        for_client = leg == "decode" or trip.body.one_token
-        return for_client and doubtful(path, said) and not await self._vouching.works(instance)
+        for_client = leg == "decode" or context.body.one_token
+        if not for_client or not doubtful(path, content):
+            return False
+        return not await self._completeness.is_engine_running(instance)
 
-    def _failure(
+    def _leg_failure(
         self,
-        trip: RequestContext,
-        leg: Literal["prefill", "decode"],
+        context: RequestContext,
+        leg: LegName,
         instance: Instance,
         reason: Reason,
         detail: str,
-        began: float,
+        started_at: float,
         answer: UpstreamResponse | None = None,
     ) -> AttemptFailure:
-        """Note that a leg, sent at `began`, has failed."""
-        log.warning("%s failed a %s leg: %s", instance.url, leg, detail)
-        trip.failed.append(instance)
-        if reason == "5xx":  # perhaps this request gets a 500 from everybody
-            trip.suspects.append(SuspectLeg(instance, began, _now()))
+        """Records the failure of a leg that was sent at `started_at`, and returns it."""
+        log.warning(
+            "relay: request %s: %s failed a %s leg: %s; another attempt follows, if one is left",
+            find(context.request.headers, _REQUEST_ID_HEADER).decode(errors="replace"),
+            instance.url,
+            leg,
+            detail,
+        )
+        context.failed_instances.append(instance)
+        if reason == "5xx":
+            # Perhaps every instance answers this request so: see `_blame_suspects`.
+            context.suspects.append(SuspectLeg(instance, started_at, _now()))
         elif reason != "diverged":
-            instance.leg_failed(reason, _now(), began)
+            instance.on_leg_failed(reason, _now(), started_at)
         return AttemptFailure(leg, reason, detail, answer)
 
-    def _convict(self, trip: RequestContext) -> None:
-        """The request is fine, so it was those instances that failed."""
-        for instance, began, ended in trip.suspects:
-            instance.leg_failed("5xx", _now(), began, ended)
-        trip.suspects.clear()
+    def _blame_suspects(self, context: RequestContext) -> None:
+        """Counts the 5xx answers as failures: another instance answered the same request."""
+        for instance, started_at, ended_at in context.suspects:
+            instance.on_leg_failed("5xx", _now(), started_at, ended_at)
+        context.suspects.clear()
 
     # -- after a failure ---------------------------------------------------------------------------
 
-    def _next(self, trip: RequestContext, plan: Plan, failure: AttemptFailure) -> Plan | None:
-        """The next attempt; None when there is none."""
-        now, past = _now(), trip.past
-        past.deaths += failure.reason in DEATH_REASONS
-        past.begun = trip.client.started
-        past.resumable = bool(trip.tape and trip.tape.resumable)
-        at_p = failure.leg == "prefill"
-        decode = plan.decode if isinstance(plan, InstancePair) else plan
+    def _next_plan(
+        self, context: RequestContext, plan: AttemptPlan, failure: AttemptFailure
+    ) -> AttemptPlan | None:
+        """Returns the instances of the next attempt; None to give up."""
+        now = _now()
+        history = context.history
+        history.deaths += failure.reason in DEATH_REASONS
+        history.answer_started = context.client.started
+        history.answer_resumable = bool(context.recorder and context.recorder.resumable)
+        avoid = context.failed_instances
         pair: Choice = "none"
         if isinstance(plan, InstancePair):
-            pair = choose(self.fleet, self.policy, self._concurrency, trip.ask, now, trip.failed)
-        other = choose_decode(self.fleet, self.policy, now, trip.failed, trip.ask)
-        todo = step(
-            failure.leg,
-            failure.reason,
-            past,
-            Alternatives(isinstance(pair, InstancePair), decode.up, other is not None),
+            decode = plan.decode
+            pair = choose(self.fleet, self.policy, self._concurrency, context.query, now, avoid)
+        else:
+            decode = plan
+        other_decode = choose_decode(self.fleet, self.policy, now, avoid, context.query)
+        alternatives = Alternatives(
+            isinstance(pair, InstancePair), decode.up, other_decode is not None
         )
-        if todo is NextStep.GIVE_UP or (
-            failure.reason in CHARGED_REASONS and not self._budget.spend(now)
+        step = next_step(failure.leg, failure.reason, history, alternatives)
+        if step is NextStep.GIVE_UP or (
+            failure.reason in CHARGED_REASONS and not self._retry_budget.spend(now)
         ):
-            if (
-                failure.reason != "busy"
-            ):  # then the client is told to come back, and nothing has failed
+            # "busy": the client is asked to come back, and nothing has failed.
+            if failure.reason != "busy":
                 self.metrics.failed_over("none")
             return None
-        self.metrics.failed_over(todo.value)
-        why = (
-            f"prefill_{failure.reason}"
-            if at_p
-            else "decode_in_stream"
-            if past.begun
-            else "decode_failed"
-        )
-        self.metrics.fell_back(why)
-        if todo is NextStep.PAIR and isinstance(pair, InstancePair):
+        self.metrics.failed_over(step.value)
+        self.metrics.fell_back(_fallback_reason(failure, history))
+        if step is NextStep.PAIR and isinstance(pair, InstancePair):
             return pair
-        return decode if todo is NextStep.SAME else other
+        return decode if step is NextStep.SAME_DECODE else other_decode
 
-    async def _give_up(self, trip: RequestContext, failure: AttemptFailure) -> int:
-        """Tell the client that it failed: in the instance's words if it said something."""
-        if trip.client.started:
-            tape = trip.tape
-            if (
-                tape and tape.error and (not tape.continued or tape.error.startswith(ERROR))
-            ):  # others have that answer's ids
-                trip.client.write(tape.error + b"\n\n" + DONE)
-                trip.client.end()
-                return 500
-            raise RequestFailed(502, f"the {failure.leg} instance failed: {failure.detail}")
-        if failure.answer:
-            return await self._pass_on(trip, failure.answer)
+    async def _give_up(self, context: RequestContext, failure: AttemptFailure) -> int:
+        """Answers the client with the failure: with the instance's own answer, if it sent one.
+
+        Returns the status, or raises RequestFailed.
+        """
+        if context.client.started:
+            recorder = context.recorder
+            # The error event of a second answer has that answer's ids, unless it is a plain one.
+            if recorder and recorder.error_event:
+                error_event = recorder.error_event
+                if not recorder.continued or error_event.startswith(ERROR):
+                    context.client.write(error_event + b"\n\n" + DONE)
+                    context.client.end()
+                    return 500
+        elif failure.answer:
+            return await self._deliver_whole(context, failure.answer)
         raise RequestFailed(502, f"the {failure.leg} instance failed: {failure.detail}")
 
-    def _other(self, trip: RequestContext) -> Instance:
-        decode = choose_decode(self.fleet, self.policy, _now(), trip.failed, trip.ask)
+    def _any_decode(self, context: RequestContext) -> Instance:
+        """Returns a decode instance for an aggregated request; raises RequestFailed."""
+        decode = choose_decode(
+            self.fleet, self.policy, _now(), context.failed_instances, context.query
+        )
         if not decode:
             raise RequestFailed(503, "no decode instance can be used at the moment", retry_after=5)
         return decode
@@ -562,76 +630,93 @@ class Relay:
     # -- delivery ----------------------------------------------------------------------------------
 
     async def _deliver(
-        self, trip: RequestContext, at: Instance, answer: UpstreamResponse
+        self, context: RequestContext, server: Instance, answer: UpstreamResponse
     ) -> int | AttemptFailure:
-        """Give an answer to the client; its status, or how it broke off."""
+        """Sends a started answer of `server` to the client; returns its status, or its failure."""
         if answer.status == 200 and answer.is_stream:
-            return await self._stream(trip, at, answer)
-        if trip.client.started:  # with a stream; now a refusal came, or an answer of another kind
-            return AttemptFailure(
-                "decode", "diverged", f"another instance answered {answer.status}"
-            )
-        return await self._pass_on(trip, answer)
+            return await self._deliver_stream(context, server, answer)
+        if context.client.started:
+            # The client has a stream; this is a refusal, or an answer of another kind.
+            detail = f"another instance answered {answer.status}"
+            return AttemptFailure("decode", "diverged", detail)
+        return await self._deliver_whole(context, answer)
 
-    async def _pass_on(self, trip: RequestContext, answer: UpstreamResponse) -> int:
-        trip.client.answer(answer.status, end_to_end(answer.headers), await answer.read())
-        await trip.client.drained()
+    async def _deliver_whole(self, context: RequestContext, answer: UpstreamResponse) -> int:
+        content = await answer.read()
+        context.client.answer(answer.status, end_to_end(answer.headers), content)
+        await context.client.drained()
         return answer.status
 
-    async def _stream(
-        self, trip: RequestContext, at: Instance, answer: UpstreamResponse
+    async def _deliver_stream(
+        self, context: RequestContext, server: Instance, answer: UpstreamResponse
     ) -> int | AttemptFailure:
-        client, tape = trip.client, trip.tape
-        raw = bool(find(answer.headers, b"content-encoding"))  # its events cannot be seen
-        if not tape:
+        """Sends a stream, or continues the one that the client has."""
+        client = context.client
+        compressed = bool(find(answer.headers, b"content-encoding"))
+        recorder = context.recorder
+        if not recorder:
             client.start(answer.status, end_to_end(answer.headers))
-            keep = (
-                trip.body.reproducible
-                and not raw
-                and any(d is not at for d in self.fleet.of("decode"))
-            )
-            path = trip.request.path
-            trip.tape = tape = StreamRecorder(client.write, keep, END_MARKS.get(path, b""), path)
+            recorder = context.recorder = self._make_recorder(context, server, compressed)
         client.on_pause = answer.pause_reading
+        sink = recorder.start_answer(answer.reject, compressed)
         try:
-            await answer.pipe(tape.source(answer.reject, raw), paused=client.paused)
+            await answer.pipe(sink, paused=client.paused)
         except Unreachable as error:
-            if not tape.done:
-                return self._failure(trip, "decode", at, error.reason, str(error), answer.sent_at)
-        else:
-            if tape.held and not await self._vouching.works(at):
-                return self._failure(
-                    trip, "decode", at, "died", "it is being stopped", answer.sent_at
+            # A connection that broke after the last event does no harm.
+            if not recorder.is_complete:
+                detail = str(error)
+                return self._leg_failure(
+                    context, "decode", server, error.reason, detail, answer.sent_at
                 )
-            if not tape.flush():
+        else:
+            if recorder.held and not await self._completeness.is_engine_running(server):
+                detail = "it is being stopped"
+                return self._leg_failure(context, "decode", server, "died", detail, answer.sent_at)
+            if not recorder.finish():
                 return AttemptFailure("decode", "diverged", "the answer made again is shorter")
         client.end()
         await client.drained()
         return answer.status
 
+    def _make_recorder(
+        self, context: RequestContext, server: Instance, compressed: bool
+    ) -> StreamRecorder:
+        """Returns the writer of a client's stream; it records if another D could continue it."""
+        path = context.request.path
+        record = context.body.reproducible and not compressed
+        record = record and any(d is not server for d in self.fleet.with_role("decode"))
+        return StreamRecorder(context.client.write, record, END_MARKS.get(path, b""), path)
 
-def _words(event: bytes) -> str:
-    """An error event in a line for people."""
+
+def _error_detail(event: bytes) -> str:
+    """Returns one line for people about an error event."""
     return f"it began with an error: {event[:MAX_ERROR_BYTES].decode(errors='replace')}"
 
 
-def _server(trip: RequestContext, plan: Plan) -> Instance:
-    """Whose answer the client gets."""
+def _fallback_reason(failure: AttemptFailure, history: AttemptHistory) -> str:
+    """Returns the label of the metric of fallbacks."""
+    if failure.leg == "prefill":
+        return f"prefill_{failure.reason}"
+    return "decode_in_stream" if history.answer_started else "decode_failed"
+
+
+def _answering_instance(context: RequestContext, plan: AttemptPlan) -> Instance:
+    """Returns the instance that answers the client in this attempt."""
     if isinstance(plan, Instance):
         return plan
-    return plan.prefill if trip.body.one_token else plan.decode
+    return plan.prefill if context.body.one_token else plan.decode
 
 
 async def _first_of(*tasks: asyncio.Task[Any]) -> None:
-    """Return when one of them is done: `asyncio.wait`, at a third less."""
+    """Waits until one of the tasks is done: `asyncio.wait` at two thirds of its time."""
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def tell(_: asyncio.Task[Any]) -> None:
+    def on_done(_: asyncio.Task[Any]) -> None:
         if not done.done():
             done.set_result(None)
 
     for task in tasks:
-        task.add_done_callback(tell)
+        task.add_done_callback(on_done)
     await done
 
 

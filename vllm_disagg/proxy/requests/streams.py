@@ -1,9 +1,14 @@
-"""A stream on its way to the client: whole events only, and a memory of what was said.
+"""Writes a stream to its client in whole events, and records its content for a continuation.
 
-The usual way of a chunk is short. Nearly all events of a stream are equal but for one piece of text
-(`Form`): a chunk that is such an event is written, and its piece kept. Of other chunks it is looked
-at whether they end with a whole event and say that the engine failed. What is kept is folded into a
-`Told` when it is much; only that, what follows a failure, and finding the form look into JSON.
+Bytes take the first path that fits:
+
+1. Nearly all events of a stream are equal but for one piece of text (`EventForm`). A chunk that is
+   such an event is written, and its text recorded.
+2. Any other chunk is split into events. These are checked for an engine's failure, an engine's
+   abort and the answer's end; then they are written and recorded.
+
+Recorded bytes are folded into a `Transcript` when there are many of them. Only folding, the events
+after a failure, and finding the form parse JSON.
 """
 
 from __future__ import annotations
@@ -24,58 +29,60 @@ from .continuation import (
     EventForm,
     NotReplayable,
     form_of,
-    says_nothing,
+    is_blank_or_comment,
 )
 
 LAST_EVENTS = (DONE, b'data: {"type":"message_stop"}\n\n')
-# in what an engine that is being stopped says to everybody; for messages it gives no reason at all
+# In the last events of a stopping engine; for messages it gives no reason at all. The same bytes
+# may stand in text of a client that an answer repeats: `aborted` parses the events that have them.
 ABORTS = (
     b'"finish_reason":"abort"',
     b'"delta":{"stop_reason":null',
-    # these bytes may also stand in what a client wrote, and be answered as they are: then `aborted`
-    # looks closer
 )
-FOLD_BYTES = 16 * 1024  # bytes kept as they came
-PIECE_OVERHEAD_BYTES = 48  # bytes of memory that a piece takes beside its own
-NO_FORM = EventForm(b"\0", b"\0", 0, "")  # fits nothing
+FOLD_BYTES = 16 * 1024  # recorded bytes that are kept until they are folded
+PIECE_OVERHEAD_BYTES = 48  # memory that a recorded piece of text takes beside its own
+NO_FORM = EventForm(b"\0", b"\0", 0, "")  # fits no event
 
-Stop = Callable[[Reason, str], None]
+Stop = Callable[[Reason, str], None]  # ends an instance's answer: reason, detail
 
 
 class AnyReplay(Protocol):
-    """A second answer, compared with what was told of the first."""
+    """Compares a second answer with the transcript of the first."""
 
     @property
-    def lasts(self) -> bool:
-        """Whether it must see all events, since each needs more than `rename`."""
+    def sees_all_events(self) -> bool:
+        """Whether all events must pass `new_part`, since each needs more than `identity_rename`."""
 
     @property
-    def rename(self) -> tuple[bytes, bytes] | None:
-        """How this answer's events begin, and the client's."""
+    def identity_rename(self) -> tuple[bytes, bytes] | None:
+        """The bytes that this answer's events begin with, and those of the client's events."""
 
     @property
     def caught_up(self) -> bool:
-        """Whether the client has no more than this answer."""
+        """Whether this answer has reached the end of the transcript."""
 
-    def event(self, raw: bytes) -> bytes:
-        """What is new in an event, as the client's next event; empty when nothing is. Diverged,
-        NotTold.
+    def new_part(self, raw: bytes) -> bytes:
+        """Returns the part of an event that is new, as the client's next event; b"" for none.
+
+        Raises Diverged or NotReplayable.
         """
 
 
 class Transcript(Protocol):
-    """What a client was told of an answer, in an endpoint's own words."""
+    """The content of an answer that a client has received, by one endpoint's schema."""
 
     def add(self, events: Iterable[bytes]) -> None:
-        """More events; NotTold when one of them is not one that this endpoint is known to have."""
+        """Adds events; raises NotReplayable for an event that the endpoint is not known to have."""
 
     def add_texts(self, form: EventForm, pieces: list[bytes]) -> None:
-        """Texts of events of one form; NotTold."""
+        """Adds the texts of events of one form; raises NotReplayable."""
 
-    def replay(self) -> AnyReplay: ...
+    def replay(self) -> AnyReplay:
+        """Returns the comparison for a second answer."""
 
 
-_TRANSCRIPTS: dict[str, Callable[[], Transcript]] = {  # of other paths no stream is continued
+# By path. Streams of other paths are not continued.
+_TRANSCRIPTS: dict[str, Callable[[], Transcript]] = {
     "/v1/completions": ChoiceTranscript,
     "/v1/chat/completions": ChoiceTranscript,
     "/v1/responses": partial(named_events.NamedTranscript, named_events.ResponsesSchema()),
@@ -92,138 +99,146 @@ class _MessageDelta(msgspec.Struct, frozen=True):
 
 
 class _TextEvent(msgspec.Struct):
-    """An answer, or an event of one."""
+    """The fields of a whole answer, or of one event, that show an abort."""
 
     type: str = ""
     choices: list[_ChoiceText] = []
     delta: _MessageDelta = _MessageDelta()
 
 
-_said = msgspec.json.Decoder(_TextEvent).decode
+_decode_event = msgspec.json.Decoder(_TextEvent).decode
 
 
 def engine_failed(data: bytes) -> bool:
-    """Whether bytes begin with an event in which an engine says that it failed, and not that the
-    request is wrong.
-    """
+    """Whether bytes begin with an error event that is the engine's failure, not the request's."""
     event = data.partition(b"\n\n")[0]
     return is_error(event) and sse.failed(sse.data_of(event) or b"")
 
 
 def aborted(content: bytes) -> bool:
-    """Whether an answer, or one of the events in it, is one that its engine gave up: no error by
-    its status, and not what was asked for.
+    """Whether an engine aborted an answer, although the answer's status is a success.
+
+    `content`: a whole JSON answer, or events of a stream.
     """
     if ABORTS[0] not in content and ABORTS[1] not in content:
         return False
-    events = (
-        [content]
-        if content.startswith(b"{")
-        else [line[6:] for line in content.split(b"\n") if line.startswith(b"data: {")]
-    )
-    return any(_is_given_up(event) for event in events)
+    if content.startswith(b"{"):
+        return _is_aborted_event(content)
+    lines = content.split(b"\n")
+    return any(_is_aborted_event(line[6:]) for line in lines if line.startswith(b"data: {"))
 
 
-def _is_given_up(event: bytes) -> bool:
+def _is_aborted_event(json: bytes) -> bool:
     try:
-        said = _said(event)
+        event = _decode_event(json)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
-    is_cut = said.type == "message_delta" and said.delta.stop_reason is None
-    return is_cut or any(choice.finish_reason == "abort" for choice in said.choices)
+    if event.type == "message_delta" and event.delta.stop_reason is None:
+        return True
+    return any(choice.finish_reason == "abort" for choice in event.choices)
 
 
 def failure_in(content: bytes) -> Reason:
-    """What an engine's words of failure mean: vLLM's API server outlives its engine a little, and
-    says so.
+    """Returns the reason that an engine's error text means.
+
+    vLLM's API server outlives its engine for a moment, and reports the engine's death.
     """
     return "died" if b"EngineCore" in content else "5xx"
 
 
-def _drop(_: bytes) -> None:
-    """Where the bytes of an answer go that is of no use."""
+def _discard(_: bytes) -> None:
+    """Takes the bytes of an answer that is of no use."""
 
 
 class StreamRecorder:
-    """Everything that one client gets of one stream, be it from one instance or from several after
-    each other.
+    """Writes one client's stream, whose events come from one instance or several in turn.
 
-    `keep`: remember what was said, for another instance, if `path` is an endpoint whose events are
-    understood. `hold`: what stands in the event from which on all is held.
+    The calls of a stream:
+
+        start_answer -> feed* -> finish                   one instance serves it
+        start_answer -> feed* -> stop, or the end of the connection
+          -> start_answer -> feed* -> finish              another instance continues it
+
+    `stop` is called from within `feed`, with a reason, when the instance's answer is of no use.
+
+    `record`: record the content for another instance, if the events of `path` are understood.
+    `end_mark`: bytes of the last event, which is held back with all that follows; b"": none.
     """
 
     def __init__(
-        self, write: Callable[[bytes], None], keep: bool, hold: bytes = b"", path: str = ""
+        self, write: Callable[[bytes], None], record: bool, end_mark: bytes = b"", path: str = ""
     ) -> None:
         self._write = write
-        self._told: Transcript = _TRANSCRIPTS.get(path, ChoiceTranscript)()
-        self._keep = keep and path in _TRANSCRIPTS
-        self._hold = hold
-        self.held = bytearray()
+        self._transcript: Transcript = _TRANSCRIPTS.get(path, ChoiceTranscript)()
+        self._record = record and path in _TRANSCRIPTS
+        self._end_mark = end_mark
+        self.held = bytearray()  # events from the end mark on, not written yet
         self._stop: Stop
-        self._cutter = sse.EventSplitter()
-        self._parts = self._cutter.parts  # of an event that is not complete yet
+        self._splitter = sse.EventSplitter()
+        self._partial_event = self._splitter.parts  # the same list, for the short path of `feed`
         self._form = NO_FORM
-        self._odd = 0  # chunks that were of no form that we knew
-        self._kept: list[bytes] = []
-        self._pieces: list[bytes] = []  # of events of the form, after those that were kept whole
-        self._size = 0
-        self._begun = False  # the client has more than comments
-        self._rename: tuple[bytes, bytes] | None = (
-            None  # how the present instance's events begin, and the client's
-        )
+        self._chunks_without_form = 0
+        self._recorded_events: list[bytes] = []
+        self._recorded_texts: list[bytes] = []  # of events of the form, after _recorded_events
+        self._recorded_bytes = 0
+        self._started = False  # the client has more than comments
+        # The bytes that the present instance's events begin with, and those of the client's events.
+        self._identity_rename: tuple[bytes, bytes] | None = None
         self._replay: AnyReplay | None = None
-        self._last = b""  # what was written last
-        self.error = b""  # the event in which the instance said that it failed
+        self._last_written = b""
+        self.error_event = b""  # the instance's report that it failed
         self.continued = False  # by a second instance
 
-    def source(self, stop: Stop, raw: bool = False) -> Callable[[bytes], None]:
-        """A new instance's answer begins: where its bytes go. `stop` is called when they are of no
-        use. `raw`: its events cannot be seen, as it is compressed.
+    def start_answer(self, stop: Stop, compressed: bool = False) -> Callable[[bytes], None]:
+        """Begins an instance's answer; returns the function that takes its bytes.
+
+        `stop` is called if they are of no use. `compressed`: the events cannot be parsed.
         """
-        if self._begun and (raw or not self.resumable):
+        if self._started and (compressed or not self.resumable):
             stop("diverged", "what was sent of the first answer cannot be continued")
-            return _drop
+            return _discard
         self._stop = stop
-        self._cutter.reset()
-        self.error, self.held = b"", bytearray()
-        self._rename, self._form = None, NO_FORM
-        self._replay = self._told.replay() if self._begun else None
-        self.continued = self.continued or self._begun
-        if raw:
-            self._begun, self._keep = True, False
+        self._splitter.reset()
+        self.error_event = b""
+        self.held = bytearray()
+        self._identity_rename = None
+        self._form = NO_FORM
+        self._replay = self._transcript.replay() if self._started else None
+        self.continued = self.continued or self._started
+        if compressed:
+            self._started = True
+            self._record = False
             return self._write
         return self.feed
 
     @property
-    def done(self) -> bool:
-        """Whether the last event said that it is the last."""
-        return self._last.endswith(LAST_EVENTS)
+    def is_complete(self) -> bool:
+        """Whether the last event is one that ends an answer."""
+        return self._last_written.endswith(LAST_EVENTS)
 
     @property
     def resumable(self) -> bool:
-        """Whether another answer could take over here: nothing was told, or all of it was
-        understood.
-        """
-        if self._keep:
+        """Whether another answer can continue here: nothing was sent, or all of it was recorded."""
+        if self._record:
             self._fold()
-        return self._keep or not self._begun
+        return self._record or not self._started
 
     def feed(self, data: bytes) -> None:
-        """Bytes of a stream."""
+        """Takes bytes of a stream, cut anywhere."""
         before, after, _, _ = self._form
-        if data.startswith(before) and data.endswith(after) and not self._parts:
-            piece = data[len(before) : -len(after)]
-            if piece and b'"' not in piece:  # nothing but one more piece
+        if data.startswith(before) and data.endswith(after) and not self._partial_event:
+            text = data[len(before) : -len(after)]
+            # A quote would end the text: then more than the text differs from the form.
+            if text and b'"' not in text:
                 self._write(data)
-                if self._keep:
-                    self._pieces.append(piece)
-                    self._size += len(piece) + PIECE_OVERHEAD_BYTES
-                    if self._size > FOLD_BYTES:
+                if self._record:
+                    self._recorded_texts.append(text)
+                    self._recorded_bytes += len(text) + PIECE_OVERHEAD_BYTES
+                    if self._recorded_bytes > FOLD_BYTES:
                         self._fold()
                 return
         try:
-            events = self._cutter.feed(data)
+            events = self._splitter.feed(data)
         except sse.EventTooLarge as error:
             self._stop("garbled", str(error))
             return
@@ -231,109 +246,121 @@ class StreamRecorder:
             self._feed_events(events)
 
     def _feed_events(self, data: bytes) -> None:
-        """Whole events of any kind, an engine's last words too."""
-        if (ERROR in data or EVENT_ERROR in data or EVENT_FAILED in data) and not (
-            data := self._before_error(data)
-        ):
-            return
-        if (ABORTS[0] in data or ABORTS[1] in data) and not (data := self._before_abort(data)):
-            return
-        if self._replay and not (data := self._news(self._replay, data)):
-            return
-        if self._rename:
-            data = data.replace(*self._rename)
-        if (
-            self._hold
-            and (self.held or self._hold in data)
-            and not (data := self._before_end(data))
-        ):
-            return
-        self._last = data
+        """Takes whole events of any kind, also those with which an engine ends."""
+        if ERROR in data or EVENT_ERROR in data or EVENT_FAILED in data:
+            data = self._before_error(data)
+            if not data:
+                return
+        if ABORTS[0] in data or ABORTS[1] in data:
+            data = self._before_abort(data)
+            if not data:
+                return
+        if self._replay:
+            data = self._new_parts(self._replay, data)
+            if not data:
+                return
+        if self._identity_rename:
+            data = data.replace(*self._identity_rename)
+        if self._end_mark and (self.held or self._end_mark in data):
+            data = self._before_end(data)
+            if not data:
+                return
+        self._last_written = data
         self._write(data)
-        self._begun = self._begun or not all(map(says_nothing, data.split(b"\n\n")))
+        if not self._started:
+            self._started = not all(map(is_blank_or_comment, data.split(b"\n\n")))
         self._remember(data)
 
     def _remember(self, data: bytes) -> None:
-        """Keep bytes that were written; learn from them, now and then."""
-        if self._keep:
-            if self._pieces:
+        """Records written events; looks for the form in the 1st, 2nd, 4th, 8th ... of them."""
+        if self._record:
+            if self._recorded_texts:
+                self._fold()  # keeps the order of texts and events
+            self._recorded_events.append(data)
+            self._recorded_bytes += len(data)
+            if self._recorded_bytes > FOLD_BYTES:
                 self._fold()
-            self._kept.append(data)
-            self._size += len(data)
-            if self._size > FOLD_BYTES:
-                self._fold()
-        self._odd += 1
-        if self._odd & (self._odd - 1) == 0 and not (self._rename or self._replay or self._hold):
+        self._chunks_without_form += 1
+        count = self._chunks_without_form
+        is_power_of_two = count & (count - 1) == 0
+        needs_long_path = self._identity_rename or self._replay or self._end_mark
+        if is_power_of_two and not needs_long_path:
             self._form = form_of(data) or self._form
 
     def _before_error(self, data: bytes) -> bytes:
-        """Data up to an event in which the instance says that it failed."""
-        at = 0
+        """Returns the events before one that reports a failure, and stops there."""
+        position = 0
         for event in data.split(b"\n\n"):
             if is_error(event) and (self._replay or engine_failed(event)):
-                self.error = event
+                self.error_event = event
                 self._stop(failure_in(event), "it said so in its stream")
-                return data[:at]
-            at += len(event) + 2
+                return data[:position]
+            position += len(event) + 2
         return data
 
     def _before_end(self, data: bytes) -> bytes:
-        """Data up to the event with which the instance calls its answer complete."""
-        at = 0 if self.held else data.rfind(b"\n\n", 0, data.find(self._hold)) + 2
-        if at == 1:  # not found
-            at = 0
-        self.held += data[at:]
+        """Returns the events before the one with the end mark, and holds the others back."""
+        position = 0
+        if not self.held:
+            blank_line = data.rfind(b"\n\n", 0, data.find(self._end_mark))
+            if blank_line >= 0:
+                position = blank_line + 2
+        self.held += data[position:]
         if len(self.held) > sse.EVENT_LIMIT_BYTES:
             self._stop("garbled", "it goes on after its end")
-        return data[:at]
+        return data[:position]
 
     def _before_abort(self, data: bytes) -> bytes:
-        """Data up to the event with which the instance gives an answer up, if there is one."""
+        """Returns the events before one that aborts the answer, and stops there."""
         events = data.split(b"\n\n")
-        for at, event in enumerate(events):
+        for position, event in enumerate(events):
             if aborted(event):
                 self._stop("died", "it is being stopped")
-                return b"".join(before + b"\n\n" for before in events[:at])
+                return b"".join(before + b"\n\n" for before in events[:position])
         return data
 
-    def _news(self, replay: AnyReplay, data: bytes) -> bytes:
-        """What the client has not, of events of an answer made again."""
-        news = []
+    def _new_parts(self, replay: AnyReplay, data: bytes) -> bytes:
+        """Returns the parts of a second answer's events that the client does not have."""
+        new_events = []
         *events, _ = data.split(b"\n\n")
-        for at, event in enumerate(events):
-            if not replay.lasts and replay.caught_up and replay.rename:
+        for position, event in enumerate(events):
+            if not replay.sees_all_events and replay.caught_up and replay.identity_rename:
                 self._replay = None
-                news += events[at:]
+                new_events += events[position:]
                 break
             try:
-                new = replay.event(event)
+                new = replay.new_part(event)
             except (Diverged, NotReplayable) as error:
                 self._stop("diverged", str(error))
                 break
             if new:
-                news.append(new)
-        self._rename = replay.rename
-        return b"".join(event + b"\n\n" for event in news)
+                new_events.append(new)
+        self._identity_rename = replay.identity_rename
+        return b"".join(event + b"\n\n" for event in new_events)
 
-    def flush(self) -> bool:
-        """The stream ended as it should, and what is left belongs to it; False when it ended too
-        early.
+    def finish(self) -> bool:
+        """Writes the events that are held back, after the answer has ended as it should.
+
+        Returns False, and writes nothing, if a second answer is shorter than the first.
         """
-        if self._replay and (self._parts or not self._replay.caught_up):
+        if self._replay and (self._partial_event or not self._replay.caught_up):
             return False
         if self.held:
             self._write(bytes(self.held))
-        if self._parts:
-            self._write(self._cutter.rest())
+        if self._partial_event:
+            self._write(self._splitter.rest())
         return True
 
     def _fold(self) -> None:
-        """Forget bytes and keep what they said."""
-        events, pieces = b"".join(self._kept).split(b"\n\n"), self._pieces
-        self._kept, self._pieces, self._size = [], [], 0
+        """Replaces recorded bytes by their content in the transcript."""
+        events = b"".join(self._recorded_events).split(b"\n\n")
+        texts = self._recorded_texts
+        self._recorded_events = []
+        self._recorded_texts = []
+        self._recorded_bytes = 0
         try:
-            self._told.add(events)
-            if pieces:
-                self._told.add_texts(self._form, pieces)
+            self._transcript.add(events)
+            if texts:
+                self._transcript.add_texts(self._form, texts)
         except NotReplayable:
-            self._keep = False
+            self._record = False

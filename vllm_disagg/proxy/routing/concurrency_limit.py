@@ -1,6 +1,4 @@
-"""The cap on requests at work: so many run, so many wait for a place, the rest is told to come
-back.
-"""
+"""The cap on running requests: `limit` run, `max_waiting` wait, all others are refused."""
 
 from __future__ import annotations
 
@@ -11,20 +9,19 @@ from .prefill_queue import QueueFull, QueueTimeout
 from .priority_queue import PriorityQueue
 
 
-def priority(headers: Headers, body: int) -> int:
-    """A request's priority: as in vLLM the header overrules the body's field, unless it makes no
-    sense.
-    """
+def priority(headers: Headers, body_priority: int) -> int:
+    """Returns the priority that vLLM uses: the header's if it is an integer, else the body's."""
     try:
-        return int(find(headers, b"x-vllm-priority") or body)
+        return int(find(headers, b"x-vllm-priority") or body_priority)
     except ValueError:
-        return body
+        return body_priority
 
 
 class ConcurrencyLimit:
-    """`limit` requests at a time; 0: no limit."""
+    """A semaphore of `limit` places (0: unlimited) whose waiters are served by priority."""
 
     def __init__(self, limit: int, max_waiting: int, patience: float) -> None:
+        """`patience`: seconds that a request waits for a place at most."""
         self._limit = limit
         self._max_waiting = max_waiting
         self._patience = patience
@@ -35,7 +32,7 @@ class ConcurrencyLimit:
         return len(self._waiting)
 
     async def enter(self, priority: int) -> None:
-        """Take a place, or QueueFull, QueueTimeout; `leave` gives it back."""
+        """Takes a place, which `leave` gives back; raises QueueFull or QueueTimeout."""
         if self._limit and (self._running >= self._limit or self._waiting):
             await self._wait(priority)
         else:
@@ -45,27 +42,26 @@ class ConcurrencyLimit:
         if len(self._waiting) >= self._max_waiting:
             raise QueueFull(f"{len(self._waiting)} requests wait already")
         loop = asyncio.get_running_loop()
-        turn: asyncio.Future[None] = loop.create_future()
-        self._waiting.add(turn, priority, loop.time())
-        took = False
+        place: asyncio.Future[None] = loop.create_future()
+        self._waiting.add(place, priority, loop.time())
+        entered = False
         try:
             async with asyncio.timeout(self._patience):
-                await turn
-                took = True
+                await place
+                entered = True
         except TimeoutError:
             raise QueueTimeout(f"no place was free within {self._patience:g} s") from None
         finally:
-            self._waiting.remove(turn)
-            if (
-                not took and turn.done() and not turn.cancelled()
-            ):  # its turn came in the very moment that it gave up
+            self._waiting.remove(place)
+            # The place was handed over in the same moment in which the request gave up.
+            if not entered and place.done() and not place.cancelled():
                 self.leave()
 
     def leave(self) -> None:
-        """The place goes to who is next."""
-        while turn := self._waiting.next():
-            self._waiting.remove(turn)
-            if not turn.done():  # given up, but not yet gone
-                turn.set_result(None)
+        """Hands the place to the next waiting request, or frees it."""
+        while place := self._waiting.next():
+            self._waiting.remove(place)
+            if not place.done():  # done: cancelled, but its task has not run since
+                place.set_result(None)
                 return
         self._running -= 1

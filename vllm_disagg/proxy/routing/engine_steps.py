@@ -1,22 +1,25 @@
-"""Whether an instance's engine makes steps, as far as can be seen from outside. Pure: no clock, no
-sockets.
+"""Detects from outside whether an instance's engine makes steps.  Pure: no clock, no sockets.
 
-An API server says that it is healthy also while its engine process, or a worker of it, stands
-still. Two things show steps: an answer, and those numbers of /metrics that only a step of the
-engine changes (`fingerprint`). Tokens and iterations move with each step that makes a token, the
-use of the KV cache with each chunk of a long prompt. While an instance owes an answer and none
-comes, it is looked at, `LOOKS` times within the time that it has:
+An API server reports itself healthy also while its engine process, or one of its workers, is stuck.
+Two observations prove a step:
 
-    NUDGE looks without a change  -> it is sent a request of one token, or the one that it has is
-    taken back.  A living
-                                     engine answers it, or has another number of waiting requests in
-                                     its next step:
-                                     so an engine that only waits, or whose cache use stays as it
-                                     is, is not misjudged
-    LOOKS looks without a change  -> it stands still, also if the request was given up meanwhile
+* an answer;
+* a change of those numbers of /metrics that only a step changes (`fingerprint`). Tokens and
+  iterations change with each step that makes a token. The use of the KV cache changes with each
+  chunk of a long prompt.
 
-Looks are counted, not seconds: while this proxy itself stands still it does not look. Without those
-numbers (vLLM's --disable-log-stats, other servers) nothing is concluded.
+While an instance owes an answer and none comes, its metrics are read `LOOKS_PER_PATIENCE` times
+within the time that it has:
+
+    NUDGE_AFTER_LOOKS reads without a change   -> NUDGE: the proxy sends a request of one token, or
+                                                  cancels the one that it has sent
+    LOOKS_PER_PATIENCE reads without a change  -> STALLED, also if the request was cancelled since
+
+The nudge keeps an engine from being misjudged that only waits, or whose cache use stays equal: a
+running engine answers it, or reports another number of waiting requests in its next step.
+
+Reads are counted, not seconds: while the proxy itself is stuck it reads nothing. Without those
+numbers (vLLM's --disable-log-stats, other servers) no verdict is reached.
 """
 
 from __future__ import annotations
@@ -27,64 +30,87 @@ from enum import Enum
 LOOKS_PER_PATIENCE = 15
 NUDGE_AFTER_LOOKS = 5
 
-_FACTS = re.compile(
-    rb"^vllm:(?:num_requests_running|num_requests_waiting|kv_cache_usage_perc|iteration_tokens_total_count)"
-    rb"(?:\{[^\n]*\})? \S+$",
+_STEP_METRICS = re.compile(
+    rb"^vllm:(?:num_requests_running|num_requests_waiting|kv_cache_usage_perc"
+    rb"|iteration_tokens_total_count)(?:\{[^\n]*\})? \S+$",
     re.MULTILINE,
 )
 
 
 def fingerprint(page: bytes, rank: int | None = None) -> bytes:
-    """The part of a page of metrics that changes with the steps of an engine, and with nothing
-    else.
+    """Returns the lines of a metrics page that change with an engine's steps and only then.
+
+    `rank` selects one data parallel rank; None: all lines. Empty if the page has no such lines.
     """
     label = b"" if rank is None else b'engine="%d"' % rank
-    return b"\n".join(line for line in _FACTS.findall(page) if label in line)
+    return b"\n".join(line for line in _STEP_METRICS.findall(page) if label in line)
 
 
 class StepVerdict(Enum):
+    """The conclusion from one read of an engine's metrics."""
+
     UNKNOWN = "unknown"
-    NUDGE = "nudge"  # do something that a step would show
+    NUDGE = "nudge"  # cause something that a step would show
     STALLED = "stalled"
 
 
 class StepMonitor:
-    """What was seen of one engine."""
+    """Observations of one engine's steps.  Times are seconds of the caller's clock."""
 
-    __slots__ = ("_asked", "_lived", "_looked", "_page", "_same", "stalled")
+    __slots__ = (
+        "_last_fingerprint",
+        "_last_read_at",
+        "_last_request_at",
+        "_last_step_at",
+        "_reads_unchanged",
+        "stalled",
+    )
 
     def __init__(self) -> None:
-        self._asked = self._lived = self._looked = 0.0
-        self._page = b""
-        self._same = 0  # looks without a change
+        self._last_request_at = 0.0
+        self._last_step_at = 0.0
+        self._last_read_at = 0.0
+        self._last_fingerprint = b""
+        self._reads_unchanged = 0
         self.stalled = False
 
-    def asked(self, now: float) -> None:
-        """A request was sent to it."""
-        self._asked = now
+    def on_request_sent(self, now: float) -> None:
+        """Notes that the engine owes an answer since `now`."""
+        self._last_request_at = now
 
-    def lived(self, now: float) -> None:
-        """A step was seen."""
-        self._lived = self._looked = now
-        self._same = 0
+    def on_step_seen(self, now: float) -> None:
+        """Notes a proof of a step, and withdraws any suspicion."""
+        self._last_step_at = now
+        self._last_read_at = now
+        self._reads_unchanged = 0
         self.stalled = False
 
-    def is_due(self, now: float, busy: bool, interval: float) -> bool:
-        """Whether to look at its metrics now.  `busy`: requests of this proxy run there."""
-        if not busy and self._asked <= self._lived:  # it owes nothing
-            self._looked, self._same, self._page = now, 0, b""
+    def is_read_due(self, now: float, busy: bool, interval: float) -> bool:
+        """Whether the engine's metrics should be read now.
+
+        `busy`: requests of this proxy run there. `interval`: seconds between two reads.
+        """
+        if not busy and self._last_request_at <= self._last_step_at:
+            # The engine owes nothing, so a later read has nothing to be compared with.
+            self._last_read_at = now
+            self._reads_unchanged = 0
+            self._last_fingerprint = b""
             return False
-        return now - self._looked >= interval
+        return now - self._last_read_at >= interval
 
-    def saw(self, page: bytes, now: float) -> StepVerdict:
-        """It was looked at, because that was due; `page` is a `fingerprint`."""
-        first, changed = not self._page, page != self._page
-        self._page, self._looked = page, now
+    def on_metrics_read(self, page: bytes, now: float) -> StepVerdict:
+        """Judges a read that `is_read_due` asked for; `page` is a `fingerprint`."""
+        first = not self._last_fingerprint
+        changed = page != self._last_fingerprint
+        self._last_fingerprint = page
+        self._last_read_at = now
         if not page or (changed and not first):
-            self.lived(now)
+            self.on_step_seen(now)
         elif not first:
-            self._same += 1
-            self.stalled = self._same >= LOOKS_PER_PATIENCE
+            self._reads_unchanged += 1
+            self.stalled = self._reads_unchanged >= LOOKS_PER_PATIENCE
         if self.stalled:
             return StepVerdict.STALLED
-        return StepVerdict.NUDGE if self._same == NUDGE_AFTER_LOOKS else StepVerdict.UNKNOWN
+        if self._reads_unchanged == NUDGE_AFTER_LOOKS:
+            return StepVerdict.NUDGE
+        return StepVerdict.UNKNOWN

@@ -1,10 +1,19 @@
-"""The instances as the proxy knows them.  Pure state: no clock, no sockets.
+"""The instances as the proxy sees them.  Pure state: no clock, no sockets.
 
-An instance is `up` when it answers; `engine` says what its connector told a probe, None for a vLLM
-without one. What fails twice in a row while up is left alone for a while. Then one request may try
-it; success ends its penance, failure doubles it. Who has only such instances uses them all the
-same: a rest is a preference, not a lock. In a row means one after the other: failures of requests
-that were in flight together count once, and not at all beside a success.
+An instance is `up` while it answers. `engine` is the connector's answer to a probe, None for a vLLM
+without this project's connector.
+
+Circuit breaker. After two consecutive failures an `up` instance is skipped for a backoff period:
+
+    closed     fewer than two consecutive failures: requests are sent
+    open       now < open_until: skipped, if another instance can serve
+    half-open  now >= open_until: one trial request; sending it opens the breaker again
+               success closes it; failure doubles the backoff, from 1 s up to MAX_BACKOFF_SECONDS
+
+An open breaker is a preference, not a lock: without any other instance, an open one is used all the
+same. A failure counts only if its request was sent after the last verdict: the last success, or the
+last failure that counted. So requests that were in flight together count once, and never beside a
+success.
 """
 
 from __future__ import annotations
@@ -19,16 +28,19 @@ from ..http.endpoint_schema import RANKLESS
 from .engine_steps import StepMonitor
 
 Role = Literal["prefill", "decode"]
-Kind = Literal["disagg", "nixl", "plain"]  # its connector: ours, NixlConnector, none that we know
+Connector = Literal["disagg", "nixl", "plain"]  # this project's, NixlConnector, none known
 
-MAX_FAILED_PROBES = 2  # health checks answered badly until an instance counts as down
+MAX_FAILED_PROBES = 2  # consecutive failed health checks until an instance counts as down
 NOT_PROBED = "not probed yet"
-MAX_BACKOFF_SECONDS = 30.0  # seconds
+MAX_BACKOFF_SECONDS = 30.0
 
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """One engine: a vLLM server, or one data parallel rank of it (URL@RANK)."""
+    """One engine: a vLLM server, or one data parallel rank of a server (URL@RANK).
+
+    Times are seconds of the event loop's clock, unless noted.
+    """
 
     url: str
     role: Role
@@ -36,177 +48,211 @@ class Instance:
     model: str = ""
     engine: EngineInfo | None = None
     up: bool = False
-    why_not: str = (
-        NOT_PROBED  # for people: what keeps it from being used, or from being used in full
-    )
+    # For operators: why it is not used, or not used in full.
+    unavailable_reason: str = NOT_PROBED
     needs_probe: bool = True
-    misses: int = 0
-    failures: int = 0  # of legs, in a row
-    judged: float = 0.0  # when the last failure that counts, or a success, came
-    resting_until: float = 0.0
-    in_flight: int = 0
-    legs: int = 0  # prefill legs at work
+    failed_probes: int = 0  # consecutive health checks
+    consecutive_failures: int = 0  # of legs
+    last_verdict_at: float = 0.0  # time of the last success, or of the last failure that counted
+    open_until: float = 0.0  # the circuit breaker is open before this time
+    in_flight: int = 0  # requests at a decode instance
+    prefill_legs: int = 0  # running prefill legs
     prompt_bytes: int = 0  # in those legs
-    turn: int = 0  # when it was chosen last
-    context: int = 0  # bytes of the prompts of requests in flight
-    whole: int = 0  # requests of which it computes the whole prompt
-    kv_use: float = 0.0  # of its KV cache, as it said last
+    last_choice: int = 0  # the value of Fleet.choices when it was chosen last
+    context_bytes: int = 0  # prompts of requests in flight
+    aggregated_requests: int = 0  # requests of which it computes the whole prompt
+    kv_cache_usage: float = 0.0  # 0 to 1, last reported
     models: frozenset[str] = frozenset()  # all names that it serves
-    deaf: set[str] = field(default_factory=set)  # paths at which it does not know what a grant is
-    kind: Kind = "plain"
-    kin: str = ""  # who of the other role has the same can be paired with it
-    stepping: StepMonitor = field(default_factory=StepMonitor)  # whether its engine does
+    unsupported_paths: set[str] = field(default_factory=set)  # paths at which it ignores grants
+    connector: Connector = "plain"
+    compatibility_key: str = ""  # instances of the other role with an equal key can be paired
+    step_monitor: StepMonitor = field(default_factory=StepMonitor)
     worker_names: frozenset[str] = frozenset()
-    ahead: float = 0.0  # of our clock is its engine's, as it said last
-    told: float = float("-inf")  # when that was
-    cache: object = field(
-        default_factory=object
-    )  # stands for what is in its prefix cache; another one after a restart
+    clock_offset: float = 0.0  # its engine's clock minus the proxy's, last reported
+    clock_read_at: float = float("-inf")  # when it was reported
+    # Identity of the prefix cache's content; a restart makes a new one.
+    cache_identity: object = field(default_factory=object)
 
     def __post_init__(self) -> None:
         self.rank = split_rank(self.url)[1]
 
-    def probed(
+    def on_probe_answered(
         self, model: str, engine: EngineInfo | None, models: Iterable[str] = (), nixl: bool = False
     ) -> None:
-        """It answered a probe."""
-        if (
-            not self.up
-            or not self.engine
-            or not engine
-            or self.engine.incarnation != engine.incarnation
-        ):
-            self.cache, self.deaf = object(), set() if self.rank is None else set(RANKLESS)
-        self.up, self.needs_probe, self.why_not = True, False, ""
-        self.misses = self.failures = 0
-        self.resting_until = 0.0
-        self.model, self.engine, self.models = model, engine, frozenset((model, *models))
-        self.worker_names = (
-            frozenset(worker.name for worker in engine.workers) if engine else frozenset()
-        )
-        self.kind, self.kin = "plain", ""
+        """Notes a probe's answer: marks the instance up and learns its identity.
+
+        `engine`: the connector's answer. `models`: other names of the served model. `nixl`: the
+        answer was NixlConnector's.
+        """
+        if self._is_new_incarnation(engine):
+            self.cache_identity = object()
+            self.unsupported_paths = set() if self.rank is None else set(RANKLESS)
+        self.up = True
+        self.needs_probe = False
+        self.unavailable_reason = ""
+        self.failed_probes = 0
+        self.consecutive_failures = 0
+        self.open_until = 0.0
+        self.model = model
+        self.engine = engine
+        self.models = frozenset((model, *models))
+        self.worker_names = frozenset(w.name for w in engine.workers) if engine else frozenset()
+        self.connector = "plain"
+        self.compatibility_key = ""
         if engine:
-            self.kind = "disagg"
-            self.kin = repr(("disagg", sorted(engine.layout.items())))  # a text knows its hash
-        elif nixl:  # its engines compare themselves when they first meet
-            self.kind, self.kin = "nixl", repr(("nixl", model))
-            return
-        if engine is None:
-            self.why_not = (
+            self.connector = "disagg"
+            # A str caches its hash, which makes grouping by this key cheap.
+            self.compatibility_key = repr(("disagg", sorted(engine.layout.items())))
+        elif nixl:
+            # NixlConnector's engines compare their layouts themselves when they first connect.
+            self.connector = "nixl"
+            self.compatibility_key = repr(("nixl", model))
+        self.unavailable_reason = self._role_problem()
+
+    def _is_new_incarnation(self, engine: EngineInfo | None) -> bool:
+        """Whether another process may run than at the last probe; True if either is unknown."""
+        if not self.up or not self.engine or not engine:
+            return True
+        return self.engine.incarnation != engine.incarnation
+
+    def _role_problem(self) -> str:
+        """Returns why it takes no part in disaggregation although it is up; "" if it can."""
+        if self.connector == "nixl":
+            return ""
+        if self.engine is None:
+            return (
                 "serves no KV transfers: either it runs without a connector, or with another fleet"
                 " key or version than this proxy"
             )
-        elif engine.role not in (self.role, "both"):
-            self.why_not = f"is given as --{self.role}, but its connector's role is {engine.role}"
-        elif engine.rank != self.rank:
-            self.why_not = (
-                f"is no data parallel rank: give it as {split_rank(self.url)[0]}"
-                if engine.rank is None
-                else f"has several data parallel ranks: give each as an instance, {self.url}@0 and so on"
-            )
+        if self.engine.role not in (self.role, "both"):
+            return f"is given as --{self.role}, but its connector's role is {self.engine.role}"
+        if self.engine.rank == self.rank:
+            return ""
+        if self.engine.rank is None:
+            return f"is no data parallel rank: give it as {split_rank(self.url)[0]}"
+        return f"has several data parallel ranks: give each as an instance, {self.url}@0 and so on"
 
-    def tells_clock(self, clock: float, now: float) -> None:
-        """Its engine's, in an answer that has just come."""
-        self.ahead, self.told = clock - now, now
+    def set_clock(self, engine_clock: float, now: float) -> None:
+        """Notes the engine's clock, read from an answer that came at `now`."""
+        self.clock_offset = engine_clock - now
+        self.clock_read_at = now
 
-    def clock_after(self, seconds: float, now: float) -> float:
-        """What its engine's clock will be; a little less, since answers take time."""
-        return max(0.0, now + self.ahead + seconds)
+    def engine_clock_after(self, seconds: float, now: float) -> float:
+        """Returns the engine's clock in so many seconds; a little less, since answers take time."""
+        return max(0.0, now + self.clock_offset + seconds)
 
-    def down(self, why: str) -> None:
-        self.up, self.needs_probe, self.why_not = False, True, why
+    def mark_down(self, reason: str) -> None:
+        """Takes the instance out of use until it answers a probe; `reason` is for operators."""
+        self.up = False
+        self.needs_probe = True
+        self.unavailable_reason = reason
 
-    def missed(self, why: str) -> None:
-        """A health check failed."""
-        self.misses += 1
-        if self.up and self.misses >= MAX_FAILED_PROBES:
-            self.down(why)
+    def on_probe_failed(self, reason: str) -> None:
+        """Counts a failed health check; the second in a row marks the instance down."""
+        self.failed_probes += 1
+        if self.up and self.failed_probes >= MAX_FAILED_PROBES:
+            self.mark_down(reason)
 
-    def leg_failed(
-        self, reason: str, now: float, began: float | None = None, ended: float | None = None
+    def on_leg_failed(
+        self,
+        reason: str,
+        now: float,
+        started_at: float | None = None,
+        ended_at: float | None = None,
     ) -> None:
-        """A leg of a request, sent at `began` and over at `ended` (by default just now), failed in
-        a way that is the instance's fault.
+        """Notes a failure that is the instance's fault, of a leg sent at `started_at`.
+
+        `ended_at`: when the leg ended, by default `now`. A leg that was sent before the last
+        verdict adds nothing to the circuit breaker.
         """
         if reason == "refused":
-            self.down("refuses connections")
+            self.mark_down("refuses connections")
         elif reason == "died":
-            self.down("its engine died")
+            self.mark_down("its engine died")
         elif reason == "reset":
-            self.needs_probe = True  # perhaps it was restarted
-        if began is None or began >= self.judged:
-            self.failures += 1
-            self.judged = now if ended is None else ended
-            self._rest(now)
+            self.needs_probe = True  # the process may have been restarted
+        if started_at is None or started_at >= self.last_verdict_at:
+            self.consecutive_failures += 1
+            self.last_verdict_at = now if ended_at is None else ended_at
+            self._open_breaker(now)
 
-    def leg_succeeded(self, now: float) -> None:
-        self.failures = 0
-        self.judged = now
-        self.resting_until = 0.0
+    def on_leg_succeeded(self, now: float) -> None:
+        """Closes the circuit breaker."""
+        self.consecutive_failures = 0
+        self.last_verdict_at = now
+        self.open_until = 0.0
 
-    def chosen(self, now: float) -> None:
-        """It gets a request.  If it comes from a rest, then only this one: the next rest begins."""
-        if now >= self.resting_until:
-            self._rest(now)
+    def on_chosen(self, now: float) -> None:
+        """Notes that a request is sent: a half-open breaker opens again behind this one trial."""
+        if now >= self.open_until:
+            self._open_breaker(now)
 
-    def _rest(self, now: float) -> None:
-        if self.failures > 1:
-            self.resting_until = now + min(2.0 ** (self.failures - 2), MAX_BACKOFF_SECONDS)
-
-    @property
-    def busy(self) -> int:
-        """Requests and legs at work."""
-        return self.in_flight + self.legs
+    def _open_breaker(self, now: float) -> None:
+        if self.consecutive_failures > 1:
+            backoff = 2.0 ** (self.consecutive_failures - 2)
+            self.open_until = now + min(backoff, MAX_BACKOFF_SECONDS)
 
     @property
-    def transfers(self) -> bool:
+    def active_requests(self) -> int:
+        """The number of running requests and prefill legs."""
+        return self.in_flight + self.prefill_legs
+
+    @property
+    def can_transfer(self) -> bool:
         """Whether it can take part in disaggregation in its role, once up."""
-        return self.kind == "nixl" or (
+        return self.connector == "nixl" or (
             self.engine is not None
             and self.engine.role in (self.role, "both")
             and self.engine.rank == self.rank
         )
 
     @property
-    def two_way(self) -> bool:
+    def bidirectional(self) -> bool:
+        """Whether its connector supports bidirectional KV reuse."""
         return self.engine is not None and self.engine.two_way
 
-    def enter(self, size: int) -> None:
-        """A request of so many bytes comes to a decode instance."""
+    def add_request(self, prompt_bytes: int) -> None:
+        """Counts a request as in flight at this decode instance."""
         self.in_flight += 1
-        self.context += size
+        self.context_bytes += prompt_bytes
 
-    def leave(self, size: int) -> None:
+    def remove_request(self, prompt_bytes: int) -> None:
+        """Ends what `add_request` began."""
         self.in_flight -= 1
-        self.context -= size
+        self.context_bytes -= prompt_bytes
 
-    def usable(self, now: float) -> bool:
-        return self.up and now >= self.resting_until
+    def is_usable(self, now: float) -> bool:
+        """Whether it is up and its circuit breaker is not open."""
+        return self.up and now >= self.open_until
 
     def can_prefill(self, now: float) -> bool:
-        return self.role == "prefill" and self.transfers and self.usable(now)
+        """Whether a prefill leg can be sent to it."""
+        return self.role == "prefill" and self.can_transfer and self.is_usable(now)
 
 
 def is_one_engine(a: Instance, b: Instance) -> bool:
-    """Whether two instances are one engine, as under two names of its address. It cannot read its
-    own KV: both legs of a request would wait in one scheduler, and share their workers' tables.
+    """Whether two instances are one engine, as under two names of its address.
+
+    An engine cannot read its own KV: both legs of a request would wait in one scheduler, and share
+    their workers' tables.
     """
     if not a.engine or not b.engine:
         return False
-    return a.engine.incarnation == b.engine.incarnation or not a.worker_names.isdisjoint(
-        b.worker_names
-    )
+    if a.engine.incarnation == b.engine.incarnation:
+        return True
+    return not a.worker_names.isdisjoint(b.worker_names)
 
 
 def mismatch(prefill: Instance, decode: Instance) -> str:
-    """What keeps these two from working as a pair, in words; empty when nothing does."""
+    """Returns the reason why two instances cannot be paired, for people; "" if they can."""
     if is_one_engine(prefill, decode):
         return "they are one engine, and no engine is paired with itself"
-    if prefill.kin and prefill.kin == decode.kin:
+    if prefill.compatibility_key and prefill.compatibility_key == decode.compatibility_key:
         return ""
-    if prefill.kind != decode.kind and "plain" not in (prefill.kind, decode.kind):
+    connectors = (prefill.connector, decode.connector)
+    if prefill.connector != decode.connector and "plain" not in connectors:
         return "they have different connectors"
-    if prefill.kind == "nixl":
+    if prefill.connector == "nixl":
         return f"one serves {prefill.model} and the other {decode.model}"
     if not prefill.engine or not decode.engine:
         return "one of them serves no KV transfers"
@@ -215,62 +261,76 @@ def mismatch(prefill: Instance, decode: Instance) -> str:
 
 @dataclass(slots=True)
 class Fleet:
-    """All instances."""
+    """All instances behind one proxy."""
 
     instances: list[Instance] = field(default_factory=list)
-    turns: int = 0  # how many choices were made
-    leaving: list[Instance] = field(
-        default_factory=list
-    )  # chosen no more, until their requests have ended
+    choices: int = 0  # how many choices of instances were made
+    # Instances that get no new requests, kept until their running requests have ended.
+    leaving: list[Instance] = field(default_factory=list)
 
-    def of(self, role: Role) -> list[Instance]:
+    def with_role(self, role: Role) -> list[Instance]:
+        """Returns the instances of one role, in the order of their addition."""
         return [instance for instance in self.instances if instance.role == role]
 
-    def unpaired(self, instance: Instance) -> str:
-        """Why an instance fits none of the other role, of those that are up; empty while one does
-        or there are none.
-        """
-        if not (instance.up and instance.transfers):
-            return ""
-        words = ""
-        for other in self.instances:
-            if other.role != instance.role and other.up and other.transfers:
-                prefill, decode = (
-                    (instance, other) if instance.role == "prefill" else (other, instance)
-                )
-                if not (why := mismatch(prefill, decode)):
-                    return ""
-                words = words or f"{prefill.url} and {decode.url} do not fit: {why}"
-        return words
+    def pairing_problem(self, instance: Instance) -> str:
+        """Returns why an instance fits no instance of the other role that is up.
 
-    def misfit(self) -> str:
-        """Why no two instances can ever work together, once all of them answer; empty while that
-        may still change.
+        "" if one fits, or if none is up.
         """
-        prefills, decodes = self.of("prefill"), self.of("decode")
+        if not (instance.up and instance.can_transfer):
+            return ""
+        first_problem = ""
+        for other in self.instances:
+            if other.role == instance.role or not (other.up and other.can_transfer):
+                continue
+            is_prefill = instance.role == "prefill"
+            prefill = instance if is_prefill else other
+            decode = other if is_prefill else instance
+            problem = mismatch(prefill, decode)
+            if not problem:
+                return ""
+            if not first_problem:
+                first_problem = f"{prefill.url} and {decode.url} do not fit: {problem}"
+        return first_problem
+
+    def permanent_mismatch(self) -> str:
+        """Returns why no two instances can ever be paired, once all of them answer.
+
+        "" while that may still change.
+        """
+        prefills = self.with_role("prefill")
+        decodes = self.with_role("decode")
         if not prefills or not all(i.up for i in self.instances):
             return ""
-        if any(
-            p.transfers and d.transfers and not mismatch(p, d) for p in prefills for d in decodes
-        ):
+        if any(_can_pair(p, d) for p in prefills for d in decodes):
             return ""
         for instance in self.instances:
-            if not instance.transfers:
-                return f"{instance.url} {instance.why_not}"
-        return f"{prefills[0].url} and {decodes[0].url} do not fit: {mismatch(prefills[0], decodes[0])}"
+            if not instance.can_transfer:
+                return f"{instance.url} {instance.unavailable_reason}"
+        problem = mismatch(prefills[0], decodes[0])
+        return f"{prefills[0].url} and {decodes[0].url} do not fit: {problem}"
 
     def readiness(self, now: float) -> tuple[bool, dict[str, object]]:
-        """Whether requests are served as configured, with counts and, if not, the reason."""
-        decodes = [d for d in self.of("decode") if d.up]
+        """Returns whether requests are served as configured, and the JSON of /readiness.
+
+        The JSON has the counts of usable instances and, if not ready, the reason.
+        """
+        decodes = [d for d in self.with_role("decode") if d.up]
         prefills = [
             p
-            for p in self.of("prefill")
-            if p.can_prefill(now) and any(d.transfers and not mismatch(p, d) for d in decodes)
+            for p in self.with_role("prefill")
+            if p.can_prefill(now) and any(d.can_transfer and not mismatch(p, d) for d in decodes)
         ]
         facts: dict[str, object] = {"prefill": len(prefills), "decode": len(decodes)}
-        ready = bool(decodes) and (bool(prefills) or not self.of("prefill"))
+        ready = bool(decodes) and (bool(prefills) or not self.with_role("prefill"))
         if not ready:
             role = "prefill" if decodes else "decode"
             facts["reason"] = f"no {role} instance can be used"
-            facts["instances"] = {i.url: i.why_not for i in self.instances if i.why_not}
+            facts["instances"] = {
+                i.url: i.unavailable_reason for i in self.instances if i.unavailable_reason
+            }
         return ready, facts
+
+
+def _can_pair(prefill: Instance, decode: Instance) -> bool:
+    return prefill.can_transfer and decode.can_transfer and not mismatch(prefill, decode)

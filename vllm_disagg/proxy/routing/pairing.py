@@ -1,17 +1,16 @@
-"""Who serves a request: prefill and decode instance are chosen as one decision, because not every
-two fit.
+"""Chooses prefill and decode instance in one decision, because not every two fit.
 
-Instances fit when they are of one *kin* (`Instance.kin`: the same connector, and the same layout).
-Per kin the policy names its best P and its best D with their costs; the pair of the least sum is
-taken. So all pairs are considered, in the time of looking at every instance once. One engine, given
-under two names, is no pair.
+Two instances fit when their `Instance.compatibility_key` is equal: the same connector, and layouts
+that can be transferred. For each key the policy names the best prefill and the best decode instance
+with their costs, and the pair with the least sum is taken. So all pairs are considered while every
+instance is looked at once. One engine that is given under two names is no pair.
 
-Pure: the fleet, the time and the policy's chance are passed in.
+Pure: the fleet, the time and the policy's random generator are passed in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,25 +20,28 @@ from .policies import Policy, RoutingQuery
 
 @dataclass(slots=True, frozen=True, eq=False)
 class InstancePair:
-    """A place at a prefill instance for one request, and where it will be decoded."""
+    """A place at a prefill instance for one request, and the decode instance that continues it."""
 
     prefill: Instance
     decode: Instance
-    ask: RoutingQuery
-    reads_back: bool = False  # whether P may read what D has of the prompt
+    query: RoutingQuery
+    bidirectional_reuse: bool = False  # P may read the KV that D holds of the prompt
 
     def take(self, fleet: Fleet, policy: Policy, now: float) -> None:
-        chosen(fleet, policy, self.ask, now, self.prefill, self.decode)
-        self.prefill.legs += 1
-        self.prefill.prompt_bytes += self.ask.size
-        self.decode.enter(self.ask.size)
+        """Counts the request at both instances."""
+        record_choice(fleet, policy, self.query, now, self.prefill, self.decode)
+        self.prefill.prefill_legs += 1
+        self.prefill.prompt_bytes += self.query.prompt_bytes
+        self.decode.add_request(self.query.prompt_bytes)
 
     def release_prefill(self) -> None:
-        self.prefill.legs -= 1
-        self.prefill.prompt_bytes -= self.ask.size
+        """Gives back the place at the prefill instance."""
+        self.prefill.prefill_legs -= 1
+        self.prefill.prompt_bytes -= self.query.prompt_bytes
 
     def release_decode(self) -> None:
-        self.decode.leave(self.ask.size)
+        """Gives back the place at the decode instance."""
+        self.decode.remove_request(self.query.prompt_bytes)
 
 
 Choice = InstancePair | Literal["busy", "none"]
@@ -49,58 +51,73 @@ def choose(
     fleet: Fleet,
     policy: Policy,
     limit: int,
-    ask: RoutingQuery,
+    query: RoutingQuery,
     now: float,
     avoid: Collection[Instance] = (),
 ) -> Choice:
-    """A pair for a prompt; "busy" when every fitting prefill instance has `limit` legs at work,
-    "none" when no two instances fit.
+    """Returns the best pair for a prompt, without the instances in `avoid`.
+
+    "busy": every fitting prefill instance has `limit` running legs. "none": no two instances fit.
     """
-    known = _is_known(fleet, ask.model)
-    kins: dict[
-        str, tuple[list[Instance], list[Instance]]
-    ] = {}  # prefill and decode instances that fit each other
-    for i in fleet.instances:
-        if i.up and i.transfers and (not known or ask.model in i.models) and i not in avoid:
-            if ask.path in i.deaf:
-                continue
-            if i.role == "decode":
-                kins.setdefault(i.kin, ([], []))[1].append(i)
-            elif now >= i.resting_until:
-                kins.setdefault(i.kin, ([], []))[0].append(i)
+    groups = _compatible_groups(fleet, query, now, avoid)
     found: list[tuple[float, Instance, Instance]] = []
-    fit = False
-    for prefills, decodes in kins.values():
-        free = [p for p in prefills if p.legs < limit]
-        awake = [d for d in decodes if now >= d.resting_until]
-        if best := _best(policy, free, awake, ask) or _best(policy, free, decodes, ask):
+    any_pair = False
+    for prefills, decodes in groups:
+        free = [p for p in prefills if p.prefill_legs < limit]
+        closed = [d for d in decodes if now >= d.open_until]
+        # A decode instance whose circuit breaker is open serves only if no other can.
+        best = _best_pair(policy, free, closed, query) or _best_pair(policy, free, decodes, query)
+        if best:
             found.append(best)
-        fit = fit or bool(best) or any(not is_one_engine(p, d) for p in prefills for d in decodes)
-    if not fit:
+            any_pair = True
+        elif any(not is_one_engine(p, d) for p in prefills for d in decodes):
+            any_pair = True
+    if not any_pair:
         return "none"
     if not found:
         return "busy"
-    _, prefill, decode = (
-        found[0] if len(found) == 1 else min(found, key=lambda f: (f[0], f[1].turn))
-    )
-    return InstancePair(prefill, decode, ask, policy.reads_back(prefill, decode, ask))
+    _, prefill, decode = min(found, key=lambda f: (f[0], f[1].last_choice))
+    reuse = policy.is_reuse_worthwhile(prefill, decode, query)
+    return InstancePair(prefill, decode, query, reuse)
 
 
-def _best(
-    policy: Policy, prefills: list[Instance], decodes: list[Instance], ask: RoutingQuery
+def _compatible_groups(
+    fleet: Fleet, query: RoutingQuery, now: float, avoid: Collection[Instance]
+) -> Iterator[tuple[list[Instance], list[Instance]]]:
+    """Yields for each compatibility key its prefill and decode instances that serve the query."""
+    known = _is_known_model(fleet, query.model)
+    groups: dict[str, tuple[list[Instance], list[Instance]]] = {}
+    for i in fleet.instances:
+        if not (i.up and i.can_transfer) or i in avoid:
+            continue
+        if known and query.model not in i.models:
+            continue
+        if query.path in i.unsupported_paths:
+            continue
+        if i.role == "prefill" and now < i.open_until:
+            continue
+        group = groups.setdefault(i.compatibility_key, ([], []))
+        group[0 if i.role == "prefill" else 1].append(i)
+    yield from groups.values()
+
+
+def _best_pair(
+    policy: Policy, prefills: list[Instance], decodes: list[Instance], query: RoutingQuery
 ) -> tuple[float, Instance, Instance] | None:
-    """The best pair of some that fit, and its cost; None without two different engines."""
+    """Returns (cost, P, D) of the best pair of instances that fit; None if all are one engine."""
     if not prefills or not decodes:
         return None
-    (p_cost, p), (d_cost, d) = policy.best(prefills, ask), policy.best(decodes, ask)
+    p_cost, p = policy.best(prefills, query)
+    d_cost, d = policy.best(decodes, query)
     if not is_one_engine(p, d):
         return p_cost + d_cost, p, d
+    # The best two are one engine: keep one of them, and take the second best of the other role.
     found: list[tuple[float, Instance, Instance]] = []
-    if others := [other for other in decodes if not is_one_engine(p, other)]:
-        cost, other = policy.best(others, ask)
+    if other_decodes := [other for other in decodes if not is_one_engine(p, other)]:
+        cost, other = policy.best(other_decodes, query)
         found.append((p_cost + cost, p, other))
-    if others := [other for other in prefills if not is_one_engine(other, d)]:
-        cost, other = policy.best(others, ask)
+    if other_prefills := [other for other in prefills if not is_one_engine(other, d)]:
+        cost, other = policy.best(other_prefills, query)
         found.append((cost + d_cost, other, d))
     return min(found, key=lambda f: f[0], default=None)
 
@@ -110,58 +127,73 @@ def choose_decode(
     policy: Policy,
     now: float,
     avoid: Collection[Instance] = (),
-    ask: RoutingQuery | None = None,
+    query: RoutingQuery | None = None,
 ) -> Instance | None:
-    """A decode instance that serves a request alone: of the rank that the client names, if there
-    are such; one that rests only when there is no other.
+    """Returns a decode instance that serves a request alone; None if none is up.
+
+    Prefers the data parallel rank that the client names, if there is one. An instance whose circuit
+    breaker is open is taken only if there is no other.
     """
-    ask = ask or RoutingQuery(0)
-    up = _of_model(fleet, [d for d in fleet.of("decode") if d.up and d not in avoid], ask)
-    if not up:
+    query = query or RoutingQuery(0)
+    candidates = [d for d in fleet.with_role("decode") if d.up and d not in avoid]
+    candidates = _serving_model(fleet, candidates, query)
+    if not candidates:
         return None
-    up = [d for d in up if ask.rank and d.rank is not None and b"%d" % d.rank == ask.rank] or up
-    return policy.best([d for d in up if d.usable(now)] or up, ask)[1]
+    candidates = [d for d in candidates if _is_named_rank(d, query)] or candidates
+    usable = [d for d in candidates if d.is_usable(now)]
+    return policy.best(usable or candidates, query)[1]
 
 
-def better_whole(fleet: Fleet, policy: Policy, ask: RoutingQuery, threshold: int) -> bool:
-    """Whether so little of a prompt is unknown to some decode instance that a transfer is not worth
-    its while.
+def _is_named_rank(instance: Instance, query: RoutingQuery) -> bool:
+    if not query.rank or instance.rank is None:
+        return False
+    return b"%d" % instance.rank == query.rank
+
+
+def prefers_aggregated(fleet: Fleet, policy: Policy, query: RoutingQuery, min_bytes: int) -> bool:
+    """Whether a decode instance lacks so little of a prompt that a transfer does not pay.
+
+    `min_bytes`: the smallest missing part that is disaggregated; 0: always disaggregate.
     """
-    if not threshold or ask.size < threshold:
-        return threshold > 0
-    decodes = [d for d in fleet.of("decode") if d.up]
-    return ask.size - max(policy.seen(decodes, ask).values(), default=0) < threshold
+    if not min_bytes:
+        return False
+    if query.prompt_bytes < min_bytes:
+        return True
+    decodes = [d for d in fleet.with_role("decode") if d.up]
+    cached = max(policy.cached_bytes(decodes, query).values(), default=0)
+    return query.prompt_bytes - cached < min_bytes
 
 
-def spill(fleet: Fleet, policy: Policy, now: float, ask: RoutingQuery) -> Instance | None:
-    """Where a prompt goes that finds every prefill instance full: to a D that computes no other
-    whole prompt.
+def choose_spill(fleet: Fleet, policy: Policy, now: float, query: RoutingQuery) -> Instance | None:
+    """Returns a decode instance for a prompt when every prefill instance is full.
+
+    Takes only one that computes no other whole prompt; None if there is none.
     """
-    idle = _of_model(fleet, [d for d in fleet.of("decode") if d.usable(now) and not d.whole], ask)
-    return policy.best(idle, ask)[1] if idle else None
+    idle = [d for d in fleet.with_role("decode") if d.is_usable(now) and not d.aggregated_requests]
+    idle = _serving_model(fleet, idle, query)
+    return policy.best(idle, query)[1] if idle else None
 
 
-def _of_model(fleet: Fleet, instances: list[Instance], ask: RoutingQuery) -> list[Instance]:
-    """Those that serve the model; all, if none in the fleet ever did: an engine has the right words
-    for a wrong name.
+def _serving_model(fleet: Fleet, instances: list[Instance], query: RoutingQuery) -> list[Instance]:
+    """Returns the instances that serve the query's model; all, if the whole fleet lacks the model.
+
+    In that case an engine's own error answer is the right one for the client.
     """
-    return (
-        [i for i in instances if ask.model in i.models]
-        if _is_known(fleet, ask.model)
-        else instances
-    )
+    if not _is_known_model(fleet, query.model):
+        return instances
+    return [i for i in instances if query.model in i.models]
 
 
-def _is_known(fleet: Fleet, model: str) -> bool:
+def _is_known_model(fleet: Fleet, model: str) -> bool:
     return any(model in i.models for i in fleet.instances)
 
 
-def chosen(
-    fleet: Fleet, policy: Policy, ask: RoutingQuery, now: float, *instances: Instance
+def record_choice(
+    fleet: Fleet, policy: Policy, query: RoutingQuery, now: float, *instances: Instance
 ) -> None:
-    """Note who was chosen, so that equals take turns and prefixes find their way back."""
-    fleet.turns += 1
+    """Notes a choice, so that equal instances take turns and prefixes are found again."""
+    fleet.choices += 1
     for instance in instances:
-        instance.turn = fleet.turns
-        instance.chosen(now)
-    policy.chose(ask, *instances)
+        instance.last_choice = fleet.choices
+        instance.on_chosen(now)
+    policy.record_choice(query, *instances)

@@ -1,27 +1,23 @@
-"""Who is the best of several instances for a request. Pure: the only chance is a generator that is
-handed in.
+"""Ranks instances for a request.  Pure: the random generator is handed in.
 
-Loads are counted in bytes of prompts, which are proportional to tokens and known without a
-tokenizer:
+Load is counted in bytes of prompts, which are proportional to tokens and need no tokenizer:
 
-    at P   the prompts in prefill legs at work
-    at D   the prompts of running requests, and `REQUEST` for each of them: a decode step costs by context and by batch;
-           a D whose KV cache is nearly full comes after all others, since it would preempt
+    at P   the prompts in running prefill legs
+    at D   the prompts of running requests, and REQUEST_COST_BYTES for each: the cost of a decode
+           step grows with context and with batch size. A D whose KV cache is nearly full comes
+           after all others, since it would preempt
 
-* `prefix_aware` adds to its load the part of the prompt that an instance has not seen.  The sum is
-  the work until this
-  request is done there, so a cached prefix attracts exactly as far as it saves more than the queue
-  in front of it
-  costs: nothing to tune, and no hot spot.  The default, since without shared prefixes it *is*
-  least_loaded.
+* `prefix_aware` adds to the load the part of the prompt that the instance has not cached. The sum
+  is the work until this request is done there. So a cached prefix attracts exactly as far as it
+  saves more than the queue in front of it costs: nothing to tune, and no hot spot. The default,
+  since without shared prefixes it equals `least_loaded`.
 * `least_loaded`: the load alone.
-* `power_of_two`: the less loaded of two taken at random, for several proxies that do not know of
-  each other.
+* `power_of_two`: the less loaded of two random instances, for several proxies without shared state.
 * `round_robin`: in turn, for benchmarks and for equal requests.
 
-A request with a session (`X-Session-ID`) goes where its session goes, by rendezvous hashing: no
-memory, and when an instance leaves only its own sessions move. An instance that cannot be used, or
-a D that is nearly full, is left aside.
+A request with a session (`X-Session-ID`) goes to the instance of its session, by rendezvous
+hashing: no memory, and when an instance leaves only its own sessions move. An instance that cannot
+be used, or a D that is nearly full, is passed over.
 """
 
 from __future__ import annotations
@@ -39,87 +35,107 @@ from .prefixes import PrefixIndex, PromptPrefix
 Name = Literal["prefix_aware", "least_loaded", "power_of_two", "round_robin"]
 POLICY_NAMES: tuple[Name, ...] = get_args(Name)
 
-REQUEST_COST_BYTES = (
-    2048  # bytes: what a running request costs beside its context, about 500 tokens' worth
-)
+REQUEST_COST_BYTES = 2048  # cost of a running request beside its context, about 500 tokens' worth
 FULL_CACHE_RATIO = 0.9  # of the KV cache
-MIN_REUSE_BYTES = (
-    1024  # bytes of a prompt, about 250 tokens: what a D must have more of it than a P for P to ask
-)
-_NONE = PromptPrefix(b"")
+# A P reads KV from a D that has at least so much more of the prompt: about 250 tokens.
+MIN_REUSE_BYTES = 1024
+_NO_PREFIX = PromptPrefix(b"")
 
 
 @dataclass(slots=True)
 class RoutingQuery:
-    """What a choice needs to know of a request."""
+    """The facts about a request that decide which instances serve it."""
 
-    size: int  # bytes
-    prefix: PromptPrefix = _NONE
+    prompt_bytes: int
+    prefix: PromptPrefix = _NO_PREFIX
     session: bytes = b""
     model: str = ""
     path: str = ""
-    rank: bytes = b""  # of the data parallel ones, which the client names
+    rank: bytes = b""  # the data parallel rank that the client names, in decimal
 
 
 @dataclass(slots=True)
 class Policy:
+    """One of the policies above, with its random generator and its memory of prefixes."""
+
     name: Name = "least_loaded"
     chance: random.Random = field(default_factory=random.Random)
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
 
-    def best(self, candidates: Sequence[Instance], ask: RoutingQuery) -> tuple[float, Instance]:
-        """The best of some instances of one role, at least one, and its cost: bytes of work, or
-        turns.
+    def best(self, candidates: Sequence[Instance], query: RoutingQuery) -> tuple[float, Instance]:
+        """Returns (cost, instance) of the best of at least one candidate of one role.
+
+        The cost is in bytes of work; for `round_robin`, in turns.
         """
-        if ask.session:
-            chosen = max(candidates, key=lambda i: (not _full(i), _weight(i, ask.session)))
-            return _load(chosen), chosen
+        if query.session:
+            chosen = max(
+                candidates,
+                key=lambda i: (not _is_cache_full(i), _session_weight(i, query.session)),
+            )
+            return _load_bytes(chosen), chosen
         if self.name == "round_robin":
-            chosen = min(candidates, key=lambda i: i.turn)
-            return chosen.turn, chosen
+            chosen = min(candidates, key=lambda i: i.last_choice)
+            return chosen.last_choice, chosen
         if self.name == "power_of_two" and len(candidates) > 2:
             candidates = self.chance.sample(candidates, 2)
-        seen = self.seen(candidates, ask)
-        chosen = min(candidates, key=lambda i: (_full(i), _load(i) - seen.get(i.cache, 0), i.turn))
-        return _load(chosen) + ask.size - seen.get(chosen.cache, 0), chosen
+        cached = self.cached_bytes(candidates, query)
+        chosen = min(
+            candidates,
+            key=lambda i: (
+                _is_cache_full(i),
+                _load_bytes(i) - cached.get(i.cache_identity, 0),
+                i.last_choice,
+            ),
+        )
+        missing = query.prompt_bytes - cached.get(chosen.cache_identity, 0)
+        return _load_bytes(chosen) + missing, chosen
 
-    def seen(self, candidates: Iterable[Instance], ask: RoutingQuery) -> dict[object, int]:
-        """How many bytes of the prompt each cache has, as far as this policy knows."""
+    def cached_bytes(
+        self, candidates: Iterable[Instance], query: RoutingQuery
+    ) -> dict[object, int]:
+        """Returns by cache identity how many bytes of the prompt are probably cached."""
         if self.name != "prefix_aware":
             return {}
-        return self.prefixes.longest(ask.prefix, {i.cache for i in candidates})
+        return self.prefixes.longest_prefixes(query.prefix, {i.cache_identity for i in candidates})
 
-    def reads_back(self, prefill: Instance, decode: Instance, ask: RoutingQuery) -> bool:
-        """Whether P should ask D for what it has of the prompt, most likely an earlier answer.
-        Before they are `chose`n.
+    def is_reuse_worthwhile(self, prefill: Instance, decode: Instance, query: RoutingQuery) -> bool:
+        """Whether P should read the KV that D holds of the prompt, most likely an earlier answer.
+
+        To be called before `record_choice`.
         """
-        if self.name != "prefix_aware" or not (prefill.two_way and decode.two_way):
+        if self.name != "prefix_aware" or not (prefill.bidirectional and decode.bidirectional):
             return False
-        seen = self.seen((prefill, decode), ask)
-        here, there = seen.get(prefill.cache, 0), seen.get(decode.cache, 0)
-        more = min(ask.size - here, self.prefixes.goes_on(ask.prefix, ask.size, decode.cache))
-        return max(there - here, more) >= MIN_REUSE_BYTES
+        cached = self.cached_bytes((prefill, decode), query)
+        at_prefill = cached.get(prefill.cache_identity, 0)
+        at_decode = cached.get(decode.cache_identity, 0)
+        # D also has the answer to the prompt's beginning, of unknown length.
+        beyond_answered = self.prefixes.bytes_after_answer(
+            query.prefix, query.prompt_bytes, decode.cache_identity
+        )
+        possible_answer = min(query.prompt_bytes - at_prefill, beyond_answered)
+        return max(at_decode - at_prefill, possible_answer) >= MIN_REUSE_BYTES
 
-    def answered(self, ask: RoutingQuery, decode: Instance) -> None:
-        """D has the prompt and the answer."""
+    def record_answer(self, query: RoutingQuery, decode: Instance) -> None:
+        """Notes that D has the KV of the prompt and of its answer."""
         if self.name == "prefix_aware":
-            self.prefixes.answered(ask.prefix, ask.size, decode.cache)
+            self.prefixes.record_answer(query.prefix, query.prompt_bytes, decode.cache_identity)
 
-    def chose(self, ask: RoutingQuery, *instances: Instance) -> None:
-        """These get the prompt."""
+    def record_choice(self, query: RoutingQuery, *instances: Instance) -> None:
+        """Notes that these instances get the prompt."""
         if self.name == "prefix_aware":
-            self.prefixes.saw(ask.prefix, *(i.cache for i in instances))
+            self.prefixes.record_prompt(query.prefix, *(i.cache_identity for i in instances))
 
 
-def _load(instance: Instance) -> int:
+def _load_bytes(instance: Instance) -> int:
     if instance.role == "prefill":
         return instance.prompt_bytes
-    return instance.context + REQUEST_COST_BYTES * instance.in_flight
+    return instance.context_bytes + REQUEST_COST_BYTES * instance.in_flight
 
 
-def _full(instance: Instance) -> bool:
-    return instance.role == "decode" and instance.kv_use > FULL_CACHE_RATIO
+def _is_cache_full(instance: Instance) -> bool:
+    return instance.role == "decode" and instance.kv_cache_usage > FULL_CACHE_RATIO
 
 
-def _weight(instance: Instance, session: bytes) -> int:
+def _session_weight(instance: Instance, session: bytes) -> int:
+    """Returns the weight of rendezvous hashing."""
     return int(xxhash.xxh3_64_intdigest(instance.url.encode() + b"\0" + session))

@@ -1,9 +1,15 @@
-"""The queue: requests wait here, in the order of `priority_queue`, until a prefill instance can
-start them.
+"""The queue of requests that wait, ordered by `priority_queue`, for a free prefill instance.
 
-Engines hold blocks only for work that runs. A request leaves with a pair, with None (no two
-instances fit: serve it whole), with an error, or because its client left. There is a queue for each
-model and path, since other instances may serve them: who waits for a full one holds up nobody else.
+Engines hold KV blocks only for running work, so requests wait here and not there. A request leaves
+the queue
+
+* with a pair,
+* with None: no two instances fit, and one serves it aggregated,
+* with an error: the queue is full, or the wait was too long,
+* or because its client closed the connection.
+
+Each model and path has a queue of its own, since other instances may serve them: a request that
+waits for a full instance delays no request for another.
 """
 
 from __future__ import annotations
@@ -13,50 +19,54 @@ from dataclasses import dataclass
 
 from ...errors import DisaggError
 from .fleet import Fleet
-from .pairing import InstancePair, choose
+from .pairing import Choice, InstancePair, choose
 from .policies import Policy, RoutingQuery
 from .priority_queue import PriorityQueue
 
 
 class QueueFull(DisaggError):
-    """Too many requests wait already; a 429."""
+    """Too many requests wait already; answered with 429."""
 
 
 class QueueTimeout(DisaggError):
-    """No prefill instance was free in time; a 503."""
+    """No prefill instance was free in time; answered with 503."""
 
 
-Kind = tuple[str, str]  # model (empty: one that nobody serves), path
+QueueKey = tuple[str, str]  # model ("" for all unknown models), path
 
 
 @dataclass(slots=True, eq=False)
 class _WaitingRequest:
-    ask: RoutingQuery
-    kind: Kind
+    query: RoutingQuery
+    queue_key: QueueKey
     pair: asyncio.Future[InstancePair | None]
 
 
 class PrefillQueue:
-    """Gives out places at prefill instances."""
+    """Hands out places at prefill instances."""
 
     def __init__(
         self, fleet: Fleet, policy: Policy, concurrency: int, max_waiting: int, patience: float
     ) -> None:
+        """`concurrency`: legs for each prefill instance.  `patience`: longest wait in seconds."""
         self._fleet = fleet
         self._policy = policy
         self._concurrency = concurrency
         self._max_waiting = max_waiting
         self._patience = patience
-        self._waiting: dict[Kind, PriorityQueue[_WaitingRequest]] = {}  # none of them is empty
+        self._queues: dict[QueueKey, PriorityQueue[_WaitingRequest]] = {}  # none of them is empty
 
     def __len__(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return sum(map(len, self._queues.values()))
 
-    async def acquire(self, ask: RoutingQuery, priority: int = 0) -> InstancePair | None:
-        """A pair whose places are taken, or None when no two instances fit."""
+    async def acquire(self, query: RoutingQuery, priority: int = 0) -> InstancePair | None:
+        """Returns a pair with its places taken, or None if no two instances fit.
+
+        Raises QueueFull or QueueTimeout.
+        """
         loop = asyncio.get_running_loop()
-        if not self._waiting or self._kind(ask) not in self._waiting:
-            choice = choose(self._fleet, self._policy, self._concurrency, ask, loop.time())
+        if not self._queues or self._queue_key(query) not in self._queues:
+            choice = self._choose(query, loop.time())
             if choice == "none":
                 return None
             if choice != "busy":
@@ -64,60 +74,68 @@ class PrefillQueue:
                 return choice
         if len(self) >= self._max_waiting:
             raise QueueFull(f"{len(self)} requests wait already")
-        turn = _WaitingRequest(ask, self._kind(ask), loop.create_future())
-        self._waiting.setdefault(turn.kind, PriorityQueue()).add(turn, priority, loop.time())
+        waiting = _WaitingRequest(query, self._queue_key(query), loop.create_future())
+        queue = self._queues.setdefault(waiting.queue_key, PriorityQueue())
+        queue.add(waiting, priority, loop.time())
         pair = None
         try:
             async with asyncio.timeout(self._patience):
-                pair = await turn.pair
+                pair = await waiting.pair
                 return pair
         except TimeoutError:
             raise QueueTimeout(
                 f"no prefill instance was free within {self._patience:g} s"
             ) from None
         finally:
-            self._remove(turn)
-            done = turn.pair
-            if pair is None and done.done() and not done.cancelled() and (unused := done.result()):
-                unused.release_decode()  # the request ended in the very moment that its turn came
-                self.release(unused)
+            self._remove(waiting)
+            if pair is None:
+                self._release_unused(waiting.pair)
+
+    def _release_unused(self, result: asyncio.Future[InstancePair | None]) -> None:
+        """Gives back a pair that was assigned in the same moment in which the request gave up."""
+        if not result.done() or result.cancelled():
+            return
+        if unused := result.result():
+            unused.release_decode()
+            self.release(unused)
 
     def release(self, pair: InstancePair) -> None:
-        """Its prefill leg is over."""
+        """Ends a pair's prefill leg, and serves waiting requests."""
         pair.release_prefill()
         self.wake()
 
     def wake(self) -> None:
-        """Something changed: let in who can go."""
+        """Serves waiting requests after any change of the fleet."""
         now = asyncio.get_running_loop().time()
-        queues = list(self._waiting.values())
+        queues = list(self._queues.values())
         while queues:
-            queue = min(queues, key=lambda q: q.rank)
-            turn = queue.next()
-            choice = (
-                choose(self._fleet, self._policy, self._concurrency, turn.ask, now)
-                if turn
-                else "busy"
-            )
-            if not turn or choice == "busy":
+            queue = min(queues, key=lambda q: q.next_key)
+            waiting = queue.next()
+            choice: Choice = "busy"
+            if waiting:
+                choice = self._choose(waiting.query, now)
+            if not waiting or choice == "busy":
                 queues.remove(queue)
                 continue
-            self._remove(turn)
-            if turn.pair.done():
+            self._remove(waiting)
+            if waiting.pair.done():
                 continue
             if choice == "none":
-                turn.pair.set_result(None)
+                waiting.pair.set_result(None)
             else:
                 choice.take(self._fleet, self._policy, now)
-                turn.pair.set_result(choice)
+                waiting.pair.set_result(choice)
 
-    def _kind(self, ask: RoutingQuery) -> Kind:
-        known = any(ask.model in i.models for i in self._fleet.instances)
-        return ask.model if known else "", ask.path
+    def _choose(self, query: RoutingQuery, now: float) -> Choice:
+        return choose(self._fleet, self._policy, self._concurrency, query, now)
 
-    def _remove(self, turn: _WaitingRequest) -> None:
-        """It waits no longer, if it still did."""
-        if queue := self._waiting.get(turn.kind):
-            queue.remove(turn)
+    def _queue_key(self, query: RoutingQuery) -> QueueKey:
+        known = any(query.model in i.models for i in self._fleet.instances)
+        return query.model if known else "", query.path
+
+    def _remove(self, waiting: _WaitingRequest) -> None:
+        """Removes a request, if it is still queued."""
+        if queue := self._queues.get(waiting.queue_key):
+            queue.remove(waiting)
             if not queue:
-                del self._waiting[turn.kind]
+                del self._queues[waiting.queue_key]

@@ -1,17 +1,17 @@
-"""Which instances have seen the beginning of a prompt.  Pure, and bounded.
+"""Records which instances have seen the beginning of a prompt.  Pure, and bounded.
 
-A prompt is hashed as the bytes that the client sent, no tokenizer needed: equal bytes are equal
-tokens, and a chat's next turn begins with the bytes of its last one. The hashes are those of
-growing prefixes (128 and 512 bytes, then an eighth more each time), so a prompt of 400 KB has about
-60 of them. What an engine mixes into its own cache keys (`cache_salt`, the model, the tools) goes
-in first.
+A prompt is hashed as the bytes that the client sent, without a tokenizer: equal bytes are equal
+tokens, and a chat's next turn begins with the bytes of its last one. Hashed are growing prefixes
+(of 128 and 512 bytes, then an eighth longer each time), so a prompt of 400 KB has about 60 hashes.
+The inputs that an engine mixes into its own cache keys (`cache_salt`, the model, the tools) go in
+first.
 
-Who has answered a prompt has more: the answer, which the next turn's prompt has in it. That is
-noted at the prompt's last beginning; a longer prompt that goes on from there has perhaps that
-answer in it, perhaps another.
+An instance that has answered a prompt has more cached: the answer, which is part of the next turn's
+prompt. That is noted at the prompt's longest prefix. A longer prompt that continues it has perhaps
+that answer in it, perhaps another.
 
-An instance stands here as its *cache*, an object that is another one after each restart. It may
-have evicted what is noted here: then a guess was wrong, and cost what no guess would have cost.
+An instance is represented by its `cache_identity`, an object that a restart replaces. The instance
+may have evicted a prefix that is noted here: such a wrong guess costs as much as no guess.
 """
 
 from __future__ import annotations
@@ -21,84 +21,88 @@ from collections.abc import Collection
 
 import xxhash
 
-SHORT_PREFIX_BYTES = 128  # bytes: the first of all, so that a short question is known too
-FIRST_PREFIX_BYTES = 512  # bytes
+SHORT_PREFIX_BYTES = 128  # the first prefix, so that a short question is recorded too
+FIRST_PREFIX_BYTES = 512
 GROWTH_DIVISOR = 8  # each prefix is longer than the last by 1/8
-MAX_PREFIXES = 65536  # prefixes remembered, 41 MiB when full
-MAX_HOLDERS = 64  # caches remembered for each, the latest
+MAX_PREFIXES = 65536  # remembered prefixes, 41 MiB when full
+MAX_HOLDERS = 64  # remembered caches of each prefix, the latest
 
 
 class PromptPrefix:
-    """A prompt's beginnings: (length in bytes, hash), shortest first."""
+    """The hashes of a prompt's prefixes: (length in bytes, hash), shortest first."""
 
-    __slots__ = ("marks",)
+    __slots__ = ("hashes",)
 
     def __init__(self, prompt: bytes | memoryview, salt: bytes = b"") -> None:
-        self.marks: list[tuple[int, int]] = []
+        """`salt`: bytes that come before the prompt in an engine's cache keys."""
+        self.hashes: list[tuple[int, int]] = []
         state = xxhash.xxh3_64(salt)
-        begin, end = 0, SHORT_PREFIX_BYTES
+        begin = 0
+        end = SHORT_PREFIX_BYTES
         while end <= len(prompt):
             state.update(prompt[begin:end])
-            self.marks.append((end, state.intdigest()))
-            begin, end = (
-                end,
-                end + max(FIRST_PREFIX_BYTES, end // GROWTH_DIVISOR)
-                if end >= FIRST_PREFIX_BYTES
-                else FIRST_PREFIX_BYTES,
-            )
+            self.hashes.append((end, state.intdigest()))
+            begin = end
+            if end < FIRST_PREFIX_BYTES:
+                end = FIRST_PREFIX_BYTES
+            else:
+                end += max(FIRST_PREFIX_BYTES, end // GROWTH_DIVISOR)
 
 
 class PrefixIndex:
-    """The memory."""
+    """Maps prefix hashes to the caches that hold them, with the least recently used evicted."""
 
     def __init__(self, entries: int = MAX_PREFIXES) -> None:
-        self._entries = entries
-        self._seen: OrderedDict[int, tuple[object, ...]] = (
-            OrderedDict()
-        )  # by hash, least recently used first
-        self._answered: OrderedDict[int, tuple[object, int]] = (
-            OrderedDict()
-        )  # by hash of the last prefix: (by whom, bytes)
+        self._max_entries = entries
+        # By hash, least recently used first.
+        self._holders: OrderedDict[int, tuple[object, ...]] = OrderedDict()
+        # By hash of the longest prefix: (cache that has the answer, bytes of the prompt).
+        self._answered: OrderedDict[int, tuple[object, int]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._seen)
+        return len(self._holders)
 
-    def saw(self, prefix: PromptPrefix, *caches: object) -> None:
-        """Instances got a prompt."""
-        seen = self._seen
-        for _, mark in prefix.marks:
-            held = seen.get(mark, ())
+    def record_prompt(self, prefix: PromptPrefix, *caches: object) -> None:
+        """Notes that instances got a prompt."""
+        holders = self._holders
+        for _, prefix_hash in prefix.hashes:
+            held = holders.get(prefix_hash, ())
             if held != caches:
                 others = [cache for cache in held if cache not in caches]
-                seen[mark] = (*others, *caches)[-MAX_HOLDERS:]
-            seen.move_to_end(mark)
-        while len(seen) > self._entries:
-            seen.popitem(last=False)
+                holders[prefix_hash] = (*others, *caches)[-MAX_HOLDERS:]
+            holders.move_to_end(prefix_hash)
+        while len(holders) > self._max_entries:
+            holders.popitem(last=False)
 
-    def answered(self, prefix: PromptPrefix, size: int, cache: object) -> None:
-        """An instance has answered a prompt of so many bytes."""
-        if prefix.marks:
-            mark = prefix.marks[-1][1]
-            self._answered[mark] = cache, size
-            self._answered.move_to_end(mark)
-            if len(self._answered) > self._entries:
-                self._answered.popitem(last=False)
+    def record_answer(self, prefix: PromptPrefix, prompt_bytes: int, cache: object) -> None:
+        """Notes that an instance has answered a prompt."""
+        if not prefix.hashes:
+            return
+        longest_hash = prefix.hashes[-1][1]
+        self._answered[longest_hash] = (cache, prompt_bytes)
+        self._answered.move_to_end(longest_hash)
+        if len(self._answered) > self._max_entries:
+            self._answered.popitem(last=False)
 
-    def goes_on(self, prefix: PromptPrefix, size: int, cache: object) -> int:
-        """By how many bytes a prompt goes on from the last in it that was answered, if by this
-        instance.
+    def bytes_after_answer(self, prefix: PromptPrefix, prompt_bytes: int, cache: object) -> int:
+        """Returns how many bytes a prompt adds to the longest prompt in it that was answered.
+
+        0 if none was answered, or if another instance did.
         """
-        found = next(
-            (self._answered[mark] for _, mark in reversed(prefix.marks) if mark in self._answered),
-            None,
-        )
-        return max(0, size - found[1]) if found and found[0] is cache else 0
+        for _, prefix_hash in reversed(prefix.hashes):
+            answered = self._answered.get(prefix_hash)
+            if answered:
+                answering_cache, answered_bytes = answered
+                return max(0, prompt_bytes - answered_bytes) if answering_cache is cache else 0
+        return 0
 
-    def longest(self, prefix: PromptPrefix, caches: Collection[object]) -> dict[object, int]:
-        """Of these, how many bytes of a prompt each one has seen; who saw none is left out."""
+    def longest_prefixes(
+        self, prefix: PromptPrefix, caches: Collection[object]
+    ) -> dict[object, int]:
+        """Returns how many bytes of a prompt each of these caches has seen, without zeros."""
         found: dict[object, int] = {}
-        for length, mark in reversed(prefix.marks):
-            for cache in self._seen.get(mark, ()):
+        for length, prefix_hash in reversed(prefix.hashes):
+            for cache in self._holders.get(prefix_hash, ()):
                 if cache in caches:
                     found.setdefault(cache, length)
             if len(found) == len(caches):

@@ -212,9 +212,9 @@ class Metrics:
         for instance in (*self._fleet.instances, *self._fleet.leaving):
             names = [instance.url, instance.role]
             up.add_metric(names, float(instance.up))
-            breaker_open.add_metric(names, float(instance.up and not instance.usable(time)))
+            breaker_open.add_metric(names, float(instance.up and not instance.is_usable(time)))
             leaving.add_metric(names, float(instance in self._fleet.leaving))
-            busy.add_metric(names, float(instance.busy))
+            busy.add_metric(names, float(instance.active_requests))
         yield from (up, breaker_open, leaving, busy)
         waiting = GaugeMetricFamily(
             "vllm_disagg_waiting", "Requests that wait, by place.", labels=["place"]

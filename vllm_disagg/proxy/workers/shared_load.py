@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from ..routing.fleet import Instance
 
-LOAD_FIELDS = ("in_flight", "legs", "prompt_bytes", "context", "whole")
+LOAD_FIELDS = ("in_flight", "prefill_legs", "prompt_bytes", "context_bytes", "aggregated_requests")
 MAX_SLOTS = 1 << 16  # two instances with one slot would share their load
 ROW_CELLS = MAX_SLOTS * len(LOAD_FIELDS)
 CELL_BYTES = 8

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
-OLDEST, NEWEST = Version("0.28"), Version("0.33")  # tried; what is newer may work
+from vllm_disagg.vllm_support import NEWEST_VLLM, OLDEST_VLLM
 
 log = logging.getLogger("vllm_disagg")
 
@@ -30,14 +30,15 @@ def check(version: str) -> str:
     except ValueError:
         return ""  # a development build: the user knows what they do
     release = Version(f"{found.major}.{found.minor}")
-    if release < OLDEST:
-        return f"vLLM {version} is too old for DisaggConnector: install vLLM {OLDEST} to {NEWEST}"
-    if release > NEWEST:
+    if release < OLDEST_VLLM:
+        versions = f"{OLDEST_VLLM} to {NEWEST_VLLM}"
+        return f"vLLM {version} is too old for DisaggConnector: install vLLM {versions}"
+    if release > NEWEST_VLLM:
         log.warning(
             "vLLM %s is newer than what DisaggConnector was tried with (%s to %s)",
             version,
-            OLDEST,
-            NEWEST,
+            OLDEST_VLLM,
+            NEWEST_VLLM,
         )
     return ""
 

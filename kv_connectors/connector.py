@@ -18,6 +18,7 @@ from vllm_disagg import config
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
 from vllm_disagg.fleet.registration import Registration, register_all
+from vllm_disagg.vllm_support import KV_ROLES
 
 from . import compat, compatibility, prompt_digest, supported
 from .metadata import Handshake, WorkerMetadata
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 logging.getLogger("vllm_disagg").handlers = list(logging.getLogger("vllm").handlers)
 logging.getLogger("vllm_disagg").setLevel(logging.getLogger("vllm").level)
 
-ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+ROLES = {kv_role: role for role, kv_role in KV_ROLES.items()}
 
 
 class DisaggConnector(KVConnectorBase_V1, SupportsHMA):

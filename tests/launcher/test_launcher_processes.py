@@ -127,7 +127,7 @@ def test_a_child_that_dies_takes_all_with_it(up: Callable[..., Up]) -> None:
     last = said.splitlines()[-1]
     assert (
         last
-        == "vllm-disagg up: decode-0 ended with exit code 3: ValueError: no luck today; everything is stopped"
+        == "vllm-disagg up: decode-0 exited with code 3: ValueError: no luck today; everything is stopped"
     )
     assert re.search(r"^\[prefill-0\] prefill in \d+$", said, re.MULTILINE)
     assert running.left() == []

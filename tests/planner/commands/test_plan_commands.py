@@ -156,7 +156,7 @@ def test_a_profile_is_planned_with(capsys: pytest.CaptureFixture[str], tmp_path:
     [
         (
             ["plan", "--gpu", "gtx", "--model", "opt-13b"],
-            "gtx is not a GPU we know: give one of a100",
+            "gtx is not a known GPU: give one of a100",
         ),
         (
             ["plan", "--gpu", "a100", "--model", "nope"],

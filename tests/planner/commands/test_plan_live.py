@@ -169,11 +169,11 @@ def test_counters_that_are_missing_are_named() -> None:
 
 
 def test_little_traffic_a_restart_and_answers_without_usage_are_said() -> None:
-    with pytest.raises(ConfigError, match="3 requests ended well in 10 s"):
+    with pytest.raises(ConfigError, match="3 requests succeeded in 10 s"):
         between(parse(_metrics(100)), parse(_metrics(103)), 10)
     with pytest.raises(ConfigError, match="include_usage"):
         between(parse(_metrics(100, 0, 0)), parse(_metrics(200, 0, 0)), 10)
-    with pytest.raises(ConfigError, match="ended well"):
+    with pytest.raises(ConfigError, match="succeeded"):
         between(parse(_metrics(100)), parse(_metrics(30)), 10)
 
 
@@ -189,8 +189,8 @@ def test_what_a_window_held() -> None:
         (INSTANCES[:3], "3 prefill and 0 decode instances"),
         ([{**row, "usable": False} for row in INSTANCES], "0 prefill and 0 decode"),
         ([{**row, "leaving": True} for row in INSTANCES], "0 prefill and 0 decode"),
-        ([{"a": 1}], "not what a vllm-disagg proxy answers"),
-        (["x"], "not what a vllm-disagg proxy answers"),
+        ([{"a": 1}], "not the answer of a vllm-disagg proxy"),
+        (["x"], "not the answer of a vllm-disagg proxy"),
     ],
 )
 def test_a_fleet_without_a_ratio_is_said(rows: list[object], words: str) -> None:

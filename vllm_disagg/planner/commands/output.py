@@ -6,6 +6,7 @@ import json
 import shlex
 from typing import Any
 
+from ...vllm_support import KV_ROLES
 from ..cost import queueing
 from ..search.advice import Advice, too_few_requests
 from ..search.optimizer import PlacementScore
@@ -26,23 +27,14 @@ def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
     d = placement.decode
     if (p.tp, p.pp) == (d.tp, d.pp) and p.pp == 1:
         parallel = ["--tensor-parallel-size", str(p.tp)] if p.tp > 1 else []
-        words = [
-            "vllm-disagg",
-            "up",
-            "--model",
-            model,
-            "--prefill",
-            str(p.n),
-            "--decode",
-            str(d.n),
-            *parallel,
-        ]
-        lines.append(shlex.join(words))
+        instances = ["--prefill", str(p.n), "--decode", str(d.n)]
+        up = ["vllm-disagg", "up", "--model", model, *instances, *parallel]
+        lines.append(shlex.join(up))
     lines.append("vllm-disagg key fleet.key")
     proxy = ["vllm-disagg", "proxy", "--key-file", "fleet.key"]
     for role, flag, group, base in (
-        ("kv_producer", "--prefill", p, 8100),
-        ("kv_consumer", "--decode", d, 8200),
+        (KV_ROLES["prefill"], "--prefill", p, 8100),
+        (KV_ROLES["decode"], "--decode", d, 8200),
     ):
         for n in range(group.n):
             transfer = {
@@ -58,18 +50,19 @@ def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
 
 
 def remarks(placement: Placement) -> list[str]:
-    """Lists limits of the commands that their reader must know."""
+    """Lists the limits of the commands, for their reader."""
     p = placement.prefill
     d = placement.decode
     if d and ((p.tp, p.pp) != (d.tp, d.pp) or p.pp > 1):
         return [
-            "prefill and decode differ in parallelism, or use pipelines: see README, what is not supported yet, before you"
-            " start it"
+            "prefill and decode differ in parallelism, or use pipelines: see README, what is not"
+            " supported yet, before you start it"
         ]
     return []
 
 
 def _colocated(placement: Placement, model: str) -> list[str]:
+    """Lists the commands of a colocated placement; one instance needs no proxy."""
     lines = []
     proxy = ["vllm-disagg", "proxy"]
     for n in range(placement.prefill.n):
@@ -81,6 +74,7 @@ def _colocated(placement: Placement, model: str) -> list[str]:
 
 
 def _serve(model: str, group: ReplicaGroup, port: int) -> list[str]:
+    """Returns the words of the `vllm serve` command of one instance."""
     words = ["vllm", "serve", model, "--port", str(port)]
     for flag, value in (
         ("--tensor-parallel-size", group.tp),
@@ -106,7 +100,10 @@ def as_json(advice: Advice, model: str) -> dict[str, Any]:
         "ratio": advice.ratio,
         "ratio_ci": advice.ratio_ci,
         "alternatives": [_score(scenario, score) for score in advice.alternatives],
-        "flips": {name: {"at": f.at, "words": f.words} for name, f in advice.crossovers.items()},
+        "flips": {
+            name: {"at": crossover.at, "words": crossover.words}
+            for name, crossover in advice.crossovers.items()
+        },
         "commands": commands(scenario, placement, model),
         "remarks": [*remarks(placement), *too_few_requests(scenario, advice.chosen)],
         "considered": advice.considered,
@@ -117,6 +114,9 @@ def as_json(advice: Advice, model: str) -> dict[str, Any]:
 def describe(scenario: Scenario) -> dict[str, Any]:
     """Describes a scenario for JSON documents."""
     objective = scenario.objective
+    counting = "TTFT and TPOT separately"
+    if objective.joint:
+        counting = "each request, TTFT and TPOT jointly"
     return {
         "latency": {"prefill": scenario.prefill.words(), "decode": scenario.decode.words()},
         "workload": scenario.workload.name,
@@ -124,9 +124,7 @@ def describe(scenario: Scenario) -> dict[str, Any]:
         "ttft": objective.ttft,
         "tpot": objective.tpot,
         "attainment": objective.attainment,
-        "attainment_of": "each request, TTFT and TPOT jointly"
-        if objective.joint
-        else "TTFT and TPOT separately",
+        "attainment_of": counting,
         "rules": "DistServe's" if scenario.distserve else "vLLM's",
         "gpus": scenario.gpus,
         "requests": scenario.requests,
@@ -139,6 +137,7 @@ def describe(scenario: Scenario) -> dict[str, Any]:
 
 
 def _score(scenario: Scenario, score: PlacementScore | None) -> dict[str, Any] | None:
+    """Describes a placement with its goodput in requests/s per GPU; None for no placement."""
     if not score:
         return None
     placement = score.placement
@@ -146,8 +145,9 @@ def _score(scenario: Scenario, score: PlacementScore | None) -> dict[str, Any] |
         "gpus": placement.gpus,
         "goodput_per_gpu": score.goodput,
         "ci": score.ci,
+        "rates": score.rates,
+        "closed_form": closed_form(scenario, placement),
     }
-    found |= {"rates": score.rates, "closed_form": closed_form(scenario, placement)}
     if placement.decode:
         return {
             "prefill": _replica_group(placement.prefill),
@@ -166,9 +166,9 @@ def _replica_group(group: ReplicaGroup) -> dict[str, int]:
 
 
 def closed_form(scenario: Scenario, placement: Placement) -> dict[str, Any]:
-    """Estimates capacities by closed form, as a sanity check beside a simulation.
+    """Estimates capacities in requests/s by closed form, as a sanity check beside a simulation.
 
-    For P:D it adds the mean wait and the bandwidth at that rate.
+    For disaggregated placements it adds the mean TTFT, and bytes/s and seconds of the hand-off.
     """
     sample = scenario.samples()[0]
     prefill, decode = scenario.capacities(placement, sample)
@@ -182,6 +182,6 @@ def closed_form(scenario: Scenario, placement: Placement) -> dict[str, Any]:
             model.kv_per_token, mean_prompt, scenario.link.bandwidth, scenario.link.latency
         )
     if placement.decode:
-        one = placement.prefill.n / prefill
-        found["ttft_mean_half_load"] = queueing.mean_ttft(one, 0.5 / one, 1)
+        service = placement.prefill.n / prefill  # seconds of one prompt in one instance
+        found["ttft_mean_half_load"] = queueing.mean_ttft(service, 0.5 / service, 1)
     return found

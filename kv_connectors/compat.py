@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
-from vllm_disagg.vllm_support import NEWEST_VLLM, OLDEST_VLLM
+from vllm_disagg.fleet.conventions import NEWEST_VLLM, OLDEST_VLLM
 
 log = logging.getLogger("vllm_disagg")
 

@@ -17,8 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm_disagg import config
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
+from vllm_disagg.fleet.conventions import KV_ROLES
 from vllm_disagg.fleet.registration import Registration, register_all
-from vllm_disagg.vllm_support import KV_ROLES
 
 from . import compat, compatibility, prompt_digest, supported
 from .metadata import Handshake, WorkerMetadata

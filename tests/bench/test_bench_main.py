@@ -158,12 +158,12 @@ def test_a_table_says_what_is_compared(
 
 def test_what_was_not_saved_by_a_bench_that_ended_is_refused(tmp_path: Path) -> None:
     saved = tmp_path / "saved.json"
-    with pytest.raises(ConfigError, match="is not what vllm-disagg bench --save writes"):
+    with pytest.raises(ConfigError, match="is not a file of vllm-disagg bench --save"):
         report.load(str(saved))
     saved.write_text(
         '{"objectives": {"ttft": 1, "tpot": 1, "attainment": 0.9}, "done": false, "targets": {}}'
     )
-    with pytest.raises(ConfigError, match="did not end"):
+    with pytest.raises(ConfigError, match="did not finish"):
         report.load(str(saved))
 
 
@@ -215,7 +215,7 @@ def test_requests_that_do_not_fit_are_left_out_and_counted(
         (["--trace", "nowhere"], "--trace nowhere: No such file"),
         ([*LENGTHS, "--vllm", "/nowhere/vllm"], "no program /nowhere/vllm"),
         ([*LENGTHS, "--save", "/nowhere/x"], "/nowhere is not a folder"),
-        ([*LENGTHS, "--target", "b"], "--target b: it must be NAME=URL"),
+        ([*LENGTHS, "--target", "b"], "--target b: give NAME=URL"),
         ([*LENGTHS, "--target", "b=ftp://x"], "ftp://x is not a URL"),
         ([*LENGTHS, "--target", "b=http://x:y"], "http://x:y is not a URL"),
         ([*LENGTHS, "--target", "b=http://u@x"], "has more than a host and a port"),
@@ -276,7 +276,7 @@ def test_a_server_without_a_model(
             "crash",
             "vllm bench serve failed on a: OSError: tiny is not a valid model identifier: name the model's tokenizer",
         ),
-        ("garbage", "what vllm bench serve wrote is not understood"),
+        ("garbage", "vllm bench serve wrote an unknown format"),
         ("refuse", "a: no request was answered in full: Too Many Requests"),
     ],
 )
@@ -321,4 +321,4 @@ def test_the_line_of_a_log_that_says_most() -> None:
     assert load.cause("a\nvllm bench serve: error: argument --x: invalid\n\n").endswith(
         "argument --x: invalid"
     )
-    assert load.cause("") == "it said nothing"
+    assert load.cause("") == "no output"

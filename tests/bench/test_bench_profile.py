@@ -155,25 +155,25 @@ def test_a_neighbour_that_fails_is_said(
     neighbour[1].refuse = "no"
     words = ["--output", str(tmp_path / "x"), "--seconds", "0.2", "--beside", neighbour[0]]
     assert cli.main(["profile", engine[0], *words]) == 2
-    assert f"a neighbour did not keep at work: {neighbour[0]} refused" in capsys.readouterr().err
+    assert f"the load on a neighbour stopped: {neighbour[0]} refused" in capsys.readouterr().err
     assert (
         cli.main(["profile", engine[0], "--output", str(tmp_path / "x"), "--beside", engine[0]])
         == 2
     )
-    assert "is the instance that is measured" in capsys.readouterr().err
+    assert "is the measured instance" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("page", "content", "expected"),
     [
         ("/v1/models", {"data": []}, "serves no model"),
-        ("/v1/models", {"models": 1}, "/v1/models does not answer as vLLM does"),
-        ("/v1/models", {"data": [{"id": "tiny"}]}, "does not say max_model_len"),
+        ("/v1/models", {"models": 1}, "/v1/models: the answer is not that of vLLM"),
+        ("/v1/models", {"data": [{"id": "tiny"}]}, "lacks max_model_len"),
         ("/v1/models", None, "/v1/models answered 404"),
-        ("/version", "hello", "/version does not answer as vLLM does"),
+        ("/version", "hello", "/version: the answer is not that of vLLM"),
         ("/metrics", "up 1\n", "give the address of an instance itself, not of a proxy"),
         ("/metrics", INFO * 2, "has 2 engines (data parallel)"),
-        ("/metrics", INFO.replace('"20"', '"None"'), "does not say num_gpu_blocks"),
+        ("/metrics", INFO.replace('"20"', '"None"'), "lacks num_gpu_blocks"),
     ],
 )
 def test_what_it_cannot_use_it_refuses_in_one_line(

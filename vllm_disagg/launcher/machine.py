@@ -15,7 +15,7 @@ import msgspec
 from packaging.version import Version
 
 from ..errors import ConfigError
-from ..vllm_support import NEWEST_VLLM, OLDEST_VLLM
+from ..fleet.conventions import NEWEST_VLLM, OLDEST_VLLM
 
 GIB = 1 << 30
 

@@ -11,7 +11,7 @@ import msgspec
 
 from ..errors import ConfigError
 from ..fleet import keys
-from ..vllm_support import KV_ROLES
+from ..fleet.conventions import KV_ROLES
 from .machine import MachineFacts
 
 # Flags of vLLM that the launcher sets, and the alternative of each.

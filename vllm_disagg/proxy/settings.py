@@ -13,6 +13,7 @@ import msgspec
 
 from ..errors import ConfigError
 from ..fleet import keys
+from ..fleet.conventions import DEFAULT_POLICY
 from ..fleet.keys import FleetKey
 from .http.addresses import Network, check_url, parse_networks
 from .http.server import Limits
@@ -45,7 +46,7 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
         120.0  # seconds for a prefill leg; a quarter of it without a step of an engine
     )
     probe_interval: float = 0.25
-    policy: Name = "prefix_aware"
+    policy: Name = DEFAULT_POLICY
     min_prompt_bytes: int = 0  # prompts of which a D misses less go to it whole
     spill: bool = False
     silence: float = (

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+
+import msgspec
 import pytest
 
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.planner.commands import output
+from vllm_disagg.planner.commands import flags, output
 from vllm_disagg.planner.cost import hardware, model
 from vllm_disagg.planner.search import advice, optimizer
 from vllm_disagg.planner.search.optimizer import RateBisection
@@ -17,8 +20,10 @@ from vllm_disagg.planner.search.scenario import (
     check_model,
 )
 from vllm_disagg.planner.simulation import workload
-from vllm_disagg.planner.simulation.simulator import Objective
+from vllm_disagg.planner.simulation.simulator import POLICIES, Objective
 from vllm_disagg.planner.simulation.workload import Arrivals
+from vllm_disagg.proxy import settings
+from vllm_disagg.proxy.routing.policies import POLICY_NAMES
 
 
 def _distserve(name: str, ttft: float, gpus: int, requests: int, seeds: int) -> Scenario:
@@ -184,3 +189,30 @@ def test_commands_start_what_was_planned() -> None:
     assert output.remarks(mixed)
     colocated = output.commands(scenario, Placement(ReplicaGroup(2, 1, 2), None, 2048), "m")
     assert "--max-num-batched-tokens 2048" in colocated[0] and colocated[-1].count("--decode") == 2
+
+
+def test_commands_give_all_flags_of_the_simulation() -> None:
+    """Checks the flags of the scheduler and of routing, and that `up` stands for defaults only."""
+    placement = Placement(ReplicaGroup(1, 1, 1), ReplicaGroup(1, 1, 1))
+    scenario = msgspec.structs.replace(
+        _distserve("opt-13b", 0.2, 2, 10, 1), distserve=False, sequences=64, budget=4096
+    )
+    up, _, prefill, decode, proxy = output.commands(scenario, placement, "m")
+    scheduler = "--max-num-batched-tokens 4096 --max-num-seqs 64"
+    assert up.endswith(f"-- {scheduler}") and scheduler in prefill and scheduler in decode
+    assert "--policy prefix_aware --prefill-concurrency 8" in proxy
+    other = msgspec.structs.replace(scenario, policy="round_robin", concurrency=4)
+    lines = output.commands(other, placement, "m")
+    assert not any(" up " in line for line in lines)
+    assert "--policy round_robin --prefill-concurrency 4" in lines[-1]
+    assert output.describe(other)["policy"] == "round_robin"
+
+
+def test_the_planner_has_the_routing_defaults_of_the_proxy() -> None:
+    proxy = argparse.ArgumentParser()
+    planner = argparse.ArgumentParser()
+    settings.add_arguments(proxy)
+    flags.add_arguments(planner)
+    assert POLICIES == POLICY_NAMES
+    for name in ("policy", "prefill_concurrency"):
+        assert planner.get_default(name) == proxy.get_default(name)

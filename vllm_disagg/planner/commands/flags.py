@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass
 
 from ...errors import ConfigError
+from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY
 from ...workloads import lengths
 from ..cost import distserve, hardware, known_models, model, profile
 from ..search.scenario import PerformanceSource, Scenario, check_model
@@ -124,14 +125,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--policy",
         choices=POLICIES,
-        default="least_loaded",
-        help="routing policy of the proxy (default: %(default)s, as the proxy's)",
+        default=DEFAULT_POLICY,
+        help="routing policy of the proxy (default: %(default)s)",
     )
     add(
         "--prefill-concurrency",
         metavar="N",
         type=int,
-        default=8,
+        default=DEFAULT_PREFILL_CONCURRENCY,
         help="legs at one prefill instance, as the proxy's flag (default: %(default)s)",
     )
     add(

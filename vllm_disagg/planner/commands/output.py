@@ -6,7 +6,7 @@ import json
 import shlex
 from typing import Any
 
-from ...vllm_support import KV_ROLES
+from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, KV_ROLES
 from ..cost import queueing
 from ..search.advice import Advice, too_few_requests
 from ..search.optimizer import PlacementScore
@@ -18,20 +18,28 @@ from ..search.scenario import Placement, ReplicaGroup, Scenario
 def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
     """Lists the commands that start `placement`, one a line.
 
-    Ports stand for machines: all instances are on this one, as an example.
+    They give all flags that the simulation depends on. Ports stand for machines: all instances are
+    on this one, as an example.
     """
     if not placement.decode:
-        return _colocated(placement, model)
+        return _colocated(scenario, placement, model)
+    engine = _engine_flags(scenario)
+    routing = _routing_flags(scenario)
     lines = []
     p = placement.prefill
     d = placement.decode
-    if (p.tp, p.pp) == (d.tp, d.pp) and p.pp == 1:
+    is_default_proxy = (
+        scenario.policy == DEFAULT_POLICY and scenario.concurrency == DEFAULT_PREFILL_CONCURRENCY
+    )
+    # `up` starts instances of one shape, and a proxy with default routing.
+    if (p.tp, p.pp) == (d.tp, d.pp) and p.pp == 1 and (is_default_proxy or scenario.distserve):
         parallel = ["--tensor-parallel-size", str(p.tp)] if p.tp > 1 else []
         instances = ["--prefill", str(p.n), "--decode", str(d.n)]
-        up = ["vllm-disagg", "up", "--model", model, *instances, *parallel]
+        passed_on = ["--", *engine] if engine else []
+        up = ["vllm-disagg", "up", "--model", model, *instances, *parallel, *passed_on]
         lines.append(shlex.join(up))
     lines.append("vllm-disagg key fleet.key")
-    proxy = ["vllm-disagg", "proxy", "--key-file", "fleet.key"]
+    proxy = ["vllm-disagg", "proxy", "--key-file", "fleet.key", *routing]
     for role, flag, group, base in (
         (KV_ROLES["prefill"], "--prefill", p, 8100),
         (KV_ROLES["decode"], "--decode", d, 8200),
@@ -44,7 +52,7 @@ def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
                 "kv_connector_extra_config": {"key_file": "fleet.key"},
             }
             extra = ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
-            lines.append(shlex.join([*_serve(model, group, base + n), *extra]))
+            lines.append(shlex.join([*_serve(model, group, base + n), *engine, *extra]))
             proxy += [flag, f"http://127.0.0.1:{base + n}"]
     return [*lines, shlex.join(proxy)]
 
@@ -61,16 +69,36 @@ def remarks(placement: Placement) -> list[str]:
     return []
 
 
-def _colocated(placement: Placement, model: str) -> list[str]:
+def _colocated(scenario: Scenario, placement: Placement, model: str) -> list[str]:
     """Lists the commands of a colocated placement; one instance needs no proxy."""
+    if placement.chunked:
+        schedule = ["--max-num-batched-tokens", str(placement.budget)]
+    else:
+        schedule = ["--no-enable-chunked-prefill"]
+    if not scenario.distserve:
+        schedule += ["--max-num-seqs", str(scenario.sequences)]
     lines = []
-    proxy = ["vllm-disagg", "proxy"]
+    proxy = ["vllm-disagg", "proxy", "--policy", scenario.policy]
     for n in range(placement.prefill.n):
-        budget = ["--max-num-batched-tokens", str(placement.budget)] if placement.chunked else []
-        chunked = [] if placement.chunked else ["--no-enable-chunked-prefill"]
-        lines.append(shlex.join([*_serve(model, placement.prefill, 8200 + n), *budget, *chunked]))
+        lines.append(shlex.join([*_serve(model, placement.prefill, 8200 + n), *schedule]))
         proxy += ["--decode", f"http://127.0.0.1:{8200 + n}"]
     return lines if placement.prefill.n == 1 else [*lines, shlex.join(proxy)]
+
+
+def _engine_flags(scenario: Scenario) -> list[str]:
+    """Returns the scheduling flags of an instance; DistServe's rules have no such limits."""
+    if scenario.distserve:
+        return []
+    budget = ["--max-num-batched-tokens", str(scenario.budget)]
+    return [*budget, "--max-num-seqs", str(scenario.sequences)]
+
+
+def _routing_flags(scenario: Scenario) -> list[str]:
+    """Returns the routing flags of the proxy; DistServe's rules limit no concurrency."""
+    policy = ["--policy", scenario.policy]
+    if scenario.distserve:
+        return policy
+    return [*policy, "--prefill-concurrency", str(scenario.concurrency)]
 
 
 def _serve(model: str, group: ReplicaGroup, port: int) -> list[str]:
@@ -132,6 +160,9 @@ def describe(scenario: Scenario) -> dict[str, Any]:
         "link": scenario.link.name,
         "overlap": scenario.overlap,
         "policy": scenario.policy,
+        "prefill_concurrency": None if scenario.distserve else scenario.concurrency,
+        "max_num_batched_tokens": None if scenario.distserve else scenario.budget,
+        "max_num_seqs": None if scenario.distserve else scenario.sequences,
         "kv_limit": scenario.kv_limit or None,
     }
 

@@ -7,6 +7,7 @@ from functools import cache
 import msgspec
 
 from ...errors import ConfigError
+from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY
 from ..cost import distserve
 from ..cost.hardware import GIB, LINKS, GpuType, NetworkLink
 from ..cost.latency import (
@@ -160,8 +161,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int = 4
     link: NetworkLink = LINKS["none"]
     overlap: bool = True
-    policy: SimulatedPolicy = "least_loaded"
-    concurrency: int = 8
+    policy: SimulatedPolicy = DEFAULT_POLICY
+    concurrency: int = DEFAULT_PREFILL_CONCURRENCY
     kv_limit: int = 0  # tokens of KV of each instance, instead of what its memory holds
     budget: int = 8192
     sequences: int = 256

@@ -17,23 +17,19 @@ from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
 from random import Random
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from ...errors import ConfigError
+from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY
 from ..cost.hardware import LINKS, NetworkLink
 from ..cost.latency import LatencyModel
 from .replica import Batch, Replica, RequestTable, SchedulingRules
 from .workload import WorkloadSample
 
-SimulatedPolicy = Literal["least_loaded", "round_robin", "power_of_two", "prefix_aware"]
-POLICIES: tuple[SimulatedPolicy, ...] = (
-    "least_loaded",
-    "round_robin",
-    "power_of_two",
-    "prefix_aware",
-)
+SimulatedPolicy = Literal["prefix_aware", "least_loaded", "power_of_two", "round_robin"]
+POLICIES: tuple[SimulatedPolicy, ...] = get_args(SimulatedPolicy)
 
 # Time in seconds, order among equal times, request or -1, replica (None: an arrival), batch.
 SimulationEvent = tuple[float, int, int, Replica | None, Batch | None]
@@ -55,7 +51,8 @@ class Handoff(msgspec.Struct, frozen=True):
     bytes_per_token: float = 0.0
     layers: int = 1
     overlap: bool = True
-    concurrency: int = 8  # legs at one prefill instance: the proxy's --prefill-concurrency
+    # Legs at one prefill instance: the proxy's --prefill-concurrency.
+    concurrency: int = DEFAULT_PREFILL_CONCURRENCY
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -64,7 +61,7 @@ class Deployment(msgspec.Struct, frozen=True):
     prefill: ReplicaPool
     decode: ReplicaPool | None = None
     handoff: Handoff = Handoff()
-    policy: SimulatedPolicy = "least_loaded"
+    policy: SimulatedPolicy = DEFAULT_POLICY
     # DistServe's clock: TTFT when the prefill ends, `output` steps after it, TPOT over `output`
     distserve: bool = False
 

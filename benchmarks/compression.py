@@ -1,10 +1,10 @@
-"""What `compress: fp8` costs, and from which network on it no longer pays.
+"""Measures the cost of `compress: fp8`, and the network speed up to which it gains.
 
     python benchmarks/compression.py
 
-Cost: CPU time of reading, checksums and writing of pieces in memory, as the ZMQ carrier does it.
-Link: two drivers in one process whose bytes go through a relay, another process that passes on only
-so many bytes a second; GB/s are of KV, whatever crosses the wire. The last line is one JSON object.
+Cost: CPU time of reading, checksums and writing of pieces in memory, as in the ZMQ transport. Link:
+two drivers in one process, connected through a relay in another process that limits the bytes per
+second. GB/s count KV, compressed or not. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def cache(seed: int | None) -> HostMemory:
 
 
 def measure_cost() -> dict[str, dict[str, float]]:
-    """CPU seconds per GB of KV at each end, medians of 7 over 100 MB in pieces of 4 MiB: as the ZMQ
-    carrier does it.
+    """Returns CPU seconds per GB of KV at each end, as in the ZMQ transport.
+
+    They are medians of 7 over 100 MB in pieces of 4 MiB.
     """
     pieces = [
         (Extent(layer, layer + 1, at * BLOCK_SIZE, (at + 16) * BLOCK_SIZE), range(at, at + 16))
@@ -75,7 +76,7 @@ def measure_cost() -> dict[str, dict[str, float]]:
 
 # A slow link --------------------------------------------------------------------------------------
 def relay(port: int, rate: float, said: Any) -> None:
-    """Pass on what comes, at most `rate` bytes a second towards who has connected."""
+    """Forwards connections to a port, at most `rate` bytes/s towards the connecting side."""
     listener = socket.create_server(("127.0.0.1", 0))
     said.put(listener.getsockname()[1])
 
@@ -94,7 +95,7 @@ def relay(port: int, rate: float, said: Any) -> None:
 
 
 def measure_link(rate: float) -> dict[str, float]:
-    """GB/s of KV, from Wanted to the report, through a link of `rate` bytes a second: median of 5."""
+    """Returns GB/s of KV through a link of `rate` bytes/s, from request to result: median of 5."""
     found = {}
     for compress in ("off", "fp8"):
         key, config = keys.FleetKey(b"k" * keys.KEY_BYTES), Config(compress=compress)  # type: ignore[arg-type]

@@ -8,9 +8,9 @@ the same flags:
 
   ours       1 prefill and 1 decode engine with our connector, and the proxy
   colocated  2 plain `vllm serve` behind the same proxy (`vllm-disagg proxy --decode --decode`),
-  which shares whole
-             requests among them
-  nixl       2 `vllm serve` with NixlConnector behind vllm-router; only where --router names that program
+             which distributes whole requests
+  nixl       2 `vllm serve` with NixlConnector behind vllm-router; only if --router names that
+             program
 
 The stacks run one after the other, since two engines are as much as a small machine holds. Of each,
 first the engines' step times are measured by `vllm-disagg profile`, each engine's while the other
@@ -329,7 +329,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def tell(trace: str, args: argparse.Namespace) -> int:
-    """All that is saved: the stacks beside each other, then each one beside the planner's figures."""
+    """Prints the saved stacks beside each other, then each one beside the planner's figures."""
     objectives = GoodputObjectives(args.ttft, args.tpot, ATTAINMENT)
     saved = []
     for name in STACKS:

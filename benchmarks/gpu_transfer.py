@@ -265,9 +265,8 @@ def main() -> None:
     if GPU:
         result["kernels"] = kernels(blocks)
         for row in result["kernels"]:
-            print(
-                f"kernels {row['mib']:6} MiB: gather {row['gather']} GB/s, scatter {row['scatter']}, copy {row['copy']}"
-            )
+            rates = f"gather {row['gather']} GB/s, scatter {row['scatter']}, copy {row['copy']}"
+            print(f"kernels {row['mib']:6} MiB: {rates}")
     else:
         print("kernels: not measured, there is no GPU here")
     result["copy_gbps"] = round(copy_rate(LAYERS * blocks * BLOCK_BYTES), 2)
@@ -278,10 +277,11 @@ def main() -> None:
             row = measure(transport, int(piece) << 10, blocks, args.rounds)
             result["transports"].append(row)
             note = "" if row["came_by"] == transport else f"  (came by {row['came_by']})"
+            speed = f"{row['gbps']:7.3f} GB/s, {row['cpu_s_per_gb']:.3f} CPU s/GB"
+            beside = row["interference"]
             print(
-                f"{transport:5} {row['piece_kib']:6} KiB: {row['gbps']:7.3f} GB/s, {row['cpu_s_per_gb']:.3f} CPU s/GB,"
-                f" at full speed beside it: prefill {row['interference']['prefill']:.0%}, decode"
-                f" {row['interference']['decode']:.0%}{note}",
+                f"{transport:5} {row['piece_kib']:6} KiB: {speed}, at full speed beside it:"
+                f" prefill {beside['prefill']:.0%}, decode {beside['decode']:.0%}{note}",
                 flush=True,
             )
     print(json.dumps(result))

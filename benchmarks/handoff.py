@@ -270,19 +270,19 @@ async def measure(stack: Stack, cells: Cells, args: argparse.Namespace, turn: in
                     cell.ttft += [seconds for seconds, _ in answers]
                     cell.texts += [text for _, text in answers]
                 ttft = statistics.median(cell.ttft) * 1000
-                print(
-                    f"  {stack.name:5} {length:5} tokens x{together}: {ttft:7.1f} ms to the first token",
-                    flush=True,
-                )
+                size = f"{length:5} tokens x{together}"
+                print(f"  {stack.name:5} {size}: {ttft:7.1f} ms to the first token", flush=True)
 
 
 def compare(results: dict[str, Cells]) -> dict[str, object]:
-    """All cells beside the plain engine's, as a table and as the result."""
+    """Prints all cells beside the plain engine's as a table, and returns the result."""
     print(
-        f"\n{'tokens':>6} {'at once':>7} | {'plain':>8} | {'added TTFT ms, median (p90)':^41} | {'CPU s over plain':^23} | exact"
+        f"\n{'tokens':>6} {'at once':>7} | {'plain':>8} |"
+        f" {'added TTFT ms, median (p90)':^41} | {'CPU s over plain':^23} | exact"
     )
     print(
-        f"{'':>14} | {'TTFT ms':>8} | {'ours':>13} {'peer':>15} {'ratio':>10}  | {'ours':>11} {'peer':>11} | ours  peer"
+        f"{'':>14} | {'TTFT ms':>8} | {'ours':>13} {'peer':>15} {'ratio':>10}  |"
+        f" {'ours':>11} {'peer':>11} | ours  peer"
     )
     table, medians = [], {"ours": [], "peer": []}  # type: ignore[var-annotated]
     for (length, together), plain in results["plain"].items():
@@ -302,10 +302,13 @@ def compare(results: dict[str, Cells]) -> dict[str, object]:
             medians[name].append(statistics.median(added))
         table.append(row)
         ours, peer = row["ours"], row["peer"]
+        ratio = ours["added_ttft_ms"] / peer["added_ttft_ms"]
         print(
-            f"{length:6} {together:7} | {base * 1000:8.1f} | {ours['added_ttft_ms']:6} ({ours['p90']:6})"
-            f" {peer['added_ttft_ms']:6} ({peer['p90']:6}) {ours['added_ttft_ms'] / peer['added_ttft_ms']:8.2f}  |"
-            f" {ours['cpu_s']:11} {peer['cpu_s']:11} | {ours['exact']}/{count} {peer['exact']}/{count}"
+            f"{length:6} {together:7} | {base * 1000:8.1f} |"
+            f" {ours['added_ttft_ms']:6} ({ours['p90']:6})"
+            f" {peer['added_ttft_ms']:6} ({peer['p90']:6}) {ratio:8.2f}  |"
+            f" {ours['cpu_s']:11} {peer['cpu_s']:11} |"
+            f" {ours['exact']}/{count} {peer['exact']}/{count}"
         )
     ours_ms, peer_ms = (round(statistics.mean(medians[name]), 1) for name in ("ours", "peer"))
     exact = all(row["ours"]["exact"] == row["requests"] for row in table)

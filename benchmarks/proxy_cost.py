@@ -306,9 +306,8 @@ def crowd(streams: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     room = (hard - 200) // 2  # a stream is two connections of the proxy
     if streams > room:
-        print(
-            f"one process may open {hard} files here (RLIMIT_NOFILE): {room} streams instead of {streams}"
-        )
+        limit = f"one process may open {hard} files here (RLIMIT_NOFILE)"
+        print(f"{limit}: {room} streams instead of {streams}")
         streams = room
     with proxies(["ours"], "") as (_, (ours,)):
         one = uvloop.run(memory(ours, 1, 50))

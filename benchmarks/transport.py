@@ -10,9 +10,10 @@ take turns, three rounds each, so that what else the machine does meets them all
 are medians.
 
   memcpy   numpy, from one pool into the other within a process
-  pyzmq    frames of 512 KiB from one pool, left in ZMQ's own memory at the other end: nothing checked, nothing copied
-  peer     one NIXL READ of prepared descriptors, one a block and layer, with progress threads at both ends, as
-           NixlConnector reads; without its handshake, heartbeats and metadata
+  pyzmq    frames of 512 KiB from one pool, left in ZMQ's own memory at the other end, without a
+           check or a copy
+  peer     one NIXL READ of prepared descriptors, one a block and layer, with progress threads at
+           both ends, as NixlConnector reads; without its handshake, heartbeats and metadata
   zmq, ... our drivers
 
 With MODEL (a KV-heavy one), real engines too, one pair for each --overlap: which part of KV arrives
@@ -393,8 +394,9 @@ def hidden(plain: str, front: str, decode: str, lengths: list[int]) -> dict[str,
             round(early / arrived, 3),
             round((ours - alone) * 1e3, 1),
         )
+        part = f"{early / arrived:.0%} of {arrived / ASKED / 1e6:.0f} MB"
         print(
-            f"  {length} tokens: {early / arrived:.0%} of {arrived / ASKED / 1e6:.0f} MB arrives early; "
+            f"  {length} tokens: {part} arrives early; "
             f"first token after {ours * 1e3:.0f} ms, of a plain engine {alone * 1e3:.0f}",
             flush=True,
         )

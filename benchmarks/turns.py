@@ -1,12 +1,12 @@
-"""The time to the first token of later turns of a conversation, with two-way reuse and without.
+"""Measures TTFT of later turns of a conversation, with bidirectional KV reuse and without.
 
     python benchmarks/turns.py MODEL [--answer N] [--turns N] [--conversations N] [--at-once N ...]
 
-One prefill engine (pinned to core 0) and one decode engine (core 1) stand behind two proxies:
-`reuse` is the default, `off` has --policy least_loaded, which remembers no prefixes and so never
-lets P read back; with one P and one D the policies choose alike. Conversations of either kind take
-turns; each turn's prompt is the last one, its whole answer and --new random tokens. The last line
-is one JSON object.
+One prefill engine (pinned to core 0) and one decode engine (core 1) run behind two proxies. `reuse`
+is the default. `off` has --policy least_loaded, which records no prefixes, so P never reads back.
+With one P and one D both policies choose the same instances. Conversations of either kind
+alternate. Each turn's prompt is the last one, its whole answer and --new random tokens. The last
+line is one JSON object.
 """
 
 from __future__ import annotations

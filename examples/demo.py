@@ -87,7 +87,7 @@ def main() -> int:
 
 @contextmanager
 def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """Run a command, stop it at the end, and keep what it writes while it stops off the terminal."""
+    """Runs a command and stops it at the end; hides its output while it stops."""
     is_stopping = threading.Event()
     pipe = subprocess.PIPE
     with (

@@ -33,8 +33,9 @@ COMMENTED_FOLDERS = (f"{CORE}/protocol/", f"{CORE}/transports/")
 MAX_COLUMNS = 100
 
 RELATIVE = re.compile(
-    r"\b(whoever|whom|whose|nobody|somebody|anybody|whatever|who is|what is|what was|is to be|are to|shall|perhaps"
-    r"|of its own|of our own|by itself|as it is|at all|besides?|likewise|let go|lets go|lies?|stands?|stood|words"
+    r"\b(whoever|whom|whose|nobody|somebody|anybody|whatever|who is|what is|what was"
+    r"|is to be|are to|shall|perhaps|of its own|of our own|by itself|as it is|at all|besides?"
+    r"|likewise|let go|lets go|lies?|stands?|stood|words"
     r"|told|tells|hears?|heard|says?|said|speaks?|knows?|wants?|asks?|life|lives)\b",
     re.IGNORECASE,
 )

@@ -22,7 +22,8 @@ with open(os.environ["SCRIPTED_LOG"], "a") as log:
 how = os.environ.get("SCRIPTED_HOW", "")
 if how == "crash":
     sys.exit(
-        "Traceback (most recent call last):\n  File x\nOSError: tiny is not a valid model identifier"
+        "Traceback (most recent call last):\n  File x\n"
+        "OSError: tiny is not a valid model identifier"
     )
 if how == "garbage":
     Path(option["--result-filename"]).write_text("{}")

@@ -200,7 +200,8 @@ def test_requests_that_do_not_fit_are_left_out_and_counted(
     )
     out, err = capsys.readouterr()
     assert (
-        "bench: 1 of 4 requests are longer than the 2048 tokens" in err and "only 3 requests" in err
+        "bench: 1 of 4 requests exceed the model's limit of 2048 tokens" in err
+        and "only 3 requests" in err
     )
     assert json.loads(out)["targets"]["a"]["alone"]["sent"] == 3
 
@@ -214,7 +215,7 @@ def test_requests_that_do_not_fit_are_left_out_and_counted(
         ([*LENGTHS, "--arrivals", "trace"], "--arrivals trace needs a --trace"),
         (["--trace", "nowhere"], "--trace nowhere: No such file"),
         ([*LENGTHS, "--vllm", "/nowhere/vllm"], "no program /nowhere/vllm"),
-        ([*LENGTHS, "--save", "/nowhere/x"], "/nowhere is not a folder"),
+        ([*LENGTHS, "--save", "/nowhere/x"], "/nowhere is not a writable folder"),
         ([*LENGTHS, "--target", "b"], "--target b: give NAME=URL"),
         ([*LENGTHS, "--target", "b=ftp://x"], "ftp://x is not a URL"),
         ([*LENGTHS, "--target", "b=http://x:y"], "http://x:y is not a URL"),
@@ -224,8 +225,8 @@ def test_requests_that_do_not_fit_are_left_out_and_counted(
             [*LENGTHS, "--target", "b=http://127.0.0.1:9"],
             "cannot reach http://127.0.0.1:9: Connection refused",
         ),
-        ([*LENGTHS, "--gpus", "0"], "--gpus 0: it must be"),
-        ([*LENGTHS, "--gpus", "c=1"], "--gpus c=1: it must be"),
+        ([*LENGTHS, "--gpus", "0"], "--gpus 0: give N"),
+        ([*LENGTHS, "--gpus", "c=1"], "--gpus c=1: give N"),
         (["--input-len", "2048", "--output-len", "1"], "only 0 of the requests fit"),
     ],
 )
@@ -274,7 +275,8 @@ def test_a_server_without_a_model(
     [
         (
             "crash",
-            "vllm bench serve failed on a: OSError: tiny is not a valid model identifier: name the model's tokenizer",
+            "vllm bench serve failed on a: OSError: tiny is not a valid model identifier:"
+            " name the model's tokenizer",
         ),
         ("garbage", "vllm bench serve wrote an unknown format"),
         ("refuse", "a: no request was answered in full: Too Many Requests"),

@@ -171,7 +171,7 @@ def test_a_neighbour_that_fails_is_said(
         ("/v1/models", {"data": [{"id": "tiny"}]}, "lacks max_model_len"),
         ("/v1/models", None, "/v1/models answered 404"),
         ("/version", "hello", "/version: the answer is not that of vLLM"),
-        ("/metrics", "up 1\n", "give the address of an instance itself, not of a proxy"),
+        ("/metrics", "up 1\n", "give the address of an instance, not of a proxy"),
         ("/metrics", INFO * 2, "has 2 engines (data parallel)"),
         ("/metrics", INFO.replace('"20"', '"None"'), "lacks num_gpu_blocks"),
     ],

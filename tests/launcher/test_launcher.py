@@ -161,7 +161,7 @@ def test_the_example_names_the_model_that_is_served(extra: list[str], name: str)
     ("key_file", "key"), [("/tmp/a b/admin.key", "of the file"), ("", "of the user")]
 )
 def test_the_fleet_commands_hold_the_admin_key(key_file: str, key: str, tmp_path: Path) -> None:
-    """A real shell, with a curl that prints what it was given; the key itself stands in no command."""
+    """Runs the commands in a shell, with a curl that prints its arguments; none holds the key."""
     (tmp_path / "curl").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "curl").chmod(0o755)
     if key_file:
@@ -257,7 +257,10 @@ def test_gpus_are_those_we_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-5")
     assert machine._gpus() == ("3", "GPU-5")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    listed = "GPU 0: NVIDIA H200 (UUID: GPU-1)\n  MIG 1g Device 0: (UUID: MIG-1)\nGPU 1: NVIDIA H200 (UUID: GPU-2)\n"
+    listed = (
+        "GPU 0: NVIDIA H200 (UUID: GPU-1)\n  MIG 1g Device 0: (UUID: MIG-1)\n"
+        "GPU 1: NVIDIA H200 (UUID: GPU-2)\n"
+    )
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=listed))
     assert machine._gpus() == ("0", "1")
 

@@ -71,10 +71,9 @@ def remarks(placement: Placement) -> list[str]:
 
 def _colocated(scenario: Scenario, placement: Placement, model: str) -> list[str]:
     """Lists the commands of a colocated placement; one instance needs no proxy."""
+    schedule = ["--no-enable-chunked-prefill"]
     if placement.chunked:
         schedule = ["--max-num-batched-tokens", str(placement.budget)]
-    else:
-        schedule = ["--no-enable-chunked-prefill"]
     if not scenario.distserve:
         schedule += ["--max-num-seqs", str(scenario.sequences)]
     lines = []

@@ -29,7 +29,11 @@ from vllm_disagg.kv.fp8 import Fp8
 from vllm_disagg.kv.memory import HostMemory, checksum
 from vllm_disagg.protocol import events
 
-LAYERS, ROW, BLOCKS, BLOCK_SIZE = 8, 256 << 10, 48, 128  # 100 MB of KV
+# 100 MB of KV.
+LAYERS = 8
+ROW = 256 << 10
+BLOCKS = 48
+BLOCK_SIZE = 128
 LINKS = (0.125, 0.25, 0.5, 1.25)  # GB/s: networks of 1, 2, 4 and 10 Gbit/s
 
 
@@ -52,7 +56,8 @@ def measure_cost() -> dict[str, dict[str, float]]:
     ]
     found = {}
     for name, wrap in (("off", lambda memory: memory), ("fp8", Fp8)):
-        source, target = wrap(cache(1)), wrap(cache(None))
+        source = wrap(cache(1))
+        target = wrap(cache(None))
         times: tuple[list[float], list[float]] = ([], [])
         for _ in range(7):
             spent = [0.0, 0.0]
@@ -98,8 +103,10 @@ def measure_link(rate: float) -> dict[str, float]:
     """Returns GB/s of KV through a link of `rate` bytes/s, from request to result: median of 5."""
     found = {}
     for compress in ("off", "fp8"):
-        key, config = keys.FleetKey(b"k" * keys.KEY_BYTES), Config(compress=compress)  # type: ignore[arg-type]
-        p, d = Driver(config, key, cache(1), 0), Driver(config, key, cache(None), 0)
+        key = keys.FleetKey(b"k" * keys.KEY_BYTES)
+        config = Config(compress=compress)  # type: ignore[arg-type]
+        p = Driver(config, key, cache(1), 0)
+        d = Driver(config, key, cache(None), 0)
         said: Any = multiprocessing.Queue()
         process = multiprocessing.Process(
             target=relay, args=(int(p.worker.data.rpartition(":")[2]), rate, said), daemon=True
@@ -107,7 +114,9 @@ def measure_link(rate: float) -> dict[str, float]:
         process.start()
         source = msgspec.structs.replace(p.worker, data=f"tcp://127.0.0.1:{said.get()}", local="")
         plan = reshard.plan([source.holds], [d.worker.holds])
-        tokens, blocks, times = BLOCKS * BLOCK_SIZE, list(range(BLOCKS)), []
+        tokens = BLOCKS * BLOCK_SIZE
+        blocks = list(range(BLOCKS))
+        times = []
         for turn in range(6):
             transfer = f"{turn:032x}"
             p.submit(

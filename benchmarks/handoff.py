@@ -56,7 +56,7 @@ def free_port() -> int:
 
 @dataclass
 class Stack:
-    """Running processes; `front` is what clients ask."""
+    """Running processes; `front` is the address for clients."""
 
     name: str
     dtype: str
@@ -176,7 +176,8 @@ def start_peer(stack: Stack, model: str, logs: Path, router: str) -> None:
         )
     for url in urls:
         stack.wait(url, "/health")
-    port, metrics = str(free_port()), str(free_port())
+    port = str(free_port())
+    metrics = str(free_port())
     flags = [
         "--policy",
         "round_robin",
@@ -215,7 +216,7 @@ def running(name: str, logs: Path, args: argparse.Namespace) -> Iterator[Stack]:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> tuple[float, str]:
-    """(seconds to the first token, text)"""
+    """Returns the seconds to the first token, and the text."""
     body = {
         "model": "tiny",
         "prompt": prompt,
@@ -223,7 +224,9 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> tu
         "temperature": 0,
         "stream": True,
     }
-    began, first, text = time.perf_counter(), 0.0, ""
+    began = time.perf_counter()
+    first = 0.0
+    text = ""
     async with session.post(f"{url}/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.content:
@@ -284,9 +287,11 @@ def compare(results: dict[str, Cells]) -> dict[str, object]:
         f"{'':>14} | {'TTFT ms':>8} | {'ours':>13} {'peer':>15} {'ratio':>10}  |"
         f" {'ours':>11} {'peer':>11} | ours  peer"
     )
-    table, medians = [], {"ours": [], "peer": []}  # type: ignore[var-annotated]
+    table: list[dict[str, Any]] = []
+    medians: dict[str, list[float]] = {"ours": [], "peer": []}
     for (length, together), plain in results["plain"].items():
-        base, count = statistics.median(plain.ttft), len(plain.ttft)
+        base = statistics.median(plain.ttft)
+        count = len(plain.ttft)
         row: dict[str, Any] = {"tokens": length, "at_once": together, "requests": count}
         row["plain"] = {"ttft_ms": round(base * 1000, 1), "cpu_s": round(plain.cpu / count, 3)}
         for name in ("ours", "peer"):
@@ -301,7 +306,8 @@ def compare(results: dict[str, Cells]) -> dict[str, object]:
             }
             medians[name].append(statistics.median(added))
         table.append(row)
-        ours, peer = row["ours"], row["peer"]
+        ours = row["ours"]
+        peer = row["peer"]
         ratio = ours["added_ttft_ms"] / peer["added_ttft_ms"]
         print(
             f"{length:6} {together:7} | {base * 1000:8.1f} |"

@@ -31,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests/engine"))
 from asking import TEXT, Record, ask, body
 from engines import Engine, Process, Proxy
 
-LEARNT, HELD_OUT = TEXT[: len(TEXT) * 3 // 4], TEXT[len(TEXT) * 3 // 4 :]
+LEARNT = TEXT[: len(TEXT) * 3 // 4]
+HELD_OUT = TEXT[len(TEXT) * 3 // 4 :]
 FLAGS = ["--dtype", "bfloat16", "--no-enable-prefix-caching"]
 
 
@@ -44,7 +45,9 @@ def train(model: str, seconds: float) -> str:
     words = transformers.AutoTokenizer.from_pretrained(model)
     net = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     ids = torch.tensor(words(LEARNT)["input_ids"])
-    adam, end, losses = torch.optim.AdamW(net.parameters(), 2e-3), time.monotonic() + seconds, [0.0]
+    adam = torch.optim.AdamW(net.parameters(), 2e-3)
+    end = time.monotonic() + seconds
+    losses = [0.0]
     while (left := end - time.monotonic()) > 0:
         adam.param_groups[0]["lr"] = 2e-3 * min(1.0, left / seconds * 2)
         batch = torch.stack([ids[at : at + 512] for at in torch.randint(len(ids) - 512, (4,))])
@@ -70,17 +73,20 @@ def answers(url: str, prompts: list[str], tokens: int) -> list[Record]:
 
 def compare(ours: list[Record], plain: list[Record]) -> dict[str, float]:
     """Compares the tokens, and the logprobs of those best 5 first tokens that both have."""
-    prefixes, gaps = [], []
+    prefixes = []
+    gaps = []
     for one, other in zip(ours, plain, strict=True):
         assert one.status == other.status == 200, (one.error, other.error)
-        mine, theirs = one.tokens[0], other.tokens[0]
+        mine = one.tokens[0]
+        theirs = other.tokens[0]
         prefixes.append(
             next(
                 (at for at, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b),
                 len(mine),
             )
         )
-        first, expected = dict(one.logprobs[1:6]), dict(other.logprobs[1:6])
+        first = dict(one.logprobs[1:6])
+        expected = dict(other.logprobs[1:6])
         gaps += [abs(first[token] - expected[token]) for token in first.keys() & expected.keys()]
     return {
         "same_answer": round(

@@ -44,8 +44,9 @@ COUNTERS = {
 
 
 def start(stack: Stack, model: str, folder: Path) -> tuple[str, dict[str, str]]:
-    """(P's URL, the proxies' by name)"""
-    key, urls = folder / "key", []
+    """Starts engines and proxies. Returns P's URL, and those of the proxies by name."""
+    key = folder / "key"
+    urls = []
     subprocess.run([sys.executable, "-m", "vllm_disagg.cli", "key", str(key)], check=True)
     for core, role in enumerate(("kv_producer", "kv_consumer")):
         transfer = {
@@ -104,7 +105,7 @@ def counters(url: str) -> dict[str, float]:
 async def ask(
     session: aiohttp.ClientSession, url: str, prompt: list[int], answer: int
 ) -> tuple[float, list[int]]:
-    """(seconds to the first token, all tokens)"""
+    """Returns the seconds to the first token, and all tokens."""
     body = {
         "model": "tiny",
         "prompt": prompt,
@@ -113,7 +114,9 @@ async def ask(
         "ignore_eos": True,
     }
     body |= {"stream": True, "return_token_ids": True}
-    began, first, tokens = time.perf_counter(), 0.0, []
+    began = time.perf_counter()
+    first = 0.0
+    tokens = []
     async with session.post(f"{url}/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.content:
@@ -126,7 +129,7 @@ async def ask(
 async def talk(
     session: aiohttp.ClientSession, url: str, seed: str, together: int, args: argparse.Namespace
 ) -> list[list[float]]:
-    """Some conversations in step: seconds to the first token, by turn."""
+    """Runs conversations in step. Returns the seconds to the first token, by turn."""
     source = random.Random(seed)
     prompts = [[source.randrange(10, 900) for _ in range(args.first)] for _ in range(together)]
     times = []

@@ -211,8 +211,8 @@ def metrics() -> str:
         "On the proxy's `/metrics`. A histogram has the usual `_bucket`, `_sum` and `_count`.",
         _table(("metric", "type", "labels", "meaning"), proxy),
         "## Of the connector",
-        "On each engine's `/metrics`, next to vLLM's own. vLLM's labels (`model_name`, `engine`) are"
-        " on each of them.",
+        "On each engine's `/metrics`, next to vLLM's own. vLLM's labels (`model_name`, `engine`)"
+        " are on each of them.",
         _table(("metric", "type", "labels", "meaning"), _connector_metrics()),
         "## Reasons",
         "Why a transfer did not deliver. The receiving engine computes that prompt itself.",

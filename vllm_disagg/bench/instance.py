@@ -18,7 +18,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     max_model_len: int | None = None
 
 
-class _ModelList(msgspec.Struct):
+class _ModelsAnswer(msgspec.Struct):
     data: list[ServedModel]
 
 
@@ -29,7 +29,7 @@ class _ServerVersion(msgspec.Struct):
 def model(url: str) -> ServedModel:
     """Returns the first served model."""
     try:
-        models = msgspec.json.decode(get(url, "/v1/models"), type=_ModelList).data
+        models = msgspec.json.decode(get(url, "/v1/models"), type=_ModelsAnswer).data
     except msgspec.DecodeError:
         raise ConfigError(f"{url}/v1/models: the answer is not that of vLLM") from None
     if not models:

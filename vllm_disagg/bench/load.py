@@ -91,7 +91,7 @@ class LoadGenerator(msgspec.Struct, frozen=True):
     def _argv(
         self, target: BenchTarget, workload: RequestSchedule, trace: Path, result: Path
     ) -> list[str]:
-        """Returns the words of the command."""
+        """Returns the command line."""
         root = target.model.root or target.model.id
         argv = [self.vllm, "bench", "serve"]
         argv += ["--backend", "openai", "--base-url", target.url, "--endpoint", "/v1/completions"]

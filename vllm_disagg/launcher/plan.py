@@ -129,7 +129,7 @@ def fleet_commands(plan: LaunchPlan, admin_key_file: str) -> list[str]:
 def _serve(
     options: UpOptions, machine: MachineFacts, name: str, port: int, key_file: str
 ) -> list[str]:
-    """Returns the words of the `vllm serve` command of one instance."""
+    """Returns the arguments of the `vllm serve` command of one instance."""
     transfer = {
         "kv_connector": "DisaggConnector",
         "kv_role": KV_ROLES[name.partition("-")[0]],

@@ -101,7 +101,7 @@ class ChildProcess:
 
 
 def _cause_weight(line: str) -> int:
-    """Rates how well a line of output explains an exit: 3 a cause, 2 perhaps, 1 hardly."""
+    """Rates how well a line of output explains an exit: 3 is a cause, 2 may be one, 1 is none."""
     if HARMLESS_PATTERN.search(line):
         return 1
     if CAUSE_PATTERN.search(line):

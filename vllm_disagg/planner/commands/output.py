@@ -101,7 +101,7 @@ def _routing_flags(scenario: Scenario) -> list[str]:
 
 
 def _serve(model: str, group: ReplicaGroup, port: int) -> list[str]:
-    """Returns the words of the `vllm serve` command of one instance."""
+    """Returns the arguments of the `vllm serve` command of one instance."""
     words = ["vllm", "serve", model, "--port", str(port)]
     for flag, value in (
         ("--tensor-parallel-size", group.tp),

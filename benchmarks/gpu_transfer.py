@@ -43,11 +43,10 @@ from vllm_disagg.kv.layout import uniform
 from vllm_disagg.kv.memory import HostMemory, Memory
 from vllm_disagg.protocol import events
 
-LAYERS, BLOCK_SIZE, BLOCK_BYTES = (
-    36,
-    16,
-    2 * 16 * 8 * 128 * 2,
-)  # Qwen3-8B: keys and values, 8 heads of 128 in bfloat16
+# Qwen3-8B: keys and values, 8 heads of 128 in bfloat16.
+LAYERS = 36
+BLOCK_SIZE = 16
+BLOCK_BYTES = 2 * BLOCK_SIZE * 8 * 128 * 2
 KEY = keys.FleetKey(b"b" * keys.KEY_BYTES)
 GPU = torch.cuda.is_available()
 WARM = 3  # transfers before it counts: until then two workers meet

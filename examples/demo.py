@@ -32,7 +32,7 @@ ANSWER_TOKENS = 24
 COUNTERS_TIMEOUT_SECONDS = 5.0
 MIB = 1 << 20
 # A prompt is computed in several chunks. The two best tokens of a random model are often nearly
-# equal. In bfloat16 the rounding, which changes with the size of a chunk, would decide between them.
+# equal. In bfloat16 the rounding, which depends on the chunk's size, would decide between them.
 FLAGS = {
     "served-model-name": "tiny",
     "dtype": "float32",

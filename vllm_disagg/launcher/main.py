@@ -112,41 +112,41 @@ def run(args: argparse.Namespace) -> int:
     machine.check_model(options.model)
     facts = machine.examine()
     engine_ports = machine.free_ports(options.prefill + options.decode)
-    todo = plan.make(options, facts, engine_ports, KEY_FILE)
-    _check_proxy(todo.proxy)
+    launch = plan.make(options, facts, engine_ports, KEY_FILE)
+    _check_proxy(launch.proxy)
     machine.check_port(options.host, options.port)
-    for line in todo.warnings:
-        console.say(f"vllm-disagg up: warning: {line}")
-    for line in todo.notes:
-        console.say(f"vllm-disagg up: {line}")
-    commands = plan.by_hand(todo, facts, KEY_FILE)
+    for line in launch.warnings:
+        console.write_line(f"vllm-disagg up: warning: {line}")
+    for line in launch.notes:
+        console.write_line(f"vllm-disagg up: {line}")
+    commands = plan.by_hand(launch, facts, KEY_FILE)
     if args.dry_run:
         print(commands)
         return 0
     signals = StopSignals()
     try:
-        with ChildProcesses(console, signals.hurry) as family:
-            key_file = os.path.join(family.directory, KEY_FILE)
+        with ChildProcesses(console, signals.hurry) as children:
+            key_file = os.path.join(children.directory, KEY_FILE)
             keys.create(key_file)
-            admin_key_file, admin = _admin_key(family.directory)
-            todo = plan.make(options, facts, engine_ports, key_file)
-            todo = msgspec.structs.replace(
-                todo, proxy=msgspec.structs.replace(todo.proxy, env=admin)
+            admin_key_file, admin = _admin_key(children.directory)
+            launch = plan.make(options, facts, engine_ports, key_file)
+            launch = msgspec.structs.replace(
+                launch, proxy=msgspec.structs.replace(launch.proxy, env=admin)
             )
-            _start(todo, family, signals, console)
+            _start(launch, children, signals, console)
             _announce(
-                todo,
-                plan.example(options, todo),
-                plan.fleet_commands(todo, admin_key_file),
+                launch,
+                plan.example(options, launch),
+                plan.fleet_commands(launch, admin_key_file),
                 commands,
             )
             while True:
-                _pause(family, signals)
+                _pause(children, signals)
     except StopRequested:
-        console.say("vllm-disagg up: stopped")
+        console.write_line("vllm-disagg up: stopped")
         return 0
     except (ChildExited, TimeoutError) as error:
-        console.say(f"vllm-disagg up: {error}; everything is stopped")
+        console.write_line(f"vllm-disagg up: {error}; everything is stopped")
         return 1
 
 
@@ -184,23 +184,23 @@ def _check_proxy(proxy: ChildCommand) -> None:
 
 
 def _start(
-    todo: LaunchPlan, family: ChildProcesses, signals: StopSignals, console: SharedConsole
+    launch: LaunchPlan, children: ChildProcesses, signals: StopSignals, console: SharedConsole
 ) -> None:
     """Starts the instances, then the proxy, and waits until all are ready."""
-    console.say(
+    console.write_line(
         "vllm-disagg up: each instance loads its model, and compiles it at the first start;"
         " this may take minutes"
     )
-    for engine in todo.engines:
-        family.start(engine, engine.argv)
-    _wait(todo.engines, family, signals, console)
-    family.start(todo.proxy, [sys.executable, "-m", "vllm_disagg.cli", *todo.proxy.argv[1:]])
-    _wait([todo.proxy], family, signals, console, READY_TIMEOUT_SECONDS)
+    for engine in launch.engines:
+        children.start(engine, engine.argv)
+    _wait(launch.engines, children, signals, console)
+    children.start(launch.proxy, [sys.executable, "-m", "vllm_disagg.cli", *launch.proxy.argv[1:]])
+    _wait([launch.proxy], children, signals, console, READY_TIMEOUT_SECONDS)
 
 
 def _wait(
     commands: Sequence[ChildCommand],
-    family: ChildProcesses,
+    children: ChildProcesses,
     signals: StopSignals,
     console: SharedConsole,
     limit: float = float("inf"),
@@ -214,7 +214,7 @@ def _wait(
     answers = {command.name: "starting" for command in commands}
     ready = set[str]()
     while len(ready) < len(commands):
-        _pause(family, signals)
+        _pause(children, signals)
         before = len(ready)
         now = time.monotonic()
         for command in commands:
@@ -228,16 +228,16 @@ def _wait(
             for command in commands:
                 state = "ready" if command.name in ready else "starting"
                 states.append(f"{command.name} {state}")
-            console.say(f"vllm-disagg up: {now - started_at:.0f} s: {', '.join(states)}")
+            console.write_line(f"vllm-disagg up: {now - started_at:.0f} s: {', '.join(states)}")
         if now - started_at > limit and len(ready) < len(commands):
             late = next(c.name for c in commands if c.name not in ready)
             raise TimeoutError(f"{late} is not ready after {limit:.0f} s: {answers[late]}")
 
 
-def _pause(family: ChildProcesses, signals: StopSignals) -> None:
+def _pause(children: ChildProcesses, signals: StopSignals) -> None:
     """Sleeps for one poll interval. Raises StopRequested or ChildExited."""
     signals.check()
-    family.check()
+    children.check()
     time.sleep(POLL_SECONDS)
 
 
@@ -254,10 +254,10 @@ def _probe(command: ChildCommand) -> tuple[bool, str]:
         connection.close()
 
 
-def _announce(todo: LaunchPlan, example: str, fleet: list[str], commands: str) -> None:
+def _announce(launch: LaunchPlan, example: str, fleet: list[str], commands: str) -> None:
     """Prints the address and the commands in one piece, for people and for scripts."""
     parts = [
-        f"\nready: {todo.proxy.url}",
+        f"\nready: {launch.proxy.url}",
         f"Try it:\n{example}",
         "See the instances, and drain one (with the admin key):\n" + "\n".join(fleet),
         f"The same by hand:\n{commands}\n",

@@ -39,7 +39,7 @@ class SharedConsole:
         self._lock = threading.Lock()
         self.is_terminal = stream.isatty()
 
-    def say(self, line: str) -> None:
+    def write_line(self, line: str) -> None:
         """Writes one line."""
         with self._lock, suppress(OSError, ValueError):
             self._stream.write(line + "\n")
@@ -93,7 +93,7 @@ class ChildProcess:
         assert self.process.stdout
         for raw in self.process.stdout:
             line = raw.decode(errors="replace").rstrip().rpartition("\r")[2]
-            console.say(prefix + line)
+            console.write_line(prefix + line)
             weight = _cause_weight(line)
             if line.strip() and weight >= self._cause_weight:
                 self._cause_weight = weight

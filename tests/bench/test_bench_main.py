@@ -1,5 +1,7 @@
-"""`vllm-disagg bench` as a user meets it. The load generator is a scripted stand-in
-(`scripted_vllm.py`) with a server of known speed; real `vllm bench serve` runs in tests/engine.
+"""Tests `vllm-disagg bench` from its command line.
+
+The load generator is a scripted stand-in (`scripted_vllm.py`) with a server of known speed.
+tests/engine runs the real `vllm bench serve`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ OBJECTIVES = ["--ttft", "0.5", "--tpot", "0.05"]
 
 
 class Models(BaseHTTPRequestHandler):
-    """/v1/models and nothing else."""
+    """Server of /v1/models only."""
 
     models: list[dict[str, Any]]
 
@@ -63,8 +65,9 @@ def servers() -> Iterator[list[str]]:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, servers: list[str]) -> Path:
-    """The log of what the stand-in was asked; the first target serves 10 requests a second, the
-    second one 5.
+    """Returns the log of the stand-in's calls.
+
+    The first target serves 10 requests a second, the second one 5.
     """
     log = tmp_path / "asked"
     program = tmp_path / "vllm"
@@ -309,10 +312,12 @@ def test_a_plot_without_matplotlib(
 
 def test_the_load_generator_never_outlives_its_run(tmp_path: Path) -> None:
     script = ["sh", "-c", "sleep 60 & echo $! > child; wait"]
-    log, mark = tmp_path / "log", tmp_path / "child"
+    log = tmp_path / "log"
+    mark = tmp_path / "child"
     script[2] = script[2].replace("child", str(mark))
     assert load._wait(script, {"PATH": "/usr/bin:/bin"}, log, 0.3) is None
-    state, end = Path(f"/proc/{mark.read_text().strip()}/stat"), time.monotonic() + 5
+    state = Path(f"/proc/{mark.read_text().strip()}/stat")
+    end = time.monotonic() + 5
     while state.exists() and state.read_text().split()[2] != "Z":
         assert time.monotonic() < end, "the child still runs"
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The launcher: its plan, and what it refuses."""
+"""Tests the launcher: its plan, and the flags that it refuses."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_the_commands() -> None:
 
 
 def test_what_is_printed_can_be_typed(tmp_path: Path) -> None:
-    """A real shell, with stand-ins that print what they were given."""
+    """Runs the commands in a shell, with stand-ins that print their arguments."""
     for name in ("vllm", "vllm-disagg"):
         script = tmp_path / name
         script.write_text('#!/bin/sh\nprintf "%s\\n" "$VLLM_CPU_OMP_THREADS_BIND" "$@"\n')
@@ -201,7 +201,7 @@ def test_what_is_ours_cannot_be_given_twice(word: str) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line that `up` answers with."""
+    """Returns the single line of the error of `up`."""
     assert cli.main(["up", *words]) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1, said
@@ -209,7 +209,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, version: str = "0.32.0+cpu") -> None:
-    """vLLM as if it were installed in this version."""
+    """Pretends that this version of vLLM is installed."""
     ours = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: version if name == "vllm" else ours(name))
     monkeypatch.setattr(machine, "_executable", lambda name: name)

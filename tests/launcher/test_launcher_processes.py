@@ -18,7 +18,7 @@ import pytest
 from vllm_disagg.launcher import guard
 from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
 
-SECONDS = 20.0  # that anything here may take
+SECONDS = 20.0  # limit of every wait
 
 STAND_IN = """#!{python}
 # A stand-in for vllm without a model: it answers /health and, by default, probes.
@@ -66,7 +66,8 @@ class Up:
     """`vllm-disagg up` with a stand-in for vllm."""
 
     def __init__(self, folder: Path, *extra: str, ready_limit: float = 60.0) -> None:
-        self.folder, self.pids = folder, folder / "pids"
+        self.folder = folder
+        self.pids = folder / "pids"
         self.pids.mkdir()
         (folder / "vllm").write_text(
             STAND_IN.format(python=sys.executable, pids=str(self.pids), facts=FACTS)
@@ -187,8 +188,9 @@ def test_the_proxy_says_why_it_is_not_ready(up: Callable[..., Up]) -> None:
 
 
 def test_what_is_printed_once_all_are_ready_can_be_typed(up: Callable[..., Up]) -> None:
-    """Nothing follows --, as in README. Each line that is printed works in a shell, with the admin
-    key that was minted.
+    """Runs `up` without arguments after --, as in README.
+
+    Each printed line works in a shell, with the generated admin key.
     """
     running = up()
     said: list[str] = []

@@ -1,4 +1,4 @@
-"""Traces: what is read, and what is refused in which words."""
+"""Tests traces: accepted formats, and the error texts for others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advice for a running deployment: a scripted stand-in answers as the proxy does."""
+"""Tests advice for a running deployment, with a scripted stand-in for the proxy."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ vllm_disagg_tpot_seconds_sum {requests * tpot}
 
 
 class Proxy(BaseHTTPRequestHandler):
-    """Answers what is scripted; each look at the metrics gets the next."""
+    """Server of scripted answers; each request of the metrics gets the next one."""
 
     instances: ClassVar[list[dict[str, object]]] = []
     metrics: ClassVar[list[bytes]] = []
@@ -103,7 +103,8 @@ def proxy() -> Iterator[str]:
 def test_the_admin_key_shows_the_instances(
     proxy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Proxy.instances, Proxy.metrics = INSTANCES, [_metrics(100), _metrics(120)]
+    Proxy.instances = INSTANCES
+    Proxy.metrics = [_metrics(100), _metrics(120)]
     monkeypatch.setattr(Proxy, "key", "root")
     monkeypatch.setenv("OPENAI_API_KEY", "user")
     assert cli.main([*WORDS, "--live", proxy]) == 2
@@ -118,7 +119,8 @@ def test_the_admin_key_shows_the_instances(
 def test_three_prefill_and_one_decode_are_wrong_for_long_answers(
     proxy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Proxy.instances, Proxy.metrics = INSTANCES, [_metrics(100), _metrics(120)]
+    Proxy.instances = INSTANCES
+    Proxy.metrics = [_metrics(100), _metrics(120)]
     assert cli.main([*WORDS, "--live", proxy]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["traffic"]["prompt"] == pytest.approx(60) and found["traffic"]["requests"] == 20
@@ -135,7 +137,7 @@ def test_three_prefill_and_one_decode_are_wrong_for_long_answers(
 
 
 def test_a_refit_finds_how_much_slower_the_deployment_is() -> None:
-    """Times of a deployment whose prefill is 1.5 and whose decode is 2 times the model's."""
+    """Refits to a deployment with 1.5 times the model's prefill time and twice its decode time."""
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
     words = [

@@ -34,7 +34,7 @@ service = float(
 )
 requests = [json.loads(line) for line in Path(option["--dataset-path"]).read_text().splitlines()]
 free = 0.0
-ttfts = []
+ttfts: list[float] = []
 for request in requests:
     arrival = free if "--max-concurrency" in option else request["timestamp"]
     free = max(free, arrival) + service

@@ -1,10 +1,10 @@
-"""What `compress: fp8` costs, and from which network on it no longer pays.
+"""Measures the cost of `compress: fp8`, and the network speed up to which it gains.
 
     python benchmarks/compression.py
 
-Cost: CPU time of reading, checksums and writing of pieces in memory, as the ZMQ carrier does it.
-Link: two drivers in one process whose bytes go through a relay, another process that passes on only
-so many bytes a second; GB/s are of KV, whatever crosses the wire. The last line is one JSON object.
+Cost: CPU time of reading, checksums and writing of pieces in memory, as in the ZMQ transport. Link:
+two drivers in one process, connected through a relay in another process that limits the bytes per
+second. GB/s count KV, compressed or not. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ from vllm_disagg.kv.fp8 import Fp8
 from vllm_disagg.kv.memory import HostMemory, checksum
 from vllm_disagg.protocol import events
 
-LAYERS, ROW, BLOCKS, BLOCK_SIZE = 8, 256 << 10, 48, 128  # 100 MB of KV
+# 100 MB of KV.
+LAYERS = 8
+ROW = 256 << 10
+BLOCKS = 48
+BLOCK_SIZE = 128
 LINKS = (0.125, 0.25, 0.5, 1.25)  # GB/s: networks of 1, 2, 4 and 10 Gbit/s
 
 
@@ -41,8 +45,9 @@ def cache(seed: int | None) -> HostMemory:
 
 
 def measure_cost() -> dict[str, dict[str, float]]:
-    """CPU seconds per GB of KV at each end, medians of 7 over 100 MB in pieces of 4 MiB: as the ZMQ
-    carrier does it.
+    """Returns CPU seconds per GB of KV at each end, as in the ZMQ transport.
+
+    They are medians of 7 over 100 MB in pieces of 4 MiB.
     """
     pieces = [
         (Extent(layer, layer + 1, at * BLOCK_SIZE, (at + 16) * BLOCK_SIZE), range(at, at + 16))
@@ -51,7 +56,8 @@ def measure_cost() -> dict[str, dict[str, float]]:
     ]
     found = {}
     for name, wrap in (("off", lambda memory: memory), ("fp8", Fp8)):
-        source, target = wrap(cache(1)), wrap(cache(None))
+        source = wrap(cache(1))
+        target = wrap(cache(None))
         times: tuple[list[float], list[float]] = ([], [])
         for _ in range(7):
             spent = [0.0, 0.0]
@@ -75,7 +81,7 @@ def measure_cost() -> dict[str, dict[str, float]]:
 
 # A slow link --------------------------------------------------------------------------------------
 def relay(port: int, rate: float, said: Any) -> None:
-    """Pass on what comes, at most `rate` bytes a second towards who has connected."""
+    """Forwards connections to a port, at most `rate` bytes/s towards the connecting side."""
     listener = socket.create_server(("127.0.0.1", 0))
     said.put(listener.getsockname()[1])
 
@@ -94,11 +100,13 @@ def relay(port: int, rate: float, said: Any) -> None:
 
 
 def measure_link(rate: float) -> dict[str, float]:
-    """GB/s of KV, from Wanted to the report, through a link of `rate` bytes a second: median of 5."""
+    """Returns GB/s of KV through a link of `rate` bytes/s, from request to result: median of 5."""
     found = {}
     for compress in ("off", "fp8"):
-        key, config = keys.FleetKey(b"k" * keys.KEY_BYTES), Config(compress=compress)  # type: ignore[arg-type]
-        p, d = Driver(config, key, cache(1), 0), Driver(config, key, cache(None), 0)
+        key = keys.FleetKey(b"k" * keys.KEY_BYTES)
+        config = Config(compress=compress)  # type: ignore[arg-type]
+        p = Driver(config, key, cache(1), 0)
+        d = Driver(config, key, cache(None), 0)
         said: Any = multiprocessing.Queue()
         process = multiprocessing.Process(
             target=relay, args=(int(p.worker.data.rpartition(":")[2]), rate, said), daemon=True
@@ -106,7 +114,9 @@ def measure_link(rate: float) -> dict[str, float]:
         process.start()
         source = msgspec.structs.replace(p.worker, data=f"tcp://127.0.0.1:{said.get()}", local="")
         plan = reshard.plan([source.holds], [d.worker.holds])
-        tokens, blocks, times = BLOCKS * BLOCK_SIZE, list(range(BLOCKS)), []
+        tokens = BLOCKS * BLOCK_SIZE
+        blocks = list(range(BLOCKS))
+        times = []
         for turn in range(6):
             transfer = f"{turn:032x}"
             p.submit(

@@ -8,9 +8,9 @@ the same flags:
 
   ours       1 prefill and 1 decode engine with our connector, and the proxy
   colocated  2 plain `vllm serve` behind the same proxy (`vllm-disagg proxy --decode --decode`),
-  which shares whole
-             requests among them
-  nixl       2 `vllm serve` with NixlConnector behind vllm-router; only where --router names that program
+             which distributes whole requests
+  nixl       2 `vllm serve` with NixlConnector behind vllm-router; only if --router names that
+             program
 
 The stacks run one after the other, since two engines are as much as a small machine holds. Of each,
 first the engines' step times are measured by `vllm-disagg profile`, each engine's while the other
@@ -49,7 +49,9 @@ FLAGS = {
     "max-num-batched-tokens": str(BUDGET),
 }
 ENGINE = ["--enforce-eager", *(f"--{flag}={value}" for flag, value in FLAGS.items())]
-PROMPT, ANSWER = (200.0, 0.6), (16.0, 0.6)  # median and sigma of lognormal lengths
+# Median and sigma of log-normal lengths.
+PROMPT = (200.0, 0.6)
+ANSWER = (16.0, 0.6)
 LONGEST = 1000  # tokens of a prompt
 SPLIT = ["--prefill", "1x1", "--decode", "1x1"]
 STACKS = {
@@ -106,8 +108,10 @@ def write_trace(args: argparse.Namespace) -> str:
     same Poisson arrivals scaled to each rate, so that a prediction is not wrong for having met
     other requests.
     """
-    chance, path = random.Random(0), f"{args.save}.trace.csv"
-    rows, now = ["arrival_s,input_tokens,output_tokens"], 0.0
+    chance = random.Random(0)
+    path = f"{args.save}.trace.csv"
+    rows = ["arrival_s,input_tokens,output_tokens"]
+    now = 0.0
     for _ in range(args.requests):
         prompt, answer = (
             round(median * chance.lognormvariate(0, sigma)) for median, sigma in (PROMPT, ANSWER)
@@ -169,7 +173,7 @@ def points(args: argparse.Namespace, name: str) -> list[str]:
 
 
 def ours(*words: str) -> None:
-    """Run a command of ours; it ends its own children when we have to end it."""
+    """Runs a command of this project, which ends its own children when it is ended."""
     process = subprocess.Popen([*OURS, *words])
     try:
         if process.wait():
@@ -180,10 +184,11 @@ def ours(*words: str) -> None:
 
 
 class Stack:
-    """Processes that end with it."""
+    """Processes that end at the exit of the context."""
 
     def __init__(self, model: str, log: IO[bytes]) -> None:
-        self._model, self._log = model, log
+        self._model = model
+        self._log = log
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, command: list[str], **env: str) -> subprocess.Popen[bytes]:
@@ -201,7 +206,7 @@ class Stack:
         return process
 
     def engines(self, *transfer: dict[str, object], **env: list[str]) -> list[str]:
-        """Two, one on each of the first two cores, ready; their addresses."""
+        """Starts two engines, one on each of the first two cores. Returns their addresses."""
         urls = []
         for at, core in enumerate(sorted(os.sched_getaffinity(0))[:2]):
             (port,) = free_ports(1)
@@ -254,7 +259,7 @@ class Stack:
 
 @contextmanager
 def running(name: str, args: argparse.Namespace, log: IO[bytes]) -> Iterator[tuple[str, list[str]]]:
-    """A stack's front address and its engines', the prefill engine's first."""
+    """Addresses of a stack: its front, and its engines, the prefill engine first."""
     stack = Stack(args.model, log)
     try:
         if name == "ours":
@@ -295,7 +300,8 @@ def proxy(stack: Stack, *words: str) -> str:
 
 
 def start_nixl(stack: Stack, router: str) -> tuple[str, list[str]]:
-    side, (port, metrics) = [str(port) for port in free_ports(2)], free_ports(2)
+    side = [str(port) for port in free_ports(2)]
+    (port, metrics) = free_ports(2)
     engines = stack.engines(
         *pair({"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}),
         VLLM_NIXL_SIDE_CHANNEL_HOST=["127.0.0.1"] * 2,
@@ -329,7 +335,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def tell(trace: str, args: argparse.Namespace) -> int:
-    """All that is saved: the stacks beside each other, then each one beside the planner's figures."""
+    """Prints the saved stacks beside each other, then each one beside the planner's figures."""
     objectives = GoodputObjectives(args.ttft, args.tpot, ATTAINMENT)
     saved = []
     for name in STACKS:
@@ -357,7 +363,7 @@ def tell(trace: str, args: argparse.Namespace) -> int:
 
 
 class Simulated:
-    """The planner's answers for a stack."""
+    """Predictions of the planner for a stack."""
 
     def __init__(self, name: str, trace: str, args: argparse.Namespace) -> None:
         prefill, decode = points(args, name)
@@ -414,7 +420,7 @@ class Simulated:
         return dict(json.loads(run.stdout))
 
     def goodput(self, first: float) -> float:
-        """By the bisection that found the measured one."""
+        """Predicts the goodput with the bisection of the measurement."""
         tried: list[bisection.TriedRate] = []
         while (rate := bisection.next_rate(tried, first, self._precision)) is not None:
             tried.append(bisection.TriedRate(rate, self.at(rate)["attainment"] >= ATTAINMENT))
@@ -424,7 +430,7 @@ class Simulated:
 def predict(
     measured: report.TargetRuns, objectives: GoodputObjectives, simulated: Simulated, how: str
 ) -> dict[str, Any]:
-    """The planner's figures beside the measured ones, at every rate that was tried."""
+    """Prints the planner's figures beside the measured ones, for every tried rate."""
     print(f"\n{measured.target.name}: measured -> predicted {how} (error)")
     print(f"{'rate':>6}  {'attained':12}  {'TTFT median':27}  {'TTFT p90':27}  {'TPOT median':27}")
     rows = []

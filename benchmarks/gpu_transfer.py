@@ -43,11 +43,10 @@ from vllm_disagg.kv.layout import uniform
 from vllm_disagg.kv.memory import HostMemory, Memory
 from vllm_disagg.protocol import events
 
-LAYERS, BLOCK_SIZE, BLOCK_BYTES = (
-    36,
-    16,
-    2 * 16 * 8 * 128 * 2,
-)  # Qwen3-8B: keys and values, 8 heads of 128 in bfloat16
+# Qwen3-8B: keys and values, 8 heads of 128 in bfloat16.
+LAYERS = 36
+BLOCK_SIZE = 16
+BLOCK_BYTES = 2 * BLOCK_SIZE * 8 * 128 * 2
 KEY = keys.FleetKey(b"b" * keys.KEY_BYTES)
 GPU = torch.cuda.is_available()
 WARM = 3  # transfers before it counts: until then two workers meet
@@ -82,7 +81,7 @@ def outcome(made: Driver) -> Any:
 
 
 def serve(pipe: Connection, transport: str, piece: int, blocks: int) -> None:
-    """The prefill worker: for each transfer named in the pipe, a finished prompt."""
+    """Runs the prefill worker: a finished prompt for each transfer named in the pipe."""
     store, _tensors = memory(blocks, 7)
     made = driver(transport, piece, store)
     pipe.send(made.worker)
@@ -95,11 +94,13 @@ def serve(pipe: Connection, transport: str, piece: int, blocks: int) -> None:
 
 
 class Load:
-    """Something that computes without a pause in a thread of its own; how often a second."""
+    """Computation without a pause in another thread, and its rate per second."""
 
     def __init__(self, do: Callable[[], object]) -> None:
-        self._do, self._over = do, threading.Event()
-        self._count, self._began = 0, time.perf_counter()
+        self._do = do
+        self._over = threading.Event()
+        self._count = 0
+        self._began = time.perf_counter()
         self._thread = threading.Thread(target=self._run)
 
     def __enter__(self) -> Load:
@@ -127,7 +128,7 @@ def loads() -> dict[str, Callable[[], object]]:
 
 
 def interference(transfer: Callable[[], object], rounds: int) -> dict[str, float]:
-    """By kind of load: its rate during transfers as a share of its rate alone."""
+    """Returns the rate of each kind of load during transfers, as a share of its rate alone."""
     found = {}
     for name, do in loads().items():
         with Load(do) as alone:
@@ -147,17 +148,17 @@ def measure(transport: str, piece: int, blocks: int, rounds: int) -> dict[str, A
     child.start()
     store, tensors = memory(blocks, 0)
     made = driver(transport, piece, store)
-    source, size = here.recv(), LAYERS * blocks * BLOCK_BYTES
-    seconds, cpu = [], []
+    source = here.recv()
+    size = LAYERS * blocks * BLOCK_BYTES
+    seconds = []
+    cpu = []
     last = 0.0  # CPU seconds of the other process
 
     def move() -> tuple[Any, float]:
-        """One transfer: its report, and the CPU seconds of the other process so far."""
+        """Runs one transfer. Returns its result, and the CPU seconds of the sender so far."""
         transfer = os.urandom(16).hex()
-        plan, wanted = (
-            reshard.plan([source.holds], [made.worker.holds]),
-            events.GroupBlocks(0, list(range(blocks))),
-        )
+        plan = reshard.plan([source.holds], [made.worker.holds])
+        wanted = events.GroupBlocks(0, list(range(blocks)))
         made.submit(
             [events.LoadRequested(transfer, [source], plan, [wanted], blocks * BLOCK_SIZE, 60.0)]
         )
@@ -195,9 +196,10 @@ def measure(transport: str, piece: int, blocks: int, rounds: int) -> dict[str, A
 
 
 def copy_rate(size: int) -> float:
-    """GB/s of one copy within the memory concerned."""
+    """Returns the GB/s of one copy within the measured memory."""
     if not GPU:
-        source, target = np.ones(size, np.uint8), np.empty(size, np.uint8)
+        source = np.ones(size, np.uint8)
+        target = np.empty(size, np.uint8)
         return _rate(size, lambda: np.copyto(target, source))
     a = torch.ones(size, dtype=torch.uint8, device="cuda")
     b = torch.empty_like(a)
@@ -265,9 +267,8 @@ def main() -> None:
     if GPU:
         result["kernels"] = kernels(blocks)
         for row in result["kernels"]:
-            print(
-                f"kernels {row['mib']:6} MiB: gather {row['gather']} GB/s, scatter {row['scatter']}, copy {row['copy']}"
-            )
+            rates = f"gather {row['gather']} GB/s, scatter {row['scatter']}, copy {row['copy']}"
+            print(f"kernels {row['mib']:6} MiB: {rates}")
     else:
         print("kernels: not measured, there is no GPU here")
     result["copy_gbps"] = round(copy_rate(LAYERS * blocks * BLOCK_BYTES), 2)
@@ -278,10 +279,11 @@ def main() -> None:
             row = measure(transport, int(piece) << 10, blocks, args.rounds)
             result["transports"].append(row)
             note = "" if row["came_by"] == transport else f"  (came by {row['came_by']})"
+            speed = f"{row['gbps']:7.3f} GB/s, {row['cpu_s_per_gb']:.3f} CPU s/GB"
+            beside = row["interference"]
             print(
-                f"{transport:5} {row['piece_kib']:6} KiB: {row['gbps']:7.3f} GB/s, {row['cpu_s_per_gb']:.3f} CPU s/GB,"
-                f" at full speed beside it: prefill {row['interference']['prefill']:.0%}, decode"
-                f" {row['interference']['decode']:.0%}{note}",
+                f"{transport:5} {row['piece_kib']:6} KiB: {speed}, at full speed beside it:"
+                f" prefill {beside['prefill']:.0%}, decode {beside['decode']:.0%}{note}",
                 flush=True,
             )
     print(json.dumps(result))

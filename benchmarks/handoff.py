@@ -56,7 +56,7 @@ def free_port() -> int:
 
 @dataclass
 class Stack:
-    """Running processes; `front` is what clients ask."""
+    """Running processes; `front` is the address for clients."""
 
     name: str
     dtype: str
@@ -176,7 +176,8 @@ def start_peer(stack: Stack, model: str, logs: Path, router: str) -> None:
         )
     for url in urls:
         stack.wait(url, "/health")
-    port, metrics = str(free_port()), str(free_port())
+    port = str(free_port())
+    metrics = str(free_port())
     flags = [
         "--policy",
         "round_robin",
@@ -215,7 +216,7 @@ def running(name: str, logs: Path, args: argparse.Namespace) -> Iterator[Stack]:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> tuple[float, str]:
-    """(seconds to the first token, text)"""
+    """Returns the seconds to the first token, and the text."""
     body = {
         "model": "tiny",
         "prompt": prompt,
@@ -223,7 +224,9 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> tu
         "temperature": 0,
         "stream": True,
     }
-    began, first, text = time.perf_counter(), 0.0, ""
+    began = time.perf_counter()
+    first = 0.0
+    text = ""
     async with session.post(f"{url}/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.content:
@@ -270,23 +273,25 @@ async def measure(stack: Stack, cells: Cells, args: argparse.Namespace, turn: in
                     cell.ttft += [seconds for seconds, _ in answers]
                     cell.texts += [text for _, text in answers]
                 ttft = statistics.median(cell.ttft) * 1000
-                print(
-                    f"  {stack.name:5} {length:5} tokens x{together}: {ttft:7.1f} ms to the first token",
-                    flush=True,
-                )
+                size = f"{length:5} tokens x{together}"
+                print(f"  {stack.name:5} {size}: {ttft:7.1f} ms to the first token", flush=True)
 
 
 def compare(results: dict[str, Cells]) -> dict[str, object]:
-    """All cells beside the plain engine's, as a table and as the result."""
+    """Prints all cells beside the plain engine's as a table, and returns the result."""
     print(
-        f"\n{'tokens':>6} {'at once':>7} | {'plain':>8} | {'added TTFT ms, median (p90)':^41} | {'CPU s over plain':^23} | exact"
+        f"\n{'tokens':>6} {'at once':>7} | {'plain':>8} |"
+        f" {'added TTFT ms, median (p90)':^41} | {'CPU s over plain':^23} | exact"
     )
     print(
-        f"{'':>14} | {'TTFT ms':>8} | {'ours':>13} {'peer':>15} {'ratio':>10}  | {'ours':>11} {'peer':>11} | ours  peer"
+        f"{'':>14} | {'TTFT ms':>8} | {'ours':>13} {'peer':>15} {'ratio':>10}  |"
+        f" {'ours':>11} {'peer':>11} | ours  peer"
     )
-    table, medians = [], {"ours": [], "peer": []}  # type: ignore[var-annotated]
+    table: list[dict[str, Any]] = []
+    medians: dict[str, list[float]] = {"ours": [], "peer": []}
     for (length, together), plain in results["plain"].items():
-        base, count = statistics.median(plain.ttft), len(plain.ttft)
+        base = statistics.median(plain.ttft)
+        count = len(plain.ttft)
         row: dict[str, Any] = {"tokens": length, "at_once": together, "requests": count}
         row["plain"] = {"ttft_ms": round(base * 1000, 1), "cpu_s": round(plain.cpu / count, 3)}
         for name in ("ours", "peer"):
@@ -301,11 +306,15 @@ def compare(results: dict[str, Cells]) -> dict[str, object]:
             }
             medians[name].append(statistics.median(added))
         table.append(row)
-        ours, peer = row["ours"], row["peer"]
+        ours = row["ours"]
+        peer = row["peer"]
+        ratio = ours["added_ttft_ms"] / peer["added_ttft_ms"]
         print(
-            f"{length:6} {together:7} | {base * 1000:8.1f} | {ours['added_ttft_ms']:6} ({ours['p90']:6})"
-            f" {peer['added_ttft_ms']:6} ({peer['p90']:6}) {ours['added_ttft_ms'] / peer['added_ttft_ms']:8.2f}  |"
-            f" {ours['cpu_s']:11} {peer['cpu_s']:11} | {ours['exact']}/{count} {peer['exact']}/{count}"
+            f"{length:6} {together:7} | {base * 1000:8.1f} |"
+            f" {ours['added_ttft_ms']:6} ({ours['p90']:6})"
+            f" {peer['added_ttft_ms']:6} ({peer['p90']:6}) {ratio:8.2f}  |"
+            f" {ours['cpu_s']:11} {peer['cpu_s']:11} |"
+            f" {ours['exact']}/{count} {peer['exact']}/{count}"
         )
     ours_ms, peer_ms = (round(statistics.mean(medians[name]), 1) for name in ("ours", "peer"))
     exact = all(row["ours"]["exact"] == row["requests"] for row in table)

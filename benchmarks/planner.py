@@ -1,4 +1,4 @@
-"""The planner: DistServe's results reproduced, formulas met, and how fast it is, on one core.
+"""Checks the planner against DistServe's results and formulas, and measures its speed on one core.
 
     python benchmarks/planner.py [--save planner.json]
 
@@ -67,7 +67,7 @@ def note(name: str, value: Any, words: str) -> None:
 def scenario(
     name: str, ttft: float, gpus: int, requests: int, seeds: int, kv_limit: int = 0
 ) -> Scenario:
-    """DistServe's rules, coefficients and lengths."""
+    """Returns a scenario with DistServe's rules, coefficients and lengths."""
     source = PerformanceSource("coefficients", "distserve-a100", model.load(name))
     return Scenario(
         prefill=source,
@@ -85,7 +85,7 @@ def scenario(
 
 
 def quiet(done: int, total: int, best: optimizer.PlacementScore | None) -> None:
-    """No progress: these take seconds."""
+    """Prints no progress: these searches take seconds."""
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, Any]:
@@ -96,10 +96,8 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
 
 def speed() -> None:
     thirteen = scenario("opt-13b", 0.2, 4, 300, 1)
-    placement, sample = (
-        Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(1, 1, 1)),
-        thirteen.samples()[0],
-    )
+    placement = Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(1, 1, 1))
+    sample = thirteen.samples()[0]
     deployment = thirteen.deployment(placement)
     runs = [timed(lambda: simulate(deployment, sample, 4.68))[0] for _ in range(20)]
     note(
@@ -179,10 +177,11 @@ def opt_66b() -> None:
 
 
 def queues() -> None:
-    """Mean TTFT against M/D/1; 50,000 equal prompts, one at a time."""
+    """Compares the mean TTFT of 50,000 equal prompts, one at a time, with M/D/1."""
     for pp in (1, 2):
         latency = LinearLatency(pp, (0.02, 1e-4, 1e-8), (0.01, 1e-6, 1e-4), (0.01, 1e-6, 1e-4))
-        service, worst = unloaded_prefill(latency, 512), 0.0
+        service = unloaded_prefill(latency, 512)
+        worst = 0.0
         side = ReplicaPool(1, latency, LARGE, SchedulingRules(budget=512, sequences=LARGE))
         deployment = Deployment(
             side, side, Handoff(overlap=False, concurrency=LARGE), distserve=True
@@ -213,7 +212,8 @@ def capacities() -> None:
 
 
 def links() -> None:
-    opt, sample = model.load("opt-66b"), WorkloadSample([512], [64], [0.0])
+    opt = model.load("opt-66b")
+    sample = WorkloadSample([512], [64], [0.0])
     side = ReplicaPool(
         1,
         distserve.latency("distserve-a100", "opt-66b", 4, 1),

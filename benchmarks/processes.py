@@ -1,7 +1,7 @@
-"""What the processes of a benchmark have used.
+"""CPU time of the processes of a benchmark.
 
-They are process groups, not sessions: Linux shares a core between sessions first (sched_autogroup),
-and would starve whatever of an engine runs seldom.
+They are process groups, not sessions. Linux divides a core among sessions first (sched_autogroup),
+so a process of an engine that rarely runs would starve.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ CLOCK = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds(groups: Collection[int]) -> float:
-    """User and system time, so far, of all threads of all processes in some process groups."""
+    """Returns the user and system time of all processes in some process groups, in seconds."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has just ended
+        except OSError:  # the process has ended meanwhile
             continue
         if int(fields[2]) in groups:
             ticks += int(fields[11]) + int(fields[12])

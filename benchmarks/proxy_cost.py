@@ -44,13 +44,15 @@ from scripted import Client, body, request
 CORES = sorted(os.sched_getaffinity(0))
 SIZES = {"200b": (200, 3000), "16k": (16_384, 2000), "400k": (409_600, 320)}  # bytes, requests
 CLIENTS = 8
-STREAMS, TOKENS, STEP = 64, 300, 10
+STREAMS = 64
+TOKENS = 300
+STEP = 10
 LATENCIES = 300
 
 
 @dataclass
 class Proxy:
-    """A running proxy and what was measured of it, by name, one value a round."""
+    """A running proxy and its measurements by name, one value a round."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -68,7 +70,7 @@ class Proxy:
         return cpu_seconds({self.process.pid})
 
     def rss(self) -> float:
-        """Bytes of memory."""
+        """Returns the resident memory in bytes."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(text.partition("VmRSS:")[2].split()[0]) * 1024
 
@@ -81,7 +83,7 @@ def free_port() -> int:
 
 @contextmanager
 def proxies(names: list[str], router: str) -> Iterator[tuple[dict[str, list[str]], list[Proxy]]]:
-    """The scripted instances' URLs and the named proxies in front of them, running."""
+    """Starts scripted instances and the named proxies. Yields the URLs and the proxies."""
     running: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as folder:
         key = f"{folder}/key"
@@ -198,7 +200,7 @@ async def finish(clients: list[Client], ends: list[asyncio.Future[bool]], tokens
 
 
 async def streamed(proxy: Proxy) -> None:
-    """CPU of a token."""
+    """Measures the CPU time of a token."""
     data = request(body(200, stream=True, max_tokens=TOKENS, seed=STEP))
     before = proxy.cpu()
     clients, ends = await open_streams(proxy.port, STREAMS, data, STREAMS)
@@ -207,10 +209,11 @@ async def streamed(proxy: Proxy) -> None:
 
 
 async def direct(urls: dict[str, list[str]], together: bool) -> list[float]:
-    """Seconds of both legs without a proxy."""
+    """Measures the seconds of both legs without a proxy."""
     ports = [int(urls[role][0].rpartition(":")[2]) for role in ("prefill", "decode")]
     legs = [await Client.connect("127.0.0.1", port) for port in ports]
-    data, times = request(body(200)), []
+    data = request(body(200))
+    times = []
     for _ in range(LATENCIES):
         began = time.perf_counter()
         if together:
@@ -236,7 +239,7 @@ async def latency(proxy: Proxy, urls: dict[str, list[str]]) -> None:
 
 
 def legs(urls: dict[str, list[str]]) -> dict[str, int]:
-    """Completions that the scripted instances have answered so far, by role."""
+    """Returns the completions that the scripted instances have answered so far, by role."""
     with urllib.request.urlopen(urls["prefill"][0] + "/count", timeout=5) as answer:
         counts: dict[str, int] = json.load(answer)
     return counts
@@ -246,7 +249,8 @@ async def one_round(proxy: Proxy, urls: dict[str, list[str]]) -> None:
     for name, (size, count) in SIZES.items():
         data = request(body(size))
         await requests(proxy.port, data, count // 10)
-        before, asked = proxy.cpu(), legs(urls)
+        before = proxy.cpu()
+        asked = legs(urls)
         await requests(proxy.port, data, count)
         proxy.add(name, (proxy.cpu() - before) / count * 1e6)
         if any(now - asked[role] < count for role, now in legs(urls).items()):
@@ -256,7 +260,7 @@ async def one_round(proxy: Proxy, urls: dict[str, list[str]]) -> None:
 
 
 async def memory(proxy: Proxy, streams: int, step: int = 1000, tokens: int = 6) -> float:
-    """Resident bytes with so many streams open; afterwards all must end whole."""
+    """Measures resident bytes with so many open streams; afterwards all must end complete."""
     data = request(body(200, stream=True, max_tokens=tokens, seed=step))
     clients, ends = await open_streams(proxy.port, streams, data, 32)
     rss = proxy.rss()
@@ -301,14 +305,13 @@ def compare(rounds: int, router: str, save: str) -> None:
 
 
 def crowd(streams: int) -> None:
-    """Many streams through one process of ours."""
+    """Measures many streams through one proxy process."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     room = (hard - 200) // 2  # a stream is two connections of the proxy
     if streams > room:
-        print(
-            f"one process may open {hard} files here (RLIMIT_NOFILE): {room} streams instead of {streams}"
-        )
+        limit = f"one process may open {hard} files here (RLIMIT_NOFILE)"
+        print(f"{limit}: {room} streams instead of {streams}")
         streams = room
     with proxies(["ours"], "") as (_, (ours,)):
         one = uvloop.run(memory(ours, 1, 50))

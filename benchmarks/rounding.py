@@ -1,14 +1,14 @@
-"""What `compress: fp8` does to answers: a pair with it, a pair without, beside one plain vLLM.
+"""Measures how `compress: fp8` changes answers: a pair with it, one without, one plain vLLM.
 
     python benchmarks/rounding.py MODEL [--train SECONDS] [--prompts N] [--tokens N]
 
-One after the other, all in bfloat16 and without prefix caching, each is asked the same prompts of
-English, 8 at a time, at temperature 0; the plain vLLM twice, the second time in the opposite order.
-That, and the pair without compression, show what bfloat16 alone changes, since requests are batched
-differently.
+Each gets the same English prompts, 8 at a time, at temperature 0, one stack after the other. All
+run in bfloat16 and without prefix caching. The plain vLLM gets the prompts twice, the second time
+in the opposite order. The second run and the pair without compression show the effect of bfloat16
+alone, since requests are batched differently.
 
-`--train`: MODEL is first trained for so long (on the CPU, saved as MODEL-trained) on three quarters
-of Python's help texts; prompts come from the last quarter. With random weights many tokens are of
+`--train`: trains MODEL for so long (on the CPU, saved as MODEL-trained) on three quarters of
+Python's help texts. Prompts are from the last quarter. With random weights many tokens are of
 nearly equal probability, and every rounding decides between them. The last line is one JSON object.
 """
 
@@ -31,12 +31,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests/engine"))
 from asking import TEXT, Record, ask, body
 from engines import Engine, Process, Proxy
 
-LEARNT, HELD_OUT = TEXT[: len(TEXT) * 3 // 4], TEXT[len(TEXT) * 3 // 4 :]
+LEARNT = TEXT[: len(TEXT) * 3 // 4]
+HELD_OUT = TEXT[len(TEXT) * 3 // 4 :]
 FLAGS = ["--dtype", "bfloat16", "--no-enable-prefix-caching"]
 
 
 def train(model: str, seconds: float) -> str:
-    """A trained copy of a model, beside it."""
+    """Trains a copy of a model and returns its folder, beside that of the model."""
     import torch  # noqa: PLC0415 - slow, and only here
     import transformers  # noqa: PLC0415
 
@@ -44,7 +45,9 @@ def train(model: str, seconds: float) -> str:
     words = transformers.AutoTokenizer.from_pretrained(model)
     net = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     ids = torch.tensor(words(LEARNT)["input_ids"])
-    adam, end, losses = torch.optim.AdamW(net.parameters(), 2e-3), time.monotonic() + seconds, [0.0]
+    adam = torch.optim.AdamW(net.parameters(), 2e-3)
+    end = time.monotonic() + seconds
+    losses = [0.0]
     while (left := end - time.monotonic()) > 0:
         adam.param_groups[0]["lr"] = 2e-3 * min(1.0, left / seconds * 2)
         batch = torch.stack([ids[at : at + 512] for at in torch.randint(len(ids) - 512, (4,))])
@@ -57,10 +60,8 @@ def train(model: str, seconds: float) -> str:
     trained = f"{model}-trained"
     words.save_pretrained(trained)
     net.to(torch.bfloat16).save_pretrained(trained)
-    print(
-        f"trained {len(losses) - 1} steps, loss {losses[1]:.2f} to {statistics.mean(losses[-20:]):.2f}",
-        flush=True,
-    )
+    last = statistics.mean(losses[-20:])
+    print(f"trained {len(losses) - 1} steps, loss {losses[1]:.2f} to {last:.2f}", flush=True)
     return trained
 
 
@@ -71,18 +72,21 @@ def answers(url: str, prompts: list[str], tokens: int) -> list[Record]:
 
 
 def compare(ours: list[Record], plain: list[Record]) -> dict[str, float]:
-    """Tokens, and the logprobs of the best 5 first tokens where both name them."""
-    prefixes, gaps = [], []
+    """Compares the tokens, and the logprobs of those best 5 first tokens that both have."""
+    prefixes = []
+    gaps = []
     for one, other in zip(ours, plain, strict=True):
         assert one.status == other.status == 200, (one.error, other.error)
-        mine, theirs = one.tokens[0], other.tokens[0]
+        mine = one.tokens[0]
+        theirs = other.tokens[0]
         prefixes.append(
             next(
                 (at for at, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b),
                 len(mine),
             )
         )
-        first, expected = dict(one.logprobs[1:6]), dict(other.logprobs[1:6])
+        first = dict(one.logprobs[1:6])
+        expected = dict(other.logprobs[1:6])
         gaps += [abs(first[token] - expected[token]) for token in first.keys() & expected.keys()]
     return {
         "same_answer": round(
@@ -96,7 +100,7 @@ def compare(ours: list[Record], plain: list[Record]) -> dict[str, float]:
 
 
 def carried(decode: Engine) -> dict[str, float]:
-    """What came to a decode engine."""
+    """Returns the loads and bytes that a decode engine received."""
     names = {
         "loads": "load_seconds_count",
         "kv_bytes": "received_bytes_total",
@@ -108,8 +112,9 @@ def carried(decode: Engine) -> dict[str, float]:
 def ask_stack(
     folder: Path, model: str, compress: str, prompts: list[str], tokens: int
 ) -> tuple[list[Record], Any]:
-    """The answers of a pair with this setting, and what was carried; "": of one plain vLLM, asked
-    twice.
+    """Returns the answers of a pair with this setting, and its counts of loads and bytes.
+
+    With an empty setting, returns the two answers of one plain vLLM.
     """
     if compress:
         settings: dict[str, object] = {"compress": compress}

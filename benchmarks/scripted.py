@@ -1,12 +1,12 @@
-"""Scripted instances and scripted clients, cheap enough to load a proxy. Stand-ins: there is no
-model here.
+"""Scripted instances and scripted clients without a model, cheap enough to load a proxy.
 
-    python benchmarks/scripted.py KEY_FILE        prints one JSON line with the URLs by role, serves until its stdin ends
+    python benchmarks/scripted.py KEY_FILE
 
-Two of each. *P* answers every request at once. *D* answers once P has (our legs run together), and
-streams `max_tokens` tokens to all its streams in steps, as an engine does; it reads `seed` as the
-milliseconds of a step. Both say of themselves what a probe of ours asks and what vllm-router's
-`nixl` mode passes on.
+The command prints one JSON line with the URLs by role, and serves until its standard input ends.
+There are two instances of each role. *P* answers every request at once. *D* answers after P (both
+legs run together), and streams `max_tokens` tokens to all its streams in steps, as an engine does.
+The field `seed` is the duration of a step in milliseconds. Both answer the proxy's probe, and have
+the fields that vllm-router's `nixl` mode passes on.
 """
 
 from __future__ import annotations
@@ -31,10 +31,14 @@ GRANT = re.compile(rb'"disagg_grant": *"([^"]+)"')
 TOKENS = re.compile(rb'"max_tokens": *(\d+)')
 STEP = re.compile(rb'"seed": *(\d+)')
 JSON_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
+)
 TOKEN = (
-    b'data: {"id":"cmpl-0123456789abcdef","object":"text_completion","created":1763640000,"model":"m","choices":'
-    b'[{"index":0,"text":" token","logprobs":null,"finish_reason":null,"stop_reason":null}],"usage":null}\n\n'
+    b'data: {"id":"cmpl-0123456789abcdef","object":"text_completion","created":1763640000,'
+    b'"model":"m","choices":[{"index":0,"text":" token","logprobs":null,"finish_reason":null,'
+    b'"stop_reason":null}],"usage":null}\n\n'
 )
 
 
@@ -47,15 +51,17 @@ LAST = framed(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
 class Stream:
-    """One answer of D: `left` tokens still to come."""
+    """One streamed answer of D."""
 
-    def __init__(self, transport: asyncio.Transport, left: int) -> None:
-        self.transport, self.left = transport, left
+    def __init__(self, transport: asyncio.Transport, tokens_left: int) -> None:
+        self.transport = transport
+        self.tokens_left = tokens_left
 
 
 class Engines:
-    """What P and D share: which transfers are prefilled, and D's streams by the milliseconds of
-    their step.
+    """Shared state of P and D.
+
+    It holds the prefilled transfers, and the streams of D by the milliseconds of their step.
     """
 
     def __init__(self, key: FleetKey) -> None:
@@ -66,7 +72,7 @@ class Engines:
         self._streams: defaultdict[int, set[Stream]] = defaultdict(set)
 
     def transfer(self, body: bytes) -> tuple[str, str]:
-        """(leg, transfer) of a request of ours."""
+        """Returns leg and transfer of a request; empty texts without a grant."""
         found = GRANT.search(body)
         grant = verify(self.key, found[1].decode()) if found else None
         return (grant.leg, grant.transfer) if grant else ("", "")
@@ -93,8 +99,8 @@ class Engines:
     def _step(self, step: int) -> None:
         streams = self._streams[step]
         for stream in list(streams):
-            if stream.left and not stream.transport.is_closing():
-                stream.left -= 1
+            if stream.tokens_left and not stream.transport.is_closing():
+                stream.tokens_left -= 1
                 stream.transport.write(CHUNK)
             else:
                 streams.discard(stream)
@@ -107,7 +113,9 @@ class Instance(asyncio.Protocol):
     """One connection to P or D."""
 
     def __init__(self, engines: Engines, role: str, answer: bytes) -> None:
-        self._engines, self._role, self._answer = engines, role, JSON_HEAD % len(answer) + answer
+        self._engines = engines
+        self._role = role
+        self._answer = JSON_HEAD % len(answer) + answer
         self._parts: list[bytes] = []
         self._needed = 0
         self._transport: asyncio.Transport
@@ -126,10 +134,11 @@ class Instance(asyncio.Protocol):
         self._parts.append(data)
         if self._needed and sum(map(len, self._parts)) >= self._needed:
             whole = b"".join(self._parts)
-            self._parts, self._needed = [], 0
-            self._asked(whole)
+            self._parts = []
+            self._needed = 0
+            self._on_request(whole)
 
-    def _asked(self, request: bytes) -> None:
+    def _on_request(self, request: bytes) -> None:
         if request.startswith(b"GET /count "):
             counts = json.dumps(self._engines.completions).encode()
             self._transport.write(JSON_HEAD % len(counts) + counts)
@@ -147,7 +156,8 @@ class Instance(asyncio.Protocol):
     def _reply(self, request: bytes) -> None:
         body = request[request.find(b"\r\n\r\n") :]
         if b'"stream":true' in body.replace(b" ", b""):
-            tokens, step = TOKENS.search(body), STEP.search(body)
+            tokens = TOKENS.search(body)
+            step = STEP.search(body)
             self._engines.stream(
                 self._transport, int(tokens[1]) if tokens else 16, int(step[1]) if step else 10
             )
@@ -156,7 +166,7 @@ class Instance(asyncio.Protocol):
 
 
 def answers(role: str, name: str) -> bytes:
-    """The one JSON that this instance answers to health, models, probes and completions."""
+    """Returns the JSON of all answers: to health, models, probes and completions."""
     worker = WorkerInfo("w0", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
     engine = EngineInfo(name, role, [worker], {"model": "m"})  # type: ignore[arg-type]
     nixl = {
@@ -204,9 +214,7 @@ async def serve(key_file: str) -> None:
 
 
 class Client(asyncio.Protocol):
-    """A connection to a proxy that sends one request at a time and keeps nothing of the answer but
-    counts.
-    """
+    """Connection to a proxy that sends one request at a time, and counts events of the answer."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport
@@ -227,10 +235,14 @@ class Client(asyncio.Protocol):
     def ask(
         self, request: bytes, began: asyncio.Future[None] | None = None
     ) -> asyncio.Future[bool]:
-        """Send; the future is True when a whole answer with status 200 has come. `began`: set at
-        its first event.
+        """Sends a request. The future becomes True after a whole answer with status 200.
+
+        `began` is set at the first event of the answer.
         """
-        self._buffer, self._needed, self.events, self._began = b"", -1, 0, began
+        self._buffer = b""
+        self._needed = -1
+        self.events = 0
+        self._began = began
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return self._done
@@ -247,8 +259,8 @@ class Client(asyncio.Protocol):
             self.ok = self._buffer.startswith(b"HTTP/1.1 200")
             length = LENGTH.search(self._buffer, 0, end)
             if not length:
-                self._needed, rest = 0, self._buffer[end + 4 :]
-                self._streamed(rest)
+                self._needed = 0
+                self._streamed(self._buffer[end + 4 :])
                 return
             self._needed = end + 4 + int(length[1])
         if len(self._buffer) >= self._needed:
@@ -274,7 +286,7 @@ class Client(asyncio.Protocol):
 
 
 def body(size: int, **fields: object) -> bytes:
-    """A completion's body of `size` bytes: words, with an escape now and then."""
+    """Returns a completion's body of `size` bytes: words, with some escapes."""
     empty = json.dumps(
         {"model": "m", "prompt": "", "max_tokens": 16, "temperature": 0, **fields},
         separators=(",", ":"),
@@ -286,7 +298,10 @@ def body(size: int, **fields: object) -> bytes:
 
 
 def request(content: bytes) -> bytes:
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nauthorization: Bearer x\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        "authorization: Bearer x\r\n"
+    )
     return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
 
 

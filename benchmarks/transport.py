@@ -10,9 +10,10 @@ take turns, three rounds each, so that what else the machine does meets them all
 are medians.
 
   memcpy   numpy, from one pool into the other within a process
-  pyzmq    frames of 512 KiB from one pool, left in ZMQ's own memory at the other end: nothing checked, nothing copied
-  peer     one NIXL READ of prepared descriptors, one a block and layer, with progress threads at both ends, as
-           NixlConnector reads; without its handshake, heartbeats and metadata
+  pyzmq    frames of 512 KiB from one pool, left in ZMQ's own memory at the other end, without a
+           check or a copy
+  peer     one NIXL READ of prepared descriptors, one a block and layer, with progress threads at
+           both ends, as NixlConnector reads; without its handshake, heartbeats and metadata
   zmq, ... our drivers
 
 With MODEL (a KV-heavy one), real engines too, one pair for each --overlap: which part of KV arrives
@@ -55,7 +56,10 @@ from vllm_disagg.kv import reshard
 from vllm_disagg.kv.memory import FRAME_BYTES, HostMemory
 from vllm_disagg.protocol import events
 
-LAYERS, BLOCK, BLOCK_SIZE, RUN = 24, 64 << 10, 16, 8
+LAYERS = 24
+BLOCK = 64 << 10
+BLOCK_SIZE = 16
+RUN = 8
 KEY = keys.FleetKey(b"k" * keys.KEY_BYTES)
 ROUNDS = 3
 IDLE = 20.0  # seconds that idle engines are watched
@@ -65,7 +69,7 @@ Rows = npt.NDArray[np.uint8]
 
 
 class Pool:
-    """At least so many blocks, whole runs of them."""
+    """Returns at least so many blocks, in whole runs."""
 
     def __init__(self, blocks: int, seed: int) -> None:
         blocks += -blocks % RUN
@@ -91,7 +95,8 @@ def ours(name: str, pool: Pool, peer: Connection, is_source: bool) -> Iterator[f
         peer.send(driver.worker)
         count = yield 0.0
         while True:
-            transfer, blocks = peer.recv(), pool.blocks(count)
+            transfer = peer.recv()
+            blocks = pool.blocks(count)
             driver.submit(
                 [
                     events.BlocksScheduled(transfer, count * BLOCK_SIZE, [blocks]),
@@ -234,7 +239,8 @@ class Pair:
         self.name = name
         spawn = multiprocessing.get_context("spawn")
         here, there = spawn.Pipe()
-        self.orders, self.processes = [], []
+        self.orders = []
+        self.processes = []
         for is_source, end in ((True, here), (False, there)):
             ours, theirs = spawn.Pipe()
             process = spawn.Process(
@@ -268,7 +274,7 @@ class Pair:
 
 
 def synthetic(names: list[str], counts: list[int], times: int) -> dict[str, Any]:
-    """By way and size."""
+    """Measures all transports and sizes."""
     samples: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for turn in range(ROUNDS):
         for name in (
@@ -287,7 +293,8 @@ def synthetic(names: list[str], counts: list[int], times: int) -> dict[str, Any]
     result: dict[str, Any] = {}
     print(f"\n{'MiB':>7} | " + " ".join(f"{name:>16}" for name in names) + "    GB/s (CPU s a GB)")
     for count in counts:
-        size, line = count * LAYERS * BLOCK, []
+        size = count * LAYERS * BLOCK
+        line = []
         for name in names:
             taken = samples[name, count]
             seconds = statistics.median(abs(seconds) for seconds, _ in taken)
@@ -308,7 +315,8 @@ def warm_up(pair: Pair, count: int) -> None:
     """Until all comes by what was asked for, twice: pages are there, connections too, ways are
     measured.
     """
-    good, end = 0, time.monotonic() + 40
+    good = 0
+    end = time.monotonic() + 40
     while good < 2:
         good += pair.transfer(count)[0] >= 0
         if time.monotonic() > end:
@@ -326,7 +334,8 @@ def engines(model: str, transport: str, overlap: str, lengths: list[int]) -> dic
         f"engines: plain, prefill and decode by {transport}, overlap {overlap} (logs in {logs})",
         flush=True,
     )
-    plain, pair = Stack("plain", "auto"), Stack("pair", "auto")
+    plain = Stack("plain", "auto")
+    pair = Stack("pair", "auto")
     try:
         subprocess.run(
             [sys.executable, "-m", "vllm_disagg.cli", "key", str(logs / "key")], check=True
@@ -378,7 +387,9 @@ def hidden(plain: str, front: str, decode: str, lengths: list[int]) -> dict[str,
     for url in (plain, front, front):  # connections, and the way is measured
         ask(url, 1000)
         time.sleep(4)
-    before, rows, added = metrics(decode), {}, {}
+    before = metrics(decode)
+    rows = {}
+    added = {}
     for length in lengths:
         last = metrics(decode)
         alone, ours = (
@@ -389,12 +400,11 @@ def hidden(plain: str, front: str, decode: str, lengths: list[int]) -> dict[str,
         arrived, early = (
             now[name] - last[name] for name in ("received_bytes_total", "early_bytes_total")
         )
-        rows[str(length)], added[str(length)] = (
-            round(early / arrived, 3),
-            round((ours - alone) * 1e3, 1),
-        )
+        rows[str(length)] = round(early / arrived, 3)
+        added[str(length)] = round((ours - alone) * 1e3, 1)
+        part = f"{early / arrived:.0%} of {arrived / ASKED / 1e6:.0f} MB"
         print(
-            f"  {length} tokens: {early / arrived:.0%} of {arrived / ASKED / 1e6:.0f} MB arrives early; "
+            f"  {length} tokens: {part} arrives early; "
             f"first token after {ours * 1e3:.0f} ms, of a plain engine {alone * 1e3:.0f}",
             flush=True,
         )
@@ -415,7 +425,7 @@ def hidden(plain: str, front: str, decode: str, lengths: list[int]) -> dict[str,
 
 
 def ask(url: str, length: int) -> float:
-    """Seconds until the first token of the answer."""
+    """Returns the seconds until the first token of the answer."""
     prompt = [random.randrange(10, 900) for _ in range(length)]
     body = json.dumps(
         {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "stream": True}

@@ -1,12 +1,12 @@
-"""The time to the first token of later turns of a conversation, with two-way reuse and without.
+"""Measures TTFT of later turns of a conversation, with bidirectional KV reuse and without.
 
     python benchmarks/turns.py MODEL [--answer N] [--turns N] [--conversations N] [--at-once N ...]
 
-One prefill engine (pinned to core 0) and one decode engine (core 1) stand behind two proxies:
-`reuse` is the default, `off` has --policy least_loaded, which remembers no prefixes and so never
-lets P read back; with one P and one D the policies choose alike. Conversations of either kind take
-turns; each turn's prompt is the last one, its whole answer and --new random tokens. The last line
-is one JSON object.
+One prefill engine (pinned to core 0) and one decode engine (core 1) run behind two proxies. `reuse`
+is the default. `off` has --policy least_loaded, which records no prefixes, so P never reads back.
+With one P and one D both policies choose the same instances. Conversations of either kind
+alternate. Each turn's prompt is the last one, its whole answer and --new random tokens. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ COUNTERS = {
 
 
 def start(stack: Stack, model: str, folder: Path) -> tuple[str, dict[str, str]]:
-    """(P's URL, the proxies' by name)"""
-    key, urls = folder / "key", []
+    """Starts engines and proxies. Returns P's URL, and those of the proxies by name."""
+    key = folder / "key"
+    urls = []
     subprocess.run([sys.executable, "-m", "vllm_disagg.cli", "key", str(key)], check=True)
     for core, role in enumerate(("kv_producer", "kv_consumer")):
         transfer = {
@@ -104,7 +105,7 @@ def counters(url: str) -> dict[str, float]:
 async def ask(
     session: aiohttp.ClientSession, url: str, prompt: list[int], answer: int
 ) -> tuple[float, list[int]]:
-    """(seconds to the first token, all tokens)"""
+    """Returns the seconds to the first token, and all tokens."""
     body = {
         "model": "tiny",
         "prompt": prompt,
@@ -113,7 +114,9 @@ async def ask(
         "ignore_eos": True,
     }
     body |= {"stream": True, "return_token_ids": True}
-    began, first, tokens = time.perf_counter(), 0.0, []
+    began = time.perf_counter()
+    first = 0.0
+    tokens = []
     async with session.post(f"{url}/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.content:
@@ -126,7 +129,7 @@ async def ask(
 async def talk(
     session: aiohttp.ClientSession, url: str, seed: str, together: int, args: argparse.Namespace
 ) -> list[list[float]]:
-    """Some conversations in step: seconds to the first token, by turn."""
+    """Runs conversations in step. Returns the seconds to the first token, by turn."""
     source = random.Random(seed)
     prompts = [[source.randrange(10, 900) for _ in range(args.first)] for _ in range(together)]
     times = []

@@ -28,12 +28,11 @@ from openai import OpenAI
 
 SIZES = [20, 60, 150, 300, 600, 1200, 2000, 3000]  # tokens of a prompt, about
 CHARACTERS = 3.1  # of this text, for each token of this tokenizer
-ANSWER = 24  # tokens
-PATIENCE = 5.0  # seconds for the engine's counters to appear on its page
+ANSWER_TOKENS = 24
+COUNTERS_TIMEOUT_SECONDS = 5.0
 MIB = 1 << 20
-# A prompt is computed in several chunks.  In float32, because a random model's best two tokens are
-# often as good as equal: then bfloat16's rounding, which changes with the size of a chunk, decides,
-# whoever computes it.
+# A prompt is computed in several chunks. The two best tokens of a random model are often nearly
+# equal. In bfloat16 the rounding, which depends on the chunk's size, would decide between them.
 FLAGS = {
     "served-model-name": "tiny",
     "dtype": "float32",
@@ -51,7 +50,7 @@ class Answer(NamedTuple):
 
 
 class Line(NamedTuple):
-    """What became of one prompt."""
+    """Results of one prompt."""
 
     together: Answer
     alone: Answer
@@ -87,7 +86,7 @@ def main() -> int:
 
 @contextmanager
 def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """Run a command, stop it at the end, and keep what it writes while it stops off the terminal."""
+    """Runs a command and stops it at the end; hides its output while it stops."""
     is_stopping = threading.Event()
     pipe = subprocess.PIPE
     with (
@@ -107,12 +106,12 @@ def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
                 process.wait()
             copying.join()
             print(
-                f"demo: all is stopped; what the processes wrote is in {log.name}", file=sys.stderr
+                f"demo: all processes are stopped; their output is in {log.name}", file=sys.stderr
             )
 
 
 def copy_lines(source: IO[str], log: IO[str], is_stopping: threading.Event) -> None:
-    """Copy each line to the log and, until the processes are stopped, to the terminal."""
+    """Copies each line to the log and, until the processes are stopped, to the terminal."""
     for line in source:
         log.write(line)
         if not is_stopping.is_set():
@@ -121,7 +120,7 @@ def copy_lines(source: IO[str], log: IO[str], is_stopping: threading.Event) -> N
 
 
 def addresses(up: subprocess.Popen[str]) -> tuple[str, str]:
-    """The proxy's and the decode instance's, from what `up` prints once it is ready."""
+    """Returns the addresses of proxy and decode instance, from the output of `up`."""
     assert up.stdout
     proxy = ""
     for line in up.stdout:
@@ -130,12 +129,13 @@ def addresses(up: subprocess.Popen[str]) -> tuple[str, str]:
         if proxy and (decode := re.search(r"--decode (http://\S+)", line)):
             return proxy, decode[1]
     up.wait()  # so that its last lines are shown, too
-    sys.exit("demo: the instances did not start; the log above says why")
+    sys.exit("demo: the instances did not start; the log above shows the reason")
 
 
 def compare(proxy: str, decode: str) -> list[Line]:
     text = " ".join(topics[name] for name in sorted(topics))
-    together, alone = client(proxy), client(decode)
+    together = client(proxy)
+    alone = client(decode)
     for warm_up in (together, alone):
         ask(warm_up, text[:2000], f"warm-up {id(warm_up)}")
     lines = []
@@ -177,15 +177,16 @@ def client(url: str) -> OpenAI:
     return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
-def ask(where: OpenAI, prompt: str, salt: str) -> Answer:
-    began, first = time.monotonic(), 0.0
+def ask(server: OpenAI, prompt: str, salt: str) -> Answer:
+    began = time.monotonic()
+    first = 0.0
     tokens: list[int] = []
     prompt_tokens = 0
     extra: dict[str, Any] = {"return_token_ids": True, "cache_salt": salt, "ignore_eos": True}
-    stream = where.completions.create(
+    stream = server.completions.create(
         model="tiny",
         prompt=prompt,
-        max_tokens=ANSWER,
+        max_tokens=ANSWER_TOKENS,
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
@@ -197,13 +198,13 @@ def ask(where: OpenAI, prompt: str, salt: str) -> Answer:
             prompt_tokens = chunk.usage.prompt_tokens
         for choice in chunk.choices:
             tokens += (choice.model_extra or {}).get("token_ids") or []
-    if len(tokens) != ANSWER:
-        sys.exit(f"demo: {len(tokens)} tokens came, not {ANSWER}")
+    if len(tokens) != ANSWER_TOKENS:
+        sys.exit(f"demo: received {len(tokens)} tokens instead of {ANSWER_TOKENS}")
     return Answer(tokens, prompt_tokens, first)
 
 
 def counters(decode: str) -> tuple[float, float]:
-    """KV bytes that the decode instance has received, and those of them that came early."""
+    """Returns the KV bytes that the decode instance has received, and those received early."""
     with urllib.request.urlopen(f"{decode}/metrics", timeout=30) as page:
         text = page.read().decode()
     names = ("received", "early")
@@ -215,7 +216,7 @@ def counters(decode: str) -> tuple[float, float]:
 
 
 def moved_since(before: tuple[float, float], decode: str) -> tuple[float, float]:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + COUNTERS_TIMEOUT_SECONDS
     while True:
         received, early = counters(decode)
         if received > before[0] or time.monotonic() > deadline:

@@ -14,9 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
-# The tested range; newer versions get a warning.
-OLDEST = Version("0.28")
-NEWEST = Version("0.33")
+from vllm_disagg.fleet.conventions import NEWEST_VLLM, OLDEST_VLLM
 
 log = logging.getLogger("vllm_disagg")
 
@@ -35,15 +33,16 @@ def check(version: str) -> str:
     except ValueError:
         return ""  # a development build: its user is trusted
     release = Version(f"{found.major}.{found.minor}")
-    if release < OLDEST:
-        return f"vLLM {version} is too old for DisaggConnector: install vLLM {OLDEST} to {NEWEST}"
-    if release > NEWEST:
+    if release < OLDEST_VLLM:
+        versions = f"{OLDEST_VLLM} to {NEWEST_VLLM}"
+        return f"vLLM {version} is too old for DisaggConnector: install vLLM {versions}"
+    if release > NEWEST_VLLM:
         log.warning(
             "vLLM %s is newer than the versions tested with DisaggConnector (%s to %s); started"
             " nevertheless",
             version,
-            OLDEST,
-            NEWEST,
+            OLDEST_VLLM,
+            NEWEST_VLLM,
         )
     return ""
 

@@ -20,6 +20,7 @@ from vllm_disagg import config
 from vllm_disagg.config import Config
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.fleet import keys
+from vllm_disagg.fleet.conventions import KV_ROLES
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.fleet.registration import Registration, register_all
 
@@ -45,7 +46,7 @@ log = logging.getLogger("vllm_disagg")
 log.handlers = list(logging.getLogger("vllm").handlers)
 log.setLevel(logging.getLogger("vllm").level)
 
-ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+ROLES = {kv_role: role for role, kv_role in KV_ROLES.items()}
 
 
 class DisaggConnector(KVConnectorBase_V1, SupportsHMA):

@@ -1,7 +1,6 @@
-"""Checks what the Markdown of this tree names: links, anchors, files, commands. Prints one line a
-fault.
+"""Checks the links, anchors, files and commands in the Markdown of this tree.
 
-    python scripts/check_docs.py       exit status 1 where there is a fault
+    python scripts/check_docs.py       print one line for each fault; exit status 1 if there is one
 
 * A relative link leads to a file of the tree, and its anchor to a heading there.
 * A path in backticks that begins with a folder of the tree exists; so does a bare `name.py`.
@@ -9,7 +8,7 @@ fault.
   command has a target.
 * A page of docs/ that code or the Makefile names exists, and each page is linked from an index.
 
-Nothing is run, and nothing outside the tree is looked at.
+The script runs no command, and reads no file outside the tree.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ PAGE = re.compile(r"\bdocs/[\w./-]+\.(?:md|json|png)\b")
 
 
 def main() -> int:
-    """Print all faults; 1 if there are any."""
+    """Prints all faults. Returns the exit status."""
     faults = [fault for path in tracked() if path.suffix == ".md" for fault in check(path)]
     for path in tracked():
         if path.name.endswith(SOURCES):
@@ -50,7 +49,7 @@ def main() -> int:
 
 
 def check(path: Path) -> Iterator[str]:
-    """The faults of one Markdown file."""
+    """Yields the faults of one Markdown file."""
     text = path.read_text()
     prose = FENCE.sub("", text)
     for target in LINK.findall(prose):
@@ -67,7 +66,7 @@ def check(path: Path) -> Iterator[str]:
 
 
 def link_fault(path: Path, target: str) -> str:
-    """Why a link leads nowhere; empty if it is right or leaves the tree."""
+    """Returns the fault of a link; empty if it is right or leaves the tree."""
     if re.match(r"[a-z]+:", target):
         return ""
     file, _, anchor = target.partition("#")
@@ -80,7 +79,7 @@ def link_fault(path: Path, target: str) -> str:
 
 
 def unlisted() -> list[Path]:
-    """The pages of docs/ that no index.md links to."""
+    """Returns the pages of docs/ that no index.md links to."""
     indexes = [path for path in tracked() if path.name == "index.md"]
     linked = {
         (path.parent / target.partition("#")[0]).resolve()
@@ -93,7 +92,7 @@ def unlisted() -> list[Path]:
 
 @cache
 def anchors(path: Path) -> frozenset[str]:
-    """The anchors of a page's headings, made as GitHub makes them."""
+    """Returns the anchors of a page's headings, in GitHub's form."""
     found: list[str] = []
     for heading in re.findall(r"^#+ +(.*?) *$", FENCE.sub("", path.read_text()), re.MULTILINE):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
@@ -103,7 +102,7 @@ def anchors(path: Path) -> frozenset[str]:
 
 
 def path_fault(code: str) -> str:
-    """Why a path in backticks names nothing of the tree; empty for other code."""
+    """Returns the fault of a path in backticks; empty for other code."""
     for word in code.split():
         if re.fullmatch(r"[\w.-]+/[\w./-]+", word) and word.split("/")[0] in folders():
             if not (ROOT / word).exists():
@@ -114,8 +113,9 @@ def path_fault(code: str) -> str:
 
 
 def commands(block: str) -> Iterator[list[str]]:
-    """The words of each command in a code block; a line goes on inside quotes and after a
-    backslash.
+    """Yields the words of each command in a code block.
+
+    A command continues on the next line inside quotes and after a backslash.
     """
     text = ""
     for line in block.splitlines():
@@ -132,7 +132,7 @@ def commands(block: str) -> Iterator[list[str]]:
 
 
 def command_fault(words: list[str]) -> str:
-    """Why a command would be refused; empty if it is right or not one of ours."""
+    """Returns the fault of a command; empty if it is right or of another program."""
     shown = " ".join(words)
     if words[0] == "make":
         unknown = [word for word in words[1:] if "=" not in word and word not in targets()]
@@ -161,26 +161,26 @@ def _missing_pages(path: Path) -> list[str]:
 
 @cache
 def targets() -> frozenset[str]:
-    """The targets of the Makefile."""
+    """Returns the targets of the Makefile."""
     return frozenset(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 @cache
 def folders() -> frozenset[str]:
-    """The folders at the tree's root."""
+    """Returns the folders at the tree's root."""
     return frozenset(name(path).split("/")[0] for path in tracked() if path.parent != ROOT)
 
 
 @cache
 def tracked() -> tuple[Path, ...]:
-    """The files of the tree, with new ones, without ignored ones."""
+    """Returns the files of the tree, with new ones, without ignored ones."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return tuple(path for line in names.splitlines() if (path := ROOT / line).is_file())
 
 
 def name(path: Path) -> str:
-    """A file's path from the root."""
+    """Returns a file's path from the root."""
     return str(path.relative_to(ROOT))
 
 

@@ -1,4 +1,4 @@
-"""Measure the words, the density and the rooms of this tree: `make house`.
+"""Measures the words, the density and the rooms of this tree: `make house`.
 
     python scripts/house.py [--undocumented] [ROOT]
 
@@ -33,8 +33,9 @@ COMMENTED_FOLDERS = (f"{CORE}/protocol/", f"{CORE}/transports/")
 MAX_COLUMNS = 100
 
 RELATIVE = re.compile(
-    r"\b(whoever|whom|whose|nobody|somebody|anybody|whatever|who is|what is|what was|is to be|are to|shall|perhaps"
-    r"|of its own|of our own|by itself|as it is|at all|besides?|likewise|let go|lets go|lies?|stands?|stood|words"
+    r"\b(whoever|whom|whose|nobody|somebody|anybody|whatever|who is|what is|what was"
+    r"|is to be|are to|shall|perhaps|of its own|of our own|by itself|as it is|at all|besides?"
+    r"|likewise|let go|lets go|lies?|stands?|stood|words"
     r"|told|tells|hears?|heard|says?|said|speaks?|knows?|wants?|asks?|life|lives)\b",
     re.IGNORECASE,
 )
@@ -86,17 +87,17 @@ class Density:
     docstrings: list[str] = field(default_factory=list)
 
     def add(self, other: Density) -> None:
-        """Add the counts of another file."""
+        """Adds the counts of another file."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
     def per_line(self, count: int, lines: int) -> float:
-        """Return how many there are in so many lines of code."""
+        """Returns how many there are in so many lines of code."""
         return round(count * lines / max(self.code_lines, 1), 1)
 
 
 def measure_file(path: str, source: str) -> Density:
-    """Return the counts of one Python file."""
+    """Returns the counts of one Python file."""
     tree = ast.parse(source)
     found = Density()
     found.long_lines = sum(len(line) > MAX_COLUMNS for line in source.split("\n"))
@@ -117,7 +118,7 @@ def measure_file(path: str, source: str) -> Density:
 
 
 def count_tokens(found: Density, tree: ast.Module, source: str) -> None:
-    """Count code lines, tokens and comments; a string that is a statement is no code."""
+    """Counts code lines, tokens and comments; a string that is a statement is no code."""
     quoted: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and is_string(node.value):
@@ -133,19 +134,19 @@ def count_tokens(found: Density, tree: ast.Module, source: str) -> None:
 
 
 def is_string(node: ast.expr) -> bool:
-    """Return whether the expression is a literal string."""
+    """Returns whether the expression is a literal string."""
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def is_tuple_assignment(node: ast.AST) -> bool:
-    """Return whether the statement is `a, b = x, y`, with at least two values."""
+    """Returns whether the statement is `a, b = x, y`, with at least two values."""
     if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
         return False
     return isinstance(node.targets[0], ast.Tuple) and len(node.value.elts) > 1
 
 
 def public_definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Definition]]:
-    """Yield public classes, functions and methods; nothing inside a function or a private class."""
+    """Yields public classes, functions and methods, without those inside functions."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, Definition) or child.name.startswith("_"):
             continue
@@ -156,7 +157,7 @@ def public_definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, D
 
 
 def shared_class_names(sources: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the names that several files give to a class, with these files."""
+    """Returns the names that several files give to a class, with these files."""
     places: defaultdict[str, list[str]] = defaultdict(list)
     for path, source in sources.items():
         for node in ast.parse(source).body:
@@ -166,19 +167,19 @@ def shared_class_names(sources: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def relative_words(text: str) -> float:
-    """Return the rate of relative words in 1,000 words."""
+    """Returns the rate of relative words in 1,000 words."""
     return round(1000 * len(RELATIVE.findall(text)) / max(len(text.split()), 1), 1)
 
 
 def prose(markdown: str) -> str:
-    """Return Markdown without code blocks, tables and code spans."""
+    """Returns Markdown without code blocks, tables and code spans."""
     for pattern in (CODE_BLOCK, TABLE_ROW, CODE_SPAN):
         markdown = pattern.sub(" ", markdown)
     return markdown
 
 
 def module_name(path: str) -> str:
-    """Return the dotted name of a Python file: `a/b/__init__.py` is `a.b`."""
+    """Returns the dotted name of a Python file: `a/b/__init__.py` is `a.b`."""
     parts = PurePosixPath(path).with_suffix("").parts
     if parts[-1] == "__init__":
         parts = parts[:-1]
@@ -186,7 +187,7 @@ def module_name(path: str) -> str:
 
 
 def imported_modules(path: str, source: str, modules: Mapping[str, str]) -> Iterator[str]:
-    """Yield each module of ours that a file imports, wherever in the file."""
+    """Yields each module of ours that a file imports, wherever in the file."""
     package = module_name(f"{PurePosixPath(path).parent}/__init__.py")
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []
@@ -201,7 +202,7 @@ def imported_modules(path: str, source: str, modules: Mapping[str, str]) -> Iter
 
 
 def import_base(node: ast.ImportFrom, package: str) -> str:
-    """Return the absolute module of `from ... import`."""
+    """Returns the absolute module of `from ... import`."""
     if not node.level:
         return node.module or ""
     parents = package.split(".")
@@ -217,13 +218,13 @@ class Rooms:
     arrows: set[tuple[str, str]] = field(default_factory=set)
 
     def circles(self) -> list[list[str]]:
-        """Return each group of rooms that can reach each other."""
+        """Returns each group of rooms that can reach each other."""
         reach = {name: self.reachable(name) for name in self.names}
         groups = {frozenset(b for b in reach[a] if a in reach[b]) for a in self.names}
         return sorted(sorted(group) for group in groups if group)
 
     def reachable(self, start: str) -> set[str]:
-        """Return the rooms that can be reached from one over at least one arrow."""
+        """Returns the rooms that can be reached from one over at least one arrow."""
         found: set[str] = set()
         edge = {start}
         while edge:
@@ -233,14 +234,14 @@ class Rooms:
 
 
 def house_room(module: str) -> str:
-    """Return a module's room at the top level."""
+    """Returns a module's room at the top level."""
     if module.startswith(PLUGIN):
         return PLUGIN
     return ".".join(module.split(".")[:2])
 
 
 def find_rooms(sources: Mapping[str, str]) -> dict[str, Rooms]:
-    """Return the rooms of the house, under "", and those inside each package."""
+    """Returns the rooms of the house, under "", and those inside each package."""
     modules = {module_name(path): path for path in sources}
     packages = [module_name(path) for path in sources if path.endswith("__init__.py")]
     found = {"": Rooms(names={house_room(module) for module in modules})}
@@ -257,23 +258,23 @@ def find_rooms(sources: Mapping[str, str]) -> dict[str, Rooms]:
 
 
 def is_inside(package: str, module: str) -> bool:
-    """Return whether the module is the package or a part of it."""
+    """Returns whether the module is the package or a part of it."""
     return f"{module}.".startswith(f"{package}.")
 
 
 def child_of(package: str, module: str) -> str:
-    """Return the direct child of the package that holds the module."""
+    """Returns the direct child of the package that holds the module."""
     return ".".join(module.split(".")[: package.count(".") + 2])
 
 
 def add_arrow(rooms: Rooms, start: str, end: str) -> None:
-    """Add an arrow, unless both ends are the same room."""
+    """Adds an arrow, unless both ends are the same room."""
     if start != end:
         rooms.arrows.add((start, end))
 
 
 def measure(sources: Mapping[str, str], documents: Mapping[str, str]) -> dict[str, object]:
-    """Return all figures of Python sources and Markdown documents, both by path."""
+    """Returns all figures of Python sources and Markdown documents, both by path."""
     whole = Density()
     commented = Density()
     for path, source in sources.items():
@@ -310,7 +311,7 @@ def measure(sources: Mapping[str, str], documents: Mapping[str, str]) -> dict[st
 
 
 def read_tree(root: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the tracked Python sources of the packages, and the tracked documents, by path."""
+    """Returns the tracked Python sources of the packages, and the tracked documents, by path."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True)
     sources: dict[str, str] = {}
     documents: dict[str, str] = {}
@@ -326,7 +327,7 @@ def read_tree(root: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def print_table(figures: Mapping[str, object]) -> None:
-    """Print one figure a line, with its target."""
+    """Prints one figure a line, with its target."""
     for name, value in figures.items():
         target = ""
         if name in TARGETS:
@@ -344,7 +345,7 @@ def print_table(figures: Mapping[str, object]) -> None:
 
 
 def main() -> None:
-    """Print the figures of a tree."""
+    """Prints the figures of a tree."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parents[1])
     parser.add_argument(

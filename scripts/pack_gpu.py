@@ -1,4 +1,4 @@
-"""Carry wheels to a machine without a network, in pieces of a bounded size.
+"""Carries wheels to a machine without a network, in pieces of a bounded size.
 
     python scripts/pack_gpu.py pack OUT [--limit MIB] [--leave-out PATTERN] SPEC...
     python scripts/pack_gpu.py unpack FOLDER SITE
@@ -59,7 +59,7 @@ def fetch(spec: str, folder: Path) -> Path:
 
 
 def thin(wheel: Path, pattern: str, folder: Path) -> Path:
-    """The wheel without the members that match."""
+    """Returns the wheel without the members that match."""
     if not pattern:
         return wheel
     target = folder / f"thin-{wheel.name}"

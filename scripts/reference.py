@@ -1,7 +1,7 @@
 """Writes the generated pages of docs/reference from the code: flags, settings, metrics and paths.
 
     python scripts/reference.py            write the pages
-    python scripts/reference.py --check    exit status 1, with one line a page, where a page differs from the code
+    python scripts/reference.py --check    print each page that differs; exit status 1 if one does
 
 Every fact is taken from the code that uses it: argparse parsers, `Config`, live metric registries,
 the route table.
@@ -43,7 +43,7 @@ REFERENCE = ROOT / "docs" / "reference"
 NOTE = (
     "<!-- Written by scripts/reference.py; do not edit. `make check` compares it with the code. -->"
 )
-HOW = {  # how a path is served, in words of the glossary
+HOW = {  # how the proxy serves a path
     "generate": "both legs",
     "forward": "one instance; another one if it fails",
     "look up": "the decode instance that knows the id",
@@ -55,7 +55,7 @@ HOW = {  # how a path is served, in words of the glossary
 
 
 def main() -> int:
-    """Write the pages, or compare them with the code."""
+    """Writes the pages, or compares them with the code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument(
         "--check", action="store_true", help="write nothing; fail where a page differs"
@@ -63,7 +63,8 @@ def main() -> int:
     check = parser.parse_args().check
     different = []
     for name, render in PAGES.items():
-        path, text = REFERENCE / name, render()
+        path = REFERENCE / name
+        text = render()
         if not check:
             path.write_text(text)
         elif not path.exists() or path.read_text() != text:
@@ -76,17 +77,14 @@ def main() -> int:
 
 # -- flags -----------------------------------------------------------------------------------------
 def flags() -> str:
-    """The flags of every subcommand."""
+    """Renders the flags of every subcommand."""
+    index = [f"* [`{name}`](#{name}): {summary}" for name, (_, summary) in cli.COMMANDS.items()]
     parts = [
         NOTE,
         "# Command-line flags",
         f"`vllm-disagg COMMAND --help` prints the same. {len(cli.COMMANDS)} commands.",
+        "\n".join(index),
     ]
-    parts.append(
-        "\n".join(
-            f"* [`{name}`](#{name}): {summary}" for name, (_, summary) in cli.COMMANDS.items()
-        )
-    )
     for name, (module, summary) in cli.COMMANDS.items():
         parser = argparse.ArgumentParser(prog=f"vllm-disagg {name}")
         import_module(f"vllm_disagg.{module}").add_arguments(parser)
@@ -97,7 +95,7 @@ def flags() -> str:
 
 
 def _groups(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """A table for each group of arguments that has any to show."""
+    """Renders a table for each group with visible arguments."""
     for group in parser._action_groups:
         actions = [action for action in group._group_actions if not _hidden(action)]
         if actions:
@@ -112,13 +110,14 @@ def _hidden(action: argparse.Action) -> bool:
 
 
 def _flag(action: argparse.Action) -> tuple[str, str, str]:
-    """A row: how the flag is written, its default, its help without the default."""
+    """Renders a row: the flag with its value, its default, its help without the default."""
     value = ""
-    if action.nargs != 0:
-        value = str(
-            action.metavar
-            or (action.dest.upper() if not action.choices else "|".join(map(str, action.choices)))
-        )
+    if action.metavar:
+        value = str(action.metavar)
+    elif action.choices:
+        value = "|".join(map(str, action.choices))
+    elif action.nargs != 0:
+        value = action.dest.upper()
     names = ", ".join(action.option_strings) or value
     shown = f"{names} {value}" if action.option_strings and value else names
     words = " ".join((action.help or "").split())
@@ -132,7 +131,7 @@ def _flag(action: argparse.Action) -> tuple[str, str, str]:
 
 
 def _default(action: argparse.Action) -> str:
-    """What stands in the default column where the help text names no default."""
+    """Renders the default of a flag whose help text names none."""
     if action.required or not action.option_strings:
         return "required"
     if action.default in (None, "", [], False, 0) or action.default is argparse.SUPPRESS:
@@ -142,7 +141,7 @@ def _default(action: argparse.Action) -> str:
 
 # -- settings --------------------------------------------------------------------------------------
 def settings() -> str:
-    """The settings of one engine's connector."""
+    """Renders the settings of one engine's connector."""
     comments = _comments(config.Config)
     rows = [
         (f"`{field.name}`", _type(field.type), f"`{_json(field.default)}`", comments[field.name])
@@ -151,34 +150,35 @@ def settings() -> str:
     parts = [
         NOTE,
         "# Connector settings",
-        "Keys of `kv_connector_extra_config` in vLLM's `--kv-transfer-config`. An unknown key or a bad value stops vLLM at"
-        " start with one line that names it. P is the engine that sends KV, D the engine that receives it.",
+        "Keys of `kv_connector_extra_config` in vLLM's `--kv-transfer-config`. An unknown key or a"
+        " bad value stops vLLM at start with one line that names it. P is the engine that sends KV,"
+        " D the engine that receives it.",
         _table(("setting", "type", "default", "meaning"), rows),
-        'Set vLLM\'s own `"kv_load_failure_policy": "recompute"` with them; its default, `fail`, turns a failed transfer'
-        " into a failed request.",
+        'Set vLLM\'s own `"kv_load_failure_policy": "recompute"` with them; its default, `fail`,'
+        " turns a failed transfer into a failed request.",
     ]
     return _page(parts)
 
 
 def _comments(of: type) -> dict[str, str]:
-    """The comment of each field or member of a class: in its lines, else in the lines above it."""
+    """Returns the comment of each field or member of a class.
+
+    The comment is at the end of the field's lines, else in the lines above the field.
+    """
     source = textwrap.dedent(inspect.getsource(of))
-    behind: dict[int, str] = {}  # by line
+    trailing: dict[int, str] = {}  # by line
     alone: dict[int, str] = {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            where = alone if token.line.lstrip().startswith("#") else behind
-            where[token.start[0]] = token.string.lstrip("# ")
+            comments = alone if token.line.lstrip().startswith("#") else trailing
+            comments[token.start[0]] = token.string.lstrip("# ")
     found = {}
     for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
         if not isinstance(node, ast.AnnAssign | ast.Assign):
             continue
         target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
-        words = [
-            behind[line]
-            for line in range(node.lineno, (node.end_lineno or 0) + 1)
-            if line in behind
-        ]
+        lines = range(node.lineno, (node.end_lineno or 0) + 1)
+        words = [trailing[line] for line in lines if line in trailing]
         above = node.lineno - 1
         while above in alone and above - 1 in alone:
             above -= 1
@@ -188,7 +188,7 @@ def _comments(of: type) -> dict[str, str]:
 
 
 def _type(of: Any) -> str:
-    """A field's type, as an operator writes it in JSON."""
+    """Renders a field's type, as an operator writes it in JSON."""
     if get_origin(of) is Literal:
         return " or ".join(get_args(of))
     kind = get_args(of)[0] if get_origin(of) is Annotated else of
@@ -201,7 +201,7 @@ def _json(value: object) -> str:
 
 # -- metrics ---------------------------------------------------------------------------------------
 def metrics() -> str:
-    """Every series of the proxy and of the connector."""
+    """Renders every series of the proxy and of the connector."""
     proxy = sorted(_proxy_metrics())
     parts = [
         NOTE,
@@ -211,7 +211,8 @@ def metrics() -> str:
         "On the proxy's `/metrics`. A histogram has the usual `_bucket`, `_sum` and `_count`.",
         _table(("metric", "type", "labels", "meaning"), proxy),
         "## Of the connector",
-        "On each engine's `/metrics`, next to vLLM's own. vLLM's labels (`model_name`, `engine`) are on each of them.",
+        "On each engine's `/metrics`, next to vLLM's own. vLLM's labels (`model_name`, `engine`)"
+        " are on each of them.",
         _table(("metric", "type", "labels", "meaning"), _connector_metrics()),
         "## Reasons",
         "Why a transfer did not deliver. The receiving engine computes that prompt itself.",
@@ -224,7 +225,7 @@ def metrics() -> str:
 
 
 def _proxy_metrics() -> Iterator[tuple[str, str, str, str]]:
-    """Rows for the families of a proxy without traffic."""
+    """Yields rows for the families of a proxy without traffic."""
     registry = Metrics(Fleet())._registry
     for collector in registry._collector_to_names:
         for family in collector.collect():
@@ -235,7 +236,7 @@ def _proxy_metrics() -> Iterator[tuple[str, str, str, str]]:
 
 
 class _Recorder:
-    """Stands in for a Prometheus class; notes what is made of it."""
+    """Stand-in for a Prometheus class; records the metrics that are created."""
 
     def __init__(self, kind: str, rows: list[tuple[str, str, str, str]]) -> None:
         self._kind = kind
@@ -248,12 +249,12 @@ class _Recorder:
         return self
 
     def labels(self, *_: object, **__: object) -> _Recorder:
-        """The series of some labels, which is not needed here."""
+        """Returns the metric itself."""
         return self
 
 
 def _connector_metrics() -> list[tuple[str, str, str, str]]:
-    """Rows for what the connector's metrics class makes when vLLM makes one."""
+    """Returns rows for the metrics of the connector's class."""
     from prometheus_client import Counter, Gauge, Histogram  # noqa: PLC0415 - as vLLM does
 
     rows: list[tuple[str, str, str, str]] = []
@@ -263,7 +264,7 @@ def _connector_metrics() -> list[tuple[str, str, str, str]]:
 
 
 class _NoConfig:
-    """vLLM's configuration, of which the metrics need nothing."""
+    """Stand-in for vLLM's configuration; the metrics read no other field."""
 
     kv_transfer_config = None
 
@@ -274,7 +275,7 @@ def _row(name: str, kind: str, labels: Iterable[str], words: str) -> tuple[str, 
 
 
 def _members(of: type[Enum]) -> Iterator[tuple[Any, str]]:
-    """Each member of an enumeration with its comment."""
+    """Yields each member of an enumeration with its comment."""
     comments = _comments(of)
     for member in of:
         yield member, _sentence(comments[member.name])
@@ -282,7 +283,7 @@ def _members(of: type[Enum]) -> Iterator[tuple[Any, str]]:
 
 # -- paths -----------------------------------------------------------------------------------------
 def paths() -> str:
-    """Every path of the proxy, with who may ask for it."""
+    """Renders every path of the proxy, with the key that it needs."""
     served = [*routes.ROUTES.items(), *routes._BY_TEMPLATE.items()]
     rows = [
         (f"`{path}`", ", ".join(methods), HOW[how], "" if path in routes.UNGUARDED else _key(path))
@@ -298,7 +299,8 @@ def paths() -> str:
         "# HTTP paths of the proxy",
         "How each one behaves: [paths and bodies](../explanation/routing.md#paths-and-bodies).",
         "## For clients",
-        "*Key*: needed where the proxy has `--api-key`. Slashes behind a path, and more than one before it, are left out.",
+        "*Key*: needed where the proxy has `--api-key`. Slashes behind a path, and more than one"
+        " before it, are left out.",
         _table(("path", "methods", "answered by", "key"), rows),
         "## For operators",
         _table(("path", "method", "guard"), changes),

@@ -1,4 +1,4 @@
-"""Write a tiny model with random weights, for tests and demos: tiny_model.py KIND OUT_DIR.
+"""Writes a tiny model with random weights, for tests and demos: tiny_model.py KIND OUT_DIR.
 
 KIND: dense, heavy (about 100 KB of KV cache a token, so that transfers show), or another kind of KV
 cache: sliding (Gemma 3), oss (GPT-OSS), mla (DeepSeek V2), moe (Mixtral), mamba (Mamba 2), linear
@@ -116,15 +116,13 @@ DONE = "tiny_model.done"  # written last
 
 
 def tokenizer() -> Any:
-    """A byte-level BPE of 1024 tokens: about 2.5 characters of English each."""
+    """Builds a byte-level BPE of 1024 tokens: about 2.5 characters of English each."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(
         [topics[name] for name in sorted(topics)],
@@ -199,7 +197,7 @@ def with_images(words: Any, folder: Path) -> Any:
 
 
 def make(kind: str, folder: Path) -> None:
-    """Write the model, unless it is there already.  Slow imports wait until they are needed."""
+    """Writes the model, unless it exists already. Slow imports wait until they are needed."""
     mark = folder / DONE
     if mark.exists() and mark.read_text() == kind:
         return

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from .errors import ConfigError
 
-PAGE_TIMEOUT_SECONDS = 10.0  # seconds for a page
-MAX_PAGE_BYTES = 16 << 20  # bytes of it
+PAGE_TIMEOUT_SECONDS = 10.0
+MAX_PAGE_BYTES = 16 << 20
 
 
 def address(flag: str, url: str) -> str:
@@ -42,13 +42,14 @@ def connect(url: str, timeout: float) -> http.client.HTTPConnection:
 
 
 def headers(key: str = "") -> dict[str, str]:
-    """Returns request headers with `key`, or the key of OPENAI_API_KEY, as `vllm bench serve` sends
-    them.
+    """Returns request headers with `key`, else with the key of OPENAI_API_KEY.
+
+    They are those that `vllm bench serve` sends.
     """
-    key = key or os.environ.get("OPENAI_API_KEY", "")
-    return {"Content-Type": "application/json"} | (
-        {"Authorization": f"Bearer {key}"} if key else {}
-    )
+    found = {"Content-Type": "application/json"}
+    if key := key or os.environ.get("OPENAI_API_KEY", ""):
+        found["Authorization"] = f"Bearer {key}"
+    return found
 
 
 def get(
@@ -63,11 +64,8 @@ def get(
         connection.request("GET", path, headers=headers(os.environ.get(key_name, "")))
         answer = connection.getresponse()
         content = answer.read(MAX_PAGE_BYTES)
-    except (
-        OSError,
-        http.client.HTTPException,
-        UnicodeError,
-    ) as error:  # the last: no name of a host
+    except (OSError, http.client.HTTPException, UnicodeError) as error:
+        # UnicodeError: the name of the host is invalid.
         raise ConfigError(f"cannot reach {url}: {reason(error)}: is it running?") from None
     finally:
         connection.close()

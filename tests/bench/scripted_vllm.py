@@ -1,6 +1,7 @@
-"""A stand-in for `vllm bench serve`, scripted: one server, first come first served, that takes
-SCRIPTED_SERVICE seconds for each request (two numbers: for the target SCRIPTED_FIRST, and for any
-other). Writes what vLLM would write.
+"""Scripted stand-in for `vllm bench serve`, with result files in vLLM's format.
+
+One server, first come first served, takes SCRIPTED_SERVICE seconds for each request. Two numbers
+are for the target SCRIPTED_FIRST, and for any other.
 """
 
 import json
@@ -22,7 +23,8 @@ with open(os.environ["SCRIPTED_LOG"], "a") as log:
 how = os.environ.get("SCRIPTED_HOW", "")
 if how == "crash":
     sys.exit(
-        "Traceback (most recent call last):\n  File x\nOSError: tiny is not a valid model identifier"
+        "Traceback (most recent call last):\n  File x\n"
+        "OSError: tiny is not a valid model identifier"
     )
 if how == "garbage":
     Path(option["--result-filename"]).write_text("{}")
@@ -31,7 +33,8 @@ service = float(
     os.environ["SCRIPTED_SERVICE"].split(",")[option["--base-url"] != os.environ["SCRIPTED_FIRST"]]
 )
 requests = [json.loads(line) for line in Path(option["--dataset-path"]).read_text().splitlines()]
-free, ttfts = 0.0, []
+free = 0.0
+ttfts: list[float] = []
 for request in requests:
     arrival = free if "--max-concurrency" in option else request["timestamp"]
     free = max(free, arrival) + service

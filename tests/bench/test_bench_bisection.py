@@ -1,4 +1,4 @@
-"""The bisection: it finds the border wherever it lies, and never asks for what it knows."""
+"""Tests the bisection: it finds any border, and never repeats a rate."""
 
 from __future__ import annotations
 

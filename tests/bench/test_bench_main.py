@@ -1,5 +1,7 @@
-"""`vllm-disagg bench` as a user meets it. The load generator is a scripted stand-in
-(`scripted_vllm.py`) with a server of known speed; real `vllm bench serve` runs in tests/engine.
+"""Tests `vllm-disagg bench` from its command line.
+
+The load generator is a scripted stand-in (`scripted_vllm.py`) with a server of known speed.
+tests/engine runs the real `vllm bench serve`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ OBJECTIVES = ["--ttft", "0.5", "--tpot", "0.05"]
 
 
 class Models(BaseHTTPRequestHandler):
-    """/v1/models and nothing else."""
+    """Server of /v1/models only."""
 
     models: list[dict[str, Any]]
 
@@ -63,8 +65,9 @@ def servers() -> Iterator[list[str]]:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, servers: list[str]) -> Path:
-    """The log of what the stand-in was asked; the first target serves 10 requests a second, the
-    second one 5.
+    """Returns the log of the stand-in's calls.
+
+    The first target serves 10 requests a second, the second one 5.
     """
     log = tmp_path / "asked"
     program = tmp_path / "vllm"
@@ -158,12 +161,12 @@ def test_a_table_says_what_is_compared(
 
 def test_what_was_not_saved_by_a_bench_that_ended_is_refused(tmp_path: Path) -> None:
     saved = tmp_path / "saved.json"
-    with pytest.raises(ConfigError, match="is not what vllm-disagg bench --save writes"):
+    with pytest.raises(ConfigError, match="is not a file of vllm-disagg bench --save"):
         report.load(str(saved))
     saved.write_text(
         '{"objectives": {"ttft": 1, "tpot": 1, "attainment": 0.9}, "done": false, "targets": {}}'
     )
-    with pytest.raises(ConfigError, match="did not end"):
+    with pytest.raises(ConfigError, match="did not finish"):
         report.load(str(saved))
 
 
@@ -200,7 +203,8 @@ def test_requests_that_do_not_fit_are_left_out_and_counted(
     )
     out, err = capsys.readouterr()
     assert (
-        "bench: 1 of 4 requests are longer than the 2048 tokens" in err and "only 3 requests" in err
+        "bench: 1 of 4 requests exceed the model's limit of 2048 tokens" in err
+        and "only 3 requests" in err
     )
     assert json.loads(out)["targets"]["a"]["alone"]["sent"] == 3
 
@@ -214,8 +218,8 @@ def test_requests_that_do_not_fit_are_left_out_and_counted(
         ([*LENGTHS, "--arrivals", "trace"], "--arrivals trace needs a --trace"),
         (["--trace", "nowhere"], "--trace nowhere: No such file"),
         ([*LENGTHS, "--vllm", "/nowhere/vllm"], "no program /nowhere/vllm"),
-        ([*LENGTHS, "--save", "/nowhere/x"], "/nowhere is not a folder"),
-        ([*LENGTHS, "--target", "b"], "--target b: it must be NAME=URL"),
+        ([*LENGTHS, "--save", "/nowhere/x"], "/nowhere is not a writable folder"),
+        ([*LENGTHS, "--target", "b"], "--target b: give NAME=URL"),
         ([*LENGTHS, "--target", "b=ftp://x"], "ftp://x is not a URL"),
         ([*LENGTHS, "--target", "b=http://x:y"], "http://x:y is not a URL"),
         ([*LENGTHS, "--target", "b=http://u@x"], "has more than a host and a port"),
@@ -224,8 +228,8 @@ def test_requests_that_do_not_fit_are_left_out_and_counted(
             [*LENGTHS, "--target", "b=http://127.0.0.1:9"],
             "cannot reach http://127.0.0.1:9: Connection refused",
         ),
-        ([*LENGTHS, "--gpus", "0"], "--gpus 0: it must be"),
-        ([*LENGTHS, "--gpus", "c=1"], "--gpus c=1: it must be"),
+        ([*LENGTHS, "--gpus", "0"], "--gpus 0: give N"),
+        ([*LENGTHS, "--gpus", "c=1"], "--gpus c=1: give N"),
         (["--input-len", "2048", "--output-len", "1"], "only 0 of the requests fit"),
     ],
 )
@@ -274,9 +278,10 @@ def test_a_server_without_a_model(
     [
         (
             "crash",
-            "vllm bench serve failed on a: OSError: tiny is not a valid model identifier: name the model's tokenizer",
+            "vllm bench serve failed on a: OSError: tiny is not a valid model identifier:"
+            " name the model's tokenizer",
         ),
-        ("garbage", "what vllm bench serve wrote is not understood"),
+        ("garbage", "vllm bench serve wrote an unknown format"),
         ("refuse", "a: no request was answered in full: Too Many Requests"),
     ],
 )
@@ -307,10 +312,12 @@ def test_a_plot_without_matplotlib(
 
 def test_the_load_generator_never_outlives_its_run(tmp_path: Path) -> None:
     script = ["sh", "-c", "sleep 60 & echo $! > child; wait"]
-    log, mark = tmp_path / "log", tmp_path / "child"
+    log = tmp_path / "log"
+    mark = tmp_path / "child"
     script[2] = script[2].replace("child", str(mark))
     assert load._wait(script, {"PATH": "/usr/bin:/bin"}, log, 0.3) is None
-    state, end = Path(f"/proc/{mark.read_text().strip()}/stat"), time.monotonic() + 5
+    state = Path(f"/proc/{mark.read_text().strip()}/stat")
+    end = time.monotonic() + 5
     while state.exists() and state.read_text().split()[2] != "Z":
         assert time.monotonic() < end, "the child still runs"
         time.sleep(0.01)
@@ -321,4 +328,4 @@ def test_the_line_of_a_log_that_says_most() -> None:
     assert load.cause("a\nvllm bench serve: error: argument --x: invalid\n\n").endswith(
         "argument --x: invalid"
     )
-    assert load.cause("") == "it said nothing"
+    assert load.cause("") == "no output"

@@ -1,5 +1,6 @@
-"""`vllm-disagg profile` over real sockets, against a scripted engine whose steps take a known time;
-a real one is profiled in tests/engine.
+"""Tests `vllm-disagg profile` over real sockets, against an engine with steps of known duration.
+
+tests/engine profiles a real engine.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from vllm_disagg.bench import neighbours, profile
 from vllm_disagg.bench.steps import DecodeProbe, PrefillProbe, StepSample
 
 INFO = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="20"} 1.0\n'
-STEP, TOKEN = 0.003, 5e-5  # seconds: of any step, and for each token of a prompt in it
+STEP = 0.003  # seconds of any step
+TOKEN = 5e-5  # seconds more for each token of a prompt in the step
 
 
 class Scripted(BaseHTTPRequestHandler):
-    """An engine that computes the first prompt of a request alone, then the others together, then
-    one token for each.
+    """Engine that computes the first prompt of a request alone, then the others together.
+
+    Then it computes one token for each in every step.
     """
 
     protocol_version = "HTTP/1.1"
@@ -155,25 +158,25 @@ def test_a_neighbour_that_fails_is_said(
     neighbour[1].refuse = "no"
     words = ["--output", str(tmp_path / "x"), "--seconds", "0.2", "--beside", neighbour[0]]
     assert cli.main(["profile", engine[0], *words]) == 2
-    assert f"a neighbour did not keep at work: {neighbour[0]} refused" in capsys.readouterr().err
+    assert f"the load on a neighbour stopped: {neighbour[0]} refused" in capsys.readouterr().err
     assert (
         cli.main(["profile", engine[0], "--output", str(tmp_path / "x"), "--beside", engine[0]])
         == 2
     )
-    assert "is the instance that is measured" in capsys.readouterr().err
+    assert "is the measured instance" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("page", "content", "expected"),
     [
         ("/v1/models", {"data": []}, "serves no model"),
-        ("/v1/models", {"models": 1}, "/v1/models does not answer as vLLM does"),
-        ("/v1/models", {"data": [{"id": "tiny"}]}, "does not say max_model_len"),
+        ("/v1/models", {"models": 1}, "/v1/models: the answer is not that of vLLM"),
+        ("/v1/models", {"data": [{"id": "tiny"}]}, "lacks max_model_len"),
         ("/v1/models", None, "/v1/models answered 404"),
-        ("/version", "hello", "/version does not answer as vLLM does"),
-        ("/metrics", "up 1\n", "give the address of an instance itself, not of a proxy"),
+        ("/version", "hello", "/version: the answer is not that of vLLM"),
+        ("/metrics", "up 1\n", "give the address of an instance, not of a proxy"),
         ("/metrics", INFO * 2, "has 2 engines (data parallel)"),
-        ("/metrics", INFO.replace('"20"', '"None"'), "does not say num_gpu_blocks"),
+        ("/metrics", INFO.replace('"20"', '"None"'), "lacks num_gpu_blocks"),
     ],
 )
 def test_what_it_cannot_use_it_refuses_in_one_line(
@@ -235,7 +238,8 @@ def test_rounds_end_in_time_and_say_what_they_had_no_time_for(
         now += sum(what.prompts) if isinstance(what, PrefillProbe) else 0
         return StepSample((1,), 1.0)
 
-    small, large = PrefillProbe((1,)), PrefillProbe((50,))
+    small = PrefillProbe((1,))
+    large = PrefillProbe((50,))
     profile._rounds([small, large], measure, 60, lambda: now)
     assert now == 59  # the large one once, the small one for as long as there is time
     now = 0.0

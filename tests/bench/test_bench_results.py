@@ -1,4 +1,4 @@
-"""vllm bench's result file: what counts as good, and which figures come of it."""
+"""Tests the parser of vllm bench's result file: good requests, and figures."""
 
 from __future__ import annotations
 

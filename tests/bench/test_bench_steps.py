@@ -1,4 +1,4 @@
-"""From token times to step times."""
+"""Tests step times computed from token times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of a benchmark: when they arrive, what they share, which the model takes."""
+"""Tests request schedules: arrivals, shared prefixes, the model's limit."""
 
 from __future__ import annotations
 

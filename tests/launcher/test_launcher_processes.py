@@ -18,18 +18,21 @@ import pytest
 from vllm_disagg.launcher import guard
 from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
 
-SECONDS = 20.0  # that anything here may take
+SECONDS = 20.0  # limit of every wait
 
 STAND_IN = """#!{python}
-# A vllm that serves nothing: it answers /health and, unless told not to, probes, as an engine that fits every other.
+# A stand-in for vllm without a model: it answers /health and, by default, probes.
+# In its answers it is an engine that is compatible with every other.
 import http.server, json, os, subprocess, sys
 role = "prefill" if "kv_producer" in " ".join(sys.argv) else "decode"
 subprocess.Popen(["sleep", "300"])  # a descendant, like VLLM::EngineCore
 open(os.path.join({pids!r}, role), "w").write(str(os.getpid()))
 print(role, "in", os.getpid(), flush=True)
 if "--die" in sys.argv and role == "decode":
-    print("ValueError: no luck today\\nEngineDeadError: See stack trace (above) for the root cause.\\nbye")
-    print("(APIServer pid=1) WARNING 11-22 05:03:51 [x.py:1] This can cause errors like `OSError: [Errno 24] Too many`")
+    print("ValueError: no luck today")
+    print("EngineDeadError: See stack trace (above) for the root cause.\\nbye")
+    prefix = "(APIServer pid=1) WARNING 11-22 05:03:51 [x.py:1]"
+    print(prefix, "This can cause errors like `OSError: [Errno 24] Too many`")
     sys.exit(3)
 facts = json.loads({facts!r})[role]
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -45,7 +48,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         answer["kv_transfer_params"] = {{"disagg_engine": facts}}
         self.wfile.write(json.dumps(answer).encode())
     def log_message(self, *_): pass
-http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 FACTS = json.dumps(
@@ -62,7 +66,8 @@ class Up:
     """`vllm-disagg up` with a stand-in for vllm."""
 
     def __init__(self, folder: Path, *extra: str, ready_limit: float = 60.0) -> None:
-        self.folder, self.pids = folder, folder / "pids"
+        self.folder = folder
+        self.pids = folder / "pids"
         self.pids.mkdir()
         (folder / "vllm").write_text(
             STAND_IN.format(python=sys.executable, pids=str(self.pids), facts=FACTS)
@@ -70,9 +75,12 @@ class Up:
         (folder / "vllm").chmod(0o755)
         code = (  # the checks have their own tests
             "import sys; from packaging.version import Version; from vllm_disagg import cli; "
-            f"from vllm_disagg.launcher import machine, main; main.READY_TIMEOUT_SECONDS = {ready_limit}; "
-            "machine._vllm_version, machine._check_plugin = lambda: Version('0.32.0+cpu'), lambda: None; "
-            f"machine._executable = lambda name: {str(folder)!r} + '/' + name; sys.exit(cli.main(sys.argv[1:]))"
+            "from vllm_disagg.launcher import machine, main; "
+            f"main.READY_TIMEOUT_SECONDS = {ready_limit}; "
+            "machine._vllm_version = lambda: Version('0.32.0+cpu'); "
+            "machine._check_plugin = lambda: None; "
+            f"machine._executable = lambda name: {str(folder)!r} + '/' + name; "
+            "sys.exit(cli.main(sys.argv[1:]))"
         )
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, "up", "--model", "a/b", "--port", "0", "--", *extra],
@@ -125,10 +133,8 @@ def test_a_child_that_dies_takes_all_with_it(up: Callable[..., Up]) -> None:
     code, said = running.end()
     assert code == 1
     last = said.splitlines()[-1]
-    assert (
-        last
-        == "vllm-disagg up: decode-0 ended with exit code 3: ValueError: no luck today; everything is stopped"
-    )
+    cause = "decode-0 exited with code 3: ValueError: no luck today"
+    assert last == f"vllm-disagg up: {cause}; everything is stopped"
     assert re.search(r"^\[prefill-0\] prefill in \d+$", said, re.MULTILINE)
     assert running.left() == []
 
@@ -182,8 +188,9 @@ def test_the_proxy_says_why_it_is_not_ready(up: Callable[..., Up]) -> None:
 
 
 def test_what_is_printed_once_all_are_ready_can_be_typed(up: Callable[..., Up]) -> None:
-    """Nothing follows --, as in README. Each line that is printed works in a shell, with the admin
-    key that was minted.
+    """Runs `up` without arguments after --, as in README.
+
+    Each printed line works in a shell, with the generated admin key.
     """
     running = up()
     said: list[str] = []

@@ -1,5 +1,6 @@
-"""The simulator under deployments and traffic of any shape: leaps change nothing, KV is bounded,
-everybody is served.
+"""Tests the simulator with deployments and traffic of any shape.
+
+Many steps at once change no result, KV is bounded, and every request is served.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def test_many_steps_at_once_are_one_step_at_a_time(
 
 @pytest.mark.parametrize("seed", range(40))
 def test_reservations_that_come_while_many_steps_are_under_way(seed: int) -> None:
-    """Decode instances with little KV and steady traffic: what random deployments seldom have."""
+    """Tests decode instances with little KV and steady traffic, rare in random deployments."""
     random = Random(seed)
     pairs = [(random.randint(20, 500), random.randint(20, 300)) for _ in range(60)]
     sample = WorkloadSample(

@@ -1,4 +1,4 @@
-"""Traces: what is read, and what is refused in which words."""
+"""Tests traces: accepted formats, and the error texts for others."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ LENGTHS = "arrival_s,input_tokens,output_tokens"
     ("lines", "words"),
     [
         ([""], "it is empty"),
-        (["when,what", "1,2"], "no format known here"),
-        (["[1]"], "no format known here"),
+        (["when,what", "1,2"], "the format of its first line is not known"),
+        (["[1]"], "the format of its first line is not known"),
         ([record(), "{]"], "line 2: it is not a JSON object"),
         ([record(input_length=None)], "line 1: input_length is missing"),
         (
@@ -133,8 +133,8 @@ LENGTHS = "arrival_s,input_tokens,output_tokens"
         ([LENGTHS, "1,2,3", "1,-2,3"], "line 3: input_tokens is -2"),
         ([LENGTHS, "1,nan,3"], "line 2: input_tokens is nan"),
         ([LENGTHS, "inf,2,3"], "line 2: arrival_s is inf"),
-        ([LENGTHS], "it holds no requests"),
-        (["[]"], "no format known here"),
+        ([LENGTHS], "the file holds no requests"),
+        (["[]"], "the format of its first line is not known"),
         (["[{"], "it is not a JSON array"),
         (['[{"prompt_len": 1}]'], "record 1: start_time is missing"),
         (

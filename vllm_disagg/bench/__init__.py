@@ -1,3 +1,4 @@
-"""Measurements of running deployments: goodput (`vllm-disagg bench`) and step times of one instance
-(`profile`).
+"""Measurements of running deployments.
+
+`vllm-disagg bench` measures goodput, `vllm-disagg profile` the step times of one instance.
 """

@@ -1,4 +1,4 @@
-"""Which request rate to try next; pure.
+"""Selects the next request rate of a goodput search; pure.
 
 From a first guess the rate doubles while the objectives are met and halves while they are missed;
 then the bracket is halved, on a logarithmic scale, until its ends are close.
@@ -28,15 +28,17 @@ class RateBracket(NamedTuple):
 
 
 def bracket(tried: Iterable[TriedRate]) -> RateBracket:
-    """Computes the bounds from the tried rates. After a contradiction, a miss counts for all higher
-    rates.
+    """Computes the bounds from the tried rates.
+
+    After a contradiction, a miss counts for all higher rates.
     """
-    tried = list(tried)
-    missed = min((t.rate for t in tried if not t.met), default=None)
-    met = max(
-        (t.rate for t in tried if t.met and (missed is None or t.rate < missed)), default=None
-    )
-    return RateBracket(met, missed)
+    met_rates: list[float] = []
+    missed_rates: list[float] = []
+    for trial in tried:
+        (met_rates if trial.met else missed_rates).append(trial.rate)
+    missed = min(missed_rates, default=math.inf)
+    met = max((rate for rate in met_rates if rate < missed), default=None)
+    return RateBracket(met, missed if missed_rates else None)
 
 
 def next_rate(tried: Iterable[TriedRate], first: float, precision: float) -> float | None:
@@ -49,7 +51,8 @@ def next_rate(tried: Iterable[TriedRate], first: float, precision: float) -> flo
     if met is None and missed is None:
         return first
     if missed is None:
-        return 2 * met if met and 2 * met <= first * MAX_SEARCH_RATIO else None
+        is_near = met and 2 * met <= first * MAX_SEARCH_RATIO
+        return 2 * met if met and is_near else None
     if met is None:
         return missed / 2 if missed / 2 >= first / MAX_SEARCH_RATIO else None
     return math.sqrt(met * missed) if missed / met > 1 + precision else None

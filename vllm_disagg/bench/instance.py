@@ -18,7 +18,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     max_model_len: int | None = None
 
 
-class _ModelList(msgspec.Struct):
+class _ModelsAnswer(msgspec.Struct):
     data: list[ServedModel]
 
 
@@ -29,9 +29,9 @@ class _ServerVersion(msgspec.Struct):
 def model(url: str) -> ServedModel:
     """Returns the first served model."""
     try:
-        models = msgspec.json.decode(get(url, "/v1/models"), type=_ModelList).data
+        models = msgspec.json.decode(get(url, "/v1/models"), type=_ModelsAnswer).data
     except msgspec.DecodeError:
-        raise ConfigError(f"{url}/v1/models does not answer as vLLM does") from None
+        raise ConfigError(f"{url}/v1/models: the answer is not that of vLLM") from None
     if not models:
         raise ConfigError(f"{url} serves no model")
     return models[0]
@@ -42,7 +42,7 @@ def version(url: str) -> str:
     try:
         return msgspec.json.decode(get(url, "/version"), type=_ServerVersion).version
     except msgspec.DecodeError:
-        raise ConfigError(f"{url}/version does not answer as vLLM does") from None
+        raise ConfigError(f"{url}/version: the answer is not that of vLLM") from None
 
 
 def kv_tokens(url: str) -> int:
@@ -51,17 +51,17 @@ def kv_tokens(url: str) -> int:
     engines = re.findall(r"^vllm:cache_config_info\{(.*)\} ", text, re.MULTILINE)
     if not engines:
         raise ConfigError(
-            f"{url}/metrics has no vllm:cache_config_info: give the address of an instance itself, not of a proxy"
+            f"{url}/metrics has no vllm:cache_config_info:"
+            " give the address of an instance, not of a proxy"
         )
     if len(engines) > 1:
         raise ConfigError(
             f"{url} has {len(engines)} engines (data parallel): profile an instance with one"
         )
-    blocks, size = (
-        re.search(rf'\b{name}="(\d+)"', engines[0]) for name in ("num_gpu_blocks", "block_size")
-    )
+    blocks = re.search(r'\bnum_gpu_blocks="(\d+)"', engines[0])
+    size = re.search(r'\bblock_size="(\d+)"', engines[0])
     if not blocks or not size:
         raise ConfigError(
-            f"{url}/metrics: vllm:cache_config_info does not say num_gpu_blocks and block_size"
+            f"{url}/metrics: vllm:cache_config_info lacks num_gpu_blocks or block_size"
         )
     return int(blocks[1]) * int(size[1])

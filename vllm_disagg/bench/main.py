@@ -1,7 +1,7 @@
 """Measures the goodput of running deployments, side by side: `vllm-disagg bench`.
 
 Each target first receives one request at a time. Then each round tries one more rate on every
-target in turn, so a slowdown of the machine affects all targets.
+target in turn. So a slowdown of the machine affects all targets.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from .results import BenchRun, GoodputObjectives
 from .workload import RequestSchedule
 
 SEQUENTIAL_REQUESTS = 20  # requests sent one at a time, to begin with
-EPILOG = """One of --trace, --input-len with --output-len, and --workload says what is asked.  An API key is taken from
-the environment, as OPENAI_API_KEY."""
+EPILOG = (
+    "One of --trace, --input-len with --output-len, and --workload gives the requests."
+    " An API key is read from the environment variable OPENAI_API_KEY."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,14 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=URL",
         action="append",
         required=True,
-        help="a running deployment; repeatable",
+        help="name and address of a running deployment; repeatable",
     )
     add(
         "--gpus",
         metavar="[NAME=]N",
         action="append",
         default=[],
-        help="GPUs of a target, or of each of them, for figures by GPU; repeatable",
+        help="GPUs of a target, or of each target, for figures by GPU; repeatable",
     )
     add(
         "--ttft",
@@ -61,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         type=_positive,
         required=True,
-        help="objective: mean time for each further token of a request",
+        help="objective: mean time per output token after the first, of a request",
     )
     add(
         "--attainment",
@@ -71,38 +73,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of requests that must meet both objectives (default: %(default)s)",
     )
     add("--trace", metavar="FILE", help=f"lengths and arrivals: {traces.ACCEPTED_FORMATS}")
-    add("--input-len", metavar="TOKENS", type=_count, help="every prompt's length")
-    add("--output-len", metavar="TOKENS", type=_count, help="every answer's length")
+    add("--input-len", metavar="TOKENS", type=_count, help="length of all prompts")
+    add("--output-len", metavar="TOKENS", type=_count, help="length of all answers")
     add(
         "--workload",
         choices=lengths.NAMED_DISTRIBUTIONS,
-        help="lengths drawn from a distribution, as vllm-disagg plan has them",
+        help="lengths drawn from a distribution, as in vllm-disagg plan",
     )
     add(
         "--arrivals",
         choices=["poisson", "trace"],
         default="poisson",
-        help="trace: the trace's own times, scaled to each rate (default: %(default)s)",
+        help="trace: the times of the trace, scaled to each rate (default: %(default)s)",
     )
     add(
         "--requests",
         metavar="N",
         type=_count,
         default=200,
-        help="sent at each rate (default: %(default)s)",
+        help="requests at each rate (default: %(default)s)",
     )
     add(
         "--precision",
         metavar="SHARE",
         type=_share,
         default=0.1,
-        help="how close the bisection ends (default: %(default)s)",
+        help="relative precision of the goodput (default: %(default)s)",
     )
     add(
         "--seed",
         type=int,
         default=0,
-        help="of lengths, arrivals and prompts (default: %(default)s)",
+        help="seed of lengths, arrivals and prompts (default: %(default)s)",
     )
     add(
         "--vllm",
@@ -119,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--save",
         metavar="NAME",
-        help="write NAME.json, kept up to date while measuring, and NAME.png",
+        help="write NAME.json after each run, and NAME.png at the end",
     )
     add("--json", action="store_true", help="print JSON instead of a table")
 
@@ -127,25 +129,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs `bench` and prints its table. Returns the exit status."""
     objectives = GoodputObjectives(args.ttft, args.tpot, args.attainment)
-    asked = _workload(args)
+    schedule = _workload(args)
     vllm = load.find(args.vllm)
     if args.save:
         _check_save(args.save)
     targets = _targets(args.target, args.gpus)
-    asked = _fitting(asked, targets, args.requests)
-    if args.arrivals == "trace" and asked.requests[0].arrival == asked.requests[-1].arrival:
+    schedule = _fitting(schedule, targets, args.requests)
+    requests = schedule.requests
+    if args.arrivals == "trace" and requests[0].arrival == requests[-1].arrival:
         raise ConfigError(
-            f"--arrivals trace: the first {len(asked.requests)} requests of the trace arrive at once"
+            f"--arrivals trace: the first {len(requests)} requests of the trace arrive at once"
         )
     measured = [TargetRuns(target) for target in targets]
-    before = signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # so that the load generator ends with us
+    # SIGTERM raises SystemExit, so that the load generator is ended too.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         with tempfile.TemporaryDirectory(prefix="vllm-disagg-bench-") as folder:
-            bench = GoodputBench(
-                LoadGenerator(vllm, args.tokenizer, Path(folder)), asked, objectives, args, measured
-            )
+            generator = LoadGenerator(vllm, args.tokenizer, Path(folder))
+            bench = GoodputBench(generator, schedule, objectives, args, measured)
             bench.alone()
             while bench.round():
                 pass
@@ -165,69 +166,68 @@ class GoodputBench:
     def __init__(
         self,
         generator: LoadGenerator,
-        asked: RequestSchedule,
+        schedule: RequestSchedule,
         objectives: GoodputObjectives,
         args: argparse.Namespace,
         measured: Sequence[TargetRuns],
     ) -> None:
         self._generator = generator
-        self._asked = asked
+        self._schedule = schedule
         self._objectives = objectives
         self._measured = measured
         self._seed = args.seed
         self._precision = args.precision
         self._save = args.save
         self._poisson = args.arrivals == "poisson"
-        self._turn = 0  # of all targets; every run of a turn has the same prompts
+        self._round = 0  # all runs of a round have the same prompts
 
     def alone(self) -> None:
         """Sends one request at a time: tests feasibility and gives a first rate."""
-        few = self._asked.first(SEQUENTIAL_REQUESTS)
+        schedule = self._schedule.first(SEQUENTIAL_REQUESTS)
         for one in self._measured:
-            one.alone = self._run(one, few, None)
-            self._keep()
+            one.alone = self._run(one, schedule, None)
+            self._save_so_far()
             if one.alone.failed == one.alone.sent:
                 raise ConfigError(
                     f"{one.target.name}: no request was answered in full: {one.alone.error}"
                 )
 
     def round(self) -> bool:
-        """Tries one more rate on each target that is not done. Returns False when all are."""
-        self._turn += 1
+        """Tries one more rate on each unfinished target. Returns False when all are finished."""
+        self._round += 1
         rates = [(one, one.next_rate(self._objectives, self._precision)) for one in self._measured]
         for one, rate in rates:
             if rate is not None:
-                arrivals = self._asked.at_rate(rate, self._seed if self._poisson else None)
-                one.runs.append(self._run(one, arrivals, rate))
-                self._keep()
+                seed = self._seed if self._poisson else None
+                one.runs.append(self._run(one, self._schedule.at_rate(rate, seed), rate))
+                self._save_so_far()
         return any(rate is not None for _, rate in rates)
 
-    def _run(self, one: TargetRuns, asked: RequestSchedule, rate: float | None) -> BenchRun:
-        count = len(asked.requests)
-        how = (
-            f"{count} requests, one at a time"
-            if rate is None
-            else f"{count} requests at {rate:.3g} a second"
-        )
-        about = f" (about {count / rate:.0f} s)" if rate else ""
-        print(f"bench: {one.target.name}: {how}{about} ...", end="", file=sys.stderr, flush=True)
+    def _run(self, one: TargetRuns, schedule: RequestSchedule, rate: float | None) -> BenchRun:
+        """Sends a schedule to one target, with a progress line."""
+        count = len(schedule.requests)
+        load_text = f"{count} requests, one at a time"
+        if rate:
+            seconds = count / rate
+            load_text = f"{count} requests at {rate:.3g} a second (about {seconds:.0f} s)"
+        print(f"bench: {one.target.name}: {load_text} ...", end="", file=sys.stderr, flush=True)
+        seed = self._seed + 1000 * self._round
         try:
-            done = self._generator.run(
-                one.target, asked, rate, self._objectives, self._seed + 1000 * self._turn
-            )
+            finished = self._generator.run(one.target, schedule, rate, self._objectives, seed)
         except BaseException:
             print(file=sys.stderr)
             raise
-        print(f" {report.line(done, self._objectives)}", file=sys.stderr, flush=True)
-        return done
+        print(f" {report.line(finished, self._objectives)}", file=sys.stderr, flush=True)
+        return finished
 
-    def _keep(self) -> None:
+    def _save_so_far(self) -> None:
         """Saves the results so far, in case of an interruption."""
         if self._save:
             report.save(self._save, report.result(self._measured, self._objectives, done=False))
 
 
 def _workload(args: argparse.Namespace) -> RequestSchedule:
+    """Returns the requests that the flags give."""
     fixed = args.input_len is not None or args.output_len is not None
     if [bool(args.trace), fixed, bool(args.workload)].count(True) != 1:
         raise ConfigError(
@@ -247,41 +247,45 @@ def _workload(args: argparse.Namespace) -> RequestSchedule:
     return workload.fixed(args.input_len, args.output_len, args.requests)
 
 
-def _fitting(asked: RequestSchedule, targets: Sequence[BenchTarget], count: int) -> RequestSchedule:
-    """Returns the first `count` requests that the models of all targets accept."""
+def _fitting(
+    schedule: RequestSchedule, targets: Sequence[BenchTarget], count: int
+) -> RequestSchedule:
+    """Returns the first `count` requests that the models of all targets accept.
+
+    Raises ConfigError if there are fewer than two.
+    """
     limits = [target.model.max_model_len for target in targets if target.model.max_model_len]
     limit = min(limits, default=None)
-    fitting = asked.fitting(limit)
-    if left := len(asked.requests) - len(fitting.requests):
+    total = len(schedule.requests)
+    fitting = schedule.fitting(limit)
+    kept = len(fitting.requests)
+    if kept < total:
+        dropped = f"{total - kept} of {total} requests"
         print(
-            f"bench: {left} of {len(asked.requests)} requests are longer than the {limit} tokens that the model takes; "
-            "they are left out",
+            f"bench: {dropped} exceed the model's limit of {limit} tokens; they are not sent",
             file=sys.stderr,
         )
-    if len(fitting.requests) < 2:
-        raise ConfigError(
-            f"only {len(fitting.requests)} of the requests fit into the model's {limit} tokens"
-        )
-    if count > len(fitting.requests):
-        print(f"bench: there are only {len(fitting.requests)} requests to send", file=sys.stderr)
+    if kept < 2:
+        raise ConfigError(f"only {kept} of the requests fit into the model's {limit} tokens")
+    if count > kept:
+        print(f"bench: there are only {kept} requests to send", file=sys.stderr)
     return fitting.first(count)
 
 
 def _targets(words: Sequence[str], gpus: Sequence[str]) -> list[BenchTarget]:
+    """Parses --target and --gpus, and requests the model of each target."""
     urls: dict[str, str] = {}
     for word in words:
         name, _, url = word.partition("=")
         if not name or not url or "/" in name:
-            raise ConfigError(
-                f"--target {word}: it must be NAME=URL, such as ours=http://127.0.0.1:8000"
-            )
+            raise ConfigError(f"--target {word}: give NAME=URL, such as ours=http://127.0.0.1:8000")
         if name in urls:
             raise ConfigError(f"--target {name} is given twice")
         urls[name] = http_client.address(f"--target {name}", url)
     counts = _gpus(gpus, list(urls))
-    targets = [
-        BenchTarget(name, url, counts.get(name), instance.model(url)) for name, url in urls.items()
-    ]
+    targets = []
+    for name, url in urls.items():
+        targets.append(BenchTarget(name, url, counts.get(name), instance.model(url)))
     models = {target.model.root or target.model.id for target in targets}
     if len(models) > 1:
         print(
@@ -292,27 +296,29 @@ def _targets(words: Sequence[str], gpus: Sequence[str]) -> list[BenchTarget]:
 
 
 def _gpus(words: Sequence[str], names: Sequence[str]) -> dict[str, int]:
+    """Parses --gpus into the number of GPUs of each target."""
     counts: dict[str, int] = {}
     for word in words:
         name, _, number = word.rpartition("=")
         if not number.isdecimal() or int(number) < 1 or (name and name not in names):
             raise ConfigError(
-                f"--gpus {word}: it must be N or NAME=N, with the NAME of a target and N of 1 or more"
+                f"--gpus {word}: give N or NAME=N, with the NAME of a target and N of 1 or more"
             )
         counts.update(dict.fromkeys([name] if name else names, int(number)))
     if missing := [name for name in names if counts and name not in counts]:
-        raise ConfigError(f"--gpus: how many has {missing[0]}?")
+        raise ConfigError(f"--gpus: give the number of GPUs of {missing[0]} too")
     return counts
 
 
 def _check_save(name: str) -> None:
+    """Raises ConfigError before any work if --save cannot be written."""
     if not find_spec("matplotlib"):
         raise ConfigError(
-            "--save draws a plot, for which matplotlib is needed: pip install 'vllm-disagg[plot]'"
+            "--save needs matplotlib, which is not installed: pip install 'vllm-disagg[plot]'"
         )
     folder = Path(name).parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"--save {name}: {folder} is not a folder that we may write into")
+        raise ConfigError(f"--save {name}: {folder} is not a writable folder")
 
 
 def _positive(text: str) -> float:
@@ -323,13 +329,14 @@ def _share(text: str) -> float:
     return _number(text, 0.0, 1.0 + 1e-9, "a share above 0, of at most 1")
 
 
-def _number(text: str, low: float, high: float, words: str) -> float:
+def _number(text: str, low: float, high: float, expected: str) -> float:
+    """Parses a number between two limits, both excluded."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
     if not low < number < high:
-        raise argparse.ArgumentTypeError(f"{text} is not {words}")
+        raise argparse.ArgumentTypeError(f"{text} is not {expected}")
     return number
 
 

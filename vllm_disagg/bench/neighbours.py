@@ -22,31 +22,33 @@ ANSWER_TOKENS = 32
 
 @contextmanager
 def busy(neighbours: Sequence[tuple[str, ServedModel]]) -> Iterator[None]:
-    """Keeps one request in flight on each neighbour until the context ends. Raises DisaggError if
-    one failed.
-    """
-    over = threading.Event()
-    failed = list[DisaggError]()
+    """Keeps one request in flight on each neighbour until the context ends.
 
-    def ask(url: str, model: ServedModel) -> None:
-        chance = random.Random()
+    Raises DisaggError if a request failed.
+    """
+    stopped = threading.Event()
+    failures = list[DisaggError]()
+
+    def send_requests(url: str, model: ServedModel) -> None:
+        generator = random.Random()
         limit = model.max_model_len or PROMPT_TOKENS + ANSWER_TOKENS
         length = min(PROMPT_TOKENS, limit - ANSWER_TOKENS)
-        while not over.is_set():
+        while not stopped.is_set():
+            prompt = generator.choices(PROBE_TOKEN_IDS, k=length)
             try:
-                complete(url, model.id, [chance.choices(PROBE_TOKEN_IDS, k=length)], ANSWER_TOKENS)
+                complete(url, model.id, [prompt], ANSWER_TOKENS)
             except DisaggError as error:
-                failed.append(error)
+                failures.append(error)
                 return
 
-    threads = [threading.Thread(target=ask, args=pair) for pair in neighbours]
+    threads = [threading.Thread(target=send_requests, args=pair) for pair in neighbours]
     for thread in threads:
         thread.start()
     try:
         yield
     finally:
-        over.set()
+        stopped.set()
         for thread in threads:
             thread.join()
-    if failed:
-        raise DisaggError(f"a neighbour did not keep at work: {failed[0]}")
+    if failures:
+        raise DisaggError(f"the load on a neighbour stopped: {failures[0]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,11 +79,15 @@ class _SavedReport(msgspec.Struct):
 
 def line(run: BenchRun, objectives: GoodputObjectives) -> str:
     """Formats one run as a progress line."""
-    failed = f", {run.failed} failed ({run.error[:80]})" if run.failed else ""
-    late = f"; warning: only {run.offered:.3g} a second could be sent" if run.is_late() else ""
     verdict = "met" if run.met(objectives) else "missed"
-    times = f"TTFT p90 {_time(run.ttft.p90)}, TPOT p90 {_time(run.tpot.p90)}"
-    return f"{run.attainment:.0%} good, {times}{failed}: {verdict}{late}"
+    text = f"{run.attainment:.0%} good"
+    text += f", TTFT p90 {_time(run.ttft.p90)}, TPOT p90 {_time(run.tpot.p90)}"
+    if run.failed:
+        text += f", {run.failed} failed ({run.error[:80]})"
+    text += f": {verdict}"
+    if run.is_late():
+        text += f"; warning: the load generator could send only {run.offered:.3g} a second"
+    return text
 
 
 def result(
@@ -96,14 +101,15 @@ def result(
     for one in measured:
         met, missed = one.bracket(objectives)
         goodput = (met or 0.0) if done else None
+        per_gpu = None
+        if goodput is not None and one.target.gpus:
+            per_gpu = goodput / one.target.gpus
         targets[one.target.name] = {
             "url": one.target.url,
             "model": one.target.model.root or one.target.model.id,
             "gpus": one.target.gpus,
             "goodput": goodput,
-            "goodput_per_gpu": goodput / one.target.gpus
-            if goodput is not None and one.target.gpus
-            else None,
+            "goodput_per_gpu": per_gpu,
             "missed_at": missed,
             "alone": msgspec.to_builtins(one.alone),
             "runs": [msgspec.to_builtins(run) for run in one.runs],
@@ -124,15 +130,13 @@ def load(path: str) -> tuple[GoodputObjectives, list[TargetRuns]]:
     try:
         content = msgspec.json.decode(Path(path).read_bytes(), type=_SavedReport)
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{path} is not what vllm-disagg bench --save writes: {error}") from None
+        raise ConfigError(f"{path} is not a file of vllm-disagg bench --save: {error}") from None
     if not content.done:
-        raise ConfigError(f"{path} is of a bench that did not end")
-    measured = [
-        TargetRuns(
-            BenchTarget(name, one.url, one.gpus, ServedModel(one.model)), one.alone, one.runs
-        )
-        for name, one in content.targets.items()
-    ]
+        raise ConfigError(f"{path} is of a bench that did not finish")
+    measured = []
+    for name, one in content.targets.items():
+        target = BenchTarget(name, one.url, one.gpus, ServedModel(one.model))
+        measured.append(TargetRuns(target, one.alone, one.runs))
     return content.objectives, measured
 
 
@@ -160,22 +164,25 @@ def table(measured: Sequence[TargetRuns], objectives: GoodputObjectives) -> str:
             )
         )
         words.append(_words(one, objectives))
-    widths = [max(len(row[at]) for row in rows) for at in range(len(COLUMNS))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
     head = f"Goodput: the highest rate, in requests a second, at which {objectives.words()}."
     return "\n".join([head, "", *lines, "", *words, *_ratios(measured, objectives)])
 
 
 def _words(one: TargetRuns, objectives: GoodputObjectives) -> str:
+    """Formats the bounds of the goodput of one target as a sentence."""
     name = one.target.name
-    (met, missed) = one.bracket(objectives)
-    if met is None and one.is_infeasible(objectives):
-        return f"{name}: goodput 0: nothing meets these objectives; the row shows requests sent one at a time."
+    met, missed = one.bracket(objectives)
     if met is None:
-        return f"{name}: goodput 0: no rate tried meets these objectives; the row shows requests sent one at a time."
+        subject = "nothing" if one.is_infeasible(objectives) else "no rate tried"
+        return (
+            f"{name}: goodput 0: {subject} meets these objectives;"
+            " the row shows requests sent one at a time."
+        )
     if missed is None:
         return f"{name}: met at {met:.3g} and never missed: the goodput is at least that."
     return f"{name}: met at {met:.3g}, missed at {missed:.3g}."
@@ -186,13 +193,18 @@ def _ratios(measured: Sequence[TargetRuns], objectives: GoodputObjectives) -> li
     first, *others = measured
     lines = []
     for other in others:
-        mine, theirs = (
-            (one.bracket(objectives).met or 0.0) / (one.target.gpus or 1) for one in (first, other)
-        )
-        by = " by GPU" if first.target.gpus else ""
-        if theirs:
-            lines.append(f"{first.target.name} / {other.target.name}: {mine / theirs:.2f}{by}.")
+        numerator = _goodput(first, objectives)
+        denominator = _goodput(other, objectives)
+        unit = " by GPU" if first.target.gpus else ""
+        if denominator:
+            ratio = f"{numerator / denominator:.2f}{unit}"
+            lines.append(f"{first.target.name} / {other.target.name}: {ratio}.")
     return lines
+
+
+def _goodput(one: TargetRuns, objectives: GoodputObjectives) -> float:
+    """Returns the goodput of a target in requests/s, by GPU where their number is known."""
+    return (one.bracket(objectives).met or 0.0) / (one.target.gpus or 1)
 
 
 def plot(path: str, measured: Sequence[TargetRuns], objectives: GoodputObjectives) -> None:
@@ -206,25 +218,18 @@ def plot(path: str, measured: Sequence[TargetRuns], objectives: GoodputObjective
     by_gpu = all(one.target.gpus for one in measured)
     for one in measured:
         runs = sorted((run for run in one.runs if run.rate), key=lambda run: run.rate or 0.0)
-        rates = [(run.rate or 0.0) / (one.target.gpus or 1 if by_gpu else 1) for run in runs]
+        gpus = (one.target.gpus or 1) if by_gpu else 1
+        rates = [(run.rate or 0.0) / gpus for run in runs]
         shares = [100 * run.attainment for run in runs]
-        ends = [(100 * low, 100 * high) for low, high in (run.interval for run in runs)]
-        reach = [
-            [max(0.0, s - low) for s, (low, _) in zip(shares, ends, strict=True)],
-            [max(0.0, high - s) for s, (_, high) in zip(shares, ends, strict=True)],
-        ]
-        drawn, *_ = axes[0].errorbar(
-            rates, shares, reach, fmt="o-", capsize=3, elinewidth=0.8, label=one.target.name
-        )
-        axes[1].plot(
-            rates, [run.ttft.p90 or float("nan") for run in runs], "o-", color=drawn.get_color()
-        )
-        axes[2].plot(
-            rates, [run.tpot.p90 or float("nan") for run in runs], "o-", color=drawn.get_color()
-        )
+        below = [max(0.0, 100 * (run.attainment - run.interval[0])) for run in runs]
+        above = [max(0.0, 100 * (run.interval[1] - run.attainment)) for run in runs]
+        line_style = {"fmt": "o-", "capsize": 3, "elinewidth": 0.8, "label": one.target.name}
+        drawn, *_ = axes[0].errorbar(rates, shares, [below, above], **line_style)
+        colour = drawn.get_color()
+        axes[1].plot(rates, [run.ttft.p90 or math.nan for run in runs], "o-", color=colour)
+        axes[2].plot(rates, [run.tpot.p90 or math.nan for run in runs], "o-", color=colour)
         if met := one.bracket(objectives).met:
-            at = met / (one.target.gpus or 1 if by_gpu else 1)
-            axes[0].axvline(at, color=drawn.get_color(), linestyle=":")
+            axes[0].axvline(met / gpus, color=colour, linestyle=":")
     limits = (100 * objectives.attainment, objectives.ttft, objectives.tpot)
     names = ("requests that meet both objectives, %", "TTFT p90, s", "TPOT p90, s")
     for axis, limit, name in zip(axes, limits, names, strict=True):
@@ -243,10 +248,12 @@ def plot(path: str, measured: Sequence[TargetRuns], objectives: GoodputObjective
 
 
 def _times(latency: LatencyPercentiles) -> str:
+    """Formats p50, p90 and p99."""
     return " / ".join(map(_time, (latency.median, latency.p90, latency.p99)))
 
 
 def _time(seconds: float | None) -> str:
+    """Formats a time in seconds or milliseconds."""
     if seconds is None:
         return "-"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"

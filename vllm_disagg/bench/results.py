@@ -14,24 +14,28 @@ Z_SCORE_95 = 1.96  # standard deviations to either side of a 95 % interval
 
 
 class GoodputObjectives(msgspec.Struct, frozen=True):
-    """Objectives: a request is good if it meets both times; a rate is met if enough requests are
-    good.
+    """Limits of latency, and the share of requests that must meet both.
+
+    A request is good if it meets both limits. A rate is met if enough requests are good.
     """
 
-    ttft: float  # seconds to the first token
-    tpot: float  # seconds for each further one, on average over the request
+    ttft: float  # seconds
+    tpot: float  # seconds, mean of a request
     attainment: float  # share of good requests, of all that were sent
 
     def words(self) -> str:
         """Describes the objectives for people."""
         return (
-            f"at least {100 * self.attainment:.4g} % of requests get the first token within {self.ttft:g} s and "
-            f"each further one within {self.tpot:g} s on average"
+            f"at least {100 * self.attainment:.4g} % of requests get the first token within"
+            f" {self.ttft:g} s and each further one within {self.tpot:g} s on average"
         )
 
 
 class LatencyPercentiles(msgspec.Struct, frozen=True):
-    """Seconds over the completely answered requests (over all gaps, for `itl`); None without any."""
+    """Percentiles in seconds over the complete answers; None without any.
+
+    Percentiles of `itl` are over all gaps of those answers.
+    """
 
     median: float | None
     p90: float | None
@@ -41,21 +45,21 @@ class LatencyPercentiles(msgspec.Struct, frozen=True):
 class BenchRun(msgspec.Struct, frozen=True):
     """One run of `vllm bench serve`."""
 
-    rate: float | None  # requests a second as asked for; None: one request at a time
+    rate: float | None  # requested rate in requests/s; None: one request at a time
     sent: int
     good: int
     failed: int  # errors, and answers that ended early; not good, and in none of the latencies
     attainment: float
-    interval: tuple[float, float]  # 95 %, Wilson's, of the attainment
-    offered: float | None  # requests a second as they were really sent
-    qps: float  # answered requests a second, over the whole run
+    interval: tuple[float, float]  # Wilson's 95 % interval of the attainment
+    offered: float | None  # requests/s that were really sent
+    qps: float  # answered requests/s, over the whole run
     prompt_tokens_per_s: float
     output_tokens_per_s: float
     ttft: LatencyPercentiles
     tpot: LatencyPercentiles  # of a request: mean time between its tokens
     itl: LatencyPercentiles  # between two tokens that follow each other
     mean_latency: float | None  # of a whole request, seconds
-    error: str = ""  # one of the failed requests' errors, or why there are no results at all
+    error: str = ""  # of one failed request, or the reason why there are no results
 
     def met(self, objectives: GoodputObjectives) -> bool:
         """Returns whether enough requests were good."""
@@ -88,57 +92,79 @@ def parse(
     try:
         raw = msgspec.json.decode(content, type=_DetailedResults)
     except msgspec.DecodeError as error:
-        raise DisaggError(f"what vllm bench serve wrote is not understood: {error}") from None
+        raise DisaggError(f"vllm bench serve wrote an unknown format: {error}") from None
     columns = (raw.output_lens, raw.ttfts, raw.itls, raw.errors, raw.input_lens, raw.start_times)
     if any(len(column) != len(answers) for column in columns):
         raise DisaggError(
             f"vllm bench serve wrote results of {len(raw.ttfts)} requests instead of {len(answers)}"
         )
-    # vLLM calls an answer that ends early a success, and guesses its length: only the length asked
-    # for is an answer.
-    whole = [
-        not error and length == asked
-        for error, length, asked in zip(raw.errors, raw.output_lens, answers, strict=True)
-    ]
-    done = [at for at, is_whole in enumerate(whole) if is_whole]
-    ttft = {at: raw.ttfts[at] for at in done}
-    tpot = {at: sum(raw.itls[at]) / (answers[at] - 1) if answers[at] > 1 else 0.0 for at in done}
-    good = sum(ttft[at] <= objectives.ttft and tpot[at] <= objectives.tpot for at in done)
-    begun = sorted(time for time in raw.start_times if time > 0)
-    span = begun[-1] - begun[0] if begun else 0.0
+    # vLLM counts an answer that ends early as a success, and guesses its length. Here only an
+    # answer of the requested length is complete.
+    complete = []
+    for number, requested in enumerate(answers):
+        if not raw.errors[number] and raw.output_lens[number] == requested:
+            complete.append(number)
+    ttft = {number: raw.ttfts[number] for number in complete}
+    decode = {number: sum(raw.itls[number]) for number in complete}  # seconds after the first token
+    tpot = {number: decode[number] / max(1, answers[number] - 1) for number in complete}
+    good = 0
+    for number in complete:
+        good += ttft[number] <= objectives.ttft and tpot[number] <= objectives.tpot
+    sent_at = sorted(time for time in raw.start_times if time > 0)
+    span = sent_at[-1] - sent_at[0] if sent_at else 0.0
+    total = [ttft[number] + decode[number] for number in complete]
     return BenchRun(
         rate=rate,
         sent=len(answers),
         good=good,
-        failed=len(answers) - len(done),
+        failed=len(answers) - len(complete),
         attainment=good / len(answers),
         interval=wilson(good, len(answers)),
-        offered=(len(begun) - 1) / span if rate and span else None,
-        qps=len(done) / raw.duration if raw.duration else 0.0,
-        prompt_tokens_per_s=sum(raw.input_lens[at] for at in done) / raw.duration
-        if raw.duration
-        else 0.0,
-        output_tokens_per_s=sum(answers[at] for at in done) / raw.duration if raw.duration else 0.0,
+        offered=(len(sent_at) - 1) / span if rate and span else None,
+        qps=_per_second(len(complete), raw),
+        prompt_tokens_per_s=_per_second(sum(raw.input_lens[n] for n in complete), raw),
+        output_tokens_per_s=_per_second(sum(answers[n] for n in complete), raw),
         ttft=latency(list(ttft.values())),
-        tpot=latency([tpot[at] for at in done if answers[at] > 1]),
-        itl=latency([gap for at in done for gap in raw.itls[at]]),
-        mean_latency=sum(ttft[at] + sum(raw.itls[at]) for at in done) / len(done) if done else None,
-        error=_error(raw.errors, whole),
+        tpot=latency([tpot[number] for number in complete if answers[number] > 1]),
+        itl=latency([gap for number in complete for gap in raw.itls[number]]),
+        mean_latency=sum(total) / len(total) if total else None,
+        error=_error(raw.errors, len(complete) == len(answers)),
     )
 
 
-def aborted_run(rate: float, sent: int, why: str) -> BenchRun:
+def _per_second(count: int, raw: _DetailedResults) -> float:
+    """Returns a rate over the whole run; 0 for a run without duration."""
+    return count / raw.duration if raw.duration else 0.0
+
+
+def aborted_run(rate: float, sent: int, reason: str) -> BenchRun:
     """Returns an aborted run: all its requests count as missed."""
     none = LatencyPercentiles(None, None, None)
     return BenchRun(
-        rate, sent, 0, sent, 0.0, wilson(0, sent), None, 0.0, 0.0, 0.0, none, none, none, None, why
+        rate=rate,
+        sent=sent,
+        good=0,
+        failed=sent,
+        attainment=0.0,
+        interval=wilson(0, sent),
+        offered=None,
+        qps=0.0,
+        prompt_tokens_per_s=0.0,
+        output_tokens_per_s=0.0,
+        ttft=none,
+        tpot=none,
+        itl=none,
+        mean_latency=None,
+        error=reason,
     )
 
 
-def _error(errors: list[str], whole: list[bool]) -> str:
+def _error(errors: list[str], are_complete: bool) -> str:
     """Returns the last line of the first error; vLLM keeps whole tracebacks."""
-    told = next((error.strip().splitlines()[-1] for error in errors if error.strip()), "")
-    return told or ("" if all(whole) else "an answer ended before its last token")
+    for error in errors:
+        if error.strip():
+            return error.strip().splitlines()[-1]
+    return "" if are_complete else "an answer ended before its last token"
 
 
 def latency(values: list[float]) -> LatencyPercentiles:
@@ -153,9 +179,6 @@ def wilson(good: int, sent: int) -> tuple[float, float]:
     share = good / sent
     z2 = Z_SCORE_95 * Z_SCORE_95
     middle = (share + z2 / (2 * sent)) / (1 + z2 / sent)
-    half = (
-        Z_SCORE_95
-        / (1 + z2 / sent)
-        * math.sqrt(share * (1 - share) / sent + z2 / (4 * sent * sent))
-    )
+    root = math.sqrt(share * (1 - share) / sent + z2 / (4 * sent * sent))
+    half = Z_SCORE_95 / (1 + z2 / sent) * root
     return max(0.0, middle - half), min(1.0, middle + half)

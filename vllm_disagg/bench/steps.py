@@ -1,8 +1,8 @@
 """Computes step times of an engine from token arrivals, and plans the probes; pure.
 
-Requests sent together are not assumed to be computed together: the answers show the members of each
-step. First tokens of prompts of one step arrive together. A sequence decodes beside others from the
-latest first token to the earliest last token.
+Requests sent together may be computed in different steps: the answers show the members of each
+step. First tokens of prompts of one step arrive together. Sequences decode together from the latest
+first token to the earliest last token.
 """
 
 from __future__ import annotations
@@ -12,16 +12,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-PROBE_TOKEN_IDS = range(
-    10, 1000
-)  # ids that nearly every vocabulary has, and that hardly one gives a meaning of its own
-MIN_SHARED_STEPS = 16  # steps, at least, that sequences decode beside each other
-BURST_GAP_RATIO = 0.25  # of the mean gap between tokens: a median below it
-DEFAULT_BUDGET_TOKENS = 2048  # tokens a step, where it is not known
-MAX_PROMPT_TOKENS = 16_384  # tokens of a prompt that is measured
-MIN_CHUNK_TOKENS = (
-    256  # tokens of a prompt that a step computes at least, while others decode already
-)
+# Ids of ordinary tokens in nearly all vocabularies; special tokens have other ids.
+PROBE_TOKEN_IDS = range(10, 1000)
+MIN_SHARED_STEPS = 16  # in which sequences decode together
+BURST_GAP_RATIO = 0.25  # of the mean gap between tokens; a lower median means bursts
+DEFAULT_BUDGET_TOKENS = 2048  # of a step, if the budget is not given
+MAX_PROMPT_TOKENS = 16_384  # of a measured prompt
+MIN_CHUNK_TOKENS = 256  # of a prompt in one step, while other sequences decode
 
 
 class TokenEvent(NamedTuple):
@@ -32,7 +29,10 @@ class TokenEvent(NamedTuple):
 
 
 class PrefillProbe(NamedTuple):
-    """Prompts sent together, behind an optional one that keeps the engine busy until all are there."""
+    """Prompts sent together.
+
+    An optional prompt ahead of them keeps the engine busy until all have arrived.
+    """
 
     prompts: tuple[int, ...]  # tokens of each
     ahead: int = 0  # tokens
@@ -58,8 +58,8 @@ def plan(limit: int, kv_tokens: int, budget: int | None) -> list[PrefillProbe | 
 
     `limit` is its longest request and `budget` its tokens per step.
     """
-    fits = min(limit, kv_tokens)
-    longest = min(fits - 1, MAX_PROMPT_TOKENS)
+    longest_request = min(limit, kv_tokens)
+    longest = min(longest_request - 1, MAX_PROMPT_TOKENS)
     singles = [PrefillProbe((length,)) for length in _doubling(16, longest)]
     room = min(budget or DEFAULT_BUDGET_TOKENS, kv_tokens)
     ahead = min(room // 2, longest)
@@ -67,20 +67,21 @@ def plan(limit: int, kv_tokens: int, budget: int | None) -> list[PrefillProbe | 
         PrefillProbe((length,) * count, ahead)
         for length in (32, 128, 512)
         for count in (1, 2, 4, 8, 16)
-        if length * count <= room - ahead and length < fits
+        if length * count <= room - ahead and length < longest_request
     ]
-    decodes = [
-        DecodeProbe(batch, context, answer)
-        for batch in (1, 2, 4, 8, 16, 64)
-        for context in (32, 512, 4096)
-        for answer in [2 * MIN_SHARED_STEPS + batch * context // MIN_CHUNK_TOKENS]
-        if context + answer <= limit and batch * (context + answer) <= 0.9 * kv_tokens
-    ]
-    return sorted([*singles, *batches, *decodes], key=_size)
+    decodes = []
+    for batch in (1, 2, 4, 8, 16, 64):
+        for context in (32, 512, 4096):
+            # Long enough that the first sequence still decodes when the last prompt is computed.
+            answer = 2 * MIN_SHARED_STEPS + batch * context // MIN_CHUNK_TOKENS
+            request = context + answer
+            if request <= limit and batch * request <= 0.9 * kv_tokens:
+                decodes.append(DecodeProbe(batch, context, answer))
+    return sorted([*singles, *batches, *decodes], key=_relative_cost)
 
 
 def _doubling(first: int, last: int) -> list[int]:
-    """16, 32, ... and `last` itself."""
+    """Returns `first`, 2 * first, ... and `last` itself."""
     lengths = []
     while first < last:
         lengths.append(first)
@@ -88,53 +89,45 @@ def _doubling(first: int, last: int) -> list[int]:
     return [*lengths, last] if last > 0 else []
 
 
-def _size(what: PrefillProbe | DecodeProbe) -> float:
-    """About how long it takes, relative to others: a step of decode costs about as much as 64
-    tokens of a prompt.
+def _relative_cost(probe: PrefillProbe | DecodeProbe) -> float:
+    """Estimates the duration of a probe relative to others, in tokens of a prompt.
+
+    A decode step counts as 64 tokens.
     """
-    if isinstance(what, PrefillProbe):
-        return sum(what.prompts) + what.ahead
-    return what.batch * what.context + 64 * what.answer
+    if isinstance(probe, PrefillProbe):
+        return sum(probe.prompts) + probe.ahead
+    return probe.batch * probe.context + 64 * probe.answer
 
 
 def batch_step(prompts: Sequence[int], first: Sequence[float], gap: float) -> StepSample | None:
-    """The last step among those that gave the first tokens, at times `first`, of `prompts`; None
-    when all came in one: then it is not known when it began. Tokens come in one step when they are
-    less than `gap` seconds apart.
+    """Returns the last of the steps that computed the prompts.
+
+    `first` are the times of the first tokens in seconds. Tokens less than `gap` seconds apart are
+    of one step. Returns None if all prompts were in one step: its start is not known then.
     """
-    order = sorted(range(len(first)), key=lambda at: first[at])
-    cut = next(
-        (
-            at
-            for at in range(len(order) - 1, 0, -1)
-            if first[order[at]] - first[order[at - 1]] > gap
-        ),
-        0,
-    )
-    if not cut:
+    order = sorted(range(len(first)), key=lambda index: first[index])
+    last_step = _last_step(order, first, gap)
+    earlier = order[: len(order) - len(last_step)]
+    if not earlier:
         return None
-    end, start = (
-        statistics.median(first[at] for at in part)
-        for part in (order[cut:], _last(order[:cut], first, gap))
-    )
-    return StepSample(tuple(prompts[at] for at in order[cut:]), end - start)
+    end = statistics.median(first[index] for index in last_step)
+    start = statistics.median(first[index] for index in _last_step(earlier, first, gap))
+    return StepSample(tuple(prompts[index] for index in last_step), end - start)
 
 
-def _last(order: Sequence[int], first: Sequence[float], gap: float) -> list[int]:
-    """The members of the last step of those in `order`."""
-    members = [order[-1]]
-    for at in reversed(order[:-1]):
-        if first[members[-1]] - first[at] > gap:
-            break
-        members.append(at)
-    return members
+def _last_step(order: Sequence[int], first: Sequence[float], gap: float) -> Sequence[int]:
+    """Returns the members of the last step, a tail of `order`."""
+    start = len(order) - 1
+    while start > 0 and first[order[start]] - first[order[start - 1]] <= gap:
+        start -= 1
+    return order[start:]
 
 
 def decode_step(context: int, answers: Sequence[Sequence[TokenEvent]]) -> StepSample | None:
     """Returns the median time of a shared decode step, and the contexts in the middle of that time.
 
-    Returns None after too few shared steps, or if most tokens came in bursts: then something on the
-    way had stalled, and the gaps do not show steps.
+    Returns None after too few shared steps, or if most tokens arrived in bursts. Bursts mean that
+    something between engine and client stalled, so the gaps do not show steps.
     """
     start = max(events[0].time for events in answers)
     end = min(events[-1].time for events in answers)
@@ -151,7 +144,8 @@ def decode_step(context: int, answers: Sequence[Sequence[TokenEvent]]) -> StepSa
         if tokens < MIN_SHARED_STEPS // 2:
             return None
         lengths.append(context + before + tokens // 2)
-        gaps += [seconds / count for seconds, count in inside for _ in range(count)]
+        for seconds, count in inside:
+            gaps += [seconds / count] * count
     if statistics.median(gaps) < BURST_GAP_RATIO * statistics.mean(gaps):
         return None
     return StepSample(tuple(lengths), statistics.median(gaps))

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import msgspec
 
 from ..errors import ConfigError, DisaggError
+from ..fleet.conventions import OLDEST_VLLM
 from ..http_client import connect, headers, reason
 from .steps import TokenEvent
 
-READ_TIMEOUT_SECONDS = 120.0  # seconds without a byte
+READ_TIMEOUT_SECONDS = 120.0  # without a byte
 
 
 class _CompletionChoice(msgspec.Struct):
@@ -33,7 +34,8 @@ def complete(
 ) -> list[list[TokenEvent]]:
     """Returns the token arrivals of each prompt, in seconds since the request was sent.
 
-    Raises ConfigError when the server refuses it.
+    Raises ConfigError if the server refuses the request, and DisaggError if the answer is
+    incomplete.
     """
     body = msgspec.json.encode(
         {
@@ -49,14 +51,13 @@ def complete(
     connection = connect(url, READ_TIMEOUT_SECONDS)
     try:
         connection.connect()
-        began = time.monotonic()
+        started_at = time.monotonic()
         connection.request("POST", "/v1/completions", body, headers())
         response = connection.getresponse()
         if response.status != 200:
-            raise ConfigError(
-                f"{url} refused a request: {response.status}: {_message(response.read())}"
-            )
-        return _read(response, len(prompts), answer, began)
+            message = _message(response.read())
+            raise ConfigError(f"{url} refused a request: {response.status}: {message}")
+        return _read(response, len(prompts), answer, started_at)
     except (OSError, http.client.HTTPException) as error:
         raise DisaggError(f"{url} stopped answering: {reason(error)}") from None
     finally:
@@ -64,34 +65,36 @@ def complete(
 
 
 def _read(
-    response: http.client.HTTPResponse, count: int, answer: int, began: float
+    response: http.client.HTTPResponse, count: int, answer: int, started_at: float
 ) -> list[list[TokenEvent]]:
+    """Reads the stream of `count` answers of `answer` tokens each."""
     events: list[list[TokenEvent]] = [[] for _ in range(count)]
     for line in response:
         if not line.startswith(b"data: {"):
             continue
-        now = time.monotonic() - began
+        now = time.monotonic() - started_at
         try:
             chunk = _decode(line[6:])
         except msgspec.DecodeError as error:
             raise DisaggError(
-                f"an answer is not a completion as vLLM streams it: {error}"
+                f"an answer is not a completion in the format of vLLM's streams: {error}"
             ) from None
         if chunk.error:
             raise DisaggError(f"a request failed: {_message(line[6:])}")
         for choice in chunk.choices:
             if not 0 <= choice.index < count:
-                raise DisaggError(f"an answer to prompt {choice.index} of {count} came")
+                raise DisaggError(f"an answer has index {choice.index}, with {count} prompts")
             if choice.token_ids:
                 events[choice.index].append(TokenEvent(now, len(choice.token_ids)))
     if any(sum(event.tokens for event in answers) != answer for answers in events):
         raise DisaggError(
-            "an answer ended early, or came without token ids (vLLM 0.28 or newer is needed)"
+            f"an answer ended early, or had no token ids (vLLM {OLDEST_VLLM} or newer is needed)"
         )
     return events
 
 
 def _message(content: bytes) -> str:
+    """Returns the error message of an answer, shortened."""
     try:
         error = msgspec.json.decode(content)["error"]
         return str(error["message"] if isinstance(error, dict) else error)[:300]

@@ -12,7 +12,7 @@ import msgspec
 from ..workloads.lengths import LengthDistribution
 from ..workloads.traces import Trace, TraceRequest
 
-WHOLE_PROMPT_TOKENS = 1 << 24  # a hash id for a whole prompt: longer than any
+WHOLE_PROMPT_TOKENS = 1 << 24  # more than any prompt: one hash id for a whole prompt
 
 
 class RequestSchedule(msgspec.Struct, frozen=True):
@@ -42,38 +42,40 @@ class RequestSchedule(msgspec.Struct, frozen=True):
         the shape of the trace.
         """
         if seed is None:
-            times = [r.arrival for r in self.requests]
+            times = [request.arrival for request in self.requests]
         else:
-            chance = random.Random(seed)
+            generator = random.Random(seed)
             times = [0.0]
             for _ in self.requests[1:]:
-                times.append(times[-1] + chance.expovariate(1.0))
+                times.append(times[-1] + generator.expovariate(1.0))
         span = times[-1] - times[0]
         scale = (len(times) - 1) / rate / span if span else 0.0
-        moved = (
-            msgspec.structs.replace(r, arrival=(t - times[0]) * scale)
-            for r, t in zip(self.requests, times, strict=True)
-        )
-        return msgspec.structs.replace(self, requests=tuple(moved))
+        scaled = []
+        for request, time in zip(self.requests, times, strict=True):
+            arrival = (time - times[0]) * scale
+            scaled.append(msgspec.structs.replace(request, arrival=arrival))
+        return msgspec.structs.replace(self, requests=tuple(scaled))
 
     def lines(self) -> Iterator[str]:
-        """Yields the lines that `vllm bench serve --dataset-name timed_trace` reads; timestamps in
-        seconds.
+        """Yields the lines that `vllm bench serve --dataset-name timed_trace` reads.
+
+        Timestamps are in seconds.
         """
-        for number, r in enumerate(self.requests):
-            ids = r.hash_ids or _own_ids(number, r.prompt, self.block)
+        for number, request in enumerate(self.requests):
+            ids = request.hash_ids or _unique_ids(number, request.prompt, self.block)
             line = {
-                "timestamp": r.arrival,
-                "input_length": r.prompt,
-                "output_length": r.answer,
+                "timestamp": request.arrival,
+                "input_length": request.prompt,
+                "output_length": request.answer,
                 "hash_ids": ids,
             }
             yield json.dumps(line) + "\n"
 
 
-def _own_ids(number: int, tokens: int, block: int) -> list[int]:
-    """Returns unique ids; those of a trace are not negative."""
-    return [-(number * WHOLE_PROMPT_TOKENS + at + 1) for at in range(math.ceil(tokens / block))]
+def _unique_ids(number: int, tokens: int, block: int) -> list[int]:
+    """Returns ids of a prompt that no other prompt has; those of a trace are not negative."""
+    first = number * WHOLE_PROMPT_TOKENS + 1
+    return [-(first + index) for index in range(math.ceil(tokens / block))]
 
 
 def fixed(prompt: int, answer: int, count: int) -> RequestSchedule:
@@ -83,8 +85,9 @@ def fixed(prompt: int, answer: int, count: int) -> RequestSchedule:
 
 def drawn(lengths: LengthDistribution, count: int, seed: int) -> RequestSchedule:
     """Schedules `count` requests with lengths drawn from a distribution."""
-    chance = random.Random(seed)
-    return RequestSchedule(tuple(TraceRequest(0.0, *lengths.draw(chance)) for _ in range(count)))
+    generator = random.Random(seed)
+    requests = [TraceRequest(0.0, *lengths.draw(generator)) for _ in range(count)]
+    return RequestSchedule(tuple(requests))
 
 
 def from_trace(trace: Trace) -> RequestSchedule:

@@ -16,20 +16,21 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
-GRACE_SECONDS = 10.0  # seconds between SIGTERM and SIGKILL
-KILL_WAIT_SECONDS = 5.0  # seconds that the kernel may take to end what SIGKILL hit
+GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
+KILL_WAIT_SECONDS = 5.0  # from the first SIGKILL to the end of the attempts
 POLL_SECONDS = 0.05
 
 
 def members(leaders: Collection[int]) -> list[int]:
-    """Lists the living processes of the leaders' groups. Zombies do not count: they may stay
-    unreaped.
+    """Lists the pids of the living processes of the leaders' groups.
+
+    Zombies do not count: they may stay unreaped.
     """
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             state, _, group = (process / "stat").read_bytes().rpartition(b")")[2].split()[:3]
-        except (OSError, ValueError):  # it has ended meanwhile
+        except (OSError, ValueError):  # the process has ended meanwhile
             continue
         if int(group) in leaders and state not in (b"Z", b"X"):
             found.append(int(process.name))
@@ -37,21 +38,23 @@ def members(leaders: Collection[int]) -> list[int]:
 
 
 def end(leaders: Collection[int], hurry: Callable[[], bool] = lambda: False) -> None:
-    """Sends SIGTERM to the groups, and SIGKILL to the rest after the grace period or once `hurry`
-    returns True.
+    """Ends all processes of the groups.
+
+    Sends SIGTERM, and SIGKILL to the rest after the grace period or once `hurry` returns True.
     """
     _signal(members(leaders), signal.SIGTERM)
     deadline = time.monotonic() + GRACE_SECONDS
-    while (left := members(leaders)) and time.monotonic() < deadline and not hurry():
+    while (alive := members(leaders)) and time.monotonic() < deadline and not hurry():
         time.sleep(POLL_SECONDS)
     deadline = time.monotonic() + KILL_WAIT_SECONDS
-    while left and time.monotonic() < deadline:
-        _signal(left, signal.SIGKILL)
+    while alive and time.monotonic() < deadline:
+        _signal(alive, signal.SIGKILL)
         time.sleep(POLL_SECONDS)
-        left = members(leaders)
+        alive = members(leaders)
 
 
 def _signal(processes: Collection[int], number: signal.Signals) -> None:
+    """Sends a signal to those processes that still exist."""
     for process in processes:
         with suppress(ProcessLookupError):
             os.kill(process, number)
@@ -60,7 +63,7 @@ def _signal(processes: Collection[int], number: signal.Signals) -> None:
 def main() -> None:
     """Ends the groups when standard input closes."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # what ends the launcher must not end its guard
+        signal.signal(number, signal.SIG_IGN)  # a signal for the launcher's group
     end({int(line) for line in sys.stdin})
     shutil.rmtree(sys.argv[1], ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Facts about this machine and its vLLM, and the checks that need nothing else."""
+"""Facts about this machine and its vLLM, and checks of the model and of ports."""
 
 from __future__ import annotations
 
@@ -15,37 +15,29 @@ import msgspec
 from packaging.version import Version
 
 from ..errors import ConfigError
+from ..fleet.conventions import NEWEST_VLLM, OLDEST_VLLM
 
-OLDEST, NEWEST = (
-    Version("0.28"),
-    Version("0.33"),
-)  # the same as in kv_connectors/compat.py; a test compares them
 GIB = 1 << 30
 
 
 class MachineFacts(msgspec.Struct, frozen=True):
-    """What a plan depends on besides the user's flags."""
+    """Facts that a plan depends on besides the user's flags."""
 
-    cores: tuple[int, ...]  # logical CPUs that we may use, one of each physical core
-    gpus: (
-        tuple[str, ...] | None
-    )  # as CUDA_VISIBLE_DEVICES names them; None: vLLM is a build for CPUs
-    memory: float  # GiB that are free
-    vllm: str  # the executables, as a shell finds them
-    ours: str
+    cores: tuple[int, ...]  # available logical CPUs, one of each physical core
+    gpus: tuple[str, ...] | None  # names as in CUDA_VISIBLE_DEVICES; None: vLLM is built for CPUs
+    memory: float  # free GiB
+    vllm: str  # command of vLLM
+    ours: str  # command of vllm-disagg
     warnings: tuple[str, ...] = ()
-    kv_space: str = ""  # VLLM_CPU_KVCACHE_SPACE, if the user has set it
+    kv_space: str = ""  # value of VLLM_CPU_KVCACHE_SPACE; empty if it is not set
 
 
 def examine() -> MachineFacts:
     """Examines this machine. Raises ConfigError if vLLM with the plugin cannot run on it."""
     version = _vllm_version()
     _check_plugin()
-    allowed = sorted(os.sched_getaffinity(0))
     return MachineFacts(
-        cores=tuple(
-            cpu for cpu in allowed if cpu == min(_siblings(cpu).intersection(allowed), default=cpu)
-        ),
+        cores=_cores(),
         gpus=None if version.local == "cpu" else _gpus(),
         memory=_free_memory(),
         vllm=_executable("vllm"),
@@ -56,20 +48,20 @@ def examine() -> MachineFacts:
 
 
 def check_model(model: str) -> None:
-    """A model that is a path must be one; any other name is for vLLM to look up."""
+    """Raises ConfigError if the model is a path without a model; vLLM resolves any other name."""
     path = Path(model)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ConfigError(
-                f"--model {model}: the folder holds no config.json, so it is not a model that vLLM can load"
+                f"--model {model}: the folder holds no config.json, so vLLM cannot load a model"
+                " from it"
             )
-    elif (
-        not path.is_file()
-        and "://" not in model
-        and (model.startswith((".", "/", "~")) or model.count("/") > 1)
-    ):
+        return
+    looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+    if looks_like_path and "://" not in model and not path.is_file():
         raise ConfigError(
-            f"--model {model}: no such folder; give an existing one, or a name such as Qwen/Qwen3-8B"
+            f"--model {model}: no such folder; give an existing one, or a name such as"
+            " Qwen/Qwen3-8B"
         )
 
 
@@ -82,20 +74,20 @@ def check_port(host: str, port: int) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Loopback ports that nothing listens on, outside the range from which the kernel takes ports
-    for connections.
+    """Returns free loopback ports. Raises ConfigError if there are too few.
+
+    They are outside the range from which the kernel takes ports for outgoing connections.
     """
-    # Random, so that two launchers that start together hardly choose the same ones.
-    ports = [
-        port for port in random.sample(range(20000, 30000), 200) if not _bind("127.0.0.1", port)
-    ]
+    # Random, so that two launchers that start together rarely choose the same ports.
+    candidates = random.sample(range(20000, 30000), 200)
+    ports = [port for port in candidates if not _bind("127.0.0.1", port)]
     if len(ports) < count:
         raise ConfigError(f"no {count} free ports between 20000 and 30000 on this machine")
     return ports[:count]
 
 
 def _bind(host: str, port: int) -> str:
-    """Why one cannot listen there; empty when one can."""
+    """Returns the error of listening on a port; empty without an error."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -105,70 +97,92 @@ def _bind(host: str, port: int) -> str:
     except OSError as error:
         return error.strerror or str(error)
     except UnicodeError:
-        return "it is no host name"
+        return "invalid host name"
     return ""
 
 
 def _vllm_version() -> Version:
+    """Returns the version of the installed vLLM. Raises ConfigError if it is missing or too old."""
     try:
         version = Version(metadata.version("vllm"))
     except metadata.PackageNotFoundError:
         raise ConfigError(
-            f"vLLM is not installed in {sys.prefix}: install vLLM {OLDEST} to {NEWEST} there"
+            f"vLLM is not installed in {sys.prefix}:"
+            f" install vLLM {OLDEST_VLLM} to {NEWEST_VLLM} there"
         ) from None
-    if version.release[:2] < OLDEST.release:
-        raise ConfigError(f"vLLM {version} is too old: install vLLM {OLDEST} to {NEWEST}")
+    if version.release[:2] < OLDEST_VLLM.release:
+        raise ConfigError(f"vLLM {version} is too old: install vLLM {OLDEST_VLLM} to {NEWEST_VLLM}")
     return version
 
 
 def _too_new(version: Version) -> tuple[str, ...]:
-    if version.release[:2] <= NEWEST.release:
+    """Returns a warning about a version newer than the tested ones."""
+    if version.release[:2] <= NEWEST_VLLM.release:
         return ()
-    return (f"vLLM {version} is newer than what this was tried with ({OLDEST} to {NEWEST})",)
+    return (
+        f"vLLM {version} is newer than the versions tested with vllm-disagg"
+        f" ({OLDEST_VLLM} to {NEWEST_VLLM})",
+    )
 
 
 def _check_plugin() -> None:
+    """Raises ConfigError if vLLM would not load the connector's plugin."""
     if not metadata.entry_points(group="vllm.general_plugins", name="vllm_disagg"):
         raise ConfigError(
-            "vLLM does not see our plugin: install this project with pip into the environment of vLLM"
+            "vLLM does not find the plugin vllm_disagg: install this project with pip into the"
+            " environment of vLLM"
         )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "vllm_disagg" not in allowed.split(","):
         raise ConfigError(
-            f"VLLM_PLUGINS={allowed} keeps our plugin out: add vllm_disagg to it, or unset it"
+            f"VLLM_PLUGINS={allowed} excludes the plugin vllm_disagg:"
+            " add vllm_disagg to it, or unset it"
         )
 
 
 def _executable(name: str) -> str:
-    """The one of this environment, by its short name where a shell finds that very one."""
-    ours = Path(sys.executable).parent / name
+    """Returns the command of this environment, by its short name if a shell finds the same file."""
+    beside = Path(sys.executable).parent / name
     found = shutil.which(name)
-    if os.access(ours, os.X_OK):
-        return name if found and Path(found).resolve() == ours.resolve() else str(ours)
+    if os.access(beside, os.X_OK):
+        is_same = found and Path(found).resolve() == beside.resolve()
+        return name if is_same else str(beside)
     if found:
         return name
     raise ConfigError(
-        f"no executable {name} in {ours.parent} or on PATH: install it there, or activate its environment"
+        f"no executable {name} in {beside.parent} or on PATH:"
+        " install it there, or activate its environment"
     )
 
 
-def _siblings(cpu: int) -> set[int]:
-    """The logical CPUs of the same physical core: two OpenMP threads on one core only slow each
-    other down.
+def _cores() -> tuple[int, ...]:
+    """Returns the available logical CPUs, one of each physical core.
+
+    Two OpenMP threads on one physical core slow each other down.
     """
+    allowed = sorted(os.sched_getaffinity(0))
+    cores = []
+    for cpu in allowed:
+        if cpu == min(_siblings(cpu).intersection(allowed), default=cpu):
+            cores.append(cpu)
+    return tuple(cores)
+
+
+def _siblings(cpu: int) -> set[int]:
+    """Returns the logical CPUs of the same physical core."""
     try:
         text = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
     except OSError:
         return {cpu}
-    ranges = (part.partition("-") for part in text.strip().split(","))
-    return {
-        sibling
-        for first, _, last in ranges
-        for sibling in range(int(first), int(last or first) + 1)
-    }
+    siblings = set[int]()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        siblings.update(range(int(first), int(last or first) + 1))
+    return siblings
 
 
 def _gpus() -> tuple[str, ...]:
+    """Returns the GPUs by the names of CUDA_VISIBLE_DEVICES, else by their numbers."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return tuple(device.strip() for device in visible.split(",") if device.strip())
     try:
@@ -177,10 +191,8 @@ def _gpus() -> tuple[str, ...]:
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return ()
-    return tuple(
-        str(n)
-        for n, _ in enumerate(line for line in listed.splitlines() if line.startswith("GPU "))
-    )
+    count = sum(line.startswith("GPU ") for line in listed.splitlines())
+    return tuple(map(str, range(count)))
 
 
 def _free_memory() -> float:
@@ -190,10 +202,9 @@ def _free_memory() -> float:
             free = int(line.split()[1]) * 1024
     try:
         group = Path("/sys/fs/cgroup")
-        free = min(
-            free,
-            int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()),
-        )
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        free = min(free, limit - used)
     except (OSError, ValueError):  # no such group, or no limit ("max")
         pass
     return free / GIB

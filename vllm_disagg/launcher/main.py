@@ -21,13 +21,11 @@ from .plan import ChildCommand, LaunchPlan, UpOptions
 from .processes import ChildExited, ChildProcesses, SharedConsole
 
 POLL_SECONDS = 0.2
-PROGRESS_INTERVAL_SECONDS = 5.0  # seconds between two lines of progress
-READY_TIMEOUT_SECONDS = (
-    60.0  # seconds that the proxy may take to pair instances that are already up
-)
-KEY_FILE = "fleet.key"  # in commands to type
+PROGRESS_INTERVAL_SECONDS = 5.0  # between two progress lines
+READY_TIMEOUT_SECONDS = 60.0  # for the proxy to pair instances that are ready
+KEY_FILE = "fleet.key"  # in printed commands
 ADMIN_KEY_FILE = "admin.key"  # in the run directory
-EPILOG = "Arguments after -- go to each vllm serve as they are."
+EPILOG = "Arguments after -- are passed on to each vllm serve."
 
 
 class StopRequested(Exception):
@@ -35,14 +33,14 @@ class StopRequested(Exception):
 
 
 class StopSignals:
-    """Counts SIGINT, SIGTERM and SIGHUP: the first one stops, a second one hurries the stop."""
+    """Counts SIGINT, SIGTERM and SIGHUP: the first stops, a second one skips the grace period."""
 
     def __init__(self) -> None:
         self.count = 0
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._arrived)
+            signal.signal(number, self._on_signal)
 
-    def _arrived(self, *_: object) -> None:
+    def _on_signal(self, *_: object) -> None:
         self.count += 1
 
     def check(self) -> None:
@@ -51,7 +49,7 @@ class StopSignals:
             raise StopRequested
 
     def hurry(self) -> bool:
-        """Returns whether a second signal has come."""
+        """Returns whether a second signal has arrived."""
         return self.count > 1
 
 
@@ -59,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `up`."""
     add = parser.add_argument
     parser.epilog = EPILOG
-    add("--model", required=True, help="a folder, or a name on the Hugging Face hub")
+    add("--model", required=True, help="model folder, or a name on the Hugging Face hub")
     add(
         "--prefill",
         metavar="N",
@@ -79,31 +77,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=_count,
         default=1,
-        help="of each instance (default: %(default)s)",
+        help="tensor parallel size of each instance (default: %(default)s)",
     )
-    add("--host", default="127.0.0.1", help="address the proxy listens on (default: %(default)s)")
+    add("--host", default="127.0.0.1", help="address of the proxy (default: %(default)s)")
     add(
         "--port",
         type=int,
         default=8000,
-        help="port the proxy listens on; 0: any free one (default: %(default)s)",
+        help="port of the proxy; 0: any free port (default: %(default)s)",
     )
     add(
         "--api-key",
         metavar="KEY",
         action="append",
         default=[],
-        help="clients must send this key; repeatable",
+        help="key that clients must send; repeatable",
     )
     add(
         "--no-api-key",
         action="store_true",
-        help="serve anybody, even on an address that others can reach",
+        help="serve clients without a key, even on an address that other machines reach",
     )
     add(
         "--dry-run",
         action="store_true",
-        help="check everything and print the commands, start nothing",
+        help="check the flags and print the commands without starting them",
     )
 
 
@@ -114,41 +112,41 @@ def run(args: argparse.Namespace) -> int:
     machine.check_model(options.model)
     facts = machine.examine()
     engine_ports = machine.free_ports(options.prefill + options.decode)
-    todo = plan.make(options, facts, engine_ports, KEY_FILE)
-    _check_proxy(todo.proxy)
+    launch = plan.make(options, facts, engine_ports, KEY_FILE)
+    _check_proxy(launch.proxy)
     machine.check_port(options.host, options.port)
-    for line in todo.warnings:
-        console.say(f"vllm-disagg up: warning: {line}")
-    for line in todo.notes:
-        console.say(f"vllm-disagg up: {line}")
-    commands = plan.by_hand(todo, facts, KEY_FILE)
+    for line in launch.warnings:
+        console.write_line(f"vllm-disagg up: warning: {line}")
+    for line in launch.notes:
+        console.write_line(f"vllm-disagg up: {line}")
+    commands = plan.by_hand(launch, facts, KEY_FILE)
     if args.dry_run:
         print(commands)
         return 0
     signals = StopSignals()
     try:
-        with ChildProcesses(console, signals.hurry) as family:
-            key_file = os.path.join(family.directory, KEY_FILE)
+        with ChildProcesses(console, signals.hurry) as children:
+            key_file = os.path.join(children.directory, KEY_FILE)
             keys.create(key_file)
-            admin_key_file, admin = _admin_key(family.directory)
-            todo = plan.make(options, facts, engine_ports, key_file)
-            todo = msgspec.structs.replace(
-                todo, proxy=msgspec.structs.replace(todo.proxy, env=admin)
+            admin_key_file, admin = _admin_key(children.directory)
+            launch = plan.make(options, facts, engine_ports, key_file)
+            launch = msgspec.structs.replace(
+                launch, proxy=msgspec.structs.replace(launch.proxy, env=admin)
             )
-            _start(todo, family, signals, console)
+            _start(launch, children, signals, console)
             _announce(
-                todo,
-                plan.example(options, todo),
-                plan.fleet_commands(todo, admin_key_file),
+                launch,
+                plan.example(options, launch),
+                plan.fleet_commands(launch, admin_key_file),
                 commands,
             )
             while True:
-                _pause(family, signals)
+                _pause(children, signals)
     except StopRequested:
-        console.say("vllm-disagg up: stopped")
+        console.write_line("vllm-disagg up: stopped")
         return 0
     except (ChildExited, TimeoutError) as error:
-        console.say(f"vllm-disagg up: {error}; everything is stopped")
+        console.write_line(f"vllm-disagg up: {error}; everything is stopped")
         return 1
 
 
@@ -167,8 +165,9 @@ def _options(args: argparse.Namespace) -> UpOptions:
 
 
 def _admin_key(directory: str) -> tuple[str, dict[str, str]]:
-    """Mint the proxy's admin key, unless the user has set one: the file that holds it, and the
-    proxy's environment.
+    """Generates the proxy's admin key, unless the user has set one.
+
+    Returns the file that holds the key, and the proxy's environment; both empty for the user's own.
     """
     if os.environ.get(keys.ADMIN_KEY):
         return "", {}
@@ -185,56 +184,65 @@ def _check_proxy(proxy: ChildCommand) -> None:
 
 
 def _start(
-    todo: LaunchPlan, family: ChildProcesses, signals: StopSignals, console: SharedConsole
+    launch: LaunchPlan, children: ChildProcesses, signals: StopSignals, console: SharedConsole
 ) -> None:
-    console.say(
-        "vllm-disagg up: each instance loads its model, and compiles it at the first start: this may take minutes"
+    """Starts the instances, then the proxy, and waits until all are ready."""
+    console.write_line(
+        "vllm-disagg up: each instance loads its model, and compiles it at the first start;"
+        " this may take minutes"
     )
-    for engine in todo.engines:
-        family.start(engine, engine.argv)
-    _wait(todo.engines, family, signals, console)
-    family.start(todo.proxy, [sys.executable, "-m", "vllm_disagg.cli", *todo.proxy.argv[1:]])
-    _wait([todo.proxy], family, signals, console, READY_TIMEOUT_SECONDS)
+    for engine in launch.engines:
+        children.start(engine, engine.argv)
+    _wait(launch.engines, children, signals, console)
+    children.start(launch.proxy, [sys.executable, "-m", "vllm_disagg.cli", *launch.proxy.argv[1:]])
+    _wait([launch.proxy], children, signals, console, READY_TIMEOUT_SECONDS)
 
 
 def _wait(
     commands: Sequence[ChildCommand],
-    family: ChildProcesses,
+    children: ChildProcesses,
     signals: StopSignals,
     console: SharedConsole,
     limit: float = float("inf"),
 ) -> None:
-    """Waits until all children are ready, with a progress line on each change and every few
-    seconds.
+    """Waits until all children are ready, and prints progress lines.
+
+    Raises TimeoutError after `limit` seconds.
     """
-    began = told = time.monotonic()
-    answers = dict.fromkeys((c.name for c in commands), "starting")
+    started_at = time.monotonic()
+    printed_at = started_at
+    answers = {command.name: "starting" for command in commands}
     ready = set[str]()
     while len(ready) < len(commands):
-        _pause(family, signals)
+        _pause(children, signals)
         before = len(ready)
         now = time.monotonic()
         for command in commands:
             if command.name not in ready:
-                is_ready, answers[command.name] = _ask(command)
-                ready |= {command.name} if is_ready else set()
-        if len(ready) > before or now - told >= PROGRESS_INTERVAL_SECONDS:
-            told = now
-            states = (f"{c.name} {'ready' if c.name in ready else 'starting'}" for c in commands)
-            console.say(f"vllm-disagg up: {now - began:.0f} s: {', '.join(states)}")
-        if now - began > limit and len(ready) < len(commands):
+                is_ready, answers[command.name] = _probe(command)
+                if is_ready:
+                    ready.add(command.name)
+        if len(ready) > before or now - printed_at >= PROGRESS_INTERVAL_SECONDS:
+            printed_at = now
+            states = []
+            for command in commands:
+                state = "ready" if command.name in ready else "starting"
+                states.append(f"{command.name} {state}")
+            console.write_line(f"vllm-disagg up: {now - started_at:.0f} s: {', '.join(states)}")
+        if now - started_at > limit and len(ready) < len(commands):
             late = next(c.name for c in commands if c.name not in ready)
             raise TimeoutError(f"{late} is not ready after {limit:.0f} s: {answers[late]}")
 
 
-def _pause(family: ChildProcesses, signals: StopSignals) -> None:
+def _pause(children: ChildProcesses, signals: StopSignals) -> None:
+    """Sleeps for one poll interval. Raises StopRequested or ChildExited."""
     signals.check()
-    family.check()
+    children.check()
     time.sleep(POLL_SECONDS)
 
 
-def _ask(command: ChildCommand) -> tuple[bool, str]:
-    """Returns whether a child is ready, and its answer."""
+def _probe(command: ChildCommand) -> tuple[bool, str]:
+    """Returns whether a child is ready, and its answer or the error."""
     connection = http.client.HTTPConnection(command.host, command.port, timeout=2)
     try:
         connection.request("GET", command.ready)
@@ -246,14 +254,16 @@ def _ask(command: ChildCommand) -> tuple[bool, str]:
         connection.close()
 
 
-def _announce(todo: LaunchPlan, example: str, fleet: list[str], commands: str) -> None:
+def _announce(launch: LaunchPlan, example: str, fleet: list[str], commands: str) -> None:
     """Prints the address and the commands in one piece, for people and for scripts."""
-    shown = "See the instances, and drain one (with the admin key):\n" + "\n".join(fleet)
+    parts = [
+        f"\nready: {launch.proxy.url}",
+        f"Try it:\n{example}",
+        "See the instances, and drain one (with the admin key):\n" + "\n".join(fleet),
+        f"The same by hand:\n{commands}\n",
+    ]
     try:
-        print(
-            f"\nready: {todo.proxy.url}\n\nTry it:\n{example}\n\n{shown}\n\nThe same by hand:\n{commands}\n",
-            flush=True,
-        )
+        print("\n\n".join(parts), flush=True)
     except OSError as error:
         raise DisaggError(f"cannot write to standard output: {error.strerror}") from None
 

@@ -1,4 +1,4 @@
-"""Plans the commands to run, from flags and machine facts; pure."""
+"""Plans the commands of all children, from flags and machine facts; pure."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ import msgspec
 
 from ..errors import ConfigError
 from ..fleet import keys
+from ..fleet.conventions import KV_ROLES
 from .machine import MachineFacts
 
-ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
-REFUSED_FLAGS = {  # what vLLM is told by us, and the flag of ours that sets it
-    "--kv-transfer-config": "it is what this command is about",
+# Flags of vLLM that the launcher sets, and the alternative of each.
+REFUSED_FLAGS = {
+    "--kv-transfer-config": "this command sets it",
     "--model": "give it before --",
     "--host": "instances listen on loopback only",
     "--port": "instances listen on free ports; --port before -- is the proxy's",
     "--tensor-parallel-size": "give it before --",
     "-tp": "give --tensor-parallel-size before --",
 }
-MIN_CORES_TO_SPARE_ONE = 4  # cores of a rank from which on one is left to what is not OpenMP
-# of which the proxy asks four times a second
+# A rank with so many cores leaves one to threads that are not OpenMP's.
+MIN_CORES_TO_SPARE_ONE = 4
+# The proxy requests these paths four times a second.
 QUIET_ACCESS_LOG_FLAG = "--disable-access-log-for-endpoints=/health,/metrics"
-OVERHEAD_GIB = 2  # GiB that an instance takes besides weights and KV cache
+OVERHEAD_GIB = 2  # of a worker, besides weights and KV cache
 
 
 class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +41,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: int = 1
     api_keys: list[str] = []
     no_api_key: bool = False
-    extra: list[str] = []  # for `vllm serve`, as they are
+    extra: list[str] = []  # arguments for `vllm serve`, passed on unchanged
 
 
 class ChildCommand(msgspec.Struct, frozen=True):
@@ -47,7 +49,7 @@ class ChildCommand(msgspec.Struct, frozen=True):
 
     name: str  # prefill-0, decode-0, proxy
     argv: list[str]
-    env: dict[str, str]  # besides what we have ourselves
+    env: dict[str, str]  # besides the launcher's own environment
     host: str
     port: int
     ready: str  # path that answers 200 once the child can serve
@@ -55,20 +57,13 @@ class ChildCommand(msgspec.Struct, frozen=True):
     @property
     def url(self) -> str:
         """Base URL of the child."""
-        return (
-            f"http://[{self.host}]:{self.port}"
-            if ":" in self.host
-            else f"http://{self.host}:{self.port}"
-        )
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
 
     def shell(self) -> str:
         """Formats the command for a shell."""
-        return " ".join(
-            [
-                *(f"{name}={shlex.quote(value)}" for name, value in self.env.items()),
-                shlex.join(self.argv),
-            ]
-        )
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        return " ".join([*variables, shlex.join(self.argv)])
 
 
 class LaunchPlan(msgspec.Struct, frozen=True):
@@ -81,33 +76,30 @@ class LaunchPlan(msgspec.Struct, frozen=True):
 
 
 def make(options: UpOptions, machine: MachineFacts, ports: list[int], key_file: str) -> LaunchPlan:
-    """Plans all children; `ports` are those of the engines. Raises ConfigError if the plan cannot
-    work.
+    """Plans all children; `ports` are those of the engines.
+
+    Raises ConfigError if the plan cannot work.
     """
-    _refuse_ours(options.extra)
-    names = [
-        f"{role}-{n}"
-        for role, count in (("prefill", options.prefill), ("decode", options.decode))
-        for n in range(count)
-    ]
+    _refuse_own_flags(options.extra)
+    names = [f"prefill-{n}" for n in range(options.prefill)]
+    names += [f"decode-{n}" for n in range(options.decode)]
     warnings = list(machine.warnings)
     if machine.gpus is None:
         envs, notes = _cpu(names, options.tensor_parallel, machine, warnings)
     else:
         envs, notes = _gpu(names, options.tensor_parallel, machine.gpus)
-    engines = [
-        ChildCommand(
-            name, _serve(options, machine, name, port, key_file), env, "127.0.0.1", port, "/health"
-        )
-        for name, port, env in zip(names, ports, envs, strict=True)
-    ]
+    engines = []
+    for name, port, env in zip(names, ports, envs, strict=True):
+        argv = _serve(options, machine, name, port, key_file)
+        engines.append(ChildCommand(name, argv, env, "127.0.0.1", port, "/health"))
     return LaunchPlan(engines, _proxy(options, machine, engines, key_file), notes, warnings)
 
 
 def by_hand(plan: LaunchPlan, machine: MachineFacts, key_file: str) -> str:
     """Formats the equivalent shell commands, one a line."""
     key = shlex.join([machine.ours, "key", key_file])
-    return "\n".join([key, *(f"{engine.shell()} &" for engine in plan.engines), plan.proxy.shell()])
+    engines = [f"{engine.shell()} &" for engine in plan.engines]
+    return "\n".join([key, *engines, plan.proxy.shell()])
 
 
 def example(options: UpOptions, plan: LaunchPlan) -> str:
@@ -115,19 +107,10 @@ def example(options: UpOptions, plan: LaunchPlan) -> str:
     body = json.dumps(
         {"model": _served_name(options), "prompt": "Once upon a time", "max_tokens": 32}
     )
-    headers = [
-        "Content-Type: application/json",
-        *(f"Authorization: Bearer {key}" for key in options.api_keys[:1]),
-    ]
-    return shlex.join(
-        [
-            "curl",
-            f"{plan.proxy.url}/v1/completions",
-            *(w for h in headers for w in ("-H", h)),
-            "-d",
-            body,
-        ]
-    )
+    headers = ["-H", "Content-Type: application/json"]
+    for key in options.api_keys[:1]:
+        headers += ["-H", f"Authorization: Bearer {key}"]
+    return shlex.join(["curl", f"{plan.proxy.url}/v1/completions", *headers, "-d", body])
 
 
 def fleet_commands(plan: LaunchPlan, admin_key_file: str) -> list[str]:
@@ -137,33 +120,32 @@ def fleet_commands(plan: LaunchPlan, admin_key_file: str) -> list[str]:
     """
     key = f"$(cat {shlex.quote(admin_key_file)})" if admin_key_file else f"${keys.ADMIN_KEY}"
     url = shlex.quote(f"{plan.proxy.url}/disagg/instances")
-    seen = f'curl {url} -H "Authorization: Bearer {key}"'
+    show = f'curl {url} -H "Authorization: Bearer {key}"'
     drain = f'curl {url}/drain -H "Authorization: Bearer {key}"'
     body = shlex.quote(json.dumps({"url": plan.engines[0].url}))
-    return [seen, f"{drain} -H 'Content-Type: application/json' -d {body}"]
+    return [show, f"{drain} -H 'Content-Type: application/json' -d {body}"]
 
 
 def _serve(
     options: UpOptions, machine: MachineFacts, name: str, port: int, key_file: str
 ) -> list[str]:
+    """Returns the arguments of the `vllm serve` command of one instance."""
     transfer = {
         "kv_connector": "DisaggConnector",
-        "kv_role": ROLES[name.partition("-")[0]],
+        "kv_role": KV_ROLES[name.partition("-")[0]],
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"key_file": key_file},
     }
-    parallel = (
-        ["--tensor-parallel-size", str(options.tensor_parallel)]
-        if options.tensor_parallel > 1
-        else []
-    )
-    where = ["--host", "127.0.0.1", "--port", str(port)]
+    parallel = []
+    if options.tensor_parallel > 1:
+        parallel = ["--tensor-parallel-size", str(options.tensor_parallel)]
+    listen = ["--host", "127.0.0.1", "--port", str(port)]
     config = ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
     return [
         machine.vllm,
         "serve",
         options.model,
-        *where,
+        *listen,
         *parallel,
         *config,
         QUIET_ACCESS_LOG_FLAG,
@@ -174,16 +156,9 @@ def _serve(
 def _proxy(
     options: UpOptions, machine: MachineFacts, engines: list[ChildCommand], key_file: str
 ) -> ChildCommand:
-    argv = [
-        machine.ours,
-        "proxy",
-        "--host",
-        options.host,
-        "--port",
-        str(options.port),
-        "--key-file",
-        key_file,
-    ]
+    """Returns the command of the proxy in front of these instances."""
+    listen = ["--host", options.host, "--port", str(options.port)]
+    argv = [machine.ours, "proxy", *listen, "--key-file", key_file]
     for engine in engines:
         argv += [f"--{engine.name.partition('-')[0]}", engine.url]
     for key in options.api_keys:
@@ -194,7 +169,8 @@ def _proxy(
     return ChildCommand("proxy", argv, {}, reachable, options.port, "/readiness")
 
 
-def _refuse_ours(extra: list[str]) -> None:
+def _refuse_own_flags(extra: list[str]) -> None:
+    """Raises ConfigError for an extra argument that the launcher sets itself."""
     for word in extra:
         flag = word.partition("=")[0].partition(".")[0].replace("_", "-")
         if flag in REFUSED_FLAGS:
@@ -202,6 +178,7 @@ def _refuse_ours(extra: list[str]) -> None:
 
 
 def _served_name(options: UpOptions) -> str:
+    """Returns the model name that requests must use."""
     for word, following in pairwise([*options.extra, ""]):
         flag, _, value = word.partition("=")
         if flag.replace("_", "-") == "--served-model-name":
@@ -212,25 +189,28 @@ def _served_name(options: UpOptions) -> str:
 def _cpu(
     names: list[str], ranks: int, machine: MachineFacts, warnings: list[str]
 ) -> tuple[list[dict[str, str]], list[str]]:
-    """Assigns cores to each rank of each instance, so that OpenMP threads of instances do not
-    compete.
+    """Returns the environment of each instance, and notes.
+
+    Each rank of each instance has cores of its own, so that OpenMP threads do not compete.
     """
     total = len(names) * ranks
     if len(machine.cores) < total:
-        few = _count(len(machine.cores), "core")
-        many = _count(total, "worker")
+        cores = _count(len(machine.cores), "core")
         warnings.append(
-            f"{few} for {many}: they share, so this shows that it works, not how fast it is"
+            f"{cores} for {_count(total, 'worker')}: workers share cores,"
+            " so the deployment works but is slow"
         )
     space = machine.kv_space or str(max(1, min(16, int(machine.memory / 4 / total))))
     if not space.isdecimal():
         raise ConfigError(
-            f"VLLM_CPU_KVCACHE_SPACE={space} is not a whole number of GiB: set it to one, or unset it"
+            f"VLLM_CPU_KVCACHE_SPACE={space} is not a whole number of GiB:"
+            " set it to one, or unset it"
         )
-    if machine.memory < (needed := total * (int(space) + OVERHEAD_GIB)):
-        workers = _count(total, "worker")
+    needed = total * (int(space) + OVERHEAD_GIB)
+    if machine.memory < needed:
         warnings.append(
-            f"{machine.memory:.0f} GiB of memory are free; {workers} may take {needed} GiB and their weights"
+            f"{machine.memory:.0f} GiB of memory are free;"
+            f" {_count(total, 'worker')} may take {needed} GiB and their weights"
         )
     shares = _shares(machine.cores, total)
     envs = []
@@ -239,11 +219,9 @@ def _cpu(
         bound = "|".join(_ranges(next(shares)) for _ in range(ranks))
         envs.append({"VLLM_CPU_OMP_THREADS_BIND": bound, "VLLM_CPU_KVCACHE_SPACE": space})
         places.append(f"{name} on {bound}")
-    setter = (
-        "as VLLM_CPU_KVCACHE_SPACE says"
-        if machine.kv_space
-        else "set VLLM_CPU_KVCACHE_SPACE for more or less"
-    )
+    setter = "set VLLM_CPU_KVCACHE_SPACE for more or less"
+    if machine.kv_space:
+        setter = "from VLLM_CPU_KVCACHE_SPACE"
     return envs, [
         f"cores: {', '.join(places)}",
         f"KV cache: {space} GiB for each worker ({setter})",
@@ -251,16 +229,20 @@ def _cpu(
 
 
 def _shares(cores: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
+    """Yields the cores of each of `count` ranks; with fewer cores than ranks, ranks share them."""
     size = len(cores) // count
     for n in range(count):
         if not size:
             yield (cores[n % len(cores)],)
-        else:
-            yield cores[n * size : (n + 1) * size - (size >= MIN_CORES_TO_SPARE_ONE)]
+            continue
+        end = (n + 1) * size
+        if size >= MIN_CORES_TO_SPARE_ONE:
+            end -= 1
+        yield cores[n * size : end]
 
 
 def _ranges(cores: tuple[int, ...]) -> str:
-    """As vLLM reads them: 0-3,8."""
+    """Formats cores as vLLM parses them: 0-3,8."""
     runs: list[list[int]] = []
     for core in cores:
         if runs and runs[-1][-1] == core - 1:
@@ -273,12 +255,14 @@ def _ranges(cores: tuple[int, ...]) -> str:
 def _gpu(
     names: list[str], ranks: int, gpus: tuple[str, ...]
 ) -> tuple[list[dict[str, str]], list[str]]:
+    """Returns the environment of each instance with GPUs of its own, and a note."""
     needed = len(names) * ranks
     if len(gpus) < needed:
-        have = _count(len(gpus), "GPU") if gpus else "no GPU"
-        what = f"{_count(len(names), 'instance')} with tensor parallel size {ranks}"
+        available = _count(len(gpus), "GPU") if gpus else "no GPU"
+        instances = f"{_count(len(names), 'instance')} with tensor parallel size {ranks}"
         raise ConfigError(
-            f"{what} need {_count(needed, 'GPU')}, and {have} can be used here: ask for fewer, or install vLLM for CPUs"
+            f"{instances} need {_count(needed, 'GPU')}, and {available} can be used here:"
+            " ask for fewer, or install vLLM for CPUs"
         )
     devices = [",".join(gpus[n * ranks : (n + 1) * ranks]) for n in range(len(names))]
     places = ", ".join(f"{name} on {device}" for name, device in zip(names, devices, strict=True))
@@ -286,4 +270,5 @@ def _gpu(
 
 
 def _count(number: int, noun: str) -> str:
+    """Formats a number with its noun."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -19,12 +19,11 @@ from ..errors import ConfigError
 from . import guard
 from .plan import ChildCommand
 
-PREFIX_COLOURS = (36, 33, 35, 32, 34)  # of prefixes, on a terminal
-# A cause; vLLM's last errors only point back at it.
-CAUSE = re.compile(r"died unexpectedly|\b\w*(Error|Exception): (?!cancelled$|.*root cause)")
-HARMLESS = re.compile(
-    r"(^|\) )(DEBUG|INFO|WARNING) \d\d-\d\d "
-)  # as vLLM logs: a warning may name an error
+PREFIX_COLOURS = (36, 33, 35, 32, 34)  # ANSI colours, on a terminal
+# A line that names the cause of an exit; vLLM's last errors only refer to an earlier one.
+CAUSE_PATTERN = re.compile(r"died unexpectedly|\b\w*(Error|Exception): (?!cancelled$|.*root cause)")
+# vLLM's log lines below ERROR; a warning may name an error.
+HARMLESS_PATTERN = re.compile(r"(^|\) )(DEBUG|INFO|WARNING) \d\d-\d\d ")
 TROUBLE_PATTERN = re.compile(r"error|killed", re.IGNORECASE)
 
 
@@ -33,14 +32,14 @@ class ChildExited(Exception):
 
 
 class SharedConsole:
-    """Writes whole lines from several threads. A closed reader does not stop the children."""
+    """Writes whole lines from several threads. A closed stream does not stop the children."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
         self._lock = threading.Lock()
         self.is_terminal = stream.isatty()
 
-    def say(self, line: str) -> None:
+    def write_line(self, line: str) -> None:
         """Writes one line."""
         with self._lock, suppress(OSError, ValueError):
             self._stream.write(line + "\n")
@@ -50,7 +49,7 @@ class SharedConsole:
 class ChildProcess:
     """One process, leader of its own group, and the thread that reads its output.
 
-    It does not lead a session. Linux (autogroups) gives each session one share of a core. An API
+    The process leads no session. Linux (autogroups) gives each session one share of a core. An API
     server, which rarely runs, would then wait for up to a second while the worker of another
     instance spins (docs/benchmarks/sessions.md).
     """
@@ -59,8 +58,8 @@ class ChildProcess:
         self, command: ChildCommand, argv: list[str], console: SharedConsole, prefix: str
     ) -> None:
         self.name = command.name
-        self.cause = ""
-        self._weight = 0
+        self.cause = ""  # the line that best explains an exit
+        self._cause_weight = 0
         self.process = subprocess.Popen(
             argv,
             env={**os.environ, **command.env, "PYTHONUNBUFFERED": "1"},
@@ -73,40 +72,48 @@ class ChildProcess:
         self._reader.start()
 
     def ending(self) -> str:
-        """How it ended and why, in one line; after `join`."""
+        """Describes the exit and its cause in one line. Call after `join`."""
         code = self.process.returncode
         if code >= 0:
-            how = f"ended with exit code {code}"
+            exit_text = f"exited with code {code}"
         else:
-            hint = ", perhaps for want of memory" if code == -signal.SIGKILL else ""
-            how = f"was ended by {signal.Signals(-code).name}{hint}"
-        return f"{self.name} {how}: {self.cause or 'it said nothing'}"
+            exit_text = f"was ended by {signal.Signals(-code).name}"
+            if code == -signal.SIGKILL:
+                exit_text += ", possibly because memory ran out"
+        return f"{self.name} {exit_text}: {self.cause or 'no output'}"
 
     def join(self) -> None:
-        """Read its last words; a descendant that outlives it may hold the pipe, so not for ever."""
+        """Waits for the end of the output, for at most two seconds.
+
+        A descendant that outlives the process may hold the pipe open.
+        """
         self._reader.join(2)
 
     def _read(self, console: SharedConsole, prefix: str) -> None:
         assert self.process.stdout
         for raw in self.process.stdout:
             line = raw.decode(errors="replace").rstrip().rpartition("\r")[2]
-            console.say(prefix + line)
-            weight = (
-                1
-                if HARMLESS.search(line)
-                else 3
-                if CAUSE.search(line)
-                else 2
-                if TROUBLE_PATTERN.search(line)
-                else 1
-            )
-            if line.strip() and weight >= self._weight:
-                self._weight = weight
+            console.write_line(prefix + line)
+            weight = _cause_weight(line)
+            if line.strip() and weight >= self._cause_weight:
+                self._cause_weight = weight
                 self.cause = line.strip()
 
 
+def _cause_weight(line: str) -> int:
+    """Rates how well a line of output explains an exit: 3 is a cause, 2 may be one, 1 is none."""
+    if HARMLESS_PATTERN.search(line):
+        return 1
+    if CAUSE_PATTERN.search(line):
+        return 3
+    return 2 if TROUBLE_PATTERN.search(line) else 1
+
+
 class ChildProcesses:
-    """All children; leaving it ends them.  Its run directory holds the fleet key and goes with it."""
+    """All children, as a context manager; its exit ends them.
+
+    The run directory holds the fleet key. The exit removes the directory too.
+    """
 
     def __init__(self, console: SharedConsole, hurry: Callable[[], bool]) -> None:
         self._console = console
@@ -125,13 +132,11 @@ class ChildProcesses:
         return self
 
     def start(self, command: ChildCommand, argv: list[str]) -> None:
-        """Starts a child."""
-        colour = PREFIX_COLOURS[len(self._children) % len(PREFIX_COLOURS)]
-        prefix = (
-            f"\033[{colour}m[{command.name}]\033[0m "
-            if self._console.is_terminal
-            else f"[{command.name}] "
-        )
+        """Starts a child. Raises ConfigError if its program cannot be started."""
+        prefix = f"[{command.name}] "
+        if self._console.is_terminal:
+            colour = PREFIX_COLOURS[len(self._children) % len(PREFIX_COLOURS)]
+            prefix = f"\033[{colour}m[{command.name}]\033[0m "
         try:
             child = ChildProcess(command, argv, self._console, prefix)
         except OSError as error:
@@ -143,7 +148,7 @@ class ChildProcesses:
             self._guard.stdin.flush()
 
     def check(self) -> None:
-        """Raise Died for the first child that has ended."""
+        """Raises ChildExited for the first child that has ended."""
         for child in self._children:
             if child.process.poll() is not None:
                 child.join()

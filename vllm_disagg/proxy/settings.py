@@ -13,6 +13,7 @@ import msgspec
 
 from ..errors import ConfigError
 from ..fleet import keys
+from ..fleet.conventions import DEFAULT_POLICY
 from ..fleet.keys import FleetKey
 from .http.addresses import Network, check_url, parse_networks
 from .http.server import Limits
@@ -50,7 +51,7 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     # For a prefill leg. An engine that owes an answer has a quarter of it for each step.
     patience: float = 120.0
     probe_interval: float = 0.25
-    policy: Name = "prefix_aware"
+    policy: Name = DEFAULT_POLICY
     min_prompt_bytes: int = 0  # a D that misses fewer bytes of a prompt serves it aggregated
     spill: bool = False
     # Without a byte of an instance that owes an answer, until the instance counts as down.

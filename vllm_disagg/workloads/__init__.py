@@ -1,3 +1,1 @@
-"""Descriptions of request traffic that the planner and the bench share: traces and distributions of
-lengths.
-"""
+"""Request traffic, for the planner and the bench: traces and distributions of lengths."""

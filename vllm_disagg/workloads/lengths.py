@@ -16,7 +16,7 @@ class LengthDistribution(msgspec.Struct, frozen=True):
     prompt: tuple[float, float]  # mean and deviation of the logarithm of its tokens
     answer: tuple[float, float]
     limit: int = 2048
-    cut: tuple[int, int] | None = None  # prompts longer than a uniform draw from here are cut to it
+    cut: tuple[int, int] | None = None  # prompts are truncated to a uniform draw from this range
 
     def draw(self, random: Random) -> tuple[int, int]:
         """Draws the tokens of a prompt and of its answer."""
@@ -30,7 +30,7 @@ class LengthDistribution(msgspec.Struct, frozen=True):
 
 
 # Mean tokens in/out 755.5/200.3, 171.3/98.2 and 1738.3/90.7 with the OPT tokenizer (DistServe,
-# figure 7); the shapes are ours: the paper prints no medians.
+# figure 7). The deviations are assumptions of this project: the paper prints no medians.
 NAMED_DISTRIBUTIONS = {
     "sharegpt-like": LengthDistribution((6.805711, 1.0), (4.945537, 1.0)),
     "humaneval-like": LengthDistribution((5.020300, 0.5), (4.406787, 0.6)),

@@ -11,7 +11,7 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import chain
@@ -22,17 +22,16 @@ import msgspec
 
 from ..errors import ConfigError
 
-MOONCAKE_BLOCK_TOKENS, ALIBABA_BLOCK_TOKENS = (
-    512,
-    16,
-)  # tokens that a hash id stands for; Mooncake's times are milliseconds, Alibaba's seconds
+# Tokens that a hash id stands for. Mooncake's times are milliseconds, Alibaba's seconds.
+MOONCAKE_BLOCK_TOKENS = 512
+ALIBABA_BLOCK_TOKENS = 16
 GZIP_MAGIC = b"\x1f\x8b"
 
 
 class TraceFormat(NamedTuple):
     """Field names of a trace format."""
 
-    time: str  # seconds or a date; empty: it has none
+    time: str  # seconds or a date; empty: the format has no times
     prompt: str
     answer: str
     ids: str = ""
@@ -42,15 +41,17 @@ class TraceFormat(NamedTuple):
 
 
 TRACE_FORMATS = (
-    TraceFormat(
-        "timestamp", "input_length", "output_length", "hash_ids"
-    ),  # Mooncake, Alibaba; vLLM's timed traces
+    # Mooncake, Alibaba; vLLM's timed traces
+    TraceFormat("timestamp", "input_length", "output_length", "hash_ids"),
     TraceFormat("TIMESTAMP", "ContextTokens", "GeneratedTokens"),  # Azure
     TraceFormat("arrival_s", "input_tokens", "output_tokens"),  # LLMServingSim's lengths
     TraceFormat("start_time", "prompt_len", "output_len"),  # DistServe
     TraceFormat("", "num_prefill_tokens", "num_decode_tokens"),  # Vidur
 )
-ACCEPTED_FORMATS = f"JSON lines, a JSON array or CSV (also .gz) with the fields {'; or '.join(map(str, TRACE_FORMATS))}"
+ACCEPTED_FORMATS = (
+    "JSON lines, a JSON array or CSV (also .gz) with the fields"
+    f" {'; or '.join(map(str, TRACE_FORMATS))}"
+)
 
 
 class TraceRequest(msgspec.Struct, frozen=True):
@@ -77,7 +78,7 @@ def read(path: str, flag: str) -> Trace:
     form = next((f for f in TRACE_FORMATS if f.prompt in names or f.answer in names), None)
     if not form:
         raise ConfigError(
-            f"{where}: its first line is of no format known here; it can be {ACCEPTED_FORMATS}"
+            f"{where}: the format of its first line is not known; accepted: {ACCEPTED_FORMATS}"
         )
     requests = []
     blocks = {MOONCAKE_BLOCK_TOKENS, ALIBABA_BLOCK_TOKENS}
@@ -86,23 +87,27 @@ def read(path: str, flag: str) -> Trace:
         if request.hash_ids:
             blocks = {b for b in blocks if math.ceil(request.prompt / b) == len(request.hash_ids)}
             if not blocks:
-                words = f"{len(request.hash_ids)} {form.ids} for {request.prompt} tokens"
+                found = f"{len(request.hash_ids)} {form.ids} for {request.prompt} tokens"
                 raise ConfigError(
-                    f"{where}, {place}: {words}: one id must stand for {MOONCAKE_BLOCK_TOKENS} tokens,"
-                    f" or for {ALIBABA_BLOCK_TOKENS}"
+                    f"{where}, {place}: {found}: one id must stand for"
+                    f" {MOONCAKE_BLOCK_TOKENS} tokens, or for {ALIBABA_BLOCK_TOKENS}"
                 )
         requests.append(request)
     if not requests:
-        raise ConfigError(f"{where}: it holds no requests")
-    block = max(blocks)  # Mooncake unless the ids say Alibaba
+        raise ConfigError(f"{where}: the file holds no requests")
+    block = max(blocks)  # Mooncake unless the number of ids shows Alibaba
     unit = 1e-3 if form.ids and block == MOONCAKE_BLOCK_TOKENS else 1.0
-    requests.sort(key=lambda r: r.arrival)
-    began = requests[0].arrival
-    shifted = (msgspec.structs.replace(r, arrival=(r.arrival - began) * unit) for r in requests)
+    requests.sort(key=lambda request: request.arrival)
+    start = requests[0].arrival
+    shifted = []
+    for request in requests:
+        seconds = (request.arrival - start) * unit
+        shifted.append(msgspec.structs.replace(request, arrival=seconds))
     return Trace(tuple(shifted), block, bool(form.time))
 
 
 def _text(where: str, path: str) -> str:
+    """Returns the text of a file, uncompressed. Raises ConfigError if it cannot be read."""
     try:
         raw = Path(path).read_bytes()
         text = (gzip.decompress(raw) if raw.startswith(GZIP_MAGIC) else raw).decode()
@@ -120,21 +125,32 @@ def _records(where: str, text: str) -> tuple[Collection[str], Iterable[tuple[str
     start = text.lstrip()[0]
     if start not in "[{":
         reader = csv.DictReader(text.splitlines(), skipinitialspace=True)
-        return reader.fieldnames or (), ((f"line {n}", row) for n, row in enumerate(reader, 2))
-    if start == "{":
-        lines = ((f"line {n}", line) for n, line in enumerate(text.splitlines(), 1) if line.strip())
-        records = ((place, _json(f"{where}, {place}", line, "object")) for place, line in lines)
-    else:
-        found = _json(where, text, "array")
-        records = (
-            (f"record {n}", record)
-            for n, record in enumerate(found if isinstance(found, list) else [], 1)
-        )
+        rows = ((f"line {number}", row) for number, row in enumerate(reader, 2))
+        return reader.fieldnames or (), rows
+    records = _json_lines(where, text) if start == "{" else _json_array(where, text)
     first = next(records, ("", None))
-    return first[1] if isinstance(first[1], dict) else (), chain([first], records)
+    names = first[1] if isinstance(first[1], dict) else ()
+    return names, chain([first], records)
+
+
+def _json_lines(where: str, text: str) -> Iterator[tuple[str, object]]:
+    """Yields each record of JSON lines with its place."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            place = f"line {number}"
+            yield place, _json(f"{where}, {place}", line, "object")
+
+
+def _json_array(where: str, text: str) -> Iterator[tuple[str, object]]:
+    """Yields each record of a JSON array with its place."""
+    found = _json(where, text, "array")
+    if isinstance(found, list):
+        for number, record in enumerate(found, 1):
+            yield f"record {number}", record
 
 
 def _json(where: str, text: str, kind: str) -> object:
+    """Parses JSON. Raises ConfigError with the place of the text and the expected kind."""
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError as error:
@@ -142,6 +158,7 @@ def _json(where: str, text: str, kind: str) -> object:
 
 
 def _request(where: str, record: object, form: TraceFormat) -> TraceRequest:
+    """Parses one record. Raises ConfigError with its place and the wrong field."""
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: it is not a JSON object")
     for name in filter(None, form[:3]):
@@ -150,42 +167,40 @@ def _request(where: str, record: object, form: TraceFormat) -> TraceRequest:
     ids = record.get(form.ids) or []
     if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
         raise ConfigError(f"{where}: {form.ids} must be a list of whole numbers of 0 or more")
-    prompt, answer = (
-        _length(f"{where}: {name}", record[name]) for name in (form.prompt, form.answer)
-    )
-    return TraceRequest(
-        _seconds(f"{where}: {form.time}", record[form.time]) if form.time else 0.0,
-        prompt,
-        answer,
-        tuple(ids),
-    )
+    prompt = _length(f"{where}: {form.prompt}", record[form.prompt])
+    answer = _length(f"{where}: {form.answer}", record[form.answer])
+    arrival = 0.0
+    if form.time:
+        arrival = _seconds(f"{where}: {form.time}", record[form.time])
+    return TraceRequest(arrival, prompt, answer, tuple(ids))
 
 
-def _length(what: str, value: object) -> int:
+def _length(field: str, value: object) -> int:
     """Parses a whole number of 1 or more; CSV holds it as text."""
     number = _number(value)
     if number is None or number != number // 1:
-        raise ConfigError(f"{what} is {_shown(value)}, which is not a whole number")
+        raise ConfigError(f"{field} is {_shown(value)}, which is not a whole number")
     if number < 1:
-        raise ConfigError(f"{what} is {number:.0f}: it must be 1 or more")
+        raise ConfigError(f"{field} is {number:.0f}: it must be 1 or more")
     return int(number)
 
 
-def _seconds(what: str, value: object) -> float:
+def _seconds(field: str, value: object) -> float:
     """Parses a number of 0 or more, or a date."""
     number = _number(value)
     if number is None and isinstance(value, str):
         with suppress(ValueError):
-            at = datetime.fromisoformat(value.strip())
-            number = (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+            date = datetime.fromisoformat(value.strip())
+            number = (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
     if number is None:
-        raise ConfigError(f"{what} is {_shown(value)}, which is not a time")
+        raise ConfigError(f"{field} is {_shown(value)}, which is not a time")
     if not 0 <= number < math.inf:
-        raise ConfigError(f"{what} is {number:g}: it must be 0 or more")
+        raise ConfigError(f"{field} is {number:g}: it must be 0 or more")
     return number
 
 
 def _number(value: object) -> float | None:
+    """Parses a number, or a text that holds one; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     with suppress(ValueError, OverflowError):
@@ -194,4 +209,5 @@ def _number(value: object) -> float | None:
 
 
 def _shown(value: object) -> str:
+    """Formats a value for an error text, shortened."""
     return value if isinstance(value, str) else json.dumps(value)[:80]

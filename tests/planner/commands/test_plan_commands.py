@@ -25,7 +25,8 @@ def _json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 def test_closed_form(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--capacity-prefill", "5.6", "--capacity-decode", "10", "--gpus"]
-    four, eight = _json(capsys, *words, "4"), _json(capsys, *words, "8")
+    four = _json(capsys, *words, "4")
+    eight = _json(capsys, *words, "8")
     assert four["best"]["prefill"]["n"] == 2 and four["best"]["decode"]["n"] == 1
     assert four["best"]["goodput_per_gpu"] == pytest.approx(3.333, abs=1e-3)
     assert four["one_to_one"] == pytest.approx(2.8)
@@ -108,7 +109,8 @@ def test_simulate_says_all_that_is_promised(capsys: pytest.CaptureFixture[str]) 
 
 def test_simulate_with_what_a_deployment_adds(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", *QUICK, "--prefill", "1x1", "--decode", "1x1", "--rate", "0.01"]
-    plain, slow = _json(capsys, *words), _json(capsys, *words, "--scale", "2:3")
+    plain = _json(capsys, *words)
+    slow = _json(capsys, *words, "--scale", "2:3")
     assert slow["ttft_mean"] == pytest.approx(2 * plain["ttft_mean"], rel=0.01)  # nobody waits
     assert slow["setting"]["latency"]["prefill"].endswith(", times 2")
     assert slow["tpot_mean"] == pytest.approx(3 * plain["tpot_mean"], rel=0.05)
@@ -156,7 +158,7 @@ def test_a_profile_is_planned_with(capsys: pytest.CaptureFixture[str], tmp_path:
     [
         (
             ["plan", "--gpu", "gtx", "--model", "opt-13b"],
-            "gtx is not a GPU we know: give one of a100",
+            "gtx is not a known GPU: give one of a100",
         ),
         (
             ["plan", "--gpu", "a100", "--model", "nope"],
@@ -254,6 +256,7 @@ def test_a_report_without_matplotlib_is_refused_in_words(
 def test_other_commands_do_not_load_the_planner_and_the_planner_not_numpy() -> None:
     code = (
         "import sys, vllm_disagg.cli as c; assert not any('planner' in m for m in sys.modules)\n"
-        "import vllm_disagg.planner.commands.plan; assert 'numpy' not in sys.modules and 'matplotlib' not in sys.modules"
+        "import vllm_disagg.planner.commands.plan; assert 'numpy' not in sys.modules\n"
+        "assert 'matplotlib' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

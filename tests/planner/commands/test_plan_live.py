@@ -1,4 +1,4 @@
-"""Advice for a running deployment: a scripted stand-in answers as the proxy does."""
+"""Tests advice for a running deployment, with a scripted stand-in for the proxy."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ vllm_disagg_tpot_seconds_sum {requests * tpot}
 
 
 class Proxy(BaseHTTPRequestHandler):
-    """Answers what is scripted; each look at the metrics gets the next."""
+    """Server of scripted answers; each request of the metrics gets the next one."""
 
     instances: ClassVar[list[dict[str, object]]] = []
     metrics: ClassVar[list[bytes]] = []
@@ -103,7 +103,8 @@ def proxy() -> Iterator[str]:
 def test_the_admin_key_shows_the_instances(
     proxy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Proxy.instances, Proxy.metrics = INSTANCES, [_metrics(100), _metrics(120)]
+    Proxy.instances = INSTANCES
+    Proxy.metrics = [_metrics(100), _metrics(120)]
     monkeypatch.setattr(Proxy, "key", "root")
     monkeypatch.setenv("OPENAI_API_KEY", "user")
     assert cli.main([*WORDS, "--live", proxy]) == 2
@@ -118,7 +119,8 @@ def test_the_admin_key_shows_the_instances(
 def test_three_prefill_and_one_decode_are_wrong_for_long_answers(
     proxy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Proxy.instances, Proxy.metrics = INSTANCES, [_metrics(100), _metrics(120)]
+    Proxy.instances = INSTANCES
+    Proxy.metrics = [_metrics(100), _metrics(120)]
     assert cli.main([*WORDS, "--live", proxy]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["traffic"]["prompt"] == pytest.approx(60) and found["traffic"]["requests"] == 20
@@ -135,7 +137,7 @@ def test_three_prefill_and_one_decode_are_wrong_for_long_answers(
 
 
 def test_a_refit_finds_how_much_slower_the_deployment_is() -> None:
-    """Times of a deployment whose prefill is 1.5 and whose decode is 2 times the model's."""
+    """Refits to a deployment with 1.5 times the model's prefill time and twice its decode time."""
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
     words = [
@@ -169,11 +171,11 @@ def test_counters_that_are_missing_are_named() -> None:
 
 
 def test_little_traffic_a_restart_and_answers_without_usage_are_said() -> None:
-    with pytest.raises(ConfigError, match="3 requests ended well in 10 s"):
+    with pytest.raises(ConfigError, match="3 requests succeeded in 10 s"):
         between(parse(_metrics(100)), parse(_metrics(103)), 10)
     with pytest.raises(ConfigError, match="include_usage"):
         between(parse(_metrics(100, 0, 0)), parse(_metrics(200, 0, 0)), 10)
-    with pytest.raises(ConfigError, match="ended well"):
+    with pytest.raises(ConfigError, match="succeeded"):
         between(parse(_metrics(100)), parse(_metrics(30)), 10)
 
 
@@ -189,8 +191,8 @@ def test_what_a_window_held() -> None:
         (INSTANCES[:3], "3 prefill and 0 decode instances"),
         ([{**row, "usable": False} for row in INSTANCES], "0 prefill and 0 decode"),
         ([{**row, "leaving": True} for row in INSTANCES], "0 prefill and 0 decode"),
-        ([{"a": 1}], "not what a vllm-disagg proxy answers"),
-        (["x"], "not what a vllm-disagg proxy answers"),
+        ([{"a": 1}], "not the answer of a vllm-disagg proxy"),
+        (["x"], "not the answer of a vllm-disagg proxy"),
     ],
 )
 def test_a_fleet_without_a_ratio_is_said(rows: list[object], words: str) -> None:

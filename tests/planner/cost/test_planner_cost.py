@@ -70,7 +70,8 @@ def test_kv_of_512_tokens_of_opt_66b_and_the_bandwidth_it_needs() -> None:
 
 
 def test_an_mla_cache_is_not_split_by_tensor_parallelism() -> None:
-    deepseek, per_rank = model.load("deepseek-v3"), 300e9
+    deepseek = model.load("deepseek-v3")
+    per_rank = 300e9
     one, two = (deepseek.kv_capacity(per_rank, tp, 1) for tp in (8, 16))
     assert two < 3 * one  # more weights leave, but each rank keeps all of the cache
 
@@ -83,7 +84,8 @@ def test_a_moe_reads_more_experts_with_more_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "mixtral-8x7b", "deepseek-v3"])
 def test_a_roofline_gets_slower_with_work_and_faster_with_ranks(name: str) -> None:
-    found, gpu = model.load(name), hardware.gpu("H100")
+    found = model.load(name)
+    gpu = hardware.gpu("H100")
     one, four = (RooflineLatency(found, gpu, tp, 1) for tp in (1, 4))
     assert (
         unloaded_prefill(one, 4096) > unloaded_prefill(one, 1024) > unloaded_decode(one, 1024) > 0
@@ -97,8 +99,9 @@ def test_a_roofline_gets_slower_with_work_and_faster_with_ranks(name: str) -> No
 
 
 def test_distserves_coefficients_give_its_times() -> None:
-    """13B TP1: 18.10 + 0.10191*512 + 7.12e-6*512^2 + 1 (stage) + 2 + 0.0001*512 (first stage), in
-    ms.
+    """Computes milliseconds of 13B TP1 by hand.
+
+    18.10 + 0.10191*512 + 7.12e-6*512^2 + 1 (stage) + 2 + 0.0001*512 (first stage).
     """
     latency: LatencyModel = distserve.latency("distserve-a100", "opt-13b", 1, 1)
     assert unloaded_prefill(latency, 512) == pytest.approx(0.0751999, rel=1e-4)
@@ -125,7 +128,8 @@ def test_worked_example_of_distserve() -> None:
 
 
 def test_mean_ttft_is_distserves_formula() -> None:
-    service, rate = 0.1, 6.0
+    service = 0.1
+    rate = 6.0
     assert queueing.mean_ttft(service, rate) == pytest.approx(
         service + rate * service**2 / (2 * (1 - rate * service))
     )

@@ -50,7 +50,8 @@ def test_mean_ttft_is_that_of_an_m_d_1_queue(pp: int, tolerance: float, load: fl
 
 
 def _deployments() -> dict[str, Deployment]:
-    small, large = 9_000, 60_000
+    small = 9_000
+    large = 60_000
     tight = SchedulingRules(budget=512, sequences=24)
     link = Handoff(LINKS["eth-10"], 200_000, 40)
     return {
@@ -79,7 +80,8 @@ def _deployments() -> dict[str, Deployment]:
 def test_leaps_change_nothing(name: str, rate: float) -> None:
     deployment = _deployments()[name]
     sample = SHAREGPT.sample(120, 3, Arrivals("poisson"))
-    leaps, steps = simulate(deployment, sample, rate), simulate(_slow(deployment), sample, rate)
+    leaps = simulate(deployment, sample, rate)
+    steps = simulate(_slow(deployment), sample, rate)
     for field in ("ttft", "tpot", "latency", "transfer"):
         assert getattr(leaps, field) == pytest.approx(getattr(steps, field), rel=1e-9, abs=1e-12)
     assert leaps.preemptions == steps.preemptions
@@ -158,7 +160,8 @@ def test_d_reserves_kv_for_prompts_in_transfer() -> None:
     handoff = Handoff(LINKS["ib-100"], 100_000, 32)
     narrow = Deployment(ReplicaPool(1, PLAIN, 60_000), ReplicaPool(1, PLAIN, 1_500), handoff)
     wide = Deployment(ReplicaPool(1, PLAIN, 60_000), ReplicaPool(1, PLAIN, 60_000), handoff)
-    one, two = simulate(narrow, sample, 1.0), simulate(wide, sample, 1.0)
+    one = simulate(narrow, sample, 1.0)
+    two = simulate(wide, sample, 1.0)
     assert one.ttft[1] > one.latency[0] > 1.0 > 2 * two.ttft[1]
 
 
@@ -173,7 +176,8 @@ def test_a_prompt_that_fits_nowhere_is_refused_and_missed() -> None:
 
 
 def test_shared_prefixes_save_prefill() -> None:
-    prompts, ids = [2048] * 40, [[1, 2, 3, 100 + n] for n in range(40)]
+    prompts = [2048] * 40
+    ids = [[1, 2, 3, 100 + n] for n in range(40)]
     gaps = [0.0, *[1.0] * 39]
     deployment = Deployment(ReplicaPool(1, PLAIN, 60_000), ReplicaPool(1, PLAIN, 60_000))
     cold = simulate(deployment, WorkloadSample(prompts, [10] * 40, gaps), 0.5)
@@ -183,9 +187,7 @@ def test_shared_prefixes_save_prefill() -> None:
 
 
 def test_prefix_aware_finds_the_instance_that_has_it() -> None:
-    """Two conversations, alternating in pairs: taking turns mixes them up, looking for prefixes
-    does not.
-    """
+    """Two conversations alternate in pairs: round robin mixes them, prefix awareness does not."""
     ids = [[100 * (n % 4 // 2) + block for block in range(20)] for n in range(40)]
     sample = WorkloadSample([20 * 512] * 40, [4] * 40, [0.0, *[1.0] * 39], ids)
 
@@ -200,8 +202,9 @@ def test_prefix_aware_finds_the_instance_that_has_it() -> None:
 
 
 def test_chunks_let_decodes_go_on_and_prefill_first_does_not() -> None:
-    """A short answer runs when a long prompt comes: each of its tokens waits for a chunk, or one
-    waits for the prompt.
+    """A long prompt arrives during a short answer.
+
+    With chunks each token of the answer waits for a chunk. Else one token waits for the prompt.
     """
     sample = WorkloadSample([100, 8000], [10, 2], [0.0, 0.05])
     chunked = simulate(

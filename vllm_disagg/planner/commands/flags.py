@@ -1,4 +1,4 @@
-"""The flags that `plan` and `simulate` share, and how they become a setting."""
+"""Flags that `plan` and `simulate` share, and the scenario built from them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import argparse
 from dataclasses import dataclass
 
 from ...errors import ConfigError
+from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY
 from ...workloads import lengths
 from ..cost import distserve, hardware, known_models, model, profile
 from ..search.scenario import PerformanceSource, Scenario, check_model
 from ..simulation import workload
 from ..simulation.simulator import POLICIES, Objective
 
-DEFAULT_WORKLOAD = "sharegpt-like"  # unless another is given
-DEFAULT_BUDGET_TOKENS = 8192  # tokens of a step, unless given or in the profile
+DEFAULT_WORKLOAD = "sharegpt-like"
+DEFAULT_BUDGET_TOKENS = 8192  # of a step, if neither a flag nor the profile gives one
 DEFAULT_LINKS = {"coefficients": "none", "profile": "none", "roofline": "ib-400"}
 
 
@@ -28,135 +29,136 @@ class PlanInputs:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `plan` and `simulate` share."""
-    add = parser.add_argument_group("how fast: one of these three").add_argument
+    add = parser.add_argument_group("step times: one of these three").add_argument
     add("--gpu", metavar="NAME", help=f"roofline of a GPU: {', '.join(hardware.GPUS)}")
     add(
         "--profile",
         metavar="FILE",
-        help="points that vllm-disagg profile measured; an instance counts as one GPU",
+        help="points measured by vllm-disagg profile; an instance counts as one GPU",
     )
     add(
         "--coefficients",
         metavar="NAME",
         help=f"published fits: {', '.join(distserve.COEFFICIENTS)}",
     )
-    add = parser.add_argument_group("what").add_argument
+    add = parser.add_argument_group("model, traffic and objective").add_argument
     add(
         "--model",
         metavar="MODEL",
         help=f"a folder with a config.json, or one of {', '.join(known_models.MODELS)}",
     )
-    add("--decode-gpu", metavar="NAME", help="the decode instances' GPU (default: as --gpu)")
+    add("--decode-gpu", metavar="NAME", help="GPU of the decode instances (default: as --gpu)")
     add(
         "--decode-profile",
         metavar="FILE",
-        help="the decode instances' points (default: as --profile)",
+        help="measured points of the decode instances (default: as --profile)",
     )
     add(
         "--workload",
         metavar="W",
         default=DEFAULT_WORKLOAD,
-        help=f"{', '.join(lengths.NAMED_DISTRIBUTIONS)}, IN:OUT tokens, or a trace (.jsonl, .json, .csv)"
-        " (default: %(default)s)",
+        help=f"{', '.join(lengths.NAMED_DISTRIBUTIONS)}, IN:OUT tokens, or a trace"
+        " (.jsonl, .json, .csv) (default: %(default)s)",
     )
     add(
         "--arrivals",
         metavar="A",
         default="",
-        help="poisson, gamma:CV or trace (default: a trace's own times, or poisson)",
+        help="poisson, gamma:CV or trace (default: the times of the trace, else poisson)",
     )
     add(
         "--ttft",
         metavar="SECONDS",
         type=float,
         default=0.5,
-        help="objective: first token (default: %(default)s)",
+        help="objective: time to first token (default: %(default)s)",
     )
     add(
         "--tpot",
         metavar="SECONDS",
         type=float,
         default=0.05,
-        help="objective: each later token (default: %(default)s)",
+        help="objective: mean time per output token after the first (default: %(default)s)",
     )
     add(
         "--attainment",
         metavar="SHARE",
         type=float,
         default=0.9,
-        help="share of requests that must meet them (default: %(default)s)",
+        help="share of requests that must meet the objective (default: %(default)s)",
     )
     add(
         "--attainment-of",
         choices=("joint", "each"),
-        help="both objectives in one request, or each by itself (default: joint; each under DistServe's rules)",
+        help="both limits in one request, or each by itself"
+        " (default: joint; each under DistServe's rules)",
     )
-    add = parser.add_argument_group("how it is simulated").add_argument
+    add = parser.add_argument_group("simulation").add_argument
     add(
         "--requests",
         metavar="N",
         type=int,
         default=1000,
-        help="of each seed (default: %(default)s)",
+        help="requests of each seed (default: %(default)s)",
     )
     add(
         "--seeds",
         metavar="N",
         type=int,
         default=5,
-        help="samples; the interval is over them (default: %(default)s)",
+        help="samples; the confidence interval is over them (default: %(default)s)",
     )
     add(
         "--link",
         metavar="LINK",
         default="",
-        help=f"between prefill and decode: {', '.join(hardware.LINKS)}, or GB/s"
+        help=f"network between prefill and decode: {', '.join(hardware.LINKS)}, or GB/s"
         " (default: ib-400 with --gpu, else none)",
     )
     add(
         "--overlap",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="both legs at once and KV moves during the prefill, as this project does it; off: after it"
-        " (default: on; off under DistServe's rules)",
+        help="start both legs at once and move KV during the prefill, as this project does;"
+        " off: after the prefill (default: on; off under DistServe's rules)",
     )
     add(
         "--policy",
         choices=POLICIES,
-        default="least_loaded",
-        help="the proxy's choice (default: %(default)s)",
+        default=DEFAULT_POLICY,
+        help="routing policy of the proxy (default: %(default)s)",
     )
     add(
         "--prefill-concurrency",
         metavar="N",
         type=int,
-        default=8,
-        help="as the proxy's flag (default: %(default)s)",
+        default=DEFAULT_PREFILL_CONCURRENCY,
+        help="legs at one prefill instance, as the proxy's flag (default: %(default)s)",
     )
     add(
         "--max-num-batched-tokens",
         metavar="N",
         type=int,
-        help=f"token budget of a step (default: {DEFAULT_BUDGET_TOKENS}, or the profile's)",
+        help=f"token budget of a step (default: {DEFAULT_BUDGET_TOKENS}, or that of the profile)",
     )
     add(
         "--max-num-seqs",
         metavar="N",
         type=int,
         default=256,
-        help="sequences at once (default: %(default)s)",
+        help="sequences that run at once in an instance (default: %(default)s)",
     )
     add(
         "--kv-limit",
         metavar="TOKENS",
         type=int,
         default=0,
-        help="KV of an instance (default: what its memory holds)",
+        help="KV of an instance (default: as much as its memory holds)",
     )
     add(
         "--rules",
         choices=("vllm", "distserve"),
-        help="how engines batch and clocks run (default: vllm; distserve with --coefficients)",
+        help="rules of batching and of measuring (default: vllm; distserve with --coefficients)",
     )
     add("--json", action="store_true", help="print one JSON object")
 
@@ -169,12 +171,11 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
     """
     _check(args)
     kind, prefill, decode, fits = _sources(args)
-    like_distserve = (
-        args.rules or ("distserve" if kind == "coefficients" else "vllm")
-    ) == "distserve"
+    rules = args.rules or ("distserve" if kind == "coefficients" else "vllm")
+    like_distserve = rules == "distserve"
     work = workload.load(args.workload)
     overlap = not like_distserve if args.overlap is None else args.overlap
-    joint = (args.attainment_of or ("each" if like_distserve else "joint")) == "joint"
+    counting = args.attainment_of or ("each" if like_distserve else "joint")
     for source in (prefill, decode):
         check_model(source, gpus, flag)
     arrivals = workload.arrivals(args.arrivals, work)
@@ -184,7 +185,7 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
         decode=decode,
         workload=work,
         arrivals=arrivals,
-        objective=Objective(args.ttft, args.tpot, args.attainment, joint),
+        objective=Objective(args.ttft, args.tpot, args.attainment, counting == "joint"),
         requests=requests,
         seeds=seeds,
         gpus=gpus,
@@ -201,14 +202,15 @@ def read(args: argparse.Namespace, gpus: int, flag: str) -> PlanInputs:
 
 
 def _check(args: argparse.Namespace) -> None:
+    """Raises ConfigError for a number out of its range."""
     for flag in ("ttft", "tpot"):
-        if not 0 < getattr(args, flag) < float("inf"):
-            raise ConfigError(
-                f"--{flag}: {getattr(args, flag)} is not a time: give seconds, more than 0"
-            )
+        seconds = getattr(args, flag)
+        if not 0 < seconds < float("inf"):
+            raise ConfigError(f"--{flag}: {seconds} is not a time: give seconds, more than 0")
     if not 0 < args.attainment < 1:
         raise ConfigError(
-            f"--attainment: {args.attainment} is not a share: give more than 0 and less than 1, as 0.9"
+            f"--attainment: {args.attainment} is not a share: give more than 0 and less than 1,"
+            " as 0.9"
         )
     least = {
         "requests": 10,
@@ -217,10 +219,11 @@ def _check(args: argparse.Namespace) -> None:
         "max_num_batched_tokens": 16,
         "max_num_seqs": 1,
     }
-    for flag, few in least.items():
-        value = getattr(args, flag)
-        if value is not None and value < few:
-            raise ConfigError(f"--{flag.replace('_', '-')}: {value} is too few: give {few} or more")
+    for name, minimum in least.items():
+        value = getattr(args, name)
+        if value is not None and value < minimum:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag}: {value} is too few: give {minimum} or more")
     if args.kv_limit < 0:
         raise ConfigError(f"--kv-limit: {args.kv_limit} is not a number of tokens")
 
@@ -228,18 +231,19 @@ def _check(args: argparse.Namespace) -> None:
 def _sources(
     args: argparse.Namespace,
 ) -> tuple[str, PerformanceSource, PerformanceSource, list[tuple[str, profile.LatencyFit]]]:
+    """Returns the kind of source, the sources of prefill and of decode, and the fits to show."""
     given = [name for name in ("gpu", "profile", "coefficients") if getattr(args, name)]
     if len(given) != 1:
         raise ConfigError(
-            "give one of --gpu, --profile and --coefficients: how fast are the instances?"
+            "give one of --gpu, --profile and --coefficients: the source of the step times"
         )
     if args.profile:
         loaded = model.load(args.model) if args.model else None
         prefill, fits = _profiled(args.profile, loaded)
         decode = prefill
         if args.decode_profile:
-            decode, more = _profiled(args.decode_profile, loaded)
-            fits += more
+            decode, decode_fits = _profiled(args.decode_profile, loaded)
+            fits += decode_fits
         return "profile", prefill, decode, fits
     if args.decode_profile:
         raise ConfigError("--decode-profile goes with --profile")
@@ -254,19 +258,25 @@ def _sources(
         distserve.degrees(args.coefficients, loaded.name)
         source = PerformanceSource("coefficients", args.coefficients, loaded)
         return "coefficients", source, source, []
-    names = args.gpu, args.decode_gpu or args.gpu
-    prefill, decode = (
-        PerformanceSource("roofline", name, loaded, hardware.gpu(name)) for name in names
-    )
+    decode_gpu = args.decode_gpu or args.gpu
+    prefill = PerformanceSource("roofline", args.gpu, loaded, hardware.gpu(args.gpu))
+    decode = PerformanceSource("roofline", decode_gpu, loaded, hardware.gpu(decode_gpu))
     return "roofline", prefill, decode, []
 
 
 def _profiled(
     path: str, loaded: model.ModelCosts | None
 ) -> tuple[PerformanceSource, list[tuple[str, profile.LatencyFit]]]:
+    """Returns the source fitted to a file of points, and the fit with the file's path."""
     points = profile.load(path)
     fit = profile.fit(points)
-    budget = points.max_num_batched_tokens or 0
-    return PerformanceSource(
-        "profile", path, loaded, None, fit.latency, points.kv_tokens, budget, points.beside
-    ), [(path, fit)]
+    source = PerformanceSource(
+        kind="profile",
+        name=path,
+        model=loaded,
+        fitted=fit.latency,
+        kv_tokens=points.kv_tokens,
+        budget=points.max_num_batched_tokens or 0,
+        beside=points.beside,
+    )
+    return source, [(path, fit)]

@@ -2,10 +2,10 @@
 
 The proxy's /metrics, read at both ends of a window, give the rate, the mean lengths and the mean
 times. The list of instances comes from /disagg/instances. One factor for each phase scales the
-given latency model, so that a simulation of the present deployment under the same traffic has the
-measured times. Then each split of as many instances is simulated for its goodput. Means do not tell
-the spread of lengths: a log-normal distribution (LENGTH_LOG_SIGMA) is assumed unless --workload
-gives another.
+given latency model. With both factors, a simulation of the present deployment under the same
+traffic has the measured times. Then each split of as many instances is simulated for its goodput.
+Means do not show the spread of lengths. A log-normal distribution (LENGTH_LOG_SIGMA) is assumed
+unless --workload gives another.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from ..simulation.simulator import simulate
 from . import flags
 from .output import describe
 
-LENGTH_LOG_SIGMA = 0.8  # of the lengths' logarithm; between DistServe's ShareGPT and Azure's traces
-REFIT_ROUNDS = 3  # of refitting
-MAX_REFIT_FACTOR = 64.0  # a refit's factors are between 1 / REACH and REACH
-REFIT_PRECISION_RATIO = 1.01  # and as close to what is right
-MIN_WINDOW_REQUESTS = 20  # requests in a window, for means that mean something
+# Standard deviation of the logarithm of lengths; between DistServe's ShareGPT and Azure's traces.
+LENGTH_LOG_SIGMA = 0.8
+REFIT_ROUNDS = 3
+MAX_REFIT_FACTOR = 64.0  # factors are between 1 / MAX_REFIT_FACTOR and MAX_REFIT_FACTOR
+REFIT_PRECISION_RATIO = 1.01  # of the ends of a bisection
+MIN_WINDOW_REQUESTS = 20  # means of fewer requests are too uncertain
 
 COUNTERS = {
     "requests": "vllm_disagg_requests_total",
@@ -63,50 +64,59 @@ class ObservedTraffic(msgspec.Struct, frozen=True):
 def add_arguments(parser: Any) -> None:
     """Adds the flags of `plan --live`."""
     add = parser.add_argument
-    add("--live", metavar="URL", help="the proxy; together with --gpu, --profile or --coefficients")
+    add(
+        "--live",
+        metavar="URL",
+        help="address of the proxy; needs --gpu, --profile or --coefficients",
+    )
     add(
         "--window",
         metavar="SECONDS",
         type=float,
         default=60.0,
-        help="of traffic to look at (default: %(default)s)",
+        help="time to measure traffic for (default: %(default)s)",
     )
     add(
         "--instance",
         metavar="TPxPP",
         default="1x1",
-        help="of each instance that runs (default: %(default)s)",
+        help="parallelism of each running instance (default: %(default)s)",
     )
 
 
 def run(args: argparse.Namespace, say: Callable[[str], None] | None = None) -> int:
-    """Measures the traffic of a running proxy and prints the best split. Returns the exit status."""
-    tell = say or (lambda line: print(line, file=sys.stderr, flush=True))
+    """Measures the traffic of a running proxy and prints the best split.
+
+    `say` prints a progress line. Returns the exit status.
+    """
+    print_progress = say or (lambda line: print(line, file=sys.stderr, flush=True))
     if not 1 <= args.window <= 86_400:
         raise ConfigError(f"--window: {args.window:g} s is not between 1 s and a day")
     tp, pp = _shape(args.instance)
     url = http_client.address("--live", args.live)
     prefills, decodes = count(_page(url, "/disagg/instances"))
-    planned = flags.read(args, (prefills + decodes) * tp * pp, "more GPUs, as an --instance of")
-    if (tp, pp) not in planned.scenario.prefill.shapes(max(8, tp * pp)):
-        raise ConfigError(
-            f"--instance: {args.instance} cannot be simulated with {planned.scenario.prefill.name}"
-        )
+    gpus = (prefills + decodes) * tp * pp
+    planned = flags.read(args, gpus, "more GPUs, as an --instance of")
+    source = planned.scenario.prefill
+    if (tp, pp) not in source.shapes(max(8, tp * pp)):
+        raise ConfigError(f"--instance: {args.instance} cannot be simulated with {source.name}")
     before = parse(_page(url, "/metrics"))
-    began = time.monotonic()
-    tell(
-        f"plan: {prefills} prefill and {decodes} decode instances; looking at {args.window:g} s of traffic"
+    started_at = time.monotonic()
+    print_progress(
+        f"plan: {prefills} prefill and {decodes} decode instances;"
+        f" measuring {args.window:g} s of traffic"
     )
     time.sleep(args.window)
-    traffic = between(before, parse(_page(url, "/metrics")), time.monotonic() - began)
+    after = parse(_page(url, "/metrics"))
+    traffic = between(before, after, time.monotonic() - started_at)
     present = Placement(ReplicaGroup(tp, pp, prefills), ReplicaGroup(tp, pp, decodes))
-    scenario = refit(_under(planned.scenario, traffic, args.workload), present, traffic)
+    scenario = refit(_with_lengths(planned.scenario, traffic, args.workload), present, traffic)
     document = judge(scenario, present, traffic, optimizer.process_count(args.jobs))
     print(json.dumps(document) if args.json else _text(document))
     return 0
 
 
-# --- what the proxy says ---
+# --- pages of the proxy ---
 
 
 def _page(url: str, path: str) -> bytes:
@@ -120,7 +130,7 @@ def count(body: bytes) -> tuple[int, int]:
         roles = [row["role"] for row in rows if row["usable"] and not row.get("leaving")]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
-            f"--live: /disagg/instances is not what a vllm-disagg proxy answers: {error!r}"
+            f"--live: /disagg/instances is not the answer of a vllm-disagg proxy: {error!r}"
         ) from None
     if "prefill" not in roles or "decode" not in roles:
         found = f"{roles.count('prefill')} prefill and {roles.count('decode')} decode instances"
@@ -136,7 +146,11 @@ def parse(body: bytes) -> MetricSamples:
         families = list(text_string_to_metric_families(body.decode()))
     except (ValueError, UnicodeDecodeError) as error:
         raise ConfigError(f"--live: /metrics is not Prometheus' text: {error}") from None
-    return {(s.name, frozenset(s.labels.items())): s.value for f in families for s in f.samples}
+    samples: MetricSamples = {}
+    for family in families:
+        for sample in family.samples:
+            samples[sample.name, frozenset(sample.labels.items())] = sample.value
+    return samples
 
 
 def between(before: MetricSamples, after: MetricSamples, seconds: float) -> ObservedTraffic:
@@ -148,58 +162,58 @@ def between(before: MetricSamples, after: MetricSamples, seconds: float) -> Obse
     for counter in COUNTERS.values():
         if not names & {counter, f"{counter}_count"}:
             raise ConfigError(
-                f"--live: the proxy's metrics have no {counter}: it is of an older release, or served nothing"
+                f"--live: the proxy's metrics have no {counter}:"
+                " the proxy is of an older release, or has served no request"
             )
 
-    def gained(name: str, **labels: str) -> float:
-        wanted = labels.items()
-        return sum(
-            v - before.get(key, 0.0)
-            for key, v in after.items()
-            if key[0] == name and key[1] >= wanted
-        )
+    def increase(name: str, **labels: str) -> float:
+        """Returns the increase of a counter, summed over all series with these labels."""
+        total = 0.0
+        for key, value in after.items():
+            series_name, series_labels = key
+            if series_name == name and series_labels >= labels.items():
+                total += value - before.get(key, 0.0)
+        return total
 
-    requests = gained(COUNTERS["requests"], outcome="ok")
+    requests = increase(COUNTERS["requests"], outcome="ok")
     if requests < MIN_WINDOW_REQUESTS:
         raise ConfigError(
-            f"--live: {requests:.0f} requests ended well in {seconds:.0f} s;"
+            f"--live: {requests:.0f} requests succeeded in {seconds:.0f} s;"
             f" {MIN_WINDOW_REQUESTS} or more are needed: give more --window"
         )
-    if any(
-        after[key] < value
-        for key, value in before.items()
-        if key in after and key[0] == COUNTERS["requests"]
-    ):
-        raise ConfigError("--live: the proxy was started again meanwhile: ask once more")
-    prompt = gained(COUNTERS["tokens"], kind="prompt")
-    output = gained(COUNTERS["tokens"], kind="completion")
-    times = {
-        name: (gained(f"{COUNTERS[name]}_sum"), gained(f"{COUNTERS[name]}_count"))
-        for name in ("ttft", "tpot")
-    }
+    for key, value in before.items():
+        if key[0] == COUNTERS["requests"] and after.get(key, value) < value:
+            raise ConfigError(
+                "--live: the proxy was restarted during the window: run this command again"
+            )
+    prompt = increase(COUNTERS["tokens"], kind="prompt")
+    output = increase(COUNTERS["tokens"], kind="completion")
     if not prompt or not output:
         raise ConfigError(
-            "--live: the answers state no usage, so lengths are not known: clients that stream must ask for it with"
-            ' "stream_options": {"include_usage": true}'
+            "--live: the answers state no usage, so lengths are not known: clients that stream"
+            ' must ask for it with "stream_options": {"include_usage": true}'
         )
-    if not all(n for _, n in times.values()):
+    ttft_count = increase(f"{COUNTERS['ttft']}_count")
+    tpot_count = increase(f"{COUNTERS['tpot']}_count")
+    if not ttft_count or not tpot_count:
         raise ConfigError("--live: no answer was streamed, so TTFT and TPOT are not known")
     return ObservedTraffic(
-        seconds,
-        int(requests),
-        requests / seconds,
-        prompt / requests,
-        output / requests,
-        *(total / n for total, n in times.values()),
+        seconds=seconds,
+        requests=int(requests),
+        rate=requests / seconds,
+        prompt=prompt / requests,
+        output=output / requests,
+        ttft=increase(f"{COUNTERS['ttft']}_sum") / ttft_count,
+        tpot=increase(f"{COUNTERS['tpot']}_sum") / tpot_count,
     )
 
 
-# --- what follows ---
+# --- simulation of this traffic ---
 
 
-def _under(scenario: Scenario, traffic: ObservedTraffic, asked: str) -> Scenario:
+def _with_lengths(scenario: Scenario, traffic: ObservedTraffic, workload_flag: str) -> Scenario:
     """Replaces the default workload by lengths like those of the traffic."""
-    if asked != flags.DEFAULT_WORKLOAD:
+    if workload_flag != flags.DEFAULT_WORKLOAD:
         return scenario
     spread = lengths.LengthDistribution(
         (math.log(traffic.prompt) - LENGTH_LOG_SIGMA**2 / 2, LENGTH_LOG_SIGMA),
@@ -219,28 +233,28 @@ def refit(scenario: Scenario, present: Placement, traffic: ObservedTraffic) -> S
     sample = scenario.samples()[0]
 
     def means(tried: Scenario) -> dict[str, float]:
-        outcome = simulate(tried.deployment(present), sample, traffic.rate)
-        found = {
-            "prefill": [t for t in outcome.ttft if t >= 0],
-            "decode": [t for t in outcome.tpot if t > 0],
+        result = simulate(tried.deployment(present), sample, traffic.rate)
+        times = {
+            "prefill": [seconds for seconds in result.ttft if seconds >= 0],
+            "decode": [seconds for seconds in result.tpot if seconds > 0],
         }
-        if not all(found.values()):
+        if not all(times.values()):
             raise ConfigError(
-                "--live: these instances cannot hold such requests, by the model given: check --instance"
+                "--live: these instances cannot hold such requests, by the given model:"
+                " check --instance"
             )
-        return {phase: sum(times) / len(times) for phase, times in found.items()}
+        return {phase: sum(values) / len(values) for phase, values in times.items()}
 
     for _ in range(REFIT_ROUNDS):
-        for phase, seen in (("decode", traffic.tpot), ("prefill", traffic.ttft)):
+        for phase, measured in (("decode", traffic.tpot), ("prefill", traffic.ttft)):
             low = 1 / MAX_REFIT_FACTOR
             high = MAX_REFIT_FACTOR
             while high / low > REFIT_PRECISION_RATIO:
                 middle = math.sqrt(low * high)
-                low, high = (
-                    (low, middle)
-                    if means(_scaled(scenario, phase, middle))[phase] > seen
-                    else (middle, high)
-                )
+                if means(_scaled(scenario, phase, middle))[phase] > measured:
+                    high = middle
+                else:
+                    low = middle
             scenario = _scaled(scenario, phase, math.sqrt(low * high))
     return scenario
 
@@ -254,54 +268,61 @@ def _scaled(scenario: Scenario, phase: str, factor: float) -> Scenario:
 def judge(
     scenario: Scenario, present: Placement, traffic: ObservedTraffic, jobs: int
 ) -> dict[str, Any]:
-    """Compares the goodput of the present split with every other split, and with one instance more."""
+    """Compares the goodput of the present split with all others, and with one instance more.
+
+    Raises ConfigError if no split of as many instances meets the objective.
+    """
     tp = present.prefill.tp
     pp = present.prefill.pp
     decode = present.decode
     total = present.prefill.n + (decode.n if decode else 0)
-    splits = [
-        Placement(ReplicaGroup(tp, pp, n), ReplicaGroup(tp, pp, total - n)) for n in range(1, total)
-    ]
+    splits = []
+    for prefills in range(1, total):
+        decode_group = ReplicaGroup(tp, pp, total - prefills)
+        splits.append(Placement(ReplicaGroup(tp, pp, prefills), decode_group))
     scores = optimizer.search(scenario, splits, 0, jobs, lambda *_: None)
     now = next((score for score in scores if score.placement == present), None)
     best = scores[0] if scores else None
     if not best:
+        objective = scenario.objective
         raise ConfigError(
-            f"--live: no split meets --ttft {scenario.objective.ttft:g} and --tpot {scenario.objective.tpot:g} at any rate;"
-            f" means now are {traffic.ttft:.3g} and {traffic.tpot:.3g} s: give more"
+            f"--live: no split meets --ttft {objective.ttft:g} and --tpot {objective.tpot:g}"
+            f" at any rate; the means are {traffic.ttft:.3g} and {traffic.tpot:.3g} s now;"
+            " give more"
         )
     gain = best.goodput / now.goodput if now else None
-    right = gain is not None and gain <= MIN_GAIN_RATIO
-    held = now.goodput * present.gpus if now else 0.0
+    present_goodput = now.goodput * present.gpus if now else 0.0
     return {
-        "right": right,
+        "right": gain is not None and gain <= MIN_GAIN_RATIO,
         "gain": gain,
         "present": _split(present, now),
         "best": _split(best.placement, best),
         "alternatives": [_split(score.placement, score) for score in scores],
         "one_more": {
-            role: _one_more(scenario, present, role, held, jobs) for role in ("prefill", "decode")
+            role: _one_more(scenario, present, role, present_goodput, jobs)
+            for role in ("prefill", "decode")
         },
         "traffic": msgspec.to_builtins(traffic),
         "refit": {"prefill": scenario.prefill.scale, "decode": scenario.decode.scale},
-        "headroom": held / traffic.rate,
+        "headroom": present_goodput / traffic.rate,
         "setting": describe(scenario),
     }
 
 
 def _one_more(
-    scenario: Scenario, present: Placement, role: str, held: float, jobs: int
+    scenario: Scenario, present: Placement, role: str, present_goodput: float, jobs: int
 ) -> dict[str, Any]:
+    """Describes the goodput with one more instance of a role, and the gain over the present."""
     group = getattr(present, role)
-    grown = msgspec.structs.replace(
-        present, **{role: msgspec.structs.replace(group, n=group.n + 1)}
-    )
+    larger_group = msgspec.structs.replace(group, n=group.n + 1)
+    grown = msgspec.structs.replace(present, **{role: larger_group})
     scores = optimizer.search(scenario, [grown], 0, jobs, lambda *_: None)
     found = _split(grown, scores[0] if scores else None)
-    return found | {"gain": found["goodput"] / held if held else None}
+    return found | {"gain": found["goodput"] / present_goodput if present_goodput else None}
 
 
 def _split(placement: Placement, score: optimizer.PlacementScore | None) -> dict[str, Any]:
+    """Describes a split with its goodput and its interval, in requests/s of all instances."""
     return {
         "prefill": placement.prefill.n,
         "decode": placement.decode.n if placement.decode else 0,
@@ -311,32 +332,35 @@ def _split(placement: Placement, score: optimizer.PlacementScore | None) -> dict
 
 
 def _text(document: dict[str, Any]) -> str:
+    """Formats the comparison for a terminal."""
     traffic = document["traffic"]
     present = document["present"]
     best = document["best"]
-    seen = f"{traffic['requests']} requests in {traffic['seconds']:.0f} s: {traffic['rate']:.3g}/s, mean"
-    seen += f" {traffic['prompt']:.0f} tokens in and {traffic['output']:.0f} out, TTFT {traffic['ttft']:.3g} s,"
-    seen += f" TPOT {traffic['tpot']:.3g} s"
-    factors = f"refitted: prefill x {document['refit']['prefill']:.2f}, decode x {document['refit']['decode']:.2f}"
-    now = f"now {present['prefill']}P{present['decode']}D: good for {present['goodput']:.3g} requests/s"
+    factors = document["refit"]
+    measured = (
+        f"{traffic['requests']} requests in {traffic['seconds']:.0f} s: {traffic['rate']:.3g}/s,"
+        f" mean {traffic['prompt']:.0f} tokens in and {traffic['output']:.0f} out,"
+        f" TTFT {traffic['ttft']:.3g} s, TPOT {traffic['tpot']:.3g} s"
+    )
+    refitted = f"refitted: prefill x {factors['prefill']:.2f}, decode x {factors['decode']:.2f}"
+    now = f"{present['prefill']}P{present['decode']}D: goodput {present['goodput']:.3g} requests/s"
     if document["right"]:
         verdict = "no other split of these instances gains more than 10 %: keep it"
     else:
-        gain = (
-            f"{document['gain']:.2f} times that"
-            if document["gain"]
-            else "where the present split meets them at no rate"
-        )
-        change = f"{best['prefill']}P{best['decode']}D: good for {best['goodput']:.3g} requests/s, {gain}"
-        verdict = f"change to {change}"
-    more = []
+        gain = "the present split meets the objective at no rate"
+        if document["gain"]:
+            gain = f"{document['gain']:.2f} times that"
+        split = f"{best['prefill']}P{best['decode']}D"
+        verdict = f"change to {split}: goodput {best['goodput']:.3g} requests/s, {gain}"
+    lines = [measured, refitted, f"now {now}", verdict]
     for role, found in document["one_more"].items():
         gain = f", {found['gain']:.2f} times that" if found["gain"] else ""
-        more.append(f"one more {role} instance: {found['goodput']:.3g} requests/s{gain}")
-    return "\n".join([seen, factors, now, verdict, *more])
+        lines.append(f"one more {role} instance: {found['goodput']:.3g} requests/s{gain}")
+    return "\n".join(lines)
 
 
 def _shape(text: str) -> tuple[int, int]:
+    """Parses TPxPP."""
     tp, _, pp = text.partition("x")
     if not (tp.isdecimal() and pp.isdecimal() and int(tp) and int(pp)):
         raise ConfigError(f"--instance: {text} is not TPxPP, as 2x1")

@@ -6,6 +6,7 @@ import json
 import shlex
 from typing import Any
 
+from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, KV_ROLES
 from ..cost import queueing
 from ..search.advice import Advice, too_few_requests
 from ..search.optimizer import PlacementScore
@@ -17,32 +18,31 @@ from ..search.scenario import Placement, ReplicaGroup, Scenario
 def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
     """Lists the commands that start `placement`, one a line.
 
-    Ports stand for machines: all instances are on this one, as an example.
+    They give all flags that the simulation depends on. Ports stand for machines: all instances are
+    on this one, as an example.
     """
     if not placement.decode:
-        return _colocated(placement, model)
+        return _colocated(scenario, placement, model)
+    engine = _engine_flags(scenario)
+    routing = _routing_flags(scenario)
     lines = []
     p = placement.prefill
     d = placement.decode
-    if (p.tp, p.pp) == (d.tp, d.pp) and p.pp == 1:
+    is_default_proxy = (
+        scenario.policy == DEFAULT_POLICY and scenario.concurrency == DEFAULT_PREFILL_CONCURRENCY
+    )
+    # `up` starts instances of one shape, and a proxy with default routing.
+    if (p.tp, p.pp) == (d.tp, d.pp) and p.pp == 1 and (is_default_proxy or scenario.distserve):
         parallel = ["--tensor-parallel-size", str(p.tp)] if p.tp > 1 else []
-        words = [
-            "vllm-disagg",
-            "up",
-            "--model",
-            model,
-            "--prefill",
-            str(p.n),
-            "--decode",
-            str(d.n),
-            *parallel,
-        ]
-        lines.append(shlex.join(words))
+        instances = ["--prefill", str(p.n), "--decode", str(d.n)]
+        passed_on = ["--", *engine] if engine else []
+        up = ["vllm-disagg", "up", "--model", model, *instances, *parallel, *passed_on]
+        lines.append(shlex.join(up))
     lines.append("vllm-disagg key fleet.key")
-    proxy = ["vllm-disagg", "proxy", "--key-file", "fleet.key"]
+    proxy = ["vllm-disagg", "proxy", "--key-file", "fleet.key", *routing]
     for role, flag, group, base in (
-        ("kv_producer", "--prefill", p, 8100),
-        ("kv_consumer", "--decode", d, 8200),
+        (KV_ROLES["prefill"], "--prefill", p, 8100),
+        (KV_ROLES["decode"], "--decode", d, 8200),
     ):
         for n in range(group.n):
             transfer = {
@@ -52,35 +52,56 @@ def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
                 "kv_connector_extra_config": {"key_file": "fleet.key"},
             }
             extra = ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
-            lines.append(shlex.join([*_serve(model, group, base + n), *extra]))
+            lines.append(shlex.join([*_serve(model, group, base + n), *engine, *extra]))
             proxy += [flag, f"http://127.0.0.1:{base + n}"]
     return [*lines, shlex.join(proxy)]
 
 
 def remarks(placement: Placement) -> list[str]:
-    """Lists limits of the commands that their reader must know."""
+    """Lists the limits of the commands, for their reader."""
     p = placement.prefill
     d = placement.decode
     if d and ((p.tp, p.pp) != (d.tp, d.pp) or p.pp > 1):
         return [
-            "prefill and decode differ in parallelism, or use pipelines: see README, what is not supported yet, before you"
-            " start it"
+            "prefill and decode differ in parallelism, or use pipelines: see README, what is not"
+            " supported yet, before you start it"
         ]
     return []
 
 
-def _colocated(placement: Placement, model: str) -> list[str]:
+def _colocated(scenario: Scenario, placement: Placement, model: str) -> list[str]:
+    """Lists the commands of a colocated placement; one instance needs no proxy."""
+    schedule = ["--no-enable-chunked-prefill"]
+    if placement.chunked:
+        schedule = ["--max-num-batched-tokens", str(placement.budget)]
+    if not scenario.distserve:
+        schedule += ["--max-num-seqs", str(scenario.sequences)]
     lines = []
-    proxy = ["vllm-disagg", "proxy"]
+    proxy = ["vllm-disagg", "proxy", "--policy", scenario.policy]
     for n in range(placement.prefill.n):
-        budget = ["--max-num-batched-tokens", str(placement.budget)] if placement.chunked else []
-        chunked = [] if placement.chunked else ["--no-enable-chunked-prefill"]
-        lines.append(shlex.join([*_serve(model, placement.prefill, 8200 + n), *budget, *chunked]))
+        lines.append(shlex.join([*_serve(model, placement.prefill, 8200 + n), *schedule]))
         proxy += ["--decode", f"http://127.0.0.1:{8200 + n}"]
     return lines if placement.prefill.n == 1 else [*lines, shlex.join(proxy)]
 
 
+def _engine_flags(scenario: Scenario) -> list[str]:
+    """Returns the scheduling flags of an instance; DistServe's rules have no such limits."""
+    if scenario.distserve:
+        return []
+    budget = ["--max-num-batched-tokens", str(scenario.budget)]
+    return [*budget, "--max-num-seqs", str(scenario.sequences)]
+
+
+def _routing_flags(scenario: Scenario) -> list[str]:
+    """Returns the routing flags of the proxy; DistServe's rules limit no concurrency."""
+    policy = ["--policy", scenario.policy]
+    if scenario.distserve:
+        return policy
+    return [*policy, "--prefill-concurrency", str(scenario.concurrency)]
+
+
 def _serve(model: str, group: ReplicaGroup, port: int) -> list[str]:
+    """Returns the arguments of the `vllm serve` command of one instance."""
     words = ["vllm", "serve", model, "--port", str(port)]
     for flag, value in (
         ("--tensor-parallel-size", group.tp),
@@ -106,7 +127,10 @@ def as_json(advice: Advice, model: str) -> dict[str, Any]:
         "ratio": advice.ratio,
         "ratio_ci": advice.ratio_ci,
         "alternatives": [_score(scenario, score) for score in advice.alternatives],
-        "flips": {name: {"at": f.at, "words": f.words} for name, f in advice.crossovers.items()},
+        "flips": {
+            name: {"at": crossover.at, "words": crossover.words}
+            for name, crossover in advice.crossovers.items()
+        },
         "commands": commands(scenario, placement, model),
         "remarks": [*remarks(placement), *too_few_requests(scenario, advice.chosen)],
         "considered": advice.considered,
@@ -117,6 +141,9 @@ def as_json(advice: Advice, model: str) -> dict[str, Any]:
 def describe(scenario: Scenario) -> dict[str, Any]:
     """Describes a scenario for JSON documents."""
     objective = scenario.objective
+    counting = "TTFT and TPOT separately"
+    if objective.joint:
+        counting = "each request, TTFT and TPOT jointly"
     return {
         "latency": {"prefill": scenario.prefill.words(), "decode": scenario.decode.words()},
         "workload": scenario.workload.name,
@@ -124,9 +151,7 @@ def describe(scenario: Scenario) -> dict[str, Any]:
         "ttft": objective.ttft,
         "tpot": objective.tpot,
         "attainment": objective.attainment,
-        "attainment_of": "each request, TTFT and TPOT jointly"
-        if objective.joint
-        else "TTFT and TPOT separately",
+        "attainment_of": counting,
         "rules": "DistServe's" if scenario.distserve else "vLLM's",
         "gpus": scenario.gpus,
         "requests": scenario.requests,
@@ -134,11 +159,15 @@ def describe(scenario: Scenario) -> dict[str, Any]:
         "link": scenario.link.name,
         "overlap": scenario.overlap,
         "policy": scenario.policy,
+        "prefill_concurrency": None if scenario.distserve else scenario.concurrency,
+        "max_num_batched_tokens": None if scenario.distserve else scenario.budget,
+        "max_num_seqs": None if scenario.distserve else scenario.sequences,
         "kv_limit": scenario.kv_limit or None,
     }
 
 
 def _score(scenario: Scenario, score: PlacementScore | None) -> dict[str, Any] | None:
+    """Describes a placement with its goodput in requests/s per GPU; None for no placement."""
     if not score:
         return None
     placement = score.placement
@@ -146,8 +175,9 @@ def _score(scenario: Scenario, score: PlacementScore | None) -> dict[str, Any] |
         "gpus": placement.gpus,
         "goodput_per_gpu": score.goodput,
         "ci": score.ci,
+        "rates": score.rates,
+        "closed_form": closed_form(scenario, placement),
     }
-    found |= {"rates": score.rates, "closed_form": closed_form(scenario, placement)}
     if placement.decode:
         return {
             "prefill": _replica_group(placement.prefill),
@@ -166,9 +196,9 @@ def _replica_group(group: ReplicaGroup) -> dict[str, int]:
 
 
 def closed_form(scenario: Scenario, placement: Placement) -> dict[str, Any]:
-    """Estimates capacities by closed form, as a sanity check beside a simulation.
+    """Estimates capacities in requests/s by closed form, as a sanity check beside a simulation.
 
-    For P:D it adds the mean wait and the bandwidth at that rate.
+    For disaggregated placements it adds the mean TTFT, and bytes/s and seconds of the hand-off.
     """
     sample = scenario.samples()[0]
     prefill, decode = scenario.capacities(placement, sample)
@@ -182,6 +212,6 @@ def closed_form(scenario: Scenario, placement: Placement) -> dict[str, Any]:
             model.kv_per_token, mean_prompt, scenario.link.bandwidth, scenario.link.latency
         )
     if placement.decode:
-        one = placement.prefill.n / prefill
-        found["ttft_mean_half_load"] = queueing.mean_ttft(one, 0.5 / one, 1)
+        service = placement.prefill.n / prefill  # seconds of one prompt in one instance
+        found["ttft_mean_half_load"] = queueing.mean_ttft(service, 0.5 / service, 1)
     return found

@@ -1,6 +1,4 @@
-"""Searches the numbers of P and D, and their parallelism, with the most goodput per GPU:
-`vllm-disagg plan`.
-"""
+"""Searches the placement with the most goodput per GPU: `vllm-disagg plan`."""
 
 from __future__ import annotations
 
@@ -12,32 +10,32 @@ from typing import Any
 
 from ...errors import ConfigError
 from ..cost import model, queueing
-from ..cost.latency import unloaded_decode, unloaded_prefill
+from ..cost.latency import LatencyModel, unloaded_decode, unloaded_prefill
 from ..search import advice, optimizer
-from ..search.scenario import Scenario
+from ..search.scenario import PerformanceSource, Scenario
 from ..simulation import workload
 from ..simulation.simulator import quantile
 from . import flags, live, output, report
 
 KEPT_PLACEMENTS = 3  # placements of a kind that are evaluated to the end
 PREFILL_LOADS = (0.5, 0.8)  # of a prefill GPU, for waiting times
-PROGRESS_INTERVAL_SECONDS = 2.0  # seconds between two lines of progress
+PROGRESS_INTERVAL_SECONDS = 2.0  # between two progress lines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `plan`."""
     flags.add_arguments(parser)
-    add = parser.add_argument_group("what is searched").add_argument
+    add = parser.add_argument_group("search").add_argument
     add(
         "--gpus",
         metavar="N",
         type=int,
         default=4,
-        help="at most so many, P and D together (default: %(default)s)",
+        help="budget of prefill and decode together (default: %(default)s)",
     )
     add("--jobs", metavar="N", type=int, default=0, help="processes (default: one for each core)")
-    add("--report", metavar="DIR", help="write report.html and plots there")
-    add = parser.add_argument_group("closed form only").add_argument
+    add("--report", metavar="DIR", help="write report.html and plots into this folder")
+    add = parser.add_argument_group("closed form, without a simulation").add_argument
     add(
         "--capacity-prefill",
         metavar="R",
@@ -64,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         report.check(args.report)
     planned = flags.read(args, args.gpus, "--gpus")
     scenario = planned.scenario
-    began = time.monotonic()
+    started_at = time.monotonic()
     jobs = optimizer.process_count(args.jobs)
     split = optimizer.search(
         scenario,
@@ -80,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(_nothing(scenario))
     found = advice.advise(scenario, split, together)
     document = output.as_json(found, planned.model)
-    document["seconds"] = round(time.monotonic() - began, 2)
+    document["seconds"] = round(time.monotonic() - started_at, 2)
     document["fits"] = {
         path: {"worst_error": {phase: fit.worst(phase) for phase in ("prefill", "decode")}}
         for path, fit in planned.fits
@@ -92,12 +90,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _closed(args: argparse.Namespace) -> int:
+    """Prints the best ratio by closed form, from the capacities given. Returns the exit status."""
     prefill = args.capacity_prefill
     decode = args.capacity_decode
     for flag, value in (("--capacity-prefill", prefill), ("--capacity-decode", decode)):
         if value is None:
             raise ConfigError(
-                f"--capacity-prefill and --capacity-decode go together: give {flag}, in requests/s of one GPU"
+                "--capacity-prefill and --capacity-decode go together:"
+                f" give {flag}, in requests/s of one GPU"
             )
         if not 0 < value < float("inf"):
             raise ConfigError(
@@ -127,31 +127,26 @@ def _closed(args: argparse.Namespace) -> int:
             }
             for r in ratios[:8]
         ],
-        "ttft_mean": {
-            f"{load:g}": wait for load, wait in waits.items()
-        },  # by load of a prefill GPU
+        # By load of a prefill GPU.
+        "ttft_mean": {f"{load:g}": wait for load, wait in waits.items()},
         "bandwidth": _bandwidth(args, rate) if args.model else None,
     }
     if args.json:
         print(json.dumps(document))
         return 0
-    print(
-        f"best of up to {args.gpus} GPUs: {best.prefill}P{best.decode}D, {best.rate_per_gpu:.3f} req/s per GPU"
-    )
+    ratio = f"{best.prefill}P{best.decode}D"
+    print(f"best of up to {args.gpus} GPUs: {ratio}, {best.rate_per_gpu:.3f} req/s per GPU")
     print(f"1P1D: {one:.3f}; limit for any number of GPUs: {document['limit']:.3f}")
-    words = (f"{wait:.3f} s at {load:.0%}" for load, wait in waits.items())
-    print(
-        f"mean TTFT of equal prompts, one at a time (M/D/1), by load of a prefill GPU: {', '.join(words)}"
-    )
+    times = ", ".join(f"{wait:.3f} s at {load:.0%}" for load, wait in waits.items())
+    print(f"mean TTFT of equal prompts, one at a time (M/D/1), by load of a prefill GPU: {times}")
     if args.model:
-        print(
-            f"between prefill and decode at {rate:.3g} req/s: {document['bandwidth'] / 1e9:.3g} GB/s ({args.workload})"
-        )
+        bandwidth = f"{document['bandwidth'] / 1e9:.3g} GB/s ({args.workload})"
+        print(f"between prefill and decode at {rate:.3g} req/s: {bandwidth}")
     return 0
 
 
 def _bandwidth(args: argparse.Namespace, rate: float) -> float:
-    """Bytes/s from prefill to decode, all instances together."""
+    """Returns the bytes/s from prefill to decode, all instances together."""
     sample = workload.load(args.workload).sample(1000, 0, workload.Arrivals("poisson"))
     return queueing.handoff_bandwidth(
         model.load(args.model).kv_per_token, sum(sample.prompts) / len(sample), rate
@@ -159,41 +154,48 @@ def _bandwidth(args: argparse.Namespace, rate: float) -> float:
 
 
 def _progress(kind: str) -> optimizer.ProgressCallback:
-    last = time.monotonic()
+    """Returns a callback that prints a progress line every few seconds, and one at the end."""
+    printed_at = time.monotonic()
 
-    def told(done: int, total: int, best: optimizer.PlacementScore | None) -> None:
-        nonlocal last
+    def print_progress(done: int, total: int, best: optimizer.PlacementScore | None) -> None:
+        nonlocal printed_at
         now = time.monotonic()
-        if now - last >= PROGRESS_INTERVAL_SECONDS or done == total:
-            last = now
-            words = (
-                f"; best so far {best.goodput:.3f} req/s per GPU: {best.placement}" if best else ""
-            )
-            print(f"plan: {kind}: {done} of {total} placements{words}", file=sys.stderr)
+        if done < total and now - printed_at < PROGRESS_INTERVAL_SECONDS:
+            return
+        printed_at = now
+        line = f"plan: {kind}: {done} of {total} placements"
+        if best:
+            line += f"; best so far {best.goodput:.3f} req/s per GPU: {best.placement}"
+        print(line, file=sys.stderr)
 
-    return told
+    return print_progress
 
 
 def _nothing(scenario: Scenario) -> str:
-    """Explains which objective no placement meets, and which values an idle deployment would meet."""
-    sample = scenario.samples()[0]
+    """Explains which objective no placement meets, and which an idle deployment would meet."""
+    prompts = scenario.samples()[0].prompts
     objective = scenario.objective
-    firsts = [scenario.prefill.latency(*shape) for shape in scenario.prefill.shapes(scenario.gpus)]
-    laters = [scenario.decode.latency(*shape) for shape in scenario.decode.shapes(scenario.gpus)]
-    prompts = sample.prompts
     share = objective.attainment
     ttft = min(
-        quantile([unloaded_prefill(latency, p) for p in prompts], share) for latency in firsts
+        quantile([unloaded_prefill(latency, prompt) for prompt in prompts], share)
+        for latency in _latencies(scenario.prefill, scenario.gpus)
     )
     tpot = min(
-        quantile([unloaded_decode(latency, p) for p in prompts], share) for latency in laters
+        quantile([unloaded_decode(latency, prompt) for prompt in prompts], share)
+        for latency in _latencies(scenario.decode, scenario.gpus)
     )
-    most = f"{share:.0%} of the requests"
+    idle = f"alone on the fastest instance {share:.0%} of the requests take"
     if ttft > objective.ttft:
-        return f"nothing meets --ttft {objective.ttft:g}: alone on the fastest instance {most} take {ttft:.3g} s; give more"
+        return f"nothing meets --ttft {objective.ttft:g}: {idle} {ttft:.3g} s; give more"
     if tpot > objective.tpot:
-        return f"nothing meets --tpot {objective.tpot:g}: alone on the fastest instance {most} take {tpot:.3g} s; give more"
+        return f"nothing meets --tpot {objective.tpot:g}: {idle} {tpot:.3g} s; give more"
     return (
-        f"nothing meets --ttft {objective.ttft:g} and --tpot {objective.tpot:g} together on {scenario.gpus} GPUs at any rate:"
+        f"nothing meets --ttft {objective.ttft:g} and --tpot {objective.tpot:g} together"
+        f" on {scenario.gpus} GPUs at any rate:"
         f" give more than --ttft {ttft:.3g} and --tpot {tpot:.3g}, or more GPUs"
     )
+
+
+def _latencies(source: PerformanceSource, gpus: int) -> list[LatencyModel]:
+    """Returns the step times of instances of all shapes that fit."""
+    return [source.latency(tp, pp) for tp, pp in source.shapes(gpus)]

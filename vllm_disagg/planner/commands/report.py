@@ -16,6 +16,10 @@ from ..search.advice import Advice, RateCurve
 from ..simulation.simulator import Objective
 
 PLOTS = ("goodput.png", "attainment.png", "frontier.png")
+PAGE_STYLE = (
+    "body{font:15px/1.4 sans-serif;max-width:60em;margin:2em auto}"
+    "img{max-width:100%}td,th{padding:0 1em 0 0}"
+)
 TITLES = ("Goodput by rate", "Attainment by rate", "Goodput per GPU by numbers of P and D")
 
 
@@ -23,7 +27,7 @@ def check(directory: str) -> None:
     """Raises ConfigError before any work if the report cannot be written."""
     if not find_spec("matplotlib"):
         raise ConfigError(
-            "--report draws with matplotlib, which is not installed: pip install 'vllm-disagg[plot]'"
+            "--report needs matplotlib, which is not installed: pip install 'vllm-disagg[plot]'"
         )
     try:
         os.makedirs(directory, exist_ok=True)
@@ -38,10 +42,11 @@ def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, Late
     scenario = found.scenario
     objective = found.scenario.objective
     times, traffic = scenario.words()
-    how = "in one request" if objective.joint else "each by itself"
+    counting = "in one request" if objective.joint else "each by itself"
+    limits = f"TTFT {objective.ttft:g} s and TPOT {objective.tpot:g} s"
     lines = [
         times,
-        f"objective: TTFT {objective.ttft:g} s and TPOT {objective.tpot:g} s, {objective.attainment:.0%} of requests, {how}",
+        f"objective: {limits}, {objective.attainment:.0%} of requests, {counting}",
         traffic,
         *_fit_lines(fits),
         "",
@@ -57,24 +62,23 @@ def text(found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, Late
     for name, row, score in rows:
         if row and score:
             low, high = row["ci"]
-            form = row["closed_form"]["rate_per_gpu"]
-            confidence_interval = f"{low:.3f} .. {high:.3f}" if scenario.seeds > 1 else "one sample"
-            lines.append(
-                f"{name:11}{row['goodput_per_gpu']:14.3f}  {confidence_interval:16}{form:12.3f}  {score.placement}"
-            )
+            interval = f"{low:.3f} .. {high:.3f}" if scenario.seeds > 1 else "one sample"
+            goodput = row["goodput_per_gpu"]
+            estimate = row["closed_form"]["rate_per_gpu"]
+            columns = f"{name:11}{goodput:14.3f}  {interval:16}{estimate:12.3f}"
+            lines.append(f"{columns}  {score.placement}")
         else:
             lines.append(f"{name:11}{'none':>14}")
-    lines += [
-        "",
-        *(f.words for f in found.crossovers.values()),
-        "",
-        "run it:",
-        *(f"  {c}" for c in document["commands"]),
-    ]
-    return "\n".join([*lines, *(f"note: {r}" for r in document["remarks"])])
+    lines.append("")
+    lines += [crossover.words for crossover in found.crossovers.values()]
+    lines += ["", "run it:"]
+    lines += [f"  {command}" for command in document["commands"]]
+    lines += [f"note: {remark}" for remark in document["remarks"]]
+    return "\n".join(lines)
 
 
 def _verdict(found: Advice) -> str:
+    """Formats the recommendation in one line."""
     if found.disaggregate and found.best:
         gain = (
             f", {found.ratio:.2f} times the best colocated"
@@ -85,21 +89,27 @@ def _verdict(found: Advice) -> str:
     base = found.colocated
     if not base:
         raise AssertionError("without a colocated placement the best one is disaggregated")
-    why = (
-        f"disaggregation has {found.ratio:.2f} times that"
-        if found.ratio
-        else "nothing disaggregated meets the objective"
-    )
-    return f"colocate: {str(base.placement).removeprefix('colocated ')}: {base.goodput:.3f} req/s per GPU; {why}"
+    placement = str(base.placement).removeprefix("colocated ")
+    reason = "nothing disaggregated meets the objective"
+    if found.ratio:
+        reason = f"disaggregation has {found.ratio:.2f} times that"
+    return f"colocate: {placement}: {base.goodput:.3f} req/s per GPU; {reason}"
 
 
 def _fit_lines(fits: Sequence[tuple[str, LatencyFit]]) -> list[str]:
+    """Formats the coefficients and the residuals of each fit, one line for each phase."""
     lines = []
     for path, fit in fits:
         for phase in ("prefill", "decode"):
-            a, b, c = fit.latency.prefill if phase == "prefill" else fit.latency.small
-            names = ("token", "token^2") if phase == "prefill" else ("token of context", "sequence")
-            terms = f"{a * 1e3:.4g} ms + {b * 1e6:.4g} us/{names[0]} + {c * 1e6:.4g} us/{names[1]}"
+            if phase == "prefill":
+                coefficients = fit.latency.prefill
+                units = ("token", "token^2")
+            else:
+                coefficients = fit.latency.small
+                units = ("token of context", "sequence")
+            constant, linear, last = coefficients
+            terms = f"{constant * 1e3:.4g} ms + {linear * 1e6:.4g} us/{units[0]}"
+            terms += f" + {last * 1e6:.4g} us/{units[1]}"
             errors = f"residuals: mean {fit.mean(phase):.1%}, worst {fit.worst(phase):.1%}"
             lines.append(f"fit of {path}: {phase} {terms}; {errors}")
     return lines
@@ -128,14 +138,13 @@ def write(
 
 def _goodput(found: Advice, path: Path) -> None:
     """Plots the rate of requests that met the objective, over the offered rate."""
-    figure, axes = _axes(
-        "requests/s per GPU that came", "requests/s per GPU within both objectives"
-    )
+    figure, axes = _axes("offered requests/s per GPU", "requests/s per GPU within both objectives")
     joint = _joint(found.scenario.objective)
     for curve in _shown(found):
+        shares = curve.attainment(joint)
         axes.plot(
             curve.rates,
-            [r * a for r, a in zip(curve.rates, curve.attainment(joint), strict=True)],
+            [rate * share for rate, share in zip(curve.rates, shares, strict=True)],
             label=str(curve.placement),
             linestyle=_style(curve),
         )
@@ -143,6 +152,7 @@ def _goodput(found: Advice, path: Path) -> None:
 
 
 def _attainment(found: Advice, path: Path) -> None:
+    """Plots the share of requests that met the objective, over the offered rate."""
     figure, axes = _axes("requests/s per GPU", "share of requests that meet the objective")
     objective = found.scenario.objective
     for curve in _shown(found):
@@ -157,8 +167,9 @@ def _attainment(found: Advice, path: Path) -> None:
 
 
 def _frontier(found: Advice, path: Path) -> None:
-    """The best placement's instances in other numbers, by closed form; the simulated best ones as
-    points.
+    """Plots goodput over the share of prefill GPUs, for the instances of the best placement.
+
+    The line is the closed form for other numbers of instances; the points are simulated placements.
     """
     figure, axes = _axes("prefill GPUs / all GPUs", "requests/s per GPU")
     best = found.best
@@ -168,18 +179,18 @@ def _frontier(found: Advice, path: Path) -> None:
         per_p = prefill / best.placement.prefill.gpus
         per_d = decode / best.placement.decode.gpus
         shares = [n / 100 for n in range(1, 100)]
-        rates = [min(s * per_p, (1 - s) * per_d) for s in shares]
+        rates = [min(share * per_p, (1 - share) * per_d) for share in shares]
         axes.plot(shares, rates, color="grey", label="closed form, these instances")
-    for at, score in enumerate(s for s in (best, *found.alternatives) if s and s.placement.decode):
+    scores = [score for score in (best, *found.alternatives) if score and score.placement.decode]
+    for number, score in enumerate(scores):
         low, high = score.ci
-        share = (
-            score.placement.prefill.gpus / score.placement.gpus + 0.006 * at
-        )  # beside each other where they are equal
+        # Points of equal shares stand beside each other.
+        share = score.placement.prefill.gpus / score.placement.gpus + 0.006 * number
         axes.errorbar(
             [share],
             [score.goodput],
             [[score.goodput - low], [high - score.goodput]],
-            fmt="o^sDv"[at % 5],
+            fmt="o^sDv"[number % 5],
             capsize=3,
             label=str(score.placement),
         )
@@ -190,11 +201,13 @@ def _frontier(found: Advice, path: Path) -> None:
 
 def _shown(found: Advice) -> list[RateCurve]:
     """Selects the best three curves of each kind; the others serve the crossovers only."""
-    split = [c for c in found.curves if c.placement.decode]
-    return split[:3] + [c for c in found.curves if not c.placement.decode][:3]
+    disaggregated = [curve for curve in found.curves if curve.placement.decode]
+    colocated = [curve for curve in found.curves if not curve.placement.decode]
+    return disaggregated[:3] + colocated[:3]
 
 
 def _joint(objective: Objective) -> Objective:
+    """Returns the objective with both limits counted in one request."""
     return Objective(objective.ttft, objective.tpot, objective.attainment, True)
 
 
@@ -203,6 +216,7 @@ def _style(curve: RateCurve) -> str:
 
 
 def _axes(x: str, y: str) -> tuple[Any, Any]:
+    """Returns an empty figure and its axes."""
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -225,21 +239,35 @@ def _save(figure: Any, axes: Any, path: Path) -> None:
 def _page(
     folder: Path, found: Advice, document: dict[str, Any], fits: Sequence[tuple[str, LatencyFit]]
 ) -> str:
+    """Formats the HTML page; the plots of `folder` become data URLs, so the page is one file."""
     pictures = []
     for name, title in zip(PLOTS, TITLES, strict=True):
         data = base64.b64encode((folder / name).read_bytes()).decode()
         pictures.append(f'<h2>{title}</h2><img alt="{title}" src="data:image/png;base64,{data}">')
-    residuals = "".join(
-        f"<tr><td>{html.escape(path)}</td><td>{r.phase}</td><td>{len(r.sizes)} x {max(r.sizes)}</td>"
-        f"<td>{r.measured:.5f}</td><td>{r.fitted:.5f}</td><td>{r.error:+.1%}</td></tr>"
-        for path, fit in fits
-        for r in fit.residuals
-    )
-    head = "<tr><th>file</th><th>phase</th><th>sizes</th><th>measured s</th><th>fitted s</th><th>error</th></tr>"
-    table = f"<h2>Residuals of the fit</h2><table>{head}{residuals}</table>" if fits else ""
-    style = "body{font:15px/1.4 sans-serif;max-width:60em;margin:2em auto}img{max-width:100%}td,th{padding:0 1em 0 0}"
     body = html.escape(text(found, document, fits))
+    head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>vllm-disagg plan</title>'
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>vllm-disagg plan</title><style>{style}</style>'
-        f"<h1>{html.escape(_verdict(found))}</h1><pre>{body}</pre>{''.join(pictures)}{table}</html>\n"
+        f"{head}<style>{PAGE_STYLE}</style><h1>{html.escape(_verdict(found))}</h1>"
+        f"<pre>{body}</pre>{''.join(pictures)}{_residual_table(fits)}</html>\n"
     )
+
+
+def _residual_table(fits: Sequence[tuple[str, LatencyFit]]) -> str:
+    """Formats the residuals of all fits as an HTML table; empty without fits."""
+    if not fits:
+        return ""
+    names = ("file", "phase", "sizes", "measured s", "fitted s", "error")
+    rows = ["".join(f"<th>{name}</th>" for name in names)]
+    for path, fit in fits:
+        for residual in fit.residuals:
+            cells = (
+                html.escape(path),
+                residual.phase,
+                f"{len(residual.sizes)} x {max(residual.sizes)}",
+                f"{residual.measured:.5f}",
+                f"{residual.fitted:.5f}",
+                f"{residual.error:+.1%}",
+            )
+            rows.append("".join(f"<td>{cell}</td>" for cell in cells))
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<h2>Residuals of the fit</h2><table>{body}</table>"

@@ -21,22 +21,22 @@ from .output import closed_form, describe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `simulate`."""
     flags.add_arguments(parser)
-    add = parser.add_argument_group(
-        "what is simulated; TPxPP, or TPxPPxN for N instances"
-    ).add_argument
+    add = parser.add_argument_group("placement: TPxPP, or TPxPPxN for N instances").add_argument
     add("--prefill", metavar="TPxPP[xN]", help="the prefill instances")
     add("--decode", metavar="TPxPP[xN]", help="the decode instances")
-    add("--colocated", metavar="TPxPP[xN]", help="instead of both: instances that do everything")
+    add(
+        "--colocated", metavar="TPxPP[xN]", help="instead of both: instances for prefill and decode"
+    )
     add(
         "--prefill-first",
         action="store_true",
-        help="colocated: whole prompts before decodes, instead of chunks",
+        help="with --colocated: whole prompts before decodes, instead of chunks",
     )
     add(
         "--scale",
         metavar="P:D",
         default="1:1",
-        help="factors on prefill and decode times: what a deployment adds, as plan --live finds it (default: 1:1)",
+        help="factors on prefill and decode times, as plan --live finds them (default: 1:1)",
     )
     add("--rate", metavar="R", type=float, required=True, help="requests/s of the whole deployment")
 
@@ -51,15 +51,16 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < args.rate < float("inf"):
         raise ConfigError(f"--rate: {args.rate} is not a rate: give requests/s, more than 0")
     deployment = scenario.deployment(placement)
-    results = [
-        simulate(deployment, s, args.rate, None, seed) for seed, s in enumerate(scenario.samples())
-    ]
+    results = []
+    for seed, sample in enumerate(scenario.samples()):
+        results.append(simulate(deployment, sample, args.rate, None, seed))
     document = _document(scenario, placement, args.rate, results)
     print(json.dumps(document) if args.json else _text(document, scenario, placement))
     return 0
 
 
 def _placement(args: argparse.Namespace) -> Placement:
+    """Returns the placement that the flags give. Raises ConfigError for a wrong combination."""
     if args.colocated:
         if args.prefill or args.decode:
             raise ConfigError("--colocated takes the place of --prefill and --decode")
@@ -79,20 +80,20 @@ def _placement(args: argparse.Namespace) -> Placement:
 
 
 def _scaled(scenario: Scenario, text: str) -> Scenario:
+    """Returns the scenario with the factors of --scale on its prefill and decode times."""
     try:
-        first, later = map(float, text.split(":"))
+        prefill_factor, decode_factor = map(float, text.split(":"))
     except ValueError:
-        first = later = 0.0
-    if not 0 < first < math.inf or not 0 < later < math.inf:
+        prefill_factor = decode_factor = 0.0
+    if not 0 < prefill_factor < math.inf or not 0 < decode_factor < math.inf:
         raise ConfigError(f"--scale: {text} is not P:D, two factors above 0, as 1.6:1")
-    prefill, decode = (
-        msgspec.structs.replace(side, scale=factor)
-        for side, factor in ((scenario.prefill, first), (scenario.decode, later))
-    )
+    prefill = msgspec.structs.replace(scenario.prefill, scale=prefill_factor)
+    decode = msgspec.structs.replace(scenario.decode, scale=decode_factor)
     return msgspec.structs.replace(scenario, prefill=prefill, decode=decode)
 
 
 def _replica_group(flag: str, text: str) -> ReplicaGroup:
+    """Parses TPxPP or TPxPPxN. Raises ConfigError with the name of the flag."""
     match = re.fullmatch(r"(\d{1,4})x(\d{1,4})(?:x(\d{1,4}))?", text)
     if not match or "0" in match.groups():
         raise ConfigError(
@@ -103,6 +104,7 @@ def _replica_group(flag: str, text: str) -> ReplicaGroup:
 
 
 def _check(scenario: Scenario, placement: Placement) -> None:
+    """Raises ConfigError if the source of the times has no instance of such a shape."""
     sides: list[tuple[str, PerformanceSource, ReplicaGroup]] = [
         ("--prefill", scenario.prefill, placement.prefill)
     ]
@@ -115,35 +117,39 @@ def _check(scenario: Scenario, placement: Placement) -> None:
         if (group.tp, group.pp) not in shapes:
             known = ", ".join(f"{tp}x{pp}" for tp, pp in shapes[:12])
             raise ConfigError(
-                f"{flag}: {group.tp}x{group.pp} cannot be simulated with {source.name}: give one of {known}"
+                f"{flag}: {group.tp}x{group.pp} cannot be simulated with {source.name}:"
+                f" give one of {known}"
             )
 
 
 def _document(
     scenario: Scenario, placement: Placement, rate: float, results: list[SimulationResult]
 ) -> dict[str, Any]:
-    ttft = [t for o in results for t in o.ttft]
-    tpot = [t for o in results for t in o.tpot]
-    served = [t for o in results for t in o.latency if t >= 0]
-    transfers = [t for o in results for t in o.transfer]
+    """Builds the document that `simulate --json` prints; times are in seconds."""
+    objective = scenario.objective
+    ttft = [seconds for result in results for seconds in result.ttft]
+    tpot = [seconds for result in results for seconds in result.tpot]
+    latency = [seconds for result in results for seconds in result.latency]
+    served = [seconds for seconds in latency if seconds >= 0]
+    transfers = [seconds for result in results for seconds in result.transfer]
     document: dict[str, Any] = {
         "rate": rate,
         "gpus": placement.gpus,
-        "attainment": mean(o.attainment(scenario.objective) for o in results),
-        "attainment_ttft": mean(float(0 <= t <= scenario.objective.ttft) for t in ttft),
-        "attainment_tpot": mean(float(0 <= t <= scenario.objective.tpot) for t in tpot),
+        "attainment": mean(result.attainment(objective) for result in results),
+        "attainment_ttft": mean(float(0 <= seconds <= objective.ttft) for seconds in ttft),
+        "attainment_tpot": mean(float(0 <= seconds <= objective.tpot) for seconds in tpot),
     }
     for name, values in (("ttft", ttft), ("tpot", tpot)):
-        came = [v for v in values if v >= 0]
-        document[f"{name}_mean"] = mean(came) if came else None
+        measured = [seconds for seconds in values if seconds >= 0]
+        document[f"{name}_mean"] = mean(measured) if measured else None
         for share in (50, 90, 99):
             found = quantile(values, share / 100)
             document[f"{name}_p{share}"] = found if found < float("inf") else None
     document |= {
         "latency_mean": mean(served) if served else None,
         "transfer_mean": mean(transfers),
-        "refused": sum(t < 0 for o in results for t in o.latency),
-        "preemptions": sum(o.preemptions for o in results),
+        "refused": sum(seconds < 0 for seconds in latency),
+        "preemptions": sum(result.preemptions for result in results),
         "closed_form": closed_form(scenario, placement),
         "setting": describe(scenario),
     }
@@ -151,12 +157,14 @@ def _document(
 
 
 def _text(document: dict[str, Any], scenario: Scenario, placement: Placement) -> str:
+    """Formats the result for a terminal."""
     gpus = f"{placement.gpus} GPU{'s' if placement.gpus > 1 else ''}"
     objective = scenario.objective
+    limits = f"TTFT {objective.ttft:g} s and TPOT {objective.tpot:g} s"
     lines = [
         *scenario.words(),
         f"{placement} at {document['rate']:g} req/s on {gpus}",
-        f"  attainment     {document['attainment']:.1%} within TTFT {objective.ttft:g} s and TPOT {objective.tpot:g} s",
+        f"  attainment     {document['attainment']:.1%} within {limits}",
     ]
     for name in ("ttft_mean", "ttft_p90", "tpot_mean", "tpot_p90", "latency_mean", "transfer_mean"):
         value = document[name]

@@ -1,9 +1,10 @@
 """DistServe's published A100-80GB measurements, so that its results can be reproduced.
 
-Source: github.com/LLMServe/DistServe, commit 82831f1 (Apache-2.0),
-simdistserve/estimators/profile_data/profiler-a100-80g.{distserve,vllm}.json, in milliseconds; the
-constants of a stage (1 ms * PP for a prefill) from time_estimator.py and of the first stage ("ray
-overhead", 2 ms + 0.0001 ms a token) from base/worker.py. There is no profile of OPT-175B.
+Source: github.com/LLMServe/DistServe, commit 82831f1 (Apache-2.0). The fits are those of
+simdistserve/estimators/profile_data/profiler-a100-80g.{distserve,vllm}.json, in milliseconds. The
+constant of a stage (1 ms * PP for a prefill) is from time_estimator.py. The constant of the first
+stage ("ray overhead", 2 ms + 0.0001 ms a token) is from base/worker.py. There is no profile of
+OPT-175B.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from ...errors import ConfigError
 from .latency import LinearLatency
 
-LARGE_BATCH_SEQUENCES = 95  # sequences from which on the second decode fit holds
+LARGE_BATCH_SEQUENCES = 95  # the second decode fit holds from here on
 
 FitRow = tuple[float, float, float]
 
@@ -133,4 +134,5 @@ def latency(coefficients: str, model: str, tp: int, pp: int) -> LinearLatency:
 
 
 def _seconds(row: FitRow) -> FitRow:
+    """Converts milliseconds."""
     return row[0] / 1e3, row[1] / 1e3, row[2] / 1e3

@@ -1,4 +1,4 @@
-"""GPUs and links that have a name, with the source of every figure.
+"""Known GPUs and links, with the source of every figure.
 
 Sources: NVIDIA data sheets (dense figures, without sparsity) as NVIDIA AIConfigurator and BLIS
 embed them.
@@ -30,19 +30,17 @@ class GpuType(msgspec.Struct, frozen=True):
 GIB = float(1 << 30)
 
 # Efficiencies. A100: between DistServe's engine (81 % of FLOP/s, 63 % of bandwidth, OPT-13B TP1)
-# and vLLM of 2023 on the same GPU (59 %, 54 %), from their published fits.  The others are the same
-# by assumption, not measured: use `vllm-disagg profile` where a decision hangs on them.
+# and vLLM of 2023 on the same GPU (59 %, 54 %), from their published fits. The others are the same
+# by assumption, not measured. Use `vllm-disagg profile` where a decision depends on them.
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        GpuType("a100", 312e12, 2.039e12, 80 * GIB, 300e9, 0.60, 0.60),  # A100-SXM4-80GB data sheet
-        GpuType(
-            "a100-40", 312e12, 1.555e12, 40 * GIB, 300e9, 0.60, 0.60
-        ),  # A100-SXM4-40GB data sheet
+        # A100-SXM4-80GB and A100-SXM4-40GB data sheets.
+        GpuType("a100", 312e12, 2.039e12, 80 * GIB, 300e9, 0.60, 0.60),
+        GpuType("a100-40", 312e12, 1.555e12, 40 * GIB, 300e9, 0.60, 0.60),
         GpuType("h100", 989e12, 3.35e12, 80 * GIB, 450e9),  # H100-SXM5 data sheet
-        GpuType(
-            "h800", 989e12, 3.35e12, 80 * GIB, 200e9
-        ),  # as H100, NVLink cut to 400 GB/s both ways
+        # As H100, with NVLink limited to 400 GB/s both ways.
+        GpuType("h800", 989e12, 3.35e12, 80 * GIB, 200e9),
         GpuType("h200", 989e12, 4.8e12, 141e9, 450e9),  # H200-SXM data sheet
         GpuType("h20", 148e12, 4.0e12, 96e9, 450e9),  # H20: bandwidth-heavy
         GpuType("b200", 2250e12, 8.0e12, 180e9, 900e9),  # HGX B200 data sheet
@@ -54,8 +52,9 @@ GPUS = {
 
 
 class NetworkLink(msgspec.Struct, frozen=True):
-    """Link between a prefill and a decode instance: bytes/s each direction, and seconds to the
-    first byte.
+    """Link between a prefill and a decode instance.
+
+    `bandwidth` is in bytes/s of each direction, `latency` in seconds to the first byte.
     """
 
     name: str
@@ -81,7 +80,10 @@ LINKS = {
 
 def gpu(name: str) -> GpuType:
     """Returns a GPU type by name. Raises ConfigError with the known names."""
-    return _named(GPUS, name, "GPU")
+    key = name.lower()
+    if key not in GPUS:
+        raise ConfigError(f"{name} is not a known GPU: give one of {', '.join(GPUS)}")
+    return GPUS[key]
 
 
 def link(text: str) -> NetworkLink:
@@ -97,10 +99,3 @@ def link(text: str) -> NetworkLink:
     if not 0 < speed < float("inf"):
         raise ConfigError(f"--link: {text} GB/s is not a speed: give more than 0")
     return NetworkLink(f"{text} GB/s", speed * 1e9, 50e-6)
-
-
-def _named(table: dict[str, GpuType], name: str, what: str) -> GpuType:
-    key = name.lower()
-    if key not in table:
-        raise ConfigError(f"{name} is not a {what} we know: give one of {', '.join(table)}")
-    return table[key]

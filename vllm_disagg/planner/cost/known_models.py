@@ -1,4 +1,4 @@
-"""Models that have a name, by the fields of the config.json that each has on the Hugging Face hub."""
+"""Known models: the fields of the config.json that each has on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 
 def _opt(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+    """Returns the config of an OPT model."""
     return {
         "model_type": "opt",
         "num_hidden_layers": layers,
@@ -21,6 +22,7 @@ def _opt(layers: int, hidden: int, heads: int) -> dict[str, Any]:
 def _llama(
     layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int, **more: Any
 ) -> dict[str, Any]:
+    """Returns the config of a model with the architecture of Llama, with `more` fields."""
     return {
         "model_type": "llama",
         "num_hidden_layers": layers,

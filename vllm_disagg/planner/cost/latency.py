@@ -21,7 +21,7 @@ import msgspec
 from .hardware import GpuType
 from .model import ModelCosts, touched
 
-# Kernel launches and scheduling of one step: neither arithmetic nor memory; the order of magnitude
+# Kernel launches and scheduling of one step: neither arithmetic nor memory. The order of magnitude
 # of vLLM.
 STEP_OVERHEAD_SECONDS = 1e-3
 ALL_REDUCE_SECONDS = 10e-6  # seconds of an all-reduce without bytes (AIConfigurator's P2P latency)
@@ -42,7 +42,10 @@ class LatencyModel(Protocol):
         """
 
     def mixed(self, tokens: int, squares: float, n: int, contexts: int, first: bool) -> float:
-        """Returns the seconds of a step with `tokens` > 0 prompt tokens and `n` decoding sequences."""
+        """Returns the seconds of a step with prompt tokens.
+
+        `tokens` > 0 is the number of prompt tokens, `n` of decoding sequences.
+        """
 
 
 def unloaded_prefill(latency: LatencyModel, tokens: int) -> float:
@@ -53,9 +56,9 @@ def unloaded_prefill(latency: LatencyModel, tokens: int) -> float:
 
 def unloaded_decode(latency: LatencyModel, context: int) -> float:
     """Returns the seconds of one token of a sequence alone, through all stages."""
-    (a, b) = latency.decode(1, True)
-    (c, d) = latency.decode(1, False)
-    return a + b * context + (latency.pp - 1) * (c + d * context)
+    first_base, first_slope = latency.decode(1, True)
+    base, slope = latency.decode(1, False)
+    return first_base + first_slope * context + (latency.pp - 1) * (base + slope * context)
 
 
 class LinearLatency(msgspec.Struct, frozen=True):
@@ -95,8 +98,9 @@ class LinearLatency(msgspec.Struct, frozen=True):
 
 
 class RooflineLatency:
-    """Step times bounded by FLOPs, bytes and the interconnect, with assumed GPU efficiencies: not
-    measured.
+    """Step times bounded by FLOPs, bytes and the interconnect.
+
+    The efficiencies of the GPU are assumed, not measured.
     """
 
     def __init__(self, model: ModelCosts, gpu: GpuType, tp: int, pp: int) -> None:
@@ -128,7 +132,8 @@ class RooflineLatency:
 
     def decode(self, n: int, first: bool) -> tuple[float, float]:
         """Returns base and slope of a decode step, in seconds."""
-        return self._linear(n, n) + self._slope * n + STEP_OVERHEAD_SECONDS * first, self._slope
+        base = self._linear(n, n) + self._slope * n + STEP_OVERHEAD_SECONDS * first
+        return base, self._slope
 
     def mixed(self, tokens: int, squares: float, n: int, contexts: int, first: bool) -> float:
         """Returns the seconds of a step with prompt tokens."""
@@ -137,7 +142,7 @@ class RooflineLatency:
 
 
 class ScaledLatency(msgspec.Struct, frozen=True):
-    """Step times of another model, multiplied by one factor from a refit to a running deployment."""
+    """Step times of another model, times one factor from a refit to a running deployment."""
 
     model: LatencyModel
     factor: float

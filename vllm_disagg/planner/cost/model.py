@@ -1,6 +1,4 @@
-"""A model's size from its config.json: weights, KV cache, work per token; and how much KV an
-instance holds.
-"""
+"""Sizes of a model from its config.json: weights, work per token, KV capacity of an instance."""
 
 from __future__ import annotations
 
@@ -15,9 +13,8 @@ from ...errors import ConfigError
 from .known_models import MODELS
 
 USABLE_MEMORY_SHARE = 0.94  # of the GPU's memory: DistServe's 0.95 less 1 % at the peak
-RUNTIME_BYTES = 1.25 * (
-    1 << 30
-)  # bytes per GPU for activations, graphs and NCCL; fits DistServe's table within 2 %
+# Per GPU for activations, graphs and NCCL; fits DistServe's table within 2 %.
+RUNTIME_BYTES = 1.25 * (1 << 30)
 
 _ELEMENT_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
 
@@ -53,18 +50,15 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
         return self.layers * self.kv_width * self.kv_bytes
 
     def kv_capacity(self, memory: float, tp: int, pp: int) -> int:
-        """Returns the tokens of KV that fit an instance of tp*pp GPUs with `memory` bytes each; 0
-        if the weights do not fit.
+        """Returns the tokens of KV that an instance of tp*pp GPUs of `memory` bytes holds.
 
-        Source: profile_memory.py of DistServe. Usable memory less weights is divided by the KV
-        bytes per token of a rank.
+        Returns 0 if the weights do not fit. Usable memory less weights is divided by the KV bytes
+        per token of a rank. Source: profile_memory.py of DistServe.
         """
-        left = (
-            USABLE_MEMORY_SHARE * memory
-            - RUNTIME_BYTES
-            - self.parameters * self.weight_bytes / (tp * pp)
-        )
-        return max(0, int(left / (self.kv_per_token / (min(tp, self.kv_heads) * pp)) // 16 * 16))
+        weights = self.parameters * self.weight_bytes / (tp * pp)
+        kv_memory = USABLE_MEMORY_SHARE * memory - RUNTIME_BYTES - weights
+        kv_ranks = min(tp, self.kv_heads) * pp
+        return max(0, int(kv_memory / (self.kv_per_token / kv_ranks) // 16 * 16))
 
     def splits(self, tp: int, pp: int) -> bool:
         """Returns whether heads divide by `tp` and layers by `pp`."""
@@ -82,7 +76,8 @@ def load(text: str) -> ModelCosts:
     path = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
     if not path.is_file():
         raise ConfigError(
-            f"--model: {text} is neither a folder with a config.json nor a known name: give one of {', '.join(MODELS)}"
+            f"--model: {text} is neither a folder with a config.json nor a known name:"
+            f" give one of {', '.join(MODELS)}"
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -167,7 +162,7 @@ def _attention_sizes(
 
 
 class _ConfigReader:
-    """Typed access to a config.json. Errors name the wrong field."""
+    """Reads typed fields of a config.json. Errors name the wrong field."""
 
     def __init__(self, name: str, config: dict[str, Any]) -> None:
         self._name = name
@@ -187,7 +182,8 @@ class _ConfigReader:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(
-                f"--model: {field} of {self._name} is {value!r}, not a whole number of {least} or more"
+                f"--model: {field} of {self._name} is {value!r},"
+                f" not a whole number of {least} or more"
             )
         return value
 
@@ -213,17 +209,15 @@ class _ConfigReader:
         kind = self.text("torch_dtype") or self.text("dtype") or "bfloat16"
         if kind not in _ELEMENT_BYTES:
             raise ConfigError(
-                f"--model: torch_dtype {kind} of {self._name} is not one of {', '.join(_ELEMENT_BYTES)}"
+                f"--model: torch_dtype {kind} of {self._name} is not one of"
+                f" {', '.join(_ELEMENT_BYTES)}"
             )
         return float(_ELEMENT_BYTES[kind])
 
 
 def touched(model: ModelCosts, tokens: int) -> float:
-    """Returns the mean number of experts that a batch of `tokens` reads in a layer, with random
-    routing.
-    """
+    """Returns the mean number of experts that `tokens` read in a layer, with random routing."""
     if not model.experts:
         return 0.0
-    return model.experts * -math.expm1(
-        tokens * math.log1p(-min(model.active / model.experts, 1 - 1e-12))
-    )
+    share = min(model.active / model.experts, 1 - 1e-12)
+    return model.experts * -math.expm1(tokens * math.log1p(-share))

@@ -1,7 +1,7 @@
 """Measured points, as `vllm-disagg profile` writes them, and the latency model fitted to them.
 
-Least squares on the relative error, with coefficients that are not negative (DistServe's own fit is
-not held to that: its OPT-66B TP2 has a negative quadratic term).
+The fit has the least squares of relative errors. Coefficients are not negative. DistServe's own fit
+has no such limit: its OPT-66B TP2 has a negative quadratic term.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ class ProfilePoints(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     vllm: str = ""
     machine: str = ""
-    beside: Annotated[int, msgspec.Meta(ge=0)] = (
-        0  # other instances of that machine that worked meanwhile
-    )
+    # Other instances of the machine that were under load during the measurement.
+    beside: Annotated[int, msgspec.Meta(ge=0)] = 0
     kv_tokens: int
     max_num_batched_tokens: int | None = None
     prefill: list[PrefillPoint]
@@ -84,12 +83,13 @@ def load(path: str) -> ProfilePoints:
         raise ConfigError(f"--profile: {path} cannot be read: {error.strerror}") from None
     except msgspec.DecodeError as error:
         raise ConfigError(f"--profile: {path}: {error}") from None
-    if wrong := _wrong(points):
-        raise ConfigError(f"--profile: {path}: {wrong}")
+    if problem := _problem(points):
+        raise ConfigError(f"--profile: {path}: {problem}")
     return points
 
 
-def _wrong(points: ProfilePoints) -> str:
+def _problem(points: ProfilePoints) -> str:
+    """Returns the first invalid field and its value, or an empty text."""
     if points.version != 1:
         return f"version is {points.version}; this release reads 1"
     for field, value in (
@@ -99,17 +99,19 @@ def _wrong(points: ProfilePoints) -> str:
         if value is not None and value < 1:
             return f"{field} is {value}, not 1 or more"
     for phase, sizes in (
-        ("prefill", [(p.tokens, p.seconds) for p in points.prefill]),
-        ("decode", [(d.contexts, d.seconds) for d in points.decode]),
+        ("prefill", [(point.tokens, point.seconds) for point in points.prefill]),
+        ("decode", [(point.contexts, point.seconds) for point in points.decode]),
     ):
-        what = "tokens" if phase == "prefill" else "contexts"
+        field = "tokens" if phase == "prefill" else "contexts"
         if len(sizes) < 3:
             return f"{phase} has {len(sizes)} points; a fit needs 3 or more"
-        for n, (lengths, seconds) in enumerate(sizes):
+        for number, (lengths, seconds) in enumerate(sizes):
+            place = f"{phase}[{number}]"
             if not lengths or min(lengths) < 1:
-                return f"{phase}[{n}].{what} is {json.dumps(lengths)}, not a list of lengths of 1 or more"
+                found = json.dumps(lengths)
+                return f"{place}.{field} is {found}, not a list of lengths of 1 or more"
             if not 0 < seconds < float("inf"):
-                return f"{phase}[{n}].seconds is {seconds}, not more than 0"
+                return f"{place}.seconds is {seconds}, not more than 0"
     return ""
 
 
@@ -119,36 +121,37 @@ def fit(points: ProfilePoints) -> LatencyFit:
     A prompt longer than the token budget pays the constant of each of its steps.
     """
     chunk = points.max_num_batched_tokens or 1 << 60
-    prefill_rows = [
-        [-(-sum(p.tokens) // chunk), sum(p.tokens), sum(t * t for t in p.tokens)]
-        for p in points.prefill
-    ]
-    decode_rows = [[1, sum(d.contexts) + len(d.contexts), len(d.contexts)] for d in points.decode]
-    prefill = non_negative(prefill_rows, [p.seconds for p in points.prefill])
-    decode = non_negative(decode_rows, [d.seconds for d in points.decode])
-    residuals = [
-        _residual("prefill", p.tokens, p.seconds, prefill, row)
-        for p, row in zip(points.prefill, prefill_rows, strict=True)
-    ]
-    residuals += [
-        _residual("decode", d.contexts, d.seconds, decode, row)
-        for d, row in zip(points.decode, decode_rows, strict=True)
-    ]
+    prefill_rows = []
+    for point in points.prefill:
+        total = sum(point.tokens)
+        prefill_rows.append([-(-total // chunk), total, sum(n * n for n in point.tokens)])
+    decode_rows = []
+    for step in points.decode:
+        sequences = len(step.contexts)
+        decode_rows.append([1, sum(step.contexts) + sequences, sequences])
+    prefill = non_negative(prefill_rows, [point.seconds for point in points.prefill])
+    decode = non_negative(decode_rows, [step.seconds for step in points.decode])
+    residuals = []
+    for point, row in zip(points.prefill, prefill_rows, strict=True):
+        residuals.append(_residual("prefill", point.tokens, point.seconds, prefill, row))
+    for step, row in zip(points.decode, decode_rows, strict=True):
+        residuals.append(_residual("decode", step.contexts, step.seconds, decode, row))
     return LatencyFit(LinearLatency(1, prefill, decode, decode, chunk=chunk), residuals)
 
 
 def _residual(
-    phase: str, sizes: list[int], seconds: float, found: Coefficients, row: Sequence[int]
+    phase: str, sizes: list[int], seconds: float, coefficients: Coefficients, row: Sequence[int]
 ) -> FitResidual:
-    fitted = sum(c * x for c, x in zip(found, row, strict=True))
+    """Compares the measured seconds of a point with the fitted ones."""
+    fitted = sum(c * x for c, x in zip(coefficients, row, strict=True))
     return FitResidual(phase, sizes, seconds, fitted, fitted / seconds - 1)
 
 
 def non_negative(rows: Sequence[Sequence[int]], seconds: Sequence[float]) -> Coefficients:
-    """The three coefficients >= 0 with the least sum of squared relative errors.
+    """Returns the three coefficients >= 0 with the least sum of squared relative errors.
 
-    Exact: the optimum is an unconstrained least squares over the terms that are not zero in it, so
-    all seven sets of terms are tried.
+    The result is exact. The optimum is an unconstrained least squares over the terms that are not
+    zero in it, so all seven sets of terms are tried.
     """
     import numpy as np  # noqa: PLC0415  (100 ms that most commands do not need)
 

@@ -19,11 +19,10 @@ class InstanceRatio(msgspec.Struct, frozen=True):
 
 
 def ratios(capacity_prefill: float, capacity_decode: float, gpus: int) -> Iterator[InstanceRatio]:
-    """Yields all splits of up to `gpus` GPUs; capacities are in requests/s of one GPU dedicated to
-    the phase.
+    """Yields all splits of up to `gpus` GPUs.
 
-    A chain of two stages runs at the rate of the slower one: min(p*P, d*D) / (p+d) (DistServe,
-    section 2).
+    Capacities are in requests/s of one GPU dedicated to the phase. A chain of two stages runs at
+    the rate of the slower one: min(p*P, d*D) / (p+d) (DistServe, section 2).
     """
     for prefill in range(1, gpus):
         for decode in range(1, gpus - prefill + 1):
@@ -43,10 +42,10 @@ def rate_limit_per_gpu(capacity_prefill: float, capacity_decode: float) -> float
 
 
 def mean_ttft(service: float, rate: float, pp: int = 1) -> float:
-    """Mean seconds to the first token of equal prompts, one at a time: an M/D/1 queue (DistServe,
-    section 3.1).
+    """Returns the mean seconds to the first token of equal prompts, one at a time.
 
-    `service` is a prompt's time through all stages. One stage: D + R*D^2/(2(1-RD)). With `pp`
+    Source: the M/D/1 queue (DistServe, section 3.1). `service` is a prompt's time through all
+    stages. One stage: D + R*D^2/(2(1-RD)). With `pp`
     stages a prompt waits only for the first, D/pp; for pp=2 that is DistServe's D +
     R*D^2/(4(2-RD)). Infinite when overloaded.
     """

@@ -1,4 +1,4 @@
-"""Advice from scores: the best placement, its gain over colocation, and where the answer changes."""
+"""Advice from scores: the best placement, its gain over colocation, crossovers of objectives."""
 
 from __future__ import annotations
 
@@ -12,27 +12,25 @@ from ..simulation.workload import WorkloadSample
 from .optimizer import PlacementScore, colocated, confidence_interval, disaggregated, estimate
 from .scenario import Placement, Scenario
 
-MIN_GAIN_RATIO = (
-    1.10  # the ratio from which on we say "disaggregate": the models' own error is 7 to 20 %
-)
-SWEEP_RATIOS = tuple(0.1 * 1.33**n for n in range(12))  # of the rate it is made for: 0.1 to 2.3
-MAX_OBJECTIVE_FACTOR = 8.0  # flips are looked for between objective / REACH and objective * REACH
-STEPS_PER_DOUBLING = 12  # steps for each doubling
-# times as long as one request takes: for less, traffic is a burst whose queue has no time to grow
+# Disaggregation is recommended above this ratio: the models' own error is 7 to 20 %.
+MIN_GAIN_RATIO = 1.10
+SWEEP_RATIOS = tuple(0.1 * 1.33**n for n in range(12))  # of the placement's goodput: 0.1 to 2.3
+# Crossovers are searched between objective / MAX_OBJECTIVE_FACTOR and objective * that factor.
+MAX_OBJECTIVE_FACTOR = 8.0
+STEPS_PER_DOUBLING = 12  # of an objective, in the search of a crossover
+# A run that lasts fewer latencies of a request is a burst: its queue has no time to grow.
 MIN_LATENCIES_PER_RUN = 5.0
 
 
 class RateCurve(msgspec.Struct, frozen=True):
-    """Simulation results of one placement over a range of rates, with the first seed and no early
-    stop.
-    """
+    """Results of one placement over a range of rates, with the first seed and no early stop."""
 
     placement: Placement
     rates: list[float]  # requests/s per GPU
     results: list[SimulationResult]
 
     def attainment(self, objective: Objective) -> list[float]:
-        """Shares of requests that met the objective, by rate."""
+        """Returns the shares of requests that met the objective, by rate."""
         return [result.attainment(objective) for result in self.results]
 
     def goodput(self, objective: Objective) -> float:
@@ -42,7 +40,8 @@ class RateCurve(msgspec.Struct, frozen=True):
             return 0.0
         for n in range(1, len(shares)):
             if shares[n] < objective.attainment:
-                part = (shares[n - 1] - objective.attainment) / (shares[n - 1] - shares[n])
+                drop = shares[n - 1] - shares[n]
+                part = (shares[n - 1] - objective.attainment) / drop
                 return self.rates[n - 1] + part * (self.rates[n] - self.rates[n - 1])
         return self.rates[-1]
 
@@ -97,8 +96,8 @@ def advise(
     ratio = ratio_ci = None
     if best and base:
         ratio = best.goodput / base.goodput
-        pairs = [a / b for a, b in zip(best.rates, base.rates, strict=True) if b > 0]
-        ratio_ci = confidence_interval(pairs) if pairs else None
+        ratios = [a / b for a, b in zip(best.rates, base.rates, strict=True) if b > 0]
+        ratio_ci = confidence_interval(ratios) if ratios else None
     curves = curves_of(scenario, [*split, *together])
     return Advice(
         scenario=scenario,
@@ -125,83 +124,98 @@ def curves_of(scenario: Scenario, scores: Sequence[PlacementScore]) -> list[Rate
     seen = {_kind(placement) for placement in rates}
     others: dict[tuple[object, ...], tuple[float, Placement]] = {}
     for placement in (*disaggregated(scenario), *colocated(scenario)):
-        if _kind(placement) not in seen and _pipeline_stages(placement) == 1:
-            promise = estimate(scenario, placement, sample), placement
-            others[_kind(placement)] = max(others.get(_kind(placement), promise), promise)
-    rates |= {placement: promise for promise, placement in others.values()}
+        kind = _kind(placement)
+        if kind in seen or _pipeline_stages(placement) > 1:
+            continue
+        candidate = estimate(scenario, placement, sample), placement
+        others[kind] = max(others.get(kind, candidate), candidate)
+    rates |= {placement: rate for rate, placement in others.values()}
     return [_sweep(scenario, placement, rate, sample) for placement, rate in rates.items()]
 
 
 def _kind(placement: Placement) -> tuple[object, ...]:
+    """Returns the decode shape, or the shape and the schedule of a colocated placement."""
     if placement.decode:
         return placement.decode.tp, placement.decode.pp
     return placement.prefill.tp, placement.prefill.pp, placement.chunked, placement.budget
 
 
 def _pipeline_stages(placement: Placement) -> int:
+    """Returns the most pipeline stages of an instance."""
     return max(placement.prefill.pp, placement.decode.pp if placement.decode else 1)
 
 
 def _sweep(
     scenario: Scenario, placement: Placement, rate: float, sample: WorkloadSample
 ) -> RateCurve:
-    """Simulates rates around `rate`; objectives do not influence results, so one sweep serves all
-    of them.
+    """Simulates rates around `rate`.
+
+    Objectives do not influence results, so one sweep serves all of them.
     """
     deployment = scenario.deployment(placement)
-    rates = [rate * part for part in SWEEP_RATIOS]
-    return RateCurve(
-        placement, rates, [simulate(deployment, sample, r * placement.gpus) for r in rates]
-    )
+    rates = [rate * ratio for ratio in SWEEP_RATIOS]
+    results = [simulate(deployment, sample, r * placement.gpus) for r in rates]
+    return RateCurve(placement, rates, results)
 
 
 def ratio_at(curves: Sequence[RateCurve], objective: Objective) -> float | None:
-    """Returns the best disaggregated goodput over the best colocated one, among these placements."""
-    split = max((c.goodput(objective) for c in curves if c.placement.decode), default=0.0)
-    base = max((c.goodput(objective) for c in curves if not c.placement.decode), default=0.0)
+    """Returns the best disaggregated goodput of these placements over the best colocated one.
+
+    Returns infinity if no colocated placement has goodput, and None if none of both has any.
+    """
+    split = 0.0
+    base = 0.0
+    for curve in curves:
+        if curve.placement.decode:
+            split = max(split, curve.goodput(objective))
+        else:
+            base = max(base, curve.goodput(objective))
     if base > 0:
         return split / base
     return float("inf") if split > 0 else None
 
 
 def crossover(curves: Sequence[RateCurve], objective: Objective, name: str) -> Crossover:
-    """Finds the TPOT or TTFT nearest to the objective at which the advice changes, the other held
-    constant.
+    """Finds the TPOT or TTFT nearest to the objective at which the advice changes.
+
+    The other limit stays unchanged.
     """
-    here: float = getattr(objective, name)
-    other = "colocate" if _worth_disaggregating(curves, objective) else "disaggregate"
+    limit: float = getattr(objective, name)
+    disaggregates = bool(_worth_disaggregating(curves, objective))
+    opposite = "colocate" if disaggregates else "disaggregate"
     for step in range(1, int(STEPS_PER_DOUBLING * 3) + 1):
         for factor in (2 ** (-step / STEPS_PER_DOUBLING), 2 ** (step / STEPS_PER_DOUBLING)):
-            changed = msgspec.structs.replace(objective, **{name: here * factor})
+            seconds = limit * factor
+            changed = msgspec.structs.replace(objective, **{name: seconds})
             answer = _worth_disaggregating(curves, changed)
-            if answer is not None and answer != (other == "colocate"):
+            if answer is not None and answer != disaggregates:
                 side = "below" if factor < 1 else "above"
-                return Crossover(
-                    here * factor, f"{name.upper()} {side} {here * factor:.3g} s: {other}"
-                )
-    low = here / MAX_OBJECTIVE_FACTOR
-    high = here * MAX_OBJECTIVE_FACTOR
+                words = f"{name.upper()} {side} {seconds:.3g} s: {opposite}"
+                return Crossover(seconds, words)
+    low = limit / MAX_OBJECTIVE_FACTOR
+    high = limit * MAX_OBJECTIVE_FACTOR
     return Crossover(None, f"{name.upper()} between {low:.3g} and {high:.3g} s: the answer stays")
 
 
 def _worth_disaggregating(curves: Sequence[RateCurve], objective: Objective) -> bool | None:
+    """Returns whether the gain reaches the minimum; None if no placement has goodput."""
     ratio = ratio_at(curves, objective)
     return None if ratio is None else ratio > MIN_GAIN_RATIO
 
 
 def too_few_requests(scenario: Scenario, score: PlacementScore) -> list[str]:
-    """Warns if the requests are too few for a queue to build up at the found rate."""
+    """Returns a remark if the requests are too few for a queue to grow at the found rate."""
     sample = scenario.samples()[0]
     rate = score.goodput * score.placement.gpus
-    served = [
-        t for t in simulate(scenario.deployment(score.placement), sample, rate).latency if t >= 0
-    ]
-    one = sum(served) / len(served)
-    lasts = len(sample) / rate
-    if lasts >= MIN_LATENCIES_PER_RUN * one:
+    result = simulate(scenario.deployment(score.placement), sample, rate)
+    served = [seconds for seconds in result.latency if seconds >= 0]
+    latency = sum(served) / len(served)
+    duration = len(sample) / rate
+    if duration >= MIN_LATENCIES_PER_RUN * latency:
         return []
-    enough = math.ceil(MIN_LATENCIES_PER_RUN * one * rate)
+    enough = math.ceil(MIN_LATENCIES_PER_RUN * latency * rate)
     return [
-        f"{len(sample)} requests last {lasts:.2g} s at this rate and one takes {one:.2g} s, so no queue has time to grow:"
+        f"{len(sample)} requests last {duration:.2g} s at this rate and one takes {latency:.2g} s,"
+        " so no queue has time to grow:"
         f" these rates are too high; give --requests {enough} or more"
     ]

@@ -4,13 +4,13 @@ Goodput of a placement: each seed bisects the rate per GPU, with probes that dep
 placement and the seed. The goodput is the mean of the last rates that met the objective.
 
 Pruning keeps the optimum, whatever system is simulated. Proof: a bisection keeps an interval [lo,
-hi), and its result is the last lo, so it is below each hi of its history. The mean over seeds of
-the present hi is therefore above the goodput at any time. `floor` is the goodput of a completely
-evaluated placement: the `keep`-th best so far, less the tolerance of a bisection. Once the mean is
-not above `floor`, the placement cannot be among the `keep` best or their equals. Dropping it
-changes no other result, because probes of other placements do not depend on it. The proof assumes
-nothing of the relation between attainment and rate. The same `keep` best result for any order and
-any number of processes; tests compare with brute force.
+hi), and its result is the last lo. So the result is below each hi of its history. The mean over
+seeds of the present hi is therefore above the goodput at any time. `floor` is the goodput of a
+completely evaluated placement: the `keep`-th best so far, less the tolerance of a bisection. Once
+the mean is not above `floor`, the placement cannot be among the `keep` best or their equals.
+Dropping it changes no other result, because probes of other placements do not depend on it. The
+proof assumes nothing of the relation between attainment and rate. The same `keep` best result for
+any order and any number of processes; tests compare with brute force.
 """
 
 from __future__ import annotations
@@ -31,15 +31,11 @@ from ..simulation.simulator import simulate
 from ..simulation.workload import WorkloadSample
 from .scenario import PerformanceSource, Placement, ReplicaGroup, Scenario
 
-BASELINE_BUDGETS_TOKENS = (
-    512,
-    2048,
-    8192,
-)  # tokens of a step that the chunked baseline is tried with
+BASELINE_BUDGETS_TOKENS = (512, 2048, 8192)  # of a step of the chunked baseline
 MIN_PROBE_RATIO = 1 / 256  # of the first probe: a placement that fails there has no goodput
-FIRST_PROBE_RATIO = 1.25  # of the estimated capacity: the first probe
+FIRST_PROBE_RATIO = 1.25  # of the estimated capacity
 PROBE_GROWTH_RATIO = 1.5
-# times the first probe: a sample that still meets the objective never overloads the placement
+# Of the first probe: a sample that still meets the objective there never overloads the placement.
 MAX_PROBE_RATIO = 64.0
 
 # Student's t for a two-sided interval of 95 %, by degrees of freedom.
@@ -95,13 +91,15 @@ def disaggregated(scenario: Scenario) -> list[Placement]:
 
 
 def colocated(scenario: Scenario) -> list[Placement]:
-    """Lists all (TP, PP) with as many replicas as fit, chunked with several budgets and prefill
-    first.
+    """Lists all (TP, PP) with as many replicas as fit.
+
+    Each is listed with chunked prefill of several budgets, and with prefill first.
     """
+    sources = [scenario.prefill]
+    if scenario.decode != scenario.prefill:
+        sources.append(scenario.decode)
     found = []
-    for on_decode_gpus, source in enumerate(
-        [scenario.prefill] + [scenario.decode] * (scenario.decode != scenario.prefill)
-    ):
+    for on_decode_gpus, source in enumerate(sources):
         budgets = sorted({source.budget} if source.budget else BASELINE_BUDGETS_TOKENS)
         for tp, pp in source.shapes(scenario.gpus):
             group = ReplicaGroup(tp, pp, scenario.gpus // (tp * pp))
@@ -113,12 +111,16 @@ def colocated(scenario: Scenario) -> list[Placement]:
 
 
 def _replica_groups(source: PerformanceSource, gpus: int) -> Iterator[ReplicaGroup]:
+    """Yields all groups of equal instances of up to `gpus` GPUs."""
     for tp, pp in source.shapes(gpus):
         yield from (ReplicaGroup(tp, pp, n) for n in range(1, gpus // (tp * pp) + 1))
 
 
 class RateBisection:
-    """Bisection for the rate per GPU at which one seed stops meeting the objective: in [low, high)."""
+    """Bisection for the rate per GPU at which one seed stops meeting the objective.
+
+    That rate is in [low, high).
+    """
 
     __slots__ = ("converged", "first", "high", "low", "tolerance")
 
@@ -171,12 +173,11 @@ def evaluate(
             search.record(rate, not result.stopped)
             if rate > MAX_PROBE_RATIO * first and not result.stopped:
                 raise ConfigError(
-                    f"--requests: {len(sample)} are too few: even all at once they meet the objective on {placement}; give more"
+                    f"--requests: {len(sample)} are too few: even all at once they meet the"
+                    f" objective on {placement}; give more"
                 )
-            if (
-                not search.converged
-                and mean(s.low if s.converged else s.high for s in searches) <= floor
-            ):
+            bounds = (s.low if s.converged else s.high for s in searches)
+            if not search.converged and mean(bounds) <= floor:
                 return None
     score = PlacementScore(placement, [s.low for s in searches])
     return score if score.goodput > floor else None
@@ -189,9 +190,8 @@ def estimate(scenario: Scenario, placement: Placement, sample: WorkloadSample) -
     return both / placement.gpus
 
 
-ProgressCallback = Callable[
-    [int, int, PlacementScore | None], None
-]  # done, of how many, the best so far
+# Called with the number of evaluated placements, the number of all, and the best so far.
+ProgressCallback = Callable[[int, int, PlacementScore | None], None]
 
 
 def search(
@@ -206,9 +206,11 @@ def search(
     With `keep` 0 it returns all of them and prunes nothing.
     """
     samples = scenario.samples()
-    ordered = sorted(
-        placements, key=lambda p: (_pipeline_stages(p), -estimate(scenario, p, samples[0]), p)
-    )
+
+    def order(placement: Placement) -> tuple[int, float, Placement]:
+        return _pipeline_stages(placement), -estimate(scenario, placement, samples[0]), placement
+
+    ordered = sorted(placements, key=order)
     found: list[PlacementScore] = []
     total = len(ordered)
     done = 0
@@ -222,7 +224,9 @@ def search(
         progress(done, total, found[0] if found else None)
 
     def floor() -> float:
-        return found[keep - 1].goodput * (1 - scenario.tolerance) if 0 < keep <= len(found) else 0.0
+        if 0 < keep <= len(found):
+            return found[keep - 1].goodput * (1 - scenario.tolerance)
+        return 0.0
 
     if jobs <= 1 or total < 4:
         for placement in ordered:
@@ -240,7 +244,7 @@ def _search_in_processes(
     record_score: Callable[[PlacementScore | None], None],
 ) -> None:
     """Evaluates in `jobs` processes, each placement with the floor of the moment."""
-    context = get_context("spawn")  # no locks or threads of ours come along
+    context = get_context("spawn")  # inherits no locks and no threads
     pending: set[Future[PlacementScore | None]] = set()
     waiting = iter(ordered)
     with ProcessPoolExecutor(jobs, context, _init_worker, (scenario,)) as pool:
@@ -273,7 +277,10 @@ def _ranked(scenario: Scenario, found: Sequence[PlacementScore], keep: int) -> l
 
 
 def _pipeline_stages(placement: Placement) -> int:
-    """Orders cheap simulations first: pipelines simulate one step at a time."""
+    """Returns the most pipeline stages of an instance.
+
+    Placements without pipelines come first: pipelines are simulated one step at a time, slowly.
+    """
     return max(placement.prefill.pp, placement.decode.pp if placement.decode else 1)
 
 
@@ -281,17 +288,21 @@ def process_count(wanted: int) -> int:
     """Returns the number of processes: `wanted`, or one for each core available to this process."""
     if wanted:
         return wanted
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 _worker_state: list[tuple[Scenario, list[WorkloadSample]]] = []  # of a worker process
 
 
 def _init_worker(scenario: Scenario) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers it, and ends us
+    """Draws the samples once for each worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it and ends the pool
     _worker_state.append((scenario, scenario.samples()))
 
 
 def _evaluate_in_worker(placement: Placement, floor: float) -> PlacementScore | None:
+    """Evaluates a placement of the worker's scenario."""
     scenario, samples = _worker_state[0]
     return evaluate(scenario, placement, samples, floor)

@@ -1,6 +1,4 @@
-"""Scenarios and placements: hardware times and memory, traffic, objective, and the deployment of a
-placement.
-"""
+"""Scenarios (times and memory of hardware, traffic, objective) and placements."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ from functools import cache
 import msgspec
 
 from ...errors import ConfigError
+from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY
 from ..cost import distserve
 from ..cost.hardware import GIB, LINKS, GpuType, NetworkLink
 from ..cost.latency import (
@@ -29,8 +28,9 @@ GPUS_PER_NODE = 8  # GPUs that tensor parallelism may span
 
 
 class PerformanceSource(msgspec.Struct, frozen=True):
-    """Source of step times and memory of one GPU type: published coefficients, measured points or a
-    roofline.
+    """Source of step times and memory of one GPU type.
+
+    It is a set of published coefficients, a file of measured points or a roofline.
     """
 
     kind: str  # coefficients | profile | roofline
@@ -40,7 +40,7 @@ class PerformanceSource(msgspec.Struct, frozen=True):
     fitted: LinearLatency | None = None
     kv_tokens: int = 0  # of the profiled instance
     budget: int = 0  # its token budget
-    beside: int = 0  # instances that worked on its machine meanwhile
+    beside: int = 0  # other instances of its machine that were under load
     scale: float = 1.0  # on all times, from a refit
 
     def shapes(self, gpus: int) -> list[tuple[int, int]]:
@@ -50,18 +50,14 @@ class PerformanceSource(msgspec.Struct, frozen=True):
         if self.kind == "coefficients":
             degrees = distserve.degrees(self.name, self.model.name)
         else:
-            degrees = [
-                tp
-                for tp in range(1, GPUS_PER_NODE + 1)
-                if self.model.heads % tp == 0 and tp & (tp - 1) == 0
-            ]
-        pairs = [
-            (tp, pp)
-            for tp in degrees
-            for pp in range(1, gpus // tp + 1)
-            if self.model.splits(tp, pp)
-        ]
-        return [(tp, pp) for tp, pp in pairs if self.kv(tp, pp) >= 16]
+            powers_of_two = (tp for tp in range(1, GPUS_PER_NODE + 1) if tp & (tp - 1) == 0)
+            degrees = [tp for tp in powers_of_two if self.model.heads % tp == 0]
+        shapes = []
+        for tp in degrees:
+            for pp in range(1, gpus // tp + 1):
+                if self.model.splits(tp, pp) and self.kv(tp, pp) >= 16:
+                    shapes.append((tp, pp))
+        return shapes
 
     def latency(self, tp: int, pp: int) -> LatencyModel:
         """Returns the step times of an instance, scaled by the refit."""
@@ -69,6 +65,7 @@ class PerformanceSource(msgspec.Struct, frozen=True):
         return found if self.scale == 1 else ScaledLatency(found, self.scale)
 
     def _unscaled(self, tp: int, pp: int) -> LatencyModel:
+        """Returns the step times without the factor of a refit."""
         if self.fitted:
             return self.fitted
         if not self.model:
@@ -90,16 +87,20 @@ class PerformanceSource(msgspec.Struct, frozen=True):
         return self._words() + (f", times {self.scale:.3g}" if self.scale != 1 else "")
 
     def _words(self) -> str:
+        """Describes the source without the factor of a refit."""
         if self.kind == "coefficients":
             return f"{self.name}: fits to measurements that DistServe published (A100-80GB)"
         if self.kind == "profile":
-            others = f"{self.beside or 'no'} other instance{'' if self.beside == 1 else 's'} of its machine at work"
+            plural = "" if self.beside == 1 else "s"
+            others = f"{self.beside or 'no'} other instance{plural} of its machine under load"
             return f"fitted to the measured points of {self.name}, with {others}"
-        gpu = self.gpu
-        share = (
-            f"{gpu.prefill:.0%} of its FLOP/s and {gpu.decode:.0%} of its bandwidth" if gpu else ""
+        share = ""
+        if gpu := self.gpu:
+            share = f"{gpu.prefill:.0%} of its FLOP/s and {gpu.decode:.0%} of its bandwidth"
+        return (
+            f"roofline of {self.name}, assuming {share}: nothing was measured,"
+            " expect 20 % or more of error"
         )
-        return f"roofline of {self.name}, assuming {share}: nothing was measured, expect 20 % or more of error"
 
 
 class ReplicaGroup(msgspec.Struct, frozen=True, order=True):
@@ -119,8 +120,9 @@ class ReplicaGroup(msgspec.Struct, frozen=True, order=True):
 
 
 class Placement(msgspec.Struct, frozen=True, order=True):
-    """Disaggregated groups, or one colocated group (`decode` None) with a schedule and a token
-    budget per step.
+    """Disaggregated groups, or one colocated group (`decode` is None).
+
+    A colocated group has a schedule (`chunked` or prefill first) and a token budget per step.
     """
 
     prefill: ReplicaGroup
@@ -159,8 +161,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int = 4
     link: NetworkLink = LINKS["none"]
     overlap: bool = True
-    policy: SimulatedPolicy = "least_loaded"
-    concurrency: int = 8
+    policy: SimulatedPolicy = DEFAULT_POLICY
+    concurrency: int = DEFAULT_PREFILL_CONCURRENCY
     kv_limit: int = 0  # tokens of KV of each instance, instead of what its memory holds
     budget: int = 8192
     sequences: int = 256
@@ -169,9 +171,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     def samples(self) -> list[WorkloadSample]:
         """Draws one sample of requests for each seed."""
-        return [
-            self.workload.sample(self.requests, seed, self.arrivals) for seed in range(self.seeds)
-        ]
+        seeds = range(self.seeds)
+        return [self.workload.sample(self.requests, seed, self.arrivals) for seed in seeds]
 
     def deployment(self, placement: Placement) -> Deployment:
         """Builds the deployment to simulate.
@@ -204,6 +205,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     def _side(
         self, source: PerformanceSource, group: ReplicaGroup, rules: SchedulingRules
     ) -> ReplicaPool:
+        """Builds the pool of one group."""
         kv = self.kv_limit or source.kv(group.tp, group.pp)
         return ReplicaPool(group.n, _latency(source, group.tp, group.pp), kv, rules)
 
@@ -215,13 +217,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     def words(self) -> list[str]:
         """Describes for people the source of the times, and the traffic."""
-        measured = self.prefill.words()
-        return [
-            f"times: {measured}"
-            + ("" if self.decode == self.prefill else f"; decode: {self.decode.words()}"),
-            f"traffic: {self.workload.name}, {self.seeds} x {self.requests} requests, {self.arrivals.kind} arrivals;"
-            f" link {self.link.name}",
-        ]
+        times = f"times: {self.prefill.words()}"
+        if self.decode != self.prefill:
+            times += f"; decode: {self.decode.words()}"
+        traffic = f"traffic: {self.workload.name}, {self.seeds} x {self.requests} requests"
+        return [times, f"{traffic}, {self.arrivals.kind} arrivals; link {self.link.name}"]
 
     # --- closed forms ---
 
@@ -231,10 +231,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         Prefill: prompts one after the other. Decode: the largest batch with a step within TPOT and
         with KV that fits, at the mean context.
         """
-        decode = placement.decode or placement.prefill
-        return self.prefill_capacity(
-            placement.prefill, sample, placement.on_decode_gpus
-        ), self.decode_capacity(decode, sample)
+        prefill = self.prefill_capacity(placement.prefill, sample, placement.on_decode_gpus)
+        decode = self.decode_capacity(placement.decode or placement.prefill, sample)
+        return prefill, decode
 
     def prefill_capacity(
         self, group: ReplicaGroup, sample: WorkloadSample, on_decode_gpus: bool = False
@@ -251,19 +250,21 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         context = sum(sample.prompts) / len(sample) + output / 2
         room = (self.kv_limit or self.decode.kv(group.tp, group.pp)) / context
 
-        def step(n: int) -> float:
+        def step_seconds(n: int) -> float:
             base, slope = latency.decode(n, True)
             return latency.pp * (base + slope * n * context)
 
+        sequences = UNLIMITED if self.distserve else self.sequences
         low = 1
-        high = max(1, min(UNLIMITED if self.distserve else self.sequences, int(room) // latency.pp))
-        if step(high) > self.objective.tpot:
+        high = max(1, min(sequences, int(room) // latency.pp))
+        if step_seconds(high) > self.objective.tpot:
             while low < high:
                 middle = (low + high + 1) // 2
-                low, high = (
-                    (middle, high) if step(middle) <= self.objective.tpot else (low, middle - 1)
-                )
-        return group.n * latency.pp * high / (step(high) * output)
+                if step_seconds(middle) <= self.objective.tpot:
+                    low = middle
+                else:
+                    high = middle - 1
+        return group.n * latency.pp * high / (step_seconds(high) * output)
 
     def infeasible(self, placement: Placement, sample: WorkloadSample) -> str:
         """Returns the objective that no rate can meet, or an empty text.
@@ -274,22 +275,22 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         objective = self.objective
         allowed = self.objective.allowed(len(sample))
         source = self.decode if placement.on_decode_gpus else self.prefill
-        first = _latency(source, placement.prefill.tp, placement.prefill.pp)
+        prefill = _latency(source, placement.prefill.tp, placement.prefill.pp)
+        if not sample.prefixes:  # a cached prefix makes a prompt faster than alone
+            late = sum(unloaded_prefill(prefill, p) > objective.ttft for p in sample.prompts)
+            if late > allowed:
+                return "ttft"
         group = placement.decode or placement.prefill
-        later = _latency(self.decode if placement.decode else source, group.tp, group.pp)
-        if (
-            not sample.prefixes
-            and sum(unloaded_prefill(first, p) > objective.ttft for p in sample.prompts) > allowed
-        ):
-            return "ttft"
-        pairs = zip(sample.prompts, sample.outputs, strict=True)
-        if sum(o > 1 and unloaded_decode(later, p) > objective.tpot for p, o in pairs) > allowed:
-            return "tpot"
-        return ""
+        decode = _latency(self.decode if placement.decode else source, group.tp, group.pp)
+        slow = 0
+        for prompt, output in zip(sample.prompts, sample.outputs, strict=True):
+            slow += output > 1 and unloaded_decode(decode, prompt) > objective.tpot
+        return "tpot" if slow > allowed else ""
 
 
 @cache
 def _latency(source: PerformanceSource, tp: int, pp: int) -> LatencyModel:
+    """Returns the step times of an instance, built once."""
     return source.latency(tp, pp)
 
 
@@ -299,11 +300,9 @@ def check_model(source: PerformanceSource, gpus: int, flag: str) -> None:
         return
     name = source.model.name if source.model else source.name
     least = next((g for g in range(gpus + 1, 129) if source.shapes(g)), None)
-    hint = (
-        f"it needs at least {least}: give {flag} {least} or more"
-        if least
-        else "give a GPU with more memory"
-    )
+    hint = "give a GPU with more memory"
+    if least:
+        hint = f"it needs at least {least}: give {flag} {least} or more"
     raise ConfigError(
         f"{name} fits nowhere on {gpus} GPU{'s' if gpus > 1 else ''} of {source.name}; {hint}"
     )

@@ -1,11 +1,11 @@
-"""One simulated vLLM instance: continuous batching over a paged KV cache, chunked prefill,
-preemption, pipelining.
+"""One simulated vLLM instance: continuous batching with a paged KV cache.
 
-A batch holds one token of every decoding sequence and, within the token budget, chunks of prompts,
-oldest first. While all sequences only decode, one batch covers many steps. A step takes base +
-slope * contexts, and contexts grow by n a step, so the sum over j steps has a closed form. New work
-calls `wake`, which ends such a batch after the running step. `tests/property/test_planner.py`
-compares this with a simulation of one step at a time.
+The simulation covers chunked prefill, preemption and pipelining. A batch holds one token of every
+decoding sequence and, within the token budget, chunks of prompts, oldest first. While all sequences
+only decode, one batch covers many steps. A step takes base + slope * contexts, and contexts grow by
+n a step, so the sum over j steps has a closed form. New work calls `wake`, which ends such a batch
+after the running step. `tests/property/test_planner.py` compares this with a simulation of one step
+at a time.
 
 Pipelining (pp > 1) follows vLLM: up to pp batches are in flight, each with sequences of its own. A
 stage serves in order of arrival, so the end of a batch is known at its start.
@@ -34,9 +34,8 @@ class SchedulingRules(msgspec.Struct, frozen=True):
 
     budget: int = 8192  # tokens of a step: max_num_batched_tokens
     sequences: int = 256  # that run at once: max_num_seqs
-    chunked: bool = (
-        True  # chunks ride with decodes (Sarathi); False: whole prompts first, alone (vLLM of 2023)
-    )
+    # True: chunks share steps with decodes (Sarathi). False: whole prompts first (vLLM of 2023).
+    chunked: bool = True
     multi_step: bool = True  # many decode steps at once; False only to test that it changes nothing
 
 
@@ -50,13 +49,11 @@ class RequestTable:
         self.outputs = sample.outputs
         self.prefixes = sample.prefixes
         self.block = sample.block
-        self.prefill_tokens = (
-            prompts.copy()
-        )  # the prompt; after a preemption also the answer so far
+        self.prefill_tokens = prompts.copy()  # after a preemption also the answer so far
         self.tokens_left = [0] * count  # to generate
         self.computed = [0] * count  # of `prefill_tokens`
         self.context_base = [0] * count  # context less the steps of its group
-        self.join_order = [0] * count  # the latest to join is preempted first
+        self.join_order = [0] * count  # the highest is preempted first
         self.prefill_started_at = [-1.0] * count  # seconds; -1: not yet
         self.first_token_at = [-1.0] * count
 
@@ -65,16 +62,16 @@ class ReplicaListener(Protocol):
     """Receiver of a replica's events."""
 
     def on_prefill_complete(self, replica: Replica, now: float, r: int) -> None:
-        """The last chunk of a prompt has been computed."""
+        """Handles the end of the last chunk of a prompt."""
 
     def on_kv_reserved(self, replica: Replica, now: float, r: int) -> None:
-        """KV is reserved for a request from a prefill replica."""
+        """Handles the reservation of KV for a request from a prefill replica."""
 
     def on_first_token(self, now: float, r: int) -> None:
-        """The first token of an answer has been computed."""
+        """Handles the first token of an answer."""
 
     def on_finished(self, replica: Replica, now: float, r: int) -> None:
-        """The last token of an answer has been computed."""
+        """Handles the last token of an answer."""
 
     def schedule(self, time: float, replica: Replica, batch: Batch | None) -> None:
         """Schedules the end of `batch`, or a wake-up if it is None."""
@@ -86,7 +83,9 @@ class DecodeGroup:
     __slots__ = ("contexts", "ends", "n", "steps", "without_first_token")
 
     def __init__(self) -> None:
-        self.n = self.steps = self.contexts = 0
+        self.n = 0
+        self.steps = 0  # since the group began
+        self.contexts = 0  # sum over the sequences
         self.ends: list[tuple[int, int]] = []  # heap of (step at which it ends, request)
         self.without_first_token: list[int] = []
 
@@ -97,14 +96,13 @@ class Batch:
     __slots__ = ("end", "first", "group", "growth", "prompts", "start", "steps")
 
     def __init__(self, group: DecodeGroup, prompts: list[int], start: float) -> None:
-        # Prompts whose last chunk is in this batch.
         self.group = group
-        self.prompts = prompts
+        self.prompts = prompts  # with their last chunk in this batch
         self.start = start
         self.steps = 1
-        self.first = self.growth = self.end = (
-            0.0  # seconds of the first step, and more of each next one
-        )
+        self.first = 0.0  # seconds of the first step
+        self.growth = 0.0  # seconds that each next step takes more
+        self.end = 0.0
 
     def elapsed(self, steps: int) -> float:
         """Returns the seconds that the first `steps` steps take."""
@@ -112,9 +110,11 @@ class Batch:
 
     def steps_until(self, time: float) -> int:
         """Returns the number of steps that end at or after `time` seconds."""
+        # The root of elapsed(steps) = time; the loops below correct its rounding.
         if self.growth > 0:
-            b = self.first - self.growth / 2
-            steps = ceil((sqrt(b * b + 2 * self.growth * time) - b) / self.growth)
+            linear = self.first - self.growth / 2
+            root = sqrt(linear * linear + 2 * self.growth * time)
+            steps = ceil((root - linear) / self.growth)
         else:
             steps = ceil(time / self.first)
         steps = min(self.steps, max(1, steps))
@@ -126,7 +126,7 @@ class Batch:
 
 
 class Replica:
-    """Simulated vLLM instance of tp*pp GPUs that holds `kv` tokens."""
+    """Simulated vLLM instance that holds `kv` tokens."""
 
     def __init__(
         self,
@@ -151,11 +151,15 @@ class Replica:
         self.ready = DecodeGroup()  # decodes that are not in flight
         self.cache = PrefixCache(requests.block) if requests.prefixes else None
         self._in_flight: deque[Batch] = deque()
-        self._stage_free_at = [0.0] * latency.pp  # when each stage is
+        self._stage_free_at = [0.0] * latency.pp  # seconds, for each stage
         self.preemptions = 0
         self._wake_at = 0.0  # time of the requested wake-up
         self._join_count = 0
         self._decode_times: dict[int, tuple[float, float, float, float]] = {}
+
+    def cached_tokens(self, ids: Sequence[int]) -> int:
+        """Returns the tokens of a prompt's leading blocks that the prefix cache holds."""
+        return self.cache.match(ids) * self.cache.block if self.cache else 0
 
     # --- called by the simulation ---
 
@@ -165,8 +169,9 @@ class Replica:
         self.wake(now)
 
     def expect_kv(self, now: float, r: int) -> None:
-        """Queues a request that receives its KV from a prefill replica; reserves room when there is
-        any.
+        """Queues a request that receives its KV from a prefill replica.
+
+        Reserves KV at once if there is room.
         """
         self._awaiting_kv.add(r)
         self.waiting.append(r)
@@ -186,12 +191,15 @@ class Replica:
         self.wake(now)
 
     def wake(self, now: float) -> None:
-        """Considers new work as soon as the running step ends."""
+        """Starts new work as soon as the running step ends."""
         if not self._shorten_batch(now):
             self.start_batch(now)
 
     def _shorten_batch(self, now: float) -> bool:
-        """Ends a batch of many steps after the running one. Returns whether there is such a batch."""
+        """Ends a batch of many steps after the running step.
+
+        Returns whether such a batch is running.
+        """
         batch = self._in_flight[0] if self._in_flight else None
         if not batch or batch.steps == 1:
             return False
@@ -205,7 +213,7 @@ class Replica:
     # --- batches ---
 
     def start_batch(self, now: float) -> None:
-        """Starts a batch if there is work, the first stage is free and fewer than pp are in flight."""
+        """Starts a batch if there is work, a free first stage and fewer than pp in flight."""
         in_flight = self._in_flight
         if len(in_flight) >= self.latency.pp:
             return
@@ -222,7 +230,7 @@ class Replica:
         in_flight.append(batch)
         self.listener.schedule(batch.end, self, batch)
         if self.latency.pp > 1:
-            self.start_batch(now)  # asks to be woken
+            self.start_batch(now)  # schedules a wake-up
 
     def complete_batch(self, now: float, batch: Batch) -> None:
         """Ends a batch that has passed the last stage."""
@@ -253,6 +261,7 @@ class Replica:
         self.start_batch(now)
 
     def _compose_batch(self, now: float) -> Batch | None:
+        """Selects the sequences and chunks of the next batch, with its times; None without work."""
         group = self.ready
         rules = self.rules
         if group.n and self.used + group.n > self.kv:
@@ -261,11 +270,10 @@ class Replica:
         tokens = 0
         squares = 0
         if self.prefilling or self.waiting:
-            tokens, squares = self._schedule_chunks(
-                now, finishing, rules.budget - group.n if rules.chunked else rules.budget
-            )
+            budget = rules.budget - group.n if rules.chunked else rules.budget
+            tokens, squares = self._schedule_chunks(now, finishing, budget)
         if tokens and not rules.chunked:
-            group = DecodeGroup()  # the others wait
+            group = DecodeGroup()  # decoding sequences wait for the prompts
         elif tokens or group.n:
             self.ready = DecodeGroup()
         else:
@@ -280,7 +288,7 @@ class Replica:
     def _schedule_chunks(self, now: float, finishing: list[int], budget: int) -> tuple[int, int]:
         """Selects prompt chunks for this step, and appends completed prompts to `finishing`.
 
-        Returns their tokens and their squares.
+        Returns the tokens of the chunks, and their squares as latency models count them.
         """
         requests = self.requests
         tokens = 0
@@ -291,9 +299,11 @@ class Replica:
                 break
             r = self.prefilling[0]
             done = requests.computed[r]
-            todo = requests.prefill_tokens[r] - done
-            take = todo if todo <= budget or (whole and not tokens) else budget
-            if take < todo and whole:
+            remaining = requests.prefill_tokens[r] - done
+            take = min(remaining, budget)
+            if whole and not tokens:  # a prompt longer than the budget runs alone
+                take = remaining
+            if take < remaining and whole:
                 break
             if requests.prefill_started_at[r] < 0:
                 requests.prefill_started_at[r] = now
@@ -301,57 +311,61 @@ class Replica:
             squares += take * (2 * done + take)
             requests.computed[r] = done + take
             budget -= take
-            if take == todo:
+            if take == remaining:
                 finishing.append(self.prefilling.popleft())
         return tokens, squares
 
     def _time_mixed(self, batch: Batch, tokens: int, squares: int) -> None:
+        """Computes the end of a batch of one step with prompts."""
         group = batch.group
         latency = self.latency
         first = latency.mixed(tokens, squares, group.n, group.contexts, True)
-        rest = (
-            latency.mixed(tokens, squares, group.n, group.contexts, False)
-            if latency.pp > 1
-            else 0.0
-        )
-        self._pass_stages(batch, first, rest)
+        later = 0.0
+        if latency.pp > 1:
+            later = latency.mixed(tokens, squares, group.n, group.contexts, False)
+        self._pass_stages(batch, first, later)
 
     def _time_decode(self, batch: Batch) -> None:
+        """Computes steps and end of a batch that only decodes."""
         group = batch.group
         n = group.n
         times = self._decode_times.get(n)
         if not times:
-            times = self._decode_times[n] = (
-                *self.latency.decode(n, True),
-                *self.latency.decode(n, False),
-            )
+            times = (*self.latency.decode(n, True), *self.latency.decode(n, False))
+            self._decode_times[n] = times
         first = times[0] + times[1] * group.contexts
         if self.latency.pp > 1:
             self._pass_stages(batch, first, times[2] + times[3] * group.contexts)
             return
         if self.rules.multi_step:
-            batch.steps = max(1, min(group.ends[0][0] - group.steps, (self.kv - self.used) // n))
+            # Until a sequence ends, or the KV cache is full.
+            until_end = group.ends[0][0] - group.steps
+            batch.steps = max(1, min(until_end, (self.kv - self.used) // n))
         batch.first = first
         batch.growth = times[1] * n
         batch.end = batch.start + batch.elapsed(batch.steps)
 
-    def _pass_stages(self, batch: Batch, first: float, rest: float) -> None:
-        """Computes the end of a batch that passes the stages, each first come, first served."""
+    def _pass_stages(self, batch: Batch, first: float, later: float) -> None:
+        """Computes the end of a batch that passes the stages, each first come, first served.
+
+        `first` is the time of the first stage in seconds, `later` of each other one.
+        """
         free = self._stage_free_at
         end = batch.start + first
         batch.first = first
         if len(free) > 1:
             free[0] = end
             for stage in range(1, len(free)):
-                end = max(end, free[stage]) + rest
+                end = max(end, free[stage]) + later
                 free[stage] = end
         batch.end = end
 
     # --- KV ---
 
     def _admit_waiting(self) -> bool:
-        """Reserves KV for the oldest waiting prompt and starts its prefill. Returns whether it
-        fits.
+        """Reserves KV for the oldest waiting prompt and starts its prefill.
+
+        Returns whether the prompt fits.
         """
         if not self.waiting:
             return False
@@ -362,9 +376,8 @@ class Replica:
         self._take_kv(r)
         requests.computed[r] = 0
         if self.cache and requests.prefixes:
-            hit = self.cache.hit(
-                requests.prefixes[r]
-            )  # these blocks are among those the request now holds
+            hit = self.cache.hit(requests.prefixes[r])
+            # The blocks that were hit are among those that the request holds now.
             self.cache.shrink((self.kv - self.used) // self.cache.block + hit)
             requests.computed[r] = min(hit * self.cache.block, requests.prefill_tokens[r] - 1)
         self.prefilling.append(r)
@@ -375,34 +388,37 @@ class Replica:
         if not self.waiting or self.waiting[0] not in self._awaiting_kv:
             return
         grown = self._tokens_grown(now)
-        took = False
-        while (
-            self.waiting
-            and self.waiting[0] in self._awaiting_kv
-            and self._kv_fits(self.waiting[0], grown)
-        ):
+        has_reserved = False
+        while self.waiting:
             r = self.waiting[0]
-            took = True
+            if r not in self._awaiting_kv or not self._kv_fits(r, grown):
+                break
+            has_reserved = True
             self._take_kv(r)
             self.listener.on_kv_reserved(self, now, r)
-        if took:
-            self._shorten_batch(now)  # the running batch may rely on the reserved room
+        if has_reserved:
+            self._shorten_batch(now)  # the steps of the running batch may rely on this room
 
     def _tokens_grown(self, now: float) -> int:
         """Returns the tokens that completed steps of the batch in flight have added to `used`."""
         batch = self._in_flight[0] if self._in_flight else None
         if not batch or batch.steps == 1:
             return 0
-        over = batch.steps_until(now - batch.start)
-        return batch.group.n * (over if batch.elapsed(over) <= now - batch.start else over - 1)
+        elapsed = now - batch.start
+        steps = batch.steps_until(elapsed)
+        if batch.elapsed(steps) > elapsed:
+            steps -= 1  # the last of them is still running
+        return batch.group.n * steps
 
     def _kv_fits(self, r: int, grown: int = 0) -> bool:
+        """Returns whether a request can take its KV, beside `grown` tokens not yet in `used`."""
         # One more token for each running request, so that no request is admitted only to be
         # preempted at once.
         held = self.used + grown + self.requests.prefill_tokens[r] + self.running
         return self.running < self.rules.sequences and held < self.kv
 
     def _take_kv(self, r: int) -> None:
+        """Moves the head of the queue to the running requests."""
         self.waiting.popleft()
         self.used += self.requests.prefill_tokens[r]
         self.running += 1
@@ -441,6 +457,7 @@ class Replica:
             group.without_first_token.append(r)
 
     def _leave_group(self, group: DecodeGroup, r: int) -> None:
+        """Removes a sequence from its group and frees its KV."""
         context = self.requests.context_base[r] + group.steps
         group.n -= 1
         group.contexts -= context

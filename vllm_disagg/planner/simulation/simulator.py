@@ -6,9 +6,9 @@ Layers move while P computes, so only the last layer is left after the prefill, 
 slower. P holds its KV until D has received it. D computes the last prompt token and with it the
 first token of the answer.
 
-Without overlap (NixlConnector, DistServe) the decode leg starts when the prefill ends. D is chosen
-and reserves KV then, and all of the KV moves then. Each P sends and each D receives one prompt
-after the other.
+Without overlap (NixlConnector, DistServe) the decode leg starts when the prefill ends. Only then D
+is chosen, reserves KV and receives all of the KV. Each P sends and each D receives one prompt after
+the other.
 
 The simulation is deterministic: only the policy power_of_two draws random numbers, from a seed.
 """
@@ -17,27 +17,22 @@ from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
 from random import Random
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from ...errors import ConfigError
+from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY
 from ..cost.hardware import LINKS, NetworkLink
 from ..cost.latency import LatencyModel
 from .replica import Batch, Replica, RequestTable, SchedulingRules
 from .workload import WorkloadSample
 
-SimulatedPolicy = Literal["least_loaded", "round_robin", "power_of_two", "prefix_aware"]
-POLICIES: tuple[SimulatedPolicy, ...] = (
-    "least_loaded",
-    "round_robin",
-    "power_of_two",
-    "prefix_aware",
-)
+SimulatedPolicy = Literal["prefix_aware", "least_loaded", "power_of_two", "round_robin"]
+POLICIES: tuple[SimulatedPolicy, ...] = get_args(SimulatedPolicy)
 
-SimulationEvent = tuple[
-    float, int, int, Replica | None, Batch | None
-]  # time, order, request or -1, whose, of what
+# Time in seconds, order among equal times, request or -1, replica (None: an arrival), batch.
+SimulationEvent = tuple[float, int, int, Replica | None, Batch | None]
 
 
 class ReplicaPool(msgspec.Struct, frozen=True):
@@ -56,7 +51,8 @@ class Handoff(msgspec.Struct, frozen=True):
     bytes_per_token: float = 0.0
     layers: int = 1
     overlap: bool = True
-    concurrency: int = 8  # legs at one prefill instance: the proxy's --prefill-concurrency
+    # Legs at one prefill instance: the proxy's --prefill-concurrency.
+    concurrency: int = DEFAULT_PREFILL_CONCURRENCY
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -65,14 +61,13 @@ class Deployment(msgspec.Struct, frozen=True):
     prefill: ReplicaPool
     decode: ReplicaPool | None = None
     handoff: Handoff = Handoff()
-    policy: SimulatedPolicy = "least_loaded"
+    policy: SimulatedPolicy = DEFAULT_POLICY
     # DistServe's clock: TTFT when the prefill ends, `output` steps after it, TPOT over `output`
     distserve: bool = False
 
 
 class Objective(msgspec.Struct, frozen=True):
-    """Latency objective: seconds to the first token, seconds for each later token, share of
-    requests.
+    """Latency objective: limits of TTFT and TPOT in seconds, and the share of requests.
 
     With `joint`, one request must meet both. Without, that share of requests meets each by itself,
     as DistServe's simulator counts.
@@ -89,24 +84,26 @@ class Objective(msgspec.Struct, frozen=True):
 
 
 class SimulationResult(msgspec.Struct, frozen=True):
-    """Seconds for each request; -1 for an event that never happened."""
+    """Seconds for each request; -1 for an event that did not happen."""
 
     ttft: list[float]
     tpot: list[float]
     latency: list[float]  # end to end
-    transfer: list[float]  # from the end of the prefill to D's having the KV
+    transfer: list[float]  # from the end of the prefill to the arrival of all KV at D
     preemptions: int
     stopped: bool  # early, because too many had missed
 
     def attainment(self, objective: Objective) -> float:
-        """Returns the share of requests that met the objective; without `joint` the smaller of the
-        two shares.
+        """Returns the share of requests that met the objective.
+
+        Without `joint` it is the smaller of the shares for TTFT and for TPOT.
         """
-        first = [0 <= t <= objective.ttft for t in self.ttft]
-        later = [0 <= t <= objective.tpot for t in self.tpot]
+        met_ttft = [0 <= seconds <= objective.ttft for seconds in self.ttft]
+        met_tpot = [0 <= seconds <= objective.tpot for seconds in self.tpot]
         if objective.joint:
-            return sum(a and b for a, b in zip(first, later, strict=True)) / len(first)
-        return min(sum(first), sum(later)) / len(first)
+            both = sum(a and b for a, b in zip(met_ttft, met_tpot, strict=True))
+            return both / len(met_ttft)
+        return min(sum(met_ttft), sum(met_tpot)) / len(met_ttft)
 
 
 def simulate(
@@ -149,24 +146,25 @@ class Simulation:
         self._round_robin_turn = 0
         self._prefills = self._replicas(deployment.prefill, requests)
         self._decodes = self._replicas(deployment.decode, requests) if deployment.decode else []
-        self._prefill_of: list[Replica | None] = [None] * self._count  # prefill instance
-        self._decode_of: list[Replica | None] = [None] * self._count  # decode instance
+        self._prefill_of: list[Replica | None] = [None] * self._count  # by request
+        self._decode_of: list[Replica | None] = [None] * self._count  # by request
         self._queue: list[int] = []  # request numbers, in the proxy
-        self._queue_head = 0  # index of the next one
+        self._queue_head = 0  # index of the next request to dispatch
         self._finished_at = [-1.0] * self._count
-        self._prefilled_at = [-1.0] * self._count  # end of the prefill
-        self._reserved_at = [-1.0] * self._count  # KV at D
+        self._prefilled_at = [-1.0] * self._count
+        self._reserved_at = [-1.0] * self._count  # reservation of KV at D
         self._transfer = [0.0] * self._count
         self._link_free_at: dict[int, float] = {}
-        self._kv_arrived = [False] * self._count  # transfer is complete
+        self._kv_arrived = [False] * self._count
         self._miss_counts = [0, 0]
         self._has_missed = bytearray(self._count)
         self._stopped_early = False
         self._allowed_misses = objective.allowed(self._count) if objective else self._count
 
-    def _replicas(self, side: ReplicaPool, requests: RequestTable) -> list[Replica]:
+    def _replicas(self, pool: ReplicaPool, requests: RequestTable) -> list[Replica]:
+        """Builds the replicas of a pool."""
         return [
-            Replica(self, requests, side.latency, side.kv, side.rules) for _ in range(side.count)
+            Replica(self, requests, pool.latency, pool.kv, pool.rules) for _ in range(pool.count)
         ]
 
     def run(self) -> SimulationResult:
@@ -177,26 +175,26 @@ class Simulation:
             if replica is None:
                 self._on_arrival(now, r)
             elif batch is not None:
-                if batch.end == now:  # else it was cut short
+                if batch.end == now:  # else the batch was shortened and has ended before
                     replica.complete_batch(now, batch)
             elif r >= 0:
                 self._on_kv_landed(now, r, replica)
             else:
                 replica.start_batch(now)
-        if not self._stopped_early and any(
-            e.waiting or e.running for e in (*self._prefills, *self._decodes)
-        ):
+        replicas = (*self._prefills, *self._decodes)
+        is_busy = any(replica.waiting or replica.running for replica in replicas)
+        if is_busy and not self._stopped_early:
             raise AssertionError("a simulation ended with requests in it")
         return self._result()
 
     # --- the proxy ---
 
     def _on_arrival(self, now: float, r: int) -> None:
+        """Queues a request at the proxy, or submits it to a colocated replica."""
         requests = self._requests
         deployment = self._deployment
-        # One token to spare.
         prompt = requests.prompts[r]
-        answer = requests.outputs[r] + 1
+        answer = requests.outputs[r] + 1  # one token to spare
         last = deployment.decode or deployment.prefill
         if prompt + 1 > deployment.prefill.kv or prompt + answer > last.kv:
             self._count_miss(r, 0)  # exceeds every replica: vLLM refuses it
@@ -216,12 +214,12 @@ class Simulation:
         """Starts both legs of queued requests while a prefill replica has a free place."""
         handoff = self._deployment.handoff
         while self._queue_head < len(self._queue):
-            free = [p for p in self._prefills if p.active_legs < handoff.concurrency]
-            if not free:
+            available = [p for p in self._prefills if p.active_legs < handoff.concurrency]
+            if not available:
                 return
             r = self._queue[self._queue_head]
             self._queue_head += 1
-            prefill = self._choose(free, r)
+            prefill = self._choose(available, r)
             prefill.active_legs += 1
             prefill.load += self._requests.prompts[r]
             self._prefill_of[r] = prefill
@@ -231,12 +229,14 @@ class Simulation:
             prefill.submit(now, r)
 
     def _decode_leg(self, now: float, r: int) -> None:
+        """Sends the decode leg to the least loaded decode replica."""
         decode = min(self._decodes, key=_load) if len(self._decodes) > 1 else self._decodes[0]
         decode.load += 1
         self._decode_of[r] = decode
         decode.expect_kv(now, r)
 
     def _choose(self, replicas: list[Replica], r: int) -> Replica:
+        """Chooses a replica by the policy of the proxy."""
         policy = self._deployment.policy
         if len(replicas) == 1:
             return replicas[0]
@@ -248,10 +248,7 @@ class Simulation:
         prefixes = self._requests.prefixes
         if policy == "prefix_aware" and prefixes:
             ids = prefixes[r]
-            return min(
-                replicas,
-                key=lambda e: e.load - (e.cache.match(ids) * e.cache.block if e.cache else 0),
-            )
+            return min(replicas, key=lambda replica: replica.load - replica.cached_tokens(ids))
         return min(replicas, key=_load)
 
     # --- events of the replicas ---
@@ -265,11 +262,10 @@ class Simulation:
         """Starts decoding on the same replica, or the hand-off to the decode replica."""
         requests = self._requests
         distserve = self._deployment.distserve
-        if (
-            not self._decodes or self._kv_arrived[r]
-        ):  # computed where it is decoded; or preempted there, and again
+        # On a colocated replica, or on a decode replica after a preemption.
+        if not self._decodes or self._kv_arrived[r]:
             if self._kv_arrived[r] or requests.first_token_at[r] >= 0:
-                requests.tokens_left[r] -= 1  # else it was not counted
+                requests.tokens_left[r] -= 1  # `tokens_left` counted this token
             self.on_first_token(now, r)
             if requests.tokens_left[r] > 0:
                 replica.start_decoding(r)
@@ -313,8 +309,9 @@ class Simulation:
     # --- hand-off ---
 
     def _start_handoff(self, now: float, r: int) -> None:
-        """Schedules the arrival of KV at D, after the prefill has completed and D has reserved
-        room.
+        """Schedules the arrival of KV at D.
+
+        The prefill has completed, and D has reserved room.
         """
         handoff = self._deployment.handoff
         prefill = self._prefill_of[r]
@@ -323,18 +320,17 @@ class Simulation:
             raise AssertionError("a request that moves has both instances")
         prompt = self._requests.prompts[r]
         wire = handoff.bytes_per_token * prompt / handoff.link.bandwidth
-        begin = (
-            max(self._requests.prefill_started_at[r], self._reserved_at[r])
-            if handoff.overlap
-            else now
-        )
-        free = self._link_free_at
-        out = id(prefill)
-        into = id(decode)
-        start = max(begin, free.get(out, 0.0), free.get(into, 0.0))
-        free[out] = free[into] = start + wire
-        last = wire / handoff.layers  # cannot move before the prefill ends
-        end = max(start + wire, self._prefilled_at[r] + last, now) + handoff.link.latency
+        begin = now
+        if handoff.overlap:
+            begin = max(self._requests.prefill_started_at[r], self._reserved_at[r])
+        free_at = self._link_free_at
+        sender = id(prefill)
+        receiver = id(decode)
+        start = max(begin, free_at.get(sender, 0.0), free_at.get(receiver, 0.0))
+        free_at[sender] = start + wire
+        free_at[receiver] = start + wire
+        last_layer = wire / handoff.layers  # cannot move before the prefill ends
+        end = max(start + wire, self._prefilled_at[r] + last_layer, now) + handoff.link.latency
         self._transfer[r] = end - self._prefilled_at[r]
         if end > now:
             self._event_order += 1
@@ -343,6 +339,7 @@ class Simulation:
             self._on_kv_landed(now, r, decode)
 
     def _on_kv_landed(self, now: float, r: int, decode: Replica) -> None:
+        """Frees the KV at P and starts decoding at D."""
         prefill = self._prefill_of[r]
         self._kv_arrived[r] = True
         if prefill:
@@ -351,37 +348,45 @@ class Simulation:
 
     # --- results ---
 
-    def _count_miss(self, r: int, which: int) -> None:
-        """Counts a request that misses TTFT (0) or TPOT (1); stops when too many have missed."""
+    def _count_miss(self, r: int, limit: int) -> None:
+        """Counts a request that misses TTFT (`limit` 0) or TPOT (1).
+
+        Stops the simulation when too many have missed.
+        """
         if self._objective is None:
             return
         if self._objective.joint:
             if self._has_missed[r]:
                 return
             self._has_missed[r] = 1
-            which = 0
-        self._miss_counts[which] += 1
-        self._stopped_early = self._stopped_early or self._miss_counts[which] > self._allowed_misses
+            limit = 0
+        self._miss_counts[limit] += 1
+        if self._miss_counts[limit] > self._allowed_misses:
+            self._stopped_early = True
 
     def _tpot(self, r: int) -> float:
-        """Returns the seconds per token after the first; of a single token 0."""
+        """Returns the seconds per token after the first; 0 for an answer of one token."""
         output = self._requests.outputs[r]
         distserve = self._deployment.distserve
         steps = output if distserve else output - 1
         return (self._finished_at[r] - self._requests.first_token_at[r]) / steps if steps else 0.0
 
     def _result(self) -> SimulationResult:
-        first = self._requests.first_token_at
-        ended = self._finished_at
+        """Computes the times of all requests."""
+        first_at = self._requests.first_token_at
+        finished_at = self._finished_at
         arrivals = self._arrivals
         numbers = range(self._count)
+        replicas = (*self._prefills, *self._decodes)
         return SimulationResult(
-            [first[r] - arrivals[r] if first[r] >= 0 else -1.0 for r in numbers],
-            [self._tpot(r) if ended[r] >= 0 else -1.0 for r in numbers],
-            [ended[r] - arrivals[r] if ended[r] >= 0 else -1.0 for r in numbers],
-            self._transfer,
-            sum(e.preemptions for e in (*self._prefills, *self._decodes)),
-            self._stopped_early,
+            ttft=[first_at[r] - arrivals[r] if first_at[r] >= 0 else -1.0 for r in numbers],
+            tpot=[self._tpot(r) if finished_at[r] >= 0 else -1.0 for r in numbers],
+            latency=[
+                finished_at[r] - arrivals[r] if finished_at[r] >= 0 else -1.0 for r in numbers
+            ],
+            transfer=self._transfer,
+            preemptions=sum(replica.preemptions for replica in replicas),
+            stopped=self._stopped_early,
         )
 
 
@@ -390,10 +395,12 @@ def _load(replica: Replica) -> int:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """Returns the smallest value within which `share` of all requests stay; infinite if fewer have
-    a value.
+    """Returns the smallest value that `share` of all requests do not exceed.
+
+    Returns infinity if fewer requests have a value. Raises ConfigError without any request.
     """
     if not values:
-        raise ConfigError("a quantile of nothing")
-    ordered = sorted(v if v >= 0 else float("inf") for v in values)
-    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
+        raise ConfigError("cannot compute a quantile without requests")
+    ordered = sorted(value if value >= 0 else float("inf") for value in values)
+    count = -int(-share * len(ordered) // 1)  # rounded up
+    return ordered[min(len(ordered) - 1, max(0, count - 1))]

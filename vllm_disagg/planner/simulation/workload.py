@@ -19,8 +19,9 @@ from ...workloads.traces import Trace, TraceRequest
 
 
 class WorkloadSample(msgspec.Struct, frozen=True):
-    """Requests of one seed; `gaps` are times between arrivals in units of their mean, the first is
-    0.
+    """Requests of one seed.
+
+    `gaps` are the times between arrivals in units of their mean; the first is 0.
     """
 
     prompts: list[int]
@@ -65,24 +66,31 @@ class Workload(msgspec.Struct, frozen=True):
             pairs = [self.lengths.draw(random) for _ in range(requests)]
         else:
             pairs = [self.fixed or (1, 1)] * requests
-        gaps = (
-            _gaps_of(rows)
-            if arrivals.kind == "trace"
-            else [0.0, *arrivals.draw(random, len(pairs) - 1)]
+        gaps = [0.0]
+        if arrivals.kind == "trace":
+            gaps = _gaps_of(rows)
+        else:
+            gaps += arrivals.draw(random, len(pairs) - 1)
+        has_prefixes = any(row.hash_ids for row in rows)
+        return WorkloadSample(
+            prompts=[prompt for prompt, _ in pairs],
+            outputs=[output for _, output in pairs],
+            gaps=gaps,
+            prefixes=[row.hash_ids for row in rows] if has_prefixes else None,
+            block=self.trace.block if self.trace else traces.MOONCAKE_BLOCK_TOKENS,
         )
-        prefixes = [row.hash_ids for row in rows] if any(row.hash_ids for row in rows) else None
-        block = self.trace.block if self.trace else traces.MOONCAKE_BLOCK_TOKENS
-        return WorkloadSample([p for p, _ in pairs], [o for _, o in pairs], gaps, prefixes, block)
 
     def _window(self, requests: int, seed: int) -> Sequence[TraceRequest]:
+        """Returns the requests of the trace that a seed selects; none without a trace."""
         rows = self.trace.requests if self.trace else ()
         start = seed * requests % max(1, len(rows) - requests + 1)
         return rows[start : start + requests]
 
 
 class Arrivals(msgspec.Struct, frozen=True):
-    """Arrival process: poisson, gamma with a coefficient of variation `cv`, or the times of the
-    trace, stretched to the rate.
+    """Arrival process, stretched to a rate.
+
+    `kind` is poisson, gamma with a coefficient of variation `cv`, or trace for the trace's times.
     """
 
     kind: str
@@ -97,24 +105,22 @@ class Arrivals(msgspec.Struct, frozen=True):
 
 
 def load(text: str) -> Workload:
-    """Loads a workload by name, as IN:OUT, or by the path of a trace. Raises ConfigError with the
-    accepted values.
+    """Loads a workload by name, as IN:OUT, or by the path of a trace.
+
+    Raises ConfigError with the accepted values.
     """
     if text in NAMED_DISTRIBUTIONS:
         return Workload(text, lengths=NAMED_DISTRIBUTIONS[text])
-    if (
-        (fixed := text.replace("/", ":").split(":"))
-        and len(fixed) == 2
-        and all(f.isdecimal() for f in fixed)
-    ):
+    fixed = text.replace("/", ":").split(":")
+    if len(fixed) == 2 and all(part.isdecimal() for part in fixed):
         if min(map(int, fixed)) < 1:
             raise ConfigError(f"--workload: {text} has a length of 0")
         return Workload(text, fixed=(int(fixed[0]), int(fixed[1])))
     path = Path(text)
     if not path.is_file():
         raise ConfigError(
-            f"--workload: {text} is neither a file nor known: give one of {', '.join(NAMED_DISTRIBUTIONS)},"
-            " IN:OUT in tokens, or a trace"
+            f"--workload: {text} is neither a file nor known: give one of"
+            f" {', '.join(NAMED_DISTRIBUTIONS)}, IN:OUT in tokens, or a trace"
         )
     trace = traces.read(text, "--workload")
     if len(trace.requests) < 2:
@@ -123,8 +129,9 @@ def load(text: str) -> Workload:
 
 
 def arrivals(text: str, workload: Workload) -> Arrivals:
-    """Parses poisson, gamma:CV or trace; an empty text selects the times of the trace, if it has
-    any.
+    """Parses poisson, gamma:CV or trace.
+
+    An empty text selects the times of the trace, and poisson if there are none.
     """
     if not text:
         return Arrivals("trace" if workload.timed else "poisson")
@@ -152,12 +159,15 @@ def extent(workload: Workload, arrivals: Arrivals, requests: int, seeds: int) ->
     """Limits requests and seeds to those that a trace provides."""
     if not workload.trace:
         return requests, seeds
-    there = len(workload.trace.requests)
-    requests = min(requests, there)
-    return requests, min(seeds, there // requests) if arrivals.kind == "trace" else seeds
+    available = len(workload.trace.requests)
+    requests = min(requests, available)
+    if arrivals.kind == "trace":
+        seeds = min(seeds, available // requests)
+    return requests, seeds
 
 
 def _gaps_of(rows: Sequence[TraceRequest]) -> list[float]:
+    """Returns the gaps of the trace in units of their mean."""
     times = [row.arrival for row in rows]
     mean = (times[-1] - times[0]) / max(1, len(times) - 1)
     if mean <= 0:

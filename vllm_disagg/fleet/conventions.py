@@ -1,0 +1,24 @@
+"""Facts that instances, proxy, launcher, planner and bench of a fleet share.
+
+Each fact stands here once: supported versions of vLLM, roles of instances, the default policy.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from packaging.version import Version
+
+# First and last tested version. Older ones do not work, newer ones may.
+OLDEST_VLLM = Version("0.28")
+NEWEST_VLLM = Version("0.33")
+
+# vLLM's `kv_role` by the role of an instance.
+KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
+
+# Routing policy of the proxy, and of the planner's simulation.
+DEFAULT_POLICY: Final = "prefix_aware"
+
+# Legs that the proxy runs at one prefill instance at a time. More of them overlap tokenization and
+# queueing; fewer keep P's blocks for running work.
+DEFAULT_PREFILL_CONCURRENCY = 8

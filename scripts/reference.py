@@ -259,7 +259,7 @@ def _connector_metrics() -> list[tuple[str, str, str, str]]:
 
     rows: list[tuple[str, str, str, str]] = []
     kinds = {kind: _Recorder(kind.__name__.lower(), rows) for kind in (Counter, Gauge, Histogram)}
-    import_module(CONNECTOR_METRICS).PromMetrics(_NoConfig(), kinds, [], {0: []})
+    import_module(CONNECTOR_METRICS).ConnectorPromMetrics(_NoConfig(), kinds, [], {0: []})
     return sorted(rows)
 
 

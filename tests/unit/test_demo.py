@@ -44,7 +44,7 @@ def test_noise_of_the_end_goes_to_the_log_alone(
             shown += capfd.readouterr().err
     assert up.returncode == 0
     shown += capfd.readouterr().err
-    log = re.search(r"wrote is in (\S+)\n$", shown)
+    log = re.search(r"their output is in (\S+)\n$", shown)
     assert log, shown
     assert "leaked function" not in shown
     path = Path(log[1])
@@ -59,7 +59,7 @@ def test_processes_that_do_not_start_are_explained(
     with pytest.raises(SystemExit, match="did not start"), demo.started(failing) as up:
         demo.addresses(up)
     shown = capfd.readouterr().err
-    log = re.search(r"^no model\n.* wrote is in (\S+)\n$", shown)
+    log = re.search(r"^no model\n.* their output is in (\S+)\n$", shown)
     assert log, shown
     path = Path(log[1])
     assert path.read_text() == "no model\n"

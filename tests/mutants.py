@@ -4,8 +4,8 @@ It tests the tests. Each line: what breaks, the file, the text, and what replace
 is not plain which test is nearest to that file, the test that sees it (several, or a single one, as
 pytest takes them).
 
-    python tests/mutants.py [-j JOBS] [WORD ...]      only the mutants of whose line one of the words is a part
-    python tests/mutants.py --check                   plant nothing: check that each text and each named test exists
+    python tests/mutants.py [-j JOBS] [WORD ...]   only mutants whose line contains a word
+    python tests/mutants.py --check                plant nothing: check all texts and named tests
 
 The nearest tests run first, then those that need luck, with few seeds and then with many; the first
 failure ends it. Each mutant has a copy of the tree to itself, and as many run at a time as there
@@ -251,9 +251,8 @@ def main() -> None:
             mutant, caught, seconds = done.result()
             print(f"{'caught' if caught else 'MISSED'} {seconds:4.0f} s  {mutant.what}", flush=True)
             missed += not caught
-    print(
-        f"{len(mutants) - missed} of {len(mutants)} caught in {(time.monotonic() - began) / 60:.0f} minutes"
-    )
+    minutes = (time.monotonic() - began) / 60
+    print(f"{len(mutants) - missed} of {len(mutants)} caught in {minutes:.0f} minutes")
     sys.exit(bool(missed))
 
 

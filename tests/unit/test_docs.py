@@ -1,4 +1,4 @@
-"""The checks of the documents find each kind of fault; the tree itself is checked by `make check`."""
+"""The checks of the documents find each kind of fault; `make check` checks the tree itself."""
 
 from __future__ import annotations
 

@@ -83,10 +83,7 @@ class Fp8:
         remote_layout: RemoteLayout | None = None,
     ) -> bool:
         """Write fp8 frames; returns False, as `Memory.write`, if their size is wrong."""
-        wide = [
-            memoryview(DECODE.take(np.frombuffer(frame, np.uint8)).view(np.uint8))  # type: ignore[arg-type]
-            for frame in frames
-        ]
+        wide = [DECODE.take(np.frombuffer(frame, np.uint8)).view(np.uint8).data for frame in frames]
         return self._memory.write(extent, blocks, wide, remote_layout)
 
     def _encoded(self, frame: memoryview) -> memoryview:

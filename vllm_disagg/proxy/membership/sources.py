@@ -65,9 +65,9 @@ def read_fleet(path: str) -> frozenset[Member]:
 
 
 async def follow_file(path: str, interval: float, on_members: OnMembers) -> None:
-    """Calls `on_members` with the file's members now and after each change; an invalid file is ignored.
+    """Calls `on_members` with the file's members now and after each change.
 
-    `interval`: seconds between two looks at the file.
+    `interval`: seconds between two looks at the file. An invalid file is ignored.
     """
     seen: object = None
     while True:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_disagg.protocol.messages import VERSION
+
 from .fingerprint import digest, sample_files
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ def layout(vllm_config: VllmConfig, compress: str = "off") -> dict[str, str]:
         "load format": str(vllm_config.load_config.load_format),
         "LoRA": _lora(vllm_config.lora_config),
         "compress": compress,
+        "transfer protocol": str(VERSION),
     }
 
 

@@ -1,7 +1,7 @@
 """Loads the transports that the setting `transport` chooses in addition to ZMQ.
 
 ZMQ is always there, and carries KV if no other transport can. Each transport is a module with a
-function `carrier(config)`, which raises RuntimeError where it cannot run.
+function `transport_factory(config)`, which raises RuntimeError where it cannot run.
 """
 
 from __future__ import annotations

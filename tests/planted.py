@@ -339,6 +339,8 @@ MUTANTS: list[tuple[str, ...]] = [
     ("a failed forward pass is offered", "kv_connectors/worker.py", "        if sys.exc_info()[0] is None:", "        if True:", "tests/connector/test_worker_side.py"),
     ("what D has cached is final though its step failed", "kv_connectors/worker.py", "        failed = [*self._computing_transfers, *self._cached_transfers]", "        failed = [*self._computing_transfers]", "tests/connector/test_worker_side.py"),
     ("an adapter is forgotten to make room", "kv_connectors/prompt_digest.py", "    if len(_stamps_at_load) >= MAX_ADAPTERS:\n        return\n", "", "tests/connector/test_compatibility.py"),
+    ("a link that is evicted ends the driver", "transports/zmq/control.py", "        if source.closed:  # evicted", "        if False:  # evicted", "tests/transports/zmq/test_zmq_transport.py"),
+    ("engines of two protocol versions pair", "kv_connectors/compatibility.py", "        \"transfer protocol\": str(VERSION),\n", "", "tests/connector/test_compatibility.py"),
     ("nothing wakes the driver to bound strangers", "driver.py", "        deadlines.append(self._control.next_deadline())\n", "", "tests/unit/test_driver.py"),
     ("members are cut before they are heard", "transports/zmq/half_open.py", "        if now < self._over_limit_since + GRACE_SECONDS:\n", "        if False:\n", "tests/transports/zmq/test_zmq_transport.py"),
     ("without a key a grant's transfer is forgotten at its end", "kv_connectors/scheduler.py", "expires_at = until if self._key.is_set else now + MAX_VALIDITY_SECONDS", "expires_at = until", "tests/connector/test_scheduler_side.py"),

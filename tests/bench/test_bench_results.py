@@ -39,6 +39,12 @@ def test_a_request_is_good_if_it_meets_both_objectives() -> None:
     assert run.mean_latency == pytest.approx((0.14 + 0.32 + 0.21 + 0.30) / 4)
 
 
+def test_an_answer_of_one_token_has_no_tpot() -> None:
+    """An empty last chunk gives vLLM's client a gap all the same."""
+    run = results.parse(detailed(output_lens=[1] * 4, ttfts=[0.1] * 4), 2.0, [1] * 4, OBJECTIVES)
+    assert run.good == 4
+
+
 @pytest.mark.parametrize(
     "changed",
     [

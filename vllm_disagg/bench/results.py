@@ -106,7 +106,10 @@ def parse(
             complete.append(number)
     ttft = {number: raw.ttfts[number] for number in complete}
     decode = {number: sum(raw.itls[number]) for number in complete}  # seconds after the first token
-    tpot = {number: decode[number] / max(1, answers[number] - 1) for number in complete}
+    tpot = {}
+    for number in complete:
+        gaps = answers[number] - 1
+        tpot[number] = decode[number] / gaps if gaps > 0 else 0.0  # one token has no gap
     good = 0
     for number in complete:
         good += ttft[number] <= objectives.ttft and tpot[number] <= objectives.tpot

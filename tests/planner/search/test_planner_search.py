@@ -210,6 +210,16 @@ def test_commands_give_all_flags_of_the_simulation() -> None:
     assert not any(" up " in line for line in lines)
     assert "--policy round_robin --prefill-concurrency 4" in lines[-1]
     assert output.describe(other)["policy"] == "round_robin"
+    theirs = msgspec.structs.replace(other, distserve=True)
+    assert not any(" up " in line for line in output.commands(theirs, placement, "m"))
+    small = msgspec.structs.replace(scenario, budget=32)
+    assert (
+        "--max-num-batched-tokens 32 --max-num-seqs 32" in output.commands(small, placement, "m")[0]
+    )
+    colocated = Placement(ReplicaGroup(1, 1, 1), None, chunked=True, budget=32)
+    assert (
+        "--max-num-batched-tokens 32 --max-num-seqs 32" in output.commands(small, colocated, "m")[0]
+    )
 
 
 def test_the_planner_has_the_routing_defaults_of_the_proxy() -> None:

@@ -256,6 +256,21 @@ def test_a_flood_of_silent_connections_closes_no_member() -> None:
     sockets.close()
 
 
+def test_a_link_that_is_evicted_while_it_is_read_ends_its_reading() -> None:
+    """Handling a message may need a new link, for which the oldest one is closed."""
+    with zmq.Context() as context, context.socket(zmq.PAIR) as sender:
+        sender.bind("inproc://evicted")
+        link = context.socket(zmq.PAIR)
+        link.connect("inproc://evicted")
+        for text in (b"one", b"two"):
+            sender.send(text)
+        taken = []
+        for message in control.receive(link):
+            taken.append(message[0].bytes)
+            link.close()
+        assert taken == [b"one"]
+
+
 def test_members_with_unread_messages_are_not_closed() -> None:
     """Many members connect at once, all have sent, and the driver's thread was busy elsewhere."""
     sockets = control.Control(Config(), keys.FleetKey(b"k" * keys.KEY_BYTES), "p/0")

@@ -28,11 +28,12 @@ def commands(scenario: Scenario, placement: Placement, model: str) -> list[str]:
     lines = []
     p = placement.prefill
     d = placement.decode
-    is_default_proxy = (
-        scenario.policy == DEFAULT_POLICY and scenario.concurrency == DEFAULT_PREFILL_CONCURRENCY
+    # DistServe's rules limit no concurrency.
+    is_default_proxy = scenario.policy == DEFAULT_POLICY and (
+        scenario.distserve or scenario.concurrency == DEFAULT_PREFILL_CONCURRENCY
     )
     # `up` starts instances of one shape, and a proxy with default routing.
-    if (p.tp, p.pp) == (d.tp, d.pp) and p.pp == 1 and (is_default_proxy or scenario.distserve):
+    if (p.tp, p.pp) == (d.tp, d.pp) and p.pp == 1 and is_default_proxy:
         parallel = ["--tensor-parallel-size", str(p.tp)] if p.tp > 1 else []
         instances = ["--prefill", str(p.n), "--decode", str(d.n)]
         passed_on = ["--", *engine] if engine else []
@@ -75,7 +76,8 @@ def _colocated(scenario: Scenario, placement: Placement, model: str) -> list[str
     if placement.chunked:
         schedule = ["--max-num-batched-tokens", str(placement.budget)]
     if not scenario.distserve:
-        schedule += ["--max-num-seqs", str(scenario.sequences)]
+        budget = placement.budget if placement.chunked else scenario.sequences
+        schedule += ["--max-num-seqs", str(min(scenario.sequences, budget))]
     lines = []
     proxy = ["vllm-disagg", "proxy", "--policy", scenario.policy]
     for n in range(placement.prefill.n):
@@ -88,8 +90,10 @@ def _engine_flags(scenario: Scenario) -> list[str]:
     """Returns the scheduling flags of an instance; DistServe's rules have no such limits."""
     if scenario.distserve:
         return []
+    # vLLM refuses to start with more sequences than tokens in a step.
+    sequences = min(scenario.sequences, scenario.budget)
     budget = ["--max-num-batched-tokens", str(scenario.budget)]
-    return [*budget, "--max-num-seqs", str(scenario.sequences)]
+    return [*budget, "--max-num-seqs", str(sequences)]
 
 
 def _routing_flags(scenario: Scenario) -> list[str]:

@@ -545,7 +545,8 @@ class Relay:
         """Records the failure of a leg that was sent at `started_at`, and returns it."""
         log.warning(
             "relay: request %s: %s failed a %s leg: %s; another attempt follows, if one is left",
-            find(context.request.headers, _REQUEST_ID_HEADER).decode(errors="replace"),
+            # The client may have chosen it.
+            find(context.request.headers, _REQUEST_ID_HEADER)[:128].decode("ascii", "replace"),
             instance.url,
             leg,
             detail,

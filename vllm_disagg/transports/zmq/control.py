@@ -226,6 +226,8 @@ class Control:
 def receive(source: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
     """Yield whole messages that have arrived on a socket, at most MESSAGES_PER_TURN."""
     for _ in range(MESSAGES_PER_TURN):
+        if source.closed:  # evicted for another link while a message of it was handled
+            return
         try:
             yield source.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:

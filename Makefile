@@ -73,25 +73,26 @@ check: setup
 coverage: setup
 	$(BIN)/python -m pytest --cov --cov-report=term $(QUICK)
 
+# Warnings are errors in the quick tests only: what clients of engines leave open is not worth a run of half an hour.
 test: check
-	$(BIN)/python -m pytest tests/transports/processes
-	$(BIN)/python -m pytest tests/engine -m "not chaos and not wide"
+	$(BIN)/python -m pytest -W default tests/transports/processes
+	$(BIN)/python -m pytest -W default tests/engine -m "not chaos and not wide"
 
 wide: setup
-	$(BIN)/python -m pytest tests/engine -m wide
+	$(BIN)/python -m pytest -W default tests/engine -m wide
 
 chaos: setup
-	$(BIN)/python -m pytest tests/engine/test_failover.py -s
+	$(BIN)/python -m pytest -W default tests/engine/test_failover.py -s
 
 versions:
 	@for version in $(OLDEST) $(NEWEST); do \
 		venv=.venv-$$version; test $$version = $(VLLM) && venv=.venv; \
 		$(MAKE) --no-print-directory setup VENV=$$venv VLLM=$$version && \
 		echo "versions: vLLM $$version" && \
-		$$venv/bin/python -m pytest $(filter-out tests/proxy tests/simulation tests/property,$(QUICK)) tests/engine/test_exact.py || exit 1; \
+		$$venv/bin/python -m pytest -W default $(filter-out tests/proxy tests/simulation tests/property,$(QUICK)) tests/engine/test_exact.py || exit 1; \
 	done
 	@echo "versions: prefill and decode engines of $(OLDEST) and $(VLLM)"
-	DISAGG_OTHER_VLLM=$(CURDIR)/.venv-$(OLDEST) $(BIN)/python -m pytest tests/engine/test_versions.py
+	DISAGG_OTHER_VLLM=$(CURDIR)/.venv-$(OLDEST) $(BIN)/python -m pytest -W default tests/engine/test_versions.py
 
 mutants: setup
 	$(BIN)/python tests/mutants.py

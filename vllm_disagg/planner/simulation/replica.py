@@ -135,8 +135,10 @@ class Replica:
         latency: LatencyModel,
         kv: int,
         rules: SchedulingRules,
+        number: int = 0,
     ) -> None:
         self.listener = listener
+        self.number = number  # among all replicas: the order in which batches end at one moment
         self.requests = requests
         self.latency = latency
         self.kv = kv
@@ -400,15 +402,14 @@ class Replica:
             self._shorten_batch(now)  # the steps of the running batch may rely on this room
 
     def _tokens_grown(self, now: float) -> int:
-        """Returns the tokens that completed steps of the batch in flight have added to `used`."""
+        """Returns the tokens that completed steps of the batch in flight have added to `used`.
+
+        A step that ends at `now` is not completed: at one moment batches end last.
+        """
         batch = self._in_flight[0] if self._in_flight else None
         if not batch or batch.steps == 1:
             return 0
-        elapsed = now - batch.start
-        steps = batch.steps_until(elapsed)
-        if batch.elapsed(steps) > elapsed:
-            steps -= 1  # the last of them is still running
-        return batch.group.n * steps
+        return batch.group.n * (batch.steps_until(now - batch.start) - 1)
 
     def _kv_fits(self, r: int, grown: int = 0) -> bool:
         """Returns whether a request can take its KV, beside `grown` tokens not yet in `used`."""

@@ -31,8 +31,11 @@ from .workload import WorkloadSample
 SimulatedPolicy = Literal["prefix_aware", "least_loaded", "power_of_two", "round_robin"]
 POLICIES: tuple[SimulatedPolicy, ...] = get_args(SimulatedPolicy)
 
-# Time in seconds, order among equal times, request or -1, replica (None: an arrival), batch.
-SimulationEvent = tuple[float, int, int, Replica | None, Batch | None]
+# Time in seconds, rank, order among equal ranks, request or -1, replica (None: an arrival), batch.
+# At one moment requests and KV arrive first, then batches end, replica by replica, P before D. So
+# the result does not depend on how many steps one event stands for.
+SimulationEvent = tuple[float, int, int, int, Replica | None, Batch | None]
+ARRIVAL_RANK = -1
 
 
 class ReplicaPool(msgspec.Struct, frozen=True):
@@ -138,14 +141,16 @@ class Simulation:
         self._arrivals = sample.arrivals(rate)
         self._requests = requests = RequestTable(sample)
         self._events: list[SimulationEvent] = [
-            (time, r, r, None, None) for r, time in enumerate(self._arrivals)
+            (time, ARRIVAL_RANK, r, r, None, None) for r, time in enumerate(self._arrivals)
         ]
         heapify(self._events)
         self._event_order = self._count
         self._random = Random(seed)
         self._round_robin_turn = 0
-        self._prefills = self._replicas(deployment.prefill, requests)
-        self._decodes = self._replicas(deployment.decode, requests) if deployment.decode else []
+        self._prefills = self._replicas(deployment.prefill, requests, 0)
+        self._decodes: list[Replica] = []
+        if deployment.decode:
+            self._decodes = self._replicas(deployment.decode, requests, len(self._prefills))
         self._prefill_of: list[Replica | None] = [None] * self._count  # by request
         self._decode_of: list[Replica | None] = [None] * self._count  # by request
         self._queue: list[int] = []  # request numbers, in the proxy
@@ -161,17 +166,18 @@ class Simulation:
         self._stopped_early = False
         self._allowed_misses = objective.allowed(self._count) if objective else self._count
 
-    def _replicas(self, pool: ReplicaPool, requests: RequestTable) -> list[Replica]:
-        """Builds the replicas of a pool."""
+    def _replicas(self, pool: ReplicaPool, requests: RequestTable, first: int) -> list[Replica]:
+        """Builds the replicas of a pool, numbered from `first`."""
         return [
-            Replica(self, requests, pool.latency, pool.kv, pool.rules) for _ in range(pool.count)
+            Replica(self, requests, pool.latency, pool.kv, pool.rules, number)
+            for number in range(first, first + pool.count)
         ]
 
     def run(self) -> SimulationResult:
         """Processes events until none is left, or until too many requests have missed."""
         events = self._events
         while events and not self._stopped_early:
-            now, _, r, replica, batch = heappop(events)
+            now, _, _, r, replica, batch = heappop(events)
             if replica is None:
                 self._on_arrival(now, r)
             elif batch is not None:
@@ -256,7 +262,7 @@ class Simulation:
     def schedule(self, time: float, replica: Replica, batch: Batch | None) -> None:
         """Schedules the end of a batch, or a wake-up."""
         self._event_order += 1
-        heappush(self._events, (time, self._event_order, -1, replica, batch))
+        heappush(self._events, (time, replica.number, self._event_order, -1, replica, batch))
 
     def on_prefill_complete(self, replica: Replica, now: float, r: int) -> None:
         """Starts decoding on the same replica, or the hand-off to the decode replica."""
@@ -334,7 +340,7 @@ class Simulation:
         self._transfer[r] = end - self._prefilled_at[r]
         if end > now:
             self._event_order += 1
-            heappush(self._events, (end, self._event_order, r, decode, None))
+            heappush(self._events, (end, ARRIVAL_RANK, self._event_order, r, decode, None))
         else:
             self._on_kv_landed(now, r, decode)
 

@@ -228,7 +228,6 @@ class Control:
 
     def close_socket(self, made: zmq.Socket[bytes]) -> None:
         """Closes a socket that is registered with the poller."""
-        # A closed socket that stays registered would make each poll of the driver fail.
         self.poller.unregister(made)
         made.close()
 

@@ -34,6 +34,7 @@ JOIN_SECONDS = 5.0  # longer than CLOSE_SECONDS, so that the thread gives up fir
 # own besides.
 MAX_COMMUNICATORS = 32
 
+Report = Callable[[LinkEvent], None]  # passes an event of a link to the driver's thread
 Slot = Any  # memory of one piece, made by a Staging and used by its links
 # Of a link: role of this worker, name of the other worker, epoch. The role, because two workers may
 # read from each other at once; the epoch, because the link of the last one may still be closing.
@@ -74,7 +75,8 @@ class CollectiveLink(Protocol):
 
 Poll = Callable[[], Any]  # returns None until the operation has ended, then its result
 # (rank, callback, epoch) -> link; rank 0 sends. May raise any exception: the link has then failed.
-MakeLink = Callable[[int, Callable[[LinkEvent], None], int], CollectiveLink]
+MakeLink = Callable[[int, Report, int], CollectiveLink]
+LinkSlot = tuple[Slot, CollectiveLink]  # a slot, and the link that it belongs to
 
 
 class Staging(Protocol):
@@ -124,8 +126,8 @@ class HostStaging:
         for frame in frames:
             slot[offset : offset + len(frame)] = np.frombuffer(frame, np.uint8)
             offset += len(frame)
-        # Of the copy, not of the blocks: vLLM may overwrite them between two looks. Foreign bytes
-        # in the copy pass, and Confirm rejects them.
+        # Of the copy that is sent: vLLM may overwrite the blocks meanwhile. Where it did so before,
+        # the checksum is right all the same, and Confirm rejects the bytes.
         digest = checksum(piece.transfer, [memoryview(slot[:size])])
         return size, lambda: digest
 
@@ -145,7 +147,7 @@ class _OpenLink:
 
     link: CollectiveLink
     slots: Sequence[Slot]
-    report: Callable[[LinkEvent], None]
+    report: Report
     epoch: int
 
 
@@ -180,7 +182,7 @@ class CollectiveWorker:
         self._thread.start()
 
     # Called by the driver's thread ----------------------------------------------------------------
-    def open(self, key: Key, slot: int, rank: int, report: Callable[[LinkEvent], None]) -> None:
+    def open(self, key: Key, slot: int, rank: int, report: Report) -> None:
         """Makes a link with slots of `slot` bytes; rank 0 sends."""
         self._jobs.put(lambda: self._open(key, slot, rank, report))
 
@@ -188,9 +190,7 @@ class CollectiveWorker:
         """Gives a link data of the other end's link."""
         self._jobs.put(lambda: self._use(key, lambda opened: opened.link.on_blob(blob)))
 
-    def transmit(
-        self, key: Key, seq: int, slot: int, piece: SendPiece, report: Callable[[LinkEvent], None]
-    ) -> None:
+    def transmit(self, key: Key, seq: int, slot: int, piece: SendPiece, report: Report) -> None:
         """Gathers a piece into a slot and posts its send.
 
         Always reports SlotGathered; reports SlotCompleted unless the link fails or closes.
@@ -205,20 +205,20 @@ class CollectiveWorker:
 
         self._jobs.put(lambda: self._use(key, post))
 
-    def slot(self, key: Key, slot: int) -> tuple[Slot, CollectiveLink]:
+    def slot(self, key: Key, slot: int) -> LinkSlot:
         """Returns a slot and the link of an open key.
 
         Only `close_link` removes the key, and the returned slot stays valid after that.
         """
-        # Read by the driver's thread, while this dict is the worker's. A key disappears only by
-        # `close_link`, which the driver's thread itself requests; so it is here.
+        # The driver's thread reads a dict of the worker's thread. The key is there: the slot was
+        # delivered, so its link is open, and only the driver's thread requests a close.
         opened = self._links[key]
         return opened.slots[slot], opened.link
 
     def scatter(
         self,
         write: WritePiece,
-        source: tuple[Slot, CollectiveLink],
+        source: LinkSlot,
         size: int,
         expected: int,
         report: Callable[[bool], None],
@@ -232,7 +232,7 @@ class CollectiveWorker:
 
     def close(self) -> None:
         """Aborts all links and ends the thread. Raises TimeoutError if the thread does not end."""
-        # Behind all jobs: a scatter that was accepted still runs, and reports its end.
+        # The last job: those before it still run.
         self._jobs.put(None)
         self._thread.join(timeout=JOIN_SECONDS)
         if self._thread.is_alive():
@@ -271,7 +271,7 @@ class CollectiveWorker:
         for copy in pending:
             self._finish(copy)
         is_busy = False
-        # Closing links too: some libraries finish an abort only while they are polled.
+        # Closing links too: their `poll` keeps this loop awake until they are gone.
         for opened in [*self._links.values(), *self._closing]:
             if opened.link.is_polled and self._poll_link(opened):
                 is_busy = True
@@ -289,7 +289,7 @@ class CollectiveWorker:
     def _forget_gone(self) -> None:
         self._closing = [opened for opened in self._closing if not opened.link.is_gone]
 
-    def _open(self, key: Key, slot: int, rank: int, report: Callable[[LinkEvent], None]) -> None:
+    def _open(self, key: Key, slot: int, rank: int, report: Report) -> None:
         epoch = key[2]
         self._forget_gone()
         # Closing ones count: their memory is not free yet, and a peer that fails again and again
@@ -309,7 +309,7 @@ class CollectiveWorker:
     def _use(self, key: Key, do: Callable[[_OpenLink], None]) -> None:
         """Calls `do` with an open link; if it raises, the link has failed."""
         opened = self._links.get(key)
-        # Closed since the job was put in, or never made: both were reported already.
+        # Closed since by the driver itself, or never made, which was reported as LinkFailed.
         if opened is None:
             return
         try:
@@ -318,26 +318,25 @@ class CollectiveWorker:
             log.warning("collective worker: the communicator with %s failed: %r", key[1], error)
             opened.report(LinkFailed(key[2], str(error)))
 
-    def _transmit(
-        self, key: Key, seq: int, slot: int, piece: SendPiece, report: Callable[[LinkEvent], None]
-    ) -> None:
+    def _transmit(self, key: Key, seq: int, slot: int, piece: SendPiece, report: Report) -> None:
         epoch = key[2]
+        not_gathered = SlotGathered(epoch, seq, -1, 0)
         opened = self._links.get(key)
         # Reported even for a closed link, other than in `_use`: the sender's blocks are held until
         # SlotGathered.
         if opened is None:
-            report(SlotGathered(epoch, seq, -1, 0))
+            report(not_gathered)
             return
         try:
             size, poll = self._staging.gather(piece, opened.slots[slot], opened.link)
         except Exception as error:
             log.warning("collective worker: a piece for %s was not sent: %r", key[1], error)
-            report(SlotGathered(epoch, seq, -1, 0))
+            report(not_gathered)
             return
 
         def gathered(digest: int | None) -> None:
             if digest is None:
-                report(SlotGathered(epoch, seq, -1, 0))
+                report(not_gathered)
             else:
                 report(SlotGathered(epoch, seq, size, digest))
 
@@ -348,7 +347,7 @@ class CollectiveWorker:
     def _scatter(
         self,
         write: WritePiece,
-        source: tuple[Slot, CollectiveLink],
+        source: LinkSlot,
         size: int,
         expected: int,
         report: Callable[[bool], None],

@@ -31,9 +31,9 @@ MAX_RUNS_PER_NOTE = 3000  # two numbers of at most 9 bytes each, with room to sp
 MAX_PARTS = 256
 NOTE_OVERHEAD_BYTES = 256
 # The limits keep address + bytes below 2**63: NIXL adds them in 64 bits.
-Run = tuple[
-    Annotated[int, msgspec.Meta(ge=0, lt=2**62)], Annotated[int, msgspec.Meta(gt=0, le=2**40)]
-]
+RunAddress = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+RunBytes = Annotated[int, msgspec.Meta(gt=0, le=2**40)]
+Run = tuple[RunAddress, RunBytes]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)]
 Parts = Annotated[int, msgspec.Meta(gt=0, le=MAX_PARTS)]
 
@@ -136,9 +136,12 @@ def decode_agent_info(data: bytes, sender: str) -> AgentInfo:
     if not info.agent.startswith(f"{sender}#"):
         raise BadMessage(f"an agent {info.agent!r} from {sender}")
     # Joined again here, because `is_inside` needs the order and a peer may send any.
-    info = msgspec.structs.replace(info, regions=joined_regions(info.regions))
+    regions = joined_regions(info.regions)
+    info = msgspec.structs.replace(info, regions=regions)
     # Of this very size, because the buffers for test reads are.
-    if info.test[1] != TEST_REGION_BYTES or not is_inside([info.test], info.regions):
+    _, test_bytes = info.test
+    is_registered = is_inside([info.test], info.regions)
+    if test_bytes != TEST_REGION_BYTES or not is_registered:
         raise BadMessage(f"a test region that {sender} has not registered")
     return info
 
@@ -159,8 +162,10 @@ def agent_info_notes(attempt: int, info: AgentInfo) -> list[bytes]:
     count = -(-len(data) // part_bytes)
     made = []
     for index in range(count):
-        part = data[index * part_bytes : (index + 1) * part_bytes]
-        made.append(encode(AgentInfoPart(attempt, index, count, part)))
+        first = index * part_bytes
+        part = data[first : first + part_bytes]
+        note = AgentInfoPart(attempt, index, count, part)
+        made.append(encode(note))
     return made
 
 
@@ -171,7 +176,8 @@ def piece_notes(transfer: str, number: int, agent: str, runs: Sequence[Run]) -> 
     for index in range(count):
         first = index * MAX_RUNS_PER_NOTE
         part = list(runs[first : first + MAX_RUNS_PER_NOTE])
-        made.append(encode(PieceRuns(transfer, number, agent, index, count, part)))
+        note = PieceRuns(transfer, number, agent, index, count, part)
+        made.append(encode(note))
     return made
 
 
@@ -181,9 +187,9 @@ def merged(runs: Iterable[Run]) -> list[Run]:
     # their order is that of the bytes on the wire.
     made: list[Run] = []
     for address, size in runs:
-        # The sum of a run's address and size is its end.
-        if made and sum(made[-1]) == address:
-            made[-1] = (made[-1][0], made[-1][1] + size)
+        last_address, last_size = made[-1] if made else (0, 0)
+        if made and last_address + last_size == address:
+            made[-1] = (last_address, last_size + size)
         else:
             made.append((address, size))
     return made
@@ -230,6 +236,9 @@ def is_inside(runs: Iterable[Run], regions: Sequence[Run]) -> bool:
     for address, size in runs:
         # The last region that begins at the address or before it.
         index = bisect_right(regions, address, key=itemgetter(0)) - 1
-        if index < 0 or address + size > sum(regions[index]):
+        if index < 0:
+            return False
+        region_address, region_size = regions[index]
+        if address + size > region_address + region_size:
             return False
     return True

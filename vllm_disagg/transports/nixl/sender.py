@@ -56,7 +56,8 @@ class NixlSender:
         too late are rejected by Confirm.
         """
         # First, whatever follows: each piece ends once, also one that cannot be sent.
-        self._completed.append(SendCompleted(piece.transfer, piece.reader))
+        completed = SendCompleted(piece.transfer, piece.reader)
+        self._completed.append(completed)
         ready = self._ready
         # A receiver has this address only from the agent's AgentInfo, so an honest one never meets
         # this.
@@ -65,7 +66,8 @@ class NixlSender:
             return
         agent, _ = ready
         runs = notes.merged(self._memory.runs(piece.extent, piece.blocks))
-        for note in notes.piece_notes(piece.transfer, piece.number, agent.name, runs):
+        encoded = notes.piece_notes(piece.transfer, piece.number, agent.name, runs)
+        for note in encoded:
             self._port.send_to_receiver(piece.reader, note)
         self._port.counters.bytes_sent += sum(size for _, size in runs)
 
@@ -90,7 +92,8 @@ class NixlSender:
     def _on_hello(self, receiver: str, hello: notes.NixlHello) -> None:
         # An agent that was made is never replaced: receivers have its addresses and keys.
         retry_at = self._making.started_at + AGENT_RETRY_SECONDS
-        if self._making.is_over and self._making.error and time.monotonic() > retry_at:
+        has_failed = self._making.is_over and self._making.error
+        if has_failed and time.monotonic() > retry_at:
             self._making = Job(self._make_agent)
         # By receiver, since hellos are repeated: only the latest attempt needs an answer.
         self._waiting[receiver] = hello.attempt
@@ -106,8 +109,10 @@ class NixlSender:
         agent = Agent(name, self._port.config, regions)
         nonce = os.urandom(notes.NONCE_BYTES)
         test = agent.buffer(notes.TEST_REGION_BYTES)
-        test[: notes.NONCE_BYTES] = np.frombuffer(nonce, np.uint8)
-        test[-notes.NONCE_BYTES :] = np.frombuffer(nonce, np.uint8)
+        # At both ends, so that a read of the whole region proves that its end came too.
+        marker = np.frombuffer(nonce, np.uint8)
+        test[: notes.NONCE_BYTES] = marker
+        test[-notes.NONCE_BYTES :] = marker
         run = (test.ctypes.data, notes.TEST_REGION_BYTES)
         # The metadata comes last: it holds only what is registered by then.
         metadata = agent.metadata()

@@ -28,6 +28,8 @@ from .half_open import HANDSHAKE_SECONDS, SilentConnections, raise_limit
 
 log = logging.getLogger("vllm_disagg.control")
 
+ZmqSocket = zmq.Socket[bytes]
+
 ZAP_DOMAIN = b"vllm-disagg"
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # RFC 27
 MAX_LINKS = 256  # senders connected at a time; the one unused for longest is evicted
@@ -58,7 +60,7 @@ class Control:
         self._silent_of_listeners: list[SilentConnections] = []
         # Before any socket listens: CURVE without a ZAP handler accepts every client that has the
         # server's public key.
-        self.zap: zmq.Socket[bytes] = self.context.socket(zmq.REP)
+        self.zap: ZmqSocket = self.context.socket(zmq.REP)
         self.zap.linger = 0
         self.zap.bind(ZAP_ENDPOINT)
         self.router = self.socket(zmq.ROUTER, messages.MAX_FRAME_BYTES, server=True)
@@ -67,7 +69,7 @@ class Control:
         # refuse it until the old connection has timed out.
         self.router.router_handover = True
         self.address, self.silent_connections = self.bind(self.router)
-        self.links: dict[str, zmq.Socket[bytes]] = {}
+        self.links: dict[str, ZmqSocket] = {}
         self.poller.register(self.router, zmq.POLLIN)
         self.poller.register(self.zap, zmq.POLLIN)
 
@@ -149,7 +151,7 @@ class Control:
     # Making sockets -------------------------------------------------------------------------------
     def dial(
         self, endpoint: str, name: bytes, largest: int, *, encrypt: bool = True
-    ) -> zmq.Socket[bytes] | None:
+    ) -> ZmqSocket | None:
         """Returns a DEALER of this name, connecting to the endpoint.
 
         Returns None, and logs the reason, for an invalid endpoint or without a free descriptor.
@@ -170,14 +172,12 @@ class Control:
             return None
         return link
 
-    def socket(
-        self, kind: int, largest: int, *, server: bool, encrypt: bool = True
-    ) -> zmq.Socket[bytes]:
+    def socket(self, kind: int, largest: int, *, server: bool, encrypt: bool = True) -> ZmqSocket:
         """Returns a socket with the fleet's limits and authentication.
 
         `largest`: bytes of a message. Without a fleet key there is no authentication.
         """
-        made: zmq.Socket[bytes] = self.context.socket(kind)
+        made: ZmqSocket = self.context.socket(kind)
         # ZMQ's defaults are no limit of size, and 30 s for a handshake. The limit is that of one
         # frame; the driver itself refuses control messages of several frames.
         made.maxmsgsize = largest
@@ -202,13 +202,15 @@ class Control:
             made.plain_password = self._password()
         return made
 
-    def bind(self, router: zmq.Socket[bytes]) -> tuple[str, SilentConnections]:
+    def bind(self, router: ZmqSocket) -> tuple[str, SilentConnections]:
         """Binds to a free port of the configured host; returns (endpoint, silent connections).
 
         Raises ConfigError if the host is not an address of this machine.
         """
-        is_ipv6 = ":" in self.config.host
-        host = f"[{self.config.host}]" if is_ipv6 else self.config.host
+        host = self.config.host
+        is_ipv6 = ":" in host
+        if is_ipv6:
+            host = f"[{host}]"
         router.ipv6 = is_ipv6
         # Port 0: several workers, of several engines, share one machine. Peers get the address in
         # a grant, so it need not be known beforehand.
@@ -216,7 +218,8 @@ class Control:
             router.bind(f"tcp://{host}:0")
         except zmq.ZMQError as error:
             reason = error.strerror
-            raise ConfigError(f"host {self.config.host}: cannot listen there ({reason})") from None
+            message = f"host {self.config.host}: cannot listen there ({reason})"
+            raise ConfigError(message) from None
         endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         if not endpoint.startswith(f"tcp://{host}:"):
             raise ConfigError(f"host {self.config.host}: listens at {endpoint} instead")
@@ -226,12 +229,12 @@ class Control:
         self._silent_of_listeners.append(silent)
         return endpoint, silent
 
-    def close_socket(self, made: zmq.Socket[bytes]) -> None:
+    def close_socket(self, made: ZmqSocket) -> None:
         """Closes a socket that is registered with the poller."""
         self.poller.unregister(made)
         made.close()
 
-    def _use_curve(self, made: zmq.Socket[bytes], server: bool) -> None:
+    def _use_curve(self, made: ZmqSocket, server: bool) -> None:
         # One key pair for all servers of a fleet and one for all clients: each member derives both
         # from the fleet key, so no keys are exchanged.
         server_public, server_secret = _curve_keys(self._key.derive("curve-server"))
@@ -249,7 +252,7 @@ class Control:
         return _curve_keys(self._key.derive("curve-client"))
 
 
-def receive(source: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
+def receive(source: ZmqSocket) -> Iterator[list[zmq.Frame]]:
     """Yields whole messages that have arrived on a socket, at most MESSAGES_PER_TURN."""
     for _ in range(MESSAGES_PER_TURN):
         if source.closed:  # evicted for another link while a message of it was handled
@@ -262,7 +265,7 @@ def receive(source: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
             return
 
 
-def _send(target: zmq.Socket[bytes], parts: list[bytes]) -> None:
+def _send(target: ZmqSocket, parts: list[bytes]) -> None:
     """Sends a message, or loses it if it cannot go now: the protocol repeats what matters."""
     try:
         target.send_multipart(parts, zmq.NOBLOCK)

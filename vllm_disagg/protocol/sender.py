@@ -239,7 +239,8 @@ class Sender:
         actions: Actions = []
         for name in t.active_receivers():
             if t.receivers[name].prompt != t.prompt:
-                actions.append(self._refuse(event.transfer, t, name, Reason.PROMPT_MISMATCH))
+                refusal = self._refuse(event.transfer, t, name, Reason.PROMPT_MISMATCH)
+                actions.append(refusal)
         return actions
 
     def _on_computed(self, event: LayersComputed) -> Actions:
@@ -256,7 +257,10 @@ class Sender:
         if t.layers_partial >= len(self.layout.layers):
             t.tokens_final = t.tokens_partial
             t.layers_partial = 0
-        return [self._progress(event.transfer, t, name) for name in t.active_receivers()]
+        actions: Actions = []
+        for name in t.active_receivers():
+            actions.append(self._progress(event.transfer, t, name))
+        return actions
 
     def _on_recomputed(self, transfer: str) -> Actions:
         """Refuses all receivers; blocks stay held, so running sends end before release (rule 2)."""
@@ -349,7 +353,11 @@ class Sender:
             # More receivers than announced: the plan of the other engine does not fit.
             if len(t.receivers) >= event.readers:
                 return [_abort(event)]
-            receiver = ReceiverRecord(event.address, event.prompt, now)
+            receiver = ReceiverRecord(
+                address=event.address,
+                prompt=event.prompt,
+                last_seen=now,
+            )
             t.receivers[event.reader] = receiver
         receiver.last_seen = now
         receiver.address = event.address  # the receiver may have changed its transport
@@ -363,7 +371,8 @@ class Sender:
         refusal = self._refusal(t, receiver)
         if refusal is None:
             stalled_seconds = self._stalled_seconds(now)
-            return [self._progress(event.transfer, t, event.reader, stalled_seconds)]
+            progress = self._progress(event.transfer, t, event.reader, stalled_seconds)
+            return [progress]
         abort = self._refuse(event.transfer, t, event.reader, refusal)
         # A refusal ends this receiver: held blocks need not wait for the lease if it was the last.
         return [abort, *self._release_if_over(event.transfer, t)]
@@ -394,14 +403,15 @@ class Sender:
         receiver.pieces_sending += 1
         # Blocks of the group of the extent's layers: groups have blocks of their own.  Their lists
         # begin at token 0, in sliding windows too.
-        kind = self.layout.kind(event.extent.layer)
-        blocks = blocks_of(event.extent, t.blocks[kind.group], 0, kind.block_size)
+        extent = event.extent
+        kind = self.layout.kind(extent.layer)
+        blocks = blocks_of(extent, t.blocks[kind.group], 0, kind.block_size)
         send = SendPiece(
             transfer=event.transfer,
             reader=event.reader,
             address=receiver.address,
             number=event.number,
-            extent=event.extent,
+            extent=extent,
             blocks=blocks,
         )
         return [send]
@@ -425,7 +435,8 @@ class Sender:
         # all facts from vLLM before this message (rule 3).
         # Complete receivers do not hold the blocks any longer; the last one releases them.
         receiver.is_complete = True
-        return [self._confirm(event, True), *self._release_if_over(event.transfer, t)]
+        confirm = self._confirm(event, True)
+        return [confirm, *self._release_if_over(event.transfer, t)]
 
     def _on_abort(self, event: messages.Abort) -> Actions:
         t = self.transfers.get(event.transfer)
@@ -551,7 +562,12 @@ class Sender:
         return now - last_step
 
     def _confirm(self, complete: messages.ReadComplete, valid: bool) -> SendMessage:
-        confirm = messages.Confirm(complete.transfer, self.name, complete.reader, valid)
+        confirm = messages.Confirm(
+            transfer=complete.transfer,
+            source=self.name,
+            reader=complete.reader,
+            valid=valid,
+        )
         return SendMessage(complete.reader, confirm)
 
     def _release_if_over(self, transfer: str, t: OutgoingTransfer) -> Actions:
@@ -572,7 +588,8 @@ class Sender:
         # Insertion order is the order of endings: the oldest one is forgotten first.  That is
         # safe: its ReadComplete is answered as not valid, and the receiver recomputes.
         while len(self.endings) > MAX_TRANSFERS:
-            del self.endings[next(iter(self.endings))]
+            oldest = next(iter(self.endings))
+            del self.endings[oldest]
 
     def validate(self) -> None:
         """Raises AssertionError if the state contradicts itself.  Tests call it at each event."""
@@ -606,5 +623,10 @@ def _abort(message: messages.ToSender) -> SendMessage:
     """Returns the Abort for a message about a transfer that is not, or no longer, served."""
     reason = Reason.UNKNOWN_TRANSFER.value
     # `message.source` and not our own name: the receiver accepts answers of its source only.
-    abort = messages.Abort(message.transfer, message.source, message.reader, reason)
+    abort = messages.Abort(
+        transfer=message.transfer,
+        source=message.source,
+        reader=message.reader,
+        reason=reason,
+    )
     return SendMessage(message.reader, abort)

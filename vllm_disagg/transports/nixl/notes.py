@@ -138,7 +138,7 @@ def decode_agent_info(data: bytes, sender: str) -> AgentInfo:
     # Joined again here, because `is_inside` needs the order and a peer may send any.
     regions = joined_regions(info.regions)
     info = msgspec.structs.replace(info, regions=regions)
-    # Of this very size, because the buffers for test reads are.
+    # Of this very size: the peer must not choose how much memory a test read takes here.
     _, test_bytes = info.test
     is_registered = is_inside([info.test], info.regions)
     if test_bytes != TEST_REGION_BYTES or not is_registered:

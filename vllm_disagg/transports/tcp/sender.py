@@ -340,7 +340,7 @@ class TcpSender:
         state = hasher(piece.transfer)
         # Hashed frame by frame, just before the kernel copies it: then the frame is in the CPU's
         # cache. The checksum follows the bytes, because it is complete only then. Blocks that vLLM
-        # has overwritten get a valid checksum all the same; Confirm rejects their bytes.
+        # has overwritten before get a valid checksum all the same; Confirm rejects their bytes.
         for frame in frames:
             state.update(frame)
             yield frame

@@ -80,6 +80,10 @@ TESTS = {
         for file in MACHINES
     },
     "driver.py": [Run(["tests/unit/test_driver.py"])],
+    "outcomes.py": [Run(["tests/unit/test_outcomes.py", "tests/unit/test_driver.py"])],
+    "trace.py": [Run(["tests/unit/test_trace.py"])],
+    "transports/selection.py": [Run(["tests/transports/test_selection.py"])],
+    "transports/set.py": [Run(["tests/transports/test_transport_set.py"])],
     "kv/relayout.py": [
         Run(["tests/kv/test_memory.py", "tests/connector/test_kv_layout.py"]),
         Run(["tests/kv/test_reshard.py"]),

@@ -71,7 +71,7 @@ class Driver:
         rank: int,
         transports: Mapping[str, MakeTransport] | None = None,
     ) -> None:
-        """Start the thread.  `transports` makes all others than ZMQ, the preferred one first."""
+        """Starts the thread.  `transports` makes all others than ZMQ, the preferred one first."""
         self.name = f"{secrets.token_hex(6)}/{rank}"
         self.counters = Counters()
         self._inbox: deque[Fact] = deque()
@@ -117,7 +117,7 @@ class Driver:
 
     # vLLM's thread --------------------------------------------------------------------------------
     def submit(self, facts: Iterable[Fact]) -> None:
-        """Hand facts from vLLM to the machines, in order.  Does not block."""
+        """Hands facts from vLLM to the machines, in order.  Does not block."""
         self._last_engine_step = time.monotonic()
         for fact in facts:
             self._outcomes.expect(fact)
@@ -129,12 +129,12 @@ class Driver:
             self._wake_up.send(b"\0")
 
     def take(self) -> list[Outcome]:
-        """Return the outcomes since the last call, each once.  Does not block."""
+        """Returns the outcomes since the last call, each once.  Does not block."""
         self._last_engine_step = time.monotonic()
         return self._outcomes.take()
 
     def close(self) -> None:
-        """Stop the thread and close all sockets; waits at most 5 s."""
+        """Stops the thread and closes all sockets; waits at most 5 s."""
         self._closing = True
         self.submit(())
         self._thread.join(timeout=5)
@@ -179,7 +179,7 @@ class Driver:
             self._handle_receiver(events.ClockTick())
 
     def _timeout(self) -> int | None:
-        """Return the milliseconds until the next deadline; None without one."""
+        """Returns the milliseconds until the next deadline; None without one."""
         if self._inbox:
             return 0
         deadlines = [self._sender.next_deadline(), self._receiver.next_deadline()]
@@ -191,7 +191,7 @@ class Driver:
         return max(0, math.ceil((first - time.monotonic()) * 1000))
 
     def _drain(self) -> None:
-        """Hand all facts from vLLM to the machines."""
+        """Hands all facts from vLLM to the machines."""
         while self._inbox:
             fact = self._inbox.popleft()
             if isinstance(fact, events.ForReceiver):
@@ -200,7 +200,7 @@ class Driver:
                 self._handle_sender(fact)
 
     def _receive(self, ready: Collection[object]) -> None:
-        """Take the messages that have arrived.  Pieces are taken by the transports."""
+        """Takes the messages that have arrived.  Pieces are taken by the transports."""
         control = self._control
         if self._woken.fileno() in ready:
             with contextlib.suppress(BlockingIOError):
@@ -241,7 +241,7 @@ class Driver:
             self._handle_receiver(message)
 
     def _take(self, name: str, transport: Transport, event: TransportEvent) -> None:
-        """Hand an event of a transport to its machine, after all facts from vLLM."""
+        """Hands an event of a transport to its machine, after all facts from vLLM."""
         self._drain()
         if isinstance(event, events.SendCompleted | events.ConnectionLost):
             self._handle_sender(event)

@@ -122,13 +122,13 @@ ReceiverEndEvent = AtReceiverEnd | ConnectChannel | LinkEvent | SlotFreed | Chan
 
 # Actions ------------------------------------------------------------------------------------------
 class SendNote(msgspec.Struct, frozen=True):
-    """Send this note to the other end."""
+    """Sends this note to the other end."""
 
     note: AtSenderEnd | AtReceiverEnd
 
 
 class OpenLink(msgspec.Struct, frozen=True):
-    """Make this end's link, with SLOTS_PER_CHANNEL slots of `slot` bytes.
+    """Makes this end's link, with SLOTS_PER_CHANNEL slots of `slot` bytes.
 
     Ends in LinkUp or LinkFailed.
     """
@@ -138,14 +138,14 @@ class OpenLink(msgspec.Struct, frozen=True):
 
 
 class PassBlob(msgspec.Struct, frozen=True):
-    """Give the link data of the link of the other end."""
+    """Gives the link data of the link of the other end."""
 
     epoch: int
     blob: bytes
 
 
 class TransmitSlot(msgspec.Struct, frozen=True):
-    """Gather the piece into the slot, then send it.
+    """Gathers the piece into the slot, then sends it.
 
     Always ends in SlotGathered; then in SlotCompleted, unless the epoch breaks.
     """
@@ -157,7 +157,7 @@ class TransmitSlot(msgspec.Struct, frozen=True):
 
 
 class ReceiveSlot(msgspec.Struct, frozen=True):
-    """Receive `size` bytes into the slot; ends in SlotCompleted, unless the epoch breaks."""
+    """Receives `size` bytes into the slot; ends in SlotCompleted, unless the epoch breaks."""
 
     epoch: int
     seq: int
@@ -166,7 +166,7 @@ class ReceiveSlot(msgspec.Struct, frozen=True):
 
 
 class DeliverSlot(msgspec.Struct, frozen=True):
-    """Use the piece in this slot; the slot holds it until SlotFreed."""
+    """Uses the piece in this slot; the slot holds it until SlotFreed."""
 
     epoch: int
     slot: int
@@ -174,22 +174,22 @@ class DeliverSlot(msgspec.Struct, frozen=True):
 
 
 class CloseLink(msgspec.Struct, frozen=True):
-    """Abort this end's link of this epoch."""
+    """Aborts this end's link of this epoch."""
 
     epoch: int
     why: str
 
 
 class SendFinished(msgspec.Struct, frozen=True):
-    """Report the end of a SendRequested: its blocks are not read for it any more."""
+    """Reports the end of a SendRequested: its blocks are not read for it any more."""
 
     piece: SendPiece
 
 
 class ChangeRoute(msgspec.Struct, frozen=True):
-    """Take pieces by this epoch from now on.
+    """Takes pieces by this epoch from now on.
 
-    None: take them by ZMQ. Pieces that were asked for by the last epoch will not come.
+    None takes them by ZMQ. Pieces that were asked for by the last epoch will not come.
     """
 
     epoch: int | None
@@ -225,7 +225,7 @@ class ChannelEnd:
     free: list[int] = field(default_factory=list)
 
     def begin(self, epoch: int, now: float) -> None:
-        """Enter OPENING for this epoch, with all slots free."""
+        """Enters OPENING for this epoch, with all slots free."""
         self.state = ChannelState.OPENING
         self.epoch = epoch
         self.last_progress = now
@@ -233,7 +233,7 @@ class ChannelEnd:
         self.free = list(range(SLOTS_PER_CHANNEL))
 
     def deadline(self, is_busy: bool) -> float | None:
-        """Return when this epoch ends without progress; `is_busy`: bytes are in flight."""
+        """Returns when this epoch ends without progress; `is_busy`: bytes are in flight."""
         if self.state is ChannelState.CLOSED:
             return None
         if self.state is ChannelState.OPENING:
@@ -241,7 +241,7 @@ class ChannelEnd:
         return self.last_progress + (self.patience if is_busy else IDLE_SECONDS)
 
     def timeout_reason(self, is_busy: bool) -> str:
-        """Return why an epoch that has passed its deadline is closed."""
+        """Returns why an epoch that has passed its deadline is closed."""
         if self.state is ChannelState.OPENING:
             return f"no communicator after {PAIRING_SECONDS:g} s"
         if is_busy:

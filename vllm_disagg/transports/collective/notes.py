@@ -70,17 +70,17 @@ _sender_note: msgspec.msgpack.Decoder[AtReceiverEnd] = msgspec.msgpack.Decoder(A
 
 
 def encode(note: AtSenderEnd | AtReceiverEnd) -> bytes:
-    """Encode a note of either end."""
+    """Encodes a note of either end."""
     return _encode(note)
 
 
 def decode_receiver_note(data: bytes) -> AtSenderEnd:
-    """Decode a note of a receiver, for the sender's end. Raises BadMessage."""
+    """Decodes a note of a receiver, for the sender's end. Raises BadMessage."""
     return _decode(_receiver_note, data)
 
 
 def decode_sender_note(data: bytes) -> AtReceiverEnd:
-    """Decode a note of a sender, for the receiver's end. Raises BadMessage."""
+    """Decodes a note of a sender, for the receiver's end. Raises BadMessage."""
     return _decode(_sender_note, data)
 
 

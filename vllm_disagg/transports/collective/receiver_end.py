@@ -63,7 +63,7 @@ class ReceiverEnd(ChannelEnd):
     posted: dict[int, tuple[ChannelPiece, int]] = field(default_factory=dict)
 
     def handle(self, event: ReceiverEndEvent, now: float) -> list[ReceiverEndAction]:
-        """Return the actions that follow from the event at `now` (seconds)."""
+        """Returns the actions that follow from the event at `now` (seconds)."""
         match event:
             case ConnectChannel():
                 return self._connect(now)
@@ -99,7 +99,7 @@ class ReceiverEnd(ChannelEnd):
                 assert_never(event)
 
     def next_deadline(self) -> float | None:
-        """Return when a ChannelTick is due at the latest."""
+        """Returns when a ChannelTick is due at the latest."""
         return self.deadline(bool(self.posted))
 
     @property
@@ -167,9 +167,9 @@ class ReceiverEnd(ChannelEnd):
         return [DeliverSlot(self.epoch, slot, piece)]
 
     def _break(self, why: str, now: float, *, notify: bool = True) -> list[ReceiverEndAction]:
-        """Close this epoch, go back to ZMQ, and set when to pair again.
+        """Closes this epoch, goes back to ZMQ, and sets when to pair again.
 
-        `notify`: send ChannelBroken.
+        With `notify`, sends ChannelBroken.
         """
         actions: list[ReceiverEndAction] = [CloseLink(self.epoch, why)]
         if notify:
@@ -184,7 +184,7 @@ class ReceiverEnd(ChannelEnd):
         return actions
 
     def validate(self) -> None:
-        """Raise AssertionError if the state contradicts itself. Tests call it after each event."""
+        """Raises AssertionError if the state contradicts itself. Tests call it after each event."""
         assert self.state is ChannelState.UP or not (self.queued or self.posted), self
         used = [slot for _, slot in self.posted.values()]
         assert len({*self.free, *used}) == len(self.free) + len(used) <= SLOTS_PER_CHANNEL, self

@@ -58,7 +58,7 @@ class SenderEnd(ChannelEnd):
     announced: set[int] = field(default_factory=set)
 
     def handle(self, event: SenderEndEvent, now: float) -> list[SenderEndAction]:
-        """Return the actions that follow from the event at `now` (seconds)."""
+        """Returns the actions that follow from the event at `now` (seconds)."""
         match event:
             case PairRequest():
                 return self._pair(event, now)
@@ -89,7 +89,7 @@ class SenderEnd(ChannelEnd):
                 assert_never(event)
 
     def next_deadline(self) -> float | None:
-        """Return when a ChannelTick is due at the latest."""
+        """Returns when a ChannelTick is due at the latest."""
         return self.deadline(bool(self.announced))
 
     @property
@@ -158,7 +158,7 @@ class SenderEnd(ChannelEnd):
         return self._fill_slots()
 
     def _break(self, why: str, *, notify: bool = True) -> list[SenderEndAction]:
-        """Close this epoch; `notify`: send ChannelBroken.
+        """Closes this epoch; with `notify`, sends ChannelBroken.
 
         Pieces being gathered end in SendFinished only when their gather has ended.
         """
@@ -177,7 +177,7 @@ class SenderEnd(ChannelEnd):
         return actions
 
     def validate(self) -> None:
-        """Raise AssertionError if the state contradicts itself. Tests call it after each event."""
+        """Raises AssertionError if the state contradicts itself. Tests call it after each event."""
         assert self.state is ChannelState.UP or self.is_idle, self
         if self.state is ChannelState.UP:
             slots = sorted([*self.free, *self.slots.values()])

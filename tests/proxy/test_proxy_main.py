@@ -7,12 +7,14 @@ import socket
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from proxy_world import Call, ScriptedEngine, World
 from vllm_disagg.fleet import keys
+from vllm_disagg.proxy.http.server import Limits
 from vllm_disagg.proxy.main import add_arguments, run
-from vllm_disagg.proxy.settings import from_arguments
+from vllm_disagg.proxy.settings import ProxySettings, from_arguments
 
 D = ["--decode", "http://127.0.0.1:1"]
 
@@ -64,6 +66,14 @@ def test_good_settings(tmp_path: Path) -> None:
     )
     assert settings.key.is_set and settings.decode == D[1:] and settings.host == "::"
     assert from_arguments(parsed(*D, "--host", "localhost")).api_keys == []
+
+
+def test_a_command_without_flags_has_the_defaults_of_the_settings() -> None:
+    settings = from_arguments(parsed(*D))
+    limits = msgspec.structs.replace(settings.limits, connections=Limits().connections)
+    assert msgspec.structs.replace(settings, limits=limits) == ProxySettings(
+        prefill=[], decode=D[1:], key=settings.key
+    )
 
 
 async def start(*flags: str) -> asyncio.subprocess.Process:

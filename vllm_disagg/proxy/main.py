@@ -16,6 +16,7 @@ from functools import partial
 import uvloop
 
 from ..errors import ConfigError
+from .flags import add_arguments
 from .http.addresses import AllowedNetworks
 from .http.server import Server
 from .http.upstream import ConnectionPool
@@ -32,7 +33,7 @@ from .routing.concurrency_limit import ConcurrencyLimit
 from .routing.fleet import Fleet, Role
 from .routing.policies import Policy
 from .routing.prefill_queue import PrefillQueue
-from .settings import ProxySettings, add_arguments, from_arguments
+from .settings import ProxySettings, from_arguments
 from .telemetry.access_log import AccessLog
 from .telemetry.metrics import Metrics
 from .telemetry.record import RequestRecorder

@@ -22,7 +22,7 @@ from vllm_disagg.planner.search.scenario import (
 from vllm_disagg.planner.simulation import workload
 from vllm_disagg.planner.simulation.simulator import POLICIES, Objective
 from vllm_disagg.planner.simulation.workload import Arrivals
-from vllm_disagg.proxy import settings
+from vllm_disagg.proxy import flags as proxy_flags
 from vllm_disagg.proxy.routing.policies import POLICY_NAMES
 
 
@@ -225,7 +225,7 @@ def test_commands_give_all_flags_of_the_simulation() -> None:
 def test_the_planner_has_the_routing_defaults_of_the_proxy() -> None:
     proxy = argparse.ArgumentParser()
     planner = argparse.ArgumentParser()
-    settings.add_arguments(proxy)
+    proxy_flags.add_arguments(proxy)
     flags.add_arguments(planner)
     assert POLICIES == POLICY_NAMES
     for name in ("policy", "prefill_concurrency"):

@@ -26,9 +26,9 @@ HEADER_LENGTH_BYTES = 2  # of the field that holds the length of a PieceHead
 MIN_BYTES_PER_SECOND = 1e6
 
 
-def piece_deadline(now: float, size: int, silence: float) -> float:
+def piece_deadline(now: float, size: int, peer_timeout: float) -> float:
     """Return when all `size` bytes of a piece must have crossed."""
-    return now + silence + size / MIN_BYTES_PER_SECOND
+    return now + peer_timeout + size / MIN_BYTES_PER_SECOND
 
 
 class TcpHello(msgspec.Struct, frozen=True, tag="hello"):

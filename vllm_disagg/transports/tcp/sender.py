@@ -65,9 +65,9 @@ class TcpReceiver:
     is_full: bool = False  # the kernel's buffer
     piece_deadline: float = math.inf
 
-    def deadline(self, silence: float) -> float:
+    def deadline(self, peer_timeout: float) -> float:
         """Return when this connection is given up unless it makes progress."""
-        return min(self.last_progress + silence, self.piece_deadline)
+        return min(self.last_progress + peer_timeout, self.piece_deadline)
 
 
 @dataclass
@@ -154,11 +154,11 @@ class TcpSender:
         """Return the earliest deadline of a connection; 0 while events wait."""
         if self._events:
             return 0.0
-        silence = self._port.config.silence
+        peer_timeout = self._port.config.peer_timeout
         deadlines = [pending.deadline for pending in self._pending.values()]
         for receiver in self._receivers.values():
             if receiver.queue:
-                deadlines.append(receiver.deadline(silence))
+                deadlines.append(receiver.deadline(peer_timeout))
         return min(deadlines, default=None)
 
     def close(self) -> None:
@@ -302,8 +302,8 @@ class TcpSender:
         """Yield head, frames and checksum of a piece, as they go on the wire."""
         frames = self._port.memory.read(piece.extent, piece.blocks)
         size = sum(len(frame) for frame in frames)
-        silence = self._port.config.silence
-        receiver.piece_deadline = notes.piece_deadline(time.monotonic(), size, silence)
+        peer_timeout = self._port.config.peer_timeout
+        receiver.piece_deadline = notes.piece_deadline(time.monotonic(), size, peer_timeout)
         yield memoryview(notes.encode_head(notes.PieceHead(piece.transfer, piece.number, size)))
         state = hasher(piece.transfer)
         for frame in frames:
@@ -314,9 +314,9 @@ class TcpSender:
 
     def _close_overdue(self, now: float) -> None:
         """Close connections that make no progress or sent no token in time."""
-        silence = self._port.config.silence
+        peer_timeout = self._port.config.peer_timeout
         for receiver in list(self._receivers.values()):
-            if not receiver.queue or now <= receiver.deadline(silence):
+            if not receiver.queue or now <= receiver.deadline(peer_timeout):
                 continue
             is_slow = now > receiver.piece_deadline
             self._close(receiver, "too slow for a piece" if is_slow else "stalled")

@@ -37,8 +37,8 @@ def parsed(*flags: str) -> argparse.Namespace:
         ([*D, "--api-key", ""], "--api-key"),
         ([*D, "--port", "70000"], "--port"),
         ([*D, "--queue-timeout", "0"], "--queue-timeout"),
-        ([*D, "--patience", "0"], "--patience"),
-        ([*D, "--patience", "86401"], "--patience"),
+        ([*D, "--prefill-timeout", "0"], "--prefill-timeout"),
+        ([*D, "--prefill-timeout", "86401"], "--prefill-timeout"),
         ([*D, "--request-timeout", "nan"], "--request-timeout"),
         ([*D, "--prefill-concurrency", "-1"], "--prefill-concurrency"),
         ([*D, "--key-file", "/nonexistent"], "/nonexistent"),
@@ -74,6 +74,29 @@ def test_a_command_without_flags_has_the_defaults_of_the_settings() -> None:
     assert msgspec.structs.replace(settings, limits=limits) == ProxySettings(
         prefill=[], decode=D[1:], key=settings.key
     )
+
+
+def test_old_names_of_flags_are_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    flags = [*D, "--patience", "7", "--stall-timeout", "8"]
+    settings = from_arguments(parsed(*flags))
+    assert settings.prefill_timeout == 7.0 and settings.limits.stall_seconds == 8.0
+
+    async def stop(_: ProxySettings) -> None:
+        """Ends at once instead of serving."""
+
+    monkeypatch.setattr("vllm_disagg.proxy.main._until_signal", stop)
+    monkeypatch.setattr("vllm_disagg.proxy.main.gc.set_threshold", lambda *_: None)
+    monkeypatch.setattr("vllm_disagg.proxy.main.resource.setrlimit", lambda *_: None)
+    assert run(parsed(*flags)) == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        "--patience is now --prefill-timeout, --stall-timeout is now --send-timeout;"
+        " version 0.2 refuses the old names"
+    ]
+    caplog.clear()
+    assert run(parsed(*D, "--prefill-timeout", "7")) == 0
+    assert not caplog.records
 
 
 async def start(*flags: str) -> asyncio.subprocess.Process:

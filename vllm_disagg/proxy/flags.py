@@ -18,6 +18,8 @@ from .http.server import Limits
 from .routing.policies import POLICY_NAMES
 
 MAX_PREFILL_SECONDS = 86400.0  # engines refuse grants that last longer
+# Old name of a flag -> its name. Old names are accepted until version 0.2.
+OLD_NAMES = {"--patience": "--prefill-timeout", "--stall-timeout": "--send-timeout"}
 _LIMITS = Limits()
 
 
@@ -73,6 +75,21 @@ class Flag:
             raise ConfigError(f"{self.name} must not be less than {self.least:g}")
         if value > self.most:
             raise ConfigError(f"{self.name} must be at most {self.most:g}")
+
+
+class _OldName(argparse.Action):
+    """Stores a flag's value under the flag's new name, and records the old name."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Handles one occurrence on the command line."""
+        setattr(namespace, self.dest, values)
+        namespace.old_names = [*getattr(namespace, "old_names", []), option_string]
 
 
 def _text(name: str, metavar: str | None, words: str, default: str = "") -> Flag:
@@ -317,13 +334,13 @@ _BOUNDS = (
         "longest time for a request's body to arrive (default: %(default)s)",
     ),
     _seconds(
-        "--stall-timeout",
+        "--send-timeout",
         _LIMITS.stall_seconds,
         "longest time without a byte read by a client whose answer waits; then its"
         " connection is closed (default: %(default)s)",
     ),
     _seconds(
-        "--patience",
+        "--prefill-timeout",
         120.0,
         "longest time for a prompt at a prefill instance, with its queue; then another one or"
         " the decode instance computes the prompt. Raise it where prompts take longer. An engine"
@@ -366,6 +383,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(title)
         for flag in flags:
             flag.add_to(group)
+    by_name = {flag.name: flag for flag in all_flags()}
+    for old, new in OLD_NAMES.items():
+        parser.add_argument(
+            old,
+            action=_OldName,
+            dest=by_name[new].dest,
+            type=by_name[new].type,
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
+
+
+def old_names_warning(args: argparse.Namespace) -> str:
+    """Returns a warning for the flags given by an old name; empty if there are none."""
+    renamed = [f"{old} is now {OLD_NAMES[old]}" for old in getattr(args, "old_names", [])]
+    return f"{', '.join(renamed)}; version 0.2 refuses the old names" if renamed else ""
 
 
 def check_numbers(args: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ from functools import partial
 import uvloop
 
 from ..errors import ConfigError
-from .flags import add_arguments
+from .flags import add_arguments, old_names_warning
 from .http.addresses import AllowedNetworks
 from .http.server import Server
 from .http.upstream import ConnectionPool
@@ -39,6 +39,8 @@ from .telemetry.metrics import Metrics
 from .telemetry.record import RequestRecorder
 from .workers import supervisor
 from .workers.bus import WorkerBus
+
+log = logging.getLogger(__name__)
 
 __all__ = ["add_arguments", "run", "serve"]
 
@@ -73,8 +75,8 @@ async def serve(
         settings.key,
         prefill_queue.wake,
         next(iter(settings.api_keys), ""),
-        settings.silence,
-        settings.patience,
+        settings.liveness_timeout,
+        settings.prefill_timeout,
     )
     members = Members(
         fleet,
@@ -124,7 +126,7 @@ async def serve(
             if ready:
                 ready(port)
             await stop.wait()
-            await server.stop(settings.grace)
+            await server.stop(settings.shutdown_timeout)
             for task in running:
                 task.cancel()
             members.close()
@@ -221,6 +223,9 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
+    # The supervisor's workers have the same flags; only the supervisor warns.
+    if (warning := old_names_warning(args)) and not settings.place:
+        log.warning(warning)
     _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))  # a stream takes two
     gc.set_threshold(*_GC_THRESHOLDS)

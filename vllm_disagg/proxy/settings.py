@@ -50,15 +50,15 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     max_requests: int = default("--max-concurrent-requests")  # running at a time; 0: no limit
     request_timeout: float = default("--request-timeout")
     # For a prefill leg. An engine that owes an answer has a quarter of it for each step.
-    patience: float = default("--patience")
+    prefill_timeout: float = default("--prefill-timeout")
     probe_interval: float = 0.25
     policy: Name = default("--policy")
     # A D that misses fewer bytes of a prompt serves it aggregated.
     min_prompt_bytes: int = default("--min-prompt-bytes")
     spill: bool = default("--spill")
     # Without a byte of an instance that owes an answer, until the instance counts as down.
-    silence: float = 1.25
-    grace: float = 30.0
+    liveness_timeout: float = 1.25
+    shutdown_timeout: float = 30.0  # for running requests, once the proxy is stopped
     limits: Limits = Limits()
     registration: bool = default("--allow-registration")
     admin_key: str = default("--admin-key")  # empty: the fleet cannot be changed over HTTP
@@ -105,7 +105,7 @@ def from_arguments(args: argparse.Namespace) -> ProxySettings:
         api_keys=api_keys,
         prefill_concurrency=args.prefill_concurrency,
         queue_timeout=args.queue_timeout,
-        patience=args.patience,
+        prefill_timeout=args.prefill_timeout,
         policy=args.policy,
         min_prompt_bytes=args.min_prompt_bytes,
         spill=args.spill,
@@ -173,7 +173,7 @@ def _limits(args: argparse.Namespace) -> Limits:
         # One body of the largest size fits into the share of a worker.
         all_bodies_bytes=max(args.max_body_bytes, _share(args.max_all_bodies_bytes, args.workers)),
         body_seconds=args.body_timeout,
-        stall_seconds=args.stall_timeout,
+        stall_seconds=args.send_timeout,
         connections=args.max_connections or _max_connections(),
     )
 

@@ -157,7 +157,7 @@ class Relay:
         self._pools = pools
         self._prefill_queue = prefill_queue
         self._key = settings.key
-        self._patience = settings.patience
+        self._patience = settings.prefill_timeout
         self._concurrency = settings.prefill_concurrency
         self._min_prompt_bytes = settings.min_prompt_bytes
         self._spill = settings.spill

@@ -387,7 +387,7 @@ def hidden(plain: str, front: str, decode: str, lengths: list[int]) -> dict[str,
     for url in (plain, front, front):  # connections, and the way is measured
         ask(url, 1000)
         time.sleep(4)
-    before = metrics(decode)
+    before = received_by_transport(decode)
     rows = {}
     added = {}
     for length in lengths:
@@ -398,7 +398,7 @@ def hidden(plain: str, front: str, decode: str, lengths: list[int]) -> dict[str,
         time.sleep(1)
         now = metrics(decode)
         arrived, early = (
-            now[name] - last[name] for name in ("received_bytes_total", "early_bytes_total")
+            now[name] - last[name] for name in ("received_bytes_total", "overlapped_bytes_total")
         )
         rows[str(length)] = round(early / arrived, 3)
         added[str(length)] = round((ours - alone) * 1e3, 1)
@@ -408,13 +408,11 @@ def hidden(plain: str, front: str, decode: str, lengths: list[int]) -> dict[str,
             f"first token after {ours * 1e3:.0f} ms, of a plain engine {alone * 1e3:.0f}",
             flush=True,
         )
-    after = metrics(decode)
+    after = received_by_transport(decode)
     carried = {
-        name.removeprefix("received_by_").removesuffix("_bytes_total"): round(
-            after[name] - before[name]
-        )
-        for name in after
-        if name.startswith("received_by_") and after[name] > before[name]
+        transport: round(after[transport] - before[transport])
+        for transport in after
+        if after[transport] > before[transport]
     }
     return {
         "overlap_hidden": min(rows.values()),
@@ -443,17 +441,26 @@ def ask(url: str, length: int) -> float:
 
 
 def metrics(url: str) -> dict[str, float]:
+    """Returns the connector's metrics of an engine by name; of a labelled one, the last series."""
+    found = re.findall(r"^vllm:disagg_(\w+)\{.*\} (\S+)$", metrics_page(url), re.MULTILINE)
+    return {name: float(value) for name, value in found}
+
+
+def received_by_transport(url: str) -> dict[str, float]:
+    """Returns the KV bytes that an engine has received, as on the wire, by transport."""
+    line = r'^vllm:disagg_received_wire_bytes_total\{.*transport="(\w+)".*\} (\S+)$'
+    found = re.findall(line, metrics_page(url), re.MULTILINE)
+    return {transport: float(value) for transport, value in found}
+
+
+def metrics_page(url: str) -> str:
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    return {
-        name: float(value)
-        for name, value in re.findall(r"^vllm:disagg_(\w+)\{.*\} (\S+)$", text, re.MULTILINE)
-    }
+        return answer.read().decode()
 
 
 def main() -> None:
     has_nixl = importlib.util.find_spec("nixl") is not None
-    known = ["zmq", *transports.MODULES]
+    known = ["zmq", *transports.TRANSPORTS]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

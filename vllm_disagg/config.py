@@ -19,6 +19,8 @@ OLD_NAMES = {
     "piece": "piece_bytes",
     "window": "window_bytes",
 }
+# Names of transports; `kv_connectors/transports.py` has their modules.
+TransportName = Literal["zmq", "tcp", "gloo", "nccl", "nixl"]
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -52,7 +54,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # with `register`: http://HOST:PORT under which that proxy reaches this engine's API server
     advertise: str = ""
     # moves KV bytes; ZMQ is the fallback
-    transport: Literal["auto", "zmq", "tcp", "gloo", "nccl", "nixl"] = "auto"
+    transport: Literal["auto", TransportName] = "auto"
     # serve KV in GPU memory; never yet run on a GPU
     gpu: bool = False
     # CURVE on KV bytes too: private on any network, about a fifth of the speed

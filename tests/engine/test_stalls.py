@@ -173,8 +173,10 @@ def core_of(engine: Engine) -> int:
 
 
 def fallbacks(proxy: Proxy) -> list[str]:
+    """Returns the lines of the fallbacks that have happened."""
     page = get(proxy.url, "/metrics", 10.0)[1].splitlines()
-    return [line for line in page if line.startswith("vllm_disagg_fallbacks_total{")]
+    lines = [line for line in page if line.startswith("vllm_disagg_fallbacks_total{")]
+    return [line for line in lines if not line.endswith(" 0.0")]
 
 
 def test_an_engine_that_stands_still_is_found_and_one_at_work_is_not(

@@ -28,6 +28,7 @@ from .membership.registry import Registry
 from .membership.sources import follow_file, follow_names, within
 from .requests.admin import Admin
 from .requests.api import Api
+from .requests.failover import FALLBACK_REASONS, RUNGS
 from .requests.relay import Relay
 from .routing.concurrency_limit import ConcurrencyLimit
 from .routing.fleet import Fleet, Role
@@ -85,7 +86,7 @@ async def serve(
         watch=lambda instance: discovery.watch(instance, settings.probe_interval),
         on_change=prefill_queue.wake,
     )
-    metrics = Metrics(fleet, settings.objectives)
+    metrics = Metrics(fleet, settings.objectives, FALLBACK_REASONS, RUNGS)
     place = settings.place
     registry = (
         Registry(settings.key, place.challenge if place else "", networks)

@@ -13,9 +13,8 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..fleet import keys
-from ..fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY
+from ..fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, POLICY_NAMES
 from .http.server import Limits
-from .routing.policies import POLICY_NAMES
 
 MAX_PREFILL_SECONDS = 86400.0  # engines refuse grants that last longer
 # Old name of a flag -> its name. Old names are accepted until version 0.2.

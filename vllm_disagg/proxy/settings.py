@@ -16,13 +16,13 @@ import msgspec
 
 from ..errors import ConfigError
 from ..fleet import keys
+from ..fleet.conventions import PolicyName
 from ..fleet.keys import FleetKey
 from .flags import check_numbers, default
 from .http.addresses import Network, check_url, parse_networks
 from .http.server import Limits
 from .membership.sources import parse_name, read_fleet
 from .routing.fleet import Role
-from .routing.policies import Name
 from .telemetry.metrics import LatencyObjectives
 from .workers.bus import WorkerPlace, parse_place
 
@@ -52,7 +52,7 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     # For a prefill leg. An engine that owes an answer has a quarter of it for each step.
     prefill_timeout: float = default("--prefill-timeout")
     probe_interval: float = 0.25
-    policy: Name = default("--policy")
+    policy: PolicyName = default("--policy")
     # A D that misses fewer bytes of a prompt serves it aggregated.
     min_prompt_bytes: int = default("--min-prompt-bytes")
     spill: bool = default("--spill")

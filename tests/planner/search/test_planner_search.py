@@ -20,10 +20,9 @@ from vllm_disagg.planner.search.scenario import (
     check_model,
 )
 from vllm_disagg.planner.simulation import workload
-from vllm_disagg.planner.simulation.simulator import POLICIES, Objective
+from vllm_disagg.planner.simulation.simulator import Objective
 from vllm_disagg.planner.simulation.workload import Arrivals
 from vllm_disagg.proxy import flags as proxy_flags
-from vllm_disagg.proxy.routing.policies import POLICY_NAMES
 
 
 def _distserve(name: str, ttft: float, gpus: int, requests: int, seeds: int) -> Scenario:
@@ -227,6 +226,5 @@ def test_the_planner_has_the_routing_defaults_of_the_proxy() -> None:
     planner = argparse.ArgumentParser()
     proxy_flags.add_arguments(proxy)
     flags.add_arguments(planner)
-    assert POLICIES == POLICY_NAMES
     for name in ("policy", "prefill_concurrency"):
         assert planner.get_default(name) == proxy.get_default(name)

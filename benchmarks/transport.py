@@ -35,7 +35,6 @@ import re
 import secrets
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -47,6 +46,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from processes import cpu_seconds
+from stack import Stack, start_pair, start_proxy
 
 from kv_connectors import transports
 from vllm_disagg.config import Config
@@ -326,9 +327,6 @@ def warm_up(pair: Pair, count: int) -> None:
 
 # Real engines -------------------------------------------------------------------------------------
 def engines(model: str, transport: str, overlap: str, lengths: list[int]) -> dict[str, Any]:
-    from handoff import Stack, free_port  # noqa: PLC0415 - needs aiohttp
-    from processes import cpu_seconds  # noqa: PLC0415
-
     logs = Path(tempfile.mkdtemp(prefix="transport-engines-"))
     print(
         f"engines: plain, prefill and decode by {transport}, overlap {overlap} (logs in {logs})",
@@ -336,34 +334,15 @@ def engines(model: str, transport: str, overlap: str, lengths: list[int]) -> dic
     )
     plain = Stack("plain", "auto")
     pair = Stack("pair", "auto")
+    front = Stack("proxy", "auto")
     try:
-        subprocess.run(
-            [sys.executable, "-m", "vllm_disagg.cli", "key", str(logs / "key")], check=True
-        )
-        settings = {"key_file": str(logs / "key"), "transport": transport, "overlap": overlap}
-        config = {"kv_connector": "DisaggConnector", "kv_connector_extra_config": settings}
-        urls = [plain.engine(model, logs / "plain.log", 0)]
-        for core, role in enumerate(("kv_producer", "kv_consumer")):
-            urls.append(pair.engine(model, logs / f"{role}.log", core, {**config, "kv_role": role}))
-        for stack, url in zip((plain, pair, pair), urls, strict=True):
+        alone = plain.engine(model, logs / "plain.log", 0)
+        settings: dict[str, object] = {"transport": transport, "overlap": overlap}
+        prefill, decode = start_pair(pair, model, logs, settings)
+        for stack, url in ((plain, alone), (pair, prefill), (pair, decode)):
             stack.wait(url, "/health")
-        port = str(free_port())
-        proxy = [
-            sys.executable,
-            "-m",
-            "vllm_disagg.cli",
-            "proxy",
-            "--port",
-            port,
-            "--key-file",
-            str(logs / "key"),
-        ]
-        front = Stack("proxy", "auto")
-        pair.wait(urls[1], "/health")
-        front.start(logs / "proxy.log", [*proxy, "--prefill", urls[1], "--decode", urls[2]])
         try:
-            front.wait(f"http://127.0.0.1:{port}", "/readiness")
-            found = hidden(urls[0], f"http://127.0.0.1:{port}", urls[2], lengths)
+            found = hidden(alone, start_proxy(front, logs, prefill, decode), decode, lengths)
         finally:
             front.stop()
         time.sleep(3)

@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from . import old_names
 from .errors import ConfigError
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Bytes = Annotated[int, msgspec.Meta(ge=1024, le=1 << 32)]
-# Old name of a setting -> its name. Old names are accepted until version 0.2.
+# Old name of a setting -> its name; see `old_names.py`.
 OLD_NAMES = {
     "silence": "peer_timeout",
     "retry": "keepalive_interval",
@@ -164,10 +165,8 @@ def parse(extra: dict[str, Any]) -> Config:
 
 def old_names_warning(extra: dict[str, Any]) -> str:
     """Return a warning for the settings that have an old name; empty if none has."""
-    renamed = [f"{old} is now {OLD_NAMES[old]}" for old in _old_names_in(extra)]
-    if not renamed:
-        return ""
-    return f"kv_connector_extra_config: {', '.join(renamed)}; version 0.2 refuses the old names"
+    warning = old_names.warning(_old_names_in(extra), OLD_NAMES)
+    return f"kv_connector_extra_config: {warning}" if warning else ""
 
 
 def _old_names_in(extra: dict[str, Any]) -> list[str]:

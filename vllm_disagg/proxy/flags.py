@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .. import old_names
 from ..errors import ConfigError
 from ..fleet import keys
 from ..fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, POLICY_NAMES
 from .http.server import Limits
 
 MAX_PREFILL_SECONDS = 86400.0  # engines refuse grants that last longer
-# Old name of a flag -> its name. Old names are accepted until version 0.2.
+# Old name of a flag -> its name; see `old_names.py`.
 OLD_NAMES = {"--patience": "--prefill-timeout", "--stall-timeout": "--send-timeout"}
 _LIMITS = Limits()
 
@@ -396,8 +397,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def old_names_warning(args: argparse.Namespace) -> str:
     """Returns a warning for the flags given by an old name; empty if there are none."""
-    renamed = [f"{old} is now {OLD_NAMES[old]}" for old in getattr(args, "old_names", [])]
-    return f"{', '.join(renamed)}; version 0.2 refuses the old names" if renamed else ""
+    return old_names.warning(getattr(args, "old_names", []), OLD_NAMES)
 
 
 def check_numbers(args: argparse.Namespace) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from vllm_disagg.fleet.conventions import POLICY_NAMES
 from vllm_disagg.planner.cost import distserve, queueing
 from vllm_disagg.planner.cost.hardware import LINKS
 from vllm_disagg.planner.cost.latency import LinearLatency, unloaded_prefill
 from vllm_disagg.planner.simulation import workload
 from vllm_disagg.planner.simulation.replica import SchedulingRules
 from vllm_disagg.planner.simulation.simulator import (
-    POLICIES,
     Deployment,
     Handoff,
     Objective,
@@ -118,7 +118,7 @@ def test_little_kv_preempts_and_still_finishes() -> None:
 
 def test_the_same_seed_gives_the_same_result() -> None:
     sample = SHAREGPT.sample(100, 0, Arrivals("gamma", 2.0))
-    for policy in POLICIES:
+    for policy in POLICY_NAMES:
         deployment = Deployment(
             ReplicaPool(3, PLAIN, 60_000), ReplicaPool(2, PLAIN, 60_000), policy=policy
         )

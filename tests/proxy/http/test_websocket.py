@@ -224,7 +224,7 @@ async def test_a_client_that_leaves_is_gone_at_the_instance_too() -> None:
 
 
 async def test_a_stopped_proxy_says_so() -> None:
-    async with fleet(grace=0.1) as w:
+    async with fleet(shutdown_timeout=0.1) as w:
         ws = await dial(w)
     assert await code_of(ws) == 1012
 

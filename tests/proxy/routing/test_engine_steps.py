@@ -16,8 +16,8 @@ from vllm_disagg.proxy.routing.engine_steps import (
     fingerprint,
 )
 
-PATIENCE = 3.2  # an engine is down after a quarter of it, 0.8 s, without a step
-STILL = PATIENCE / 4
+PREFILL_TIMEOUT = 3.2  # an engine is down after a quarter of it, 0.8 s, without a step
+STILL = PREFILL_TIMEOUT / 4
 
 PAGE = b"""# HELP vllm:num_requests_running x
 vllm:num_requests_running{engine="0",model_name="m"} 1.0
@@ -112,14 +112,14 @@ async def unusable(w: World, engine: ScriptedEngine) -> bool:
 
 
 async def test_a_prefill_engine_that_makes_no_steps() -> None:
-    """P is down before `patience`, its requests move, it gets no other ones, and it recovers."""
-    async with world(patience=PATIENCE) as w:
+    """P is down before `prefill_timeout`, its requests move, it gets no other ones, and it recovers."""
+    async with world(prefill_timeout=PREFILL_TIMEOUT) as w:
         w.d.script = only_whole
         w.p.stuck = True
         began = time.monotonic()
         replies = await asyncio.gather(*(w.post() for _ in range(3)))
         assert [r.json()["leg"] for r in replies] == ["whole"] * 3
-        assert STILL / 2 < time.monotonic() - began < PATIENCE
+        assert STILL / 2 < time.monotonic() - began < PREFILL_TIMEOUT
         assert await w.metric("vllm_disagg_fallbacks_total", 'reason="prefill_stalled"') == 3
         assert await unusable(w, w.p)
         began = time.monotonic()
@@ -132,7 +132,7 @@ async def test_a_prefill_engine_that_makes_no_steps() -> None:
 
 async def test_a_prefill_engine_whose_requests_are_always_given_up() -> None:
     """D waits for P for a shorter time than the proxy does."""
-    async with world(patience=PATIENCE) as w:
+    async with world(prefill_timeout=PREFILL_TIMEOUT) as w:
 
         async def impatient(call: Call) -> None:
             await asyncio.sleep(STILL / 5)
@@ -179,7 +179,7 @@ asked: dict[str, list[Call]] = {}
 @pytest.mark.parametrize("work", [chunks, window, parked, mute])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_an_engine_at_work_is_left_alone(work: object, role: str) -> None:
-    async with world(decode=2, patience=PATIENCE) as w:
+    async with world(decode=2, prefill_timeout=PREFILL_TIMEOUT) as w:
         busy: list[ScriptedEngine] = []
 
         async def slow(call: Call) -> None:
@@ -214,7 +214,7 @@ async def test_an_engine_at_work_is_left_alone(work: object, role: str) -> None:
 
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_decode_engine_that_makes_no_steps(begun: bool) -> None:
-    async with world(decode=2, patience=PATIENCE) as w:
+    async with world(decode=2, prefill_timeout=PREFILL_TIMEOUT) as w:
         stuck: list[ScriptedEngine] = []
 
         async def stand_still(call: Call) -> None:
@@ -233,7 +233,7 @@ async def test_a_decode_engine_that_makes_no_steps(begun: bool) -> None:
             d.script = stand_still
         began = time.monotonic()
         reply = await w.post(stream=begun)
-        assert time.monotonic() - began < PATIENCE
+        assert time.monotonic() - began < PREFILL_TIMEOUT
         if begun:
             assert reply.events()[0] == {"text": "a"} and reply.events()[1]["error"]["code"] == 502
         else:
@@ -244,7 +244,7 @@ async def test_a_decode_engine_that_makes_no_steps(begun: bool) -> None:
 
 
 async def test_the_only_decode_engine_is_waited_for() -> None:
-    async with world(patience=PATIENCE) as w:
+    async with world(prefill_timeout=PREFILL_TIMEOUT) as w:
         w.p.script = answer_at_once
         w.d.script = answer_at_once
         w.d.stuck = True
@@ -256,17 +256,17 @@ async def test_the_only_decode_engine_is_waited_for() -> None:
 
 
 async def test_the_only_decode_engine_is_waited_for_within_bounds() -> None:
-    async with world(prefill=0, patience=PATIENCE) as w:
+    async with world(prefill=0, prefill_timeout=PREFILL_TIMEOUT) as w:
         w.d.stuck = True
         began = time.monotonic()
         reply = await w.post()
         assert reply.status == 502 and "makes no steps" in reply.json()["error"]["message"]
-        assert PATIENCE < time.monotonic() - began < 2 * PATIENCE + STILL
+        assert PREFILL_TIMEOUT < time.monotonic() - began < 2 * PREFILL_TIMEOUT + STILL
 
 
 async def test_an_engine_that_has_answered_owes_nothing() -> None:
     """An idle engine makes no steps."""
-    async with world(patience=PATIENCE) as w:
+    async with world(prefill_timeout=PREFILL_TIMEOUT) as w:
         nudged: list[Call] = []
 
         async def one_more(call: Call) -> None:

@@ -61,7 +61,7 @@ def test_a_decode_engine_that_freezes(main: Main) -> None:
 
 
 def test_a_prefill_engine_whose_core_stands_still_while_its_worker_lives(main: Main) -> None:
-    """Worker and /health answer. D gives P up after `engine_stall_timeout`, long before the patience."""
+    """Worker and /health answer. D gives P up long before the prefill timeout."""
     asked = [body(tokens(1800 + at, time.monotonic()), 8) for at in range(8)]
     plain = at_once(lambda one: ask(main.plain.url, one), asked)
     stalled, before = (

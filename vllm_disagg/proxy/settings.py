@@ -16,7 +16,7 @@ from ..fleet import keys
 from ..fleet.conventions import DEFAULT_POLICY
 from ..fleet.keys import FleetKey
 from .http.addresses import Network, check_url, parse_networks
-from .http.server import Limits
+from .http.limits import Limits
 from .membership.sources import parse_name, read_fleet
 from .routing.fleet import Role
 from .routing.policies import POLICY_NAMES, Name

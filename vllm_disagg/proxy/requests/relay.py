@@ -48,7 +48,8 @@ Blame. A failure counts against its instance at once, with these exceptions:
 from __future__ import annotations
 
 from ..http.headers import RANK_HEADER, find
-from ..http.server import Connection, HttpRequest
+from ..http.request import HttpRequest
+from ..http.server import Connection
 from ..http.upstream import ConnectionPool
 from ..routing.fleet import Fleet
 from ..routing.policies import Policy

@@ -17,7 +17,7 @@ from .headers import end_to_end
 from .reasons import Reason
 from .server import Connection
 from .stall_timer import StallTimer
-from .upstream import Unreachable, UpstreamResponse
+from .upstream_response import Unreachable, UpstreamResponse
 
 CLOSE_OPCODE = 8
 CLOSE_CODES = {502: 1014, 503: 1012}  # by HTTP status: bad gateway, service restart; others 1011

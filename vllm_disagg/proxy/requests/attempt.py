@@ -23,7 +23,7 @@ from ..http.headers import find
 from ..http.reasons import Reason
 from ..http.request import HttpRequest
 from ..http.server import Connection
-from ..http.upstream import UpstreamResponse
+from ..http.upstream_response import UpstreamResponse
 from ..routing.fleet import Instance
 from ..routing.pairing import InstancePair
 from ..routing.policies import RoutingQuery

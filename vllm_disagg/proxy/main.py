@@ -18,8 +18,8 @@ import uvloop
 from ..errors import ConfigError
 from .flags import add_arguments, old_names_warning
 from .http.addresses import AllowedNetworks
+from .http.connection_pool import ConnectionPool
 from .http.server import Server
-from .http.upstream import ConnectionPool
 from .membership import kubernetes
 from .membership.discovery import Discovery
 from .membership.members import Members

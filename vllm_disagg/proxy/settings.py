@@ -20,7 +20,7 @@ from ..fleet.conventions import PolicyName
 from ..fleet.keys import FleetKey
 from .flags import check_numbers, default
 from .http.addresses import Network, check_url, parse_networks
-from .http.server import Limits
+from .http.limits import Limits
 from .membership.sources import parse_name, read_fleet
 from .routing.fleet import Role
 from .telemetry.metrics import LatencyObjectives

@@ -7,7 +7,9 @@ import time
 import pytest
 
 from proxy_world import Call, answer, until, world
-from vllm_disagg.proxy.http.server import Connection, HttpRequest, Limits, Server
+from vllm_disagg.proxy.http.limits import Limits
+from vllm_disagg.proxy.http.request import HttpRequest
+from vllm_disagg.proxy.http.server import Connection, Server
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 BODY = b'{"model":"m","prompt":"hi"}'
@@ -208,8 +210,11 @@ async def test_a_slow_reader_slows_the_engine_and_loses_nothing() -> None:
             socket.SOL_SOCKET, socket.SO_RCVBUF, 65536
         )
         client.writer.transport.pause_reading()
-        await asyncio.sleep(0.3)
-        stalled = sent
+        stalled = -1
+        async with asyncio.timeout(10):
+            while sent != stalled:  # the buffers between them fill up
+                stalled = sent
+                await asyncio.sleep(0.3)
         await asyncio.sleep(0.3)
         assert sent == stalled, "the engine goes on while nobody reads"
         assert stalled * size < 16 * 1024 * 1024, "too much is held in memory"

@@ -17,7 +17,7 @@ from websockets.server import ServerProtocol
 
 from proxy_world import ScriptedEngine, World, until, world
 from vllm_disagg.proxy.http import websocket
-from vllm_disagg.proxy.http.server import Limits
+from vllm_disagg.proxy.http.limits import Limits
 from vllm_disagg.proxy.http.websocket import FrameReader
 
 PATH = "/v1/realtime"

@@ -32,9 +32,10 @@ import msgspec
 from ...fleet.grants import ANSWER_KEY, REQUEST_KEY, VERSION, Grant, mint, new_transfer
 from ...fleet.keys import FleetKey
 from ...protocol.peers import EngineCard, EngineInfo
+from ..http.connection_pool import FULL_STATUSES, ConnectionPool
 from ..http.headers import Headers
 from ..http.stall_timer import patient
-from ..http.upstream import FULL_STATUSES, ConnectionPool, Unreachable
+from ..http.upstream_response import Unreachable
 from ..routing.engine_steps import LOOKS_PER_PATIENCE, StepVerdict, fingerprint
 from ..routing.fleet import NOT_PROBED, Fleet, Instance, mismatch
 

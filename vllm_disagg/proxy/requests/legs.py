@@ -23,7 +23,8 @@ from typing import Any
 
 from ...fleet.grants import MARGIN_SECONDS, REQUEST_KEY, VERSION, Grant, mint, new_transfer
 from ...fleet.keys import FleetKey
-from ..http.upstream import ConnectionPool, Unreachable, UpstreamResponse, pool_of
+from ..http.connection_pool import ConnectionPool, pool_of
+from ..http.upstream_response import Unreachable, UpstreamResponse
 from ..membership.discovery import NIXL_PREFILL, params_in
 from ..routing.fleet import Instance
 from ..routing.pairing import InstancePair

@@ -15,7 +15,7 @@ from .. import old_names
 from ..errors import ConfigError
 from ..fleet import keys
 from ..fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, POLICY_NAMES
-from .http.server import Limits
+from .http.limits import Limits
 
 MAX_PREFILL_SECONDS = 86400.0  # engines refuse grants that last longer
 # Old name of a flag -> its name; see `old_names.py`.

@@ -10,10 +10,11 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_disagg.errors import BadGrant
+from vllm_disagg.errors import BadGrant, Unmappable
 from vllm_disagg.fleet.grant_checks import GrantChecker
 from vllm_disagg.fleet.grants import REQUEST_KEY, Grant, verify
 from vllm_disagg.fleet.keys import FleetKey
+from vllm_disagg.kv.reshard import ReshardPlan
 from vllm_disagg.protocol.peers import EngineInfo
 from vllm_disagg.protocol.request_leg import LegFacts
 
@@ -151,7 +152,9 @@ def _leg_facts(
     request: Request, grant: Grant, checker: GrantChecker, now: float, digest: str
 ) -> LegFacts:
     """Returns the facts of a new leg; uses up the transfer id of its reuse."""
-    plan = checker.plan_reads(grant.sources) if grant.leg == "decode" else checker.reuse_plan(grant)
+    plan = (
+        checker.plan_reads(grant.sources) if grant.leg == "decode" else _reuse_plan(grant, checker)
+    )
     reuse = checker.use_reuse(grant, now) if plan is not None else None
     return LegFacts(
         request=request.request_id,
@@ -163,6 +166,21 @@ def _leg_facts(
         stall_timeout=grant.patience,
         reuse=reuse,
     )
+
+
+def _reuse_plan(grant: Grant, checker: GrantChecker) -> ReshardPlan | None:
+    """Returns the plan by which a prefill leg reads from D; None if it runs without reuse."""
+    if not grant.back:
+        return None
+    try:
+        return checker.plan_reuse(grant)
+    except (BadGrant, Unmappable) as error:
+        log.warning(
+            "transfer %s: KV cached at D is not reused (%s); P computes the whole prompt",
+            grant.transfer,
+            error,
+        )
+        return None
 
 
 def _log_refusal(request: Request, error: BadGrant) -> None:

@@ -345,7 +345,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("members are cut before they are heard", "transports/zmq/half_open.py", "        if now < self._over_limit_since + GRACE_SECONDS:\n", "        if False:\n", "tests/transports/zmq/test_zmq_transport.py"),
     ("without a key a grant's transfer is forgotten at its end", "fleet/used_grants.py", "expires_at = until if self._has_key else now + MAX_VALIDITY_SECONDS", "expires_at = until"),
     ("an optional source fails a prefill leg", "fleet/grant_checks.py", "        if grant.leg != \"decode\":\n            return\n", ""),
-    ("P reads back from any address", "fleet/grant_checks.py", "                refusal,\n            )\n            return None\n", "                refusal,\n            )\n"),
+    ("P reads back from any address", "fleet/grant_checks.py", "            raise BadGrant(refusal)\n        return", "            pass\n        return"),
     ("an engine may have an address that none dials", "config.py", "        if problem := unreachable(address):", "        if problem := \"\":", "tests/fleet/test_grants.py"),
     ("a token of backslashes has a form", "proxy/requests/continuation.py", "    if \"\\\\\" in text:", "    if False:", "tests/proxy/requests/test_continuation.py"),
     ("a replay of nothing renames nothing", "proxy/requests/streams.py", "replay.caught_up and replay.identity_rename:", "replay.caught_up:", "tests/proxy/requests/test_continuation.py"),

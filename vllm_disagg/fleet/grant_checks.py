@@ -5,7 +5,6 @@ Pure: `now` comes with each call, by the clock of this engine.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from ..errors import BadGrant, Unmappable
@@ -15,8 +14,6 @@ from ..protocol.peers import EngineInfo, WorkerInfo
 from . import dialling
 from .grants import Grant
 from .used_grants import UsedGrants, check_time
-
-log = logging.getLogger("vllm_disagg.grants")
 
 MAX_CACHED_PLANS = 256  # reshard plans, by the names of the other engine's workers
 
@@ -66,7 +63,7 @@ class GrantChecker:
             raise BadGrant(
                 "names this engine's own workers: it cannot be both engines of a request"
             )
-        # A prefill leg runs without reuse as well: see `reuse_plan`.
+        # A prefill leg runs without reuse as well: see `plan_reuse`.
         if grant.leg != "decode":
             return
         if refusal := dialling.refusal(grant.sources, loopback_only=self._loopback_only):
@@ -87,26 +84,14 @@ class GrantChecker:
                 del self._plans[next(iter(self._plans))]
         return self._plans[names]
 
-    def reuse_plan(self, grant: Grant) -> ReshardPlan | None:
-        """Returns the plan by which a prefill leg reads from D; None if it runs without reuse."""
-        if not grant.back:
-            return None
+    def plan_reuse(self, grant: Grant) -> ReshardPlan:
+        """Returns the plan by which a prefill leg reads from D.
+
+        Raises BadGrant or Unmappable if it must run without reuse.
+        """
         if refusal := dialling.refusal(grant.sources, loopback_only=self._loopback_only):
-            log.warning(
-                "transfer %s: KV cached at D is not reused (%s); P computes the whole prompt",
-                grant.transfer,
-                refusal,
-            )
-            return None
-        try:
-            return self.plan_reads(grant.sources)
-        except Unmappable as error:
-            log.warning(
-                "transfer %s: KV cached at D cannot be read (%s); P computes the whole prompt",
-                grant.transfer,
-                error,
-            )
-            return None
+            raise BadGrant(refusal)
+        return self.plan_reads(grant.sources)
 
     def use_reuse(self, grant: Grant, now: float) -> str | None:
         """Uses up the transfer id of a leg's reuse; returns None if it may not be used."""

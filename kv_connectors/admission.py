@@ -14,6 +14,7 @@ from vllm_disagg.errors import BadGrant, Unmappable
 from vllm_disagg.fleet.grant_checks import GrantChecker
 from vllm_disagg.fleet.grants import REQUEST_KEY, Grant, verify
 from vllm_disagg.fleet.keys import FleetKey
+from vllm_disagg.fleet.used_grants import UsedGrants
 from vllm_disagg.kv.reshard import ReshardPlan
 from vllm_disagg.protocol.peers import EngineInfo
 from vllm_disagg.protocol.request_leg import LegFacts
@@ -52,13 +53,12 @@ class Admission:
         self._has_states = has_states
         self._leaves_out_last = leaves_out_last
         self._loopback_only = loopback_only
+        self._used = UsedGrants(has_key=key.is_set)
         self._checker: GrantChecker | None = None
 
     def set_engine(self, engine: EngineInfo) -> None:
-        """Accepts grants for this engine from now on."""
-        self._checker = GrantChecker(
-            engine, has_key=self._key.is_set, loopback_only=self._loopback_only
-        )
+        """Accepts grants for this engine from now on; used ones stay used."""
+        self._checker = GrantChecker(engine, self._used, loopback_only=self._loopback_only)
 
     @property
     def engine(self) -> EngineInfo | None:

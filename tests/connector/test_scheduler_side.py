@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from vllm_disagg.protocol import peers
@@ -449,6 +450,15 @@ def test_a_grant_works_once() -> None:
     assert d.tokens_to_load(request("decode", d), 0) == 40
     assert d.tokens_to_load(request("decode", d, name="r2"), 0) == 0
     assert d.tokens_to_load(request("decode", d, name="r3", transfer="cd" * 16), 0) == 40
+
+
+def test_a_second_handshake_forgets_no_used_grant() -> None:
+    d = side("decode")
+    assert d.tokens_to_load(request("decode", d), 0) == 40
+    before = d.engine
+    d.set_workers([Handshake(msgspec.structs.replace(P_WORKER, name="me/0"), ["a", "b"])])
+    assert before and d.engine and d.engine.incarnation == before.incarnation
+    assert d.tokens_to_load(request("decode", d, name="r2"), 0) == 0
 
 
 # Several KV-cache groups --------------------------------------------------------------------------

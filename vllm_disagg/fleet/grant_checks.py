@@ -21,15 +21,11 @@ MAX_CACHED_PLANS = 256  # reshard plans, by the names of the other engine's work
 class GrantChecker:
     """Checks the grants of one engine, and plans the reads that they permit."""
 
-    def __init__(self, engine: EngineInfo, *, has_key: bool, loopback_only: bool) -> None:
-        """Creates the checks of an engine.
-
-        `has_key`: whether only holders of a fleet key mint grants. `loopback_only`: whether the
-        engine dials no other machine.
-        """
+    def __init__(self, engine: EngineInfo, used: UsedGrants, *, loopback_only: bool) -> None:
+        """Creates the checks of an engine. `loopback_only`: it dials no other machine."""
         self.engine = engine
+        self._used = used
         self._loopback_only = loopback_only
-        self._used = UsedGrants(has_key=has_key)
         self._plans: dict[tuple[str, ...], ReshardPlan] = {}  # by the other workers' names
 
     def check_probe(self, grant: Grant, now: float) -> None:

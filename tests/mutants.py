@@ -123,7 +123,6 @@ TESTS = {
         file: [Run(["tests/protocol/test_legs.py"]), *(Run(WORLD, seeds) for seeds in (FEW, MORE))]
         for file in LEGS
     },
-    "fleet/grant_checks.py": [Run(["tests/connector/test_scheduler_side.py"])],
     "kv_connectors/admission.py": [Run(["tests/connector/test_scheduler_side.py"])],
     "kv_connectors/scheduler.py": [Run(["tests/connector/test_scheduler_side.py"])],
     "kv_connectors/worker.py": [

@@ -81,7 +81,12 @@ class EngineLegs:
         if isinstance(leg, PrefillLeg):
             leg.on_arrived()
 
-    def tokens_to_load(self, request: str, cached_tokens: int, now: float) -> int | None:
+    def tokens_to_load(
+        self,
+        request: str,
+        cached_tokens: int,
+        now: float,
+    ) -> int | None:
         """Returns how many prompt tokens come from the other engine; None if not known yet.
 
         `cached_tokens`: the tokens before them, from this engine's prefix cache.
@@ -89,7 +94,12 @@ class EngineLegs:
         leg = self.legs.get(request)
         return leg.tokens_to_load(cached_tokens, now) if leg is not None else 0
 
-    def on_blocks_allocated(self, request: str, blocks: Blocks, tokens_to_load: int) -> None:
+    def on_blocks_allocated(
+        self,
+        request: str,
+        blocks: Blocks,
+        tokens_to_load: int,
+    ) -> None:
         """Starts the load of a request, or serves its cached blocks.
 
         `blocks`: ids by KV-cache group, of the whole request.
@@ -98,7 +108,12 @@ class EngineLegs:
         if leg is not None:
             leg.on_blocks_allocated(blocks, tokens_to_load)
 
-    def on_scheduled(self, request: str, token_end: int, new_blocks: Blocks | None) -> None:
+    def on_scheduled(
+        self,
+        request: str,
+        token_end: int,
+        new_blocks: Blocks | None,
+    ) -> None:
         """Announces the blocks that a prefill leg got in this step.
 
         `token_end`: the step computes the request up to this token. `new_blocks`: None if the

@@ -114,14 +114,15 @@ class Engine:
 
     def take_dirty(self) -> list[int]:
         """What was freed may be allocated again from now on."""
-        dirty, self.dirty = self.dirty, []
+        dirty = self.dirty
+        self.dirty = []
         self.free += dirty
         return dirty
 
     def scribble(self, blocks: list[int]) -> None:
         """Others write into blocks that were freed."""
         for rank in self.ranks:
-            rank.scribble([block for block in blocks if block not in self.owner])
+            rank.scribble(blocks)
 
     def give_back(self, blocks: Held) -> None:
         self.dirty += [block for ids in blocks for block in ids if block != NULL_BLOCK]

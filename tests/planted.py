@@ -81,6 +81,8 @@ MUTANTS: list[tuple[str, ...]] = [
     ("D serves nothing as cached", "protocol/decode_leg.py", "        is_complete = self.cached_tokens > 0\n", "        is_complete = True\n"),
     ("a step repeats the last one's events", "protocol/request_leg.py", "        self.for_receiver = []\n", ""),
     ("a load begins in null blocks", "protocol/request_leg.py", "    while first < stop - 1 and ids[first] == NULL_BLOCK:\n", "    while False:\n"),
+    ("a finished lookup is remembered for ever", "protocol/legs.py", "            self._lookups.pop(leg.facts.reuse, None)\n", "            pass\n"),
+    ("a preempted request goes on serving", "protocol/legs.py", "            leg.on_preempted()\n", "            pass\n"),
     ("an engine that waits for KV does not sleep", "kv_connectors/scheduler.py", "            time.sleep(IDLE_STEP_SLEEP_SECONDS)\n", "            pass\n"),
     ("an engine that computes sleeps", "kv_connectors/scheduler.py", "if not output.num_scheduled_tokens and self._legs.waits_for_kv:", "if self._legs.waits_for_kv:"),
     ("D overlooks a lost note", "transports/collective/channel.py", "if event.seq != self.seq:", "if event.seq < self.seq:"),

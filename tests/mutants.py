@@ -68,6 +68,12 @@ MACHINES = (
     "kv/extents.py",
     "kv/reshard.py",
 )
+LEGS = (
+    "protocol/legs.py",
+    "protocol/prefill_leg.py",
+    "protocol/decode_leg.py",
+    "protocol/request_leg.py",
+)
 OF_MACHINES = [
     "tests/protocol/test_sender.py",
     "tests/protocol/test_receiver.py",
@@ -122,9 +128,12 @@ TESTS = {
             ]
         )
     ],
-    "kv_connectors/scheduler.py": [
-        Run(["tests/connector/test_scheduler_side.py", "tests/connector/test_worker_side.py"])
-    ],
+    **{
+        file: [Run(["tests/protocol/test_legs.py"]), *(Run(WORLD, seeds) for seeds in (FEW, MORE))]
+        for file in LEGS
+    },
+    "kv_connectors/admission.py": [Run(["tests/connector/test_scheduler_side.py"])],
+    "kv_connectors/scheduler.py": [Run(["tests/connector/test_scheduler_side.py"])],
     "kv_connectors/worker.py": [
         Run(["tests/connector/test_scheduler_side.py", "tests/connector/test_worker_side.py"])
     ],

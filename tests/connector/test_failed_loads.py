@@ -157,7 +157,7 @@ class Decode:
             ]
 
     def loading(self) -> set[str]:
-        return {name for name, leg in self.side._legs.items() if leg.state is ours.LegState.LOADING}
+        return {name for name, leg in self.side._legs.legs.items() if leg.waits_for_kv}
 
 
 def parked(folder: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> Decode:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from vllm_disagg.protocol import peers
@@ -19,11 +20,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWind
 from kv_connectors import prompt_digest, scheduler
 from kv_connectors.metadata import Handshake
 from kv_connectors.scheduler import SchedulerSide
-from vllm_disagg.errors import BadGrant
-from vllm_disagg.fleet import grants, keys
+from vllm_disagg.fleet import grants, keys, used_grants
 from vllm_disagg.kv import reshard
 from vllm_disagg.kv.layout import uniform
-from vllm_disagg.protocol import events
+from vllm_disagg.protocol import events, prefill_leg
 
 KEY = keys.FleetKey(b"k" * keys.KEY_BYTES)
 BLOCK = 16
@@ -163,65 +163,6 @@ def test_a_decode_leg_loads_what_its_own_cache_lacks() -> None:
     assert d.build_step_metadata(step()).receiver_events == []
 
 
-@pytest.mark.parametrize("back", [False, True])
-def test_a_failed_load_yields_its_turn_once(back: bool) -> None:
-    """vLLM looks at a request without blocks before requests that hold some.
-
-    A stream of other loads does not starve it.
-    """
-    engine = side("prefill" if back else "decode")
-    loading = [
-        request(
-            "prefill" if back else "decode",
-            engine,
-            70,
-            f"r{at}",
-            transfer=f"{at:032x}",
-            **({"back": f"{at + 9:032x}"} if back else {}),
-        )
-        for at in range(3)
-    ]
-    for at, asked in enumerate(loading):
-        engine.on_request_arrived(asked)
-        engine.on_lookup_counts({f"{at + 9:032x}": [64]} if back else {})
-        count = engine.tokens_to_load(asked, 0)
-        engine.on_blocks_allocated(asked, ([4, 5, 6, 7, 8],), count or 0)
-        assert count == (64 if back else 70)
-    engine.on_load_finished("r0")
-    assert [engine.tokens_to_load(loading[0], 0) for _ in range(3)] == [None, 0, 0]
-    engine.on_blocks_allocated(loading[0], ([4, 5, 6, 7, 8],), 0)
-    assert (
-        engine.tokens_to_load(request("decode", None, name="plain", kv_transfer_params=None), 0)
-        == 0
-    )
-
-
-def test_a_nearly_cached_prompt_is_not_loaded_and_p_is_informed() -> None:
-    d = side("decode")
-    asked = request("decode", d)
-    assert d.tokens_to_load(asked, 32) == 0
-    d.on_blocks_allocated(asked, ([4, 5, 6],), 0)
-    assert d.build_step_metadata(step()).receiver_events == [
-        events.LoadSkipped("ab" * 16, [P_WORKER], NOBODY)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("when", "event"), [("waiting", events.LoadSkipped), ("loading", events.LoadCancelled)]
-)
-def test_an_aborted_decode_leg_is_reported_once(when: str, event: type) -> None:
-    d = side("decode")
-    asked = request("decode", d)
-    if when == "loading":
-        d.tokens_to_load(asked, 0)
-        d.on_blocks_allocated(asked, ([4, 5, 6],), 40)
-        d.build_step_metadata(step())
-    d.on_request_finished(asked)
-    assert [type(e) for e in d.build_step_metadata(step()).receiver_events] == [event]
-    d.on_request_finished(asked)
-    assert d.build_step_metadata(step()).receiver_events == []
-
-
 def test_a_probe_gets_the_description_in_every_role() -> None:
     for role in ("prefill", "decode", "both"):
         engine = side(role)
@@ -274,7 +215,7 @@ def test_a_grant_expires_by_the_engines_clock_and_works_once(
     def accepted(**change: Any) -> bool:
         name = f"r{next(names)}"
         engine.tokens_to_load(request(leg, engine, name=name, **change), 0)
-        return not engine._legs[name].is_refused
+        return not engine._admitted[name].is_refused
 
     clock[0] += 100
     first = {"transfer": "01" * 16, "until": 130.0}
@@ -283,18 +224,16 @@ def test_a_grant_expires_by_the_engines_clock_and_works_once(
         assert accepted(transfer=f"{at:032x}", until=110.0)
     assert not accepted(**first), "whatever has come since"
     clock[0] += 29.9
-    assert not accepted(**first) and len(engine._used_grants) == len(engine._grant_expiries) == 1, (
-        "the others have ended, and are forgotten"
-    )
+    assert not accepted(**first)
     clock[0] += 0.2
-    assert not accepted(**first) and not engine._used_grants, "ended"
+    assert not accepted(**first), "ended"
     assert not accepted(transfer="02" * 16, until=130.0) and accepted(
         transfer="02" * 16, until=131.0
     )
     assert not accepted(transfer="03" * 16, until=130.1 + grants.MAX_VALIDITY_SECONDS + 1), (
         "it would have to be remembered so long"
     )
-    monkeypatch.setattr(scheduler, "MAX_USED_GRANTS", 2)
+    monkeypatch.setattr(used_grants, "MAX_USED_GRANTS", 2)
     assert accepted(transfer="04" * 16, until=131.0) and not accepted(
         transfer="05" * 16, until=131.0
     ), "no room"
@@ -317,7 +256,7 @@ def test_a_prefill_leg_with_an_invalid_grant_gets_a_card(clock: list[float]) -> 
         expected = {
             grants.ANSWER_KEY: {"incarnation": p.engine.incarnation, "clock": 100.0, "rank": None}
         }
-        assert p.on_request_finished(asked) == (False, expected) and not p._legs
+        assert p.on_request_finished(asked) == (False, expected) and not p._admitted
 
 
 def refused() -> list[tuple[str, Any]]:
@@ -389,18 +328,6 @@ def test_forbidden_addresses_are_not_dialled(leg: str) -> None:
         said = engine.build_step_metadata(step())
         assert not said.receiver_events and not said.loading_requests and not said.sender_events
         assert list(said.serving_requests) == ([T] if leg == "prefill" else [])
-
-
-def test_without_a_key_a_used_grant_is_remembered_after_it_expires(
-    clock: list[float],
-) -> None:
-    """The transfer may still hold blocks when the grant has expired."""
-    engine = side("prefill", key=keys.FleetKey(None, insecure=True))
-    clock[0] += 100
-    engine._use_grant("prefill", T, 100.3)
-    clock[0] += 10
-    with pytest.raises(BadGrant, match="used before"):
-        engine._use_grant("prefill", T, 200.0)
 
 
 def test_one_engine_is_not_both_engines_of_a_request() -> None:
@@ -514,7 +441,7 @@ def test_grants_of_others_are_refused() -> None:
         request("decode", d, prompt_token_ids=None),
         two,
     ):
-        asked.request_id = f"r{len(d._legs)}"  # not one that is known as refused
+        asked.request_id = f"r{len(d._admitted)}"  # not one that is known as refused
         assert d.tokens_to_load(asked, 0) == 0
 
 
@@ -523,6 +450,15 @@ def test_a_grant_works_once() -> None:
     assert d.tokens_to_load(request("decode", d), 0) == 40
     assert d.tokens_to_load(request("decode", d, name="r2"), 0) == 0
     assert d.tokens_to_load(request("decode", d, name="r3", transfer="cd" * 16), 0) == 40
+
+
+def test_a_second_handshake_forgets_no_used_grant() -> None:
+    d = side("decode")
+    assert d.tokens_to_load(request("decode", d), 0) == 40
+    before = d.engine
+    d.set_workers([Handshake(msgspec.structs.replace(P_WORKER, name="me/0"), ["a", "b"])])
+    assert before and d.engine and d.engine.incarnation == before.incarnation
+    assert d.tokens_to_load(request("decode", d, name="r2"), 0) == 0
 
 
 # Several KV-cache groups --------------------------------------------------------------------------
@@ -615,17 +551,30 @@ def test_the_description_has_the_data_parallel_rank() -> None:
     assert alone is not None and alone.rank is None
 
 
-# Two-way reuse ------------------------------------------------------------------------------------
+# Bidirectional reuse ------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Replaces the time, and removes sleeps."""
+    """Replaces the time: the first number is now; each sleep appends its seconds."""
     now = [100.0]
     monkeypatch.setattr(
-        scheduler, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None)
+        scheduler, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=now.append)
     )
     return now
+
+
+def test_a_step_sleeps_only_if_it_computes_nothing_and_a_leg_waits(clock: list[float]) -> None:
+    d = side("decode")
+    asked = request("decode", d)
+    d.on_blocks_allocated(asked, ([4, 5, 6],), d.tokens_to_load(asked, 0) or 0)
+    d.build_step_metadata(step(new={"another": (0, 16, [7])}))
+    assert clock[1:] == []
+    d.build_step_metadata(step())
+    assert clock[1:] == [scheduler.IDLE_STEP_SLEEP_SECONDS]
+    d.on_load_finished("r1")
+    d.build_step_metadata(step())
+    assert clock[1:] == [scheduler.IDLE_STEP_SLEEP_SECONDS]
 
 
 def arrived(p: SchedulerSide) -> Any:
@@ -657,7 +606,7 @@ def test_a_prefill_leg_looks_up_reads_back_and_computes_the_rest(clock: list[flo
             PLAN,
             [events.GroupBlocks(32, [6, 7])],
             64,
-            scheduler.REUSE_STALL_SECONDS,
+            prefill_leg.REUSE_STALL_SECONDS,
             OF_70,
         )
     ]
@@ -671,120 +620,6 @@ def test_a_prefill_leg_looks_up_reads_back_and_computes_the_rest(clock: list[flo
     assert p.on_request_finished(asked)[0] and not p.build_step_metadata(step()).receiver_events, (
         "nothing is open any more that could be cancelled"
     )
-
-
-@pytest.mark.parametrize(("there", "local"), [(0, 0), (32, 32), (16, 32), (80, 0), (None, 0)])
-def test_tokens_that_d_lacks_are_computed(
-    clock: list[float], there: int | None, local: int
-) -> None:
-    p = side("prefill")
-    asked = arrived(p)
-    p.tokens_to_load(asked, local)
-    if there is None:
-        clock[0] += scheduler.REUSE_LOOKUP_SECONDS
-    else:
-        p.on_lookup_counts({BACK: [there]})
-    assert p.tokens_to_load(asked, local) == 0
-    p.on_blocks_allocated(asked, ([4, 5],), 0)
-    assert p.build_step_metadata(
-        step(new={"r1": (local, 70 - local, [4, 5, 6, 7, 8])})
-    ).receiver_events == [
-        events.LookupRequested(BACK, [P_WORKER], PLAN, OF_70),
-        events.LoadCancelled(BACK),
-    ]
-    p.on_lookup_counts({BACK: [64]})
-    assert p.on_request_finished(asked)[0] and p.build_step_metadata(step()).receiver_events == []
-
-
-def test_a_failed_reuse_load_is_computed(clock: list[float]) -> None:
-    p = side("prefill")
-    asked = arrived(p)
-    p.tokens_to_load(asked, 0)
-    p.on_lookup_counts({BACK: [64]})
-    p.on_blocks_allocated(asked, ([4, 5, 6, 7],), p.tokens_to_load(asked, 0))  # type: ignore[arg-type]
-    p.build_step_metadata(step())
-    p.on_load_finished("r1")  # vLLM frees the blocks and asks again
-    assert p.tokens_to_load(asked, 0) is None, "all others first"
-    assert p.tokens_to_load(asked, 0) == 0
-    p.on_blocks_allocated(asked, ([1, 2, 3, 4, 5],), 0)
-    metadata = p.build_step_metadata(step(new={"r1": (0, 70, [1, 2, 3, 4, 5])}))
-    assert metadata.receiver_events == [] and metadata.sender_events == [
-        events.BlocksScheduled(T, 70, [[1, 2, 3, 4, 5]], prompt=OF_70)
-    ]
-
-
-@pytest.mark.parametrize("when", ["waiting", "asking", "reading"])
-def test_an_aborted_prefill_leg_cancels_its_lookup(clock: list[float], when: str) -> None:
-    p = side("prefill")
-    asked = arrived(p) if when != "waiting" else request("prefill", p, length=70, back=BACK)
-    if when == "reading":
-        p.on_lookup_counts({BACK: [64]})
-        p.on_blocks_allocated(asked, ([4, 5, 6, 7],), p.tokens_to_load(asked, 0))  # type: ignore[arg-type]
-    p.build_step_metadata(step())
-    asked.status.name = "FINISHED_ABORTED"
-    assert not p.on_request_finished(asked)[0]
-    metadata = p.build_step_metadata(step())
-    assert metadata.receiver_events == ([] if when == "waiting" else [events.LoadCancelled(BACK)])
-    assert metadata.sender_events == [events.BlocksRevoked(T)] and not p._lookups
-
-
-def test_a_lookup_needs_the_counts_of_all_ranks(clock: list[float]) -> None:
-    p = SchedulerSide(KEY, "prefill", {}, GROUPS)
-    halves = [peers.WorkerInfo(f"me/{at}", "", "", holds=HOLDS) for at in range(2)]
-    p.set_workers([Handshake(worker, ["a", "b"]) for worker in halves])
-    asked = arrived(p)
-    p.tokens_to_load(asked, 0)
-    p.on_lookup_counts({BACK: [64]})
-    assert p.tokens_to_load(asked, 0) is None
-    p.on_lookup_counts({BACK: [48]})
-    assert p.tokens_to_load(asked, 0) == 48
-
-
-def served(d: SchedulerSide, length: int = 70, local: int = 32) -> Any:
-    """Returns a decode leg with two cached blocks; D loads the rest if that is worthwhile."""
-    asked = request("decode", d, length=length, back=BACK)
-    missing = d.tokens_to_load(asked, local)
-    d.on_blocks_allocated(asked, ([4, 5, 6, 7, 8],), missing or 0)
-    (said,) = d.build_step_metadata(step()).sender_events
-    assert said == events.BlocksScheduled(
-        BACK, local, [[4, 5]], cached=True, prompt={40: OF_40, 70: OF_70}[length]
-    )
-    return asked
-
-
-@pytest.mark.parametrize("end", ["loaded", "aborted", "preempted", "finished"])
-def test_a_decode_leg_serves_cached_blocks_while_it_holds_them(end: str) -> None:
-    d = side("decode")
-    asked = served(d, length=40 if end in ("preempted", "finished") else 70)
-    if end == "loaded":
-        d.on_load_finished("r1")
-    elif end == "preempted":
-        assert d.build_step_metadata(step(preempted={"r1"})).sender_events == [
-            events.BlocksRevoked(BACK)
-        ]
-    else:
-        d.on_request_finished(asked)
-    assert d.build_step_metadata(step()).sender_events == (
-        [] if end == "preempted" else [events.BlocksRevoked(BACK)]
-    )
-    d.on_request_finished(asked)
-    assert d.build_step_metadata(step()).sender_events == [], "said once"
-
-
-@pytest.mark.parametrize("why", ["nothing cached", "no blocks shown", "aborted early"])
-def test_a_decode_leg_without_cached_blocks_revokes_at_once(why: str) -> None:
-    d = side("decode")
-    asked = request("decode", d, length=70, back=BACK)
-    if why == "aborted early":
-        d.on_request_finished(asked)
-    else:
-        d.tokens_to_load(asked, 0 if why == "nothing cached" else 32)
-        d.on_blocks_allocated(
-            asked,
-            ([],) if why == "no blocks shown" else ([4, 5, 6, 7, 8],),
-            0 if why == "no blocks shown" else 70,
-        )
-    assert d.build_step_metadata(step()).sender_events == [events.BlocksRevoked(BACK)]
 
 
 @pytest.mark.parametrize("groups", [[FULL, WINDOW], [STATE]])
@@ -833,7 +668,7 @@ def test_a_lookup_starts_at_arrival_and_its_limit_at_the_first_turn(
     ]
     clock[0] += 10  # in the queue
     assert p.tokens_to_load(asked, 0) is None
-    clock[0] += scheduler.REUSE_LOOKUP_SECONDS / 2
+    clock[0] += prefill_leg.REUSE_LOOKUP_SECONDS / 2
     assert p.tokens_to_load(asked, 0) is None
     p.on_lookup_counts({BACK: [64]})
     assert p.tokens_to_load(asked, 0) == 64 and p.build_step_metadata(step()).receiver_events == []

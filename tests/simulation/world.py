@@ -38,7 +38,7 @@ CHAOS = {  # percent, each time it may happen; a leap is a long time in which no
         "lie": 2,
         "reroute": 2,
     },
-    **{"differ": 10, "unlink": 2, "loop": 2},
+    **{"differ": 10, "unlink": 2, "loop": 2, "refuse": 3},
 }
 CHANCES = {
     **CHAOS,
@@ -76,7 +76,7 @@ class World:
         self.network: list[
             tuple[str, str, Any]
         ] = []  # (to, for which half of it, encoded message or piece)
-        self.lengths = {f"t{i}": self.random.randint(1, 30) for i in range(transfers)}
+        self.lengths = {f"t{i}": self.random.randint(1, 36) for i in range(transfers)}
         self.wanted: dict[
             tuple[str, str], tuple[int, list[events.GroupBlocks]]
         ] = {}  # (rank, transfer) -> (end, by group)
@@ -227,15 +227,20 @@ class World:
         for engine in self.decodes.values():
             if engine.has(name):
                 self.disturbed.add(transfer)
-                engine.end_back(transfer + BACK)
-                engine.tell(events.LoadCancelled(transfer))
+                engine.cancel(transfer)
 
     def preempt_at_decode(self) -> None:
-        """What is cached there is somebody else's from now on."""
-        if held := [(engine, back) for engine in self.decodes.values() for back in engine.cached]:
-            engine, back = self.random.choice(held)
-            self.disturbed.add(back.removesuffix(BACK))
-            engine.end_back(back)
+        """A D needs the blocks of a request that runs."""
+        running = [
+            (engine, answer)
+            for engine in self.decodes.values()
+            for answer in engine.answers.values()
+            if not answer.loading and not answer.waiting
+        ]
+        if running:
+            engine, answer = self.random.choice(running)
+            self.disturbed.add(answer.transfer)
+            engine.preempt(answer)
 
     def readers(self) -> list[Rank]:
         return [rank for engine in self.decodes.values() for rank in engine.ranks]
@@ -332,4 +337,5 @@ class World:
             left = side.reading.machine.transfers or side.reading.machine.lookups.open
             assert not left, f"{side.name} still reads {left}"
         assert not self.prefill.prompts, f"never released: {self.prefill.prompts}"
-        assert not any(engine.cached for engine in self.decodes.values()), "served for ever"
+        for engine in (self.prefill, *self.decodes.values()):
+            engine.check_ended()

@@ -1,5 +1,8 @@
-"""The engines of a seeded world (`world.py`): models of vLLM's schedulers, each with its ranks and
-one pool of blocks.
+"""The engines of a seeded world (`world.py`): models of vLLM's schedulers, each with its legs, its
+ranks and one pool of blocks.
+
+The calls to the legs, and their order, are those of vLLM's scheduler; the events of the legs go to
+all ranks with the engine's next step.
 """
 
 from __future__ import annotations
@@ -7,19 +10,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 from world_ranks import BACK, STATES, Rank
+from world_rules import EventRules
 
 from vllm_disagg.kv import reshard
-from vllm_disagg.kv.layout import RankLayout
+from vllm_disagg.kv.layout import STATE, RankLayout
 from vllm_disagg.protocol import events
+from vllm_disagg.protocol.legs import EngineLegs
 from vllm_disagg.protocol.peers import WorkerInfo
+from vllm_disagg.protocol.request_leg import NULL_BLOCK, CacheFacts, LegFacts, StepEvents
 
 if TYPE_CHECKING:
     from world import World
 
-POOL = 160  # tokens for which an engine has blocks
-PATIENCE, WORD = 30.0, 0.25
-NULL = 0  # the block that stands for those before a window
+POOL = 200  # tokens for which an engine has blocks
+PATIENCE = 30.0
+CLOCK_RATE = 0.25  # of vLLM's clock: a world's time passes in large steps, beside a lookup's limit
 Held = tuple[list[int], list[int]]  # blocks of all layers; of those with a window or a state
 
 
@@ -35,12 +42,22 @@ class Engine:
         world.sides |= {rank.label: rank for rank in self.ranks}
         self.block_size = self.ranks[0].kind.block_size
         self.free = list(range(1, 2 * POOL // self.block_size))
+        self.dirty: list[int] = []  # freed, to be overwritten when the engine runs next
         self.owner: dict[int, str] = {}  # block -> transfer that is loaded into it
         self.workers = [WorkerInfo(rank.name, "", "", holds=rank.shape) for rank in self.ranks]
+        sizes = [self.block_size, STATE if world.window == STATES else self.block_size]
+        self.legs = EngineLegs(CacheFacts(sizes, tokens_left_out=int(bool(world.window))))
+        self.rules = EventRules(sizes)
+        self.loading_requests: dict[str, str] = {}  # by transfer, as the workers know them
 
     @property
     def frozen(self) -> bool:
         return any(rank.frozen for rank in self.ranks)
+
+    @property
+    def now(self) -> float:
+        """By vLLM's clock."""
+        return self.world.now * CLOCK_RATE
 
     def has(self, name: str) -> bool:
         return any(rank.name == name for rank in self.ranks)
@@ -50,18 +67,65 @@ class Engine:
         for rank in self.ranks:
             rank.serving.machine.last_engine_step = rank.now
 
-    def tell(self, event: object) -> None:
+    def send_events(self) -> StepEvents:
+        """The events of the legs go to all ranks, before anything is written in this step."""
+        self.legs.validate()
+        step = self.legs.take_events()
+        self.rules.check(step)
+        self.loading_requests |= step.loading_requests
+        for event in [*step.for_sender, *step.for_receiver]:
+            if isinstance(event, events.LoadRequested):
+                # A second without progress, as for reuse, is one step of a world's time.
+                event = msgspec.structs.replace(event, stall_timeout=PATIENCE)
+                self.expect(event)
+            for rank in self.ranks:
+                rank.inbox.append(event)
         self.stepped()
-        for rank in self.ranks:
-            rank.inbox.append(event)
+        return step
 
     def expect(self, event: events.LoadRequested) -> None:
         """Blocks are loaded into from now on."""
         for of_group in event.blocks:
-            self.owner.update(dict.fromkeys(of_group.ids, event.transfer))
+            for block in of_group.ids:
+                assert block not in self.owner, "two loads into one block"
+                assert block not in self.free, "a load into a block that is free"
+                self.owner[block] = event.transfer
         for rank in self.ranks:
             self.world.wanted[rank.name, event.transfer] = (event.token_end, event.blocks)
-        self.tell(event)
+
+    def end_load(self, transfer: str, blocks: list[events.GroupBlocks]) -> None:
+        """vLLM hears that all ranks have reported."""
+        for of_group in blocks:
+            for block in of_group.ids:
+                del self.owner[block]
+        self.legs.on_load_finished(self.loading_requests.pop(transfer))
+
+    def facts(self, transfer: str, tokens: int, sources: list[WorkerInfo], back: bool) -> LegFacts:
+        return LegFacts(
+            request=f"request {transfer}",
+            transfer=transfer,
+            prompt_tokens=tokens,
+            digest=self.prompt(transfer),
+            sources=sources,
+            plan=self.plan(sources) if sources else None,
+            stall_timeout=PATIENCE,
+            reuse=transfer + BACK if back else None,
+        )
+
+    def take_dirty(self) -> list[int]:
+        """What was freed may be allocated again from now on."""
+        dirty = self.dirty
+        self.dirty = []
+        self.free += dirty
+        return dirty
+
+    def scribble(self, blocks: list[int]) -> None:
+        """Others write into blocks that were freed."""
+        for rank in self.ranks:
+            rank.scribble(blocks)
+
+    def give_back(self, blocks: Held) -> None:
+        self.dirty += [block for ids in blocks for block in ids if block != NULL_BLOCK]
 
     def prompt(self, transfer: str) -> str:
         """What this engine computes by the name of a transfer, there or back."""
@@ -75,13 +139,19 @@ class Engine:
             [source.holds for source in sources], [rank.shape for rank in self.ranks]
         )
 
+    def check_ended(self) -> None:
+        """No request, no leg and no transfer is left."""
+        assert not self.legs.legs, f"legs for ever: {self.legs.legs}"
+        assert not self.legs.waits_for_kv
+        self.rules.check_ended()
+
     # What ranks tell ------------------------------------------------------------------------------
     def loaded(self, transfer: str, end: int, blocks: list[events.GroupBlocks], good: bool) -> None:
         """All ranks have reported."""
         raise NotImplementedError
 
     def found(self, found: events.LookupResult) -> None:
-        raise AssertionError("nothing was sought here")
+        self.legs.on_lookup_counts({found.transfer: [found.tokens]})
 
     def holder(self, transfer: str) -> object:
         """Who holds the blocks of what is served."""
@@ -98,24 +168,17 @@ class Engine:
 class Prompt:
     """One request on P: how far its prefill is."""
 
+    request: str  # vLLM's id
     transfer: str
     length: int
-    sources: list[WorkerInfo] = field(
-        default_factory=list
-    )  # D's workers, if it may read back; empty when that is over
+    cached: int = 0  # tokens that a prefix hit has found
     blocks: Held = field(default_factory=lambda: ([], []))
     computed: int = 0
-    announced: int = 0  # blocks that the workers know
-    until: float | None = None  # how long it waits for D's word
-    there: list[int] = field(default_factory=list)  # what D has, by rank of ours that knows
+    announced: int = 0  # blocks that the legs know
     loading: bool = False
     aborted: bool = False
     pinned: bool = False
     released: set[str] = field(default_factory=set)  # by which ranks
-
-    @property
-    def back(self) -> str:
-        return self.transfer + BACK
 
 
 class PrefillEngine(Engine):
@@ -124,7 +187,7 @@ class PrefillEngine(Engine):
     def __init__(self, world: World, life: int = 0) -> None:
         super().__init__(world, "p", life, world.prefill_shapes)
         self.prompts: dict[str, Prompt] = {}
-        self.dirty: list[int] = []  # freed, to be overwritten when the engine runs next
+        self.hits: list[Prompt] = []  # admitted in this step, with a prefix hit
         self.midway = False
         self.standing = False
         self.computing = False
@@ -136,40 +199,71 @@ class PrefillEngine(Engine):
 
     def submit(self, transfer: str, sources: list[WorkerInfo]) -> None:
         length = self.world.lengths[transfer]
-        self.prompts[transfer] = Prompt(
-            transfer, max(1, length - 1) if self.world.window else length, sources
-        )
+        tokens = max(1, length - 1) if self.world.window else length
+        facts = self.facts(transfer, tokens, sources, bool(sources))
+        hit = 0 if self.world.window else self.world.random.randrange(0, tokens, self.block_size)
+        cached = self.world.random.choice([0, 0, hit])
+        self.prompts[transfer] = Prompt(facts.request, transfer, tokens, cached)
+        self.legs.add_prefill(facts)
+        if self.world.roll("refuse"):  # the inputs of its prompt cannot be compared
+            self.world.disturbed.add(transfer)
+            self.legs.refuse(facts.request)
+        self.legs.on_arrived(facts.request)
 
     def compute(self) -> None:
         """One engine step: a chunk of one prompt, layer by layer; blocks freed earlier are
         overwritten.
         """
-        self.stepped()
-        for rank in self.ranks:
-            rank.scribble(self.dirty)
-        self.free, self.dirty = self.free + self.dirty, []
+        dirty = self.take_dirty()
         random = self.world.random
-        for prompt in self.prompts.values():
-            if prompt.sources and not prompt.loading:
-                self.read_back(prompt)
-        ready = [
-            p
-            for p in self.prompts.values()
-            if not p.pinned and not p.sources and p.computed < p.length
-        ]
-        if not ready:
-            return
-        prompt = random.choice(ready)
-        upto = min(prompt.length, prompt.computed + random.randint(1, 9))
+        ready = [prompt for prompt in self.prompts.values() if self.is_ready(prompt)]
+        prompt = random.choice(ready) if ready else None
+        upto = self.schedule(prompt) if prompt is not None else 0
+        step = self.send_events()
+        self.scribble(dirty)
+        for hit in self.hits:
+            for rank in self.ranks:
+                for layer in range(len(rank.shape.layers)):
+                    rank.compute(hit.transfer, hit.blocks, layer, range(hit.cached))
+        self.hits = []
+        if prompt is not None and upto:
+            told = any(event.transfer == prompt.transfer for event in step.for_sender)
+            self.execute(prompt, upto, told)
+
+    def is_ready(self, prompt: Prompt) -> bool:
+        """Whether vLLM may compute a chunk; those that wait are looked at in each step."""
+        if prompt.pinned or prompt.loading or prompt.aborted or prompt.computed == prompt.length:
+            return False
+        if prompt.blocks[0]:
+            return True
+        count = self.legs.tokens_to_load(prompt.request, prompt.cached, self.now)
+        if count and self.allocate(prompt, prompt.cached + count):
+            prompt.loading = True
+            self.hits.append(prompt)
+            self.legs.on_blocks_allocated(prompt.request, prompt.blocks, count)
+        return count == 0
+
+    def schedule(self, prompt: Prompt) -> int:
+        """Returns up to which token this step computes a prompt; 0 if there is no room."""
+        is_new = not prompt.blocks[0]
+        begin = prompt.cached if is_new else prompt.computed
+        upto = min(prompt.length, begin + self.world.random.randint(1, 9))
         if not self.allocate(prompt, upto):
-            return
+            return 0
+        prompt.computed = begin
+        if is_new:
+            self.hits.append(prompt)
+            self.legs.on_blocks_allocated(prompt.request, prompt.blocks, 0)
         more = [blocks[prompt.announced :] for blocks in prompt.blocks]
-        self.tell(
-            events.BlocksScheduled(prompt.transfer, upto, more, prompt=self.prompt(prompt.transfer))
-        )
+        self.legs.on_scheduled(prompt.request, upto, more if any(more) else None)
         prompt.announced = len(prompt.blocks[0])
+        return upto
+
+    def execute(self, prompt: Prompt, upto: int, told: bool) -> None:
+        """`told`: the workers were told of this chunk, and say which layers are final."""
+        random = self.world.random
         self.computing = True
-        if self.world.roll("loop"):
+        if told and self.world.roll("loop"):
             self.compute_twice(prompt, upto)
         steps = [(rank, layer) for rank in self.ranks for layer in range(len(rank.shape.layers))]
         if random.random() < 0.5:
@@ -177,7 +271,8 @@ class PrefillEngine(Engine):
         for rank, layer in steps:
             rank.compute(prompt.transfer, prompt.blocks, layer, range(prompt.computed, upto))
             if random.random() < 0.5 or layer == len(rank.shape.layers) - 1:
-                rank.inbox.append(events.LayersComputed(prompt.transfer, layer + 1))
+                if told:
+                    rank.inbox.append(events.LayersComputed(prompt.transfer, layer + 1))
                 self.meanwhile()
         prompt.computed = upto
         self.computing = False
@@ -218,12 +313,9 @@ class PrefillEngine(Engine):
         if self.world.window <= 0:
             return
         for index in range(max(0, prompt.computed - self.world.window + 1) // self.block_size):
-            if prompt.blocks[1][index] != NULL:
+            if prompt.blocks[1][index] != NULL_BLOCK:
                 self.dirty.append(prompt.blocks[1][index])
-                prompt.blocks[1][index] = NULL
-
-    def give_back(self, prompt: Prompt) -> None:
-        self.dirty += [block for blocks in prompt.blocks for block in blocks if block != NULL]
+                prompt.blocks[1][index] = NULL_BLOCK
 
     def meanwhile(self) -> None:
         """The drivers' threads and the network do not wait for the forward pass."""
@@ -237,74 +329,49 @@ class PrefillEngine(Engine):
                     rank.serving.transmit()
 
     def finish(self) -> None:
-        """The scheduler hears of the last chunk and keeps the blocks for us."""
-        for prompt in self.prompts.values():
-            if prompt.computed == prompt.length and not prompt.pinned:
+        """The scheduler hears of the last chunk, and keeps the blocks if the legs want them."""
+        for prompt in list(self.prompts.values()):
+            if prompt.computed != prompt.length or prompt.pinned:
+                continue
+            self.leave_window(prompt)
+            if self.legs.on_finished(prompt.request, is_normal=True):
                 prompt.pinned = True
-                self.leave_window(prompt)
-                self.tell(events.PrefillFinished(prompt.transfer))
+            else:
+                self.give_back(prompt.blocks)
+                del self.prompts[prompt.transfer]
 
     def withdraw_one(self, again: bool) -> None:
         running = [p for p in self.prompts.values() if not p.pinned and not p.aborted]
-        if running := [p for p in running if (p.blocks[0] and not p.sources) or not again]:
+        if running := [p for p in running if (p.blocks[0] and not p.loading) or not again]:
             self.withdraw(self.world.random.choice(running), again)
 
     def withdraw(self, prompt: Prompt, again: bool) -> None:
         """Abort, or preempt and compute `again`: the blocks are free at once, workers hear before
         they are reused.
         """
-        if prompt.until is not None and prompt.sources:
-            self.tell(events.LoadCancelled(prompt.back))
-        self.tell(events.BlocksRevoked(prompt.transfer))
         self.world.disturbed.add(prompt.transfer)
+        if again:
+            self.legs.on_preempted(prompt.request)
+        else:
+            self.legs.on_finished(prompt.request, is_normal=False)
         prompt.aborted = not again
         if prompt.loading:
             return  # its blocks are free when all ranks have reported
-        self.give_back(prompt)
+        self.give_back(prompt.blocks)
         del self.prompts[prompt.transfer]
         if again:
-            self.prompts[prompt.transfer] = Prompt(prompt.transfer, prompt.length)
-
-    # What D has cached ----------------------------------------------------------------------------
-    def read_back(self, prompt: Prompt) -> None:
-        """Ask D how much there is, wait a little, read it; or compute it after all."""
-        if prompt.until is None:
-            prompt.until = self.world.now + WORD
-            self.tell(
-                events.LookupRequested(
-                    prompt.back, prompt.sources, self.plan(prompt.sources), self.prompt(prompt.back)
-                )
-            )
-        is_known = len(prompt.there) == len(self.ranks)
-        if not is_known and self.world.now < prompt.until:
-            return
-        there = min(prompt.there) if is_known else 0
-        if not 0 < there < prompt.length or not self.allocate(prompt, there):
-            prompt.sources = []
-            self.tell(events.LoadCancelled(prompt.back))
-            return
-        prompt.loading = True
-        blocks = [events.GroupBlocks(0, list(ids)) for ids in prompt.blocks]
-        plan, digest = self.plan(prompt.sources), self.prompt(prompt.back)
-        self.expect(
-            events.LoadRequested(prompt.back, prompt.sources, plan, blocks, there, PATIENCE, digest)
-        )
-
-    def found(self, found: events.LookupResult) -> None:
-        if (prompt := self.prompts.get(found.transfer.removesuffix(BACK))) is not None:
-            prompt.there.append(found.tokens)
+            self.prompts[prompt.transfer] = Prompt(prompt.request, prompt.transfer, prompt.length)
 
     def loaded(self, transfer: str, end: int, blocks: list[events.GroupBlocks], good: bool) -> None:
         prompt = self.prompts[transfer.removesuffix(BACK)]
-        prompt.sources, prompt.loading = [], False
-        for of_group in blocks:
-            for block in of_group.ids:
-                del self.owner[block]
+        prompt.loading = False
+        self.end_load(transfer, blocks)
         if good and not prompt.aborted:
             prompt.computed = end
             return
-        self.give_back(prompt)
+        self.give_back(prompt.blocks)
         prompt.blocks = ([], [])
+        prompt.cached = 0
         if prompt.aborted:
             del self.prompts[prompt.transfer]
 
@@ -334,17 +401,22 @@ class PrefillEngine(Engine):
         assert not rank.serving.is_sending_for(prompt), "released while sending"
         prompt.released.add(rank.name)
         if len(prompt.released) == len(self.ranks):
-            self.give_back(self.prompts.pop(transfer))
+            self.give_back(self.prompts.pop(transfer).blocks)
 
 
 @dataclass
-class Cached:
-    """What D serves of a prompt."""
+class Answer:
+    """One request on D."""
 
+    request: str  # vLLM's id
+    transfer: str
     blocks: Held
-    tokens: int
-    parked: bool  # until the request's own load has ended; else until the request ends
-    is_said: bool = False  # that it is in memory
+    cached: int  # tokens that a prefix hit has found
+    loading: bool = False
+    aborted: bool = False
+    waiting: bool = False  # for its turn, after a failed load or a preemption
+    yielded: bool = False  # one turn
+    is_said: bool = False  # that what is cached is in memory
 
 
 class DecodeEngine(Engine):
@@ -352,87 +424,120 @@ class DecodeEngine(Engine):
 
     def __init__(self, world: World, label: str, life: int = 0) -> None:
         super().__init__(world, label, life, world.decode_shapes)
-        self.cached: dict[str, Cached] = {}  # by transfer back
+        self.answers: dict[str, Answer] = {}  # by transfer
 
     def want(self, transfer: str, sources: list[WorkerInfo]) -> None:
-        length, size = self.world.lengths[transfer], self.block_size
-        states = self.world.window == STATES
-        token = 0 if states else self.world.random.randrange(0, length, size)  # a local prefix hit
-        end = (
-            length - 1 if self.world.window else length
-        )  # with windows and states D computes the last token itself
-        window = 0 if states else max(token, max(0, end - self.world.window + 1) // size * size)
-        counts = [-(-(end - token) // size), 1 if states else -(-(end - window) // size)]
-        is_local = end <= token or sum(counts) > len(self.free) or self.world.random.random() < 0.1
-        if transfer in self.world.backs:
-            self.serve_back(transfer + BACK, token, not is_local, 0 if is_local else sum(counts))
-        if is_local:
-            self.tell(
-                events.LoadSkipped(
-                    transfer, sources, reshard.nothing(len(sources), len(self.ranks))
-                )
-            )
-            return
-        blocks = [
-            events.GroupBlocks(begin, [self.free.pop() for _ in range(count)])
-            for begin, count in zip((token, window), counts, strict=True)
-        ]
-        self.expect(
-            events.LoadRequested(
-                transfer, sources, self.plan(sources), blocks, end, PATIENCE, self.prompt(transfer)
-            )
+        """A request arrives and has its turn, in one step."""
+        facts = self.facts(
+            transfer, self.world.lengths[transfer], sources, transfer in self.world.backs
         )
+        self.legs.add_decode(facts)
+        if self.world.roll("refuse"):
+            self.world.disturbed.add(transfer)
+            self.legs.refuse(facts.request)
+        self.legs.on_arrived(facts.request)
+        if self.world.random.random() < 0.1:  # the client leaves before its turn
+            self.legs.on_finished(facts.request, is_normal=False)
+            self.send_events()
+            return
+        states = self.world.window == STATES
+        hit = min(
+            self.world.random.randrange(0, facts.prompt_tokens, self.block_size) for _ in "ab"
+        )  # more often a short one: of all but a block nothing is loaded
+        answer = Answer(facts.request, transfer, ([], []), 0 if states else hit)
+        self.answers[transfer] = answer
+        count = self.legs.tokens_to_load(answer.request, answer.cached, self.now)
+        assert count is not None, "a decode leg looks nothing up"
+        answer.blocks = self.blocks_of(facts.prompt_tokens)
+        answer.loading = count > 0
+        self.legs.on_blocks_allocated(answer.request, answer.blocks, count)
+        self.send_events()
+
+    def blocks_of(self, tokens: int) -> Held:
+        """Of a whole prompt; null blocks before a window."""
+        if self.world.window == STATES:
+            return self.take(tokens), [self.free.pop()]
+        passed = 0
+        if self.world.window:
+            passed = max(0, tokens - self.world.window) // self.block_size
+        ids = self.take(tokens)
+        return ids, [NULL_BLOCK] * passed + [self.free.pop() for _ in ids[passed:]]
+
+    def take(self, tokens: int) -> list[int]:
+        return [self.free.pop() for _ in range(-(-tokens // self.block_size))]
 
     def loaded(self, transfer: str, end: int, blocks: list[events.GroupBlocks], good: bool) -> None:
-        self.end_back(transfer + BACK)
-        for of_group in blocks:
-            for block in of_group.ids:
-                del self.owner[block]
-            self.give_back(of_group.ids)
-
-    def give_back(self, blocks: list[int]) -> None:
-        """Others use the blocks."""
-        for rank in self.ranks:
-            rank.scribble(blocks)
-        self.free += blocks
-
-    # What is cached -------------------------------------------------------------------------------
-    def serve_back(self, back: str, tokens: int, parked: bool, others: int) -> None:
-        """`others`: blocks that the request needs besides."""
-        count = tokens // self.block_size
-        if not tokens or 2 * count + others > len(self.free):
-            self.tell(events.BlocksRevoked(back))
+        answer = self.answers[transfer]
+        answer.loading = False
+        self.end_load(transfer, blocks)
+        if good and not answer.aborted:
             return
-        blocks = [self.free.pop() for _ in range(count)], [self.free.pop() for _ in range(count)]
-        self.cached[back] = Cached(blocks, tokens, parked)
-        self.tell(
-            events.BlocksScheduled(
-                back, tokens, [list(ids) for ids in blocks], cached=True, prompt=self.prompt(back)
-            )
-        )
+        self.free_blocks(answer)
+        if answer.aborted:
+            del self.answers[transfer]
+
+    def free_blocks(self, answer: Answer) -> None:
+        """The request computes its prompt when its turn comes."""
+        self.give_back(answer.blocks)
+        answer.blocks = ([], [])
+        answer.waiting = True
+
+    def cancel(self, transfer: str) -> None:
+        """The client leaves."""
+        answer = self.answers.get(transfer)
+        if answer is None or answer.aborted:
+            return
+        answer.aborted = True
+        self.legs.on_finished(answer.request, is_normal=False)
+        if not answer.loading:
+            self.give_back(answer.blocks)
+            del self.answers[transfer]
+
+    def preempt(self, answer: Answer) -> None:
+        """What is cached there is somebody else's from now on."""
+        self.legs.on_preempted(answer.request)
+        self.free_blocks(answer)
 
     def step(self) -> None:
-        """The end of a step: what prefix-cache hits are made of has been computed. Requests that do
-        not wait may end.
-        """
-        self.stepped()
-        for back, cached in list(self.cached.items()):
-            if not cached.is_said:
-                cached.is_said = True
-                for rank in self.ranks:
-                    for layer in range(len(rank.shape.layers)):
-                        rank.compute(back, cached.blocks, layer, range(cached.tokens))
-                    rank.inbox.append(events.LayersComputed(back, len(rank.shape.layers)))
-            elif not cached.parked and self.world.random.random() < 0.1:
-                self.end_back(back)
+        """One engine step: requests go on, and what prefix-cache hits are made of is computed."""
+        dirty = self.take_dirty()
+        for answer in list(self.answers.values()):
+            if answer.waiting:
+                self.take_turn(answer)
+            elif not answer.loading and self.world.random.random() < 0.05:
+                self.legs.on_finished(answer.request, is_normal=True)
+                self.give_back(answer.blocks)
+                del self.answers[answer.transfer]
+        self.send_events()
+        self.scribble(dirty)
+        for answer in self.answers.values():
+            if self.rules.is_served(answer.transfer + BACK) and not answer.is_said:
+                self.say_cached(answer)
 
-    def end_back(self, back: str) -> None:
-        """Loaded, preempted, aborted: workers hear before the blocks are reused."""
-        cached = self.cached.pop(back, None)
-        if cached is not None:
-            self.tell(events.BlocksRevoked(back))
-            for ids in cached.blocks:
-                self.give_back(ids)
+    def take_turn(self, answer: Answer) -> None:
+        count = self.legs.tokens_to_load(answer.request, 0, self.now)
+        if count is None:
+            assert not answer.yielded, "a request yields its turn for ever"
+            answer.yielded = True
+            return
+        assert count == 0, "a leg loads twice"
+        self.legs.on_blocks_allocated(answer.request, ([], []), 0)
+        answer.waiting = False
 
-    def holder(self, transfer: str) -> Cached | None:
-        return self.cached.get(transfer)
+    def say_cached(self, answer: Answer) -> None:
+        """The end of the step that has found what is cached."""
+        answer.is_said = True
+        back = answer.transfer + BACK
+        for rank in self.ranks:
+            for layer in range(len(rank.shape.layers)):
+                rank.compute(back, answer.blocks, layer, range(answer.cached))
+            rank.inbox.append(events.LayersComputed(back, len(rank.shape.layers)))
+
+    def holder(self, transfer: str) -> Answer | None:
+        if not self.rules.is_served(transfer):
+            return None
+        return self.answers.get(transfer.removesuffix(BACK))
+
+    def check_ended(self) -> None:
+        super().check_ended()
+        assert not self.answers, f"answers for ever: {self.answers}"

@@ -1,0 +1,56 @@
+"""Describes an engine to proxies and other engines, from the handshakes of its workers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from vllm_disagg.protocol.peers import EngineInfo
+
+from .metadata import Handshake
+
+
+def describe(
+    handshakes: Sequence[Handshake],
+    role: str,
+    layout: Mapping[str, str],
+    *,
+    rank: int | None,
+    permits_reuse: bool,
+) -> EngineInfo:
+    """Returns the description of an engine.
+
+    `handshakes`: by pipeline stage, then by tensor parallel rank. The ranks of one stage hold the
+    same layers. `role`: prefill, decode or both. `layout`: the facts of `compatibility.layout`.
+    """
+    names = "".join(handshake.worker.name for handshake in handshakes)
+    layer_numbers: dict[str, int] = {}  # by name, in the model
+    form_counts: Counter[str] = Counter()
+    workers = []
+    for handshake in handshakes:
+        holds = handshake.worker.holds
+        for name, layer in zip(handshake.layers, holds.layers, strict=True):
+            if name not in layer_numbers:
+                kind = holds.kinds[layer]
+                form_counts[f"{kind.total_heads} heads of {kind.fingerprint}"] += 1
+            layer_numbers.setdefault(name, len(layer_numbers))
+        first = layer_numbers[handshake.layers[0]] if handshake.layers else 0
+        holds = msgspec.structs.replace(holds, first=first)
+        workers.append(msgspec.structs.replace(handshake.worker, holds=holds))
+    digest = hashlib.sha256(" ".join(layer_numbers).encode()).hexdigest()[:12]
+    forms = [f"{count} layers of {form}" for form, count in sorted(form_counts.items())]
+    return EngineInfo(
+        incarnation=hashlib.sha256(names.encode()).hexdigest()[:16],
+        role=role,  # type: ignore[arg-type]
+        workers=workers,
+        layout={
+            **layout,
+            "layers": f"{len(layer_numbers)} ({digest})",
+            "KV of a token": "; ".join(forms),
+        },
+        rank=rank,
+        two_way=permits_reuse,
+    )

@@ -1,0 +1,59 @@
+"""Used grants: each use of a transfer id is accepted once, for as long as its grant is valid."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_disagg.errors import BadGrant
+from vllm_disagg.fleet import used_grants
+from vllm_disagg.fleet.grants import MAX_VALIDITY_SECONDS
+from vllm_disagg.fleet.used_grants import UsedGrants
+
+
+def is_accepted(used: UsedGrants, transfer: str, until: float, now: float) -> bool:
+    try:
+        used.use("decode", transfer, until, now)
+    except BadGrant:
+        return False
+    return True
+
+
+def test_a_use_is_accepted_once_whatever_comes_since() -> None:
+    used = UsedGrants(has_key=True)
+    assert is_accepted(used, "t", 130.0, 100.0)
+    assert all(is_accepted(used, str(at), 110.0, 100.0) for at in range(200))
+    assert not is_accepted(used, "t", 130.0, 100.0)
+    used.use("prefill", "t", 130.0, 100.0)  # another kind of use
+
+
+def test_uses_are_forgotten_when_their_grants_expire() -> None:
+    used = UsedGrants(has_key=True)
+    used.use("decode", "long", 130.0, 100.0)
+    used.use("decode", "short", 110.0, 100.0)
+    assert not is_accepted(used, "long", 130.0, 129.9) and len(used) == 1
+    with pytest.raises(BadGrant, match=r"expired 0\.1 s ago"):
+        used.use("decode", "long", 130.0, 130.1)
+    assert len(used) == 0
+
+
+def test_no_grant_is_valid_for_too_long() -> None:
+    used = UsedGrants(has_key=True)
+    assert is_accepted(used, "t", 100.0 + MAX_VALIDITY_SECONDS, 100.0)
+    with pytest.raises(BadGrant, match="too long"):
+        used.use("decode", "u", 101.0 + MAX_VALIDITY_SECONDS, 100.0)
+
+
+def test_no_use_is_forgotten_to_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(used_grants, "MAX_USED_GRANTS", 2)
+    used = UsedGrants(has_key=True)
+    assert is_accepted(used, "a", 10.0, 0.0) and is_accepted(used, "b", 20.0, 0.0)
+    assert not is_accepted(used, "c", 20.0, 0.0) and not is_accepted(used, "a", 10.0, 0.0)
+    assert is_accepted(used, "c", 20.0, 10.1), "there is room when one has expired"
+
+
+def test_without_a_key_a_used_grant_is_remembered_after_it_expires() -> None:
+    """The transfer may still hold blocks when the grant has expired."""
+    used = UsedGrants(has_key=False)
+    used.use("prefill", "t", 100.3, 100.0)
+    with pytest.raises(BadGrant, match="used before"):
+        used.use("prefill", "t", 200.0, 110.0)

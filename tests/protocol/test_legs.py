@@ -1,0 +1,346 @@
+"""Legs of one engine: the events that follow from the calls of vLLM's scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from vllm_disagg.kv import reshard
+from vllm_disagg.kv.layout import uniform
+from vllm_disagg.protocol import events
+from vllm_disagg.protocol.legs import EngineLegs
+from vllm_disagg.protocol.peers import WorkerInfo
+from vllm_disagg.protocol.prefill_leg import REUSE_LOOKUP_SECONDS, REUSE_STALL_SECONDS
+from vllm_disagg.protocol.request_leg import CacheFacts, LegFacts, blocks_of_tokens
+
+BLOCK = 16
+HOLDS = uniform(layers=2, block_size=BLOCK, block_bytes=[64])
+OTHER = WorkerInfo("other/0", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", holds=HOLDS)
+PLAN = reshard.plan([HOLDS], [HOLDS])
+SKIPPED = events.LoadSkipped("t", [OTHER], reshard.nothing(1, 1))
+FIVE = [[4, 5, 6, 7, 8]]
+
+
+def machine(block_sizes: Sequence[int] = (BLOCK,), tokens_left_out: int = 0) -> EngineLegs:
+    return EngineLegs(CacheFacts(list(block_sizes), tokens_left_out))
+
+
+def facts(request: str = "r", tokens: int = 70, **change: Any) -> LegFacts:
+    values: dict[str, Any] = {
+        "transfer": "t",
+        "prompt_tokens": tokens,
+        "digest": "digest",
+        "sources": [OTHER],
+        "plan": PLAN,
+        "stall_timeout": 60.0,
+        "reuse": None,
+    }
+    return LegFacts(request=request, **values | change)
+
+
+def prefill(tokens: int = 70, **change: Any) -> EngineLegs:
+    """Returns an engine with one prefill leg that has arrived."""
+    p = machine()
+    p.add_prefill(facts(tokens=tokens, **change))
+    p.on_arrived("r")
+    return p
+
+
+def decode(tokens: int = 70, cached: int = 0, **change: Any) -> EngineLegs:
+    """Returns an engine with one decode leg whose blocks are allocated."""
+    d = machine()
+    d.add_decode(facts(tokens=tokens, **change))
+    count = d.tokens_to_load("r", cached, 0.0)
+    assert count is not None
+    d.on_blocks_allocated("r", FIVE, count)
+    return d
+
+
+def sent(legs: EngineLegs) -> list[events.ForSender]:
+    """Returns the events for the sender since the last step."""
+    legs.validate()
+    return legs.take_events().for_sender
+
+
+def received(legs: EngineLegs) -> list[events.ForReceiver]:
+    """Returns the events for the receiver since the last step."""
+    legs.validate()
+    return legs.take_events().for_receiver
+
+
+def test_calls_for_an_ordinary_request_have_no_effect() -> None:
+    legs = machine()
+    legs.on_arrived("plain")
+    assert legs.tokens_to_load("plain", 0, 0.0) == 0
+    legs.on_blocks_allocated("plain", [[1]], 0)
+    legs.on_scheduled("plain", 16, [[1]])
+    legs.on_preempted("plain")
+    legs.on_load_finished("plain")
+    legs.on_lookup_counts({"of another": [1]})
+    assert not legs.on_finished("plain", is_normal=True)
+    assert legs.take_events() == machine().take_events() and not legs.waits_for_kv
+
+
+# Prefill leg, main transfer -----------------------------------------------------------------------
+def test_a_prefill_leg_in_chunks() -> None:
+    p = prefill(40)
+    p.on_blocks_allocated("r", [[7, 8]], 0)
+    p.on_scheduled("r", 20, [[7, 8]])
+    first = p.take_events()
+    assert first.for_sender == [events.BlocksScheduled("t", 20, [[7, 8]], prompt="digest")]
+    assert first.serving_requests == {"t": "r"} and not first.loading_requests
+    p.on_scheduled("r", 40, [[9]])
+    assert sent(p) == [events.BlocksScheduled("t", 40, [[9]], prompt="digest")]
+    p.on_scheduled("r", 41, None)
+    assert sent(p) == [], "generated tokens are not sent"
+    assert p.on_finished("r", is_normal=True) and sent(p) == [events.PrefillFinished("t")]
+    assert p.take_events().serving_requests == {} and not p.legs
+
+
+def test_a_chunk_without_new_blocks_has_an_empty_list_for_each_group() -> None:
+    p = machine([16, 16])
+    p.add_prefill(facts(tokens=40))
+    p.on_scheduled("r", 20, [[7, 8], [9, 10]])
+    p.on_scheduled("r", 30, None)
+    assert sent(p)[1] == events.BlocksScheduled("t", 30, [[], []], prompt="digest")
+
+
+@pytest.mark.parametrize("end", ["aborted", "preempted", "early"])
+def test_a_prefill_leg_that_loses_its_blocks_keeps_nothing(end: str) -> None:
+    p = prefill(40)
+    p.on_scheduled("r", 20 if end == "early" else 40, [[7, 8, 9]])
+    sent(p)
+    if end == "preempted":
+        p.on_preempted("r")
+        assert sent(p) == [events.BlocksRevoked("t")]
+        p.on_scheduled("r", 40, [[1, 2, 3]])
+        assert sent(p) == [], "computed again, but not for D"
+    assert not p.on_finished("r", is_normal=end != "aborted")
+    assert sent(p) == ([] if end == "preempted" else [events.BlocksRevoked("t")])
+
+
+def test_a_refused_leg_informs_the_other_engine_once() -> None:
+    p, d = machine(), machine()
+    p.add_prefill(facts(reuse="back"))
+    d.add_decode(facts(reuse="back"))
+    for legs in (p, d):
+        legs.refuse("r")
+        legs.on_arrived("r")
+        assert legs.tokens_to_load("r", 32, 0.0) == 0
+        legs.on_blocks_allocated("r", FIVE, 0)
+        legs.on_scheduled("r", 70, FIVE)
+        assert not legs.on_finished("r", is_normal=True)
+        legs.validate()
+    of_p, of_d = p.take_events(), d.take_events()
+    assert (of_p.for_sender, of_p.for_receiver) == ([events.BlocksRevoked("t")], [])
+    assert (of_d.for_sender, of_d.for_receiver) == ([events.BlocksRevoked("back")], [SKIPPED])
+
+
+def test_receivers_of_a_refused_grant_are_informed() -> None:
+    p = machine()
+    p.refuse_transfer("t")
+    assert sent(p) == [events.BlocksRevoked("t")] and not p.legs
+
+
+# Decode leg, main transfer ------------------------------------------------------------------------
+def test_a_decode_leg_loads_what_its_own_cache_lacks() -> None:
+    d = machine()
+    d.add_decode(facts(tokens=40))
+    assert [d.tokens_to_load("r", 16, 0.0) for _ in range(2)] == [24, 24], "until there is room"
+    d.on_blocks_allocated("r", [[4, 5, 6]], 24)
+    step = d.take_events()
+    assert step.for_receiver == [
+        events.LoadRequested(
+            "t", [OTHER], PLAN, [events.GroupBlocks(16, [5, 6])], 40, 60.0, "digest"
+        )
+    ]
+    assert step.loading_requests == {"t": "r"} and not step.serving_requests
+    assert d.waits_for_kv and d.tokens_to_load("r", 0, 0.0) == 0, "loaded once"
+    d.on_blocks_allocated("r", [[4, 5, 6]], 0)
+    d.on_load_finished("r")
+    assert not d.waits_for_kv and not d.on_finished("r", is_normal=True)
+    assert received(d) == []
+
+
+@pytest.mark.parametrize("cached", [32, 64, 70])
+def test_a_nearly_cached_prompt_is_not_loaded_and_p_is_informed(cached: int) -> None:
+    d = decode(70, cached=cached)
+    if cached == 32:
+        assert d.waits_for_kv
+    else:
+        assert received(d) == [SKIPPED] and not d.waits_for_kv
+
+
+@pytest.mark.parametrize("when", ["waiting", "loading"])
+def test_an_aborted_decode_leg_is_reported_once(when: str) -> None:
+    d = machine()
+    d.add_decode(facts())
+    if when == "loading":
+        d.on_blocks_allocated("r", FIVE, d.tokens_to_load("r", 0, 0.0) or 0)
+        received(d)
+    d.on_finished("r", is_normal=False)
+    assert received(d) == ([SKIPPED] if when == "waiting" else [events.LoadCancelled("t")])
+    d.on_finished("r", is_normal=False)
+    assert received(d) == []
+
+
+def test_a_load_leaves_out_the_last_token_and_the_blocks_before_the_window() -> None:
+    d = machine([BLOCK, BLOCK], tokens_left_out=1)
+    d.add_decode(facts())
+    assert d.tokens_to_load("r", 16, 0.0) == 53
+    d.on_blocks_allocated("r", [[4, 5, 6, 7, 8], [0, 0, 0, 9, 10]], 53)
+    (load,) = received(d)
+    assert isinstance(load, events.LoadRequested) and load.token_end == 69
+    assert load.blocks == [events.GroupBlocks(16, [5, 6, 7, 8]), events.GroupBlocks(48, [9, 10])]
+
+
+def test_blocks_of_tokens() -> None:
+    assert blocks_of_tokens([1, 2, 3], 16, range(20, 40)) == events.GroupBlocks(16, [2, 3])
+    assert blocks_of_tokens([0, 0, 3], 16, range(48)) == events.GroupBlocks(32, [3])
+    assert blocks_of_tokens([0, 0, 0], 16, range(48)) == events.GroupBlocks(32, [0])
+    assert blocks_of_tokens([9], 1 << 30, range(69)) == events.GroupBlocks(0, [9])
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_load_that_has_ended_yields_its_turn_once(reuse: bool) -> None:
+    legs = prefill(reuse="back") if reuse else machine()
+    if not reuse:
+        legs.add_decode(facts())
+    legs.on_lookup_counts({"back": [64]})
+    count = legs.tokens_to_load("r", 0, 0.0)
+    assert count == (64 if reuse else 70)
+    legs.on_blocks_allocated("r", FIVE, count or 0)
+    legs.on_load_finished("r")
+    assert [legs.tokens_to_load("r", 0, 0.0) for _ in range(3)] == [None, 0, 0]
+
+
+# Prefill leg, bidirectional reuse -----------------------------------------------------------------
+LOOKUP = events.LookupRequested("back", [OTHER], PLAN, "digest")
+
+
+def test_a_prefill_leg_looks_up_reads_back_and_computes_the_rest() -> None:
+    p = prefill(reuse="back")
+    assert p.tokens_to_load("r", 16, 0.0) is None and p.waits_for_kv
+    assert received(p) == [LOOKUP]
+    assert p.tokens_to_load("r", 16, 0.0) is None and received(p) == [], "requested once"
+    p.on_lookup_counts({"back": [64], "of another": [16]})
+    assert p.tokens_to_load("r", 16, 0.0) == 48
+    assert p.tokens_to_load("r", 32, 0.0) == 32, "no room yet, and more is cached here by now"
+    p.on_blocks_allocated("r", [[4, 5, 6, 7]], 32)
+    step = p.take_events()
+    assert step.for_receiver == [
+        events.LoadRequested(
+            "back",
+            [OTHER],
+            PLAN,
+            [events.GroupBlocks(32, [6, 7])],
+            64,
+            REUSE_STALL_SECONDS,
+            "digest",
+        )
+    ]
+    assert step.loading_requests == {"back": "r"} and p.waits_for_kv
+    p.on_load_finished("r")
+    assert not p.waits_for_kv
+    p.on_scheduled("r", 70, FIVE)
+    assert sent(p) == [events.BlocksScheduled("t", 70, FIVE, prompt="digest")]
+    assert p.on_finished("r", is_normal=True) and received(p) == [], "nothing left to cancel"
+
+
+@pytest.mark.parametrize(
+    ("at_d", "cached"), [(0, 0), (32, 32), (16, 32), (70, 0), (80, 0), (None, 0)]
+)
+def test_tokens_that_d_lacks_are_computed(at_d: int | None, cached: int) -> None:
+    p = prefill(reuse="back")
+    p.tokens_to_load("r", cached, 0.0)
+    if at_d is not None:
+        p.on_lookup_counts({"back": [at_d]})
+    now = REUSE_LOOKUP_SECONDS if at_d is None else 0.0
+    assert p.tokens_to_load("r", cached, now) == 0
+    p.on_blocks_allocated("r", FIVE, 0)
+    p.on_scheduled("r", 70, FIVE)
+    assert received(p) == [LOOKUP, events.LoadCancelled("back")]
+    p.on_lookup_counts({"back": [64]})
+    assert p.on_finished("r", is_normal=True) and received(p) == []
+
+
+def test_a_lookup_starts_at_arrival_and_its_limit_at_the_first_turn() -> None:
+    p = prefill(reuse="back")
+    assert received(p) == [LOOKUP]
+    assert p.tokens_to_load("r", 0, 10.0) is None, "after ten seconds in the queue"
+    assert p.tokens_to_load("r", 0, 10.0 + REUSE_LOOKUP_SECONDS / 2) is None
+    p.on_lookup_counts({"back": [64]})
+    assert p.tokens_to_load("r", 0, 10.0 + REUSE_LOOKUP_SECONDS / 2) == 64
+
+
+def test_a_lookup_needs_the_counts_of_all_ranks() -> None:
+    p = prefill(reuse="back", plan=reshard.plan([HOLDS], [HOLDS, HOLDS]))
+    p.tokens_to_load("r", 0, 0.0)
+    p.on_lookup_counts({"back": [64]})
+    assert p.tokens_to_load("r", 0, 0.0) is None
+    p.on_lookup_counts({"back": [48]})
+    assert p.tokens_to_load("r", 0, 0.0) == 48
+
+
+def test_a_failed_reuse_load_is_computed() -> None:
+    p = prefill(reuse="back")
+    p.on_lookup_counts({"back": [64]})
+    p.on_blocks_allocated("r", [[4, 5, 6, 7]], p.tokens_to_load("r", 0, 0.0) or 0)
+    p.take_events()
+    p.on_load_finished("r")  # vLLM frees the blocks, and calls again
+    assert [p.tokens_to_load("r", 0, 0.0) for _ in range(2)] == [None, 0]
+    p.on_blocks_allocated("r", [[1, 2, 3, 4, 5]], 0)
+    p.on_scheduled("r", 70, [[1, 2, 3, 4, 5]])
+    step = p.take_events()
+    assert step.for_receiver == []
+    assert step.for_sender == [events.BlocksScheduled("t", 70, [[1, 2, 3, 4, 5]], prompt="digest")]
+
+
+@pytest.mark.parametrize("when", ["before its arrival", "looking up", "reading"])
+def test_an_aborted_prefill_leg_cancels_its_lookup(when: str) -> None:
+    p = machine()
+    p.add_prefill(facts(reuse="back"))
+    if when != "before its arrival":
+        p.on_arrived("r")
+    if when == "reading":
+        p.on_lookup_counts({"back": [64]})
+        p.on_blocks_allocated("r", [[4, 5, 6, 7]], p.tokens_to_load("r", 0, 0.0) or 0)
+    p.take_events()
+    assert not p.on_finished("r", is_normal=False)
+    p.validate()
+    step = p.take_events()
+    is_open = when != "before its arrival"
+    assert step.for_receiver == ([events.LoadCancelled("back")] if is_open else [])
+    assert step.for_sender == [events.BlocksRevoked("t")]
+
+
+# Decode leg, bidirectional reuse ------------------------------------------------------------------
+@pytest.mark.parametrize("end", ["loaded", "aborted", "preempted", "finished"])
+def test_a_decode_leg_serves_cached_blocks_while_it_holds_them(end: str) -> None:
+    tokens = 40 if end in ("preempted", "finished") else 70
+    d = decode(tokens, cached=32, reuse="back")
+    assert sent(d) == [events.BlocksScheduled("back", 32, [[4, 5]], cached=True, prompt="digest")]
+    if end == "loaded":
+        d.on_load_finished("r")
+    elif end == "preempted":
+        d.on_preempted("r")
+    else:
+        d.on_finished("r", is_normal=end == "finished")
+    assert sent(d) == [events.BlocksRevoked("back")]
+    d.on_finished("r", is_normal=True)
+    assert sent(d) == [], "revoked once"
+
+
+@pytest.mark.parametrize("why", ["nothing cached", "no blocks", "aborted early"])
+def test_a_decode_leg_without_cached_blocks_revokes_at_once(why: str) -> None:
+    d = machine()
+    d.add_decode(facts(reuse="back"))
+    if why == "aborted early":
+        d.on_finished("r", is_normal=False)
+    else:
+        d.tokens_to_load("r", 0 if why == "nothing cached" else 32, 0.0)
+        has_blocks = why == "nothing cached"
+        d.on_blocks_allocated("r", FIVE if has_blocks else [[]], 70 if has_blocks else 0)
+    assert sent(d) == [events.BlocksRevoked("back")]

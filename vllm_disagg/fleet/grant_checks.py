@@ -1,0 +1,100 @@
+"""Checks of grants by the engine that they name: engine, role, time, sources.
+
+Pure: `now` comes with each call, by the clock of this engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import BadGrant, Unmappable
+from ..kv import reshard
+from ..kv.reshard import ReshardPlan
+from ..protocol.peers import EngineInfo, WorkerInfo
+from . import dialling
+from .grants import Grant
+from .used_grants import UsedGrants, check_time
+
+MAX_CACHED_PLANS = 256  # reshard plans, by the names of the other engine's workers
+
+
+class GrantChecker:
+    """Checks the grants of one engine, and plans the reads that they permit."""
+
+    def __init__(self, engine: EngineInfo, used: UsedGrants, *, loopback_only: bool) -> None:
+        """Creates the checks of an engine. `loopback_only`: it dials no other machine."""
+        self.engine = engine
+        self._used = used
+        self._loopback_only = loopback_only
+        self._plans: dict[tuple[str, ...], ReshardPlan] = {}  # by the other workers' names
+
+    def check_probe(self, grant: Grant, now: float) -> None:
+        """Raises BadGrant unless a probe is for this engine and valid now.
+
+        A probe changes nothing, so it may be repeated.
+        """
+        self._check_engine(grant)
+        check_time(grant.until, now)
+
+    def use_leg(self, grant: Grant, now: float) -> None:
+        """Uses up the grant of a leg.
+
+        Raises BadGrant unless it is for this engine and its role, valid now, and not used yet.
+        """
+        self._check_engine(grant)
+        if self.engine.role not in (grant.leg, "both"):
+            raise BadGrant(f"a {grant.leg} leg, but this engine's role is {self.engine.role}")
+        self._used.use(grant.leg, grant.transfer, grant.until, now)
+
+    def _check_engine(self, grant: Grant) -> None:
+        if grant.engine != self.engine.incarnation:
+            raise BadGrant("for another engine, or for this one before its restart")
+
+    def check_sources(self, grant: Grant) -> None:
+        """Raises BadGrant for workers that this engine must not read from, before it dials one."""
+        names = {worker.name for worker in grant.sources}
+        if len(names) < len(grant.sources):
+            raise BadGrant("names one worker twice")
+        if names & {worker.name for worker in self.engine.workers}:
+            raise BadGrant(
+                "names this engine's own workers: it cannot be both engines of a request"
+            )
+        # A prefill leg runs without reuse as well: see `plan_reuse`.
+        if grant.leg != "decode":
+            return
+        if refusal := dialling.refusal(grant.sources, loopback_only=self._loopback_only):
+            raise BadGrant(refusal)
+        try:
+            self.plan_reads(grant.sources)
+        except Unmappable as error:
+            raise BadGrant(f"the KV of P cannot be read here: {error}") from None
+
+    def plan_reads(self, sources: Sequence[WorkerInfo]) -> ReshardPlan:
+        """Returns which of our ranks reads what of these workers; Unmappable if none can be."""
+        names = tuple(worker.name for worker in sources)
+        if names not in self._plans:
+            own_layouts = [worker.holds for worker in self.engine.workers]
+            source_layouts = [worker.holds for worker in sources]
+            self._plans[names] = reshard.plan(source_layouts, own_layouts)
+            if len(self._plans) > MAX_CACHED_PLANS:
+                del self._plans[next(iter(self._plans))]
+        return self._plans[names]
+
+    def plan_reuse(self, grant: Grant) -> ReshardPlan:
+        """Returns the plan by which a prefill leg reads from D.
+
+        Raises BadGrant or Unmappable if it must run without reuse.
+        """
+        if refusal := dialling.refusal(grant.sources, loopback_only=self._loopback_only):
+            raise BadGrant(refusal)
+        return self.plan_reads(grant.sources)
+
+    def use_reuse(self, grant: Grant, now: float) -> str | None:
+        """Uses up the transfer id of a leg's reuse; returns None if it may not be used."""
+        if not self.engine.two_way or not grant.back or grant.back == grant.transfer:
+            return None
+        try:
+            self._used.use("back", grant.back, grant.until, now)
+        except BadGrant:
+            return None
+        return grant.back

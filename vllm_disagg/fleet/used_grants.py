@@ -1,0 +1,62 @@
+"""Used grants: each use of a transfer id is accepted once, until its grant expires.
+
+Pure: `now` comes with each call, by the clock of this engine.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from ..errors import BadGrant
+from .grants import MAX_VALIDITY_SECONDS
+
+# Each grant works once, so used grants are remembered until they expire. This many may be valid at
+# a time; they take up to 60 MB.
+MAX_USED_GRANTS = 1 << 18
+
+Use = tuple[str, str]  # kind of use, transfer id
+
+
+class UsedGrants:
+    """Remembers the used grants of one engine."""
+
+    def __init__(self, *, has_key: bool) -> None:
+        """Creates an empty memory. `has_key`: only holders of a fleet key mint grants."""
+        self._has_key = has_key
+        self._uses: set[Use] = set()
+        self._expiries: list[tuple[float, Use]] = []  # the same uses, as a heap
+
+    def __len__(self) -> int:
+        """Returns the number of remembered uses, of which some may have expired."""
+        return len(self._uses)
+
+    def use(self, kind: str, transfer: str, until: float, now: float) -> None:
+        """Uses up a transfer id for one kind of use.
+
+        `kind`: prefill, decode or back. Raises BadGrant if it was used before or is out of time.
+        """
+        self._forget_expired(now)
+        check_time(until, now)
+        if (kind, transfer) in self._uses:
+            raise BadGrant("used before")
+        # No used grant is forgotten to make room: it would become valid again.
+        if len(self._uses) >= MAX_USED_GRANTS:
+            raise BadGrant("too many other grants are valid now")
+        self._uses.add((kind, transfer))
+        # Without a key every client can mint grants, also one that expires before its transfer
+        # ends.
+        expires_at = until if self._has_key else now + MAX_VALIDITY_SECONDS
+        heapq.heappush(self._expiries, (expires_at, (kind, transfer)))
+
+    def _forget_expired(self, now: float) -> None:
+        while self._expiries and self._expiries[0][0] < now:
+            _, expired = heapq.heappop(self._expiries)
+            self._uses.discard(expired)
+
+
+def check_time(until: float, now: float) -> None:
+    """Raises BadGrant for a grant that has expired, or that is valid for too long."""
+    if until < now:
+        raise BadGrant(f"expired {now - until:.1f} s ago")
+    if until > now + MAX_VALIDITY_SECONDS:
+        raise BadGrant(f"valid for {until - now:.0f} s, which is too long")

@@ -1,0 +1,168 @@
+"""Legs of one engine: turns the calls of vLLM's scheduler into events for the workers.
+
+A state machine that does no I/O: `now` comes with the call that needs it.
+
+A *leg* is the request that the proxy sends to one engine for one client request. Each request with
+a valid grant has one leg, with a state of its main transfer and one of bidirectional KV reuse:
+`prefill_leg.py` and `decode_leg.py`. The reuse is a transfer with an id of its own.
+
+vLLM's scheduler makes these calls, in this order:
+
+    on_arrived            once, before vLLM looks the prompt up in its prefix cache
+    tokens_to_load        when the request's turn comes; repeated until there is room
+    on_blocks_allocated   after each allocation of blocks; with the tokens to load
+    on_scheduled          in each step that computes the request
+    on_preempted          when vLLM takes the blocks of a running request
+    take_events           in each step; the events go to all workers with that step
+    on_lookup_counts      when ranks have reported how much the other engine has cached
+    on_load_finished      when all ranks have ended a load, with or without success
+    on_finished           once; decides whether the blocks stay until the workers release them
+
+Rules, checked by `validate` and in the seeded worlds:
+  1. Each LoadRequested has the blocks of all its tokens.
+  2. Each leg ends each of its transfers once: PrefillFinished or BlocksRevoked where it serves,
+     LoadSkipped, LoadCancelled or the end of the load where it reads.
+  3. The workers get no event about blocks after their BlocksRevoked.
+  4. Blocks that vLLM has taken back are revoked in the very next step, before they are reused.
+  5. No leg waits without a limit: a lookup has a deadline, and the workers bound each load.
+
+A request without a leg is an ordinary one: calls for it have no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .decode_leg import DecodeLeg
+from .events import BlocksRevoked
+from .prefill_leg import PrefillLeg
+from .request_leg import Blocks, CacheFacts, LegFacts, RequestLeg, StepEvents
+
+
+class EngineLegs:
+    """Holds the legs of one engine and collects the events of the next step."""
+
+    def __init__(self, cache: CacheFacts) -> None:
+        """Creates the machine without any leg."""
+        self.cache = cache
+        self.legs: dict[str, RequestLeg] = {}  # by vLLM's request id
+        self._lookups: dict[str, PrefillLeg] = {}  # legs that may read back, by that transfer
+        self._step = StepEvents()
+
+    @property
+    def waits_for_kv(self) -> bool:
+        """Whether a request can only go on after a report of the workers."""
+        return any(leg.waits_for_kv for leg in self.legs.values())
+
+    # New legs -------------------------------------------------------------------------------------
+    def add_prefill(self, facts: LegFacts) -> None:
+        """Adds the leg of a request that this engine computes for another one."""
+        leg = PrefillLeg(facts, self.cache, self._step)
+        self.legs[facts.request] = leg
+        if facts.reuse is not None:
+            self._lookups[facts.reuse] = leg
+
+    def add_decode(self, facts: LegFacts) -> None:
+        """Adds the leg of a request that another engine computes for this one."""
+        self.legs[facts.request] = DecodeLeg(facts, self.cache, self._step)
+
+    def refuse(self, request: str) -> None:
+        """Makes a new leg an ordinary request, and informs the other engine at once."""
+        self.legs[request].on_refused()
+
+    def refuse_transfer(self, transfer: str) -> None:
+        """Informs the receivers of a transfer that no leg of this engine serves it."""
+        self._step.for_sender.append(BlocksRevoked(transfer))
+
+    # vLLM's calls ---------------------------------------------------------------------------------
+    def on_arrived(self, request: str) -> None:
+        """Starts the lookup of a prefill leg that may reuse KV."""
+        leg = self.legs.get(request)
+        if isinstance(leg, PrefillLeg):
+            leg.on_arrived()
+
+    def tokens_to_load(
+        self,
+        request: str,
+        cached_tokens: int,
+        now: float,
+    ) -> int | None:
+        """Returns how many prompt tokens come from the other engine; None if not known yet.
+
+        `cached_tokens`: the tokens before them, from this engine's prefix cache.
+        """
+        leg = self.legs.get(request)
+        return leg.tokens_to_load(cached_tokens, now) if leg is not None else 0
+
+    def on_blocks_allocated(
+        self,
+        request: str,
+        blocks: Blocks,
+        tokens_to_load: int,
+    ) -> None:
+        """Starts the load of a request, or serves its cached blocks.
+
+        `blocks`: ids by KV-cache group, of the whole request.
+        """
+        leg = self.legs.get(request)
+        if leg is not None:
+            leg.on_blocks_allocated(blocks, tokens_to_load)
+
+    def on_scheduled(
+        self,
+        request: str,
+        token_end: int,
+        new_blocks: Blocks | None,
+    ) -> None:
+        """Announces the blocks that a prefill leg got in this step.
+
+        `token_end`: the step computes the request up to this token. `new_blocks`: None if the
+        request got none.
+        """
+        leg = self.legs.get(request)
+        if isinstance(leg, PrefillLeg):
+            leg.on_scheduled(token_end, new_blocks or [()] * len(self.cache.block_sizes))
+
+    def on_preempted(self, request: str) -> None:
+        """Stops serving the blocks of a request: vLLM has taken them back."""
+        leg = self.legs.get(request)
+        if leg is not None:
+            leg.on_preempted()
+
+    def on_lookup_counts(self, counts_by_transfer: Mapping[str, list[int]]) -> None:
+        """Adds the answers of lookups: tokens at D by transfer, one count for each rank."""
+        for transfer, counts in counts_by_transfer.items():
+            leg = self._lookups.get(transfer)
+            if leg is not None:
+                leg.on_lookup_counts(counts)
+
+    def on_load_finished(self, request: str) -> None:
+        """Makes a loading leg an ordinary request, after a success or a failure."""
+        leg = self.legs.get(request)
+        if leg is not None:
+            leg.on_load_finished()
+
+    def on_finished(self, request: str, *, is_normal: bool) -> bool:
+        """Ends and forgets a leg; returns whether vLLM keeps its blocks until they are sent.
+
+        `is_normal`: the request has all its tokens; it was not aborted.
+        """
+        leg = self.legs.pop(request, None)
+        if leg is None:
+            return False
+        keeps_blocks = leg.on_finished(is_normal=is_normal)
+        if leg.facts.reuse is not None:
+            self._lookups.pop(leg.facts.reuse, None)
+        return keeps_blocks
+
+    def take_events(self) -> StepEvents:
+        """Returns the events for the workers since the last step, and collects anew."""
+        return self._step.take()
+
+    def validate(self) -> None:
+        """Raises AssertionError if the state contradicts itself.  Tests call it after each call."""
+        for request, leg in self.legs.items():
+            assert leg.facts.request == request, request
+            leg.validate()
+        for transfer, leg in self._lookups.items():
+            assert self.legs.get(leg.facts.request) is leg, transfer

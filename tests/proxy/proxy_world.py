@@ -157,6 +157,7 @@ class ScriptedEngine:
         self.close_after = (
             False  # close each connection after its answer, like a server whose patience is over
         )
+        self.metrics_reads = 0
         self.probes = 0
         self.told = 0  # probes that were answered in full
         self.refused = 0  # prefill legs
@@ -334,6 +335,7 @@ class ScriptedEngine:
         elif call.leg == "whole" and call.body.get("prompt") == "probe":
             await self.one_more(call)
         elif call.path == "/metrics":
+            self.metrics_reads += 1
             text = self._metrics()
             call.raw_write(
                 f"HTTP/1.1 200 X\r\ncontent-type: text/plain\r\n"

@@ -55,7 +55,7 @@ samples = st.lists(
         [p for p, *_ in rows],
         [o for _, o, *_ in rows],
         [g / 1024 for *_, g, _ in rows],
-        [[10 * c + 1] for *_, c in rows],
+        [(10 * c + 1,) for *_, c in rows],
     )
 )
 rates = st.sampled_from([1.0, 4.0, 16.0])

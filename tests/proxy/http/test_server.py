@@ -207,13 +207,13 @@ async def test_a_slow_reader_slows_the_engine_and_loses_nothing() -> None:
         client.writer.get_extra_info("socket").setsockopt(
             socket.SOL_SOCKET, socket.SO_RCVBUF, 65536
         )
-        client.writer.transport.pause_reading()
+        client.pause_reading()
         await asyncio.sleep(0.3)
         stalled = sent
         await asyncio.sleep(0.3)
         assert sent == stalled, "the engine goes on while nobody reads"
         assert stalled * size < 16 * 1024 * 1024, "too much is held in memory"
-        client.writer.transport.resume_reading()
+        client.resume_reading()
         reply = await client.receive()
         parts = reply.body.split(b"\n\n")
         assert reply.complete and len(parts) == total + 2

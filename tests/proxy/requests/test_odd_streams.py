@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -118,9 +119,10 @@ class Counted(bytes):
         Counted.touched += len(self)
         return super().split(*args, **more)  # type: ignore[arg-type]
 
-    def __add__(self, other: bytes) -> "Counted":
-        Counted.touched += len(self) + len(other)
-        return Counted(super().__add__(other))
+    def __add__(self, other: Any) -> "Counted":
+        data = bytes(other)
+        Counted.touched += len(self) + len(data)
+        return Counted(super().__add__(data))
 
     def __radd__(self, other: bytes) -> "Counted":
         Counted.touched += len(self) + len(other)

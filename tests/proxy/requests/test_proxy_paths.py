@@ -273,11 +273,12 @@ async def test_a_forwarded_stream() -> None:
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/inference/v1/generate"])
 async def test_other_generating_endpoints_use_both_legs(path: str) -> None:
     async with world() as w:
-        prompt = {
+        prompts: dict[str, dict[str, object]] = {
             "/v1/responses": {"input": "x"},
             "/v1/messages": {"messages": [], "max_tokens": 9},
             "/inference/v1/generate": {"token_ids": [1], "sampling_params": {"max_tokens": 9}},
-        }[path]
+        }
+        prompt = prompts[path]
         reply = await w.ask(
             "POST", f"{path}?beta=true", json.dumps({"model": "m", **prompt}).encode()
         )

@@ -17,10 +17,10 @@ def test_the_more_urgent_goes_first_and_equals_take_turns() -> None:
     waiting: PriorityQueue[str] = PriorityQueue()
     for item, urgency in (("a", 0), ("b", 0), ("late", 5), ("urgent", -1)):
         waiting.add(item, urgency, 1.0)
-    order = []
-    while item := waiting.next():
-        order.append(item)
-        waiting.remove(item)
+    order: list[str] = []
+    while (first := waiting.next()) is not None:
+        order.append(first)
+        waiting.remove(first)
     assert order == ["urgent", "a", "b", "late"] and not waiting
 
 
@@ -155,7 +155,7 @@ async def test_a_client_that_reads_nothing_is_cut_and_its_leg_ends() -> None:
         client.writer.get_extra_info("socket").setsockopt(
             socket.SOL_SOCKET, socket.SO_RCVBUF, 65536
         )
-        client.writer.transport.pause_reading()
+        client.pause_reading()
         await until(lambda: w.d.calls and w.d.calls[0].gone.is_set())
 
 

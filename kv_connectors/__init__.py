@@ -15,3 +15,18 @@ def register() -> None:
         KVConnectorFactory.register_connector(
             "DisaggConnector", "kv_connectors.connector", "DisaggConnector"
         )
+    _permit_amx()
+
+
+def _permit_amx() -> None:
+    """Requests Linux's permission to use AMX tiles, for engines on CPUs.
+
+    vLLM's CPU attention (0.32) uses the tiles without that request. Usually oneDNN has made
+    it before. A model whose matrix products are too small for oneDNN's AMX kernels ended its worker
+    with SIGILL at the first prompt.
+    """
+    import torch
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()

@@ -457,7 +457,7 @@ class Driver:
             except KeyError:
                 continue  # the other thread has reported it
             if kind is events.LoadResult:
-                self._outbox.append(events.LoadResult(transfer, events.Reason.BROKEN))
+                self._outbox.append(events.LoadResult(transfer, events.Reason.INTERNAL_ERROR))
             else:
                 self._outbox.append(events.ReleaseBlocks(transfer, delivered=False))
 

@@ -39,9 +39,13 @@ def test_the_metrics_page_counts_each_report_once() -> None:
     reported.data |= {
         "sent_bytes": 7,
         "loads": [0.1],
-        "failures": {"silent": 2},
+        "failures": {"peer_timeout": 2},
         "received": {"zmq": 40},
     }
     page.observe(reported.data)
-    for name, value in (("sent_bytes", 7), ("failed_silent", 2), ("received_by_zmq_bytes", 40)):
+    for name, value in (
+        ("sent_bytes", 7),
+        ("failed_peer_timeout", 2),
+        ("received_by_zmq_bytes", 40),
+    ):
         assert registry.get_sample_value(f"vllm:disagg_{name}_total", {"engine": "0"}) == value

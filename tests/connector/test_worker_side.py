@@ -271,7 +271,7 @@ def test_two_legs_of_one_transfer_on_one_engine_stay_separate(ends: str) -> None
         )
     )
     outcomes = [
-        events.LoadResult("t", events.Reason.LATE),
+        events.LoadResult("t", events.Reason.TRANSFER_STALLED),
         events.ReleaseBlocks("t", delivered=False),
     ]
     driver.outcomes = outcomes if ends == "load first" else outcomes[::-1]

@@ -62,7 +62,10 @@ def test_a_prefill_engine_whose_core_stands_still_while_its_worker_lives(main: M
     """Worker and /health answer. D gives P up after `stall`, long before the patience."""
     asked = [body(tokens(1800 + at, time.monotonic()), 8) for at in range(8)]
     plain = at_once(lambda one: ask(main.plain.url, one), asked)
-    stalled, before = main.decode.metric("vllm:disagg_failed_stalled_total"), main.decode.received
+    stalled, before = (
+        main.decode.metric("vllm:disagg_failed_engine_stalled_total"),
+        main.decode.received,
+    )
     core = main.prefill.child("EngineCore")
     transfers = [grants.new_transfer() for _ in asked]
     legs = [
@@ -80,7 +83,7 @@ def test_a_prefill_engine_whose_core_stands_still_while_its_worker_lives(main: M
             expect_same(answer.result(STALL_SECONDS + 30), expected)
         assert main.prefill.is_ready(), "its API server lives"
         assert time.monotonic() - began > STALL_SECONDS / 2
-        assert main.decode.metric("vllm:disagg_failed_stalled_total") > stalled
+        assert main.decode.metric("vllm:disagg_failed_engine_stalled_total") > stalled
     finally:
         os.kill(core, signal.SIGCONT)
     assert {leg.result().status for leg in legs} == {200}

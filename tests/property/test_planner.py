@@ -123,6 +123,26 @@ def test_many_steps_at_once_are_one_step_at_a_time(
     _compare(deployment, sample, rate)
 
 
+@pytest.mark.parametrize("prompts", [(115, 499), (179, 499), (194, 499), (293, 401)])
+def test_steps_of_two_replicas_that_end_at_one_moment(prompts: tuple[int, int]) -> None:
+    """Tests KV that lands at D at the moment at which one of D's steps ends."""
+    latency = LinearLatency(
+        1,
+        prefill=(0.0, 2**-13, 0.0),
+        small=(10 / 1024, 0.0, 2**-13),
+        large=(2**-7, 2**-19, 2**-12),
+        threshold=3,
+    )
+    chunks = SchedulingRules(budget=64, sequences=2, chunked=True)
+    whole = SchedulingRules(budget=64, sequences=2, chunked=False)
+    deployment = Deployment(
+        ReplicaPool(1, latency, 1000, chunks),
+        ReplicaPool(1, latency, 700, whole),
+        Handoff(NetworkLink("none", float("inf"), 0.0), 2.0**17, 1, False, 8),
+    )
+    _compare(deployment, WorkloadSample([*prompts], [7, 1], [0.0, 0.0], [[1], [1]]), 1.0)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_reservations_that_come_while_many_steps_are_under_way(seed: int) -> None:
     """Tests decode instances with little KV and steady traffic, rare in random deployments."""

@@ -43,7 +43,7 @@ def offer(source: str, tokens: int, reader: str = "d", ahead: int = 8) -> messag
 
 
 def fail(source: str) -> messages.Abort:
-    return messages.Abort("t", source, "d", "withdrawn")
+    return messages.Abort("t", source, "d", "blocks_revoked")
 
 
 def test_the_least_that_all_have(side: Receiver) -> None:

@@ -23,7 +23,7 @@ TO_SENDER = [
 TO_RECEIVER = [
     messages.Progress("t", "p", "d", 128, 200, 1),
     messages.Confirm("t", "p", "d", True),
-    messages.Abort("t", "p", "d", "refused"),
+    messages.Abort("t", "p", "d", "unknown_transfer"),
     messages.TransportNote("p", "d", "nixl", b"x"),
 ]
 

@@ -98,7 +98,7 @@ def test_a_p_that_stands_still_is_given_up_if_it_owes_more_than_bytes(
         msgspec.structs.replace(offer(tokens), seconds_without_step=seconds), 0.6
     )  # asked again, the same answer
     assert [a.reason for a in actions if isinstance(a, LoadResult)] == (
-        [Reason.STALLED] if ends else []
+        [Reason.ENGINE_STALLED] if ends else []
     )
     if ends:
         assert said(actions) == ["Abort", "LoadResult"] and not side.transfers
@@ -108,7 +108,7 @@ def test_a_silent_p_is_asked_again_and_then_given_up(side: Receiver) -> None:
     for now in (0.5, 1.0, 1.5):
         assert said(side.handle(ClockTick(), now)) == ["TransferRequest"]
     *_, report = side.handle(ClockTick(), 2.0)
-    assert isinstance(report, LoadResult) and report.reason is Reason.SILENT
+    assert isinstance(report, LoadResult) and report.reason is Reason.PEER_TIMEOUT
 
 
 def test_a_p_that_was_frozen_hears_later_that_it_was_given_up(side: Receiver) -> None:
@@ -188,7 +188,7 @@ def test_one_of_two_sources_is_not_success(two: Receiver) -> None:
 def test_a_source_that_has_settled_owes_no_sign_of_life_and_is_asked_no_more(two: Receiver) -> None:
     (pull,) = two.handle(ClockTick(), 0.5)
     assert isinstance(pull, SendMessage) and pull.to == "q"
-    assert two.handle(messages.Abort("t", "p", "d", "refused"), 0.6) == [], (
+    assert two.handle(messages.Abort("t", "p", "d", "unknown_transfer"), 0.6) == [], (
         "an answer to a TransferRequest that was late"
     )
     assert two.transfers
@@ -197,20 +197,20 @@ def test_a_source_that_has_settled_owes_no_sign_of_life_and_is_asked_no_more(two
 def test_what_one_source_lost_fails_the_whole_and_the_others_hear_of_it() -> None:
     side = Receiver("d", "", 0, SHAPE, keepalive_interval=0.5, peer_timeout=2.0)
     side.handle(wanted("p", "q"), 0.0)
-    fail, report = side.handle(messages.Abort("t", "q", "d", "withdrawn"), 0.1)
+    fail, report = side.handle(messages.Abort("t", "q", "d", "blocks_revoked"), 0.1)
     assert (
         isinstance(fail, SendMessage)
         and fail.to == "p"
         and isinstance(fail.message, messages.Abort)
     )
-    assert isinstance(report, LoadResult) and report.reason is Reason.WITHDRAWN
+    assert isinstance(report, LoadResult) and report.reason is Reason.BLOCKS_REVOKED
 
 
 def test_one_silent_source_of_two_is_enough(two: Receiver) -> None:
     for now in (0.5, 1.0, 1.5):
         two.handle(ClockTick(), now)
     *_, report = two.handle(ClockTick(), 2.0)
-    assert isinstance(report, LoadResult) and report.reason is Reason.SILENT
+    assert isinstance(report, LoadResult) and report.reason is Reason.PEER_TIMEOUT
 
 
 def test_a_source_that_nobody_reads_is_told_by_one_rank() -> None:

@@ -73,7 +73,7 @@ def test_layers_computed_again_are_served_to_nobody_and_held_while_they_are_sent
     side.handle(LayersComputed("t", 1), 0.0)
     (told,) = side.handle(LayersRecomputed("t"), 0.0)
     assert isinstance(told, SendMessage) and told.message == messages.Abort(
-        "t", "p", "d", "withdrawn"
+        "t", "p", "d", "blocks_revoked"
     )
     for event in (
         LayersComputed("t", 3),
@@ -102,7 +102,7 @@ def test_who_asks_after_layers_were_computed_again_is_refused() -> None:
     side.handle(LayersComputed("t", 2), 0.0)
     (told,) = side.handle(messages.TransferRequest("t", "p", "d", "zmq:x"), 0.0)
     assert isinstance(told, SendMessage) and told.message == messages.Abort(
-        "t", "p", "d", "withdrawn"
+        "t", "p", "d", "blocks_revoked"
     )
     assert side.handle(PrefillFinished("t"), 0.1) == [ReleaseBlocks("t", delivered=False)]
 
@@ -186,7 +186,7 @@ def test_a_reader_of_another_prompt_is_told_so_at_once_and_holds_nothing(asks_fi
         for event in ((asked, computes) if asks_first else (computes, asked))
         for action in side.handle(event, 0.0)
     ]
-    refused = SendMessage("d", messages.Abort("t", "p", "d", Reason.DIFFERENT.value))
+    refused = SendMessage("d", messages.Abort("t", "p", "d", Reason.PROMPT_MISMATCH.value))
     assert [action for action in said if isinstance(action.message, messages.Abort)] == [refused]  # type: ignore[union-attr]
     assert side.handle(LayersComputed("t", 1), 0.1) == [], "it is offered nothing"
     (answer,) = side.handle(messages.ReadRequest("t", "p", "d", 0, extents.Extent(0, 1, 0, 4)), 0.2)

@@ -15,7 +15,11 @@ from world import CHAOS, EQUAL, World
 SEEDS = int(os.environ.get("SEEDS", "1000"))
 NETWORK = frozenset({"drop", "repeat", "reorder", "damage"})
 BATCHES = 20
-GONE = (Reason.WITHDRAWN, Reason.REFUSED, Reason.LOST)  # D's request has ended, and P reads no more
+GONE = (
+    Reason.BLOCKS_REVOKED,
+    Reason.UNKNOWN_TRANSFER,
+    Reason.BLOCKS_RELEASED,
+)  # D's request has ended, and P reads no more
 
 
 def run(seed: int, chaos: frozenset[str]) -> World:
@@ -89,7 +93,7 @@ def test_a_p_whose_vllm_stands_still_in_the_middle_of_a_prompt_is_given_up_in_ti
             if world.now > until:
                 break
             if at < 60:
-                assert Reason.STALLED not in world.outcomes.values(), (seed, world.log[-20:])
+                assert Reason.ENGINE_STALLED not in world.outcomes.values(), (seed, world.log[-20:])
         if works:
             assert not world.wanted, (seed, world.wanted, world.log[-20:])
         ended = world.outcomes.keys() - before
@@ -98,8 +102,11 @@ def test_a_p_whose_vllm_stands_still_in_the_middle_of_a_prompt_is_given_up_in_ti
             for key in ended
             if not (key[1].endswith(BACK) and world.outcomes[key] in GONE)
         ]
-        assert set(after) <= {None, Reason.STALLED} and (works or not any(after)), (seed, after)
-        stalled += after.count(Reason.STALLED)
+        assert set(after) <= {None, Reason.ENGINE_STALLED} and (works or not any(after)), (
+            seed,
+            after,
+        )
+        stalled += after.count(Reason.ENGINE_STALLED)
         world.settle()
     assert stalled > 50
 

@@ -129,7 +129,7 @@ def test_another_fleets_key_gets_nothing(start: Callable[..., Driver]) -> None:
     prefill(p, "cd" * 16, [1, 2], 20)
     d.submit([wanted(p, d, "cd" * 16, [1, 2], 0, 20)])
     report = outcome(d)
-    assert isinstance(report, events.LoadResult) and report.reason is events.Reason.SILENT
+    assert isinstance(report, events.LoadResult) and report.reason is events.Reason.PEER_TIMEOUT
 
 
 def test_a_dead_source_is_noticed(start: Callable[..., Driver]) -> None:
@@ -138,7 +138,7 @@ def test_a_dead_source_is_noticed(start: Callable[..., Driver]) -> None:
     began = time.monotonic()
     d.submit([wanted(p, d, "ef" * 16, [1], 0, 3)])
     report = outcome(d)
-    assert isinstance(report, events.LoadResult) and report.reason is events.Reason.SILENT
+    assert isinstance(report, events.LoadResult) and report.reason is events.Reason.PEER_TIMEOUT
     assert time.monotonic() - began < 4
 
 
@@ -156,7 +156,7 @@ def test_a_source_whose_vllm_stands_still_is_given_up_and_one_that_steps_is_not(
         assert not p.take() and not d.take()
         time.sleep(0.05)
     report = outcome(d)
-    assert isinstance(report, events.LoadResult) and report.reason is events.Reason.STALLED
+    assert isinstance(report, events.LoadResult) and report.reason is events.Reason.ENGINE_STALLED
     assert 1.2 < time.monotonic() - end < 4
 
 
@@ -241,9 +241,10 @@ def test_what_vllm_has_withdrawn_is_never_confirmed(
     d.submit([wanted(p, d, transfer, [2], 0, 3)])
     report = outcome(d)
     assert isinstance(report, events.LoadResult)
-    assert report.bytes_landed and report.reason in (events.Reason.WITHDRAWN, events.Reason.LOST), (
-        report
-    )
+    assert report.bytes_landed and report.reason in (
+        events.Reason.BLOCKS_REVOKED,
+        events.Reason.BLOCKS_RELEASED,
+    ), report
 
 
 def test_an_idle_pair_does_not_wake_up(start: Callable[..., Driver]) -> None:
@@ -279,7 +280,7 @@ def test_a_broken_driver_becomes_a_plain_vllm(
     d.submit([wanted(p, d, "45" * 16, [1], 0, 3), events.PrefillFinished("67" * 16)])
     assert len(told) == (lands == "nothing")
     failed = [
-        events.LoadResult(t * 16, events.Reason.BROKEN)
+        events.LoadResult(t * 16, events.Reason.INTERNAL_ERROR)
         for t in ("23", "45")
         if t == "45" or lands != "for ever"
     ]

@@ -22,15 +22,15 @@ class Reason(str, Enum):
     """Names why a transfer failed.  A closed set, because the values label metrics."""
 
     CANCELLED = "cancelled"  # the receiving engine cancelled the request
-    WITHDRAWN = "withdrawn"  # the sending engine aborted or preempted the request
-    DIFFERENT = "different"  # the sender computes another prompt under this transfer id
-    REFUSED = "refused"  # the sender does not know the transfer (any more), or has no room for it
-    SILENT = "silent"  # the sender does not answer
-    LATE = "late"  # the sender answers, but no bytes or tokens arrive
-    STALLED = "stalled"  # the sending engine has work, but has made no step for long
+    BLOCKS_REVOKED = "blocks_revoked"  # the sending engine aborted or preempted the request
+    PROMPT_MISMATCH = "prompt_mismatch"  # the sender computes another prompt under this id
+    UNKNOWN_TRANSFER = "unknown_transfer"  # the sender has no such transfer, or no room for it
+    PEER_TIMEOUT = "peer_timeout"  # the sender does not answer
+    TRANSFER_STALLED = "transfer_stalled"  # the sender answers, but no bytes or tokens arrive
+    ENGINE_STALLED = "engine_stalled"  # the sending engine has work, but has made no step for long
     CORRUPT = "corrupt"  # a piece failed its checksum or size several times
-    BROKEN = "broken"  # the driver of this worker failed
-    LOST = "lost"  # the sender released the blocks before all bytes were in place
+    INTERNAL_ERROR = "internal_error"  # the driver of this worker failed
+    BLOCKS_RELEASED = "blocks_released"  # the sender released blocks before all bytes were in place
 
 
 # Events for the sender ----------------------------------------------------------------------------

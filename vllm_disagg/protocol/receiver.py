@@ -367,7 +367,7 @@ class Receiver:
                     return []  # answers a TransferRequest that was overtaken by the ReadComplete
                 # A newer sender may have reasons that this version lacks.
                 known = event.reason in Reason._value2member_map_
-                reason = Reason(event.reason) if known else Reason.REFUSED
+                reason = Reason(event.reason) if known else Reason.UNKNOWN_TRANSFER
                 return self._fail(event.transfer, reason, now, informed=source.name)
 
     def _on_progress(
@@ -378,7 +378,7 @@ class Receiver:
         is_stalled = event.seconds_without_step >= self.engine_stall_timeout
         # A sender that has all tokens owes only bytes, for which its engine need not step.
         if is_stalled and event.tokens_final < t.token_end:
-            return self._fail(event.transfer, Reason.STALLED, now)
+            return self._fail(event.transfer, Reason.ENGINE_STALLED, now)
         # Progress is cumulative, so a later message is never smaller than an earlier one.
         progress = (event.tokens_final, event.tokens_partial, event.layers_partial)
         if progress <= (source.tokens_final, source.tokens_partial, source.layers_partial):
@@ -403,7 +403,7 @@ class Receiver:
             return []
         # vLLM may have reused the blocks before our last byte was read: none can be trusted.
         if not event.valid:
-            return self._fail(event.transfer, Reason.LOST, now, informed=source.name)
+            return self._fail(event.transfer, Reason.BLOCKS_RELEASED, now, informed=source.name)
         source.state = SourceState.SETTLED
         t.last_progress = now
         return self._report_if_settled(event.transfer, t, now)
@@ -427,10 +427,10 @@ class Receiver:
             for source in t.open_sources:
                 source.last_seen = max(source.last_seen, now - self.keepalive_interval)
         if any(now >= source.last_seen + self.peer_timeout for source in t.open_sources):
-            return self._fail(name, Reason.SILENT, now)
+            return self._fail(name, Reason.PEER_TIMEOUT, now)
         # The peers answer, but tokens and bytes do not come: recomputing is quicker.
         if now >= t.last_progress + t.stall_timeout:
-            return self._fail(name, Reason.LATE, now)
+            return self._fail(name, Reason.TRANSFER_STALLED, now)
         if now < t.retry_at:
             return []
         t.retry_at = now + self.keepalive_interval
@@ -536,7 +536,7 @@ class Receiver:
             if source.name != informed:
                 abort = messages.Abort(name, source.name, self.name, reason.value)
                 actions.append(SendMessage(source.name, abort))
-        if reason is Reason.SILENT and actions:
+        if reason is Reason.PEER_TIMEOUT and actions:
             # The connection may be broken, and these Aborts be lost with it.
             until = now + ABORT_REPEAT_SECONDS
             repeated = _RepeatedAborts(now + self.keepalive_interval, until, actions[:])

@@ -213,7 +213,7 @@ class Sender:
         actions: list[SenderAction] = []
         for name in t.active_receivers():
             if t.receivers[name].prompt != t.prompt:  # rule 5
-                actions.append(self._refuse(event.transfer, t, name, Reason.DIFFERENT))
+                actions.append(self._refuse(event.transfer, t, name, Reason.PROMPT_MISMATCH))
         return actions
 
     def _on_computed(self, event: LayersComputed) -> list[SenderAction]:
@@ -239,7 +239,7 @@ class Sender:
         t.is_recomputed = True
         actions: list[SenderAction] = []
         for name in t.active_receivers():
-            actions.append(self._refuse(transfer, t, name, Reason.WITHDRAWN))
+            actions.append(self._refuse(transfer, t, name, Reason.BLOCKS_REVOKED))
         return actions
 
     def _on_finished(self, transfer: str, now: float) -> list[SenderAction]:
@@ -258,7 +258,7 @@ class Sender:
         if t is None:
             return []
         assert t.state is not SendState.HELD, f"{transfer}: blocks revoked after they were held"
-        reason = Reason.WITHDRAWN.value
+        reason = Reason.BLOCKS_REVOKED.value
         return [
             SendMessage(name, messages.Abort(transfer, self.name, name, reason))
             for name in t.active_receivers()
@@ -316,9 +316,9 @@ class Sender:
             return [_abort(event)] if receiver.is_gone else []
         refusal: Reason | None = None
         if t.is_recomputed:
-            refusal = Reason.WITHDRAWN
+            refusal = Reason.BLOCKS_REVOKED
         elif t.state is not SendState.WANTED and receiver.prompt != t.prompt:  # rule 5
-            refusal = Reason.DIFFERENT
+            refusal = Reason.PROMPT_MISMATCH
         if refusal is None:
             return [self._progress(event.transfer, t, event.reader, self._stalled_seconds(now))]
         abort = self._refuse(event.transfer, t, event.reader, refusal)
@@ -504,6 +504,6 @@ def _is_in_sliding_window(t: OutgoingTransfer, extent: Extent, kind: LayerLayout
 
 def _abort(message: messages.ToSender) -> SendMessage:
     """Return the Abort for a message about a transfer that is not, or no longer, served."""
-    reason = Reason.REFUSED.value
+    reason = Reason.UNKNOWN_TRANSFER.value
     abort = messages.Abort(message.transfer, message.source, message.reader, reason)
     return SendMessage(message.reader, abort)

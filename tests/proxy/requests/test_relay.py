@@ -519,7 +519,7 @@ async def test_an_error_inside_the_proxy_is_a_500(monkeypatch: pytest.MonkeyPatc
         raise ZeroDivisionError
 
     async with world() as w:
-        monkeypatch.setattr("vllm_disagg.proxy.requests.relay.mint", broken)
+        monkeypatch.setattr("vllm_disagg.proxy.requests.legs.mint", broken)
         reply = await w.post()
         assert reply.status == 500 and reply.json()["error"]["code"] == 500
         monkeypatch.undo()

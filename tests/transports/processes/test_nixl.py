@@ -240,7 +240,7 @@ def test_a_sender_that_dies_or_freezes(
         wait(is_frozen.is_set)
     os.kill(source.process.pid, number)
     report = sink.outcome()
-    assert report.reason is events.Reason.SILENT, report
+    assert report.reason is events.Reason.PEER_TIMEOUT, report
     was = [plane.copy() for planes in sink.memory.planes for plane in planes]
     os.kill(source.process.pid, signal.SIGCONT)
     time.sleep(0.5)

@@ -34,7 +34,7 @@ from ..telemetry.record import RequestRecorder
 from . import bodies
 from .admin import DRAIN_PATH, INSTANCES_PATH, Admin
 from .forward import MAX_RETRIES
-from .relay import Relay, RequestContext
+from .relay import Relay
 
 log = logging.getLogger(__name__)
 
@@ -196,8 +196,7 @@ class Api:
         try:
             if body.has_previous_response:
                 return await self._look_up(request, client, meter)
-            context = RequestContext(request, client, meter, body, started_at)
-            return await self._relay.generate(context)
+            return await self._relay.generate(request, client, meter, body, started_at)
         finally:
             self._concurrency_limit.leave()
 

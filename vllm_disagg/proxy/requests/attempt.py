@@ -1,0 +1,209 @@
+"""The state of one client request, in three parts by their lifetime.
+
+    RequestContext    the request as its client sent it; never changes
+    RequestProgress   outlives an attempt: its failures, and the stream that the client has
+    Attempt           one plan: the legs that run, the answers that are open, the places taken
+
+Places. A plan's places are taken before its attempt begins (`plans.py`). The attempt gives them
+back, whatever ends it:
+
+    at P    when the prefill leg has ended, and at the latest with the attempt
+    at D    with the attempt
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from ..http.headers import find
+from ..http.reasons import Reason
+from ..http.server import Connection, HttpRequest
+from ..http.upstream import UpstreamResponse
+from ..routing.fleet import Instance
+from ..routing.pairing import InstancePair
+from ..routing.policies import RoutingQuery
+from ..routing.prefill_queue import PrefillQueue
+from ..telemetry.meter import TrafficCounters
+from .bodies import Body
+from .failover import DEATH_REASONS, AttemptHistory
+from .streams import StreamRecorder
+
+log = logging.getLogger(__name__)
+
+_REQUEST_ID_HEADER = b"x-request-id"
+MAX_LOGGED_ID_BYTES = 128  # the client may have chosen the id
+
+LegName = Literal["prefill", "decode"]
+AttemptPlan = InstancePair | Instance  # both legs, or a decode instance alone
+
+
+@dataclass(slots=True, frozen=True)
+class RequestContext:
+    """One client request, with the connection for its answer.
+
+    `started_at`: a time of the event loop's clock, as all times in this file.
+    """
+
+    request: HttpRequest
+    client: Connection
+    meter: TrafficCounters
+    body: Body
+    query: RoutingQuery
+    started_at: float
+
+    @property
+    def request_id(self) -> str:
+        """The request's id for log lines."""
+        request_id = find(self.request.headers, _REQUEST_ID_HEADER)
+        return request_id[:MAX_LOGGED_ID_BYTES].decode("ascii", "replace")
+
+
+class Leg(NamedTuple):
+    """A request to one instance."""
+
+    name: LegName
+    instance: Instance
+    sent_at: float
+
+
+@dataclass(slots=True, frozen=True)
+class AttemptFailure:
+    """A leg failed in a way in which another instance may succeed."""
+
+    leg: LegName
+    reason: Reason
+    detail: str
+    answer: UpstreamResponse | None = None  # the instance's answer, for the client at the end
+
+
+LegOutcome = UpstreamResponse | AttemptFailure  # an answer that has started, or a failure
+
+
+class SuspectLeg(NamedTuple):
+    """A leg that was answered with 5xx: its instance is to blame if another one can answer."""
+
+    leg: Leg
+    ended_at: float
+
+
+@dataclass(slots=True)
+class RequestProgress:
+    """The part of a request's state that outlives its attempts."""
+
+    history: AttemptHistory = field(default_factory=AttemptHistory)
+    failed_instances: list[Instance] = field(default_factory=list)  # not tried again
+    suspects: list[SuspectLeg] = field(default_factory=list)
+    recorder: StreamRecorder | None = None  # once a stream was started at the client
+
+    def on_attempt_failed(self, reason: Reason, answer_started: bool) -> None:
+        """Brings the history up to date after a failed attempt."""
+        if reason in DEATH_REASONS:
+            self.history.deaths += 1
+        self.history.answer_started = answer_started
+        self.history.answer_resumable = bool(self.recorder and self.recorder.resumable)
+
+    def blame_suspects(self, now: float) -> None:
+        """Counts the 5xx answers as failures: another instance answered the same request."""
+        for suspect in self.suspects:
+            leg = suspect.leg
+            leg.instance.on_leg_failed("5xx", now, leg.sent_at, suspect.ended_at)
+        self.suspects.clear()
+
+
+class Attempt:
+    """One attempt to serve a request by the instances of a plan; a context manager.
+
+    After the `with` block no place is taken and no answer is open. A prefill leg that still ran is
+    cancelled; it gives back its place when the cancellation has reached it.
+    """
+
+    def __init__(
+        self,
+        context: RequestContext,
+        progress: RequestProgress,
+        plan: AttemptPlan,
+        prefill_queue: PrefillQueue,
+    ) -> None:
+        """`plan`: its places are taken already, and belong to this attempt from here on."""
+        self.context = context
+        self.progress = progress
+        self.pair: InstancePair | None = None  # None: the decode instance serves alone
+        if isinstance(plan, InstancePair):
+            self.pair = plan
+            self.decode = plan.decode
+        else:
+            self.decode = plan
+        # A pair whose place at P is taken, and not handed to a concurrent prefill leg.
+        self._unstarted_pair = self.pair
+        self._prefill_queue = prefill_queue
+        self._prefill_leg: asyncio.Task[LegOutcome] | None = None
+        self._open_answers: list[UpstreamResponse] = []
+
+    @property
+    def server(self) -> Instance:
+        """The instance that answers the client."""
+        if self.pair and self.context.body.one_token:
+            return self.pair.prefill
+        return self.decode
+
+    def __enter__(self) -> Attempt:
+        self.progress.history.attempts += 1
+        if self.pair:
+            self.progress.history.pair_attempts += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._prefill_leg:
+            self._prefill_leg.cancel()
+        self.release_prefill_place()
+        self.decode.remove_request(self.context.query.prompt_bytes)
+        for answer in self._open_answers:
+            answer.close()
+
+    def start_prefill_leg(
+        self, pair: InstancePair, leg: Coroutine[Any, Any, LegOutcome]
+    ) -> asyncio.Task[LegOutcome]:
+        """Starts a prefill leg beside the decode leg; its end gives back the place at P."""
+        task = asyncio.create_task(leg)
+        self._prefill_leg = task
+        self._unstarted_pair = None
+        task.add_done_callback(lambda _: self._prefill_queue.release(pair))
+        return task
+
+    def release_prefill_place(self) -> None:
+        """Gives back the place at P, unless a started leg does that or it was done before."""
+        pair = self._unstarted_pair
+        self._unstarted_pair = None
+        if pair:
+            self._prefill_queue.release(pair)
+
+    def close_at_end(self, answer: UpstreamResponse) -> None:
+        """Takes an answer that is closed at the end of the attempt."""
+        self._open_answers.append(answer)
+
+    def record_failure(
+        self, leg: Leg, reason: Reason, detail: str, answer: UpstreamResponse | None = None
+    ) -> AttemptFailure:
+        """Records that a leg failed, and returns the failure.
+
+        `answer`: the instance's own answer, if the client may get it.
+        """
+        log.warning(
+            "relay: request %s: %s failed a %s leg: %s; another attempt follows, if one is left",
+            self.context.request_id,
+            leg.instance.url,
+            leg.name,
+            detail,
+        )
+        now = asyncio.get_running_loop().time()
+        self.progress.failed_instances.append(leg.instance)
+        if reason == "5xx":
+            # The request itself may be the cause: see `blame_suspects`.
+            self.progress.suspects.append(SuspectLeg(leg, now))
+        elif reason != "diverged":
+            leg.instance.on_leg_failed(reason, now, leg.sent_at)
+        return AttemptFailure(leg.name, reason, detail, answer)

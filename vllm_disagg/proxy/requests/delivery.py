@@ -1,0 +1,113 @@
+"""Delivers a started answer to its client: whole, as a stream, or as a stream's continuation.
+
+A stream is written by the request's `StreamRecorder`, which outlives the attempts. A second answer
+continues it: the recorder compares that answer with the part that the client has, and writes the
+rest. If no instance can continue, the client gets the last failure.
+"""
+
+from __future__ import annotations
+
+from ..http.error_replies import RequestFailed
+from ..http.headers import end_to_end, find
+from ..http.server import Connection
+from ..http.sse import DONE, ERROR
+from ..http.upstream import Unreachable, UpstreamResponse
+from ..routing.fleet import Fleet
+from .attempt import Attempt, AttemptFailure, Leg
+from .completeness import END_MARKS, CompletenessCheck
+from .streams import StreamRecorder
+
+
+class Delivery:
+    """Writes answers to clients."""
+
+    def __init__(self, fleet: Fleet, completeness: CompletenessCheck) -> None:
+        self._fleet = fleet
+        self._completeness = completeness
+
+    async def deliver_answer(
+        self, attempt: Attempt, answer: UpstreamResponse
+    ) -> int | AttemptFailure:
+        """Sends a started answer to the client; returns its status, or its failure."""
+        client = attempt.context.client
+        if answer.status == 200 and answer.is_stream:
+            return await self._deliver_stream(attempt, answer)
+        if client.started:
+            # The client has a stream; this is a refusal, or an answer of another kind.
+            detail = f"another instance answered {answer.status}"
+            return AttemptFailure("decode", "diverged", detail)
+        return await _deliver_whole(client, answer)
+
+    async def deliver_failure(self, attempt: Attempt, failure: AttemptFailure) -> int:
+        """Ends the request with its last failure: with the instance's own answer, if it sent one.
+
+        Returns the status, or raises RequestFailed.
+        """
+        client = attempt.context.client
+        if not client.started and failure.answer:
+            return await _deliver_whole(client, failure.answer)
+        error_event = _last_error_event(attempt.progress.recorder)
+        if client.started and error_event:
+            client.write(error_event + b"\n\n" + DONE)
+            client.end()
+            return 500
+        raise RequestFailed(502, f"the {failure.leg} instance failed: {failure.detail}")
+
+    async def _deliver_stream(
+        self, attempt: Attempt, answer: UpstreamResponse
+    ) -> int | AttemptFailure:
+        """Sends a stream, or continues the one that the client has."""
+        client = attempt.context.client
+        server = attempt.server
+        leg = Leg("decode", server, answer.sent_at)
+        compressed = bool(find(answer.headers, b"content-encoding"))
+        recorder = attempt.progress.recorder
+        if not recorder:
+            client.start(answer.status, end_to_end(answer.headers))
+            recorder = self._make_recorder(attempt, compressed)
+            attempt.progress.recorder = recorder
+        client.on_pause = answer.pause_reading
+        sink = recorder.start_answer(answer.reject, compressed)
+        try:
+            await answer.pipe(sink, paused=client.paused)
+        except Unreachable as error:
+            # A connection that broke after the last event does no harm.
+            if not recorder.is_complete:
+                return attempt.record_failure(leg, error.reason, str(error))
+        else:
+            if recorder.held and not await self._completeness.is_engine_running(server):
+                return attempt.record_failure(leg, "died", "it is being stopped")
+            if not recorder.finish():
+                return AttemptFailure("decode", "diverged", "the answer made again is shorter")
+        client.end()
+        await client.drained()
+        return answer.status
+
+    def _make_recorder(self, attempt: Attempt, compressed: bool) -> StreamRecorder:
+        """Returns the writer of a client's stream; it records if another D could continue it."""
+        context = attempt.context
+        path = context.request.path
+        decodes = self._fleet.with_role("decode")
+        record = (
+            context.body.reproducible
+            and not compressed
+            and any(decode is not attempt.server for decode in decodes)
+        )
+        return StreamRecorder(context.client.write, record, END_MARKS.get(path, b""), path)
+
+
+def _last_error_event(recorder: StreamRecorder | None) -> bytes:
+    """Returns the instance's own error event, if the client's stream may end with it."""
+    if not recorder:
+        return b""
+    # The error event of a second answer has that answer's ids, unless it is a plain one.
+    if recorder.continued and not recorder.error_event.startswith(ERROR):
+        return b""
+    return recorder.error_event
+
+
+async def _deliver_whole(client: Connection, answer: UpstreamResponse) -> int:
+    content = await answer.read()
+    client.answer(answer.status, end_to_end(answer.headers), content)
+    await client.drained()
+    return answer.status

@@ -1,0 +1,133 @@
+"""Judges the answer of one leg: when it has started, and whether it is a failure.
+
+A refusal of the client's request (4xx) is an answer, not a failure: every instance would give it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..http.headers import find
+from ..http.reasons import Reason
+from ..http.server import HttpRequest
+from ..http.upstream import HOLD_BYTES, Unreachable, UpstreamResponse
+from ..membership.discovery import card_in, engine_in
+from ..routing.pairing import InstancePair
+from .attempt import Leg, RequestContext
+from .completeness import CompletenessCheck, doubtful
+from .first_content import ContentState, FirstContentDetector
+from .streams import aborted, engine_failed, failure_in
+
+# How often a request's size may be contained in the events before the first content: two of them
+# repeat parts of the request.
+MAX_ECHOES = 4
+MAX_ERROR_BYTES = 500  # bytes of an error event that are passed on to a client
+
+
+class AnswerProblem(NamedTuple):
+    """The failure that an answer shows."""
+
+    reason: Reason
+    detail: str
+    answer: UpstreamResponse | None  # for the client, if no other instance succeeds
+
+
+async def until_started(request: HttpRequest, answer: UpstreamResponse) -> bytes:
+    """Waits until an answer has started or is complete; returns an error event at its start.
+
+    Raises Unreachable.
+    """
+    if answer.status != 200 or not answer.is_stream:
+        await answer.read()
+        return b""
+    if find(answer.headers, b"content-encoding"):  # compressed: events cannot be parsed
+        await answer.first_byte()
+        return b""
+    detector = FirstContentDetector(request.path)
+    max_held_bytes = HOLD_BYTES + MAX_ECHOES * len(request.body)
+    if not await answer.read_until(
+        lambda data: detector.feed(data) is not ContentState.NOT_YET, max_held_bytes
+    ):
+        detector.feed(b"\n\n")  # the end of the body ends its last event
+        if detector.state is ContentState.NOT_YET:
+            raise Unreachable("died", "the stream ended before its first content")
+    return detector.failure
+
+
+async def find_problem(
+    context: RequestContext,
+    leg: Leg,
+    answer: UpstreamResponse,
+    error_event: bytes,
+    completeness: CompletenessCheck,
+) -> AnswerProblem | None:
+    """Returns the failure that a started answer shows; None for a good answer or a refusal.
+
+    `error_event`: the result of `until_started`.
+    """
+    if error_event:
+        return AnswerProblem(failure_in(error_event), _error_detail(error_event), None)
+    content = answer.peek()
+    if answer.status >= 500 or engine_failed(content):
+        return AnswerProblem(failure_in(content), f"it answered {answer.status}", answer)
+    if await _is_aborted(context, leg, answer, completeness):
+        return AnswerProblem("died", "it is being stopped", None)
+    if not 200 <= answer.status < 500:
+        return AnswerProblem("garbled", f"it answered {answer.status}", answer)
+    return None
+
+
+async def _is_aborted(
+    context: RequestContext, leg: Leg, answer: UpstreamResponse, completeness: CompletenessCheck
+) -> bool:
+    """Whether a stopping engine aborted this answer; of a stream, its beginning is judged."""
+    path = context.request.path
+    content = answer.peek()
+    if aborted(content):
+        return True
+    if answer.status != 200 or answer.is_stream:
+        return False
+    # A whole message has a stop reason; an aborted one has not.
+    is_message = path == "/v1/messages" and b'"type":"message"' in content
+    if is_message and b'"stop_reason":' not in content:
+        return True
+    for_client = leg.name == "decode" or context.body.one_token
+    if not for_client or not doubtful(path, content):
+        return False
+    return not await completeness.is_engine_running(leg.instance)
+
+
+def _error_detail(event: bytes) -> str:
+    """Returns one line for people about an error event."""
+    return f"it began with an error: {event[:MAX_ERROR_BYTES].decode(errors='replace')}"
+
+
+def verify_prefill(path: str, pair: InstancePair, content: bytes, now: float) -> str:
+    """Verifies that the process named in D's grant gave a prefill leg's answer.
+
+    Returns why the answer is of no use for D; "" if it is. Notes the answer's facts at both
+    instances.
+    """
+    instance = pair.prefill
+    engine = engine_in(content)
+    card = card_in(content)
+    if card:
+        instance.set_clock(card.clock, now)
+    if card and not engine:
+        # Its clock may differ from what the proxy assumed. D's may too, and D reports nothing.
+        instance.needs_probe = True
+        pair.decode.needs_probe = True
+        return "the prefill instance has refused its grant"
+    if not engine or engine.rank != instance.rank:
+        # An old version of vLLM at a new endpoint ignores grants; or it was restarted without
+        # the connector, or with more ranks.
+        instance.unsupported_paths.add(path)
+        instance.needs_probe = True
+        if engine:
+            return "another data parallel rank answered"
+        return "the prefill instance says nothing of KV transfers"
+    if not instance.engine or engine.incarnation != instance.engine.incarnation:
+        instance.on_probe_answered(instance.model, engine, instance.models)
+        instance.needs_probe = True
+        return "the prefill instance was restarted"
+    return ""

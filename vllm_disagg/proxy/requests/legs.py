@@ -1,0 +1,256 @@
+"""Runs the legs of one attempt until its answer has started.
+
+    one decode instance   one leg, aggregated
+    a pair                prefill only: P answers the client
+                          in turn: NixlConnector's legs, one after the other
+                          concurrent: this project's connector, both legs at once
+
+Concurrent legs. The first leg to end decides:
+
+    D's answer has started, D fails or refuses   D's outcome
+    P fails                                      P's failure
+    P refuses                                    D's refusal if it comes soon, otherwise P's
+    P has computed the prompt                    D's outcome, when it comes
+
+P's leg goes on after D's answer has started, since D may still read KV. The end of the attempt ends
+it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ...fleet.grants import MARGIN_SECONDS, REQUEST_KEY, VERSION, Grant, mint, new_transfer
+from ...fleet.keys import FleetKey
+from ..http.upstream import ConnectionPool, Unreachable, UpstreamResponse, pool_of
+from ..membership.discovery import NIXL_PREFILL, params_in
+from ..routing.fleet import Instance
+from ..routing.pairing import InstancePair
+from ..settings import ProxySettings
+from ..telemetry.metrics import Metrics
+from ..telemetry.tracing import Tracing
+from .attempt import Attempt, AttemptFailure, Leg, LegName, LegOutcome
+from .completeness import CompletenessCheck
+from .leg_answers import find_problem, until_started, verify_prefill
+
+# After P's refusal, the time in which D may refuse too: D's refusal is about the client's request,
+# P's about its leg.
+DECODE_REFUSAL_SECONDS = 0.2
+
+
+class LegRunner:
+    """Sends the legs of attempts."""
+
+    def __init__(
+        self,
+        pools: dict[str, ConnectionPool],
+        completeness: CompletenessCheck,
+        metrics: Metrics,
+        tracing: Tracing,
+        settings: ProxySettings,
+    ) -> None:
+        """`pools`: connections by instance URL."""
+        self._pools = pools
+        self._completeness = completeness
+        self._metrics = metrics
+        self._tracing = tracing
+        self._key = settings.key
+        self._patience = settings.patience
+
+    async def run_legs(self, attempt: Attempt) -> LegOutcome:
+        """Returns an answer that has started, or the failure of a leg."""
+        context = attempt.context
+        pair = attempt.pair
+        if not pair:
+            return await self._run_aggregated(attempt)
+        context.request.mode = "disaggregated"
+        context.meter.paired(pair.prefill.url, pair.decode.url)
+        if context.body.one_token:
+            # P has the token when it has the prompt, so that no KV needs to move.
+            return await self._prefill_leg(attempt, pair, context.body.aggregated_body())
+        if pair.prefill.connector == "nixl":
+            return await self._run_in_turn(attempt, pair)
+        return await self._run_concurrently(attempt, pair)
+
+    async def _run_aggregated(self, attempt: Attempt) -> LegOutcome:
+        """Runs the request on a decode instance alone."""
+        context = attempt.context
+        instance = attempt.decode
+        if not context.client.started:
+            context.request.mode = "whole"
+            context.meter.paired("", instance.url)
+        instance.aggregated_requests += 1
+        try:
+            return await self._send(attempt, "decode", instance, context.body.aggregated_body())
+        finally:
+            instance.aggregated_requests -= 1
+
+    async def _run_in_turn(self, attempt: Attempt, pair: InstancePair) -> LegOutcome:
+        """Runs NixlConnector's two legs: P's answer has the parameters of D's leg."""
+        request_body = attempt.context.body
+        answer = await self._prefill_leg(attempt, pair, request_body.prefill_body(NIXL_PREFILL))
+        if isinstance(answer, AttemptFailure) or answer.status != 200:
+            return answer
+        attempt.release_prefill_place()
+        params = params_in(await answer.read())
+        body = request_body.decode_body(params) if params else request_body.aggregated_body()
+        return await self._send(attempt, "decode", pair.decode, body)
+
+    async def _run_concurrently(self, attempt: Attempt, pair: InstancePair) -> LegOutcome:
+        """Runs both legs at once; returns D's answer, or the first failure or refusal."""
+        prefill_grant, decode_grant = mint_grants(self._key, pair, self._patience, _now())
+        prefill_body = attempt.context.body.prefill_body({REQUEST_KEY: prefill_grant})
+        decode_body = attempt.context.body.decode_body({REQUEST_KEY: decode_grant})
+        prefill = attempt.start_prefill_leg(
+            pair, self._verified_prefill_leg(attempt, pair, prefill_body)
+        )
+        decode = asyncio.create_task(self._send(attempt, "decode", pair.decode, decode_body))
+        try:
+            await _first_of(prefill, decode)
+            if decode.done():
+                return await decode
+            prefill_outcome = prefill.result()
+            if isinstance(prefill_outcome, AttemptFailure):
+                return prefill_outcome
+            if prefill_outcome.status != 200:
+                return await _better_refusal(prefill_outcome, decode)
+            return await decode
+        finally:
+            decode.cancel()
+
+    async def _prefill_leg(self, attempt: Attempt, pair: InstancePair, body: bytes) -> LegOutcome:
+        """Runs a prefill leg within the patience."""
+        instance = pair.prefill
+        started_at = _now()
+        try:
+            async with asyncio.timeout(self._patience):
+                answer = await self._send(attempt, "prefill", instance, body)
+        except TimeoutError:
+            leg = Leg("prefill", instance, started_at)
+            return attempt.record_failure(leg, "timeout", f"no answer within {self._patience:g} s")
+        if isinstance(answer, AttemptFailure):
+            return answer
+        if answer.status == 429:  # another P may have room
+            attempt.progress.failed_instances.append(instance)
+            return AttemptFailure("prefill", "busy", "it answered 429", answer)
+        if answer.status == 200:
+            seconds = _now() - started_at
+            self._metrics.prefill_leg.observe(seconds)
+            self._tracing.prefilled(attempt.context.request)
+            attempt.context.meter.prefill_done(seconds)
+        return answer
+
+    async def _verified_prefill_leg(
+        self, attempt: Attempt, pair: InstancePair, body: bytes
+    ) -> LegOutcome:
+        """Runs a prefill leg, and verifies that the process named in D's grant answered."""
+        answer = await self._prefill_leg(attempt, pair, body)
+        if isinstance(answer, AttemptFailure) or answer.status != 200:
+            return answer
+        content = await answer.read()
+        problem = verify_prefill(attempt.context.request.path, pair, content, _now())
+        if problem:
+            return AttemptFailure("prefill", "stale", problem)
+        return answer
+
+    async def _send(
+        self, attempt: Attempt, name: LegName, instance: Instance, body: bytes
+    ) -> LegOutcome:
+        """Sends a leg; returns when its answer has started (a stream) or is complete (all else)."""
+        leg = Leg(name, instance, _now())
+        instance.step_monitor.on_request_sent(leg.sent_at)
+        try:
+            answer, error_event = await self._exchange(attempt, leg, body)
+        except Unreachable as error:
+            return attempt.record_failure(leg, error.reason, str(error))
+        attempt.close_at_end(answer)
+        problem = await find_problem(attempt.context, leg, answer, error_event, self._completeness)
+        if problem:
+            return attempt.record_failure(leg, problem.reason, problem.detail, problem.answer)
+        instance.on_leg_succeeded(_now())
+        if answer.status == 200:
+            instance.step_monitor.on_step_seen(_now())
+            attempt.progress.blame_suspects(_now())
+        return answer
+
+    async def _exchange(
+        self, attempt: Attempt, leg: Leg, body: bytes
+    ) -> tuple[UpstreamResponse, bytes]:
+        """Returns a leg's answer once it has started, and an error event at its start.
+
+        Raises Unreachable.
+        """
+        request = attempt.context.request
+        instance = leg.instance
+        headers = self._tracing.leg(request, instance.role, instance.url)
+        pool = pool_of(self._pools, instance.url)
+        answer = await pool.send("POST", request.target, headers, body)
+        try:
+            error_event = await until_started(request, answer)
+        except BaseException:  # also when the leg is cancelled: the engine then aborts it at once
+            answer.close()
+            raise
+        return answer, error_event
+
+
+def mint_grants(key: FleetKey, pair: InstancePair, patience: float, now: float) -> tuple[str, str]:
+    """Returns the signed grants of the prefill leg and of the decode leg."""
+    prefill_engine = pair.prefill.engine
+    decode_engine = pair.decode.engine
+    if not prefill_engine or not decode_engine:
+        raise TypeError("a pair without engines")  # pairs are made of probed engines only
+    transfer = new_transfer()
+    # The transfer of bidirectional KV reuse, from D to P.
+    reuse_transfer = new_transfer() if pair.bidirectional_reuse else None
+    lifetime = patience + MARGIN_SECONDS
+    prefill_grant = Grant(
+        VERSION,
+        "prefill",
+        transfer,
+        prefill_engine.incarnation,
+        decode_engine.workers if reuse_transfer else [],
+        patience,
+        reuse_transfer,
+        pair.prefill.engine_clock_after(lifetime, now),
+    )
+    decode_grant = Grant(
+        VERSION,
+        "decode",
+        transfer,
+        decode_engine.incarnation,
+        prefill_engine.workers,
+        patience,
+        reuse_transfer,
+        pair.decode.engine_clock_after(lifetime, now),
+    )
+    return mint(key, prefill_grant), mint(key, decode_grant)
+
+
+async def _better_refusal(
+    prefill_answer: UpstreamResponse, decode: asyncio.Task[LegOutcome]
+) -> LegOutcome:
+    """Returns D's refusal if it comes soon, otherwise P's."""
+    await asyncio.wait((decode,), timeout=DECODE_REFUSAL_SECONDS)
+    if decode.done():
+        outcome = decode.result()
+        if isinstance(outcome, UpstreamResponse) and 400 <= outcome.status < 500:
+            return outcome
+    return prefill_answer
+
+
+async def _first_of(*tasks: asyncio.Task[Any]) -> None:
+    """Waits until one of the tasks is done: `asyncio.wait` at two thirds of its time."""
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_done(_: asyncio.Task[Any]) -> None:
+        if not done.done():
+            done.set_result(None)
+
+    for task in tasks:
+        task.add_done_callback(on_done)
+    await done
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

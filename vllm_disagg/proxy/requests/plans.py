@@ -1,0 +1,172 @@
+"""Chooses the instances of each attempt, and takes their places.
+
+    first_plan   a pair from the prefill queue; or one decode instance, where two legs cannot serve
+                 the request, do not pay, or find no pair
+    next_plan    after a failure: the step that `failover.py` decides, within the retry budget
+
+A next plan is chosen while the failed attempt still has its places, and takes its own after these
+were given back. So a request in the prefill queue gets a place that becomes free first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from ..http.error_replies import RequestFailed
+from ..routing.fleet import Fleet, Instance
+from ..routing.pairing import (
+    Choice,
+    InstancePair,
+    choose,
+    choose_decode,
+    choose_spill,
+    prefers_aggregated,
+    record_choice,
+)
+from ..routing.policies import Policy
+from ..routing.prefill_queue import PrefillQueue, QueueFull, QueueTimeout
+from ..settings import ProxySettings
+from ..telemetry.metrics import Metrics
+from .attempt import Attempt, AttemptFailure, AttemptPlan, RequestContext
+from .failover import (
+    CHARGED_REASONS,
+    Alternatives,
+    AttemptHistory,
+    NextStep,
+    RetryBudget,
+    next_step,
+)
+
+
+class AttemptPlans:
+    """Chooses instances for the attempts of all requests."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        policy: Policy,
+        prefill_queue: PrefillQueue,
+        metrics: Metrics,
+        settings: ProxySettings,
+    ) -> None:
+        self._fleet = fleet
+        self._policy = policy
+        self._prefill_queue = prefill_queue
+        self._metrics = metrics
+        self._concurrency = settings.prefill_concurrency
+        self._min_prompt_bytes = settings.min_prompt_bytes
+        self._spill = settings.spill
+        self._retry_budget = RetryBudget()
+
+    # -- the first attempt -------------------------------------------------------------------------
+
+    async def first_plan(self, context: RequestContext) -> AttemptPlan:
+        """Returns a plan with its places taken, after a wait in the queue if necessary.
+
+        Raises RequestFailed.
+        """
+        self._retry_budget.earn()
+        if self._needs_one_instance(context):
+            return self._take_any_decode(context)
+        idle = self._spill_instance(context) if self._spill else None
+        if idle:
+            self.take_places(context, idle)
+            return idle
+        pair = await self._wait_for_pair(context)
+        if pair:
+            return pair
+        return self._take_any_decode(context)
+
+    def _needs_one_instance(self, context: RequestContext) -> bool:
+        """Whether one decode instance serves the request alone."""
+        # A client that names a rank means one of one instance: two legs cannot both honour that.
+        if context.body.aggregated_reason or context.query.rank:
+            return True
+        return prefers_aggregated(self._fleet, self._policy, context.query, self._min_prompt_bytes)
+
+    def _spill_instance(self, context: RequestContext) -> Instance | None:
+        """Returns an idle decode instance if every prefill instance is full."""
+        now = _now()
+        choice = choose(self._fleet, self._policy, self._concurrency, context.query, now)
+        if choice != "busy":
+            return None
+        idle = choose_spill(self._fleet, self._policy, now, context.query)
+        if idle:
+            self._metrics.fell_back("prefill_full")
+        return idle
+
+    async def _wait_for_pair(self, context: RequestContext) -> InstancePair | None:
+        """Returns a pair with its places taken; None if no two instances fit."""
+        try:
+            pair = await self._prefill_queue.acquire(context.query, context.request.priority)
+        except QueueFull as error:
+            raise RequestFailed(429, str(error), retry_after=1) from None
+        except QueueTimeout as error:
+            raise RequestFailed(503, str(error), retry_after=5) from None
+        finally:
+            waited = _now() - context.started_at
+            self._metrics.queue.observe(waited)
+            context.meter.queue_seconds = waited
+        if not pair and self._fleet.with_role("prefill"):
+            self._metrics.fell_back("no_pair")
+        return pair
+
+    def _take_any_decode(self, context: RequestContext) -> Instance:
+        """Returns a decode instance with its place taken; raises RequestFailed."""
+        decode = choose_decode(self._fleet, self._policy, _now(), query=context.query)
+        if not decode:
+            raise RequestFailed(503, "no decode instance can be used at the moment", retry_after=5)
+        self.take_places(context, decode)
+        return decode
+
+    # -- after a failure ---------------------------------------------------------------------------
+
+    def next_plan(self, attempt: Attempt, failure: AttemptFailure) -> AttemptPlan | None:
+        """Returns the next attempt's plan, whose places `take_places` takes; None to give up."""
+        context = attempt.context
+        progress = attempt.progress
+        progress.on_attempt_failed(failure.reason, context.client.started)
+        now = _now()
+        avoid = progress.failed_instances
+        pair: Choice = "none"
+        if attempt.pair:
+            pair = choose(self._fleet, self._policy, self._concurrency, context.query, now, avoid)
+        other_decode = choose_decode(self._fleet, self._policy, now, avoid, context.query)
+        alternatives = Alternatives(
+            isinstance(pair, InstancePair), attempt.decode.up, other_decode is not None
+        )
+        step = next_step(failure.leg, failure.reason, progress.history, alternatives)
+        if step is NextStep.GIVE_UP or not self._can_afford(failure, now):
+            # "busy": the client is asked to come back, and nothing has failed.
+            if failure.reason != "busy":
+                self._metrics.failed_over("none")
+            return None
+        self._metrics.failed_over(step.value)
+        self._metrics.fell_back(_fallback_reason(failure, progress.history))
+        if step is NextStep.PAIR and isinstance(pair, InstancePair):
+            return pair
+        return attempt.decode if step is NextStep.SAME_DECODE else other_decode
+
+    def _can_afford(self, failure: AttemptFailure, now: float) -> bool:
+        """Pays for the next attempt; returns False if the retry budget is exhausted."""
+        return failure.reason not in CHARGED_REASONS or self._retry_budget.spend(now)
+
+    def take_places(self, context: RequestContext, plan: AttemptPlan) -> None:
+        """Counts the request at the instances of a plan."""
+        now = _now()
+        if isinstance(plan, InstancePair):
+            plan.take(self._fleet, self._policy, now)
+        else:
+            record_choice(self._fleet, self._policy, context.query, now, plan)
+            plan.add_request(context.query.prompt_bytes)
+
+
+def _fallback_reason(failure: AttemptFailure, history: AttemptHistory) -> str:
+    """Returns the label of the metric of fallbacks."""
+    if failure.leg == "prefill":
+        return f"prefill_{failure.reason}"
+    return "decode_in_stream" if history.answer_started else "decode_failed"
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -517,12 +517,29 @@ class World:
         await until(lambda: all(engine.told for engine in engines or self.prefills + self.decodes))
         await asyncio.sleep(0.1)
 
+    async def until_waiting(self, count: int) -> None:
+        """Waits until this number of requests wait in the proxy's queues."""
+
+        async def is_reached() -> bool:
+            return await self.metric("vllm_disagg_waiting{") == count
+
+        await until(is_reached)
+
     async def instances(self) -> list[dict[str, Any]]:
         """Returns the proxy's description of each instance."""
         key = {"authorization": f"Bearer {self.admin_key}"} if self.admin_key else {}
         reply = await self.get("/disagg/instances", **key)
         assert reply.status == 200, reply.body
         return reply.json()  # type: ignore[no-any-return]
+
+
+async def settle() -> None:
+    """Lets what has been written be read, however late the timers of a slow machine are.
+
+    A reset would discard bytes that its receiver has not read yet.
+    """
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 async def until(condition: Callable[[], Any], limit: float = 50.0) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from proxy_world import Call, Reply, Script, ScriptedEngine, World, answer, until, world
+from proxy_world import Call, Reply, Script, ScriptedEngine, World, answer, settle, until, world
 from vllm_disagg.proxy.http.upstream import HOLD_BYTES, UpstreamResponse
 
 COMMENT = b": keep-alive\n\n"
@@ -80,7 +80,7 @@ def after(call_of: list[Call], status: int) -> Script:
 
     async def script(call: Call) -> None:
         await until(lambda: call_of)
-        await asyncio.sleep(0.05)
+        await settle()
         await call.json(
             {"error": {"message": "of P", "code": status}}, status, "retry-after: 7\r\n"
         )
@@ -128,7 +128,7 @@ def first_fails(how: bytes | None, preface: bytes, content: bytes) -> Script:
             await call.chunk(content)
             await call.end()
             return
-        await asyncio.sleep(0.02)
+        await settle()
         if how is None:
             call.reset()
         else:
@@ -179,7 +179,7 @@ async def test_a_compressed_stream_begins_with_its_first_byte() -> None:
         call.raw_write(f"HTTP/1.1 200 OK\r\n{encoded}\r\n")
         await call.writer.drain()
         if len(asked) == 1:
-            await asyncio.sleep(0.05)
+            await settle()
             call.reset()
         else:
             await call.chunk(b"packed")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from proxy_world import Call, ScriptedEngine, answer, until, world
+from proxy_world import Call, ScriptedEngine, answer, settle, until, world
 from vllm_disagg.proxy.http.routes import REFUSED, ROUTES, UNGUARDED, find
 
 
@@ -258,7 +258,7 @@ async def test_a_forwarded_stream() -> None:
             for i in range(3):
                 await call.event({"text": str(i)})
             if call.body.get("die"):
-                await asyncio.sleep(0.01)
+                await settle()
                 call.reset()
             else:
                 await call.end()

@@ -86,7 +86,7 @@ async def test_places_survive_cancelled_requests() -> None:
 
 
 async def test_a_full_proxy_answers_with_retry_after() -> None:
-    async with world(prefill=0, max_requests=1, queue_size=1, queue_timeout=0.3) as w:
+    async with world(prefill=0, max_requests=1, queue_size=1, queue_timeout=0.6) as w:
 
         async def endless(call: Call) -> None:
             await call.stream()
@@ -97,7 +97,7 @@ async def test_a_full_proxy_answers_with_retry_after() -> None:
         client = await w.start(stream=True)
         await until(lambda: w.d.calls)
         waiting = asyncio.create_task(w.post())
-        await asyncio.sleep(0.05)
+        await w.until_waiting(1)
         reply = await w.post()
         assert (
             reply.status == 429
@@ -124,14 +124,14 @@ async def test_urgent_requests_are_served_first() -> None:
         running = [asyncio.create_task(w.post(user="running"))]
         await until(lambda: w.d.calls)
         running.append(asyncio.create_task(w.post(user="usual")))
-        await asyncio.sleep(0.02)
+        await w.until_waiting(1)
         running.append(asyncio.create_task(w.post(user="by field", priority=-1)))
-        await asyncio.sleep(0.02)
+        await w.until_waiting(2)
         body = json.dumps({"model": "m", "prompt": "hi", "user": "by header"}).encode()
         running.append(
             asyncio.create_task(w.ask("POST", "/v1/completions", body, x_vllm_priority="-2"))
         )
-        await asyncio.sleep(0.02)
+        await w.until_waiting(3)
         go.set()
         await asyncio.gather(*running)
         assert [call.body["user"] for call in w.d.calls] == [
@@ -223,7 +223,7 @@ async def test_every_request_that_needs_an_engine_takes_a_place(
         second = asyncio.create_task(
             w.ask("POST", path, json.dumps({"model": "m", **fields}).encode())
         )
-        await asyncio.sleep(0.05)
+        await w.until_waiting(1)
         assert len(w.d.calls) == 1 and not second.done()
         go.set()
         assert (await first).status == (await second).status == 200

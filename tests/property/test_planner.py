@@ -140,7 +140,7 @@ def test_steps_of_two_replicas_that_end_at_one_moment(prompts: tuple[int, int]) 
         ReplicaPool(1, latency, 700, whole),
         Handoff(NetworkLink("none", float("inf"), 0.0), 2.0**17, 1, False, 8),
     )
-    _compare(deployment, WorkloadSample([*prompts], [7, 1], [0.0, 0.0], [[1], [1]]), 1.0)
+    _compare(deployment, WorkloadSample([*prompts], [7, 1], [0.0, 0.0], [(1,), (1,)]), 1.0)
 
 
 @pytest.mark.parametrize("seed", range(40))

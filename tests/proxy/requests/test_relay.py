@@ -652,17 +652,17 @@ async def test_one_engine_given_twice_serves_aggregated_requests(
 
         @property
         def urls(self) -> list[str]:
-            return [f"http://localhost:{w_d.port}"]
+            return [f"http://localhost:{named_twice[0].port}"]
 
         async def start(self) -> None:
             pass
 
     def prepare(w: World) -> None:
-        nonlocal w_d
-        w_d, w.d.role = w.d, "both"
+        named_twice.append(w.d)
+        w.d.role = "both"
         w.prefills.append(Alias("p0", "prefill"))
 
-    w_d = ScriptedEngine("", "")
+    named_twice: list[ScriptedEngine] = []
     async with world(prefill=0, prepare=prepare) as w:
         assert (await w.post()).json()["leg"] == "whole"
         rows = (await w.get("/disagg/instances")).json()

@@ -167,7 +167,7 @@ async def test_a_slow_reader_that_reads_is_not_cut() -> None:
         await call.event("[DONE]")
         await call.end()
 
-    async with world(prefill=0, limits=Limits(stall_seconds=0.3)) as w:
+    async with world(prefill=0, limits=Limits(stall_seconds=1.0)) as w:
         w.d.script = flood
         client = await w.start(stream=True)
         client.writer.get_extra_info("socket").setsockopt(

@@ -80,11 +80,20 @@ TESTS = {
         for file in MACHINES
     },
     "driver.py": [Run(["tests/unit/test_driver.py"])],
+    "outcomes.py": [Run(["tests/unit/test_outcomes.py", "tests/unit/test_driver.py"])],
+    "trace.py": [Run(["tests/unit/test_trace.py"])],
+    "transports/selection.py": [Run(["tests/transports/test_selection.py"])],
+    "transports/set.py": [Run(["tests/transports/test_transport_set.py"])],
     "kv/relayout.py": [
         Run(["tests/kv/test_memory.py", "tests/connector/test_kv_layout.py"]),
         Run(["tests/kv/test_reshard.py"]),
     ],
-    "transports/collective/channel.py": [Run(["tests/transports/collective/test_channel.py"], 160)],
+    **{
+        f"transports/collective/{end}.py": [
+            Run(["tests/transports/collective/test_channel.py"], 160)
+        ]
+        for end in ("sender_end", "receiver_end")
+    },
     "transports/nixl/path.py": [Run(["tests/transports/nixl/test_nixl_path.py"])],
     "transports/nixl/reads.py": [
         Run(["tests/transports/nixl/test_nixl_reads.py"]),

@@ -4,7 +4,7 @@ One thread a worker; nothing else touches all of them:
 
     vLLM's thread                     the driver's thread
       submit(facts) ---- inbox ---->    Sender, Receiver  <---- messages -----  control channel
-      take() <--------- outbox -----         |     ^
+      take() <------- outcomes -----         |     ^
                                              v     |
                                            transports (ZMQ, TCP, NIXL, Gloo, NCCL)
 
@@ -14,6 +14,10 @@ does (rule 3 of `protocol/sender.py`).
 
 If the thread fails, the worker goes on as plain vLLM: every load is reported as failed, every held
 block is released, and one log line reports it.
+
+This file has the poll loop and the dispatch of events and actions.  `outcomes.py` reports to vLLM,
+`trace.py` remembers what happened, `transports/set.py` joins the transports, and
+`transports/selection.py` chooses one for each source.
 """
 
 from __future__ import annotations
@@ -34,27 +38,19 @@ import zmq
 from .config import Config
 from .errors import BadMessage
 from .fleet.keys import FleetKey
-from .kv.fp8 import Fp8
 from .kv.memory import Memory
+from .outcomes import Fact, Outcome, Outcomes
 from .protocol import events, messages
 from .protocol.peers import WorkerInfo
 from .protocol.receiver import Receiver
 from .protocol.sender import Sender
-from .transports.base import Counters, DriverPort, Transport, TransportEvent, machine_id
+from .trace import TransferTrace
+from .transports.base import Counters, Transport, TransportEvent, machine_id
+from .transports.selection import TransportSelection
+from .transports.set import MakeTransport, TransportSet
 from .transports.zmq.control import Control, receive
-from .transports.zmq.transport import ZmqTransport
 
 log = logging.getLogger("vllm_disagg.driver")
-
-Outcome = events.ReleaseBlocks | events.LoadResult | events.LookupResult
-Fact = events.ForSender | events.LayersComputed | events.LayersRecomputed | events.ForReceiver
-# The outcome with which each of these facts must end, once.
-OWED: dict[type, type[Outcome]] = {
-    events.LoadRequested: events.LoadResult,
-    events.PrefillFinished: events.ReleaseBlocks,
-}
-TRACE_ENTRIES = 4000  # events and actions remembered, to log those of a failed transfer
-MAX_LOGGED_ENTRIES = 50  # of one failed transfer
 
 T = TypeVar("T")
 
@@ -73,34 +69,27 @@ class Driver:
         key: FleetKey,
         memory: Memory,
         rank: int,
-        transports: Mapping[str, Callable[[DriverPort], Transport]] | None = None,
+        transports: Mapping[str, MakeTransport] | None = None,
     ) -> None:
-        """Start the thread.  `transports` makes all others than ZMQ, the preferred one first."""
+        """Starts the thread.  `transports` makes all others than ZMQ, the preferred one first."""
         self.name = f"{secrets.token_hex(6)}/{rank}"
         self.counters = Counters()
         self._inbox: deque[Fact] = deque()
-        self._outbox: deque[Outcome] = deque()
-        self._trace: deque[tuple[float, str, object]] = deque(maxlen=TRACE_ENTRIES)
+        self._outcomes = Outcomes()
+        self._trace = TransferTrace()
         self._wake_up, self._woken = socket.socketpair()
         for end in (self._wake_up, self._woken):
             end.setblocking(False)
         self._closing = False
-        self._is_broken = False
-        # Once broken: transfers into whose blocks a transport may still write.
-        self._being_written: set[str] = set()
-        self._owed: set[tuple[type[Outcome], str]] = set()  # outcomes that vLLM waits for
         self._last_engine_step = time.monotonic()  # time of the last call from vLLM's thread
         self._thread = threading.Thread(target=self._run, name="vllm-disagg", daemon=True)
         self._control = Control(config, key, self.name)
         self._control.poller.register(self._woken, zmq.POLLIN)
-        zmq_memory = Fp8(memory) if config.compress == "fp8" else memory
-        zmq_transport = ZmqTransport(self._port("zmq", config, zmq_memory), self._control)
-        self._fallback = zmq_transport.address
-        # By source: the transports that work besides ZMQ, and their addresses.
-        self._up: dict[str, dict[str, str]] = {}
-        self._transports: dict[str, Transport] = {"zmq": zmq_transport}
-        for name, make in (transports or {}).items():
-            self._transports[name] = make(self._port(name, config, memory, self._fallback))
+        self._transports = TransportSet(
+            config, memory, self.counters, self._control, transports or {}
+        )
+        zmq_transport = self._transports.zmq
+        self._selection = TransportSelection(self._transports.others, zmq_transport.address)
         # The transport whose PieceArrived the receiver handles at present.
         self._arriving: Transport = zmq_transport
         self.worker = WorkerInfo(
@@ -109,7 +98,7 @@ class Driver:
             zmq_transport.endpoint,
             zmq_transport.local,
             machine_id(),
-            [name for name in self._transports if name != "zmq"],
+            self._transports.others,
             memory.shape,
         )
         self._sender = Sender(self.name, memory.shape, lease=config.lease, grace=2 * config.retry)
@@ -126,55 +115,26 @@ class Driver:
         )
         self._thread.start()
 
-    def _port(
-        self, transport: str, config: Config, memory: Memory, fallback: str = ""
-    ) -> DriverPort:
-        def to_reader(reader: str, data: bytes) -> None:
-            self._control.send_to_receiver(
-                reader, messages.TransportNote(self.name, reader, transport, data)
-            )
-
-        def to_source(source: str, data: bytes) -> None:
-            self._control.send_to_sender(
-                source, messages.TransportNote(source, self.name, transport, data)
-            )
-
-        return DriverPort(
-            self.name,
-            config,
-            memory,
-            self.counters,
-            self._control.poller,
-            to_reader,
-            to_source,
-            fallback,
-        )
-
     # vLLM's thread --------------------------------------------------------------------------------
     def submit(self, facts: Iterable[Fact]) -> None:
-        """Hand facts from vLLM to the machines, in order.  Does not block."""
+        """Hands facts from vLLM to the machines, in order.  Does not block."""
         self._last_engine_step = time.monotonic()
         for fact in facts:
-            outcome = OWED.get(type(fact))
-            if outcome is not None:
-                self._owed.add((outcome, fact.transfer))
+            self._outcomes.expect(fact)
             self._inbox.append(fact)
-        if self._is_broken:
-            self._fail_owed()
+        if self._outcomes.are_failing:
+            self._inbox.clear()  # no thread reads it any more
             return
         with contextlib.suppress(OSError):  # full: a wake-up is under way; or closed
             self._wake_up.send(b"\0")
 
     def take(self) -> list[Outcome]:
-        """Return the outcomes since the last call, each once.  Does not block."""
+        """Returns the outcomes since the last call, each once.  Does not block."""
         self._last_engine_step = time.monotonic()
-        taken: list[Outcome] = []
-        while self._outbox:
-            taken.append(self._outbox.popleft())
-        return taken
+        return self._outcomes.take()
 
     def close(self) -> None:
-        """Stop the thread and close all sockets; waits at most 5 s."""
+        """Stops the thread and closes all sockets; waits at most 5 s."""
         self._closing = True
         self.submit(())
         self._thread.join(timeout=5)
@@ -192,24 +152,15 @@ class Driver:
                 "the KV transfer thread failed; this worker goes on without transfers",
                 exc_info=error,
             )
-            self._being_written = self._receiver.transfers_being_written()
-            self._is_broken = True
-            self._fail_owed()
+            self._outcomes.fail(self._receiver.transfers_being_written())
             if self._close():
-                self._being_written = set()
-                self._fail_owed()
+                self._outcomes.fail(frozenset())
         else:
             self._close()
 
     def _close(self) -> bool:
-        """Close all transports; return whether none of them can write into blocks any more."""
-        is_closed = True
-        for name, transport in self._transports.items():
-            try:
-                transport.close()
-            except Exception as error:  # perhaps of the transport that failed before
-                is_closed = False
-                log.error("%s: close failed; it may still write into blocks", name, exc_info=error)
+        """Closes all sockets; returns whether nothing can write into blocks any more."""
+        is_closed = self._transports.close()
         self._control.close()
         return is_closed
 
@@ -228,7 +179,7 @@ class Driver:
             self._handle_receiver(events.ClockTick())
 
     def _timeout(self) -> int | None:
-        """Return the milliseconds until the next deadline; None without one."""
+        """Returns the milliseconds until the next deadline; None without one."""
         if self._inbox:
             return 0
         deadlines = [self._sender.next_deadline(), self._receiver.next_deadline()]
@@ -240,30 +191,16 @@ class Driver:
         return max(0, math.ceil((first - time.monotonic()) * 1000))
 
     def _drain(self) -> None:
-        """Hand all facts from vLLM to the machines."""
+        """Hands all facts from vLLM to the machines."""
         while self._inbox:
             fact = self._inbox.popleft()
-            match fact:
-                case (
-                    events.BlocksScheduled()
-                    | events.LayersComputed()
-                    | events.LayersRecomputed()
-                    | events.PrefillFinished()
-                    | events.BlocksRevoked()
-                ):
-                    self._handle_sender(fact)
-                case (
-                    events.LoadRequested()
-                    | events.LookupRequested()
-                    | events.LoadSkipped()
-                    | events.LoadCancelled()
-                ):
-                    self._handle_receiver(fact)
-                case _:
-                    assert_never(fact)
+            if isinstance(fact, events.ForReceiver):
+                self._handle_receiver(fact)
+            else:
+                self._handle_sender(fact)
 
     def _receive(self, ready: Collection[object]) -> None:
-        """Take the messages that have arrived.  Pieces are taken by the transports."""
+        """Takes the messages that have arrived.  Pieces are taken by the transports."""
         control = self._control
         if self._woken.fileno() in ready:
             with contextlib.suppress(BlockingIOError):
@@ -292,23 +229,19 @@ class Driver:
         handle(decoded)
 
     def _on_receiver_message(self, message: messages.AtSender) -> None:
-        if not isinstance(message, messages.TransportNote):
+        if isinstance(message, messages.TransportNote):
+            self._transports.on_receiver_note(message)
+        else:
             self._handle_sender(message)
-            return
-        transport = self._transports.get(message.transport)
-        if transport is not None and message.source == self.name:
-            transport.on_receiver_note(message.reader, message.data)
 
     def _on_sender_message(self, message: messages.AtReceiver) -> None:
-        if not isinstance(message, messages.TransportNote):
+        if isinstance(message, messages.TransportNote):
+            self._transports.on_sender_note(message)
+        else:
             self._handle_receiver(message)
-            return
-        transport = self._transports.get(message.transport)
-        if transport is not None and message.reader == self.name:
-            transport.on_sender_note(message.source, message.data)
 
     def _take(self, name: str, transport: Transport, event: TransportEvent) -> None:
-        """Hand an event of a transport to its machine, after all facts from vLLM."""
+        """Hands an event of a transport to its machine, after all facts from vLLM."""
         self._drain()
         if isinstance(event, events.SendCompleted | events.ConnectionLost):
             self._handle_sender(event)
@@ -318,21 +251,9 @@ class Driver:
             case events.PieceWritten():
                 self._on_piece_written(event)
             case events.TransportChanged():
-                self._handle_receiver(self._preferred(name, event))
+                self._handle_receiver(self._selection.on_transport_changed(name, event))
             case _:
                 self._handle_receiver(event)
-
-    def _preferred(self, name: str, event: events.TransportChanged) -> events.TransportChanged:
-        """Return the event with the address of the first transport that works."""
-        up = self._up.setdefault(event.source, {})
-        if event.address == self._fallback:
-            up.pop(name, None)
-        else:
-            up[name] = event.address
-        best = next((up[name] for name in self._transports if name in up), self._fallback)
-        if not up:
-            del self._up[event.source]
-        return events.TransportChanged(event.source, best, event.in_flight_lost)
 
     def _on_piece_written(self, event: events.PieceWritten) -> None:
         self.counters.damaged_pieces += not event.ok
@@ -346,9 +267,9 @@ class Driver:
     def _handle_sender(self, event: events.SenderEvent) -> None:
         now = time.monotonic()
         self._sender.last_engine_step = self._last_engine_step
-        self._remember(now, event)
+        self._trace.add(now, event)
         for action in self._sender.handle(event, now):
-            self._remember(now, action)
+            self._trace.add(now, action)
             match action:
                 case events.SendMessage():
                     message: Any = action.message  # a machine sends to one side only
@@ -356,62 +277,34 @@ class Driver:
                 case events.SendPiece():
                     self._send_piece(action)
                 case events.ReleaseBlocks():
-                    self._report(action)
+                    self._outcomes.report(action)
                 case _:
                     assert_never(action)
 
     def _handle_receiver(self, event: events.ReceiverEvent) -> None:
         now = time.monotonic()
-        self._remember(now, event)
+        self._trace.add(now, event)
         for action in self._receiver.handle(event, now):
-            self._remember(now, action)
+            self._trace.add(now, action)
             match action:
                 case events.SendMessage():
                     message: Any = action.message
                     self._control.send_to_sender(action.to, message)
                 case events.ConnectPeer():
-                    self._connect(action.worker)
+                    self._transports.connect(action.worker)
                 case events.WritePiece():
                     ok = self._arriving.write_piece(action)
                     if ok is not None:
                         written = events.PieceWritten(action.transfer, action.number, ok)
                         self._on_piece_written(written)
                 case events.LookupResult():
-                    self._outbox.append(action)
+                    self._outcomes.report(action)
                 case events.LoadResult():
                     if action.reason not in (None, events.Reason.CANCELLED):
-                        self._log_failure(action)
-                    self._report(action)
+                        self._trace.log_failure(action)
+                    self._outcomes.report(action)
                 case _:
                     assert_never(action)
-
-    def _connect(self, worker: WorkerInfo) -> None:
-        """Open the control channel and ZMQ at once, and all other transports that both have.
-
-        Those announce themselves with TransportChanged when they work.
-        """
-        is_new = worker.name not in self._control.links
-        evicted = self._control.connect(worker)
-        self._transports["zmq"].connect(worker)
-        ours = [name for name in self._transports if name != "zmq"]
-        theirs = [name for name in worker.carriers if name != "zmq"]
-        common = [name for name in ours if name in theirs]
-        for name in common:
-            self._transports[name].connect(worker)
-        setting = self._control.config.transport
-        if not common and is_new and setting != "zmq":
-            log.log(
-                logging.INFO if setting == "auto" else logging.WARNING,
-                "pieces of %s come by ZMQ: besides ZMQ this worker has %s (transport is %s), "
-                "the other has %s",
-                worker.name,
-                " and ".join(ours) or "nothing",
-                setting,
-                " and ".join(theirs) or "nothing",
-            )
-        if evicted is not None:
-            for transport in self._transports.values():
-                transport.disconnect(evicted)
 
     def _send_piece(self, action: events.SendPiece) -> None:
         transport = self._transports.get(action.address.partition(":")[0])
@@ -422,44 +315,6 @@ class Driver:
             self._handle_sender(events.SendCompleted(action.transfer, action.reader))
         else:
             transport.send(action)
-
-    def _report(self, outcome: Outcome) -> None:
-        self._owed.discard((type(outcome), outcome.transfer))
-        self._outbox.append(outcome)
-
-    # Failures -------------------------------------------------------------------------------------
-    def _remember(self, now: float, event: object) -> None:
-        message = event.message if isinstance(event, events.SendMessage) else event
-        self._trace.append((now, getattr(message, "transfer", ""), event))
-
-    def _log_failure(self, result: events.LoadResult) -> None:
-        trace: list[str] = []
-        for at, transfer, event in self._trace:
-            if transfer == result.transfer:
-                trace.append(f"{at:.3f} {event}")
-        log.warning(
-            "transfer %s failed (%s); this engine recomputes the prompt",
-            result.transfer,
-            result.reason.value if result.reason else "",
-        )
-        log.info("transfer %s trace:\n%s", result.transfer, "\n".join(trace[-MAX_LOGGED_ENTRIES:]))
-
-    def _fail_owed(self) -> None:
-        """Report a failure for each outcome that is owed.
-
-        Both threads may run this at the same time: each reports what it removes from the set.
-        """
-        for kind, transfer in list(self._owed):
-            if kind is events.LoadResult and transfer in self._being_written:
-                continue  # vLLM gives the blocks of a failed load to other requests
-            try:
-                self._owed.remove((kind, transfer))
-            except KeyError:
-                continue  # the other thread has reported it
-            if kind is events.LoadResult:
-                self._outbox.append(events.LoadResult(transfer, events.Reason.INTERNAL_ERROR))
-            else:
-                self._outbox.append(events.ReleaseBlocks(transfer, delivered=False))
 
 
 def _is_due(deadline: float | None, now: float) -> bool:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_disagg.transports.collective import channel as pairs
+from vllm_disagg.transports.collective import channel
 
 nccl = pytest.importorskip("kv_connectors.gpu.nccl", reason="there is no Triton here")
 
@@ -119,9 +119,9 @@ def slot() -> torch.Tensor:
 
 def test_a_link_opens_sends_in_order_and_reports_each_end(library: Scripted) -> None:
     made, reported = link(library, 0)
-    assert reported == [pairs.LinkBlob(3, library.unique_id())]
+    assert reported == [channel.LinkBlob(3, library.unique_id())]
     assert made.poll() and made.poll()  # type: ignore[attr-defined]
-    assert made.poll() is False and reported[1:] == [pairs.LinkUp(3)]  # type: ignore[attr-defined]
+    assert made.poll() is False and reported[1:] == [channel.LinkUp(3)]  # type: ignore[attr-defined]
     for seq in range(2):
         made.send(seq, slot(), 8)  # type: ignore[attr-defined]
     assert library.calls.count("ncclSend") == 1, "two calls at a time on one communicator"
@@ -130,9 +130,9 @@ def test_a_link_opens_sends_in_order_and_reports_each_end(library: Scripted) -> 
     assert library.calls.count("ncclSend") == 2
     assert reported[2:] == []
     made.stream.ended = 1  # type: ignore[attr-defined]
-    assert made.poll() and reported[2:] == [pairs.SlotCompleted(3, 0)]  # type: ignore[attr-defined]
+    assert made.poll() and reported[2:] == [channel.SlotCompleted(3, 0)]  # type: ignore[attr-defined]
     made.stream.ended = 2  # type: ignore[attr-defined]
-    assert not made.poll() and reported[3:] == [pairs.SlotCompleted(3, 1)]  # type: ignore[attr-defined]
+    assert not made.poll() and reported[3:] == [channel.SlotCompleted(3, 1)]  # type: ignore[attr-defined]
 
 
 def test_the_receiving_end_opens_at_the_first_blob_only(library: Scripted) -> None:
@@ -141,7 +141,7 @@ def test_the_receiving_end_opens_at_the_first_blob_only(library: Scripted) -> No
     made.on_blob(b"i" * nccl.UNIQUE_ID_BYTES), made.on_blob(b"i" * nccl.UNIQUE_ID_BYTES)  # type: ignore[attr-defined]
     assert library.calls == ["ncclCommInitRankConfig"]
     made.poll(), made.poll(), made.poll()  # type: ignore[attr-defined]
-    assert reported == [pairs.LinkUp(3)]
+    assert reported == [channel.LinkUp(3)]
     with pytest.raises(nccl.NcclError, match="5 bytes"):
         link(library, 1)[0].on_blob(b"short")  # type: ignore[attr-defined]
 
@@ -152,7 +152,7 @@ def test_an_error_is_reported_once_and_close_aborts(library: Scripted) -> None:
     made.send(0, slot(), 8)  # type: ignore[attr-defined]
     library.fails = "communicator: remote process exited"
     assert not made.poll() and not made.poll()  # type: ignore[attr-defined]
-    assert reported[2:] == [pairs.LinkFailed(3, "communicator: remote process exited")]
+    assert reported[2:] == [channel.LinkFailed(3, "communicator: remote process exited")]
     made.close()  # type: ignore[attr-defined]
     while not made.is_gone:  # type: ignore[attr-defined]
         pass

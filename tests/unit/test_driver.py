@@ -264,7 +264,7 @@ def test_a_broken_driver_becomes_a_plain_vllm(
     d, told = start(memory(64, None)), []
 
     def close(of_carrier: Callable[[], None] = d._transports["zmq"].close) -> None:
-        told.extend(d._outbox)
+        told.extend(d._outcomes._reported)
         of_carrier()
         if lands == "for ever":
             raise TimeoutError
@@ -279,6 +279,7 @@ def test_a_broken_driver_becomes_a_plain_vllm(
     d._thread.join(5)
     d.submit([wanted(p, d, "45" * 16, [1], 0, 3), events.PrefillFinished("67" * 16)])
     assert len(told) == (lands == "nothing")
+    assert not d._inbox, "facts are kept although no thread reads them"
     failed = [
         events.LoadResult(t * 16, events.Reason.INTERNAL_ERROR)
         for t in ("23", "45")
@@ -301,7 +302,7 @@ def test_what_has_ended_does_not_end_again_when_the_thread_fails(
         monkeypatch.setattr(driver, "_turn", lambda: 1 / 0)
         driver.submit([events.LoadCancelled("nothing")])
         driver._thread.join(5)
-        assert driver._is_broken and not driver.take()
+        assert driver._outcomes.are_failing and not driver.take()
 
 
 def test_a_worker_reads_from_one_that_reads_from_it(start: Callable[..., Driver]) -> None:
@@ -353,24 +354,6 @@ def wait_until_idle(*drivers: Driver) -> None:
         ):
             assert time.monotonic() < end, "something is left"
             time.sleep(0.01)
-
-
-def test_the_first_carrier_that_is_up_takes_the_pieces(start: Callable[..., Driver]) -> None:
-    d = start(memory(64, None))
-    d.close()
-    d._transports = dict.fromkeys(("zmq", "fast", "slow"), d._transports["zmq"])
-
-    def say(carrier: str, address: str = "", *, lost: bool = False) -> tuple[str, bool]:
-        told = d._preferred(carrier, events.TransportChanged("p", address or d._fallback, lost))
-        return told.address, told.in_flight_lost
-
-    assert say("slow", "slow:1") == ("slow:1", False)
-    assert say("fast", "fast:1") == ("fast:1", False)
-    assert say("slow", lost=True) == ("fast:1", True)
-    assert say("slow", "slow:2") == ("fast:1", False)
-    assert say("fast", lost=True) == ("slow:2", True)
-    assert say("slow", lost=True) == (d._fallback, True)
-    assert not d._up
 
 
 # Several ranks ------------------------------------------------------------------------------------

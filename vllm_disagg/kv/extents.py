@@ -22,12 +22,12 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
 
 
 def heads_of(extent: Extent, kind: LayerLayout) -> tuple[int, int]:
-    """Return (first, end) of the rank's heads in the extent."""
+    """Returns (first, end) of the rank's heads in the extent."""
     return extent.head, extent.head_end or kind.heads
 
 
 def whole_blocks(tokens: int, token_end: int, block_size: int) -> int:
-    """Return how many tokens may be sent when `tokens` of a prompt's `token_end` are final.
+    """Returns how many tokens may be sent when `tokens` of a prompt's `token_end` are final.
 
     These are whole blocks, and the last block once the prompt is complete.
     """
@@ -35,14 +35,14 @@ def whole_blocks(tokens: int, token_end: int, block_size: int) -> int:
 
 
 def blocks_of(extent: Extent, blocks: list[int], first: int, block_size: int) -> list[int]:
-    """Return the ids of the blocks that hold the extent's tokens; `blocks[0]` begins at `first`."""
+    """Returns the ids of the blocks with the extent's tokens; `blocks[0]` begins at `first`."""
     start = (extent.token - first) // block_size
     stop = -(-(extent.token_end - first) // block_size)
     return blocks[start:stop]
 
 
 def split(extent: Extent, kind: LayerLayout, max_bytes: int) -> list[Extent]:
-    """Cut an extent into pieces of at most `max_bytes`, or of one block of one layer if larger.
+    """Cuts an extent into pieces of at most `max_bytes`, or of one block of one layer if larger.
 
     Few layers with many blocks come before many layers with few blocks: blocks with neighbouring
     ids are one run in memory.
@@ -71,7 +71,7 @@ def split(extent: Extent, kind: LayerLayout, max_bytes: int) -> list[Extent]:
 
 
 def size(extent: Extent, kind: LayerLayout) -> int:
-    """Return the bytes of an extent on the wire, which are always those of whole blocks."""
+    """Returns the bytes of an extent on the wire, which are always those of whole blocks."""
     head, head_end = heads_of(extent, kind)
     count = -(-(extent.token_end - extent.token) // kind.block_size)
     return (extent.layer_end - extent.layer) * count * kind.head_bytes * (head_end - head)

@@ -28,7 +28,7 @@ SIGN = 0x80  # the bit of a code
 
 
 def _values() -> npt.NDArray[np.float32]:
-    """Return the values of codes 0 to 126: 4 bits of exponent with bias 7, 3 bits of mantissa."""
+    """Returns the values of codes 0 to 126: 4 bits of exponent with bias 7, 3 bits of mantissa."""
     exponent, mantissa = np.divmod(np.arange(NAN), 8)
     normal = np.ldexp(8 + mantissa, exponent - 10)
     subnormal = np.ldexp(mantissa, -9)
@@ -36,7 +36,7 @@ def _values() -> npt.NDArray[np.float32]:
 
 
 def _decoder() -> npt.NDArray[np.uint16]:
-    """Return the bf16 of each code.
+    """Returns the bf16 of each code.
 
     It is exact: bf16 has the longer mantissa and the larger range of exponents.
     """
@@ -45,7 +45,7 @@ def _decoder() -> npt.NDArray[np.uint16]:
 
 
 def _encoder() -> npt.NDArray[np.uint8]:
-    """Return the nearest code of each bf16; of two equally near codes, the even one."""
+    """Returns the nearest code of each bf16; of two equally near codes, the even one."""
     values = _values()
     # All bf16 values that are not negative, in order.
     given = (np.arange(0x8000, dtype=np.uint32) << 16).view(np.float32)
@@ -72,7 +72,7 @@ class Fp8:
         self._has_warned = False
 
     def read(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]:
-        """Return the extent's bytes as fp8: half as many as in memory."""
+        """Returns the extent's bytes as fp8: half as many as in memory."""
         return [self._encoded(frame) for frame in self._memory.read(extent, blocks)]
 
     def write(
@@ -82,7 +82,7 @@ class Fp8:
         frames: Sequence[memoryview],
         remote_layout: RemoteLayout | None = None,
     ) -> bool:
-        """Write fp8 frames; returns False, as `Memory.write`, if their size is wrong."""
+        """Writes fp8 frames; returns False, as `Memory.write`, if their size is wrong."""
         wide = [DECODE.take(np.frombuffer(frame, np.uint8)).view(np.uint8).data for frame in frames]
         return self._memory.write(extent, blocks, wide, remote_layout)
 

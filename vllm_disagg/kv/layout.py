@@ -38,7 +38,7 @@ class StridedRegion(msgspec.Struct, frozen=True, array_like=True):
     axes: Annotated[list[Axis], msgspec.Meta(max_length=8)]
 
     def size(self, axis_name: str) -> int:
-        """Return the product of the sizes of all axes of this name; 1 if there is none."""
+        """Returns the product of the sizes of all axes of this name; 1 if there is none."""
         return math.prod(size for name, size, _ in self.axes if name == axis_name)
 
 
@@ -65,7 +65,7 @@ class LayerLayout(msgspec.Struct, frozen=True, array_like=True):
         return sum(self.block_bytes) // self.heads
 
     def cut(self, heads: int) -> LayerLayout:
-        """Return the layout of blocks with only `heads` of the heads, as on the wire.
+        """Returns the layout of blocks with only `heads` of the heads, as on the wire.
 
         The bytes keep their order; those of other heads are left out.
         """
@@ -80,7 +80,7 @@ class LayerLayout(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, block_bytes=block_bytes, regions=regions, heads=heads)
 
     def has_equal_blocks(self, other: LayerLayout) -> bool:
-        """Return whether blocks of both have the same bytes in the same order."""
+        """Returns whether blocks of both have the same bytes in the same order."""
         return (
             self.block_size == other.block_size
             and self.block_bytes == other.block_bytes
@@ -88,11 +88,11 @@ class LayerLayout(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def is_known(self) -> bool:
-        """Return whether the head, token and channel of every byte are known."""
+        """Returns whether the head, token and channel of every byte are known."""
         return all(not region.size("x") > 1 for plane in self.regions for region in plane)
 
     def problem(self) -> str:
-        """Return how this layout contradicts itself; empty if it does not.
+        """Returns how this layout contradicts itself; empty if it does not.
 
         Another engine sent it: no field can be trusted.
         """
@@ -141,7 +141,7 @@ class RankLayout(msgspec.Struct, frozen=True, array_like=True):
     first: Count = 0  # number in the model of our layer 0
 
     def kind(self, layer: int) -> LayerLayout:
-        """Return the layout of one of our layers."""
+        """Returns the layout of one of our layers."""
         return self.kinds[self.layers[layer]]
 
     @property
@@ -155,13 +155,13 @@ NOTHING = RankLayout([LayerLayout("nothing", 1, [1], [[StridedRegion(0, [("h", 1
 
 
 def opaque(row_bytes: int, heads: int = 1) -> list[StridedRegion]:
-    """Return a row of which is known only that its heads follow each other."""
+    """Returns a row of which is known only that its heads follow each other."""
     head_bytes = row_bytes // heads
     return [StridedRegion(0, [("h", heads, head_bytes), ("x", head_bytes, 1)])]
 
 
 def uniform(layers: int, block_size: int, block_bytes: Sequence[int], heads: int = 1) -> RankLayout:
-    """Return layers of one opaque kind with all heads of the model; `block_bytes` is by plane.
+    """Returns layers of one opaque kind with all heads of the model; `block_bytes` is by plane.
 
     The order of bytes does not matter as long as neither heads nor blocks are cut.
     """

@@ -37,7 +37,7 @@ class Memory(Protocol):
     shape: RankLayout
 
     def read(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]:
-        """Return the extent's bytes in wire order, in frames."""
+        """Returns the extent's bytes in wire order, in frames."""
 
     def write(
         self,
@@ -46,7 +46,10 @@ class Memory(Protocol):
         frames: Sequence[memoryview],
         remote_layout: RemoteLayout | None = None,
     ) -> bool:
-        """Write frames into the extent's blocks; False, without effect, if their size is wrong."""
+        """Writes frames into the extent's blocks.
+
+        Returns False, and writes nothing, if their size is wrong.
+        """
 
 
 class HostMemory:
@@ -68,7 +71,7 @@ class HostMemory:
         self.shape = shape
 
     def read(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]:
-        """Return the extent's bytes in wire order, as views or, for short runs, as a copy."""
+        """Returns the extent's bytes in wire order, as views or, for short runs, as a copy."""
         runs = list(self._runs(extent, blocks))
         if sum(run.nbytes for run in runs) < SMALL_RUN_BYTES * len(runs):
             runs = [np.concatenate(runs)]
@@ -81,7 +84,7 @@ class HostMemory:
         frames: Sequence[memoryview],
         remote_layout: RemoteLayout | None = None,
     ) -> bool:
-        """Write the frames into the extent's blocks.
+        """Writes the frames into the extent's blocks.
 
         Returns False, and writes nothing, unless the frames have exactly the extent's size.
         `remote_layout` is that of the frames' bytes, if it differs from ours.
@@ -107,11 +110,11 @@ class HostMemory:
         return True
 
     def views(self, extent: Extent, blocks: Sequence[int]) -> list[memoryview]:
-        """Return writable views of the extent's bytes in wire order."""
+        """Returns writable views of the extent's bytes in wire order."""
         return _frames(self._runs(extent, blocks))
 
     def runs(self, extent: Extent, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield (address, bytes) of the runs of memory that hold the extent, in wire order."""
+        """Yields (address, bytes) of the runs of memory that hold the extent, in wire order."""
         kind = self.shape.kind(extent.layer)
         head, head_end = heads_of(extent, kind)
         if head_end - head < kind.heads:
@@ -131,7 +134,7 @@ class HostMemory:
                         yield address + block * stride, row_bytes
 
     def regions(self) -> Iterator[tuple[int, int]]:
-        """Yield (address, bytes) of all planes, from the first byte to the last."""
+        """Yields (address, bytes) of all planes, from the first byte to the last."""
         for layer in self.planes:
             for plane in layer:
                 yield plane.ctypes.data, (len(plane) - 1) * plane.strides[0] + plane.shape[1]
@@ -161,7 +164,7 @@ class HostMemory:
         return True
 
     def _runs(self, extent: Extent, blocks: Sequence[int]) -> Iterator[Row]:
-        """Yield the longest runs of memory that hold the extent, in wire order."""
+        """Yields the longest runs of memory that hold the extent, in wire order."""
         kind = self.shape.kind(extent.layer)
         head, head_end = heads_of(extent, kind)
         if head_end - head < kind.heads:
@@ -178,7 +181,7 @@ class HostMemory:
                         yield from (plane[block] for block in range(first, first + count))
 
     def _cut_runs(self, extent: Extent, blocks: Sequence[int], kind: LayerLayout) -> Iterator[Row]:
-        """Yield the runs of some of the heads.
+        """Yields the runs of some of the heads.
 
         There is one run a block if a block is ordered by head, and one a token if by token.
         """
@@ -191,7 +194,7 @@ class HostMemory:
 
 
 def hasher(transfer: str) -> xxhash.xxh3_64:
-    """Return an xxh3_64 seeded with the transfer, so another transfer's bytes do not pass.
+    """Returns an xxh3_64 seeded with the transfer, so another transfer's bytes do not pass.
 
     It has no secret: it detects errors, not forgery.
     """
@@ -199,7 +202,7 @@ def hasher(transfer: str) -> xxhash.xxh3_64:
 
 
 def checksum(transfer: str, frames: Sequence[memoryview]) -> int:
-    """Return the seeded xxh3_64 of the frames' bytes."""
+    """Returns the seeded xxh3_64 of the frames' bytes."""
     state = hasher(transfer)
     for frame in frames:
         state.update(frame)
@@ -207,7 +210,7 @@ def checksum(transfer: str, frames: Sequence[memoryview]) -> int:
 
 
 def plane_at(address: int, rows: int, row_bytes: int, stride: int) -> Row:
-    """Return `rows` rows of `row_bytes`, `stride` bytes apart, at an address of this process.
+    """Returns `rows` rows of `row_bytes`, `stride` bytes apart, at an address of this process.
 
     The caller keeps the memory alive.
     """
@@ -224,7 +227,7 @@ def _frames(runs: Iterator[Row] | Sequence[Row]) -> list[memoryview]:
 
 
 def _spans(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, count) of each series of neighbouring ids."""
+    """Yields (first, count) of each series of neighbouring ids."""
     first = -1
     count = 0
     for block in blocks:

@@ -29,7 +29,7 @@ def scatter(
     extent: Extent,
     blocks: Sequence[int],
 ) -> None:
-    """Write the tokens and heads of an extent of one layer from a piece into our blocks.
+    """Writes the tokens and heads of an extent of one layer from a piece into our blocks.
 
     `source` has the piece's rows by plane, in the remote layout; `target` our planes, laid out as
     `kind`.  `blocks` are the ids of the extent's blocks.
@@ -61,7 +61,7 @@ def _write(
     start: int,
     block_size: int,
 ) -> None:
-    """Write an array (tokens, heads, channels), beginning at token `start` of the first block.
+    """Writes an array (tokens, heads, channels), beginning at token `start` of the first block.
 
     Bytes of other tokens are neither written nor read: another thread may be writing them, in the
     same block.
@@ -83,14 +83,14 @@ def _write(
 
 
 def _tokens(blocks: Words, region: StridedRegion) -> Words:
-    """Return a view of blocks as (tokens, heads, channels)."""
+    """Returns a view of blocks as (tokens, heads, channels)."""
     head_axis = 1 + len(_sizes(region, "t"))
     channels = math.prod(blocks.shape[head_axis + 1 :])
     return blocks.reshape(-1, blocks.shape[head_axis], channels)
 
 
 def _view(rows: Rows, region: StridedRegion, word: int) -> Words:
-    """Return all rows of a region as (rows, tokens..., heads, channels...), in words of bytes."""
+    """Returns all rows of a region as (rows, tokens..., heads, channels...), in words of bytes."""
     axes = [(size, step) for axis in "thc" for name, size, step in region.axes if name == axis]
     if not any(name == "h" for name, _, _ in region.axes):
         axes.insert(len(_sizes(region, "t")), (1, 1))
@@ -108,7 +108,7 @@ def _view(rows: Rows, region: StridedRegion, word: int) -> Words:
 
 
 def _bytes(rows: Rows) -> Rows:
-    """Return the memory of all rows, gaps included, as one row."""
+    """Returns the memory of all rows, gaps included, as one row."""
     span = (len(rows) - 1) * rows.strides[0] + rows.shape[1]
     return np.lib.stride_tricks.as_strided(rows, (span,), (1,))
 
@@ -118,7 +118,7 @@ def _sizes(region: StridedRegion, axis_name: str) -> list[int]:
 
 
 def _word_bytes(region: StridedRegion) -> int:
-    """Return the largest word, up to 8 bytes, that divides the region's offset and strides."""
+    """Returns the largest word, up to 8 bytes, that divides the region's offset and strides."""
     axes = [axis for name in "htc" for axis in region.axes if axis[0] == name]
     *outer, (_, size, _step) = axes
     numbers = [region.offset, size, *(stride for _, _, stride in outer if stride > 1)]

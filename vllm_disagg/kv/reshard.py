@@ -36,7 +36,7 @@ class ReshardPlan(msgspec.Struct, frozen=True, array_like=True):
     readers: list[int]  # by rank of the sending engine: the number of ranks that read from it
 
     def idle(self, rank: int) -> list[int]:
-        """Return the source ranks without readers that this reading rank has to inform."""
+        """Returns the source ranks without readers that this reading rank has to inform."""
         count = len(self.shards)
         return [
             source
@@ -46,7 +46,7 @@ class ReshardPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 def plan(sources: Sequence[RankLayout], readers: Sequence[RankLayout]) -> ReshardPlan:
-    """Return the plan for engines with these layouts by rank.
+    """Returns the plan for engines with these layouts by rank.
 
     Raises Unmappable, with the reason, if some KV of a reader is at no source in a readable layout.
     """
@@ -64,14 +64,14 @@ def plan(sources: Sequence[RankLayout], readers: Sequence[RankLayout]) -> Reshar
 
 
 def nothing(sources: int, readers: int) -> ReshardPlan:
-    """Return the plan in which no rank reads, for so many ranks."""
+    """Returns the plan in which no rank reads, for so many ranks."""
     return ReshardPlan([[] for _ in range(readers)], [0] * sources)
 
 
 def _shards(
     sources: Sequence[RankLayout], reader: RankLayout, readers_of: list[int]
 ) -> list[Shard]:
-    """Return all reads of one rank; counts the rank in `readers_of` of each of its sources."""
+    """Returns all reads of one rank; counts the rank in `readers_of` of each of its sources."""
     shards: list[Shard] = []
     mine: set[int] = set()  # sources from which this rank reads already
     columns = [
@@ -117,7 +117,7 @@ def _shards(
 
 
 def _column(layouts: Sequence[RankLayout], layer: int) -> tuple[int | None, ...]:
-    """Return, by rank, the index of the kind of one layer of the model; None if not held."""
+    """Returns, by rank, the index of the kind of one layer of the model; None if not held."""
     return tuple(
         layout.layers[layer - layout.first] if layout.first <= layer < layout.end else None
         for layout in layouts
@@ -125,7 +125,7 @@ def _column(layouts: Sequence[RankLayout], layer: int) -> tuple[int | None, ...]
 
 
 def _check(theirs: LayerLayout, ours: LayerLayout, heads: int) -> None:
-    """Raise Unmappable if blocks of one layout cannot be rearranged into the other."""
+    """Raises Unmappable if blocks of one layout cannot be rearranged into the other."""
     if theirs.fingerprint != ours.fingerprint:
         raise Unmappable(f"KV of a token is {theirs.fingerprint} at P and {ours.fingerprint} at D")
     if theirs.total_heads != ours.total_heads:

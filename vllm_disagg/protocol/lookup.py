@@ -23,11 +23,14 @@ from .events import ConnectPeer, LookupRequested, LookupResult, Reason, SendMess
 class Lookup:
     """One open lookup."""
 
-    readers: dict[str, int]  # by source: the number of ranks of this engine that read from it
+    # By source: the number of ranks of this engine that read from it.  Must be that of the later
+    # load, because a sender keeps the number of the first request.
+    readers: dict[str, int]
     address: str  # <transport>:<address> of this rank
     retry_at: float  # time of the next keep-alive
     prompt: str  # digest of the whole prompt
     tokens_by_source: dict[str, int]
+    # An answered lookup stays open, for its keep-alives; it only gives no second result.
     is_answered: bool = False
 
 
@@ -41,27 +44,41 @@ class Lookups:
         self.open: dict[str, Lookup] = {}
 
     def next_deadline(self) -> float | None:
-        """Return the time at which the next `tick` is due; None without lookups."""
-        return min((lookup.retry_at for lookup in self.open.values()), default=None)
+        """Returns the time at which the next `tick` is due; None without lookups."""
+        deadlines = [lookup.retry_at for lookup in self.open.values()]
+        return min(deadlines, default=None)
 
     def start(
-        self, event: LookupRequested, address: str, now: float
+        self,
+        event: LookupRequested,
+        address: str,
+        now: float,
     ) -> list[ConnectPeer | SendMessage]:
-        """Send a TransferRequest to all sources from which this rank would read."""
+        """Sends a TransferRequest to all sources from which this rank would read."""
         assert event.transfer not in self.open, f"{event.transfer}: two lookups at a time"
         # One request a source rank, however many shards are read from it.
         ranks = sorted({shard.source for shard in event.plan.shards[self.rank]})
-        readers = {event.sources[rank].name: event.plan.readers[rank] for rank in ranks}
-        retry_at = now + self.keepalive_interval
-        lookup = Lookup(readers, address, retry_at, event.prompt, {})
+        readers: dict[str, int] = {}
+        # Connections first: a message to a source without one would be lost, and come half a
+        # second later with the next keep-alive.
+        actions: list[ConnectPeer | SendMessage] = []
+        for rank in ranks:
+            source = event.sources[rank]
+            readers[source.name] = event.plan.readers[rank]
+            actions.append(ConnectPeer(source))
+        lookup = Lookup(
+            readers=readers,
+            address=address,
+            retry_at=now + self.keepalive_interval,
+            prompt=event.prompt,
+            tokens_by_source={},
+        )
         self.open[event.transfer] = lookup
-        return [
-            *(ConnectPeer(event.sources[rank]) for rank in ranks),
-            *self._transfer_requests(event.transfer, lookup),
-        ]
+        actions += self._transfer_requests(event.transfer, lookup)
+        return actions
 
     def on_message(self, message: messages.Progress | messages.Abort) -> list[LookupResult]:
-        """Apply a source's answer; returns at most one result for each lookup."""
+        """Applies a source's answer; returns at most one result for each lookup."""
         lookup = self.open.get(message.transfer)
         if lookup is None or lookup.is_answered:
             return []
@@ -69,37 +86,41 @@ class Lookups:
             return []  # of another incarnation of one of the two workers
         tokens = 0
         if isinstance(message, messages.Progress):
-            # Nothing is final yet: the answer comes with a later Progress.
+            # Nothing is final yet: the answer comes with a later Progress.  Partial layers do not
+            # count, since vLLM allocates blocks for whole tokens only.
             if not message.tokens_final:
                 return []
             lookup.tokens_by_source[message.source] = message.tokens_final
             if len(lookup.tokens_by_source) < len(lookup.readers):
                 return []
+            # A token that one source lacks would have no KV in that source's layers or heads.
             tokens = min(lookup.tokens_by_source.values())
         # One refusal is enough: without all sources no token can be loaded.
         lookup.is_answered = True
         return [LookupResult(message.transfer, tokens)]
 
     def end(self, transfer: str) -> None:
-        """Forget a lookup whose load begins: the receiver sends the keep-alives from now on."""
+        """Forgets a lookup whose load begins: the receiver sends the keep-alives from now on."""
         self.open.pop(transfer, None)
 
     def cancel(self, transfer: str) -> list[SendMessage]:
-        """Forget a lookup and tell its sources."""
+        """Forgets a lookup and informs its sources, which else would keep this receiver."""
         lookup = self.open.pop(transfer, None)
         if lookup is None:
             return []
         reason = Reason.CANCELLED.value
-        return [
-            SendMessage(source, messages.Abort(transfer, source, self.name, reason))
-            for source in lookup.readers
-        ]
+        actions: list[SendMessage] = []
+        for source in lookup.readers:
+            abort = messages.Abort(transfer, source, self.name, reason)
+            actions.append(SendMessage(source, abort))
+        return actions
 
     def tick(self, now: float) -> list[SendMessage]:
-        """Return the keep-alives that are due."""
+        """Returns the keep-alives that are due."""
         actions: list[SendMessage] = []
         for transfer, lookup in self.open.items():
             if lookup.retry_at <= now:
+                # From `now` on, not from the old time: after a pause there is no burst of repeats.
                 lookup.retry_at = now + self.keepalive_interval
                 actions += self._transfer_requests(transfer, lookup)
         return actions
@@ -108,7 +129,12 @@ class Lookups:
         actions: list[SendMessage] = []
         for source, readers in lookup.readers.items():
             request = messages.TransferRequest(
-                transfer, source, self.name, lookup.address, readers, lookup.prompt
+                transfer=transfer,
+                source=source,
+                reader=self.name,
+                address=lookup.address,
+                readers=readers,
+                prompt=lookup.prompt,
             )
             actions.append(SendMessage(source, request))
         return actions

@@ -27,13 +27,22 @@ import msgspec
 from ..errors import BadMessage
 from ..kv.extents import Extent
 
-VERSION = 3  # of the format; both ends must have the same
+# Of the format; both ends must have the same.  Engines compare it before any transfer, so the check
+# in `_decode` meets another version only if an engine was replaced meanwhile.
+VERSION = 3
+# A piece is at least one block of one layer, and an SSM state is one block for a whole prompt.  So
+# the limit is far above the setting `piece`.
 MAX_PIECE_BYTES = 64 << 20
-MAX_FRAME_BYTES = 64 * 1024  # of one control message
-MAX_NOTE_BYTES = 60 * 1024  # of the data of one TransportNote
+# Of one control message, also for ZMQ itself (maxmsgsize): without a limit it reserves as much
+# memory as the header of a frame announces.
+MAX_FRAME_BYTES = 64 * 1024
+# Of the data of one TransportNote.  The difference has room for the names beside the data.
+MAX_NOTE_BYTES = 60 * 1024
 
+# Limits are checked while decoding: behind that no code meets a negative number or a huge name.
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+# Only durations cross the wire, never moments: two machines have no common clock.
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
@@ -62,6 +71,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     tokens_partial: Count
     layers_partial: Count
     # Since the sender's engine last began or ended a step; 0 if no prompt is being computed.
+    # Needed because the sender's thread answers keep-alives even while its engine is stuck.
     seconds_without_step: Seconds = 0.0
 
 
@@ -71,7 +81,10 @@ class ReadRequest(msgspec.Struct, frozen=True, tag="read_request"):
     transfer: Name
     source: Name
     reader: Name
-    number: Count  # of the piece, within the transfer and receiver
+    # Of the piece, within the transfer and receiver.  It comes back in PieceHeader; the receiver
+    # remembers the extent behind it.
+    number: Count
+    # An extent and no block ids: ids stay inside their engine, which looks them up when it serves.
     extent: Extent
 
 
@@ -118,9 +131,14 @@ class PieceHeader(msgspec.Struct, frozen=True, tag="piece_header"):
 
     transfer: Name
     number: Count
-    checksum: int  # xxh3_64 of the bytes, seeded with the transfer
+    # xxh3_64 of the bytes, seeded with the transfer: bytes of another transfer do not pass.  It
+    # detects errors, not forgery.
+    checksum: int
 
 
+# One union a direction: a worker is sender and receiver at once in bidirectional reuse, and a
+# message must never reach the wrong one of its two machines.  PieceHeader is in neither, because it
+# comes on a data socket only.
 ToSender = TransferRequest | ReadRequest | ReadComplete | Abort
 ToReceiver = Progress | Confirm | Abort
 AtSender = ToSender | TransportNote  # all that a worker accepts from receivers
@@ -135,26 +153,27 @@ T = TypeVar("T")
 
 
 def encode(message: AtSender | AtReceiver | PieceHeader) -> bytes:
-    """Return the frame of a message."""
+    """Returns the frame of a message."""
     return _PREFIX + _encode(message)
 
 
 def decode_at_sender(frame: bytes) -> AtSender:
-    """Return the message of a frame from a receiver.  Raises BadMessage for anything else."""
+    """Returns the message of a frame from a receiver.  Raises BadMessage for anything else."""
     return _decode(_at_sender, frame)
 
 
 def decode_at_receiver(frame: bytes) -> AtReceiver:
-    """Return the message of a frame from a sender.  Raises BadMessage for anything else."""
+    """Returns the message of a frame from a sender.  Raises BadMessage for anything else."""
     return _decode(_at_receiver, frame)
 
 
 def decode_header(frame: bytes) -> PieceHeader:
-    """Return the header of a piece.  Raises BadMessage for anything else."""
+    """Returns the header of a piece.  Raises BadMessage for anything else."""
     return _decode(_header, frame)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
+    # ZMQ's own limit is higher on data sockets, whose frames are parts of pieces.
     if len(frame) > MAX_FRAME_BYTES:
         raise BadMessage(f"a message of {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}")
     if not frame:
@@ -165,6 +184,8 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
             f"a message of protocol version {frame[0]}, this worker has version {VERSION}: "
             "run the same vllm-disagg on all engines"
         )
+    # msgspec passes on RecursionError for deep nesting, and UnicodeDecodeError for names that are
+    # not UTF-8.  Any exception that escaped here would end the driver's thread, for all transfers.
     try:
         return decoder.decode(memoryview(frame)[1:])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

@@ -36,7 +36,9 @@ class EngineInfo(msgspec.Struct, frozen=True):
     rank: int | None = None
     # Whether it can read back KV that a decode engine has cached, and can serve such KV.
     two_way: bool = False
-    clock: float = 0.0  # seconds since this incarnation began
+    # Seconds since this incarnation began.  Grants expire by this clock, so no two machines need
+    # the same time.
+    clock: float = 0.0
 
 
 class EngineCard(msgspec.Struct, frozen=True):
@@ -45,13 +47,16 @@ class EngineCard(msgspec.Struct, frozen=True):
     It answers a grant that names no engine, and one that is refused.
     """
 
+    # No addresses and no layout: a request without a valid grant must not learn them.
+
     incarnation: Text
     clock: float
     rank: int | None = None
 
 
 def difference(ours: dict[str, str], theirs: dict[str, str]) -> str:
-    """Return the first fact that keeps two engines from exchanging KV; empty if there is none."""
+    """Returns the first fact that keeps two engines from exchanging KV; empty if there is none."""
+    # Sorted, so that both engines and the proxy name the same fact of several.
     for fact in sorted(ours.keys() | theirs.keys()):
         here = ours.get(fact, "unknown")
         there = theirs.get(fact, "unknown")

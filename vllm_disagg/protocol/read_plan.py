@@ -36,7 +36,7 @@ class ReadPlan:
         token_end: int,
         piece_bytes: int,
     ) -> Iterator[tuple[Extent, int]]:
-        """Yield (extent at the source, its bytes) of all that has become final since the last call.
+        """Yields (extent at the source, its bytes) of all that became final since the last call.
 
         The first three arguments are those of Progress.  Extents are as large as `piece_bytes`
         allows.
@@ -62,7 +62,7 @@ class ReadPlan:
                 layer = layer_end
 
     def target(self, extent: Extent) -> tuple[Extent, list[int], RemoteLayout | None]:
-        """Return where a piece is written: extent and blocks of this rank, layout of the bytes.
+        """Returns where a piece is written: extent and blocks of this rank, layout of the bytes.
 
         The layout is None if the bytes are in the order of this rank's own blocks.
         """
@@ -83,7 +83,7 @@ class ReadPlan:
         return ours, blocks, remote
 
     def source_extent(self, layer: int, layer_end: int, token: int, token_end: int) -> Extent:
-        """Return a part of the shard in the source's numbering; layers count from the shard's."""
+        """Returns a part of the shard in the source's numbering; layers count from the shard's."""
         shard = self.shard
         head_end = shard.source_head + shard.head_end - shard.head
         return Extent(
@@ -97,7 +97,7 @@ class ReadPlan:
 
 
 def read_plans(event: LoadRequested, rank: int, layout: RankLayout) -> dict[int, list[ReadPlan]]:
-    """Return, by rank of the source, all that the rank `rank` of this engine reads from it."""
+    """Returns, by rank of the source, all that the rank `rank` of this engine reads from it."""
     plans: dict[int, list[ReadPlan]] = {}
     for shard in event.plan.shards[rank]:
         kind = layout.kind(shard.layer)

@@ -63,9 +63,15 @@ from .events import (
     SendPiece,
 )
 
-MAX_TRANSFERS = 4096  # transfers known at a time; also the number of endings remembered
-MAX_PIECES_PER_RECEIVER = 64  # pieces that one receiver may have outstanding
+# Transfers known at a time; also the number of endings remembered.  A request for an unknown
+# transfer makes an entry, so without a bound one faulty receiver could fill the memory.
+MAX_TRANSFERS = 4096
+# Pieces that one receiver may have outstanding.  Its window bounds them too, but the sender need
+# not trust it.  A request beyond the limit is dropped and comes again after `peer_timeout`.
+MAX_PIECES_PER_RECEIVER = 64
 STEP_GAP_SECONDS = 1.0  # shorter gaps between two engine steps are not reported
+
+Actions = list[SenderAction]
 
 
 class SendState(Enum):
@@ -81,7 +87,9 @@ class ReceiverRecord:
     """One receiver of one outgoing transfer."""
 
     address: str  # <transport>:<address>, to which its pieces go
-    prompt: str  # digest of its own prompt
+    # Digest of its own prompt.  The first request sets it, and no later one can replace it to
+    # pass the comparison.
+    prompt: str
     last_seen: float
     pieces_sending: int = 0  # SendPiece actions that have not ended
     is_complete: bool = False  # has sent ReadComplete
@@ -112,14 +120,18 @@ class OutgoingTransfer:
         """Whether all expected receivers have ended and no piece is being sent."""
         ended = sum(not receiver.is_active for receiver in self.receivers.values())
         expected = self.expected_receivers
+        # None: no request came yet, so the number of receivers is unknown.  0 expected: over at
+        # once.  Ended receivers count however they ended: none of them reads any more.
         return expected is not None and ended >= expected and not self.is_sending()
 
     def is_sending(self) -> bool:
         """Whether a transport still reads blocks of this transfer."""
+        # A receiver that has gone counts too: its transport may not have noticed yet.
         return any(receiver.pieces_sending for receiver in self.receivers.values())
 
     def is_final(self, extent: Extent) -> bool:
         """Whether all bytes of the extent are computed and do not change any more."""
+        # Progress is a staircase of two steps; the extent is under the upper or the lower one.
         if extent.token_end <= self.tokens_final:
             return True
         return extent.token_end <= self.tokens_partial and extent.layer_end <= self.layers_partial
@@ -138,7 +150,12 @@ class Sender:
     """
 
     def __init__(
-        self, name: str, layout: RankLayout, *, lease: float = 10.0, grace: float = 1.0
+        self,
+        name: str,
+        layout: RankLayout,
+        *,
+        lease: float = 10.0,
+        grace: float = 1.0,
     ) -> None:
         self.name = name
         self.layout = layout
@@ -150,8 +167,8 @@ class Sender:
         # Time of vLLM's last call into the driver, which sets it before each `handle`.
         self.last_engine_step: float | None = None
 
-    def handle(self, event: SenderEvent, now: float) -> list[SenderAction]:
-        """Apply one event at the monotonic time `now`; return the actions that follow from it."""
+    def handle(self, event: SenderEvent, now: float) -> Actions:
+        """Applies one event at the monotonic time `now`; returns the actions that follow."""
         match event:
             case BlocksScheduled():
                 return self._on_scheduled(event, now)
@@ -175,7 +192,9 @@ class Sender:
                 | messages.ReadComplete()
                 | messages.Abort()
             ):
-                if event.source != self.name:  # rule 4
+                # Rule 4.  A restarted worker may have got the port of its predecessor.  The
+                # refusal comes in the predecessor's name, so the receiver fails without a timeout.
+                if event.source != self.name:
                     return [_abort(event)]
         match event:
             case messages.TransferRequest():
@@ -190,17 +209,23 @@ class Sender:
                 assert_never(event)
 
     def next_deadline(self) -> float | None:
-        """Return the time at which the next ClockTick is due; None if no time matters."""
-        deadlines = [self._deadline(transfer) for transfer in self.transfers.values()]
-        return min((at for at in deadlines if at is not None), default=None)
+        """Returns the time at which the next ClockTick is due; None if no time matters."""
+        deadlines: list[float] = []
+        for transfer in self.transfers.values():
+            deadline = self._deadline(transfer)
+            if deadline is not None:
+                deadlines.append(deadline)
+        return min(deadlines, default=None)
 
     # Facts from vLLM ------------------------------------------------------------------------------
-    def _on_scheduled(self, event: BlocksScheduled, now: float) -> list[SenderAction]:
+    def _on_scheduled(self, event: BlocksScheduled, now: float) -> Actions:
         if event.transfer in self.endings:
             return []  # revoked before, or all receivers have ended: no one will be served
         t = self.transfers.get(event.transfer)
         if t is None:
-            t = self.transfers[event.transfer] = OutgoingTransfer(SendState.COMPUTING, now)
+            # No deadline matters while COMPUTING; `_on_finished` sets the one that does.
+            t = OutgoingTransfer(SendState.COMPUTING, now)
+            self.transfers[event.transfer] = t
         t.state = SendState.COMPUTING
         # The first event has a list for each KV-cache group; later ones extend those lists.
         t.blocks = t.blocks or [[] for _ in event.blocks]
@@ -210,14 +235,17 @@ class Sender:
         t.tokens_partial = event.tokens
         t.layers_partial = 0
         t.prompt = event.prompt
-        actions: list[SenderAction] = []
+        # Rule 5.  While WANTED there was no digest to compare with: this is the first chance.
+        actions: Actions = []
         for name in t.active_receivers():
-            if t.receivers[name].prompt != t.prompt:  # rule 5
-                actions.append(self._refuse(event.transfer, t, name, Reason.PROMPT_MISMATCH))
+            if t.receivers[name].prompt != t.prompt:
+                refusal = self._refuse(event.transfer, t, name, Reason.PROMPT_MISMATCH)
+                actions.append(refusal)
         return actions
 
-    def _on_computed(self, event: LayersComputed) -> list[SenderAction]:
+    def _on_computed(self, event: LayersComputed) -> Actions:
         t = self.transfers.get(event.transfer)
+        # Blocks may be revoked while their step runs; its layers are announced all the same.
         if t is None or t.state is not SendState.COMPUTING or t.is_recomputed:
             return []
         # Layers that were announced as final may have been read already.
@@ -229,52 +257,68 @@ class Sender:
         if t.layers_partial >= len(self.layout.layers):
             t.tokens_final = t.tokens_partial
             t.layers_partial = 0
-        return [self._progress(event.transfer, t, name) for name in t.active_receivers()]
+        actions: Actions = []
+        for name in t.active_receivers():
+            actions.append(self._progress(event.transfer, t, name))
+        return actions
 
-    def _on_recomputed(self, transfer: str) -> list[SenderAction]:
-        """Refuse all receivers; blocks stay held, so running sends end before release (rule 2)."""
+    def _on_recomputed(self, transfer: str) -> Actions:
+        """Refuses all receivers; blocks stay held, so running sends end before release (rule 2)."""
         t = self.transfers.get(transfer)
         if t is None:
             return []
+        # A flag and no ending: PrefillFinished must still find the sends for which its
+        # ReleaseBlocks waits.
         t.is_recomputed = True
-        actions: list[SenderAction] = []
+        actions: Actions = []
         for name in t.active_receivers():
             actions.append(self._refuse(transfer, t, name, Reason.BLOCKS_REVOKED))
         return actions
 
-    def _on_finished(self, transfer: str, now: float) -> list[SenderAction]:
+    def _on_finished(self, transfer: str, now: float) -> Actions:
         t = self.transfers.get(transfer)
-        if t is None:  # ended before: the blocks are of no use to any receiver
+        # Ended before: the blocks are of no use to any receiver.  vLLM waits for an answer all
+        # the same, and would keep the blocks for ever without one (rule 1).
+        if t is None:
             return [ReleaseBlocks(transfer, delivered=bool(self.endings.get(transfer)))]
         # From now on the lease runs: a receiver that has not asked yet may still come.
         t.state = SendState.HELD
         t.deadline = now + self.lease
+        # KV that was read while it was computed may be complete at all receivers by now.
         return self._release_if_over(transfer, t)
 
-    def _on_revoked(self, transfer: str) -> list[SenderAction]:
+    def _on_revoked(self, transfer: str) -> Actions:
+        # vLLM takes the blocks at once, whether or not a transport reads them.  Pieces under way
+        # may get bytes of another request: no Confirm ever vouches for them (rule 3).
         t = self.transfers.pop(transfer, None)
         # No receiver counts as complete: a ReadComplete that is under way must not be confirmed.
+        # Remembered for unknown transfers too: the connector revokes a refused one before any
+        # block is scheduled, so that its receiver does not wait in WANTED for the lease.
         self._remember_ending(transfer, frozenset())
         if t is None:
             return []
+        # HELD blocks are vLLM's again only after ReleaseBlocks: it cannot take them earlier.
         assert t.state is not SendState.HELD, f"{transfer}: blocks revoked after they were held"
         reason = Reason.BLOCKS_REVOKED.value
-        return [
-            SendMessage(name, messages.Abort(transfer, self.name, name, reason))
-            for name in t.active_receivers()
-        ]
+        actions: Actions = []
+        for name in t.active_receivers():
+            abort = messages.Abort(transfer, self.name, name, reason)
+            actions.append(SendMessage(name, abort))
+        return actions
 
     # Facts from transports ------------------------------------------------------------------------
-    def _on_send_completed(self, event: SendCompleted) -> list[SenderAction]:
+    def _on_send_completed(self, event: SendCompleted) -> Actions:
         t = self.transfers.get(event.transfer)
         receiver = t.receivers.get(event.reader) if t else None
+        # The blocks of this transfer were revoked meanwhile.  A new entry of the same name may
+        # exist by now, but it did not start this send: its count must not go below zero.
         if t is None or receiver is None or not receiver.pieces_sending:
-            return []  # the blocks of this transfer were revoked meanwhile
+            return []
         receiver.pieces_sending -= 1
         return self._release_if_over(event.transfer, t)
 
-    def _on_connection_lost(self, name: str, now: float) -> list[SenderAction]:
-        """Shorten the receiver's lease to `grace` seconds in all transfers.
+    def _on_connection_lost(self, name: str, now: float) -> Actions:
+        """Shortens the receiver's lease to `grace` seconds in all transfers.
 
         A live receiver repeats its TransferRequest within that time.  Blocks that a dead receiver
         would have read need not wait for the whole lease.
@@ -282,20 +326,24 @@ class Sender:
         for t in self.transfers.values():
             receiver = t.receivers.get(name)
             if receiver is not None:
+                # Set back instead of ended: the receiver may live and go on by another transport.
+                # The minimum, because a loss must never prolong the lease of a silent receiver.
                 receiver.last_seen = min(receiver.last_seen, now + self.grace - self.lease)
         return []
 
     # Messages from receivers ----------------------------------------------------------------------
-    def _on_transfer_request(
-        self, event: messages.TransferRequest, now: float
-    ) -> list[SenderAction]:
+    def _on_transfer_request(self, event: messages.TransferRequest, now: float) -> Actions:
         t = self.transfers.get(event.transfer)
-        if event.transfer in self.endings or (t is None and len(self.transfers) >= MAX_TRANSFERS):
+        is_full = t is None and len(self.transfers) >= MAX_TRANSFERS
+        # An ended transfer never comes back: a new WANTED entry would only keep the receiver from
+        # recomputing the prompt.
+        if event.transfer in self.endings or is_full:
             return [_abort(event)]
         # The receiver's request may be quicker than vLLM's scheduler.
         if t is None:
             t = OutgoingTransfer(SendState.WANTED, now + self.lease)
             self.transfers[event.transfer] = t
+        # All receivers follow one plan of their engine, so the first number is that of all.
         if t.expected_receivers is None:
             t.expected_receivers = event.readers
         if event.readers == 0:  # no rank of the other engine needs this rank's KV
@@ -305,48 +353,75 @@ class Sender:
             # More receivers than announced: the plan of the other engine does not fit.
             if len(t.receivers) >= event.readers:
                 return [_abort(event)]
-            receiver = ReceiverRecord(event.address, event.prompt, now)
+            receiver = ReceiverRecord(
+                address=event.address,
+                prompt=event.prompt,
+                last_seen=now,
+            )
             t.receivers[event.reader] = receiver
         receiver.last_seen = now
         receiver.address = event.address  # the receiver may have changed its transport
-        # While WANTED or HELD a keep-alive renews the transfer, too.
+        # While WANTED or HELD a keep-alive renews the transfer, too: the other receivers of the
+        # same engine may come later than the first one ends.
         t.deadline = max(t.deadline, now + self.lease)
         # A complete receiver needs no answer: it repeats ReadComplete until it has the Confirm.
+        # A refused one gets its Abort again, because the first may have been lost.
         if not receiver.is_active:
             return [_abort(event)] if receiver.is_gone else []
-        refusal: Reason | None = None
-        if t.is_recomputed:
-            refusal = Reason.BLOCKS_REVOKED
-        elif t.state is not SendState.WANTED and receiver.prompt != t.prompt:  # rule 5
-            refusal = Reason.PROMPT_MISMATCH
+        refusal = self._refusal(t, receiver)
         if refusal is None:
-            return [self._progress(event.transfer, t, event.reader, self._stalled_seconds(now))]
+            stalled_seconds = self._stalled_seconds(now)
+            progress = self._progress(event.transfer, t, event.reader, stalled_seconds)
+            return [progress]
         abort = self._refuse(event.transfer, t, event.reader, refusal)
+        # A refusal ends this receiver: held blocks need not wait for the lease if it was the last.
         return [abort, *self._release_if_over(event.transfer, t)]
 
-    def _on_read_request(self, event: messages.ReadRequest, now: float) -> list[SenderAction]:
+    def _refusal(self, t: OutgoingTransfer, receiver: ReceiverRecord) -> Reason | None:
+        """Returns why an active receiver cannot be served; None if it can."""
+        if t.is_recomputed:
+            return Reason.BLOCKS_REVOKED
+        # Rule 5.  While WANTED the prompt is unknown; `_on_scheduled` compares then.
+        if t.state is not SendState.WANTED and receiver.prompt != t.prompt:
+            return Reason.PROMPT_MISMATCH
+        return None
+
+    def _on_read_request(self, event: messages.ReadRequest, now: float) -> Actions:
         t = self.transfers.get(event.transfer)
         receiver = t.receivers.get(event.reader) if t else None
         if t is None or receiver is None or receiver.is_gone:
             return [_abort(event)]
+        # Answered, not ignored: the receiver fails at once, and does not repeat the request until
+        # it stalls.
         if not self._is_servable(t, event.extent):
             return [_abort(event)]
         receiver.last_seen = now
+        # Complete: a delayed copy of a request, which must not hold the blocks any longer.  Too
+        # many: the receiver asks again if it still needs the piece.
         if receiver.is_complete or receiver.pieces_sending >= MAX_PIECES_PER_RECEIVER:
-            return []  # the receiver asks again if it still needs the piece
+            return []
         receiver.pieces_sending += 1
-        # Blocks of the group of the extent's layers: groups have blocks of their own.
-        kind = self.layout.kind(event.extent.layer)
-        blocks = blocks_of(event.extent, t.blocks[kind.group], 0, kind.block_size)
-        address = receiver.address
-        return [
-            SendPiece(event.transfer, event.reader, address, event.number, event.extent, blocks)
-        ]
+        # Blocks of the group of the extent's layers: groups have blocks of their own.  Their lists
+        # begin at token 0, in sliding windows too.
+        extent = event.extent
+        kind = self.layout.kind(extent.layer)
+        blocks = blocks_of(extent, t.blocks[kind.group], 0, kind.block_size)
+        send = SendPiece(
+            transfer=event.transfer,
+            reader=event.reader,
+            address=receiver.address,
+            number=event.number,
+            extent=extent,
+            blocks=blocks,
+        )
+        return [send]
 
-    def _on_read_complete(self, event: messages.ReadComplete) -> list[SenderAction]:
+    def _on_read_complete(self, event: messages.ReadComplete) -> Actions:
         t = self.transfers.get(event.transfer)
         receiver = t.receivers.get(event.reader) if t else None
         # Nothing final means that no byte can have been read: there is nothing to confirm.
+        # Partial layers are enough: a rank of a pipeline may need only the first layers, and end
+        # before any token is final in all of them.
         if (
             t is None
             or receiver is None
@@ -356,13 +431,18 @@ class Sender:
             # A repeated ReadComplete after the release gets the same answer as the first one.
             valid = event.reader in self.endings.get(event.transfer, ())
             return [self._confirm(event, valid)]
+        # The transfer is still here, so its blocks were held until now: the driver has handed in
+        # all facts from vLLM before this message (rule 3).
         # Complete receivers do not hold the blocks any longer; the last one releases them.
         receiver.is_complete = True
-        return [self._confirm(event, True), *self._release_if_over(event.transfer, t)]
+        confirm = self._confirm(event, True)
+        return [confirm, *self._release_if_over(event.transfer, t)]
 
-    def _on_abort(self, event: messages.Abort) -> list[SenderAction]:
+    def _on_abort(self, event: messages.Abort) -> Actions:
         t = self.transfers.get(event.transfer)
         receiver = t.receivers.get(event.reader) if t else None
+        # A complete receiver may abort because another of its sources failed.  It has ended here
+        # already, with all its bytes.
         if t is None or receiver is None or receiver.is_complete:
             return []
         # Pieces that are being sent to it go on: their SendCompleted releases the blocks (rule 2).
@@ -371,21 +451,25 @@ class Sender:
 
     # Time -----------------------------------------------------------------------------------------
     def _deadline(self, t: OutgoingTransfer) -> float | None:
-        """Return when the transfer's state may change by time alone; None if by events only."""
+        """Returns when the transfer's state may change by time alone; None if by events only."""
         # The first lease of an active receiver decides; without one, the transfer's own deadline.
-        leases = [r.last_seen + self.lease for r in t.receivers.values() if r.is_active]
+        leases: list[float] = []
+        for receiver in t.receivers.values():
+            if receiver.is_active:
+                leases.append(receiver.last_seen + self.lease)
         # COMPUTING ends by vLLM's events only, sends by SendCompleted only.
         if leases or t.state is SendState.COMPUTING or t.is_sending():
             return min(leases, default=None)
         return t.deadline
 
-    def _on_tick(self, now: float) -> list[SenderAction]:
-        actions: list[SenderAction] = []
+    def _on_tick(self, now: float) -> Actions:
+        actions: Actions = []
+        # A copy of the names, because a transfer that ends leaves the dict.
         for transfer in list(self.transfers):
             actions += self._tick(transfer, now)
         return actions
 
-    def _tick(self, transfer: str, now: float) -> list[SenderAction]:
+    def _tick(self, transfer: str, now: float) -> Actions:
         t = self.transfers[transfer]
         deadline = self._deadline(t)
         if deadline is None or deadline > now:
@@ -394,44 +478,62 @@ class Sender:
         for receiver in t.receivers.values():
             if receiver.is_active and receiver.last_seen + self.lease <= now:
                 receiver.is_gone = True
+        # A lease serves liveness, never safety: time alone takes no block from a running send.
         if t.active_receivers() or t.is_sending() or t.deadline > now:
+            # All receivers that were expected may just have gone, before the transfer's deadline.
             return self._release_if_over(transfer, t)
+        # No ending is remembered for WANTED: a later BlocksScheduled starts the transfer anew, and
+        # its receiver may be one that was frozen.
         if t.state is SendState.WANTED:
-            del self.transfers[transfer]  # a later BlocksScheduled starts the transfer anew
+            del self.transfers[transfer]
         elif t.state is SendState.HELD:
             return self._release(transfer, t)
         return []
 
     # Parts ----------------------------------------------------------------------------------------
     def _is_servable(self, t: OutgoingTransfer, extent: Extent) -> bool:
-        """Return whether the extent exists in this layout, is final, and is still held."""
+        """Returns whether the extent exists in this layout, is final, and is still held."""
+        # The extent comes from another process: no field can be trusted.  Layers come first,
+        # because `kind` would fail for a layer that does not exist.
         if not extent.layer < extent.layer_end <= len(self.layout.layers):
             return False
-        # The extent comes from another process: no field can be trusted.
         kind = self.layout.kind(extent.layer)
         layers = range(extent.layer, extent.layer_end)
         head, head_end = heads_of(extent, kind)
         return (
+            # One kind has one list of blocks; layers of another kind would be read from them too.
             all(self.layout.kind(layer) is kind for layer in layers)
             and head < head_end <= kind.heads
             and extent.token < extent.token_end
+            # Whole blocks are sent, so a start inside a block would shift all bytes.
             and extent.token % kind.block_size == 0
             and t.is_final(extent)
             and _is_in_sliding_window(t, extent, kind)
             # An SSM state is the state after one exact number of tokens.
             and (kind.block_size < STATE or extent.token_end == t.tokens_partial)
+            # Short runs are copied before they are sent: a piece must not take all memory.
             and size(extent, kind) <= messages.MAX_PIECE_BYTES
         )
 
     def _refuse(
-        self, transfer: str, t: OutgoingTransfer, receiver: str, reason: Reason
+        self,
+        transfer: str,
+        t: OutgoingTransfer,
+        receiver: str,
+        reason: Reason,
     ) -> SendMessage:
-        """End the receiver's part in the transfer; return the Abort for it."""
+        """Ends the receiver's part in the transfer; returns the Abort for it."""
+        # The receiver does not answer an Abort: without this its lease would hold the blocks.
         t.receivers[receiver].is_gone = True
-        return SendMessage(receiver, messages.Abort(transfer, self.name, receiver, reason.value))
+        abort = messages.Abort(transfer, self.name, receiver, reason.value)
+        return SendMessage(receiver, abort)
 
     def _progress(
-        self, transfer: str, t: OutgoingTransfer, receiver: str, stalled_seconds: float = 0.0
+        self,
+        transfer: str,
+        t: OutgoingTransfer,
+        receiver: str,
+        stalled_seconds: float = 0.0,
     ) -> SendMessage:
         progress = messages.Progress(
             transfer=transfer,
@@ -445,45 +547,57 @@ class Sender:
         return SendMessage(receiver, progress)
 
     def _stalled_seconds(self, now: float) -> float:
-        """Return the seconds without an engine step while a prompt of ours is being computed.
+        """Returns the seconds without an engine step while a prompt of ours is being computed.
 
         An idle engine makes no steps either: without such a prompt the answer is 0.
         """
+        # This thread outlives the engine's scheduler.  Its answers to keep-alives alone would let
+        # receivers wait for an engine that has stopped.
         last_step = self.last_engine_step
         if last_step is None or now < last_step + STEP_GAP_SECONDS:
             return 0.0
+        # Any prompt, not only that of the receiver: its own may be queued in vLLM behind others.
         if not any(t.state is SendState.COMPUTING for t in self.transfers.values()):
             return 0.0
         return now - last_step
 
     def _confirm(self, complete: messages.ReadComplete, valid: bool) -> SendMessage:
-        confirm = messages.Confirm(complete.transfer, self.name, complete.reader, valid)
+        confirm = messages.Confirm(
+            transfer=complete.transfer,
+            source=self.name,
+            reader=complete.reader,
+            valid=valid,
+        )
         return SendMessage(complete.reader, confirm)
 
-    def _release_if_over(self, transfer: str, t: OutgoingTransfer) -> list[SenderAction]:
+    def _release_if_over(self, transfer: str, t: OutgoingTransfer) -> Actions:
+        # HELD only: before PrefillFinished the blocks are vLLM's, and it waits for no release.
         if t.state is SendState.HELD and t.is_over():
             return self._release(transfer, t)
         return []
 
-    def _release(self, transfer: str, t: OutgoingTransfer) -> list[SenderAction]:
+    def _release(self, transfer: str, t: OutgoingTransfer) -> Actions:
         del self.transfers[transfer]
         complete = frozenset(name for name, r in t.receivers.items() if r.is_complete)
         self._remember_ending(transfer, complete)
-        return [ReleaseBlocks(transfer, delivered=len(complete) == t.expected_receivers)]
+        delivered = len(complete) == t.expected_receivers
+        return [ReleaseBlocks(transfer, delivered)]
 
     def _remember_ending(self, transfer: str, complete: frozenset[str]) -> None:
         self.endings[transfer] = complete
-        # Insertion order is the order of endings: the oldest one is forgotten first.
+        # Insertion order is the order of endings: the oldest one is forgotten first.  That is
+        # safe: its ReadComplete is answered as not valid, and the receiver recomputes.
         while len(self.endings) > MAX_TRANSFERS:
-            del self.endings[next(iter(self.endings))]
+            oldest = next(iter(self.endings))
+            del self.endings[oldest]
 
     def validate(self) -> None:
-        """Raise AssertionError if the state contradicts itself.  Tests call it after each event."""
+        """Raises AssertionError if the state contradicts itself.  Tests call it at each event."""
         for name, t in self.transfers.items():
             context = (name, t)
             assert name not in self.endings, name
             assert (t.state is SendState.WANTED) == (not t.blocks), context
-            capacities = [0]
+            capacities = [0]  # by layer kind: tokens for which there are blocks
             if t.blocks:
                 capacities = [
                     len(t.blocks[kind.group]) * kind.block_size for kind in self.layout.kinds
@@ -492,18 +606,27 @@ class Sender:
             assert t.layers_partial < len(self.layout.layers), context
             for receiver in t.receivers.values():
                 assert 0 <= receiver.pieces_sending <= MAX_PIECES_PER_RECEIVER, context
+            # Else no event would be left that releases the blocks before the lease runs out.
             assert not (t.state is SendState.HELD and t.is_over()), context
 
 
 def _is_in_sliding_window(t: OutgoingTransfer, extent: Extent, kind: LayerLayout) -> bool:
-    """Return whether vLLM still keeps the extent's first block; older ones are freed."""
+    """Returns whether vLLM still keeps the extent's first block; older ones are freed."""
     if not kind.window:
         return True
+    # vLLM's own rule: it frees the blocks that end before the first token to which the next token
+    # attends.  They may hold another request by now, and `Confirm` would vouch for them.
     return extent.token + kind.block_size > t.tokens_partial - kind.window + 1
 
 
 def _abort(message: messages.ToSender) -> SendMessage:
-    """Return the Abort for a message about a transfer that is not, or no longer, served."""
+    """Returns the Abort for a message about a transfer that is not, or no longer, served."""
     reason = Reason.UNKNOWN_TRANSFER.value
-    abort = messages.Abort(message.transfer, message.source, message.reader, reason)
+    # `message.source` and not our own name: the receiver accepts answers of its source only.
+    abort = messages.Abort(
+        transfer=message.transfer,
+        source=message.source,
+        reader=message.reader,
+        reason=reason,
+    )
     return SendMessage(message.reader, abort)

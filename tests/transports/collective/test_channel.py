@@ -15,7 +15,9 @@ import pytest
 
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.protocol.events import SendPiece
-from vllm_disagg.transports.collective import channel as pairs
+from vllm_disagg.transports.collective import channel, notes
+from vllm_disagg.transports.collective.receiver_end import ReceiverEnd
+from vllm_disagg.transports.collective.sender_end import SenderEnd
 
 SEEDS = int(os.environ.get("SEEDS", "160"))
 FIRST = int(os.environ.get("SEED", "0"))
@@ -45,11 +47,12 @@ class World:
             what: often * self.random.choice([0, 1, 1, 8]) for what, often in CHAOS.items()
         }
         self.now = 0.0
-        self.p, self.d = pairs.SenderEnd(PATIENCE), pairs.ReceiverEnd(PATIENCE, slot=SLOT)
+        self.p, self.d = SenderEnd(PATIENCE), ReceiverEnd(PATIENCE, slot=SLOT)
         self.wires: dict[str, deque[bytes]] = {"p": deque(), "d": deque()}  # to whom
         self.epochs: dict[int, Posted] = {}
-        self.gathers: list[tuple[pairs.TransmitSlot, bool]] = []
-        self.gathered: deque[tuple[pairs.TransmitSlot, bool]] = deque()  # and P has not looked yet
+        self.gathers: list[tuple[channel.TransmitSlot, bool]] = []
+        # Gathered, but P has not looked yet.
+        self.gathered: deque[tuple[channel.TransmitSlot, bool]] = deque()
         self.routed: int | None = None
         self.asked: dict[int, SendPiece] = {}  # not finished, by number
         self.number = 0
@@ -72,21 +75,21 @@ class World:
 
     def do(self, who: str, action: object) -> None:
         match action:
-            case pairs.SendNote():
+            case channel.SendNote():
                 if not self.roll("lose"):
-                    self.wires["d" if who == "p" else "p"].append(pairs.encode(action.note))
-            case pairs.OpenLink():
+                    self.wires["d" if who == "p" else "p"].append(notes.encode(action.note))
+            case channel.OpenLink():
                 self.epochs.setdefault(action.epoch, Posted()).open_ends.add(who)
-            case pairs.PassBlob():
+            case channel.PassBlob():
                 pass
-            case pairs.CloseLink():
+            case channel.CloseLink():
                 self.epochs[action.epoch].is_broken = True
-            case pairs.TransmitSlot():
+            case channel.TransmitSlot():
                 epoch = self.epochs[action.epoch]
                 assert action.seq == len(epoch.sends), "not in order"
                 epoch.sends.append((action.seq, None))
                 self.gathers.append((action, self.roll("oversize")))
-            case pairs.ReceiveSlot():
+            case channel.ReceiveSlot():
                 epoch = self.epochs[action.epoch]
                 assert action.seq == len(epoch.receives), "not in order"
                 assert action.size <= SLOT, "into a slot that does not hold it"
@@ -94,19 +97,19 @@ class World:
                     "into a slot that is being read"
                 )
                 epoch.receives.append((action.seq, action.slot))
-            case pairs.SendFinished():
+            case channel.SendFinished():
                 assert all(gather.piece is not action.piece for gather, _ in self.gathers), (
                     "finished while it is read"
                 )
                 del self.asked[action.piece.number]
-            case pairs.DeliverSlot():
+            case channel.DeliverSlot():
                 _, content = self.epochs[action.epoch].sends[action.piece.seq]
                 assert content == (action.piece.transfer, action.piece.number), (
                     "bytes of another piece"
                 )
                 self.delivered.add(action.piece.number)
                 self.landing.append((action.epoch, action.slot))
-            case pairs.ChangeRoute():
+            case channel.ChangeRoute():
                 self.routed = action.epoch
             case _:
                 raise AssertionError(action)
@@ -118,7 +121,7 @@ class World:
             number, self.number = self.number, self.number + 1
             piece = SendPiece("t", "d", f"x:{self.routed}", number, Extent(0, 1, 0, 1), [0])
             self.asked[number] = piece
-            self.at("p", pairs.SendRequested(piece, self.routed))
+            self.at("p", channel.SendRequested(piece, self.routed))
 
     def gather(self) -> None:
         if self.gathers:
@@ -131,7 +134,7 @@ class World:
             action, too_large = self.gathered.popleft()
             self.at(
                 "p",
-                pairs.SlotGathered(action.epoch, action.seq, -1 if too_large else self.size(), 0),
+                channel.SlotGathered(action.epoch, action.seq, -1 if too_large else self.size(), 0),
             )
 
     def size(self) -> int:
@@ -143,14 +146,16 @@ class World:
         for number, epoch in list(self.epochs.items()):
             if epoch.is_broken:
                 if self.random.random() < 0.3:
-                    self.at(self.random.choice("pd"), pairs.LinkFailed(number, "the peer is gone"))
+                    self.at(
+                        self.random.choice("pd"), channel.LinkFailed(number, "the peer is gone")
+                    )
                 continue
             if epoch.open_ends == {"p", "d"}:
-                self.at("p", pairs.LinkUp(number)), self.at("d", pairs.LinkUp(number))
+                self.at("p", channel.LinkUp(number)), self.at("d", channel.LinkUp(number))
                 epoch.open_ends.add("up")
             if self.is_eager and epoch.sent < len(epoch.sends) and epoch.sends[epoch.sent][1]:
                 epoch.sent += 1  # into buffers of the library, before anybody receives
-                self.at("p", pairs.SlotCompleted(number, epoch.sent - 1))
+                self.at("p", channel.SlotCompleted(number, epoch.sent - 1))
             if (
                 epoch.received < min(len(epoch.sends), len(epoch.receives))
                 and epoch.sends[epoch.received][1]
@@ -158,13 +163,13 @@ class World:
                 at, epoch.received = epoch.received, epoch.received + 1
                 if epoch.sent == at:
                     epoch.sent += 1
-                    self.at("p", pairs.SlotCompleted(number, at))
-                self.at("d", pairs.SlotCompleted(number, at))
+                    self.at("p", channel.SlotCompleted(number, at))
+                self.at("d", channel.SlotCompleted(number, at))
 
     def free(self) -> None:
         if self.landing:
             self.at(
-                "d", pairs.SlotFreed(*self.landing.pop(self.random.randrange(len(self.landing))))
+                "d", channel.SlotFreed(*self.landing.pop(self.random.randrange(len(self.landing))))
             )
 
     def hear(self, who: str) -> None:
@@ -172,7 +177,7 @@ class World:
             data = self.wires[who].popleft()
             self.at(
                 who,
-                pairs.decode_receiver_note(data) if who == "p" else pairs.decode_sender_note(data),
+                notes.decode_receiver_note(data) if who == "p" else notes.decode_sender_note(data),
             )
 
     def pass_time(self, seconds: float) -> None:
@@ -180,7 +185,7 @@ class World:
         for who, end in (("p", self.p), ("d", self.d)):
             due = end.next_deadline()
             if due is not None and due <= self.now and who not in self.frozen:
-                self.at(who, pairs.ChannelTick())
+                self.at(who, channel.ChannelTick())
                 after = end.next_deadline()
                 assert after is None or after > self.now, (
                     "a Tick that moves no deadline makes a busy loop"
@@ -204,12 +209,12 @@ class World:
             self.frozen ^= {self.random.choice("pd")}
         if self.roll("fail"):
             end = self.random.choice([self.p, self.d])
-            self.at("p" if end is self.p else "d", pairs.LinkFailed(end.epoch, "broke"))
+            self.at("p" if end is self.p else "d", channel.LinkFailed(end.epoch, "broke"))
         if self.roll("refuse"):
-            self.do("p", pairs.SendNote(pairs.ChannelBroken(self.d.epoch, "busy")))
+            self.do("p", channel.SendNote(notes.ChannelBroken(self.d.epoch, "busy")))
         self.pass_time(12.0 if self.roll("leap") else self.random.choice([0.0, 0.01, 0.1]))
         if self.random.random() < 0.1:
-            self.at("d", pairs.ConnectChannel())
+            self.at("d", channel.ConnectChannel())
 
     def run(self) -> None:
         for _ in range(250):
@@ -220,7 +225,7 @@ class World:
             if turn == 130:  # by now all failures are behind it
                 target = self.number
             if turn % 5 == 0:
-                self.at("d", pairs.ConnectChannel())
+                self.at("d", channel.ConnectChannel())
             for do in (self.ask, self.gather, self.gather, self.move, self.free, self.free):
                 do()
             while self.wires["p"] or self.wires["d"]:
@@ -248,13 +253,13 @@ def test_both_ends_execute_one_order_or_abort(part: int) -> None:
 def test_a_full_ring_delays_and_never_grows() -> None:
     world = World(0)
     world.chaos, world.is_eager = {}, False
-    world.at("d", pairs.ConnectChannel())
+    world.at("d", channel.ConnectChannel())
     world.hear("p"), world.move(), world.hear("d")
     for _ in range(12):
         world.ask()
     assert (
-        len(world.gathers) == pairs.SLOTS_PER_CHANNEL
-        and len(world.p.waiting) == 12 - pairs.SLOTS_PER_CHANNEL
+        len(world.gathers) == channel.SLOTS_PER_CHANNEL
+        and len(world.p.waiting) == 12 - channel.SLOTS_PER_CHANNEL
     )
     for _ in range(200):
         world.gather(), world.hear("d"), world.move(), world.free()
@@ -262,13 +267,14 @@ def test_a_full_ring_delays_and_never_grows() -> None:
 
 
 def test_reasons_for_a_broken_epoch() -> None:
-    d = pairs.ReceiverEnd(PATIENCE, slot=SLOT)
-    d.handle(pairs.ConnectChannel(), 0.0)
-    d.handle(pairs.LinkUp(1), 0.1), d.handle(pairs.ChannelReady(1), 0.2)
-    close, told, route = d.handle(pairs.ChannelPiece(1, 1, "t", 0, SIZE, 0), 1.0)
+    d = ReceiverEnd(PATIENCE, slot=SLOT)
+    d.handle(channel.ConnectChannel(), 0.0)
+    d.handle(channel.LinkUp(1), 0.1), d.handle(notes.ChannelReady(1), 0.2)
+    close, told, route = d.handle(notes.ChannelPiece(1, 1, "t", 0, SIZE, 0), 1.0)
     assert (
-        isinstance(close, pairs.CloseLink) and close.why == "piece 1 was announced where 0 was due"
+        isinstance(close, channel.CloseLink)
+        and close.why == "piece 1 was announced where 0 was due"
     )
-    assert isinstance(told, pairs.SendNote) and route == pairs.ChangeRoute(None)
-    assert d.handle(pairs.ConnectChannel(), 1.5) == [], "pairs again at once"
-    assert d.handle(pairs.ConnectChannel(), 2.1)
+    assert isinstance(told, channel.SendNote) and route == channel.ChangeRoute(None)
+    assert d.handle(channel.ConnectChannel(), 1.5) == [], "pairs again at once"
+    assert d.handle(channel.ConnectChannel(), 2.1)

@@ -161,8 +161,8 @@ def outcome(
 ) -> events.ReleaseBlocks | events.LoadResult | events.LookupResult:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if driver._outbox:
-            return driver._outbox.popleft()
+        if driver._outcomes._reported:
+            return driver._outcomes._reported.popleft()
         time.sleep(0.001)
     raise AssertionError("nothing came")
 

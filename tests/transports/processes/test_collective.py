@@ -292,8 +292,8 @@ def test_gloo_missing_at_the_peer_is_logged(
         record.getMessage() for record in caplog.records if p.worker.name in record.getMessage()
     ]
     assert said == [
-        f"pieces of {p.worker.name} come by ZMQ: besides ZMQ this worker has gloo"
-        " (transport is gloo), the other has nothing"
+        f"pieces of {p.worker.name} come by ZMQ: no other transport is at both workers;"
+        " this one has gloo (transport is gloo), the other has none"
     ]
 
 

@@ -30,7 +30,9 @@ from ...protocol.events import (
 )
 from ...protocol.peers import WorkerInfo
 from ..base import DriverPort, TransportEvent
-from . import channel
+from . import channel, notes
+from .receiver_end import ReceiverEnd
+from .sender_end import SenderEnd
 from .worker import MAX_COMMUNICATORS, CollectiveWorker, MakeLink, Staging
 
 log = logging.getLogger("vllm_disagg.collective")
@@ -39,7 +41,7 @@ log = logging.getLogger("vllm_disagg.collective")
 MAX_LINKS_PER_DIRECTION = MAX_COMMUNICATORS // 4
 MAX_KNOWN_RECEIVERS = 1024
 
-ChannelEnd = channel.SenderEnd | channel.ReceiverEnd
+ChannelEnd = SenderEnd | ReceiverEnd
 SENDS = "sends to"
 READS = "reads from"
 
@@ -55,8 +57,8 @@ class CollectiveTransport:
     def __init__(self, name: str, port: DriverPort, staging: Staging, make_link: MakeLink) -> None:
         self._name = name
         self._port = port
-        self._receivers: dict[str, channel.SenderEnd] = {}
-        self._senders: dict[str, channel.ReceiverEnd] = {}
+        self._receivers: dict[str, SenderEnd] = {}
+        self._senders: dict[str, ReceiverEnd] = {}
         self._events: deque[TransportEvent | tuple[str, channel.DeliverSlot]] = deque()
         self._delivered: tuple[str, channel.DeliverSlot] | None = None
         # Calls handed over by other threads, to be made in the driver's thread.
@@ -76,7 +78,7 @@ class CollectiveTransport:
             # The same bound by which the receiver cuts pieces.
             block_sizes = [sum(kind.block_bytes) for kind in worker.holds.kinds]
             largest = max(self._port.config.piece, *block_sizes)
-            end = channel.ReceiverEnd(self._port.config.silence, slot=largest)
+            end = ReceiverEnd(self._port.config.silence, slot=largest)
             self._senders[worker.name] = end
         if end.state is not channel.ChannelState.CLOSED or time.monotonic() < end.retry_at:
             return
@@ -155,13 +157,13 @@ class CollectiveTransport:
     def on_receiver_note(self, receiver: str, data: bytes) -> None:
         """Handle a note of a receiver; a PairRequest is refused where no room can be made."""
         try:
-            note = channel.decode_receiver_note(data)
+            note = notes.decode_receiver_note(data)
         except BadMessage as error:
             self._count_bad(receiver, error)
             return
-        if isinstance(note, channel.PairRequest) and not self._admit(receiver):
+        if isinstance(note, notes.PairRequest) and not self._admit(receiver):
             reason = f"{MAX_LINKS_PER_DIRECTION} communicators are busy"
-            refusal = channel.encode(channel.ChannelBroken(note.epoch, reason))
+            refusal = notes.encode(notes.ChannelBroken(note.epoch, reason))
             self._port.send_to_receiver(receiver, refusal)
             return
         if receiver in self._receivers:
@@ -170,7 +172,7 @@ class CollectiveTransport:
     def on_sender_note(self, sender: str, data: bytes) -> None:
         """Handle a note of a sender; notes of unknown senders are ignored."""
         try:
-            note = channel.decode_sender_note(data)
+            note = notes.decode_sender_note(data)
         except BadMessage as error:
             self._count_bad(sender, error)
             return
@@ -207,7 +209,7 @@ class CollectiveTransport:
         for action in end.handle(event, time.monotonic()):
             match action:
                 case channel.SendNote():
-                    self._port.send_to_receiver(receiver, channel.encode(action.note))
+                    self._port.send_to_receiver(receiver, notes.encode(action.note))
                 case channel.OpenLink():
                     self._open(SENDS, receiver, action, 0)
                 case channel.PassBlob():
@@ -231,7 +233,7 @@ class CollectiveTransport:
         for action in end.handle(event, time.monotonic()):
             match action:
                 case channel.SendNote():
-                    self._port.send_to_sender(sender, channel.encode(action.note))
+                    self._port.send_to_sender(sender, notes.encode(action.note))
                 case channel.OpenLink():
                     self._open(READS, sender, action, 1)
                 case channel.PassBlob():
@@ -273,7 +275,7 @@ class CollectiveTransport:
         # Taken out and put back, so that the latest stands at the end of the dict.
         end = self._receivers.pop(receiver, None)
         if end is None:
-            end = channel.SenderEnd(self._port.config.silence)
+            end = SenderEnd(self._port.config.silence)
         self._receivers[receiver] = end
         self._forget_receivers()
         return self._make_room(SENDS, self._receivers, receiver)

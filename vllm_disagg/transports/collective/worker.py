@@ -25,15 +25,20 @@ from .channel import SLOTS_PER_CHANNEL, LinkEvent, LinkFailed, SlotGathered
 
 log = logging.getLogger("vllm_disagg.collective")
 
-POLL_SECONDS = 0.0002  # between checks of operations that do not signal their end
+# Between checks of operations that do not signal their end. Only while one is under way: an idle
+# worker sleeps until its next job.
+POLL_SECONDS = 0.0002
 CLOSE_SECONDS = 3.0  # that the aborts of a worker that ends may take
-JOIN_SECONDS = 5.0
+JOIN_SECONDS = 5.0  # longer than CLOSE_SECONDS, so that the thread gives up first
 # Open or being aborted, of a worker. Each has SLOTS_PER_CHANNEL slots, and NCCL takes memory of its
 # own besides.
 MAX_COMMUNICATORS = 32
 
+Report = Callable[[LinkEvent], None]  # passes an event of a link to the driver's thread
 Slot = Any  # memory of one piece, made by a Staging and used by its links
-Key = tuple[str, str, int]  # of a link: role of this worker, name of the other worker, epoch
+# Of a link: role of this worker, name of the other worker, epoch. The role, because two workers may
+# read from each other at once; the epoch, because the link of the last one may still be closing.
+Key = tuple[str, str, int]
 
 
 class CollectiveLink(Protocol):
@@ -50,19 +55,19 @@ class CollectiveLink(Protocol):
         """Whether a close has ended, so that nothing writes into the slots any more."""
 
     def on_blob(self, blob: bytes) -> None:
-        """Use data of the other end's link."""
+        """Uses data of the other end's link."""
 
     def send(self, seq: int, slot: Slot, size: int) -> None:
-        """Post the seq-th send; its end is reported as SlotCompleted."""
+        """Posts the seq-th send; its end is reported as SlotCompleted."""
 
     def receive(self, seq: int, slot: Slot, size: int) -> None:
-        """Post the seq-th receive; its end is reported as SlotCompleted."""
+        """Posts the seq-th receive; its end is reported as SlotCompleted."""
 
     def poll(self) -> bool:
-        """Make progress; return whether to call again soon."""
+        """Makes progress; returns whether to call again soon."""
 
     def close(self) -> None:
-        """Abort without waiting.
+        """Aborts without waiting.
 
         Posted operations may write into this link's slots for a while, and into nothing else.
         """
@@ -70,7 +75,8 @@ class CollectiveLink(Protocol):
 
 Poll = Callable[[], Any]  # returns None until the operation has ended, then its result
 # (rank, callback, epoch) -> link; rank 0 sends. May raise any exception: the link has then failed.
-MakeLink = Callable[[int, Callable[[LinkEvent], None], int], CollectiveLink]
+MakeLink = Callable[[int, Report, int], CollectiveLink]
+LinkSlot = tuple[Slot, CollectiveLink]  # a slot, and the link that it belongs to
 
 
 class Staging(Protocol):
@@ -80,10 +86,10 @@ class Staging(Protocol):
     """
 
     def slots(self, count: int, size: int) -> Sequence[Slot]:
-        """Return `count` new slots of `size` bytes."""
+        """Returns `count` new slots of `size` bytes."""
 
     def gather(self, piece: SendPiece, slot: Slot, link: CollectiveLink) -> tuple[int, Poll]:
-        """Copy a piece's blocks into the slot; return (bytes, poll for the checksum).
+        """Copies a piece's blocks into the slot; returns (bytes, poll for the checksum).
 
         A send that is posted on this link afterwards sends what was gathered. Raises ValueError if
         the piece does not fit.
@@ -92,7 +98,7 @@ class Staging(Protocol):
     def scatter(
         self, write: WritePiece, slot: Slot, size: int, expected: int, link: CollectiveLink
     ) -> Poll:
-        """Copy the slot into the piece's blocks if size and checksum are right.
+        """Copies the slot into the piece's blocks if size and checksum are right.
 
         The poll's result is whether they were; if not, nothing was written.
         """
@@ -105,26 +111,30 @@ class HostStaging:
         self._memory = memory
 
     def slots(self, count: int, size: int) -> Sequence[Slot]:
-        """Return new arrays of bytes."""
+        """Returns new arrays of bytes."""
         return [np.empty(size, np.uint8) for _ in range(count)]
 
     def gather(self, piece: SendPiece, slot: Slot, link: CollectiveLink) -> tuple[int, Poll]:
-        """Copy a piece's frames into the slot, one behind the other."""
+        """Copies a piece's frames into the slot, one behind the other."""
         frames = self._memory.read(piece.extent, piece.blocks)
         size = sum(len(frame) for frame in frames)
+        # The receiver chose the size of slots when it paired; an honest one asks for no larger
+        # piece.
         if size > slot.size:
             raise ValueError(f"a piece of {size} bytes does not fit into a slot of {slot.size}")
         offset = 0
         for frame in frames:
             slot[offset : offset + len(frame)] = np.frombuffer(frame, np.uint8)
             offset += len(frame)
+        # Of the copy that is sent: vLLM may overwrite the blocks meanwhile. Where it did so before,
+        # the checksum is right all the same, and Confirm rejects the bytes.
         digest = checksum(piece.transfer, [memoryview(slot[:size])])
         return size, lambda: digest
 
     def scatter(
         self, write: WritePiece, slot: Slot, size: int, expected: int, link: CollectiveLink
     ) -> Poll:
-        """Check the slot's checksum, then write the slot into the blocks."""
+        """Checks the slot's checksum, then writes the slot into the blocks."""
         frame = memoryview(slot[:size])
         ok = checksum(write.transfer, [frame]) == expected
         ok = ok and self._memory.write(write.extent, write.blocks, [frame], write.remote_layout)
@@ -137,7 +147,7 @@ class _OpenLink:
 
     link: CollectiveLink
     slots: Sequence[Slot]
-    report: Callable[[LinkEvent], None]
+    report: Report
     epoch: int
 
 
@@ -162,64 +172,67 @@ class CollectiveWorker:
         self._make_link = make_link
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._links: dict[Key, _OpenLink] = {}
+        # Aborted links that have not ended. They count as communicators, and keep their slots.
         self._closing: list[_OpenLink] = []
         self._pending: list[_Pending] = []
+        # A daemon: a call into the library that hangs must not keep the process from ending.
         self._thread = threading.Thread(
             target=self._run, name="vllm-disagg-collective", daemon=True
         )
         self._thread.start()
 
     # Called by the driver's thread ----------------------------------------------------------------
-    def open(self, key: Key, slot: int, rank: int, report: Callable[[LinkEvent], None]) -> None:
-        """Make a link with slots of `slot` bytes; rank 0 sends."""
+    def open(self, key: Key, slot: int, rank: int, report: Report) -> None:
+        """Makes a link with slots of `slot` bytes; rank 0 sends."""
         self._jobs.put(lambda: self._open(key, slot, rank, report))
 
     def on_blob(self, key: Key, blob: bytes) -> None:
-        """Give a link data of the other end's link."""
+        """Gives a link data of the other end's link."""
         self._jobs.put(lambda: self._use(key, lambda opened: opened.link.on_blob(blob)))
 
-    def transmit(
-        self, key: Key, seq: int, slot: int, piece: SendPiece, report: Callable[[LinkEvent], None]
-    ) -> None:
-        """Gather a piece into a slot and post its send.
+    def transmit(self, key: Key, seq: int, slot: int, piece: SendPiece, report: Report) -> None:
+        """Gathers a piece into a slot and posts its send.
 
         Always reports SlotGathered; reports SlotCompleted unless the link fails or closes.
         """
         self._jobs.put(lambda: self._transmit(key, seq, slot, piece, report))
 
     def receive(self, key: Key, seq: int, slot: int, size: int) -> None:
-        """Post a receive into a slot; reports SlotCompleted unless the link fails or closes."""
+        """Posts a receive into a slot; reports SlotCompleted unless the link fails or closes."""
 
         def post(opened: _OpenLink) -> None:
             opened.link.receive(seq, opened.slots[slot], size)
 
         self._jobs.put(lambda: self._use(key, post))
 
-    def slot(self, key: Key, slot: int) -> tuple[Slot, CollectiveLink]:
-        """Return a slot and the link of an open key.
+    def slot(self, key: Key, slot: int) -> LinkSlot:
+        """Returns a slot and the link of an open key.
 
         Only `close_link` removes the key, and the returned slot stays valid after that.
         """
+        # The driver's thread reads a dict of the worker's thread. The key is there: the slot was
+        # delivered, so its link is open, and only the driver's thread requests a close.
         opened = self._links[key]
         return opened.slots[slot], opened.link
 
     def scatter(
         self,
         write: WritePiece,
-        source: tuple[Slot, CollectiveLink],
+        source: LinkSlot,
         size: int,
         expected: int,
         report: Callable[[bool], None],
     ) -> None:
-        """Write a slot into blocks; always reports whether that succeeded."""
+        """Writes a slot into blocks; always reports whether that succeeded."""
         self._jobs.put(lambda: self._scatter(write, source, size, expected, report))
 
     def close_link(self, key: Key) -> None:
-        """Abort a link."""
+        """Aborts a link."""
         self._jobs.put(lambda: self._close_link(key))
 
     def close(self) -> None:
-        """Abort all links and end the thread. Raises TimeoutError if the thread does not end."""
+        """Aborts all links and ends the thread. Raises TimeoutError if the thread does not end."""
+        # The last job: those before it still run.
         self._jobs.put(None)
         self._thread.join(timeout=JOIN_SECONDS)
         if self._thread.is_alive():
@@ -231,6 +244,7 @@ class CollectiveWorker:
         is_open = True
         while is_open:
             try:
+                # Without a timeout when nothing is under way: then a job is the only wake-up.
                 job = self._jobs.get(timeout=POLL_SECONDS if is_busy else None)
                 is_open = job is not None
                 if job is not None:
@@ -250,13 +264,14 @@ class CollectiveWorker:
             time.sleep(POLL_SECONDS)
 
     def _poll(self) -> bool:
-        """Check everything under way; return whether to check again soon."""
+        """Checks everything under way; returns whether to check again soon."""
         # `_finish` puts copies that have not ended into the new list.
         pending = self._pending
         self._pending = []
         for copy in pending:
             self._finish(copy)
         is_busy = False
+        # Closing links too: their `poll` keeps this loop awake until they are gone.
         for opened in [*self._links.values(), *self._closing]:
             if opened.link.is_polled and self._poll_link(opened):
                 is_busy = True
@@ -274,9 +289,11 @@ class CollectiveWorker:
     def _forget_gone(self) -> None:
         self._closing = [opened for opened in self._closing if not opened.link.is_gone]
 
-    def _open(self, key: Key, slot: int, rank: int, report: Callable[[LinkEvent], None]) -> None:
+    def _open(self, key: Key, slot: int, rank: int, report: Report) -> None:
         epoch = key[2]
         self._forget_gone()
+        # Closing ones count: their memory is not free yet, and a peer that fails again and again
+        # could pile them up.
         if len(self._links) + len(self._closing) >= MAX_COMMUNICATORS:
             report(LinkFailed(epoch, f"{MAX_COMMUNICATORS} communicators are open"))
             return
@@ -290,8 +307,9 @@ class CollectiveWorker:
         self._links[key] = _OpenLink(link, slots, report, epoch)
 
     def _use(self, key: Key, do: Callable[[_OpenLink], None]) -> None:
-        """Call `do` with an open link; if it raises, the link has failed."""
+        """Calls `do` with an open link; if it raises, the link has failed."""
         opened = self._links.get(key)
+        # Closed since by the driver itself, or never made, which was reported as LinkFailed.
         if opened is None:
             return
         try:
@@ -300,24 +318,25 @@ class CollectiveWorker:
             log.warning("collective worker: the communicator with %s failed: %r", key[1], error)
             opened.report(LinkFailed(key[2], str(error)))
 
-    def _transmit(
-        self, key: Key, seq: int, slot: int, piece: SendPiece, report: Callable[[LinkEvent], None]
-    ) -> None:
+    def _transmit(self, key: Key, seq: int, slot: int, piece: SendPiece, report: Report) -> None:
         epoch = key[2]
+        not_gathered = SlotGathered(epoch, seq, -1, 0)
         opened = self._links.get(key)
+        # Reported even for a closed link, other than in `_use`: the sender's blocks are held until
+        # SlotGathered.
         if opened is None:
-            report(SlotGathered(epoch, seq, -1, 0))
+            report(not_gathered)
             return
         try:
             size, poll = self._staging.gather(piece, opened.slots[slot], opened.link)
         except Exception as error:
             log.warning("collective worker: a piece for %s was not sent: %r", key[1], error)
-            report(SlotGathered(epoch, seq, -1, 0))
+            report(not_gathered)
             return
 
         def gathered(digest: int | None) -> None:
             if digest is None:
-                report(SlotGathered(epoch, seq, -1, 0))
+                report(not_gathered)
             else:
                 report(SlotGathered(epoch, seq, size, digest))
 
@@ -328,7 +347,7 @@ class CollectiveWorker:
     def _scatter(
         self,
         write: WritePiece,
-        source: tuple[Slot, CollectiveLink],
+        source: LinkSlot,
         size: int,
         expected: int,
         report: Callable[[bool], None],
@@ -344,10 +363,11 @@ class CollectiveWorker:
         self._finish(_Pending(poll, report, False))
 
     def _finish(self, copy: _Pending) -> None:
-        """Pass on the result of a copy, or keep the copy for the next `_poll`."""
+        """Passes on the result of a copy, or keeps the copy for the next `_poll`."""
         try:
             result = copy.poll()
         except Exception as error:
+            # `done` in any case: the blocks of a copy are held until its end is reported.
             log.warning("collective worker: a copy failed: %r", error)
             copy.done(copy.if_failed)
             return

@@ -51,11 +51,12 @@ class NixlError(Exception):
 
 
 def unavailable_reason(config: Config) -> str:
-    """Return why NIXL is not used here; empty where it can be."""
+    """Returns why NIXL is not used here; empty where it can be."""
     if importlib.util.find_spec("nixl") is None:
         return "nixl is not installed (pip install 'vllm-disagg[nixl]')"
     if config.encrypt_data:
         return "encrypt_data is on, and NIXL does not encrypt"
+    # The operator has chosen NIXL, with what UCX accepts from strangers; `auto` must not.
     if config.transport != "auto":
         return ""
     tcp_is_better = "TCP is as fast here, and accepts only receivers with a token"
@@ -67,16 +68,18 @@ def unavailable_reason(config: Config) -> str:
 
 
 def rdma_devices() -> list[str]:
-    """Return the names of this machine's RDMA devices."""
+    """Returns the names of this machine's RDMA devices."""
     return sorted(os.listdir(RDMA_DEVICES_PATH)) if RDMA_DEVICES_PATH.is_dir() else []
 
 
 def environment(config: Config, given: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables for UCX; none if the user has set its transports or devices."""
+    """Returns environment variables for UCX; none if the user has set its transports or devices."""
+    # One of ours beside one of the user's could leave UCX without any transport.
     if "UCX_TLS" in given or "UCX_NET_DEVICES" in given:
         return {}
     if ipaddress.ip_address(config.host).is_loopback:
         return {"UCX_NET_DEVICES": "lo"}
+    # All transports but TCP, which would listen on every interface and serve any host's reads.
     return {"UCX_TLS": "^tcp"} if config.transport == "auto" else {}
 
 
@@ -94,9 +97,12 @@ class Agent:
     `close`. Any method may raise NixlError.
     """
 
+    # One thread, because NIXL takes no locks in an agent without a listener (sync mode NONE).
+
     def __init__(self, name: str, config: Config, regions: Sequence[Run]) -> None:
         self.name = name
         self.regions = list(regions)
+        # Imported here: the package is optional, and importing it loads UCX.
         with _nixl_errors(), _ucx_environment(config):
             api = importlib.import_module("nixl._api")
             settings = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
@@ -104,11 +110,13 @@ class Agent:
             if "UCX" not in self._agent.backends:
                 raise NixlError("this build of NIXL has no UCX")
             self._agent.register_memory([(*region, 0, "") for region in regions], "DRAM")
-        self._buffers: list[npt.NDArray[np.uint8]] = []  # registered besides the regions
+        # Registered besides the regions. Referred to until the agent is gone: numpy would free
+        # memory into which UCX may still write.
+        self._buffers: list[npt.NDArray[np.uint8]] = []
         self._open: set[Read] = set()
 
     def buffer(self, size: int) -> npt.NDArray[np.uint8]:
-        """Return new memory, registered as long as the agent exists."""
+        """Returns new memory, registered as long as the agent exists."""
         made = np.zeros(size, np.uint8)
         with _nixl_errors():
             self._agent.register_memory([(made.ctypes.data, size, 0, "")], "DRAM")
@@ -116,28 +124,31 @@ class Agent:
         return made
 
     def metadata(self) -> bytes:
-        """Return the data that a peer needs to read from this agent."""
+        """Returns the data that a peer needs to read from this agent."""
         with _nixl_errors():
             return bytes(self._agent.get_agent_metadata())
 
     def add(self, metadata: bytes) -> str:
-        """Add a peer to read from, by its metadata; return its name."""
+        """Adds a peer to read from, by its metadata; returns its name."""
         with _nixl_errors():
             name = self._agent.add_remote_agent(metadata)
+        # A name of the peer's choice, in any bytes: the caller compares it with the expected one.
         return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
 
     def remove(self, peer: str) -> None:
-        """Remove a peer, from which no read is open."""
+        """Removes a peer, from which no read is open."""
         # NIXL may have removed the peer already.
         with contextlib.suppress(NixlError), _nixl_errors():
             self._agent.remove_remote_agent(peer)
 
     def read(self, peer: str, local: Sequence[Run], remote: Sequence[Run]) -> Read | None:
-        """Start to read the peer's runs into local ones of the same lengths, pair by pair.
+        """Starts to read the peer's runs into local ones of the same lengths, pair by pair.
 
         Returns None if the read has ended already. Raises NixlRefused before anything was posted,
         any other NixlError after.
         """
+        # Until `transfer` nothing is posted, so a failure up to there costs this read only, and not
+        # the whole agent.
         try:
             with _nixl_errors():
                 local_descriptors = self._agent.get_xfer_descs(_descriptors(local), "DRAM")
@@ -154,7 +165,7 @@ class Agent:
             return None if self._ended(read, self._agent.transfer(handle)) else read
 
     def is_done(self, read: Read) -> bool:
-        """Return whether a read has ended well.
+        """Returns whether a read has ended well.
 
         Raises NixlError if it has failed; then parts of it may still be under way.
         """
@@ -162,6 +173,7 @@ class Agent:
             return self._ended(read, self._agent.check_xfer_state(read.handle))
 
     def _ended(self, read: Read, status: str) -> bool:
+        # The read stays in `_open`: only `close` may give up its handle.
         if status == "ERR":
             raise NixlError("the read failed")
         if status == "DONE":
@@ -171,21 +183,23 @@ class Agent:
         return status == "DONE"
 
     def progress(self) -> None:
-        """Let UCX work for peers that need it."""
+        """Lets UCX work for peers that need it."""
+        # NIXL has no call for progress alone; looking for notifications includes it.
         with _nixl_errors():
             self._agent.get_new_notifs()
 
     def close(self) -> None:
-        """Close the agent; then nothing can be written into registered memory any more.
+        """Closes the agent; then nothing can be written into registered memory any more.
 
         May take long, or for ever. Raises NixlError if the agent is still referred to.
         """
         for read in self._open:
-            # A read that cannot be cancelled ends with the agent.
+            # Raises for an active read. One that cannot be cancelled ends with the agent.
             with contextlib.suppress(NixlError), _nixl_errors():
                 read.handle.release()
             read.handle = None
         self._open.clear()
+        # The library's own object, inside its Python wrapper, is the one that must go.
         alive = weakref.ref(self._agent.agent)
         # The last reference: UCX's worker, its connections and registrations end with the agent.
         self._agent = None
@@ -196,6 +210,7 @@ class Agent:
             if time.monotonic() > end:
                 raise NixlError("NIXL's agent is still in use")
             time.sleep(AGENT_GONE_POLL_SECONDS)
+        # After the agent only: until then UCX may write there.
         self._buffers.clear()
 
 
@@ -214,6 +229,7 @@ class Job(Generic[T]):
         self.started_at = time.monotonic()
         self.result: T | None = None
         self.error = ""
+        # A daemon: a call into UCX that never returns must not keep the process from ending.
         self._thread = threading.Thread(
             target=self._run, args=(do,), name="vllm-disagg-nixl", daemon=True
         )
@@ -228,20 +244,22 @@ class Job(Generic[T]):
     @property
     def is_over(self) -> bool:
         """Whether the call has returned or raised."""
+        # Not by `result`: a call may return None.
         return not self._thread.is_alive()
 
     def ends(self, seconds: float) -> bool:
-        """Wait for so many seconds at most; return whether the call has ended without an error."""
+        """Waits for so many seconds at most; returns whether the call has ended well."""
         self._thread.join(max(0.0, seconds))
         return self.is_over and not self.error
 
     def next_deadline(self, now: float) -> float:
-        """Return when to check the job: later, the longer it runs; after 1 s at most."""
+        """Returns when to check the job: later, the longer it runs; after 1 s at most."""
+        # Nothing signals the end. A quarter of the time so far delays it by a quarter at most.
         return now + min(1.0, max(0.01, (now - self.started_at) / 4))
 
 
 def zmq_speed(size: int = 8 << 20, times: int = 3) -> float:
-    """Measure how many bytes a second ZMQ moves between two sockets of this process.
+    """Measures how many bytes a second ZMQ moves between two sockets of this process.
 
     NIXL is preferred only if it is not slower. The figure is an upper bound of ZMQ's speed between
     two workers: nothing is checked, copied into blocks or shared with other connections.
@@ -256,6 +274,7 @@ def zmq_speed(size: int = 8 << 20, times: int = 3) -> float:
         context.socket(zmq.PUSH) as push,
     ):
         pull.rcvhwm = 0
+        # A failure and no hang: the agent for reading waits for this figure.
         pull.rcvtimeo = SPEED_TEST_MILLISECONDS
         push.sndhwm = 0
         push.linger = 0
@@ -265,12 +284,14 @@ def zmq_speed(size: int = 8 << 20, times: int = 3) -> float:
             started_at = time.monotonic()
             push.send_multipart([data] * count, copy=False)
             pull.recv_multipart(copy=False)
+            # The best, not the mean: engines on the same cores only make it slower.
             best_seconds = min(best_seconds, time.monotonic() - started_at)
     return size / best_seconds
 
 
 def _descriptors(runs: Sequence[Run]) -> npt.NDArray[np.uint64]:
-    """Return NIXL's rows of (address, bytes, device)."""
+    """Returns NIXL's rows of (address, bytes, device)."""
+    # An array: of a list of tuples each number would be converted as a Python object.
     rows = np.zeros((len(runs), 3), np.uint64)
     rows[:, :2] = runs
     return rows
@@ -278,7 +299,7 @@ def _descriptors(runs: Sequence[Run]) -> npt.NDArray[np.uint64]:
 
 @contextlib.contextmanager
 def _nixl_errors() -> Iterator[None]:
-    """Turn all exceptions of the library, which have no common base, into NixlError."""
+    """Turns all exceptions of the library, which have no common base, into NixlError."""
     try:
         yield
     except NixlError:
@@ -289,7 +310,7 @@ def _nixl_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ucx_environment(config: Config) -> Iterator[None]:
-    """Set UCX's variables while an agent is made: UCX reads them then, and never again.
+    """Sets UCX's variables while an agent is made: UCX reads them then, and never again.
 
     Other users of UCX in this process keep their settings. The user's variables are read with the
     lock held; otherwise another agent's settings would look like the user's.

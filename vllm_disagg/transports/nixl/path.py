@@ -74,41 +74,46 @@ class OneSidedProbe:
         self._reads = 0
 
     def next(self, now: float) -> ProbeAction | None:
-        """Return the next action, or None. A read must end in `read_ended`."""
+        """Returns the next action, or None. A read must end in `read_ended`."""
         if now < self.deadline:
             return None
         match self.step:
             case ProbeStep.QUIET:
+                # A new number: an answer from before the silence would have an old count.
                 self.step = ProbeStep.COUNTING
                 self.turn += 1
                 return self.next(now)
             case ProbeStep.COUNTING | ProbeStep.CHECKING:
+                # Notes may be lost, so the question is repeated, with the same number.
                 self.deadline = now + REPEAT_SECONDS
                 return ProbeAction.ASK_COUNT
             case ProbeStep.CONNECTING:
                 self.deadline = math.inf
                 return ProbeAction.READ_SMALL
             case ProbeStep.READING:
+                # One read at a time: beside others the time of none would be that of the path.
                 self.deadline = math.inf
                 return ProbeAction.READ_LARGE if self._reads else ProbeAction.READ_SMALL
         return None
 
     def needs_help(self, seconds: float) -> bool:
-        """Return whether to ask the sender for help with a read open for so many seconds."""
+        """Returns whether to ask the sender for help with a read open for so many seconds."""
         if self.step is ProbeStep.READING:
             return seconds > UNAIDED_READ_SECONDS
+        # CONNECTING: UCX sets a connection up with both ends at work, so help is due at once.
         return seconds > CONNECTING_READ_SECONDS
 
     def help_asked(self) -> None:
-        """Record that the sender was asked for help."""
+        """Records that the sender was asked for help."""
         self.helped = True
 
     def read_ended(self, now: float, seconds: float) -> None:
-        """Handle the end of a read that took so many seconds."""
+        """Handles the end of a read that took so many seconds."""
         if self.step is ProbeStep.CONNECTING:
             self._wait(now)
         # A helped read proves nothing: it may be due to a connection that comes up.
         elif self.helped:
+            # Never reset: an emulated path must end in EMULATED, however its tries are spread.
             self.tries += 1
             self._wait(now)
             if self.tries >= MAX_PROBE_TRIES:
@@ -125,11 +130,12 @@ class OneSidedProbe:
                 self.turn += 1
 
     def on_count(self, turn: int, count: int, now: float) -> None:
-        """Handle the sender's count of how often it has let UCX work."""
+        """Handles the sender's count of how often it has let UCX work."""
         # An answer to an earlier question may be older than the reads since.
         if turn != self.turn:
             return
         if self.step is ProbeStep.COUNTING:
+            # All of this belongs to the reads between two counts, so it begins anew with each.
             self.step = ProbeStep.READING
             self.deadline = now
             self.helped = False
@@ -141,8 +147,11 @@ class OneSidedProbe:
                 self.step = ProbeStep.PROVED
                 self.deadline = math.inf
             else:
+                # No try is counted: the help was for another receiver. On a busy sender the
+                # deadline of the attempt ends the probe.
                 self._wait(now)
 
     def _wait(self, now: float) -> None:
+        # Help that was asked for lasts a while, and would change the count of the next reads.
         self.step = ProbeStep.QUIET
         self.deadline = now + QUIET_SECONDS

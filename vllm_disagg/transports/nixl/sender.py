@@ -21,9 +21,11 @@ log = logging.getLogger("vllm_disagg.nixl")
 
 PROGRESS_SECONDS = 0.3  # that UCX may work after a ProbeLook
 PROGRESS_POLL_SECONDS = 0.001  # between two turns of UCX in that time
-AGENT_RETRY_SECONDS = 300.0  # until making an agent is tried again
+# Until making an agent is tried again: an attempt takes seconds of CPU, and what failed it (no
+# device, no backend) seldom changes.
+AGENT_RETRY_SECONDS = 300.0
 MAX_WAITING_RECEIVERS = 64  # for this worker's AgentInfo
-MAX_REASON_CHARACTERS = 500
+MAX_REASON_CHARACTERS = 500  # less than the note permits, else it would not decode
 
 
 class NixlSender:
@@ -36,6 +38,7 @@ class NixlSender:
     def __init__(self, port: DriverPort, memory: HostMemory) -> None:
         self._port = port
         self._memory = memory
+        # At once, not at the first hello: beside busy engines UCX takes several seconds to start.
         self._making = Job(self._make_agent)
         self._waiting: dict[str, int] = {}  # receivers without an answer, and their attempt
         self._help_until = 0.0
@@ -47,24 +50,29 @@ class NixlSender:
         return self._making.result if self._making.is_over else None
 
     def send(self, piece: SendPiece) -> None:
-        """Send the receiver the runs of a piece.
+        """Sends the receiver the runs of a piece.
 
         Ends in SendCompleted at once: the sender cannot see when it is read. Bytes that are read
         too late are rejected by Confirm.
         """
-        self._completed.append(SendCompleted(piece.transfer, piece.reader))
+        # First, whatever follows: each piece ends once, also one that cannot be sent.
+        completed = SendCompleted(piece.transfer, piece.reader)
+        self._completed.append(completed)
         ready = self._ready
+        # A receiver has this address only from the agent's AgentInfo, so an honest one never meets
+        # this.
         if ready is None:
             log.warning("nixl: no agent yet; a piece for %s is lost", piece.reader)
             return
         agent, _ = ready
         runs = notes.merged(self._memory.runs(piece.extent, piece.blocks))
-        for note in notes.piece_notes(piece.transfer, piece.number, agent.name, runs):
+        encoded = notes.piece_notes(piece.transfer, piece.number, agent.name, runs)
+        for note in encoded:
             self._port.send_to_receiver(piece.reader, note)
         self._port.counters.bytes_sent += sum(size for _, size in runs)
 
     def on_receiver_note(self, receiver: str, data: bytes) -> None:
-        """Handle a note of a receiver; a NixlHello is answered by `poll_events`."""
+        """Handles a note of a receiver; a NixlHello is answered by `poll_events`."""
         try:
             note = notes.decode_receiver_note(data)
         except BadMessage as error:
@@ -75,34 +83,47 @@ class NixlSender:
             case notes.ProbeLook():
                 self._help_until = time.monotonic() + PROGRESS_SECONDS
             case notes.ProbeProgress():
+                # The count is of all help ever, for any receiver: UCX works for all of them.
                 reply = notes.ProbeProgressReply(note.attempt, note.turn, self._helped)
                 self._port.send_to_receiver(receiver, notes.encode(reply))
             case notes.NixlHello():
                 self._on_hello(receiver, note)
 
     def _on_hello(self, receiver: str, hello: notes.NixlHello) -> None:
+        # An agent that was made is never replaced: receivers have its addresses and keys.
         retry_at = self._making.started_at + AGENT_RETRY_SECONDS
-        if self._making.is_over and self._making.error and time.monotonic() > retry_at:
+        has_failed = self._making.is_over and self._making.error
+        if has_failed and time.monotonic() > retry_at:
             self._making = Job(self._make_agent)
+        # By receiver, since hellos are repeated: only the latest attempt needs an answer.
         self._waiting[receiver] = hello.attempt
         while len(self._waiting) > MAX_WAITING_RECEIVERS:
             del self._waiting[next(iter(self._waiting))]
 
     def _make_agent(self) -> tuple[Agent, notes.AgentInfo]:
-        """Make the agent and its test region, with the nonce at both ends. Takes seconds."""
+        """Makes the agent and its test region, with the nonce at both ends. Takes seconds."""
         regions = notes.joined_regions(self._memory.regions())
-        agent = Agent(f"{self._port.name}#{os.urandom(4).hex()}", self._port.config, regions)
+        # The name begins with the worker's, which receivers check. The rest is new for each agent,
+        # because an earlier one may have failed half-way.
+        name = f"{self._port.name}#{os.urandom(4).hex()}"
+        agent = Agent(name, self._port.config, regions)
         nonce = os.urandom(notes.NONCE_BYTES)
         test = agent.buffer(notes.TEST_REGION_BYTES)
-        test[: notes.NONCE_BYTES] = np.frombuffer(nonce, np.uint8)
-        test[-notes.NONCE_BYTES :] = np.frombuffer(nonce, np.uint8)
+        # At both ends, so that a read of the whole region proves that its end came too.
+        marker = np.frombuffer(nonce, np.uint8)
+        test[: notes.NONCE_BYTES] = marker
+        test[-notes.NONCE_BYTES :] = marker
         run = (test.ctypes.data, notes.TEST_REGION_BYTES)
-        return agent, notes.AgentInfo(agent.name, agent.metadata(), [*regions, run], run, nonce)
+        # The metadata comes last: it holds only what is registered by then.
+        metadata = agent.metadata()
+        info = notes.AgentInfo(agent.name, metadata, [*regions, run], run, nonce)
+        return agent, info
 
     def poll_events(self) -> Iterator[SendCompleted]:
-        """Answer receivers, let UCX work if a receiver asked for that, and yield ends of sends."""
+        """Answers receivers, lets UCX work if one asked for that, and yields ends of sends."""
         while self._completed:
             yield self._completed.popleft()
+        # Until then a hello has no answer; `_waiting` keeps it.
         if not self._making.is_over:
             return
         waiting = self._waiting
@@ -114,6 +135,7 @@ class NixlSender:
         if ready is None or time.monotonic() >= self._help_until:
             return
         agent, _ = ready
+        # Counted before: even a call that fails may have completed a receiver's read.
         self._helped += 1
         try:
             agent.progress()
@@ -130,7 +152,7 @@ class NixlSender:
         return notes.agent_info_notes(attempt, info)
 
     def next_deadline(self, now: float) -> float | None:
-        """Return when to call `poll_events` even if nothing wakes the driver."""
+        """Returns when to call `poll_events` even if nothing wakes the driver."""
         if self._completed:
             return now
         if now < self._help_until:
@@ -138,7 +160,7 @@ class NixlSender:
         return self._making.next_deadline(now) if self._waiting else None
 
     def close(self) -> None:
-        """Close the agent, without waiting.
+        """Closes the agent, without waiting.
 
         The thread is a daemon: the process need not wait for a peer that does not answer.
         """

@@ -18,22 +18,30 @@ import msgspec
 from ...errors import BadMessage
 from ...protocol.messages import MAX_PIECE_BYTES, Count, Name
 
-TOKEN_BYTES = 16
+TOKEN_BYTES = 16  # 128 random bits, which cannot be guessed
+# The sender's answer to a valid token. A connect alone proves nothing: the kernel accepts it before
+# the sender has looked at the token.
 ACCEPTED = b"\1"
 CHECKSUM_BYTES = 8
-HEADER_LENGTH_BYTES = 2  # of the field that holds the length of a PieceHead
+# Of the field that holds the length of a PieceHead. Two bytes bound it at 64 KiB, before anything
+# of the head can be trusted.
+HEADER_LENGTH_BYTES = 2
 # A piece that is slower than this is given up, so that its blocks become free.
 MIN_BYTES_PER_SECOND = 1e6
 
 
 def piece_deadline(now: float, size: int, silence: float) -> float:
-    """Return when all `size` bytes of a piece must have crossed."""
+    """Returns when all `size` bytes of a piece must have crossed."""
+    # Both ends use it, besides their limit on a stall: a peer that passes one byte now and then
+    # never stalls, and would hold the blocks for hours.
     return now + silence + size / MIN_BYTES_PER_SECOND
 
 
 class TcpHello(msgspec.Struct, frozen=True, tag="hello"):
     """A receiver's wish to connect; `attempt` numbers its attempts at this sender."""
 
+    # Returned in Listening, and part of the address `tcp:<attempt>`. So neither a late note nor a
+    # late ReadRequest is taken for one of the present connection.
     attempt: Count
 
 
@@ -45,6 +53,7 @@ class Listening(msgspec.Struct, frozen=True, tag="door"):
     """
 
     attempt: Count
+    # The receiver dials it only if it is the host of the sender's control channel.
     host: Name
     port: Annotated[int, msgspec.Meta(gt=0, lt=65536)]
     path: Name
@@ -62,6 +71,7 @@ class PieceHead(msgspec.Struct, frozen=True, array_like=True):
 
     transfer: Name
     number: Count
+    # Bounded while decoding, because the receiver may allocate a buffer of this size.
     size: Annotated[int, msgspec.Meta(gt=0, le=MAX_PIECE_BYTES)]
 
 
@@ -75,27 +85,27 @@ T = TypeVar("T")
 
 
 def address(attempt: int) -> str:
-    """Return the address of the connection that this attempt made."""
+    """Returns the address of the connection that this attempt made."""
     return f"tcp:{attempt}"
 
 
 def decode_receiver_note(data: bytes) -> ReceiverNote:
-    """Decode a note of a receiver. Raises BadMessage."""
+    """Decodes a note of a receiver. Raises BadMessage."""
     return _decode(_receiver_note, data)
 
 
 def decode_sender_note(data: bytes) -> SenderNote:
-    """Decode a note of a sender. Raises BadMessage."""
+    """Decodes a note of a sender. Raises BadMessage."""
     return _decode(_sender_note, data)
 
 
 def decode_head(data: bytes | bytearray) -> PieceHead:
-    """Decode the head of a piece, without its length. Raises BadMessage."""
+    """Decodes the head of a piece, without its length. Raises BadMessage."""
     return _decode(_head, data)
 
 
 def encode_head(head: PieceHead) -> bytes:
-    """Encode the head of a piece, with its length in front."""
+    """Encodes the head of a piece, with its length in front."""
     data = encode(head)
     return len(data).to_bytes(HEADER_LENGTH_BYTES, "big") + data
 

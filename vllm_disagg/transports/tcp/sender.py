@@ -37,9 +37,11 @@ log = logging.getLogger("vllm_disagg.tcp")
 
 # Connections that have sent no token yet; a newer one replaces the oldest.
 MAX_PENDING_CONNECTIONS = 64
-MAX_TOKENS = 1024  # issued and not used yet
+# Issued and not used yet. Each TcpHello makes one, and a receiver repeats its hello: the tokens of
+# lost answers are never used.
+MAX_TOKENS = 1024
 TOKEN_SECONDS = 5.0  # from accepting a connection until its token must have come
-ACCEPTS_PER_TURN = 16
+ACCEPTS_PER_TURN = 16  # of one listener: a flood must not keep the driver from its other work
 # Kernel buffer towards a receiver on this machine, at most net.core.wmem_max. TCP sizes its own.
 SEND_BUFFER_BYTES = 4 << 20
 FRAMES_PER_TURN = 32  # frames sent to one receiver before the others have their turn
@@ -84,6 +86,7 @@ class TcpSender:
     def __init__(self, port: DriverPort) -> None:
         self._port = port
         self._socket_folder = ""
+        # Opened by the first TcpHello: a worker from which none reads by TCP has no open port.
         self._listeners: dict[int, socket.socket] = {}  # by descriptor
         self._tokens: dict[bytes, tuple[str, int]] = {}  # -> receiver, attempt
         self._pending: dict[int, PendingConnection] = {}  # by descriptor, the oldest first
@@ -91,13 +94,14 @@ class TcpSender:
         self._events: deque[SendCompleted | ConnectionLost] = deque()
 
     def send(self, piece: SendPiece) -> None:
-        """Queue a piece; ends in one SendCompleted.
+        """Queues a piece; ends in one SendCompleted.
 
         If the address names no open connection, the receiver gets NotListening instead of bytes.
         """
         receiver = self._receivers.get(piece.reader)
+        # Also if the receiver has connected anew: it has requested its lost pieces again since.
         if receiver is None or piece.address != notes.address(receiver.attempt):
-            self._events.append(SendCompleted(piece.transfer, piece.reader))
+            self._complete(piece)
             refusal = notes.encode(notes.NotListening(piece.address))
             self._port.send_to_receiver(piece.reader, refusal)
             return
@@ -109,7 +113,7 @@ class TcpSender:
             self._push(receiver)
 
     def on_receiver_note(self, receiver: str, data: bytes) -> None:
-        """Answer a TcpHello with where this worker listens, and a token for one connection."""
+        """Answers a TcpHello with where this worker listens, and a token for one connection."""
         try:
             note = notes.decode_receiver_note(data)
         except BadMessage as error:
@@ -125,17 +129,24 @@ class TcpSender:
             return
         inet_listener = next(iter(self._listeners.values()))
         host, port, *_ = inet_listener.getsockname()
-        # The token binds a connection to the receiver that asked over the control channel.
+        # The token binds a connection to the receiver that asked over the control channel: the
+        # connection itself proves no identity.
         token = secrets.token_bytes(notes.TOKEN_BYTES)
         self._tokens[token] = receiver, note.attempt
         while len(self._tokens) > MAX_TOKENS:
             del self._tokens[next(iter(self._tokens))]
         path = f"{self._socket_folder}/data"
-        answer = notes.Listening(note.attempt, host, port, path, token)
+        answer = notes.Listening(
+            attempt=note.attempt,
+            host=host,
+            port=port,
+            path=path,
+            ticket=token,
+        )
         self._port.send_to_receiver(receiver, notes.encode(answer))
 
     def poll_events(self, ready: Collection[object]) -> Iterator[SendCompleted | ConnectionLost]:
-        """Accept, send and time out; yield the events of that."""
+        """Accepts, sends and times out; yields the events of that."""
         for fd, listener in list(self._listeners.items()):
             # A failure at one listener closes both.
             if fd in ready and fd in self._listeners:
@@ -146,23 +157,25 @@ class TcpSender:
         for receiver in list(self._receivers.values()):
             if receiver.connection.fileno() in ready:
                 self._on_ready(receiver)
+        # After all reads and writes: progress that was made just now counts.
         self._close_overdue(time.monotonic())
         while self._events:
             yield self._events.popleft()
 
     def next_deadline(self) -> float | None:
-        """Return the earliest deadline of a connection; 0 while events wait."""
+        """Returns the earliest deadline of a connection; 0 while events wait."""
         if self._events:
             return 0.0
         silence = self._port.config.silence
         deadlines = [pending.deadline for pending in self._pending.values()]
         for receiver in self._receivers.values():
+            # Idle connections have no deadline: an idle pair wakes no thread.
             if receiver.queue:
                 deadlines.append(receiver.deadline(silence))
         return min(deadlines, default=None)
 
     def close(self) -> None:
-        """Close all listeners and connections."""
+        """Closes all listeners and connections."""
         self._stop_listening()
         for pending in self._pending.values():
             pending.connection.close()
@@ -171,13 +184,16 @@ class TcpSender:
 
     # Accepting connections ------------------------------------------------------------------------
     def _listen(self) -> None:
-        """Open a TCP listener, and a UNIX one for this machine. Raises OSError."""
+        """Opens a TCP listener, and a UNIX one for this machine. Raises OSError."""
         host = self._port.config.host
+        # Both or none: the next TcpHello tries again, and finds no half-open state.
         with contextlib.ExitStack() as undo:
             # mkdtemp makes the folder accessible to this user alone.
             self._socket_folder = tempfile.mkdtemp(prefix="vllm-disagg-")
             undo.callback(shutil.rmtree, self._socket_folder, ignore_errors=True)
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            family = socket.AF_INET
+            if ":" in host:
+                family = socket.AF_INET6
             inet_listener = undo.enter_context(socket.socket(family))
             inet_listener.bind((host, 0))
             unix_listener = undo.enter_context(socket.socket(socket.AF_UNIX))
@@ -185,13 +201,13 @@ class TcpSender:
             for listener in (inet_listener, unix_listener):
                 listener.setblocking(False)
                 listener.listen(MAX_PENDING_CONNECTIONS)
-            undo.pop_all()
+            undo.pop_all()  # all is open: nothing is undone
         for listener in (inet_listener, unix_listener):
             self._listeners[listener.fileno()] = listener
             self._port.poller.register(listener.fileno(), zmq.POLLIN)
 
     def _stop_listening(self) -> None:
-        """Close the listeners; the next TcpHello opens new ones."""
+        """Closes the listeners; the next TcpHello opens new ones."""
         if not self._listeners:
             return
         for fd, listener in self._listeners.items():
@@ -221,7 +237,7 @@ class TcpSender:
                 self._drop_pending(next(iter(self._pending)))
 
     def _check_token(self, fd: int) -> None:
-        """Accept a pending connection if its first bytes are a valid token, else close it.
+        """Accepts a pending connection if its first bytes are a valid token, else close it.
 
         A token is so short that it comes whole; a receiver that sends half of one tries again.
         """
@@ -234,14 +250,22 @@ class TcpSender:
             self._drop_pending(fd)
             return
         del self._pending[fd]
+        # Linux sizes the buffer of a TCP connection by its path, until SO_SNDBUF is set by hand.
         if connection.family == socket.AF_UNIX:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         else:
+            # A piece ends with a few bytes of checksum: they must not wait for an acknowledgement.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A receiver connects anew only when its end of the old connection is closed.
         previous = self._receivers.get(receiver)
         if previous is not None:
             self._close(previous, "replaced by a newer connection")
-        self._receivers[receiver] = TcpReceiver(receiver, attempt, connection, time.monotonic())
+        self._receivers[receiver] = TcpReceiver(
+            name=receiver,
+            attempt=attempt,
+            connection=connection,
+            last_progress=time.monotonic(),
+        )
 
     def _drop_pending(self, fd: int) -> None:
         pending = self._pending.pop(fd)
@@ -250,7 +274,8 @@ class TcpSender:
 
     # Sending --------------------------------------------------------------------------------------
     def _on_ready(self, receiver: TcpReceiver) -> None:
-        """Send more, or close a connection that ended; receivers send nothing after the token."""
+        """Sends more, or closes a connection that ended; receivers send nothing after the token."""
+        # Reads in any case: `ready` does not hold whether the socket is readable or writable.
         try:
             if receiver.connection.recv(1):
                 self._close(receiver, "unexpected bytes from the receiver")
@@ -262,11 +287,12 @@ class TcpSender:
             self._close(receiver, str(error), is_lost=True)
 
     def _push(self, receiver: TcpReceiver) -> None:
-        """Send until the kernel's buffer is full, the queue is empty, or the turn is over."""
+        """Sends until the kernel's buffer is full, the queue is empty, or the turn is over."""
         try:
             for _ in range(FRAMES_PER_TURN):
                 if not receiver.unsent and not self._next_part(receiver):
                     break
+                # Long runs are views of the KV cache: the kernel's copy is the only one here.
                 sent = receiver.connection.send(receiver.unsent)
                 receiver.unsent = receiver.unsent[sent:]
                 receiver.last_progress = time.monotonic()
@@ -277,6 +303,8 @@ class TcpSender:
         except OSError as error:
             self._close(receiver, str(error), is_lost=True)
             return
+        # POLLOUT only while something is left: else an idle socket, which is always writable, would
+        # wake the driver without end.
         if is_full is receiver.is_full:
             return
         receiver.is_full = is_full
@@ -284,7 +312,7 @@ class TcpSender:
         self._port.poller.modify(receiver.connection.fileno(), wanted)
 
     def _next_part(self, receiver: TcpReceiver) -> bool:
-        """Put the next bytes of the queue into `unsent`; return whether there are any."""
+        """Puts the next bytes of the queue into `unsent`; returns whether there are any."""
         while receiver.queue:
             if receiver.parts is None:
                 receiver.parts = self._parts(receiver, receiver.queue[0])
@@ -292,40 +320,54 @@ class TcpSender:
             if part is not None:
                 receiver.unsent = part
                 return True
+            # All parts are in the kernel's buffer: the blocks are not read any more, though the
+            # receiver may not have the bytes yet.
             piece = receiver.queue.popleft()
             receiver.parts = None
             receiver.piece_deadline = math.inf
-            self._events.append(SendCompleted(piece.transfer, piece.reader))
+            self._complete(piece)
         return False
 
     def _parts(self, receiver: TcpReceiver, piece: SendPiece) -> Iterator[memoryview]:
-        """Yield head, frames and checksum of a piece, as they go on the wire."""
+        """Yields head, frames and checksum of a piece, as they go on the wire."""
         frames = self._port.memory.read(piece.extent, piece.blocks)
         size = sum(len(frame) for frame in frames)
         silence = self._port.config.silence
+        # From the piece's first byte on: pieces ahead of it in the queue have their own deadlines.
         receiver.piece_deadline = notes.piece_deadline(time.monotonic(), size, silence)
-        yield memoryview(notes.encode_head(notes.PieceHead(piece.transfer, piece.number, size)))
+        head = notes.PieceHead(piece.transfer, piece.number, size)
+        yield memoryview(notes.encode_head(head))
         state = hasher(piece.transfer)
+        # Hashed frame by frame, just before the kernel copies it: then the frame is in the CPU's
+        # cache. The checksum follows the bytes, because it is complete only then. Blocks that vLLM
+        # has overwritten before get a valid checksum all the same; Confirm rejects their bytes.
         for frame in frames:
             state.update(frame)
             yield frame
         yield memoryview(state.digest())
         self._port.counters.bytes_sent += size
 
+    def _complete(self, piece: SendPiece) -> None:
+        """Reports that the blocks of a piece are not read for it any more."""
+        completed = SendCompleted(piece.transfer, piece.reader)
+        self._events.append(completed)
+
     def _close_overdue(self, now: float) -> None:
-        """Close connections that make no progress or sent no token in time."""
+        """Closes connections that make no progress or sent no token in time."""
         silence = self._port.config.silence
         for receiver in list(self._receivers.values()):
             if not receiver.queue or now <= receiver.deadline(silence):
                 continue
-            is_slow = now > receiver.piece_deadline
-            self._close(receiver, "too slow for a piece" if is_slow else "stalled")
+            reason = "stalled"
+            if now > receiver.piece_deadline:
+                reason = "too slow for a piece"
+            self._close(receiver, reason)
         for fd, pending in list(self._pending.items()):
             if now > pending.deadline:
                 self._drop_pending(fd)
 
     def _close(self, receiver: TcpReceiver, reason: str, *, is_lost: bool = False) -> None:
-        """Close a connection. The receiver asks for its queued pieces again by another transport.
+        """Closes a connection. The receiver asks for its queued pieces again by another transport.
 
         `is_lost`: the receiver's end closed the connection, which is reported as ConnectionLost.
         """
@@ -334,7 +376,8 @@ class TcpSender:
         del self._receivers[receiver.name]
         self._port.poller.unregister(receiver.connection.fileno())
         receiver.connection.close()
+        # Each queued piece ends in its SendCompleted, or its blocks would be held for ever.
         for piece in receiver.queue:
-            self._events.append(SendCompleted(piece.transfer, piece.reader))
+            self._complete(piece)
         if is_lost:
             self._events.append(ConnectionLost(receiver.name))

@@ -28,11 +28,15 @@ from .half_open import HANDSHAKE_SECONDS, SilentConnections, raise_limit
 
 log = logging.getLogger("vllm_disagg.control")
 
+ZmqSocket = zmq.Socket[bytes]
+
 ZAP_DOMAIN = b"vllm-disagg"
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # RFC 27
 MAX_LINKS = 256  # senders connected at a time; the one unused for longest is evicted
 MAX_SOCKETS = 4 * MAX_LINKS  # two a link; ZMQ itself allows 1023
-MAX_RECONNECT_MILLISECONDS = 30_000  # a peer may never come back
+# A peer may never come back, and ZMQ dials it for as long as the link exists.
+MAX_RECONNECT_MILLISECONDS = 30_000
+# ZMQ has no heartbeats by default: a link to a machine that lost its power would stay open.
 HEARTBEAT_MILLISECONDS = 1000
 HEARTBEAT_TIMEOUT_MILLISECONDS = 3000
 MESSAGES_PER_TURN = 64  # of one socket, so that no peer keeps the driver from the others
@@ -54,30 +58,34 @@ class Control:
         self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self.poller = zmq.Poller()
         self._silent_of_listeners: list[SilentConnections] = []
-        self.zap: zmq.Socket[bytes] = self.context.socket(zmq.REP)
+        # Before any socket listens: CURVE without a ZAP handler accepts every client that has the
+        # server's public key.
+        self.zap: ZmqSocket = self.context.socket(zmq.REP)
         self.zap.linger = 0
         self.zap.bind(ZAP_ENDPOINT)
         self.router = self.socket(zmq.ROUTER, messages.MAX_FRAME_BYTES, server=True)
         self.router.router_mandatory = True
-        # A receiver that lost its connection comes back under its name.
+        # A receiver that lost its connection comes back under its name. Without handover ZMQ would
+        # refuse it until the old connection has timed out.
         self.router.router_handover = True
         self.address, self.silent_connections = self.bind(self.router)
-        self.links: dict[str, zmq.Socket[bytes]] = {}
+        self.links: dict[str, ZmqSocket] = {}
         self.poller.register(self.router, zmq.POLLIN)
         self.poller.register(self.zap, zmq.POLLIN)
 
     def send_to_receiver(self, receiver: str, message: messages.AtReceiver) -> None:
-        """Send a message to a worker that reads from this one; it may be lost."""
+        """Sends a message to a worker that reads from this one; it may be lost."""
         _send(self.router, [receiver.encode(), messages.encode(message)])
 
     def send_to_sender(self, sender: str, message: messages.AtSender) -> None:
-        """Send a message to a connected worker from which this one reads; it may be lost."""
+        """Sends a message to a connected worker from which this one reads; it may be lost."""
+        # An evicted sender has no link: its transfers end by a timeout, as those of a dead one.
         link = self.links.get(sender)
         if link is not None:
             _send(link, [messages.encode(message)])
 
     def connect(self, worker: WorkerInfo) -> str | None:
-        """Connect to a worker, if it is not connected yet.
+        """Connects to a worker, if it is not connected yet.
 
         Returns the name of the worker that was evicted for it, or None. A worker that cannot be
         reached counts as one that does not answer.
@@ -97,29 +105,39 @@ class Control:
         return oldest
 
     def close_excess_connections(self) -> None:
-        """Close silent connections where there are too many."""
+        """Closes silent connections where there are too many."""
         for silent in self._silent_of_listeners:
             silent.close_excess()
 
     def next_deadline(self) -> float | None:
-        """Return when to call `close_excess_connections` even if nothing wakes the driver."""
-        deadlines = [silent.next_deadline() for silent in self._silent_of_listeners]
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        """Returns when to call `close_excess_connections` even if nothing wakes the driver."""
+        deadlines: list[float] = []
+        for silent in self._silent_of_listeners:
+            deadline = silent.next_deadline()
+            if deadline is not None:
+                deadlines.append(deadline)
+        return min(deadlines, default=None)
 
     def answer_zap(self) -> None:
-        """Accept connections that have the fleet's client key or password; refuse all others.
+        """Accepts connections that have the fleet's client key or password; refuse all others.
 
         Source: RFC 27 (ZAP), one request a connection.
         """
         for message in receive(self.zap):
             frames = [frame.bytes for frame in message]
+            # Frames 0 to 4: version, request id, domain, address and name. The domain need not be
+            # checked: the handler serves the sockets of this context only.
             match frames[5:]:
                 case [b"CURVE", client]:
+                    # A public key, so the time that the comparison takes reveals no secret.
                     is_member = client == z85.decode(self._client()[0])
                 case [b"PLAIN", _, password]:
+                    # A secret: compared in constant time.
                     is_member = hmac.compare_digest(password, self._password())
                 case _:
                     is_member = False
+            # Each request is answered, however malformed: a REP socket takes no second request
+            # before its answer, and then no peer could connect any more.
             request_id = frames[1] if len(frames) > 1 else b""
             status = [b"400", b"not of this fleet", b"", b""]
             if is_member:
@@ -127,14 +145,14 @@ class Control:
             self.zap.send_multipart([b"1.0", request_id, *status])
 
     def close(self) -> None:
-        """Close all sockets of the context, dropping messages that were not sent yet."""
+        """Closes all sockets of the context, dropping messages that were not sent yet."""
         self.context.destroy(linger=0)
 
     # Making sockets -------------------------------------------------------------------------------
     def dial(
         self, endpoint: str, name: bytes, largest: int, *, encrypt: bool = True
-    ) -> zmq.Socket[bytes] | None:
-        """Return a DEALER of this name, connecting to the endpoint.
+    ) -> ZmqSocket | None:
+        """Returns a DEALER of this name, connecting to the endpoint.
 
         Returns None, and logs the reason, for an invalid endpoint or without a free descriptor.
         `largest`: bytes of a message.
@@ -142,25 +160,28 @@ class Control:
         link = None
         try:
             link = self.socket(zmq.DEALER, largest, server=False, encrypt=encrypt)
+            # Set before connecting: ZMQ ignores both options for connections that exist.
             link.routing_id = name
             link.reconnect_ivl_max = MAX_RECONNECT_MILLISECONDS
             link.connect(endpoint)
         except zmq.ZMQError as error:
+            # No exception: the addresses come from another process, and the driver serves others.
             log.warning("control: connecting to %s failed: %s", endpoint, error)
             if link is not None:
                 link.close()
             return None
         return link
 
-    def socket(
-        self, kind: int, largest: int, *, server: bool, encrypt: bool = True
-    ) -> zmq.Socket[bytes]:
-        """Return a socket with the fleet's limits and authentication.
+    def socket(self, kind: int, largest: int, *, server: bool, encrypt: bool = True) -> ZmqSocket:
+        """Returns a socket with the fleet's limits and authentication.
 
         `largest`: bytes of a message. Without a fleet key there is no authentication.
         """
-        made: zmq.Socket[bytes] = self.context.socket(kind)
+        made: ZmqSocket = self.context.socket(kind)
+        # ZMQ's defaults are no limit of size, and 30 s for a handshake. The limit is that of one
+        # frame; the driver itself refuses control messages of several frames.
         made.maxmsgsize = largest
+        # Else unsent messages to a dead peer would keep the context, and the process, from ending.
         made.linger = 0
         made.handshake_ivl = round(HANDSHAKE_SECONDS * 1000)
         made.heartbeat_ivl = HEARTBEAT_MILLISECONDS
@@ -175,24 +196,30 @@ class Control:
         elif server:
             made.plain_server = True
         else:
-            # A password keeps strangers out, but not those who read the network's packets.
+            # A password keeps strangers out, but not those who read the network's packets. It is
+            # derived for this use alone, so reading it reveals no other key.
             made.plain_username = b"reader"
             made.plain_password = self._password()
         return made
 
-    def bind(self, router: zmq.Socket[bytes]) -> tuple[str, SilentConnections]:
-        """Bind to a free port of the configured host; return (endpoint, silent connections).
+    def bind(self, router: ZmqSocket) -> tuple[str, SilentConnections]:
+        """Binds to a free port of the configured host; returns (endpoint, silent connections).
 
         Raises ConfigError if the host is not an address of this machine.
         """
-        is_ipv6 = ":" in self.config.host
-        host = f"[{self.config.host}]" if is_ipv6 else self.config.host
+        host = self.config.host
+        is_ipv6 = ":" in host
+        if is_ipv6:
+            host = f"[{host}]"
         router.ipv6 = is_ipv6
+        # Port 0: several workers, of several engines, share one machine. Peers get the address in
+        # a grant, so it need not be known beforehand.
         try:
             router.bind(f"tcp://{host}:0")
         except zmq.ZMQError as error:
             reason = error.strerror
-            raise ConfigError(f"host {self.config.host}: cannot listen there ({reason})") from None
+            message = f"host {self.config.host}: cannot listen there ({reason})"
+            raise ConfigError(message) from None
         endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         if not endpoint.startswith(f"tcp://{host}:"):
             raise ConfigError(f"host {self.config.host}: listens at {endpoint} instead")
@@ -202,12 +229,14 @@ class Control:
         self._silent_of_listeners.append(silent)
         return endpoint, silent
 
-    def close_socket(self, made: zmq.Socket[bytes]) -> None:
-        """Close a socket that is registered with the poller."""
+    def close_socket(self, made: ZmqSocket) -> None:
+        """Closes a socket that is registered with the poller."""
         self.poller.unregister(made)
         made.close()
 
-    def _use_curve(self, made: zmq.Socket[bytes], server: bool) -> None:
+    def _use_curve(self, made: ZmqSocket, server: bool) -> None:
+        # One key pair for all servers of a fleet and one for all clients: each member derives both
+        # from the fleet key, so no keys are exchanged.
         server_public, server_secret = _curve_keys(self._key.derive("curve-server"))
         if server:
             made.curve_server = True
@@ -223,27 +252,30 @@ class Control:
         return _curve_keys(self._key.derive("curve-client"))
 
 
-def receive(source: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
-    """Yield whole messages that have arrived on a socket, at most MESSAGES_PER_TURN."""
+def receive(source: ZmqSocket) -> Iterator[list[zmq.Frame]]:
+    """Yields whole messages that have arrived on a socket, at most MESSAGES_PER_TURN."""
     for _ in range(MESSAGES_PER_TURN):
         if source.closed:  # evicted for another link while a message of it was handled
             return
         try:
+            # Frames instead of bytes: pieces are written from where ZMQ has them, and only a frame
+            # has the descriptor of its connection (`SilentConnections`).
             yield source.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return
 
 
-def _send(target: zmq.Socket[bytes], parts: list[bytes]) -> None:
-    """Send a message, or lose it if it cannot go now: the protocol repeats what matters."""
+def _send(target: ZmqSocket, parts: list[bytes]) -> None:
+    """Sends a message, or loses it if it cannot go now: the protocol repeats what matters."""
     try:
         target.send_multipart(parts, zmq.NOBLOCK)
     except zmq.ZMQError as error:
+        # No such receiver, or its queue is full. To wait for it would delay all other peers.
         if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
             raise
 
 
 def _curve_keys(secret: bytes) -> tuple[bytes, bytes]:
-    """Return (public, secret) in Z85, from 32 secret bytes."""
+    """Returns (public, secret) in Z85, from 32 secret bytes."""
     encoded = z85.encode(secret)
     return zmq.curve_public(encoded), encoded

@@ -28,7 +28,9 @@ MAX_SILENT_CONNECTIONS = 128  # at one listening socket
 GRACE_SECONDS = 0.25  # for members to send something, from when there are too many
 # Time that ZMQ gives a handshake; a connection that is older has passed it.
 HANDSHAKE_SECONDS = 5.0
-WANTED_DESCRIPTORS = 65536  # as vLLM allows its API server
+# As vLLM allows its API server. The usual soft limit is 1024, and the links of a large fleet take
+# hundreds.
+WANTED_DESCRIPTORS = 65536
 LOG_INTERVAL_SECONDS = 60.0
 MONITOR_EVENT = struct.Struct("=hi")  # of zmq_socket_monitor: (event, descriptor)
 
@@ -55,14 +57,15 @@ class SilentConnections:
         self.events.connect(address)
 
     def next_deadline(self) -> float | None:
-        """Return when the grace period ends; the socket may be quiet until then."""
+        """Returns when the grace period ends; the socket may be quiet until then."""
         if self._over_limit_since is None:
             return None
         return self._over_limit_since + GRACE_SECONDS
 
     def close_excess(self) -> None:
-        """Shut down the oldest of too many, after all waiting messages went to `on_message`."""
+        """Shuts down the oldest of too many, after all waiting messages went to `on_message`."""
         self._read_monitor_events()
+        # A message that was not read yet may be of a member, which then is not silent.
         if int(self._listener.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return
         now = time.monotonic()
@@ -76,29 +79,35 @@ class SilentConnections:
         self._over_limit_since = None
         while len(self._accepted_at) > MAX_SILENT_CONNECTIONS:
             fd = next(iter(self._accepted_at))
+            # An older one has passed its handshake: it only leaves the list.
             if self._accepted_at.pop(fd) > time.monotonic() - HANDSHAKE_SECONDS:
                 self._shut_down(fd)
 
     def _read_monitor_events(self) -> None:
-        """Add accepted connections, and remove those that have ended."""
+        """Adds accepted connections, and removes those that have ended."""
         while int(self.events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event, fd = MONITOR_EVENT.unpack(self.events.recv_multipart()[0])
+            # Popped for an accepted one too: numbers are reused, and an entry that is set again
+            # keeps its old place in a dict. The newest would then count as the oldest.
             self._accepted_at.pop(fd, None)
             if event == zmq.EVENT_ACCEPTED:
                 self._accepted_at[fd] = time.monotonic()
 
     def on_message(self, message: Sequence[zmq.Frame]) -> None:
-        """Mark the connection of this message as a member's."""
+        """Marks the connection of this message as a member's."""
+        # First: an accept that is read later would count this connection as silent for good.
         self._read_monitor_events()
         # ZMQ gives no descriptor for a peer that uses an older ZMTP.
         with contextlib.suppress(zmq.ZMQError, IndexError):
             self._accepted_at.pop(int(message[-1].get(zmq.SRCFD)), None)
 
     def _shut_down(self, fd: int) -> None:
-        """Shut down a connection; ZMQ closes it when it finds the connection ended.
+        """Shuts down a connection; ZMQ closes it when it finds the connection ended.
 
         The descriptor may have been reused since, so only connections of this port are touched.
         """
+        # A duplicate is closed here, never ZMQ's own descriptor: its number could be given to
+        # another file while ZMQ still uses it.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
             address = connection.getsockname()
             if connection.family != socket.AF_UNIX and address[1] == self._port:
@@ -113,7 +122,7 @@ class SilentConnections:
 
 
 def raise_limit() -> None:
-    """Raise this process's soft limit of descriptors, to WANTED_DESCRIPTORS or the hard limit."""
+    """Raises this process's soft limit of descriptors, to WANTED_DESCRIPTORS or the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_DESCRIPTORS
     if hard != resource.RLIM_INFINITY:

@@ -1,0 +1,63 @@
+"""The trace of a failed transfer: its own entries, the last of them, in order."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from vllm_disagg import trace as module
+from vllm_disagg.protocol import events, messages
+from vllm_disagg.trace import TransferTrace
+
+TRANSFER, OTHER = "ab" * 16, "cd" * 16
+
+
+@pytest.fixture
+def trace() -> TransferTrace:
+    return TransferTrace()
+
+
+def test_lines_are_those_of_one_transfer(trace: TransferTrace) -> None:
+    complete = messages.ReadComplete(TRANSFER, "p/0", "d/0")
+    sent = events.SendMessage("p/0", complete)
+    trace.add(1.0, events.LayersComputed(TRANSFER, 3))
+    trace.add(1.5, events.LayersComputed(OTHER, 4))
+    trace.add(1.75, events.ClockTick())
+    trace.add(2.0, sent)
+    expected = [f"1.000 {events.LayersComputed(TRANSFER, 3)}", f"2.000 {sent}"]
+    assert trace.lines(TRANSFER) == expected
+    assert trace.lines("ef" * 16) == []
+
+
+def test_lines_are_the_last_ones(trace: TransferTrace) -> None:
+    for number in range(module.MAX_LOGGED_ENTRIES + 1):
+        trace.add(float(number), events.LayersComputed(TRANSFER, number))
+    lines = trace.lines(TRANSFER)
+    assert len(lines) == module.MAX_LOGGED_ENTRIES
+    assert lines[0].startswith("1.000 ")
+
+
+def test_old_entries_make_room(trace: TransferTrace) -> None:
+    trace.add(0.0, events.LayersComputed(OTHER, 0))
+    for number in range(module.MAX_TRACE_ENTRIES - 1):
+        trace.add(1.0, events.LayersComputed(TRANSFER, number))
+    assert trace.lines(OTHER)
+    trace.add(2.0, events.ClockTick())
+    assert not trace.lines(OTHER)
+
+
+def test_a_failure_is_logged_with_its_reason(
+    trace: TransferTrace, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, module.log.name)
+    trace.add(1.0, events.LayersComputed(TRANSFER, 3))
+    trace.log_failure(events.LoadResult(TRANSFER, events.Reason.PEER_TIMEOUT))
+    warning, info = caplog.records
+    assert warning.levelno == logging.WARNING
+    assert (
+        warning.getMessage()
+        == f"transfer {TRANSFER} failed (peer_timeout); this engine recomputes the prompt"
+    )
+    assert info.levelno == logging.INFO
+    assert info.getMessage().splitlines()[1:] == trace.lines(TRANSFER)

@@ -1,0 +1,186 @@
+"""The sender's end of a channel; `channel.py` has the states and the rules. Pure.
+
+A piece passes through it in this order:
+
+    SendRequested -> waiting -> TransmitSlot -> gathering -> SlotGathered
+    -> ChannelPiece, SendFinished -> announced -> SlotCompleted: the slot is free
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from ...protocol.events import SendPiece
+from .channel import (
+    SLOTS_PER_CHANNEL,
+    ChannelEnd,
+    ChannelState,
+    ChannelTick,
+    CloseLink,
+    LinkBlob,
+    LinkFailed,
+    LinkUp,
+    OpenLink,
+    PassBlob,
+    SenderEndAction,
+    SenderEndEvent,
+    SendFinished,
+    SendNote,
+    SendRequested,
+    SlotCompleted,
+    SlotGathered,
+    TransmitSlot,
+)
+from .notes import (
+    MAX_REASON_CHARACTERS,
+    ChannelBroken,
+    ChannelPiece,
+    ChannelReady,
+    LinkParameters,
+    PairRequest,
+)
+
+
+@dataclass
+class SenderEnd(ChannelEnd):
+    """The sender's end of a channel.
+
+    `waiting` holds pieces that wait for a slot. `gathering` maps (epoch, seq) to the piece being
+    read, over all epochs. `slots` maps a seq to the slot that is gathered or in flight.
+    `announced` holds the seqs of ChannelPiece notes whose send has not completed.
+    """
+
+    waiting: deque[SendPiece] = field(default_factory=deque)
+    gathering: dict[tuple[int, int], SendPiece] = field(default_factory=dict)
+    slots: dict[int, int] = field(default_factory=dict)
+    announced: set[int] = field(default_factory=set)
+
+    def handle(self, event: SenderEndEvent, now: float) -> list[SenderEndAction]:
+        """Returns the actions that follow from the event at `now` (seconds)."""
+        match event:
+            case PairRequest():
+                return self._pair(event, now)
+            case SendRequested():
+                return self._request_send(event, now)
+            case SlotGathered():
+                return self._on_gathered(event, now)
+            case ChannelTick():
+                return self._check_deadline(now)
+        if event.epoch != self.epoch or self.state is ChannelState.CLOSED:
+            return []
+        match event:
+            case LinkParameters():
+                return [PassBlob(event.epoch, event.blob)]
+            case LinkBlob():
+                return [SendNote(LinkParameters(event.epoch, event.blob))]
+            case LinkUp():
+                self.state = ChannelState.UP
+                self.last_progress = now
+                return [SendNote(ChannelReady(self.epoch))]
+            case SlotCompleted():
+                return self._on_completed(event, now)
+            case LinkFailed():
+                return self._break(event.why)
+            case ChannelBroken():
+                return self._break(event.why, notify=False)
+            case _:
+                assert_never(event)
+
+    def next_deadline(self) -> float | None:
+        """Returns when a ChannelTick is due at the latest."""
+        return self.deadline(bool(self.announced))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no piece waits or is in flight."""
+        return not self.waiting and not self.slots
+
+    def _check_deadline(self, now: float) -> list[SenderEndAction]:
+        deadline = self.next_deadline()
+        if deadline is None or deadline > now:
+            return []
+        return self._break(self.timeout_reason(bool(self.announced)))
+
+    def _pair(self, event: PairRequest, now: float) -> list[SenderEndAction]:
+        if event.epoch <= self.epoch:
+            return []  # a late note of an earlier epoch
+        # The receiver closed its end of the last epoch already, so it needs no ChannelBroken.
+        ended = self._break("the receiver pairs again", notify=False)
+        self.begin(event.epoch, now)
+        return [*ended, OpenLink(event.epoch, event.slot)]
+
+    def _request_send(self, event: SendRequested, now: float) -> list[SenderEndAction]:
+        if event.epoch != self.epoch or self.state is not ChannelState.UP:
+            # The receiver learns, or has learnt, that this epoch is over, and asks again.
+            return [SendFinished(event.piece)]
+        # An idle channel makes no progress; its time counts from this request on.
+        if self.is_idle:
+            self.last_progress = max(self.last_progress, now)
+        self.waiting.append(event.piece)
+        return self._fill_slots()
+
+    def _fill_slots(self) -> list[SenderEndAction]:
+        actions: list[SenderEndAction] = []
+        while self.waiting and self.free:
+            piece = self.waiting.popleft()
+            slot = self.free.pop()
+            self.gathering[self.epoch, self.seq] = piece
+            self.slots[self.seq] = slot
+            actions.append(TransmitSlot(self.epoch, self.seq, slot, piece))
+            self.seq += 1
+        return actions
+
+    def _on_gathered(self, event: SlotGathered, now: float) -> list[SenderEndAction]:
+        piece = self.gathering.pop((event.epoch, event.seq))
+        if event.epoch != self.epoch or self.state is not ChannelState.UP:
+            return [SendFinished(piece)]
+        # The order of sends is broken if one is left out, so the whole epoch must end.
+        if event.size < 0:
+            reason = f"piece {piece.number} of {piece.transfer} does not fit into a slot"
+            return [SendFinished(piece), *self._break(reason)]
+        # Nothing was in flight before: `patience` counts from this piece on.
+        if not self.announced:
+            self.last_progress = now
+        # The send may have completed before the gather was looked at; then its slot is free.
+        if event.seq in self.slots:
+            self.announced.add(event.seq)
+        note = ChannelPiece(
+            self.epoch, event.seq, piece.transfer, piece.number, event.size, event.checksum
+        )
+        return [SendNote(note), SendFinished(piece)]
+
+    def _on_completed(self, event: SlotCompleted, now: float) -> list[SenderEndAction]:
+        self.announced.discard(event.seq)
+        self.free.append(self.slots.pop(event.seq))
+        self.last_progress = now
+        return self._fill_slots()
+
+    def _break(self, why: str, *, notify: bool = True) -> list[SenderEndAction]:
+        """Closes this epoch; with `notify`, sends ChannelBroken.
+
+        Pieces being gathered end in SendFinished only when their gather has ended.
+        """
+        if self.state is ChannelState.CLOSED:
+            return []
+        actions: list[SenderEndAction] = [CloseLink(self.epoch, why)]
+        for piece in self.waiting:
+            actions.append(SendFinished(piece))
+        # `gathering` stays: those blocks are still being read.
+        self.state = ChannelState.CLOSED
+        self.waiting.clear()
+        self.slots.clear()
+        self.announced.clear()
+        if notify:
+            actions.append(SendNote(ChannelBroken(self.epoch, why[:MAX_REASON_CHARACTERS])))
+        return actions
+
+    def validate(self) -> None:
+        """Raises AssertionError if the state contradicts itself. Tests call it after each event."""
+        assert self.state is ChannelState.UP or self.is_idle, self
+        if self.state is ChannelState.UP:
+            slots = sorted([*self.free, *self.slots.values()])
+            assert slots == list(range(SLOTS_PER_CHANNEL)), self
+            assert not (self.waiting and self.free), self
+        assert self.announced <= self.slots.keys(), self

@@ -373,7 +373,10 @@ async def test_names_in_dns_and_their_networks(caplog: pytest.LogCaptureFixture)
         assert caplog.text.count(f"http://127.0.0.1:{a.port}") == 1, "one line"
 
 
-async def test_a_watched_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_watched_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_disagg.proxy.main._FILE_CHECK_SECONDS", 0.05)
     async with engines("decode", "decode") as (a, b):
         path = tmp_path / "fleet.yaml"
         path.write_text(f"decode: [{a.url}]")

@@ -31,7 +31,7 @@ from vllm_disagg.transports.nixl import transport as nixl
 from vllm_disagg.transports.zmq import control
 
 real = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
-QUICK = {"silence": 2.0, "retry": 0.5}
+QUICK = {"silence": 4.0, "retry": 0.5}
 
 
 def Source(

@@ -28,7 +28,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -37,6 +36,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+from processes import free_ports
 
 from vllm_disagg.bench import bisection, report
 from vllm_disagg.bench.results import BenchRun, GoodputObjectives
@@ -321,14 +322,6 @@ def start_nixl(stack: Stack, router: str) -> tuple[str, list[str]]:
     front = f"http://127.0.0.1:{port}"
     stack.wait(front, "/v1/models")
     return front, engines
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 # --- the report ---

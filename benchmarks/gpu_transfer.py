@@ -67,7 +67,13 @@ def memory(blocks: int, fill: int) -> tuple[Memory, list[torch.Tensor]]:
 
 
 def driver(transport: str, piece: int, store: Memory) -> Driver:
-    settings = Config(transport=transport, piece=piece, window=32 << 20, silence=10.0, lease=60.0)  # type: ignore[arg-type]
+    settings = Config(
+        transport=transport,  # type: ignore[arg-type]
+        piece_bytes=piece,
+        window_bytes=32 << 20,
+        peer_timeout=10.0,
+        lease=60.0,
+    )
     return Driver(settings, KEY, store, 0, transports.chosen(settings, "cuda" if GPU else "cpu"))
 
 

@@ -25,12 +25,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,96 +38,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from processes import cpu_seconds
+from processes import free_port
+from stack import Stack, start_pair, start_proxy
 
 TOKENS = 8  # of each answer
 REST = 1.5  # seconds before each measurement: vLLM's processes spin for one after their last work
-VLLM = str(Path(sys.executable).with_name("vllm"))
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-@dataclass
-class Stack:
-    """Running processes; `front` is the address for clients."""
-
-    name: str
-    dtype: str
-    gpu: bool = False
-    transport: str = "auto"  # of ours
-    front: str = ""
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-
-    def start(self, log: Path, command: list[str], **env: str) -> None:
-        with log.open("wb") as out:
-            self.processes.append(
-                subprocess.Popen(
-                    command,
-                    env={**os.environ, **env},
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    process_group=0,
-                )
-            )
-
-    def engine(
-        self, model: str, log: Path, core: int, config: dict[str, object] | None = None, **env: str
-    ) -> str:
-        port = free_port()
-        command = [
-            VLLM,
-            "serve",
-            model,
-            "--served-model-name",
-            "tiny",
-            "--port",
-            str(port),
-            "--dtype",
-            self.dtype,
-        ]
-        command += ["--max-model-len", "4096", "--enforce-eager", "--no-enable-prefix-caching"]
-        if self.gpu:
-            command += ["--gpu-memory-utilization", "0.3"]
-        if config:
-            command += [
-                "--kv-transfer-config",
-                json.dumps({**config, "kv_load_failure_policy": "recompute"}),
-            ]
-        self.start(
-            log, command, VLLM_CPU_OMP_THREADS_BIND=str(core), VLLM_CPU_KVCACHE_SPACE="4", **env
-        )
-        return f"http://127.0.0.1:{port}"
-
-    def wait(self, url: str, path: str, seconds: float = 180) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if any(process.poll() is not None for process in self.processes):
-                raise SystemExit(f"{self.name}: a process ended at start, see the logs")
-            if (
-                subprocess.run(
-                    ["curl", "-sf", "-o", "/dev/null", url + path], check=False
-                ).returncode
-                == 0
-            ):
-                return
-            time.sleep(0.5)
-        raise SystemExit(f"{self.name}: {url} did not come up in {seconds:.0f} s")
-
-    def cpu_seconds(self) -> float:
-        return cpu_seconds({process.pid for process in self.processes})
-
-    def stop(self) -> None:
-        for sent in (signal.SIGTERM, signal.SIGKILL):
-            for process in self.processes:
-                try:
-                    os.killpg(process.pid, sent)
-                except ProcessLookupError:
-                    continue
-            time.sleep(3)
 
 
 def start_plain(stack: Stack, model: str, logs: Path, _: str) -> None:
@@ -139,28 +51,11 @@ def start_plain(stack: Stack, model: str, logs: Path, _: str) -> None:
 
 
 def start_ours(stack: Stack, model: str, logs: Path, _: str) -> None:
-    key = logs / "key"
-    subprocess.run([sys.executable, "-m", "vllm_disagg.cli", "key", str(key)], check=True)
-    settings = {"key_file": str(key), "gpu": stack.gpu, "transport": stack.transport}
-    config = {"kv_connector": "DisaggConnector", "kv_connector_extra_config": settings}
-    prefill = stack.engine(model, logs / "prefill.log", 0, {**config, "kv_role": "kv_producer"})
-    decode = stack.engine(model, logs / "decode.log", 1, {**config, "kv_role": "kv_consumer"})
+    settings: dict[str, object] = {"gpu": stack.gpu, "transport": stack.transport}
+    prefill, decode = start_pair(stack, model, logs, settings)
     for url in (prefill, decode):
         stack.wait(url, "/health")
-    port = str(free_port())
-    proxy = [
-        sys.executable,
-        "-m",
-        "vllm_disagg.cli",
-        "proxy",
-        "--port",
-        port,
-        "--key-file",
-        str(key),
-    ]
-    stack.start(logs / "proxy.log", [*proxy, "--prefill", prefill, "--decode", decode])
-    stack.front = f"http://127.0.0.1:{port}"
-    stack.wait(stack.front, "/readiness")
+    stack.front = start_proxy(stack, logs, prefill, decode)
 
 
 def start_peer(stack: Stack, model: str, logs: Path, router: str) -> None:

@@ -20,17 +20,19 @@ from vllm_disagg.planner.cost import distserve, model, queueing
 from vllm_disagg.planner.cost.hardware import GIB, LINKS
 from vllm_disagg.planner.cost.latency import LinearLatency, unloaded_prefill
 from vllm_disagg.planner.search import optimizer
-from vllm_disagg.planner.search.scenario import PerformanceSource, Placement, ReplicaGroup, Scenario
+from vllm_disagg.planner.search.scenario import Placement, ReplicaGroup
 from vllm_disagg.planner.simulation import workload
 from vllm_disagg.planner.simulation.replica import SchedulingRules
 from vllm_disagg.planner.simulation.simulator import (
     Deployment,
     Handoff,
-    Objective,
     ReplicaPool,
     simulate,
 )
 from vllm_disagg.planner.simulation.workload import Arrivals, WorkloadSample
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from distserve_scenario import distserve_scenario
 
 LARGE = 1 << 40
 # req/s per GPU: the width of the bracket at which DistServe's search stops, and reports its lower
@@ -64,26 +66,6 @@ def note(name: str, value: Any, words: str) -> None:
     )
 
 
-def scenario(
-    name: str, ttft: float, gpus: int, requests: int, seeds: int, kv_limit: int = 0
-) -> Scenario:
-    """Returns a scenario with DistServe's rules, coefficients and lengths."""
-    source = PerformanceSource("coefficients", "distserve-a100", model.load(name))
-    return Scenario(
-        prefill=source,
-        decode=source,
-        workload=workload.load("sharegpt-like"),
-        arrivals=Arrivals("poisson"),
-        objective=Objective(ttft, 0.1, 0.9, joint=False),
-        requests=requests,
-        seeds=seeds,
-        gpus=gpus,
-        overlap=False,
-        distserve=True,
-        kv_limit=kv_limit,
-    )
-
-
 def quiet(done: int, total: int, best: optimizer.PlacementScore | None) -> None:
     """Prints no progress: these searches take seconds."""
 
@@ -95,7 +77,7 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def speed() -> None:
-    thirteen = scenario("opt-13b", 0.2, 4, 300, 1)
+    thirteen = distserve_scenario("opt-13b", 0.2, 4, 300, 1)
     placement = Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(1, 1, 1))
     sample = thirteen.samples()[0]
     deployment = thirteen.deployment(placement)
@@ -105,7 +87,10 @@ def speed() -> None:
         min(runs),
         "OPT-13B TP2 + TP1 at 4.68 req/s; target 0.10 s (DistServe's: 0.33)",
     )
-    for name, sought in (("opt_13b", thirteen), ("opt_66b", scenario("opt-66b", 0.4, 8, 300, 1))):
+    for name, sought in (
+        ("opt_13b", thirteen),
+        ("opt_66b", distserve_scenario("opt-66b", 0.4, 8, 300, 1)),
+    ):
         everything = optimizer.disaggregated(sought)
         single = [p for p in everything if p.prefill.n == 1 and p.decode and p.decode.n == 1]
         for what, placements in (("one_each", single), ("all", everything)):
@@ -115,7 +100,7 @@ def speed() -> None:
                 seconds,
                 f"{len(placements)} placements, 300 requests, one seed, CPU time",
             )
-    sixteen = scenario("opt-66b", 0.4, 16, 300, 5)
+    sixteen = distserve_scenario("opt-66b", 0.4, 16, 300, 5)
     placements = optimizer.disaggregated(sixteen)
     seconds, _ = timed(lambda: optimizer.search(sixteen, placements, 3, 1, quiet))
     note("search_opt_66b_16_gpus_5_seeds_s", seconds, f"{len(placements)} placements; target 120 s")
@@ -123,7 +108,7 @@ def speed() -> None:
 
 def opt_13b() -> None:
     for name, kv_limit in (("opt_13b", 0), ("opt_13b_kv_50000", 50_000)):
-        sought = scenario("opt-13b", 0.2, 4, 1000, 5, kv_limit)
+        sought = distserve_scenario("opt-13b", 0.2, 4, 1000, 5, kv_limit)
         found = optimizer.search(sought, optimizer.disaggregated(sought), 3, 1, quiet)
         note(
             f"{name}_best",
@@ -136,7 +121,7 @@ def opt_13b() -> None:
             found[0].goodput,
             f"95 % interval {low:.3f} .. {high:.3f}; DistServe's 1.55 +-10 %",
         )
-    sought = scenario("opt-13b", 0.2, 4, 1000, 20)
+    sought = distserve_scenario("opt-13b", 0.2, 4, 1000, 20)
     for decode in (1, 2):
         score = optimizer.evaluate(
             sought,
@@ -163,7 +148,7 @@ def opt_13b() -> None:
 
 def opt_66b() -> None:
     for name, kv_limit in (("opt_66b", 0), ("opt_66b_kv_50000", 50_000)):
-        sought = scenario("opt-66b", 0.4, 8, 1000, 5, kv_limit)
+        sought = distserve_scenario("opt-66b", 0.4, 8, 1000, 5, kv_limit)
         samples = sought.samples()
         found = optimizer.search(sought, optimizer.disaggregated(sought), 3, 1, quiet)
         note(f"{name}_best", str(found[0].placement), "OPT-66B at 0.4/0.1 s, up to 8 GPUs")

@@ -25,7 +25,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -38,7 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvloop
-from processes import cpu_seconds
+from processes import cpu_seconds, free_port
 from scripted import Client, body, request
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -73,12 +72,6 @@ class Proxy:
         """Returns the resident memory in bytes."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(text.partition("VmRSS:")[2].split()[0]) * 1024
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @contextmanager

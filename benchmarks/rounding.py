@@ -101,12 +101,11 @@ def compare(ours: list[Record], plain: list[Record]) -> dict[str, float]:
 
 def carried(decode: Engine) -> dict[str, float]:
     """Returns the loads and bytes that a decode engine received."""
-    names = {
-        "loads": "load_seconds_count",
-        "kv_bytes": "received_bytes_total",
-        "wire_bytes": "received_by_zmq_bytes_total",
+    return {
+        "loads": decode.metric("vllm:disagg_load_seconds_count"),
+        "kv_bytes": decode.metric("vllm:disagg_received_bytes_total"),
+        "wire_bytes": decode.metric("vllm:disagg_received_wire_bytes_total", 'transport="zmq"'),
     }
-    return {name: decode.metric(f"vllm:disagg_{metric}") for name, metric in names.items()}
 
 
 def ask_stack(

@@ -167,7 +167,7 @@ class Instance(asyncio.Protocol):
 
 def answers(role: str, name: str) -> bytes:
     """Returns the JSON of all answers: to health, models, probes and completions."""
-    worker = WorkerInfo("w0", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
+    worker = WorkerInfo(f"{name}-w0", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
     engine = EngineInfo(name, role, [worker], {"model": "m"})  # type: ignore[arg-type]
     nixl = {
         "do_remote_prefill": True,

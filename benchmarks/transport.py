@@ -35,7 +35,6 @@ import re
 import secrets
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -47,6 +46,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from processes import cpu_seconds
+from stack import Stack, start_pair, start_proxy
 
 from kv_connectors import transports
 from vllm_disagg.config import Config
@@ -326,9 +327,6 @@ def warm_up(pair: Pair, count: int) -> None:
 
 # Real engines -------------------------------------------------------------------------------------
 def engines(model: str, transport: str, overlap: str, lengths: list[int]) -> dict[str, Any]:
-    from handoff import Stack, free_port  # noqa: PLC0415 - needs aiohttp
-    from processes import cpu_seconds  # noqa: PLC0415
-
     logs = Path(tempfile.mkdtemp(prefix="transport-engines-"))
     print(
         f"engines: plain, prefill and decode by {transport}, overlap {overlap} (logs in {logs})",
@@ -336,34 +334,15 @@ def engines(model: str, transport: str, overlap: str, lengths: list[int]) -> dic
     )
     plain = Stack("plain", "auto")
     pair = Stack("pair", "auto")
+    front = Stack("proxy", "auto")
     try:
-        subprocess.run(
-            [sys.executable, "-m", "vllm_disagg.cli", "key", str(logs / "key")], check=True
-        )
-        settings = {"key_file": str(logs / "key"), "transport": transport, "overlap": overlap}
-        config = {"kv_connector": "DisaggConnector", "kv_connector_extra_config": settings}
-        urls = [plain.engine(model, logs / "plain.log", 0)]
-        for core, role in enumerate(("kv_producer", "kv_consumer")):
-            urls.append(pair.engine(model, logs / f"{role}.log", core, {**config, "kv_role": role}))
-        for stack, url in zip((plain, pair, pair), urls, strict=True):
+        alone = plain.engine(model, logs / "plain.log", 0)
+        settings: dict[str, object] = {"transport": transport, "overlap": overlap}
+        prefill, decode = start_pair(pair, model, logs, settings)
+        for stack, url in ((plain, alone), (pair, prefill), (pair, decode)):
             stack.wait(url, "/health")
-        port = str(free_port())
-        proxy = [
-            sys.executable,
-            "-m",
-            "vllm_disagg.cli",
-            "proxy",
-            "--port",
-            port,
-            "--key-file",
-            str(logs / "key"),
-        ]
-        front = Stack("proxy", "auto")
-        pair.wait(urls[1], "/health")
-        front.start(logs / "proxy.log", [*proxy, "--prefill", urls[1], "--decode", urls[2]])
         try:
-            front.wait(f"http://127.0.0.1:{port}", "/readiness")
-            found = hidden(urls[0], f"http://127.0.0.1:{port}", urls[2], lengths)
+            found = hidden(alone, start_proxy(front, logs, prefill, decode), decode, lengths)
         finally:
             front.stop()
         time.sleep(3)
@@ -387,7 +366,7 @@ def hidden(plain: str, front: str, decode: str, lengths: list[int]) -> dict[str,
     for url in (plain, front, front):  # connections, and the way is measured
         ask(url, 1000)
         time.sleep(4)
-    before = metrics(decode)
+    before = received_by_transport(decode)
     rows = {}
     added = {}
     for length in lengths:
@@ -398,7 +377,7 @@ def hidden(plain: str, front: str, decode: str, lengths: list[int]) -> dict[str,
         time.sleep(1)
         now = metrics(decode)
         arrived, early = (
-            now[name] - last[name] for name in ("received_bytes_total", "early_bytes_total")
+            now[name] - last[name] for name in ("received_bytes_total", "overlapped_bytes_total")
         )
         rows[str(length)] = round(early / arrived, 3)
         added[str(length)] = round((ours - alone) * 1e3, 1)
@@ -408,13 +387,11 @@ def hidden(plain: str, front: str, decode: str, lengths: list[int]) -> dict[str,
             f"first token after {ours * 1e3:.0f} ms, of a plain engine {alone * 1e3:.0f}",
             flush=True,
         )
-    after = metrics(decode)
+    after = received_by_transport(decode)
     carried = {
-        name.removeprefix("received_by_").removesuffix("_bytes_total"): round(
-            after[name] - before[name]
-        )
-        for name in after
-        if name.startswith("received_by_") and after[name] > before[name]
+        transport: round(after[transport] - before[transport])
+        for transport in after
+        if after[transport] > before[transport]
     }
     return {
         "overlap_hidden": min(rows.values()),
@@ -443,17 +420,26 @@ def ask(url: str, length: int) -> float:
 
 
 def metrics(url: str) -> dict[str, float]:
+    """Returns the connector's metrics of an engine by name; of a labelled one, the last series."""
+    found = re.findall(r"^vllm:disagg_(\w+)\{.*\} (\S+)$", metrics_page(url), re.MULTILINE)
+    return {name: float(value) for name, value in found}
+
+
+def received_by_transport(url: str) -> dict[str, float]:
+    """Returns the KV bytes that an engine has received, as on the wire, by transport."""
+    line = r'^vllm:disagg_received_wire_bytes_total\{.*transport="(\w+)".*\} (\S+)$'
+    found = re.findall(line, metrics_page(url), re.MULTILINE)
+    return {transport: float(value) for transport, value in found}
+
+
+def metrics_page(url: str) -> str:
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    return {
-        name: float(value)
-        for name, value in re.findall(r"^vllm:disagg_(\w+)\{.*\} (\S+)$", text, re.MULTILINE)
-    }
+        return answer.read().decode()
 
 
 def main() -> None:
     has_nixl = importlib.util.find_spec("nixl") is not None
-    known = ["zmq", *transports.MODULES]
+    known = ["zmq", *transports.TRANSPORTS]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -25,7 +25,9 @@ import urllib.request
 from pathlib import Path
 
 import aiohttp
-from handoff import REST, VLLM, Stack, free_port
+from handoff import REST
+from processes import free_port
+from stack import VLLM, Stack
 
 FLAGS = [
     "--max-model-len",

@@ -207,7 +207,7 @@ def counters(decode: str) -> tuple[float, float]:
     """Returns the KV bytes that the decode instance has received, and those received early."""
     with urllib.request.urlopen(f"{decode}/metrics", timeout=30) as page:
         text = page.read().decode()
-    names = ("received", "early")
+    names = ("received", "overlapped")
     received, early = (
         re.findall(rf"^vllm:disagg_{name}_bytes_total\S* (\S+)", text, re.MULTILINE)
         for name in names

@@ -60,7 +60,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Checks the settings, and creates the half of this process. `role`: which half."""
         super().__init__(vllm_config, role, kv_cache_config)
-        settings = config.parse(self._kv_transfer_config.kv_connector_extra_config)
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        settings = config.parse(extra)
         _check_version(settings)
         key = keys.load(settings.key_file, insecure=settings.insecure)
         supported.refuse_unsupported(
@@ -71,7 +72,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._registrations: list[Registration] = []
         if role is KVConnectorRole.SCHEDULER:
             self._create_scheduler(settings, key, vllm_config, kv_cache_config)
-            _warn_of(settings)
+            _warn_of(settings, extra)
         else:
             rank = vllm_config.parallel_config.rank
             self._worker = WorkerSide(settings, key, rank, vllm_config, kv_cache_config)
@@ -269,8 +270,10 @@ def _check_version(settings: Config) -> None:
     log.warning('%s; started nevertheless, because "gpu" is set', problem)
 
 
-def _warn_of(settings: Config) -> None:
-    """Warns of settings that make a fleet less secure or less exact."""
+def _warn_of(settings: Config, extra: dict[str, Any]) -> None:
+    """Warns of settings that make a fleet less secure or less exact, or that have an old name."""
+    if warning := config.old_names_warning(extra):
+        log.warning(warning)
     if settings.insecure:
         log.warning(
             "insecure is set: this engine has no fleet key, so EVERY client may put foreign KV into"

@@ -6,8 +6,9 @@ docs/reference/metrics.md.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -15,31 +16,35 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from vllm_disagg.config import TransportName
 from vllm_disagg.protocol import events
 from vllm_disagg.transports.base import Counters
 
 LOAD_SECONDS_BUCKETS = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30]
 COUNTS = {
-    "received_bytes": "KV bytes that arrived",
+    "received_bytes": "KV bytes received and written into blocks",
     "reused_bytes": (
-        "of these, KV bytes of earlier answers that a prefill engine read back from a decode engine"
+        "part of received_bytes: KV of earlier answers, read back by a prefill engine from a"
+        " decode engine"
     ),
-    "early_bytes": "KV bytes that arrived while the prefill still computed",
-    "sent_bytes": "KV bytes sent",
-    "released": "prefills whose KV was taken by a decode engine",
-    "unclaimed": "prefills whose KV nobody took",
-    "bad_messages": "messages of peers that made no sense",
-    "damaged_pieces": "pieces whose bytes did not match their checksum",
+    "overlapped_bytes": "part of received_bytes: received before the prefill was complete",
+    "sent_bytes": "KV bytes sent, as on the wire",
+    "delivered_prefills": "prefills whose KV a decode engine received in full",
+    "unclaimed_prefills": "prefills whose blocks were released before a decode engine had all KV",
+    "bad_messages": "invalid messages of peers; they were dropped",
+    "damaged_pieces": "pieces with a wrong checksum; they were requested again",
 }
-TRANSPORTS = ("zmq", "tcp", "gloo", "nccl", "nixl")
+EngineMetrics = dict[int, Any]  # a Prometheus metric by engine index
+TRANSPORTS: tuple[str, ...] = get_args(TransportName)
+REASONS = tuple(reason.value for reason in events.Reason)
 
 
 @dataclass
 class ConnectorStats(KVConnectorStats):
     """Statistics of one worker since the last `take`.
 
-    `data` holds the `COUNTS` by name; "loads", the seconds of each successful load; "failures", a
-    count by reason; "received", KV bytes by transport, those of failed loads included.
+    `data` holds the `COUNTS` by name; "load_seconds", a list with each successful load;
+    "failed_loads", a count by reason; "received_wire_bytes", a count by transport.
     """
 
     def __post_init__(self) -> None:
@@ -50,9 +55,9 @@ class ConnectorStats(KVConnectorStats):
         """Sets all counts to zero."""
         self.data: dict[str, Any] = {
             **dict.fromkeys(COUNTS, 0),
-            "loads": [],
-            "failures": {},
-            "received": {},
+            "load_seconds": [],
+            "failed_loads": {},
+            "received_wire_bytes": {},
         }
         self._last_counters = Counters()
 
@@ -61,16 +66,16 @@ class ConnectorStats(KVConnectorStats):
     ) -> None:
         """Counts the end of one transfer. `is_reuse`: it was bidirectional KV reuse."""
         if isinstance(outcome, events.ReleaseBlocks):
-            self.data["released" if outcome.delivered else "unclaimed"] += 1
+            self.data["delivered_prefills" if outcome.delivered else "unclaimed_prefills"] += 1
             return
         self.data["received_bytes"] += outcome.bytes_landed
         if is_reuse:
             self.data["reused_bytes"] += outcome.bytes_landed
-        self.data["early_bytes"] += outcome.bytes_overlapped
+        self.data["overlapped_bytes"] += outcome.bytes_overlapped
         if outcome.reason is None:
-            self.data["loads"].append(outcome.seconds)
+            self.data["load_seconds"].append(outcome.seconds)
         else:
-            failures = self.data["failures"]
+            failures = self.data["failed_loads"]
             failures[outcome.reason.value] = failures.get(outcome.reason.value, 0) + 1
 
     def count_sent(self, counters: Counters) -> None:
@@ -79,7 +84,7 @@ class ConnectorStats(KVConnectorStats):
         self.data["sent_bytes"] += counters.bytes_sent - last.bytes_sent
         self.data["bad_messages"] += counters.bad_messages - last.bad_messages
         self.data["damaged_pieces"] += counters.damaged_pieces - last.damaged_pieces
-        received = self.data["received"]
+        received = self.data["received_wire_bytes"]
         # A copy, because the driver's thread may add a transport meanwhile.
         for transport, count in list(counters.received.items()):
             increase = count - last.received.get(transport, 0)
@@ -108,8 +113,8 @@ class ConnectorStats(KVConnectorStats):
         """Adds the statistics of another worker to these."""
         for name in COUNTS:
             self.data[name] += other.data[name]
-        self.data["loads"] = self.data["loads"] + other.data["loads"]
-        for labelled in ("failures", "received"):
+        self.data["load_seconds"] = self.data["load_seconds"] + other.data["load_seconds"]
+        for labelled in ("failed_loads", "received_wire_bytes"):
             for label, count in other.data[labelled].items():
                 self.data[labelled][label] = self.data[labelled].get(label, 0) + count
         return self
@@ -120,13 +125,13 @@ class ConnectorStats(KVConnectorStats):
         for name in COUNTS:
             if self.data[name]:
                 summary[name.replace("_", " ")] = self.data[name]
-        loads = sorted(self.data["loads"])
+        loads = sorted(self.data["load_seconds"])
         if loads:
             summary["loads"] = len(loads)
             summary["median load (ms)"] = round(loads[len(loads) // 2] * 1e3, 1)
-        for transport, count in self.data["received"].items():
+        for transport, count in self.data["received_wire_bytes"].items():
             summary[f"bytes by {transport}"] = count
-        for reason, count in self.data["failures"].items():
+        for reason, count in self.data["failed_loads"].items():
             summary[f"failed: {reason}"] = count
         return summary
 
@@ -144,49 +149,63 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
         """Creates all metrics; the arguments are those of vLLM's base class."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-        def per_engine(metric: Any) -> Any:
-            return create_metric_per_engine(metric, per_engine_labelvalues)
-
-        def counter(name: str, documentation: str) -> Any:
-            return per_engine(
-                self._counter_cls(
-                    name=f"vllm:disagg_{name}", documentation=documentation, labelnames=labelnames
-                )
-            )
-
-        self._counts = {name: counter(name, text) for name, text in COUNTS.items()}
-        self._loads = per_engine(
+        self._counts = {name: self._counter(name, words) for name, words in COUNTS.items()}
+        self._load_seconds = create_metric_per_engine(
             self._histogram_cls(
                 name="vllm:disagg_load_seconds",
                 documentation=(
-                    "Time from asking for a prompt's KV until it was here, P's computing included"
+                    "Time from the request for a prompt's KV until all of it is in blocks, P's"
+                    " prefill included"
                 ),
                 buckets=LOAD_SECONDS_BUCKETS,
                 labelnames=labelnames,
-            )
+            ),
+            per_engine_labelvalues,
         )
-        self._received = {
-            transport: counter(
-                f"received_by_{transport}_bytes",
-                f"KV bytes that landed here, carried by {transport}",
+        self._received = self._labelled_counter(
+            "received_wire_bytes",
+            "KV bytes received and written into blocks, as on the wire, by transport",
+            "transport",
+            TRANSPORTS,
+        )
+        self._failed_loads = self._labelled_counter(
+            "failed_loads",
+            "loads of KV that failed, by reason",
+            "reason",
+            REASONS,
+        )
+
+    def _counter(self, name: str, words: str) -> EngineMetrics:
+        metric = self._counter_cls(
+            name=f"vllm:disagg_{name}", documentation=words, labelnames=self._labelnames
+        )
+        return create_metric_per_engine(metric, self.per_engine_labelvalues)
+
+    def _labelled_counter(
+        self, name: str, words: str, label: str, values: Iterable[str]
+    ) -> dict[str, EngineMetrics]:
+        """Creates a counter by the values of a label. Each one starts at zero."""
+        metric = self._counter_cls(
+            name=f"vllm:disagg_{name}", documentation=words, labelnames=[*self._labelnames, label]
+        )
+        return {
+            value: create_metric_per_engine(
+                metric,
+                {
+                    engine: [*labelvalues, value]
+                    for engine, labelvalues in self.per_engine_labelvalues.items()
+                },
             )
-            for transport in TRANSPORTS
-        }
-        self._failures = {
-            reason.value: counter(
-                f"failed_{reason.value}",
-                f"loads that failed ({reason.value}), whose prompt was recomputed",
-            )
-            for reason in events.Reason
+            for value in values
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds `ConnectorStats.data` of one engine to the metrics."""
         for name, metric in self._counts.items():
             metric[engine_idx].inc(transfer_stats_data[name])
-        for seconds in transfer_stats_data["loads"]:
-            self._loads[engine_idx].observe(seconds)
-        for transport, count in transfer_stats_data["received"].items():
+        for seconds in transfer_stats_data["load_seconds"]:
+            self._load_seconds[engine_idx].observe(seconds)
+        for transport, count in transfer_stats_data["received_wire_bytes"].items():
             self._received[transport][engine_idx].inc(count)
-        for reason, count in transfer_stats_data["failures"].items():
-            self._failures[reason][engine_idx].inc(count)
+        for reason, count in transfer_stats_data["failed_loads"].items():
+            self._failed_loads[reason][engine_idx].inc(count)

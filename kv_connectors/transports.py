@@ -9,21 +9,32 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from vllm_disagg.config import Config
+from vllm_disagg.config import Config, TransportName
 from vllm_disagg.transports.base import DriverPort, Transport
 
 log = logging.getLogger("vllm_disagg.transports")
 
 MakeTransport = Callable[[DriverPort], Transport]
-MODULES = {
-    "nixl": "vllm_disagg.transports.nixl.transport",
-    "tcp": "vllm_disagg.transports.tcp.transport",
-    "gloo": "kv_connectors.gloo",
-    "nccl": "kv_connectors.gpu.nccl",
+
+
+@dataclass(frozen=True)
+class TransportModule:
+    """The module of a transport, and the devices whose KV it moves here."""
+
+    path: str
+    devices: tuple[str, ...]
+    is_automatic: bool = False  # part of `transport: auto`
+
+
+# All transports except ZMQ. The automatic ones are tried in this order.
+TRANSPORTS: dict[TransportName, TransportModule] = {
+    "nixl": TransportModule("vllm_disagg.transports.nixl.transport", ("cpu",), is_automatic=True),
+    "tcp": TransportModule("vllm_disagg.transports.tcp.transport", ("cpu",), is_automatic=True),
+    "gloo": TransportModule("kv_connectors.gloo", ("cpu",)),
+    "nccl": TransportModule("kv_connectors.gpu.nccl", ("cuda",)),
 }
-DEVICES = {"nixl": ["cpu"], "tcp": ["cpu"], "gloo": ["cpu"], "nccl": ["cuda"]}
-AUTO: tuple[str, ...] = ("nixl", "tcp")  # tried for `transport: auto`, the preferred one first
 
 
 def chosen(config: Config, device: str = "cpu") -> dict[str, MakeTransport]:
@@ -37,7 +48,7 @@ def chosen(config: Config, device: str = "cpu") -> dict[str, MakeTransport]:
         return {}
     is_auto = config.transport == "auto"
     found: dict[str, MakeTransport] = {}
-    for name in AUTO if is_auto else (config.transport,):
+    for name in _candidates(config):
         try:
             found[name] = _load(name, config, device)
         # ImportError: a library that the transport needs is not installed.
@@ -49,10 +60,17 @@ def chosen(config: Config, device: str = "cpu") -> dict[str, MakeTransport]:
     return found
 
 
-def _load(name: str, config: Config, device: str) -> MakeTransport:
-    if device not in DEVICES[name]:
+def _candidates(config: Config) -> list[TransportName]:
+    if config.transport != "auto":
+        return [config.transport]
+    return [name for name, module in TRANSPORTS.items() if module.is_automatic]
+
+
+def _load(name: TransportName, config: Config, device: str) -> MakeTransport:
+    module = TRANSPORTS[name]
+    if device not in module.devices:
         raise RuntimeError(
-            f"{name} is for KV on {' or '.join(DEVICES[name])} here, and this is on {device}"
+            f"{name} is for KV on {' or '.join(module.devices)} here, and this is on {device}"
         )
-    make: MakeTransport = importlib.import_module(MODULES[name]).transport_factory(config)
+    make: MakeTransport = importlib.import_module(module.path).transport_factory(config)
     return make

@@ -215,7 +215,8 @@ def metrics() -> str:
         " are on each of them.",
         _table(("metric", "type", "labels", "meaning"), _connector_metrics()),
         "## Reasons",
-        "Why a transfer did not deliver. The receiving engine computes that prompt itself.",
+        "Values of the label `reason` of `vllm:disagg_failed_loads_total`. The receiving engine"
+        " computes that prompt itself.",
         _table(
             ("reason", "meaning"),
             [(f"`{reason.value}`", text) for reason, text in _members(Reason)],

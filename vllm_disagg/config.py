@@ -7,10 +7,21 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from . import old_names
 from .errors import ConfigError
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Bytes = Annotated[int, msgspec.Meta(ge=1024, le=1 << 32)]
+# Old name of a setting -> its name; see `old_names.py`.
+OLD_NAMES = {
+    "silence": "peer_timeout",
+    "retry": "keepalive_interval",
+    "stall": "engine_stall_timeout",
+    "piece": "piece_bytes",
+    "window": "window_bytes",
+}
+# Names of transports; `kv_connectors/transports.py` has their modules.
+TransportName = Literal["zmq", "tcp", "gloo", "nccl", "nixl"]
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -44,7 +55,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # with `register`: http://HOST:PORT under which that proxy reaches this engine's API server
     advertise: str = ""
     # moves KV bytes; ZMQ is the fallback
-    transport: Literal["auto", "zmq", "tcp", "gloo", "nccl", "nixl"] = "auto"
+    transport: Literal["auto", TransportName] = "auto"
     # serve KV in GPU memory; never yet run on a GPU
     gpu: bool = False
     # CURVE on KV bytes too: private on any network, about a fifth of the speed
@@ -54,17 +65,17 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # P keeps blocks so long for a D that sends no keep-alive
     lease: Seconds = 10.0
     # between D's keep-alives; more often costs messages
-    retry: Seconds = 0.5
+    keepalive_interval: Seconds = 0.5
     # D gives P up after so long without a message; a false alarm costs a recompute
-    silence: Seconds = 2.0
+    peer_timeout: Seconds = 2.0
     # D gives P up when P's vLLM makes no step for so long; longer than any step, which may compile
-    stall: Seconds = 30.0
+    engine_stall_timeout: Seconds = 30.0
     # bytes of one piece; larger ones cost less CPU and overlap less
-    piece: Bytes = 4 << 20
+    piece_bytes: Bytes = 4 << 20
     # P offers KV every few layers, each chunk, or once
     overlap: Literal["layer", "chunk", "off"] = "layer"
     # bytes in flight to D at a time; bounds memory on both sides
-    window: Bytes = 32 << 20
+    window_bytes: Bytes = 32 << 20
 
     @property
     def proxies(self) -> list[str]:
@@ -74,14 +85,13 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def validate(self) -> None:
         """Raise ConfigError, with the setting and a remedy, if settings contradict each other."""
         self._validate_transport()
-        if self.silence < 3 * self.retry:
-            raise ConfigError(
-                f"silence ({self.silence} s) must be at least three times retry ({self.retry} s)"
-            )
-        if self.lease < 3 * self.retry:
-            raise ConfigError(
-                f"lease ({self.lease} s) must be at least three times retry ({self.retry} s)"
-            )
+        for name in ("peer_timeout", "lease"):
+            seconds = getattr(self, name)
+            if seconds < 3 * self.keepalive_interval:
+                raise ConfigError(
+                    f"{name} ({seconds} s) must be at least three times keepalive_interval"
+                    f" ({self.keepalive_interval} s)"
+                )
         if bool(self.register) != bool(self.advertise):
             raise ConfigError(
                 "register (a proxy's URL) and advertise (this engine's own URL) need each other"
@@ -141,9 +151,23 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def parse(extra: dict[str, Any]) -> Config:
     """Return the settings of `kv_connector_extra_config`.  Raises ConfigError."""
+    for old in _old_names_in(extra):
+        if OLD_NAMES[old] in extra:
+            raise ConfigError(f"{old} is the old name of {OLD_NAMES[old]}: leave {old} out")
+    named = {OLD_NAMES.get(name, name): value for name, value in extra.items()}
     try:
-        config = msgspec.convert(extra, Config)
+        config = msgspec.convert(named, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"kv_connector_extra_config: {error}") from None
     config.validate()
     return config
+
+
+def old_names_warning(extra: dict[str, Any]) -> str:
+    """Return a warning for the settings that have an old name; empty if none has."""
+    warning = old_names.warning(_old_names_in(extra), OLD_NAMES)
+    return f"kv_connector_extra_config: {warning}" if warning else ""
+
+
+def _old_names_in(extra: dict[str, Any]) -> list[str]:
+    return [name for name in OLD_NAMES if name in extra]

@@ -101,17 +101,19 @@ class Driver:
             self._transports.others,
             memory.shape,
         )
-        self._sender = Sender(self.name, memory.shape, lease=config.lease, grace=2 * config.retry)
+        self._sender = Sender(
+            self.name, memory.shape, lease=config.lease, grace=2 * config.keepalive_interval
+        )
         self._receiver = Receiver(
             self.name,
             zmq_transport.address,
             rank,
             memory.shape,
-            keepalive_interval=config.retry,
-            peer_timeout=config.silence,
-            engine_stall_timeout=config.stall,
-            piece_bytes=config.piece,
-            window_bytes=config.window,
+            keepalive_interval=config.keepalive_interval,
+            peer_timeout=config.peer_timeout,
+            engine_stall_timeout=config.engine_stall_timeout,
+            piece_bytes=config.piece_bytes,
+            window_bytes=config.window_bytes,
         )
         self._thread.start()
 

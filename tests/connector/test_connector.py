@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kv_connectors import connector
 from kv_connectors.connector import DisaggConnector
+from vllm_disagg.config import Config
 from vllm_disagg.errors import ConfigError
 
 
@@ -19,3 +22,15 @@ def test_handshakes_of_another_connector_are_refused() -> None:
     theirs: Any = {(0, 0): object()}
     with pytest.raises(ConfigError, match="must be the first"):
         DisaggConnector.set_xfer_handshake_metadata_pp_aware(ours, theirs)
+
+
+def test_old_names_of_settings_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "vllm_disagg"):
+        connector._warn_of(Config(), {"key_file": "k", "silence": 3.0, "piece": 4096})
+    assert [record.getMessage() for record in caplog.records] == [
+        "kv_connector_extra_config: silence is now peer_timeout, piece is now piece_bytes;"
+        " version 0.2 refuses the old names"
+    ]
+    caplog.clear()
+    connector._warn_of(Config(), {"key_file": "k", "peer_timeout": 3.0})
+    assert not caplog.records

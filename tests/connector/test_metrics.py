@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 stats = pytest.importorskip("kv_connectors.metrics", reason="there is no vLLM here")
 
-from vllm_disagg.transports.base import Counters  # noqa: E402 - after the skip
+from vllm_disagg.config import TransportName  # noqa: E402 - after the skip
+from vllm_disagg.protocol.events import Reason  # noqa: E402
+from vllm_disagg.transports.base import Counters  # noqa: E402
 
 
 def test_bytes_by_transport_are_reported_once_and_summed() -> None:
@@ -20,12 +23,12 @@ def test_bytes_by_transport_are_reported_once_and_summed() -> None:
         counters.count_received("gloo", size)
         first.count_sent(counters)
     taken = first.take()
-    assert taken.data["received"] == {"gloo": 15} and first.take() is None
+    assert taken.data["received_wire_bytes"] == {"gloo": 15} and first.take() is None
     counters.count_received("gloo", 1)
     counters.count_received("zmq", 2)
     first.count_sent(counters)
-    second.data["received"] = {"zmq": 40}
-    assert first.aggregate(second).data["received"] == {"gloo": 1, "zmq": 42}
+    second.data["received_wire_bytes"] = {"zmq": 40}
+    assert first.aggregate(second).data["received_wire_bytes"] == {"gloo": 1, "zmq": 42}
     assert first.reduce()["bytes by zmq"] == 42
 
 
@@ -33,19 +36,29 @@ def test_the_metrics_page_counts_each_report_once() -> None:
     registry = CollectorRegistry()
     types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
     page = stats.ConnectorPromMetrics(
-        SimpleNamespace(kv_transfer_config=None), types, ["engine"], {0: ["0"]}
+        SimpleNamespace(kv_transfer_config=None), types, ["engine"], {0: ["0"], 1: ["1"]}
     )
+
+    def value(name: str, engine: str = "0", **label: str) -> float | None:
+        return registry.get_sample_value(f"vllm:disagg_{name}", {"engine": engine, **label})
+
+    for engine in ("0", "1"):  # all values of the labels, before anything happens
+        for reason in Reason:
+            assert value("failed_loads_total", engine, reason=reason.value) == 0.0
+        for transport in get_args(TransportName):
+            assert value("received_wire_bytes_total", engine, transport=transport) == 0.0
     reported = stats.ConnectorStats()
     reported.data |= {
         "sent_bytes": 7,
-        "loads": [0.1],
-        "failures": {"peer_timeout": 2},
-        "received": {"zmq": 40},
+        "load_seconds": [0.1],
+        "failed_loads": {"peer_timeout": 2},
+        "received_wire_bytes": {"zmq": 40},
     }
-    page.observe(reported.data)
-    for name, value in (
-        ("sent_bytes", 7),
-        ("failed_peer_timeout", 2),
-        ("received_by_zmq_bytes", 40),
-    ):
-        assert registry.get_sample_value(f"vllm:disagg_{name}_total", {"engine": "0"}) == value
+    page.observe(reported.data, 1)
+    assert value("sent_bytes_total", "1") == 7
+    assert value("load_seconds_count", "1") == 1
+    assert value("failed_loads_total", "1", reason="peer_timeout") == 2
+    assert value("received_wire_bytes_total", "1", transport="zmq") == 40
+    assert value("sent_bytes_total") == value("load_seconds_count") == 0
+    assert value("failed_loads_total", reason="peer_timeout") == 0
+    assert value("received_wire_bytes_total", transport="zmq") == 0

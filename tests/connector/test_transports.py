@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from typing import get_args
 
 import pytest
 
 pytest.importorskip("torch")
 
 from kv_connectors import transports
-from vllm_disagg.config import Config
+from vllm_disagg.config import Config, TransportName
 from vllm_disagg.transports.nixl import transport as nixl
 
 
@@ -22,6 +24,10 @@ def test_host_memory_transports_are_left_out_on_gpus(
     assert f"{transport} is for KV on cpu here, and this is on cuda" in caplog.text
 
 
+def test_every_transport_but_zmq_has_a_module() -> None:
+    assert {"zmq", *transports.TRANSPORTS} == set(get_args(TransportName))
+
+
 def test_zmq_needs_no_other_transport() -> None:
     assert transports.chosen(Config(transport="zmq")) == {}
 
@@ -29,7 +35,8 @@ def test_zmq_needs_no_other_transport() -> None:
 def test_compressed_kv_goes_by_zmq_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transports, "AUTO", ("gloo",))
+    gloo = dataclasses.replace(transports.TRANSPORTS["gloo"], is_automatic=True)
+    monkeypatch.setattr(transports, "TRANSPORTS", {"gloo": gloo})
     assert list(transports.chosen(Config())) == ["gloo"]
     assert transports.chosen(Config(compress="fp8")) == {}
 

@@ -148,7 +148,7 @@ class Main:
         self.meeting = free_port()  # of a later proxy, at which both engines register from now on
         register = f"http://127.0.0.1:{self.meeting}"
         self.prefill = Engine("P", machine.folder, role="kv_producer", cpu="0", register=register)
-        settings: dict[str, object] = {"stall": STALL_SECONDS}
+        settings: dict[str, object] = {"engine_stall_timeout": STALL_SECONDS}
         self.decode = Engine(
             "D", machine.folder, role="kv_consumer", cpu="1", register=register, settings=settings
         )

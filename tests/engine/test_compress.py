@@ -49,7 +49,8 @@ def test_half_the_bytes_and_nearly_the_answers(machine: Machine) -> None:
         lambda: decode.metric("vllm:disagg_load_seconds_count") == len(asked),
         5,
     )
-    assert decode.received == 2 * decode.metric("vllm:disagg_received_by_zmq_bytes_total") > 0
+    on_the_wire = decode.metric("vllm:disagg_received_wire_bytes_total", 'transport="zmq"')
+    assert decode.received == 2 * on_the_wire > 0
     assert prefill.metric("vllm:disagg_sent_bytes_total") * 2 == decode.received
     assert not decode.metric("vllm:disagg_damaged_pieces_total")
     for engine in (prefill, decode):

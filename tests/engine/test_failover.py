@@ -277,5 +277,5 @@ def show(load: Load, proxy: Proxy) -> None:
         exact, clean, wrong = (phase.counts[how] for how in ("exact", "clean", "wrong"))
         print(f"{phase.name:22}{exact:7}{clean:7}{wrong:7}{phase.slowest:8.1f}s")
     for line in get(proxy.url, "/metrics", 5.0)[1].splitlines():
-        if line.startswith("vllm_disagg_fallbacks_total"):
+        if line.startswith("vllm_disagg_fallbacks_total") and not line.endswith(" 0.0"):
             print(line)

@@ -227,13 +227,13 @@ def test_a_decode_leg_without_a_prefill_leg(main: Main) -> None:
 def test_a_prefill_leg_without_a_decode_leg(main: Main) -> None:
     """P keeps the blocks for the lease, and not longer."""
     asked = body(tokens(700, "nobody decodes"))
-    unclaimed = main.prefill.metric("vllm:disagg_unclaimed_total")
+    unclaimed = main.prefill.metric("vllm:disagg_unclaimed_prefills_total")
     assert main.legs.send_prefill(asked, grants.new_transfer()).result().status == 200
     assert main.prefill.usage > 0
     wait("P gives the blocks back", lambda: main.prefill.usage == 0, 20)
     wait(
         "P counts it",
-        lambda: main.prefill.metric("vllm:disagg_unclaimed_total") == unclaimed + 1,
+        lambda: main.prefill.metric("vllm:disagg_unclaimed_prefills_total") == unclaimed + 1,
         5,
     )
     main.expect_well(1)

@@ -95,4 +95,4 @@ def test_legs_that_have_seen_different_images(pair: Pair) -> None:
         "images that change nothing show nothing"
     )
     assert pair.decode.received == before
-    assert pair.decode.metric("vllm:disagg_failed_prompt_mismatch_total") == 1
+    assert pair.decode.metric("vllm:disagg_failed_loads_total", 'reason="prompt_mismatch"') == 1

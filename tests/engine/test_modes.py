@@ -75,7 +75,7 @@ def test_answers_are_plain_vllms_and_kv_moves(pair: Pair) -> None:
             moved = sum(-(-len(prompt) // BLOCK) * BLOCK for prompt in prompts) * TOKEN_BYTES
             wait("all KV arrives", lambda: pair.decode.received >= moved, 5)  # noqa: B023
             assert pair.decode.received == moved
-    assert pair.decode.metric("vllm:disagg_early_bytes_total") > 0, (
+    assert pair.decode.metric("vllm:disagg_overlapped_bytes_total") > 0, (
         "nothing moved while the prefill computed"
     )
     for engine in (pair.prefill, pair.decode):

@@ -85,5 +85,5 @@ def test_answers_are_plain_vllms_and_every_rank_takes_part(pair: Pair) -> None:
     )
     for engine in (pair.prefill, pair.decode):
         wait(f"{engine.name} gives all its blocks back", lambda e=engine: e.usage == 0, 15)
-    assert pair.prefill.metric("vllm:disagg_unclaimed_total") == 0
+    assert pair.prefill.metric("vllm:disagg_unclaimed_prefills_total") == 0
     assert pair.proxy.members() == pair.all

@@ -46,7 +46,8 @@ class Pair:
 
     @property
     def carried(self) -> int:
-        return int(self.decode.metric(f"vllm:disagg_received_by_{self.carrier}_bytes_total"))
+        label = f'transport="{self.carrier}"'
+        return int(self.decode.metric("vllm:disagg_received_wire_bytes_total", label))
 
     def check(self, prompts: list[list[int]]) -> None:
         asked = [body(prompt, 16) for prompt in prompts]

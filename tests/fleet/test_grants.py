@@ -247,7 +247,8 @@ def test_key_files(tmp_path: Path) -> None:
         ({"hots": "127.0.0.1"}, "hots"),
         ({"lease": "long"}, "lease"),
         ({"lease": -1}, "lease"),
-        ({"silence": 1.0, "retry": 0.5}, "silence"),
+        ({"peer_timeout": 1.0, "keepalive_interval": 0.5}, "peer_timeout"),
+        ({"silence": 1.0, "peer_timeout": 1.0, "key_file": "k"}, "silence is the old name of"),
         ({"host": "0.0.0.0"}, "wildcard"),
         ({"host": "::"}, "wildcard"),
         *[
@@ -284,3 +285,15 @@ def test_good_settings() -> None:
             config.parse({"key_file": "k", "compress": "fp8", "transport": transport}).compress
             == "fp8"
         )
+
+
+@pytest.mark.parametrize(("old", "new"), config.OLD_NAMES.items())
+def test_old_names_of_settings_still_work(old: str, new: str) -> None:
+    value = 4096 if new.endswith("_bytes") else 1.6
+    if new == "keepalive_interval":
+        value = 0.1
+    extra = {"key_file": "k", old: value}
+    assert getattr(config.parse(extra), new) == value
+    assert config.old_names_warning(extra).count("\n") == 0
+    assert f"{old} is now {new}" in config.old_names_warning(extra)
+    assert config.old_names_warning({"key_file": "k", new: value}) == ""

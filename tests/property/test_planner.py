@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_disagg.fleet.conventions import POLICY_NAMES
 from vllm_disagg.planner.cost.hardware import NetworkLink
 from vllm_disagg.planner.cost.latency import LinearLatency
 from vllm_disagg.planner.simulation.replica import Replica, SchedulingRules
 from vllm_disagg.planner.simulation.simulator import (
-    POLICIES,
     Deployment,
     Handoff,
     ReplicaPool,
@@ -74,7 +74,7 @@ deployments = st.builds(
     prefill=sides(),
     decode=st.one_of(sides(), sides(), st.none()),
     handoff=handoffs,
-    policy=st.sampled_from(POLICIES),
+    policy=st.sampled_from(POLICY_NAMES),
     distserve=st.booleans(),
 )
 

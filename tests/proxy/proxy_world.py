@@ -571,7 +571,7 @@ async def world(
     for engine in engines:
         await engine.start()
     it.admin_key = settings.get("admin_key", "")
-    settings = {"probe_interval": 0.02, "grace": 2.0, "port": 0, "key": KEY, **settings}
+    settings = {"probe_interval": 0.02, "shutdown_timeout": 2.0, "port": 0, "key": KEY, **settings}
     stop, listening = asyncio.Event(), asyncio.get_running_loop().create_future()
     named = {
         "prefill": [u for e in it.prefills for u in e.urls],

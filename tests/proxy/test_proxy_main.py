@@ -7,12 +7,14 @@ import socket
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from proxy_world import Call, ScriptedEngine, World
 from vllm_disagg.fleet import keys
+from vllm_disagg.proxy.http.server import Limits
 from vllm_disagg.proxy.main import add_arguments, run
-from vllm_disagg.proxy.settings import from_arguments
+from vllm_disagg.proxy.settings import ProxySettings, from_arguments
 
 D = ["--decode", "http://127.0.0.1:1"]
 
@@ -35,8 +37,8 @@ def parsed(*flags: str) -> argparse.Namespace:
         ([*D, "--api-key", ""], "--api-key"),
         ([*D, "--port", "70000"], "--port"),
         ([*D, "--queue-timeout", "0"], "--queue-timeout"),
-        ([*D, "--patience", "0"], "--patience"),
-        ([*D, "--patience", "86401"], "--patience"),
+        ([*D, "--prefill-timeout", "0"], "--prefill-timeout"),
+        ([*D, "--prefill-timeout", "86401"], "--prefill-timeout"),
         ([*D, "--request-timeout", "nan"], "--request-timeout"),
         ([*D, "--prefill-concurrency", "-1"], "--prefill-concurrency"),
         ([*D, "--key-file", "/nonexistent"], "/nonexistent"),
@@ -64,6 +66,37 @@ def test_good_settings(tmp_path: Path) -> None:
     )
     assert settings.key.is_set and settings.decode == D[1:] and settings.host == "::"
     assert from_arguments(parsed(*D, "--host", "localhost")).api_keys == []
+
+
+def test_a_command_without_flags_has_the_defaults_of_the_settings() -> None:
+    settings = from_arguments(parsed(*D))
+    limits = msgspec.structs.replace(settings.limits, connections=Limits().connections)
+    assert msgspec.structs.replace(settings, limits=limits) == ProxySettings(
+        prefill=[], decode=D[1:], key=settings.key
+    )
+
+
+def test_old_names_of_flags_are_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    flags = [*D, "--patience", "7", "--stall-timeout", "8"]
+    settings = from_arguments(parsed(*flags))
+    assert settings.prefill_timeout == 7.0 and settings.limits.stall_seconds == 8.0
+
+    async def stop(_: ProxySettings) -> None:
+        """Ends at once instead of serving."""
+
+    monkeypatch.setattr("vllm_disagg.proxy.main._until_signal", stop)
+    monkeypatch.setattr("vllm_disagg.proxy.main.gc.set_threshold", lambda *_: None)
+    monkeypatch.setattr("vllm_disagg.proxy.main.resource.setrlimit", lambda *_: None)
+    assert run(parsed(*flags)) == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        "--patience is now --prefill-timeout, --stall-timeout is now --send-timeout;"
+        " version 0.2 refuses the old names"
+    ]
+    caplog.clear()
+    assert run(parsed(*D, "--prefill-timeout", "7")) == 0
+    assert not caplog.records
 
 
 async def start(*flags: str) -> asyncio.subprocess.Process:

@@ -8,7 +8,8 @@ import json
 import pytest
 
 from proxy_world import Call, answer, world
-from vllm_disagg.proxy.http.upstream import ConnectionPool, Unreachable, pool_of
+from vllm_disagg.proxy.http.connection_pool import ConnectionPool, pool_of
+from vllm_disagg.proxy.http.upstream_response import Unreachable
 from vllm_disagg.proxy.membership.discovery import Discovery
 from vllm_disagg.proxy.membership.members import Members, MembershipChange
 from vllm_disagg.proxy.requests import bodies

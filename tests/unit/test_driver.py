@@ -92,9 +92,9 @@ FP8 = {"compress": "fp8"}
     [
         {},
         {"encrypt_data": True},
-        {"piece": 1024, "window": 2048},
+        {"piece_bytes": 1024, "window_bytes": 2048},
         FP8,
-        {**FP8, "piece": 1024, "window": 2048},
+        {**FP8, "piece_bytes": 1024, "window_bytes": 2048},
     ],
 )
 def test_bytes_arrive_where_they_belong(
@@ -125,7 +125,12 @@ def test_bytes_arrive_where_they_belong(
 
 def test_another_fleets_key_gets_nothing(start: Callable[..., Driver]) -> None:
     p = start(memory(64, 1))
-    d = start(memory(64, None), keys.FleetKey(b"x" * keys.KEY_BYTES), silence=0.9, retry=0.3)
+    d = start(
+        memory(64, None),
+        keys.FleetKey(b"x" * keys.KEY_BYTES),
+        peer_timeout=0.9,
+        keepalive_interval=0.3,
+    )
     prefill(p, "cd" * 16, [1, 2], 20)
     d.submit([wanted(p, d, "cd" * 16, [1, 2], 0, 20)])
     report = outcome(d)
@@ -146,7 +151,10 @@ def test_a_source_whose_vllm_stands_still_is_given_up_and_one_that_steps_is_not(
     start: Callable[..., Driver],
 ) -> None:
     """The driver of the stalled source lives and answers."""
-    p, d = start(memory(64, 1)), start(memory(64, None), silence=0.9, retry=0.3, stall=1.5)
+    p, d = (
+        start(memory(64, 1)),
+        start(memory(64, None), peer_timeout=0.9, keepalive_interval=0.3, engine_stall_timeout=1.5),
+    )
     d.submit([wanted(p, d, "ef" * 16, [1, 2], 0, 20)])
     p.submit(
         [events.BlocksScheduled("ef" * 16, 10, [[1]]), events.LayersComputed("ef" * 16, LAYERS)]
@@ -209,7 +217,7 @@ def test_a_reader_may_come_back_while_its_old_connections_seem_alive(
     start: Callable[..., Driver],
 ) -> None:
     """As after a freeze: P has not noticed yet that the old ones are dead."""
-    p, d = start(memory(64, 1)), start(memory(64, None), silence=0.9, retry=0.3)
+    p, d = start(memory(64, 1)), start(memory(64, None), peer_timeout=0.9, keepalive_interval=0.3)
     held: list[object] = []  # connections: forgotten by D, open at P
     for turn, transfer in enumerate(("89" * 16, "8a" * 16)):
         prefill(p, transfer, [1], 3)
@@ -518,7 +526,7 @@ def test_a_reader_that_wants_its_pieces_by_what_is_not_here_harms_nobody(
 ) -> None:
     """As after a carrier has broken at P alone; the next TransferRequest says another way."""
     ours, theirs = memory(64, None), memory(64, 1)
-    p, d = start(theirs), start(ours, silence=0.9, retry=0.3)
+    p, d = start(theirs), start(ours, peer_timeout=0.9, keepalive_interval=0.3)
     d._receiver.addresses[p.name] = "pigeon:1"
     prefill(p, "ac" * 16, [1], 3)
     d.submit([wanted(p, d, "ac" * 16, [2], 0, 3)])

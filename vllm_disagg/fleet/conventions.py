@@ -1,11 +1,11 @@
 """Facts that instances, proxy, launcher, planner and bench of a fleet share.
 
-Each fact stands here once: supported versions of vLLM, roles of instances, the default policy.
+Each fact stands here once: supported versions of vLLM, roles of instances, routing policies.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal, get_args
 
 from packaging.version import Version
 
@@ -16,7 +16,10 @@ NEWEST_VLLM = Version("0.33")
 # vLLM's `kv_role` by the role of an instance.
 KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 
-# Routing policy of the proxy, and of the planner's simulation.
+# Routing policies of the proxy and of the planner's simulation; `proxy/routing/policies.py`
+# describes them.
+PolicyName = Literal["prefix_aware", "least_loaded", "power_of_two", "round_robin"]
+POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 DEFAULT_POLICY: Final = "prefix_aware"
 
 # Legs that the proxy runs at one prefill instance at a time. More of them overlap tokenization and

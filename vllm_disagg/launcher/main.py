@@ -15,6 +15,7 @@ import msgspec
 
 from ..errors import DisaggError
 from ..fleet import keys
+from ..proxy import flags as proxy_flags
 from ..proxy import settings as proxy_settings
 from . import machine, plan
 from .plan import ChildCommand, LaunchPlan, UpOptions
@@ -179,7 +180,7 @@ def _admin_key(directory: str) -> tuple[str, dict[str, str]]:
 def _check_proxy(proxy: ChildCommand) -> None:
     """Validates the proxy's flags before any start; its key file does not exist yet."""
     parser = argparse.ArgumentParser()
-    proxy_settings.add_arguments(parser)
+    proxy_flags.add_arguments(parser)
     proxy_settings.from_arguments(parser.parse_args([*proxy.argv[2:], "--key-file", ""]))
 
 

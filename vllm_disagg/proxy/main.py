@@ -16,9 +16,10 @@ from functools import partial
 import uvloop
 
 from ..errors import ConfigError
+from .flags import add_arguments, old_names_warning
 from .http.addresses import AllowedNetworks
+from .http.connection_pool import ConnectionPool
 from .http.server import Server
-from .http.upstream import ConnectionPool
 from .membership import kubernetes
 from .membership.discovery import Discovery
 from .membership.members import Members
@@ -27,17 +28,20 @@ from .membership.registry import Registry
 from .membership.sources import follow_file, follow_names, within
 from .requests.admin import Admin
 from .requests.api import Api
+from .requests.failover import FALLBACK_REASONS, RUNGS
 from .requests.relay import Relay
 from .routing.concurrency_limit import ConcurrencyLimit
 from .routing.fleet import Fleet, Role
 from .routing.policies import Policy
 from .routing.prefill_queue import PrefillQueue
-from .settings import ProxySettings, add_arguments, from_arguments
+from .settings import ProxySettings, from_arguments
 from .telemetry.access_log import AccessLog
 from .telemetry.metrics import Metrics
 from .telemetry.record import RequestRecorder
 from .workers import supervisor
 from .workers.bus import WorkerBus
+
+log = logging.getLogger(__name__)
 
 __all__ = ["add_arguments", "run", "serve"]
 
@@ -72,8 +76,8 @@ async def serve(
         settings.key,
         prefill_queue.wake,
         next(iter(settings.api_keys), ""),
-        settings.silence,
-        settings.patience,
+        settings.liveness_timeout,
+        settings.prefill_timeout,
     )
     members = Members(
         fleet,
@@ -82,7 +86,7 @@ async def serve(
         watch=lambda instance: discovery.watch(instance, settings.probe_interval),
         on_change=prefill_queue.wake,
     )
-    metrics = Metrics(fleet, settings.objectives)
+    metrics = Metrics(fleet, settings.objectives, FALLBACK_REASONS, RUNGS)
     place = settings.place
     registry = (
         Registry(settings.key, place.challenge if place else "", networks)
@@ -123,7 +127,7 @@ async def serve(
             if ready:
                 ready(port)
             await stop.wait()
-            await server.stop(settings.grace)
+            await server.stop(settings.shutdown_timeout)
             for task in running:
                 task.cancel()
             members.close()
@@ -220,6 +224,9 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
+    # The supervisor's workers have the same flags; only the supervisor warns.
+    if (warning := old_names_warning(args)) and not settings.place:
+        log.warning(warning)
     _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))  # a stream takes two
     gc.set_threshold(*_GC_THRESHOLDS)

@@ -6,6 +6,7 @@ import argparse
 
 import msgspec
 import pytest
+from distserve_scenario import distserve_scenario
 
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.planner.commands import flags, output
@@ -20,26 +21,9 @@ from vllm_disagg.planner.search.scenario import (
     check_model,
 )
 from vllm_disagg.planner.simulation import workload
-from vllm_disagg.planner.simulation.simulator import POLICIES, Objective
+from vllm_disagg.planner.simulation.simulator import Objective
 from vllm_disagg.planner.simulation.workload import Arrivals
-from vllm_disagg.proxy import settings
-from vllm_disagg.proxy.routing.policies import POLICY_NAMES
-
-
-def _distserve(name: str, ttft: float, gpus: int, requests: int, seeds: int) -> Scenario:
-    source = PerformanceSource("coefficients", "distserve-a100", model.load(name))
-    return Scenario(
-        prefill=source,
-        decode=source,
-        workload=workload.load("sharegpt-like"),
-        arrivals=Arrivals("poisson"),
-        objective=Objective(ttft, 0.1, 0.9, joint=False),
-        requests=requests,
-        seeds=seeds,
-        gpus=gpus,
-        overlap=False,
-        distserve=True,
-    )
+from vllm_disagg.proxy import flags as proxy_flags
 
 
 def _check_progress(done: int, total: int, best: optimizer.PlacementScore | None) -> None:
@@ -51,7 +35,7 @@ def test_opt_13b_gets_prefill_tp2_and_decode_tp1() -> None:
 
     Over six seeds of 1000 it is 1.55. benchmarks/planner.py runs five seeds.
     """
-    scenario = _distserve("opt-13b", 0.2, 4, 1000, 2)
+    scenario = distserve_scenario("opt-13b", 0.2, 4, 1000, 2)
     best = optimizer.search(scenario, optimizer.disaggregated(scenario), 1, 1, _check_progress)[0]
     assert best.placement == Placement(ReplicaGroup(2, 1, 1), ReplicaGroup(1, 1, 1))
     assert best.goodput == pytest.approx(1.55, rel=0.10)
@@ -59,7 +43,7 @@ def test_opt_13b_gets_prefill_tp2_and_decode_tp1() -> None:
 
 
 def test_opt_66b_does_not_decode_on_two_gpus_when_memory_counts() -> None:
-    scenario = _distserve("opt-66b", 0.4, 8, 300, 3)
+    scenario = distserve_scenario("opt-66b", 0.4, 8, 300, 3)
     best = optimizer.search(scenario, optimizer.disaggregated(scenario), 1, 1, _check_progress)[0]
     assert best.placement.decode and best.placement.decode.gpus > 2
     two = optimizer.evaluate(
@@ -70,7 +54,7 @@ def test_opt_66b_does_not_decode_on_two_gpus_when_memory_counts() -> None:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_pruning_keeps_what_brute_force_finds(seed: int) -> None:
-    scenario = _distserve("opt-66b", 0.2 + 0.2 * seed, 7, 60, seed)
+    scenario = distserve_scenario("opt-66b", 0.2 + 0.2 * seed, 7, 60, seed)
     for placements in (optimizer.disaggregated(scenario), optimizer.colocated(scenario)):
         brute = optimizer.search(scenario, placements, 0, 1, _check_progress)
         pruned = optimizer.search(scenario, placements, 3, 1, _check_progress)
@@ -79,7 +63,7 @@ def test_pruning_keeps_what_brute_force_finds(seed: int) -> None:
 
 
 def test_processes_change_nothing() -> None:
-    scenario = _distserve("opt-13b", 0.2, 3, 60, 2)
+    scenario = distserve_scenario("opt-13b", 0.2, 3, 60, 2)
     placements = optimizer.disaggregated(scenario)
     assert optimizer.search(scenario, placements, 2, 2, _check_progress) == optimizer.search(
         scenario, placements, 2, 1, _check_progress
@@ -97,7 +81,7 @@ def test_a_bisection_ends_only_after_a_failure_and_brackets_the_threshold() -> N
 
 
 def test_what_nothing_can_meet_has_no_goodput_and_costs_nothing() -> None:
-    scenario = _distserve("opt-13b", 0.01, 4, 100, 2)
+    scenario = distserve_scenario("opt-13b", 0.01, 4, 100, 2)
     assert (
         optimizer.search(scenario, optimizer.disaggregated(scenario), 3, 1, _check_progress) == []
     )
@@ -175,7 +159,7 @@ def test_advice_on_tight_tokens_and_loose_first_tokens_and_the_other_way_round()
 
 
 def test_commands_start_what_was_planned() -> None:
-    scenario = _distserve("opt-13b", 0.2, 4, 10, 1)
+    scenario = distserve_scenario("opt-13b", 0.2, 4, 10, 1)
     same = output.commands(
         scenario, Placement(ReplicaGroup(2, 1, 2), ReplicaGroup(2, 1, 1)), "facebook/opt-13b"
     )
@@ -199,7 +183,7 @@ def test_commands_give_all_flags_of_the_simulation() -> None:
     """Checks the flags of the scheduler and of routing, and that `up` stands for defaults only."""
     placement = Placement(ReplicaGroup(1, 1, 1), ReplicaGroup(1, 1, 1))
     scenario = msgspec.structs.replace(
-        _distserve("opt-13b", 0.2, 2, 10, 1), distserve=False, sequences=64, budget=4096
+        distserve_scenario("opt-13b", 0.2, 2, 10, 1), distserve=False, sequences=64, budget=4096
     )
     up, _, prefill, decode, proxy = output.commands(scenario, placement, "m")
     scheduler = "--max-num-batched-tokens 4096 --max-num-seqs 64"
@@ -225,8 +209,7 @@ def test_commands_give_all_flags_of_the_simulation() -> None:
 def test_the_planner_has_the_routing_defaults_of_the_proxy() -> None:
     proxy = argparse.ArgumentParser()
     planner = argparse.ArgumentParser()
-    settings.add_arguments(proxy)
+    proxy_flags.add_arguments(proxy)
     flags.add_arguments(planner)
-    assert POLICIES == POLICY_NAMES
     for name in ("policy", "prefill_concurrency"):
         assert planner.get_default(name) == proxy.get_default(name)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from vllm_disagg.fleet.conventions import POLICY_NAMES, PolicyName
 from vllm_disagg.planner.cost import distserve, queueing
 from vllm_disagg.planner.cost.hardware import LINKS
 from vllm_disagg.planner.cost.latency import LinearLatency, unloaded_prefill
 from vllm_disagg.planner.simulation import workload
 from vllm_disagg.planner.simulation.replica import SchedulingRules
 from vllm_disagg.planner.simulation.simulator import (
-    POLICIES,
     Deployment,
     Handoff,
     Objective,
     ReplicaPool,
-    SimulatedPolicy,
     quantile,
     simulate,
 )
@@ -119,7 +118,7 @@ def test_little_kv_preempts_and_still_finishes() -> None:
 
 def test_the_same_seed_gives_the_same_result() -> None:
     sample = SHAREGPT.sample(100, 0, Arrivals("gamma", 2.0))
-    for policy in POLICIES:
+    for policy in POLICY_NAMES:
         deployment = Deployment(
             ReplicaPool(3, PLAIN, 60_000), ReplicaPool(2, PLAIN, 60_000), policy=policy
         )
@@ -192,7 +191,7 @@ def test_prefix_aware_finds_the_instance_that_has_it() -> None:
     ids = [tuple(100 * (n % 4 // 2) + block for block in range(20)) for n in range(40)]
     sample = WorkloadSample([20 * 512] * 40, [4] * 40, [0.0, *[1.0] * 39], ids)
 
-    def mean(policy: SimulatedPolicy) -> float:
+    def mean(policy: PolicyName) -> float:
         side = ReplicaPool(2, PLAIN, 13_000)
         result = simulate(
             Deployment(side, ReplicaPool(1, PLAIN, 60_000), policy=policy), sample, 0.1

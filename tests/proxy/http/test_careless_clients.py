@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from proxy_world import Call, Client, answer, until, world
-from vllm_disagg.proxy.http import server as http_server
-from vllm_disagg.proxy.http.server import Connection, HttpRequest, Limits, Server
+from vllm_disagg.proxy.http import connection_state
+from vllm_disagg.proxy.http.limits import Limits
+from vllm_disagg.proxy.http.request import HttpRequest
+from vllm_disagg.proxy.http.server import Connection, Server
 from vllm_disagg.proxy.routing.fleet import Fleet
 from vllm_disagg.proxy.telemetry.metrics import Metrics
 from vllm_disagg.proxy.telemetry.record import RequestRecorder
@@ -120,9 +122,9 @@ async def test_no_byte_of_a_refused_body_is_kept() -> None:
         (connection,) = server.connections
         assert (
             hand.bodies == [0]
-            and server.held_bytes == 0
-            and not connection._body
-            and not connection._early_bytes
+            and server.budget.held_bytes == 0
+            and not connection._reader._incoming.body
+            and not connection._reader.early_bytes
         )
         hand.go.set()
         assert (await client.receive()).status == 200
@@ -173,18 +175,18 @@ async def test_all_bodies_together_have_a_limit() -> None:
         first.writer.write(request(body=b"x" * 600))  # runs
         chunked = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
         second.writer.write(chunked + b"12c\r\n" + b"x" * 300)  # is read
-        await until(lambda: server.held_bytes == 900)
+        await until(lambda: server.budget.held_bytes == 900)
         third.writer.write(request(fields=b"host: x\r\nexpect: 100-continue\r\n", body=b"x" * 101))
         reply = await third.receive()
         assert (reply.status, reply.headers["retry-after"]) == (503, "1")
         second.writer.write(b"\r\n12c\r\n" + b"x" * 300)
         assert (await second.receive()).status == 503
-        assert server.held_bytes == 600, "what was refused is let go before it is told"
+        assert server.budget.held_bytes == 600, "what was refused is let go before it is told"
         hand.go.set()
         assert (await first.receive()).status == 200
-        await until(lambda: server.held_bytes == 0)
+        await until(lambda: server.budget.held_bytes == 0)
         first.writer.write(request(body=b"x" * 1000))  # there is room again
-        assert (await first.receive()).status == 200 and server.held_bytes == 0
+        assert (await first.receive()).status == 200 and server.budget.held_bytes == 0
         for client in (first, second, third):
             client.close()
 
@@ -210,14 +212,14 @@ async def test_what_a_client_held_is_given_back_when_it_goes(sent: bytes) -> Non
     async with serving(Limits()) as (server, hand, port):
         client = await connect(port)
         client.writer.write(sent)
-        await until(lambda: server.held_bytes)
+        await until(lambda: server.budget.held_bytes)
         client.writer.write(b"x" * 100_000 if hand.bodies else b"")
         await asyncio.sleep(0.02)
         client.close()
         await until(lambda: not server.connections)
-        assert server.held_bytes == 0
+        assert server.budget.held_bytes == 0
         await until(lambda: hand.gone == len(hand.bodies))
-        assert server.held_bytes == 0
+        assert server.budget.held_bytes == 0
 
 
 async def test_small_chunks_cost_their_bytes() -> None:
@@ -229,7 +231,7 @@ async def test_small_chunks_cost_their_bytes() -> None:
             for _ in range(100):
                 client.writer.write(b"2\r\nxx\r\n" * 1000)
                 await client.writer.drain()
-            await until(lambda: server.held_bytes == 200_000)
+            await until(lambda: server.budget.held_bytes == 200_000)
             assert tracemalloc.get_traced_memory()[0] < 2_000_000
         finally:
             tracemalloc.stop()
@@ -243,7 +245,7 @@ async def test_small_chunks_cost_their_bytes() -> None:
 async def test_only_whole_requests_hold_a_drain(
     half: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "LINGER_SECONDS", 0.2)
+    monkeypatch.setattr(connection_state, "LINGER_SECONDS", 0.2)
     async with serving(Limits()) as (server, hand, port):
         whole, stranger, idle = [await connect(port) for _ in range(3)]
         whole.writer.write(request())
@@ -308,9 +310,9 @@ async def test_more_than_one_body_of_early_bytes_is_not_kept() -> None:
         for _ in range(40):
             client.writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 200)
             await asyncio.sleep(0)
-        await until(lambda: server.held_bytes <= len(BODY))
+        await until(lambda: server.budget.held_bytes <= len(BODY))
         (connection,) = server.connections
-        assert not connection._early_bytes
+        assert not connection._reader.early_bytes
         hand.go.set()
         reply = await client.receive()
         assert (reply.status, reply.headers["connection"]) == (200, "close")
@@ -324,12 +326,37 @@ async def test_pipelined_bytes_are_counted_once() -> None:
         client.writer.write(request())
         await until(lambda: hand.bodies)
         client.writer.write(request() + request())
-        await until(lambda: server.held_bytes > len(BODY))
+        await until(lambda: server.budget.held_bytes > len(BODY))
         hand.go.set()
         for _ in range(3):
             assert (await client.receive()).status == 200
-        await until(lambda: server.held_bytes == 0)
+        await until(lambda: server.budget.held_bytes == 0)
         client.close()
+
+
+async def test_early_bytes_of_a_session_are_counted_until_it_has_them() -> None:
+    """Otherwise they would take from the limit of all connections while the session lasts."""
+    go = asyncio.Event()
+    received = bytearray()
+
+    async def switch(_: HttpRequest, client: Connection) -> None:
+        await go.wait()
+        client.switch([], received.extend)
+        await asyncio.Event().wait()
+
+    server = Server(switch, Limits())
+    client = await connect(await server.start("127.0.0.1", 0))
+    client.writer.write(
+        b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+    )
+    await until(lambda: server.connections and next(iter(server.connections)).path)
+    client.writer.write(b"x" * 1000)
+    await until(lambda: server.budget.held_bytes == 1000)
+    go.set()
+    await until(lambda: len(received) == 1000)
+    assert server.budget.held_bytes == 0
+    client.close()
+    await server.stop(0.1)
 
 
 async def test_who_reads_no_answers_gets_no_more_requests_served() -> None:

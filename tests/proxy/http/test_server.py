@@ -7,7 +7,9 @@ import time
 import pytest
 
 from proxy_world import Call, answer, until, world
-from vllm_disagg.proxy.http.server import Connection, HttpRequest, Limits, Server
+from vllm_disagg.proxy.http.limits import Limits
+from vllm_disagg.proxy.http.request import HttpRequest
+from vllm_disagg.proxy.http.server import Connection, Server
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 BODY = b'{"model":"m","prompt":"hi"}'

@@ -14,7 +14,8 @@ import trustme
 from proxy_world import Client, ScriptedEngine, World, until, world
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.proxy.http.addresses import AllowedNetworks, check_url
-from vllm_disagg.proxy.http.upstream import ConnectionPool, Unreachable
+from vllm_disagg.proxy.http.connection_pool import ConnectionPool
+from vllm_disagg.proxy.http.upstream_response import Unreachable
 
 
 class Papers:

@@ -8,10 +8,11 @@ import pytest
 
 from proxy_world import Call, ScriptedEngine, answer
 from vllm_disagg.errors import ConfigError
-from vllm_disagg.proxy.http import upstream
+from vllm_disagg.proxy.http import connection_pool, upstream
 from vllm_disagg.proxy.http.addresses import AllowedNetworks
+from vllm_disagg.proxy.http.connection_pool import ConnectionPool
 from vllm_disagg.proxy.http.stall_timer import patient
-from vllm_disagg.proxy.http.upstream import ConnectionPool, Unreachable
+from vllm_disagg.proxy.http.upstream_response import Unreachable
 
 
 async def engine(script: object = answer) -> tuple[ScriptedEngine, ConnectionPool]:
@@ -54,7 +55,7 @@ async def test_heads_of_one_connection_do_not_add_up(monkeypatch: pytest.MonkeyP
 
 async def test_old_connections_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     e, pool = await engine()
-    monkeypatch.setattr(upstream, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(connection_pool, "IDLE_SECONDS", 0.05)
     await ask(pool)
     await asyncio.sleep(0.1)
     await ask(pool)
@@ -158,6 +159,27 @@ async def test_an_answer_that_nobody_asked_for_ends_the_connection() -> None:
     await e.stop()
 
 
+async def test_bytes_before_the_first_request_close_the_connection(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 a mail server\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    pool = ConnectionPool(f"http://127.0.0.1:{port}")
+    connection = await pool._connect()
+    await asyncio.sleep(0.05)
+    assert not connection.is_open and not pool.connections
+    answer = connection.send_request(b"GET / HTTP/1.1\r\n\r\n", b"")
+    with pytest.raises(Unreachable, match="reset"):
+        await asyncio.wait_for(answer.head(), 1)
+    assert not caplog.records  # no traceback of the event loop
+    server.close()
+
+
 async def test_refused() -> None:
     e, pool = await engine()
     await e.stop()
@@ -233,7 +255,7 @@ async def test_a_name_that_no_host_can_have_is_not_reached(host: str) -> None:
 
 async def test_a_standstill_of_ours_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine has accepted long ago; the test's own event loop was blocked."""
-    monkeypatch.setattr(upstream, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(connection_pool, "CONNECT_SECONDS", 0.2)
     e, pool = await engine()
     for pause in range(6):  # at several moments of a connection's beginning
         pool.abort()

@@ -17,7 +17,7 @@ from websockets.server import ServerProtocol
 
 from proxy_world import ScriptedEngine, World, until, world
 from vllm_disagg.proxy.http import websocket
-from vllm_disagg.proxy.http.server import Limits
+from vllm_disagg.proxy.http.limits import Limits
 from vllm_disagg.proxy.http.websocket import FrameReader
 
 PATH = "/v1/realtime"
@@ -224,7 +224,7 @@ async def test_a_client_that_leaves_is_gone_at_the_instance_too() -> None:
 
 
 async def test_a_stopped_proxy_says_so() -> None:
-    async with fleet(grace=0.1) as w:
+    async with fleet(shutdown_timeout=0.1) as w:
         ws = await dial(w)
     assert await code_of(ws) == 1012
 

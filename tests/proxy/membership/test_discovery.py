@@ -159,7 +159,7 @@ def test_keys_differ() -> None:
     assert KEY.derive("grant") != FleetKey(None).derive("grant")
 
 
-QUICK: dict[str, Any] = {"silence": 0.15, "probe_interval": 0.03}
+QUICK: dict[str, Any] = {"liveness_timeout": 0.15, "probe_interval": 0.03}
 
 
 async def usable(w: World, url: str) -> bool:
@@ -341,7 +341,7 @@ async def test_a_standstill_of_ours_is_not_an_instance_s_silence(
             nonlocal asked
             if call.path == "/health":
                 asked += 1
-                time.sleep(0.3)  # twice the silence after which an instance counts as down
+                time.sleep(0.3)  # twice the time after which an instance counts as down
                 await asyncio.sleep(0.02)  # the proxy looks before the answer is here
             await route(call)
 

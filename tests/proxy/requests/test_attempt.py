@@ -11,8 +11,10 @@ import pytest
 from vllm_disagg.protocol.peers import EngineInfo, WorkerInfo
 from vllm_disagg.proxy.http.endpoint_schema import SCHEMAS
 from vllm_disagg.proxy.http.reasons import Reason
-from vllm_disagg.proxy.http.server import Connection, HttpRequest
-from vllm_disagg.proxy.http.upstream import UpstreamConnection, UpstreamResponse
+from vllm_disagg.proxy.http.request import HttpRequest
+from vllm_disagg.proxy.http.server import Connection
+from vllm_disagg.proxy.http.upstream import UpstreamConnection
+from vllm_disagg.proxy.http.upstream_response import UpstreamResponse
 from vllm_disagg.proxy.requests import bodies
 from vllm_disagg.proxy.requests.attempt import (
     Attempt,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from proxy_world import Call, Reply, Script, ScriptedEngine, World, answer, settle, until, world
-from vllm_disagg.proxy.http.upstream import HOLD_BYTES, UpstreamResponse
+from vllm_disagg.proxy.http.upstream_response import HOLD_BYTES, UpstreamResponse
 
 COMMENT = b": keep-alive\n\n"
 ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'

@@ -10,17 +10,18 @@ import pytest
 from test_pairing import instance
 
 from proxy_world import World, world
+from vllm_disagg.fleet.conventions import POLICY_NAMES, PolicyName
 from vllm_disagg.fleet.grants import Grant
 from vllm_disagg.proxy.routing.fleet import Fleet, Instance
 from vllm_disagg.proxy.routing.pairing import InstancePair, choose
-from vllm_disagg.proxy.routing.policies import POLICY_NAMES, Name, Policy, RoutingQuery
+from vllm_disagg.proxy.routing.policies import Policy, RoutingQuery
 from vllm_disagg.proxy.routing.prefixes import PrefixIndex, PromptPrefix
 
 QUESTION, ANSWER, NEXT = "What is it? " * 100, "It is this. " * 200, "And why?"
 
 
 def fleet(
-    name: Name = "prefix_aware", two_way: str = "prefill decode", prefills: int = 1
+    name: PolicyName = "prefix_aware", two_way: str = "prefill decode", prefills: int = 1
 ) -> tuple[Fleet, Policy]:
     made = [instance("prefill", str(at)) for at in range(prefills)] + [instance("decode", "0")]
     for one in made:
@@ -78,7 +79,9 @@ def test_another_p_reads_the_whole_conversation_from_d() -> None:
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 @pytest.mark.parametrize("two_way", ["prefill", "decode", "prefill decode"])
-def test_reuse_needs_both_connectors_and_the_prefix_aware_policy(name: Name, two_way: str) -> None:
+def test_reuse_needs_both_connectors_and_the_prefix_aware_policy(
+    name: PolicyName, two_way: str
+) -> None:
     it = fleet(name, two_way)
     turn(it, QUESTION)
     expected = name == "prefix_aware" and two_way == "prefill decode"

@@ -17,8 +17,8 @@ from vllm_disagg.proxy.routing.engine_steps import (
     fingerprint,
 )
 
-PATIENCE = 3.2  # an engine is down after a quarter of it, 0.8 s, without a step
-STILL = PATIENCE / 4
+PREFILL_TIMEOUT = 3.2  # an engine is down after a quarter of it, 0.8 s, without a step
+STILL = PREFILL_TIMEOUT / 4
 
 PAGE = b"""# HELP vllm:num_requests_running x
 vllm:num_requests_running{engine="0",model_name="m"} 1.0
@@ -119,8 +119,8 @@ async def why_unusable(w: World, engine: ScriptedEngine) -> str:
 
 
 async def test_a_prefill_engine_that_makes_no_steps() -> None:
-    """P is down before `patience`, its requests move, it gets no other ones, and it recovers."""
-    async with world(patience=PATIENCE) as w:
+    """P is down before `prefill_timeout`, its requests move, it gets no other ones, and it recovers."""
+    async with world(prefill_timeout=PREFILL_TIMEOUT) as w:
         w.d.script = only_whole
         w.p.stuck = True
         began = time.monotonic()
@@ -139,7 +139,7 @@ async def test_a_prefill_engine_that_makes_no_steps() -> None:
 
 async def test_a_prefill_engine_whose_requests_are_always_given_up() -> None:
     """D waits for P for a shorter time than the proxy does."""
-    async with world(patience=PATIENCE) as w:
+    async with world(prefill_timeout=PREFILL_TIMEOUT) as w:
 
         async def impatient(call: Call) -> None:
             await asyncio.sleep(STILL / 5)
@@ -203,7 +203,7 @@ asked: dict[str, list[Call]] = {}
 async def test_an_engine_at_work_is_left_alone(
     work: Callable[[ScriptedEngine], Awaitable[None]], role: str
 ) -> None:
-    async with world(decode=2, patience=PATIENCE) as w:
+    async with world(decode=2, prefill_timeout=PREFILL_TIMEOUT) as w:
         busy: list[ScriptedEngine] = []
 
         async def slow(call: Call) -> None:
@@ -236,7 +236,7 @@ async def test_an_engine_at_work_is_left_alone(
 
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_decode_engine_that_makes_no_steps(begun: bool) -> None:
-    async with world(decode=2, patience=PATIENCE) as w:
+    async with world(decode=2, prefill_timeout=PREFILL_TIMEOUT) as w:
         stuck: list[ScriptedEngine] = []
 
         async def stand_still(call: Call) -> None:
@@ -264,7 +264,7 @@ async def test_a_decode_engine_that_makes_no_steps(begun: bool) -> None:
 
 
 async def test_the_only_decode_engine_is_waited_for() -> None:
-    async with world(patience=PATIENCE) as w:
+    async with world(prefill_timeout=PREFILL_TIMEOUT) as w:
         w.p.script = answer_at_once
         w.d.script = answer_at_once
         w.d.stuck = True
@@ -276,17 +276,17 @@ async def test_the_only_decode_engine_is_waited_for() -> None:
 
 
 async def test_the_only_decode_engine_is_waited_for_within_bounds() -> None:
-    async with world(prefill=0, patience=PATIENCE) as w:
+    async with world(prefill=0, prefill_timeout=PREFILL_TIMEOUT) as w:
         w.d.stuck = True
         began = time.monotonic()
         reply = await w.post()
         assert reply.status == 502 and "makes no steps" in reply.json()["error"]["message"]
-        assert PATIENCE < time.monotonic() - began < 2 * PATIENCE + STILL
+        assert PREFILL_TIMEOUT < time.monotonic() - began < 2 * PREFILL_TIMEOUT + STILL
 
 
 async def test_an_engine_that_has_answered_owes_nothing() -> None:
     """An idle engine makes no steps."""
-    async with world(patience=PATIENCE) as w:
+    async with world(prefill_timeout=PREFILL_TIMEOUT) as w:
         nudged: list[Call] = []
 
         async def one_more(call: Call) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_pairing import engine, fleet, instance, pair
 
+from vllm_disagg.fleet.conventions import POLICY_NAMES, PolicyName
 from vllm_disagg.proxy.routing.fleet import Fleet, Instance
 from vllm_disagg.proxy.routing.pairing import (
     choose,
@@ -16,9 +17,7 @@ from vllm_disagg.proxy.routing.pairing import (
     prefers_aggregated,
 )
 from vllm_disagg.proxy.routing.policies import (
-    POLICY_NAMES,
     REQUEST_COST_BYTES,
-    Name,
     Policy,
     RoutingQuery,
 )
@@ -30,7 +29,7 @@ from vllm_disagg.proxy.routing.prefixes import (
 )
 
 
-def world(name: Name, prefills: int, decodes: int, **kinds: str) -> tuple[Fleet, Policy]:
+def world(name: PolicyName, prefills: int, decodes: int, **kinds: str) -> tuple[Fleet, Policy]:
     made = [instance("prefill", str(i)) for i in range(prefills)] + [
         instance("decode", str(i)) for i in range(decodes)
     ]
@@ -97,7 +96,7 @@ def test_no_policy_chooses_an_unusable_instance(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
-def test_equal_requests_are_spread_evenly(name: Name) -> None:
+def test_equal_requests_are_spread_evenly(name: PolicyName) -> None:
     it, policy = world(name, 3, 4)
     for i in range(240):
         pair(choose(it, policy, 1000, ask(f"{i}" * 600), 0.0)).take(it, policy, 0.0)
@@ -107,7 +106,7 @@ def test_equal_requests_are_spread_evenly(name: Name) -> None:
 
 
 @pytest.mark.parametrize("name", ["least_loaded", "prefix_aware"])
-def test_long_prompts_count_for_more(name: Name) -> None:
+def test_long_prompts_count_for_more(name: PolicyName) -> None:
     it, policy = world(name, 2, 2)
     long = pair(choose(it, policy, 9, ask("x" * 100_000), 0.0))
     long.take(it, policy, 0.0)
@@ -204,7 +203,7 @@ def test_salts_keep_prompts_apart() -> None:
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
-def test_sessions_stay_and_are_spread(name: Name) -> None:
+def test_sessions_stay_and_are_spread(name: PolicyName) -> None:
     it, policy = world(name, 3, 3)
     homes = {}
     for turn in range(3):

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from proxy_world import Call, answer, until, world
-from vllm_disagg.proxy.http.server import Limits
+from vllm_disagg.proxy.http.limits import Limits
 from vllm_disagg.proxy.routing.concurrency_limit import ConcurrencyLimit, priority
 from vllm_disagg.proxy.routing.prefill_queue import QueueFull, QueueTimeout
 from vllm_disagg.proxy.routing.priority_queue import AGING_SECONDS, AGING_STEPS, PriorityQueue

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from proxy_world import Call, until, world
+from vllm_disagg.proxy.requests.failover import FALLBACK_REASONS
 from vllm_disagg.proxy.telemetry.meter import HistogramBuckets, TrafficCounters
 from vllm_disagg.proxy.telemetry.metrics import LatencyObjectives
 
@@ -82,6 +83,24 @@ async def test_a_streams_times_and_tokens() -> None:
         assert await w.metric("vllm_disagg_missed_total", 'objective="tpot"') == 1
         assert await w.metric("vllm_disagg_missed_total", 'objective="ttft"') == 0
         assert await w.metric("vllm_disagg_bytes_total", "sent") > 200
+
+
+async def test_series_with_few_known_labels_start_at_zero() -> None:
+    async with world() as w:
+        text = (await w.get("/metrics")).body.decode()
+    found = {line for line in text.splitlines() if line.endswith(" 0.0")}
+    for name, values in {
+        'fallbacks_total{reason="': FALLBACK_REASONS,
+        'failovers_total{rung="': ("pair", "same_decode", "other_decode", "none"),
+        'tokens_total{kind="': ("prompt", "completion", "cached"),
+        'events_total{direction="': ("sent",),
+        'bytes_total{direction="': ("received", "sent"),
+        'missed_total{objective="': ("ttft", "tpot"),
+        'waiting{place="': ("work", "prefill"),
+    }.items():
+        for value in values:
+            assert f'vllm_disagg_{name}{value}"}} 0.0' in found
+    assert {"no_pair", "prefill_full", "prefill_5xx", "decode_failed"} < set(FALLBACK_REASONS)
 
 
 async def test_whole_answers_have_no_first_token() -> None:

@@ -20,7 +20,7 @@ from vllm_disagg.transports.collective import worker as collective_worker
 
 ROW = 400_000  # about 100 MB in 8 planes
 TOKENS = BLOCKS * BLOCK_SIZE
-GLOO = {"transport": "gloo", "silence": 0.9, "retry": 0.3, "piece": 1 << 20}
+GLOO = {"transport": "gloo", "peer_timeout": 0.9, "keepalive_interval": 0.3, "piece_bytes": 1 << 20}
 
 
 @pytest.fixture
@@ -77,12 +77,17 @@ def until_by_gloo(d: Driver, p: Peer, first: int, seconds: float = 60.0) -> int:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"piece": 4096, "window": 8192}, {"piece": 8 << 20, "window": 256 << 20}]
+    "settings",
+    [
+        {},
+        {"piece_bytes": 4096, "window_bytes": 8192},
+        {"piece_bytes": 8 << 20, "window_bytes": 256 << 20},
+    ],
 )
 def test_bytes_arrive_by_gloo(
     start: Callable[..., Driver], peer: Callable[..., Peer], settings: dict[str, object]
 ) -> None:
-    row = 40_000 if "window" in settings and settings["window"] == 8192 else ROW
+    row = 40_000 if "window_bytes" in settings and settings["window_bytes"] == 8192 else ROW
     ours, p = memory(row, None), peer(row=row, settings={**GLOO, **settings})
     d = start(ours, **settings)
     number = until_by_gloo(d, p, 0)

@@ -31,7 +31,7 @@ from vllm_disagg.transports.nixl import transport as nixl
 from vllm_disagg.transports.zmq import control
 
 real = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
-QUICK = {"silence": 4.0, "retry": 0.5}
+QUICK = {"peer_timeout": 4.0, "keepalive_interval": 0.5}
 
 
 def Source(
@@ -118,7 +118,7 @@ def start() -> Iterator[Callable[..., Any]]:
 @real
 @pytest.mark.parametrize(("row", "piece"), [(48, 4 << 20), (4096, 10_000), (200_000, 4 << 20)])
 def test_bytes_arrive_where_they_belong(start: Callable[..., Any], row: int, piece: int) -> None:
-    source, sink = start(Source, row), start(Sink, row, piece=piece)
+    source, sink = start(Source, row), start(Sink, row, piece_bytes=piece)
     sink.pair(source)
     assert sink.expect_exact(source) == "nixl"
     assert sink.expect_exact(source, 16) == "nixl"

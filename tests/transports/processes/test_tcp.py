@@ -28,7 +28,7 @@ from vllm_disagg.transports.tcp import sender as tcp_sender
 from vllm_disagg.transports.tcp import transport as tcp
 
 SILENCE = 0.9
-TCP = {"transport": "tcp", "silence": SILENCE, "retry": 0.3}
+TCP = {"transport": "tcp", "peer_timeout": SILENCE, "keepalive_interval": 0.3}
 ROW = 400_000  # about 100 MB in 8 planes
 TOKENS = BLOCKS * BLOCK_SIZE
 
@@ -97,7 +97,7 @@ def wipe(memory: HostMemory) -> None:
 @pytest.mark.parametrize("there", ["here", "on another machine"])
 @pytest.mark.parametrize(
     ("row", "settings"),
-    [(48, {}), (4096, {"piece": 4096, "window": 8192}), (70_000, {}), (ROW, {})],
+    [(48, {}), (4096, {"piece_bytes": 4096, "window_bytes": 8192}), (70_000, {}), (ROW, {})],
 )
 def test_bytes_arrive_where_they_belong(
     start: Callable[..., Driver],
@@ -195,7 +195,7 @@ def test_a_frozen_receiver_holds_blocks_only_until_the_deadline(
     theirs = memory(ROW, 1)
     p, slow, other = (
         start(theirs),
-        peer(ROW, seed=None, piece=16 << 20),
+        peer(ROW, seed=None, piece_bytes=16 << 20),
         peer(ROW, seed=None),
     )  # more than a socket holds
     worker = msgspec.json.encode(p.worker).decode()

@@ -6,12 +6,12 @@ import argparse
 from dataclasses import dataclass
 
 from ...errors import ConfigError
-from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY
+from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, POLICY_NAMES
 from ...workloads import lengths
 from ..cost import distserve, hardware, known_models, model, profile
 from ..search.scenario import PerformanceSource, Scenario, check_model
 from ..simulation import workload
-from ..simulation.simulator import POLICIES, Objective
+from ..simulation.simulator import Objective
 
 DEFAULT_WORKLOAD = "sharegpt-like"
 DEFAULT_BUDGET_TOKENS = 8192  # of a step, if neither a flag nor the profile gives one
@@ -124,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--policy",
-        choices=POLICIES,
+        choices=POLICY_NAMES,
         default=DEFAULT_POLICY,
         help="routing policy of the proxy (default: %(default)s)",
     )

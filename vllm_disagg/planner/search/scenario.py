@@ -7,7 +7,7 @@ from functools import cache
 import msgspec
 
 from ...errors import ConfigError
-from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY
+from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, PolicyName
 from ..cost import distserve
 from ..cost.hardware import GIB, LINKS, GpuType, NetworkLink
 from ..cost.latency import (
@@ -20,7 +20,7 @@ from ..cost.latency import (
 )
 from ..cost.model import ModelCosts
 from ..simulation.replica import SchedulingRules
-from ..simulation.simulator import Deployment, Handoff, Objective, ReplicaPool, SimulatedPolicy
+from ..simulation.simulator import Deployment, Handoff, Objective, ReplicaPool
 from ..simulation.workload import Arrivals, Workload, WorkloadSample
 
 UNLIMITED = 1 << 40
@@ -161,7 +161,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int = 4
     link: NetworkLink = LINKS["none"]
     overlap: bool = True
-    policy: SimulatedPolicy = DEFAULT_POLICY
+    policy: PolicyName = DEFAULT_POLICY
     concurrency: int = DEFAULT_PREFILL_CONCURRENCY
     kv_limit: int = 0  # tokens of KV of each instance, instead of what its memory holds
     budget: int = 8192

@@ -17,19 +17,15 @@ from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
 from random import Random
-from typing import Literal, get_args
 
 import msgspec
 
 from ...errors import ConfigError
-from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY
+from ...fleet.conventions import DEFAULT_POLICY, DEFAULT_PREFILL_CONCURRENCY, PolicyName
 from ..cost.hardware import LINKS, NetworkLink
 from ..cost.latency import LatencyModel
 from .replica import Batch, Replica, RequestTable, SchedulingRules
 from .workload import WorkloadSample
-
-SimulatedPolicy = Literal["prefix_aware", "least_loaded", "power_of_two", "round_robin"]
-POLICIES: tuple[SimulatedPolicy, ...] = get_args(SimulatedPolicy)
 
 # Time in seconds, rank, order among equal ranks, request or -1, replica (None: an arrival), batch.
 # At one moment requests and KV arrive first, then batches end, replica by replica, P before D. So
@@ -64,7 +60,7 @@ class Deployment(msgspec.Struct, frozen=True):
     prefill: ReplicaPool
     decode: ReplicaPool | None = None
     handoff: Handoff = Handoff()
-    policy: SimulatedPolicy = DEFAULT_POLICY
+    policy: PolicyName = DEFAULT_POLICY
     # DistServe's clock: TTFT when the prefill ends, `output` steps after it, TPOT over `output`
     distserve: bool = False
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .headers import Headers, find
-from .server import Connection, HttpRequest
+from .request import HttpRequest
+from .server import Connection
 
 ALLOWED_METHODS = b"GET, POST, OPTIONS"
 MAX_AGE = b"600"  # seconds for which a browser may cache a preflight's answer
@@ -30,11 +31,11 @@ class Cors:
     def handle(self, request: HttpRequest, client: Connection) -> bool:
         """Adds headers to the answer; returns whether it answered the request (a preflight)."""
         origin = find(request.headers, b"origin")
-        client.extra_headers = self._headers(origin)
+        client.response.extra_headers = self._headers(origin)
         method = find(request.headers, b"access-control-request-method")
         if not (origin and method and request.method == "OPTIONS"):
             return False
-        if not client.extra_headers:
+        if not client.response.extra_headers:
             client.answer(403, [], b"")
             return True
         fields = find(request.headers, b"access-control-request-headers") or b"*"

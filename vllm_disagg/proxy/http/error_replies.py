@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from .server import JSON, Connection, error_body
+from .response import JSON, error_body
+from .server import Connection
 from .sse import DONE
 
 
@@ -19,8 +20,9 @@ class RequestFailed(Exception):
 
 def end_stream(client: Connection, status: int, message: str) -> None:
     """Ends a stream that has begun with an error event, or a WebSocket with a Close frame."""
-    if client.close_frame:
-        client.write(client.close_frame(status, message))
+    close_frame = client.response.close_frame
+    if close_frame:
+        client.write(close_frame(status, message))
     elif client.path == "/v1/messages":
         error = {"type": "error", "error": {"type": "api_error", "message": message}}
         client.write(b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n")

@@ -17,7 +17,7 @@ from .headers import end_to_end
 from .reasons import Reason
 from .server import Connection
 from .stall_timer import StallTimer
-from .upstream import Unreachable, UpstreamResponse
+from .upstream_response import Unreachable, UpstreamResponse
 
 CLOSE_OPCODE = 8
 CLOSE_CODES = {502: 1014, 503: 1012}  # by HTTP status: bad gateway, service restart; others 1011
@@ -87,11 +87,11 @@ async def join(client: Connection, answer: UpstreamResponse) -> None:
     IDLE_SECONDS without a byte. If the client leaves, the calling task is cancelled.
     """
     frames = FrameReader()
-    meter = client.meter
+    meter = client.response.meter
     if not meter:
         raise TypeError("a session without a meter")
     # The connection would count events of a stream; a session has bytes only.
-    client.meter = None
+    client.response.meter = None
     meter.is_session = True
 
     def to_client(data: bytes) -> None:
@@ -108,7 +108,7 @@ async def join(client: Connection, answer: UpstreamResponse) -> None:
     def on_idle() -> None:
         answer.reject(idle_reason, f"nobody said anything for {IDLE_SECONDS:g} s")
 
-    client.close_frame = frames.close
+    client.response.close_frame = frames.close
     client.on_pause = answer.pause_reading
     answer.on_send_pause(client.pause_reading)
     client.switch(end_to_end(answer.headers), to_instance)

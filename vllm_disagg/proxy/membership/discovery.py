@@ -7,9 +7,9 @@ One task per instance requests /health four times a second. States of an instanc
 An instance goes down when
   * it refuses connections,
   * it twice answers anything but 200,
-  * it is *silent*: no byte for `ProxySettings.silence` seconds, on /health or any stream,
+  * it is *silent*: no byte for `ProxySettings.liveness_timeout` seconds, on /health or any stream,
   * its API server answers, but its engine makes no steps (`engine_steps.py`) for
-    `ProxySettings.patience` / STEP_CHECK_RATIO seconds.
+    `ProxySettings.prefill_timeout` / STEP_CHECK_RATIO seconds.
 
 A busy API server may be late with /health; bytes of any stream show that the instance lives. With
 the defaults a frozen instance is down 1.25 to 1.75 s after its last byte. Its requests then fail
@@ -32,9 +32,10 @@ import msgspec
 from ...fleet.grants import ANSWER_KEY, REQUEST_KEY, VERSION, Grant, mint, new_transfer
 from ...fleet.keys import FleetKey
 from ...protocol.peers import EngineCard, EngineInfo
+from ..http.connection_pool import FULL_STATUSES, ConnectionPool
 from ..http.headers import Headers
 from ..http.stall_timer import patient
-from ..http.upstream import FULL_STATUSES, ConnectionPool, Unreachable
+from ..http.upstream_response import Unreachable
 from ..routing.engine_steps import LOOKS_PER_PATIENCE, StepVerdict, fingerprint
 from ..routing.fleet import NOT_PROBED, Fleet, Instance, mismatch
 
@@ -45,7 +46,7 @@ MAX_SILENCE_SECONDS = 30.0  # of an instance without alternative, until its requ
 CACHE_POLL_SECONDS = 2.0  # between two polls of a decode instance's metrics
 CLOCK_REFRESH_SECONDS = 3600.0  # age at which the reading of an engine's clock is renewed
 BUSY_HEALTH_SECONDS = 30.0  # for /health while streams show that the instance lives
-STEP_CHECK_RATIO = 4  # an engine has patience / this for a step while it owes an answer
+STEP_CHECK_RATIO = 4  # an engine has prefill_timeout / this for a step while it owes an answer
 STALLED = "its engine makes no steps"
 WATCH_RETRY_SECONDS = 5.0  # until a watch that failed begins anew
 
@@ -127,12 +128,12 @@ class Discovery:
         key: FleetKey,
         on_change: Callable[[], None],
         api_key: str,
-        silence: float,
-        patience: float,
+        liveness_timeout: float,
+        prefill_timeout: float,
     ) -> None:
         """`on_change` is called after each change of an instance's state.
 
-        `silence`, `patience`: seconds, as in `ProxySettings`.
+        `liveness_timeout`, `prefill_timeout`: seconds, as in `ProxySettings`.
         """
         self._fleet = fleet
         self._pools = pools
@@ -141,10 +142,10 @@ class Discovery:
         if api_key:
             self._headers.append((b"authorization", b"Bearer " + api_key.encode()))
         self._on_change = on_change
-        self._silence = silence
-        self._patience = patience
+        self._liveness_timeout = liveness_timeout
+        self._prefill_timeout = prefill_timeout
         # Seconds between two polls of an engine that owes an answer.
-        self._step_poll_seconds = patience / STEP_CHECK_RATIO / (LOOKS_PER_PATIENCE + 1)
+        self._step_poll_seconds = prefill_timeout / STEP_CHECK_RATIO / (LOOKS_PER_PATIENCE + 1)
         self._reported: dict[str, object] = {}  # the state that was logged last, by URL
         self._nudges: dict[Instance, asyncio.Task[None]] = {}
 
@@ -217,7 +218,7 @@ class Discovery:
 
         An engine in a very long step, such as a compilation, may still answer.
         """
-        return seconds > (MAX_SILENCE_SECONDS if trouble else self._patience)
+        return seconds > (MAX_SILENCE_SECONDS if trouble else self._prefill_timeout)
 
     def _abandon(self, instance: Instance) -> None:
         """Ends the requests at the instance; the relay sends them elsewhere."""
@@ -268,7 +269,7 @@ class Discovery:
                 if pool.chunks_received != chunks_seen:
                     last_sign = loop.time()
                     chunks_seen = pool.chunks_received
-                elif loop.time() - last_sign > self._silence:
+                elif loop.time() - last_sign > self._liveness_timeout:
                     instance.mark_down("is silent")
                     return "is silent"
             health.result()

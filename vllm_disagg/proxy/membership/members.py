@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from ..http.upstream import ConnectionPool
+from ..http.connection_pool import ConnectionPool
 from ..routing.fleet import Fleet, Instance, Role
 from .reconcile import Member, MembershipChanges, reconcile
 

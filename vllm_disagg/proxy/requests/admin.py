@@ -33,7 +33,9 @@ from ...fleet.keys import ADMIN_KEY
 from ...fleet.registration import REGISTER_PATH as REGISTER
 from ..http.addresses import AllowedNetworks, check_url
 from ..http.headers import Headers, find
-from ..http.server import JSON, Connection, HttpRequest, error_body
+from ..http.request import HttpRequest
+from ..http.response import JSON, error_body
+from ..http.server import Connection
 from ..membership.members import Members, MembershipChange
 from ..membership.registry import Registered, Registry
 

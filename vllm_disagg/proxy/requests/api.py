@@ -21,8 +21,10 @@ from ..http.cors import Cors, may_open
 from ..http.endpoint_schema import SCHEMAS
 from ..http.error_replies import RequestFailed, answer_error
 from ..http.headers import Headers, find
+from ..http.request import HttpRequest
+from ..http.response import JSON, error_body
 from ..http.routes import How
-from ..http.server import JSON, Connection, HttpRequest, error_body
+from ..http.server import Connection
 from ..routing.concurrency_limit import ConcurrencyLimit, priority
 from ..routing.fleet import Fleet, Instance
 from ..routing.pairing import choose_decode
@@ -153,7 +155,7 @@ class Api:
         """Runs a route that needs an engine, within the time limit; returns its outcome."""
         outcome = "cancelled"
         status = 499
-        client.meter = meter = self._relay.metrics.meter()
+        client.response.meter = meter = self._relay.metrics.meter()
         self._relay.tracing.begin(request)
         try:
             async with asyncio.timeout(self._timeout):
@@ -367,7 +369,7 @@ def _identify(request: HttpRequest, client: Connection) -> None:
         request_id = uuid.uuid4().hex.encode()
         others = [field for field in request.headers if field[0] != REQUEST_ID]
         request.headers = [*others, (REQUEST_ID, request_id)]
-    client.extra_headers = [*client.extra_headers, (REQUEST_ID, request_id)]
+    client.response.extra_headers.append((REQUEST_ID, request_id))
 
 
 def _outcome(status: int) -> str:

@@ -21,8 +21,9 @@ from typing import Any, Literal, NamedTuple
 
 from ..http.headers import find
 from ..http.reasons import Reason
-from ..http.server import Connection, HttpRequest
-from ..http.upstream import UpstreamResponse
+from ..http.request import HttpRequest
+from ..http.server import Connection
+from ..http.upstream_response import UpstreamResponse
 from ..routing.fleet import Instance
 from ..routing.pairing import InstancePair
 from ..routing.policies import RoutingQuery

@@ -14,8 +14,9 @@ import logging
 
 import msgspec
 
+from ..http.connection_pool import FULL_STATUSES, ConnectionPool, pool_of
 from ..http.headers import Headers
-from ..http.upstream import FULL_STATUSES, ConnectionPool, Unreachable, pool_of
+from ..http.upstream_response import Unreachable
 from ..routing.fleet import Instance
 from .streams import aborted
 

@@ -11,7 +11,7 @@ from ..http.error_replies import RequestFailed
 from ..http.headers import end_to_end, find
 from ..http.server import Connection
 from ..http.sse import DONE, ERROR
-from ..http.upstream import Unreachable, UpstreamResponse
+from ..http.upstream_response import Unreachable, UpstreamResponse
 from ..routing.fleet import Fleet
 from .attempt import Attempt, AttemptFailure, Leg
 from .completeness import END_MARKS, CompletenessCheck

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Literal, get_args
 
 from ..http.reasons import Reason
 
@@ -37,12 +37,23 @@ CHARGED_REASONS = frozenset(("garbled", "timeout", "5xx", "busy"))
 
 
 class NextStep(Enum):
-    """A rung of the ladder; the values are those of the metric of failovers."""
+    """A rung of the ladder."""
 
     PAIR = "pair"  # two other legs, at least one of them new
     SAME_DECODE = "same_decode"  # the decode instance of this attempt serves it alone
     OTHER_DECODE = "other_decode"  # another decode instance serves it alone
     GIVE_UP = "none"
+
+
+# All values of the labels of two metrics: `rung` of failovers, `reason` of fallbacks.
+RUNGS = tuple(step.value for step in NextStep)
+FALLBACK_REASONS = (
+    "no_pair",
+    "prefill_full",
+    "decode_failed",
+    "decode_in_stream",
+    *(f"prefill_{reason}" for reason in get_args(Reason)),
+)
 
 
 @dataclass(slots=True)

@@ -10,10 +10,13 @@ from contextlib import contextmanager
 import msgspec
 
 from ..http.addresses import split_rank
+from ..http.connection_pool import ConnectionPool, pool_of
 from ..http.error_replies import RequestFailed
 from ..http.headers import Headers, end_to_end
-from ..http.server import JSON, Connection, HttpRequest, error_body
-from ..http.upstream import ConnectionPool, Unreachable, UpstreamResponse, pool_of
+from ..http.request import HttpRequest
+from ..http.response import JSON, error_body
+from ..http.server import Connection
+from ..http.upstream_response import Unreachable, UpstreamResponse
 from ..http.websocket import join
 from ..routing.fleet import Fleet, Instance
 from ..routing.pairing import record_choice

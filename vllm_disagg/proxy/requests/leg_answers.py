@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from ..http.headers import find
 from ..http.reasons import Reason
-from ..http.server import HttpRequest
-from ..http.upstream import HOLD_BYTES, Unreachable, UpstreamResponse
+from ..http.request import HttpRequest
+from ..http.upstream_response import HOLD_BYTES, Unreachable, UpstreamResponse
 from ..membership.discovery import card_in, engine_in
 from ..routing.pairing import InstancePair
 from .attempt import Leg, RequestContext

@@ -23,7 +23,8 @@ from typing import Any
 
 from ...fleet.grants import MARGIN_SECONDS, REQUEST_KEY, VERSION, Grant, mint, new_transfer
 from ...fleet.keys import FleetKey
-from ..http.upstream import ConnectionPool, Unreachable, UpstreamResponse, pool_of
+from ..http.connection_pool import ConnectionPool, pool_of
+from ..http.upstream_response import Unreachable, UpstreamResponse
 from ..membership.discovery import NIXL_PREFILL, params_in
 from ..routing.fleet import Instance
 from ..routing.pairing import InstancePair
@@ -56,7 +57,7 @@ class LegRunner:
         self._metrics = metrics
         self._tracing = tracing
         self._key = settings.key
-        self._patience = settings.patience
+        self._prefill_timeout = settings.prefill_timeout
 
     async def run_legs(self, attempt: Attempt) -> LegOutcome:
         """Returns an answer that has started, or the failure of a leg."""
@@ -99,7 +100,7 @@ class LegRunner:
 
     async def _run_concurrently(self, attempt: Attempt, pair: InstancePair) -> LegOutcome:
         """Runs both legs at once; returns D's answer, or the first failure or refusal."""
-        prefill_grant, decode_grant = mint_grants(self._key, pair, self._patience, _now())
+        prefill_grant, decode_grant = mint_grants(self._key, pair, self._prefill_timeout, _now())
         prefill_body = attempt.context.body.prefill_body({REQUEST_KEY: prefill_grant})
         decode_body = attempt.context.body.decode_body({REQUEST_KEY: decode_grant})
         prefill = attempt.start_prefill_leg(
@@ -120,15 +121,17 @@ class LegRunner:
             decode.cancel()
 
     async def _prefill_leg(self, attempt: Attempt, pair: InstancePair, body: bytes) -> LegOutcome:
-        """Runs a prefill leg within the patience."""
+        """Runs a prefill leg within its timeout."""
         instance = pair.prefill
         started_at = _now()
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._prefill_timeout):
                 answer = await self._send(attempt, "prefill", instance, body)
         except TimeoutError:
             leg = Leg("prefill", instance, started_at)
-            return attempt.record_failure(leg, "timeout", f"no answer within {self._patience:g} s")
+            return attempt.record_failure(
+                leg, "timeout", f"no answer within {self._prefill_timeout:g} s"
+            )
         if isinstance(answer, AttemptFailure):
             return answer
         if answer.status == 429:  # another P may have room

@@ -47,9 +47,10 @@ Blame. A failure counts against its instance at once, with these exceptions:
 
 from __future__ import annotations
 
+from ..http.connection_pool import ConnectionPool
 from ..http.headers import RANK_HEADER, find
-from ..http.server import Connection, HttpRequest
-from ..http.upstream import ConnectionPool
+from ..http.request import HttpRequest
+from ..http.server import Connection
 from ..routing.fleet import Fleet
 from ..routing.policies import Policy
 from ..routing.prefill_queue import PrefillQueue

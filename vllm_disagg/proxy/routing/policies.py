@@ -25,15 +25,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
 
 import xxhash
 
+from ...fleet.conventions import PolicyName
 from .fleet import Instance
 from .prefixes import PrefixIndex, PromptPrefix
-
-Name = Literal["prefix_aware", "least_loaded", "power_of_two", "round_robin"]
-POLICY_NAMES: tuple[Name, ...] = get_args(Name)
 
 REQUEST_COST_BYTES = 2048  # cost of a running request beside its context, about 500 tokens' worth
 FULL_CACHE_RATIO = 0.9  # of the KV cache
@@ -58,7 +55,7 @@ class RoutingQuery:
 class Policy:
     """One of the policies above, with its random generator and its memory of prefixes."""
 
-    name: Name = "least_loaded"
+    name: PolicyName = "least_loaded"
     chance: random.Random = field(default_factory=random.Random)
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
 

@@ -17,6 +17,7 @@ _NUMBERS = {
     "completion": re.compile(rb'"(?:completion|output)_tokens": *(\d+)'),
     "cached": re.compile(rb'"cached_tokens": *(\d+)'),
 }
+TOKEN_KINDS = tuple(_NUMBERS)
 _MAX_USAGE_BYTES = 1000  # of the answer's `usage`
 COLON = ord(":")
 now = time.monotonic

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from ..routing.fleet import Fleet
-from .meter import HistogramBuckets, TrafficCounters, now
+from .meter import TOKEN_KINDS, HistogramBuckets, TrafficCounters, now
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (
@@ -59,6 +59,15 @@ _HISTOGRAMS = {
 }
 
 
+# Counters with one label, by name: the label, all of its values, the help text.
+_LABELLED_COUNTS = {
+    "tokens": ("kind", TOKEN_KINDS, "Tokens, as the answers' usage stated them."),
+    "events": ("direction", ("sent",), "Events of streams."),
+    "bytes": ("direction", ("received", "sent"), "Bytes of bodies, from and to clients."),
+    "missed": ("objective", ("ttft", "tpot"), "Requests that missed an objective."),
+}
+
+
 class LatencyObjectives(msgspec.Struct, frozen=True):
     """Holds the objectives that a stream must meet to count as goodput, in seconds; 0: none."""
 
@@ -67,9 +76,19 @@ class LatencyObjectives(msgspec.Struct, frozen=True):
 
 
 class Metrics:
-    """Counts for one proxy worker, with a registry of its own: a process may hold several."""
+    """Counts for one proxy worker, with a registry of its own: a process may hold several.
 
-    def __init__(self, fleet: Fleet, objectives: LatencyObjectives | None = None) -> None:
+    Each series whose labels have few known values starts at zero.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        objectives: LatencyObjectives | None = None,
+        fallback_reasons: Iterable[str] = (),
+        rungs: Iterable[str] = (),
+    ) -> None:
+        """`fallback_reasons` and `rungs` are all values of these labels."""
         self._fleet = fleet
         self._objectives = objectives or LatencyObjectives()
         self._registry = CollectorRegistry()
@@ -91,6 +110,10 @@ class Metrics:
             ["rung"],
             registry=self._registry,
         )
+        for reason in fallback_reasons:
+            self._fallbacks.labels(reason)
+        for rung in rungs:
+            self._failovers.labels(rung)
         # Children of `_requests` by their labels: a lookup here is faster than `labels()`.
         self._request_counters: dict[tuple[str, str, str], Counter] = {}
         self.histograms = {
@@ -102,8 +125,13 @@ class Metrics:
         self.all_workers: Callable[[], Awaitable[list[str]]] | None = None
         # Return the number of waiting requests, by place.
         self.waiting: dict[str, Callable[[], int]] = {}
-        # By metric ("tokens", "events", "bytes", "missed", "goodput") and its label's value.
-        self._amounts: defaultdict[tuple[str, str], int] = defaultdict(int)
+        # By the name of a labelled count and its label's value.
+        self._amounts = {
+            (name, value): 0
+            for name, (_, values, _) in _LABELLED_COUNTS.items()
+            for value in values
+        }
+        self._goodput = 0
         # Sums by the URLs of a pair, then by "requests" or phase (seconds).
         self._pairs: dict[tuple[str, str], dict[str, float]] = {}
         self._registry.register(
@@ -190,7 +218,7 @@ class Metrics:
                 missed = True
                 self._amounts["missed", name] += 1
         if not missed:
-            self._amounts["goodput", ""] += 1
+            self._goodput += 1
 
     # -- read at each scrape -----------------------------------------------------------------------
 
@@ -237,21 +265,15 @@ class Metrics:
             )
 
     def _counts(self) -> Iterator[Metric]:
-        for name, label, text in (
-            ("tokens", "kind", "Tokens, as the answers' usage stated them."),
-            ("events", "direction", "Events of streams."),
-            ("bytes", "direction", "Bytes of bodies, from and to clients."),
-            ("missed", "objective", "Requests that missed an objective."),
-        ):
+        for name, (label, values, text) in _LABELLED_COUNTS.items():
             family = CounterMetricFamily(f"vllm_disagg_{name}", text, labels=[label])
-            for (metric, value), amount in self._amounts.items():
-                if metric == name:
-                    family.add_metric([value], amount)
+            for value in values:
+                family.add_metric([value], self._amounts[name, value])
             yield family
         good = CounterMetricFamily(
             "vllm_disagg_goodput", "Requests that ended well and missed no objective."
         )
-        good.add_metric([], self._amounts["goodput", ""])
+        good.add_metric([], self._goodput)
         yield good
 
     def _pairings(self) -> Iterator[Metric]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 
 from ..http.headers import find
+from ..http.request import HttpRequest
 from ..http.routes import template
-from ..http.server import Connection, HttpRequest
+from ..http.server import Connection
 from .access_log import AccessLog
 from .meter import TrafficCounters, now
 from .metrics import Metrics

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from ...errors import ConfigError
 from ..http.headers import Headers
+from ..http.request import HttpRequest
 from ..http.routes import template
-from ..http.server import HttpRequest
 
 CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 

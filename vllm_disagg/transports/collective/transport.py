@@ -77,8 +77,8 @@ class CollectiveTransport:
         if end is None:
             # The same bound by which the receiver cuts pieces.
             block_sizes = [sum(kind.block_bytes) for kind in worker.holds.kinds]
-            largest = max(self._port.config.piece, *block_sizes)
-            end = ReceiverEnd(self._port.config.silence, slot=largest)
+            largest = max(self._port.config.piece_bytes, *block_sizes)
+            end = ReceiverEnd(self._port.config.peer_timeout, slot=largest)
             self._senders[worker.name] = end
         if end.state is not channel.ChannelState.CLOSED or time.monotonic() < end.retry_at:
             return
@@ -275,7 +275,7 @@ class CollectiveTransport:
         # Taken out and put back, so that the latest stands at the end of the dict.
         end = self._receivers.pop(receiver, None)
         if end is None:
-            end = SenderEnd(self._port.config.silence)
+            end = SenderEnd(self._port.config.peer_timeout)
         self._receivers[receiver] = end
         self._forget_receivers()
         return self._make_room(SENDS, self._receivers, receiver)

@@ -53,10 +53,10 @@ class OpenRead:
 class Reads:
     """Open reads and registered buffers of one agent."""
 
-    def __init__(self, agent: Agent, silence: float) -> None:
+    def __init__(self, agent: Agent, peer_timeout: float) -> None:
         self.agent = agent
         self.open: list[OpenRead] = []
-        self._silence = silence
+        self._peer_timeout = peer_timeout
         self._looked_at = 0.0
         self._buffers: list[Buffer] = []  # registered and free
 
@@ -76,7 +76,7 @@ class Reads:
         size = sum(size for _, size in runs[0])
         # The reads before this one may take the path's whole rate.
         bytes_ahead = sum(opened.size for opened in self.open)
-        deadline = started_at + self._silence + (size + bytes_ahead) / MIN_BYTES_PER_SECOND
+        deadline = started_at + self._peer_timeout + (size + bytes_ahead) / MIN_BYTES_PER_SECOND
         opened = OpenRead(source, size, started_at, deadline, write, buffer)
         try:
             opened.read = self.agent.read(peer, *runs)

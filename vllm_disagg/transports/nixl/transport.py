@@ -179,7 +179,7 @@ class NixlTransport:
         regions = notes.joined_regions(self._memory.regions())
         name = f"{self._port.name}#reads-{os.urandom(4).hex()}"
         agent = Agent(name, self._port.config, regions)
-        return NixlReady(Reads(agent, self._port.config.silence), speed)
+        return NixlReady(Reads(agent, self._port.config.peer_timeout), speed)
 
     def disconnect(self, sender: str) -> None:
         """Forget a sender; its open reads end as they would have."""

@@ -30,11 +30,11 @@ HEADER_LENGTH_BYTES = 2
 MIN_BYTES_PER_SECOND = 1e6
 
 
-def piece_deadline(now: float, size: int, silence: float) -> float:
+def piece_deadline(now: float, size: int, peer_timeout: float) -> float:
     """Returns when all `size` bytes of a piece must have crossed."""
     # Both ends use it, besides their limit on a stall: a peer that passes one byte now and then
     # never stalls, and would hold the blocks for hours.
-    return now + silence + size / MIN_BYTES_PER_SECOND
+    return now + peer_timeout + size / MIN_BYTES_PER_SECOND
 
 
 class TcpHello(msgspec.Struct, frozen=True, tag="hello"):

@@ -67,9 +67,9 @@ class TcpReceiver:
     is_full: bool = False  # the kernel's buffer
     piece_deadline: float = math.inf
 
-    def deadline(self, silence: float) -> float:
+    def deadline(self, peer_timeout: float) -> float:
         """Return when this connection is given up unless it makes progress."""
-        return min(self.last_progress + silence, self.piece_deadline)
+        return min(self.last_progress + peer_timeout, self.piece_deadline)
 
 
 @dataclass
@@ -166,12 +166,12 @@ class TcpSender:
         """Returns the earliest deadline of a connection; 0 while events wait."""
         if self._events:
             return 0.0
-        silence = self._port.config.silence
+        peer_timeout = self._port.config.peer_timeout
         deadlines = [pending.deadline for pending in self._pending.values()]
         for receiver in self._receivers.values():
             # Idle connections have no deadline: an idle pair wakes no thread.
             if receiver.queue:
-                deadlines.append(receiver.deadline(silence))
+                deadlines.append(receiver.deadline(peer_timeout))
         return min(deadlines, default=None)
 
     def close(self) -> None:
@@ -332,9 +332,9 @@ class TcpSender:
         """Yields head, frames and checksum of a piece, as they go on the wire."""
         frames = self._port.memory.read(piece.extent, piece.blocks)
         size = sum(len(frame) for frame in frames)
-        silence = self._port.config.silence
+        peer_timeout = self._port.config.peer_timeout
         # From the piece's first byte on: pieces ahead of it in the queue have their own deadlines.
-        receiver.piece_deadline = notes.piece_deadline(time.monotonic(), size, silence)
+        receiver.piece_deadline = notes.piece_deadline(time.monotonic(), size, peer_timeout)
         head = notes.PieceHead(piece.transfer, piece.number, size)
         yield memoryview(notes.encode_head(head))
         state = hasher(piece.transfer)
@@ -354,9 +354,9 @@ class TcpSender:
 
     def _close_overdue(self, now: float) -> None:
         """Closes connections that make no progress or sent no token in time."""
-        silence = self._port.config.silence
+        peer_timeout = self._port.config.peer_timeout
         for receiver in list(self._receivers.values()):
-            if not receiver.queue or now <= receiver.deadline(silence):
+            if not receiver.queue or now <= receiver.deadline(peer_timeout):
                 continue
             reason = "stalled"
             if now > receiver.piece_deadline:

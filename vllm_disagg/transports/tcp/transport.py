@@ -302,8 +302,8 @@ class TcpTransport:
             raw_head = bytearray(int.from_bytes(length, "big"))
             yield memoryview(raw_head)
             head = notes.decode_head(raw_head)
-            silence = self._port.config.silence
-            source.piece_deadline = notes.piece_deadline(time.monotonic(), head.size, silence)
+            peer_timeout = self._port.config.peer_timeout
+            source.piece_deadline = notes.piece_deadline(time.monotonic(), head.size, peer_timeout)
             self._current = source
             yield PieceArrived(head.transfer, head.number)  # the driver may call `write_piece`
             self._current = None
@@ -379,8 +379,8 @@ class TcpTransport:
             yield self._events.popleft()
 
     def _check_deadlines(self, source: TcpSource, now: float) -> None:
-        silence = self._port.config.silence
-        if source.is_in_piece and now > source.last_progress + silence:
+        peer_timeout = self._port.config.peer_timeout
+        if source.is_in_piece and now > source.last_progress + peer_timeout:
             self._lose(source, "stalled in the middle of a piece")
         elif now > source.piece_deadline:
             self._lose(source, "too slow for a piece")
@@ -396,11 +396,11 @@ class TcpTransport:
         """Return the earliest deadline of a connection; 0 while events wait."""
         if self._events:
             return 0.0
-        silence = self._port.config.silence
+        peer_timeout = self._port.config.peer_timeout
         deadlines = []
         for source in self._sources.values():
             if source.is_in_piece:
-                deadlines.append(min(source.last_progress + silence, source.piece_deadline))
+                deadlines.append(min(source.last_progress + peer_timeout, source.piece_deadline))
             if source.state in PAIRING_STATES:
                 deadlines.append(source.attempt_deadline)
             if source.state is TcpState.ASKING:

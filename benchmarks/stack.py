@@ -1,0 +1,123 @@
+"""Engines and proxies that a benchmark starts and stops together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from processes import cpu_seconds, free_port
+
+VLLM = str(Path(sys.executable).with_name("vllm"))
+COMMAND = [sys.executable, "-m", "vllm_disagg.cli"]
+KEY_FILE = "key"  # in the folder of the logs
+
+
+@dataclass
+class Stack:
+    """Running processes; `front` is the address for clients."""
+
+    name: str
+    dtype: str
+    gpu: bool = False
+    transport: str = "auto"  # of ours
+    front: str = ""
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self, log: Path, command: list[str], **env: str) -> None:
+        with log.open("wb") as out:
+            self.processes.append(
+                subprocess.Popen(
+                    command,
+                    env={**os.environ, **env},
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    process_group=0,
+                )
+            )
+
+    def engine(
+        self, model: str, log: Path, core: int, config: dict[str, object] | None = None, **env: str
+    ) -> str:
+        port = free_port()
+        command = [
+            VLLM,
+            "serve",
+            model,
+            "--served-model-name",
+            "tiny",
+            "--port",
+            str(port),
+            "--dtype",
+            self.dtype,
+        ]
+        command += ["--max-model-len", "4096", "--enforce-eager", "--no-enable-prefix-caching"]
+        if self.gpu:
+            command += ["--gpu-memory-utilization", "0.3"]
+        if config:
+            command += [
+                "--kv-transfer-config",
+                json.dumps({**config, "kv_load_failure_policy": "recompute"}),
+            ]
+        self.start(
+            log, command, VLLM_CPU_OMP_THREADS_BIND=str(core), VLLM_CPU_KVCACHE_SPACE="4", **env
+        )
+        return f"http://127.0.0.1:{port}"
+
+    def wait(self, url: str, path: str, seconds: float = 180) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if any(process.poll() is not None for process in self.processes):
+                raise SystemExit(f"{self.name}: a process ended at start, see the logs")
+            if (
+                subprocess.run(
+                    ["curl", "-sf", "-o", "/dev/null", url + path], check=False
+                ).returncode
+                == 0
+            ):
+                return
+            time.sleep(0.5)
+        raise SystemExit(f"{self.name}: {url} did not come up in {seconds:.0f} s")
+
+    def cpu_seconds(self) -> float:
+        return cpu_seconds({process.pid for process in self.processes})
+
+    def stop(self) -> None:
+        for sent in (signal.SIGTERM, signal.SIGKILL):
+            for process in self.processes:
+                try:
+                    os.killpg(process.pid, sent)
+                except ProcessLookupError:
+                    continue
+            time.sleep(3)
+
+
+def start_pair(
+    stack: Stack, model: str, logs: Path, settings: dict[str, object]
+) -> tuple[str, str]:
+    """Starts P on core 0 and D on core 1, with a new fleet key. Returns their URLs."""
+    key = str(logs / KEY_FILE)
+    subprocess.run([*COMMAND, "key", key], check=True)
+    config = {
+        "kv_connector": "DisaggConnector",
+        "kv_connector_extra_config": {"key_file": key, **settings},
+    }
+    prefill = stack.engine(model, logs / "prefill.log", 0, {**config, "kv_role": "kv_producer"})
+    decode = stack.engine(model, logs / "decode.log", 1, {**config, "kv_role": "kv_consumer"})
+    return prefill, decode
+
+
+def start_proxy(stack: Stack, logs: Path, prefill: str, decode: str) -> str:
+    """Starts the proxy of a pair that `start_pair` made. Returns its URL when it is ready."""
+    port = str(free_port())
+    flags = ["--port", port, "--key-file", str(logs / KEY_FILE)]
+    instances = ["--prefill", prefill, "--decode", decode]
+    stack.start(logs / "proxy.log", [*COMMAND, "proxy", *flags, *instances])
+    front = f"http://127.0.0.1:{port}"
+    stack.wait(front, "/readiness")
+    return front

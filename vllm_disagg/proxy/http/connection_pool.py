@@ -1,0 +1,185 @@
+"""Keeps connections to one instance, and sends requests over them.
+
+Retry: vLLM closes idle connections after 5 s, so the pool stops using them earlier. A kept
+connection may still die before the first byte of its answer. That shows nothing about the engine,
+and the request is sent once more on a new connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections import deque
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+from .addresses import AllowedNetworks, check_url, split_rank
+from .headers import RANK_HEADER, Headers, end_to_end, head
+from .reasons import Reason
+from .stall_timer import patient
+from .upstream import CLOSED_DETAIL, UpstreamConnection
+from .upstream_response import Unreachable, UpstreamResponse
+
+IDLE_SECONDS = 4.0  # below vLLM's VLLM_HTTP_TIMEOUT_KEEP_ALIVE
+CONNECT_SECONDS = 2.0
+FULL_STATUSES = (429, 503)  # answers of an API server whose engine takes no more requests
+
+_LEFT_DETAIL = "it has left the fleet"
+
+
+class ConnectionPool:
+    """Keeps the connections to one instance.
+
+    For a data parallel rank, every request carries the rank's header.
+    """
+
+    def __init__(
+        self, url: str, tls: ssl.SSLContext | None = None, networks: AllowedNetworks | None = None
+    ) -> None:
+        """Raises ConfigError for a bad URL.
+
+        `tls`: trusted certificates for an https URL; by default those of this system.
+        `networks`: allowed networks of the instance; by default any.
+        """
+        base, rank = split_rank(check_url(url, "URL"))
+        self._rank = b"" if rank is None else b"%d" % rank
+        parts = urlsplit(base)
+        secure = parts.scheme == "https"
+        self._address = (str(parts.hostname), parts.port or (443 if secure else 80))
+        self._tls = (tls or ssl.create_default_context()) if secure else None
+        self._host = parts.netloc.encode()
+        self._networks = networks
+        self.connections: set[UpstreamConnection] = set()
+        self.chunks_received = 0  # any of them shows that the instance lives
+        self._idle: deque[UpstreamConnection] = deque()
+        self.closed = False  # no new connections
+
+    def close(self) -> None:
+        """Closes all connections for good: the instance has left the fleet."""
+        self.closed = True
+        self.abort()
+
+    async def send(
+        self, method: str, path: str, headers: Headers, body: bytes = b"", upgrade: bytes = b""
+    ) -> UpstreamResponse:
+        """Sends a request; returns when the answer's head is here. The caller closes the answer.
+
+        `upgrade`: the protocol to offer, on a new connection; a status of 101 means that the
+        instance has switched to it. Raises Unreachable.
+        """
+        request_head = self._request_head(method, path, headers, len(body), upgrade)
+        connection = None if upgrade else self._take_idle()
+        connection = connection or await self._connect()
+        while True:
+            answer = connection.send_request(request_head, body, upgrade)
+            try:
+                await answer.head()
+                return answer
+            except Unreachable as error:
+                answer.close()
+                if not self._may_retry(connection):
+                    raise
+                first_error = error
+            except BaseException:
+                answer.close()
+                raise
+            try:
+                connection = await self._connect()
+            except Unreachable:
+                # The instance died with this request: the first error describes that.
+                raise first_error from None
+
+    def _request_head(
+        self, method: str, path: str, headers: Headers, body_bytes: int, upgrade: bytes
+    ) -> bytes:
+        fields = [(b"host", self._host), *end_to_end(headers, request=True)]
+        if upgrade:
+            fields += [(b"connection", b"Upgrade"), (b"upgrade", upgrade)]
+        else:
+            fields.append((b"content-length", b"%d" % body_bytes))
+        if self._rank:
+            fields = [field for field in fields if field[0] != RANK_HEADER]
+            fields.append((RANK_HEADER, self._rank))
+        return head(f"{method} {path} HTTP/1.1".encode(), fields)
+
+    def _may_retry(self, connection: UpstreamConnection) -> bool:
+        """Returns whether a request that failed on this connection may be sent once more."""
+        return connection.died_unused and not self.closed
+
+    def abort(self, reason: Reason = "reset", detail: str = CLOSED_DETAIL) -> None:
+        """Closes every connection; tasks that wait on one get Unreachable."""
+        for connection in list(self.connections):
+            connection.give_up(reason, detail)
+
+    def release(self, connection: UpstreamConnection) -> None:
+        """Takes back a connection whose exchange has ended, and closes those idle for too long."""
+        now = asyncio.get_running_loop().time()
+        connection.idle_since = now
+        self._idle.append(connection)
+        while now - self._idle[0].idle_since > IDLE_SECONDS:
+            self._idle.popleft().close()
+
+    def _take_idle(self) -> UpstreamConnection | None:
+        """Returns the connection used last, if vLLM has surely not closed it; else None."""
+        now = asyncio.get_running_loop().time()
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open and now - connection.idle_since <= IDLE_SECONDS:
+                return connection
+            connection.close()
+        return None
+
+    async def _connect(self) -> UpstreamConnection:
+        if self.closed:
+            raise Unreachable("refused", _LEFT_DETAIL)
+        try:
+            async with patient(CONNECT_SECONDS):
+                return await self._open()
+        except TimeoutError:
+            raise Unreachable("refused", f"no connection within {CONNECT_SECONDS:.0f} s") from None
+        except ssl.SSLError as error:
+            detail = getattr(error, "verify_message", "") or error.reason
+            raise Unreachable("refused", f"TLS: {detail}") from None
+        # ValueError: a name that no host can have, such as one with a label of 64 bytes.
+        except (OSError, ValueError) as error:
+            raise Unreachable("refused", getattr(error, "strerror", None) or str(error)) from None
+
+    async def _open(self) -> UpstreamConnection:
+        """Connects to the first address that accepts.
+
+        DNS may answer differently each time. So each answer is checked against the allowed
+        networks, directly before it is used.
+        """
+        host, port = self._address
+        if not self._networks:
+            return await self._open_to(host)
+        loop = asyncio.get_running_loop()
+        infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = [str(info[4][0]) for info in infos]
+        allowed = [address for address in found if self._networks.allow(address)]
+        if not allowed:
+            raise Unreachable("refused", self._networks.refusal(found[0]))
+        for address in allowed[:-1]:
+            with suppress(OSError):  # the next one may accept; the last one's error is raised
+                return await self._open_to(address)
+        return await self._open_to(allowed[-1])
+
+    async def _open_to(self, address: str) -> UpstreamConnection:
+        host, port = self._address
+        _, connection = await asyncio.get_running_loop().create_connection(
+            lambda: UpstreamConnection(self),
+            address,
+            port,
+            ssl=self._tls,
+            server_hostname=host if self._tls else None,  # the name that the certificate must have
+        )
+        return connection
+
+
+def pool_of(pools: dict[str, ConnectionPool], url: str) -> ConnectionPool:
+    """Returns an instance's pool; raises Unreachable when the instance has left the fleet."""
+    pool = pools.get(url)
+    if pool is None:
+        raise Unreachable("refused", _LEFT_DETAIL)
+    return pool

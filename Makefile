@@ -24,11 +24,12 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN    := $(VENV)/bin
 MODEL  := .cache/models/heavy
-# Tests that need neither an engine nor processes of their own.
-QUICK  := $(addprefix tests/,unit protocol kv fleet connector planner bench launcher workloads transports/zmq transports/nixl transports/collective simulation property proxy) \
-	$(wildcard tests/transports/test_*.py)
+# Tests that need neither an engine nor processes of their own; the first ones mostly wait, the others compute.
+WAITING   := $(addprefix tests/,proxy unit launcher bench transports/zmq transports/nixl) $(wildcard tests/transports/test_*.py)
+COMPUTING := $(addprefix tests/,protocol kv fleet connector planner workloads transports/collective simulation property)
+QUICK     := $(WAITING) $(COMPUTING)
 
-.PHONY: setup demo check coverage test wide chaos versions mutants bench bench-proxy bench-transport goodput house clean
+.PHONY: setup demo check static quick-waiting quick-computing coverage test wide chaos versions mutants bench bench-proxy bench-transport goodput house clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.ours
@@ -59,7 +60,11 @@ demo: setup
 	@$(BIN)/python scripts/tiny_model.py heavy $(MODEL)
 	@VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python examples/demo.py $(MODEL)
 
+# Two jobs at a time; each prints its output when it has ended.
 check: setup
+	+@$(MAKE) --no-print-directory -j2 --output-sync=target static quick-waiting quick-computing
+
+static: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy vllm_disagg kv_connectors
@@ -69,14 +74,19 @@ check: setup
 	$(BIN)/python scripts/reference.py --check
 	$(BIN)/python scripts/check_docs.py
 	$(BIN)/python tests/mutants.py --check
-	$(BIN)/python -m pytest $(QUICK)
+
+quick-waiting: setup
+	$(BIN)/python -m pytest $(WAITING)
+
+quick-computing: setup
+	$(BIN)/python -m pytest $(COMPUTING)
 
 coverage: setup
 	$(BIN)/python -m pytest --cov --cov-report=term $(QUICK)
 
-# Warnings are errors in the quick tests only: what clients of engines leave open is not worth a run of half an hour.
+# With engines a warning is no error: a descriptor left open is not worth a run of half an hour.
 test: check
-	$(BIN)/python -m pytest -W default tests/transports/processes
+	$(BIN)/python -m pytest tests/transports/processes
 	$(BIN)/python -m pytest -W default tests/engine -m "not chaos and not wide"
 
 wide: setup

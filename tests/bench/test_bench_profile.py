@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,6 +22,7 @@ from vllm_disagg.bench.steps import DecodeProbe, PrefillProbe, StepSample
 INFO = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="20"} 1.0\n'
 STEP = 0.003  # seconds of any step
 TOKEN = 5e-5  # seconds more for each token of a prompt in the step
+LONGEST_PROFILE_SECONDS = 60.0
 
 
 class Scripted(BaseHTTPRequestHandler):
@@ -106,15 +107,48 @@ def neighbour() -> Iterator[tuple[str, type[Scripted]]]:
         yield found
 
 
+def measure_until(monkeypatch: pytest.MonkeyPatch, enough: Callable[[], bool]) -> None:
+    """Makes a profile end once each point was measured and `enough` holds.
+
+    Its own limit is a time, within which a slow machine measures too few points.
+    """
+    rounds = profile._rounds
+
+    def patient_rounds(
+        plan: Sequence[PrefillProbe | DecodeProbe],
+        measure: Callable[[PrefillProbe | DecodeProbe], StepSample | None],
+        seconds: float,
+        clock: Callable[[], float],
+    ) -> profile.ProfileSamples:
+        missing = set(plan)
+        latest_end = clock() + LONGEST_PROFILE_SECONDS
+
+        def measure_and_count(probe: PrefillProbe | DecodeProbe) -> StepSample | None:
+            step = measure(probe)
+            if step:
+                missing.discard(probe)
+            return step
+
+        def scripted_clock() -> float:
+            is_over = (not missing and enough()) or clock() > latest_end
+            return seconds if is_over else 0.0
+
+        return rounds(plan, measure_and_count, seconds, scripted_clock)
+
+    monkeypatch.setattr(profile, "_rounds", patient_rounds)
+
+
 def test_a_profile_finds_the_engines_times(
-    engine: tuple[str, type[Scripted]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    engine: tuple[str, type[Scripted]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    measure_until(monkeypatch, lambda: True)
     path = tmp_path / "points.json"
     words = [
         "--output",
         str(path),
-        "--seconds",
-        "1",
         "--max-num-batched-tokens",
         "128",
         "--machine",
@@ -137,16 +171,19 @@ def test_a_profile_finds_the_engines_times(
 
 
 def test_neighbours_work_meanwhile(
-    engine: tuple[str, type[Scripted]], neighbour: tuple[str, type[Scripted]], tmp_path: Path
+    engine: tuple[str, type[Scripted]],
+    neighbour: tuple[str, type[Scripted]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A neighbour gets one request after the other for as long as the measurement takes."""
+    asked = neighbour[1].asked
+    measure_until(monkeypatch, lambda: len(asked) >= 3)
     path = tmp_path / "points.json"
-    words = ["--output", str(path), "--seconds", "1", "--beside", neighbour[0]]
+    words = ["--output", str(path), "--beside", neighbour[0]]
     assert cli.main(["profile", engine[0], *words]) == 0
     assert json.loads(path.read_text())["beside"] == 1
-    asked = neighbour[1].asked
-    assert len(asked) >= 3 and set(asked) == {
-        96 - neighbours.ANSWER_TOKENS
-    }  # one after the other; as long as it takes them
+    assert len(asked) >= 3 and set(asked) == {96 - neighbours.ANSWER_TOKENS}
 
 
 def test_a_neighbour_that_fails_is_said(

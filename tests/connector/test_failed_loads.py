@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from vllm_disagg.protocol import peers
@@ -104,9 +105,7 @@ class Decode:
         shape = RankLayout(
             [
                 KIND,
-                LayerLayout(
-                    "window", *(getattr(KIND, f) for f in KIND.__struct_fields__[1:7]), 1, WINDOW
-                ),
+                msgspec.structs.replace(KIND, fingerprint="window", group=1, window=WINDOW),
             ],
             [0, 1],
         )

@@ -269,10 +269,11 @@ def test_fp8_and_layers_that_are_left_out_of_it(stored: torch.dtype) -> None:
     assert found == compat.kv_order(CONFIG, plain)
 
 
-def hybrid(block_size: int) -> HostMemory:
+def hybrid(block_size: int) -> tuple[HostMemory, torch.Tensor]:
     """Returns a layer with SSM states and one with attention, laid out as in vLLM.
 
-    Both have pages of one size in one buffer; the states are padded.
+    Both have pages of one size in one buffer; the states are padded. The memory holds addresses
+    only: the buffer, which is returned too, must live as long.
     """
     blocks, page, state = 4, block_size * 2 * SIZE * 2, 1000
     buffer = torch.zeros(blocks * page, dtype=torch.int8)
@@ -297,14 +298,14 @@ def hybrid(block_size: int) -> HostMemory:
         CONFIG,
     )
     assert names == list(specs)
-    memory.kept = buffer  # type: ignore[attr-defined] - it holds addresses only
-    return memory
+    return memory, buffer
 
 
 def test_states_beside_attention() -> None:
-    theirs, ours = hybrid(128), hybrid(128)
+    theirs, their_buffer = hybrid(128)
+    ours, our_buffer = hybrid(128)
     assert [kind.group for kind in ours.shape.kinds] == ours.shape.layers == [0, 1]
-    theirs.kept[:] = torch.arange(theirs.kept.numel()) % 127  # type: ignore[attr-defined]
+    their_buffer[:] = torch.arange(their_buffer.numel()) % 127
     plan = reshard.plan([theirs.shape], [ours.shape])
     wanted = LoadRequested(
         "t",
@@ -323,7 +324,8 @@ def test_states_beside_attention() -> None:
             moved[extent.layer] += size
     page = 128 * 2 * SIZE * 2
     assert moved == [1000, 2 * page]
-    there, here = theirs.kept.view(4, page), ours.kept.view(4, page)  # type: ignore[attr-defined]
+    there = their_buffer.view(4, page)
+    here = our_buffer.view(4, page)
     assert torch.equal(here[3, :1000], there[2, :1000])
     assert not here[3, 1000:].any()
     assert torch.equal(here[[1, 0]], there[[0, 1]])
@@ -331,4 +333,4 @@ def test_states_beside_attention() -> None:
 
 def test_beside_states_blocks_are_of_one_size() -> None:
     with pytest.raises(Unmappable, match=r"blocks of 128 at P and .*blocks of 64 at D"):
-        reshard.plan([hybrid(128).shape], [hybrid(64).shape])
+        reshard.plan([hybrid(128)[0].shape], [hybrid(64)[0].shape])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -18,6 +18,8 @@ from vllm_disagg.fleet import keys
 from vllm_disagg.kv.layout import uniform
 from vllm_disagg.protocol import events
 from vllm_disagg.transports.base import Counters
+
+Overlap = Literal["layer", "chunk", "off"]
 
 
 class Recorder:
@@ -37,10 +39,10 @@ class Recorder:
         return taken
 
 
-def started(overlap: str, layers: str = "ab") -> tuple[WorkerSide, Recorder]:
+def started(overlap: Overlap, layers: str = "ab") -> tuple[WorkerSide, Recorder]:
     worker = WorkerSide(
         Config(overlap=overlap), keys.FleetKey(b"k" * keys.KEY_BYTES), 0, None, None
-    )  # type: ignore[arg-type]
+    )
     driver = Recorder()
     worker._driver = driver  # type: ignore[assignment]
     worker._layers = FinalLayers(layers)
@@ -68,7 +70,7 @@ def event_names(driver: Recorder) -> list[str]:
     return [f"{type(f).__name__} {getattr(f, 'layers', '')}".strip() for f in driver.facts]
 
 
-def prompt(overlap: str) -> list[str]:
+def prompt(overlap: Overlap) -> list[str]:
     """Returns the events of a prompt of two chunks and two layers."""
     worker, driver = started(overlap)
     for tokens in (16, 32):
@@ -90,7 +92,7 @@ def prompt(overlap: str) -> list[str]:
         ("off", ["BlocksScheduled"], ["LayersComputed 2", "PrefillFinished"]),
     ],
 )
-def test_overlap(overlap: str, step: list[str], end: list[str]) -> None:
+def test_overlap(overlap: Overlap, step: list[str], end: list[str]) -> None:
     first = [
         one for one in step if one != "LayersComputed 1"
     ]  # how often a layer is computed in a step is not known yet
@@ -165,7 +167,7 @@ def test_no_order_of_layers_announces_a_layer_too_early() -> None:
 
 
 @pytest.mark.parametrize("overlap", ["layer", "chunk", "off"])
-def test_cached_blocks_are_final_when_the_step_ends(overlap: str) -> None:
+def test_cached_blocks_are_final_when_the_step_ends(overlap: Overlap) -> None:
     """Another request of the same step may compute the blocks of the hit."""
     worker, driver = started(overlap)
     worker.begin_step(
@@ -183,7 +185,7 @@ def test_cached_blocks_are_final_when_the_step_ends(overlap: str) -> None:
 
 @pytest.mark.parametrize("overlap", ["layer", "chunk"])
 def test_take_results_ends_a_step_that_vllm_has_not_ended(
-    overlap: str,
+    overlap: Overlap,
 ) -> None:
     """As with speculative decoding, on all stages of a pipeline but the last."""
     worker, driver = started(overlap)
@@ -201,7 +203,7 @@ def test_layers_of_a_failed_forward_pass_are_taken_back(saves: bool) -> None:
     """vLLM ends the step in a `finally`, and P runs on for some seconds."""
     worker, driver = started("layer")
     step(worker, driver, "ab")  # teaches
-    seen = [
+    seen: list[events.ForSender] = [
         events.BlocksScheduled("t", 32, [[2]]),
         events.BlocksScheduled("back", 16, [[3]], cached=True),
     ]
@@ -299,7 +301,9 @@ def test_reused_bytes_are_counted_separately() -> None:
     worker, driver = started("layer")
     for transfer in ("back", "other", "given up"):
         wanted = events.LoadRequested(transfer, [], None, [events.GroupBlocks(0, [1])], 16, 1.0)  # type: ignore[arg-type]
-        sought = [] if transfer == "other" else [events.LookupRequested(transfer, [], None)]  # type: ignore[arg-type]
+        sought: list[events.ForReceiver] = []
+        if transfer != "other":
+            sought.append(events.LookupRequested(transfer, [], None))  # type: ignore[arg-type]
         worker.begin_step(StepMetadata(receiver_events=sought))
         end: Any = events.LoadCancelled(transfer) if transfer == "given up" else wanted
         worker.begin_step(

@@ -22,8 +22,10 @@ LOGPROB_TOLERANCE = 0.05
 TEXT = "\n".join(topics.values())
 TEMPERATURE = 0.8
 tally: Counter[str] = Counter()  # requests: exact, clean, wrong, left
+open_clients: list[Any] = []  # of the present test, from API libraries; `conftest` closes them
 Body = dict[str, Any]
 T = TypeVar("T")
+C = TypeVar("C")
 R = TypeVar("R")
 
 
@@ -162,12 +164,24 @@ def at_once(do: Callable[[T], R], items: Iterable[T]) -> list[R]:
         return list(pool.map(do, items))
 
 
+# Clients of API libraries -------------------------------------------------------------------------
+def until_the_end(client: C) -> C:
+    """Returns a client of an API library, which is closed when the test has ended.
+
+    Answers that are streams outlive the function that asked for them.
+    """
+    open_clients.append(client)
+    return client
+
+
 # Leaving ------------------------------------------------------------------------------------------
 def ask_and_leave(url: str, body: Body, seconds: float) -> None:
     """Sends a request and breaks the connection after these seconds, answered or not."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=TIMEOUT_SECONDS)
-    connection.request(
-        "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
-    )
-    time.sleep(seconds)
-    connection.close()
+    try:
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+        )
+        time.sleep(seconds)
+    finally:
+        connection.close()

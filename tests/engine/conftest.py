@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from asking import Record, ask, at_once, body, expect_same, tally, tokens
+from asking import Record, ask, at_once, body, expect_same, open_clients, tally, tokens
 from direct import Legs
 from engines import ROOT, Engine, Process, Proxy, free_port, get, wait
 
@@ -103,13 +103,24 @@ class Machine:
         self.start(process)
 
     def stop(self, *processes: Process) -> None:
-        for process in processes or self._running[::-1]:
+        stopping = processes or tuple(self._running[::-1])
+        for process in stopping:
+            process.begin_stop()
+        for process in stopping:
             process.stop()
             if process in self._running:
                 self._running.remove(process)
 
     def _tell(self, text: str) -> None:
         self._say.write(text if text.startswith(" ") else f"\n{text}", flush=True)
+
+
+@pytest.fixture(autouse=True)
+def closed_clients() -> Iterator[None]:
+    """Closes the clients of API libraries that a test has opened."""
+    yield
+    while open_clients:
+        open_clients.pop().close()
 
 
 @pytest.fixture(scope="session")

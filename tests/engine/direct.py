@@ -81,11 +81,13 @@ def _probe(key: keys.FleetKey, engine: Engine, name: str, until: float) -> dict[
     grant = grants.mint(key, grants.Grant(2, "probe", grants.new_transfer(), name, until=until))
     connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=TIMEOUT_SECONDS)
     asked = {"model": "tiny", "prompt": "x", "max_tokens": 1, **with_grant(grant)}
-    connection.request(
-        "POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"}
-    )
-    answer = json.loads(connection.getresponse().read())
-    connection.close()
+    try:
+        connection.request(
+            "POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"}
+        )
+        answer = json.loads(connection.getresponse().read())
+    finally:
+        connection.close()
     return dict(answer["kv_transfer_params"][grants.ANSWER_KEY])
 
 

@@ -83,6 +83,7 @@ class Process:
         self.began = 0.0
         self.patience = START
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_ending = False
 
     @property
     def url(self) -> str:
@@ -90,6 +91,7 @@ class Process:
 
     def start(self) -> None:
         self.began = time.monotonic()
+        self._is_ending = False
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self.command,
@@ -149,13 +151,21 @@ class Process:
         if self._process is not None:
             os.setpriority(os.PRIO_PGRP, self._process.pid, nice)
 
+    def begin_stop(self) -> None:
+        """Sends SIGTERM, so that several processes end at the same time; `stop` must follow."""
+        if self._process is None or self._is_ending:
+            return
+        self.signal(signal.SIGCONT)
+        self._process.terminate()
+        self._is_ending = True
+
     def stop(self, gently: float = 8.0) -> None:
         """Ends the process and all its children; `gently`: seconds before it is killed."""
         if self._process is None:
             return
         self.signal(signal.SIGCONT)
         if gently:
-            self._process.terminate()
+            self.begin_stop()
             try:
                 self._process.wait(gently)
             except subprocess.TimeoutExpired:

@@ -6,7 +6,7 @@ from typing import Any
 
 import openai
 import pytest
-from asking import Record, ask, body, english, expect_same, tokens
+from asking import Record, ask, body, english, expect_same, tokens, until_the_end
 from conftest import Main
 from engines import BLOCK, wait
 
@@ -14,7 +14,8 @@ CHAT = "/v1/chat/completions"
 
 
 def client(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+    made = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+    return until_the_end(made)
 
 
 def streamed(chunks: Any) -> Record:

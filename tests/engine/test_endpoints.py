@@ -11,7 +11,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from asking import english
+from asking import english, until_the_end
 from conftest import Main
 from engines import wait
 
@@ -75,8 +75,13 @@ def said(events: Any) -> list[Any]:
     return [text, *rest]
 
 
+def openai_client(url: str) -> openai.OpenAI:
+    made = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+    return until_the_end(made)
+
+
 def chat(url: str, **more: Any) -> Any:
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+    client = openai_client(url)
     messages: Any = [{"role": "user", "content": english(900, str(more))}]
     return client.chat.completions.create(
         model="tiny", messages=messages, temperature=0, max_tokens=40, **more
@@ -84,7 +89,7 @@ def chat(url: str, **more: Any) -> Any:
 
 
 def responses(url: str, **more: Any) -> Any:
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+    client = openai_client(url)
     return client.responses.create(
         model="tiny",
         input=english(900, f"responses {more}"),
@@ -95,7 +100,8 @@ def responses(url: str, **more: Any) -> Any:
 
 
 def messages(url: str, **more: Any) -> Any:
-    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60)
+    made = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60)
+    client = until_the_end(made)
     conversation: Any = [{"role": "user", "content": english(900, f"messages {more}")}]
     return client.messages.create(
         model="tiny", messages=conversation, max_tokens=24, extra_body={"temperature": 0}, **more

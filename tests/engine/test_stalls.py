@@ -63,18 +63,23 @@ class Refusing(BaseHTTPRequestHandler):
             time.sleep(ADMISSION)
             status, said = 503, b'{"error":{"message":"the queue is full","code":503}}'
         else:
-            connection = http.client.HTTPConnection(
-                "127.0.0.1", self.server.engine.port, timeout=60
-            )
-            connection.request(self.command, self.path, given, {"content-type": "application/json"})
-            answer = connection.getresponse()
-            status, said = answer.status, answer.read()
-            connection.close()
+            status, said = self._pass_on(given)
         self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(said)))
         self.end_headers()
         self.wfile.write(said)
+
+    def _pass_on(self, given: bytes) -> tuple[int, bytes]:
+        """Returns the engine's status and answer."""
+        port = self.server.engine.port
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        try:
+            connection.request(self.command, self.path, given, {"content-type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
 
     def log_message(self, *_: object) -> None:
         pass
@@ -92,10 +97,8 @@ def pair(machine: Machine) -> Iterator[tuple[Engine, Engine]]:
 
 def respond(url: str, seconds: float) -> tuple[str, int, float]:
     """Returns a streamed response's text, its number of beginnings, and its duration."""
-    connection, began = (
-        http.client.HTTPConnection(url.removeprefix("http://"), timeout=seconds),
-        time.monotonic(),
-    )
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=seconds)
+    began = time.monotonic()
     try:
         connection.request(
             "POST", "/v1/responses", json.dumps(JOB), {"content-type": "application/json"}
@@ -131,6 +134,7 @@ def test_a_refusal_of_p_is_seen_before_the_first_content(
     finally:
         machine.stop(proxy)
         shim.shutdown()
+        shim.server_close()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vllm_disagg import config
 from vllm_disagg.errors import BadGrant, ConfigError
 from vllm_disagg.fleet import dialling, grants, keys
-from vllm_disagg.kv.layout import LayerLayout, RankLayout, StridedRegion
+from vllm_disagg.kv.layout import Axis, LayerLayout, RankLayout, StridedRegion
 from vllm_disagg.protocol import peers
 
 KEY = keys.FleetKey(b"k" * keys.KEY_BYTES)
@@ -156,7 +156,7 @@ def test_anything_else_is_a_bad_grant(token: object) -> None:
 
 def test_a_grant_for_64_ranks_is_a_token() -> None:
     """With two kinds of layers, as Gemma 3 has them, and eighty of them."""
-    axes = [("h", 8, 1 << 15), ("c", 128, 256), ("t", 128, 2), ("c", 2, 1)]
+    axes: list[Axis] = [("h", 8, 1 << 15), ("c", 128, 256), ("t", 128, 2), ("c", 2, 1)]
     regions = [[StridedRegion(0, axes), StridedRegion(1 << 14, axes)]]
     kinds = [
         LayerLayout("keys and values of 128, bfloat16", 128, [1 << 18], regions, 8, 504, 512, group)

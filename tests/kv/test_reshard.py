@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from vllm_disagg.errors import Unmappable
 from vllm_disagg.kv.extents import size
-from vllm_disagg.kv.layout import LayerLayout, RankLayout, StridedRegion, opaque, uniform
+from vllm_disagg.kv.layout import Axis, LayerLayout, RankLayout, StridedRegion, opaque, uniform
 from vllm_disagg.kv.memory import HostMemory
 from vllm_disagg.kv.reshard import Shard, nothing, plan
 from vllm_disagg.protocol.events import GroupBlocks, LoadRequested
@@ -31,12 +31,13 @@ def kind(order: str, block_size: int, heads: int, head: int, of: int) -> LayerLa
     """Keys and values of two bytes each."""
     width = CHANNELS
     both = 2 * width
+    axes: list[Axis]
     match order:
         case "tokens first":
             axes = [("t", block_size, heads * both), ("h", heads, both), ("c", width, 1)]
             regions = [[StridedRegion(n * width, axes) for n in (0, 1)]]
         case "keys transposed":
-            h = ("h", heads, block_size * both)
+            h: Axis = ("h", heads, block_size * both)
             keys = StridedRegion(
                 0, [h, ("c", width // 2, 2 * block_size), ("t", block_size, 2), ("c", 2, 1)]
             )
@@ -125,11 +126,11 @@ def test_every_layer_and_head_comes_once_from_a_rank_that_holds_it(
         assert cells == {
             (y, h): 1 for y in range(len(reader.layers)) for h in range(reader.kinds[0].heads)
         }
-    for source, readers_of_it in enumerate(made.readers):
+    for rank, readers_of_it in enumerate(made.readers):
         assert readers_of_it == sum(
-            any(share.source == source for share in shares) for shares in made.shards
+            any(share.source == rank for share in shares) for shares in made.shards
         )
-        told = [rank for rank in range(len(readers)) if source in made.idle(rank)]
+        told = [reader for reader in range(len(readers)) if rank in made.idle(reader)]
         assert len(told) == (readers_of_it == 0), "each idle rank hears it from one"
 
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_disagg.fleet.conventions import POLICY_NAMES
 from vllm_disagg.planner.cost.hardware import NetworkLink
 from vllm_disagg.planner.cost.latency import LinearLatency
 from vllm_disagg.planner.simulation.replica import Replica, SchedulingRules
 from vllm_disagg.planner.simulation.simulator import (
-    POLICIES,
     Deployment,
     Handoff,
     ReplicaPool,
@@ -55,7 +55,7 @@ samples = st.lists(
         [p for p, *_ in rows],
         [o for _, o, *_ in rows],
         [g / 1024 for *_, g, _ in rows],
-        [[10 * c + 1] for *_, c in rows],
+        [(10 * c + 1,) for *_, c in rows],
     )
 )
 rates = st.sampled_from([1.0, 4.0, 16.0])
@@ -74,7 +74,7 @@ deployments = st.builds(
     prefill=sides(),
     decode=st.one_of(sides(), sides(), st.none()),
     handoff=handoffs,
-    policy=st.sampled_from(POLICIES),
+    policy=st.sampled_from(POLICY_NAMES),
     distserve=st.booleans(),
 )
 
@@ -140,7 +140,7 @@ def test_steps_of_two_replicas_that_end_at_one_moment(prompts: tuple[int, int]) 
         ReplicaPool(1, latency, 700, whole),
         Handoff(NetworkLink("none", float("inf"), 0.0), 2.0**17, 1, False, 8),
     )
-    _compare(deployment, WorkloadSample([*prompts], [7, 1], [0.0, 0.0], [[1], [1]]), 1.0)
+    _compare(deployment, WorkloadSample([*prompts], [7, 1], [0.0, 0.0], [(1,), (1,)]), 1.0)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -13,14 +13,14 @@ from vllm_disagg.protocol import messages
 
 DECODERS = [messages.decode_at_sender, messages.decode_at_receiver, messages.decode_header]
 EXTENT = extents.Extent(0, 2, 128, 200)
-TO_SENDER = [
+TO_SENDER: list[messages.AtSender] = [
     messages.TransferRequest("t", "p", "d", "a", 2),
     messages.ReadRequest("t", "p", "d", 3, EXTENT),
     messages.ReadComplete("t", "p", "d"),
     messages.Abort("t", "p", "d", "cancelled"),
     messages.TransportNote("p", "d", "nixl", b"\0\xff"),
 ]
-TO_RECEIVER = [
+TO_RECEIVER: list[messages.AtReceiver] = [
     messages.Progress("t", "p", "d", 128, 200, 1),
     messages.Confirm("t", "p", "d", True),
     messages.Abort("t", "p", "d", "unknown_transfer"),
@@ -29,17 +29,17 @@ TO_RECEIVER = [
 
 
 @pytest.mark.parametrize("message", TO_SENDER)
-def test_messages_to_the_sender_round_trip(message: messages.ToSender) -> None:
+def test_messages_to_the_sender_round_trip(message: messages.AtSender) -> None:
     assert messages.decode_at_sender(messages.encode(message)) == message
 
 
 @pytest.mark.parametrize("message", TO_RECEIVER)
-def test_messages_to_the_receiver_round_trip(message: messages.ToReceiver) -> None:
+def test_messages_to_the_receiver_round_trip(message: messages.AtReceiver) -> None:
     assert messages.decode_at_receiver(messages.encode(message)) == message
 
 
 @pytest.mark.parametrize("message", TO_SENDER[:3])
-def test_a_message_for_the_other_side_does_not_decode(message: messages.ToSender) -> None:
+def test_a_message_for_the_other_side_does_not_decode(message: messages.AtSender) -> None:
     with pytest.raises(BadMessage):
         messages.decode_at_receiver(messages.encode(message))
 
@@ -56,7 +56,7 @@ def test_any_bytes_are_bad_messages_and_nothing_else(decode, data: bytes) -> Non
 
 @pytest.mark.parametrize("message", [*TO_SENDER, *TO_RECEIVER])
 def test_truncated_or_flipped_messages_do_not_raise_anything_else(
-    message: messages.ToSender | messages.ToReceiver,
+    message: messages.AtSender | messages.AtReceiver,
 ) -> None:
     whole = messages.encode(message)
     damaged = [whole[:n] for n in range(len(whole))]

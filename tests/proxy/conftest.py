@@ -2,13 +2,31 @@
 
 import asyncio
 import inspect
+from typing import Any
 
 import pytest
 import uvloop
 
 from proxy_world import Client
 
-LIMIT = 20.0  # seconds
+LIMIT_SECONDS = 60.0  # against tests that hang; a slow machine imports a library in 20
+
+
+class ClosingLoop(uvloop.Loop):
+    """Event loop that can close the servers that a failed test has left open.
+
+    uvloop's `close` waits for them for ever: the test would hang instead of failing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.servers: list[asyncio.Server] = []
+
+    async def create_server(self, *args: Any, **fields: Any) -> asyncio.Server:
+        """Starts a server and remembers it."""
+        server = await super().create_server(*args, **fields)
+        self.servers.append(server)
+        return server
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -19,12 +37,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
     async def limited() -> None:
         try:
-            async with asyncio.timeout(LIMIT):
+            async with asyncio.timeout(LIMIT_SECONDS):
                 await pyfuncitem.obj(**arguments)
         finally:
             while Client.opened:
                 Client.opened.pop().close()
+            for server in loop.servers:
+                server.close()
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    loop = ClosingLoop()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(limited())
     return True

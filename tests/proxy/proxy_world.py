@@ -9,7 +9,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, cast
 
 import httptools
 import msgspec
@@ -91,6 +91,7 @@ class Call:
 
 
 Script = Callable[[Call], Awaitable[None]]
+EngineRole = Literal["prefill", "decode", "both"]
 
 
 _prefilled: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)  # by transfer
@@ -127,8 +128,10 @@ async def one_more_token(call: Call) -> None:
 class ScriptedEngine:
     """Serves HTTP: answers probes as an engine, and other requests by `script`."""
 
-    def __init__(self, name: str, role: str, script: Script = answer) -> None:
-        self.name, self.role, self.script = name, role, script
+    def __init__(self, name: str, role: EngineRole, script: Script = answer) -> None:
+        self.name = name
+        self.role = role
+        self.script = script
         self.incarnation = f"{name}-1"
         self.layout = dict(LAYOUT)
         self.workers = 1
@@ -157,6 +160,7 @@ class ScriptedEngine:
         self.close_after = (
             False  # close each connection after its answer, like a server whose patience is over
         )
+        self.metrics_reads = 0
         self.probes = 0
         self.told = 0  # probes that were answered in full
         self.refused = 0  # prefill legs
@@ -192,7 +196,7 @@ class ScriptedEngine:
         ]
         engine = EngineInfo(
             self.incarnation + of, self.role, workers, self.layout, rank, two_way=self.two_way
-        )  # type: ignore[arg-type]
+        )
         return msgspec.to_builtins(engine) | {"clock": self.clock}
 
     def card(self, call: Call) -> dict[str, Any]:
@@ -238,11 +242,11 @@ class ScriptedEngine:
                 call = await self._read(reader)
                 call.writer = writer
                 working = asyncio.create_task(self._route(call))
-                watching = (
-                    asyncio.create_task(reader._wait_for_data("watch"))
-                    if not reader._buffer
-                    else None
-                )
+                # asyncio has no public way to wait for bytes, or for the end, without taking them.
+                private: Any = reader
+                watching: asyncio.Task[None] | None = None
+                if not private._buffer:
+                    watching = asyncio.create_task(private._wait_for_data("watch"))
                 try:
                     if watching:
                         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -334,6 +338,7 @@ class ScriptedEngine:
         elif call.leg == "whole" and call.body.get("prompt") == "probe":
             await self.one_more(call)
         elif call.path == "/metrics":
+            self.metrics_reads += 1
             text = self._metrics()
             call.raw_write(
                 f"HTTP/1.1 200 X\r\ncontent-type: text/plain\r\n"
@@ -395,7 +400,8 @@ class Client:
     opened: ClassVar[list[Client]] = []  # in this test; `conftest` closes them
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
+        self.reader = reader
+        self.writer = writer
         self.opened.append(self)
 
     def send(self, method: str, path: str, body: bytes = b"", **headers: str) -> None:
@@ -415,6 +421,14 @@ class Client:
             parser.feed_data(data)
             reply.status = parser.get_status_code()
         return reply
+
+    def pause_reading(self) -> None:
+        """Stops taking bytes from the proxy."""
+        cast(asyncio.Transport, self.writer.transport).pause_reading()
+
+    def resume_reading(self) -> None:
+        """Takes bytes from the proxy again."""
+        cast(asyncio.Transport, self.writer.transport).resume_reading()
 
     def close(self) -> None:
         self.writer.transport.abort()
@@ -503,6 +517,14 @@ class World:
         await until(lambda: all(engine.told for engine in engines or self.prefills + self.decodes))
         await asyncio.sleep(0.1)
 
+    async def until_waiting(self, count: int) -> None:
+        """Waits until this number of requests wait in the proxy's queues."""
+
+        async def is_reached() -> bool:
+            return await self.metric("vllm_disagg_waiting{") == count
+
+        await until(is_reached)
+
     async def instances(self) -> list[dict[str, Any]]:
         """Returns the proxy's description of each instance."""
         key = {"authorization": f"Bearer {self.admin_key}"} if self.admin_key else {}
@@ -511,7 +533,16 @@ class World:
         return reply.json()  # type: ignore[no-any-return]
 
 
-async def until(condition: Callable[[], Any], limit: float = 20.0) -> None:
+async def settle() -> None:
+    """Lets what has been written be read, however late the timers of a slow machine are.
+
+    A reset would discard bytes that its receiver has not read yet.
+    """
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def until(condition: Callable[[], Any], limit: float = 50.0) -> None:
     """Waits for a condition, plain or a coroutine."""
     async with asyncio.timeout(limit):
         while True:

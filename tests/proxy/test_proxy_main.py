@@ -164,7 +164,7 @@ async def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
         await asyncio.sleep(0.1)
         go.set()
         assert await client.reader.read() == b"\r\ne\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
-        assert await asyncio.wait_for(process.wait(), 5) == 0
+        assert await asyncio.wait_for(process.wait(), 30) == 0
     finally:
         if process.returncode is None:
             process.kill()
@@ -191,7 +191,7 @@ async def test_a_fleet_that_cannot_work_together_is_refused_at_start(
         "--prefill", p.url, "--decode", d.url, "--port", "0", "--key-file", str(key)
     )
     try:
-        _, error = await asyncio.wait_for(process.communicate(), 10)
+        _, error = await asyncio.wait_for(process.communicate(), 30)
         last = error.decode().splitlines()[-1]
         assert process.returncode == 1 and last.startswith("vllm-disagg proxy: "), last
         assert {"model": "weights is", "key": "another fleet key", "role": "role is decode"}[

@@ -12,7 +12,7 @@ from world_ranks import BACK, RETRY, STALL
 from vllm_disagg.protocol.events import Reason
 from world import CHAOS, EQUAL, World
 
-SEEDS = int(os.environ.get("SEEDS", "2000"))
+SEEDS = int(os.environ.get("SEEDS", "1000"))
 NETWORK = frozenset({"drop", "repeat", "reorder", "damage"})
 BATCHES = 20
 GONE = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_disagg.fleet.conventions import POLICY_NAMES
+from vllm_disagg.fleet.conventions import POLICY_NAMES, PolicyName
 from vllm_disagg.planner.cost import distserve, queueing
 from vllm_disagg.planner.cost.hardware import LINKS
 from vllm_disagg.planner.cost.latency import LinearLatency, unloaded_prefill
@@ -177,7 +177,7 @@ def test_a_prompt_that_fits_nowhere_is_refused_and_missed() -> None:
 
 def test_shared_prefixes_save_prefill() -> None:
     prompts = [2048] * 40
-    ids = [[1, 2, 3, 100 + n] for n in range(40)]
+    ids: list[tuple[int, ...]] = [(1, 2, 3, 100 + n) for n in range(40)]
     gaps = [0.0, *[1.0] * 39]
     deployment = Deployment(ReplicaPool(1, PLAIN, 60_000), ReplicaPool(1, PLAIN, 60_000))
     cold = simulate(deployment, WorkloadSample(prompts, [10] * 40, gaps), 0.5)
@@ -188,14 +188,14 @@ def test_shared_prefixes_save_prefill() -> None:
 
 def test_prefix_aware_finds_the_instance_that_has_it() -> None:
     """Two conversations alternate in pairs: round robin mixes them, prefix awareness does not."""
-    ids = [[100 * (n % 4 // 2) + block for block in range(20)] for n in range(40)]
+    ids = [tuple(100 * (n % 4 // 2) + block for block in range(20)) for n in range(40)]
     sample = WorkloadSample([20 * 512] * 40, [4] * 40, [0.0, *[1.0] * 39], ids)
 
-    def mean(policy: str) -> float:
+    def mean(policy: PolicyName) -> float:
         side = ReplicaPool(2, PLAIN, 13_000)
         result = simulate(
             Deployment(side, ReplicaPool(1, PLAIN, 60_000), policy=policy), sample, 0.1
-        )  # type: ignore[arg-type]
+        )
         return sum(result.ttft) / 40
 
     assert mean("prefix_aware") < 0.6 * mean("round_robin")

@@ -5,6 +5,7 @@ import json
 import socket
 import ssl
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,7 @@ async def test_instances_over_tls(papers: Papers) -> None:
                 reply = await w.post(stream=True)
                 assert reply.complete and reply.events()[-1] == "[DONE]"
             else:
-                await until(lambda w=w: _not_trusted(w))
+                await until(partial(_not_trusted, w))
     with pytest.raises(Unreachable, match="TLS"):
         await ConnectionPool(d.url).send("GET", "/health", [])
     await d.stop()

@@ -280,7 +280,7 @@ async def test_what_comes_too_early_is_no_request_to_anybody() -> None:
             engine.refusal, engine.wait = refusal, asyncio.Event()
             client = await w.connect()
             client.writer.write(HANDSHAKE + EARLY)
-            await until(lambda e=engine: e.open)
+            await until(lambda: the(w).open)
             client.writer.write(EARLY)
             await asyncio.sleep(0.05)
             engine.wait.set()
@@ -289,7 +289,7 @@ async def test_what_comes_too_early_is_no_request_to_anybody() -> None:
             rest = await client.reader.read()
             assert b"HTTP/1.1" not in rest
             client.close()
-            await until(lambda e=engine: not e.open)
+            await until(lambda: not the(w).open)
             assert engine.early == b"" and not engine.calls
 
 

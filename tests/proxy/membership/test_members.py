@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from proxy_world import KEY, Call, ScriptedEngine, World, until, world
+from proxy_world import KEY, Call, EngineRole, ScriptedEngine, World, until, world
 from vllm_disagg.errors import BadGrant, ConfigError
 from vllm_disagg.fleet.keys import FleetKey
 from vllm_disagg.fleet.registration import Registration, RegistrationNote, sign
@@ -106,7 +106,7 @@ def test_fleet_files() -> None:
 
 
 @contextlib.asynccontextmanager
-async def engines(*roles: str) -> AsyncIterator[list[ScriptedEngine]]:
+async def engines(*roles: EngineRole) -> AsyncIterator[list[ScriptedEngine]]:
     made = [ScriptedEngine(f"x{i}", role) for i, role in enumerate(roles)]
     for engine in made:
         await engine.start()
@@ -361,7 +361,11 @@ async def test_names_in_dns_and_their_networks(caplog: pytest.LogCaptureFixture)
     async with engines("decode") as (a,):
         names = [("decode", "localhost", a.port)]
         networks = parse_networks("10.0.0.0/8")
-        settings = {"names": names, "lookup_interval": 0.02, "instance_networks": networks}
+        settings: dict[str, Any] = {
+            "names": names,
+            "lookup_interval": 0.02,
+            "instance_networks": networks,
+        }
         async with world(prefill=0, decode=0, ready=False, **settings) as w:
             await until(lambda: "--instance-networks" in caplog.text)
             await asyncio.sleep(0.1)
@@ -369,7 +373,10 @@ async def test_names_in_dns_and_their_networks(caplog: pytest.LogCaptureFixture)
         assert caplog.text.count(f"http://127.0.0.1:{a.port}") == 1, "one line"
 
 
-async def test_a_watched_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_watched_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_disagg.proxy.main._FILE_CHECK_SECONDS", 0.05)
     async with engines("decode", "decode") as (a, b):
         path = tmp_path / "fleet.yaml"
         path.write_text(f"decode: [{a.url}]")
@@ -486,7 +493,7 @@ class ScriptedCluster:
         self.asked: list[str] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        with contextlib.closing(writer), contextlib.suppress(EOFError, ConnectionError):
             while True:
                 path = (await reader.readuntil(b"\r\n\r\n")).decode().split(" ")[1]
                 self.asked.append(path)
@@ -505,7 +512,6 @@ class ScriptedCluster:
                     f"content-length: {len(body)}\r\n\r\n"
                 )
                 writer.write((head + body).encode())
-        writer.close()
 
 
 def pod(ip: str, ready: str = "True", leaving: bool = False) -> dict[str, Any]:
@@ -542,13 +548,19 @@ async def a_cluster(
     monkeypatch.setattr(
         "kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig")
     )
-    yield cluster
-    server.close()
+    try:
+        yield cluster
+    finally:
+        server.close()  # an open one would keep uvloop from closing its loop, for ever
 
 
 async def test_pods_by_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_cluster(tmp_path, monkeypatch) as cluster, engines("decode") as (d,):
-        settings = {"selectors": {"decode": "role=decode"}, "namespace": "ns", "pod_port": d.port}
+        settings: dict[str, Any] = {
+            "selectors": {"decode": "role=decode"},
+            "namespace": "ns",
+            "pod_port": d.port,
+        }
         cluster.pods["role%3Ddecode"] = [
             pod("127.0.0.1"),
             pod("127.0.0.2", ready="False"),
@@ -585,7 +597,7 @@ def endpoints(
 
 async def test_endpoint_slices_by_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_cluster(tmp_path, monkeypatch) as cluster, engines("decode") as (d,):
-        settings = {
+        settings: dict[str, Any] = {
             "selectors": {"decode": "kubernetes.io/service-name=d"},
             "namespace": "ns",
             "pod_port": 9,

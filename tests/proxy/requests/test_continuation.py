@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from proxy_world import Call, World, answer, world
-from vllm_disagg.proxy.requests.continuation import form_of
+from vllm_disagg.proxy.requests.continuation import ChoiceTranscript, form_of
 from vllm_disagg.proxy.requests.streams import FOLD_BYTES, StreamRecorder, aborted
 
 DONE = b"data: [DONE]\n\n"
@@ -178,12 +178,14 @@ class Wire:
         self.stopped: list[tuple[str, str]] = []
         self.recorder = StreamRecorder(self.out.extend, keep, path=path)
 
+    def on_stop(self, reason: str, detail: str) -> None:
+        """Notes why the recorder gave up an answer."""
+        self.stopped.append((reason, detail))
+
     def play(self, data: bytes, step: int = 0) -> bool:
         """Feeds a sink in pieces; returns whether it was stopped."""
         before = len(self.stopped)
-        sink = self.recorder.start_answer(
-            lambda reason, detail: self.stopped.append((reason, detail))
-        )
+        sink = self.recorder.start_answer(self.on_stop)
         for at in range(0, len(data), step or len(data) or 1):
             if len(self.stopped) == before:
                 sink(data[at : at + (step or len(data))])
@@ -333,7 +335,9 @@ def test_memory_is_bounded() -> None:
     for event in events[:4000]:
         wire.recorder.feed(event) if wire.out else wire.play(event)
         assert wire.recorder._recorded_bytes <= FOLD_BYTES
-    assert wire.recorder.resumable and len(wire.recorder._transcript.channels) == 3
+    transcript = wire.recorder._transcript
+    assert isinstance(transcript, ChoiceTranscript) and len(transcript.channels) == 3
+    assert wire.recorder.resumable
     assert not wire.play(b"".join(Script("B", 7, words=words, ids=True).completion()))
     same(bytes(wire.out), b"".join(events), "A")
 
@@ -358,9 +362,7 @@ def test_an_engine_that_is_being_stopped_is_left() -> None:
     for at in range(1, len(first) - 1):
         for data in ([*first[:at], abort, DONE], [b"".join(first[:at]) + abort + DONE]):
             wire = Wire()
-            sink = wire.recorder.start_answer(
-                lambda reason, detail, w=wire: w.stopped.append((reason, detail))
-            )
+            sink = wire.recorder.start_answer(wire.on_stop)
             for chunk in data:
                 if not wire.stopped:
                     sink(chunk)

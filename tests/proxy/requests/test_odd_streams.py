@@ -1,12 +1,12 @@
 """Streams of unknown form: a second answer is never appended to a first."""
 
-import asyncio
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from proxy_world import Call, answer, world
+from proxy_world import Call, answer, settle, world
 from vllm_disagg.proxy.http.endpoint_schema import SCHEMAS
 from vllm_disagg.proxy.requests.streams import StreamRecorder
 
@@ -73,7 +73,7 @@ async def test_a_second_answer_is_never_appended(framing: str, path: str) -> Non
         await call.stream()
         for event in made[: 2 if first else 3]:
             await call.chunk(event)
-            await asyncio.sleep(0.002)
+            await settle()
         if first:
             call.reset()
         else:
@@ -118,9 +118,10 @@ class Counted(bytes):
         Counted.touched += len(self)
         return super().split(*args, **more)  # type: ignore[arg-type]
 
-    def __add__(self, other: bytes) -> "Counted":
-        Counted.touched += len(self) + len(other)
-        return Counted(super().__add__(other))
+    def __add__(self, other: Any) -> "Counted":
+        data = bytes(other)
+        Counted.touched += len(self) + len(data)
+        return Counted(super().__add__(data))
 
     def __radd__(self, other: bytes) -> "Counted":
         Counted.touched += len(self) + len(other)
@@ -219,7 +220,7 @@ async def test_a_compressed_stream_is_not_continued(compressed: tuple[bool, bool
         )
         for said in SAID[: 2 if first else 3]:
             await call.chunk(f"data: {chunk(said)}\n\n".encode())
-        await asyncio.sleep(0.005)
+        await settle()
         call.reset() if first else await call.end()
 
     async with world(prefill=0, decode=2) as w:

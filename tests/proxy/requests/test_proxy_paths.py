@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from proxy_world import Call, ScriptedEngine, answer, until, world
+from proxy_world import Call, ScriptedEngine, answer, settle, until, world
 from vllm_disagg.proxy.http.routes import REFUSED, ROUTES, UNGUARDED, find
 
 
@@ -258,7 +258,7 @@ async def test_a_forwarded_stream() -> None:
             for i in range(3):
                 await call.event({"text": str(i)})
             if call.body.get("die"):
-                await asyncio.sleep(0.01)
+                await settle()
                 call.reset()
             else:
                 await call.end()
@@ -273,11 +273,12 @@ async def test_a_forwarded_stream() -> None:
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/inference/v1/generate"])
 async def test_other_generating_endpoints_use_both_legs(path: str) -> None:
     async with world() as w:
-        prompt = {
+        prompts: dict[str, dict[str, object]] = {
             "/v1/responses": {"input": "x"},
             "/v1/messages": {"messages": [], "max_tokens": 9},
             "/inference/v1/generate": {"token_ids": [1], "sampling_params": {"max_tokens": 9}},
-        }[path]
+        }
+        prompt = prompts[path]
         reply = await w.ask(
             "POST", f"{path}?beta=true", json.dumps({"model": "m", **prompt}).encode()
         )

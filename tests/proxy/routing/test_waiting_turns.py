@@ -17,10 +17,10 @@ def test_the_more_urgent_goes_first_and_equals_take_turns() -> None:
     waiting: PriorityQueue[str] = PriorityQueue()
     for item, urgency in (("a", 0), ("b", 0), ("late", 5), ("urgent", -1)):
         waiting.add(item, urgency, 1.0)
-    order = []
-    while item := waiting.next():
-        order.append(item)
-        waiting.remove(item)
+    order: list[str] = []
+    while (first := waiting.next()) is not None:
+        order.append(first)
+        waiting.remove(first)
     assert order == ["urgent", "a", "b", "late"] and not waiting
 
 
@@ -86,7 +86,7 @@ async def test_places_survive_cancelled_requests() -> None:
 
 
 async def test_a_full_proxy_answers_with_retry_after() -> None:
-    async with world(prefill=0, max_requests=1, queue_size=1, queue_timeout=0.3) as w:
+    async with world(prefill=0, max_requests=1, queue_size=1, queue_timeout=0.6) as w:
 
         async def endless(call: Call) -> None:
             await call.stream()
@@ -97,7 +97,7 @@ async def test_a_full_proxy_answers_with_retry_after() -> None:
         client = await w.start(stream=True)
         await until(lambda: w.d.calls)
         waiting = asyncio.create_task(w.post())
-        await asyncio.sleep(0.05)
+        await w.until_waiting(1)
         reply = await w.post()
         assert (
             reply.status == 429
@@ -124,14 +124,14 @@ async def test_urgent_requests_are_served_first() -> None:
         running = [asyncio.create_task(w.post(user="running"))]
         await until(lambda: w.d.calls)
         running.append(asyncio.create_task(w.post(user="usual")))
-        await asyncio.sleep(0.02)
+        await w.until_waiting(1)
         running.append(asyncio.create_task(w.post(user="by field", priority=-1)))
-        await asyncio.sleep(0.02)
+        await w.until_waiting(2)
         body = json.dumps({"model": "m", "prompt": "hi", "user": "by header"}).encode()
         running.append(
             asyncio.create_task(w.ask("POST", "/v1/completions", body, x_vllm_priority="-2"))
         )
-        await asyncio.sleep(0.02)
+        await w.until_waiting(3)
         go.set()
         await asyncio.gather(*running)
         assert [call.body["user"] for call in w.d.calls] == [
@@ -155,7 +155,7 @@ async def test_a_client_that_reads_nothing_is_cut_and_its_leg_ends() -> None:
         client.writer.get_extra_info("socket").setsockopt(
             socket.SOL_SOCKET, socket.SO_RCVBUF, 65536
         )
-        client.writer.transport.pause_reading()
+        client.pause_reading()
         await until(lambda: w.d.calls and w.d.calls[0].gone.is_set())
 
 
@@ -167,7 +167,7 @@ async def test_a_slow_reader_that_reads_is_not_cut() -> None:
         await call.event("[DONE]")
         await call.end()
 
-    async with world(prefill=0, limits=Limits(stall_seconds=0.3)) as w:
+    async with world(prefill=0, limits=Limits(stall_seconds=1.0)) as w:
         w.d.script = flood
         client = await w.start(stream=True)
         client.writer.get_extra_info("socket").setsockopt(
@@ -223,7 +223,7 @@ async def test_every_request_that_needs_an_engine_takes_a_place(
         second = asyncio.create_task(
             w.ask("POST", path, json.dumps({"model": "m", **fields}).encode())
         )
-        await asyncio.sleep(0.05)
+        await w.until_waiting(1)
         assert len(w.d.calls) == 1 and not second.done()
         go.set()
         assert (await first).status == (await second).status == 200

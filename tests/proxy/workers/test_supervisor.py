@@ -167,7 +167,7 @@ async def test_two_workers_are_one_proxy(tmp_path: Path) -> None:
         assert await w.metric("vllm_disagg_requests_total") == 12, "no sum falls"
         workers = children(process.pid)
         process.terminate()
-        assert await asyncio.wait_for(process.wait(), 10) == 0
+        assert await asyncio.wait_for(process.wait(), 30) == 0
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
     finally:
         if process.returncode is None:
@@ -183,7 +183,7 @@ async def test_what_no_worker_can_do_ends_all(tmp_path: Path, slip: str) -> None
         port = taken.sockets[0].getsockname()[1]
         flags = ["--port", str(port)] if slip == "taken" else ["--queue-timeout", "0"]
         process = await start(tmp_path, "--decode", "http://127.0.0.1:1", *flags)
-        _, error = await asyncio.wait_for(process.communicate(), 15)
+        _, error = await asyncio.wait_for(process.communicate(), 30)
         assert process.returncode == (1 if slip == "taken" else 2)
         assert error.count(b"\n") == 1 and error.startswith(b"vllm-disagg proxy: "), error
 
@@ -276,7 +276,7 @@ async def test_a_large_scrape_kills_no_worker(monkeypatch: pytest.MonkeyPatch) -
         )
     )
     await asyncio.wait(
-        (asyncio.create_task(worker.ready.wait()), life), timeout=10, return_when="FIRST_COMPLETED"
+        (asyncio.create_task(worker.ready.wait()), life), timeout=30, return_when="FIRST_COMPLETED"
     )
     assert worker.process and worker.ready.is_set()
 
@@ -289,11 +289,11 @@ async def test_a_large_scrape_kills_no_worker(monkeypatch: pytest.MonkeyPatch) -
     worker.send = note  # type: ignore[assignment, method-assign]
     hub.on_message(worker, BusMessage("ask"), 0.0)
     await asyncio.wait(
-        (asyncio.create_task(asking.wait()), life), timeout=10, return_when="FIRST_COMPLETED"
+        (asyncio.create_task(asking.wait()), life), timeout=30, return_when="FIRST_COMPLETED"
     )
     await until(lambda: hub._last_texts)
     assert len(hub._last_texts[worker]) == 65 << 20 and not life.done()
     assert worker.writer
     worker.writer.close()
-    assert await asyncio.wait_for(life, 10) == 0
+    assert await asyncio.wait_for(life, 30) == 0
     os.close(table)

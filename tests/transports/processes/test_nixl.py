@@ -31,7 +31,7 @@ from vllm_disagg.transports.nixl import transport as nixl
 from vllm_disagg.transports.zmq import control
 
 real = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
-QUICK = {"peer_timeout": 0.9, "keepalive_interval": 0.3}
+QUICK = {"peer_timeout": 4.0, "keepalive_interval": 0.5}
 
 
 def Source(
@@ -223,7 +223,7 @@ def test_a_wrong_nonce_takes_the_path_down(
 def test_a_sender_that_dies_or_freezes(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tls: str, number: signal.Signals
 ) -> None:
-    """In the middle of a read; nothing is written after the LoadResult.
+    """Loses the sender in the middle of reads; nothing is written after the LoadResult.
 
     Emulated paths are refused otherwise; here they stand for hardware whose reads take time.
     """
@@ -233,9 +233,11 @@ def test_a_sender_that_dies_or_freezes(
     row = 100_000
     source, sink = start(Source, row), start(Sink, row, **QUICK)
     sink.pair(source)
+    if tls:
+        is_frozen = freeze_at_second_read(source, monkeypatch)
     sink.want(source, 16, prefill=bool(tls))
     if tls:
-        wait(lambda: bool(sink.transport._ready and sink.transport._ready.reads.open))
+        wait(is_frozen.is_set)
     os.kill(source.process.pid, number)
     report = sink.outcome()
     assert report.reason is events.Reason.PEER_TIMEOUT, report
@@ -250,6 +252,28 @@ def test_a_sender_that_dies_or_freezes(
     another = start(Source, row)
     sink.pair(another)
     assert sink.expect_exact(another) == "nixl"
+
+
+def freeze_at_second_read(source: Peer, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Freezes a sender before a second read of it is posted, which then cannot end.
+
+    The event is set after that. Reads are too short to be met in the middle by looking for them.
+    """
+    read = nixl_agent.Agent.read
+    names: list[str] = []
+    is_frozen = threading.Event()
+
+    def freezing_read(agent: nixl_agent.Agent, peer: str, *runs: Any) -> nixl_agent.Read | None:
+        names.append(peer)
+        if len(names) == 2:
+            os.kill(source.process.pid, signal.SIGSTOP)
+        posted = read(agent, peer, *runs)
+        if len(names) == 2:
+            is_frozen.set()
+        return posted
+
+    monkeypatch.setattr(nixl_agent.Agent, "read", freezing_read)
+    return is_frozen
 
 
 def _lenient(

@@ -101,8 +101,6 @@ class Driver:
         self._transports: dict[str, Transport] = {"zmq": zmq_transport}
         for name, make in (transports or {}).items():
             self._transports[name] = make(self._port(name, config, memory, self._fallback))
-        # The transport whose PieceArrived the receiver handles at present.
-        self._arriving: Transport = zmq_transport
         self.worker = WorkerInfo(
             self.name,
             self._control.address,
@@ -192,7 +190,8 @@ class Driver:
                 "the KV transfer thread failed; this worker goes on without transfers",
                 exc_info=error,
             )
-            self._being_written = self._receiver.transfers_being_written()
+            for transport in self._transports.values():
+                self._being_written |= transport.transfers_being_written()
             self._is_broken = True
             self._fail_owed()
             if self._close():
@@ -219,7 +218,7 @@ class Driver:
         self._receive(ready)
         for name, transport in self._transports.items():
             for event in transport.poll_events(ready):
-                self._take(name, transport, event)
+                self._take(name, event)
         self._control.close_excess_connections()  # after all that members have said was read
         now = time.monotonic()
         if _is_due(self._sender.next_deadline(), now):
@@ -307,20 +306,19 @@ class Driver:
         if transport is not None and message.reader == self.name:
             transport.on_sender_note(message.source, message.data)
 
-    def _take(self, name: str, transport: Transport, event: TransportEvent) -> None:
+    def _take(self, name: str, event: TransportEvent) -> None:
         """Hand an event of a transport to its machine, after all facts from vLLM."""
         self._drain()
-        if isinstance(event, events.SendCompleted | events.ConnectionLost):
-            self._handle_sender(event)
-            return
-        self._arriving = transport
         match event:
-            case events.PieceWritten():
-                self._on_piece_written(event)
+            case events.SendCompleted() | events.ConnectionLost():
+                self._handle_sender(event)
+            case events.ReadCompleted():
+                self.counters.damaged_pieces += event.status is events.ReadStatus.DAMAGED
+                self._handle_receiver(event)
             case events.TransportChanged():
                 self._handle_receiver(self._preferred(name, event))
             case _:
-                self._handle_receiver(event)
+                assert_never(event)
 
     def _preferred(self, name: str, event: events.TransportChanged) -> events.TransportChanged:
         """Return the event with the address of the first transport that works."""
@@ -332,11 +330,7 @@ class Driver:
         best = next((up[name] for name in self._transports if name in up), self._fallback)
         if not up:
             del self._up[event.source]
-        return events.TransportChanged(event.source, best, event.in_flight_lost)
-
-    def _on_piece_written(self, event: events.PieceWritten) -> None:
-        self.counters.damaged_pieces += not event.ok
-        self._handle_receiver(event)
+        return events.TransportChanged(event.source, best)
 
     def _drop(self, error: BadMessage) -> None:
         self.counters.bad_messages += 1
@@ -371,11 +365,11 @@ class Driver:
                     self._control.send_to_sender(action.to, message)
                 case events.ConnectPeer():
                     self._connect(action.worker)
-                case events.WritePiece():
-                    ok = self._arriving.write_piece(action)
-                    if ok is not None:
-                        written = events.PieceWritten(action.transfer, action.number, ok)
-                        self._on_piece_written(written)
+                case events.PostRead():
+                    self._transports[action.address.partition(":")[0]].post_read(action)
+                case events.CancelReads():
+                    for transport in self._transports.values():
+                        transport.cancel_reads(action.transfer, action.numbers)
                 case events.LookupResult():
                     self._outbox.append(action)
                 case events.LoadResult():

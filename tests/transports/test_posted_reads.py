@@ -75,7 +75,7 @@ def test_a_flush_ends_the_reads_of_one_source() -> None:
         posted.post(read(number, source))
     posted.flush("p")
     assert cancelled(posted) == [0, 2]
-    assert posted.begin("t", 1) is not None
+    assert posted.begin("t", 0) is None and posted.begin("t", 1) is not None
 
 
 def test_a_refused_read_ends_at_once() -> None:

@@ -22,19 +22,17 @@ DRAINING  The transfer has failed and its reads are cancelled, but a piece may s
 
 States of one piece:
 
-    QUEUED ----------------> POSTED ----------------------------------------> (forgotten)
-            PostRead, then     ^  |    ReadCompleted(WRITTEN)
-            ReadRequest        |  |
-                               |  +-- ReadCompleted(DAMAGED) ----> POSTED, requested again
-                               |  +-- ReadCompleted(CANCELLED) --> CANCELLED
-                               +---------------------------------- CANCELLED
-                   the source has another address, or `retry_at`
+    QUEUED -> POSTED        there is a credit: PostRead, then ReadRequest
+    POSTED -> (forgotten)   ReadCompleted(WRITTEN)
+    POSTED -> POSTED        ReadCompleted(DAMAGED): posted and requested again
+    POSTED -> CANCELLED     ReadCompleted(CANCELLED)
+    CANCELLED -> POSTED     when the source has another address, or at `retry_at`
 
 A read is posted at the address of one transport, before the ReadRequest, so that the bytes find
 their blocks whenever they arrive.  A repeated ReadRequest keeps the posted read.  If the address of
 the source has changed meanwhile, the read is cancelled there first: bytes come to the new address.
 
-A posted read is a credit: at most `window_bytes` are in flight, however long the prompt is.
+A requested piece holds a credit: at most `window_bytes` are in flight, however long the prompt is.
 A lookup (`lookup.py`) precedes a transfer: it has no blocks and requests only a number of tokens.
 
 Rules, checked by `validate` and by the property tests:

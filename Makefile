@@ -25,7 +25,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 BIN    := $(VENV)/bin
 MODEL  := .cache/models/heavy
 # Tests that need neither an engine nor processes of their own.
-QUICK  := $(addprefix tests/,unit protocol kv fleet connector planner bench launcher workloads transports/zmq transports/nixl transports/collective simulation property proxy) \
+QUICK  := $(addprefix tests/,unit protocol kv fleet connector planner bench launcher workloads transports/zmq transports/tcp transports/nixl transports/collective simulation property proxy) \
 	$(wildcard tests/transports/test_*.py)
 
 .PHONY: setup demo check coverage test wide chaos versions mutants bench bench-proxy bench-transport goodput house clean

@@ -90,6 +90,10 @@ TESTS = {
     "trace.py": [Run(["tests/unit/test_trace.py"])],
     "transports/selection.py": [Run(["tests/transports/test_selection.py"])],
     "transports/set.py": [Run(["tests/transports/test_transport_set.py"])],
+    "transports/posted_reads.py": [
+        Run(["tests/transports/test_posted_reads.py"]),
+        *(Run(WORLD, seeds) for seeds in (FEW, MORE, MANY)),
+    ],
     "kv/relayout.py": [
         Run(["tests/kv/test_memory.py", "tests/connector/test_kv_layout.py"]),
         Run(["tests/kv/test_reshard.py"]),
@@ -109,7 +113,10 @@ TESTS = {
     "transports/nixl/agent.py": [Run(["tests/transports/processes/test_nixl.py"])],
     "transports/nixl/sender.py": [Run(["tests/transports/processes/test_nixl.py"])],
     "transports/nixl/transport.py": [Run(["tests/transports/processes/test_nixl.py"])],
-    "transports/tcp/transport.py": [Run(["tests/transports/processes/test_tcp.py"])],
+    "transports/tcp/transport.py": [
+        Run(["tests/transports/tcp"]),
+        Run(["tests/transports/processes/test_tcp.py"]),
+    ],
     "transports/tcp/sender.py": [Run(["tests/transports/processes/test_tcp.py"])],
     "transports/tcp/notes.py": [Run(["tests/transports/processes/test_tcp.py"])],
     "transports/collective/transport.py": [Run(["tests/transports/processes/test_collective.py"])],

@@ -45,7 +45,7 @@ from .protocol.peers import WorkerInfo
 from .protocol.receiver import Receiver
 from .protocol.sender import Sender
 from .trace import TransferTrace
-from .transports.base import Counters, Transport, TransportEvent, machine_id
+from .transports.base import Counters, TransportEvent, machine_id
 from .transports.selection import TransportSelection
 from .transports.set import MakeTransport, TransportSet
 from .transports.zmq.control import Control, receive
@@ -90,8 +90,6 @@ class Driver:
         )
         zmq_transport = self._transports.zmq
         self._selection = TransportSelection(self._transports.others, zmq_transport.address)
-        # The transport whose PieceArrived the receiver handles at present.
-        self._arriving: Transport = zmq_transport
         self.worker = WorkerInfo(
             self.name,
             self._control.address,
@@ -154,7 +152,7 @@ class Driver:
                 "the KV transfer thread failed; this worker goes on without transfers",
                 exc_info=error,
             )
-            self._outcomes.fail(self._receiver.transfers_being_written())
+            self._outcomes.fail(self._transports.transfers_being_written())
             if self._close():
                 self._outcomes.fail(frozenset())
         else:
@@ -172,7 +170,7 @@ class Driver:
         self._receive(ready)
         for name, transport in self._transports.items():
             for event in transport.poll_events(ready):
-                self._take(name, transport, event)
+                self._take(name, event)
         self._control.close_excess_connections()  # after all that members have said was read
         now = time.monotonic()
         if _is_due(self._sender.next_deadline(), now):
@@ -242,24 +240,19 @@ class Driver:
         else:
             self._handle_receiver(message)
 
-    def _take(self, name: str, transport: Transport, event: TransportEvent) -> None:
+    def _take(self, name: str, event: TransportEvent) -> None:
         """Hands an event of a transport to its machine, after all facts from vLLM."""
         self._drain()
-        if isinstance(event, events.SendCompleted | events.ConnectionLost):
-            self._handle_sender(event)
-            return
-        self._arriving = transport
         match event:
-            case events.PieceWritten():
-                self._on_piece_written(event)
+            case events.SendCompleted() | events.ConnectionLost():
+                self._handle_sender(event)
+            case events.ReadCompleted():
+                self.counters.damaged_pieces += event.status is events.ReadStatus.DAMAGED
+                self._handle_receiver(event)
             case events.TransportChanged():
                 self._handle_receiver(self._selection.on_transport_changed(name, event))
             case _:
-                self._handle_receiver(event)
-
-    def _on_piece_written(self, event: events.PieceWritten) -> None:
-        self.counters.damaged_pieces += not event.ok
-        self._handle_receiver(event)
+                assert_never(event)
 
     def _drop(self, error: BadMessage) -> None:
         self.counters.bad_messages += 1
@@ -294,11 +287,11 @@ class Driver:
                     self._control.send_to_sender(action.to, message)
                 case events.ConnectPeer():
                     self._transports.connect(action.worker)
-                case events.WritePiece():
-                    ok = self._arriving.write_piece(action)
-                    if ok is not None:
-                        written = events.PieceWritten(action.transfer, action.number, ok)
-                        self._on_piece_written(written)
+                case events.PostRead():
+                    self._transports[action.address.partition(":")[0]].post_read(action)
+                case events.CancelReads():
+                    for transport in self._transports.values():
+                        transport.cancel_reads(action.transfer, action.numbers)
                 case events.LookupResult():
                     self._outcomes.report(action)
                 case events.LoadResult():

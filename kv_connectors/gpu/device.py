@@ -12,7 +12,7 @@ blocks here first waits, on its stream, for all work launched on the compute str
                                     ended, into blocks that now belong to the load
 
 An event recorded later than needed costs time, never exactness. The other direction needs no event.
-vLLM launches the readers of loaded blocks only after PieceWritten, which is reported when the
+vLLM launches the readers of loaded blocks only after ReadCompleted, which is reported when the
 scatter's own event has been seen to end. Blocks that a gather reads are freed only after
 SendCompleted.
 """
@@ -33,7 +33,7 @@ from vllm_disagg.errors import ConfigError
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.layout import LayerLayout, RankLayout, RemoteLayout, opaque
 from vllm_disagg.kv.memory import FRAME_BYTES
-from vllm_disagg.protocol.events import SendPiece, WritePiece
+from vllm_disagg.protocol.events import PostRead, SendPiece
 from vllm_disagg.transports.collective.worker import Poll, Slot
 
 from .. import compat
@@ -318,13 +318,13 @@ class DeviceStaging:
 
         return size, poll
 
-    def scatter(self, land: WritePiece, slot: Slot, size: int, expected: int, link: Any) -> Poll:
+    def scatter(self, read: PostRead, slot: Slot, size: int, expected: int, link: Any) -> Poll:
         """Starts to check a slot, then to copy it into blocks; returns a poll for the success.
 
         The copy starts only after size and checksum were right.
         """
         stream = self._scatter_stream
-        seed = _checksum_seed(land.transfer)
+        seed = _checksum_seed(read.transfer)
         poll_sum = self._start_sum(slot[:size], stream)
         copies: list[Any] = []  # empty until the copy has started, then its event
 
@@ -335,11 +335,11 @@ class DeviceStaging:
                     return None
                 if total ^ seed != expected:
                     return False
-                if land.remote_layout is not None or size != self._memory._size(
-                    land.extent, land.blocks
+                if read.remote_layout is not None or size != self._memory._size(
+                    read.extent, read.blocks
                 ):
                     return False
-                self._memory.move(land.extent, land.blocks, slot, stream, gather=False)
+                self._memory.move(read.extent, read.blocks, slot, stream, gather=False)
                 copies.append(self._record_event(stream))
             return True if copies[0] is None or copies[0].query() else None
 

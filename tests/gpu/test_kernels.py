@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,7 +18,7 @@ from kv_connectors.kv_layout import RankCache
 from vllm_disagg.errors import ConfigError
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.layout import uniform
-from vllm_disagg.protocol.events import SendPiece, WritePiece
+from vllm_disagg.protocol.events import PostRead, SendPiece
 
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU here, and TRITON_INTERPRET=1 is not set", allow_module_level=True)
@@ -138,7 +139,7 @@ def test_staging_there_and_back_and_what_a_checksum_finds() -> None:
     size, poll = out.gather(SendPiece(transfer, "d", "x:1", 0, extent, [3, 1, 8]), slot, Link())
     found = ended(poll)
     untouched = ours.clone()
-    land = WritePiece(transfer, 0, extent, [0, 2, 5])
+    read = PostRead(transfer, 0, "p", "nccl:1", extent, [0, 2, 5])
     for damage in ("byte", "swap", "size", "transfer"):
         bad, length, of = slot.clone(), size, transfer
         if damage == "byte":
@@ -149,12 +150,11 @@ def test_staging_there_and_back_and_what_a_checksum_finds() -> None:
             length -= 16
         else:
             of = "cd" * 16
-        result = ended(
-            into.scatter(WritePiece(of, 0, extent, [0, 2, 5]), bad, length, found, Link())
-        )
+        bad_read = msgspec.structs.replace(read, transfer=of)
+        result = ended(into.scatter(bad_read, bad, length, found, Link()))
         assert result is False, damage
         assert torch.equal(ours, untouched)
-    assert ended(into.scatter(land, slot, size, found, Link())) is True
+    assert ended(into.scatter(read, slot, size, found, Link())) is True
     assert torch.equal(ours[:, [0, 2, 5]], theirs[:, [3, 1, 8]])
 
 

@@ -14,13 +14,17 @@ from vllm_disagg.kv.layout import RankLayout, uniform
 from vllm_disagg.kv.reshard import plan
 from vllm_disagg.protocol import messages
 from vllm_disagg.protocol.events import (
+    CancelReads,
     ClockTick,
     GroupBlocks,
+    LoadCancelled,
     LoadRequested,
     LoadResult,
-    PieceArrived,
-    PieceWritten,
+    PostRead,
+    ReadCompleted,
+    ReadStatus,
     Reason,
+    ReceiverEvent,
     SendMessage,
     TransportChanged,
 )
@@ -54,6 +58,10 @@ def side() -> Receiver:
     return side
 
 
+def completed(number: int, status: str = "written", transfer: str = "t") -> ReadCompleted:
+    return ReadCompleted(transfer, number, ReadStatus(status))
+
+
 def offer(tokens: int) -> messages.Progress:
     return messages.Progress(
         transfer="t",
@@ -80,7 +88,7 @@ def test_nothing_is_settled_before_all_bytes_have_landed(side: Receiver) -> None
 
 
 def test_an_older_offer_changes_nothing(side: Receiver) -> None:
-    assert said(side.handle(offer(8), 0.1)) == ["ReadRequest"]
+    assert said(side.handle(offer(8), 0.1)) == ["PostRead", "ReadRequest"]
     t = side.transfers["t"]
     before = t.sources["p"].tokens_final, t.last_progress
     assert side.handle(offer(4), 0.2) == []
@@ -97,11 +105,14 @@ def test_a_p_that_stands_still_is_given_up_if_it_owes_more_than_bytes(
     actions = side.handle(
         msgspec.structs.replace(offer(tokens), seconds_without_step=seconds), 0.6
     )  # asked again, the same answer
+    if ends:
+        assert said(actions) == ["Abort", "CancelReads"]
+        actions = side.handle(completed(0, "cancelled"), 0.6)
     assert [a.reason for a in actions if isinstance(a, LoadResult)] == (
         [Reason.ENGINE_STALLED] if ends else []
     )
     if ends:
-        assert said(actions) == ["Abort", "LoadResult"] and not side.transfers
+        assert not side.transfers
 
 
 def test_a_silent_p_is_asked_again_and_then_given_up(side: Receiver) -> None:
@@ -132,24 +143,102 @@ def test_who_slept_asks_once_more_before_blaming_p(side: Receiver) -> None:
     assert "t" in side.transfers
 
 
-def test_when_a_carrier_breaks_what_it_owed_is_asked_for_along_the_new_way(side: Receiver) -> None:
-    side.handle(offer(8), 0.1)
-    pull, fetch = side.handle(TransportChanged("p", "fast:1", in_flight_lost=True), 0.2)
-    assert (
-        isinstance(pull, SendMessage)
-        and isinstance(pull.message, messages.TransferRequest)
-        and pull.message.address == "fast:1"
-    )
-    assert (
-        isinstance(fetch, SendMessage)
-        and isinstance(fetch.message, messages.ReadRequest)
-        and fetch.message.number == 0
-    )
-    assert said(side.handle(TransportChanged("p", "", in_flight_lost=False), 0.3)) == [
-        "TransferRequest"
+# Posted reads -------------------------------------------------------------------------------------
+def posts(actions: Sequence[object]) -> list[tuple[int, str]]:
+    """Return (number, address) of each read that is posted."""
+    return [(a.number, a.address) for a in actions if isinstance(a, PostRead)]
+
+
+def requests(actions: Sequence[object]) -> list[int]:
+    """Return the numbers of the pieces that are requested."""
+    return [
+        a.message.number
+        for a in actions
+        if isinstance(a, SendMessage) and isinstance(a.message, messages.ReadRequest)
     ]
+
+
+@pytest.mark.parametrize("is_change_first", [True, False])
+def test_reads_of_a_broken_transport_are_posted_at_the_next_one(
+    side: Receiver, is_change_first: bool
+) -> None:
+    """The sender learns the new address before the requests; each piece is requested once."""
+    side.handle(TransportChanged("p", "fast:1"), 0.1)
+    assert posts(side.handle(offer(8), 0.1)) == [(0, "fast:1")]
+    order: list[ReceiverEvent] = [TransportChanged("p", ""), completed(0, "cancelled")]
+    first, second = order if is_change_first else order[::-1]
+    actions = [*side.handle(first, 0.2), *side.handle(second, 0.2)]
+    assert said(actions) == ["TransferRequest", "PostRead", "ReadRequest"]
+    assert posts(actions) == [(0, "")] and requests(actions) == [0]
     assert not side.addresses, "our own address is no route"
-    assert side.handle(TransportChanged("q", "fast:1", in_flight_lost=True), 0.4) == []
+    side.validate()
+    assert side.handle(TransportChanged("q", "fast:1"), 0.4) == []
+
+
+def test_reads_stay_posted_where_they_are_when_a_better_transport_connects(side: Receiver) -> None:
+    assert posts(side.handle(offer(4), 0.1)) == [(0, "")]
+    assert said(side.handle(TransportChanged("p", "fast:1"), 0.2)) == ["TransferRequest"]
+    assert posts(side.handle(offer(8), 0.3)) == [(1, "fast:1")]
+    side.handle(completed(0), 0.4)
+    assert said(side.handle(completed(1), 0.5)) == ["ReadComplete"]
+
+
+def test_a_read_that_is_refused_at_an_unchanged_address_is_not_posted_in_a_loop(
+    side: Receiver,
+) -> None:
+    """Until `retry_at` or the change of transport, whichever comes first."""
+    side.handle(offer(8), 0.1)
+    assert side.handle(completed(0, "cancelled"), 0.2) == []
+    for now in (0.6, 1.2, 1.8):
+        assert said(side.handle(ClockTick(), now)) == ["TransferRequest"]
+        side.handle(settled("p"), now)
+    actions = side.handle(ClockTick(), 2.4)
+    assert said(actions) == ["TransferRequest", "PostRead", "ReadRequest"]
+    side.validate()
+
+
+def test_a_lost_piece_is_requested_again_and_its_read_stays_posted(side: Receiver) -> None:
+    side.handle(offer(8), 0.1)
+    side.handle(settled("p"), 1.9)
+    side.handle(ClockTick(), 2.0)
+    actions = side.handle(ClockTick(), 2.5)
+    assert said(actions) == ["TransferRequest", "ReadRequest"]
+
+
+def test_a_lost_piece_moves_to_the_present_address(side: Receiver) -> None:
+    """The sender sends it there, where no read waits for it."""
+    side.handle(offer(8), 0.1)
+    side.handle(TransportChanged("p", "fast:1"), 0.2)
+    side.handle(settled("p"), 1.9)
+    side.handle(ClockTick(), 2.0)
+    _, cancel = side.handle(ClockTick(), 2.5)
+    assert cancel == CancelReads("t", [0])
+    assert posts(side.handle(completed(0, "cancelled"), 2.6)) == [(0, "fast:1")]
+    side.validate()
+
+
+def test_a_cancelled_load_is_reported_when_its_last_read_has_ended(side: Receiver) -> None:
+    side.piece_bytes = 20
+    assert posts(side.handle(offer(8), 0.1)) == [(0, ""), (1, "")]
+    _, cancel = side.handle(LoadCancelled("t"), 0.2)
+    assert cancel == CancelReads("t", [0, 1]) and not side.bytes_in_flight.total()
+    assert side.handle(completed(1, "cancelled"), 0.2) == []
+    (report,) = side.handle(completed(0), 0.3)
+    assert isinstance(report, LoadResult) and report.reason is Reason.CANCELLED
+    assert not side.bytes_in_flight.total()
+
+
+def test_a_piece_that_is_damaged_three_times_fails_the_load(side: Receiver) -> None:
+    side.piece_bytes = 20
+    side.handle(offer(8), 0.1)
+    for _ in range(2):
+        again = side.handle(completed(0, "damaged"), 0.2)
+        assert posts(again) == [(0, "")] and requests(again) == [0]
+        side.validate()
+    _, cancel = side.handle(completed(0, "damaged"), 0.3)
+    assert cancel == CancelReads("t", [1])
+    (report,) = side.handle(completed(1, "cancelled"), 0.3)
+    assert isinstance(report, LoadResult) and report.reason is Reason.CORRUPT
 
 
 # Several sources ----------------------------------------------------------------------------------
@@ -163,10 +252,10 @@ def two() -> Receiver:
         "ConnectPeer",
         "TransferRequest",
     ]
-    (fetch,) = side.handle(offer(8), 0.1)
+    post, fetch = side.handle(offer(8), 0.1)
+    assert isinstance(post, PostRead) and post.source == "p"
     assert isinstance(fetch, SendMessage) and fetch.to == "p"
-    side.handle(PieceArrived("t", 0), 0.2)
-    assert said(side.handle(PieceWritten("t", 0, ok=True), 0.3)) == ["ReadComplete"]
+    assert said(side.handle(completed(0), 0.3)) == ["ReadComplete"]
     assert side.handle(settled("p"), 0.4) == []
     return side
 
@@ -179,8 +268,7 @@ def test_one_of_two_sources_is_not_success(two: Receiver) -> None:
     assert two.transfers
     assert two.handle(settled("p"), 0.5) == [], "said twice"
     two.handle(messages.Progress("t", "q", "d", 8, 8, 0), 0.5)
-    two.handle(PieceArrived("t", 1), 0.6)
-    assert said(two.handle(PieceWritten("t", 1, ok=True), 0.7)) == ["ReadComplete"]
+    assert said(two.handle(completed(1), 0.7)) == ["ReadComplete"]
     (report,) = two.handle(settled("q"), 0.8)
     assert isinstance(report, LoadResult) and report.reason is None and report.bytes_landed == 40
 
@@ -245,15 +333,15 @@ def test_a_source_whose_bytes_do_not_come_stops_nobody_else() -> None:
             0.0,
         )
         for action in side.handle(messages.Progress(transfer, source, "d", 64, 0, 0), 0.1):
-            assert isinstance(action, SendMessage)
-            asked.append(action.to)
+            if isinstance(action, SendMessage):
+                asked.append(action.to)
         side.validate()
     assert asked == ["slow", "slow", "other", "other"]
     for at in range(4):
         number = min(
-            n for n, piece in side.transfers["t2"].pieces.items() if piece.state.name == "REQUESTED"
+            n for n, piece in side.transfers["t2"].pieces.items() if piece.state.name == "POSTED"
         )
-        side.handle(PieceArrived("t2", number), 0.2)
-        (again,) = side.handle(PieceWritten("t2", number, ok=True), 0.3)
+        post, again = side.handle(completed(number, transfer="t2"), 0.3)
+        assert isinstance(post, PostRead) and post.source == "other", at
         assert isinstance(again, SendMessage) and again.to == "other", at
         side.validate()

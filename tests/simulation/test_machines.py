@@ -9,6 +9,7 @@ import os
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from world_ranks import FAST
 
 from vllm_disagg.kv import extents
 from vllm_disagg.protocol import messages
@@ -100,6 +101,12 @@ class Transfers(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         self.world.cancel(*data.draw(st.sampled_from(sorted(self.world.wanted))))
 
+    @rule(data=st.data(), what=st.sampled_from(["connect", "break", "leave"]))
+    def change_transport(self, data: st.DataObject, what: str) -> None:
+        side = data.draw(st.sampled_from(self.world.readers()))
+        source = data.draw(st.sampled_from(self.p.ranks))
+        self.world.change_transport(side, source, what)
+
     @rule(label=st.sampled_from(["p", "d", "e"]))
     def die(self, label: str) -> None:
         self.world.die(label)
@@ -130,8 +137,10 @@ class Transfers(RuleBasedStateMachine):
                 transfer, p.name, "stranger", numbers[0], extents.Extent(*numbers)
             )
         p.receive("serving", messages.encode(message))
-        self.world.network = [sent for sent in self.world.network if sent[0] in self.names()]
-        p.serving.outgoing = [out for out in p.serving.outgoing if out[0].address in self.names()]
+        names = self.names()
+        self.world.network = [sent for sent in self.world.network if is_for(sent[0], names)]
+        outgoing = p.serving.outgoing
+        p.serving.outgoing = [out for out in outgoing if is_for(out[0].address, names)]
 
     def names(self) -> set[str]:
         return {
@@ -142,6 +151,10 @@ class Transfers(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.world.settle()
+
+
+def is_for(address: str, names: set[str]) -> bool:
+    return address.partition(FAST)[0] in names
 
 
 TestTransfers = Transfers.TestCase

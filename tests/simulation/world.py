@@ -17,7 +17,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from world_ranks import BACK, LAYERS, LIAR, STATES, Rank, shapes
+from world_ranks import BACK, FAST, LAYERS, LIAR, STATES, Rank, shapes
 
 from vllm_disagg.kv import extents
 from vllm_disagg.protocol import events
@@ -191,7 +191,7 @@ class World:
         if half != "piece":
             side.receive(half, payload)
         elif side.name == to.partition("+")[0]:  # else the socket died with the process
-            side.reading.arrive(payload)
+            side.reading.arrive(to, payload)
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -275,16 +275,27 @@ class World:
         )
 
     def reroute(self) -> None:
-        """Another carrier takes over; the old one ends, perhaps with all that was on its way."""
         side, source = self.random.choice(self.readers()), self.random.choice(self.prefill.ranks)
-        lost, address = self.random.random() < 0.5, side.name + self.random.choice(["", "+fast"])
-        if lost:
-            messages = [sent for sent in self.network if sent[1] != "piece"]
-            pieces = [sent for sent in self.network if sent[1] == "piece"]
-            self.network = messages + [
-                sent for sent in pieces if sent[0].partition("+")[0] != side.name
-            ]
-        side.inbox.append(events.TransportChanged(source.name, address, lost))
+        self.change_transport(side, source, self.random.choice(["connect", "break", "leave"]))
+
+    def change_transport(self, side: Rank, source: Rank, what: str) -> None:
+        """The fast transport of a reader connects, breaks, or is used no more.
+
+        What was on its way is lost, or comes late. Completions may be taken before the change or
+        after.
+        """
+        address = side.name
+        if what == "connect":
+            address = side.reading.come_up(source.name)
+        elif what == "break":
+            side.reading.break_down(source.name)
+            if self.random.random() < 0.5:
+                self.network = [sent for sent in self.network if not self.is_by_fast(sent, side)]
+        side.inbox.append(events.TransportChanged(source.name, address))
+
+    @staticmethod
+    def is_by_fast(sent: tuple[str, str, Any], side: Rank) -> bool:
+        return sent[1] == "piece" and sent[0].startswith(side.name + FAST)
 
     def unlink(self, reader: str) -> None:
         """A connection has ended, whether or not the reader has."""
@@ -336,6 +347,8 @@ class World:
             )
             left = side.reading.machine.transfers or side.reading.machine.lookups.open
             assert not left, f"{side.name} still reads {left}"
+            for transport in side.reading.transports:
+                assert not transport.unended_keys, f"{side.name}: posted for ever"
         assert not self.prefill.prompts, f"never released: {self.prefill.prompts}"
         for engine in (self.prefill, *self.decodes.values()):
             engine.check_ended()

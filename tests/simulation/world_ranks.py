@@ -6,6 +6,8 @@ The order of events is that of the driver.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,6 +24,7 @@ from vllm_disagg.kv.layout import (
 from vllm_disagg.protocol import events, messages
 from vllm_disagg.protocol.receiver import Receiver
 from vllm_disagg.protocol.sender import Sender
+from vllm_disagg.transports.posted_reads import PostedReads
 
 if TYPE_CHECKING:
     from world import World
@@ -33,6 +36,7 @@ Place = tuple[int, int, int, int]  # layer, head, block, slot
 LIAR = "p0.99"
 BACK = "b"  # ends the name of a transfer from D to P, of the same prompt
 STATES = -1  # in place of a window: a state of the whole prompt
+FAST = "+fast"  # follows a rank's name in addresses of its second transport; then the epoch
 FOR_SERVING = (
     events.BlocksScheduled,
     events.LayersComputed,
@@ -276,6 +280,47 @@ class Serving(Half):
         self.handle(events.SendCompleted(action.transfer, action.reader))
 
 
+@dataclass
+class Copy:
+    """A write into blocks that has begun."""
+
+    read: events.PostRead
+    is_right: bool
+    fits: bool
+    content: list[str]
+    is_lost: bool = False
+
+    @property
+    def status(self) -> events.ReadStatus:
+        if self.is_lost:
+            return events.ReadStatus.CANCELLED
+        return events.ReadStatus.WRITTEN if self.is_right else events.ReadStatus.DAMAGED
+
+
+class WorldTransport:
+    """One transport of a receiver: its posted reads, and the writes that have begun."""
+
+    def __init__(self) -> None:
+        self.posted = PostedReads()
+        self.copies: list[Copy] = []
+        self.completed: deque[events.ReadCompleted] = deque()
+
+    @property
+    def posted_keys(self) -> set[tuple[str, int]]:
+        return self.posted._waiting.keys() | self.posted._being_written.keys()
+
+    @property
+    def unended_keys(self) -> set[tuple[str, int]]:
+        """Those whose completion the receiver has not had."""
+        ended = [*self.completed, *self.posted._cancelled]
+        return self.posted_keys | {(one.transfer, one.number) for one in ended}
+
+    def take_completed(self) -> Iterator[events.ReadCompleted]:
+        while self.completed:
+            yield self.completed.popleft()
+        yield from self.posted.take_cancelled()
+
+
 class Reading(Half):
     """What a rank does with those it reads from."""
 
@@ -293,8 +338,10 @@ class Reading(Half):
             piece_bytes=40,
             window_bytes=window,
         )
-        self.landing: list[tuple[events.WritePiece, bool, list[str]]] = []
-        self.frames: tuple[list[str], list[str]] = ([], [])
+        self.slow, self.fast = WorldTransport(), WorldTransport()
+        self.epoch = 0  # of the fast transport
+        self.fast_addresses: dict[str, str] = {}  # by source, of those that it connects
+        self.landed: set[tuple[str, int]] = set()
 
     def receive(self, raw: bytes) -> None:
         message = messages.decode_at_receiver(raw)
@@ -305,23 +352,70 @@ class Reading(Half):
     def carry_out(self, action: events.ReceiverAction) -> None:
         match action:
             case events.SendMessage():
+                self.check_posted(action.message)
                 self.world.post(action.to, "serving", messages.encode(action.message))
-            case events.WritePiece():
-                checksum, content = self.frames
-                self.landing.append(
-                    (action, checksum == content and len(content) == self.cells(action), content)
-                )
+            case events.PostRead():
+                self.post_read(action)
+            case events.CancelReads():
+                for transport in self.transports:
+                    transport.posted.cancel(action.transfer, action.numbers)
             case events.LookupResult():
                 self.rank.engine.found(action)
             case events.LoadResult():
                 self.report(action)
 
-    def arrive(self, data: tuple[str, int, list[str], list[str]]) -> None:
-        transfer, number, *self.frames = data
-        self.rank.drain()
-        self.handle(events.PieceArrived(transfer, number))
+    # Transports -----------------------------------------------------------------------------------
+    @property
+    def transports(self) -> tuple[WorldTransport, WorldTransport]:
+        return self.slow, self.fast
 
-    def theirs(self, land: events.WritePiece) -> RemoteLayout:
+    def post_read(self, read: events.PostRead) -> None:
+        if read.address == self.rank.name:
+            self.slow.posted.post(read)
+        elif read.address == self.fast_addresses.get(read.source):
+            self.fast.posted.post(read)
+        else:
+            self.fast.posted.refuse(read)
+
+    def check_posted(self, message: object) -> None:
+        """The bytes may come at once: where they go is known before they are requested."""
+        if isinstance(message, messages.ReadRequest):
+            key = (message.transfer, message.number)
+            known = self.slow.unended_keys | self.fast.unended_keys
+            assert key in known, f"requested before it was posted: {message}"
+
+    def come_up(self, source: str) -> str:
+        """The fast transport connects, or connects again; return its address."""
+        self.break_down(source)
+        self.epoch += 1
+        self.fast_addresses[source] = f"{self.rank.name}{FAST}{self.epoch}"
+        return self.fast_addresses[source]
+
+    def break_down(self, source: str) -> None:
+        """The fast transport breaks, in the middle of a piece or not."""
+        if self.fast_addresses.pop(source, None) is None:
+            return
+        for copy in [copy for copy in self.fast.copies if copy.read.source == source]:
+            copy.is_lost = self.world.random.random() < 0.7
+            # A closed socket ends its write at once; a read that hangs ends much later.
+            if copy.is_lost and self.world.random.random() < 0.5:
+                self.fast.copies.remove(copy)
+                self.fast.completed.append(self.fast.posted.end(copy.read, copy.status))
+        self.fast.posted.flush(source)
+
+    def arrive(self, address: str, data: tuple[str, int, list[str], list[str]]) -> None:
+        """Bytes of a connection that has broken do not get here."""
+        transport = self.fast if FAST in address else self.slow
+        if transport is self.fast and address not in self.fast_addresses.values():
+            return
+        transfer, number, checksum, content = data
+        self.rank.drain()
+        read = transport.posted.begin(transfer, number)
+        if read is not None:
+            fits = len(content) == self.cells(read)
+            transport.copies.append(Copy(read, checksum == content and fits, fits, content))
+
+    def theirs(self, land: events.PostRead) -> RemoteLayout:
         """How a piece is made."""
         kind, heads = (
             self.rank.shape.kind(land.extent.layer),
@@ -331,7 +425,7 @@ class Reading(Half):
             kind.cut(heads), land.extent.token - land.extent.token % kind.block_size
         )
 
-    def cells(self, land: events.WritePiece) -> int:
+    def cells(self, land: events.PostRead) -> int:
         """How many a piece must have."""
         theirs, extent = self.theirs(land), land.extent
         blocks = -(-(extent.token_end - theirs.token) // theirs.kind.block_size)
@@ -340,15 +434,25 @@ class Reading(Half):
         )
 
     def land(self) -> None:
-        """A copy into the blocks ends."""
-        if not self.landing:
-            return
-        action, ok, content = self.landing.pop(self.world.random.randrange(len(self.landing)))
-        if ok:
-            self.write(action, content)
-        self.handle(events.PieceWritten(action.transfer, action.number, ok))
+        """A copy into the blocks ends, of each transport; then other completions are taken."""
+        for transport in self.transports:
+            if transport.copies:
+                index = self.world.random.randrange(len(transport.copies))
+                self.end_copy(transport, transport.copies.pop(index))
+            for completed in transport.take_completed():
+                self.handle(completed)
 
-    def write(self, action: events.WritePiece, content: list[str]) -> None:
+    def end_copy(self, transport: WorldTransport, copy: Copy) -> None:
+        if copy.status is events.ReadStatus.WRITTEN:
+            key = (copy.read.transfer, copy.read.number)
+            assert key not in self.landed, f"landed twice: {key}"
+            self.landed.add(key)
+            self.write(copy.read, copy.content)
+        elif copy.fits and self.world.random.random() < 0.5:
+            self.write(copy.read, copy.content)  # found wrong only when it was in the blocks
+        self.handle(transport.posted.end(copy.read, copy.status))
+
+    def write(self, action: events.PostRead, content: list[str]) -> None:
         extent, theirs = action.extent, self.theirs(action)
         size = self.rank.shape.kind(extent.layer).block_size
         first = extent.token - extent.token % size
@@ -367,9 +471,11 @@ class Reading(Half):
     def report(self, report: events.LoadResult) -> None:
         rank = self.rank
         end, blocks = self.world.wanted.pop((rank.name, report.transfer))
-        assert all(a.transfer != report.transfer for a, _, _ in self.landing), (
-            "reported while a copy runs"
-        )
+        for transport in self.transports:
+            copied = {copy.read.transfer for copy in transport.copies}
+            assert report.transfer not in copied, "reported while a copy runs"
+            unended = {transfer for transfer, _ in transport.unended_keys}
+            assert report.transfer not in unended, "reported while a read is posted"
         if report.reason is None and report.transfer not in self.world.looped:
             self.check_right(rank, report.transfer, end, blocks)
         self.world.outcomes[rank.name, report.transfer] = report.reason

@@ -19,6 +19,7 @@ from vllm_disagg.kv.fp8 import DECODE, ENCODE
 from vllm_disagg.kv.layout import LayerLayout, RankLayout, StridedRegion
 from vllm_disagg.kv.memory import HostMemory
 from vllm_disagg.protocol import events, messages
+from vllm_disagg.transports.posted_reads import PostedReads
 from vllm_disagg.transports.zmq import half_open
 
 LAYERS, BLOCKS, BLOCK_SIZE = 4, 32, 16
@@ -279,7 +280,9 @@ def test_a_broken_driver_becomes_a_plain_vllm(
 
     monkeypatch.setattr(d._receiver, "handle", lambda *_: 1 / 0)
     monkeypatch.setattr(
-        d._receiver, "transfers_being_written", lambda: {"23" * 16} if lands != "nothing" else set()
+        d._transports["zmq"],
+        "transfers_being_written",
+        lambda: {"23" * 16} if lands != "nothing" else set(),
     )
     monkeypatch.setattr(d._transports["zmq"], "close", close)
     p = start(memory(64, 1))
@@ -521,12 +524,25 @@ def test_bytes_damaged_on_their_way_are_asked_for_again(
         assert (ours.planes[0][0][2] == (rounded(sent) if settings else sent)).all()
 
 
+class Pigeon:
+    """A transport whose pieces never come."""
+
+    def __init__(self) -> None:
+        self._posted = PostedReads()
+        self.post_read = self._posted.post
+        self.cancel_reads = self._posted.cancel
+        self.next_deadline = lambda: 0.0 if self._posted.has_cancelled else None
+        self.poll_events = lambda ready: self._posted.take_cancelled()
+        self.close = lambda: None
+
+
 def test_a_reader_that_wants_its_pieces_by_what_is_not_here_harms_nobody(
     start: Callable[..., Driver],
 ) -> None:
     """As after a carrier has broken at P alone; the next TransferRequest says another way."""
     ours, theirs = memory(64, None), memory(64, 1)
     p, d = start(theirs), start(ours, peer_timeout=0.9, keepalive_interval=0.3)
+    d._transports._transports["pigeon"] = Pigeon()  # type: ignore[attr-defined]
     d._receiver.addresses[p.name] = "pigeon:1"
     prefill(p, "ac" * 16, [1], 3)
     d.submit([wanted(p, d, "ac" * 16, [2], 0, 3)])

@@ -126,19 +126,20 @@ class LoadCancelled(msgspec.Struct, frozen=True, tag=True):
     transfer: str
 
 
-class PieceArrived(msgspec.Struct, frozen=True, tag=True):
-    """The bytes of a piece have arrived in the transport's own memory."""
+class ReadStatus(str, Enum):
+    """Names how a posted read has ended."""
+
+    WRITTEN = "written"  # all bytes are in the blocks
+    DAMAGED = "damaged"  # size or checksum was wrong, or the copy into the blocks failed
+    CANCELLED = "cancelled"  # by CancelReads, or because its path to the source broke
+
+
+class ReadCompleted(msgspec.Struct, frozen=True, tag=True):
+    """A PostRead has ended: nothing is written into its blocks any more."""
 
     transfer: str
     number: int
-
-
-class PieceWritten(msgspec.Struct, frozen=True, tag=True):
-    """A WritePiece has ended."""
-
-    transfer: str
-    number: int
-    ok: bool  # whether size and checksum were right
+    status: ReadStatus
 
 
 class TransportChanged(msgspec.Struct, frozen=True, tag=True):
@@ -146,7 +147,6 @@ class TransportChanged(msgspec.Struct, frozen=True, tag=True):
 
     source: str
     address: str  # <transport>:<address>
-    in_flight_lost: bool = False  # pieces requested before will not come
 
 
 # Events for both ----------------------------------------------------------------------------------
@@ -186,17 +186,26 @@ class ConnectPeer(msgspec.Struct, frozen=True, tag=True):
     worker: WorkerInfo
 
 
-class WritePiece(msgspec.Struct, frozen=True, tag=True):
-    """Check the piece of the last PieceArrived and write it into `blocks`.
+class PostRead(msgspec.Struct, frozen=True, tag=True):
+    """Write this piece into `blocks` when its bytes arrive at `address`, if they are right.
 
-    Ends in one PieceWritten.
+    Ends in one ReadCompleted.
     """
 
     transfer: str
     number: int
+    source: str
+    address: str  # <transport>:<address>, of this worker
     extent: Extent  # in this rank's numbering; `token` need not start a block
     blocks: list[int]
     remote_layout: RemoteLayout | None = None  # layout of the piece's bytes, if not as in blocks
+
+
+class CancelReads(msgspec.Struct, frozen=True, tag=True):
+    """End these posted reads: at once, or with the write that is under way."""
+
+    transfer: str
+    numbers: list[int]
 
 
 class LookupResult(msgspec.Struct, frozen=True, tag=True):
@@ -233,12 +242,11 @@ ReceiverEvent = (
     | LookupRequested
     | LoadSkipped
     | LoadCancelled
-    | PieceArrived
-    | PieceWritten
+    | ReadCompleted
     | TransportChanged
     | ClockTick
     | messages.ToReceiver
 )
-ReceiverAction = ConnectPeer | SendMessage | WritePiece | LookupResult | LoadResult
+ReceiverAction = ConnectPeer | SendMessage | PostRead | CancelReads | LookupResult | LoadResult
 ForSender = BlocksScheduled | PrefillFinished | BlocksRevoked
 ForReceiver = LoadRequested | LookupRequested | LoadSkipped | LoadCancelled

@@ -12,30 +12,36 @@ States of one transfer:
 
     (open) -- all sources are SETTLED -------------------------------> LoadResult
     (open) -- failure of any source, or LoadCancelled --> DRAINING
-    DRAINING -- no piece is being written any more -----------------> LoadResult(reason)
+    DRAINING -- no read is posted any more -------------------------> LoadResult(reason)
 
 MOVING    Repeats TransferRequest, takes Progress, and requests the pieces that are final.
 SETTLING  All bytes are in place.  Repeats ReadComplete until the source confirms.
-DRAINING  The transfer has failed, but a piece may still be written into its blocks.  Reporting
-          earlier would let vLLM give the blocks to another request and change its tokens.
+DRAINING  The transfer has failed and its reads are cancelled, but a piece may still be written
+          into its blocks.  Reporting earlier would let vLLM give the blocks to another request
+          and change its tokens.
 
 States of one piece:
 
-    QUEUED ------------------> REQUESTED -------------> WRITING -------------> (forgotten)
-            ReadRequest is sent           PieceArrived           PieceWritten(ok)
-                                   ^                        |
-                                   +------------------------+
-                                      PieceWritten(not ok): requested again
+    QUEUED -> POSTED        there is a credit: PostRead, then ReadRequest
+    POSTED -> (forgotten)   ReadCompleted(WRITTEN)
+    POSTED -> POSTED        ReadCompleted(DAMAGED): posted and requested again
+    POSTED -> CANCELLED     ReadCompleted(CANCELLED)
+    CANCELLED -> POSTED     when the source has another address, or at `retry_at`
 
-A ReadRequest is a credit: at most `window_bytes` are in flight, however long the prompt is.
+A read is posted at the address of one transport, before the ReadRequest, so that the bytes find
+their blocks whenever they arrive.  A repeated ReadRequest keeps the posted read.  If the address of
+the source has changed meanwhile, the read is cancelled there first: bytes come to the new address.
+
+A requested piece holds a credit: at most `window_bytes` are in flight, however long the prompt is.
 A lookup (`lookup.py`) precedes a transfer: it has no blocks and requests only a number of tokens.
 
 Rules, checked by `validate` and by the property tests:
   1. Each LoadRequested is answered by exactly one LoadResult.
-  2. No LoadResult while a piece is being written into the blocks.
+  2. No LoadResult while a read is posted: a piece may be being written into the blocks.
   3. LoadResult without a reason only after every source has confirmed that it held its blocks
      until our bytes were in place.
-  4. A piece is written only if it was requested and has not been written yet.
+  4. A piece has at most one posted read at a time, and none once it was written.
+  5. Each PostRead precedes the ReadRequest of its piece and ends in one ReadCompleted.
 """
 
 from __future__ import annotations
@@ -49,6 +55,7 @@ from ..kv.extents import Extent
 from ..kv.layout import RankLayout
 from . import messages
 from .events import (
+    CancelReads,
     ClockTick,
     ConnectPeer,
     LoadCancelled,
@@ -56,14 +63,14 @@ from .events import (
     LoadResult,
     LoadSkipped,
     LookupRequested,
-    PieceArrived,
-    PieceWritten,
+    PostRead,
+    ReadCompleted,
+    ReadStatus,
     Reason,
     ReceiverAction,
     ReceiverEvent,
     SendMessage,
     TransportChanged,
-    WritePiece,
 )
 from .lookup import Lookups
 from .read_plan import ReadPlan, read_plans
@@ -86,8 +93,8 @@ class PieceState(Enum):
     """State of one piece; see the head of this file."""
 
     QUEUED = auto()
-    REQUESTED = auto()
-    WRITING = auto()
+    POSTED = auto()
+    CANCELLED = auto()
 
 
 @dataclass
@@ -99,6 +106,7 @@ class PieceRecord:
     extent: Extent  # in the source's numbering
     bytes: int
     state: PieceState = PieceState.QUEUED
+    address: str = ""  # at which its read was posted last
     retry_at: float = 0.0  # time at which to request it again
     damaged: int = 0  # times that it has arrived damaged
 
@@ -221,10 +229,8 @@ class Receiver:
                 if event.source not in t.sources or event.reader != self.name:
                     return []  # of another incarnation of one of the two workers
                 return self._on_message(event, t, now)
-            case PieceArrived():
-                return self._on_piece_arrived(event, t, now)
-            case PieceWritten():
-                return self._on_piece_written(event, t, now)
+            case ReadCompleted():
+                return self._on_read_completed(event, t, now)
             case LoadCancelled():
                 return self._fail(event.transfer, Reason.CANCELLED, now)
             case _:
@@ -300,42 +306,54 @@ class Receiver:
                     continue
                 # The keep-alive has the new address: the sender must have it before requests.
                 actions.append(self._transfer_request(name, source))
-                if event.in_flight_lost:
-                    for number in self._requested_pieces(t, source):
-                        actions.append(self._request_piece(name, number, now))
+                for number, piece in t.pieces.items():
+                    if piece.source == source.name and piece.state is PieceState.CANCELLED:
+                        actions += self._post_read(name, number, now)
         return actions
 
-    def _on_piece_arrived(
-        self, event: PieceArrived, t: IncomingTransfer, now: float
-    ) -> list[ReceiverAction]:
-        piece = t.pieces.get(event.number)
-        # In DRAINING only pieces in WRITING are left: all others are dropped here (rule 4).
-        if piece is None or piece.state is not PieceState.REQUESTED:
-            return []
-        # Bytes are a sign of life, as messages are.
-        t.sources[piece.source].last_seen = now
-        piece.state = PieceState.WRITING
-        extent, blocks, remote_layout = piece.read_plan.target(piece.extent)
-        return [WritePiece(event.transfer, event.number, extent, blocks, remote_layout)]
-
-    def _on_piece_written(
-        self, event: PieceWritten, t: IncomingTransfer, now: float
+    def _on_read_completed(
+        self, event: ReadCompleted, t: IncomingTransfer, now: float
     ) -> list[ReceiverAction]:
         piece = t.pieces[event.number]
-        source = t.sources[piece.source]
         # DRAINING: its bytes were taken off the window when the transfer failed.
         if t.failure is not None:
             del t.pieces[event.number]
             return self._report_if_drained(event.transfer, t, now)
+        match event.status:
+            case ReadStatus.WRITTEN:
+                return self._on_piece_written(event, t, now)
+            case ReadStatus.DAMAGED:
+                return self._on_piece_damaged(event, t, now)
+            case ReadStatus.CANCELLED:
+                # A piece without a posted read keeps its credit, too.
+                piece.state = PieceState.CANCELLED
+                # At the same address it would be cancelled again, until TransportChanged comes.
+                if piece.address == self._address_for(piece.source):
+                    return []
+                return self._post_read(event.transfer, event.number, now)
+            case _:
+                assert_never(event.status)
+
+    def _on_piece_damaged(
+        self, event: ReadCompleted, t: IncomingTransfer, now: float
+    ) -> list[ReceiverAction]:
+        piece = t.pieces[event.number]
+        t.sources[piece.source].last_seen = now
+        piece.damaged += 1
         # A damaged piece keeps its credit while it is requested again.
-        if not event.ok:
-            piece.damaged += 1
-            if piece.damaged >= MAX_PIECE_TRIES:
-                del t.pieces[event.number]
-                self.bytes_in_flight[piece.source] -= piece.bytes
-                return self._fail(event.transfer, Reason.CORRUPT, now)
-            return [self._request_piece(event.transfer, event.number, now)]
+        if piece.damaged < MAX_PIECE_TRIES:
+            return self._post_read(event.transfer, event.number, now)
         del t.pieces[event.number]
+        self.bytes_in_flight[piece.source] -= piece.bytes
+        return self._fail(event.transfer, Reason.CORRUPT, now)
+
+    def _on_piece_written(
+        self, event: ReadCompleted, t: IncomingTransfer, now: float
+    ) -> list[ReceiverAction]:
+        piece = t.pieces.pop(event.number)
+        source = t.sources[piece.source]
+        # Bytes are a sign of life, as messages are.
+        source.last_seen = now
         self.bytes_in_flight[piece.source] -= piece.bytes
         t.last_progress = now
         source.bytes_remaining -= piece.bytes
@@ -440,10 +458,10 @@ class Receiver:
                 actions.append(self._read_complete(name, source))
                 continue
             actions.append(self._transfer_request(name, source))
-            for number in self._requested_pieces(t, source):
-                # The ReadRequest or the bytes were lost; a duplicate piece is dropped on arrival.
-                if t.pieces[number].retry_at <= now:
-                    actions.append(self._request_piece(name, number, now))
+            for number, piece in t.pieces.items():
+                is_requested = piece.state is not PieceState.QUEUED
+                if is_requested and piece.source == source.name and piece.retry_at <= now:
+                    actions += self._request_again(name, number, now)
         return actions
 
     def _repeat_aborts(self, now: float) -> list[ReceiverAction]:
@@ -463,14 +481,6 @@ class Receiver:
         return actions
 
     # Pieces ---------------------------------------------------------------------------------------
-    def _requested_pieces(self, t: IncomingTransfer, source: SourceRecord) -> list[int]:
-        """Return the numbers of the pieces that this source has to send."""
-        return [
-            number
-            for number, piece in t.pieces.items()
-            if piece.state is PieceState.REQUESTED and piece.source == source.name
-        ]
-
     def _use_credits(self, now: float) -> list[ReceiverAction]:
         """Request as many pieces as there are credits, from all sources in turn.
 
@@ -483,15 +493,15 @@ class Receiver:
         while sources:
             remaining: list[str] = []
             for source in sources:
-                request = self._request_next(source, now)
-                if request is not None:
-                    actions.append(request)
+                posted = self._post_next(source, now)
+                if posted:
+                    actions += posted
                     remaining.append(source)
             sources = remaining
         return actions
 
-    def _request_next(self, source: str, now: float) -> SendMessage | None:
-        """Request the source's next piece; None without a credit or without a queued piece."""
+    def _post_next(self, source: str, now: float) -> list[ReceiverAction]:
+        """Request the source's next piece; empty without a credit or without a queued piece."""
         queue = self.queues[source]
         while queue:
             name, number = queue[0]
@@ -499,14 +509,14 @@ class Receiver:
             piece = t.pieces.get(number) if t else None
             if piece is not None and piece.state is PieceState.QUEUED:
                 if not self._has_credit(source, piece.bytes):
-                    return None
+                    return []
                 queue.popleft()
                 self.bytes_in_flight[source] += piece.bytes
-                return self._request_piece(name, number, now)
+                return self._post_read(name, number, now)
             queue.popleft()  # of a transfer that has failed
         del self.queues[source]
         self.bytes_in_flight += Counter()  # drops sources with nothing in flight
-        return None
+        return []
 
     def _has_credit(self, source: str, size: int) -> bool:
         # With nothing in flight the first piece passes, even if larger than the window.
@@ -516,12 +526,38 @@ class Receiver:
             return False
         return not of_all or of_all + size <= self.window_bytes
 
-    def _request_piece(self, name: str, number: int, now: float) -> SendMessage:
+    def _post_read(self, name: str, number: int, now: float) -> list[ReceiverAction]:
+        """Post the read of a piece where its source sends to, then request the piece."""
         piece = self.transfers[name].pieces[number]
-        piece.state = PieceState.REQUESTED
+        piece.state = PieceState.POSTED
+        piece.address = self._address_for(piece.source)
+        extent, blocks, remote_layout = piece.read_plan.target(piece.extent)
+        read = PostRead(name, number, piece.source, piece.address, extent, blocks, remote_layout)
+        return [read, self._read_request(name, number, now)]
+
+    def _request_again(self, name: str, number: int, now: float) -> list[ReceiverAction]:
+        """Request a piece of which the ReadRequest or the bytes were lost, or are late.
+
+        A duplicate of the bytes finds no posted read and is dropped.
+        """
+        piece = self.transfers[name].pieces[number]
+        if piece.state is PieceState.CANCELLED:
+            return self._post_read(name, number, now)
+        if piece.address == self._address_for(piece.source):
+            return [self._read_request(name, number, now)]
+        # Bytes will come to another address than that of the posted read.
+        piece.retry_at = now + self.peer_timeout
+        return [CancelReads(name, [number])]
+
+    def _read_request(self, name: str, number: int, now: float) -> SendMessage:
+        piece = self.transfers[name].pieces[number]
         piece.retry_at = now + self.peer_timeout
         request = messages.ReadRequest(name, piece.source, self.name, number, piece.extent)
         return SendMessage(piece.source, request)
+
+    def _address_for(self, source: str) -> str:
+        """Return where the pieces of this source arrive."""
+        return self.addresses.get(source, self.address)
 
     # Ends -----------------------------------------------------------------------------------------
     def _fail(
@@ -541,11 +577,13 @@ class Receiver:
             until = now + ABORT_REPEAT_SECONDS
             repeated = _RepeatedAborts(now + self.keepalive_interval, until, actions[:])
             self.repeated_aborts.append(repeated)
-        # Queued and requested pieces are dropped; those in WRITING keep the transfer in DRAINING.
         t.failure = reason
         for piece in t.pieces.values():
             self.bytes_in_flight[piece.source] -= piece.bytes_in_flight
-        t.pieces = {n: p for n, p in t.pieces.items() if p.state is PieceState.WRITING}
+        # Pieces without a posted read are dropped; the others keep the transfer in DRAINING.
+        t.pieces = {n: p for n, p in t.pieces.items() if p.state is PieceState.POSTED}
+        if t.pieces:
+            actions.append(CancelReads(name, list(t.pieces)))
         actions += self._report_if_drained(name, t, now)
         return actions + self._use_credits(now)
 
@@ -570,7 +608,7 @@ class Receiver:
 
     # Messages -------------------------------------------------------------------------------------
     def _transfer_request(self, name: str, source: SourceRecord) -> SendMessage:
-        address = self.addresses.get(source.name, self.address)
+        address = self._address_for(source.name)
         prompt = self.transfers[name].prompt
         request = messages.TransferRequest(
             name, source.name, self.name, address, source.readers, prompt
@@ -580,14 +618,6 @@ class Receiver:
     def _read_complete(self, name: str, source: SourceRecord) -> SendMessage:
         return SendMessage(source.name, messages.ReadComplete(name, source.name, self.name))
 
-    def transfers_being_written(self) -> set[str]:
-        """Return the transfers into whose blocks a piece may be being written."""
-        return {
-            name
-            for name, t in self.transfers.items()
-            if any(piece.state is PieceState.WRITING for piece in t.pieces.values())
-        }
-
     def validate(self) -> None:
         """Raise AssertionError if the state contradicts itself.  Tests call it after each event."""
         assert not self.lookups.open.keys() & self.transfers.keys()
@@ -596,6 +626,7 @@ class Receiver:
             context = (name, t)
             if t.failure is not None:
                 assert t.pieces, context
+                assert all(p.state is PieceState.POSTED for p in t.pieces.values()), context
                 continue
             assert t.open_sources, context
             for source in t.sources.values():

@@ -3,8 +3,11 @@
 Messages always go over the control channel, whichever transport moves the bytes. A receiver names
 in its TransferRequest the address at which it accepts bytes: `<transport>:<what it needs>`.
 
+The receiver posts a read at that address before it requests the piece. When the bytes arrive, the
+transport writes them into the blocks of the posted read (`posted_reads.py`).
+
 ZMQ is always available. Another transport connects later and reports that as `TransportChanged`;
-when that transport breaks, ZMQ takes over.
+when that transport breaks, it ends its posted reads as CANCELLED, and ZMQ takes over.
 
 No method here blocks, and none raises for what a peer does.
 """
@@ -12,7 +15,7 @@ No method here blocks, and none raises for what a peer does.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,18 +27,17 @@ from ..config import Config
 from ..kv.memory import Memory
 from ..protocol.events import (
     ConnectionLost,
-    PieceArrived,
-    PieceWritten,
+    PostRead,
+    ReadCompleted,
     SendCompleted,
     SendPiece,
     TransportChanged,
-    WritePiece,
 )
 from ..protocol.peers import WorkerInfo
 
 BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 
-TransportEvent = SendCompleted | ConnectionLost | PieceArrived | PieceWritten | TransportChanged
+TransportEvent = SendCompleted | ConnectionLost | ReadCompleted | TransportChanged
 
 
 class Counters(msgspec.Struct):
@@ -100,12 +102,21 @@ class Transport(Protocol):
         Always ends in one SendCompleted; until then the blocks are not given back.
         """
 
-    def write_piece(self, write: WritePiece) -> bool | None:
-        """Write the piece announced by the last PieceArrived into its blocks.
+    def post_read(self, read: PostRead) -> None:
+        """Write this piece into its blocks when its bytes arrive.
 
-        Returns whether the bytes were valid and written, or None if a PieceWritten reports that
-        later.
+        Always ends in one ReadCompleted: at once as CANCELLED, if the address is not in use. The
+        bytes of a piece without a posted read are dropped.
         """
+
+    def cancel_reads(self, transfer: str, numbers: Sequence[int]) -> None:
+        """End those of these reads that are posted here.
+
+        A read that is being written ends when the write has ended, the others at once.
+        """
+
+    def transfers_being_written(self) -> set[str]:
+        """Return the transfers into whose blocks this transport may be writing."""
 
     def poll_events(self, ready: Collection[object]) -> Iterator[TransportEvent]:
         """Yield events since the last call; `ready` holds the sockets that the poller found."""

@@ -126,6 +126,13 @@ class TransportSet(Mapping[str, Transport]):
         if transport is not None and note.reader == self._control.name:
             transport.on_sender_note(note.source, note.data)
 
+    def transfers_being_written(self) -> set[str]:
+        """Returns the transfers into whose blocks a transport may be writing."""
+        transfers: set[str] = set()
+        for transport in self._transports.values():
+            transfers |= transport.transfers_being_written()
+        return transfers
+
     def close(self) -> bool:
         """Closes all transports; returns whether none of them can write into blocks any more."""
         is_closed = True

@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 
 from vllm_disagg.kv.extents import Extent
-from vllm_disagg.protocol.events import WritePiece
+from vllm_disagg.protocol.events import PostRead
 from vllm_disagg.transports.nixl import reads as nixl_reads
 from vllm_disagg.transports.nixl.agent import NixlError
 from vllm_disagg.transports.nixl.reads import Closings
 
-WRITE = WritePiece("t", 0, Extent(0, 1, 0, 16), [0])
+POSTED = PostRead("t", 0, "p", "nixl:p#1", Extent(0, 1, 0, 16), [0])
 
 
-def reads(close: Any, write: WritePiece | None = WRITE) -> Any:
-    return SimpleNamespace(agent=SimpleNamespace(close=close), open=[SimpleNamespace(write=write)])
+def reads(close: Any, posted: PostRead | None = POSTED) -> Any:
+    opened = SimpleNamespace(posted=posted)
+    return SimpleNamespace(agent=SimpleNamespace(close=close), open=[opened])
 
 
 def fails() -> None:
@@ -35,13 +36,23 @@ def test_finish_waits_for_agents() -> None:
     assert closed == [1]
 
 
+def test_reads_end_when_their_agent_is_gone() -> None:
+    closings = Closings()
+    closings.give_up(reads(lambda: time.sleep(0.05)))
+    assert list(closings.ended_reads()) == [], "it is being closed"
+    end = time.monotonic() + 5
+    while not (ended := list(closings.ended_reads())):
+        assert time.monotonic() < end
+    assert ended == [POSTED]
+
+
 @pytest.mark.parametrize("looked", [True, False])
 def test_finish_reports_an_agent_that_does_not_go(looked: bool) -> None:
     closings = Closings()
     closings.give_up(reads(fails))
     end = time.monotonic() + (0.2 if looked else 0)
     while time.monotonic() < end:
-        assert list(closings.poll_events()) == [], "its pieces never end"
+        assert list(closings.ended_reads()) == [], "its pieces never end"
     with pytest.raises(NixlError, match="1 reads may still write"):
         closings.finish()
 

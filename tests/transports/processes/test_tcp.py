@@ -470,22 +470,23 @@ def test_invalid_notes_are_rejected() -> None:
         tcp_notes.decode_receiver_note(tcp_notes.encode(listening))
 
 
-def test_a_piece_ends_when_its_sender_is_evicted_meanwhile(
+def test_reads_move_to_zmq_when_their_sender_is_evicted_meanwhile(
     start: Callable[..., Driver], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between a piece's head and its WritePiece the driver may evict the sender."""
-    d, p = start(memory(4096, None)), peer()
+    """The driver may evict a sender between two pieces of one poll."""
+    d, p = start(memory(4096, None), piece=8192), peer()
     pair(d, p)
     transport, took = d._transports["tcp"], d._take
+    before = d.counters.received["zmq"]
 
-    def take(name: str, of: object, event: object) -> None:
-        if isinstance(event, events.PieceArrived) and name == "tcp":
+    def take(name: str, event: object) -> None:
+        if isinstance(event, events.ReadCompleted) and name == "tcp":
             transport.disconnect(p.worker.name)
-        took(name, of, event)  # type: ignore[arg-type]
+        took(name, event)  # type: ignore[arg-type]
 
     monkeypatch.setattr(d, "_take", take)
-    assert load(d, p).reason is None, "by another way"
-    assert not d._receiver.transfers
+    assert load(d, p).reason is None, "by ZMQ"
+    assert d.counters.received["zmq"] > before and not d._receiver.transfers
 
 
 def test_a_piece_that_stops_in_the_middle_ends(start: Callable[..., Driver]) -> None:

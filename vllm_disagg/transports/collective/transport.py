@@ -14,22 +14,22 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import assert_never
 
 import zmq
 
 from ...errors import BadMessage
 from ...protocol.events import (
-    PieceArrived,
-    PieceWritten,
+    PostRead,
+    ReadStatus,
     SendCompleted,
     SendPiece,
     TransportChanged,
-    WritePiece,
 )
 from ...protocol.peers import WorkerInfo
 from ..base import DriverPort, TransportEvent
+from ..posted_reads import PostedReads
 from . import channel, notes
 from .receiver_end import ReceiverEnd
 from .sender_end import SenderEnd
@@ -50,8 +50,7 @@ class CollectiveTransport:
     """One collective transport of one worker, both halves.
 
     `name` is the transport's, as in `WorkerInfo.carriers`. `make_link` makes this worker's end of a
-    communicator. `_receivers` holds the last to pair at its end. `_delivered` is the slot of the
-    last PieceArrived, by sender.
+    communicator. `_receivers` holds the last to pair at its end.
     """
 
     def __init__(self, name: str, port: DriverPort, staging: Staging, make_link: MakeLink) -> None:
@@ -59,8 +58,9 @@ class CollectiveTransport:
         self._port = port
         self._receivers: dict[str, SenderEnd] = {}
         self._senders: dict[str, ReceiverEnd] = {}
-        self._events: deque[TransportEvent | tuple[str, channel.DeliverSlot]] = deque()
-        self._delivered: tuple[str, channel.DeliverSlot] | None = None
+        self._posted = PostedReads()
+        self._delivered: deque[tuple[str, channel.DeliverSlot]] = deque()  # by sender
+        self._events: deque[TransportEvent] = deque()
         # Calls handed over by other threads, to be made in the driver's thread.
         self._calls: deque[Callable[[], None]] = deque()
         # Other threads cannot signal the driver's poller except through a descriptor.
@@ -101,11 +101,28 @@ class CollectiveTransport:
         else:
             self._events.append(SendCompleted(piece.transfer, piece.reader))
 
-    def write_piece(self, write: WritePiece) -> bool | None:
-        """Scatter the slot of the last PieceArrived into blocks; ends in a PieceWritten."""
-        assert self._delivered is not None
-        sender, delivery = self._delivered
-        self._delivered = None
+    def post_read(self, read: PostRead) -> None:
+        """Accept a read, unless the channel of its address is closed."""
+        end = self._senders.get(read.source)
+        is_up = end is not None and end.state is channel.ChannelState.UP
+        if end is not None and is_up and read.address == self._address(end.epoch):
+            self._posted.post(read)
+        else:
+            self._posted.refuse(read)
+
+    def cancel_reads(self, transfer: str, numbers: Sequence[int]) -> None:
+        """End those of these reads that are posted here and whose slot is not being scattered."""
+        self._posted.cancel(transfer, numbers)
+
+    def transfers_being_written(self) -> set[str]:
+        """Return the transfers into whose blocks a slot may be being scattered."""
+        return self._posted.transfers_being_written()
+
+    def _address(self, epoch: int) -> str:
+        return f"{self._name}:{epoch}"
+
+    def _scatter(self, read: PostRead, sender: str, delivery: channel.DeliverSlot) -> None:
+        """Scatter a slot into the blocks of a read; ends in its ReadCompleted."""
         # The slot is looked up now: the link may be closed before the job runs, and the slot then
         # still belongs to this piece.
         source = self._worker.slot((READS, sender, delivery.epoch), delivery.slot)
@@ -114,7 +131,8 @@ class CollectiveTransport:
         def written(ok: bool) -> None:
             if ok:
                 self._port.counters.count_received(self._name, size)
-            self._events.append(PieceWritten(write.transfer, write.number, ok))
+            status = ReadStatus.WRITTEN if ok else ReadStatus.DAMAGED
+            self._events.append(self._posted.end(read, status))
             # Of an epoch that has ended, SlotFreed has no effect.
             freed = channel.SlotFreed(delivery.epoch, delivery.slot)
             self._handle_as_receiver(sender, freed)
@@ -122,8 +140,7 @@ class CollectiveTransport:
         def report(ok: bool) -> None:
             self._call_in_driver(lambda: written(ok))
 
-        self._worker.scatter(write, source, size, delivery.piece.checksum, report)
-        return None
+        self._worker.scatter(read, source, size, delivery.piece.checksum, report)
 
     def poll_events(self, ready: Collection[object]) -> Iterator[TransportEvent]:
         """Make the calls of other threads, pass time to the channels, and yield events."""
@@ -139,16 +156,15 @@ class CollectiveTransport:
             self._handle_as_sender(peer, channel.ChannelTick())
         for peer in _overdue(self._senders, now):
             self._handle_as_receiver(peer, channel.ChannelTick())
+        while self._delivered:
+            self._use_delivery(*self._delivered.popleft())
         while self._events:
-            event = self._events.popleft()
-            if isinstance(event, tuple):
-                yield from self._announce(*event)
-            else:
-                yield event
+            yield self._events.popleft()
+        yield from self._posted.take_cancelled()
 
     def next_deadline(self) -> float | None:
         """Return the earliest deadline of a channel; 0 while events wait."""
-        if self._events or self._calls:
+        if self._delivered or self._events or self._calls or self._posted.has_cancelled:
             return 0.0
         ends: list[ChannelEnd] = [*self._receivers.values(), *self._senders.values()]
         deadlines = [end.next_deadline() for end in ends]
@@ -188,18 +204,18 @@ class CollectiveTransport:
             self._woken.close()
 
     # Channels -------------------------------------------------------------------------------------
-    def _announce(self, sender: str, delivery: channel.DeliverSlot) -> Iterator[TransportEvent]:
-        """Yield PieceArrived for a delivered slot, unless its epoch has ended since."""
+    def _use_delivery(self, sender: str, delivery: channel.DeliverSlot) -> None:
+        """Write a delivered slot into blocks, unless its epoch has ended since."""
         end = self._senders.get(sender)
         if end is None or end.state is not channel.ChannelState.UP or end.epoch != delivery.epoch:
             return  # the receiver asks for the piece again
-        self._delivered = sender, delivery
-        yield PieceArrived(delivery.piece.transfer, delivery.piece.number)
-        # `write_piece` was not called: the piece is not needed any more.
-        if self._delivered is not None:
-            self._delivered = None
-            freed = channel.SlotFreed(delivery.epoch, delivery.slot)
-            self._handle_as_receiver(sender, freed)
+        read = self._posted.begin(delivery.piece.transfer, delivery.piece.number)
+        if read is not None:
+            self._scatter(read, sender, delivery)
+            return
+        # The piece is late, repeated or cancelled.
+        freed = channel.SlotFreed(delivery.epoch, delivery.slot)
+        self._handle_as_receiver(sender, freed)
 
     def _handle_as_sender(self, receiver: str, event: channel.SenderEndEvent) -> None:
         """Pass an event to the channel of a receiver, and execute the actions."""
@@ -244,7 +260,7 @@ class CollectiveTransport:
                 case channel.CloseLink():
                     self._close_link(READS, sender, action)
                 case channel.DeliverSlot():
-                    self._events.append((sender, action))
+                    self._delivered.append((sender, action))
                 case channel.ChangeRoute():
                     self._change_route(sender, action.epoch)
                 case _:
@@ -253,10 +269,11 @@ class CollectiveTransport:
     def _change_route(self, sender: str, epoch: int | None) -> None:
         if epoch is None:
             fallback = self._port.fallback_address
-            self._events.append(TransportChanged(sender, fallback, in_flight_lost=True))
+            self._events.append(TransportChanged(sender, fallback))
+            self._posted.flush(sender)
             return
         log.info("%s: connected; pieces of %s come by %s", self._name, sender, self._name)
-        self._events.append(TransportChanged(sender, f"{self._name}:{epoch}"))
+        self._events.append(TransportChanged(sender, self._address(epoch)))
 
     def _open(self, role: str, peer: str, action: channel.OpenLink, rank: int) -> None:
         key = (role, peer, action.epoch)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...kv.memory import Memory, checksum
-from ...protocol.events import SendPiece, WritePiece
+from ...protocol.events import PostRead, SendPiece
 from .channel import SLOTS_PER_CHANNEL, LinkEvent, LinkFailed, SlotGathered
 
 log = logging.getLogger("vllm_disagg.collective")
@@ -96,7 +96,7 @@ class Staging(Protocol):
         """
 
     def scatter(
-        self, write: WritePiece, slot: Slot, size: int, expected: int, link: CollectiveLink
+        self, read: PostRead, slot: Slot, size: int, expected: int, link: CollectiveLink
     ) -> Poll:
         """Copies the slot into the piece's blocks if size and checksum are right.
 
@@ -132,12 +132,12 @@ class HostStaging:
         return size, lambda: digest
 
     def scatter(
-        self, write: WritePiece, slot: Slot, size: int, expected: int, link: CollectiveLink
+        self, read: PostRead, slot: Slot, size: int, expected: int, link: CollectiveLink
     ) -> Poll:
         """Checks the slot's checksum, then writes the slot into the blocks."""
         frame = memoryview(slot[:size])
-        ok = checksum(write.transfer, [frame]) == expected
-        ok = ok and self._memory.write(write.extent, write.blocks, [frame], write.remote_layout)
+        ok = checksum(read.transfer, [frame]) == expected
+        ok = ok and self._memory.write(read.extent, read.blocks, [frame], read.remote_layout)
         return lambda: ok
 
 
@@ -217,14 +217,14 @@ class CollectiveWorker:
 
     def scatter(
         self,
-        write: WritePiece,
+        read: PostRead,
         source: LinkSlot,
         size: int,
         expected: int,
         report: Callable[[bool], None],
     ) -> None:
         """Writes a slot into blocks; always reports whether that succeeded."""
-        self._jobs.put(lambda: self._scatter(write, source, size, expected, report))
+        self._jobs.put(lambda: self._scatter(read, source, size, expected, report))
 
     def close_link(self, key: Key) -> None:
         """Aborts a link."""
@@ -346,7 +346,7 @@ class CollectiveWorker:
 
     def _scatter(
         self,
-        write: WritePiece,
+        read: PostRead,
         source: LinkSlot,
         size: int,
         expected: int,
@@ -354,10 +354,10 @@ class CollectiveWorker:
     ) -> None:
         slot, link = source
         try:
-            poll = self._staging.scatter(write, slot, size, expected, link)
+            poll = self._staging.scatter(read, slot, size, expected, link)
         except Exception as error:
             message = "collective worker: a piece of transfer %s was not written: %r"
-            log.warning(message, write.transfer, error)
+            log.warning(message, read.transfer, error)
             report(False)
             return
         self._finish(_Pending(poll, report, False))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...protocol.events import PieceWritten, WritePiece
+from ...protocol.events import PostRead
 from .agent import Agent, Job, NixlError, NixlRefused, Read
 from .notes import TEST_REGION_BYTES, Run
 
@@ -35,7 +35,7 @@ class ReadFailed(NixlError):
 
 @dataclass
 class OpenRead:
-    """A read of a piece (`write`), or of a test region (None).
+    """A read of a piece (`posted`), or of a test region (None).
 
     `buffer` is the registered memory that it reads into, if not blocks. `read` is None once it has
     ended.
@@ -45,7 +45,7 @@ class OpenRead:
     size: int
     started_at: float
     deadline: float
-    write: WritePiece | None
+    posted: PostRead | None
     buffer: Buffer | None
     read: Read | None = None
 
@@ -65,7 +65,7 @@ class Reads:
         source: str,
         peer: str,
         runs: tuple[Sequence[Run], Sequence[Run]],
-        write: WritePiece | None,
+        posted: PostRead | None,
         buffer: Buffer | None,
     ) -> OpenRead:
         """Start a read; `runs` are (local, remote), of common lengths.
@@ -77,7 +77,7 @@ class Reads:
         # The reads before this one may take the path's whole rate.
         bytes_ahead = sum(opened.size for opened in self.open)
         deadline = started_at + self._peer_timeout + (size + bytes_ahead) / MIN_BYTES_PER_SECOND
-        opened = OpenRead(source, size, started_at, deadline, write, buffer)
+        opened = OpenRead(source, size, started_at, deadline, posted, buffer)
         try:
             opened.read = self.agent.read(peer, *runs)
         except NixlRefused:
@@ -139,40 +139,39 @@ class Reads:
 
 
 class Closings:
-    """Agents being closed, and the pieces that fail when each is gone.
+    """Agents being closed, and the posted reads that end when each is gone.
 
     An agent that does not go keeps the blocks of its reads for ever, and their requests wait;
     `_stuck` counts those reads.
     """
 
     def __init__(self) -> None:
-        self._given_up: list[tuple[Agent, list[WritePiece]]] = []
-        self._closing: list[tuple[Job[None], list[WritePiece]]] = []
+        self._given_up: list[tuple[Agent, list[PostRead]]] = []
+        self._closing: list[tuple[Job[None], list[PostRead]]] = []
         self._stuck = 0
 
     def give_up(self, reads: Reads) -> None:
-        """Close this agent at the next `poll_events`.
+        """Close this agent at the next `ended_reads`.
 
         Not at once: the exception that is the reason may still refer to the agent.
         """
-        writes = [opened.write for opened in reads.open if opened.write is not None]
-        self._given_up.append((reads.agent, writes))
+        posted = [opened.posted for opened in reads.open if opened.posted is not None]
+        self._given_up.append((reads.agent, posted))
 
-    def poll_events(self) -> Iterator[PieceWritten]:
-        """Start closings; yield a failed PieceWritten for each read of an agent that is gone."""
+    def ended_reads(self) -> Iterator[PostRead]:
+        """Start closings; yield each read of an agent that is gone."""
         self._start()
         for closing in list(self._closing):
-            job, writes = closing
+            job, posted = closing
             if not job.is_over:
                 continue
             self._closing.remove(closing)
             if job.error:
-                self._stuck += len(writes)
+                self._stuck += len(posted)
                 message = "nixl: closing an agent failed, %d reads may still write: %s"
-                log.error(message, len(writes), job.error)
+                log.error(message, len(posted), job.error)
                 continue
-            for write in writes:
-                yield PieceWritten(write.transfer, write.number, False)
+            yield from posted
 
     def finish(self) -> None:
         """Wait until all agents with open reads are gone, for CLOSE_SECONDS at most.
@@ -181,9 +180,9 @@ class Closings:
         """
         self._start()
         end = time.monotonic() + CLOSE_SECONDS
-        for job, writes in self._closing:
-            if writes and not job.ends(end - time.monotonic()):
-                self._stuck += len(writes)
+        for job, posted in self._closing:
+            if posted and not job.ends(end - time.monotonic()):
+                self._stuck += len(posted)
         if self._stuck:
             raise NixlError(f"{self._stuck} reads may still write")
 
@@ -195,6 +194,6 @@ class Closings:
         return deadlines
 
     def _start(self) -> None:
-        for agent, writes in self._given_up:
-            self._closing.append((Job(agent.close), writes))
+        for agent, posted in self._given_up:
+            self._closing.append((Job(agent.close), posted))
         self._given_up.clear()

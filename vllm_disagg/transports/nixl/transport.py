@@ -7,9 +7,10 @@
                ProbeLook --------------------> lets UCX work for a while
                ProbeProgress ----------------> ProbeProgressReply: how often it has
     TransportChanged("nixl:...")
+    post_read()
                ReadRequest (control) --------> SendPiece; SendCompleted at once
                <------------------------ PieceRuns: (address, bytes) of the piece's runs
-    PieceArrived, WritePiece: READ into the blocks; PieceWritten
+    READ into the blocks of the posted read; ReadCompleted
 
 States of a receiver's path to one sender (`PathState`):
 
@@ -23,9 +24,8 @@ States of a receiver's path to one sender (`PathState`):
 The sender does not see when it is read, and need not: Confirm rejects bytes that were read too
 late. The receiver's half is the dangerous one, because a read that hangs may still write into
 blocks (reads.py). So if one read fails or does not end in time, the whole agent is closed. All
-reads of this worker then end in PieceWritten when the agent is gone. Until then, and until the
-paths have been probed again, pieces come by another transport. A second agent serves receivers; it
-stays open.
+begun reads of this worker then end when the agent is gone. Until then, and until the paths have
+been probed again, pieces come by another transport. A second agent serves receivers; it stays open.
 
 Threads: an agent is made and closed by a thread for just that, which may take seconds. All other
 work is done in the driver's thread. While no read is open, nothing runs.
@@ -38,16 +38,17 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from ...config import Config
 from ...errors import BadMessage
 from ...kv.memory import HostMemory
-from ...protocol.events import PieceArrived, PieceWritten, SendPiece, TransportChanged, WritePiece
+from ...protocol.events import PostRead, ReadCompleted, ReadStatus, SendPiece, TransportChanged
 from ...protocol.peers import WorkerInfo
 from ..base import DriverPort, TransportEvent
+from ..posted_reads import PostedReads
 from . import notes
 from .agent import Agent, Job, NixlError, NixlRefused, rdma_devices, unavailable_reason, zmq_speed
 from .notes import Run
@@ -120,8 +121,7 @@ class _LocatedPiece:
 class NixlTransport:
     """The NIXL transport of one worker, both halves.
 
-    `_removable` holds peers to remove from the agent once no read of theirs is open. `_current` is
-    the piece of the last PieceArrived.
+    `_removable` holds peers to remove from the agent once no read of theirs is open.
     """
 
     def __init__(self, port: DriverPort) -> None:
@@ -137,7 +137,7 @@ class NixlTransport:
         self._sources: dict[str, NixlSource] = {}  # the one used last at the end
         self._removable: set[str] = set()
         self._located: deque[_LocatedPiece] = deque()
-        self._current: _LocatedPiece | None = None
+        self._posted = PostedReads()
         self._events: deque[TransportChanged] = deque()
         self._closings = Closings()
 
@@ -182,22 +182,21 @@ class NixlTransport:
         return NixlReady(Reads(agent, self._port.config.peer_timeout), speed)
 
     def disconnect(self, sender: str) -> None:
-        """Forget a sender; its open reads end as they would have."""
+        """Forget a sender; its begun reads end as they would have, the others as CANCELLED."""
         source = self._sources.pop(sender, None)
         if source is None:
             return
         if source.state is PathState.UP:
-            self._events.append(
-                TransportChanged(sender, self._port.fallback_address, in_flight_lost=True)
-            )
+            self._events.append(TransportChanged(sender, self._port.fallback_address))
         self._forget(source)
 
     def _forget(self, source: NixlSource) -> None:
-        """Stop using the agent of this sender."""
+        """Stop using the agent of this sender, and end its posted reads."""
         was_added = source.state in (PathState.TRYING, PathState.UP)
         if source.agent_info is not None and was_added:
             self._removable.add(source.agent_info.agent)
         source.runs.clear()
+        self._posted.flush(source.name)
 
     def _lose(self, source: NixlSource, reason: str, *, pause: float = 0.0) -> None:
         """Take this path down until the next attempt.
@@ -213,7 +212,7 @@ class NixlTransport:
         source.retry_at = time.monotonic() + pause
         if was_up:
             fallback = self._port.fallback_address
-            self._events.append(TransportChanged(source.name, fallback, in_flight_lost=True))
+            self._events.append(TransportChanged(source.name, fallback))
         log.warning("nixl: %s not reached by NIXL, retry in %.0f s: %s", source.name, pause, reason)
 
     def on_sender_note(self, sender: str, data: bytes) -> None:
@@ -346,7 +345,7 @@ class NixlTransport:
             log.info(f"{connected}: %s", source.name, figures)
         source.state = PathState.UP
         source.failures = 0
-        self._events.append(TransportChanged(source.name, f"nixl:{source.agent_info.agent}"))
+        self._events.append(TransportChanged(source.name, _address(source.agent_info)))
 
     # Receiving half: pieces -----------------------------------------------------------------------
     def _on_piece_runs(self, source: NixlSource, note: notes.PieceRuns) -> None:
@@ -368,46 +367,74 @@ class NixlTransport:
         while len(source.runs) > MAX_SOURCES:
             del source.runs[next(iter(source.runs))]
 
-    def write_piece(self, write: WritePiece) -> bool | None:
-        """Start to read the announced piece; PieceWritten follows if it does not end at once.
+    def post_read(self, read: PostRead) -> None:
+        """Accept a read, unless the path of its address is down."""
+        source = self._sources.get(read.source)
+        is_up = source is not None and source.state is PathState.UP
+        info = source.agent_info if source is not None and is_up else None
+        if info is not None and read.address == _address(info):
+            self._posted.post(read)
+        else:
+            self._posted.refuse(read)
+
+    def cancel_reads(self, transfer: str, numbers: Sequence[int]) -> None:
+        """End those of these reads that are posted here and have not begun."""
+        self._posted.cancel(transfer, numbers)
+
+    def transfers_being_written(self) -> set[str]:
+        """Return the transfers into whose blocks a read may be writing."""
+        return self._posted.transfers_being_written()
+
+    def _begin_read(self, piece: _LocatedPiece) -> Iterator[ReadCompleted]:
+        """Begin to read a piece that is posted; yield its completion if it ends at once."""
+        # The path went down meanwhile, which has ended its posted reads.
+        if piece.source.state is not PathState.UP:
+            return
+        posted = self._posted.begin(piece.transfer, piece.number)
+        if posted is None:
+            return  # late, repeated or cancelled
+        status = self._read_piece(piece.source, piece.runs, posted)
+        if status is not None:
+            yield self._posted.end(posted, status)
+
+    def _read_piece(
+        self, source: NixlSource, remote_runs: list[Run], posted: PostRead
+    ) -> ReadStatus | None:
+        """Start to read a piece; return how the read has ended, or None while it is open.
 
         Reads straight into the blocks where both layouts agree, else into a registered buffer.
         """
-        assert self._current is not None
-        source = self._current.source
-        remote_runs = self._current.runs
-        if source.state is not PathState.UP or self._ready is None:
-            return False
+        assert self._ready is not None
         size = sum(size for _, size in remote_runs)
-        local_runs = notes.merged(self._memory.runs(write.extent, write.blocks))
+        local_runs = notes.merged(self._memory.runs(posted.extent, posted.blocks))
         local_bytes = sum(size for _, size in local_runs)
-        same_layout = write.remote_layout is None
+        same_layout = posted.remote_layout is None
         if size > MAX_READ_BYTES or (same_layout and local_bytes != size):
             self._lose(source, f"a piece of {size} bytes for blocks of {local_bytes} bytes")
-            return False
+            return ReadStatus.DAMAGED
         buffer = None
         if not same_layout:
             buffer = self._ready.reads.take_buffer(size)
             if buffer is None:
-                return False
+                return ReadStatus.DAMAGED
             local_runs = [(buffer.ctypes.data, size)]
-        opened = self._read(source, notes.cut(local_runs, remote_runs), write, buffer)
+        opened = self._read(source, notes.cut(local_runs, remote_runs), posted, buffer)
         if opened is None:
-            return False
-        return self._finish(opened, write) if opened.read is None else None
+            return ReadStatus.CANCELLED
+        return self._finish(opened, posted) if opened.read is None else None
 
     def _read(
         self,
         source: NixlSource,
         runs: tuple[list[Run], list[Run]],
-        write: WritePiece | None,
+        posted: PostRead | None,
         buffer: Buffer | None,
     ) -> OpenRead | None:
         """Start a read, or return None when nothing was read; `runs` are (local, remote)."""
         assert self._ready is not None and source.agent_info is not None
         reads = self._ready.reads
         try:
-            return reads.begin(source.name, source.agent_info.agent, runs, write, buffer)
+            return reads.begin(source.name, source.agent_info.agent, runs, posted, buffer)
         except NixlRefused as error:
             self._lose(source, f"NIXL refused a read ({error})")
             reads.give_back(buffer)
@@ -418,35 +445,35 @@ class NixlTransport:
         self._close_agent(reason)
         return reads.open[-1]  # which ends when the agent is gone
 
-    def _finish(self, opened: OpenRead, write: WritePiece) -> bool:
-        """Handle the end of a piece's read; return whether all bytes are in the blocks."""
+    def _finish(self, opened: OpenRead, posted: PostRead) -> ReadStatus:
+        """Handle the end of a piece's read: its bytes are in the blocks, or in a buffer."""
         ok = True
         if opened.buffer is not None:
             frame = memoryview(opened.buffer[: opened.size])  # type: ignore[arg-type]
-            ok = self._memory.write(write.extent, write.blocks, [frame], write.remote_layout)
+            ok = self._memory.write(posted.extent, posted.blocks, [frame], posted.remote_layout)
             if self._ready is not None:
                 self._ready.reads.give_back(opened.buffer)
-        if ok:
-            self._port.counters.count_received("nixl", opened.size)
-        return ok
+        if not ok:
+            return ReadStatus.DAMAGED
+        self._port.counters.count_received("nixl", opened.size)
+        return ReadStatus.WRITTEN
 
     # Both halves ----------------------------------------------------------------------------------
     def poll_events(self, ready: Collection[object]) -> Iterator[TransportEvent]:
         """Advance closings, paths and reads; yield the events of that."""
         now = time.monotonic()
-        yield from self._closings.poll_events()
+        for posted in self._closings.ended_reads():
+            yield self._posted.end(posted, ReadStatus.CANCELLED)
         yield from self._sender.poll_events()
         self._use_made_agent(now)
         for source in list(self._sources.values()):
             self._advance(source, now)
         while self._located:
-            self._current = self._located.popleft()
-            # The driver may call `write_piece`.
-            yield PieceArrived(self._current.transfer, self._current.number)
-            self._current = None
+            yield from self._begin_read(self._located.popleft())
         yield from self._poll_reads(now)
         while self._events:
             yield self._events.popleft()
+        yield from self._posted.take_cancelled()
 
     def _use_made_agent(self, now: float) -> None:
         """Begin the attempts that waited for the agent, once it is made or has failed."""
@@ -507,9 +534,8 @@ class NixlTransport:
                 reads.agent.remove(agent)
 
     def _on_read_ended(self, reads: Reads, opened: OpenRead) -> Iterator[TransportEvent]:
-        if opened.write is not None:
-            ok = self._finish(opened, opened.write)
-            yield PieceWritten(opened.write.transfer, opened.write.number, ok)
+        if opened.posted is not None:
+            yield self._posted.end(opened.posted, self._finish(opened, opened.posted))
             return
         source = self._sources.get(opened.source)
         if source is not None:
@@ -526,7 +552,7 @@ class NixlTransport:
         if source is None or now - source.help_asked_at <= PROGRESS_SECONDS / 4:
             return
         seconds = now - opened.started_at
-        probe = source.probe if opened.write is None else None
+        probe = source.probe if opened.posted is None else None
         needs_help = seconds > UNAIDED_READ_SECONDS
         if probe is not None:
             needs_help = probe.needs_help(seconds)
@@ -552,7 +578,7 @@ class NixlTransport:
     def next_deadline(self) -> float | None:
         """Return when to call `poll_events` even if nothing wakes the driver."""
         now = time.monotonic()
-        if self._located or self._events:
+        if self._located or self._events or self._posted.has_cancelled:
             return now
         deadlines = self._closings.next_deadline(now)
         if self._making is not None:
@@ -590,6 +616,11 @@ def transport_factory(config: Config) -> Callable[[DriverPort], NixlTransport]:
     if reason:
         raise RuntimeError(reason)
     return NixlTransport
+
+
+def _address(info: notes.AgentInfo) -> str:
+    """Return the address of the path to this agent."""
+    return f"nixl:{info.agent}"
 
 
 def _devices() -> str:

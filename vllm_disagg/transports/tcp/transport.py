@@ -9,9 +9,10 @@ Workers on one machine use a UNIX socket instead.
     connects, sends the token =========================> knows the receiver from the token
                <================================ ACCEPTED
     TransportChanged("tcp:<attempt>")
+    post_read()
                ReadRequest (control) ------------------> SendPiece
                <===================================== head, bytes, checksum
-    PieceArrived, WritePiece: the bytes go into the blocks; PieceWritten
+    the bytes go into the blocks of the posted read; ReadCompleted
 
 States of a receiver's path to one sender (`TcpState`):
 
@@ -22,8 +23,9 @@ States of a receiver's path to one sender (`TcpState`):
     WAITING -> UP               ACCEPTED came; pieces come by TCP from here on
     any -> DOWN         an error, PAIRING_SECONDS without UP, or no progress within a piece
 
-On the last transition the connection is closed, which ends all writing into blocks, and ZMQ takes
-over at once. The pause until `retry_at` doubles with each failure, up to MAX_RETRY_SECONDS.
+On the last transition the connection is closed, which ends all writing into blocks. Its posted
+reads end as CANCELLED, and ZMQ takes over at once. The pause until `retry_at` doubles with each
+failure, up to MAX_RETRY_SECONDS.
 
 Why not ZMQ alone: ZMQ's threads copy the bytes into ZMQ's memory first, and that is most of its
 cost. Here, as with NIXL, late or damaged bytes are in the blocks already. They
@@ -39,7 +41,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -50,9 +52,10 @@ from ...config import Config
 from ...errors import BadMessage
 from ...fleet import dialling
 from ...kv.memory import FRAME_BYTES, SMALL_RUN_BYTES, HostMemory, hasher
-from ...protocol.events import PieceArrived, PieceWritten, SendPiece, TransportChanged, WritePiece
+from ...protocol.events import PostRead, ReadStatus, SendPiece, TransportChanged
 from ...protocol.peers import WorkerInfo
 from ..base import DriverPort, TransportEvent, machine_id
+from ..posted_reads import PostedReads
 from . import notes
 from .sender import TcpSender
 
@@ -85,7 +88,7 @@ class TcpSource:
 
     `parser` yields either a buffer to fill from the connection, or an event. `unfilled` is the
     rest of the current buffer. `is_in_piece` holds from a piece's first bytes to its last;
-    `last_progress` and `piece_deadline` bound that time. `write` is the order for the current
+    `last_progress` and `piece_deadline` bound that time. `read` is the posted read of the current
     piece; None: its bytes are dropped.
     """
 
@@ -102,7 +105,7 @@ class TcpSource:
     is_in_piece: bool = False
     last_progress: float = 0.0
     piece_deadline: float = math.inf
-    write: WritePiece | None = None
+    read: PostRead | None = None
 
 
 class TcpTransport:
@@ -113,7 +116,7 @@ class TcpTransport:
         self._sender = TcpSender(port)
         self._sources: dict[str, TcpSource] = {}
         self._by_fd: dict[int, TcpSource] = {}
-        self._current: TcpSource | None = None  # of the last PieceArrived
+        self._posted = PostedReads()
         self._dropped = memoryview(bytearray(FRAME_BYTES))  # for bytes of unwanted pieces
         self._events: deque[TransportEvent] = deque()
 
@@ -223,15 +226,15 @@ class TcpTransport:
             source.connection = None
         if source.state is TcpState.UP:
             fallback = self._port.fallback_address
-            self._events.append(TransportChanged(source.worker.name, fallback, in_flight_lost=True))
-        # Every order ends in one PieceWritten.
-        if source.write is not None:
-            self._events.append(PieceWritten(source.write.transfer, source.write.number, False))
+            self._events.append(TransportChanged(source.worker.name, fallback))
+        if source.read is not None:
+            self._events.append(self._posted.end(source.read, ReadStatus.CANCELLED))
+        self._posted.flush(source.worker.name)
         source.failures += 1
         pause = min(MAX_RETRY_SECONDS, RETRY_SECONDS * 2 ** (source.failures - 1))
         source.state = TcpState.DOWN
         source.retry_at = time.monotonic() + pause
-        source.write = None
+        source.read = None
         source.is_in_piece = False
         source.piece_deadline = math.inf
         message = "tcp: %s not reached by TCP, retry in %.0f s: %s"
@@ -242,14 +245,22 @@ class TcpTransport:
         log.warning("tcp: dropped invalid data of sender %s: %s", source.worker.name, error)
 
     # Receiving half: pieces -----------------------------------------------------------------------
-    def write_piece(self, write: WritePiece) -> bool | None:
-        """Receive the bytes of the announced piece into its blocks; ends in a PieceWritten."""
-        assert self._current is not None
-        # Lost since the head of the piece came: no PieceWritten would ever follow.
-        if self._current.connection is None:
-            return False
-        self._current.write = write
-        return None
+    def post_read(self, read: PostRead) -> None:
+        """Accept a read, unless the connection of its address is lost."""
+        source = self._sources.get(read.source)
+        is_up = source is not None and source.state is TcpState.UP
+        if source is not None and is_up and read.address == notes.address(source.attempt):
+            self._posted.post(read)
+        else:
+            self._posted.refuse(read)
+
+    def cancel_reads(self, transfer: str, numbers: Sequence[int]) -> None:
+        """End those of these reads that are posted here; not the one that is being received."""
+        self._posted.cancel(transfer, numbers)
+
+    def transfers_being_written(self) -> set[str]:
+        """Return the transfers into whose blocks a piece is being received."""
+        return self._posted.transfers_being_written()
 
     def _receive(self, source: TcpSource) -> Iterator[TransportEvent]:
         """Read from a connection until it is empty, lost, or its turn is over."""
@@ -304,13 +315,11 @@ class TcpTransport:
             head = notes.decode_head(raw_head)
             peer_timeout = self._port.config.peer_timeout
             source.piece_deadline = notes.piece_deadline(time.monotonic(), head.size, peer_timeout)
-            self._current = source
-            yield PieceArrived(head.transfer, head.number)  # the driver may call `write_piece`
-            self._current = None
-            if source.write is None:
+            source.read = self._posted.begin(head.transfer, head.number)
+            if source.read is None:
                 yield from self._skip(head.size)
             else:
-                yield from self._fill(source, source.write, head)
+                yield from self._fill(source, source.read, head)
             source.is_in_piece = False
             source.piece_deadline = math.inf
 
@@ -321,38 +330,36 @@ class TcpTransport:
         yield memoryview(bytearray(notes.CHECKSUM_BYTES))
 
     def _fill(
-        self, source: TcpSource, write: WritePiece, head: notes.PieceHead
+        self, source: TcpSource, read: PostRead, head: notes.PieceHead
     ) -> Iterator[memoryview | TransportEvent]:
-        """Yield buffers for the bytes and the checksum of a piece, then its PieceWritten."""
-        buffer, views = self._destination(write, head.size)
+        """Yield buffers for the bytes and the checksum of a piece, then its ReadCompleted."""
+        buffer, views = self._destination(read, head.size)
         state = hasher(head.transfer)
         for view in views:
             yield view
             state.update(view)
         expected = bytearray(notes.CHECKSUM_BYTES)
         yield memoryview(expected)
-        # Damaged bytes may be in the blocks already. They are not used: `ok` is False.
+        # Damaged bytes may be in the blocks already. They are not used: the read is DAMAGED.
         ok = state.digest() == expected
         if ok and buffer is not None:
-            ok = self._port.memory.write(write.extent, write.blocks, [buffer], write.remote_layout)
+            ok = self._port.memory.write(read.extent, read.blocks, [buffer], read.remote_layout)
         if ok:
             self._port.counters.count_received("tcp", head.size)
             # Only a piece that came proves that the path works; connecting alone does not.
             source.failures = 0
-        source.write = None
-        yield PieceWritten(head.transfer, head.number, ok)
+        source.read = None
+        yield self._posted.end(read, ReadStatus.WRITTEN if ok else ReadStatus.DAMAGED)
 
-    def _destination(
-        self, write: WritePiece, size: int
-    ) -> tuple[memoryview | None, list[memoryview]]:
+    def _destination(self, read: PostRead, size: int) -> tuple[memoryview | None, list[memoryview]]:
         """Return (buffer, views to fill), in wire order.
 
         The views are the blocks themselves where both layouts agree and runs are long enough.
         Otherwise they are frames of the buffer, which is written into the blocks once it is full.
         """
         memory = self._port.memory
-        if write.remote_layout is None and isinstance(memory, HostMemory):
-            views = memory.views(write.extent, write.blocks)
+        if read.remote_layout is None and isinstance(memory, HostMemory):
+            views = memory.views(read.extent, read.blocks)
             viewed = sum(len(view) for view in views)
             if viewed == size >= SMALL_RUN_BYTES * len(views):
                 return None, views
@@ -377,6 +384,7 @@ class TcpTransport:
             self._check_deadlines(source, now)
         while self._events:
             yield self._events.popleft()
+        yield from self._posted.take_cancelled()
 
     def _check_deadlines(self, source: TcpSource, now: float) -> None:
         peer_timeout = self._port.config.peer_timeout
@@ -394,7 +402,7 @@ class TcpTransport:
 
     def next_deadline(self) -> float | None:
         """Return the earliest deadline of a connection; 0 while events wait."""
-        if self._events:
+        if self._events or self._posted.has_cancelled:
             return 0.0
         peer_timeout = self._port.config.peer_timeout
         deadlines = []

@@ -3,8 +3,9 @@
     receiver                                         sender
     connect()  DEALER under a random address ------> ROUTER (TCP, or a UNIX socket on one machine)
                one empty greeting -----------------> the connection counts as a member's
+    post_read(), then
     ReadRequest with that address (control) -------> SendPiece
-               <------------------------------------ PieceHeader, frames
+    ReadCompleted <--------------------------------- PieceHeader, frames
 
 The address reaches the sender over the control channel. Bytes on this socket alone are worth
 nothing: the receiver needs the checksum of the header and the Confirm on the control channel.
@@ -18,7 +19,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,9 +28,10 @@ import zmq
 from ...errors import BadMessage
 from ...kv.memory import FRAME_BYTES, checksum
 from ...protocol import messages
-from ...protocol.events import PieceArrived, SendCompleted, SendPiece, WritePiece
+from ...protocol.events import PostRead, ReadStatus, SendCompleted, SendPiece
 from ...protocol.peers import WorkerInfo
 from ..base import DriverPort, TransportEvent, machine_id
+from ..posted_reads import PostedReads
 from .control import Control, receive
 
 log = logging.getLogger("vllm_disagg.zmq")
@@ -72,8 +74,7 @@ class ZmqTransport:
         self.local = f"ipc://{self._socket_folder}/data"
         self._router.bind(self.local)
         self.links: dict[str, zmq.Socket[bytes]] = {}
-        self._frames: list[memoryview] = []  # of the last PieceArrived
-        self._checksum = 0  # of the last PieceArrived
+        self._posted = PostedReads()
         self._unsent: list[_UnsentPiece] = []
         self._sending: list[tuple[SendPiece, zmq.MessageTracker]] = []
 
@@ -103,6 +104,8 @@ class ZmqTransport:
 
     def next_deadline(self) -> float | None:
         """Return when to look at unfinished sends again; ZMQ reports no end of a send."""
+        if self._posted.has_cancelled:
+            return 0.0
         if self._unsent or self._sending:
             return time.monotonic() + UNSENT_POLL_SECONDS
         return None
@@ -136,6 +139,7 @@ class ZmqTransport:
                 self._sending.append((piece, tracker))
         for piece in completed:
             yield SendCompleted(piece.transfer, piece.reader)
+        yield from self._posted.take_cancelled()
 
     # Receiving half -------------------------------------------------------------------------------
     def connect(self, worker: WorkerInfo) -> None:
@@ -170,20 +174,36 @@ class ZmqTransport:
             self._port.counters.bad_messages += 1
             log.warning("zmq: dropped a piece with an invalid header: %s", error)
             return
-        self._frames = [frame.buffer for frame in message[1:]]
-        self._checksum = header.checksum
-        yield PieceArrived(header.transfer, header.number)  # the driver may call `write_piece`
-        self._frames = []
+        read = self._posted.begin(header.transfer, header.number)
+        if read is None:
+            return  # late, repeated or cancelled
+        frames = [frame.buffer for frame in message[1:]]
+        is_written = self._write(read, frames, header.checksum)
+        status = ReadStatus.WRITTEN if is_written else ReadStatus.DAMAGED
+        yield self._posted.end(read, status)
 
-    def write_piece(self, write: WritePiece) -> bool | None:
-        """Write the last announced piece into its blocks if its checksum is right."""
+    def _write(self, read: PostRead, frames: list[memoryview], expected: int) -> bool:
+        """Write a piece into its blocks; False if its checksum or its size is wrong."""
+        if checksum(read.transfer, frames) != expected:
+            return False
         memory = self._port.memory
-        ok = checksum(write.transfer, self._frames) == self._checksum
-        ok = ok and memory.write(write.extent, write.blocks, self._frames, write.remote_layout)
-        if ok:
-            size = sum(len(frame) for frame in self._frames)
-            self._port.counters.count_received("zmq", size)
-        return ok
+        if not memory.write(read.extent, read.blocks, frames, read.remote_layout):
+            return False
+        size = sum(len(frame) for frame in frames)
+        self._port.counters.count_received("zmq", size)
+        return True
+
+    def post_read(self, read: PostRead) -> None:
+        """Accept a read: ZMQ is always up."""
+        self._posted.post(read)
+
+    def cancel_reads(self, transfer: str, numbers: Sequence[int]) -> None:
+        """End those of these reads that are posted here."""
+        self._posted.cancel(transfer, numbers)
+
+    def transfers_being_written(self) -> set[str]:
+        """Return the transfers into whose blocks a piece may be being written."""
+        return self._posted.transfers_being_written()
 
     # Both halves ----------------------------------------------------------------------------------
     def on_receiver_note(self, receiver: str, data: bytes) -> None:

@@ -1,0 +1,157 @@
+"""Posted reads of the TCP transport, with a scripted sender at the other end of a socket.
+
+tests/transports/processes/test_tcp.py has the real sender.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import zmq
+
+from vllm_disagg.config import Config
+from vllm_disagg.kv.extents import Extent
+from vllm_disagg.kv.memory import HostMemory, hasher
+from vllm_disagg.protocol.events import PostRead, ReadCompleted, ReadStatus, TransportChanged
+from vllm_disagg.protocol.peers import WorkerInfo
+from vllm_disagg.transports.base import Counters, DriverPort, TransportEvent
+from vllm_disagg.transports.tcp import notes
+from vllm_disagg.transports.tcp.transport import TcpState, TcpTransport
+
+TRANSFER = "ab" * 16
+BLOCK_BYTES = 1000
+WRITTEN, DAMAGED, CANCELLED = ReadStatus.WRITTEN, ReadStatus.DAMAGED, ReadStatus.CANCELLED
+
+
+class Receiving:
+    """A TCP transport that is connected to the sender `p`, of which the test holds the socket."""
+
+    def __init__(self) -> None:
+        self.memory = HostMemory([[np.zeros((4, BLOCK_BYTES), np.uint8)]], 16)
+        poller = zmq.Poller()
+        self.port = DriverPort(
+            name="d/0",
+            config=Config(transport="tcp"),
+            memory=self.memory,
+            counters=Counters(),
+            poller=poller,
+            send_to_receiver=lambda receiver, data: None,
+            send_to_sender=lambda sender, data: None,
+            fallback_address="zmq:1",
+        )
+        self.transport = TcpTransport(self.port)
+        self.sender, ours = socket.socketpair()
+        ours.setblocking(False)
+        self.transport.connect(WorkerInfo("p", "", ""))
+        self.source = self.transport._sources["p"]
+        self.source.connection = ours
+        self.source.state = TcpState.WAITING
+        self.source.parser = self.transport._parse(self.source)
+        self.transport._by_fd[ours.fileno()] = self.source
+        poller.register(ours.fileno(), zmq.POLLIN)
+        self.sender.sendall(notes.ACCEPTED)
+        assert self.poll() == [TransportChanged("p", "tcp:1")]
+
+    def poll(self) -> list[TransportEvent]:
+        return list(self.transport.poll_events(list(self.transport._by_fd)))
+
+    def post(self, number: int, address: str = "tcp:1") -> None:
+        extent = Extent(0, 1, 0, 16)
+        self.transport.post_read(PostRead(TRANSFER, number, "p", address, extent, [number]))
+
+    def send(self, number: int, first: int = 0, end: int | None = None) -> None:
+        """Send the bytes of a piece from `first` to `end`; those of its block are `number + 1`."""
+        content = bytes([number + 1]) * BLOCK_BYTES
+        state = hasher(TRANSFER)
+        state.update(content)
+        head = notes.encode_head(notes.PieceHead(TRANSFER, number, BLOCK_BYTES))
+        self.sender.sendall((head + content + state.digest())[first:end])
+
+    def block(self, number: int) -> int:
+        """Return the value of all bytes of a block; -1 if they differ."""
+        values = set(self.memory.planes[0][0][number].tolist())
+        return values.pop() if len(values) == 1 else -1
+
+
+@pytest.fixture
+def receiving() -> Iterator[Receiving]:
+    made = Receiving()
+    yield made
+    made.sender.close()
+    made.transport.close()
+
+
+def completed(number: int, status: ReadStatus) -> ReadCompleted:
+    return ReadCompleted(TRANSFER, number, status)
+
+
+def test_a_piece_is_written_into_the_blocks_of_its_read_once(receiving: Receiving) -> None:
+    receiving.post(0)
+    receiving.post(1)
+    for number in (1, 1, 2, 0):
+        receiving.send(number)
+    assert receiving.poll() == [completed(1, WRITTEN), completed(0, WRITTEN)]
+    assert [receiving.block(number) for number in range(3)] == [1, 2, 0]
+    assert receiving.port.counters.received == {"tcp": 2 * BLOCK_BYTES}
+
+
+def test_a_read_that_is_cancelled_in_the_middle_of_its_piece_ends_with_it(
+    receiving: Receiving,
+) -> None:
+    for number in range(3):
+        receiving.post(number)
+    receiving.send(0, 0, 500)
+    assert receiving.poll() == []
+    assert receiving.transport.transfers_being_written() == {TRANSFER}
+    receiving.transport.cancel_reads(TRANSFER, [0, 1])
+    assert receiving.transport.next_deadline() == 0.0
+    assert receiving.poll() == [completed(1, CANCELLED)]
+    receiving.send(0, 500)
+    receiving.send(1)
+    receiving.send(2)
+    assert receiving.poll() == [completed(0, WRITTEN), completed(2, WRITTEN)]
+    assert [receiving.block(number) for number in range(3)] == [1, 0, 3]
+    assert receiving.transport.transfers_being_written() == set()
+
+
+@pytest.mark.parametrize("how", ["the sender closes", "disconnect", "stalled"])
+def test_all_reads_end_when_the_connection_is_lost(receiving: Receiving, how: str) -> None:
+    """Also the one in the middle of its piece, of which nothing comes any more."""
+    receiving.post(0)
+    receiving.post(1)
+    receiving.send(0, 0, 500)
+    assert receiving.poll() == []
+    if how == "the sender closes":
+        receiving.sender.close()
+    elif how == "disconnect":
+        receiving.transport.disconnect("p")
+    else:
+        receiving.source.last_progress = time.monotonic() - 10
+    assert receiving.poll() == [
+        TransportChanged("p", "zmq:1"),
+        completed(0, CANCELLED),
+        completed(1, CANCELLED),
+    ]
+    assert receiving.source.connection is None
+    receiving.post(2)
+    assert receiving.poll() == [completed(2, CANCELLED)], "the path is down"
+
+
+def test_a_read_at_an_earlier_address_is_refused(receiving: Receiving) -> None:
+    receiving.post(0, "tcp:0")
+    assert receiving.transport.next_deadline() == 0.0
+    assert receiving.poll() == [completed(0, CANCELLED)]
+
+
+def test_a_damaged_piece_ends_its_read(receiving: Receiving) -> None:
+    receiving.post(0)
+    receiving.send(0, 0, -1)
+    receiving.sender.sendall(b"?")
+    assert receiving.poll() == [completed(0, DAMAGED)]
+    receiving.post(0)
+    receiving.send(0)
+    assert receiving.poll() == [completed(0, WRITTEN)] and receiving.block(0) == 1

@@ -273,6 +273,13 @@ def test_one_of_two_sources_is_not_success(two: Receiver) -> None:
     assert isinstance(report, LoadResult) and report.reason is None and report.bytes_landed == 40
 
 
+def test_bytes_of_blocks_that_were_released_too_early_are_not_used(two: Receiver) -> None:
+    two.handle(messages.Progress("t", "q", "d", 8, 8, 0), 0.5)
+    assert said(two.handle(completed(1), 0.6)) == ["ReadComplete"]
+    (report,) = two.handle(settled("q", valid=False), 0.7)
+    assert isinstance(report, LoadResult) and report.reason is Reason.BLOCKS_RELEASED
+
+
 def test_a_source_that_has_settled_owes_no_sign_of_life_and_is_asked_no_more(two: Receiver) -> None:
     (pull,) = two.handle(ClockTick(), 0.5)
     assert isinstance(pull, SendMessage) and pull.to == "q"

@@ -370,12 +370,10 @@ class Reading(Half):
         return self.slow, self.fast
 
     def post_read(self, read: events.PostRead) -> None:
-        if read.address == self.rank.name:
-            self.slow.posted.post(read)
-        elif read.address == self.fast_addresses.get(read.source):
-            self.fast.posted.post(read)
+        if FAST in read.address:
+            self.fast.posted.post(read, self.fast_addresses.get(read.source, ""))
         else:
-            self.fast.posted.refuse(read)
+            self.slow.posted.post(read, self.rank.name)
 
     def check_posted(self, message: object) -> None:
         """The bytes may come at once: where they go is known before they are requested."""

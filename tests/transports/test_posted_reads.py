@@ -15,11 +15,12 @@ from vllm_disagg.protocol.events import PostRead, ReadCompleted, ReadStatus
 from vllm_disagg.transports.posted_reads import PostedReads
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "300"))
+FAST = "fast:1"
 WRITTEN, CANCELLED = ReadStatus.WRITTEN, ReadStatus.CANCELLED
 
 
 def read(number: int = 0, source: str = "p", transfer: str = "t") -> PostRead:
-    return PostRead(transfer, number, source, "fast:1", Extent(0, 1, 0, 16), [0])
+    return PostRead(transfer, number, source, FAST, Extent(0, 1, 0, 16), [0])
 
 
 def cancelled(posted: PostedReads) -> list[int]:
@@ -32,7 +33,7 @@ def cancelled(posted: PostedReads) -> list[int]:
 def test_bytes_are_written_once() -> None:
     posted = PostedReads()
     assert posted.begin("t", 0) is None, "not posted"
-    posted.post(read())
+    posted.post(read(), FAST)
     assert posted.begin("t", 1) is None and posted.begin("u", 0) is None
     assert posted.begin("t", 0) == read()
     assert posted.begin("t", 0) is None, "a duplicate comes while the piece is being written"
@@ -44,7 +45,7 @@ def test_bytes_are_written_once() -> None:
 def test_a_cancelled_read_takes_no_bytes() -> None:
     posted = PostedReads()
     for number in range(3):
-        posted.post(read(number))
+        posted.post(read(number), FAST)
     posted.cancel("u", [0, 1, 2])
     assert not posted.has_cancelled
     posted.cancel("t", [0, 2, 7])
@@ -55,8 +56,8 @@ def test_a_cancelled_read_takes_no_bytes() -> None:
 @pytest.mark.parametrize("how", ["cancel", "flush"])
 def test_a_read_that_is_being_written_ends_with_the_write(how: str) -> None:
     posted = PostedReads()
-    posted.post(read(0))
-    posted.post(read(1))
+    posted.post(read(0), FAST)
+    posted.post(read(1), FAST)
     posted.begin("t", 0)
     assert posted.transfers_being_written() == {"t"}
     if how == "cancel":
@@ -72,15 +73,16 @@ def test_a_read_that_is_being_written_ends_with_the_write(how: str) -> None:
 def test_a_flush_ends_the_reads_of_one_source() -> None:
     posted = PostedReads()
     for number, source in enumerate("pqpq"):
-        posted.post(read(number, source))
+        posted.post(read(number, source), FAST)
     posted.flush("p")
     assert cancelled(posted) == [0, 2]
     assert posted.begin("t", 0) is None and posted.begin("t", 1) is not None
 
 
-def test_a_refused_read_ends_at_once() -> None:
+@pytest.mark.parametrize("in_use", ["", "fast:2"])
+def test_a_read_for_an_address_that_is_not_in_use_ends_at_once(in_use: str) -> None:
     posted = PostedReads()
-    posted.refuse(read(3))
+    posted.post(read(3), in_use)
     assert cancelled(posted) == [3] and posted.begin("t", 3) is None
 
 
@@ -103,13 +105,13 @@ class Reads(RuleBasedStateMachine):
         self.ends[key] += 1
         del self.open[key]
 
-    @rule(key=keys, source=st.sampled_from("pq"), refuse=st.booleans())
-    def post(self, key: tuple[str, int], source: str, refuse: bool) -> None:
+    @rule(key=keys, source=st.sampled_from("pq"), in_use=st.sampled_from([FAST, ""]))
+    def post(self, key: tuple[str, int], source: str, in_use: str) -> None:
         if key in self.open:
             return
         self.open[key] = read(key[1], source, key[0])
         self.starts[key] += 1
-        (self.posted.refuse if refuse else self.posted.post)(self.open[key])
+        self.posted.post(self.open[key], in_use)
 
     @rule(key=keys)
     def arrive(self, key: tuple[str, int]) -> None:

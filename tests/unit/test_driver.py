@@ -529,7 +529,7 @@ class Pigeon:
 
     def __init__(self) -> None:
         self._posted = PostedReads()
-        self.post_read = self._posted.post
+        self.post_read = lambda read: self._posted.post(read, "pigeon:1")
         self.cancel_reads = self._posted.cancel
         self.next_deadline = lambda: 0.0 if self._posted.has_cancelled else None
         self.poll_events = lambda ready: self._posted.take_cancelled()

@@ -1,13 +1,13 @@
 """Posted reads of one transport: which pieces it may write into blocks, and where.
 
-    post()    ------------> waiting -- begin(): bytes have arrived --> being written
-    refuse()  -- CANCELLED     |                                            |
-                               | cancel(), flush()                          | end()
-                               v                                            v
-                           CANCELLED                                  WRITTEN, DAMAGED, CANCELLED
+    post() ---> waiting -- begin(): bytes have arrived --> being written
+      |            |                                            |
+      | refused    | cancel(), flush()                          | end()
+      v            v                                            v
+    CANCELLED   CANCELLED                          WRITTEN, DAMAGED, CANCELLED
 
 Rules:
-  1. Each read that is posted or refused ends in exactly one ReadCompleted.
+  1. Each read that is posted ends in exactly one ReadCompleted.
   2. A read that is being written ends when the write has ended, whatever is cancelled meanwhile.
   3. Bytes for which `begin` returns None are dropped: the piece is late, repeated or cancelled.
 
@@ -32,15 +32,17 @@ class PostedReads:
         self._being_written: dict[ReadKey, PostRead] = {}
         self._cancelled: deque[ReadCompleted] = deque()
 
-    def post(self, read: PostRead) -> None:
-        """Accept a read: its piece may be written from now on."""
+    def post(self, read: PostRead, address_in_use: str) -> None:
+        """Accept a read: its piece may be written from now on.
+
+        A read for another address than that in use ends at once: its path is down.
+        """
+        if read.address != address_in_use:
+            self._complete_cancelled(read)
+            return
         key = (read.transfer, read.number)
         assert key not in self._waiting and key not in self._being_written, f"{key} posted twice"
         self._waiting[key] = read
-
-    def refuse(self, read: PostRead) -> None:
-        """End a read that was not posted, because its path is down."""
-        self._complete_cancelled(read)
 
     def begin(self, transfer: str, number: int) -> PostRead | None:
         """Return the read for bytes that have arrived, or None if they must be dropped.
@@ -82,7 +84,7 @@ class PostedReads:
         return bool(self._cancelled)
 
     def take_cancelled(self) -> Iterator[ReadCompleted]:
-        """Yield the completions of `refuse`, `cancel` and `flush`, each once."""
+        """Yield the reads that ended as CANCELLED in `post`, `cancel` and `flush`, each once."""
         while self._cancelled:
             yield self._cancelled.popleft()
 

@@ -19,7 +19,7 @@ from vllm_disagg.config import Config
 from vllm_disagg.fleet import keys
 from vllm_disagg.kv.extents import Extent
 from vllm_disagg.kv.memory import FRAME_BYTES, HostMemory
-from vllm_disagg.protocol.events import SendPiece
+from vllm_disagg.protocol.events import PostRead, ReadCompleted, ReadStatus, SendPiece
 from vllm_disagg.protocol.peers import WorkerInfo
 from vllm_disagg.transports.base import Counters, DriverPort
 from vllm_disagg.transports.zmq import control, half_open
@@ -117,6 +117,17 @@ def test_a_receiver_that_never_connects_costs_one_checksum_a_piece(
     send(transport, "nobody", 4)
     assert sent(transport, 4, 3.0) == 4
     assert len(sums) == 4
+
+
+def test_a_cancelled_read_ends_without_a_wake_up(transport: ZmqTransport) -> None:
+    """No socket becomes readable for it."""
+    transport.post_read(PostRead("ab" * 16, 0, "p/9", transport.address, Extent(0, 1, 0, 16), [0]))
+    assert transport.next_deadline() is None
+    transport.cancel_reads("ab" * 16, [0])
+    assert transport.next_deadline() == 0.0
+    completed = ReadCompleted("ab" * 16, 0, ReadStatus.CANCELLED)
+    assert list(transport.poll_events(())) == [completed]
+    assert transport.next_deadline() is None
 
 
 def test_an_immediate_refusal_is_no_error(

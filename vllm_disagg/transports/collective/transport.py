@@ -103,12 +103,7 @@ class CollectiveTransport:
 
     def post_read(self, read: PostRead) -> None:
         """Accept a read, unless the channel of its address is closed."""
-        end = self._senders.get(read.source)
-        is_up = end is not None and end.state is channel.ChannelState.UP
-        if end is not None and is_up and read.address == self._address(end.epoch):
-            self._posted.post(read)
-        else:
-            self._posted.refuse(read)
+        self._posted.post(read, self._address_in_use(read.source))
 
     def cancel_reads(self, transfer: str, numbers: Sequence[int]) -> None:
         """End those of these reads that are posted here and whose slot is not being scattered."""
@@ -117,6 +112,13 @@ class CollectiveTransport:
     def transfers_being_written(self) -> set[str]:
         """Return the transfers into whose blocks a slot may be being scattered."""
         return self._posted.transfers_being_written()
+
+    def _address_in_use(self, sender: str) -> str:
+        """Return where the pieces of this sender arrive; empty if its channel is not up."""
+        end = self._senders.get(sender)
+        if end is None or end.state is not channel.ChannelState.UP:
+            return ""
+        return self._address(end.epoch)
 
     def _address(self, epoch: int) -> str:
         return f"{self._name}:{epoch}"

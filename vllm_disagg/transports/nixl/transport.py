@@ -369,13 +369,14 @@ class NixlTransport:
 
     def post_read(self, read: PostRead) -> None:
         """Accept a read, unless the path of its address is down."""
-        source = self._sources.get(read.source)
-        is_up = source is not None and source.state is PathState.UP
-        info = source.agent_info if source is not None and is_up else None
-        if info is not None and read.address == _address(info):
-            self._posted.post(read)
-        else:
-            self._posted.refuse(read)
+        self._posted.post(read, self._address_in_use(read.source))
+
+    def _address_in_use(self, sender: str) -> str:
+        """Return where the pieces of this sender arrive; empty if its path is not up."""
+        source = self._sources.get(sender)
+        if source is None or source.state is not PathState.UP or source.agent_info is None:
+            return ""
+        return _address(source.agent_info)
 
     def cancel_reads(self, transfer: str, numbers: Sequence[int]) -> None:
         """End those of these reads that are posted here and have not begun."""

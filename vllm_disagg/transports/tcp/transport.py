@@ -247,12 +247,14 @@ class TcpTransport:
     # Receiving half: pieces -----------------------------------------------------------------------
     def post_read(self, read: PostRead) -> None:
         """Accept a read, unless the connection of its address is lost."""
-        source = self._sources.get(read.source)
-        is_up = source is not None and source.state is TcpState.UP
-        if source is not None and is_up and read.address == notes.address(source.attempt):
-            self._posted.post(read)
-        else:
-            self._posted.refuse(read)
+        self._posted.post(read, self._address_in_use(read.source))
+
+    def _address_in_use(self, sender: str) -> str:
+        """Return where the pieces of this sender arrive; empty if it is not connected."""
+        source = self._sources.get(sender)
+        if source is None or source.state is not TcpState.UP:
+            return ""
+        return notes.address(source.attempt)
 
     def cancel_reads(self, transfer: str, numbers: Sequence[int]) -> None:
         """End those of these reads that are posted here; not the one that is being received."""

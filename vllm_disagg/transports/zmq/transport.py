@@ -195,7 +195,7 @@ class ZmqTransport:
 
     def post_read(self, read: PostRead) -> None:
         """Accept a read: ZMQ is always up."""
-        self._posted.post(read)
+        self._posted.post(read, self.address)
 
     def cancel_reads(self, transfer: str, numbers: Sequence[int]) -> None:
         """End those of these reads that are posted here."""

@@ -32,6 +32,7 @@ FLAGS = [
 ]
 # Of each worker, which writes to all of it; a dozen workers run at a time.
 KV_CACHE_BYTES = 256 << 20
+STEADY = Path(__file__).parent / "steady"  # on the PYTHONPATH of all engines
 FLAGS += ["--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
 TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
@@ -239,9 +240,12 @@ class Engine(Process):
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        if home != BIN:
-            fixed["PYTHONPATH"] = str(ROOT)  # the same code of ours
-        super().__init__(name, command, folder, port, {**fixed, **(env or {})})
+        # Other environments run the same code of ours.
+        inherited = os.environ.get("PYTHONPATH", "") if home == BIN else str(ROOT)
+        fixed.update(env or {})
+        paths = [fixed.get("PYTHONPATH", ""), str(STEADY), inherited]
+        fixed["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        super().__init__(name, command, folder, port, fixed)
 
     @property
     def urls(self) -> list[str]:

@@ -35,8 +35,11 @@ from ..protocol.events import (
 )
 from ..protocol.peers import WorkerInfo
 
+# The same in all containers of a machine, unlike its host name. Whether their files are shared is
+# checked when one worker dials the other.
 BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 
+# Closed, so that the type checker finds an event that the driver does not hand on.
 TransportEvent = SendCompleted | ConnectionLost | ReadCompleted | TransportChanged
 
 
@@ -49,11 +52,13 @@ class Counters(msgspec.Struct):
 
     bytes_sent: int = 0
     bad_messages: int = 0
+    # Counts each damaged arrival, also of a piece that came whole when it was requested again: a
+    # bad network shows here before loads fail.
     damaged_pieces: int = 0
     received: dict[str, int] = {}
 
     def count_received(self, transport: str, size: int) -> None:
-        """Add `size` bytes, received by this transport and written into blocks."""
+        """Adds `size` bytes, received by this transport and written into blocks."""
         self.received[transport] = self.received.get(transport, 0) + size
 
 
@@ -71,11 +76,14 @@ class DriverPort:
     into its TransportChanged.
     """
 
+    # Contains the incarnation: notes for an earlier run of this worker do not match it (rule 4).
     name: str
     config: Config
     memory: Memory
     counters: Counters
     poller: zmq.Poller
+    # Both go over the control channel, which has CURVE wherever there is a fleet key: a token in a
+    # note stays secret.
     send_to_receiver: Callable[[str, bytes], None]
     send_to_sender: Callable[[str, bytes], None]
     fallback_address: str = ""
@@ -88,61 +96,74 @@ class Transport(Protocol):
     """
 
     def connect(self, worker: WorkerInfo) -> None:
-        """Prepare to receive pieces from this worker.
+        """Prepares to receive pieces from this worker.
 
         Called before each transfer, so it must be cheap when nothing is to do.
         """
 
     def disconnect(self, sender: str) -> None:
-        """Stop receiving from this worker."""
+        """Stops receiving from this worker."""
 
     def send(self, piece: SendPiece) -> None:
-        """Send a piece.
+        """Sends a piece.
 
         Always ends in one SendCompleted; until then the blocks are not given back.
         """
+        # So a transport that cannot send reports SendCompleted, too: the sender would hold the
+        # blocks for ever, and the receiver requests the piece again anyway.
 
     def post_read(self, read: PostRead) -> None:
-        """Write this piece into its blocks when its bytes arrive.
+        """Writes this piece into its blocks when its bytes arrive.
 
         Always ends in one ReadCompleted: at once as CANCELLED, if the address is not in use. The
         bytes of a piece without a posted read are dropped.
         """
+        # The completion comes from `poll_events`, never from inside this call: the receiver is
+        # still handling the event from which this action follows.
 
     def cancel_reads(self, transfer: str, numbers: Sequence[int]) -> None:
-        """End those of these reads that are posted here.
+        """Ends those of these reads that are posted here.
 
         A read that is being written ends when the write has ended, the others at once.
         """
+        # Numbers of other transports are among them: the receiver may have posted the reads of one
+        # transfer at several, and the driver hands all numbers to each.
 
     def transfers_being_written(self) -> set[str]:
-        """Return the transfers into whose blocks this transport may be writing."""
+        """Returns the transfers into whose blocks this transport may be writing."""
+        # After a failure of the driver these loads are not reported before `close` has returned:
+        # vLLM would give their blocks to other requests.
 
     def poll_events(self, ready: Collection[object]) -> Iterator[TransportEvent]:
-        """Yield events since the last call; `ready` holds the sockets that the poller found."""
+        """Yields events since the last call; `ready` holds the sockets that the poller found."""
 
     def next_deadline(self) -> float | None:
-        """Return when (time.monotonic) to call `poll_events` even if nothing wakes the driver.
+        """Returns when (time.monotonic) to call `poll_events` even if nothing wakes the driver.
 
         None while nothing is open.
         """
+        # None matters: an idle pair of workers then wakes no thread, and takes no core from vLLM.
 
     def on_receiver_note(self, receiver: str, data: bytes) -> None:
-        """Handle a note from the transport of a worker that reads from this one."""
+        """Handles a note from the transport of a worker that reads from this one."""
 
     def on_sender_note(self, sender: str, data: bytes) -> None:
-        """Handle a note from the transport of a worker from which this one reads."""
+        """Handles a note from the transport of a worker from which this one reads."""
 
     def close(self) -> None:
-        """Close the transport; after it returns, nothing is written into blocks any more.
+        """Closes the transport; after it returns, nothing is written into blocks any more.
 
         Raises where that cannot be guaranteed in time.
         """
+        # Raises instead of waiting: the driver then leaves these blocks out of use for good, which
+        # costs memory, whereas a late write would change tokens of another request.
 
 
 def machine_id() -> str:
-    """Return an id of this machine until its next boot; all its workers return the same."""
+    """Returns an id of this machine until its next boot; all its workers return the same."""
     try:
         return BOOT_ID_PATH.read_text().strip()
     except OSError:
+        # No Linux, or /proc is hidden. Two machines of one name are no danger: the file of the
+        # UNIX socket exists at one of them only.
         return socket.gethostname()

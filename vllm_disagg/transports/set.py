@@ -16,13 +16,14 @@ from .zmq.transport import ZmqTransport
 
 log = logging.getLogger("vllm_disagg.transports")
 
+# A factory and no object: transports are made with ports, which need the address of ZMQ.
 MakeTransport = Callable[[DriverPort], Transport]
 
 
 class TransportSet(Mapping[str, Transport]):
     """The transports of one worker by name: ZMQ, then the others, the preferred one first.
 
-    `others` has the names of all besides ZMQ.
+    `others` has the names of all except ZMQ.
     """
 
     def __init__(
@@ -35,9 +36,13 @@ class TransportSet(Mapping[str, Transport]):
     ) -> None:
         self._control = control
         self.others = list(others)
+        # Compression is in the memory that ZMQ reads and writes. The others get the plain memory,
+        # and none of them is chosen where `compress` is set.
         zmq_memory = Fp8(memory) if config.compress == "fp8" else memory
         zmq_port = self._port("zmq", config, zmq_memory, counters)
+        # Made first: its address is the fallback of all others. It needs none itself.
         self.zmq = ZmqTransport(zmq_port, control)
+        # The driver polls them in this order.
         self._transports: dict[str, Transport] = {"zmq": self.zmq}
         for name, make in others.items():
             port = self._port(name, config, memory, counters, self.zmq.address)
@@ -62,6 +67,8 @@ class TransportSet(Mapping[str, Transport]):
     ) -> DriverPort:
         control = self._control
 
+        # The name of the transport goes with each note, so that the peer hands it to the same one.
+        # It names both workers, because another run of the peer may have the peer's port by now.
         def send_to_receiver(receiver: str, data: bytes) -> None:
             note = messages.TransportNote(control.name, receiver, transport, data)
             control.send_to_receiver(receiver, note)
@@ -86,24 +93,32 @@ class TransportSet(Mapping[str, Transport]):
 
         Those announce themselves with TransportChanged when they work.
         """
+        # Called before each transfer, but the log line of ZMQ comes once a connection.
         is_new = worker.name not in self._control.links
+        # First: transports exchange notes over the control channel while they connect.
         evicted = self._control.connect(worker)
         self.zmq.connect(worker)
+        # Names come from another process: those that are unknown here have no effect.
         common = [name for name in self.others if name in worker.carriers]
         for name in common:
             self._transports[name].connect(worker)
         if is_new and not common:
             self._log_zmq_only(worker)
+        # Without its control channel the evicted worker gets no requests: connections that stay
+        # would only cost descriptors. Its open transfers end by a timeout.
         if evicted is not None:
             for transport in self._transports.values():
                 transport.disconnect(evicted)
 
     def _log_zmq_only(self, worker: WorkerInfo) -> None:
-        """Logs why pieces of a worker come by ZMQ, unless the settings ask for that."""
+        """Logs why pieces of a worker come by ZMQ, unless the settings choose ZMQ."""
         setting = self._control.config.transport
+        # Chosen by the operator, so it needs no line.
         if setting == "zmq":
             return
         theirs = [name for name in worker.carriers if name != "zmq"]
+        # With "auto" this is one outcome of several. A named transport that is not used is a fault
+        # of the set-up, which costs speed without any error.
         log.log(
             logging.INFO if setting == "auto" else logging.WARNING,
             "pieces of %s come by ZMQ: no other transport is at both workers; "
@@ -116,18 +131,22 @@ class TransportSet(Mapping[str, Transport]):
 
     def on_receiver_note(self, note: messages.TransportNote) -> None:
         """Hands a note of a worker that reads from this one to its transport."""
+        # Not for this run of the worker: a restarted one may have got the port of its predecessor
+        # (rule 4). A note for a transport that this worker lacks is dropped, too.
         transport = self._transports.get(note.transport)
         if transport is not None and note.source == self._control.name:
             transport.on_receiver_note(note.reader, note.data)
 
     def on_sender_note(self, note: messages.TransportNote) -> None:
         """Hands a note of a worker from which this one reads to its transport."""
+        # As above, with the roles exchanged: here this worker is the reader.
         transport = self._transports.get(note.transport)
         if transport is not None and note.reader == self._control.name:
             transport.on_sender_note(note.source, note.data)
 
     def transfers_being_written(self) -> set[str]:
         """Returns the transfers into whose blocks a transport may be writing."""
+        # One transfer may be written by several: each of its sources has its own transport.
         transfers: set[str] = set()
         for transport in self._transports.values():
             transfers |= transport.transfers_being_written()
@@ -139,7 +158,9 @@ class TransportSet(Mapping[str, Transport]):
         for name, transport in self._transports.items():
             try:
                 transport.close()
-            except Exception as error:  # perhaps of the transport that failed before
+            # Any exception: it may be the transport that has made the driver fail, in any state.
+            # Each of the others may be writing into blocks too, so all are closed before the answer.
+            except Exception as error:
                 is_closed = False
                 log.error("%s: close failed; it may still write into blocks", name, exc_info=error)
         return is_closed

@@ -159,7 +159,7 @@ class TransportSet(Mapping[str, Transport]):
             try:
                 transport.close()
             # Any exception: it may be the transport that has made the driver fail, in any state.
-            # Each of the others may be writing into blocks too, so all are closed before the answer.
+            # Each of the others may be writing into blocks too, so all of them are closed.
             except Exception as error:
                 is_closed = False
                 log.error("%s: close failed; it may still write into blocks", name, exc_info=error)

@@ -51,8 +51,18 @@ import zmq
 from ...config import Config
 from ...errors import BadMessage
 from ...fleet import dialling
-from ...kv.memory import FRAME_BYTES, SMALL_RUN_BYTES, HostMemory, hasher
-from ...protocol.events import PostRead, ReadStatus, SendPiece, TransportChanged
+from ...kv.memory import (
+    FRAME_BYTES,
+    SMALL_RUN_BYTES,
+    HostMemory,
+    hasher,
+)
+from ...protocol.events import (
+    PostRead,
+    ReadStatus,
+    SendPiece,
+    TransportChanged,
+)
 from ...protocol.peers import WorkerInfo
 from ..base import DriverPort, TransportEvent, machine_id
 from ..posted_reads import PostedReads
@@ -61,9 +71,13 @@ from .sender import TcpSender
 
 log = logging.getLogger("vllm_disagg.tcp")
 
+# Notes may be lost: the hello is repeated until an answer comes or the attempt ends.
 HELLO_SECONDS = 0.5  # between two TcpHello of one attempt
+# Nothing waits for an attempt, since pieces come by ZMQ meanwhile. So it may be long: a busy sender
+# need not answer at once.
 PAIRING_SECONDS = 10.0  # until an attempt is given up
 RETRY_SECONDS = 1.0  # until the next attempt after the first failure; doubles
+# A path that never works costs some notes a minute; one that is mended is back within a minute.
 MAX_RETRY_SECONDS = 60.0
 BYTES_PER_TURN = 8 << 20  # bytes received from one sender before the others have their turn
 EMPTY = memoryview(b"")
@@ -94,12 +108,14 @@ class TcpSource:
 
     worker: WorkerInfo
     state: TcpState = TcpState.DOWN
+    # Part of the address, so pieces and notes of an earlier connection are told from those of this.
     attempt: int = 0
     retry_at: float = 0.0  # next TcpHello while ASKING, next attempt while DOWN
     attempt_deadline: float = 0.0
-    failures: int = 0
+    failures: int = 0  # since the last piece that came
     token: bytes = b""
     connection: socket.socket | None = None
+    # A generator: the connection may be empty after any byte, and parsing goes on from there.
     parser: Iterator[memoryview | TransportEvent] | None = None
     unfilled: memoryview = EMPTY
     is_in_piece: bool = False
@@ -115,43 +131,48 @@ class TcpTransport:
         self._port = port
         self._sender = TcpSender(port)
         self._sources: dict[str, TcpSource] = {}
+        # ZMQ's poller reports plain sockets by descriptor.
         self._by_fd: dict[int, TcpSource] = {}
         self._posted = PostedReads()
-        self._dropped = memoryview(bytearray(FRAME_BYTES))  # for bytes of unwanted pieces
+        # For bytes of unwanted pieces. One buffer for all senders, as it is never read.
+        self._dropped = memoryview(bytearray(FRAME_BYTES))
+        # Of calls that yield no events themselves, until the next `poll_events`.
         self._events: deque[TransportEvent] = deque()
 
     # Sending half ---------------------------------------------------------------------------------
     def send(self, piece: SendPiece) -> None:
-        """Queue a piece for its receiver."""
+        """Queues a piece for its receiver."""
         self._sender.send(piece)
 
     def on_receiver_note(self, receiver: str, data: bytes) -> None:
-        """Answer a receiver that wishes to connect."""
+        """Answers a receiver that wishes to connect."""
         self._sender.on_receiver_note(receiver, data)
 
     # Receiving half: connections ------------------------------------------------------------------
     def connect(self, worker: WorkerInfo) -> None:
-        """Begin an attempt to connect, unless one is under way or the pause is not over."""
+        """Begins an attempt to connect, unless one is under way or the pause is not over."""
         now = time.monotonic()
         source = self._sources.setdefault(worker.name, TcpSource(worker))
         if source.state is not TcpState.DOWN or now < source.retry_at:
             return
+        # The first hello goes out in the next `poll_events`, where its repetitions do, too.
         source.state = TcpState.ASKING
         source.attempt += 1
         source.retry_at = now
         source.attempt_deadline = now + PAIRING_SECONDS
 
     def disconnect(self, sender: str) -> None:
-        """Close the connection to a sender and forget it."""
+        """Closes the connection to a sender and forgets it."""
         source = self._sources.get(sender)
         if source is None:
             return
+        # DOWN: all has ended already, and a log line would report a second loss.
         if source.state is not TcpState.DOWN:
             self._lose(source, "evicted: more senders than this worker may have")
         del self._sources[sender]
 
     def on_sender_note(self, sender: str, data: bytes) -> None:
-        """Handle Listening or NotListening; notes of another attempt have no effect."""
+        """Handles Listening or NotListening; notes of another attempt have no effect."""
         source = self._sources.get(sender)
         if source is None:
             return
@@ -161,22 +182,28 @@ class TcpTransport:
             self._count_bad(source, error)
             return
         match note:
+            # Each repeated hello gets an answer: only the first one is used.
             case notes.Listening():
                 if source.state is TcpState.ASKING and note.attempt == source.attempt:
                     self._dial(source, note)
+            # The answer to a request for a piece at this address. The connection may seem open at
+            # this end for long, if the network lost its end, and its reads would wait.
             case notes.NotListening():
                 is_current = note.address == notes.address(source.attempt)
                 if source.state is TcpState.UP and is_current:
                     self._lose(source, "the sender has closed the connection")
 
     def _dial(self, source: TcpSource, listening: notes.Listening) -> None:
-        """Connect to the sender's listener, without waiting."""
+        """Connects to the sender's listener, without waiting."""
+        # Containers of one machine may have separate files, and a path from another process must
+        # not make this worker connect to any other socket of the machine.
         is_local = (
             source.worker.host == machine_id()
             and dialling.is_socket(listening.path)
             and os.path.exists(listening.path)
         )
-        # A note must not direct this worker to a third host, where the token would be shown.
+        # A note must not direct this worker to a third host, where the token would be shown. The
+        # check also takes IP addresses alone: resolving a name would block.
         if not is_local and not dialling.is_at(source.worker.control, listening.host):
             self._lose(source, "the sender listens at another address than its control channel")
             return
@@ -193,85 +220,108 @@ class TcpTransport:
         except (OSError, ValueError) as failure:
             self._lose(source, str(failure))
             return
+        # Writable means that connecting has ended, with success or not.
         self._by_fd[connection.fileno()] = source
         self._port.poller.register(connection.fileno(), zmq.POLLOUT)
         source.state = TcpState.CONNECTING
         source.token = listening.ticket
+        # A UNIX socket is connected, or refused, at once.
         if error not in (0, errno.EINPROGRESS):
             self._lose(source, os.strerror(error))
 
     def _send_token(self, source: TcpSource) -> None:
-        """Finish connecting: check the socket's error, then send the token."""
+        """Finishes connecting: checks the socket's error, then sends the token."""
         assert source.connection is not None
         try:
             error = source.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if error:
                 raise OSError(error, os.strerror(error))
+            # So few bytes always fit into the empty buffer of a new connection.
             source.connection.send(source.token)
         except OSError as failure:
             self._lose(source, failure.strerror or str(failure))
             return
+        # From here on this end sends nothing; an idle connection is always writable, and POLLOUT
+        # would wake the driver without end.
         self._port.poller.modify(source.connection.fileno(), zmq.POLLIN)
         source.state = TcpState.WAITING
         source.parser = self._parse(source)
+        # The buffer of an earlier connection may be half full.
         source.unfilled = EMPTY
 
     def _lose(self, source: TcpSource, reason: str) -> None:
-        """Close the connection until the next attempt; after this nothing is written for it."""
+        """Closes the connection until the next attempt; after this nothing is written for it."""
+        # First: closing ends all writing, so the reads below may be reported as ended (rule 2).
         if source.connection is not None:
             # The descriptor is registered only once connect_ex has been called.
             if self._by_fd.pop(source.connection.fileno(), None) is not None:
                 self._port.poller.unregister(source.connection.fileno())
             source.connection.close()
             source.connection = None
+        # Before the cancelled reads: the receiver posts those again, and then has the new address.
         if source.state is TcpState.UP:
             fallback = self._port.fallback_address
             self._events.append(TransportChanged(source.worker.name, fallback))
+        # `flush` leaves a read that is being written, because only its transport stops the write.
         if source.read is not None:
             self._events.append(self._posted.end(source.read, ReadStatus.CANCELLED))
         self._posted.flush(source.worker.name)
+        # Counts from the last piece, not from the last connection: a path that connects and breaks
+        # again and again must not move the pieces to and fro each second.
         source.failures += 1
         pause = min(MAX_RETRY_SECONDS, RETRY_SECONDS * 2 ** (source.failures - 1))
         source.state = TcpState.DOWN
         source.retry_at = time.monotonic() + pause
         source.read = None
+        # Both deadlines end with the connection, or they would count as a second loss.
         source.is_in_piece = False
         source.piece_deadline = math.inf
-        message = "tcp: %s not reached by TCP, retry in %.0f s: %s"
-        log.warning(message, source.worker.name, pause, reason)
+        log.warning(
+            "tcp: %s not reached by TCP, retry in %.0f s: %s",
+            source.worker.name,
+            pause,
+            reason,
+        )
 
     def _count_bad(self, source: TcpSource, error: BadMessage) -> None:
         self._port.counters.bad_messages += 1
-        log.warning("tcp: dropped invalid data of sender %s: %s", source.worker.name, error)
+        log.warning(
+            "tcp: dropped invalid data of sender %s: %s",
+            source.worker.name,
+            error,
+        )
 
     # Receiving half: pieces -----------------------------------------------------------------------
     def post_read(self, read: PostRead) -> None:
-        """Accept a read, unless the connection of its address is lost."""
+        """Accepts a read, unless the connection of its address is lost."""
         self._posted.post(read, self._address_in_use(read.source))
 
     def _address_in_use(self, sender: str) -> str:
-        """Return where the pieces of this sender arrive; empty if it is not connected."""
+        """Returns where the pieces of this sender arrive; empty if it is not connected."""
         source = self._sources.get(sender)
+        # Empty is no address, so a read that is posted now ends as CANCELLED.
         if source is None or source.state is not TcpState.UP:
             return ""
         return notes.address(source.attempt)
 
     def cancel_reads(self, transfer: str, numbers: Sequence[int]) -> None:
-        """End those of these reads that are posted here; not the one that is being received."""
+        """Ends those of these reads that are posted here; not the one that is being received."""
         self._posted.cancel(transfer, numbers)
 
     def transfers_being_written(self) -> set[str]:
-        """Return the transfers into whose blocks a piece is being received."""
+        """Returns the transfers into whose blocks a piece is being received."""
         return self._posted.transfers_being_written()
 
     def _receive(self, source: TcpSource) -> Iterator[TransportEvent]:
-        """Read from a connection until it is empty, lost, or its turn is over."""
+        """Reads from a connection until it is empty, lost, or its turn is over."""
         received = 0
         while received < BYTES_PER_TURN:
             # The driver may have disconnected this sender while handling an event.
             if source.connection is None or source.parser is None:
                 return
             try:
+                # The parser goes on before more is read, so that a piece ends with its own last
+                # byte, and not with the first one of the next piece.
                 if not source.unfilled:
                     step = next(source.parser)
                     if isinstance(step, memoryview):
@@ -289,6 +339,7 @@ class TcpTransport:
             except OSError as error:
                 self._lose(source, error.strerror or str(error))
                 return
+            # No bytes from a socket that was readable: the end of the stream.
             if not count:
                 self._lose(source, "the sender has closed the connection")
                 return
@@ -297,7 +348,7 @@ class TcpTransport:
             received += count
 
     def _parse(self, source: TcpSource) -> Iterator[memoryview | TransportEvent]:
-        """Yield each buffer to fill next, and events; resumed when the buffer is full.
+        """Yields each buffer to fill next, and events; resumed when the buffer is full.
 
         Raises BadMessage for bytes that make no sense.
         """
@@ -305,19 +356,27 @@ class TcpTransport:
         yield memoryview(accepted)
         if accepted != notes.ACCEPTED:
             raise BadMessage(f"TCP: {bytes(accepted)!r} instead of ACCEPTED")
+        # Only now: the kernel accepts connections for a sender that never reads the token.
         source.state = TcpState.UP
         log.info("tcp: connected; pieces of %s come by TCP", source.worker.name)
         yield TransportChanged(source.worker.name, notes.address(source.attempt))
         length = bytearray(notes.HEADER_LENGTH_BYTES)
         while True:
+            # Between two pieces the connection may be silent for as long as it likes.
             yield memoryview(length)
             source.is_in_piece = True
             raw_head = bytearray(int.from_bytes(length, "big"))
             yield memoryview(raw_head)
             head = notes.decode_head(raw_head)
             peer_timeout = self._port.config.peer_timeout
-            source.piece_deadline = notes.piece_deadline(time.monotonic(), head.size, peer_timeout)
+            source.piece_deadline = notes.piece_deadline(
+                time.monotonic(),
+                head.size,
+                peer_timeout,
+            )
+            # Not before the head is whole: from here on the blocks wait for this connection.
             source.read = self._posted.begin(head.transfer, head.number)
+            # The bytes are read all the same, because the next piece follows them in the stream.
             if source.read is None:
                 yield from self._skip(head.size)
             else:
@@ -326,35 +385,47 @@ class TcpTransport:
             source.piece_deadline = math.inf
 
     def _skip(self, size: int) -> Iterator[memoryview]:
-        """Yield buffers for the bytes and the checksum of a piece that is not wanted any more."""
+        """Yields buffers for the bytes and the checksum of a piece that is not wanted any more."""
         for offset in range(0, size, FRAME_BYTES):
             yield self._dropped[: min(FRAME_BYTES, size - offset)]
         yield memoryview(bytearray(notes.CHECKSUM_BYTES))
 
     def _fill(
-        self, source: TcpSource, read: PostRead, head: notes.PieceHead
+        self,
+        source: TcpSource,
+        read: PostRead,
+        head: notes.PieceHead,
     ) -> Iterator[memoryview | TransportEvent]:
-        """Yield buffers for the bytes and the checksum of a piece, then its ReadCompleted."""
+        """Yields buffers for the bytes and the checksum of a piece, then its ReadCompleted."""
         buffer, views = self._destination(read, head.size)
         state = hasher(head.transfer)
         for view in views:
             yield view
+            # Now, and not when all is there: the frame is still in the CPU's cache.
             state.update(view)
         expected = bytearray(notes.CHECKSUM_BYTES)
         yield memoryview(expected)
         # Damaged bytes may be in the blocks already. They are not used: the read is DAMAGED.
         ok = state.digest() == expected
+        # Written after the check: a copy through a buffer never puts damaged bytes into blocks.
         if ok and buffer is not None:
             ok = self._port.memory.write(read.extent, read.blocks, [buffer], read.remote_layout)
         if ok:
             self._port.counters.count_received("tcp", head.size)
             # Only a piece that came proves that the path works; connecting alone does not.
             source.failures = 0
+        # Before the event: handling it may lose the connection, and `_lose` must not end this read
+        # a second time.
         source.read = None
-        yield self._posted.end(read, ReadStatus.WRITTEN if ok else ReadStatus.DAMAGED)
+        status = ReadStatus.WRITTEN if ok else ReadStatus.DAMAGED
+        yield self._posted.end(read, status)
 
-    def _destination(self, read: PostRead, size: int) -> tuple[memoryview | None, list[memoryview]]:
-        """Return (buffer, views to fill), in wire order.
+    def _destination(
+        self,
+        read: PostRead,
+        size: int,
+    ) -> tuple[memoryview | None, list[memoryview]]:
+        """Returns (buffer, views to fill), in wire order.
 
         The views are the blocks themselves where both layouts agree and runs are long enough.
         Otherwise they are frames of the buffer, which is written into the blocks once it is full.
@@ -363,24 +434,29 @@ class TcpTransport:
         if read.remote_layout is None and isinstance(memory, HostMemory):
             views = memory.views(read.extent, read.blocks)
             viewed = sum(len(view) for view in views)
+            # The size comes from the sender. A wrong one goes through the buffer, where `write`
+            # refuses it. So do short runs: each would cost a system call.
             if viewed == size >= SMALL_RUN_BYTES * len(views):
                 return None, views
+        # Not zeroed as a bytearray would be: all of it is filled before it is used.
         buffer = memoryview(np.empty(size, np.uint8))  # type: ignore[arg-type]
         offsets = range(0, size, FRAME_BYTES)
         return buffer, [buffer[offset : offset + FRAME_BYTES] for offset in offsets]
 
     # Both halves ----------------------------------------------------------------------------------
     def poll_events(self, ready: Collection[object]) -> Iterator[TransportEvent]:
-        """Do all input and output that is possible now; yield the events of that."""
+        """Does all input and output that is possible now; yields the events of that."""
         yield from self._sender.poll_events(ready)
         for fd in list(self._by_fd):
             source = self._by_fd.get(fd)  # None: closed by what came before in this loop
             if fd not in ready or source is None:
                 continue
+            # Ready for writing while CONNECTING, for reading in all later states.
             if source.state is TcpState.CONNECTING:
                 self._send_token(source)
             else:
                 yield from self._receive(source)
+        # After all reads: progress that was made just now counts.
         now = time.monotonic()
         for source in list(self._sources.values()):
             self._check_deadlines(source, now)
@@ -390,6 +466,7 @@ class TcpTransport:
 
     def _check_deadlines(self, source: TcpSource, now: float) -> None:
         peer_timeout = self._port.config.peer_timeout
+        # Also if the bytes of the piece are dropped: no other piece of this sender can pass it.
         if source.is_in_piece and now > source.last_progress + peer_timeout:
             self._lose(source, "stalled in the middle of a piece")
         elif now > source.piece_deadline:
@@ -403,11 +480,13 @@ class TcpTransport:
             source.retry_at = now + HELLO_SECONDS
 
     def next_deadline(self) -> float | None:
-        """Return the earliest deadline of a connection; 0 while events wait."""
+        """Returns the earliest deadline of a connection; 0 while events wait."""
         if self._events or self._posted.has_cancelled:
             return 0.0
         peer_timeout = self._port.config.peer_timeout
-        deadlines = []
+        # Idle connections, and pauses between attempts, have no deadline: the next transfer calls
+        # `connect`, and an idle pair wakes no thread.
+        deadlines: list[float] = []
         for source in self._sources.values():
             if source.is_in_piece:
                 deadlines.append(min(source.last_progress + peer_timeout, source.piece_deadline))
@@ -421,15 +500,17 @@ class TcpTransport:
         return min(deadlines, default=None)
 
     def close(self) -> None:
-        """Close all connections; nothing is written into blocks after that."""
+        """Closes all connections; nothing is written into blocks after that."""
         self._sender.close()
+        # Reads that are posted get no event any more: the driver polls no transport after this.
         for source in self._sources.values():
             if source.connection is not None:
                 source.connection.close()
 
 
 def transport_factory(config: Config) -> Callable[[DriverPort], TcpTransport]:
-    """Return the maker of TCP transports. Raises RuntimeError where TCP must not carry bytes."""
+    """Returns the maker of TCP transports. Raises RuntimeError where TCP must not carry bytes."""
+    # With `auto` KV then goes by ZMQ, which encrypts. `Config` refuses `tcp` with `encrypt_data`.
     if config.encrypt_data:
         raise RuntimeError("encrypt_data is on, and plain sockets do not encrypt")
     return TcpTransport

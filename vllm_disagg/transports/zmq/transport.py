@@ -28,7 +28,12 @@ import zmq
 from ...errors import BadMessage
 from ...kv.memory import FRAME_BYTES, checksum
 from ...protocol import messages
-from ...protocol.events import PostRead, ReadStatus, SendCompleted, SendPiece
+from ...protocol.events import (
+    PostRead,
+    ReadStatus,
+    SendCompleted,
+    SendPiece,
+)
 from ...protocol.peers import WorkerInfo
 from ..base import DriverPort, TransportEvent, machine_id
 from ..posted_reads import PostedReads
@@ -36,8 +41,10 @@ from .control import Control, receive
 
 log = logging.getLogger("vllm_disagg.zmq")
 
+# ZMQ wakes no thread when a send ends. Polled often, because the blocks wait for it.
 UNSENT_POLL_SECONDS = 0.002  # between checks of sends that have not begun or not ended
 CONNECT_SECONDS = 2.0  # that a piece waits for its receiver's connection
+# Receivers send one empty greeting. The bound keeps any other message small.
 MAX_GREETING_BYTES = 1024
 
 
@@ -60,15 +67,21 @@ class ZmqTransport:
     def __init__(self, port: DriverPort, control: Control) -> None:
         self._port = port
         self._control = control
+        # Random, because ROUTER sends to any connection that gives this name: an address that could
+        # be guessed would let another peer take the pieces.
         self.address = f"zmq:{secrets.token_hex(8)}"
         encrypt = port.config.encrypt_data
         self._router = control.socket(zmq.ROUTER, MAX_GREETING_BYTES, server=True, encrypt=encrypt)
+        # Else ZMQ drops pieces for a receiver that is not connected yet, without an error, and the
+        # receiver would wait for peer_timeout before it requests them again.
         self._router.router_mandatory = True
+        # A receiver that comes back after a broken connection uses its old address.
         self._router.router_handover = True
         self._router.sndhwm = 0  # bounded by the receivers' credits
         # A copied last frame would make ZMQ report all of a piece as sent.
         self._router.copy_threshold = 0
         self.endpoint, self._silent_connections = control.bind(self._router)
+        # For receivers on this machine, which need no TCP stack between two processes.
         # mkdtemp makes the folder accessible to this user alone.
         self._socket_folder = tempfile.mkdtemp(prefix="vllm-disagg-")
         self.local = f"ipc://{self._socket_folder}/data"
@@ -80,10 +93,15 @@ class ZmqTransport:
 
     # Sending half ---------------------------------------------------------------------------------
     def send(self, piece: SendPiece) -> None:
-        """Send a piece, or keep it for CONNECT_SECONDS until its receiver is connected."""
+        """Sends a piece, or keeps it for CONNECT_SECONDS until its receiver is connected."""
         frames = self._port.memory.read(piece.extent, piece.blocks)
+        # Once, however often the send is tried: hashing reads all bytes of the piece.
         digest = checksum(piece.transfer, frames)
-        header = messages.PieceHeader(piece.transfer, piece.number, digest)
+        header = messages.PieceHeader(
+            transfer=piece.transfer,
+            number=piece.number,
+            checksum=digest,
+        )
         address = piece.address.removeprefix("zmq:").encode()
         message: list[bytes | memoryview] = [address, messages.encode(header), *frames]
         self._send(_UnsentPiece(piece, message, time.monotonic() + CONNECT_SECONDS))
@@ -91,19 +109,31 @@ class ZmqTransport:
     def _send(self, unsent: _UnsentPiece) -> None:
         message = unsent.message
         try:
-            tracker = self._router.send_multipart(message, zmq.NOBLOCK, copy=False, track=True)
+            # Not copied: ZMQ's thread reads the KV cache itself, and the tracker reports when it
+            # has released all frames. Until then the blocks must not be given back (rule 2).
+            tracker = self._router.send_multipart(
+                message,
+                zmq.NOBLOCK,
+                copy=False,
+                track=True,
+            )
         except zmq.ZMQError as error:
+            # Any other error is one of this process, not of a receiver: the driver fails, rather
+            # than each piece in turn.
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
             # The receiver's data connection may come up later than its control connection.
             self._unsent.append(unsent)
             return
-        self._port.counters.bytes_sent += sum(len(frame) for frame in message[2:])
+        # Without the address, which ROUTER takes off, and without the header.
+        frames = message[2:]
+        self._port.counters.bytes_sent += sum(len(frame) for frame in frames)
         assert tracker is not None  # because of track=True
         self._sending.append((unsent.piece, tracker))
 
     def next_deadline(self) -> float | None:
-        """Return when to look at unfinished sends again; ZMQ reports no end of a send."""
+        """Returns when to look at unfinished sends again; ZMQ reports no end of a send."""
+        # Their completions wait for the next `poll_events`, and no socket is ready for them.
         if self._posted.has_cancelled:
             return 0.0
         if self._unsent or self._sending:
@@ -111,7 +141,9 @@ class ZmqTransport:
         return None
 
     def poll_events(self, ready: Collection[object]) -> Iterator[TransportEvent]:
-        """Receive pieces, and yield the ends of sends."""
+        """Receives pieces, and yields the ends of sends."""
+        # A copy: while the driver handles an event it also takes in facts from vLLM, and a new load
+        # connects one worker and may evict another.
         for link in list(self.links.values()):
             if link in ready:
                 for message in receive(link):
@@ -121,17 +153,20 @@ class ZmqTransport:
         for greeting in receive(self._router):
             self._silent_connections.on_message(greeting)
         now = time.monotonic()
+        # Taken out first: `_send` puts back the pieces that still cannot go.
         unsent = self._unsent
         self._unsent = []
         for waiting in unsent:
             if now < waiting.deadline:
                 self._send(waiting)
             else:
-                # The piece is lost, as on any network: the receiver asks again.
+                # The piece is lost, as on any network: the receiver requests it again. Its blocks
+                # must not wait for a receiver that never connects.
                 yield SendCompleted(waiting.piece.transfer, waiting.piece.reader)
         sending = self._sending
         self._sending = []
-        completed = []
+        # Reported together after the loop, when all lists hold what is left.
+        completed: list[SendPiece] = []
         for piece, tracker in sending:
             if tracker.done:
                 completed.append(piece)
@@ -143,15 +178,21 @@ class ZmqTransport:
 
     # Receiving half -------------------------------------------------------------------------------
     def connect(self, worker: WorkerInfo) -> None:
-        """Connect to a sender, by its UNIX socket if it is on this machine."""
+        """Connects to a sender, by its UNIX socket if it is on this machine."""
+        # Called before each transfer; ZMQ itself connects again after a loss.
         if worker.name in self.links:
             return
+        # Two containers of one machine may have separate files.
         local_path = worker.local.removeprefix("ipc://")
         is_local = worker.host == machine_id() and os.path.exists(local_path)
         endpoint = worker.local if is_local else worker.data
         name = self.address.removeprefix("zmq:").encode()
         encrypt = self._port.config.encrypt_data
-        link = self._control.dial(endpoint, name, 2 * FRAME_BYTES, encrypt=encrypt)
+        # ZMQ's limit is that of one frame; no frame of a piece is larger than FRAME_BYTES.
+        largest = 2 * FRAME_BYTES
+        link = self._control.dial(endpoint, name, largest, encrypt=encrypt)
+        # No pieces will come, which counts as a sender that does not send: the load ends by a
+        # timeout, and the next transfer tries again.
         if link is None:
             return
         # Where connections are many, the sender closes those that send nothing. Again is raised
@@ -162,7 +203,9 @@ class ZmqTransport:
         self.links[worker.name] = link
 
     def disconnect(self, sender: str) -> None:
-        """Close the connection to a sender."""
+        """Closes the connection to a sender."""
+        # Its posted reads stay. The control channel to this sender is closed, too: unless a new
+        # transfer connects it again, their loads fail by a timeout and cancel them.
         link = self.links.pop(sender, None)
         if link is not None:
             self._control.close_socket(link)
@@ -174,46 +217,58 @@ class ZmqTransport:
             self._port.counters.bad_messages += 1
             log.warning("zmq: dropped a piece with an invalid header: %s", error)
             return
+        # Before the checksum: nothing is computed for bytes that are not wanted.
         read = self._posted.begin(header.transfer, header.number)
         if read is None:
             return  # late, repeated or cancelled
         frames = [frame.buffer for frame in message[1:]]
         is_written = self._write(read, frames, header.checksum)
+        # The write has ended within this call, so a read of ZMQ is never cancelled while written.
         status = ReadStatus.WRITTEN if is_written else ReadStatus.DAMAGED
         yield self._posted.end(read, status)
 
     def _write(self, read: PostRead, frames: list[memoryview], expected: int) -> bool:
-        """Write a piece into its blocks; False if its checksum or its size is wrong."""
+        """Writes a piece into its blocks; False if its checksum or its size is wrong."""
+        # First, so that no damaged byte gets into the blocks. The sum is seeded with the transfer:
+        # bytes of another one do not pass.
         if checksum(read.transfer, frames) != expected:
             return False
         memory = self._port.memory
-        if not memory.write(read.extent, read.blocks, frames, read.remote_layout):
+        is_written = memory.write(
+            read.extent,
+            read.blocks,
+            frames,
+            read.remote_layout,
+        )
+        if not is_written:
             return False
         size = sum(len(frame) for frame in frames)
         self._port.counters.count_received("zmq", size)
         return True
 
     def post_read(self, read: PostRead) -> None:
-        """Accept a read: ZMQ is always up."""
+        """Accepts a read: ZMQ is always up."""
+        # One address for all senders, and for good: no read is refused, so ZMQ can take over from
+        # any transport that breaks.
         self._posted.post(read, self.address)
 
     def cancel_reads(self, transfer: str, numbers: Sequence[int]) -> None:
-        """End those of these reads that are posted here."""
+        """Ends those of these reads that are posted here."""
         self._posted.cancel(transfer, numbers)
 
     def transfers_being_written(self) -> set[str]:
-        """Return the transfers into whose blocks a piece may be being written."""
+        """Returns the transfers into whose blocks a piece may be being written."""
         return self._posted.transfers_being_written()
 
     # Both halves ----------------------------------------------------------------------------------
     def on_receiver_note(self, receiver: str, data: bytes) -> None:
-        """Ignore the note: the ZMQ transport uses none."""
+        """Ignores the note: the ZMQ transport uses none."""
 
     def on_sender_note(self, sender: str, data: bytes) -> None:
-        """Ignore the note: the ZMQ transport uses none."""
+        """Ignores the note: the ZMQ transport uses none."""
 
     def close(self) -> None:
-        """Remove the UNIX socket; the control channel closes all sockets."""
+        """Removes the UNIX socket; the control channel closes all sockets."""
         with contextlib.suppress(OSError):  # the folder may be gone already
             Path(self._socket_folder, "data").unlink(missing_ok=True)
             os.rmdir(self._socket_folder)

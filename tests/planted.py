@@ -156,7 +156,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("auto takes NIXL without RDMA", "transports/nixl/agent.py", "if not rdma_devices():", "if False:", "tests/transports/processes/test_nixl.py::test_auto_leaves_nixl_out_without_rdma"),
     ("a read of NIXL that hangs is waited for", "transports/nixl/reads.py", "            elif now >= opened.deadline:\n", "            elif False:\n", "tests/transports/processes/test_nixl.py::test_a_sender_that_dies_or_freezes"),
     ("D reports while a hanging read may still write", "transports/nixl/reads.py", "if job.error:", "if False:", "tests/transports/nixl/test_nixl_reads.py"),
-    ("P confirms what vLLM has taken back", "driver.py", "            return\n        self._drain()\n        handle(decoded)", "            return\n        handle(decoded)"),
+    ("P confirms what vLLM has taken back", "driver.py", "        self._drain()\n        handle(decoded)", "        handle(decoded)"),
     ("a load ends twice when the thread fails", "outcomes.py", "        self._expected.discard((type(outcome), outcome.transfer))\n", ""),
     ("a broken driver reports while bytes land", "outcomes.py", "if kind is events.LoadResult and transfer in being_written:", "if False:"),
     ("a load that could not fail at first never fails", "driver.py", "                self._outcomes.fail(frozenset())\n", "                pass\n"),

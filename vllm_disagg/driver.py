@@ -72,22 +72,30 @@ class Driver:
         transports: Mapping[str, MakeTransport] | None = None,
     ) -> None:
         """Starts the thread.  `transports` makes all others than ZMQ, the preferred one first."""
+        # Random, so a restarted worker has another name: messages and grants for its earlier run
+        # have no effect (rule 4 of ARCHITECTURE.md).
         self.name = f"{secrets.token_hex(6)}/{rank}"
         self.counters = Counters()
         self._inbox: deque[Fact] = deque()
         self._outcomes = Outcomes()
         self._trace = TransferTrace()
         self._wake_up, self._woken = socket.socketpair()
+        # Neither thread may wait for the other: vLLM's when the buffer is full, the driver's when
+        # it is empty.
         for end in (self._wake_up, self._woken):
             end.setblocking(False)
         self._closing = False
-        self._last_engine_step = time.monotonic()  # time of the last call from vLLM's thread
+        # Time of the last call from vLLM's thread. Receivers get its age, because the driver
+        # outlives an engine that makes no step, and its answers would keep them waiting.
+        self._last_engine_step = time.monotonic()
+        # A daemon: vLLM may end without `close`, and the thread must not keep the process.
         self._thread = threading.Thread(target=self._run, name="vllm-disagg", daemon=True)
         self._control = Control(config, key, self.name)
         self._control.poller.register(self._woken, zmq.POLLIN)
         self._transports = TransportSet(
             config, memory, self.counters, self._control, transports or {}
         )
+        # Pieces come by ZMQ until another transport works, so its address is the default.
         zmq_transport = self._transports.zmq
         self._selection = TransportSelection(self._transports.others, zmq_transport.address)
         self.worker = WorkerInfo(
@@ -99,8 +107,13 @@ class Driver:
             self._transports.others,
             memory.shape,
         )
+        # A live receiver whose connection broke sends a keep-alive within one interval; two forgive
+        # the loss of one.
         self._sender = Sender(
-            self.name, memory.shape, lease=config.lease, grace=2 * config.keepalive_interval
+            self.name,
+            memory.shape,
+            lease=config.lease,
+            grace=2 * config.keepalive_interval,
         )
         self._receiver = Receiver(
             self.name,
@@ -113,31 +126,37 @@ class Driver:
             piece_bytes=config.piece_bytes,
             window_bytes=config.window_bytes,
         )
+        # Last: the thread uses all of the above, and from here on it alone uses most of it.
         self._thread.start()
 
     # vLLM's thread --------------------------------------------------------------------------------
     def submit(self, facts: Iterable[Fact]) -> None:
         """Hands facts from vLLM to the machines, in order.  Does not block."""
+        # Written here, read by the driver's thread: one reference, so it needs no lock.
         self._last_engine_step = time.monotonic()
         for fact in facts:
+            # Before the driver can see the fact: it might report the outcome, or fail, at once.
             self._outcomes.expect(fact)
             self._inbox.append(fact)
         if self._outcomes.are_failing:
             self._inbox.clear()  # no thread reads it any more
             return
+        # After the facts: the driver may drain the inbox as soon as it wakes.
         with contextlib.suppress(OSError):  # full: a wake-up is under way; or closed
             self._wake_up.send(b"\0")
 
     def take(self) -> list[Outcome]:
         """Returns the outcomes since the last call, each once.  Does not block."""
+        # A step that computes nothing is a step, too: vLLM calls this after each one.
         self._last_engine_step = time.monotonic()
         return self._outcomes.take()
 
     def close(self) -> None:
         """Stops the thread and closes all sockets; waits at most 5 s."""
         self._closing = True
-        self.submit(())
+        self.submit(())  # wakes the thread
         self._thread.join(timeout=5)
+        # A thread that still runs uses them: a closed descriptor might be another file by then.
         if not self._thread.is_alive():
             self._wake_up.close()
             self._woken.close()
@@ -152,6 +171,9 @@ class Driver:
                 "the KV transfer thread failed; this worker goes on without transfers",
                 exc_info=error,
             )
+            # At once, all that is safe. vLLM gives the blocks of a failed load to other requests,
+            # so loads whose blocks may still be written wait until all transports are closed. If
+            # one does not close, they are never reported: their blocks stay out of use.
             self._outcomes.fail(self._transports.transfers_being_written())
             if self._close():
                 self._outcomes.fail(frozenset())
@@ -160,18 +182,22 @@ class Driver:
 
     def _close(self) -> bool:
         """Closes all sockets; returns whether nothing can write into blocks any more."""
+        # The control channel last: it destroys all sockets of ZMQ, also those of the transport.
         is_closed = self._transports.close()
         self._control.close()
         return is_closed
 
     def _turn(self) -> None:
+        # Facts from vLLM come first (rule 1 of ARCHITECTURE.md), and time comes last: what has
+        # arrived counts before a deadline is judged, also after this process was frozen.
         ready = {receiver for receiver, _ in self._control.poller.poll(self._timeout())}
         self._drain()
         self._receive(ready)
         for name, transport in self._transports.items():
             for event in transport.poll_events(ready):
                 self._take(name, event)
-        self._control.close_excess_connections()  # after all that members have said was read
+        # After all messages were read: a connection with an unread one may be a member's.
+        self._control.close_excess_connections()
         now = time.monotonic()
         if _is_due(self._sender.next_deadline(), now):
             self._handle_sender(events.ClockTick())
@@ -180,6 +206,7 @@ class Driver:
 
     def _timeout(self) -> int | None:
         """Returns the milliseconds until the next deadline; None without one."""
+        # Its wake-up may have been read in the last turn, after the inbox was drained.
         if self._inbox:
             return 0
         deadlines = [self._sender.next_deadline(), self._receiver.next_deadline()]
@@ -188,10 +215,13 @@ class Driver:
         first = min((at for at in deadlines if at is not None), default=None)
         if first is None:
             return None
+        # Rounded up: a poll that ends before the deadline would be repeated without a pause.
         return max(0, math.ceil((first - time.monotonic()) * 1000))
 
     def _drain(self) -> None:
         """Hands all facts from vLLM to the machines."""
+        # One by one, not by a loop over the deque: vLLM's thread may append meanwhile, and a deque
+        # that changes under a loop raises RuntimeError.
         while self._inbox:
             fact = self._inbox.popleft()
             if isinstance(fact, events.ForReceiver):
@@ -202,15 +232,20 @@ class Driver:
     def _receive(self, ready: Collection[object]) -> None:
         """Takes the messages that have arrived.  Pieces are taken by the transports."""
         control = self._control
+        # One byte a call of `submit`; more than 4096 wake the next poll again.
         if self._woken.fileno() in ready:
             with contextlib.suppress(BlockingIOError):
                 self._woken.recv(4096)
+        # Before the messages: no peer can connect until its request is answered.
         if control.zap in ready:
             control.answer_zap()
         if control.router in ready:
+            # ROUTER puts the peer's routing id in front. It is not used: each message names its
+            # worker, and the answer goes to that name.
             for _, *message in receive(control.router):
                 control.silent_connections.on_message(message)
                 self._receive_one(message, messages.decode_at_sender, self._on_receiver_message)
+        # A copy: a fact that is drained on the way may connect one worker and evict another.
         for link in [link for link in control.links.values() if link in ready]:
             for message in receive(link):
                 self._receive_one(message, messages.decode_at_receiver, self._on_sender_message)
@@ -225,6 +260,8 @@ class Driver:
         except BadMessage as error:
             self._drop(error)
             return
+        # Again, for each message. vLLM may have taken blocks back since the poll, and the sender
+        # must not confirm them (rule 1 of ARCHITECTURE.md).
         self._drain()
         handle(decoded)
 
@@ -249,18 +286,21 @@ class Driver:
             case events.ReadCompleted():
                 self.counters.damaged_pieces += event.status is events.ReadStatus.DAMAGED
                 self._handle_receiver(event)
+            # A transport reports only itself; the receiver gets the address of the best that works.
             case events.TransportChanged():
                 self._handle_receiver(self._selection.on_transport_changed(name, event))
             case _:
                 assert_never(event)
 
     def _drop(self, error: BadMessage) -> None:
+        # No exception: a peer of another version, or a faulty one, must not end all transfers.
         self.counters.bad_messages += 1
         log.warning("dropped a message: %s", error)
 
     # Actions --------------------------------------------------------------------------------------
     def _handle_sender(self, event: events.SenderEvent) -> None:
         now = time.monotonic()
+        # Before each event: the answer to a keep-alive has its age.
         self._sender.last_engine_step = self._last_engine_step
         self._trace.add(now, event)
         for action in self._sender.handle(event, now):
@@ -287,13 +327,16 @@ class Driver:
                     self._control.send_to_sender(action.to, message)
                 case events.ConnectPeer():
                     self._transports.connect(action.worker)
+                # The address is this worker's own, so its transport is here.
                 case events.PostRead():
                     self._transports[action.address.partition(":")[0]].post_read(action)
+                # Reads of one transfer may be posted at several transports: each takes its own.
                 case events.CancelReads():
                     for transport in self._transports.values():
                         transport.cancel_reads(action.transfer, action.numbers)
                 case events.LookupResult():
                     self._outcomes.report(action)
+                # A request that was cancelled is no failure, and such lines would hide the others.
                 case events.LoadResult():
                     if action.reason not in (None, events.Reason.CANCELLED):
                         self._trace.log_failure(action)
@@ -302,6 +345,7 @@ class Driver:
                     assert_never(action)
 
     def _send_piece(self, action: events.SendPiece) -> None:
+        # The address comes from the receiver: its transport may be unknown here.
         transport = self._transports.get(action.address.partition(":")[0])
         if transport is None:
             text = f"{action.reader} asks for pieces at {action.address!r}: no such transport here"
